@@ -1,0 +1,48 @@
+# The two commands of the README are `make demo` and `make test`; both install what they need into .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# One BLAS thread per test process: the workers already fill the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+
+.PHONY: help install demo test test-slow test-all lint bench clean
+
+help:
+	@echo "make demo      train two small language models and draw what FEM reads   (about 7 minutes, into runs/demo)"
+	@echo "make test      the fast tests        make test-all   fast and slow tests"
+	@echo "make lint      style and import direction      make bench   the tables of docs/results"
+	@echo "make install   only install, into $(VENV)"
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.10 or newer, or call make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: $$($(PYTHON) --version) is too old; Python 3.10 or newer is needed (make PYTHON=...)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "error: no venv module; on Debian: apt-get install python3-venv"; exit 1; }
+	@echo "installing into $(VENV): PyTorch first (about 200 MB), then the rest"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+install: $(STAMP)
+
+demo: install
+	@$(BIN)/fem demo
+
+test: install
+	$(PYTEST) -m "not slow"
+
+test-slow: install
+	$(PYTEST) -m slow
+
+test-all: test test-slow
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+bench: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/layer_cpu.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
