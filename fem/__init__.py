@@ -1,0 +1,15 @@
+"""Free Energy Mixer: sequence mixers whose channels can each pick their own token.
+
+    >>> layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=512, n_head=8, prior_type="softmax"))
+    >>> y = layer(x)                                                            # (B, T, 512) -> (B, T, 512)
+"""
+
+from __future__ import annotations
+
+from fem.config import FreeEnergyMixerConfig
+from fem.mixer import FreeEnergyMixer
+from fem.priors import PRIORS
+from fem.state import MixerState
+
+__version__ = "0.1.0"
+__all__ = ["PRIORS", "FreeEnergyMixer", "FreeEnergyMixerConfig", "MixerState"]

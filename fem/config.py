@@ -1,0 +1,243 @@
+"""The configuration of one mixer layer: what it computes and how wide it is."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+
+class Widths(NamedTuple):
+    """What a prior costs: its linear weights, and how many maps of key width share its half of the budget."""
+
+    linear: int
+    key_maps: int
+
+
+# Priors register here what they cost (fem.priors does it on import), so that a configuration can check
+# a prior's name and solve widths without knowing any prior.
+PRIOR_WIDTHS: dict[str, Callable[[FreeEnergyMixerConfig], Widths]] = {}
+
+BACKENDS = ("auto", "plain", "sdpa", "triton", "reference")
+AUTHORS_BACKENDS = {"auto": "auto", "naive": "plain", "flash": "sdpa", **{name: name for name in BACKENDS}}
+DECAYS = ("scalar", "head", "channel")
+
+
+def _name_unknown_fields(cls):
+    """Turn Python's TypeError on an unknown field into a sentence that names the nearest known one."""
+    init, known = cls.__init__, [field.name for field in fields(cls)]
+
+    @functools.wraps(init)
+    def checked(self, *args, **given):
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}."
+                raise TypeError(f"{cls.__name__} has no field {name!r} (got {name}={given[name]!r}); {hint}")
+        init(self, *args, **given)
+
+    cls.__init__ = checked
+    return cls
+
+
+@_name_unknown_fields
+@dataclass(frozen=True, kw_only=True)
+class FreeEnergyMixerConfig:
+    """Sizes, prior and switches of a `FreeEnergyMixer`.
+
+        o_t = W_O (g_t * ((1 - lambda_t) mean_t + lambda_t F_t))                        (Eq. 11)
+
+    n_embd: width D of the layer's input and output; n_head: heads H, a divisor of D.
+    fem_dim: width d of the value path over all heads, or None for fem_ratio * D; qk_dim: width of the queries and
+    of the keys over all heads, or None for p_t_to_fem_ratio * d / 2. Both round to whole heads (keys to even ones
+    under RoPE). `matched` solves them for the parameters of plain attention instead.
+    prior_type: a key of `fem.PRIORS`. n_kv_head and window belong to the softmax prior, decay to gla,
+    ssm_rank to mamba. normalize=False leaves the score of a scan prior unnormalised.
+    use_conv, use_lse, use_temperature, use_outer_gate: the paper's C, L, T, G. T needs L and switches it on.
+    beta_max_init: beta starts at softplus(beta_max_init); lambda_init: bias of the lambda projection at the start.
+    value_logexp_cap: clip |beta v| in the log-sum-exp branch (None: exact, no clip).
+    conv_hidden: width H_c of the conditioner (None: d / 16, at least 8).
+    backend: which implementation reads ("auto", "plain", "sdpa", "triton", "reference").
+    softmax_backend and mamba_normalize are the authors' names of backend and normalize.
+
+    Raises TypeError on an unknown field, ValueError on a value that no layer can have.
+    """
+
+    n_embd: int
+    n_head: int
+    fem_dim: int | None = None
+    fem_ratio: float = 0.5
+    qk_dim: int | None = None
+    p_t_to_fem_ratio: float = 4.0
+    prior_type: str = "softmax"
+    n_kv_head: int | None = None
+    window: int | None = None
+    decay: str = "head"
+    ssm_rank: int = 16
+    normalize: bool | None = None
+    mamba_normalize: bool = True
+    causal: bool = True
+    bias: bool = True
+    dropout: float = 0.0
+    eps: float = 1e-6
+    use_temperature: bool = True
+    use_lse: bool = True
+    use_outer_gate: bool = True
+    beta_max_init: float = 1.8
+    lambda_init: float = 0.0
+    value_logexp_cap: float | None = None
+    use_rope: bool = True
+    rope_theta: float = 10000.0
+    use_conv: bool = True
+    conv_hidden: int | None = None
+    conv_norm_first: bool = True
+    conv_bidirectional: bool = False
+    backend: str | None = None
+    softmax_backend: str = "auto"
+
+    def __post_init__(self):
+        self._check_choices()
+        self._resolve_aliases()
+        self._resolve_widths()
+        self._check_prior()
+
+    def _set(self, **values):
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _check_choices(self):
+        for name in ("n_embd", "n_head", "ssm_rank"):
+            _positive_int(name, getattr(self, name))
+        for name in ("fem_dim", "qk_dim", "n_kv_head", "window", "conv_hidden"):
+            if getattr(self, name) is not None:
+                _positive_int(name, getattr(self, name))
+        for name in ("fem_ratio", "p_t_to_fem_ratio", "eps", "rope_theta", "value_logexp_cap"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value!r}.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout!r}.")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_head must divide n_embd = {self.n_embd}, got n_head = {self.n_head}.")
+        if self.prior_type not in PRIOR_WIDTHS:
+            raise ValueError(f"prior_type must be one of {', '.join(PRIOR_WIDTHS)}; got {self.prior_type!r}.")
+        if self.decay not in DECAYS:
+            raise ValueError(f"decay must be one of {', '.join(DECAYS)}; got {self.decay!r}.")
+        if self.causal and self.conv_bidirectional:
+            raise ValueError("conv_bidirectional=True lets the future in; it needs causal=False, got causal=True.")
+
+    def _resolve_aliases(self):
+        for name in ("backend", "softmax_backend"):
+            value = getattr(self, name)
+            if value is not None and value not in AUTHORS_BACKENDS:
+                raise ValueError(f"{name} must be one of {', '.join(AUTHORS_BACKENDS)}; got {value!r}.")
+        if self.backend is not None and self.softmax_backend != "auto":
+            raise ValueError(
+                f"softmax_backend is the authors' name of backend: give one, got backend={self.backend!r} "
+                f"and softmax_backend={self.softmax_backend!r}."
+            )
+        if self.normalize is True and not self.mamba_normalize:
+            raise ValueError("mamba_normalize is the authors' name of normalize: give one, got True and False.")
+        normalize = self.mamba_normalize if self.normalize is None else self.normalize
+        self._set(
+            backend=AUTHORS_BACKENDS[self.backend or self.softmax_backend],
+            softmax_backend="auto",
+            normalize=normalize,
+            mamba_normalize=normalize,
+            use_lse=self.use_lse or self.use_temperature,
+        )
+
+    def _resolve_widths(self):
+        if self.fem_dim is None:
+            self._set(fem_dim=_nearest_multiple(self.fem_ratio * self.n_embd, self.n_head))
+        if self.qk_dim is None:
+            self._set(qk_dim=_nearest_multiple(self.p_t_to_fem_ratio * self.fem_dim / 2, self._key_step))
+        for name, step in (("fem_dim", self.n_head), ("qk_dim", self._key_step)):
+            if getattr(self, name) % step:
+                even = " (an even width per head for RoPE)" if step > self.n_head else ""
+                raise ValueError(f"{name} must be a multiple of {step}{even}, got {getattr(self, name)}.")
+        if self.conv_hidden is None:
+            width = max(8, self.fem_dim // 16)
+            self._set(conv_hidden=width + width % 2 if self.conv_bidirectional else width)
+        if self.conv_bidirectional and self.conv_hidden % 2:
+            raise ValueError(f"conv_bidirectional splits conv_hidden in halves; it must be even, got {self.conv_hidden}.")
+
+    def _check_prior(self):
+        if self.n_kv_head is not None and self.n_head % self.n_kv_head:
+            raise ValueError(f"n_kv_head must divide n_head = {self.n_head}, got {self.n_kv_head}.")
+        if self.prior_type == "softmax":
+            if not self.normalize:
+                raise ValueError("normalize=False is for scan priors; the softmax prior is normalised by definition.")
+            return
+        for name in ("window", "n_kv_head"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} needs prior_type='softmax', got {name}={getattr(self, name)} with {self.prior_type!r}.")
+
+    @property
+    def _key_step(self) -> int:
+        return self.n_head * (2 if self.use_rope else 1)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of the keys and values: n_kv_head, or n_head."""
+        return self.n_kv_head or self.n_head
+
+    @property
+    def key_width(self) -> int:
+        """Width of a head's queries and keys, d_k."""
+        return self.qk_dim // self.n_head
+
+    @property
+    def value_width(self) -> int:
+        """Width of a head's values, d_v."""
+        return self.fem_dim // self.n_head
+
+    @property
+    def context_width(self) -> int:
+        """Width of the conditioner's features, which every projection reads behind the input; 0 without it."""
+        return self.conv_hidden if self.use_conv else 0
+
+    @property
+    def linear_weights(self) -> int:
+        """Weights of all linear maps of the layer, prior included, conditioner and biases apart (Appendix H.7)."""
+        grouped = self.kv_heads / self.n_head
+        per_channel = grouped + 1 + self.use_temperature + self.use_outer_gate  # value, output, lambda, gate
+        return round(self.n_embd * self.fem_dim * per_channel) + PRIOR_WIDTHS[self.prior_type](self).linear
+
+    @classmethod
+    def matched(cls, n_embd: int, n_head: int, prior_type: str = "softmax", **fields) -> FreeEnergyMixerConfig:
+        """The configuration whose linear weights total those of plain attention, 4 D^2 (Appendix H.7).
+
+            D d (value + output + lambda + gate) + prior = 4 D^2
+
+        Keys keep the width of the paper (D, or 2 D / 3 where the decay is as wide); the nearest whole-head widths
+        win. `config.linear_weights` tells the total. Raises what the configuration raises, and ValueError where
+        fem_dim or qk_dim are given as well.
+        """
+        for name in ("fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio"):
+            if name in fields:
+                raise ValueError(f"matched solves the widths; leave out {name}, or build FreeEnergyMixerConfig directly.")
+        start = cls(n_embd=n_embd, n_head=n_head, prior_type=prior_type, **fields)
+        open_fields = {"conv_hidden": fields.get("conv_hidden")}  # follows fem_dim unless given
+        key_maps = PRIOR_WIDTHS[prior_type](start).key_maps
+        step = start._key_step
+        nominal = _nearest_multiple(2 * n_embd / max(key_maps, 2), step)
+        around = (nominal,) if key_maps <= 2 else tuple(nominal + step * k for k in (0, -1, 1) if nominal + step * k > 0)
+
+        def candidates():
+            for qk_dim in around:
+                for fem_dim in range(n_head, 4 * n_embd + 1, n_head):
+                    yield replace(start, fem_dim=fem_dim, qk_dim=qk_dim, **open_fields)
+
+        return min(candidates(), key=lambda config: abs(config.linear_weights - 4 * n_embd**2))
+
+
+def _positive_int(name: str, value) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+
+
+def _nearest_multiple(width: float, step: int) -> int:
+    return max(step, step * round(width / step))

@@ -1,0 +1,128 @@
+"""Which tokens exist, where documents begin, and at which position each token stands.
+
+A masked token counts as deleted: it takes no position and opens no document.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from fem.state import Cursor
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of one call. `None` stands for the plain case, which costs nothing.
+
+    keep: which tokens exist; None: all.
+    start: kept tokens that open a new document, at which a memory forgets; None: none does.
+    document: number of each token's document within its row; None: all of the row's one document.
+    position: place among the kept tokens of its own document, shared by the rows or per row; None: where no one asks.
+    """
+
+    keep: Bool[Tensor, "b t"] | None
+    start: Bool[Tensor, "b t"] | None
+    document: Int[Tensor, "b t"] | None
+    position: Int[Tensor, " t"] | Int[Tensor, "b t"] | None
+
+    def reversed(self) -> Tokens:
+        """The same tokens read backwards; documents open at what was their last kept token."""
+        flip = lambda tensor: None if tensor is None else tensor.flip(-1)  # noqa: E731
+        start = None
+        if self.document is not None:
+            start = _first_of_each_document(flip(self.keep), flip(self.document))
+        return Tokens(flip(self.keep), start, flip(self.document), flip(self.position))
+
+
+def read_tokens(
+    shape: tuple[int, int],
+    device: torch.device,
+    mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    cursor: Cursor | None = None,
+    mask_name: str = "attention_mask",
+) -> tuple[Tokens, Cursor]:
+    """Tokens of a (batch, time) call that follows `cursor`, and the cursor after it.
+
+    mask (B, T) is bool or 0/1 integers, True/1 = keep. segment_ids (B, T) are integers; any change of id between
+    kept tokens is a boundary. Without segment_ids the tokens continue the row's document.
+    Raises ValueError on another shape, TypeError on a float mask or float ids.
+    """
+    batch, time = shape
+    keep = None if mask is None else _as_bool(mask, shape, mask_name)
+    if segment_ids is not None:
+        _check_ids(segment_ids, shape)
+    before = Cursor.zero(batch, device) if cursor is None else cursor
+    ones = torch.ones(batch, time, dtype=torch.bool, device=device) if keep is None else keep
+    count = ones.long().cumsum(1)
+    total = ones.sum(1)
+
+    if segment_ids is None:
+        first = -before.position[:, None]
+        start = document = None
+        if cursor is not None:
+            document = before.document[:, None].expand(batch, time)
+        position = (count - 1 - first).clamp_min(0)
+        after = Cursor(before.position + total, before.document, before.segment, before.started | (total > 0))
+        if cursor is None and keep is None:
+            position = torch.arange(time, device=device)
+        return Tokens(keep, start, document, position), after
+
+    last = _last_kept_before(ones)  # (B, T + 1): column of the last kept token before t, -1 for none
+    ids = segment_ids.long()
+    previous = ids.gather(1, last[:, :-1].clamp_min(0))
+    known = (last[:, :-1] >= 0) | before.started[:, None]
+    previous = torch.where(last[:, :-1] >= 0, previous, before.segment[:, None])
+    start = ones & known & (ids != previous)
+    document = before.document[:, None] + start.long().cumsum(1)
+    base = torch.where(start, count - 1, -before.position[:, None]).cummax(1).values
+    position = (count - 1 - base).clamp_min(0)
+    end = last[:, -1]
+    seen = end >= 0
+    at_end = lambda values: values.gather(1, end.clamp_min(0)[:, None])[:, 0]  # noqa: E731
+    after = Cursor(
+        position=torch.where(seen, at_end(position) + 1, before.position) if time else before.position,
+        document=torch.where(seen, at_end(document), before.document) if time else before.document,
+        segment=torch.where(seen, at_end(ids), before.segment) if time else before.segment,
+        started=before.started | seen,
+    )
+    return Tokens(keep, start, document, position), after
+
+
+def _as_bool(mask: Tensor, shape: tuple[int, int], name: str) -> Tensor:
+    if mask.is_floating_point() or mask.is_complex():
+        raise TypeError(
+            f"{name} must be bool or integers 0/1 with 1 = keep, got dtype {mask.dtype}; for additive scores use bias."
+        )
+    if tuple(mask.shape) != shape:
+        raise ValueError(f"{name} must have shape (batch, time) = {shape}, got {tuple(mask.shape)}.")
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(((mask != 0) & (mask != 1)).any()):
+        raise ValueError(f"{name} must hold 0 and 1 alone, got values up to {int(mask.max())}; for documents use segment_ids.")
+    return mask.bool()
+
+
+def _check_ids(segment_ids: Tensor, shape: tuple[int, int]) -> None:
+    if segment_ids.is_floating_point() or segment_ids.dtype == torch.bool:
+        raise TypeError(f"segment_ids must be integers, one id per document, got dtype {segment_ids.dtype}.")
+    if tuple(segment_ids.shape) != shape:
+        raise ValueError(f"segment_ids must have shape (batch, time) = {shape}, got {tuple(segment_ids.shape)}.")
+
+
+def _last_kept_before(keep: Tensor) -> Tensor:
+    column = torch.arange(keep.shape[1], device=keep.device)
+    seen = torch.where(keep, column, -1)
+    nothing = seen.new_full((keep.shape[0], 1), -1)
+    return torch.cat([nothing, seen.cummax(1).values], 1) if keep.shape[1] else nothing
+
+
+def _first_of_each_document(keep: Tensor | None, document: Tensor) -> Tensor:
+    ones = torch.ones_like(document, dtype=torch.bool) if keep is None else keep
+    last = _last_kept_before(ones)[:, :-1]
+    previous = document.gather(1, last.clamp_min(0))
+    return ones & (last >= 0) & (document != previous)

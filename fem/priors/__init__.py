@@ -1,0 +1,27 @@
+"""The priors by name. A new prior is one file here and one entry in `PRIORS`."""
+
+from __future__ import annotations
+
+from fem.config import PRIOR_WIDTHS
+from fem.priors.base import Prior
+from fem.priors.keyed import GatedLinearPrior, LinearPrior
+from fem.priors.mamba import InteractiveMambaPrior, MambaPrior
+from fem.priors.operator import OperatorPrior
+from fem.priors.rnn import RNNDecayPrior, RNNSoftmaxPrior
+from fem.priors.softmax import SoftmaxPrior
+
+PRIORS: dict[str, type[Prior]] = {
+    prior.name: prior
+    for prior in (
+        SoftmaxPrior,
+        LinearPrior,
+        GatedLinearPrior,
+        RNNSoftmaxPrior,
+        RNNDecayPrior,
+        MambaPrior,
+        InteractiveMambaPrior,
+    )
+}
+PRIOR_WIDTHS.update({name: prior.widths for name, prior in PRIORS.items()})
+
+__all__ = ["PRIORS", "OperatorPrior", "Prior"]

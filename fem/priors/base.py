@@ -1,0 +1,85 @@
+"""What every prior is: a selection distribution over the tokens, and how values are read under it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fem.config import FreeEnergyMixerConfig, Widths
+from fem.ops.read import Read
+from fem.ops.tokens import Tokens
+from fem.projection import Projection
+
+
+class Prior(nn.Module, ABC):
+    """A non-negative score s_t(i), normalised over the tokens a row may see: p_t(i) = s_t(i) / sum_r s_t(r).
+
+    Final subclasses hold the score, its parameters and its memory, and nothing of gates or conditioning.
+    Features are [x, h], (B, T, D + H_c); values v are (B, T, H, d_v).                                 (Section 2.3.3)
+    """
+
+    name: ClassVar[str]
+    per_channel: ClassVar[bool] = False  # whether every value channel has its own distribution
+
+    def __init__(self, config: FreeEnergyMixerConfig):
+        super().__init__()
+        self.config = config
+
+    @staticmethod
+    @abstractmethod
+    def widths(config: FreeEnergyMixerConfig) -> Widths:
+        """The prior's linear weights under `config`, and how many maps of key width it has (Appendix H.7)."""
+
+    @abstractmethod
+    def read(
+        self,
+        features: Float[Tensor, "b t f"],
+        v: Float[Tensor, "b t h d"],
+        beta: Float[Tensor, "..."] | None,
+        tokens: Tokens,
+        memory: dict[str, Tensor] | None,
+    ) -> tuple[Read, dict[str, Tensor] | None]:
+        """Mean and free energy of the values under the prior, and the memory after them.
+
+        memory: every tensor has the batch first; {} has seen nothing; None: keep none, and return None.
+        beta has `beta_shape`, or is None for the mean alone.
+        """
+
+    @staticmethod
+    def beta_shape(config: FreeEnergyMixerConfig) -> tuple[int, ...]:
+        """How many temperatures the read has: one per channel of each value head."""
+        return (config.kv_heads, config.value_width)
+
+    def selection(
+        self, features: Float[Tensor, "b t f"], v: Float[Tensor, "b t h d"], tokens: Tokens
+    ) -> tuple[Float[Tensor, "b t heads d n"], Float[Tensor, "b t heads d n"]]:
+        """p_t as a table, and the values it selects among, for `FreeEnergyMixer.inspect`. O(T) reads: small T alone.
+
+        The mean is linear in the values, so the mean of the indicator of token i is p_t(i).
+        """
+        time = v.shape[1]
+        weights = torch.stack([self.read(features, one, None, tokens, None)[0].mean for one in indicators(v)], -1)
+        values = v.repeat_interleave(weights.shape[2] // v.shape[2], 2).permute(0, 2, 3, 1)
+        return weights, values[:, None].expand(-1, time, -1, -1, -1)
+
+    def project(self, width: int) -> Projection:
+        """A linear map from the features to `width` channels."""
+        return Projection(self.config.n_embd, width, self.config.bias, self.config.context_width)
+
+    def scan(self, op, *inputs: Tensor | None, tokens: Tokens, memory: dict[str, Tensor] | None):
+        """One of the scans of `fem.ops` with this prior's configuration and memory."""
+        config = self.config
+        fixed = {"causal": config.causal, "tokens": tokens, "normalize": config.normalize, "backend": config.backend}
+        if memory is None:
+            return op(*inputs, **fixed), None
+        return op(*inputs, **fixed, initial_state=memory or None, return_state=True)
+
+
+def indicators(v: Float[Tensor, "b t h d"]):
+    """For every token, values that are 1 at the token and 0 elsewhere."""
+    for token in torch.eye(v.shape[1], dtype=v.dtype, device=v.device):
+        yield token[:, None, None].expand_as(v).contiguous()

@@ -1,0 +1,117 @@
+"""Selective state-space models as priors."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fem.config import FreeEnergyMixerConfig, Widths
+from fem.ops.channel_scan import read_of
+from fem.ops.read import mix_channels
+from fem.ops.ssm import ssm_read, ssm_terms
+from fem.priors.base import Prior, indicators
+
+LONGEST_MEMORY = 512  # tokens after which the slowest state of a new layer has lost half
+
+
+class SelectiveSSM(nn.Module):
+    """The score H_tj(i) = sum_n C_tn exp(sum_{i<r<=t} Delta_rj A_jn) Delta_ij B_in + D_j [i = t].      (Appendix H.4)
+
+    Delta, B, C = softplus(W x + b), A = -softplus(.), D = softplus(.) starting at 1. A starts at rates spread evenly
+    on a log scale, so that half-lives run from 1 to 512 tokens.
+    """
+
+    def __init__(self, config: FreeEnergyMixerConfig, project):
+        super().__init__()
+        heads, width, rank = config.n_head, config.value_width, config.ssm_rank
+        self.delta = project(config.fem_dim)
+        self.b = project(rank)
+        self.c = project(rank)
+        half_lives = torch.logspace(0, math.log2(LONGEST_MEMORY), rank, base=2)
+        rates = math.log(2) / half_lives / F.softplus(torch.zeros(()))  # Delta starts at softplus(0)
+        self.a = nn.Parameter(_inverse_softplus(rates).repeat(heads, width, 1))
+        self.d = nn.Parameter(_inverse_softplus(torch.ones(heads, width)))
+
+    @staticmethod
+    def linear(config: FreeEnergyMixerConfig) -> int:
+        return config.n_embd * (config.fem_dim + 2 * config.ssm_rank)
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Delta (B, T, H, d_v), A (H, d_v, N), B and C (B, T, N), D (H, d_v)."""
+        delta, b, c, a, d = (F.softplus(wide_float(x)) for x in (self.delta(features), self.b(features), self.c(features), self.a, self.d))
+        return delta.unflatten(-1, d.shape), -a, b, c, d
+
+
+class MambaPrior(Prior):
+    """p_tj(i) = H_tj(i) / sum_r H_tj(r), H the impulse response of a selective SSM.            (Eq. 32, Appendix H.4)"""
+
+    name = "mamba"
+    per_channel = True
+
+    def __init__(self, config: FreeEnergyMixerConfig):
+        super().__init__(config)
+        self.ssm = SelectiveSSM(config, self.project)
+
+    @staticmethod
+    def widths(config: FreeEnergyMixerConfig) -> Widths:
+        return Widths(SelectiveSSM.linear(config), key_maps=0)
+
+    def read(self, features, v, beta, tokens, memory):
+        return self.scan(ssm_read, *self.ssm(features), v, beta, tokens=tokens, memory=memory)
+
+
+class InteractiveMambaPrior(Prior):
+    """p_tj(i, k) proportional to M_jk H_tk(i): output channel j selects among pairs of token and channel.
+
+        F_tj = (1 / beta) log sum_{i,k} p_tj(i, k) exp(beta v_ik)                             (Section 2.3.3 iv)
+
+    M = softplus of a learnt (d_v, d_v) matrix per head, started near the identity; beta is one per head.
+    """
+
+    name = "mamba_interactive"
+    per_channel = True
+
+    def __init__(self, config: FreeEnergyMixerConfig):
+        super().__init__(config)
+        width = config.value_width
+        self.ssm = SelectiveSSM(config, self.project)
+        near_identity = torch.eye(width) + (1 - torch.eye(width)) * 0.1 / width
+        self.mixing = nn.Parameter(_inverse_softplus(near_identity).repeat(config.n_head, 1, 1))
+
+    @staticmethod
+    def widths(config: FreeEnergyMixerConfig) -> Widths:
+        return Widths(SelectiveSSM.linear(config) + config.fem_dim * config.value_width, key_maps=0)
+
+    @staticmethod
+    def beta_shape(config: FreeEnergyMixerConfig) -> tuple[int, ...]:
+        return (config.n_head,)
+
+    def read(self, features, v, beta, tokens, memory):
+        wide = None if beta is None else beta[:, None].expand(-1, v.shape[-1])
+        terms, after = self._terms(features, v, wide, tokens, memory)
+        terms = mix_channels(F.softplus(wide_float(self.mixing)), terms, wide)
+        return read_of(terms, wide, self.config.normalize, v.dtype), None if memory is None else after
+
+    def _terms(self, features, v, beta, tokens, memory=None):
+        causal = self.config.causal
+        return ssm_terms(*self.ssm(features), v, beta, causal=causal, tokens=tokens, initial_state=memory or None)
+
+    def selection(self, features, v, tokens):
+        mixing = F.softplus(wide_float(self.mixing))
+        alone = torch.stack([self._terms(features, one, None, tokens)[0].mean for one in indicators(v)], -1)
+        weight = self._terms(features, v, None, tokens)[0].log_weight[..., None, :] + mixing.log()
+        pairs = weight.softmax(-1) if self.config.normalize else weight.exp()
+        pairs = torch.einsum("bthjk,bthki->bthjik", pairs, alone).flatten(-2)
+        values = v.permute(0, 2, 1, 3).flatten(2)
+        return pairs, values[:, None, :, None].expand_as(pairs)
+
+
+def wide_float(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _inverse_softplus(y: Tensor) -> Tensor:
+    return y + torch.log(-torch.expm1(-y))

@@ -1,0 +1,79 @@
+"""Any linear, causal, non-negative operator of your own as a prior."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fem.config import Widths
+from fem.ops.read import Read
+from fem.ops.tokens import Tokens
+from fem.priors.base import Prior
+
+
+class OperatorPrior(Prior):
+    """mean = op(v) / op(1),   F = m + (1 / beta) log(op(exp(beta (v - m))) / op(1)),   m = max_i v_i       (Prop. 2.9)
+
+    op maps (B, T, C) to (B, T, C), C = d: linear, causal and non-negative; it may hold parameters of its own. Used as
+    `FreeEnergyMixer(config, prior=OperatorPrior(op))`. Masked tokens are taken out before op sees the sequence and
+    every document runs on its own, so masks and segments are exact. It keeps no state.
+
+    The numerator has one shift for the whole row, so a value may exceed what a row sees by 60 / beta at most; beyond
+    that (in eager mode) a ValueError says so. Raises ValueError where op changes the shape or goes negative.
+    """
+
+    name = "operator"
+    per_channel = True
+
+    def __init__(self, op: Callable[[Tensor], Tensor]):
+        super().__init__(config=None)
+        self.op = op
+
+    @staticmethod
+    def widths(config) -> Widths:
+        raise TypeError("an operator prior is no key of PRIORS: its weights are the operator's own.")
+
+    def read(self, features, v, beta, tokens, memory):
+        if memory is not None:
+            raise ValueError("an operator prior keeps no state; call the layer on whole sequences, without state and return_state.")
+        v = v if v.dtype == torch.float64 else v.float()
+        total = self._apply(torch.ones_like(v), tokens)
+        empty = total <= 0
+        total = total.masked_fill(empty, 1)
+        mean = (self._apply(v, tokens) / total).masked_fill(empty, 0)
+        if beta is None:
+            return Read(mean, None), None
+        kept = v if tokens.keep is None else v.masked_fill(~tokens.keep[..., None, None], -math.inf)
+        shift = kept.detach().amax(1, keepdim=True).nan_to_num(neginf=0.0)
+        ratio = self._apply(torch.exp((beta * (v - shift)).clamp(max=0)), tokens) / total
+        if not torch.compiler.is_compiling() and bool((~empty & (ratio < math.exp(-60))).any()):
+            raise ValueError(
+                "v spreads too far for an operator prior: exp(beta v) underflows at a row that comes before a far larger "
+                "value; keep beta (max v - v) under 60, or use a prior of PRIORS, which has no such bound."
+            )
+        free_energy = shift + torch.log(ratio.masked_fill(empty, 1)) / beta
+        return Read(mean, torch.where(empty, 0, torch.maximum(free_energy, mean))), None
+
+    def _apply(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """op on every document of every row, as if masked tokens were not there."""
+        flat = x.flatten(2)
+        if tokens.keep is None and tokens.start is None:
+            return self._checked(flat).view_as(x)
+        keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if tokens.keep is None else tokens.keep
+        document = torch.zeros_like(keep, dtype=torch.long) if tokens.document is None else tokens.document
+        out = torch.zeros_like(flat)
+        for number in range(int(document.max()) + 1):
+            chosen = keep & (document == number)
+            order = (~chosen).long().argsort(dim=1, stable=True)[..., None].expand_as(flat)
+            moved = (flat * chosen[..., None]).gather(1, order)
+            out = out + torch.zeros_like(flat).scatter(1, order, self._checked(moved)) * chosen[..., None]
+        return out.view_as(x)
+
+    def _checked(self, x: Tensor) -> Tensor:
+        y = self.op(x)
+        if y.shape != x.shape:
+            raise ValueError(f"op must map (B, T, C) to the same shape, got {tuple(y.shape)} from {tuple(x.shape)}.")
+        return y

@@ -1,0 +1,46 @@
+"""Linear RNNs as priors: every value channel has a distribution of its own, without queries or keys."""
+
+from __future__ import annotations
+
+from fem.config import FreeEnergyMixerConfig, Widths
+from fem.ops.channel_scan import channel_scan_read
+from fem.priors.base import Prior
+from fem.priors.keyed import log_decay
+
+
+class RNNSoftmaxPrior(Prior):
+    """AFT: s_tj(i) = exp(k_ij), a log-weight k = W x + b per token and channel.                (Eq. 30, Appendix H.3)"""
+
+    name = "rnn_softmax"
+    per_channel = True
+
+    def __init__(self, config: FreeEnergyMixerConfig):
+        super().__init__(config)
+        self.log_weight = self.project(config.fem_dim)
+
+    @staticmethod
+    def widths(config: FreeEnergyMixerConfig) -> Widths:
+        return Widths(config.n_embd * config.fem_dim, key_maps=0)
+
+    def read(self, features, v, beta, tokens, memory):
+        log_weight = self.log_weight(features).view_as(v)
+        return self.scan(channel_scan_read, log_weight, v, beta, tokens=tokens, memory=memory)
+
+
+class RNNDecayPrior(Prior):
+    """s_tj(i) = exp(sum_{i<r<=t} g_rj),   g = logsigmoid(W x + b) / 16 per channel.             (Eq. 31, Appendix H.3)"""
+
+    name = "rnn_decay"
+    per_channel = True
+
+    def __init__(self, config: FreeEnergyMixerConfig):
+        super().__init__(config)
+        self.decay = self.project(config.fem_dim)
+
+    @staticmethod
+    def widths(config: FreeEnergyMixerConfig) -> Widths:
+        return Widths(config.n_embd * config.fem_dim, key_maps=0)
+
+    def read(self, features, v, beta, tokens, memory):
+        decay = log_decay(self.decay(features)).view_as(v)
+        return self.scan(channel_scan_read, None, v, beta, decay, tokens=tokens, memory=memory)

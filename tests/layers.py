@@ -1,0 +1,41 @@
+"""Small layers in which every parameter matters, for the tests of the layer."""
+
+import torch
+
+from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
+
+WIDTH, HEADS, TIME = 32, 4, 13
+
+FAMILIES = {
+    **{name: {"prior_type": name} for name in PRIORS},
+    "softmax grouped": {"prior_type": "softmax", "n_kv_head": 2},
+    "softmax window": {"prior_type": "softmax", "window": 4},
+}
+if "gla" in PRIORS:
+    FAMILIES["gla scalar"] = {"prior_type": "gla", "decay": "scalar"}
+    FAMILIES["gla channel"] = {"prior_type": "gla", "decay": "channel"}
+    FAMILIES["gla unnormalised"] = {"prior_type": "gla", "normalize": False}
+if "mamba" in PRIORS:
+    FAMILIES["mamba unnormalised"] = {"prior_type": "mamba", "normalize": False}
+
+ABLATIONS = {
+    "C,L,T,G": {},
+    "-G": {"use_outer_gate": False},
+    "-G,T": {"use_outer_gate": False, "use_temperature": False},
+    "-G,T,L": {"use_outer_gate": False, "use_temperature": False, "use_lse": False},
+    "-C": {"use_conv": False},
+    "-C,G,T,L": {"use_conv": False, "use_outer_gate": False, "use_temperature": False, "use_lse": False},
+}
+
+
+def make_layer(dtype=torch.float64, seed=0, **fields) -> FreeEnergyMixer:
+    torch.manual_seed(seed)
+    layer = FreeEnergyMixer(FreeEnergyMixerConfig(**{"n_embd": WIDTH, "n_head": HEADS} | fields))
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return layer.to(dtype).eval()
+
+
+def tokens(batch=2, time=TIME, dtype=torch.float64, seed=1):
+    return torch.randn(batch, time, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)

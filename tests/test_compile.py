@@ -1,0 +1,54 @@
+"""Forward and backward as one graph. In a process of its own: the shape checks of the other tests break graphs."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from layers import FAMILIES
+
+SCRIPT = """
+import sys, torch
+from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+torch.set_num_threads(1)
+torch.manual_seed(0)
+backend, families = sys.argv[1], eval(sys.argv[2])
+for name, fields in families.items():
+    for causal in (True, False):
+        layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=32, n_head=4, causal=causal, **fields))
+        compiled = torch.compile(layer, fullgraph=True, backend=backend)
+        x, keep = torch.randn(2, 13, 32), torch.rand(2, 13) > 0.3
+        for mask in (None, keep):
+            results = []
+            for run in (layer, compiled):
+                layer.zero_grad()
+                y = run(x, attention_mask=mask)
+                y.square().sum().backward()
+                results.append([y, *(p.grad.clone() for p in layer.parameters())])
+            for eager, whole in zip(*results, strict=True):
+                torch.testing.assert_close(whole, eager, rtol=1e-5, atol=1e-6)
+        torch.compiler.reset()
+    print("whole:", name, flush=True)
+"""
+
+
+def run(backend, families):
+    command = [sys.executable, "-c", SCRIPT, backend, repr(families)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("whole:") == len(families)
+
+
+def test_a_layer_is_one_graph_forward_and_backward():
+    run("aot_eager", {name: FAMILIES[name] for name in ("softmax", "gla")})
+
+
+@pytest.mark.slow
+def test_every_layer_is_one_graph_forward_and_backward():
+    run("aot_eager", FAMILIES)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the path")
+def test_inductor_computes_the_same():
+    run("inductor", {name: FAMILIES[name] for name in ("softmax", "softmax window")})

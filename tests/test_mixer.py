@@ -1,0 +1,264 @@
+"""The layer: every line of its contract, for every prior."""
+
+import pytest
+import torch
+from layers import ABLATIONS, FAMILIES, HEADS, TIME, WIDTH, make_layer, tokens
+
+from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+
+families = pytest.mark.parametrize("family", FAMILIES)
+EXACT = 1e-9  # in float64, for sums taken in another order
+MASKS = {
+    "left": [[0] * 5 + [1] * 8, [1] * 13],
+    "right": [[1] * 8 + [0] * 5, [1] * 13],
+    "interior": [[1, 0, 0, 1, 1, 0, 1, 0, 1, 1, 0, 0, 1], [0, 1] * 6 + [1]],
+    "first only": [[1] + [0] * 12, [0] * 12 + [1]],
+}
+
+
+def close(got, wanted, tolerance=EXACT):
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+@families
+@pytest.mark.parametrize("mask", MASKS)
+def test_masking_a_token_equals_deleting_it(family, mask):
+    layer, x, keep = make_layer(**FAMILIES[family]), tokens(), torch.tensor(MASKS[mask])
+    y = layer(x, attention_mask=keep)
+    assert y.isfinite().all()
+    for row, kept in enumerate(keep.bool()):
+        close(y[row, kept], layer(x[row, kept][None])[0])
+
+
+@families
+def test_segments_equal_separate_runs(family):
+    layer, x = make_layer(**FAMILIES[family]), tokens()
+    ids = torch.tensor([[7] * 4 + [2] * 1 + [7] * 8, [0] * 9 + [1] * 4])
+    y = layer(x, segment_ids=ids)
+    for row, cuts in enumerate([(0, 4, 5, 13), (0, 9, 13)]):
+        apart = [layer(x[row : row + 1, a:b])[0] for a, b in zip(cuts, cuts[1:], strict=False)]
+        close(y[row], torch.cat(apart))
+
+
+@families
+def test_padding_inside_packed_documents_changes_nothing(family):
+    layer, x = make_layer(**FAMILIES[family]), tokens()
+    ids = torch.tensor([[7, 7, 9, 7, 2, 2, 2, 5, 5, 5, 5, 5, 5]] * 2)
+    keep = torch.tensor([[1, 1, 0, 1, 1, 1, 0, 1, 0, 1, 1, 1, 0]] * 2)
+    y = layer(x, attention_mask=keep, segment_ids=ids)
+    for document in (7, 2, 5):
+        chosen = (ids[0] == document) & keep[0].bool()
+        close(y[:, chosen], layer(x[:, chosen]))
+
+
+@families
+def test_future_tokens_change_nothing(family):
+    layer, x = make_layer(torch.float32, **FAMILIES[family]), tokens(dtype=torch.float32)
+    y = layer(x)
+    for size in (1e4, -1e4):
+        spiked = x.clone()
+        spiked[:, 7:] += size
+        assert (layer(spiked)[:, :7] - y[:, :7]).abs().max() <= 5e-6 * (1 + y.abs().max())
+
+
+@families
+@pytest.mark.parametrize("cut", [1, 5, 12])
+def test_a_state_continues_the_sequence(family, cut):
+    layer, x = make_layer(**FAMILIES[family]), tokens()
+    first, state = layer(x[:, :cut], return_state=True)
+    second, state = layer(x[:, cut:], state=state, return_state=True)
+    close(torch.cat([first, second], 1), layer(x))
+    assert isinstance(state.nbytes, int)
+
+
+@families
+def test_token_by_token_equals_whole_with_masks_and_segments(family):
+    layer, x = make_layer(**FAMILIES[family]), tokens()
+    ids = torch.tensor([[3, 3, 3, 4, 4, 4, 4, 3, 3, 3, 3, 3, 3], [1] * 13])
+    keep = torch.tensor([[1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1]])
+    whole, state, steps = layer(x, attention_mask=keep, segment_ids=ids), None, []
+    for t in range(TIME):
+        now = slice(t, t + 1)
+        y, state = layer(x[:, now], attention_mask=keep[:, now], segment_ids=ids[:, now], state=state, return_state=True)
+        steps.append(y)
+    close(torch.cat(steps, 1)[keep.bool()], whole[keep.bool()])
+
+
+@families
+def test_a_state_without_ids_stays_in_its_document(family):
+    layer, x = make_layer(**FAMILIES[family]), tokens()
+    ids = torch.tensor([[1] * 6 + [2] * 7] * 2)
+    _, state = layer(x[:, :9], segment_ids=ids[:, :9], return_state=True)
+    close(layer(x[:, 9:], state=state), layer(x, segment_ids=ids)[:, 9:])
+    close(layer(x[:, 9:], segment_ids=ids[:, 9:], state=state), layer(x, segment_ids=ids)[:, 9:])
+
+
+@families
+def test_a_state_is_never_changed_and_reorders_like_rows(family):
+    layer, x = make_layer(**FAMILIES[family]), tokens(batch=3)
+    _, state = layer(x[:, :6], return_state=True)
+    order = torch.tensor([2, 0, 0])
+    expected = layer(x[order])[:, 6:]
+    moved = state.reorder(order)
+    close(layer(x[order, 6:], state=moved), expected)
+    layer(x[:, 6:], state=state, return_state=True)
+    close(layer(x[order, 6:], state=state.reorder(order)), expected)
+    assert state.to("cpu").nbytes == state.nbytes
+
+
+@families
+def test_rows_without_any_token_return_the_output_bias_and_no_gradient(family):
+    layer, x = make_layer(**FAMILIES[family]), tokens().requires_grad_()
+    keep = torch.zeros(2, TIME, dtype=torch.bool)
+    keep[1] = True
+    y = layer(x, attention_mask=keep)
+    close(y[0], layer.output.bias.expand(TIME, -1))
+    y[0].sum().backward()
+    assert x.grad[0].abs().max() == 0
+    assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
+
+
+@families
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_match_finite_differences(family, causal):
+    layer, x = make_layer(causal=causal, **FAMILIES[family]), tokens(batch=1, time=5).requires_grad_()
+    direction, step = torch.randn_like(x), 1e-6
+    weights = torch.randn(1, 5, WIDTH, dtype=x.dtype)
+    (gradient,) = torch.autograd.grad((layer(x) * weights).sum(), x)
+    with torch.no_grad():
+        slope = ((layer(x + step * direction) - layer(x - step * direction)) * weights).sum() / (2 * step)
+    close((gradient * direction).sum(), slope, 1e-6)
+
+
+@families
+def test_without_causality_reversal_commutes_with_the_layer(family):
+    layer, x = make_layer(causal=False, use_rope=False, use_conv=False, **FAMILIES[family]), tokens()
+    close(layer(x.flip(1)), layer(x).flip(1))
+
+
+@pytest.mark.parametrize("family", [name for name in ("softmax", "softmax grouped", "linear") if name in FAMILIES])
+def test_without_causality_and_positions_tokens_permute(family):
+    layer, x = make_layer(causal=False, use_rope=False, use_conv=False, **FAMILIES[family]), tokens()
+    order = torch.randperm(TIME)
+    close(layer(x[:, order]), layer(x)[:, order])
+
+
+@families
+def test_without_causality_later_tokens_matter_and_masks_still_delete(family):
+    layer, x = make_layer(causal=False, conv_bidirectional=True, **FAMILIES[family]), tokens()
+    later = x.clone()
+    later[:, 3] += 1
+    assert (layer(later) - layer(x))[:, 1].abs().max() > 1e-6
+    keep = torch.tensor(MASKS["interior"])
+    ids = torch.tensor([[1] * 7 + [2] * 6, [4] * 13])
+    y = layer(x, attention_mask=keep, segment_ids=ids)
+    for row, documents in enumerate([(1, 2), (4,)]):
+        for document in documents:
+            chosen = keep[row].bool() & (ids[row] == document)
+            close(y[row, chosen], layer(x[row, chosen][None])[0])
+
+
+@families
+@pytest.mark.parametrize("ablation", ABLATIONS)
+def test_every_ablation_runs_trains_and_streams(family, ablation):
+    layer, x = make_layer(**FAMILIES[family], **ABLATIONS[ablation]), tokens()
+    y = layer(x)
+    y.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    _, state = layer(x[:, :9], return_state=True)
+    close(layer(x[:, 9:], state=state), y[:, 9:])
+
+
+@families
+def test_the_conditioner_starts_silent_and_then_matters(family):
+    torch.manual_seed(3)
+    x = tokens(dtype=torch.float32)
+    layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=WIDTH, n_head=HEADS, **FAMILIES[family]))
+    plain = layer(x)
+    with torch.no_grad():
+        layer.conditioner.project.weight.normal_()
+    close(layer(x), plain)
+    trained = make_layer(torch.float32, **FAMILIES[family])
+    before = trained(x)
+    with torch.no_grad():
+        trained.conditioner.project.weight.mul_(2)
+    assert (trained(x) - before).abs().max() > 1e-4
+
+
+@families
+def test_inspect_shows_what_forward_computes(family):
+    layer, x = make_layer(**FAMILIES[family]), tokens()
+    keep = torch.tensor(MASKS["interior"])
+    reading = layer.inspect(x, attention_mask=keep)
+    rows = keep.bool()[:, None, :]
+    assert reading.posterior.shape == (2, HEADS, WIDTH // 2 // HEADS, TIME, TIME)
+    sums = reading.prior.sum(-1)
+    if layer.config.normalize:
+        kept = rows.expand(sums.shape) if sums.ndim == 3 else rows[:, None].expand(sums.shape)
+        close(sums[kept], torch.ones_like(sums[kept]))
+    assert reading.prior[..., ~keep[0].bool()][0].abs().max() == 0
+    u = torch.lerp(reading.mean, reading.free_energy, reading.lambda_) * reading.gate
+    close(layer.output(u.flatten(2)), layer(x, attention_mask=keep))
+    beta = reading.beta if reading.beta.ndim == 2 else reading.beta[:, None].expand(HEADS, WIDTH // 2 // HEADS)
+    assert (reading.hidden_beta >= 0).all()
+    assert (reading.hidden_beta <= beta * (1 + 1e-9)).all()
+
+
+@families
+def test_dropout_leaves_gradients_finite_and_eval_untouched(family):
+    layer, x = make_layer(torch.float32, dropout=0.1, **FAMILIES[family]), tokens(time=22, dtype=torch.float32)
+    close(layer(x), layer(x))
+    layer.train()
+    layer(x).sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+@families
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_follows_float64(family, dtype):
+    reference, x = make_layer(**FAMILIES[family]), tokens()
+    layer = make_layer(dtype, **FAMILIES[family])
+    y = layer(x.to(dtype))
+    assert y.dtype == dtype
+    reference.load_state_dict({name: p.double() for name, p in layer.state_dict().items()})
+    wanted = reference(x.to(dtype).double())
+    assert (y.double() - wanted).abs().max() <= 16 * torch.finfo(dtype).eps * (1 + wanted.abs().max())
+
+
+@families
+def test_bfloat16_autocast_trains(family):
+    layer, x = make_layer(torch.float32, **FAMILIES[family]), tokens(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+        first, state = layer(x[:, :5], return_state=True)
+        second = layer(x[:, 5:], state=state)
+    assert (y.float() - layer(x)).abs().max() < 0.1 * (1 + y.abs().max())
+    assert (torch.cat([first, second], 1).float() - y.float()).abs().max() < 0.05 * (1 + y.abs().max())
+    y.float().sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_the_cap_clips_the_log_sum_exp_branch_alone():
+    x = tokens() * 3
+    exact = make_layer(value_logexp_cap=None)
+    loose, tight = make_layer(value_logexp_cap=1e6), make_layer(value_logexp_cap=0.1)
+    close(loose(x), exact(x))
+    assert (tight(x) - exact(x)).abs().max() > 1e-3
+    close(tight.inspect(x).mean, exact.inspect(x).mean)
+    _, state = tight(x[:, :4], return_state=True)
+    close(tight(x[:, 4:], state=state), tight(x)[:, 4:])
+
+
+def test_the_window_cache_keeps_the_window_only():
+    layer, x = make_layer(window=4, prior_type="softmax"), tokens(time=40)
+    sizes, state = [], None
+    for t in range(40):
+        _, state = layer(x[:, t : t + 1], state=state, return_state=True)
+        sizes.append(state.nbytes)
+    assert sizes[-1] == sizes[3]
+
+
+def test_the_value_cache_is_half_as_wide_as_the_keys():
+    layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=64, n_head=4))
+    _, state = layer(torch.randn(1, 10, 64), return_state=True)
+    assert state.memory["value"].numel() * 2 == state.memory["key"].numel()
