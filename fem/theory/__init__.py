@@ -1,0 +1,49 @@
+"""The mathematics of the free energy read as functions a reader can run: prior rows, their values, any batch.
+
+    F(beta) = (1 / beta) log sum_i p_i exp(beta v_i)        q_i proportional to p_i exp(beta v_i)        (Eq. 4, 5)
+
+p is a distribution over the tokens along `dim`, v are the tokens' values; p and v broadcast against each other, and
+beta, lam against the result, which has no `dim`. beta is an inverse temperature in nats per unit of v; infinity is
+the limit in which only the largest values are read. A token with p_i = 0 is outside the support: its value is not
+read, whatever it is, and neither gets a gradient. A row without support reads 0. Sums run in float64, and results
+have the inputs' dtype. Gradients with respect to p are meant on the simplex, where a constant added to all of them
+means nothing. Statements, their tests and the corrections to the paper are in docs/equations.md.
+"""
+
+from fem.theory.capacity import argmax_patterns, index_accuracy, taylor_degree, taylor_state
+from fem.theory.geometry import (
+    Concentration,
+    concentration,
+    donsker_varadhan,
+    free_energy_slope,
+    kl_divergence,
+    logit_gradient,
+    prior_gradient,
+    small_beta_expansion,
+    value_hessian,
+)
+from fem.theory.read import effective_weights, free_energy, kl_gap, posterior, posterior_mean
+from fem.theory.temperature import hidden_temperature, temperature_for_budget
+
+__all__ = [
+    "Concentration",
+    "argmax_patterns",
+    "concentration",
+    "donsker_varadhan",
+    "effective_weights",
+    "free_energy",
+    "free_energy_slope",
+    "hidden_temperature",
+    "index_accuracy",
+    "kl_divergence",
+    "kl_gap",
+    "logit_gradient",
+    "posterior",
+    "posterior_mean",
+    "prior_gradient",
+    "small_beta_expansion",
+    "taylor_degree",
+    "taylor_state",
+    "temperature_for_budget",
+    "value_hessian",
+]

@@ -1,0 +1,62 @@
+"""How many selections a read can express, what a fixed state costs, and whether the right token was read."""
+
+from __future__ import annotations
+
+import math
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def index_accuracy(
+    prediction: Float[Tensor, "..."], values: Float[Tensor, "... t d"], winner: Int[Tensor, "..."]
+) -> Float[Tensor, ""]:
+    """Share of the channels, over the whole batch, whose prediction lies nearest to the winning token's value.
+
+        a_j = argmin_i (v_ij - y_j)^2        accuracy = mean of [a_j = winner_j]                        (Appendix P)
+
+    prediction (.., D), values (.., T, D), winner (.., D). Another token at the winner's very distance does not count
+    against it. Raises ValueError on mismatched shapes.
+    """
+    wanted = (*values.shape[:-2], values.shape[-1])
+    if tuple(prediction.shape) != wanted or tuple(winner.shape) != wanted:
+        raise ValueError(
+            f"prediction and winner must have the shape (.., D) of values (.., T, D), here {wanted}; "
+            f"got {tuple(prediction.shape)} and {tuple(winner.shape)}."
+        )
+    distance = (values - prediction[..., None, :]).abs()
+    return (distance.gather(-2, winner.long()[..., None, :])[..., 0, :] <= distance.amin(-2)).float().mean()
+
+
+def argmax_patterns(weights: Float[Tensor, "contexts channels t"]) -> int:
+    """How many selections the channels of a read show over a set of contexts.
+
+        number of distinct (argmax_i w_1i, .., argmax_i w_Di)                               (Lemma 2.4, Theorem E.7)
+
+    At most t^H for D channels that share the weights of H heads; up to t^D, all there are, for FEM's posteriors.
+    """
+    return weights.argmax(-1).unique(dim=0).shape[0]
+
+
+def taylor_degree(radius: float, tolerance: float) -> int:
+    """Degree from which on the Taylor polynomial of exp is exact to tolerance on [-radius, radius].
+
+        smallest N with sum_{n > N} radius^n / n! <= tolerance                                        (Appendix C.1)
+
+    radius >= 0 bounds the scores |q.k|, tolerance > 0 is absolute.
+    """
+    terms = [1.0]
+    while len(terms) <= radius or terms[-1] > 1e-30 * tolerance:
+        terms.append(terms[-1] * radius / len(terms))
+    return next(n for n in range(len(terms)) if math.fsum(terms[n + 1 :]) <= tolerance)
+
+
+def taylor_state(radius: float, tolerance: float, key_width: int, value_width: int) -> int:
+    """Numbers in the fixed state that replaces a softmax head whose scores stay within radius.
+
+        M (d_v + 1),    M = binomial(N + d_k, d_k)        S = sum phi(k_i) v_i^T, Z = sum phi(k_i)   (Proposition C.1)
+
+    The kernel is exact to tolerance; the output to 4 V e^radius tolerance for |v| <= V, if e^radius tolerance <= 1/2.
+    At d_k = 1 a head collapses to N + 1 numbers per value channel; the paper's examples leave out Z, the 1 in d_v + 1.
+    """
+    return math.comb(taylor_degree(radius, tolerance) + key_width, key_width) * (value_width + 1)

@@ -1,0 +1,67 @@
+"""The free energy read: value, posterior, gain over the mean, second readout, weights of the interpolated read."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fem.theory.rows import Along, PerRead, as_given, prepare
+
+
+def free_energy(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Along:
+    """Free energy of the values under the prior; beta = 0 is the mean, beta = inf the largest value of the support.
+
+        F(beta) = (1 / beta) log sum_i p_i exp(beta v_i) = mean + KL(p || q) / beta                (Eq. 4, Eq. 6)
+
+    Raises ValueError on a negative or NaN p or beta and on shapes that do not broadcast.
+    """
+    rows, beta = prepare(p, v, dim, beta=beta)
+    return as_given(rows.mean + rows.gain(beta), p, v)
+
+
+def posterior(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Along:
+    """The prior tilted towards large values; beta = 0 is p itself.
+
+        q_i = p_i exp(beta v_i) / sum_r p_r exp(beta v_r) = dF / dv_i                               (Eq. 5, Prop. E.4)
+
+    Tokens stand along `dim`, as in p and v.
+    """
+    rows, beta = prepare(p, v, dim, beta=beta)
+    return as_given(rows.posterior(beta), p, v, dim)
+
+
+def kl_gap(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Along:
+    """What the free energy gains over the mean, in nats.
+
+        KL(p || q) = beta (F(beta) - mean)                                                   (Eq. 6, Eq. 19, Eq. 25)
+
+    Never negative; infinite at beta = inf unless v is constant on the support.
+    """
+    rows, beta = prepare(p, v, dim, beta=beta)
+    z = rows.exponents(beta)
+    unbounded = beta.isinf() & (z != 0).any(-1)
+    return as_given(torch.where(unbounded, math.inf, rows.kl_gap(beta)), p, v)
+
+
+def posterior_mean(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Along:
+    """The value expected under the posterior, the second readout of Section 2.3.
+
+        sum_i q_i v_i = F(beta) + KL(q || p) / beta >= F(beta)
+
+    It nears the largest value exponentially in beta, where F does so only like 1 / beta.
+    """
+    rows, beta = prepare(p, v, dim, beta=beta)
+    return as_given(rows.mean + (rows.posterior(beta) * rows.centred).sum(-1), p, v)
+
+
+def effective_weights(p: Along, v: Along, lam: PerRead, beta_max: PerRead, dim: int = -1) -> Along:
+    """Weight of each token in the interpolated read u = (1 - lam) mean + lam F(beta_max), that is du/dv.
+
+        w_i = (1 - lam) p_i + lam q_i(beta_max)                                                   (Appendix M.1)
+
+    Their average of v, (1 - lam) mean + lam E_q[v], is not u. lam in [0, 1].
+    """
+    rows, lam, beta_max = prepare(p, v, dim, lam=lam, beta_max=beta_max)
+    lam = lam[..., None]
+    return as_given((1 - lam) * rows.p + lam * rows.posterior(beta_max), p, v, dim)

@@ -1,0 +1,162 @@
+"""Rows of a prior with their values, in float64, and the one quantity that everything else rests on.
+
+With z_i = beta (v_i - mean), so that sum_i p_i z_i = 0,
+
+    KL(p || q) = log sum_i p_i e^z_i = log(1 + sum_i p_i (e^z_i - 1 - z_i)),
+
+whose terms are all >= 0: no digit is lost however small beta is, and F = mean + KL(p || q) / beta       (Eq. 6).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Real
+from torch import Tensor
+
+Along = Float[Tensor, "..."]
+PerRead = Real[Tensor, "..."] | float | int
+
+COLD = 1e150  # stands for beta = inf where a product must stay finite
+_FLAT = 1e-75
+_EXP_MAX = 700.0
+
+
+class Peak(NamedTuple):
+    """The tokens that hold the largest value of the support."""
+
+    best: Tensor
+    mass: Tensor  # their prior weight
+    rest: Tensor  # everybody else's
+    margin: Tensor  # from the largest value to the next smaller one; 0 if there is none
+
+
+class Rows(NamedTuple):
+    """Prior, values less their mean (tokens last, both zero outside the support), and the mean."""
+
+    p: Tensor
+    centred: Tensor
+    mean: Tensor
+
+    def exponents(self, beta: Tensor) -> Tensor:
+        return beta.clamp_max(COLD)[..., None] * self.centred
+
+    def variance(self) -> Tensor:
+        return (self.p * self.centred.square()).sum(-1)
+
+    def kl_gap(self, beta: Tensor) -> Tensor:
+        """KL(p || q)."""
+        z = self.exponents(beta)
+        shift = (z.amax(-1, keepdim=True) - _EXP_MAX).clamp_min(0).detach()
+        near = torch.exp(-shift) * _exp_beyond_linear(z.clamp(-0.5, 0.5))
+        far = torch.exp(z - shift) - torch.exp(-shift) * (1 + z)
+        excess = (self.p * torch.where(z.abs() < 0.5, near, far)).sum(-1)
+        shift = shift[..., 0]
+        return shift + torch.log1p(torch.expm1(-shift) + excess)
+
+    def log_ratio(self, beta: Tensor) -> Tensor:
+        """log(q / p), zero outside the support."""
+        z = self.exponents(beta)
+        top = z.amax(-1, keepdim=True)
+        total = (self.p * torch.exp(z - top)).sum(-1, keepdim=True)
+        steep = z - top - torch.where(total > 0, total, 1).log()
+        mild = z - self.kl_gap(beta)[..., None]
+        return torch.where(self.p > 0, torch.where(z.abs() < 1, mild, steep), 0)
+
+    def kl_from_prior(self, beta: Tensor) -> Tensor:
+        """KL(q || p)."""
+        ratio, gap = self.log_ratio(beta), self.kl_gap(beta)
+        mild = (self.p * ratio * torch.expm1(ratio)).sum(-1) - gap
+        steep = (self.p * ratio * torch.exp(ratio)).sum(-1)
+        return torch.where(self.exponents(beta).abs().amax(-1) < 1, mild, steep)
+
+    def gain(self, beta: Tensor) -> Tensor:
+        """F - mean."""
+        flat, beta_or_one = self.divisor(beta)
+        return torch.where(flat, beta.clamp_max(COLD) * self.variance() / 2, self.kl_gap(beta) / beta_or_one)
+
+    def slope(self, beta: Tensor) -> Tensor:
+        """dF / dbeta."""
+        flat, beta_or_one = self.divisor(beta)
+        return torch.where(flat, self.variance() / 2, self.kl_from_prior(beta) / beta_or_one / beta_or_one)
+
+    def posterior(self, beta: Tensor) -> Tensor:
+        z = self.exponents(beta)
+        weight = self.p * torch.exp(z - z.amax(-1, keepdim=True))
+        total = weight.sum(-1, keepdim=True)
+        return weight / torch.where(total > 0, total, 1)
+
+    def peak(self) -> Peak:
+        inside = torch.where(self.p > 0, self.centred, -math.inf)
+        best = (inside == inside.amax(-1, keepdim=True)) & (self.p > 0)
+        rival = torch.where(best, -math.inf, inside).amax(-1)
+        margin = torch.where(rival.isinf(), 0, inside.amax(-1) - rival)
+        return Peak(best, (self.p * best).sum(-1), (self.p * ~best).sum(-1), margin)
+
+    def divisor(self, beta: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether all |z| are so small that the limit beta -> 0 holds to the last digit, and a beta to divide by."""
+        flat = self.exponents(beta).abs().amax(-1) < _FLAT
+        return flat, torch.where(flat, 1, beta.clamp_max(COLD))
+
+
+def prepare(p: Tensor, v: Tensor, dim: int, **per_read: PerRead) -> tuple[Rows | Tensor, ...]:
+    """The rows of p and v, then each of `per_read` as a float64 tensor: >= 0, and `lam` <= 1.
+
+    Raises ValueError naming the argument on shapes that do not broadcast, on values out of range and on NaN.
+    """
+    if _readable(p) and not (p >= 0).all():
+        raise ValueError(f"p must hold weights >= 0 that sum to 1, got {shown(p)}; pass probabilities, not logits.")
+    rows = _rows(p, v, dim)
+    return rows, *(_checked(name, value, rows) for name, value in per_read.items())
+
+
+def as_given(result: Tensor, p: Tensor, v: Tensor, dim: int | None = None) -> Tensor:
+    """The result in the inputs' dtype and, with a `dim`, its tokens where the inputs have them."""
+    if dim is not None:
+        result = result.movedim(-1, dim if dim < 0 else dim - max(p.ndim, v.ndim))
+    return result.to(torch.promote_types(p.dtype, v.dtype))
+
+
+def shown(tensor: Tensor) -> str:
+    return "NaN" if tensor.isnan().any() else f"values from {tensor.min():.4g} to {tensor.max():.4g}"
+
+
+def _rows(p: Tensor, v: Tensor, dim: int) -> Rows:
+    try:
+        p, v = torch.broadcast_tensors(p.double(), v.double())
+    except RuntimeError:
+        raise ValueError(f"p and v must broadcast, got shapes {tuple(p.shape)} and {tuple(v.shape)}.") from None
+    p, v = p.movedim(dim, -1), v.movedim(dim, -1)
+    p, v = torch.where(p > 0, p, 0), torch.where(p > 0, v, 0)
+    heaviest = v.gather(-1, p.argmax(-1, keepdim=True))
+    mean = heaviest + (p * (v - heaviest)).sum(-1, keepdim=True)
+    return Rows(p, torch.where(p > 0, v - mean, 0), mean[..., 0])
+
+
+def _checked(name: str, value: PerRead, rows: Rows) -> Tensor:
+    value = torch.as_tensor(value, dtype=torch.float64, device=rows.mean.device)
+    try:
+        torch.broadcast_shapes(value.shape, rows.mean.shape)
+    except RuntimeError:
+        wanted, got = tuple(rows.mean.shape), tuple(value.shape)
+        raise ValueError(f"{name} must broadcast to the result's shape {wanted}, got {got}.") from None
+    if _readable(value):
+        if name == "lam" and not ((value >= 0) & (value <= 1)).all():
+            raise ValueError(f"lam must lie in [0, 1], got {shown(value)}; pass it through a sigmoid first.")
+        if not (value >= 0).all():
+            raise ValueError(f"{name} must be >= 0, got {shown(value)}; pass it through a softplus first.")
+    return value
+
+
+def _exp_beyond_linear(z: Tensor) -> Tensor:
+    """e^z - 1 - z for |z| <= 1/2, to the last digit."""
+    series = torch.ones_like(z)
+    for k in range(16, 2, -1):
+        series = 1 + series * z / k
+    return series * z.square() / 2
+
+
+def _readable(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()

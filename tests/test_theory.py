@@ -1,0 +1,607 @@
+"""Every statement of fem.theory, against decimal arithmetic, autograd and brute force over the simplex."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from decimal import Decimal, localcontext
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fem import theory
+
+F64 = torch.float64
+ONE_READ = (theory.free_energy, theory.kl_gap, theory.posterior_mean, theory.free_energy_slope)
+PER_TOKEN = (theory.posterior, theory.logit_gradient, theory.prior_gradient)
+
+
+def holds_for(*strategies):
+    return lambda test: settings(max_examples=40, deadline=None)(given(*strategies)(test))
+
+
+@st.composite
+def rows(draw, least=1, zeros=True):
+    """A distribution and values, with zeros and ties among them."""
+    time = draw(st.integers(least, 7))
+    weight = st.floats(-12, 3).map(math.exp)
+    p = draw(st.lists(weight | st.just(0.0) if zeros else weight, min_size=time, max_size=time))
+    p[draw(st.integers(0, time - 1))] = 1.0
+    tidy = st.integers(-3, 3).map(float) | st.integers(-5000, 5000).map(lambda n: n / 1000)
+    v = draw(st.lists(tidy, min_size=time, max_size=time))
+    p = torch.tensor(p, dtype=F64)
+    return p / p.sum(), torch.tensor(v, dtype=F64)
+
+
+BETA = st.floats(-6, 2.5).map(lambda exponent: 10.0**exponent)
+
+
+def distinct(p, v):
+    return len(set(v[p > 0].tolist())) > 1
+
+
+def by_definition(p, v, beta):
+    """F, KL(p || q), KL(q || p) and q from Eq. 4 and 5, in 80 decimal digits."""
+    with localcontext() as context:
+        context.prec = 80
+        p, v, beta = [Decimal(x) for x in p.tolist()], [Decimal(x) for x in v.tolist()], Decimal(beta)
+        p = [x / sum(p) for x in p]
+        weight = [a * (beta * b).exp() for a, b in zip(p, v)]
+        q = [w / sum(weight) for w in weight]
+        forward = sum(a * (a / b).ln() for a, b in zip(p, q) if a)
+        backward = sum(b * (b / a).ln() for a, b in zip(p, q) if a)
+        return float(sum(weight).ln() / beta), float(forward), float(backward), torch.tensor([float(x) for x in q])
+
+
+def random_distributions(count, like):
+    return torch.distributions.Dirichlet(torch.full_like(like, 0.7)).sample((count,))
+
+
+def leaf(*values):
+    return torch.tensor(values if len(values) > 1 else values[0], dtype=F64, requires_grad=True)
+
+
+# Eq. 4 to 6: free energy, posterior, gap
+
+
+@holds_for(rows(), BETA)
+def test_reads_equal_the_definition_in_decimal_arithmetic(row, beta):
+    p, v = row
+    value, forward, backward, q = by_definition(p, v, beta)
+    close = {"rtol": 1e-12, "atol": 1e-13}
+    torch.testing.assert_close(theory.free_energy(p, v, beta).item(), value, **close)
+    torch.testing.assert_close(theory.kl_gap(p, v, beta).item(), forward, **close)
+    torch.testing.assert_close(theory.posterior(p, v, beta), q.double(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(theory.free_energy_slope(p, v, beta).item() * beta**2, backward, **close)
+    torch.testing.assert_close(theory.posterior_mean(p, v, beta).item(), value + backward / beta, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("beta", [1e-12, 1e-9, 1e-6, 1e-3, 0.1])
+def test_small_beta_loses_no_digit_of_gap_and_slope(beta):
+    p, v = torch.tensor([0.5, 0.3, 0.2], dtype=F64), torch.tensor([1.0, -2.0, 4.0], dtype=F64)
+    _, forward, backward, _ = by_definition(p, v, beta)
+    assert theory.kl_gap(p, v, beta).item() == pytest.approx(forward, rel=1e-14, abs=0)
+    assert theory.free_energy_slope(p, v, beta).item() == pytest.approx(backward / beta**2, rel=1e-13, abs=0)
+
+
+@pytest.mark.parametrize("span", [50.0, 1000.0, 1e6])
+@pytest.mark.parametrize("weight", [0.3, 1e-30, 1e-300])
+def test_spans_of_a_thousand_nats_are_exact(span, weight):
+    p, v = torch.tensor([1 - weight, weight], dtype=F64), torch.tensor([0.0, span], dtype=F64)
+    value, forward, backward, q = by_definition(p, v, 1.0)
+    torch.testing.assert_close(theory.free_energy(p, v, 1.0).item(), value, rtol=1e-15, atol=1e-15)
+    torch.testing.assert_close(theory.kl_gap(p, v, 1.0).item(), forward, rtol=1e-14, atol=1e-15)
+    torch.testing.assert_close(theory.free_energy_slope(p, v, 1.0).item(), backward, rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(theory.posterior(p, v, 1.0).float(), q)
+
+
+@holds_for(rows())
+def test_beta_zero_is_the_plain_read(row):
+    p, v = row
+    torch.testing.assert_close(theory.free_energy(p, v, 0.0), (p * v).sum())
+    torch.testing.assert_close(theory.posterior(p, v, 0), p)
+    assert theory.kl_gap(p, v, 0.0) == 0
+
+
+@holds_for(rows())
+def test_infinite_beta_is_hard_selection(row):
+    p, v = row
+    best = (v == v[p > 0].max()) & (p > 0)
+    torch.testing.assert_close(theory.free_energy(p, v, math.inf), v[best][0])
+    torch.testing.assert_close(theory.posterior(p, v, math.inf), best * p / p[best].sum())
+    assert theory.kl_gap(p, v, math.inf).item() == (math.inf if distinct(p, v) else 0)
+
+
+@pytest.mark.parametrize("read", ONE_READ + PER_TOKEN)
+@pytest.mark.parametrize("foreign", [math.inf, -math.inf, math.nan, 1e300])
+def test_values_outside_the_support_are_not_read(read, foreign):
+    p = leaf(0.25, 0.0, 0.75)
+    v = leaf(1.0, foreign, -2.0)
+    beta = leaf(1.5)
+    result = read(p, v, beta)
+    inside = read(p[[0, 2]].detach(), v[[0, 2]].detach(), 1.5)
+    assert torch.equal(result[[0, 2]] if result.ndim else result, inside)
+    for gradient in torch.autograd.grad(result.sum(), (p, v, beta)):
+        assert gradient.isfinite().all()
+        assert gradient.ndim == 0 or gradient[1] == 0
+
+
+def test_a_row_without_support_reads_zero():
+    p, v = torch.zeros(3, dtype=F64), torch.tensor([1.0, 2.0, 3.0], dtype=F64)
+    assert theory.free_energy(p, v, 2.0) == 0
+    assert torch.equal(theory.posterior(p, v, 2.0), p)
+    assert theory.hidden_temperature(p, v, 0.5, 2.0) == 1
+    assert theory.temperature_for_budget(p, v, 0.5) == math.inf
+
+
+@holds_for(rows(), BETA, st.floats(1.1, 4))
+def test_free_energy_lies_between_mean_and_maximum_and_grows(row, beta, factor):
+    p, v = row
+    low, high = theory.free_energy(p, v, beta), theory.free_energy(p, v, beta * factor)
+    assert (p * v).sum() - 1e-14 <= low <= high + 1e-14 <= v[p > 0].max() + 2e-14
+    assert theory.kl_gap(p, v, beta) >= 0
+
+
+@holds_for(rows(zeros=False), st.floats(0.01, 20))
+def test_donsker_varadhan_is_maximal_at_the_posterior(row, beta):
+    p, v = row
+    value = theory.free_energy(p, v, beta)
+    rivals = theory.donsker_varadhan(random_distributions(50, p), p, v, beta)
+    assert (rivals <= value + 1e-12).all()
+    torch.testing.assert_close(theory.donsker_varadhan(theory.posterior(p, v, beta), p, v, beta), value)
+
+
+def test_leaving_the_support_costs_infinitely_many_nats():
+    p, q = torch.tensor([1.0, 0.0], dtype=F64), torch.tensor([0.5, 0.5], dtype=F64)
+    assert theory.kl_divergence(q, p) == math.inf
+    assert theory.kl_divergence(p, q).item() == pytest.approx(math.log(2))
+
+
+def test_small_beta_expansion_leaves_a_remainder_of_second_order():
+    p, v = torch.tensor([0.2, 0.7, 0.1], dtype=F64), torch.tensor([0.0, 1.0, 3.0], dtype=F64)
+    for beta in (0.1, 0.01, 0.001):
+        remainder = theory.free_energy(p, v, beta) - theory.small_beta_expansion(p, v, beta)
+        third = (p * (v - (p * v).sum()) ** 3).sum()
+        assert remainder.item() == pytest.approx(beta**2 * third.item() / 6, rel=beta)
+        assert remainder.abs() <= beta**2 * 27 / 6
+
+
+# Propositions E.4 and E.6: gradients
+
+
+@holds_for(rows(zeros=False), st.floats(0.01, 50))
+def test_derivatives_are_posterior_slope_and_prior_gradients(row, beta):
+    p, v, beta = row[0].requires_grad_(), row[1].requires_grad_(), leaf(beta)
+    by_p, by_v, by_beta = torch.autograd.grad(theory.free_energy(p, v, beta), (p, v, beta))
+    torch.testing.assert_close(by_v, theory.posterior(p, v, beta), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(by_beta, theory.free_energy_slope(p, v, beta), rtol=1e-8, atol=1e-12)
+    wanted = theory.prior_gradient(p, v, beta)
+    scale = wanted.detach().abs().max().item()
+    torch.testing.assert_close(by_p - by_p[0], wanted - wanted[0], rtol=1e-9, atol=1e-10 * scale)
+    b = p.detach().log().requires_grad_()
+    (by_logit,) = torch.autograd.grad(theory.free_energy(b.softmax(-1), v, beta), b)
+    torch.testing.assert_close(by_logit, theory.logit_gradient(p, v, beta), rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("beta", [1e-3, 0.7, 30.0])
+@pytest.mark.parametrize("read", ONE_READ + PER_TOKEN)
+def test_autograd_agrees_with_finite_differences(read, beta):
+    generator = torch.Generator().manual_seed(5)
+    p = torch.rand(2, 5, dtype=F64, generator=generator).softmax(-1).requires_grad_()
+    v = torch.randn(2, 5, dtype=F64, generator=generator).requires_grad_()
+    tolerance = {"atol": 1e-4, "rtol": 1e-3} if read is theory.prior_gradient or beta < 0.01 else {}
+    assert torch.autograd.gradcheck(read, (p, v, leaf(beta, 2.0)), eps=1e-6 * min(1.0, beta * 100), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("beta", [0.0, 1e-300, 1e-30, 1e-5, 1.0, 1e3, 1e10, math.inf])
+@pytest.mark.parametrize("read", [theory.free_energy, theory.posterior, theory.posterior_mean])
+def test_gradients_are_finite_at_every_temperature(read, beta, dtype):
+    p = torch.tensor([0.5, 0.5 - 1e-6, 1e-6, 0.0], dtype=dtype, requires_grad=True)
+    v = torch.tensor([1.0, -2.0, 3.0, 3.0], dtype=dtype, requires_grad=True)
+    beta = torch.tensor(beta, dtype=dtype, requires_grad=True)
+    result = read(p, v, beta)
+    assert result.dtype == dtype
+    for gradient in torch.autograd.grad(result.square().sum(), (p, v, beta)):
+        assert gradient.isfinite().all()
+
+
+def test_the_derivative_at_beta_zero_is_half_the_variance():
+    p, v, beta = torch.tensor([0.5, 0.5], dtype=F64), torch.tensor([-1.0, 3.0], dtype=F64), leaf(0.0)
+    assert torch.autograd.grad(theory.free_energy(p, v, beta), beta)[0] == 2.0
+    assert theory.free_energy_slope(p, v, 0.0) == 2.0
+    assert theory.logit_gradient(p, v, 0.0).tolist() == [-1.0, 1.0]
+
+
+@holds_for(rows(zeros=False), st.floats(0.01, 20))
+def test_the_value_hessian_is_a_covariance_bounded_by_half_beta(row, beta):
+    p, v = row
+    hessian = theory.value_hessian(p, v, beta)
+    numeric = torch.autograd.functional.hessian(lambda v: theory.free_energy(p, v, beta), v)
+    torch.testing.assert_close(hessian, numeric, rtol=1e-8, atol=1e-9)
+    eigenvalues = torch.linalg.eigvalsh(hessian)
+    assert eigenvalues.min() >= -1e-12
+    assert eigenvalues.max() <= beta / 2 + 1e-12
+
+
+def test_two_equal_tokens_reach_the_curvature_bound():
+    hessian = theory.value_hessian(torch.tensor([0.5, 0.5, 0.0]), torch.zeros(3), 3.0)
+    assert torch.linalg.eigvalsh(hessian).max().item() == pytest.approx(1.5)
+
+
+@holds_for(rows(least=2, zeros=False), st.floats(0.01, 20))
+def test_concave_in_the_prior_convex_in_values_and_log_weights(row, beta):
+    p, v = row
+    other_p, other_v = random_distributions(1, p)[0], torch.randn_like(v)
+    middle = theory.free_energy((p + other_p) / 2, v, beta)
+    assert middle >= (theory.free_energy(p, v, beta) + theory.free_energy(other_p, v, beta)) / 2 - 1e-10
+    middle = theory.free_energy(p, (v + other_v) / 2, beta)
+    assert middle <= (theory.free_energy(p, v, beta) + theory.free_energy(p, other_v, beta)) / 2 + 1e-10
+
+    def unnormalised(w):
+        return theory.free_energy(w.softmax(-1), v, beta) + w.logsumexp(-1) / beta
+
+    w, other_w = p.log(), torch.randn_like(p)
+    assert unnormalised((w + other_w) / 2) <= (unnormalised(w) + unnormalised(other_w)) / 2 + 1e-9
+
+
+def test_the_hessian_in_the_logits_is_a_difference_of_covariances_without_a_sign():
+    b, v, beta = torch.tensor([2.0, 1.0, 0.0], dtype=F64), torch.tensor([0.0, 1.0, 3.0], dtype=F64), 1.0
+    p = b.softmax(-1)
+    q = theory.posterior(p, v, beta)
+    covariance = lambda r: r.diag() - r[:, None] * r[None, :]  # noqa: E731
+    hessian = torch.autograd.functional.hessian(lambda b: theory.free_energy(b.softmax(-1), v, beta), b)
+    torch.testing.assert_close(hessian, (covariance(q) - covariance(p)) / beta)
+    eigenvalues = torch.linalg.eigvalsh(hessian)
+    assert eigenvalues.min() < -0.01
+    assert eigenvalues.max() > 0.01
+
+
+# Proposition E.6: invariances
+
+
+@holds_for(rows(), BETA, st.floats(-1000, 1000), st.floats(0.1, 10))
+def test_shift_and_scale(row, beta, shift, scale):
+    p, v = row
+    value = theory.free_energy(p, v, beta)
+    torch.testing.assert_close(theory.free_energy(p, v + shift, beta), value + shift, rtol=1e-12, atol=1e-12)
+    scaled = theory.free_energy(p, scale * v, beta)
+    torch.testing.assert_close(scaled, scale * theory.free_energy(p, v, scale * beta), rtol=1e-12, atol=1e-12)
+
+
+@holds_for(rows(), BETA)
+def test_masked_tokens_stay_masked(row, beta):
+    p, v = row
+    assert (theory.posterior(p, v, beta)[p == 0] == 0).all()
+
+
+def test_restricting_the_support_lowers_the_free_energy_only_without_renormalising():
+    p, v, beta = torch.tensor([0.5, 0.5], dtype=F64), torch.tensor([0.0, 1.0], dtype=F64), 1.0
+    kept = torch.tensor([0.0, 1.0], dtype=F64)
+    whole, renormalised = theory.free_energy(p, v, beta), theory.free_energy(kept, v, beta)
+    assert renormalised > whole
+    assert theory.donsker_varadhan(kept, p, v, beta) < whole
+
+
+# Proposition E.5: concentration
+
+
+@holds_for(rows(), st.floats(0.01, 50))
+def test_concentration_bounds_hold_with_ties_too(row, beta):
+    p, v = row
+    bounds = theory.concentration(p, v, beta)
+    best = v == v[p > 0].max()
+    assert theory.posterior(p, v, beta)[~best].sum() <= bounds.missed * (1 + 1e-9) + 1e-15
+    assert bounds.lower - 1e-12 <= theory.free_energy(p, v, beta) <= bounds.upper + 1e-12
+
+
+def test_the_bound_without_the_prior_weight_is_wrong():
+    p, v, beta = torch.tensor([0.99, 0.01], dtype=F64), torch.tensor([0.0, 1.0], dtype=F64), 2.0
+    winner = theory.posterior(p, v, beta)[1]
+    assert winner < 1 - math.exp(-beta)  # Proposition G.5 claims at least this much
+    assert 1 - winner <= theory.concentration(p, v, beta).missed
+
+
+def test_the_posterior_nears_the_maximum_exponentially_the_free_energy_like_one_over_beta():
+    p, v = torch.tensor([0.7, 0.3], dtype=F64), torch.tensor([0.0, 1.0], dtype=F64)
+    for beta in (20.0, 40.0, 80.0):
+        assert 1 - theory.posterior_mean(p, v, beta) <= 3 * math.exp(-beta) + 1e-15
+        shortfall = beta * (1 - theory.free_energy(p, v, beta))
+        assert shortfall.item() == pytest.approx(-math.log(0.3), rel=1e-6)
+
+
+# Eq. 8: hidden temperature
+
+
+@holds_for(rows(), st.floats(0, 1), BETA)
+def test_the_interpolated_read_is_the_free_energy_at_its_hidden_temperature(row, lam, beta_max):
+    p, v = row
+    beta = theory.hidden_temperature(p, v, lam, beta_max)
+    assert 0 <= beta <= beta_max
+    u = (1 - lam) * (p * v).sum() + lam * theory.free_energy(p, v, beta_max)
+    assert (theory.free_energy(p, v, beta) - u).abs() <= 1e-13 * (1 + u.abs())
+
+
+@holds_for(rows(), BETA, st.sampled_from([0.0, 0.3, 1.0]))
+def test_hidden_temperature_at_its_ends_and_for_constant_values(row, beta_max, lam):
+    p, v = row
+    assert theory.hidden_temperature(p, v, 0.0, beta_max) == 0
+    assert theory.hidden_temperature(p, v, 1.0, beta_max).item() == beta_max
+    assert theory.hidden_temperature(p, torch.full_like(v, 0.1), lam, beta_max).item() == lam * beta_max
+    assert theory.hidden_temperature(p, v, lam, 0.0) == 0
+
+
+@pytest.mark.parametrize("weight", [1e-300, 1e-20, 0.5])
+@pytest.mark.parametrize("beta_max", [1e-6, 2.0, 1000.0])
+def test_hidden_temperature_of_extreme_rows(weight, beta_max):
+    p = torch.tensor([1 - weight, weight / 2, weight / 2], dtype=F64)
+    v = torch.tensor([0.0, 1.0, 1 - 1e-9], dtype=F64)
+    lam = torch.tensor([1e-12, 1e-3, 0.5, 1 - 1e-12], dtype=F64)
+    beta = theory.hidden_temperature(p, v, lam, beta_max)
+    u = (1 - lam) * (p * v).sum() + lam * theory.free_energy(p, v, beta_max)
+    assert ((theory.free_energy(p, v, beta) - u).abs() <= 1e-13).all()
+    assert (beta.diff() >= 0).all()
+
+
+def test_the_gate_reparameterises_the_temperature():
+    p, v = torch.tensor([0.6, 0.3, 0.1], dtype=F64), torch.tensor([0.0, 1.0, 3.0], dtype=F64)
+    lam, step, beta_max = 0.4, 1e-5, 5.0
+    ends = theory.hidden_temperature(p, v, torch.tensor([lam - step, lam + step], dtype=F64), beta_max)
+    beta = theory.hidden_temperature(p, v, lam, beta_max)
+    gain = theory.kl_gap(p, v, beta_max) / beta_max
+    assert (ends.diff() / (2 * step)).item() == pytest.approx((gain / theory.free_energy_slope(p, v, beta)).item())
+
+
+# Theorem 2.8: budget
+
+
+def nats(q, p):
+    return sum(a * math.log(a / b) for a, b in zip(q.tolist(), p.tolist()) if a)
+
+
+@holds_for(rows(least=2), st.floats(-8, 1).map(lambda exponent: 10.0**exponent))
+def test_the_budget_is_spent_to_the_last_nat(row, kl):
+    p, v = row
+    beta = theory.temperature_for_budget(p, v, kl)
+    hard = -math.log(p[(v == v[p > 0].max())].sum().clamp_max(1))
+    if not distinct(p, v) or kl > hard + 1e-12:
+        assert beta == math.inf
+    elif kl < hard - 1e-9:
+        q = theory.posterior(p, v, beta)
+        assert nats(q, p) == pytest.approx(kl, rel=1e-6, abs=1e-13)
+        spent = theory.free_energy(p, v, beta) + kl / beta
+        torch.testing.assert_close(theory.posterior_mean(p, v, beta), spent, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kl", [0.0, 1e-3, 0.05, 0.4, 1.5, 4.0])
+@pytest.mark.parametrize("v", [(0.0, 1.0, 3.0), (2.0, 2.0, -1.0), (1.0, 1.0, 1.0)])
+def test_no_distribution_within_the_budget_does_better(kl, v):
+    p, v = torch.tensor([0.55, 0.3, 0.15], dtype=F64), torch.tensor(v, dtype=F64)
+    best = theory.posterior_mean(p, v, theory.temperature_for_budget(p, v, kl))
+    n = 200
+    grid = torch.tensor([(a, b, n - a - b) for a in range(n + 1) for b in range(n + 1 - a)], dtype=F64) / n
+    cost = sum(torch.where(grid[:, i] > 0, grid[:, i] * (grid[:, i] / p[i]).log(), 0) for i in range(3))
+    reached = (grid @ v)[cost <= kl]
+    assert (reached <= best + 1e-12).all()
+    if kl > 0.01:
+        assert reached.max() >= best - 0.05
+
+
+def test_the_optimum_of_the_budget_problem_is_not_the_free_energy():
+    p, v = torch.tensor([0.5, 0.5], dtype=F64), torch.tensor([0.0, 1.0], dtype=F64)
+    beta = theory.temperature_for_budget(p, v, 0.1)
+    optimum = theory.posterior_mean(p, v, beta)
+    assert optimum - theory.free_energy(p, v, beta) > 0.1
+    torch.testing.assert_close(optimum, theory.free_energy(p, v, beta) + 0.1 / beta)
+
+
+def test_a_budget_for_hard_selection_has_no_finite_temperature():
+    p, v = torch.tensor([0.5, 0.25, 0.25], dtype=F64), torch.tensor([0.0, 1.0, 1.0], dtype=F64)
+    budgets = torch.tensor([0.0, 0.5, math.log(2) - 1e-12, math.log(2), 3.0, math.inf], dtype=F64)
+    betas = theory.temperature_for_budget(p, v, budgets)
+    assert betas[0] == 0
+    assert (betas.diff().nan_to_num(0) >= 0).all()
+    assert betas.isinf().tolist() == [False, False, False, True, True, True]
+
+
+def test_budgets_that_lift_a_token_of_prior_weight_1e_300():
+    p, v = torch.tensor([1.0, 1e-300], dtype=F64), torch.tensor([0.0, 1.0], dtype=F64)
+    for kl in (1e-290, 1e-9, 1.0, 600.0, 690.77):
+        assert nats(theory.posterior(p, v, theory.temperature_for_budget(p, v, kl)), p) == pytest.approx(kl, abs=1e-10)
+    assert theory.temperature_for_budget(p, v, 690.78) == math.inf
+
+
+# Lemma 2.2, Lemma 2.4, Theorem E.7, Appendix M: capacity
+
+
+def test_every_pattern_of_winners_is_reached_at_a_finite_temperature_and_a_head_reaches_t():
+    t, channels = 4, 3
+    p = torch.tensor([0.7, 0.2, 0.09, 0.01], dtype=F64)
+    patterns = torch.tensor(list(itertools.product(range(t), repeat=channels)))
+    v = torch.zeros(len(patterns), channels, t, dtype=F64).scatter(-1, patterns[..., None], 1.0)
+    beta = 1.01 * (p.max() / p[patterns]).log()  # log(p_r / p_a) / margin for the heaviest rival r
+    weights = theory.posterior(p, v, beta + 0.01)
+    assert torch.equal(weights.argmax(-1), patterns)
+    assert theory.argmax_patterns(weights) == t**channels
+    heads = torch.rand(500, 1, t, dtype=F64).expand(-1, channels, -1)
+    assert theory.argmax_patterns(heads) == t
+
+
+@holds_for(rows(least=2, zeros=False))
+def test_a_convex_read_misses_maxima_that_sit_on_different_tokens(row):
+    p, _ = row
+    v = torch.eye(len(p), dtype=F64)[:2]  # two channels, won by the first and the second token
+    assert (p * v).sum(-1).sum() <= 1 + 1e-12  # a hull point has mean_1 + mean_2 <= 1, the maxima add up to 2
+    torch.testing.assert_close(theory.free_energy(p, v, 1e9), torch.ones(2, dtype=F64))
+
+
+def test_weights_of_a_head_have_rank_one_and_those_of_fem_full_rank():
+    v = torch.randn(5, 8, dtype=F64, generator=torch.Generator().manual_seed(0))
+    p = torch.full((8,), 1 / 8, dtype=F64)
+    weights = theory.effective_weights(p, v, 0.5, 2.0)
+    assert torch.linalg.matrix_rank(weights) == 5
+    assert torch.linalg.matrix_rank(theory.effective_weights(p, v, 0.0, 2.0)) == 1
+
+
+@holds_for(rows(), st.floats(0, 1), st.floats(0.01, 20))
+def test_effective_weights_are_the_derivative_of_the_interpolated_read(row, lam, beta):
+    p, v = row[0], row[1].requires_grad_()
+    u = (1 - lam) * (p * v).sum() + lam * theory.free_energy(p, v, beta)
+    weights = theory.effective_weights(p, v, lam, beta)
+    torch.testing.assert_close(torch.autograd.grad(u, v)[0], weights, rtol=1e-9, atol=1e-12)
+    average = (weights * v).sum()
+    assert average >= u - 1e-12
+    torch.testing.assert_close(average - u, lam * beta * theory.free_energy_slope(p, v, beta), rtol=1e-9, atol=1e-11)
+
+
+# Appendix C.1: state sizes
+
+
+@pytest.mark.parametrize(
+    ("radius", "degrees"), [(5.0, {1e-4: 19, 1e-6: 22, 1e-8: 25}), (10.0, {1e-4: 33, 1e-6: 36, 1e-8: 40})]
+)
+def test_taylor_degrees_of_the_papers_table(radius, degrees):
+    for tolerance, degree in degrees.items():
+        assert theory.taylor_degree(radius, tolerance) == degree
+        tail = lambda n: math.fsum(radius**k / math.factorial(k) for k in range(n + 1, 150))  # noqa: E731
+        assert tail(degree) <= tolerance < tail(degree - 1)
+
+
+def test_the_papers_safety_condition_fails_at_one_entry_of_its_table():
+    safe = {(r, e): e * math.exp(r) <= 0.5 for r in (5, 10) for e in (1e-4, 1e-6, 1e-8)}
+    assert [entry for entry, holds in safe.items() if not holds] == [(10, 1e-4)]
+
+
+def test_state_sizes():
+    assert theory.taylor_degree(0.0, 1e-6) == 0
+    assert theory.taylor_state(5.0, 1e-6, key_width=1, value_width=64) == 23 * 65
+    assert theory.taylor_state(10.0, 1e-6, key_width=1, value_width=64) == 37 * 65
+    assert theory.taylor_state(5.0, 1e-6, key_width=4, value_width=64) == math.comb(26, 4) * 65
+
+
+def test_a_head_of_width_one_is_read_from_its_taylor_state():
+    radius, tolerance, t = 5.0, 1e-6, 50
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.rand(2, t, dtype=F64, generator=generator) * 2 - 1) * math.sqrt(radius)
+    v = torch.rand(t, dtype=F64, generator=generator) * 2 - 1
+    powers = torch.arange(theory.taylor_degree(radius, tolerance) + 1, dtype=F64)
+    features = lambda x: x[:, None] ** powers / torch.exp(torch.lgamma(powers + 1) / 2)  # noqa: E731
+    kernel = features(q) @ features(k).T
+    assert (kernel - torch.outer(q, k).exp()).abs().max() <= tolerance
+    exact = torch.outer(q, k).softmax(-1) @ v
+    assert (kernel @ v / kernel.sum(-1) - exact).abs().max() <= 4 * math.exp(radius) * tolerance
+
+
+# Appendix P
+
+
+def test_index_accuracy_counts_channels_whose_nearest_value_is_the_winner():
+    values = torch.tensor([[0.0, 0.0, 5.0], [1.0, 1.0, 1.0], [0.1, 0.2, 1.0]])
+    winner = torch.tensor([1, 1, 0])
+    assert theory.index_accuracy(values.amax(0), values, winner) == 1
+    assert theory.index_accuracy(torch.tensor([0.9, 0.55, 2.9]), values, winner).item() == pytest.approx(1 / 3)
+    tied = torch.tensor([1, 1, 2])
+    assert theory.index_accuracy(torch.tensor([1.0, 1.0, 0.0]), values, tied) == 1
+    assert theory.index_accuracy(torch.full((3,), math.nan), values, winner) == 0
+
+
+def test_index_accuracy_of_fem_against_the_mean_on_the_papers_task():
+    generator = torch.Generator().manual_seed(0)
+    t, channels = 64, 32
+    values = 0.05 * torch.randn(4, t, channels, generator=generator)
+    winner = torch.randint(t, (4, channels), generator=generator)
+    values.scatter_(-2, winner[:, None], 1.0)
+    p = torch.full((4, t, 1), 1 / t)
+    assert theory.index_accuracy(theory.free_energy(p, values, 20.0, dim=-2), values, winner) == 1
+    assert theory.index_accuracy(theory.free_energy(p, values, 0.0, dim=-2), values, winner) < 0.2
+
+
+def test_index_accuracy_refuses_other_shapes():
+    with pytest.raises(ValueError, match="prediction and winner"):
+        theory.index_accuracy(torch.zeros(2, 3), torch.zeros(2, 5, 4), torch.zeros(2, 3).long())
+
+
+# Shapes, dtypes, errors
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+def test_any_axis_may_hold_the_tokens(dim):
+    generator = torch.Generator().manual_seed(2)
+    p = torch.rand(2, 3, 5, dtype=F64, generator=generator)
+    p, v = p / p.sum(dim, keepdim=True), torch.randn(2, 3, 5, dtype=F64, generator=generator)
+    beta = torch.rand(v.sum(dim).shape, dtype=F64, generator=generator)
+    last = (p.movedim(dim, -1), v.movedim(dim, -1), beta)
+    for read in ONE_READ:
+        torch.testing.assert_close(read(p, v, beta, dim=dim), read(*last))
+    for read in PER_TOKEN:
+        torch.testing.assert_close(read(p, v, beta, dim=dim), read(*last).movedim(-1, dim))
+    lam = torch.full_like(beta, 0.3)
+    torch.testing.assert_close(
+        theory.hidden_temperature(p, v, lam, beta, dim=dim), theory.hidden_temperature(*last[:2], lam, beta)
+    )
+
+
+def test_priors_are_shared_by_channels_and_betas_by_rows():
+    p = torch.tensor([[0.2, 0.8], [0.5, 0.5]], dtype=F64)[:, :, None]
+    v = torch.tensor([[1.0, 0.0, 3.0], [0.0, 2.0, -1.0]], dtype=F64)
+    beta = torch.tensor([0.0, 1.0, 2.0], dtype=F64)
+    reads = theory.free_energy(p, v, beta, dim=-2)
+    assert reads.shape == (2, 3)
+    for row, channel in itertools.product(range(2), range(3)):
+        torch.testing.assert_close(reads[row, channel], theory.free_energy(p[row, :, 0], v[:, channel], beta[channel]))
+    curve = theory.free_energy(p[0, :, 0], v[:, 0], torch.linspace(0, 3, 4))
+    assert curve.shape == (4,)
+    posteriors = theory.posterior(p[:, :, 0], v[:, :2], torch.ones(4, 2), dim=0)  # beta adds an axis in front
+    torch.testing.assert_close(posteriors, theory.posterior(p[:, :, 0], v[:, :2], 1.0, dim=0).expand(4, 2, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_results_have_the_inputs_dtype_and_its_precision(dtype):
+    p = torch.tensor([0.5, 0.25, 0.25], dtype=dtype)
+    v = torch.tensor([100.0, -100.0, 300.0], dtype=dtype)
+    for read in (*ONE_READ, *PER_TOKEN):
+        result = read(p, v, 2.0)
+        assert result.dtype == dtype
+        torch.testing.assert_close(result, read(p.double(), v.double(), 2.0).to(dtype))
+    assert theory.hidden_temperature(p, v, 0.5, 2.0).dtype == dtype
+
+
+@pytest.mark.parametrize("read", ONE_READ + PER_TOKEN + (theory.concentration, theory.value_hessian))
+@pytest.mark.parametrize("beta", [-0.1, math.nan])
+def test_a_negative_or_missing_beta_is_refused(read, beta):
+    with pytest.raises(ValueError, match="beta must be >= 0"):
+        read(torch.tensor([1.0]), torch.tensor([0.0]), beta)
+    with pytest.raises(ValueError, match="beta must be >= 0"):
+        read(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor(beta))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p, v: theory.hidden_temperature(p, v, 1.1, 1.0), "lam must lie in"),
+        (lambda p, v: theory.hidden_temperature(p, v, math.nan, 1.0), "lam must lie in"),
+        (lambda p, v: theory.hidden_temperature(p, v, 0.5, -1.0), "beta_max must be >= 0"),
+        (lambda p, v: theory.hidden_temperature(p, v, 0.5, math.inf), "beta_max must be finite"),
+        (lambda p, v: theory.effective_weights(p, v, -0.1, 1.0), "lam must lie in"),
+        (lambda p, v: theory.effective_weights(p, v, 0.5, math.nan), "beta_max must be >= 0"),
+        (lambda p, v: theory.temperature_for_budget(p, v, -1.0), "kl must be >= 0"),
+        (lambda p, v: theory.free_energy(-p, v, 1.0), "p must hold weights >= 0"),
+        (lambda p, v: theory.free_energy(p * math.nan, v, 1.0), "p must hold weights >= 0"),
+        (lambda p, v: theory.free_energy(p, torch.zeros(3), 1.0), "p and v must broadcast"),
+        (lambda p, v: theory.free_energy(p.expand(3, 2), v, torch.ones(2)), "beta must broadcast"),
+    ],
+)
+def test_errors_name_the_argument(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.tensor([0.5, 0.5]), torch.tensor([1.0, 2.0]))
+
+
+@holds_for(st.floats(-5, 5), BETA)
+def test_a_single_token_is_read_as_it_is(value, beta):
+    p, v = torch.ones(1, dtype=F64), torch.tensor([value], dtype=F64)
+    assert theory.free_energy(p, v, beta).item() == value
+    assert theory.posterior(p, v, beta).item() == 1
+    assert theory.hidden_temperature(p, v, 0.5, beta).item() == 0.5 * beta
+    assert theory.temperature_for_budget(p, v, 0.3) == math.inf
