@@ -239,5 +239,5 @@ def _positive_int(name: str, value) -> None:
         raise ValueError(f"{name} must be a positive integer, got {value!r}.")
 
 
-def _nearest_multiple(width: float, step: int) -> int:
+def _nearest_multiple(width: float | int, step: int) -> int:
     return max(step, step * round(width / step))

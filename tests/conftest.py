@@ -1,3 +1,4 @@
+import jaxtyping
 import pytest
 import torch
 
@@ -6,3 +7,11 @@ import torch
 def seeded():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def as_users_run():
+    """Without the shape checks of the tests, which would speak before our own errors do."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

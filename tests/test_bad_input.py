@@ -6,6 +6,8 @@ import torch
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.functional import softmax_read
 
+pytestmark = pytest.mark.usefixtures("as_users_run")
+
 CONFIGS = {
     "n_head does not divide": (ValueError, {"n_embd": 64, "n_head": 5}, "n_head must divide n_embd = 64"),
     "zero width": (ValueError, {"n_embd": 0}, "n_embd must be a positive integer, got 0"),

@@ -14,7 +14,7 @@ Heads = Float[Tensor, "b t h d"]
 _BLOCK = 1 << 15  # elements at a time on a CPU, so that the chain of element-wise steps stays in the cache
 
 
-def outer_gate(logits: Heads, eps: float) -> Heads:
+def outer_gate(logits: Float[Tensor, "... d"], eps: float) -> Float[Tensor, "... d"]:
     """g = softplus(logits) / rms(softplus(logits)), the mean square taken over the head's channels."""
     g = F.softplus(logits)
     return g * torch.rsqrt(g.square().mean(-1, keepdim=True) + eps)

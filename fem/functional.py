@@ -1,0 +1,311 @@
+"""The reads, for users: one public door to `fem.ops`. Arguments are checked here, results are exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fem.ops import channel_scan, keyed_scan, softmax, ssm
+from fem.ops.read import Read
+from fem.ops.scan import decay_scan
+from fem.ops.tokens import read_tokens
+from fem.state import Cursor
+
+__all__ = ["Read", "ScanState", "channel_scan_read", "decay_scan", "keyed_scan_read", "softmax_read", "ssm_read"]
+
+
+def softmax_read(
+    q: Float[Tensor, "b tq h dk"],
+    k: Float[Tensor, "b t hkv dk"],
+    v: Float[Tensor, "b t hkv dv"],
+    beta: Float[Tensor, "hkv dv"] | None,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    bias: Float[Tensor, "..."] | None = None,
+    key_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    backend: str = "auto",
+) -> Read:
+    """Mean and free energy of the values under a softmax prior.
+
+        p_ti = softmax_i(scale q_t . k_i + bias_ti)        mean_tj = sum_i p_ti v_ij
+        F_tj = (1 / beta_j) log sum_i p_ti exp(beta_j v_ij)                        (Eq. 4, Appendix H.1)
+
+    q (B, T_q, H, d_k), k (B, T, H_kv, d_k), v (B, T, H_kv, d_v), H a multiple of H_kv: query head h reads key head
+    h // (H / H_kv). beta (H_kv, d_v) > 0, in nats per unit of v; None gives the mean alone. Both results are
+    (B, T_q, H, d_v), in the dtype of q, k, v together; sums run in float32 at least.
+    causal: the T_q queries are the last T_q tokens, and see no later one. scale: 1/sqrt(d_k) by default.
+    window: a query sees t - window < i <= t, or |t - i| < window without causal, in kept tokens of its document.
+    bias: float, broadcastable to (B, H, T_q, T), differentiable; -inf forbids the pair.
+    key_mask (B, T): bool or 0/1 integers, 1 = keep; a masked token counts as deleted. segment_ids (B, T): integers,
+    any change between kept tokens starts a document that sees itself alone.
+    A query that sees no key reads 0. Exact for any finite input: entries that one attention call cannot prove are
+    computed again. Raises ValueError on shapes and values, TypeError on dtypes.
+    """
+    _check_projections(q, k, v)
+    batch, queries, heads, _ = q.shape
+    time = k.shape[1]
+    if beta is not None:
+        check_beta(beta, v)
+    if time == 0:
+        raise ValueError("k must hold at least one key, got none; a read of nothing has no value.")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 (a token sees itself), got {window}; window=None sees everything.")
+    if queries > time and (causal or window is not None or segment_ids is not None):
+        raise ValueError(
+            f"q has {queries} queries and k only {time} keys, but the queries are the last of the keys with causal, "
+            "window or segment_ids; pass causal=False without them for cross-attention."
+        )
+    if bias is not None:
+        _check_bias(bias, (batch, heads, queries, time))
+    tokens = None
+    if key_mask is not None or segment_ids is not None:
+        tokens, _ = read_tokens((batch, time), k.device, key_mask, segment_ids, mask_name="key_mask")
+    return softmax.softmax_read(
+        q, k, v, beta, causal=causal, scale=scale, window=window, bias=bias, tokens=tokens, backend=backend
+    )
+
+
+@dataclass(frozen=True)
+class ScanState:
+    """What a scan remembers between two calls: its sums, and where each row stands in its documents. Opaque."""
+
+    memory: dict[str, Tensor]
+    cursor: Cursor
+
+
+def channel_scan_read(
+    log_weight: Float[Tensor, "b t h dv"] | None,
+    v: Float[Tensor, "b t h dv"],
+    beta: Float[Tensor, "h dv"] | None,
+    log_decay: Float[Tensor, "b t h dv"] | None = None,
+    causal: bool = True,
+    key_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    initial_state: ScanState | None = None,
+    return_state: bool = False,
+    normalize: bool = True,
+    backend: str = "auto",
+) -> Read | tuple[Read, ScanState]:
+    """Mean and free energy of the values under a weight per value channel that may decay.
+
+        s_tj(i) = exp(log_weight_ij + sum_{i<r<=t} log_decay_rj)        p_tj(i) = s_tj(i) / sum_r s_tj(r)
+        mean_tj = sum_i p_tj(i) v_ij        F_tj = (1 / beta_j) log sum_i p_tj(i) exp(beta_j v_ij)   (Eq. 4, 30, 31)
+
+    log_weight (None: 0; -inf: no weight), log_decay <= 0 (None: 0; the decay into step t), both in nats, and v are
+    (B, T, H, d_v); beta (H, d_v) > 0 in nats per unit of v, None for the mean alone. Both results are (B, T, H, d_v).
+    causal=False adds the scores of the same scan of the reversed sequence, the present token once.
+    key_mask (B, T): bool or 0/1 integers; a masked token counts as deleted. segment_ids (B, T): integers, a change
+    forgets. normalize=False: mean = sum s v, F = (1 / beta) log sum s e^{beta v}.
+    With return_state the state comes back too; passed as initial_state, it continues the sequence.
+    A row of no weight reads 0. Exact for any finite input. Raises ValueError on shapes and values, TypeError on dtypes.
+    """
+    _check_scan(v, beta, causal, initial_state, return_state, {"log_weight": log_weight, "log_decay": log_decay})
+    if initial_state is not None:
+        _check_memory(initial_state, {"peak", "total"}, (v.shape[0], *v.shape[2:]), beta)
+    _check_decays("log_decay", log_decay)
+    op = lambda **options: channel_scan.channel_scan_read(log_weight, v, beta, log_decay, backend=backend, **options)  # noqa: E731
+    return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
+
+
+def keyed_scan_read(
+    q: Float[Tensor, "b t h dk"],
+    k: Float[Tensor, "b t h dk"],
+    v: Float[Tensor, "b t h dv"],
+    beta: Float[Tensor, "h dv"] | None,
+    log_decay: Float[Tensor, "b t h"] | Float[Tensor, "b t h dk"] | None = None,
+    causal: bool = True,
+    key_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    initial_state: ScanState | None = None,
+    return_state: bool = False,
+    normalize: bool = True,
+    backend: str = "auto",
+) -> Read | tuple[Read, ScanState]:
+    """Mean and free energy of the values under linear attention, gated by a decay where there is one.
+
+        s_t(i) = sum_c q_tc exp(sum_{i<r<=t} log_decay_rc) k_ic        p_t(i) = s_t(i) / sum_r s_t(r)
+        mean_tj = sum_i p_t(i) v_ij        F_tj = (1 / beta_j) log sum_i p_t(i) exp(beta_j v_ij)         (Eq. 4, App. H)
+
+    q, k (B, T, H, d_k) >= 0 are features already; v (B, T, H, d_v); beta (H, d_v) > 0 in nats per unit of v, None for
+    the mean alone. log_decay <= 0 in nats, the decay into step t: (B, T, H), or (B, T, H, d_k) for one per key channel.
+    Masks, documents, causal=False, states and normalize=False are those of `channel_scan_read`.
+    Exact for any finite input, in time O(T d_k d_v) and memory O(T (d_k + d_v)). A row of no weight reads 0.
+    Raises ValueError on shapes and values, TypeError on dtypes.
+    """
+    _check_scan(v, beta, causal, initial_state, return_state, {})
+    _check_projections(q, k, v)
+    if q.shape != k.shape:
+        raise ValueError(f"q and k must have one shape, got {tuple(q.shape)} and {tuple(k.shape)}.")
+    if log_decay is not None and log_decay.shape not in (q.shape[:3], q.shape):
+        raise ValueError(
+            f"log_decay must have shape (batch, time, heads) = {tuple(q.shape[:3])} or that of q, {tuple(q.shape)}, "
+            f"got {tuple(log_decay.shape)}."
+        )
+    if initial_state is not None:
+        _check_memory(initial_state, {"log_weight"}, (q.shape[0], *q.shape[2:], v.shape[3]), beta)
+    _check_decays("log_decay", log_decay)
+    for name, tensor in (("q", q), ("k", k)):
+        _check_sign(name, tensor, "non-negative (it holds features; take a ReLU or exp first)", lambda x: x >= 0)
+    op = lambda **options: keyed_scan.keyed_scan_read(q, k, v, beta, log_decay, backend=backend, **options)  # noqa: E731
+    return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
+
+
+def ssm_read(
+    delta: Float[Tensor, "b t h dv"],
+    A: Float[Tensor, "h dv n"],
+    B: Float[Tensor, "b t n"],
+    C: Float[Tensor, "b t n"],
+    D: Float[Tensor, "h dv"],
+    v: Float[Tensor, "b t h dv"],
+    beta: Float[Tensor, "h dv"] | None,
+    causal: bool = True,
+    key_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    initial_state: ScanState | None = None,
+    return_state: bool = False,
+    normalize: bool = True,
+    backend: str = "auto",
+) -> Read | tuple[Read, ScanState]:
+    """Mean and free energy of the values under the impulse response of a selective state space model.
+
+        s_tj(i) = sum_n C_tn exp(sum_{i<r<=t} delta_rj A_jn) delta_ij B_in + D_j [i = t]       p = s / sum_i s
+        mean_tj = sum_i p_tj(i) v_ij        F_tj = (1 / beta_j) log sum_i p_tj(i) exp(beta_j v_ij)       (Eq. 4, 32)
+
+    that is, with state_t = exp(delta_t A) state_{t-1} + delta_t B_t x_t and y(x)_t = C_t . state_t + D x_t,
+    mean = y(v) / y(1) and F = (1 / beta) log(y(e^{beta v}) / y(1)).
+    delta >= 0 and v: (B, T, H, d_v); A (H, d_v, N) <= 0; B, C (B, T, N) >= 0; D (H, d_v) >= 0;
+    beta (H, d_v) > 0 in nats per unit of v, None for the mean alone.
+    Masks, documents, causal=False, states and normalize=False are those of `channel_scan_read`.
+    Exact for any finite input, in memory O(T d_v). Raises ValueError on shapes and values, TypeError on dtypes.
+    """
+    _check_scan(v, beta, causal, initial_state, return_state, {"delta": delta})
+    batch, time, heads, width = v.shape
+    rank = A.shape[-1]
+    for name, tensor, shape in (
+        ("A", A, (heads, width, rank)),
+        ("B", B, (batch, time, rank)),
+        ("C", C, (batch, time, rank)),
+        ("D", D, (heads, width)),
+    ):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape} for this v and the rank of A, got {tuple(tensor.shape)}.")
+    if initial_state is not None:
+        _check_memory(initial_state, {"peak", "total"}, (batch, rank, heads, width), beta)
+    _check_decays("A", A)
+    for name, tensor in (("delta", delta), ("B", B), ("C", C), ("D", D)):
+        _check_sign(name, tensor, "non-negative", lambda x: x >= 0)
+    op = lambda **options: ssm.ssm_read(delta, A, B, C, D, v, beta, backend=backend, **options)  # noqa: E731
+    return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
+
+
+def _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize):
+    """Run a scan on tokens instead of masks, and keep its state together with the place in the sequence."""
+    tokens, cursor = None, None
+    if return_state or initial_state is not None or key_mask is not None or segment_ids is not None:
+        before = None if initial_state is None else initial_state.cursor
+        tokens, cursor = read_tokens(tuple(v.shape[:2]), v.device, key_mask, segment_ids, before, "key_mask")
+    memory = None if initial_state is None else initial_state.memory
+    read = op(causal=causal, tokens=tokens, initial_state=memory, return_state=return_state, normalize=normalize)
+    if not return_state:
+        return read
+    read, memory = read
+    return read, ScanState(memory, cursor)
+
+
+def _check_scan(v, beta, causal, initial_state, return_state, like_v: dict[str, Tensor | None]) -> None:
+    if v.dim() != 4 or v.shape[1] == 0:
+        raise ValueError(f"v must have shape (batch, time >= 1, heads, d_v), got {tuple(v.shape)}.")
+    for name, tensor in {"v": v, **like_v}.items():
+        if tensor is not None and not tensor.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got dtype {tensor.dtype}.")
+        if tensor is not None and tensor.shape != v.shape:
+            raise ValueError(f"{name} must have the shape of v, {tuple(v.shape)}, got {tuple(tensor.shape)}.")
+    if beta is not None:
+        check_beta(beta, v)
+    if not causal and (return_state or initial_state is not None):
+        raise ValueError("causal=False reads the future, which no state holds; use causal=True with states.")
+    if initial_state is None:
+        return
+    if initial_state.cursor.position.shape[0] != v.shape[0]:
+        raise ValueError(
+            f"initial_state belongs to a batch of {initial_state.cursor.position.shape[0]}, v has {v.shape[0]}; "
+            "pass the state returned for the same rows, or None to start anew."
+        )
+
+
+def _check_memory(state: ScanState, weights: set[str], shape: tuple[int, ...], beta: Tensor | None) -> None:
+    names = {*weights, "mean"} if beta is None else {*weights, "mean", "free_energy"}
+    if set(state.memory) != names or tuple(state.memory["mean"].shape) != shape:
+        described = {name: tuple(tensor.shape) for name, tensor in state.memory.items()}
+        raise ValueError(
+            f"initial_state must hold {', '.join(sorted(names))} of this read, the mean of shape {shape}, "
+            f"got {described}; pass the state that this read returned, with beta given both times or neither."
+        )
+
+
+def _check_decays(name: str, tensor: Tensor | None) -> None:
+    _check_sign(name, tensor, "zero or negative (a decay in nats)", lambda x: x <= 0)
+
+
+def _check_sign(name: str, tensor: Tensor | None, wanted: str, holds) -> None:
+    if tensor is None or tensor.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    wrong = ~holds(tensor)
+    if bool(wrong.any()):
+        raise ValueError(f"{name} must be {wanted} everywhere, got {tensor[wrong][0].item()}.")
+
+
+def check_beta(beta: Tensor, v: Tensor) -> None:
+    """Raise unless beta is floating, shaped (H, d_v) like v's channels, and positive (on CPU in eager mode)."""
+    if tuple(beta.shape) != tuple(v.shape[2:]):
+        raise ValueError(
+            f"beta must have one entry per value channel, shape (heads, d_v) = {tuple(v.shape[2:])}, "
+            f"got {tuple(beta.shape)}."
+        )
+    if not beta.is_floating_point():
+        raise TypeError(f"beta must be floating point, got dtype {beta.dtype}.")
+    if beta.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((beta > 0).all()):
+        raise ValueError(
+            f"beta must be positive and not NaN, got {_worst(beta)}; "
+            "make it so with softplus, or pass beta=None for the mean alone."
+        )
+
+
+def _worst(beta: Tensor) -> float:
+    return float("nan") if bool(beta.isnan().any()) else beta.min().item()
+
+
+def _check_projections(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions (batch, time, heads, width), got shape {tuple(tensor.shape)}."
+            )
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got dtype {tensor.dtype}.")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k and v must agree in batch, time and heads, got {tuple(k.shape)} and {tuple(v.shape)}.")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q and k must agree in batch, got {q.shape[0]} and {k.shape[0]}.")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must agree in width, got {q.shape[3]} and {k.shape[3]}.")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"q must have a multiple of the heads of k, got {q.shape[2]} and {k.shape[2]}.")
+
+
+def _check_bias(bias: Tensor, scores: tuple[int, int, int, int]) -> None:
+    if not bias.is_floating_point():
+        raise TypeError(f"bias must be floating point, got dtype {bias.dtype}; for a mask of keys use key_mask.")
+    try:
+        fits = torch.broadcast_shapes(bias.shape, scores) == torch.Size(scores)
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"bias must broadcast to (batch, heads, queries, keys) = {scores}, got shape {tuple(bias.shape)}."
+        )

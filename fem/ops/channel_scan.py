@@ -1,0 +1,214 @@
+"""Priors whose score is a weight per value channel, which may decay: AFT (`rnn_softmax`), `rnn_decay`."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fem.ops import reference
+from fem.ops.backend import scan_backend
+from fem.ops.read import Read, Terms, merge
+from fem.ops.scaled_sums import (
+    Memory,
+    Streams,
+    Sums,
+    accumulate,
+    accumulate_backward,
+    enter,
+    enter_backward,
+    leave,
+    leave_backward,
+    nothing,
+)
+from fem.ops.scan import wide_dtype
+from fem.ops.tokens import Tokens
+
+Heads = Float[Tensor, "b t h d"]
+
+
+def channel_scan_read(
+    log_weight: Heads | None,
+    v: Heads,
+    beta: Float[Tensor, "h d"] | None,
+    log_decay: Heads | None = None,
+    *,
+    causal: bool = True,
+    tokens: Tokens | None = None,
+    initial_state: dict[str, Tensor] | None = None,
+    return_state: bool = False,
+    normalize: bool = True,
+    backend: str = "auto",
+) -> Read | tuple[Read, dict[str, Tensor]]:
+    """Mean and free energy of the values under weights of their own channel.
+
+        s_tj(i) = exp(log_weight_ij + sum_{i<r<=t} log_decay_rj)        p_tj(i) = s_tj(i) / sum_i s_tj(i)
+        mean_tj = sum_i p_tj(i) v_ij        F_tj = (1 / beta_j) log sum_i p_tj(i) exp(beta_j v_ij)     (Eq. 4, 30, 31)
+
+    log_weight (None: 0), log_decay (None: 0) <= 0, v: (B, T, H, d_v); beta (H, d_v), None for the mean alone.
+    causal=False adds the same scores of the sequence read backwards, the present token once.
+    normalize=False leaves s as it is: mean = sum s v, F = (1 / beta) log sum s e^{beta v}.
+    The state is `peak`, `total`, `mean` and `free_energy` (where there is a beta), (B, H, d_v), float32 at least;
+    gradients pass through it, those of the weights by `total` alone.
+    """
+    if scan_backend(backend) == "reference":
+        loops = partial(reference.channel_scan_read, log_weight, v, beta, log_decay)
+        return by_definition(loops, v.dtype, causal, tokens, normalize, initial_state, return_state)
+    terms, state = channel_scan_terms(
+        log_weight, v, beta, log_decay, causal=causal, tokens=tokens, initial_state=initial_state
+    )
+    read = read_of(terms, beta, normalize, v.dtype)
+    return (read, state) if return_state else read
+
+
+def channel_scan_terms(
+    log_weight: Heads | None,
+    v: Heads,
+    beta: Float[Tensor, "h d"] | None,
+    log_decay: Heads | None = None,
+    *,
+    causal: bool = True,
+    tokens: Tokens | None = None,
+    initial_state: dict[str, Tensor] | None = None,
+) -> tuple[Terms, dict[str, Tensor]]:
+    """The normalised read with the logarithm of its total weight, and the state after the last token."""
+    past, state = _one_way(log_weight, v, beta, log_decay, tokens, initial_state, present=True)
+    if causal:
+        return past, state
+    flip = lambda tensor: None if tensor is None else tensor.flip(1)  # noqa: E731
+    back = None if tokens is None else tokens.reversed()
+    future, _ = _one_way(flip(log_weight), flip(v), beta, flip(log_decay), back, None, present=False)
+    return merge(past, Terms(*map(flip, future)), None if beta is None else beta.to(past.mean.dtype)), state
+
+
+def read_of(terms: Terms, beta: Tensor | None, normalize: bool, dtype: torch.dtype) -> Read:
+    """Mean and free energy of terms; of the sums themselves unless they are to be normalised."""
+    log_weight, mean, free_energy = terms
+    if not normalize:
+        mean = mean * log_weight.exp()
+        if free_energy is not None:
+            free_energy = free_energy + log_weight.where(log_weight > nothing(log_weight.dtype) / 2, 0) / beta
+    return Read(mean.to(dtype), None if free_energy is None else free_energy.to(dtype))
+
+
+def by_definition(loops, dtype, causal, tokens, normalize, initial_state, return_state) -> Read:
+    """The read by the loops of `fem.ops.reference`."""
+    if initial_state is not None or return_state:
+        raise ValueError(
+            "backend='reference' reads whole sequences and keeps no state; use backend='auto' with states."
+        )
+    keep, document = (None, None) if tokens is None else (tokens.keep, tokens.document)
+    read = loops(causal=causal, key_mask=keep, segment_ids=document, normalize=normalize)
+    return Read(*(None if part is None else part.to(dtype) for part in read))
+
+
+def _one_way(log_weight, v, beta, log_decay, tokens, state, present: bool) -> tuple[Terms, dict[str, Tensor]]:
+    """The read of what stands before each token, with the token itself if `present`."""
+    x, v, a = _seen(log_weight, v, log_decay, tokens)
+    if beta is not None:
+        beta = beta.to(v.dtype)
+    start = Memory.nothing(v[:, 0], beta) if state is None else Memory.from_state(state, v.dtype)
+    flat = (None if tensor is None else tensor.flatten(2) for tensor in (a, x, v))
+    parts = _channel_scan(*flat, None if beta is None else beta.flatten(), [part.flatten(1) for part in start.parts()])
+    memory = Memory(*(part.view(v.shape) for part in parts[: len(start.parts())]))
+    state = Memory(*(part[:, -1].clone() for part in memory.parts())).state()
+    if present:
+        return Terms(memory.log_weight(), memory.mean, memory.free_energy), state
+    memory = Memory(
+        *(torch.cat([first[:, None], part[:, :-1]], 1) for first, part in zip(start.parts(), memory.parts()))
+    )
+    log_weight = memory.log_weight() if a is None else memory.log_weight() + a
+    return Terms(log_weight, memory.mean, memory.free_energy), state
+
+
+def _seen(log_weight, v, log_decay, tokens) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-weights, values and decays in which masked tokens weigh nothing and documents begin with nothing."""
+    wide = wide_dtype(log_weight, v, log_decay)
+    x = v.new_zeros((), dtype=wide).expand_as(v) if log_weight is None else log_weight.to(wide)
+    v = v.to(wide)
+    a = None if log_decay is None else log_decay.to(wide)
+    if tokens is not None and tokens.keep is not None:
+        keep = tokens.keep[:, :, None, None]
+        x, v = torch.where(keep, x, -math.inf), torch.where(keep, v, 0)
+        a = None if a is None else torch.where(keep, a, 0)
+    if tokens is not None and tokens.start is not None:
+        a = torch.where(tokens.start[:, :, None, None], -math.inf, v.new_zeros(()) if a is None else a).expand_as(v)
+    return x, v, a
+
+
+@torch.library.custom_op(
+    "fem::channel_scan",
+    mutates_args=(),
+    schema="(Tensor? log_decay, Tensor x, Tensor v, Tensor? beta, Tensor[] start) -> Tensor[]",
+)
+def _channel_scan(log_decay, x, v, beta, start):
+    """The memory after every token, and the energies it was made of."""
+    before = enter(Memory(*start), beta)
+    weights = accumulate(log_decay, x, v, before.weights)
+    energies = None if beta is None else accumulate(log_decay, x + beta * v, None, before.energies)
+    memory = leave(Streams(weights, energies), beta).parts()
+    return memory if energies is None else [*memory, energies.peak, energies.sums[0]]
+
+
+@_channel_scan.register_fake
+def _(log_decay, x, v, beta, start):
+    return [x.new_empty(x.shape) for _ in range(3 if beta is None else 6)]
+
+
+@torch.library.custom_op(
+    "fem::channel_scan_backward",
+    mutates_args=(),
+    schema="(Tensor[] grads, Tensor? log_decay, Tensor x, Tensor v, Tensor? beta, Tensor[] start, Tensor[] after) "
+    "-> Tensor[]",
+)
+def _channel_scan_backward(grads, log_decay, x, v, beta, start, after):
+    """Gradients of x, v, the start without its peak, then, where there are any, of beta and log_decay."""
+    begin, memory = Memory(*start), Memory(*after[: len(start)])
+    before = enter(begin, beta)
+    energy = None if beta is None else after[-1]
+    d_weights, d_energies, d_beta = leave_backward(Memory(None, *grads), memory, energy, beta)
+    sums = torch.stack([memory.total, memory.total * memory.mean])
+    weights = accumulate_backward(d_weights, log_decay, x, v, before.weights, Sums(memory.peak, sums))
+    d_x, d_v, d_decay = weights.added.mul_(weights.weight), weights.v, weights.log_decay
+    if beta is None:
+        d_begin, _ = enter_backward(weights.start, None, begin, None)
+        return [d_x, d_v, *d_begin.parts(), *([] if d_decay is None else [d_decay])]
+    after = Sums(after[-2], energy.unsqueeze(0))
+    energies = accumulate_backward(d_energies, log_decay, x + beta * v, None, before.energies, after)
+    d_z = energies.added.mul_(energies.weight)
+    d_begin, d_beta_begin = enter_backward(weights.start, energies.start, begin, beta)
+    d_beta = d_beta.addcmul_(d_z, v).sum((0, 1)) + d_beta_begin.sum(0)
+    d_v.addcmul_(beta, d_z)
+    d_x.add_(d_z)
+    return [d_x, d_v, *d_begin.parts(), d_beta, *([] if d_decay is None else [d_decay.add_(energies.log_decay)])]
+
+
+@_channel_scan_backward.register_fake
+def _(grads, log_decay, x, v, beta, start, after):
+    gradients = [x.new_empty(x.shape), x.new_empty(x.shape), *(torch.empty_like(part) for part in start[1:])]
+    if beta is not None:
+        gradients.append(torch.empty_like(beta))
+    return gradients if log_decay is None else [*gradients, x.new_empty(x.shape)]
+
+
+def _save(ctx, inputs, output):
+    log_decay, x, v, beta, start = inputs
+    ctx.save_for_backward(log_decay, x, v, beta, *start, *output)
+    ctx.parts = len(start)
+
+
+def _differentiate(ctx, grads):
+    log_decay, x, v, beta, *rest = ctx.saved_tensors
+    start, after = rest[: ctx.parts], rest[ctx.parts :]
+    given = grads[1 : ctx.parts]
+    gradients = _channel_scan_backward(list(given), log_decay, x, v, beta, start, after)
+    d_x, d_v, *rest = gradients
+    d_start, rest = rest[: ctx.parts - 1], rest[ctx.parts - 1 :]
+    d_beta = None if beta is None else rest[0]
+    return None if log_decay is None else rest[-1], d_x, d_v, d_beta, [None, *d_start]
+
+
+_channel_scan.register_autograd(_differentiate, setup_context=_save)

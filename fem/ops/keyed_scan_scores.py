@@ -1,0 +1,139 @@
+"""Scores of the pairs of tokens inside one chunk, by segment sums: no decay is ever divided by.
+
+    A_ti = sum_c q_tc exp(sum_{i<r<=t} g_rc) k_ic        for i <= t, or i < t without the present token
+
+The decay g is shared by the key channels, (y, c, 1), or their own, (y, c, dk), or None. y counts chunks, c tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+NOTHING = -1e30  # the logarithm of no weight; finite, so that differences of two of them are
+GROUP = 2**16  # features of the pairs that are in the cache at a time
+
+Decay = Float[Tensor, "y c dk"] | Float[Tensor, "y c 1"]
+Pairs = Float[Tensor, "y c c"]
+
+
+def since_start(g: Decay) -> Decay:
+    """sum_{r <= t} g_r: how much of what came before the chunk is left at t, as a logarithm."""
+    return g.cumsum(1)
+
+
+def since_start_backward(grad: Decay) -> Decay:
+    return grad.flip(1).cumsum(1).flip(1)
+
+
+def until_end(g: Decay) -> Decay:
+    """sum_{r > i} g_r: how much of token i is left at the end of the chunk, as a logarithm."""
+    return F.pad(g[:, 1:], (0, 0, 0, 1)).flip(1).cumsum(1).flip(1)
+
+
+def until_end_backward(grad: Decay) -> Decay:
+    return F.pad(grad[:, :-1], (0, 0, 1, 0)).cumsum(1)
+
+
+def log(x: Tensor) -> Tensor:
+    positive = x > 0
+    return torch.where(positive, torch.where(positive, x, 1).log(), NOTHING)
+
+
+def segments(g: Float[Tensor, "y c *d"]) -> Float[Tensor, "y c c *d"]:
+    """sum_{i<r<=t} g_r at (t, i), 0 for i >= t."""
+    later = torch.ones(g.shape[1], g.shape[1], dtype=torch.bool, device=g.device).tril(-1)
+    later = later.view(later.shape + (1,) * (g.ndim - 2))
+    return torch.where(later, g.unsqueeze(2), 0).cumsum(1)
+
+
+def pairs_of(q: Tensor, k: Tensor, g: Decay | None, present: bool) -> SharedDecayPairs | ChannelDecayPairs:
+    """`scores`, and `backward` from their gradient to those of q, k and g."""
+    return (SharedDecayPairs if g is None or g.shape[-1] == 1 else ChannelDecayPairs)(q, k, g, present)
+
+
+class SharedDecayPairs:
+    """A = (q k^T) * decay, where all key channels decay alike or not at all."""
+
+    def __init__(self, q: Tensor, k: Tensor, g: Decay | None, present: bool):
+        self.q, self.k, self.decays = q, k, g is not None
+        decay = segments(g.squeeze(-1)).exp_() if self.decays else q.new_ones(q.shape[1], q.shape[1])
+        self.decay = decay.tril_(0 if present else -1)
+        self.scores = (q @ k.mT).mul_(self.decay)
+
+    def backward(self, grad: Pairs) -> tuple[Tensor, Tensor, Tensor | None]:
+        direct = grad * self.decay
+        return direct @ self.k, direct.mT @ self.q, _across(grad * self.scores) if self.decays else None
+
+
+class ChannelDecayPairs:
+    """A_ti = sum_c q_tc decay_tic k_ic, one distance t - i at a time, where each key channel decays by itself."""
+
+    def __init__(self, q: Tensor, k: Tensor, g: Decay, present: bool):
+        self.inputs, self.present = (q, k, g), present
+        self.scores = torch.cat([_lagged_scores(*part, present) for part in _groups(*self.inputs)])
+
+    def backward(self, grad: Pairs) -> tuple[Tensor, Tensor, Tensor]:
+        parts = [_lagged_scores_backward(*part, self.present) for part in _groups(grad, *self.inputs)]
+        return tuple(torch.cat(part) for part in zip(*parts))
+
+
+def log_pair_scores(q: Tensor, k: Tensor, g: Decay | None, present: bool) -> Pairs:
+    """The logarithms, where the scores may be too small to be numbers."""
+    forbidden = ~torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril(0 if present else -1)
+    if g is not None and g.shape[-1] > 1:
+        scores = (log(q).unsqueeze(2) + segments(g) + log(k).unsqueeze(1)).logsumexp(-1)
+    else:
+        scores = log(q @ k.mT)
+        scores = scores if g is None else scores + segments(g.squeeze(-1))
+    return scores.masked_fill(forbidden, NOTHING)
+
+
+def _across(pairs: Pairs) -> Decay:
+    """Sum over the pairs i < r <= t, for each r."""
+    before = pairs.cumsum(2)[:, :, :-1].tril(-1).sum(1)
+    return F.pad(before, (1, 0)).unsqueeze(-1)
+
+
+def _groups(*tensors: Tensor):
+    size = max(1, GROUP // tensors[-1][0].numel())
+    return zip(*(tensor.split(size) for tensor in tensors))
+
+
+def _decays_by_lag(g: Tensor):
+    """For each lag, what is left at t of token t - lag, for t = lag, lag + 1, ..."""
+    step = g.exp()
+    left = torch.ones_like(g)
+    yield left
+    for lag in range(1, g.shape[1]):
+        left = left[:, 1:] * step[:, 1 : g.shape[1] - lag + 1]
+        yield left
+
+
+def _lagged_scores(q: Tensor, k: Tensor, g: Tensor, present: bool) -> Pairs:
+    scores = q.new_zeros(q.shape[0], q.shape[1], q.shape[1])
+    for lag, left in enumerate(_decays_by_lag(g)):
+        if lag or present:
+            pair = torch.linalg.vecdot(q[:, lag:] * left, k[:, : k.shape[1] - lag])
+            scores.diagonal(-lag, 1, 2).copy_(pair)
+    return scores
+
+
+def _lagged_scores_backward(
+    grad: Pairs, q: Tensor, k: Tensor, g: Tensor, present: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    time = g.shape[1]
+    dq, dk, dg = (torch.zeros_like(x) for x in (q, k, g))
+    straddling = torch.zeros_like(g)  # at t: the sum over the pairs (t, i) of at least the lag at hand
+    for lag, left in reversed(list(enumerate(_decays_by_lag(g)))):
+        if lag or present:
+            weight = left * grad.diagonal(-lag, 1, 2).unsqueeze(-1)
+            from_key = weight * k[:, : time - lag]
+            dq[:, lag:] += from_key
+            dk[:, : time - lag] += weight * q[:, lag:]
+            if lag:
+                straddling[:, lag:] += from_key * q[:, lag:]
+                dg[:, 1 : time - lag + 1] += straddling[:, lag:]
+    return dq, dk, dg

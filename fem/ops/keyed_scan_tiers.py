@@ -1,0 +1,120 @@
+"""The fast computation of a chunk where it is proved exact, a wider or slower one where it is not.
+
+Every chunk is computed by matrix products in its own precision. Chunks in which a row is in doubt are computed again
+in float64, and those still in doubt by logarithms, in float64 too. A backward pass takes for each chunk the way that
+the forward pass took.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+ENTRIES_AT_A_TIME = 2**20
+Record: TypeAlias = tuple  # a named tuple of tensors with one row per chunk, or None
+
+
+class Recomputed:
+    """How many entries of keyed scans were read, and how many of them again since underflow could not be ruled out."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self) -> None:
+        self.entries = self.recomputed = 0
+        self._warned = False
+
+    def count(self, entries: int, recomputed: int) -> None:
+        self.entries += entries
+        self.recomputed += recomputed
+        if not self._warned and self.recomputed > 0.01 * self.entries:
+            self._warned = True
+            warnings.warn(
+                f"{self.recomputed} of {self.entries} entries of keyed scans were computed again, which is slow: "
+                "beta (max v - min v) passes 60 within a chunk, or scores are smaller than e^-60.",
+                stacklevel=2,
+            )
+
+
+recomputed = Recomputed()
+
+
+class Way(NamedTuple):
+    """The ways to compute something for a number of chunks; arguments and results are tuples of tensors or None."""
+
+    fast: Callable  # -> results, and the rows in doubt
+    fast_backward: Callable
+    exact: Callable  # -> results
+    alive: Callable  # -> rows that are not empty, where doubt means something
+
+
+def compute(way: Way, *arguments: Record) -> tuple[Record, Tensor]:
+    """The results, and the tier that each chunk took: 0, 1 (float64) or 2 (logarithms)."""
+    result, doubt = way.fast(*arguments)
+    tier = torch.zeros(len(doubt), dtype=torch.uint8, device=doubt.device)
+    chunks = doubt.any(1).nonzero().squeeze(1)
+    if len(chunks):
+        chunks = chunks[(doubt[chunks] & way.alive(*_take(arguments, chunks))).any(1)]
+    entries = result.mean[0].numel()
+    if len(chunks) and doubt.numel() and result.mean.dtype != torch.float64:
+        wide = _take(arguments, chunks, torch.float64)
+        better, doubt = way.fast(*wide)
+        _put(result, chunks, better)
+        tier[chunks] = 1
+        chunks = chunks[(doubt & way.alive(*wide)).any(1)]
+    if len(chunks):
+        tier[chunks] = 2
+        for part in _groups(chunks, entries * result.mean.shape[1]):
+            _put(result, part, way.exact(*_take(arguments, part, torch.float64)))
+    return result, tier
+
+
+def differentiate(way: Way, tier: Tensor, grad: Record, *arguments: Record) -> tuple[Record, ...]:
+    """Gradients of the arguments."""
+    result = way.fast_backward(grad, *arguments)
+    wide = (tier == 1).nonzero().squeeze(1)
+    if len(wide):
+        better = way.fast_backward(*_take((grad, *arguments), wide, torch.float64))
+        for record, with_ in zip(result, better):
+            _put(record, wide, with_)
+    exact = (tier == 2).nonzero().squeeze(1)
+    for part in _groups(exact, grad.mean[0].numel() * grad.mean.shape[1]):
+        better = _exact_backward(way.exact, *_take((grad, *arguments), part, torch.float64))
+        for record, with_ in zip(result, better):
+            _put(record, part, with_)
+    return result
+
+
+def _exact_backward(exact: Callable, grad: Record, *arguments: Record) -> tuple[Record, ...]:
+    tensors = [tensor for record in arguments for tensor in record if tensor is not None]
+
+    def of_tensors(*tensors):
+        results = exact(*_like(arguments, tensors))
+        return tuple(tensor for tensor in results if tensor is not None)
+
+    backward = torch.func.vjp(of_tensors, *tensors)[1]
+    return _like(arguments, backward(tuple(tensor for tensor in grad if tensor is not None)))
+
+
+def _like(records: tuple[Record, ...], tensors) -> tuple[Record, ...]:
+    """The tensors, in the places that tensors have in the records."""
+    tensors = iter(tensors)
+    return tuple(type(record)(*(None if x is None else next(tensors) for x in record)) for record in records)
+
+
+def _take(records: tuple[Record, ...], chunks: Tensor, dtype: torch.dtype | None = None) -> tuple[Record, ...]:
+    return tuple(type(r)(*(None if x is None else x[chunks].to(dtype or x.dtype) for x in r)) for r in records)
+
+
+def _put(record: Record, chunks: Tensor, better: Record) -> None:
+    for tensor, with_ in zip(record, better):
+        if tensor is not None:
+            tensor[chunks] = with_.to(tensor.dtype)
+
+
+def _groups(chunks: Tensor, entries: int):
+    return chunks.split(max(1, ENTRIES_AT_A_TIME // entries)) if len(chunks) else ()

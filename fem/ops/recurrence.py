@@ -1,0 +1,98 @@
+"""First-order recurrences along time, in work linear in T. No autograd here.
+
+Time is cut into blocks that advance in lockstep: one pass finds what each block adds and how much it lets through,
+the same scan over the blocks finds what enters each, a second pass runs the recurrence from there. Nothing is ever
+divided by a decay, so a decay of any size is exact; what a block lets through is a sum of logarithms, so the
+rounding of factors near 1 does not pile up. Tensors are (..., T, C); the decays may lack leading dimensions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 16
+
+
+def running_sums(log_decay: Tensor, u: Tensor, state: Tensor, backwards: bool = False) -> Tensor:
+    """h_t = exp(log_decay_t) h_{t-1} + u_t from `state`; backwards: h_t = exp(log_decay_t) h_{t+1} + u_t."""
+    return _scan(_Sum, log_decay, u, _new(u), state, backwards)
+
+
+def adjoint_sums(log_decay: Tensor, grad: Tensor) -> Tensor:
+    """Gradient of the u of `running_sums`, given that of its h: r_t = grad_t + exp(log_decay_{t+1}) r_{t+1}."""
+    reach = _new(grad)
+    last = reach[..., -1, :].copy_(grad[..., -1, :])
+    _scan(_Sum, log_decay[..., 1:, :], grad[..., :-1, :], reach[..., :-1, :], last, backwards=True)
+    return reach
+
+
+def running_peaks(log_decay: Tensor, x: Tensor, state: Tensor) -> Tensor:
+    """m_t = max(m_{t-1} + log_decay_t, x_t) from `state`."""
+    return _scan(_Max, log_decay, x, _new(x), state, backwards=False)
+
+
+class _Sum:
+    """h = e^{log_decay} h + u"""
+
+    factor = torch.exp
+
+    @staticmethod
+    def step(factor, state, u, out):
+        torch.addcmul(u, factor, state, out=out)
+
+
+class _Max:
+    """h = max(log_decay + h, u)"""
+
+    @staticmethod
+    def factor(log_decay):
+        return log_decay
+
+    @staticmethod
+    def step(factor, state, u, out):
+        torch.maximum(torch.add(factor, state, out=out), u, out=out)
+
+
+def _scan(ring, log_decay: Tensor, u: Tensor, out: Tensor, state: Tensor, backwards: bool) -> Tensor:
+    factor = ring.factor(log_decay)
+    blocks, rest = divmod(u.shape[-2], BLOCK)
+    if blocks < 2:
+        return _run(ring, factor, u, out, state, backwards)
+    edge = rest if backwards else blocks * BLOCK  # what no whole block holds comes last in the scan's order
+    body, beyond = (slice(edge, None), slice(edge)) if backwards else (slice(edge), slice(edge, None))
+    blocked = lambda tensor: tensor[..., body, :].unflatten(-2, (blocks, BLOCK))  # noqa: E731
+    inside = [blocked(tensor) for tensor in (factor, u, out)]
+    added = _fold(ring, *inside[:2], backwards)
+    ends = _scan(ring, blocked(log_decay).sum(-2), added, _new(added), state, backwards)
+    state = state.unsqueeze(-2)
+    entering = (ends[..., 1:, :], state) if backwards else (state, ends[..., :-1, :])
+    _run(ring, *inside, torch.cat(entering, -2), backwards)
+    last = ends[..., 0 if backwards else -1, :]
+    _run(ring, *(tensor[..., beyond, :] for tensor in (factor, u, out)), last, backwards)
+    return out
+
+
+def _run(ring, factor: Tensor, u: Tensor, out: Tensor, state: Tensor, backwards: bool) -> Tensor:
+    for factor_t, u_t, out_t in _in_order(backwards, factor, u, out):
+        ring.step(factor_t, state, u_t, out_t)
+        state = out_t
+    return out
+
+
+def _fold(ring, factor: Tensor, u: Tensor, backwards: bool) -> Tensor:
+    """What each block adds to what enters it."""
+    steps = _in_order(backwards, factor, u)
+    added = next(steps)[1].clone()
+    for factor_t, u_t in steps:
+        ring.step(factor_t, added, u_t, added)
+    return added
+
+
+def _in_order(backwards: bool, *tensors: Tensor):
+    steps = zip(*(tensor.unbind(-2) for tensor in tensors))
+    return reversed(list(steps)) if backwards else steps
+
+
+def _new(like: Tensor) -> Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)

@@ -1,0 +1,48 @@
+"""Rotary position embedding: the score of a rotated q and k depends on their distance alone."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def rotate(
+    x: Float[Tensor, "b t h d"], position: Int[Tensor, " t"] | Int[Tensor, "b t"], theta: float = 10000.0
+) -> Float[Tensor, "b t h d"]:
+    """x turned by its position in the planes (j, j + d/2), as transformers pairs them.
+
+        y_j       = x_j cos(a_j) - x_{j+d/2} sin(a_j)        a_j = position theta^(-2j/d),  j < d/2
+        y_{j+d/2} = x_{j+d/2} cos(a_j) + x_j sin(a_j)
+
+    Angles, cos and sin are computed in float64 and rounded once, to the dtype of x. Raises ValueError on an odd width.
+    """
+    width = x.shape[-1]
+    if width % 2:
+        raise ValueError(f"rotate pairs the channels of x, so its width must be even, got {width}.")
+    frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float64, device=x.device) / width)
+    angle = position.double()[..., None, None] * frequency
+    return _Rotation.apply(x, angle.cos().to(x.dtype), angle.sin().to(x.dtype))
+
+
+class _Rotation(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, -sin), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    y = x * torch.cat([cos, cos], -1)
+    y_low, y_high = y.chunk(2, -1)
+    y_low.addcmul_(high, sin, value=-1)
+    y_high.addcmul_(low, sin)
+    return y

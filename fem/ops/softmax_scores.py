@@ -1,0 +1,129 @@
+"""The scores of a softmax prior, and attention over them with its backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+@dataclass(frozen=True)
+class Scores:
+    """s_ti = scale q_t . k_i + mask_ti, -inf for i > t if causal;  p_ti = softmax_i(s_ti), 0 in a row without keys.
+
+    flash: attend by torch's flash attention instead of materialised scores.
+    """
+
+    q: Float[Tensor, "b tq h d"]
+    k: Float[Tensor, "b t h d"]
+    mask: Float[Tensor, "#b #h #tq t"] | None
+    causal: bool
+    scale: float
+    flash: bool
+
+    def width(self, channels: int) -> int:
+        """Columns in which `channels` values are best laid out: flash attention wants those of q and k."""
+        return max(channels, self.q.shape[-1]) if self.flash else channels
+
+    def padded(self, values: Float[Tensor, "b t h dv"]) -> Float[Tensor, "b t h w"]:
+        """The values with columns of zeros behind."""
+        return F.pad(values, (0, self.width(values.shape[-1]) - values.shape[-1]))
+
+    def attend(self, values: Float[Tensor, "b t h w"]) -> tuple[Float[Tensor, "b tq h w"], Float[Tensor, "b tq h"]]:
+        """p @ values, and lse_t = log sum_i exp(s_ti), 0 in a row without keys."""
+        if self.flash:
+            q, k = self._as_wide_as(values)
+            out, lse = _flash(
+                q.transpose(1, 2), k.transpose(1, 2), values.transpose(1, 2), 0.0, self.causal,
+                attn_mask=self.mask, scale=self.scale,
+            )  # fmt: skip
+            return out.transpose(1, 2), lse.transpose(1, 2)
+        out = self._prior() @ values.transpose(1, 2)
+        return out.transpose(1, 2).contiguous(), out.new_zeros(*self.q.shape[:3])
+
+    def attend_backward(
+        self,
+        grad: Float[Tensor, "b tq h w"],
+        values: Float[Tensor, "b t h w"],
+        out: Float[Tensor, "b tq h w"],
+        lse: Float[Tensor, "b tq h"],
+        with_scores: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Float[Tensor, "b h tq t"] | None]:
+        """Gradients of q, k, values and, if wanted, of every score."""
+        width = self.q.shape[-1]
+        if self.flash and not with_scores:
+            q, k = self._as_wide_as(values)
+            parts = (x.transpose(1, 2) for x in (grad, q, k, values, out, lse))
+            grads = _flash_backward(*parts, 0.0, self.causal, attn_mask=self.mask, scale=self.scale)
+            dq, dk, dvalues = (x.transpose(1, 2) for x in grads)
+            return dq[..., :width], dk[..., :width], dvalues, None
+        p = self._prior()
+        dp = grad.transpose(1, 2) @ values.permute(0, 2, 3, 1)
+        dp.sub_(dp.gather(-1, p.argmax(-1, keepdim=True)))  # exact where a row has one likely key
+        ds = dp.sub_((p * dp).sum(-1, keepdim=True)).mul_(p)
+        dq = (ds @ self.k.transpose(1, 2)).mul_(self.scale)
+        dk = (ds.transpose(-1, -2) @ self.q.transpose(1, 2)).mul_(self.scale)
+        dvalues = p.transpose(-1, -2) @ grad.transpose(1, 2)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dvalues.transpose(1, 2), ds if with_scores else None
+
+    def hidden_keys(self) -> Bool[Tensor, "#b t #h 1"] | None:
+        """Keys that the mask hides from every row; None: none."""
+        return None if self.mask is None else torch.isneginf(self.mask).all(2).transpose(1, 2)[..., None]
+
+    def empty_rows(self) -> Bool[Tensor, "#b #tq #h 1"] | None:
+        """Rows that see no key; None: none."""
+        if self.mask is None:
+            return None
+        seen = ~torch.isneginf(self.mask)
+        if not self.causal:
+            seen = seen.any(-1)
+        elif seen.shape[2] == 1:
+            seen = seen[:, :, 0].cumsum(-1) > 0
+        else:
+            seen = seen.tril().any(-1)
+        return ~seen.transpose(1, 2)[..., None]
+
+    def double(self) -> Scores:
+        mask = None if self.mask is None else self.mask.double()
+        return replace(self, q=self.q.double(), k=self.k.double(), mask=mask)
+
+    def of_heads(self, batch: Tensor, head: Tensor) -> Scores:
+        """The scores of the listed heads, in float64: a batch of them, one head each."""
+        mask = self.mask
+        if mask is not None:
+            mask = mask.expand(len(self.q), self.q.shape[2], -1, -1)[batch, head][:, None]
+        q, k = (x[batch, :, head][:, :, None] for x in (self.q, self.k))
+        return replace(self, q=q, k=k, mask=mask).double()
+
+    def of_rows(self, batch: int, head: int, rows: Tensor) -> Float[Tensor, "r keys"]:
+        """The scores of ascending rows of one head, in float64; causal ones end at the last key that a row sees."""
+        end = int(rows[-1]) + 1 if self.causal else self.k.shape[1]
+        s = self.scale * self.q[batch, rows, head].double() @ self.k[batch, :end, head].double().T
+        if self.mask is not None:
+            s += self.mask.expand(len(self.q), *self._shape[1:])[batch, head, rows, :end]
+        if self.causal:
+            s.masked_fill_(torch.arange(end, device=s.device) > rows[:, None], -torch.inf)
+        return s
+
+    @property
+    def _shape(self) -> tuple[int, int, int, int]:
+        return len(self.q), self.q.shape[2], self.q.shape[1], self.k.shape[1]
+
+    def _prior(self) -> Float[Tensor, "b h tq t"]:
+        s = (self.q.transpose(1, 2) @ self.k.permute(0, 2, 3, 1)).mul_(self.scale)
+        if self.mask is not None:
+            s += self.mask
+        if self.causal:
+            s.masked_fill_(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu_(1), -torch.inf)
+        p, empty = torch.softmax(s, -1), self.empty_rows()
+        return p if empty is None else p.masked_fill_(empty.transpose(1, 2), 0.0)
+
+    def _as_wide_as(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        missing = values.shape[-1] - self.q.shape[-1]
+        return (F.pad(self.q, (0, missing)), F.pad(self.k, (0, missing))) if missing else (self.q, self.k)
