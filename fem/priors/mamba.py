@@ -30,10 +30,16 @@ class SelectiveSSM(nn.Module):
         self.delta = project(config.fem_dim)
         self.b = project(rank)
         self.c = project(rank)
-        half_lives = torch.logspace(0, math.log2(LONGEST_MEMORY), rank, base=2)
-        rates = math.log(2) / half_lives / F.softplus(torch.zeros(()))  # Delta starts at softplus(0)
-        self.a = nn.Parameter(_inverse_softplus(rates).repeat(heads, width, 1))
-        self.d = nn.Parameter(_inverse_softplus(torch.ones(heads, width)))
+        self.a = nn.Parameter(torch.empty(heads, width, rank))
+        self.d = nn.Parameter(torch.empty(heads, width))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        half_lives = torch.logspace(0, math.log2(LONGEST_MEMORY), self.a.shape[-1], base=2, device=self.a.device)
+        rates = 1 / half_lives  # Delta starts at softplus(0) = log 2, so half is left after a half-life
+        self.a.copy_(_inverse_softplus(rates).expand_as(self.a))
+        self.d.copy_(_inverse_softplus(torch.ones_like(self.d)))
 
     @staticmethod
     def linear(config: FreeEnergyMixerConfig) -> int:
@@ -76,10 +82,14 @@ class InteractiveMambaPrior(Prior):
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
-        width = config.value_width
         self.ssm = SelectiveSSM(config, self.project)
-        near_identity = torch.eye(width) + (1 - torch.eye(width)) * 0.1 / width
-        self.mixing = nn.Parameter(_inverse_softplus(near_identity).repeat(config.n_head, 1, 1))
+        self.mixing = nn.Parameter(torch.empty(config.n_head, config.value_width, config.value_width))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        one = torch.eye(self.mixing.shape[-1], device=self.mixing.device)
+        self.mixing.copy_(_inverse_softplus(one + (1 - one) * 0.1 / len(one)).expand_as(self.mixing))
 
     @staticmethod
     def widths(config: FreeEnergyMixerConfig) -> Widths:

@@ -1,0 +1,126 @@
+"""What a FEM language model is made of, as transformers stores it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import no_type_check
+
+from transformers import PreTrainedConfig
+
+from fem.config import FreeEnergyMixerConfig
+
+MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
+WIDTHS = {"fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio"}
+MODEL_NAMES = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "prior_type": "prior_type",
+}
+
+
+@no_type_check  # shape checks read a constructor from its fields, and transformers' takes more
+class FEMConfig(PreTrainedConfig):
+    """Sizes and mixers of a `FEMForCausalLM`: pre-norm blocks of a Free Energy Mixer and a SwiGLU.
+
+    num_key_value_heads: key heads of the softmax layers, or None for as many as there are query heads.
+    intermediate_size: width of the SwiGLU, or None for 8/3 of hidden_size, rounded up to a multiple of 256.
+    max_position_embeddings: longest row that a call accepts, packed documents apart; None: no limit.
+    prior_type: the prior of every layer, a key of `fem.PRIORS`. layer_priors: one entry per layer instead, a name
+    or a dict of mixer fields, for hybrids such as 3 * ["gla"] + [{"prior_type": "softmax", "window": 512}].
+    mixer: fields of `FreeEnergyMixerConfig` that all layers share, such as {"use_conv": False}.
+    A layer has the linear weights of plain attention (`FreeEnergyMixerConfig.matched`), unless its fields name a
+    width: fem_dim, fem_ratio, qk_dim or p_t_to_fem_ratio.
+
+    Raises ValueError on sizes that no model can have and on fields given in two places, TypeError on unknown mixer
+    fields.
+    """
+
+    model_type = "fem"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (the name and the type are transformers')
+
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    intermediate_size: int | None = None
+    max_position_embeddings: int | None = 4096
+    prior_type: str = "softmax"
+    layer_priors: list | None = None
+    mixer: dict | None = None
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list | None = None
+
+    def __post_init__(self, **given):
+        for name in given:
+            if name in MIXER_FIELDS:
+                remedy = MODEL_NAMES.get(name, f"mixer={{{name!r}: {given[name]!r}}}")
+                raise ValueError(f"FEMConfig has no field {name!r}, which belongs to the mixers; pass {remedy}.")
+        self._check_sizes()
+        if self.intermediate_size is None:
+            self.intermediate_size = 256 * -(-8 * self.hidden_size // (3 * 256))
+        built = self.mixer_configs()
+        if self._grouped and all(mixer.prior_type != "softmax" for mixer in built):
+            raise ValueError(f"num_key_value_heads needs a softmax layer, got {self.num_key_value_heads} without one.")
+        super().__post_init__(**given)
+
+    def mixer_configs(self) -> list[FreeEnergyMixerConfig]:
+        """The configuration of every layer's mixer, in order."""
+        layers = [self._layer_fields(layer) for layer in range(self.num_hidden_layers)]
+        first = [layers.index(fields) for fields in layers]
+        built = {layer: self._build(layers[layer]) for layer in sorted(set(first))}
+        return [built[layer] for layer in first]
+
+    def _layer_fields(self, layer: int) -> dict:
+        entry = self.prior_type if self.layer_priors is None else self.layer_priors[layer]
+        own = {"prior_type": entry} if isinstance(entry, str) else entry
+        fields = {"prior_type": self.prior_type, **self.mixer, **own}
+        if fields["prior_type"] == "softmax" and self._grouped:
+            fields.setdefault("n_kv_head", self.num_key_value_heads)
+        return fields
+
+    @property
+    def _grouped(self) -> bool:
+        return self.num_key_value_heads not in (None, self.num_attention_heads)
+
+    def _build(self, fields: dict) -> FreeEnergyMixerConfig:
+        build = FreeEnergyMixerConfig if WIDTHS & fields.keys() else FreeEnergyMixerConfig.matched
+        return build(**{"n_embd": self.hidden_size, "n_head": self.num_attention_heads, **fields})
+
+    def _check_sizes(self):
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+        for name in ("intermediate_size", "max_position_embeddings", "num_key_value_heads"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive or None, got {getattr(self, name)}.")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"num_attention_heads must divide hidden_size = {self.hidden_size}, got {self.num_attention_heads}."
+            )
+        self.mixer = dict(self.mixer or {})
+        if self.layer_priors is not None and len(self.layer_priors) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_priors must have one entry per layer, num_hidden_layers = {self.num_hidden_layers}, "
+                f"got {len(self.layer_priors)} entries."
+            )
+        _check_names("mixer", self.mixer, {"causal": "a language model", **MODEL_NAMES})
+        for layer, entry in enumerate(self.layer_priors or ()):
+            if not isinstance(entry, (str, dict)):
+                raise TypeError(
+                    f"layer_priors[{layer}] must be a prior's name or a dict of mixer fields, got {entry!r}."
+                )
+            if isinstance(entry, dict):
+                _check_names(f"layer_priors[{layer}]", entry, {"causal": "a language model", "n_embd": "hidden_size"})
+
+
+def _check_names(where: str, fields: dict, owners: dict[str, str]) -> None:
+    for name in fields:
+        if name in owners:
+            raise ValueError(f"{where} must leave {name} to {owners[name]}, got {name}={fields[name]!r}.")

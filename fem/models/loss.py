@@ -1,0 +1,60 @@
+"""Next-token cross-entropy whose logits never exist all at once."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100
+LOGITS_AT_ONCE = 2**24
+
+
+def next_token_loss(
+    hidden: Float[Tensor, "b t d"],
+    weight: Float[Tensor, "v d"],
+    labels: Int[Tensor, "b t"],
+    num_items: Tensor | int | None = None,
+) -> Float[Tensor, ""]:
+    """-(1 / N) sum_t log softmax(W h_t)[label_{t+1}], in nats; labels of -100 are no targets.
+
+    N: the number of targets, or `num_items` (transformers' num_items_in_batch). Equal to transformers'
+    ForCausalLMLoss; at most 2^24 logits exist at a time, and gradients are made with them, so no logit is kept or
+    computed twice. Sums run in float32 at least.
+    """
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+    total = _SummedCrossEntropy.apply(hidden.flatten(0, 1), weight, targets, torch.is_grad_enabled())
+    return total / ((targets != IGNORED).sum() if num_items is None else num_items)
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    """sum_n -log softmax(W h_n)[y_n], with dL/dlogits = softmax(W h_n) - onehot(y_n) used up chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, with_gradient):
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        grad_hidden = torch.zeros_like(hidden) if with_gradient else None
+        grad_weight = torch.zeros_like(weight, dtype=total.dtype) if with_gradient else None
+        rows = max(1, LOGITS_AT_ONCE // weight.shape[0])
+        for start in range(0, hidden.shape[0], rows):
+            h, y = hidden[start : start + rows], targets[start : start + rows]
+            logits = F.linear(h, weight)
+            log_p = F.log_softmax(logits, -1, dtype=total.dtype)
+            total += F.nll_loss(log_p, y, ignore_index=IGNORED, reduction="sum")
+            if with_gradient:
+                counted = (y != IGNORED)[:, None]
+                grad = log_p.exp_().scatter_add_(1, y.clamp_min(0)[:, None], -counted.to(log_p.dtype)).mul_(counted)
+                grad = grad.to(logits.dtype)
+                grad_hidden[start : start + rows] = grad @ weight
+                grad_weight += grad.T @ h
+        if with_gradient:
+            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad.to(grad_weight.dtype), None, None

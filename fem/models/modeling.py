@@ -1,0 +1,267 @@
+"""The language model: pre-norm blocks of a Free Energy Mixer and a SwiGLU, for transformers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils.generic import can_return_tuple
+
+from fem.config import FreeEnergyMixerConfig
+from fem.mixer import FreeEnergyMixer
+from fem.models.cache import FEMCache
+from fem.models.configuration import FEMConfig
+from fem.models.loss import IGNORED, next_token_loss
+
+
+class SwiGLU(nn.Module):
+    """y = W_down (silu(W_gate x) * W_up x)"""
+
+    def __init__(self, config: FEMConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class FEMBlock(GradientCheckpointingLayer):
+    """x + Mixer(RMSNorm(x)), then x + SwiGLU(RMSNorm(x))"""
+
+    def __init__(self, config: FEMConfig, mixer: FreeEnergyMixerConfig, index: int):
+        super().__init__()
+        self.index = index
+        self.mixer_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mixer = FreeEnergyMixer(mixer)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(
+        self,
+        x: Float[Tensor, "b t d"],
+        attention_mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        past_key_values: FEMCache | None = None,
+    ) -> Float[Tensor, "b t d"]:
+        x = x + self._mix(self.mixer_norm(x), attention_mask, segment_ids, past_key_values)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def _mix(
+        self, x: Tensor, attention_mask: Tensor | None, segment_ids: Tensor | None, cache: FEMCache | None
+    ) -> Tensor:
+        if cache is None:
+            return self.mixer(x, attention_mask, segment_ids)
+        memory = cache.layers[self.index]
+        y, state = self.mixer(x, attention_mask, segment_ids, state=memory.state, return_state=True)
+        memory.remember(state, tokens=x.shape[1])
+        return y
+
+
+class FEMPreTrainedModel(PreTrainedModel):
+    config_class = FEMConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True
+    _no_split_modules = ["FEMBlock"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True
+    _is_stateful = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Mixers' parts keep the start of the layer, everything else takes transformers'; what was loaded stays."""
+        if type(module).__module__.startswith("torch.") or not hasattr(module, "reset_parameters"):
+            super()._init_weights(module)
+            return
+        loaded = [(p, p.clone()) for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
+        module.reset_parameters()
+        for parameter, value in loaded:
+            parameter.copy_(value)
+
+
+class FEMModel(FEMPreTrainedModel):
+    """Token embeddings, `FEMBlock`s and a final RMSNorm.
+
+    input_ids (B, T), or inputs_embeds (B, T, D). attention_mask (B, T_past + T): 1 = keep, over the cached tokens too;
+    masking a token equals deleting it, on either side. segment_ids (B, T): packed documents equal separate runs;
+    position_ids that restart say the same, where neither mask nor cache is given, and positions are otherwise counted
+    from the mask, so any position_ids will do. past_key_values: a `FEMCache`, to which the call adds its tokens.
+    token_type_ids, which some tokenizers add, are ignored.
+
+    Raises ValueError on wrong shapes and rows longer than config.max_position_embeddings, TypeError on another cache.
+    """
+
+    def __init__(self, config: FEMConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(FEMBlock(config, mixer, i) for i, mixer in enumerate(config.mixer_configs()))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        segment_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> BaseModelOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError(f"give input_ids or inputs_embeds, got {'neither' if input_ids is None else 'both'}.")
+        if output_attentions:
+            raise ValueError("output_attentions=True finds no maps to return; layers[i].mixer.inspect(x) makes them.")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = self._cache(past_key_values, use_cache)
+        past = 0 if cache is None else cache.get_seq_length()
+        if segment_ids is None and attention_mask is None and past == 0:
+            segment_ids = _packed_documents(position_ids, x)
+        self._check_length(past + x.shape[1], packed=segment_ids is not None)
+        attention_mask = _mask_of_new_tokens(attention_mask, past, x)
+
+        record = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        hidden_states = () if record else None
+        for block in self.layers:
+            hidden_states = (*hidden_states, x) if record else None
+            x = block(x, attention_mask, segment_ids, past_key_values=cache)
+        x = self.norm(x)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=cache,
+            hidden_states=(*hidden_states, x) if record else None,
+        )
+
+    def _cache(self, past_key_values: Cache | None, use_cache: bool | None) -> FEMCache | None:
+        if past_key_values is None:
+            wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
+            return FEMCache(len(self.layers)) if wanted else None
+        if not isinstance(past_key_values, FEMCache) or len(past_key_values) != len(self.layers):
+            raise TypeError(
+                f"past_key_values must be the FEMCache that a model of {len(self.layers)} layers returned, "
+                f"got {past_key_values}; leave it out and the model makes one."
+            )
+        return past_key_values
+
+    def _check_length(self, length: int, packed: bool) -> None:
+        longest = self.config.max_position_embeddings
+        if longest is not None and length > longest and not packed:
+            raise ValueError(
+                f"the row has {length} tokens, cached ones included, but config.max_position_embeddings = {longest}; "
+                "shorten it, or raise the limit in the config (None: no limit)."
+            )
+
+
+def _packed_documents(position_ids: Tensor | None, x: Tensor) -> Tensor | None:
+    """The document of every token, where positions do not simply count up; None: there is but one."""
+    if position_ids is None:
+        return None
+    if position_ids.shape[-1] != x.shape[1]:
+        raise ValueError(f"position_ids must cover the {x.shape[1]} tokens, got shape {tuple(position_ids.shape)}.")
+    jump = F.pad(position_ids.diff(dim=-1) != 1, (1, 0))
+    if not torch.compiler.is_compiling() and not bool(jump.any()):
+        return None
+    return jump.long().cumsum(-1).expand(x.shape[0], -1)
+
+
+def _mask_of_new_tokens(attention_mask: Tensor | None, past: int, x: Tensor) -> Tensor | None:
+    if attention_mask is None:
+        return None
+    wanted = (x.shape[0], past + x.shape[1])
+    if tuple(attention_mask.shape) != wanted:
+        raise ValueError(
+            f"attention_mask must have shape (batch, cached + new tokens) = {wanted}, "
+            f"got {tuple(attention_mask.shape)}."
+        )
+    mask = attention_mask[:, past:]
+    if torch.compiler.is_compiling() or mask.is_floating_point() or not bool((mask == 1).all()):
+        return mask
+    return None  # nothing is masked, and the plain case is the fastest
+
+
+class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
+    """`FEMModel` with a head over the vocabulary, tied to the embeddings unless config.tie_word_embeddings is False.
+
+    labels (B, T): the input_ids, -100 where nothing is to be predicted; the loss shifts them, and with segment_ids no
+    document predicts the next one's first token. The loss is `next_token_loss`: its logits exist in chunks.
+    logits_to_keep: the last n positions, an index, or 0 for all; None: all, except in training with labels, where
+    no logits are returned. num_items_in_batch: what the summed loss is divided by (the Trainer passes it).
+    With labels no cache is built, unless use_cache=True. All else is `FEMModel`'s.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: FEMConfig):
+        super().__init__(config)
+        self.model = FEMModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # the model makes its own FEMCache
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        logits_to_keep: int | Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> CausalLMOutputWithPast:
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=False if use_cache is None and labels is not None else use_cache,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            segment_ids=segment_ids,
+        )
+        hidden = outputs.last_hidden_state
+        loss = logits = None
+        if labels is not None:
+            loss = self._loss(hidden, labels, segment_ids, num_items_in_batch)
+        if labels is None or not self.training or logits_to_keep is not None:
+            logits = self.lm_head(slice_logits_to_keep(hidden, 0 if logits_to_keep is None else logits_to_keep))
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+    def _loss(
+        self, hidden: Tensor, labels: Tensor, segment_ids: Tensor | None, num_items: Tensor | int | None
+    ) -> Float[Tensor, ""]:
+        if labels.shape != hidden.shape[:2]:
+            raise ValueError(
+                f"labels must have shape (batch, time) = {tuple(hidden.shape[:2])}, got {tuple(labels.shape)}."
+            )
+        if segment_ids is not None:
+            opens = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
+            labels = labels.masked_fill(opens, IGNORED)
+        return next_token_loss(hidden, self.lm_head.weight, labels.to(hidden.device), num_items)

@@ -1,0 +1,97 @@
+"""Language models by name, such as "fem-sm-340m": a family, at a size that its Transformer sets."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from fem.models.configuration import FEMConfig
+from fem.models.modeling import FEMForCausalLM
+from fem.priors import PRIORS
+
+SIZES = {
+    "tiny": {
+        "vocab_size": 4096,
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 352,
+        "max_position_embeddings": 512,
+    },
+    "small": {
+        "vocab_size": 8192,
+        "hidden_size": 384,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 6,
+        "intermediate_size": 1024,
+        "max_position_embeddings": 1024,
+    },
+    "340m": {
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 2816,
+        "max_position_embeddings": 4096,
+    },
+    "1.3b": {
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "intermediate_size": 5632,
+        "max_position_embeddings": 4096,
+    },
+}
+TRANSFORMER = {
+    "prior_type": "softmax",
+    "mixer": {"use_conv": False, "use_lse": False, "use_temperature": False, "use_outer_gate": False},
+}
+FAMILIES = {"transformer": TRANSFORMER} | {
+    f"fem-{'sm' if prior == 'softmax' else prior}": {"prior_type": prior, "mixer": {}} for prior in PRIORS
+}
+PRESETS = tuple(f"{family}-{size}" for size in SIZES for family in FAMILIES)
+OF_THE_MIXERS = ("prior_type", "layer_priors", "mixer")
+
+
+def preset(name: str, **changes) -> FEMConfig:
+    """The configuration called `name`, one of `PRESETS`, with other fields than its own where `changes` says so.
+
+    Its SwiGLU is narrowed until the model has the parameters of the Transformer of the same size and changes, within
+    0.5 %, conditioner included. mixer={...} changes single mixer fields, as ablations do. Raises ValueError on
+    another name, and whatever `FEMConfig` raises.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}.")
+    family, size = name.rsplit("-", 1)
+    sizes = SIZES[size] | {field: value for field, value in changes.items() if field not in OF_THE_MIXERS}
+    mixers = FAMILIES[family] | {field: value for field, value in changes.items() if field in OF_THE_MIXERS}
+    mixers["mixer"] = FAMILIES[family]["mixer"] | changes.get("mixer", {})
+    return with_parameters(FEMConfig(**sizes, **mixers), count_parameters(FEMConfig(**sizes, **TRANSFORMER)))
+
+
+def count_parameters(config: FEMConfig) -> int:
+    """Parameters of the model that `config` describes, tied ones counted once; allocates nothing."""
+    with torch.device("meta"):
+        model = FEMForCausalLM(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def with_parameters(config: FEMConfig, parameters: int) -> FEMConfig:
+    """`config` with the SwiGLU width that brings the model nearest to so many parameters, within 0.5 %.
+
+    Widths go by hidden_size / 32. Raises ValueError where the rest of the model is larger already.
+    """
+    step = max(1, config.hidden_size // 32)
+    per_step = 3 * config.hidden_size * config.num_hidden_layers * step
+    missing = parameters - count_parameters(config)
+    width = config.intermediate_size + step * round(missing / per_step)
+    if width < 1:
+        raise ValueError(
+            f"parameters = {parameters} leave no room for a SwiGLU: without one the model has "
+            f"{parameters - missing - per_step * config.intermediate_size // step}."
+        )
+    narrowed = copy.deepcopy(config)
+    narrowed.intermediate_size = width
+    return narrowed

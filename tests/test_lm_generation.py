@@ -1,0 +1,193 @@
+"""Generation: with the cache as without, padded as alone, and whatever transformers does to a cache in between."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+from transformers import DynamicCache
+
+from fem import PRIORS
+from fem.models import FEMCache, FEMConfig, FEMForCausalLM
+
+VOCABULARY = 53
+CACHED_MODES = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "top_k": 0},
+    "beam": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2},
+    "sampled beam": {"do_sample": True, "num_beams": 4},
+    "several samples": {"do_sample": True, "num_return_sequences": 3},
+}
+HYBRID = {"layer_priors": [{"prior_type": "softmax", "window": 4}, "softmax"], "num_key_value_heads": 1}
+if "gla" in PRIORS:
+    HYBRID = {"layer_priors": ["gla", "softmax", {"prior_type": "softmax", "window": 4}], "num_hidden_layers": 3}
+FAMILIES = {prior: {"prior_type": prior} for prior in PRIORS} | {"hybrid": HYBRID}
+
+
+def small_model(**fields) -> FEMForCausalLM:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    config = FEMConfig(**{"vocab_size": VOCABULARY, "max_position_embeddings": 64, **sizes, **fields})
+    model = FEMForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    return model
+
+
+@pytest.fixture(params=list(FAMILIES))
+def model(request) -> FEMForCausalLM:
+    return small_model(**FAMILIES[request.param])
+
+
+@pytest.fixture
+def softmax_model() -> FEMForCausalLM:
+    return small_model()
+
+
+def tokens(batch: int, time: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (batch, time), generator=torch.Generator().manual_seed(seed))
+
+
+def generate(model, ids, **options):
+    torch.manual_seed(3)
+    return model.generate(ids, **{"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **options})
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", list(CACHED_MODES))
+def test_cached_generation_equals_uncached(model, mode):
+    ids = tokens(2, 7)
+    cached = generate(model, ids, **CACHED_MODES[mode])
+    assert cached.shape[1] == 13
+    assert torch.equal(cached, generate(model, ids, use_cache=False, **CACHED_MODES[mode]))
+
+
+def test_cached_logits_equal_whole_logits_for_any_split(model):
+    ids = tokens(2, 13)
+    whole = model(ids).logits
+    for sizes in ([13], [6, 7], [1] * 13, [5, 1, 1, 6]):
+        cache, parts = None, []
+        for chunk in ids.split(sizes, 1):
+            output = model(chunk, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            parts.append(output.logits)
+        assert cache.get_seq_length() == 13
+        close(torch.cat(parts, 1), whole)
+
+
+def test_returned_cache_continues_the_text(model):
+    ids = tokens(2, 5)
+    whole = generate(model, ids)
+    first = generate(model, ids, max_new_tokens=2, return_dict_in_generate=True)
+    second = generate(model, first.sequences, max_new_tokens=4, past_key_values=first.past_key_values)
+    assert torch.equal(second, whole)
+
+
+def test_copied_cache_continues_a_prompt_twice(model):
+    prompt, endings = tokens(1, 6), [tokens(1, 3, seed) for seed in (5, 6)]
+    cache = model(prompt, use_cache=True).past_key_values
+    for ending in endings:
+        continued = model(ending, past_key_values=copy.deepcopy(cache)).logits
+        close(continued, model(torch.cat([prompt, ending], 1)).logits[:, 6:])
+
+
+def test_left_padded_batch_generates_as_single_rows(model):
+    ids, lengths = tokens(3, 8), (8, 5, 1)
+    mask = torch.stack([torch.arange(8) >= 8 - length for length in lengths]).long()
+    padded = generate(model, ids, attention_mask=mask)
+    for row, length in enumerate(lengths):
+        single = generate(model, ids[row : row + 1, 8 - length :])
+        assert torch.equal(padded[row, 8 - length :], single[0])
+
+
+def test_left_padding_stays_masked_in_the_cache(model):
+    ids = tokens(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    cache = model(ids[:, :6], attention_mask=mask[:, :6], use_cache=True).past_key_values
+    step = model(ids[:, 6:], attention_mask=mask, past_key_values=cache)
+    close(step.logits[1], model(ids[1:, 4:]).logits[0, -3:])
+
+
+def test_generation_from_embeddings_equals_from_ids(softmax_model):
+    ids = tokens(2, 5)
+    embeddings = softmax_model.get_input_embeddings()(ids)
+    assert torch.equal(generate(softmax_model, None, inputs_embeds=embeddings), generate(softmax_model, ids)[:, 5:])
+
+
+def test_packed_documents_continue_across_calls(model):
+    ids, segments = tokens(1, 10), torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2]])
+    whole = model(ids, segment_ids=segments).logits
+    first = model(ids[:, :5], segment_ids=segments[:, :5], use_cache=True)
+    second = model(ids[:, 5:], segment_ids=segments[:, 5:], past_key_values=first.past_key_values)
+    close(torch.cat([first.logits, second.logits], 1), whole)
+
+
+def test_rows_of_a_cache_can_be_reordered_selected_and_repeated(model):
+    ids, more = tokens(3, 6), tokens(4, 2, seed=7)
+    rows = torch.tensor([2, 0, 0, 1])
+    for change in (lambda cache: cache.reorder_cache(rows), lambda cache: cache.batch_select_indices(rows)):
+        cache = model(ids, use_cache=True).past_key_values
+        change(cache)
+        close(model(more, past_key_values=cache).logits, model(torch.cat([ids[rows], more], 1)).logits[:, 6:])
+    cache = model(ids[:2], use_cache=True).past_key_values
+    cache.batch_repeat_interleave(2)
+    repeated = torch.cat([ids[:2].repeat_interleave(2, 0), more], 1)
+    close(model(more, past_key_values=cache).logits, model(repeated).logits[:, 6:])
+
+
+def test_reset_cache_has_seen_nothing(model):
+    cache = model(tokens(2, 6), use_cache=True).past_key_values
+    assert cache.nbytes > 0
+    cache.reset()
+    assert cache.get_seq_length() == cache.nbytes == 0
+    close(model(tokens(2, 3), past_key_values=cache).logits, model(tokens(2, 3)).logits)
+
+
+def test_state_of_a_recurrent_model_has_a_fixed_size(model):
+    config = model.config.mixer_configs()
+    sizes = [model(tokens(1, time), use_cache=True).past_key_values.nbytes for time in (7, 29)]
+    grows = any(mixer.prior_type == "softmax" and mixer.window is None for mixer in config)
+    assert (sizes[1] > sizes[0]) == grows
+
+
+def test_no_cache_is_built_unless_it_can_be_of_use(softmax_model):
+    ids = tokens(1, 5)
+    assert softmax_model(ids).past_key_values is not None
+    assert softmax_model(ids, labels=ids).past_key_values is None
+    assert softmax_model(ids, use_cache=False).past_key_values is None
+    assert softmax_model.train()(ids).past_key_values is None
+
+
+def test_bf16_model_generates(softmax_model):
+    low = softmax_model.bfloat16()
+    assert generate(low, tokens(2, 5)).shape == (2, 11)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda m, c: m(tokens(2, 1), past_key_values=DynamicCache()), TypeError, "must be the FEMCache.*of 2 layers"),
+        (lambda m, c: m(tokens(2, 1), past_key_values=FEMCache(3)), TypeError, "must be the FEMCache.*of 2 layers"),
+        (lambda m, c: m(tokens(3, 1), past_key_values=c), ValueError, "batch size: it has 2, this call has 3"),
+        (lambda m, c: m(tokens(2, 60), past_key_values=c), ValueError, "66 tokens, cached ones included"),
+        (
+            lambda m, c: m(tokens(2, 2), past_key_values=c, attention_mask=torch.ones(2, 2).long()),
+            ValueError,
+            r"cached \+ new tokens\) = \(2, 8\), got \(2, 2\)",
+        ),
+        (lambda m, c: c.crop(-1), ValueError, r"crop\(-1\)"),
+        (lambda m, c: c.update(torch.zeros(1), torch.zeros(1), 0), TypeError, "states of FEM layers"),
+        (lambda m, c: small_model(prior_type="linear")(tokens(2, 1), past_key_values=c), ValueError, "another layer"),
+    ],
+)
+def test_impossible_uses_of_a_cache_are_refused_in_one_sentence(softmax_model, call, error, words):
+    cache = softmax_model(tokens(2, 6), use_cache=True).past_key_values
+    with pytest.raises(error, match=words):
+        call(softmax_model, cache)

@@ -1,0 +1,449 @@
+"""The language model: what it computes, its loss, saving and loading, packing and padding, presets and cards."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from fem import PRIORS
+from fem.models import FEMConfig, FEMForCausalLM, FEMModel, loss, preset, write_model_card
+from fem.models.presets import FAMILIES, PRESETS, TRANSFORMER, count_parameters, with_parameters
+
+VOCABULARY = 61
+ONES = torch.ones(2, 5, dtype=torch.long)
+MIXERS = {prior: {"prior_type": prior} for prior in PRIORS} | {
+    "plain_attention": TRANSFORMER,
+    "window_hybrid": {"layer_priors": [{"prior_type": "softmax", "window": 3}, "softmax"], "num_key_value_heads": 1},
+}
+
+
+def small_config(**fields) -> FEMConfig:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    return FEMConfig(**{"vocab_size": VOCABULARY, "max_position_embeddings": 32, **sizes, **fields})
+
+
+def lively(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Every parameter away from its start, so that none can be lost unseen; in eval mode."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator).mul_(0.3))
+    return model.eval()
+
+
+@pytest.fixture(params=list(MIXERS))
+def model(request) -> FEMForCausalLM:
+    return lively(FEMForCausalLM(small_config(**MIXERS[request.param])))
+
+
+@pytest.fixture
+def softmax_model() -> FEMForCausalLM:
+    return lively(FEMForCausalLM(small_config()))
+
+
+def tokens(batch: int, time: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (batch, time), generator=torch.Generator().manual_seed(seed))
+
+
+# --- the loss
+
+
+@pytest.mark.parametrize("num_items", [None, 5, torch.tensor(7)])
+@pytest.mark.parametrize("time", [1, 2, 13])
+def test_chunked_loss_and_gradients_equal_the_loss_of_transformers(monkeypatch, num_items, time):
+    monkeypatch.setattr(loss, "LOGITS_AT_ONCE", 3 * VOCABULARY)
+    hidden = torch.randn(3, time, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(VOCABULARY, 5, dtype=torch.float64, requires_grad=True)
+    labels = tokens(3, time).masked_fill(torch.rand(3, time) < 0.3, -100)
+    ours = loss.next_token_loss(hidden, weight, labels, num_items)
+    plain = F.cross_entropy(
+        (hidden @ weight.T)[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    ) / ((labels[:, 1:] != -100).sum() if num_items is None else num_items)
+    theirs = ForCausalLMLoss((hidden @ weight.T).detach(), labels, VOCABULARY, num_items)
+    torch.testing.assert_close(ours, plain, equal_nan=True)
+    torch.testing.assert_close(ours.float(), theirs, equal_nan=True)
+    if time > 1:
+        for mine, reference in zip(
+            torch.autograd.grad(3 * ours, (hidden, weight)), torch.autograd.grad(3 * plain, (hidden, weight))
+        ):
+            torch.testing.assert_close(mine, reference)
+
+
+def test_model_loss_equals_the_loss_of_its_logits(model):
+    ids = tokens(2, 11)
+    labels = ids.clone()
+    labels[0, 4:7] = -100
+    output = model(ids, labels=labels)
+    torch.testing.assert_close(output.loss, ForCausalLMLoss(output.logits, labels, VOCABULARY))
+
+
+def test_logits_of_the_loss_never_cost_vocabulary_times_tokens(monkeypatch, softmax_model):
+    sizes, log_softmax = [], F.log_softmax
+    monkeypatch.setattr(loss, "LOGITS_AT_ONCE", 4 * VOCABULARY)
+    monkeypatch.setattr(F, "log_softmax", lambda x, *a, **k: (sizes.append(x.numel()), log_softmax(x, *a, **k))[1])
+    output = softmax_model.train()(tokens(3, 9), labels=tokens(3, 9))
+    output.loss.backward()
+    assert output.logits is None
+    assert sizes
+    assert max(sizes) <= 4 * VOCABULARY
+
+
+def test_bf16_loss_is_summed_in_float32():
+    hidden, weight = torch.randn(1, 300, 8).bfloat16(), torch.randn(VOCABULARY, 8).bfloat16()
+    labels = tokens(1, 300)
+    ours = loss.next_token_loss(hidden, weight, labels)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, ForCausalLMLoss(hidden @ weight.T, labels, VOCABULARY), rtol=1e-5, atol=1e-5)
+
+
+def test_logits_to_keep_selects_logits(softmax_model):
+    ids = tokens(2, 7)
+    logits = softmax_model(ids).logits
+    torch.testing.assert_close(softmax_model(ids, logits_to_keep=2).logits, logits[:, -2:])
+    torch.testing.assert_close(softmax_model(ids, logits_to_keep=torch.tensor([0, 3, 6])).logits, logits[:, [0, 3, 6]])
+    torch.testing.assert_close(softmax_model.train()(ids, labels=ids, logits_to_keep=0).logits, logits)
+
+
+# --- rows: padding, packing, embeddings
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batch_equals_single_rows(model, side):
+    ids, lengths = tokens(3, 11), (11, 4, 1)
+    mask = torch.zeros(3, 11, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        mask[row, slice(11 - length, 11) if side == "left" else slice(length)] = 1
+    batch = model(ids, attention_mask=mask).logits
+    for row in range(3):
+        kept = mask[row].bool()
+        torch.testing.assert_close(batch[row, kept], model(ids[row, kept][None]).logits[0], rtol=1e-5, atol=1e-5)
+
+
+def test_packed_documents_equal_separate_runs(model):
+    ids = tokens(1, 12)
+    cuts = [(0, 5), (5, 6), (6, 12)]
+    segments = torch.cat([torch.full((b - a,), i) for i, (a, b) in enumerate(cuts)])[None]
+    positions = torch.cat([torch.arange(b - a) for a, b in cuts])[None]
+    packed = model(ids, labels=ids, segment_ids=segments)
+    separate = torch.cat([model(ids[:, a:b]).logits for a, b in cuts], 1)
+    torch.testing.assert_close(packed.logits, separate, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model(ids, position_ids=positions).logits, separate, rtol=1e-5, atol=1e-5)
+    losses = [(model(ids[:, a:b], labels=ids[:, a:b]).loss * (b - a - 1), b - a - 1) for a, b in cuts if b - a > 1]
+    torch.testing.assert_close(packed.loss, sum(total for total, _ in losses) / sum(count for _, count in losses))
+
+
+def test_future_tokens_change_nothing(model):
+    ids, other = tokens(1, 9), tokens(1, 9)
+    other[:, 5:] = tokens(1, 4, seed=5)
+    torch.testing.assert_close(model(ids).logits[:, :5], model(other).logits[:, :5])
+
+
+def test_embeddings_stand_for_their_ids(softmax_model):
+    ids = tokens(2, 5)
+    by_ids = softmax_model(ids, output_hidden_states=True)
+    embeddings = softmax_model.get_input_embeddings()(ids)
+    torch.testing.assert_close(softmax_model(inputs_embeds=embeddings).logits, by_ids.logits)
+    assert len(by_ids.hidden_states) == 3
+    torch.testing.assert_close(by_ids.hidden_states[0], embeddings)
+    torch.testing.assert_close(softmax_model.lm_head(by_ids.hidden_states[-1]), by_ids.logits)
+
+
+def test_return_dict_false_returns_a_tuple(softmax_model):
+    ids = tokens(1, 5)
+    value, logits = softmax_model(ids, labels=ids, return_dict=False)
+    assert value.ndim == 0
+    assert logits.shape == (1, 5, VOCABULARY)
+
+
+# --- weights
+
+
+def test_new_model_starts_as_the_layer_does():
+    model = FEMForCausalLM(small_config(hidden_size=64, vocab_size=499, initializer_range=0.05))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weight.std().item() == pytest.approx(0.05, rel=0.05)
+    for block in model.model.layers:
+        value, context = block.mixer.value_scale, block.mixer.prior.query
+        assert not value.weight.any()
+        assert not context.weight[:, 64:].any()
+        assert context.weight[:, :64].std().item() == pytest.approx(0.02, rel=0.1)
+        assert block.mixer.conditioner.project.weight.std().item() == pytest.approx(0.02, rel=0.1)
+        assert not block.mixer.beta.theta.any()
+        assert bool((block.mixer_norm.weight == 1).all())
+        assert block.mlp.up_proj.weight.std().item() == pytest.approx(0.05, rel=0.1)
+
+
+def test_saved_model_loads_through_the_auto_classes_with_equal_logits(model, tmp_path):
+    ids = tokens(2, 9)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert isinstance(loaded, FEMForCausalLM)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert isinstance(AutoModel.from_pretrained(tmp_path), FEMModel)
+    low = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert low.dtype == torch.bfloat16
+    for name, parameter in low.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name).bfloat16()), name
+    assert low(ids).logits.isfinite().all()
+
+
+def test_weights_that_a_checkpoint_lacks_start_as_new(softmax_model):
+    half_a_layer = "model.layers.1.mixer.prior.query.bias"
+    lacking = ("model.layers.0.mixer", "lm_head", half_a_layer)
+    whole = softmax_model.state_dict().items()
+    state = {name: value.clone() for name, value in whole if not name.startswith(lacking)}
+    loaded = FEMForCausalLM.from_pretrained(None, config=softmax_model.config, state_dict=state)
+    assert not loaded.get_parameter(half_a_layer).any()
+    query = "model.layers.1.mixer.prior.query.weight"
+    assert torch.equal(loaded.get_parameter(query), softmax_model.get_parameter(query))
+    fresh = loaded.model.layers[0].mixer
+    assert not fresh.prior.query.weight[:, 16:].any()
+    assert fresh.prior.query.weight[:, :16].std().item() == pytest.approx(0.02, rel=0.3)
+    assert not fresh.beta.theta.any()
+    assert not fresh.prior.query.bias.any()
+
+
+def test_untied_model_keeps_a_head_of_its_own(tmp_path):
+    model = lively(FEMForCausalLM(small_config(tie_word_embeddings=False)))
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is not loaded.model.embed_tokens.weight
+    assert torch.equal(loaded(tokens(1, 5)).logits, model(tokens(1, 5)).logits)
+
+
+def test_resized_vocabulary_stays_tied_and_keeps_old_logits(softmax_model):
+    ids = tokens(1, 6)
+    before = softmax_model(ids).logits
+    softmax_model.resize_token_embeddings(VOCABULARY + 6)
+    assert softmax_model.lm_head.weight is softmax_model.model.embed_tokens.weight
+    assert softmax_model.config.vocab_size == VOCABULARY + 6
+    torch.testing.assert_close(softmax_model(ids).logits[..., :VOCABULARY], before)
+    assert softmax_model(ids + 6, labels=ids + 6).loss.isfinite()
+
+
+# --- training
+
+
+def loss_and_gradients(model):
+    model.train().zero_grad()
+    ids = tokens(2, 9)
+    value = model(input_ids=ids, labels=ids).loss
+    value.backward()
+    return value.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_changes_nothing(model, use_reentrant):
+    plain = loss_and_gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    torch.testing.assert_close(loss_and_gradients(model), plain, rtol=1e-5, atol=1e-6)
+
+
+COMPILED = """
+import sys, torch
+from fem.models import FEMConfig, FEMForCausalLM
+torch.set_num_threads(1)
+torch.manual_seed(0)
+ids = torch.randint(61, (2, 9))
+for fields in eval(sys.argv[1]):
+    model = FEMForCausalLM(FEMConfig(**fields)).train()
+    compiled, results = torch.compile(model, backend="aot_eager", fullgraph=True), []
+    for run in (model, compiled):
+        model.zero_grad()
+        loss = run(input_ids=ids, labels=ids).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    for whole, eager in zip(*results, strict=True):
+        torch.testing.assert_close(whole, eager, rtol=1e-5, atol=1e-6)
+    torch.compiler.reset()
+    print("whole", flush=True)
+"""
+
+
+@pytest.mark.parametrize("names", [["softmax", "plain_attention"], pytest.param(list(MIXERS), marks=pytest.mark.slow)])
+def test_compiled_loss_and_gradients_are_one_graph_and_equal_eager(names):
+    """In a process of its own: the shape checks of the other tests break graphs."""
+    models = [small_config(**MIXERS[name]).to_diff_dict() for name in names]
+    done = subprocess.run([sys.executable, "-c", COMPILED, repr(models)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("whole") == len(models)
+
+
+def test_every_parameter_learns(model):
+    _, gradients = loss_and_gradients(model)
+    unused = {name for name, p in model.named_parameters() if name not in gradients or not gradients[name].any()}
+    assert not {name for name in unused if not name.endswith("key.bias")}  # softmax is blind to a shift of all scores
+
+
+def test_trainer_accumulates_to_the_loss_of_the_whole_batch(tmp_path):
+    rows = [{"input_ids": row, "labels": row} for row in tokens(8, 11)]
+
+    def train(batch_size, accumulate):
+        torch.manual_seed(0)
+        model = FEMForCausalLM(small_config())
+        arguments = TrainingArguments(
+            tmp_path, max_steps=2, per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulate,
+            learning_rate=0.01, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1,
+        )  # fmt: skip
+        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return losses, trainer.evaluate()["eval_loss"]
+
+    whole, whole_eval = train(8, 1)
+    parts, parts_eval = train(2, 4)
+    assert whole == pytest.approx(parts, abs=2e-4)
+    assert whole_eval == pytest.approx(parts_eval, abs=2e-4)
+    assert whole_eval < whole[0]
+
+
+# --- configuration, presets, card
+
+
+def test_config_survives_json(model, tmp_path):
+    model.config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(loaded, FEMConfig)
+    assert loaded.mixer_configs() == model.config.mixer_configs()
+    differing = ("transformers_version", "_name_or_path", "architectures", "dtype")
+    kept = lambda config: {k: v for k, v in config.to_dict().items() if k not in differing}  # noqa: E731
+    assert kept(loaded) == kept(model.config)
+
+
+def test_layers_have_the_weights_of_plain_attention_unless_widths_are_given():
+    matched = small_config(hidden_size=64, num_attention_heads=4).mixer_configs()[0]
+    assert matched.linear_weights == 4 * 64**2
+    direct = small_config(hidden_size=64, num_attention_heads=4, mixer={"fem_dim": 16, "qk_dim": 32}).mixer_configs()[0]
+    assert (direct.fem_dim, direct.qk_dim) == (16, 32)
+
+
+def test_layer_priors_override_the_shared_fields():
+    config = small_config(
+        num_hidden_layers=3, num_key_value_heads=1, mixer={"use_conv": False, "lambda_init": 1.0},
+        layer_priors=["softmax", {"window": 5, "n_kv_head": 2}, {"use_conv": True}],
+    )  # fmt: skip
+    first, second, third = config.mixer_configs()
+    assert [first.window, second.window, third.window] == [None, 5, None]
+    assert [first.n_kv_head, second.n_kv_head, third.n_kv_head] == [1, 2, 1]
+    assert [first.use_conv, second.use_conv, third.use_conv] == [False, False, True]
+    assert first.lambda_init == second.lambda_init == third.lambda_init == 1.0
+
+
+def test_swiglu_follows_the_width_unless_given():
+    assert FEMConfig(hidden_size=1024, num_attention_heads=16, num_hidden_layers=1).intermediate_size == 2816
+    assert FEMConfig(hidden_size=2048, num_attention_heads=32, num_hidden_layers=1).intermediate_size == 5632
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"layer_priors": ["softmax"]}, ValueError, "layer_priors must have one entry per layer"),
+        ({"layer_priors": ["softmax", "sofmax"]}, ValueError, "prior_type must be one of"),
+        ({"layer_priors": ["softmax", {"windw": 5}]}, TypeError, "did you mean 'window'"),
+        ({"layer_priors": ["softmax", 5]}, TypeError, "layer_priors"),
+        ({"layer_priors": ["softmax", {"n_embd": 5}]}, ValueError, "n_embd"),
+        ({"prior_type": "attention"}, ValueError, "prior_type must be one of"),
+        ({"mixer": {"use_convv": True}}, TypeError, "did you mean 'use_conv'"),
+        ({"mixer": {"n_head": 4}}, ValueError, "num_attention_heads"),
+        ({"mixer": {"causal": False}}, ValueError, "causal"),
+        ({"use_conv": False}, ValueError, r"mixer=\{'use_conv': False\}"),
+        ({"n_embd": 8}, ValueError, "hidden_size"),
+        ({"num_attention_heads": 3}, ValueError, "must divide hidden_size = 16, got 3"),
+        ({"num_key_value_heads": 3}, ValueError, "n_kv_head must divide"),
+        ({"vocab_size": 0}, ValueError, "vocab_size must be positive, got 0"),
+        ({"num_hidden_layers": -1}, ValueError, "num_hidden_layers must be positive, got -1"),
+        ({"intermediate_size": 0}, ValueError, "intermediate_size must be positive"),
+        ({"max_position_embeddings": 0}, ValueError, "max_position_embeddings must be positive or None"),
+    ],
+)
+def test_impossible_configurations_are_refused_in_one_sentence(fields, error, words):
+    with pytest.raises(error, match=words):
+        small_config(**fields)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        ({}, ValueError, "input_ids or inputs_embeds, got neither"),
+        ({"input_ids": (2, 5), "inputs_embeds": torch.zeros(2, 5, 16)}, ValueError, "got both"),
+        ({"input_ids": (1, 33)}, ValueError, "33 tokens.*max_position_embeddings = 32"),
+        ({"input_ids": (2, 5), "attention_mask": ONES[:, :4]}, ValueError, r"attention_mask.*\(2, 5\), got \(2, 4\)"),
+        ({"input_ids": (2, 5), "attention_mask": ONES[None]}, ValueError, "attention_mask must have shape"),
+        ({"input_ids": (2, 5), "attention_mask": ONES.float()}, TypeError, "attention_mask must be bool"),
+        ({"input_ids": (2, 5), "attention_mask": ONES * 2}, ValueError, "attention_mask must hold 0 and 1"),
+        ({"input_ids": (2, 5), "segment_ids": ONES[0]}, ValueError, "segment_ids must have shape"),
+        ({"input_ids": (2, 5), "segment_ids": ONES.float()}, TypeError, "segment_ids must be integers"),
+        ({"input_ids": (2, 5), "position_ids": ONES[:, :4]}, ValueError, "position_ids must cover the 5 tokens"),
+        ({"input_ids": (2, 5), "labels": ONES[:, :4]}, ValueError, r"labels must have shape.*\(2, 5\), got \(2, 4\)"),
+        ({"input_ids": (2, 5), "segment_id": ONES}, TypeError, "segment_id"),
+        ({"input_ids": (2, 5), "past_key_values": ()}, TypeError, "past_key_values"),
+        ({"input_ids": (2, 5), "output_attentions": True}, ValueError, "inspect"),
+    ],
+)
+def test_impossible_calls_are_refused_in_one_sentence(softmax_model, call, error, words):
+    if "input_ids" in call:
+        call = {**call, "input_ids": tokens(*call["input_ids"])}
+    with pytest.raises(error, match=words):
+        softmax_model(**call)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("tiny")])
+def test_laptop_presets_have_the_parameters_of_their_transformer(name):
+    size = name.rsplit("-", 1)[1]
+    assert count_parameters(preset(name)) == pytest.approx(count_parameters(preset(f"transformer-{size}")), rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    "families", [["fem-sm", "fem-gla"], pytest.param(sorted(set(FAMILIES) - {"transformer"}), marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(("size", "parameters"), [("340m", 341e6), ("1.3b", 1.30e9)])
+def test_paper_presets_have_the_parameters_of_their_transformer(size, parameters, families):
+    transformer = count_parameters(preset(f"transformer-{size}"))
+    assert transformer == pytest.approx(parameters, rel=0.01)
+    for family in families:
+        assert count_parameters(preset(f"{family}-{size}")) == pytest.approx(transformer, rel=5e-3), family
+
+
+def test_counted_parameters_are_those_of_the_model():
+    config = preset("fem-sm-tiny", vocab_size=211, num_hidden_layers=2)
+    assert count_parameters(config) == sum(p.numel() for p in FEMForCausalLM(config).parameters())
+
+
+def test_preset_changes_reach_the_mixers_and_keep_the_parameters():
+    config = preset("fem-sm-tiny", vocab_size=499, mixer={"use_conv": False})
+    assert not config.mixer_configs()[0].use_conv
+    assert config.vocab_size == 499
+    like = preset("transformer-tiny", vocab_size=499)
+    assert count_parameters(config) == pytest.approx(count_parameters(like), rel=5e-3)
+    assert not like.mixer_configs()[0].use_lse
+
+
+def test_impossible_presets_are_refused():
+    with pytest.raises(ValueError, match="preset must be one of"):
+        preset("fem-sm-7b")
+    with pytest.raises(ValueError, match="no room for a SwiGLU"):
+        with_parameters(small_config(), 10)
+
+
+def test_model_card_tells_the_layers_and_the_results(softmax_model, tmp_path):
+    path = write_model_card(softmax_model, tmp_path / "my-model", {"validation loss (nats)": 3.25})
+    card = path.read_text()
+    assert path.name == "README.md"
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "| layers, by prior | 2 softmax |" in card
+    assert "| validation loss (nats) | 3.25 |" in card
+    assert 'from_pretrained("my-model")' in card
