@@ -106,7 +106,9 @@ def channel_scan_read(
     """
     _check_scan(v, beta, causal, initial_state, return_state, {"log_weight": log_weight, "log_decay": log_decay})
     if initial_state is not None:
-        _check_memory(initial_state, {"peak", "total"}, (v.shape[0], *v.shape[2:]), beta)
+        _check_memory(
+            initial_state, {"weighted", "peak", "total"}, {"energy_peak", "energy"}, (v.shape[0], *v.shape[2:]), beta
+        )
     _check_decays("log_decay", log_decay)
     op = lambda **options: channel_scan.channel_scan_read(log_weight, v, beta, log_decay, backend=backend, **options)  # noqa: E731
     return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
@@ -147,7 +149,9 @@ def keyed_scan_read(
             f"got {tuple(log_decay.shape)}."
         )
     if initial_state is not None:
-        _check_memory(initial_state, {"log_weight"}, (q.shape[0], *q.shape[2:], v.shape[3]), beta)
+        _check_memory(
+            initial_state, {"log_weight", "mean"}, {"free_energy"}, (q.shape[0], *q.shape[2:], v.shape[3]), beta
+        )
     _check_decays("log_decay", log_decay)
     for name, tensor in (("q", q), ("k", k)):
         _check_sign(name, tensor, "non-negative (it holds features; take a ReLU or exp first)", lambda x: x >= 0)
@@ -195,7 +199,9 @@ def ssm_read(
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} for this v and the rank of A, got {tuple(tensor.shape)}.")
     if initial_state is not None:
-        _check_memory(initial_state, {"peak", "total"}, (batch, rank, heads, width), beta)
+        _check_memory(
+            initial_state, {"weighted", "peak", "total"}, {"energy_peak", "energy"}, (batch, rank, heads, width), beta
+        )
     _check_decays("A", A)
     for name, tensor in (("delta", delta), ("B", B), ("C", C), ("D", D)):
         _check_sign(name, tensor, "non-negative", lambda x: x >= 0)
@@ -238,12 +244,15 @@ def _check_scan(v, beta, causal, initial_state, return_state, like_v: dict[str, 
         )
 
 
-def _check_memory(state: ScanState, weights: set[str], shape: tuple[int, ...], beta: Tensor | None) -> None:
-    names = {*weights, "mean"} if beta is None else {*weights, "mean", "free_energy"}
-    if set(state.memory) != names or tuple(state.memory["mean"].shape) != shape:
-        described = {name: tuple(tensor.shape) for name, tensor in state.memory.items()}
+def _check_memory(
+    state: ScanState, names: set[str], with_beta: set[str], shape: tuple[int, ...], beta: Tensor | None
+) -> None:
+    names = names if beta is None else names | with_beta
+    memory = state.memory
+    if set(memory) != names or shape not in {tuple(tensor.shape) for tensor in memory.values()}:
+        described = {name: tuple(tensor.shape) for name, tensor in memory.items()}
         raise ValueError(
-            f"initial_state must hold {', '.join(sorted(names))} of this read, the mean of shape {shape}, "
+            f"initial_state must hold {', '.join(sorted(names))} of this read, of shape {shape}, "
             f"got {described}; pass the state that this read returned, with beta given both times or neither."
         )
 

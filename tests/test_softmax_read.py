@@ -123,7 +123,7 @@ def test_errors_are_at_most_twice_those_of_the_plain_form(case, backend):
         check_two_times_rule(case, queries, time, torch.float32, backend)
 
 
-@pytest.mark.parametrize("case", ["normal", "span 200", "spike 500", "improbable-spike"])
+@pytest.mark.parametrize("case", ["normal", "scores", "span 200", "spike 500", "improbable-spike"])
 def test_long_sequences_are_as_exact(case):
     check_two_times_rule(case, 384, 384, torch.float32, "sdpa")
 
@@ -290,6 +290,13 @@ def test_without_beta_the_mean_stands_alone(backend):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("rows, queries", [(0, 5), (2, 0)])
+def test_no_queries_read_nothing(rows, queries):
+    q, k, v, beta = grouped_inputs(5)
+    mean, free_energy = softmax_read(q[:rows, :queries], k[:rows], v[:rows], beta)
+    assert mean.shape == free_energy.shape == (rows, queries, 4, VALUE)
+
+
 @pytest.mark.parametrize("widths", [(4, 7), (14, 7), (22, 7), (1, 1)])
 def test_widths_need_not_match(widths):
     key, value = widths
@@ -345,6 +352,16 @@ def test_recomputed_entries_are_counted_and_warned_of_once(monkeypatch):
         softmax_read(q, k, v, beta)
     softmax.suspects.reset()
     assert (softmax.suspects.entries, softmax.suspects.recomputed) == (0, 0)
+
+
+def test_hidden_keys_cause_no_recomputation(monkeypatch):
+    monkeypatch.setattr(softmax, "suspects", softmax.Suspects())
+    q, k, v, beta, _ = inputs("normal", 20, 20)
+    v[:, :5] = 1e4
+    mask = (torch.arange(20) >= 5)[None]
+    softmax_read(q, k, v, beta, key_mask=mask)
+    softmax_read(q, k, v, beta, bias=torch.zeros(20, 20).masked_fill(~mask, -torch.inf))
+    assert softmax.suspects.recomputed == 0
 
 
 def test_a_gradient_can_be_taken_twice():

@@ -18,8 +18,7 @@ from fem.ops.scaled_sums import (
     Sums,
     accumulate,
     accumulate_backward,
-    enter,
-    enter_backward,
+    last_step,
     leave,
     leave_backward,
     nothing,
@@ -51,8 +50,8 @@ def channel_scan_read(
     log_weight (None: 0), log_decay (None: 0) <= 0, v: (B, T, H, d_v); beta (H, d_v), None for the mean alone.
     causal=False adds the same scores of the sequence read backwards, the present token once.
     normalize=False leaves s as it is: mean = sum s v, F = (1 / beta) log sum s e^{beta v}.
-    The state is `peak`, `total`, `mean` and `free_energy` (where there is a beta), (B, H, d_v), float32 at least;
-    gradients pass through it, those of the weights by `total` alone.
+    The state is (B, H, d_v) of `peak`, `total` and `weighted`, and with a beta `energy_peak` and `energy`, float32 at
+    least: the scaled sums of `fem.ops.scaled_sums`. Gradients pass through it, but not through the peaks.
     """
     if scan_backend(backend) == "reference":
         loops = partial(reference.channel_scan_read, log_weight, v, beta, log_decay)
@@ -110,18 +109,20 @@ def _one_way(log_weight, v, beta, log_decay, tokens, state, present: bool) -> tu
     x, v, a = _seen(log_weight, v, log_decay, tokens)
     if beta is not None:
         beta = beta.to(v.dtype)
-    start = Memory.nothing(v[:, 0], beta) if state is None else Memory.from_state(state, v.dtype)
+    start = Streams.nothing(v[:, 0], beta) if state is None else Streams.from_state(state, v.dtype)
     flat = (None if tensor is None else tensor.flatten(2) for tensor in (a, x, v))
-    parts = _channel_scan(*flat, None if beta is None else beta.flatten(), [part.flatten(1) for part in start.parts()])
-    memory = Memory(*(part.view(v.shape) for part in parts[: len(start.parts())]))
-    state = Memory(*(part[:, -1].clone() for part in memory.parts())).state()
+    begin = [part.flatten(-2) for part in start.parts()]
+    parts = _channel_scan(*flat, None if beta is None else beta.flatten(), begin)
+    after = Streams.of([part.unflatten(-1, v.shape[2:]) for part in parts[-len(begin) :]]).state()
+    memory = Memory(*(part.view(v.shape) for part in parts[: 3 if beta is None else 4]))
     if present:
-        return Terms(memory.log_weight(), memory.mean, memory.free_energy), state
+        return Terms(memory.log_weight(), memory.mean, memory.free_energy), after
+    first = leave(start, beta)
     memory = Memory(
-        *(torch.cat([first[:, None], part[:, :-1]], 1) for first, part in zip(start.parts(), memory.parts()))
+        *(last_step(part.flatten(2), f.flatten(1)).view(v.shape) for part, f in zip(memory.parts(), first.parts()))
     )
     log_weight = memory.log_weight() if a is None else memory.log_weight() + a
-    return Terms(log_weight, memory.mean, memory.free_energy), state
+    return Terms(log_weight, memory.mean, memory.free_energy), after
 
 
 def _seen(log_weight, v, log_decay, tokens) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -145,17 +146,21 @@ def _seen(log_weight, v, log_decay, tokens) -> tuple[Tensor, Tensor, Tensor | No
     schema="(Tensor? log_decay, Tensor x, Tensor v, Tensor? beta, Tensor[] start) -> Tensor[]",
 )
 def _channel_scan(log_decay, x, v, beta, start):
-    """The memory after every token, and the energies it was made of."""
-    before = enter(Memory(*start), beta)
+    """The memory after every token, the energies it was made of, and the streams after the last token."""
+    before = Streams.of(start)
     weights = accumulate(log_decay, x, v, before.weights)
     energies = None if beta is None else accumulate(log_decay, x + beta * v, None, before.energies)
-    memory = leave(Streams(weights, energies), beta).parts()
-    return memory if energies is None else [*memory, energies.peak, energies.sums[0]]
+    streams = Streams(weights, energies)
+    made_of = [] if energies is None else [energies.peak, energies.sums[0]]
+    return [*leave(streams, beta).parts(), *made_of, *streams.last().parts()]
 
 
 @_channel_scan.register_fake
 def _(log_decay, x, v, beta, start):
-    return [x.new_empty(x.shape) for _ in range(3 if beta is None else 6)]
+    return [
+        *(x.new_empty(x.shape) for _ in range(3 if beta is None else 6)),
+        *(torch.empty_like(part) for part in start),
+    ]
 
 
 @torch.library.custom_op(
@@ -166,49 +171,48 @@ def _(log_decay, x, v, beta, start):
 )
 def _channel_scan_backward(grads, log_decay, x, v, beta, start, after):
     """Gradients of x, v, the start without its peak, then, where there are any, of beta and log_decay."""
-    begin, memory = Memory(*start), Memory(*after[: len(start)])
-    before = enter(begin, beta)
-    energy = None if beta is None else after[-1]
-    d_weights, d_energies, d_beta = leave_backward(Memory(None, *grads), memory, energy, beta)
+    before, memory = Streams.of(start), Memory(*after[: 3 if beta is None else 4])
+    *d_memory, d_last, d_last_energy = grads if beta is not None else [*grads, None]
+    energy_peak, energy = (None, None) if beta is None else after[4:6]
+    d_weights, d_energies, d_beta = leave_backward(Memory(None, *d_memory), memory, energy, beta)
+    d_weights[:, :, -1] += d_last
     sums = torch.stack([memory.total, memory.total * memory.mean])
     weights = accumulate_backward(d_weights, log_decay, x, v, before.weights, Sums(memory.peak, sums))
     d_x, d_v, d_decay = weights.added.mul_(weights.weight), weights.v, weights.log_decay
     if beta is None:
-        d_begin, _ = enter_backward(weights.start, None, begin, None)
-        return [d_x, d_v, *d_begin.parts(), *([] if d_decay is None else [d_decay])]
-    after = Sums(after[-2], energy.unsqueeze(0))
+        return [d_x, d_v, weights.start, *([] if d_decay is None else [d_decay])]
+    d_energies[:, :, -1] += d_last_energy
+    after = Sums(energy_peak, energy.unsqueeze(0))
     energies = accumulate_backward(d_energies, log_decay, x + beta * v, None, before.energies, after)
     d_z = energies.added.mul_(energies.weight)
-    d_begin, d_beta_begin = enter_backward(weights.start, energies.start, begin, beta)
-    d_beta = d_beta.addcmul_(d_z, v).sum((0, 1)) + d_beta_begin.sum(0)
+    d_beta = d_beta.addcmul_(d_z, v).sum((0, 1))
     d_v.addcmul_(beta, d_z)
     d_x.add_(d_z)
-    return [d_x, d_v, *d_begin.parts(), d_beta, *([] if d_decay is None else [d_decay.add_(energies.log_decay)])]
+    d_decays = [] if d_decay is None else [d_decay.add_(energies.log_decay)]
+    return [d_x, d_v, weights.start, energies.start, d_beta, *d_decays]
 
 
 @_channel_scan_backward.register_fake
 def _(grads, log_decay, x, v, beta, start, after):
-    gradients = [x.new_empty(x.shape), x.new_empty(x.shape), *(torch.empty_like(part) for part in start[1:])]
-    if beta is not None:
-        gradients.append(torch.empty_like(beta))
-    return gradients if log_decay is None else [*gradients, x.new_empty(x.shape)]
+    like = [x, v, *start[1::2], beta, log_decay]
+    return [part.new_empty(part.shape) for part in like if part is not None]
 
 
 def _save(ctx, inputs, output):
     log_decay, x, v, beta, start = inputs
-    ctx.save_for_backward(log_decay, x, v, beta, *start, *output)
+    ctx.save_for_backward(log_decay, x, v, beta, *start, *output[: 3 if beta is None else 6])
     ctx.parts = len(start)
 
 
 def _differentiate(ctx, grads):
     log_decay, x, v, beta, *rest = ctx.saved_tensors
     start, after = rest[: ctx.parts], rest[ctx.parts :]
-    given = grads[1 : ctx.parts]
-    gradients = _channel_scan_backward(list(given), log_decay, x, v, beta, start, after)
-    d_x, d_v, *rest = gradients
-    d_start, rest = rest[: ctx.parts - 1], rest[ctx.parts - 1 :]
-    d_beta = None if beta is None else rest[0]
-    return None if log_decay is None else rest[-1], d_x, d_v, d_beta, [None, *d_start]
+    given = [*grads[1 : 3 if beta is None else 4], *grads[len(after) :][1::2]]
+    gradients = iter(_channel_scan_backward(given, log_decay, x, v, beta, start, after))
+    d_x, d_v = next(gradients), next(gradients)
+    d_start = [next(gradients) if part % 2 else None for part in range(ctx.parts)]
+    d_beta, d_decay = (None if part is None else next(gradients) for part in (beta, log_decay))
+    return d_decay, d_x, d_v, d_beta, d_start
 
 
 _channel_scan.register_autograd(_differentiate, setup_context=_save)

@@ -31,6 +31,39 @@ class Streams(NamedTuple):
     weights: Sums
     energies: Sums | None = None
 
+    @classmethod
+    def nothing(cls, like: Tensor, beta: Tensor | None) -> Streams:
+        """Before the first token."""
+        peak, zero = torch.full_like(like, nothing(like.dtype)), torch.zeros_like(like)
+        weights = Sums(peak, torch.stack([zero + 1, zero]))
+        return cls(weights) if beta is None else cls(weights, Sums(peak.clone(), zero.unsqueeze(0) + 1))
+
+    @classmethod
+    def of(cls, parts: list[Tensor]) -> Streams:
+        return cls(*(Sums(*stream) for stream in zip(parts[::2], parts[1::2])))
+
+    def parts(self) -> list[Tensor]:
+        return [part for stream in self if stream is not None for part in stream]
+
+    @classmethod
+    def from_state(cls, state: dict[str, Tensor], dtype: torch.dtype) -> Streams:
+        state = {name: part.to(dtype) for name, part in state.items()}
+        weights = Sums(state["peak"], torch.stack([state["total"], state["weighted"]]))
+        if "energy" not in state:
+            return cls(weights)
+        return cls(weights, Sums(state["energy_peak"], state["energy"].unsqueeze(0)))
+
+    def last(self) -> Streams:
+        """After the last token."""
+        return Streams(*(stream and Sums(stream.peak[:, -1].clone(), stream.sums[:, :, -1].clone()) for stream in self))
+
+    def state(self) -> dict[str, Tensor]:
+        total, weighted = self.weights.sums.unbind(0)
+        state = {"peak": self.weights.peak, "total": total, "weighted": weighted}
+        if self.energies is None:
+            return state
+        return {**state, "energy_peak": self.energies.peak, "energy": self.energies.sums[0]}
+
 
 class Memory(NamedTuple):
     """What the streams amount to: total e^peak is the weight of the past, under which the values have these reads."""
@@ -39,18 +72,6 @@ class Memory(NamedTuple):
     total: Tensor
     mean: Tensor
     free_energy: Tensor | None = None
-
-    @classmethod
-    def nothing(cls, like: Tensor, beta: Tensor | None) -> Memory:
-        zero = torch.zeros_like(like)
-        return cls(zero + nothing(like.dtype), zero + 1, zero, None if beta is None else zero)
-
-    @classmethod
-    def from_state(cls, state: dict[str, Tensor], dtype: torch.dtype) -> Memory:
-        return cls(**{name: part.to(dtype) for name, part in state.items()})
-
-    def state(self) -> dict[str, Tensor]:
-        return dict(zip(self._fields, self.parts()))
 
     def parts(self) -> list[Tensor]:
         return [part for part in self if part is not None]
@@ -104,35 +125,13 @@ def accumulate_backward(
     return Adjoint(d_decay, torch.addcmul(reach[0], v, reach[1]), weight, weight * reach[1], d_start)
 
 
-def enter(memory: Memory, beta: Tensor | None) -> Streams:
-    """The streams that a memory continues."""
-    peak, total, mean, free_energy = memory
-    weights = Sums(peak, torch.stack([total, total * mean]))
-    if beta is None:
-        return Streams(weights)
-    return Streams(weights, Sums(peak + beta * free_energy, total.unsqueeze(0)))
-
-
-def enter_backward(
-    d_weights: Tensor, d_energies: Tensor | None, memory: Memory, beta: Tensor | None
-) -> tuple[Memory, Tensor | None]:
-    """Gradients of the memory and, per entry, of beta."""
-    _, total, mean, free_energy = memory
-    d_total = torch.addcmul(d_weights[0], mean, d_weights[1])
-    d_mean = total * d_weights[1]
-    if beta is None:
-        return Memory(None, d_total, d_mean, None), None
-    d_energy = total * d_energies[0]
-    return Memory(None, d_total + d_energies[0], d_mean, beta * d_energy), free_energy * d_energy
-
-
 def leave(streams: Streams, beta: Tensor | None) -> Memory:
     """mean = S_1 / S_0 of the weights, F = (1 / beta) log of energies over weights."""
     (peak, (total, weighted)), energies = streams
     mean, total = weighted / total, total.clone()  # alone, lest it keeps the memory of `weighted`
     if beta is None:
         return Memory(peak, total, mean)
-    free_energy = (energies.sums[0] / total).log_().add_(energies.peak).sub_(peak).div_(beta)
+    free_energy = (energies.sums[0] / total).log_().add_(energies.peak - peak).div_(beta)
     return Memory(peak, total, mean, free_energy)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fem.ops import reference
 from fem.ops.backend import softmax_backend
+from fem.ops.intervals import intervals
 from fem.ops.read import Read
 from fem.ops.softmax_exact import FreeEnergyRead
 from fem.ops.softmax_scores import Scores
@@ -75,11 +76,26 @@ def softmax_read(
         read = reference.softmax_read(q, k, v, beta, causal, scale, window, bias, keep, document)
         return Read(read.mean.to(dtype), None if beta is None else read.free_energy.to(dtype))
     queries, time = q.shape[1], k.shape[1]
+    if q.shape[0] * queries == 0:
+        nothing = v.new_zeros(*q.shape[:3], v.shape[3], dtype=dtype)
+        return Read(nothing, None if beta is None else nothing)
+    if backend == "triton" and beta is not None and q.numel() and v.numel():
+        return _triton_read(q, k, v, beta, causal, scale, window, bias, tokens, dtype)
     allowed = _allowed(queries, time, causal, window, tokens, q.device)
     mask = _mask(allowed, bias, time, _compute_dtype(dtype))
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     mean, free_energy = _Read.apply(q, k, v, beta, mask, causal and queries == time, scale, backend == "sdpa")
     return Read(mean.to(dtype), None if beta is None else free_energy.to(dtype))
+
+
+def _triton_read(q, k, v, beta, causal, scale, window, bias, tokens, dtype) -> Read:
+    from fem.ops import softmax_triton
+
+    if bias is not None:
+        bias = bias[(None,) * (4 - bias.dim())]
+    seen = intervals(q.shape[1], k.shape[1], causal, window, tokens, q.device)
+    read = softmax_triton.softmax_read(q.to(dtype), k.to(dtype), v.to(dtype), beta, seen, bias, scale)
+    return Read(read.mean.to(dtype), read.free_energy.to(dtype))
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:

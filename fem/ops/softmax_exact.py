@@ -157,7 +157,7 @@ class FreeEnergyRead:
 
     def _unproven(self, total: Float[Tensor, "b tq h dv"]) -> Entries | None:
         """The entries that R does not prove; None: there are none."""
-        if total.numel() == 0 or total.amin() >= _PROVEN[total.dtype]:
+        if total.numel() == 0 or total.amin(1).amin() >= _PROVEN[total.dtype]:
             return None
         unproven = total < _PROVEN[total.dtype]
         for settled in (self.small, self.empty):

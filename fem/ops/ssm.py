@@ -12,7 +12,7 @@ from fem.ops import reference
 from fem.ops.backend import scan_backend
 from fem.ops.channel_scan import by_definition, read_of
 from fem.ops.read import Read, Terms, merge
-from fem.ops.scaled_sums import Memory
+from fem.ops.scaled_sums import Memory, Streams
 from fem.ops.scan import wide_dtype
 from fem.ops.ssm_scan import ssm_scan
 from fem.ops.tokens import Tokens
@@ -92,10 +92,10 @@ def _one_way(delta, A, B, C, D, v, beta, tokens, state) -> tuple[Terms, dict[str
     A = A.flatten(0, 1).T.contiguous()
     D, beta = (None if x is None else x.flatten() for x in (D, beta))
     if state is None:
-        start = Memory.nothing(v.new_empty(shape[0], A.numel()), beta)
+        start = Streams.nothing(v.new_empty(shape[0], A.numel()), beta)
     else:
-        start = Memory(*(part.flatten(1) for part in Memory.from_state(state, wide).parts()))
-    reads, after = ssm_scan(delta, A, B, C, D, v, beta, opens, start)
-    memory = Memory(*(part.view(shape) for part in reads.parts()))
-    after = Memory(*(part.view(shape[0], rank, *shape[2:]) for part in after.parts()))
+        start = Streams.of([part.flatten(-3) for part in Streams.from_state(state, wide).parts()])
+    memory, after = ssm_scan(delta, A, B, C, D, v, beta, opens, start)
+    memory = Memory(*(part.view(shape) for part in memory.parts()))
+    after = Streams.of([part.unflatten(-1, (rank, *shape[2:])) for part in after.parts()])
     return Terms(memory.log_weight(), memory.mean, memory.free_energy), after.state()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fem.ops.scaled_sums import Memory, Streams, Sums, enter, enter_backward, leave, leave_backward, nothing
+from fem.ops.scaled_sums import Memory, Streams, Sums, leave, leave_backward, nothing
 from fem.ops.ssm_stream import Segment, advance, backward, observe
 
 SEGMENT = 64
@@ -43,9 +43,6 @@ class Inputs(NamedTuple):
     def pieces(self) -> list[slice]:
         return [slice(first, first + SEGMENT) for first in range(0, self.v.shape[1], SEGMENT)]
 
-    def beta_of_states(self) -> Tensor | None:
-        return None if self.beta is None else self.beta.repeat(self.a.shape[0])
-
 
 def ssm_scan(
     delta: Tensor,
@@ -56,12 +53,12 @@ def ssm_scan(
     v: Tensor,
     beta: Tensor | None,
     opens: Tensor | None,
-    start: Memory,
-) -> tuple[Memory, Memory]:
-    """What every token reads, (B, T, D), and the memory after the last, (B, N D), from that before the first."""
-    size = len(start.parts())
+    start: Streams,
+) -> tuple[Memory, Streams]:
+    """What every token reads, (B, T, D), and the states after the last, (B, N D), from those before the first."""
     outputs = _ssm_scan(delta, a, b, c, skip, v, beta, opens, start.parts())
-    return Memory(*outputs[:size]), Memory(*outputs[size : 2 * size])
+    reads, after = (3, 2) if beta is None else (4, 4)
+    return Memory(*outputs[:reads]), Streams.of(outputs[reads : reads + after])
 
 
 _INPUTS = "Tensor delta, Tensor a, Tensor b, Tensor c, Tensor? skip, Tensor v, Tensor? beta, Tensor? opens"
@@ -69,36 +66,28 @@ _INPUTS = "Tensor delta, Tensor a, Tensor b, Tensor c, Tensor? skip, Tensor v, T
 
 @torch.library.custom_op("fem::ssm_scan", mutates_args=(), schema=f"({_INPUTS}, Tensor[] start) -> Tensor[]")
 def _ssm_scan(delta, a, b, c, skip, v, beta, opens, start):
-    """Reads, memory after the last token, then for the backward pass: the energies of both, the states at borders."""
+    """Reads, the states after the last token, then for the backward pass the states at borders and read energies."""
     inputs = Inputs(delta, a, b, c, skip, v, beta, opens)
-    beta_of_states = inputs.beta_of_states()
-    states = [stream for stream in enter(Memory(*start), beta_of_states) if stream is not None]
+    states = Streams.of(start)
     borders, seen = [], []
     for piece in inputs.pieces():
         segment, streams = inputs.cut(piece)
-        borders.append(states)
+        borders.append(states.parts())
         after = [advance(segment, *stream, before) for stream, before in zip(streams, states)]
         seen.append([observe(segment, *s, before, now) for s, before, now in zip(streams, states, after)])
-        states = [Sums(peak[:, -1].clone(), sums[:, :, -1].clone()) for peak, sums in after]
+        states = Streams(*after).last()
     seen = [Sums(torch.cat([y.peak for y in ys], 1), torch.cat([y.sums for y in ys], 2)) for ys in zip(*seen)]
-    ends = [leave(Streams(*seen), beta), leave(Streams(*states), beta_of_states)]
-    energies = [] if beta is None else [seen[1].sums[0], states[1].sums[0]]
-    kept = [torch.stack(parts) for stream in zip(*borders) for parts in zip(*stream)]
-    return [*ends[0].parts(), *ends[1].parts(), *energies, *kept]
+    energy = [y.sums[0] for y in seen[1:]]
+    return [*leave(Streams(*seen), beta).parts(), *states.parts(), *(torch.stack(x) for x in zip(*borders)), *energy]
 
 
 @_ssm_scan.register_fake
 def _(delta, a, b, c, skip, v, beta, opens, start):
-    size = len(start)
-    states = start[0]
-    count = -(-v.shape[1] // SEGMENT)
-    reads = [v.new_empty(v.shape) for _ in range(size)]
-    after = [states.new_empty(states.shape) for _ in range(size)]
-    kept = [states.new_empty(count, *states.shape), states.new_empty(count, 2, *states.shape)]
-    if beta is None:
-        return [*reads, *after, *kept]
-    energies = [v.new_empty(v.shape), states.new_empty(states.shape)]
-    return [*reads, *after, *energies, *kept, kept[0].clone(), states.new_empty(count, 1, *states.shape)]
+    count = len(range(0, v.shape[1], SEGMENT))
+    reads = [v.new_empty(v.shape) for _ in range(3 if beta is None else 4)]
+    borders = [part.new_empty(count, *part.shape) for part in start]
+    energy = [] if beta is None else [v.new_empty(v.shape)]
+    return [*reads, *(torch.empty_like(part) for part in start), *borders, *energy]
 
 
 @torch.library.custom_op(
@@ -108,16 +97,12 @@ def _(delta, a, b, c, skip, v, beta, opens, start):
 )
 def _ssm_scan_backward(grads, delta, a, b, c, skip, v, beta, opens, start, outputs):
     """Gradients of delta, a, b, c, v, the start without its peak, and, where there are any, skip and beta."""
-    inputs, size = Inputs(delta, a, b, c, skip, v, beta, opens), len(start)
-    begin, reads, after = Memory(*start), Memory(*outputs[:size]), Memory(*outputs[size : 2 * size])
-    energies, kept = (
-        ((None, None), outputs[2 * size :]) if beta is None else (outputs[2 * size :][:2], outputs[2 * size + 2 :])
-    )
-    borders = [Sums(*stream) for stream in zip(kept[::2], kept[1::2])]
-
-    d_reads, d_after = Memory(None, *grads[: size - 1]), Memory(None, *grads[size - 1 :])
-    *d_seen, d_beta = leave_backward(d_reads, reads, energies[0], beta)
-    *d_end, d_beta_end = leave_backward(d_after, after, energies[1], inputs.beta_of_states())
+    inputs = Inputs(delta, a, b, c, skip, v, beta, opens)
+    reads, outputs = (outputs[:3], outputs[3:]) if beta is None else (outputs[:4], outputs[4:])
+    reads, borders = Memory(*reads), Streams.of(outputs[len(start) : 2 * len(start)])
+    energy = None if beta is None else outputs[-1]
+    d_reads, d_end = Memory(None, *grads[: len(reads.parts()) - 1]), list(grads[len(reads.parts()) - 1 :])
+    *d_seen, d_beta = leave_backward(d_reads, reads, energy, beta)
     nowhere = reads.peak < nothing(v.dtype) / 2
     d_seen = [None if part is None else part.masked_fill_(nowhere, 0) for part in d_seen]
     d_delta, d_b, d_c, d_v = (torch.empty_like(x) for x in (delta, b, c, v))
@@ -144,32 +129,30 @@ def _ssm_scan_backward(grads, delta, a, b, c, skip, v, beta, opens, start, outpu
         d_b[:, piece] = (d_input * rate).sum(-1)
         d_delta[:, piece] = (d_decay * a + d_input * b[:, piece].unsqueeze(-1)).sum(-2)
 
-    d_begin, d_beta_begin = enter_backward(*d_end, begin, inputs.beta_of_states())
-    if beta is not None:
-        d_beta += (d_beta_begin + d_beta_end).sum(0).view_as(a).sum(0)
-    return [d_delta, d_a, d_b, d_c, d_v, *d_begin.parts(), *(x for x in (d_skip, d_beta) if x is not None)]
+    return [d_delta, d_a, d_b, d_c, d_v, *d_end, *(x for x in (d_skip, d_beta) if x is not None)]
 
 
 @_ssm_scan_backward.register_fake
 def _(grads, delta, a, b, c, skip, v, beta, opens, start, outputs):
-    return [torch.empty_like(x) for x in (delta, a, b, c, v, *start[1:], skip, beta) if x is not None]
+    return [torch.empty_like(x) for x in (delta, a, b, c, v, *start[1::2], skip, beta) if x is not None]
 
 
 def _save(ctx, inputs, output):
     *tensors, start = inputs
     ctx.save_for_backward(*tensors, *start, *output)
-    ctx.size = len(start)
+    ctx.parts = len(start)
 
 
 def _differentiate(ctx, grads):
-    saved = ctx.saved_tensors
-    tensors, rest = saved[:8], saved[8:]
-    start, outputs, size = rest[: ctx.size], rest[ctx.size :], ctx.size
-    given = [*grads[1:size], *grads[size + 1 : 2 * size]]
+    tensors, rest = ctx.saved_tensors[:8], ctx.saved_tensors[8:]
+    start, outputs, parts = rest[: ctx.parts], rest[ctx.parts :], ctx.parts
+    reads = 3 if tensors[6] is None else 4
+    given = [*grads[1:reads], *grads[reads : reads + parts][1::2]]
     d_delta, d_a, d_b, d_c, d_v, *rest = _ssm_scan_backward(given, *tensors, start, outputs)
-    d_start, rest = rest[: size - 1], iter(rest[size - 1 :])
+    rest = iter(rest)
+    d_start = [next(rest) if part % 2 else None for part in range(parts)]
     d_skip, d_beta = (None if x is None else next(rest) for x in (tensors[4], tensors[6]))
-    return d_delta, d_a, d_b, d_c, d_skip, d_v, d_beta, None, [None, *d_start]
+    return d_delta, d_a, d_b, d_c, d_skip, d_v, d_beta, None, d_start
 
 
 _ssm_scan.register_autograd(_differentiate, setup_context=_save)

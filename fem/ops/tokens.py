@@ -103,7 +103,9 @@ def _as_bool(mask: Tensor, shape: tuple[int, int], name: str) -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     if mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(((mask != 0) & (mask != 1)).any()):
-        raise ValueError(f"{name} must hold 0 and 1 alone, got values up to {int(mask.max())}; for documents use segment_ids.")
+        raise ValueError(
+            f"{name} must hold 0 and 1 alone, got values up to {int(mask.max())}; for documents use segment_ids."
+        )
     return mask.bool()
 
 
