@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
+import time
 
 import torch
 from measure import alternate, in_fresh_process, peak_growth, save
@@ -18,10 +20,10 @@ SHORT, LONG = 1024, 8192
 LINEAR = [name for name in PRIORS if name != "softmax"]
 
 
-def train_step(name: str, time: int):
+def train_step(name: str, length: int):
     torch.manual_seed(0)
     config = FreeEnergyMixerConfig.matched(n_embd=WIDTH, n_head=HEADS, prior_type=name, use_conv=False)
-    layer, x = FreeEnergyMixer(config), torch.randn(1, time, WIDTH)
+    layer, x = FreeEnergyMixer(config), torch.randn(1, length, WIDTH)
 
     def step():
         layer.zero_grad(set_to_none=True)
@@ -35,12 +37,31 @@ def state_bytes(name: str) -> int:
     return FreeEnergyMixer(config)(torch.randn(1, 16, WIDTH), return_state=True)[1].nbytes
 
 
+def streamed(name: str, chunk: int = 100, chunks: int = 1000) -> tuple[float, float]:
+    """Median CPU seconds of a chunk at the start and at the end of 100,000 tokens."""
+    config = FreeEnergyMixerConfig.matched(n_embd=WIDTH, n_head=HEADS, prior_type=name)
+    layer, state, seconds = FreeEnergyMixer(config), None, []
+    for _ in range(chunks):
+        x = torch.randn(1, chunk, WIDTH)
+        start = time.process_time()
+        with torch.no_grad():
+            _, state = layer(x, state=state, return_state=True)
+        seconds.append(time.process_time() - start)
+    return statistics.median(seconds[1 : chunks // 10]), statistics.median(seconds[-chunks // 10 :])
+
+
 def growth() -> tuple[dict, list[dict]]:
     results, rows = {}, []
     for name in LINEAR:
-        seconds = alternate({time: train_step(name, time) for time in (SHORT, LONG)}, repeats=5, warmup=1)
+        seconds = alternate({t: train_step(name, t) for t in (SHORT, LONG)}, repeats=5, warmup=1)
         memory = {t: int(in_fresh_process(__file__, "memory", name, str(t))) for t in (SHORT, LONG)}
-        results[name] = {"train_s": seconds, "train_extra_bytes": memory, "state_bytes": state_bytes(name)}
+        first, last = streamed(name)
+        results[name] = {
+            "train_s": seconds,
+            "train_extra_bytes": memory,
+            "state_bytes": state_bytes(name),
+            "streamed_chunk_s": {"first": first, "last": last},
+        }
         rows.append(
             {
                 "prior": name,
@@ -50,6 +71,7 @@ def growth() -> tuple[dict, list[dict]]:
                 f"extra memory T={LONG}, MiB": f"{memory[LONG] / 2**20:.0f}",
                 "memory ratio": f"{memory[LONG] / memory[SHORT]:.1f}",
                 "state, bytes": f"{results[name]['state_bytes']:,}",
+                "chunk of 100 tokens, first / last of 100k, ms": f"{1e3 * first:.1f} / {1e3 * last:.1f}",
             }
         )
     return results, rows

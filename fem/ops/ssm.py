@@ -12,7 +12,7 @@ from fem.ops import reference
 from fem.ops.backend import scan_backend
 from fem.ops.channel_scan import by_definition, read_of
 from fem.ops.read import Read, Terms, merge
-from fem.ops.scaled_sums import Memory, Streams
+from fem.ops.scaled_sums import Memory, Streams, nothing
 from fem.ops.scan import wide_dtype
 from fem.ops.ssm_scan import ssm_scan
 from fem.ops.tokens import Tokens
@@ -98,4 +98,7 @@ def _one_way(delta, A, B, C, D, v, beta, tokens, state) -> tuple[Terms, dict[str
     memory, after = ssm_scan(delta, A, B, C, D, v, beta, opens, start)
     memory = Memory(*(part.view(shape) for part in memory.parts()))
     after = Streams.of([part.unflatten(-1, (rank, *shape[2:])) for part in after.parts()])
-    return Terms(memory.log_weight(), memory.mean, memory.free_energy), after.state()
+    log_weight = memory.log_weight()
+    if tokens is not None and tokens.keep is not None:  # a masked token does not even see itself through D
+        log_weight = log_weight.where(tokens.keep[..., None, None], nothing(wide))
+    return Terms(log_weight, memory.mean, memory.free_energy), after.state()
