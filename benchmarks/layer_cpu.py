@@ -1,6 +1,6 @@
 """A FEM layer against a softmax attention layer of equal weights, on one CPU thread.
 
-    python benchmarks/layer_cpu.py            # writes docs/results/layer_cpu.{json,md}
+python benchmarks/layer_cpu.py            # writes docs/results/layer_cpu.{json,md}
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def main() -> None:
                 }
             )
     note = (
-        f"Batch {BATCH}, width {WIDTH}, {HEADS} heads, fp32, equal weights (4 D^2) and the same RoPE. Ratios are to the attention "
-        "layer of the same T: process CPU time of one thread, medians of 15 alternating runs; memory is what a train step adds "
-        "to the peak of a fresh process."
+        f"Batch {BATCH}, width {WIDTH}, {HEADS} heads, fp32, equal weights (4 D^2) and the same RoPE. Ratios are to the "
+        "attention layer of the same T: process CPU time of one thread, medians of 15 alternating runs; memory is what a "
+        "train step adds to the peak of a fresh process."
     )
     save("docs/results/layer_cpu", "One layer on a CPU", results, rows, note)
 

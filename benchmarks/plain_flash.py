@@ -1,4 +1,4 @@
-"""Plain causal flash attention in the template of the free-energy read: what its registers and instructions stand by."""
+"""Plain causal flash attention in the template of the read: what its registers and instructions stand beside."""
 
 from __future__ import annotations
 

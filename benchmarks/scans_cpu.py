@@ -1,6 +1,6 @@
 """The linear-time priors on one CPU thread: how a train step grows with T, against the formulas they replace.
 
-    python benchmarks/scans_cpu.py            # writes docs/results/scans_cpu.{json,md}
+python benchmarks/scans_cpu.py            # writes docs/results/scans_cpu.{json,md}
 """
 
 from __future__ import annotations
@@ -137,13 +137,14 @@ def main() -> None:
     results, rows = growth()
     gla, sums = against_materialised(), against_cumulative_sums()
     results |= {"gla_against_materialised_s": gla, "against_cumulative_sums_s": sums}
+    ratio = lambda name: f"{sums[name] / sums[name + ' by cumulative sums']:.2f}"  # noqa: E731
     note = (
-        f"Batch 1, width {WIDTH}, {HEADS} heads, fp32, without the conditioner; process CPU time of one thread, medians of "
-        "alternating runs. State: what a layer carries from token to token, for one row.\n\n"
-        f"A `gla` layer (width 512, 8 heads, T 2048) trains {gla['materialised'] / gla['chunked']:.1f}x faster than the same "
-        "layer with its states materialised. Against exp, two cumulative sums and a division (inexact: it underflows and "
-        f"leaks the future), the exact read takes {sums['rnn_softmax'] / sums['rnn_softmax by cumulative sums']:.2f} of the "
-        f"time for `rnn_softmax` and {sums['rnn_decay'] / sums['rnn_decay by cumulative sums']:.2f} for `rnn_decay`."
+        f"Batch 1, width {WIDTH}, {HEADS} heads, fp32, without the conditioner; process CPU time of one thread, medians "
+        "of alternating runs. State: what a layer carries from token to token, for one row.\n\n"
+        f"A `gla` layer (width 512, 8 heads, T 2048) trains {gla['materialised'] / gla['chunked']:.1f}x faster than the "
+        "same layer with its states materialised. Against exp, two cumulative sums and a division for mean and free "
+        "energy (inexact: it underflows and leaks the future), the exact read takes "
+        f"{ratio('rnn_softmax')} of the time for `rnn_softmax` and {ratio('rnn_decay')} for `rnn_decay`."
     )
     save("docs/results/scans_cpu", "Linear-time priors on a CPU", results, rows, note)
 

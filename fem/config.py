@@ -162,7 +162,9 @@ class FreeEnergyMixerConfig:
             width = max(8, self.fem_dim // 16)
             self._set(conv_hidden=width + width % 2 if self.conv_bidirectional else width)
         if self.conv_bidirectional and self.conv_hidden % 2:
-            raise ValueError(f"conv_bidirectional splits conv_hidden in halves; it must be even, got {self.conv_hidden}.")
+            raise ValueError(
+                f"conv_bidirectional splits conv_hidden in halves; it must be even, got {self.conv_hidden}."
+            )
 
     def _check_prior(self):
         if self.n_kv_head is not None and self.n_head % self.n_kv_head:
@@ -173,7 +175,9 @@ class FreeEnergyMixerConfig:
             return
         for name in ("window", "n_kv_head"):
             if getattr(self, name) is not None:
-                raise ValueError(f"{name} needs prior_type='softmax', got {name}={getattr(self, name)} with {self.prior_type!r}.")
+                raise ValueError(
+                    f"{name} needs prior_type='softmax', got {name}={getattr(self, name)} with {self.prior_type!r}."
+                )
 
     @property
     def _key_step(self) -> int:
@@ -218,13 +222,17 @@ class FreeEnergyMixerConfig:
         """
         for name in ("fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio"):
             if name in fields:
-                raise ValueError(f"matched solves the widths; leave out {name}, or build FreeEnergyMixerConfig directly.")
+                raise ValueError(
+                    f"matched solves the widths; leave out {name}, or build FreeEnergyMixerConfig directly."
+                )
         start = cls(n_embd=n_embd, n_head=n_head, prior_type=prior_type, **fields)
         open_fields = {"conv_hidden": fields.get("conv_hidden")}  # follows fem_dim unless given
         key_maps = PRIOR_WIDTHS[prior_type](start).key_maps
         step = start._key_step
         nominal = _nearest_multiple(2 * n_embd / max(key_maps, 2), step)
-        around = (nominal,) if key_maps <= 2 else tuple(nominal + step * k for k in (0, -1, 1) if nominal + step * k > 0)
+        around = (
+            (nominal,) if key_maps <= 2 else tuple(nominal + step * k for k in (0, -1, 1) if nominal + step * k > 0)
+        )
 
         def candidates():
             for qk_dim in around:

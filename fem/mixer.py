@@ -38,7 +38,9 @@ class FreeEnergyMixer(nn.Module):
         value_dim = config.kv_heads * config.value_width
         self.conditioner = TimeDecayConditioner(config) if config.use_conv else None
         self.value = Projection(config.n_embd, value_dim, config.bias)
-        self.value_scale = Projection(0, value_dim, bias=False, context=config.context_width) if config.use_conv else None
+        self.value_scale = (
+            Projection(0, value_dim, bias=False, context=config.context_width) if config.use_conv else None
+        )
         self.prior = PRIORS[config.prior_type](config) if prior is None else prior
         self.beta = Temperature(config, self.prior.beta_shape(config)) if config.use_temperature else None
         self.gate = TwoLevelGate(config)
@@ -100,7 +102,9 @@ class FreeEnergyMixer(nn.Module):
         if x.ndim != 3 or x.shape[-1] != self.config.n_embd:
             raise ValueError(f"x must have shape (batch, time, n_embd = {self.config.n_embd}), got {tuple(x.shape)}.")
         if not self.config.causal and (state is not None or return_state):
-            raise ValueError("a state continues a causal sequence; this layer has causal=False: leave out state and return_state.")
+            raise ValueError(
+                "a state continues a causal sequence; this layer has causal=False: leave out state and return_state."
+            )
         if state is not None:
             state.check(self._kind, x.shape[0], x.dtype, x.device)
 
@@ -126,16 +130,20 @@ class FreeEnergyMixer(nn.Module):
         read, _ = self._read(features, v, tokens, None)
         lambda_, gate = self.gate.factors(features)
         beta = self._temperature(v)
-        return read_tables(read, beta, lambda_, gate, *self.prior.selection(features, v, tokens), self.prior.per_channel)
+        return read_tables(
+            read, beta, lambda_, gate, *self.prior.selection(features, v, tokens), self.prior.per_channel
+        )
 
     def parameter_report(self) -> dict:
-        """Where the weights are: {"linear", "budget" (4 D^2), "ratio", "conditioner", "blocks"}; biases counted in blocks.
+        """Where the weights are: {"linear", "budget" (4 D^2), "ratio", "conditioner", "blocks" (with biases)}.
 
         linear: weights of every linear map, the prior's own included; conditioner: all that C adds.   (Appendix H.7)
         """
         context = self.config.context_width
         columns = sum(context * m.out_features for m in self.modules() if isinstance(m, Projection) and m.context)
-        conditioner = columns + (0 if self.conditioner is None else sum(p.numel() for p in self.conditioner.parameters()))
+        conditioner = columns + (
+            0 if self.conditioner is None else sum(p.numel() for p in self.conditioner.parameters())
+        )
         budget = 4 * self.config.n_embd**2
         linear = self.config.linear_weights
         blocks = {name: sum(p.numel() for p in block.parameters()) for name, block in self.named_children()}

@@ -60,7 +60,11 @@ CALLS = {
         r"attention_mask must have shape .*\(2, 6\), got \(2, 5\)",
     ),
     "mask values": (ValueError, {"attention_mask": torch.full((2, 6), 2)}, "attention_mask must hold 0 and 1 alone"),
-    "four-dimensional mask": (ValueError, {"attention_mask": torch.ones(2, 1, 6, 6).bool()}, "attention_mask must have"),
+    "four-dimensional mask": (
+        ValueError,
+        {"attention_mask": torch.ones(2, 1, 6, 6).bool()},
+        "attention_mask must have",
+    ),
     "float ids": (TypeError, {"segment_ids": torch.zeros(2, 6)}, "segment_ids must be integers"),
     "ids shape": (ValueError, {"segment_ids": torch.zeros(2, 7).long()}, "segment_ids must have shape"),
 }

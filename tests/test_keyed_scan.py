@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from fem.functional import keyed_scan_read
 from fem.ops import reference
-from fem.ops.keyed_scan_tiers import recomputed
+from fem.ops.suspects import Suspects
 
 DECAYS = [None, "head", "channel"]
 CASES = {
@@ -390,19 +390,19 @@ def test_training_keeps_no_state_per_token():
     assert long <= 0.1 * 2048 * 2 * 4 * 32 * 32 * 4
 
 
-def test_entries_computed_again_are_counted_and_said_once():
-    recomputed.reset()
+def test_entries_computed_again_are_counted_and_said_once(monkeypatch):
+    suspects = Suspects()
+    monkeypatch.setattr("fem.ops.keyed_scan_operator.suspects", suspects)
     keyed_scan_read(**draw("head"))
-    assert recomputed.entries == 2 * 67 * 2 * 4
-    assert recomputed.recomputed == 0
+    assert suspects.entries == 2 * 67 * 2 * 4
+    assert suspects.recomputed == 0
     tensors = draw("head", span=2000.0)
     with pytest.warns(UserWarning, match="computed again"):
         keyed_scan_read(**tensors)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         keyed_scan_read(**tensors)
-    assert recomputed.recomputed > 0
-    recomputed.reset()
+    assert suspects.recomputed > 0
 
 
 def stream(tensors, size):

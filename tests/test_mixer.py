@@ -1,5 +1,7 @@
 """The layer: every line of its contract, for every prior."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from layers import ABLATIONS, FAMILIES, HEADS, TIME, WIDTH, make_layer, tokens
@@ -36,7 +38,7 @@ def test_segments_equal_separate_runs(family):
     ids = torch.tensor([[7] * 4 + [2] * 1 + [7] * 8, [0] * 9 + [1] * 4])
     y = layer(x, segment_ids=ids)
     for row, cuts in enumerate([(0, 4, 5, 13), (0, 9, 13)]):
-        apart = [layer(x[row : row + 1, a:b])[0] for a, b in zip(cuts, cuts[1:], strict=False)]
+        apart = [layer(x[row : row + 1, a:b])[0] for a, b in pairwise(cuts)]
         close(y[row], torch.cat(apart))
 
 
@@ -79,7 +81,9 @@ def test_token_by_token_equals_whole_with_masks_and_segments(family):
     whole, state, steps = layer(x, attention_mask=keep, segment_ids=ids), None, []
     for t in range(TIME):
         now = slice(t, t + 1)
-        y, state = layer(x[:, now], attention_mask=keep[:, now], segment_ids=ids[:, now], state=state, return_state=True)
+        y, state = layer(
+            x[:, now], attention_mask=keep[:, now], segment_ids=ids[:, now], state=state, return_state=True
+        )
         steps.append(y)
     close(torch.cat(steps, 1)[keep.bool()], whole[keep.bool()])
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fem.functional import softmax_read
 from fem.ops import reference, softmax
+from fem.ops.suspects import Suspects
 
 BATCH, HEADS, KEY, VALUE = 1, 2, 16, 8
 NAMES = ("mean", "free_energy", "dq", "dk", "dv", "dbeta", "dbias")
@@ -339,7 +340,7 @@ def test_autocast_leaves_the_read_in_the_dtype_of_its_inputs():
 
 
 def test_recomputed_entries_are_counted_and_warned_of_once(monkeypatch):
-    monkeypatch.setattr(softmax, "suspects", softmax.Suspects())
+    monkeypatch.setattr(softmax, "suspects", Suspects())
     q, k, v, beta, _ = inputs("normal", 20, 20)
     softmax_read(q, k, v, beta)
     assert (softmax.suspects.entries, softmax.suspects.recomputed) == (20 * HEADS * VALUE, 0)
@@ -355,7 +356,7 @@ def test_recomputed_entries_are_counted_and_warned_of_once(monkeypatch):
 
 
 def test_hidden_keys_cause_no_recomputation(monkeypatch):
-    monkeypatch.setattr(softmax, "suspects", softmax.Suspects())
+    monkeypatch.setattr(softmax, "suspects", Suspects())
     q, k, v, beta, _ = inputs("normal", 20, 20)
     v[:, :5] = 1e4
     mask = (torch.arange(20) >= 5)[None]

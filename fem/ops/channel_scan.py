@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fem.ops import reference
 from fem.ops.backend import scan_backend
-from fem.ops.read import Read, Terms, merge
+from fem.ops.read import Read, Terms, merge, read_of
 from fem.ops.scaled_sums import (
     Memory,
     Streams,
@@ -21,7 +21,6 @@ from fem.ops.scaled_sums import (
     last_step,
     leave,
     leave_backward,
-    nothing,
 )
 from fem.ops.scan import wide_dtype
 from fem.ops.tokens import Tokens
@@ -81,16 +80,6 @@ def channel_scan_terms(
     back = None if tokens is None else tokens.reversed()
     future, _ = _one_way(flip(log_weight), flip(v), beta, flip(log_decay), back, None, present=False)
     return merge(past, Terms(*map(flip, future)), None if beta is None else beta.to(past.mean.dtype)), state
-
-
-def read_of(terms: Terms, beta: Tensor | None, normalize: bool, dtype: torch.dtype) -> Read:
-    """Mean and free energy of terms; of the sums themselves unless they are to be normalised."""
-    log_weight, mean, free_energy = terms
-    if not normalize:
-        mean = mean * log_weight.exp()
-        if free_energy is not None:
-            free_energy = free_energy + log_weight.where(log_weight > nothing(log_weight.dtype) / 2, 0) / beta
-    return Read(mean.to(dtype), None if free_energy is None else free_energy.to(dtype))
 
 
 def by_definition(loops, dtype, causal, tokens, normalize, initial_state, return_state) -> Read:

@@ -14,17 +14,20 @@ _DOCUMENT = 1 << 40  # more than any position
 
 
 class Intervals(NamedTuple):
-    """Query t sees the kept keys with first_t <= i < end_t. Neither end falls as t grows. keep=None: all are kept."""
+    """Query t sees the keys first_t <= i < end_t. Neither end falls as t grows.
+
+    With masked tokens the keys meant are those listed in `order`: the `kept` ones first, in their order.
+    """
 
     first: Int[Tensor, "#b tq"]
     end: Int[Tensor, "#b tq"]
-    keep: Bool[Tensor, "b t"] | None
+    kept: Int[Tensor, " b"] | None = None
+    order: Int[Tensor, "b t"] | None = None
 
     def allowed(self, keys: int) -> Bool[Tensor, "#b tq t"]:
         """The same, pair by pair."""
         index = torch.arange(keys, device=self.first.device)
-        inside = (self.first[..., None] <= index) & (index < self.end[..., None])
-        return inside if self.keep is None else inside & self.keep[:, None]
+        return (self.first[..., None] <= index) & (index < self.end[..., None])
 
     def rows_of_key_blocks(self, keys: int, key_block: int, query_block: int) -> Int[Tensor, "#b blocks 4"]:
         """Per block of keys: where the queries that see any of it begin, where those begin and end that see all of it,
@@ -42,25 +45,28 @@ class Intervals(NamedTuple):
 def intervals(
     queries: int, keys: int, causal: bool, window: int | None, tokens: Tokens | None, device: torch.device
 ) -> Intervals:
-    """The intervals of the last `queries` of `keys` tokens; any queries see all without causal, window and documents."""
-    keep = None if tokens is None else tokens.keep
-    document = None if tokens is None else tokens.document
+    """The intervals of the last `queries` of `keys` tokens; without causal, window and documents all see all."""
     index = torch.arange(keys, device=device)[None]
-    to_here = index[:, keys - queries :] + 1 if causal else torch.full((1, queries), keys, device=device)
-    if document is None and window is None:
-        return Intervals(torch.zeros_like(to_here).int(), to_here.int(), keep)
-    position = index if tokens is None or tokens.position is None else tokens.position.view(-1, keys)
-    document = torch.zeros_like(position) if document is None else document
-    place = document * _DOCUMENT + position
-    here = place[:, keys - queries :].contiguous()
-    opening = here // _DOCUMENT * _DOCUMENT
-    if keep is not None:
-        place = torch.where(keep, place, -1)
-    place = place.cummax(1).values.contiguous()  # a masked key stands where the kept one before it does
-    here, opening = (x.expand(len(place), -1).contiguous() for x in (here, opening))
-    first = torch.searchsorted(place, opening if window is None else torch.maximum(here - window + 1, opening))
-    end = to_here.expand(len(first), -1)
-    if not causal:
-        last = opening + _DOCUMENT - 1 if window is None else here + window - 1
-        end = torch.searchsorted(place, last, right=True)
-    return Intervals(first.int().contiguous(), end.int().contiguous(), keep)
+    document, position, keep = (None, None, None) if tokens is None else (tokens.document, tokens.position, tokens.keep)
+    first = torch.zeros(1, queries, dtype=torch.long, device=device)
+    end = index[:, keys - queries :] + 1 if causal else torch.full_like(first, keys)
+    if document is not None or window is not None:
+        position = index if position is None else position.view(-1, keys)
+        place = (0 if document is None else document * _DOCUMENT) + position
+        here = place[:, keys - queries :].contiguous()
+        opening = here // _DOCUMENT * _DOCUMENT
+        if keep is not None:
+            place = torch.where(keep, place, -1)
+            here, opening = (x.expand(len(place), -1).contiguous() for x in (here, opening))
+        place = place.cummax(1).values  # a masked key stands where the kept one before it does
+        first = torch.searchsorted(place, opening if window is None else torch.maximum(here - window + 1, opening))
+        if not causal:
+            last = opening + _DOCUMENT - 1 if window is None else here + window - 1
+            end = torch.searchsorted(place, last, right=True)
+        end = end.expand_as(first)
+    if keep is None:
+        return Intervals(first.int(), end.int().contiguous())
+    before = torch.nn.functional.pad(keep.cumsum(1), (1, 0))  # kept keys before each
+    first, end = (before.gather(1, x.expand(len(keep), -1)).int() for x in (first, end))
+    order = keep.long().argsort(dim=1, descending=True, stable=True)
+    return Intervals(first, end, before[:, -1].int(), order)

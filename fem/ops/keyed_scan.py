@@ -12,7 +12,7 @@ from fem.ops.keyed_scan_chunks import Memory
 from fem.ops.keyed_scan_operator import scan
 from fem.ops.keyed_scan_scores import NOTHING
 from fem.ops.keyed_scan_step import step
-from fem.ops.read import Read, Terms, merge
+from fem.ops.read import Read, Terms, merge, read_of
 from fem.ops.tokens import Tokens
 
 
@@ -56,12 +56,7 @@ def keyed_scan_read(
             present=False,
         )[0]
         terms = merge(terms, Terms(*(_reversed(x) for x in later)), None if beta is None else beta.to(later.mean.dtype))
-    log_weight, mean, free_energy = terms
-    if not normalize:
-        mean = mean * log_weight.exp()
-        if beta is not None:
-            free_energy = free_energy + torch.where(log_weight > NOTHING / 2, log_weight, 0) / beta
-    read = Read(mean.to(v.dtype), None if beta is None else free_energy.to(v.dtype))
+    read = read_of(terms, beta, normalize, v.dtype)
     return (read, state) if return_state else read
 
 

@@ -36,12 +36,15 @@ def carry(start: Memory, added: Memory, through: Tensor | None, beta: Tensor | N
     if beta is None:
         return Memory(log_weight, torch.stack(means, 1), None)
 
-    energies = [beta * start.free_energy]
-    entering = F.logsigmoid(fresh).unsqueeze(-1) + beta.unsqueeze(1) * added.free_energy
-    staying = F.logsigmoid(-fresh).unsqueeze(-1)
+    energies = [start.free_energy]
+    heavier = fresh.unsqueeze(-1) > 0
+    staying, entering = F.logsigmoid(-fresh).unsqueeze(-1), F.logsigmoid(fresh).unsqueeze(-1)
     for n in range(share.shape[1]):
-        energies.append(torch.logaddexp(energies[-1] + staying[:, n], entering[:, n]))
-    return Memory(log_weight, torch.stack(means, 1), torch.stack(energies, 1) / beta.unsqueeze(1))
+        before, new = energies[-1], added.free_energy[:, n]
+        base = torch.where(heavier[:, n], new, before)
+        gain = torch.logaddexp(staying[:, n] + beta * (before - base), entering[:, n] + beta * (new - base))
+        energies.append(base + gain / beta)
+    return Memory(log_weight, torch.stack(means, 1), torch.stack(energies, 1))
 
 
 def carry_backward(

@@ -24,8 +24,9 @@ from fem.ops.keyed_scan_chunks import (
     remember_exactly,
     sees,
 )
-from fem.ops.keyed_scan_tiers import Way, compute, differentiate, recomputed
+from fem.ops.keyed_scan_tiers import Way, compute, differentiate
 from fem.ops.read import Terms
+from fem.ops.suspects import suspects
 
 CHUNK = 64
 CHUNK_OF_CHANNEL_DECAY = 16  # its pairs are weighed one by one, not by a matrix product
@@ -126,7 +127,7 @@ def _scan(q, k, v, beta, g, start: Memory, present: bool) -> tuple[Tensor, ...]:
         tiers_read.append(tier_read)
     tier_read = torch.cat(tiers_read)
     again = int(tier_read.count_nonzero()) / len(tier_read)
-    recomputed.count(reads.mean.numel(), round(again * reads.mean.numel()))
+    suspects.count(reads.mean.numel(), round(again * reads.mean.numel()))
     last = _each(memory, lambda x: x.unflatten(0, start.log_weight.shape[:2]).contiguous())
     entering = (None if parts[0] is None else torch.stack(parts) for parts in zip(*entering))
     results = (q.new_empty(0) if x is None else x for x in (*last, *entering))

@@ -7,7 +7,6 @@ the forward pass took.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -16,31 +15,6 @@ from torch import Tensor
 
 ENTRIES_AT_A_TIME = 2**20
 Record: TypeAlias = tuple  # a named tuple of tensors with one row per chunk, or None
-
-
-class Recomputed:
-    """How many entries of keyed scans were read, and how many of them again since underflow could not be ruled out."""
-
-    def __init__(self):
-        self.reset()
-
-    def reset(self) -> None:
-        self.entries = self.recomputed = 0
-        self._warned = False
-
-    def count(self, entries: int, recomputed: int) -> None:
-        self.entries += entries
-        self.recomputed += recomputed
-        if not self._warned and self.recomputed > 0.01 * self.entries:
-            self._warned = True
-            warnings.warn(
-                f"{self.recomputed} of {self.entries} entries of keyed scans were computed again, which is slow: "
-                "beta (max v - min v) passes 60 within a chunk, or scores are smaller than e^-60.",
-                stacklevel=2,
-            )
-
-
-recomputed = Recomputed()
 
 
 class Way(NamedTuple):

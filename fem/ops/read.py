@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+NO_WEIGHT = -1e29  # a logarithm below stands for no weight at all, however an op writes that
+
 
 class Read(NamedTuple):
     """Mean and free energy of the values under a prior, both (B, T, H, d_v); no free energy without a beta.
@@ -42,10 +44,20 @@ def merge(one: Terms, other: Terms, beta: Tensor | None) -> Terms:
     mean = torch.lerp(one.mean, other.mean, torch.sigmoid(gain).expand_as(one.mean))
     if beta is None:
         return Terms(weight, mean, None)
-    energy = torch.logaddexp(
-        F.logsigmoid(-gain) + beta * one.free_energy, F.logsigmoid(gain) + beta * other.free_energy
-    )
-    return Terms(weight, mean, energy / beta)
+    base = torch.where(gain > 0, other.free_energy, one.free_energy)  # so that a light addition is not rounded away
+    stays = F.logsigmoid(-gain) + beta * (one.free_energy - base)
+    enters = F.logsigmoid(gain) + beta * (other.free_energy - base)
+    return Terms(weight, mean, base + torch.logaddexp(stays, enters) / beta)
+
+
+def read_of(terms: Terms, beta: Tensor | None, normalize: bool, dtype: torch.dtype) -> Read:
+    """Mean and free energy of terms; unnormalised those of the sums: sum s v and (1/beta) log sum s e^{beta v}."""
+    log_weight, mean, free_energy = terms
+    if not normalize:
+        mean = mean * log_weight.exp()
+        if beta is not None:
+            free_energy = free_energy + log_weight.where(log_weight > NO_WEIGHT, 0) / beta
+    return Read(mean.to(dtype), None if beta is None else free_energy.to(dtype))
 
 
 def mix_channels(mixing: Tensor, terms: Terms, beta: Tensor | None) -> Terms:

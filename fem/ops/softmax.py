@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -15,35 +12,10 @@ from fem.ops.intervals import intervals
 from fem.ops.read import Read
 from fem.ops.softmax_exact import FreeEnergyRead
 from fem.ops.softmax_scores import Scores
+from fem.ops.suspects import suspects
 from fem.ops.tokens import Tokens
 
 _FEW_SCORES = 700  # of a head: little to compute, and of one or two likely keys a gradient is all rounding error
-
-
-@dataclass
-class Suspects:
-    """How many entries of the free energy were read, and how many of them had to be computed again."""
-
-    entries: int = 0
-    recomputed: int = 0
-    warned: bool = False
-
-    def reset(self) -> None:
-        self.entries = self.recomputed = 0
-
-    def count(self, entries: int, recomputed: int) -> None:
-        self.entries += entries
-        self.recomputed += recomputed
-        if not self.warned and self.recomputed > 0.01 * self.entries:
-            self.warned = True
-            warnings.warn(
-                f"{self.recomputed} of {self.entries} free energies spanned more than 60 nats and were computed again, "
-                "exactly but up to 30 times slower; smaller values or a smaller beta avoid it.",
-                stacklevel=2,
-            )
-
-
-suspects = Suspects()
 
 
 def softmax_read(

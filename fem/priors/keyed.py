@@ -17,7 +17,7 @@ from fem.priors.base import Prior
 
 
 class KeyedPrior(Prior):
-    """s_t(i) = sum_c phi(q_t)_c exp(sum_{i<r<=t} g_rc) phi(k_i)_c,   phi = ReLU(RoPE(.)) + eps               (Eq. 28)"""
+    """s_t(i) = sum_c phi(q_t)_c exp(sum_{i<r<=t} g_rc) phi(k_i)_c,   phi = ReLU(RoPE(.)) + eps            (Eq. 28)"""
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
@@ -41,7 +41,7 @@ class KeyedPrior(Prior):
 
 
 class LinearPrior(KeyedPrior):
-    """Linear attention: keys never decay.                                                    (Appendix H.2 with g = 0)"""
+    """Linear attention: keys never decay.                                                (Appendix H.2 with g = 0)"""
 
     name = "linear"
 

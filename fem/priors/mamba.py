@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig, Widths
-from fem.ops.channel_scan import read_of
-from fem.ops.read import mix_channels
+from fem.ops.read import mix_channels, read_of
 from fem.ops.ssm import ssm_read, ssm_terms
 from fem.priors.base import Prior, indicators
 
@@ -47,12 +46,15 @@ class SelectiveSSM(nn.Module):
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Delta (B, T, H, d_v), A (H, d_v, N), B and C (B, T, N), D (H, d_v)."""
-        delta, b, c, a, d = (F.softplus(wide_float(x)) for x in (self.delta(features), self.b(features), self.c(features), self.a, self.d))
+        delta, b, c, a, d = (
+            F.softplus(wide_float(x))
+            for x in (self.delta(features), self.b(features), self.c(features), self.a, self.d)
+        )
         return delta.unflatten(-1, d.shape), -a, b, c, d
 
 
 class MambaPrior(Prior):
-    """p_tj(i) = H_tj(i) / sum_r H_tj(r), H the impulse response of a selective SSM.            (Eq. 32, Appendix H.4)"""
+    """p_tj(i) = H_tj(i) / sum_r H_tj(r), H the impulse response of a selective SSM.           (Eq. 32, Appendix H.4)"""
 
     name = "mamba"
     per_channel = True

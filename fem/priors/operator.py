@@ -38,7 +38,9 @@ class OperatorPrior(Prior):
 
     def read(self, features, v, beta, tokens, memory):
         if memory is not None:
-            raise ValueError("an operator prior keeps no state; call the layer on whole sequences, without state and return_state.")
+            raise ValueError(
+                "an operator prior keeps no state; call the layer on whole sequences, without state and return_state."
+            )
         v = v if v.dtype == torch.float64 else v.float()
         total = self._apply(torch.ones_like(v), tokens)
         empty = total <= 0
@@ -51,8 +53,8 @@ class OperatorPrior(Prior):
         ratio = self._apply(torch.exp((beta * (v - shift)).clamp(max=0)), tokens) / total
         if not torch.compiler.is_compiling() and bool((~empty & (ratio < math.exp(-60))).any()):
             raise ValueError(
-                "v spreads too far for an operator prior: exp(beta v) underflows at a row that comes before a far larger "
-                "value; keep beta (max v - v) under 60, or use a prior of PRIORS, which has no such bound."
+                "v spreads too far for an operator prior: exp(beta v) underflows at a row that comes before a far "
+                "larger value; keep beta (max v - v) under 60, or use a prior of PRIORS, which has no such bound."
             )
         free_energy = shift + torch.log(ratio.masked_fill(empty, 1)) / beta
         return Read(mean, torch.where(empty, 0, torch.maximum(free_energy, mean))), None

@@ -9,7 +9,7 @@ from fem.priors.keyed import log_decay
 
 
 class RNNSoftmaxPrior(Prior):
-    """AFT: s_tj(i) = exp(k_ij), a log-weight k = W x + b per token and channel.                (Eq. 30, Appendix H.3)"""
+    """AFT: s_tj(i) = exp(k_ij), a log-weight k = W x + b per token and channel.               (Eq. 30, Appendix H.3)"""
 
     name = "rnn_softmax"
     per_channel = True
@@ -28,7 +28,7 @@ class RNNSoftmaxPrior(Prior):
 
 
 class RNNDecayPrior(Prior):
-    """s_tj(i) = exp(sum_{i<r<=t} g_rj),   g = logsigmoid(W x + b) / 16 per channel.             (Eq. 31, Appendix H.3)"""
+    """s_tj(i) = exp(sum_{i<r<=t} g_rj),   g = logsigmoid(W x + b) / 16 per channel.            (Eq. 31, Appendix H.3)"""
 
     name = "rnn_decay"
     per_channel = True
