@@ -1,6 +1,6 @@
 """What the Triton kernels become on an H100 or H200 (sm_90), compiled without a GPU.
 
-    python benchmarks/kernels_aot.py            # writes docs/results/kernels_aot.{json,md}
+python benchmarks/kernels_aot.py            # writes docs/results/kernels_aot.{json,md}
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fem.kernels import softmax_backward, softmax_blocks, softmax_forward, softmax_values
-from fem.kernels.softmax_blocks import ROWS, Blocks
+from fem.kernels.softmax_blocks import ROWS, Blocks, blocks_for
 
 SHARED_MEMORY = 227 * 1024
 WIDTHS = (64, 128, 256)  # of q and k, and of [v | E]
 
 BFLOAT16 = {"q", "k", "v", "values", "g", "bias", "mean", "free_energy", "grad_mean", "grad_free", "dq", "dk", "dv"}
-INT32 = {"first", "end", "row_blocks"}
+INT32 = {"first", "end", "row_blocks", "kept"}
 INTEGERS = {"queries", "keys", "heads", "groups", "stride", "batch_stride"}
 INTEGERS |= {"bias_batch", "bias_head", "bias_row", "bias_column"}
 FLOATS = {"scale_log2", "over_scale", "scale", "proven"}
@@ -33,7 +33,7 @@ FLOATS = {"scale_log2", "over_scale", "scale", "proven"}
 def _type(name: str) -> str:
     if name in INTEGERS | FLOATS:
         return "i32" if name in INTEGERS else "fp32"
-    return "*bf16" if name in BFLOAT16 else "*i32" if name in INT32 else "*u8" if name == "keep" else "*fp32"
+    return "*bf16" if name in BFLOAT16 else "*i32" if name in INT32 else "*fp32"
 
 
 def compiled(kernel, constants: dict, blocks: Blocks) -> dict[str, int]:
@@ -71,47 +71,46 @@ def _tool(name: str, option: str, cubin: bytes) -> str:
     return done.stdout + done.stderr
 
 
-def cases(widths: tuple[int, ...], half_precision: bool = True) -> Iterator[tuple[str, int, str, object, dict, Blocks]]:
-    """(name, width, what it sees, kernel, constants, blocks) of everything that is shipped, and the plain kernel."""
-    once = Blocks(0, 0, 4, 3)
+def cases(widths: tuple[int, ...]) -> Iterator[tuple[str, int, str, object, dict, Blocks]]:
+    """(name, width, "bias" or "", kernel, constants, blocks) of the plain kernel and of everything that is shipped."""
+    reads = {
+        "read_forward": (softmax_forward.read_forward, softmax_blocks.FORWARD),
+        "key_gradients": (softmax_backward.key_gradients, softmax_blocks.KEY_GRADIENTS),
+        "query_gradients": (softmax_backward.query_gradients, softmax_blocks.QUERY_GRADIENTS),
+    }
+    passes = (softmax_values.value_bounds, softmax_values.values_and_exponentials, softmax_backward.row_gradients)
     for width in widths:
         half = width // 2
-        sizes = {"DK": width, "D": width, "DV": half, "HALF": half, "ds": None}
-        rows = {"WIDTH": half, "PADDED": half, "DV": half, "HALF": half, "BLOCK": ROWS}
-        forward = softmax_blocks.forward_blocks(width, half_precision)
-        yield "plain flash", width, "causal", plain_forward, sizes, forward
-        for sees, absent in (("interval", {"keep": None, "bias": None}), ("interval, mask, bias", {})):
-            of = sizes | absent
-            yield "read_forward", width, sees, softmax_forward.read_forward, of, forward
-            blocks = softmax_blocks.key_gradient_blocks(width, half_precision)
-            yield "key_gradients", width, sees, softmax_backward.key_gradients, of, blocks
-            blocks = softmax_blocks.query_gradient_blocks(width, half_precision)
-            yield "query_gradients", width, sees, softmax_backward.query_gradients, of, blocks
-        for kernel in (softmax_values.value_bounds, softmax_values.values_and_exponentials):
-            yield kernel.__name__, width, "mask", kernel, rows, once
-        yield "row_gradients", width, "", softmax_backward.row_gradients, rows, once
+        sizes = {"DK": width, "D": width, "DV": half, "HALF": half, "WIDTH": half, "PADDED": half, "BLOCK": ROWS}
+        yield "plain flash", width, "", plain_forward, sizes, blocks_for(softmax_blocks.FORWARD, width, True, False)
+        for bias in ("", "bias"):
+            constants = sizes | {"ds": None} | ({} if bias else {"bias": None})
+            for name, (kernel, table) in reads.items():
+                yield name, width, bias, kernel, constants, blocks_for(table, width, True, bool(bias))
+        for kernel in passes:
+            yield kernel.__name__, width, "", kernel, sizes, Blocks(0, 0, 4, 3)
 
 
-def measure(widths: tuple[int, ...], sees: tuple[str, ...] | None = None) -> list[dict]:
+def measure(widths: tuple[int, ...]) -> list[dict]:
     return [
-        {"kernel": name, "width": width, "sees": seen, "blocks": blocks, **compiled(kernel, constants, blocks)}
-        for name, width, seen, kernel, constants, blocks in cases(widths)
-        if sees is None or seen in sees
+        {"kernel": name, "width": width, "bias": bias, "blocks": blocks, **compiled(kernel, constants, blocks)}
+        for name, width, bias, kernel, constants, blocks in cases(widths)
     ]
 
 
 if __name__ == "__main__":
     results = measure(WIDTHS)
-    head = ("kernel", "width", "sees", "registers", "spill", "shared", "HGMMA", "HMMA", "MUFU.EX2")
+    head = ("registers", "spill", "shared", "HGMMA", "HMMA", "MUFU.EX2")
     rows = []
     for result in results:
         queries, keys, warps, stages, _ = result["blocks"]
         tile = f"{queries} x {keys}, {warps} warps, {stages} stages" if queries else f"{ROWS} rows, {warps} warps"
-        rows.append({name: str(result[name]) for name in head[:3]} | {"tile": tile})
-        rows[-1] |= {name: str(result[name]) for name in head[3:]}
+        name = f"{result['kernel']}, {result['bias']}".rstrip(", ")
+        rows.append({"kernel": name, "width": str(result["width"]), "tile": tile})
+        rows[-1] |= {name: str(result[name]) for name in head}
     note = (
-        f"bfloat16, compiled ahead of time for sm_90 by Triton {triton.__version__}; nothing here ran on a GPU. Width is "
-        "that of q and k and of [v | E], so plain flash attention of this width has the same weights and products. "
+        f"bfloat16, compiled ahead of time for sm_90 by Triton {triton.__version__}; nothing here ran on a GPU.\n\n"
+        "Width is that of q and k and of [v | E]: plain flash attention of this width has the same weights and products. "
         f"Registers per thread; spill: bytes of stack per thread; shared: bytes of {SHARED_MEMORY}; then matrix and "
         "exponential instructions in the whole kernel (its loop over whole blocks and its loop over edges)."
     )

@@ -13,7 +13,9 @@ SHAPE = (2, 131, 3, 5)  # more than one cache block is tested by shrinking the b
 def by_loops(mean, free_energy, inner, outer, eps):
     out = torch.empty_like(mean)
     width = mean.shape[-1]
-    for b, t, h in [(b, t, h) for b in range(mean.shape[0]) for t in range(mean.shape[1]) for h in range(mean.shape[2])]:
+    for b, t, h in [
+        (b, t, h) for b in range(mean.shape[0]) for t in range(mean.shape[1]) for h in range(mean.shape[2])
+    ]:
         u = mean[b, t, h] if free_energy is None else free_energy[b, t, h]
         if inner is not None:
             lam = 1 / (1 + torch.exp(-inner[b, t, h]))

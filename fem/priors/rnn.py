@@ -28,7 +28,7 @@ class RNNSoftmaxPrior(Prior):
 
 
 class RNNDecayPrior(Prior):
-    """s_tj(i) = exp(sum_{i<r<=t} g_rj),   g = logsigmoid(W x + b) / 16 per channel.            (Eq. 31, Appendix H.3)"""
+    """s_tj(i) = exp(sum_{i<r<=t} g_rj),   g = logsigmoid(W x + b) / 16 per channel.           (Eq. 31, Appendix H.3)"""
 
     name = "rnn_decay"
     per_channel = True
