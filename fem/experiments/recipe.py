@@ -1,0 +1,144 @@
+"""What every experiment shares: a recipe in, a run folder out.
+
+A recipe is a frozen dataclass: what is computed, and nothing of where. A run folder holds config.json (recipe,
+versions, seed, hardware, date), metrics.jsonl (one line per measurement), results.json, tables and plots.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, field, is_dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+PACKAGES = ("free-energy-mixer", "torch", "numpy", "transformers", "tokenizers", "datasets", "accelerate")
+RESULTS = "results.json"
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of a recipe: its default and the line that explains it, on the command line too."""
+    return field(default=default, metadata={"help": help})
+
+
+class Run:
+    """A run under way: files go to `folder`, and reach the output folder when the run has ended well."""
+
+    def __init__(self, folder: Path, seed: int):
+        self.folder = folder
+        self.seed = seed
+        self.started = time.monotonic()
+
+    def log(self, **metrics) -> None:
+        """Append one measurement to metrics.jsonl."""
+        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics) + "\n")
+
+    def finish(self, results: dict) -> dict:
+        """Write results.json: what was found, with versions, seed and seconds; and return it."""
+        seconds = round(time.monotonic() - self.started, 1)
+        results = results | {"versions": versions(), "seed": self.seed, "seconds": seconds}
+        write_json(self.folder / RESULTS, results)
+        return results
+
+
+@contextmanager
+def open_run(output: Path, experiment: str, recipe) -> Iterator[Run]:
+    """A run of `recipe`, whose files appear in `output` together, results.json last, or not at all.
+
+    Files of an earlier run are replaced; a run that fails or is stopped leaves them as they were.
+    Raises ValueError if `output` exists and is no folder, TypeError if `recipe` is no dataclass.
+    """
+    if not is_dataclass(recipe):
+        raise TypeError(f"recipe must be a dataclass, got {type(recipe).__name__}.")
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output must be a folder, got the file {str(output)!r}; choose another name.")
+    output = output.absolute()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as staging:
+        run = Run(Path(staging), recipe.seed)
+        config = {"experiment": experiment, "recipe": asdict(recipe), "seed": recipe.seed}
+        write_json(run.folder / "config.json", config | {"versions": versions(), "hardware": hardware(), "date": now()})
+        yield run
+        _publish(run.folder, output)
+
+
+def _publish(staging: Path, output: Path) -> None:
+    files = [path for path in staging.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: path.name == RESULTS):
+        target = output / path.relative_to(staging)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, target)
+
+
+def write_json(path: Path, data: dict) -> None:
+    """Write data as JSON under a temporary name, then rename: a reader sees the old file or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages that move results."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, threads and accelerators that a run used."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"processor": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpus": gpus}
+
+
+def processor() -> str:
+    """The name of this machine's processor."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+@contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """Compute with so many threads: on a busy machine, small tensors go ten times slower with two than with one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def progress() -> Progress:
+    """A progress bar with steps, time taken and time left, on standard error."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )

@@ -1,0 +1,121 @@
+"""Text for a language model: documents in, a tokenizer and blocks of tokens out."""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+END = "<|end|>"
+HELD_OUT = 0.05
+NO_SOURCES = (
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "_bundled",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A tokenizer, and blocks of `context` tokens to train on and to validate on: {"input_ids", "labels"}."""
+
+    tokenizer: PreTrainedTokenizerFast
+    train: Dataset
+    validation: Dataset
+    bytes_per_token: float  # of the held-out text
+
+
+def build_corpus(text: Path | None, vocabulary: int, context: int) -> Corpus:
+    """A corpus from a text file, or from the sources and help topics of the running Python where text is None.
+
+    The tokenizer sees the training part alone. Raises ValueError on a text that is missing, empty, binary or too short.
+    """
+    train, held_out = _split([read_text(text)] if text is not None else list(python_documents()))
+    tokenizer = train_tokenizer(train, vocabulary)
+    streams = [_tokens(part, tokenizer) for part in (train, held_out)]
+    for name, stream in zip(("training", "held-out"), streams):
+        if len(stream) < context:
+            raise ValueError(
+                f"text is too short: its {name} part has {len(stream)} tokens, one context needs {context}; "
+                "give a longer text or a smaller context."
+            )
+    size = sum(len(document.encode()) for document in held_out)
+    return Corpus(tokenizer, *(_blocks(stream, context) for stream in streams), size / len(streams[1]))
+
+
+def python_documents() -> Iterator[str]:
+    """The standard library's sources, tests and tables apart, and pydoc's topics: what every Python ships."""
+    library = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(library.rglob("*.py")):
+        if not set(path.relative_to(library).parts) & set(NO_SOURCES):
+            yield path.read_text(encoding="utf-8", errors="replace")
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return
+    yield from topics.values()
+
+
+def train_tokenizer(documents: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """A byte-level byte-pair tokenizer of at most `vocabulary` entries; any text survives encoding and decoding."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
+    )
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. Raises ValueError on a file that is missing, empty or binary."""
+    if not path.exists():
+        raise ValueError(f"text must be a file that exists, got {str(path)!r}.")
+    if path.is_dir():
+        raise ValueError(f"text must be one file, got the folder {str(path)!r}.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"text must be UTF-8, got {str(path)!r} with other bytes from {error.start} on.") from error
+    if "\0" in text:
+        raise ValueError(f"text must be plain text, got {str(path)!r} with zero bytes: it looks binary.")
+    if not text.strip():
+        raise ValueError(f"text must not be empty, got {str(path)!r}, which holds nothing but white space.")
+    return text
+
+
+def _split(documents: list[str]) -> tuple[list[str], list[str]]:
+    """Training and held-out documents; a single document is cut in two."""
+    if len(documents) == 1:
+        cut = round((1 - HELD_OUT) * len(documents[0]))
+        return [documents[0][:cut]], [documents[0][cut:]]
+    shuffled = random.Random(0).sample(documents, len(documents))
+    cut = max(1, round(HELD_OUT * len(documents)))
+    return shuffled[cut:], shuffled[:cut]
+
+
+def _tokens(documents: list[str], tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+    encoded = tokenizer.backend_tokenizer.encode_batch_fast([document + END for document in documents])
+    return np.concatenate([np.asarray(document.ids, dtype=np.int64) for document in encoded])
+
+
+def _blocks(stream: np.ndarray, context: int) -> Dataset:
+    blocks = stream[: len(stream) // context * context].reshape(-1, context)
+    return Dataset.from_dict({"input_ids": blocks, "labels": blocks}).with_format("torch")

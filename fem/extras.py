@@ -1,0 +1,33 @@
+"""Which optional package belongs to which extra of the distribution."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, requires
+
+DISTRIBUTION = "free-energy-mixer"
+PACKAGE_OF = {"PIL": "pillow", "sklearn": "scikit_learn"}
+
+
+def extras() -> dict[str, list[str]]:
+    """The extras of the installed distribution and the packages each brings, as pyproject.toml declares them."""
+    try:
+        declared = requires(DISTRIBUTION) or []
+    except PackageNotFoundError:
+        return {}
+    found: dict[str, list[str]] = {}
+    for line in declared:
+        match = re.match(r"([\w.-]+)(?:\[.*?\])?[^;]*;.*extra == [\"']([\w-]+)[\"']", line)
+        if match and match[1] != DISTRIBUTION:
+            found.setdefault(match[2], []).append(match[1])
+    return found
+
+
+def missing_package(error: ModuleNotFoundError) -> str:
+    """One sentence: which package is missing and what installs it. Raises `error` again where no extra brings it."""
+    module = (error.name or "").partition(".")[0]
+    wanted = PACKAGE_OF.get(module, module)
+    for extra, packages in extras().items():
+        if wanted in (package.replace("-", "_") for package in packages):
+            return f"this needs {module}, which is not installed: pip install '{DISTRIBUTION}[{extra}]'."
+    raise error
