@@ -1,0 +1,66 @@
+"""What an attention that keeps its projections gains: a free energy beside its mean, and the two gates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from fem.config import FreeEnergyMixerConfig
+from fem.functional import softmax_read
+from fem.gates import Temperature, TwoLevelGate
+
+LAMBDA_INIT = -10.0  # lambda = 4.5e-5
+
+
+class FreeEnergyHead(nn.Module):
+    """o_t = g_t * ((1 - lambda_t) mean_t + lambda_t F_t)                                              (Eq. 11)
+
+    p_ti = softmax_i(scale q_t . k_i + bias_ti)      mean_t = sum_i p_ti v_i      F as in Eq. 4
+
+    W_lambda and W_g start at 0, so at the start lambda = sigmoid(lambda_init) and g = 1 for every token, and o = mean
+    up to lambda (F - mean). features (B, T_q, D) feed the gates; q (B, T_q, H, d_k), k, v (B, T, H_kv, .); the result
+    is (B, T_q, H, d_v). The parameters are created like the tensor `like`.
+    """
+
+    def __init__(self, config: FreeEnergyMixerConfig, like: Tensor):
+        super().__init__()
+        self.backend = config.backend
+        self.beta = Temperature(config, (config.kv_heads, config.value_width)) if config.use_temperature else None
+        self.gate = TwoLevelGate(config)
+        for projection in (self.gate.inner, self.gate.outer):
+            if projection is not None:
+                nn.init.zeros_(projection.weight)
+        self.to(like)
+
+    def temperature_parameters(self) -> Iterator[nn.Parameter]:
+        """Those of lambda and beta. Gradients reach them through sigmoid', as small as lambda: let them learn 30 times
+        as fast as the host, or they stay where they start.
+        """
+        for part in (self.beta, self.gate.inner):
+            if part is not None:
+                yield from part.parameters()
+
+    def forward(
+        self,
+        features: Float[Tensor, "b tq d"],
+        q: Float[Tensor, "b tq h dk"],
+        k: Float[Tensor, "b t hkv dk"],
+        v: Float[Tensor, "b t hkv dv"],
+        bias: Float[Tensor, "..."] | None,
+        causal: bool,
+        scale: float | None,
+    ) -> Float[Tensor, "b tq h dv"]:
+        beta = None if self.beta is None else self.beta()
+        return self.gate(
+            features, softmax_read(q, k, v, beta, causal=causal, scale=scale, bias=bias, backend=self.backend)
+        )
+
+
+def as_bias(allowed: Bool[Tensor, "..."] | Float[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
+    """0 where a pair is allowed, -inf where it is not; a mask that is added already keeps what it adds."""
+    if allowed.dtype == torch.bool:
+        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, -torch.inf)
+    return allowed.masked_fill(allowed <= torch.finfo(allowed.dtype).min / 2, -torch.inf)

@@ -1,0 +1,169 @@
+"""torch.nn.MultiheadAttention as self-attention, alone or in a TransformerEncoderLayer or -DecoderLayer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from fem.mixer import FreeEnergyMixer
+from fem.models.surgery.head import FreeEnergyHead, as_bias
+from fem.models.surgery.host import CrossAttention, Refused, Site
+
+
+def find(module: nn.Module, path: str, parent: nn.Module | None) -> MultiheadSite | None:
+    """The site that `module` is; None if it is no MultiheadAttention. Raises Refused."""
+    if not isinstance(module, (nn.MultiheadAttention, MixerMultiheadAttention)):
+        return None
+    if isinstance(parent, nn.TransformerDecoderLayer) and module is parent.multihead_attn:
+        raise CrossAttention("it is the cross-attention of a decoder layer")
+    if type(module) is nn.MultiheadAttention:
+        if not module._qkv_same_embed_dim:
+            raise CrossAttention("its keys or values have another width (kdim, vdim) than its queries")
+        if module.bias_k is not None or module.add_zero_attn:
+            raise Refused("it adds keys of its own (add_bias_kv, add_zero_attn); build it without them")
+    elif not isinstance(module, (FreeEnergyMultiheadAttention, MixerMultiheadAttention)):
+        raise Refused("it changes nn.MultiheadAttention in ways unknown here; put a plain one in its place first")
+    return MultiheadSite(module, path, parent)
+
+
+class MultiheadSite(Site):
+    @property
+    def weight(self) -> Tensor:
+        return self.module.in_proj_weight
+
+    @property
+    def fields(self) -> dict:
+        host = self.module
+        return {
+            "n_embd": host.embed_dim,
+            "n_head": host.num_heads,
+            "causal": False,
+            "dropout": host.dropout,
+            "use_rope": False,
+        }
+
+    @property
+    def widths(self) -> dict:
+        return {"fem_dim": self.module.embed_dim, "qk_dim": self.module.embed_dim}
+
+    def graft(self, head: FreeEnergyHead) -> nn.Module:
+        host = self.module
+        host.__class__ = FreeEnergyMultiheadAttention
+        host._qkv_same_embed_dim = False  # TransformerEncoderLayer then calls forward instead of its fused kernel
+        host.free_energy = head
+        return host
+
+    def swap(self, mixer: FreeEnergyMixer) -> nn.Module:
+        return MixerMultiheadAttention(mixer, self.module.batch_first)
+
+
+class SelfAttentionCall(nn.Module):
+    """nn.MultiheadAttention's call, for one sequence that is query, key and value.
+
+    Subclasses attend to x (B, T, D), and return y and the weights (B, H, T, T) or None.
+    """
+
+    batch_first: bool
+
+    def forward(
+        self,
+        query: Float[Tensor, "..."],
+        key: Float[Tensor, "..."],
+        value: Float[Tensor, "..."],
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Float[Tensor, "..."], Tensor | None]:
+        if key is not query or value is not query:
+            raise ValueError(
+                "query, key and value must be one tensor, as the gates belong to the tokens that are read; "
+                "keep cross-attention as it was, with layers=[...] of replace_attention."
+            )
+        batched = query.dim() == 3
+        x = query if batched else query[None]
+        x = x.transpose(0, 1) if batched and not self.batch_first else x
+        if key_padding_mask is not None and not batched:
+            key_padding_mask = key_padding_mask[None]
+        y, weights = self.attend(x, key_padding_mask, attn_mask, is_causal, need_weights)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            return y[0], None if weights is None else weights[0]
+        return y if self.batch_first else y.transpose(0, 1), weights
+
+
+class FreeEnergyMultiheadAttention(SelfAttentionCall, nn.MultiheadAttention):
+    """nn.MultiheadAttention whose heads read a free energy (Eq. 11), as `replace_attention` leaves it.
+
+    Called as its base class, with one tensor as query, key and value. The weights it returns are the prior p, of shape
+    (B, T, T), or (B, H, T, T) where average_attn_weights=False. Dropout falls on the mixed output instead of p.
+    """
+
+    def attend(self, x, key_padding_mask, attn_mask, is_causal, need_weights):
+        q, k, v = (
+            projected.unflatten(-1, (self.num_heads, -1))
+            for projected in F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        )
+        bias = self._bias(x, key_padding_mask, None if is_causal else attn_mask)
+        o = self.free_energy(x, q, k, v, bias, causal=is_causal, scale=None)
+        y = self.out_proj(F.dropout(o.flatten(-2), self.dropout, self.training))
+        return y, _prior(q, k, bias, is_causal) if need_weights else None
+
+    def _bias(self, x: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
+        """Both masks of torch (bool: True is forbidden; float: added) as one bias."""
+        masks = []
+        if key_padding_mask is not None:
+            masks.append(key_padding_mask[:, None, None])
+        if attn_mask is not None:
+            masks.append(attn_mask.unflatten(0, (-1, self.num_heads)) if attn_mask.dim() == 3 else attn_mask)
+        biases = [as_bias(~mask if mask.dtype == torch.bool else mask, x.dtype) for mask in masks]
+        return sum(biases) if biases else None
+
+
+class MixerMultiheadAttention(SelfAttentionCall):
+    """A FreeEnergyMixer that is called as nn.MultiheadAttention.
+
+    It knows padding, and causality from its configuration; a call whose mask says otherwise raises ValueError. The
+    attributes after `mixer` are those that nn.TransformerEncoder reads, and keep it from its fused kernel.
+    """
+
+    in_proj_weight = None
+    in_proj_bias = None
+    _qkv_same_embed_dim = False
+
+    def __init__(self, mixer: FreeEnergyMixer, batch_first: bool):
+        super().__init__()
+        self.mixer = mixer
+        self.batch_first = batch_first
+        self.embed_dim = mixer.config.n_embd
+        self.num_heads = mixer.config.n_head
+
+    def attend(self, x, key_padding_mask, attn_mask, is_causal, need_weights):
+        causal = is_causal or (attn_mask is not None and _is_causal(attn_mask))
+        if causal != self.mixer.config.causal or (attn_mask is not None and not causal):
+            asked = "a causal mask" if causal else "no mask" if attn_mask is None else "a mask that is not causal"
+            raise ValueError(
+                f"attn_mask must fit a mixer with causal={self.mixer.config.causal}, got {asked}; call "
+                "replace_attention(..., preserve=False, causal=...) as it will be used, or preserve=True for any mask."
+            )
+        return self.mixer(x, None if key_padding_mask is None else _kept(key_padding_mask)), None
+
+
+def _kept(mask: Tensor) -> Bool[Tensor, "..."]:
+    return ~mask if mask.dtype == torch.bool else mask == 0
+
+
+def _is_causal(attn_mask: Tensor) -> bool:
+    allowed = _kept(attn_mask)
+    return bool((allowed == torch.ones_like(allowed).tril()).all())
+
+
+def _prior(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Float[Tensor, "b h t t"]:
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
+    return (scores if bias is None else scores + bias).softmax(-1)

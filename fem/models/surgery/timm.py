@@ -1,0 +1,86 @@
+"""The attention of timm's ViT block, recognised by its parts: timm itself is not imported."""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fem.mixer import FreeEnergyMixer
+from fem.models.surgery.head import FreeEnergyHead, as_bias
+from fem.models.surgery.host import Refused, Site
+
+PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "norm", "proj", "proj_drop")
+
+
+def find(module: nn.Module, path: str, parent: nn.Module | None) -> BlockSite | None:
+    """The site that the attention `module` is; None if timm does not bring it. Raises Refused."""
+    if isinstance(module, (BlockAttention, MixerBlockAttention)):
+        return BlockSite(module, path, parent)
+    if not type(module).__module__.startswith("timm."):
+        return None
+    parts = [name for name, _ in module.named_children()]
+    if type(module).__name__ != "Attention" or sorted(parts) != sorted(PARTS):
+        raise Refused(f"its parts ({', '.join(parts)}) are not those of timm's plain ViT attention")
+    return BlockSite(module, path, parent)
+
+
+class BlockSite(Site):
+    @property
+    def weight(self) -> Tensor:
+        return self.module.qkv.weight
+
+    @property
+    def fields(self) -> dict:
+        host = self.module
+        sizes = {"n_embd": host.qkv.in_features, "n_head": host.num_heads, "dropout": host.attn_drop.p}
+        return sizes | {"causal": False, "use_rope": False}
+
+    @property
+    def widths(self) -> dict:
+        return {"fem_dim": self.module.proj.in_features, "qk_dim": self.module.proj.in_features}
+
+    def graft(self, head: FreeEnergyHead) -> nn.Module:
+        return BlockAttention(self.module, head)
+
+    def swap(self, mixer: FreeEnergyMixer) -> nn.Module:
+        return MixerBlockAttention(mixer, self.module.proj_drop)
+
+
+class BlockAttention(nn.Module):
+    """timm's attention whose heads read a free energy (Eq. 11), with the host's parts under the host's names.
+
+    attn_mask broadcasts to (B, H, T, T): True = attend, or added to the scores. Dropout falls on the mixed output.
+    """
+
+    def __init__(self, host: nn.Module, head: FreeEnergyHead):
+        super().__init__()
+        self.num_heads, self.scale = host.num_heads, host.scale
+        for name in PARTS:
+            setattr(self, name, getattr(host, name))
+        self.free_energy = head
+
+    def forward(
+        self, x: Float[Tensor, "b t d"], attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Float[Tensor, "b t d"]:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        bias = None if attn_mask is None else as_bias(attn_mask, x.dtype)
+        o = self.free_energy(x, self.q_norm(q), self.k_norm(k), v, bias, is_causal, self.scale)
+        return self.proj_drop(self.proj(self.norm(self.attn_drop(o.flatten(-2)))))
+
+
+class MixerBlockAttention(nn.Module):
+    """A FreeEnergyMixer that is called as timm's attention. It takes no mask: raises ValueError on one."""
+
+    def __init__(self, mixer: FreeEnergyMixer, proj_drop: nn.Module):
+        super().__init__()
+        self.mixer = mixer
+        self.proj_drop = proj_drop
+
+    def forward(
+        self, x: Float[Tensor, "b t d"], attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Float[Tensor, "b t d"]:
+        if attn_mask is not None or is_causal:
+            raise ValueError(
+                "attn_mask must be None for a mixer that sees the whole image, got one; use preserve=True."
+            )
+        return self.proj_drop(self.mixer(x))

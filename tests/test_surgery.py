@@ -1,0 +1,537 @@
+"""Attention replaced in a model that exists: what stays the same, what can be trained, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fem
+from fem import FreeEnergyMixer, replace_attention
+from fem.models.surgery.head import FreeEnergyHead
+
+transformers = pytest.importorskip("transformers", reason="hosts of transformers need the extra 'lm'")
+
+VOCABULARY = 61
+TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 60, "pad_token_id": 0}
+DECODER = {"num_attention_heads": 4, "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}
+GROUPED = TEXT | DECODER | {"num_key_value_heads": 2, "max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
+    "original_max_position_embeddings": 16,
+    "rope_theta": 1000.0,
+}
+DECODERS = {
+    "gpt2": ("GPT2", {**TEXT, "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64}),
+    "llama": ("Llama", GROUPED),
+    "llama3_rope": ("Llama", GROUPED | {"rope_parameters": LLAMA3}),
+    "yarn_rope": ("Llama", GROUPED | {"rope_parameters": YARN}),
+    "mistral": ("Mistral", GROUPED | {"sliding_window": 5}),
+    "qwen2": ("Qwen2", GROUPED),
+    "qwen3": ("Qwen3", GROUPED | {"head_dim": 12}),
+}
+PADDED = torch.ones(2, 11, dtype=torch.long)
+PADDED[0, :4] = 0
+
+
+def lively(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Every parameter away from its start, so that none can be lost unseen; in eval mode."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator).mul_(0.2))
+    return model.eval()
+
+
+def awake(model: nn.Module) -> nn.Module:
+    """Grafted heads that contribute: lambda and g far from their start."""
+    with torch.no_grad():
+        for head in model.modules():
+            if isinstance(head, FreeEnergyHead):
+                for parameter in head.parameters():
+                    parameter.copy_(torch.randn(parameter.shape).mul_(0.5))
+    return model
+
+
+def decoder(name: str) -> nn.Module:
+    family, sizes = DECODERS[name]
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    architecture = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    return lively(getattr(transformers, architecture)(config))
+
+
+def bert() -> nn.Module:
+    return lively(transformers.BertForMaskedLM(transformers.BertConfig(**TEXT, **DECODER, max_position_embeddings=64)))
+
+
+def vision(family: str) -> nn.Module:
+    config = getattr(transformers, f"{family}Config")(image_size=8, patch_size=4, num_channels=3, **DECODER)
+    return lively(getattr(transformers, f"{family}ForImageClassification")(config))
+
+
+def encoder(batch_first: bool = True) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=batch_first, dropout=0.0)
+    return lively(nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first))
+
+
+def tokens(batch: int = 2, time: int = 11) -> torch.Tensor:
+    return torch.randint(1, 59, (batch, time), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(params=list(DECODERS))
+def causal_model(request) -> nn.Module:
+    return decoder(request.param)
+
+
+def close(actual, expected, tolerance=1e-3):
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
+
+
+# --- preserve=True: the same function
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("mask", [None, PADDED], ids=["whole", "padded"])
+def test_replaced_decoder_computes_what_it_did(causal_model, mask, implementation):
+    causal_model.set_attn_implementation(implementation)
+    before = causal_model(tokens(), attention_mask=mask).logits
+    after = replace_attention(causal_model)(tokens(), attention_mask=mask).logits
+    kept = PADDED.bool() if mask is not None else slice(None)
+    assert not torch.equal(after, before)
+    close(after[kept], before[kept])
+
+
+@pytest.mark.parametrize("mask", [None, PADDED], ids=["whole", "padded"])
+def test_replaced_bert_computes_what_it_did(mask):
+    model = bert()
+    before = model(tokens(), attention_mask=mask).logits
+    close(replace_attention(model)(tokens(), attention_mask=mask).logits, before)
+
+
+@pytest.mark.parametrize("family", ["ViT", "DeiT"])
+def test_replaced_vision_model_computes_what_it_did(family):
+    model, pixels = vision(family), torch.randn(2, 3, 8, 8)
+    before = model(pixels).logits
+    close(replace_attention(model)(pixels).logits, before)
+
+
+def test_replaced_decoder_keeps_packed_documents_apart():
+    model = awake(replace_attention(decoder("llama")))
+    ids = tokens(1, 9)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    separate = torch.cat([model(ids[:, :4]).logits, model(ids[:, 4:]).logits], 1)
+    close(packed, separate, 1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mask", ["none", "padding", "causal", "both"])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_replaced_encoder_computes_what_it_did(training, mask, batch_first):
+    model = encoder(batch_first).train(training)
+    x = torch.randn(3, 7, 32)
+    padding = torch.arange(7) >= torch.tensor([[7], [4], [1]]) if mask in ("padding", "both") else None
+    options = {"src_key_padding_mask": padding}
+    if mask in ("causal", "both"):
+        options["mask"] = nn.Transformer.generate_square_subsequent_mask(7)
+    x_in = x if batch_first else x.transpose(0, 1)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = model(x_in, **options)
+        after = replace_attention(model)(x_in, **options)
+    kept = torch.ones(3, 7, dtype=torch.bool) if padding is None else ~padding
+    close(*((y if batch_first else y.transpose(0, 1))[kept] for y in (after, before)))
+
+
+@pytest.mark.parametrize("layers", [None, [1]])
+def test_fast_path_of_an_encoder_reads_the_free_energy_too(layers):
+    model = awake(replace_attention(encoder(), layers=layers))
+    x = torch.randn(2, 7, 32)
+    padding = torch.arange(7) >= torch.tensor([[7], [4]])
+    with torch.no_grad():
+        fast = model.eval()(x, src_key_padding_mask=padding)
+        slow = model.train()(x, src_key_padding_mask=padding)
+    close(fast[~padding], slow[~padding], 1e-5)
+
+
+def test_replaced_decoder_layer_keeps_its_cross_attention():
+    model = lively(nn.TransformerDecoderLayer(32, 4, 48, batch_first=True))
+    x, memory = torch.randn(2, 5, 32), torch.randn(2, 7, 32)
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+    before = model(x, memory, tgt_mask=causal, tgt_is_causal=True)
+    close(replace_attention(model)(x, memory, tgt_mask=causal, tgt_is_causal=True), before)
+    assert type(model.multihead_attn) is nn.MultiheadAttention
+    assert isinstance(model.self_attn.free_energy, FreeEnergyHead)
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("shape", [(2, 5, 32), (5, 32)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_replaced_multihead_attention_returns_output_and_weights(shape, average, bias):
+    model = lively(nn.MultiheadAttention(32, 4, batch_first=True, bias=bias))
+    x = torch.randn(shape)
+    options = {"average_attn_weights": average, "attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1)}
+    before = model(x, x, x, **options)
+    after = replace_attention(model)(x, x, x, **options)
+    close(after[0], before[0])
+    close(after[1], before[1], 1e-6)
+
+
+def test_mask_per_head_reaches_its_head():
+    model = lively(nn.MultiheadAttention(32, 4, batch_first=True))
+    x, mask = torch.randn(2, 5, 32), torch.randn(8, 5, 5)
+    before = model(x, x, x, attn_mask=mask, need_weights=False)[0]
+    close(replace_attention(model)(x, x, x, attn_mask=mask, need_weights=False)[0], before)
+
+
+class Attention(nn.Module):
+    """What timm's ViT block computes, in the parts that timm gives it."""
+
+    __module__ = "timm.layers.attention"
+
+    def __init__(self, gated: bool = False):
+        super().__init__()
+        self.num_heads, self.scale = 4, 8**-0.5
+        self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.q_norm, self.k_norm, self.norm = nn.LayerNorm(8), nn.LayerNorm(8), nn.LayerNorm(32)
+        self.attn_drop, self.proj_drop = nn.Dropout(0.0), nn.Dropout(0.0)
+        self.gate = nn.Linear(32, 32) if gated else None
+
+    def forward(self, x, attn_mask=None):
+        q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        scores = self.q_norm(q) @ self.k_norm(k).mT * self.scale
+        p = (scores if attn_mask is None else scores.masked_fill(~attn_mask, -torch.inf)).softmax(-1)
+        return self.proj(self.norm((p @ v).transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(5, 5, dtype=torch.bool).tril()], ids=["whole", "masked"])
+def test_replaced_timm_block_computes_what_it_did(mask):
+    block, x = lively(nn.Sequential(Attention())), torch.randn(2, 5, 32)
+    before, names = block[0](x, mask), set(block.state_dict())
+    replace_attention(block)
+    close(block[0](x, mask), before)
+    assert names <= set(block.state_dict())
+    assert replace_attention(nn.Sequential(Attention()), "linear", preserve=False)(x).shape == x.shape
+
+
+# --- the parameters: kept by name and identity, new ones trainable
+
+
+def test_host_keeps_its_parameters_and_their_names(causal_model):
+    before = dict(causal_model.named_parameters())
+    after = dict(replace_attention(causal_model).named_parameters())
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert all(".free_energy." in name for name in after.keys() - before.keys())
+
+
+@pytest.mark.parametrize("build", [lambda: decoder("llama"), bert, encoder], ids=["llama", "bert", "encoder"])
+def test_every_new_parameter_has_a_gradient(build):
+    model = replace_attention(build(), lambda_init=-2.0).train()
+    x = torch.randn(2, 5, 32) if isinstance(model, nn.TransformerEncoder) else tokens(2, 5)
+    out = model(x)
+    (out if torch.is_tensor(out) else out.logits).square().mean().backward()
+    new = {name: p for name, p in model.named_parameters() if ".free_energy." in name}
+    assert new
+    assert [name for name, p in new.items() if p.grad is None or not p.grad.any()] == []
+
+
+def test_lambda_starts_small_and_the_gate_at_one():
+    head = replace_attention(decoder("llama")).model.layers[0].self_attn.free_energy
+    lambda_, gate = head.gate.factors(torch.randn(2, 5, 32))
+    assert lambda_.max() < 1e-4
+    close(gate, torch.ones_like(gate), 1e-5)
+
+
+def test_switches_leave_parts_out():
+    head = replace_attention(decoder("gpt2"), use_temperature=False).transformer.h[0].attn.free_energy
+    assert head.beta is None
+    assert head.gate.inner is None
+    assert head.gate.outer is not None
+
+
+def test_new_parameters_take_dtype_and_mode_of_the_host():
+    model = replace_attention(decoder("llama").bfloat16().train())
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert all(module.training for module in model.modules())
+    assert model(tokens()).logits.isfinite().all()
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    model = awake(replace_attention(decoder("llama"))).train()
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.zero_grad()
+        model(tokens(), labels=tokens()).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for plain, checkpointed in zip(*gradients):
+        torch.testing.assert_close(checkpointed, plain)
+
+
+@pytest.mark.parametrize("layers, replaced", [([0], [0]), ([-1], [2]), ((2, 0), [0, 2])])
+def test_layers_selects_what_is_replaced(layers, replaced):
+    model = replace_attention(decoder("llama"), layers=layers)
+    assert [i for i, layer in enumerate(model.model.layers) if hasattr(layer.self_attn, "free_energy")] == replaced
+
+
+# --- generate, copies, files
+
+
+@pytest.mark.parametrize(
+    "cache, mask, beams", [("dynamic", PADDED, 1), ("dynamic", PADDED, 3), ("static", torch.ones_like(PADDED), 1)]
+)
+def test_generate_with_a_cache_equals_generate_without(causal_model, beams, cache, mask):
+    model = awake(replace_attention(causal_model))
+    options = {"max_new_tokens": 4, "do_sample": False, "num_beams": beams, "attention_mask": mask}
+    cached = model.generate(tokens(), cache_implementation=cache, disable_compile=True, **options)
+    torch.testing.assert_close(cached, model.generate(tokens(), use_cache=False, **options))
+
+
+@pytest.mark.parametrize("preserve, prior", [(True, "softmax"), (False, "gla")])
+@pytest.mark.parametrize(
+    "make_copy", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
+)
+@pytest.mark.parametrize("build", [lambda: decoder("gpt2"), encoder], ids=["gpt2", "encoder"])
+def test_copy_is_a_model_of_its_own(build, make_copy, preserve, prior):
+    model = awake(replace_attention(build(), prior, preserve=preserve))
+    x = torch.randn(2, 5, 32) if isinstance(model, nn.TransformerEncoder) else tokens(2, 5)
+    answer = lambda m: m(x) if isinstance(m, nn.TransformerEncoder) else m(x).logits  # noqa: E731
+    before = answer(model)
+    other = make_copy(model)
+    torch.testing.assert_close(answer(other), before)
+    lively(other, seed=3)
+    torch.testing.assert_close(answer(model), before)
+
+
+@pytest.mark.parametrize("preserve, prior", [(True, "softmax"), (False, "mamba")])
+def test_saved_model_loads_into_a_fresh_host(preserve, prior):
+    model = awake(replace_attention(decoder("qwen3"), prior, preserve=preserve))
+    other = replace_attention(type(model)(copy.deepcopy(model.config)), prior, preserve=preserve).eval()
+    assert not other.load_state_dict(model.state_dict()).missing_keys
+    torch.testing.assert_close(other(tokens()).logits, model(tokens()).logits)
+
+
+@pytest.mark.parametrize(
+    "calls", [[{}], [{"layers": [2], "beta_max_init": 0.5}, {"layers": [0], "use_outer_gate": False}]]
+)
+def test_save_pretrained_comes_back_by_load_replaced(tmp_path, calls):
+    model = decoder("llama")
+    for call in calls:
+        replace_attention(model, **call)
+    awake(model).save_pretrained(tmp_path)
+    other = fem.models.load_replaced(tmp_path)
+    assert type(other) is type(model)
+    torch.testing.assert_close(other(tokens()).logits, model(tokens()).logits)
+    other.save_pretrained(tmp_path / "again")
+    torch.testing.assert_close(fem.models.load_replaced(tmp_path / "again")(tokens()).logits, model(tokens()).logits)
+
+
+def test_fresh_mixers_come_back_by_load_replaced(tmp_path):
+    model = replace_attention(vision("ViT"), "linear", preserve=False, use_conv=False)
+    model.save_pretrained(tmp_path)
+    pixels = torch.randn(2, 3, 8, 8)
+    other = fem.models.load_replaced(tmp_path, dtype=torch.float64)
+    close(other(pixels.double()).logits.float(), model(pixels).logits, 1e-5)
+
+
+def test_load_replaced_wants_a_replaced_model(tmp_path):
+    decoder("gpt2").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="from_pretrained"):
+        fem.models.load_replaced(tmp_path)
+
+
+# --- preserve=False: fresh mixers
+
+
+@pytest.mark.parametrize("prior", ["softmax", "gla", "rnn_softmax", "mamba"])
+@pytest.mark.parametrize("host", ["gpt2", "mistral"])
+def test_fresh_mixers_generate_with_the_cache_of_the_host(host, prior):
+    model = lively(replace_attention(decoder(host), prior, preserve=False))
+    for beams in (1, 2):
+        options = {"max_new_tokens": 4, "do_sample": False, "num_beams": beams, "attention_mask": PADDED}
+        torch.testing.assert_close(
+            model.generate(tokens(), **options), model.generate(tokens(), use_cache=False, **options)
+        )
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("prior", ["softmax", "gla", "mamba"])
+def test_fresh_mixers_see_padding_and_documents_in_the_mask_of_the_host(prior, implementation):
+    model = lively(replace_attention(decoder("llama"), prior, preserve=False))
+    model.set_attn_implementation(implementation)
+    ids = tokens(2, 11)
+    positions = (PADDED.cumsum(1) - 1).clamp_min(0)
+    padded = model(ids, attention_mask=PADDED, position_ids=positions).logits
+    close(padded[:1, 4:], model(ids[:1, 4:]).logits, 1e-5)
+    close(padded[1:], model(ids[1:]).logits, 1e-5)
+    restarts = torch.cat([torch.arange(4), torch.arange(7)])[None]
+    packed = model(ids[:1], position_ids=restarts, use_cache=False).logits
+    close(packed, torch.cat([model(ids[:1, :4]).logits, model(ids[:1, 4:]).logits], 1), 1e-5)
+
+
+def test_fresh_mixers_continue_the_last_of_packed_documents():
+    model = lively(replace_attention(decoder("llama"), "gla", preserve=False))
+    ids, document = tokens(1, 9), torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, 1])
+    mask = ((document[:, None] == document) & torch.ones(9, 9, dtype=torch.bool).tril())[None, None]
+    prefill = model(ids[:, :7], attention_mask=mask[..., :7, :7], use_cache=True)
+    further = model(ids[:, 7:], attention_mask=mask[..., 7:, :], past_key_values=prefill.past_key_values)
+    close(further.logits, model(ids[:, 3:]).logits[:, 4:], 1e-5)
+
+
+@pytest.mark.parametrize("prior", ["softmax", "gla", "mamba"])
+def test_fresh_mixers_of_an_encoder_ignore_padding(prior):
+    model = lively(replace_attention(bert(), prior, preserve=False))
+    ids, padding = tokens(1, 7), torch.tensor([[1, 1, 1, 1, 0, 0, 0]])
+    close(model(ids, attention_mask=padding).logits[:, :4], model(ids[:, :4]).logits, 1e-5)
+    first = model(ids).logits[:, 0]
+    assert not torch.allclose(first, model(ids[:, :6]).logits[:, 0], atol=1e-4)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_fresh_mixers_in_torch_encoders_ignore_padding(training):
+    model = lively(replace_attention(encoder(), "gla", preserve=False)).train(training)
+    x, padding = torch.randn(1, 7, 32), torch.tensor([[False, False, False, False, True, True, True]])
+    close(model(x, src_key_padding_mask=padding)[:, :4], model(x[:, :4]), 1e-5)
+
+
+def test_fresh_mixers_match_the_parameters_of_plain_attention():
+    model = replace_attention(decoder("gpt2"), "gla", preserve=False, use_conv=False)
+    mixers = [m for m in model.modules() if isinstance(m, FreeEnergyMixer)]
+    assert len(mixers) == 3
+    assert all(mixer.parameter_report()["ratio"] == pytest.approx(1, abs=0.1) for mixer in mixers)
+
+
+def test_bert_with_fresh_mixers_projects_its_output_once():
+    model = replace_attention(bert(), "linear", preserve=False)
+    assert not list(model.bert.encoder.layer[0].attention.output.dense.parameters())
+
+
+def test_causal_mixer_in_a_torch_decoder_follows_its_mask():
+    model = lively(nn.TransformerDecoderLayer(32, 4, 48, batch_first=True))
+    replace_attention(model, "gla", preserve=False, causal=True)
+    x, memory = torch.randn(1, 5, 32), torch.randn(1, 3, 32)
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    y = model(x, memory, tgt_mask=mask)
+    torch.testing.assert_close(model(x, memory, tgt_mask=mask, tgt_is_causal=True), y)
+    torch.testing.assert_close(model(x[:, :3], memory, tgt_mask=mask[:3, :3]), y[:, :3])
+    with pytest.raises(ValueError, match="no mask"):
+        model(x, memory)
+    with pytest.raises(ValueError, match="not causal"):
+        model(x, memory, tgt_mask=torch.randn(5, 5))
+
+
+def test_multihead_attention_alone_comes_back_as_a_mixer():
+    mixer = replace_attention(nn.MultiheadAttention(32, 4, batch_first=True), "linear", preserve=False)
+    x = torch.randn(2, 5, 32)
+    y, weights = mixer(x, x, x)
+    assert y.shape == x.shape
+    assert weights is None
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    "build, name",
+    [
+        (lambda: nn.Linear(3, 3), "Linear"),
+        (lambda: nn.MultiheadAttention(32, 4, kdim=16, vdim=16), "MultiheadAttention.*kdim"),
+        (lambda: nn.MultiheadAttention(32, 4, add_bias_kv=True), "add_bias_kv"),
+        (lambda: transformers.T5Model(transformers.T5Config(d_model=32, num_layers=1, num_heads=2)), "T5Attention"),
+        (lambda: decoder_of("GptOss"), "GptOssAttention"),
+        (lambda: decoder_of("Gemma2", head_dim=8), "Gemma2Attention.*softcap"),
+        (lambda: cross_attention_alone(), "cross-attention"),
+        (lambda: nn.Sequential(Attention(gated=True)), "gate"),
+    ],
+    ids=["nothing", "kdim", "bias_kv", "t5", "sinks", "softcap", "cross", "timm"],
+)
+@pytest.mark.parametrize("preserve", [True, False])
+def test_what_cannot_be_replaced_is_refused_by_name(build, name, preserve):
+    with pytest.raises(ValueError, match=name):
+        replace_attention(build(), preserve=preserve)
+
+
+def decoder_of(family: str, **fields) -> nn.Module:
+    config = getattr(transformers, f"{family}Config")(**GROUPED | {"num_hidden_layers": 1} | fields)
+    return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+def cross_attention_alone() -> nn.Module:
+    config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=1, add_cross_attention=True)
+    return transformers.GPT2Model(config).h[0].crossattention
+
+
+def test_unknown_attention_beside_known_needs_layers():
+    class OddAttention(nn.Module):
+        pass
+
+    model = nn.ModuleDict({"odd": OddAttention(), "plain": encoder()})
+    with pytest.raises(ValueError, match=r"odd \(OddAttention\)"):
+        replace_attention(model)
+    replace_attention(model, layers=[0])
+    assert isinstance(model["plain"].layers[0].self_attn.free_energy, FreeEnergyHead)
+
+
+def test_cross_attention_is_refused_at_its_call():
+    model = replace_attention(nn.MultiheadAttention(32, 4, batch_first=True))
+    x, memory = torch.randn(1, 3, 32), torch.randn(1, 5, 32)
+    with pytest.raises(ValueError, match="one tensor"):
+        model(x, memory, memory)
+
+
+def test_mask_of_a_flash_kernel_is_refused():
+    attention = replace_attention(decoder("llama")).model.layers[0].self_attn
+    x, angle = torch.randn(2, 11, 32), torch.zeros(1, 11, 8)
+    with pytest.raises(ValueError, match="set_attn_implementation"):
+        attention(x, position_embeddings=(angle.cos(), angle.sin()), attention_mask=PADDED)
+
+
+@pytest.mark.parametrize(
+    "fields, name",
+    [
+        ({"prior_type": "gla"}, "preserve=False"),
+        ({"fem_dim": 16}, "fem_dim"),
+        ({"causal": False}, "causal"),
+        ({"use_conv": True}, "use_conv"),
+        ({"use_temperature": False, "use_lse": True}, "use_temperature"),
+        ({"layers": [3]}, "layers.*below 3"),
+        ({"layers": [True]}, "layers"),
+    ],
+)
+def test_what_would_not_preserve_is_refused_and_changes_nothing(fields, name):
+    model = decoder("gpt2")
+    with pytest.raises(ValueError, match=name):
+        replace_attention(model, **fields)
+    assert not any(isinstance(module, FreeEnergyHead) for module in model.modules())
+    assert not hasattr(model.config, "free_energy_mixer")
+
+
+def test_unknown_field_is_a_type_error():
+    with pytest.raises(TypeError, match="lambda_init"):
+        replace_attention(decoder("gpt2"), lamda_init=1.0)
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_a_second_replacement_of_a_layer_is_refused(preserve):
+    model = replace_attention(decoder("gpt2"), preserve=preserve, layers=[1])
+    with pytest.raises(ValueError, match="before"):
+        replace_attention(model, layers=[1])
+    replace_attention(model, layers=[0, 2])
+
+
+def test_static_cache_is_refused_by_fresh_mixers():
+    model = replace_attention(decoder("llama"), "gla", preserve=False)
+    with pytest.raises(ValueError, match="DynamicCache"):
+        model.generate(tokens(), max_new_tokens=2, cache_implementation="static", disable_compile=True)
+
+
+def test_import_of_fem_leaves_transformers_alone():
+    code = "import sys, fem; from fem import *; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
