@@ -1,0 +1,149 @@
+"""`fem mad`: a sweep over tasks, mixers and seeds that ends in Table 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fem.experiments.mad.host import INITIALISATIONS
+from fem.experiments.mad.mixers import canonical
+from fem.experiments.mad.settings import PROFILES, Profile
+from fem.experiments.mad.sweep import finished, sweep
+from fem.experiments.mad.table import SCORES, readable, table1
+from fem.experiments.mad.tasks import TASKS
+from fem.experiments.mad.training import Job
+from fem.experiments.options import recipe_options
+from fem.experiments.recipe import open_run, option, progress
+from fem.experiments.report import show_table, write_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class MADRecipe:
+    """What a sweep compares. Lists are written with commas."""
+
+    profile: str = option("laptop", f"Settings, sizes and training: {' or '.join(PROFILES)}.")
+    mixers: str = option("softmax,fem-sm", "Priors with parts, such as softmax, softmax+CL, gla+CLTG, fem-mamba.")
+    tasks: str = option("all", f"Some of {', '.join(TASKS)}.")
+    initialisations: str = option(
+        "normal", f"How linear maps start, for all mixers alike: {', '.join(INITIALISATIONS)}."
+    )
+    learning_rates: str | None = option(None, "Learning rates to choose from, instead of the profile's.")
+    weight_decays: str | None = option(None, "Weight decays to choose from, instead of the profile's.")
+    seeds: int = option(3, "How many seeds; each draws its own data and weights.")
+    seed: int = option(0, "First seed.")
+
+    def __post_init__(self):
+        _known("profile", [self.profile], PROFILES)
+        _known("tasks", self.task_names, TASKS)
+        _known("initialisations", _listed(self.initialisations), INITIALISATIONS)
+        if self.seeds < 1 or self.seed < 0:
+            raise ValueError(f"seeds must be positive and seed not negative, got {self.seeds} and {self.seed}.")
+        self.jobs()
+
+    @property
+    def task_names(self) -> list[str]:
+        return list(TASKS) if self.tasks == "all" else _listed(self.tasks)
+
+    def command_line(self) -> str:
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return " ".join(["fem mad", *(f"--{name.replace('_', '-')} {value}" for name, value in given.items())])
+
+    @property
+    def fixed(self) -> Profile:
+        """The profile, with the learning rates and weight decays that were given."""
+        given = {name: getattr(self, name) for name in ("learning_rates", "weight_decays") if getattr(self, name)}
+        return replace(PROFILES[self.profile], **{name: _numbers(name, text) for name, text in given.items()})
+
+    def jobs(self) -> list[Job]:
+        """All runs, seed after seed, so that a stopped sweep has whole rows of the first seeds."""
+        profile = self.fixed
+        mixers = dict.fromkeys(canonical(name) for name in _listed(self.mixers))
+        if not mixers:
+            raise ValueError("mixers must name at least one mixer, got an empty list.")
+        return [
+            Job(
+                mixer=mixer,
+                setting=setting,
+                initialisation=initialisation,
+                learning_rate=learning_rate,
+                weight_decay=weight_decay,
+                seed=seed,
+                training=profile.training,
+            )
+            for seed, setting, initialisation, mixer, learning_rate, weight_decay in product(
+                range(self.seed, self.seed + self.seeds),
+                (setting for setting in profile.settings if setting.task in self.task_names),
+                dict.fromkeys(_listed(self.initialisations)),
+                mixers,
+                profile.learning_rates,
+                profile.weight_decays,
+            )
+        ]
+
+
+def _listed(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _known(name: str, given: Sequence[str], known) -> None:
+    unknown = [value for value in given if value not in known]
+    if unknown or not given:
+        raise ValueError(f"{name} must be from {', '.join(known)}; got {', '.join(map(repr, unknown)) or 'none'}.")
+
+
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(dict.fromkeys(float(value) for value in _listed(text)))
+    except ValueError:
+        raise ValueError(f"{name} must be numbers with commas between them, got {text!r}.") from None
+
+
+def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
+    """Run what `output`/runs does not have yet, then write table and plots; returns what results.json holds."""
+    from fem.experiments.mad import picture
+    from fem.experiments.mad.report import summary, write_report
+
+    jobs = recipe.jobs()
+    done = finished(jobs, output / "runs")
+    missing = [job for job in jobs if job.key not in done]
+    with progress() as bars:
+        bar = bars.add_task("MAD", total=len(jobs), completed=len(done))
+        for record in sweep(missing, output / "runs", workers):
+            job = record["job"]
+            shown = f"MAD: {job['mixer']}, {job['setting']['task']}, seed {job['seed']}"
+            bars.update(bar, advance=1, description=f"{shown}: {record['curve'][-1]['micro']:.1%}")
+    records = list(finished(jobs, output / "runs").values())
+    profile = recipe.fixed
+    table = table1(records, profile.score)
+    with open_run(output, "mad", recipe) as under_way:
+        folder = under_way.folder
+        for record in records:
+            job = {name: record["job"][name] for name in ("mixer", "initialisation", "learning_rate", "seed")}
+            for point in record["curve"]:
+                under_way.log(experiment="mad", task=record["job"]["setting"]["task"], **job, **point)
+        write_table(folder, "table", table)
+        picture.curves(folder / "curves.png", records)
+        picture.scores(folder / "scores.png", records, profile.score)
+        write_report(folder / "report.md", records, profile, recipe.command_line())
+        results = under_way.finish({"mad": summary(records)})
+    measured = [row for row in table if row["seeds"]]
+    show_table(f"MAD, {recipe.profile} profile: {SCORES[profile.score]}, percent (Table 1)", readable(measured))
+    return results
+
+
+@recipe_options(MADRecipe())
+def command(
+    changes: dict,
+    output: Annotated[Path | None, typer.Option(help="Folder of the sweep; default: runs/mad-PROFILE.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Runs at a time; default: one per core, or four per GPU.")] = None,
+):
+    """Table 1: six synthetic tasks that probe a mixer (MAD). A stopped sweep goes on where it was."""
+    recipe = replace(MADRecipe(), **changes)
+    output = output or Path(f"runs/mad-{recipe.profile}")
+    run(recipe, output, workers)
+    typer.echo(f"written to {output}: report.md, results.json, table and plots")

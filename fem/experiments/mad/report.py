@@ -1,0 +1,88 @@
+"""The report of a sweep: every score of every mixer, as numbers and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean
+
+from fem.experiments.mad.settings import PROFILES, Profile
+from fem.experiments.mad.table import SCORES, average, by_row, readable, steps_table, table1, task_scores
+from fem.experiments.recipe import hardware, now, versions
+from fem.experiments.report import markdown_table
+
+
+def summary(records: Sequence[dict]) -> dict:
+    """Every score of every mixer and task, by initialisation: a figure per seed, and their means."""
+    found: dict = {}
+    for (mixer, initialisation), own in by_row(records).items():
+        found.setdefault(initialisation, {})[mixer] = {
+            "parameters": own[0]["parameters"],
+            "seconds": round(sum(record["seconds"] for record in own), 1),
+            **{score: _by_task(own, score) for score in SCORES},
+        }
+    return found
+
+
+def _by_task(records: Sequence[dict], score: str) -> dict[str, dict]:
+    tasks = task_scores(records, score)
+    overall = average(tasks)
+    return {
+        task: {"mean": mean(seeds), "seeds": seeds}
+        for task, seeds in (tasks | ({"average": overall} if overall else {})).items()
+    }
+
+
+def write_report(path: Path, records: Sequence[dict], profile: Profile, command: str) -> None:
+    """The tables and plots of a sweep as a Markdown page: Table 1 in full, then the other scores of what was run."""
+    titles = {profile.score: SCORES[profile.score]} | SCORES
+    tables = {score: table1(records, score) for score in titles}
+    parts = [
+        f"## {title[0].upper()}{title[1:]}\n\n{markdown_table(readable(_shown(tables[score], score == profile.score)))}"
+        for score, title in titles.items()
+    ]
+    path.write_text(
+        PAGE.format(
+            tables="\n".join(parts),
+            steps=markdown_table(steps_table(records)),
+            sizes="" if profile == PROFILES["paper"] else SMALL,
+            command=command,
+            training=", ".join(f"{name} {value}" for name, value in asdict(profile.training).items()),
+            rates=", ".join(map("{:g}".format, profile.learning_rates)),
+            decays=", ".join(map("{:g}".format, profile.weight_decays)),
+            date=now(),
+            processor=", ".join([hardware()["processor"], *hardware()["gpus"]]),
+            versions=", ".join(f"{name} {found}" for name, found in versions().items()),
+        ),
+        encoding="utf-8",
+    )
+
+
+def _shown(table: list[dict], whole: bool) -> list[dict]:
+    return table if whole else [row for row in table if row["seeds"]]
+
+
+SMALL = "Sizes are a laptop's, so figures compare with each other and not with the paper's.\n"
+PAGE = """# MAD: six synthetic tasks
+
+Percent of the scored tokens of new sequences, mean over seeds; sd: of the average, over seeds. In brackets Table 1's
+figure, whose heads, widths and learning rates are not published. Blank: not run. In every task all models have the same
+parameters, the SwiGLU paying for what a mixer adds, and all linear maps start by the same rule.
+{sizes}
+{tables}
+## Steps to 90 %
+
+In the first setting of each task, a figure per seed, "-" where it was not reached.
+
+{steps}
+![accuracy over steps](curves.png)
+
+![scores by mixer and task](scores.png)
+
+## How this was made
+
+`{command}` on {date}, {processor}; {versions}.
+Learning rates {rates}, weight decays {decays}, constant after the warm-up; {training}.
+The lowest perplexity is that of the test set, as in MAD.
+"""

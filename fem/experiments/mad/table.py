@@ -1,0 +1,180 @@
+"""What a sweep adds up to: scores by mixer and task, and Table 1 with the paper's figures beside ours."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from statistics import mean, stdev
+
+from fem.experiments.mad.mixers import canonical
+from fem.experiments.mad.training import Point
+
+COLUMNS = {
+    "compression": "Compress",
+    "fuzzy-in-context-recall": "Fuzzy",
+    "in-context-recall": "In-Ctx",
+    "memorization": "Memorize",
+    "noisy-in-context-recall": "Noisy",
+    "selective-copying": "Copy",
+}
+PAPER: tuple[tuple[str, str | None, tuple[float, ...]], ...] = (
+    ("Hyena", None, (44.8, 14.4, 99.0, 89.4, 98.6, 93.0, 73.2)),
+    ("DeltaNet", None, (42.2, 35.7, 99.9, 52.8, 99.9, 99.9, 71.7)),
+    ("LinAttn", "linear", (33.1, 8.2, 91.0, 74.9, 75.6, 93.1, 62.6)),
+    ("Mamba2", None, (43.6, 21.1, 96.4, 86.9, 96.7, 93.3, 73.0)),
+    ("GatedDeltaNet", None, (45.0, 29.8, 99.9, 80.2, 99.9, 94.3, 74.9)),
+    ("DiffTrans", None, (42.9, 39.0, 99.9, 83.7, 97.1, 95.8, 76.4)),
+    ("FEM-SM(-G,T,L,C) (softmax attention)", "softmax", (44.3, 24.5, 99.9, 85.7, 98.5, 95.1, 74.7)),
+    ("FEM-SM(-G,T,L) (+C)", "softmax+C", (45.0, 31.4, 99.9, 85.5, 99.9, 96.3, 76.3)),
+    ("FEM-SM(-G,T) (+C,L)", "softmax+CL", (50.3, 39.0, 99.9, 85.4, 99.9, 98.0, 78.8)),
+    ("FEM-SM(-G) (+C,L,T)", "softmax+CLT", (52.3, 39.1, 99.9, 85.8, 99.9, 99.4, 79.4)),
+    ("FEM-SM", "softmax+CLTG", (53.1, 43.1, 99.9, 85.9, 99.9, 99.3, 80.2)),
+    ("FEM-SM(-C,G,T) (+L: LASER)", "softmax+L", (49.5, 26.3, 99.9, 85.7, 97.5, 97.5, 76.1)),
+    ("FEM-SM(-C,G) (+L,T)", "softmax+LT", (50.7, 32.8, 99.9, 85.7, 98.0, 97.6, 77.5)),
+    ("FEM-SM(-C) (+L,T,G)", "softmax+LTG", (51.2, 35.4, 99.9, 85.9, 98.5, 99.0, 78.3)),
+    ("FEM-GLA(-G,T,L,C) (GLA)", "gla", (40.2, 8.5, 91.3, 81.3, 86.8, 76.8, 64.2)),
+    ("FEM-GLA(-G,T,L) (GLA+C)", "gla+C", (47.1, 9.4, 91.7, 83.4, 92.5, 88.5, 68.8)),
+    ("FEM-GLA(-G,T) (GLA+C,L)", "gla+CL", (51.2, 12.4, 92.2, 85.1, 92.4, 89.2, 70.4)),
+    ("FEM-GLA(-G) (GLA+C,L,T)", "gla+CLT", (51.9, 13.2, 97.1, 86.1, 93.5, 91.4, 72.2)),
+    ("FEM-GLA", "gla+CLTG", (53.0, 19.1, 99.9, 86.3, 99.9, 99.0, 74.9)),
+    ("FEM-MAMBA(-G,T,L,C) (Mamba)", "mamba", (52.7, 6.7, 90.4, 89.5, 90.1, 86.3, 69.3)),
+    ("FEM-MAMBA(-p_t norm)", "mamba+CLTG-norm", (50.5, 12.8, 93.4, 88.9, 86.3, 92.2, 70.7)),
+    ("FEM-MAMBA", "mamba+CLTG", (51.1, 16.8, 90.7, 89.7, 92.7, 97.0, 73.0)),
+    ("FEM-AFT(-G,T,L,C) (AFT)", "aft", (50.5, 9.15, 63.0, 31.1, 69.2, 90.1, 52.2)),
+    ("FEM-AFT", "aft+CLTG", (55.5, 9.78, 90.3, 80.1, 90.2, 93.4, 69.9)),
+)
+TABLE1 = tuple((label, name and canonical(name), figures) for label, name, figures in PAPER)
+
+Curve = Sequence[Point]
+
+
+def best(curve: Curve) -> Point:
+    """The test with the lowest perplexity, whose score MAD reports: a choice that looks at the test set."""
+    return min(curve, key=lambda point: point["test_loss"] if math.isfinite(point["test_loss"]) else math.inf)
+
+
+SCORES = {
+    "mad": "accuracy at the test of lowest perplexity",
+    "mad_macro": "accuracy at the test of lowest perplexity, mean over classes",
+    "final": "accuracy after the last step",
+    "final_macro": "accuracy after the last step, mean over classes",
+    "mean": "accuracy, mean over the evenly spaced tests",
+}
+MEASURES: dict[str, Callable[[Curve], float]] = {
+    "mad": lambda curve: best(curve)["micro"],
+    "mad_macro": lambda curve: best(curve)["macro"],
+    "final": lambda curve: curve[-1]["micro"],
+    "final_macro": lambda curve: curve[-1]["macro"],
+    "mean": lambda curve: mean(point["micro"] for point in curve),
+}
+
+
+def steps_to(level: float, curve: Curve) -> int | None:
+    """The first tested step at which the accuracy reaches `level`."""
+    return next((point["step"] for point in curve if point["micro"] >= level), None)
+
+
+Row = tuple[str, str]  # a mixer and an initialisation
+
+
+def by_row(records: Iterable[dict]) -> dict[Row, list[dict]]:
+    rows = defaultdict(list)
+    for record in records:
+        rows[record["job"]["mixer"], record["job"]["initialisation"]].append(record)
+    return dict(rows)
+
+
+def task_scores(records: Iterable[dict], score: str) -> dict[str, list[float]]:
+    """One mixer's score in every task it ran, a figure per seed in the order of the seeds.
+
+    Best over learning rates and weight decays in every setting, then the mean over the task's settings.
+    """
+    measure = MEASURES[score]
+    found: dict[str, dict[int, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for record in records:
+        job = record["job"]
+        of_seed = found[job["setting"]["task"]][job["seed"]]
+        of_seed[str(job["setting"])].append(measure(record["curve"]))
+    return {
+        task: [mean(max(grid) for grid in settings.values()) for _, settings in sorted(seeds.items())]
+        for task, seeds in found.items()
+    }
+
+
+def average(tasks: dict[str, list[float]]) -> list[float] | None:
+    """Each seed's mean over the six tasks; None where a task was not run."""
+    return [mean(seed) for seed in zip(*(tasks[task] for task in COLUMNS))] if tasks.keys() >= COLUMNS.keys() else None
+
+
+def table1(records: Iterable[dict], score: str) -> list[dict]:
+    """Table 1 in percent: our mean over seeds, and the paper's figure in the column "paper" after it; blank: not run.
+
+    Mixers that the paper has no row for come last. With several initialisations every mixer has a row for each.
+    """
+    found = by_row(records)
+    initialisations = sorted({initialisation for _, initialisation in found})
+    published = {name for _, name, _ in TABLE1}
+    others = dict.fromkeys(mixer for mixer, _ in found if mixer not in published)
+    rows = [*TABLE1, *((mixer, mixer, (None,) * 7) for mixer in others)]
+    table = []
+    for label, mixer, figures in rows:
+        own = [initialisation for initialisation in initialisations if (mixer, initialisation) in found]
+        if not own:
+            table.append(_row(label, figures, [], score))
+        for initialisation in own:
+            name = f"{label}, {initialisation} init" if len(initialisations) > 1 else label
+            table.append(_row(name, figures, found[mixer, initialisation], score))
+    return table
+
+
+def _row(label: str, figures: Sequence[float | None], records: list[dict], score: str) -> dict:
+    tasks = task_scores(records, score)
+    row: dict = {"model": label}
+    columns = [*((title, tasks.get(task)) for task, title in COLUMNS.items()), ("Avg", average(tasks))]
+    for (title, ours), paper in zip(columns, figures):
+        row |= {title: 100 * mean(ours) if ours else None, f"{title}, paper": paper}
+    overall = average(tasks)
+    row["Avg, sd over seeds"] = 100 * stdev(overall) if overall and len(overall) > 1 else None
+    row["seeds"] = max(map(len, tasks.values()), default=None)
+    return row
+
+
+def readable(table: Iterable[dict]) -> list[dict]:
+    """`table1` for a page: one column a task, "ours (the paper's)", each with one decimal."""
+    titles = [*COLUMNS.values(), "Avg"]
+    return [
+        {"model": row["model"]}
+        | {
+            title: f"{_decimal(row[title])} ({_decimal(row[f'{title}, paper'])})".removesuffix("()").strip()
+            for title in titles
+        }
+        | {"sd": _decimal(row["Avg, sd over seeds"]), "seeds": row["seeds"]}
+        for row in table
+    ]
+
+
+def _decimal(figure: float | None) -> str:
+    return "" if figure is None else f"{figure:.1f}"
+
+
+def baseline_runs(records: Iterable[dict], task: str) -> list[dict]:
+    """One mixer's runs in the task's first setting, one per seed: the best of the grid by its mean accuracy."""
+    own = [record for record in records if record["job"]["setting"]["task"] == task]
+    seeds = defaultdict(list)
+    for record in own:
+        if record["job"]["setting"] == own[0]["job"]["setting"]:
+            seeds[record["job"]["seed"]].append(record)
+    return [max(grid, key=lambda record: MEASURES["mean"](record["curve"])) for _, grid in sorted(seeds.items())]
+
+
+def steps_table(records: Iterable[dict], level: float = 0.9) -> list[dict]:
+    """Steps until the accuracy in a task's first setting reaches `level`, a figure per seed, "-" where it does not."""
+    rows = []
+    for (mixer, initialisation), own in by_row(records).items():
+        row: dict = {"mixer": mixer, "init": initialisation}
+        for task, title in COLUMNS.items():
+            steps = [steps_to(level, record["curve"]) for record in baseline_runs(own, task)]
+            row[title] = " ".join(str(step or "-") for step in steps) or None
+        rows.append(row)
+    return rows

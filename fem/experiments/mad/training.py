@@ -1,0 +1,120 @@
+"""One run: a mixer in its host, trained on one setting of a task and tested at evenly spaced steps."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from fem.experiments.mad.host import build_host
+from fem.experiments.mad.settings import Setting, Training
+from fem.experiments.mad.tasks import IGNORED, build, generate
+
+Point = dict[str, int | float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything that decides what a run finds."""
+
+    mixer: str
+    setting: Setting
+    initialisation: str
+    learning_rate: float
+    weight_decay: float
+    seed: int
+    training: Training
+
+    @property
+    def key(self) -> str:
+        """A file name of its own for every job: other values, other name."""
+        digest = hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=6).hexdigest()
+        return f"{self.setting.task}-{self.mixer}-seed{self.seed}-{digest}"
+
+
+def train(job: Job, device: torch.device) -> tuple[list[Point], int]:
+    """Run the job; returns its tests, {"step", "train_loss", "test_loss", "micro", "macro"}, and the model's size.
+
+    AdamW with decay on every parameter, and cross-entropy over the scored tokens, at a constant learning rate after
+    the warm-up: MAD's cosine schedule never came into effect.
+    """
+    setting, training = job.setting, job.training
+    data = Data.of(setting, training, job.seed, device)
+    vocab_size = build(setting.task, setting.settings).vocab_size
+    with torch.random.fork_rng():
+        torch.manual_seed(job.seed)
+        model = build_host(setting.task, vocab_size, job.mixer, training, job.initialisation).to(device)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=job.weight_decay, fused=True)
+    rise = max(1, round(training.warmup * setting.steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / rise))
+    batches = data.batches(training.batch, job.seed)
+    checkpoints = {round(setting.steps * part / training.checkpoints) for part in range(1, training.checkpoints + 1)}
+    curve: list[Point] = []
+    for step in range(1, setting.steps + 1):
+        inputs, targets = next(batches)
+        with torch.autocast(device.type, torch.bfloat16, enabled=training.bfloat16):
+            logits = model(inputs)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        schedule.step()
+        if step in checkpoints:
+            curve.append({"step": step, "train_loss": loss.item(), **evaluate(model, data, training)})
+    return curve, sum(parameter.numel() for parameter in model.parameters())
+
+
+@dataclass(frozen=True)
+class Data:
+    """Inputs and targets of both splits, on the device."""
+
+    inputs: Int[Tensor, "n t"]
+    targets: Int[Tensor, "n t"]
+    test_inputs: Int[Tensor, "m t"]
+    test_targets: Int[Tensor, "m t"]
+
+    @classmethod
+    def of(cls, setting: Setting, training: Training, seed: int, device: torch.device) -> Data:
+        sizes = {"train": setting.train_examples, "test": training.test_examples}
+        drawn = (generate(setting.task, n, seed, split, **setting.settings) for split, n in sizes.items())
+        return cls(*(torch.from_numpy(array).to(device) for pair in drawn for array in pair))
+
+    def batches(self, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Epoch after epoch, each in an order of its own; the last batch of an epoch may be smaller."""
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            for rows in torch.randperm(len(self.inputs), generator=generator).split(size):
+                yield self.inputs[rows.to(self.inputs.device)], self.targets[rows.to(self.inputs.device)]
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: Data, training: Training) -> Point:
+    """The model's test results over all scored tokens at once; `accuracies` says which."""
+    found = []
+    for inputs, targets in zip(data.test_inputs.split(training.batch), data.test_targets.split(training.batch)):
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=training.bfloat16):
+            logits = model(inputs).float()
+        scored = targets != IGNORED
+        losses = F.cross_entropy(logits[scored], targets[scored], reduction="none")
+        found.append((losses, logits[scored].argmax(-1), targets[scored]))
+    losses, predictions, targets = (torch.cat(parts) for parts in zip(*found))
+    return {"test_loss": losses.mean().item(), **accuracies(predictions, targets)}
+
+
+def accuracies(predictions: Int[Tensor, " n"], targets: Int[Tensor, " n"]) -> dict[str, float]:
+    """micro: the share of targets that are predicted. macro: that share within each class, averaged over the classes
+    that are targets.
+
+    MAD averages over a batch's classes, predicted ones included, and then over batches: a few stray predictions of
+    classes that are never targets halve its number.
+    """
+    hit = (predictions == targets).double()
+    total = torch.bincount(targets)
+    hits = torch.bincount(targets, weights=hit, minlength=len(total))
+    return {"micro": hit.mean().item(), "macro": (hits[total > 0] / total[total > 0]).mean().item()}
