@@ -144,8 +144,8 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, grads):
-    tensors, rest = ctx.saved_tensors[:8], ctx.saved_tensors[8:]
-    start, outputs, parts = rest[: ctx.parts], rest[ctx.parts :], ctx.parts
+    saved, parts = ctx.saved_tensors, ctx.parts  # read once: checkpointing hands it out but once
+    tensors, start, outputs = saved[:8], saved[8 : 8 + parts], saved[8 + parts :]
     reads = 3 if tensors[6] is None else 4
     given = [*grads[1:reads], *grads[reads : reads + parts][1::2]]
     d_delta, d_a, d_b, d_c, d_v, *rest = _ssm_scan_backward(given, *tensors, start, outputs)
