@@ -110,7 +110,7 @@ if __name__ == "__main__":
         rows[-1] |= {name: str(result[name]) for name in head}
     note = (
         f"bfloat16, compiled ahead of time for sm_90 by Triton {triton.__version__}; nothing here ran on a GPU.\n\n"
-        "Width is that of q and k and of [v | E]: plain flash attention of this width has the same weights and products. "
+        "Width: of q and k, and of [v | E]; plain flash attention of this width has the same weights and products. "
         f"Registers per thread; spill: bytes of stack per thread; shared: bytes of {SHARED_MEMORY}; then matrix and "
         "exponential instructions in the whole kernel (its loop over whole blocks and its loop over edges)."
     )

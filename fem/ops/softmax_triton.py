@@ -10,16 +10,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.kernels import softmax_backward, softmax_forward, softmax_values
-from fem.kernels.softmax_blocks import ROWS, forward_blocks, key_gradient_blocks, query_gradient_blocks
+from fem.kernels.softmax_blocks import FORWARD, KEY_GRADIENTS, QUERY_GRADIENTS, ROWS, WIDEST, blocks_for
 from fem.ops import softmax_entries
 from fem.ops.backend import triton_interprets
 from fem.ops.intervals import Intervals
 from fem.ops.read import Read
-from fem.ops.softmax import suspects
 from fem.ops.softmax_scores import Scores
+from fem.ops.suspects import suspects
 
 _PROVEN = math.exp(-60.0)
-_WIDEST = 256
 
 
 def softmax_read(
@@ -44,58 +43,61 @@ def softmax_read(
         raise ValueError("backend='triton' computes in float32, got float64 inputs; use backend='auto'.")
     if scale <= 0:
         raise ValueError(f"backend='triton' needs scale > 0, got {scale}; use backend='auto'.")
-    if max(q.shape[-1], 2 * v.shape[-1]) > _WIDEST:
+    if max(q.shape[-1], 2 * v.shape[-1]) > WIDEST:
         raise ValueError(
-            f"backend='triton' reads key widths up to {_WIDEST} and value widths up to {_WIDEST // 2}, got "
+            f"backend='triton' reads key widths up to {WIDEST} and value widths up to {WIDEST // 2}, got "
             f"{q.shape[-1]} and {v.shape[-1]}; use backend='auto'."
         )
     dtype = torch.bfloat16 if q.dtype == torch.bfloat16 and not triton_interprets() else torch.float32
+    first, end, kept, order = intervals
+    if order is not None:
+        k, v = (x.take_along_dim(order[:, :, None, None], 1) for x in (k, v))
+        if bias is not None and bias.shape[3] > 1:
+            bias = bias.take_along_dim(order[:, None, None], 3)
     q, k, v = (x.to(dtype).contiguous() for x in (q, k, v))
     if bias is not None and bias.dtype != dtype:
         bias = bias.float()
-    first, end, keep = intervals
-    keep = None if keep is None else keep.byte().contiguous()
-    mean, free_energy, *_ = _forward(q, k, v, beta, keep, bias, first, end, scale)
+    mean, free_energy, *_ = _forward(q, k, v, beta, kept, bias, first, end, scale)
     return Read(mean, free_energy)
 
 
 @torch.library.custom_op(
     "fem::softmax_read_triton",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? keep, Tensor? bias, Tensor first, Tensor end, "
+    schema="(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? kept, Tensor? bias, Tensor first, Tensor end, "
     "float scale) -> (Tensor mean, Tensor free_energy, Tensor total, Tensor values, Tensor channels, Tensor peaks, "
     "Tensor weights)",
 )
-def _forward(q, k, v, beta, keep, bias, first, end, scale):
+def _forward(q, k, v, beta, kept, bias, first, end, scale):
     """mean, F, and what the backward needs besides: R, [v | E], the table of channels, M and l."""
     (batch, queries, heads, dk), (_, keys, key_heads, dv) = q.shape, v.shape
-    mean, free_energy, total, values, channels, peaks, weights = _outputs(q, k, v, beta, keep, bias, first, end, scale)
+    mean, free_energy, total, values, channels, peaks, weights = _outputs(q, k, v, beta, kept, bias, first, end, scale)
     half = values.shape[-1] // 2
     grid = (triton.cdiv(keys, ROWS), key_heads, batch)
     low, high = q.new_empty(2, batch, grid[0], key_heads, dv, dtype=torch.float32)
     rows = {"WIDTH": dv, "PADDED": half, "BLOCK": ROWS}
-    softmax_values.value_bounds[grid](v, keep, low, high, keys, key_heads * dv, **rows)
+    softmax_values.value_bounds[grid](v, kept, low, high, keys, key_heads * dv, **rows)
     channels.copy_(_channels(beta, low.amin(1), high.amax(1), half))
-    softmax_values.values_and_exponentials[grid](v, keep, channels, values, keys, key_heads * dv, **rows)
+    softmax_values.values_and_exponentials[grid](v, kept, channels, values, keys, key_heads * dv, **rows)
 
     width = _padded(dk)
-    blocks = forward_blocks(max(width, 2 * half), q.dtype == torch.bfloat16)
+    blocks = blocks_for(FORWARD, *_shape(q, half, bias))
     softmax_forward.read_forward[(triton.cdiv(queries, blocks.queries), heads, batch)](
-        q, k, values, keep, bias, first, end, channels, mean, free_energy, total, peaks, weights,
+        q, k, values, bias, first, end, channels, mean, free_energy, total, peaks, weights,
         queries, keys, heads, heads // key_heads, *_strides(q, first, bias), scale * math.log2(math.e), 1 / scale,
         DK=dk, D=width, DV=dv, HALF=half, **blocks.launch(),
     )  # fmt: skip
     entries = _unproven(total, channels, weights)
     if len(entries):
         batch, head, row, channel = entries.unbind(1)
-        again = softmax_entries.free_energies(*_definition(q, k, v, beta, keep, bias, first, end, scale), entries)
+        again = softmax_entries.free_energies(*_definition(q, k, v, beta, bias, first, end, scale), entries)
         free_energy[batch, row, head, channel] = again.to(free_energy.dtype)
     suspects.count(free_energy.numel(), len(entries))
     return mean, free_energy, total, values, channels, peaks, weights
 
 
 @_forward.register_fake
-def _outputs(q, k, v, beta, keep, bias, first, end, scale):
+def _outputs(q, k, v, beta, kept, bias, first, end, scale):
     (batch, queries, heads, _), (_, keys, key_heads, dv) = q.shape, v.shape
     half = _padded(dv)
     full = lambda *shape: q.new_empty(shape, dtype=torch.float32)  # noqa: E731
@@ -113,17 +115,16 @@ def _outputs(q, k, v, beta, keep, bias, first, end, scale):
 @torch.library.custom_op(
     "fem::softmax_read_triton_backward",
     mutates_args=(),
-    schema="(Tensor grad_mean, Tensor grad_free_energy, Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? keep, "
+    schema="(Tensor grad_mean, Tensor grad_free_energy, Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? kept, "
     "Tensor? bias, Tensor first, Tensor end, Tensor mean, Tensor total, Tensor values, Tensor channels, Tensor peaks, "
     "Tensor weights, float scale, bool of_bias) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbeta, Tensor dbias)",
 )
 def _backward(
-    grad_mean, grad_free_energy, q, k, v, beta, keep, bias, first, end, mean, total, values, channels, peaks, weights,
+    grad_mean, grad_free_energy, q, k, v, beta, kept, bias, first, end, mean, total, values, channels, peaks, weights,
     scale, of_bias,
 ):  # fmt: skip
     (batch, queries, heads, dk), (_, keys, key_heads, dv) = q.shape, v.shape
     half, width, groups = values.shape[-1] // 2, _padded(dk), heads // key_heads
-    widest, half_precision = max(width, 2 * half), q.dtype == torch.bfloat16
     full = lambda *shape: q.new_empty(shape, dtype=torch.float32)  # noqa: E731
     g, delta = values.new_empty(batch, queries, heads, 2 * half), torch.empty_like(weights)
     grid = (triton.cdiv(queries, ROWS), heads, batch)
@@ -134,20 +135,20 @@ def _backward(
     )  # fmt: skip
 
     strides, scales = _strides(q, first, bias), (scale * math.log2(math.e), 1 / scale, scale)
-    blocks = key_gradient_blocks(widest, half_precision)
+    blocks = blocks_for(KEY_GRADIENTS, *_shape(q, half, bias))
     grid = (triton.cdiv(keys, blocks.keys), key_heads, batch)
-    row_blocks = Intervals(first, end, None).rows_of_key_blocks(keys, blocks.keys, blocks.queries)
+    row_blocks = Intervals(first, end).rows_of_key_blocks(keys, blocks.keys, blocks.queries)
     of_keys = full(batch, grid[0], key_heads, half)
     dq, dk_, dv_ = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     softmax_backward.key_gradients[grid](
-        q, k, values, g, keep, bias, first, end, row_blocks, channels, peaks, delta, dk_, dv_, of_keys,
+        q, k, values, g, bias, first, end, row_blocks, channels, peaks, delta, dk_, dv_, of_keys,
         queries, keys, heads, groups, *strides, *scales, DK=dk, D=width, DV=dv, HALF=half, **blocks.launch(),
     )  # fmt: skip
 
-    blocks = query_gradient_blocks(widest, half_precision)
+    blocks = blocks_for(QUERY_GRADIENTS, *_shape(q, half, bias))
     ds = full(batch, heads, queries, keys).zero_() if of_bias else None
     softmax_backward.query_gradients[(triton.cdiv(queries, blocks.queries), heads, batch)](
-        q, k, values, g, keep, bias, first, end, peaks, delta, dq, ds,
+        q, k, values, g, bias, first, end, peaks, delta, dq, ds,
         queries, keys, heads, groups, *strides, *scales, DK=dk, D=width, HALF=half, **blocks.launch(),
     )  # fmt: skip
 
@@ -156,7 +157,7 @@ def _backward(
     entries = _unproven(total, channels, weights)
     if len(entries):
         b, head, row, channel = entries.unbind(1)
-        scores, *definition = _definition(q, k, v, beta, keep, bias, first, end, scale)
+        scores, *definition = _definition(q, k, v, beta, bias, first, end, scale)
         more = [torch.zeros_like(x) for x in (scores.q, scores.k, *definition)]
         softmax_entries.add_gradients(scores, *definition, entries, grad_free_energy[b, row, head, channel], *more, ds)
         of_group = lambda x, dim: x.unflatten(dim, (key_heads, groups)).sum(dim + 1)  # noqa: E731
@@ -167,7 +168,7 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    grad_mean, grad_free_energy, q, k, v, beta, keep, bias, first, end, mean, total, values, channels, peaks, weights,
+    grad_mean, grad_free_energy, q, k, v, beta, kept, bias, first, end, mean, total, values, channels, peaks, weights,
     scale, of_bias,
 ):  # fmt: skip
     whole = lambda x: x.new_empty(x.shape)  # noqa: E731
@@ -196,6 +197,10 @@ def _padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
+def _shape(q: Tensor, half: int, bias: Tensor | None) -> tuple[int, bool, bool]:
+    return max(_padded(q.shape[-1]), 2 * half), q.dtype == torch.bfloat16, bias is not None
+
+
 def _strides(q: Tensor, first: Tensor, bias: Tensor | None) -> tuple[int, ...]:
     """The batch stride of the intervals, and the strides of the bias: 0 where it is broadcast."""
     of_first = first.stride(0) if len(first) > 1 else 0
@@ -222,10 +227,10 @@ def _unproven(total: Tensor, channels: Tensor, weights: Tensor):
     return ((total.transpose(1, 2) + one < _PROVEN) & (weights > 0)[..., None]).nonzero()
 
 
-def _definition(q, k, v, beta, keep, bias, first, end, scale) -> tuple[Scores, Tensor, Tensor]:
+def _definition(q, k, v, beta, bias, first, end, scale) -> tuple[Scores, Tensor, Tensor]:
     """Scores, values and beta per query head, as `softmax_entries` takes them."""
     per_head = lambda x, dim: x.float().repeat_interleave(q.shape[2] // x.shape[dim], dim)  # noqa: E731
-    allowed = Intervals(first, end, None if keep is None else keep.bool()).allowed(k.shape[1])[:, None]
+    allowed = Intervals(first, end).allowed(k.shape[1])[:, None]
     mask = torch.where(allowed, q.new_zeros((), dtype=torch.float32) if bias is None else bias.float(), -torch.inf)
     scores = Scores(q.float(), per_head(k, 2), mask, False, scale, False)
     return scores, per_head(v, 2), per_head(beta, 0)[None, None]
