@@ -142,8 +142,8 @@ def main() -> None:
         f"Batch 1, width {WIDTH}, {HEADS} heads, fp32, without the conditioner; process CPU time of one thread, "
         "medians of alternating runs. State: what a layer carries from token to token, for one row.\n\n"
         f"A `gla` layer (width 512, 8 heads, T 2048) trains {gla['materialised'] / gla['chunked']:.1f}x faster than "
-        "the same layer with its states materialised. Against exp, two cumulative sums and a division for mean and free "
-        "energy (inexact: it underflows and leaks the future), the exact read takes "
+        "the same layer with its states materialised. Against exp, two cumulative sums and a division for mean and "
+        "free energy (inexact: it underflows and leaks the future), the exact read takes "
         f"{ratio('rnn_softmax')} of the time for `rnn_softmax` and {ratio('rnn_decay')} for `rnn_decay`."
     )
     save("docs/results/scans_cpu", "Linear-time priors on a CPU", results, rows, note)

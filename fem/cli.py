@@ -10,7 +10,20 @@ from fem.extras import missing_package
 try:
     import typer
 
-    from fem.experiments import ablate, argmax, demo, doctor, eval, forecast, generate, inspect, mad, train, vision
+    from fem.experiments import (
+        ablate,
+        argmax,
+        demo,
+        doctor,
+        eval,
+        finetune,
+        forecast,
+        generate,
+        inspect,
+        mad,
+        train,
+        vision,
+    )
 except ModuleNotFoundError as error:
     sys.exit(f"error: {missing_package(error)}")
 
@@ -20,7 +33,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for experiment in (demo, train, ablate, eval, generate, inspect, argmax, doctor, mad, forecast, vision):
+for experiment in (demo, train, finetune, ablate, eval, generate, inspect, argmax, doctor, mad, forecast, vision):
     app.command(experiment.__name__.rpartition(".")[2])(experiment.command)
 
 

@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.experiments import demo, lm
-from fem.experiments.reading import most_divided_head, readings
+from fem.experiments.reading import layer_tables, most_divided, readings
 from fem.experiments.text import END, build_corpus, python_documents, train_tokenizer
 
 TINY = lm.LanguageRecipe(
@@ -206,12 +207,11 @@ def test_channel_weights_are_the_derivative_of_the_read_by_the_values():
     (y,) = layer(x)[0, -1:]
     derivative = torch.stack([torch.autograd.grad(y[j], x, retain_graph=True)[0][0, :, j] for j in range(6)])
     (reading,) = readings(torch.nn.Sequential(layer), x.detach())
-    head = most_divided_head(torch.nn.Sequential(layer), x.detach())
-    first = 3 * head.head
-    torch.testing.assert_close(head.channels, derivative[first : first + 3], rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(head.prior, reading.prior[0, head.head, -1])
+    tables = layer_tables(1, "softmax", reading)
+    np.testing.assert_allclose(tables.read[:, :, -1].reshape(6, 5), derivative, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(tables.prior[:, 0, -1], reading.prior[0, :, -1])
     spread = [(w - w.mean(0)).abs().sum() for w in derivative.unflatten(0, (2, 3))]
-    assert head.head == int(spread[1] > spread[0])
+    assert most_divided([tables]) == (0, int(spread[1] > spread[0]))
 
 
 def test_the_demo_writes_everything_it_promises(text, tmp_path):

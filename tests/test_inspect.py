@@ -20,7 +20,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from fem import cli
 from fem.experiments import inspect, inspection_page
-from fem.experiments.inspect import InspectRecipe, LayerTables, effective_tokens, encode, layer_tables
+from fem.experiments.inspect import InspectRecipe, encode
+from fem.experiments.reading import LayerTables, effective_tokens, layer_tables, most_divided
 from fem.experiments.text import train_tokenizer
 from fem.models import FEMConfig, FEMForCausalLM
 
@@ -122,7 +123,7 @@ def test_the_most_divided_head_is_the_one_whose_channels_part():
     read[2, 0, -1] = np.eye(TIME)[1]
     divided = LayerTables(**{**vars(even), "read": read})
     flat = LayerTables(**{**vars(even), "read": np.full_like(read, 1 / TIME)})
-    assert inspect.most_divided([flat, divided, flat]) == (1, 2)
+    assert most_divided([flat, divided, flat]) == (1, 2)
 
 
 def test_a_layer_that_reads_nan_is_refused():

@@ -90,18 +90,20 @@ def run(recipe: DemoRecipe, output: Path) -> dict:
 
 def draw_reading(model: FEMForCausalLM, corpus: Corpus, path: Path) -> str:
     """A picture of the head whose channels differ most, at the last of a few held-out tokens; returns its caption."""
-    from fem.experiments.reading import most_divided_head
+    from fem.experiments.reading import layer_tables, most_divided, readings
     from fem.plots import channel_reading
 
     ids = held_out(corpus)[:PICTURE_TOKENS]
-    head = most_divided_head(model, ids[None].to(model.device))
+    found = readings(model, ids[None].to(model.device))
+    layers = [layer_tables(number, "softmax", reading) for number, reading in enumerate(found, start=1)]
+    place, head = most_divided(layers)
+    prior, channels = layers[place].prior[head, 0, -1], layers[place].read[head, :, -1]
     names = [label(corpus.tokenizer.decode([token])) for token in ids.tolist()]
-    favourites = head.channels.argmax(1).unique().numel()
-    title = f"Layer {head.layer + 1}, head {head.head + 1}: what each channel reads at the last token"
-    channel_reading(path, title, names, head.prior.cpu().numpy(), head.channels.cpu().numpy())
+    title = f"Layer {place + 1}, head {head + 1}: what each channel reads at the last token"
+    channel_reading(path, title, names, prior, channels)
     return (
-        f"Layer {head.layer + 1}, head {head.head + 1} of the trained FEM model, at the last of {len(names)} held-out "
-        f"tokens: the head whose channels differ most. Its {len(head.channels)} channels have {favourites} different "
+        f"Layer {place + 1}, head {head + 1} of the trained FEM model, at the last of {len(names)} held-out tokens: "
+        f"the head whose channels differ most. Its {len(channels)} channels have {len(set(channels.argmax(1)))} different "
         "tokens that they read most, by which they are sorted. Softmax attention reads the top row in every channel."
     )
 

@@ -7,18 +7,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from fem.experiments.options import recipe_options
 from fem.experiments.recipe import open_run, option, progress
-from fem.experiments.text import Corpus, build_corpus
-from fem.models import replace_attention
-from fem.models.surgery.head import FreeEnergyHead
+
+if TYPE_CHECKING:
+    from fem.experiments.text import Corpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +42,8 @@ class FinetuneRecipe:
 
 def build_host(recipe: FinetuneRecipe, vocabulary: int) -> nn.Module:
     """A new host. Raises ValueError on an unknown one."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
     if recipe.host not in ("gpt2", "llama"):
         raise ValueError(f"host must be gpt2 or llama, got {recipe.host!r}.")
     text = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True}
@@ -65,6 +66,8 @@ def parameter_groups(model: nn.Module, rate: float, awakening: float) -> list[di
 
     A gradient reaches W_lambda through sigmoid'(lambda_init) = 5e-5, so at the host's rate lambda stays where it is.
     """
+    from fem.models.surgery.head import FreeEnergyHead
+
     fast = {id(p) for m in model.modules() if isinstance(m, FreeEnergyHead) for p in m.temperature_parameters()}
     kept = {"params": [p for p in model.parameters() if id(p) not in fast], "lr": rate}
     woken = {"params": [p for p in model.parameters() if id(p) in fast], "lr": awakening * rate}
@@ -107,6 +110,8 @@ def validate(model: nn.Module, corpus: Corpus, rows: int = 256) -> float:
 
 def finetune(recipe: FinetuneRecipe, corpus: Corpus, advance: Callable[[], None] = lambda: None) -> dict:
     """Loss of the host, of the host turned into FEM before training, and of both after equal further training."""
+    from fem.models import replace_attention
+
     host = train_host(recipe, corpus, advance)
     fem = replace_attention(copy.deepcopy(host))
     count = lambda model: sum(p.numel() for p in model.parameters())  # noqa: E731
@@ -129,6 +134,8 @@ def command(
     output: Annotated[Path, typer.Option(help="Folder for results.json.")] = Path("runs/finetune"),
 ) -> None:
     """Go on training a small GPT-2 or Llama as it is and with FEM in its attention, on the same rows."""
+    from fem.experiments.text import build_corpus
+
     recipe = replace(FinetuneRecipe(), **changes)
     corpus = build_corpus(text, recipe.vocabulary, recipe.context)
     with open_run(output, "finetune", recipe) as run, progress() as bar:

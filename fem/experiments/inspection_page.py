@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from fem.experiments.inspect import LayerTables
+    from fem.experiments.reading import LayerTables
 
 LARGEST = 24_000_000  # characters that a browser on a phone still opens at once
 

@@ -53,7 +53,11 @@ class LanguageRecipe:
 
 
 def model_config(recipe: LanguageRecipe, mixer: dict, vocabulary: int) -> FEMConfig:
-    """A model with the parameters of softmax attention's, whatever the mixer: the SwiGLU pays for what it adds."""
+    """A model with the parameters of softmax attention's, whatever the mixer: the SwiGLU pays for what it adds.
+
+    mixer: fields of `FreeEnergyMixerConfig`, its prior_type among them where it is not softmax.
+    """
+    fields = dict(mixer)
     return preset(
         "fem-sm-tiny",
         vocab_size=vocabulary,
@@ -62,7 +66,8 @@ def model_config(recipe: LanguageRecipe, mixer: dict, vocabulary: int) -> FEMCon
         num_attention_heads=recipe.heads,
         intermediate_size=recipe.mlp_width,
         max_position_embeddings=recipe.context,
-        mixer=mixer,
+        prior_type=fields.pop("prior_type", "softmax"),
+        mixer=fields,
     )
 
 

@@ -23,7 +23,16 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-PACKAGES = ("free-energy-mixer", "torch", "numpy", "transformers", "tokenizers", "datasets", "accelerate")
+PACKAGES = (
+    "free-energy-mixer",
+    "torch",
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "accelerate",
+    "neuralforecast",
+)
 RESULTS = "results.json"
 
 

@@ -115,8 +115,9 @@ def _wide(x: Tensor) -> Tensor:
 def _blocks(*tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
     """The tensors (B, T, H, d) by runs of tokens: all at once on a GPU, cache-sized on a CPU."""
     first = tensors[0]
-    rows, time = first.shape[:2]
-    step = time if first.device.type != "cpu" else max(1, _BLOCK // max(1, first.shape[2] * first.shape[3]))
-    for row in range(rows):
-        for start in range(0, time, step):
-            yield tuple(None if x is None else x[row, start : start + step] for x in tensors)
+    rows, time, width = first.shape[0], first.shape[1], first.shape[2] * first.shape[3]
+    room = _BLOCK if first.device.type == "cpu" else max(1, first.numel())
+    few_rows, few_tokens = max(1, room // max(1, time * width)), max(1, room // max(1, width))
+    for row in range(0, rows, few_rows):
+        for start in range(0, time, few_tokens):
+            yield tuple(None if x is None else x[row : row + few_rows, start : start + few_tokens] for x in tensors)

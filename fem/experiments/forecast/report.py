@@ -1,0 +1,135 @@
+"""What the runs add up to: tables, plots, and a page with Table 4 beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+
+from fem.experiments.forecast import picture
+from fem.experiments.recipe import hardware, now, versions
+from fem.experiments.report import markdown_table, write_table
+
+NAMES = {
+    "softmax+CLTG": "FEM-SM",
+    "gla+CLTG": "FEM-GLA",
+    "mamba+CLTG": "FEM-Mamba",
+    "rnn_softmax+CLTG": "FEM-AFT",
+    "gla-norm": "GLA",
+    "itransformer": "iTransformer",
+    "patchtst": "PatchTST",
+    "dlinear": "DLinear",
+    "femforecaster": "FEMForecaster",
+    "none": "no mixer",
+}
+TABLE_4_MODELS = ("FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "GLA", "iTransformer", "PatchTST", "DLinear")
+TABLE_4 = {
+    "Weather": (0.222, 0.223, 0.218, 0.223, 0.221, 0.232, 0.221, 0.233),
+    "Solar": (0.189, 0.188, 0.193, 0.186, 0.204, 0.198, 0.219, 0.202),
+    "ETTh1": (0.419, 0.418, 0.421, 0.414, 0.418, 0.421, 0.454, 0.413),
+    "ETTh2": (0.340, 0.344, 0.340, 0.339, 0.342, 0.374, 0.330, 0.426),
+    "ETTm1": (0.341, 0.345, 0.346, 0.344, 0.357, 0.351, 0.373, 0.346),
+    "ETTm2": (0.242, 0.247, 0.246, 0.241, 0.250, 0.245, 0.265, 0.247),
+}
+HORIZONS = (96, 192, 336, 720)
+
+
+def summary(records: Sequence[dict]) -> list[dict]:
+    """Means over the seeds, and every seed's error, by data, horizon and model."""
+    groups: dict[tuple, list[dict]] = {}
+    for record in records:
+        groups.setdefault((record["data"], record["horizon"], record["model"]), []).append(record)
+    return [
+        {
+            "data": data,
+            "horizon": horizon,
+            "model": model,
+            "mse": mean(record["mse"] for record in found),
+            "mses": [record["mse"] for record in found],
+            "mae": mean(record["mae"] for record in found),
+            "seeds": [record["seed"] for record in found],
+            "lookback": found[0]["lookback"],
+            "parameters": found[0]["parameters"],
+            "cpu_seconds": mean(record["seconds"] for record in found),
+        }
+        for (data, horizon, model), found in groups.items()
+    ]
+
+
+def table(records: Sequence[dict]) -> list[dict]:
+    """A row per data, horizon and model."""
+    return [
+        {
+            "data": row["data"],
+            "horizon": row["horizon"],
+            "model": NAMES.get(row["model"], row["model"]),
+            "MSE": row["mse"],
+            "sd": stdev(row["mses"]) if len(row["mses"]) > 1 else None,
+            "MSE by seed": ", ".join(f"{error:.4f}" for error in row["mses"]),
+            "MAE": row["mae"],
+            "lookback": row["lookback"],
+            "parameters": row["parameters"],
+            "CPU s": row["cpu_seconds"],
+        }
+        for row in summary(records)
+    ]
+
+
+def short_table(records: Sequence[dict]) -> list[dict]:
+    """`table` for a terminal."""
+    return [{name: row[name] for name in ("data", "horizon", "model", "MSE", "sd", "MAE")} for row in table(records)]
+
+
+def table4(records: Sequence[dict]) -> list[dict]:
+    """Table 4: MSE, mean over the four horizons, as "ours (the paper's)"; ours blank unless all four were run."""
+    ours: dict[tuple, dict[int, float]] = {}
+    for row in summary(records):
+        ours.setdefault((row["data"].lower(), NAMES.get(row["model"])), {})[row["horizon"]] = row["mse"]
+    rows = []
+    for data, figures in TABLE_4.items():
+        rows.append({"dataset": data})
+        for model, paper in zip(TABLE_4_MODELS, figures):
+            found = ours.get((data.lower(), model), {})
+            whole = f"{mean(found[horizon] for horizon in HORIZONS):.3f} " if found.keys() >= set(HORIZONS) else ""
+            rows[-1][model] = f"{whole}({paper:.3f})"
+    return rows
+
+
+def write(folder: Path, records: Sequence[dict], command: str) -> None:
+    """table4.csv and .md, forecasts.png, curves.png and report.md in `folder`."""
+    write_table(folder, "table4", table4(records))
+    picture.forecasts(folder / "forecasts.png", records, NAMES)
+    curves = [record for record in records if "epoch" in record["curve"][0]]
+    if curves:
+        picture.curves(folder / "curves.png", curves, NAMES)
+    page = PAGE.format(
+        table=markdown_table(table(records)),
+        curves="\n![validation error over epochs](curves.png)\n" if curves else "",
+        table4=markdown_table(table4(records)),
+        command=command,
+        date=now(),
+        hardware=", ".join([hardware()["processor"], *hardware()["gpus"]]),
+        versions=", ".join(f"{name} {found}" for name, found in versions().items()),
+    )
+    (folder / "report.md").write_text(page, encoding="utf-8")
+
+
+PAGE = """# Forecasting: FEM in the paper's host
+
+MSE and MAE on scaled data over all test windows, steps and channels; nothing is dropped. Scaling, splits and windows
+are the same for all. Mixers stand in one host of equal parameters, the MLP paying for what a mixer adds; "no mixer" is
+that host with the mixers' parameters in its MLPs, so that no token sees another. DLinear, PatchTST, iTransformer and
+FEMForecaster are trained by neuralforecast. CPU s: of training one seed, its validation included; sd: over seeds.
+
+{table}
+![one test window and its forecasts](forecasts.png)
+{curves}
+## Table 4
+
+MSE, mean over horizons 96, 192, 336 and 720; in brackets the paper's. Ours is blank unless all four were run.
+
+{table4}
+## How this was made
+
+`{command}` on {date}, {hardware}; {versions}.
+"""

@@ -1,0 +1,154 @@
+"""What `fem forecast` runs: data, models and training, as a recipe and its jobs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from fem.experiments.forecast.host import one_name, width_for
+from fem.experiments.forecast.series import Series, Windows, windows
+from fem.experiments.recipe import option
+
+PEERS = ("dlinear", "patchtst", "itransformer", "femforecaster")
+LOOKBACKS = {96: 1024, 336: 2048, 720: 4096}  # up to this horizon, this many rows of history
+MANY_CHANNELS = 100
+NO_PART_IN_A_RUN = ("data", "horizon", "models", "seeds", "seed", "threads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastRecipe:
+    """Data, models and training; lists have commas. The defaults are a laptop's: minutes a model on ETTh1."""
+
+    data: str = option("", "CSV files (.csv or .csv.gz): a column date, then the channels.")
+    horizon: str = option("96", "Rows to forecast.")
+    models: str = option("softmax,fem-sm,none", f"Mixers, such as softmax, fem-gla, gla; none; {', '.join(PEERS)}.")
+    seeds: int = option(2, "How many seeds; every model has the same.")
+    seed: int = option(0, "First seed: of weights, order and dropout.")
+    lookback: int | None = option(None, "Rows of history; default: 1024 to 4096, by horizon.")
+    width: int | None = option(None, "Width of the host; default: 32 floor(sqrt(channels)).")
+    layers: int = option(3, "Blocks of the host.")
+    heads: int = option(8, "Heads of every mixer.")
+    dropout: float = option(0.1, "Dropout of tokens and branches.")
+    beta_max_init: float = option(1.8, "Where FEM's inverse temperature starts, before the softplus.")
+    epochs: int = option(3, "Most epochs of the host, over all windows.")
+    patience: int = option(12, "Stop after so many epochs without a lower validation error.")
+    batch: int | None = option(None, "Windows a step; default: 32, or 8 from 100 channels on.")
+    learning_rate: float = option(6e-4, "Peak learning rate of AdamW for the host.")
+    weight_decay: float = option(0.1, "Weight decay of every parameter of the host.")
+    peer_lookback: int = option(512, "Rows of history of neuralforecast's models.")
+    peer_steps: int = option(500, "Most optimiser steps of neuralforecast's models.")
+    threads: int = option(1, "CPU threads; more help where the machine is idle, and hurt where it is busy.")
+
+    def __post_init__(self):
+        counts = ("seeds", "layers", "heads", "epochs", "patience", "peer_lookback", "peer_steps", "threads")
+        for name in (*counts, "learning_rate", "lookback", "width", "batch"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}.")
+        if not self.seed >= 0 or not self.weight_decay >= 0:
+            raise ValueError(f"seed and weight_decay must not be negative, got {self.seed} and {self.weight_decay}.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}.")
+        if not all(text.isdecimal() and int(text) > 0 for text in _listed(self.horizon)) or not _listed(self.horizon):
+            raise ValueError(f"horizon must be a positive number, or several with commas, got {self.horizon!r}.")
+        if not _listed(self.models):
+            raise ValueError("models must name at least one model, got an empty list.")
+        for name in _listed(self.models):
+            if name not in PEERS:
+                one_name(name)
+
+    @property
+    def model_names(self) -> list[str]:
+        """Each model's one name, in the order given."""
+        return list(dict.fromkeys(name if name in PEERS else one_name(name) for name in _listed(self.models)))
+
+    @property
+    def horizons(self) -> list[int]:
+        return [int(text) for text in _listed(self.horizon)]
+
+    def jobs(self) -> list[Job]:
+        """All runs, seed after seed. Raises ValueError on data that cannot be trained on, before any training."""
+        from fem.experiments.forecast.tables import load_series
+
+        if not _listed(self.data):
+            raise ValueError("data must name at least one CSV file, got none; give --data PATH.")
+        series = [load_series(path) for path in _listed(self.data)]
+        seeds = range(self.seed, self.seed + self.seeds)
+        jobs = [Job(*found, self) for found in product(series, self.horizons, seeds, self.model_names)]
+        for job in jobs:
+            job.windows()
+        return jobs
+
+    def command_line(self) -> str:
+        """The command that runs this recipe, data by file name."""
+        given = {name: value for name, value in asdict(self).items() if value != getattr(LAPTOP, name)}
+        given["data"] = ",".join(Path(path).name for path in _listed(self.data))
+        return " ".join(["fem forecast", *(f"--{name.replace('_', '-')} {value}" for name, value in given.items())])
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a model with one seed on one series at one horizon."""
+
+    series: Series
+    horizon: int
+    seed: int
+    model: str
+    recipe: ForecastRecipe
+
+    @property
+    def is_peer(self) -> bool:
+        return self.model in PEERS
+
+    @property
+    def lookback(self) -> int:
+        if self.is_peer:
+            return self.recipe.peer_lookback
+        longest = next((rows for horizon, rows in LOOKBACKS.items() if self.horizon <= horizon), 6 * self.horizon)
+        return self.recipe.lookback or longest
+
+    @property
+    def width(self) -> int:
+        return self.recipe.width or width_for(len(self.series.channels))
+
+    @property
+    def batch(self) -> int:
+        return self.recipe.batch or (8 if len(self.series.channels) >= MANY_CHANNELS else 32)
+
+    @property
+    def title(self) -> str:
+        return f"{self.series.name} {self.horizon}: {self.model}, seed {self.seed}"
+
+    @property
+    def key(self) -> str:
+        """A file name of its own for every run: other values or other data, other name."""
+        decides = {name: value for name, value in asdict(self.recipe).items() if name not in NO_PART_IN_A_RUN}
+        digest = hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=6)
+        digest.update(self.series.values.tobytes())
+        return f"{self.series.name}-{self.horizon}-{self.model}-seed{self.seed}-{digest.hexdigest()}"
+
+    def windows(self, device: torch.device | str = "cpu") -> dict[str, Windows]:
+        """The windows of every split. Raises ValueError where one is too short for any."""
+        if not self.is_peer and self.lookback <= self.horizon:
+            raise ValueError(f"lookback must be longer than the horizon {self.horizon}, got {self.lookback}.")
+        return windows(self.series, self.lookback, self.horizon, device)
+
+
+LAPTOP = ForecastRecipe()
+PAPER = ForecastRecipe(
+    horizon="96,192,336,720",
+    models="fem-sm,fem-gla,fem-mamba,fem-aft,gla,itransformer,patchtst,dlinear,softmax,none",
+    seeds=1,
+    epochs=100,
+    peer_steps=5000,
+)
+PROFILES = {"laptop": LAPTOP, "paper": PAPER}

@@ -1,0 +1,180 @@
+"""One run of the paper's host: trained on all windows, judged on validation after every epoch, tested once.
+
+A plain loop: two losses, validation on all windows and exact resumption take more code around a trainer than this.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.progress import Progress
+from torch import Tensor, nn
+
+from fem.experiments.forecast.host import build_host
+from fem.experiments.forecast.series import Windows
+from fem.experiments.forecast.settings import Job
+
+BETAS = (0.9, 0.95)
+RISE, START = 0.05, 0.1  # share of the steps in which the learning rate rises, and where it starts, as a share
+CLIP = 1.0
+SCORED_AT_ONCE = 64
+
+Forecast = Callable[[Tensor], Tensor]
+
+
+class Score(NamedTuple):
+    """Errors over all windows, steps and channels, on scaled data."""
+
+    mse: float
+    mae: float
+
+
+def train(job: Job, checkpoint: Path, bars: Progress) -> dict:
+    """Train the job's host from the end of the last epoch in `checkpoint`, if there is one; returns its record.
+
+    The weights of the lowest validation error are tested. Raises ValueError where no epoch has a finite one.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    recipe = job.recipe
+    split = job.windows(device)
+    with torch.random.fork_rng():
+        torch.manual_seed(job.seed)
+        host = build_host(
+            job.model,
+            len(job.series.channels),
+            job.lookback,
+            job.horizon,
+            width=job.width,
+            layers=recipe.layers,
+            heads=recipe.heads,
+            dropout=recipe.dropout,
+            beta_max_init=recipe.beta_max_init,
+        ).to(device)
+    batches = -(-len(split["train"]) // job.batch)
+    optimiser = torch.optim.AdamW(
+        host.parameters(), lr=recipe.learning_rate, betas=BETAS, weight_decay=recipe.weight_decay
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: one_cycle(step / (recipe.epochs * batches)))
+    training = Training(host, optimiser, schedule)
+    training.resume(checkpoint)
+    bar = bars.add_task(job.title, total=recipe.epochs * batches, completed=training.epoch * batches)
+    while training.epoch < recipe.epochs and training.epoch - training.best_epoch < recipe.patience:
+        started, total = time.process_time(), 0.0
+        with torch.random.fork_rng():
+            torch.manual_seed((job.seed << 16) + training.epoch)
+            host.train()
+            for history, future in shuffled(split["train"], job.batch):
+                loss = host.loss(history, future)
+                optimiser.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(host.parameters(), CLIP)
+                optimiser.step()
+                schedule.step()
+                total += loss.item()
+                bars.advance(bar)
+        host.eval()
+        validation = score(host, split["validation"])
+        training.close_epoch(total / batches, validation, time.process_time() - started)
+        training.save(checkpoint)
+        bars.update(bar, description=f"{job.title}, validation MSE {validation.mse:.4f}")
+    bars.update(bar, completed=recipe.epochs * batches)
+    if training.best_epoch == 0:
+        raise ValueError(f"{job.title}: no epoch has a finite validation error; lower the learning rate.")
+    host.load_state_dict(training.best)
+    host.eval()
+    return record(job, host, host, split["test"], training.seconds, training.curve)
+
+
+def record(job: Job, model: nn.Module, forecast: Forecast, test: Windows, seconds: float, curve: list[dict]) -> dict:
+    """What a run leaves behind: its names, size, errors on test, CPU seconds of training, curve and one forecast."""
+    return {
+        "data": job.series.name,
+        "horizon": job.horizon,
+        "model": job.model,
+        "seed": job.seed,
+        "lookback": job.lookback,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        **score(forecast, test)._asdict(),
+        "seconds": seconds,
+        "curve": curve,
+        "example": example(forecast, test),
+    }
+
+
+class Training:
+    """What a run knows between two epochs, kept in one file."""
+
+    def __init__(
+        self, host: nn.Module, optimiser: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler
+    ):
+        self.parts = {"host": host, "optimiser": optimiser, "schedule": schedule}
+        self.best = {}
+        self.curve: list[dict] = []
+        self.seconds = 0.0
+
+    @property
+    def epoch(self) -> int:
+        return len(self.curve)
+
+    @property
+    def best_epoch(self) -> int:
+        finite = [point for point in self.curve if point["validation_mse"] < float("inf")]
+        return min(finite, key=lambda point: point["validation_mse"])["epoch"] if finite else 0
+
+    def close_epoch(self, loss: float, validation: Score, seconds: float) -> None:
+        self.seconds += seconds
+        self.curve.append({"epoch": self.epoch + 1, "train_loss": loss, "validation_mse": validation.mse})
+        if self.best_epoch == self.epoch:
+            self.best = {name: tensor.detach().clone() for name, tensor in self.parts["host"].state_dict().items()}
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".tmp")
+        known = {"best": self.best, "curve": self.curve, "seconds": self.seconds}
+        torch.save({name: part.state_dict() for name, part in self.parts.items()} | known, partial)
+        os.replace(partial, path)
+
+    def resume(self, path: Path) -> None:
+        if not path.exists():
+            return
+        known = torch.load(path, weights_only=True, map_location=next(self.parts["host"].parameters()).device)
+        for name, part in self.parts.items():
+            part.load_state_dict(known[name])
+        self.best, self.curve, self.seconds = known["best"], known["curve"], known["seconds"]
+
+
+def one_cycle(share: float) -> float:
+    """The learning rate after this share of all steps: linear from 1 / 10 up to 1, then linear down to 0."""
+    return START + (1 - START) * share / RISE if share < RISE else max(0.0, (1 - share) / (1 - RISE))
+
+
+def shuffled(data: Windows, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """All windows in random order, the last batch as it comes."""
+    for index in torch.randperm(len(data)).split(batch):
+        yield data.take(index.to(data.rows.device))
+
+
+@torch.no_grad()
+def score(forecast: Forecast, data: Windows) -> Score:
+    """Errors of a forecast, (B, L, C) -> (B, H, C), over all windows: none is dropped."""
+    squared = absolute = cells = 0.0
+    for index in torch.arange(len(data), device=data.rows.device).split(SCORED_AT_ONCE):
+        history, future = data.take(index)
+        error = (forecast(history) - future).double()
+        squared += error.square().sum().item()
+        absolute += error.abs().sum().item()
+        cells += error.numel()
+    return Score(squared / cells, absolute / cells)
+
+
+@torch.no_grad()
+def example(forecast: Forecast, data: Windows) -> dict[str, list[float]]:
+    """The last channel in the middle window: the end of its history, its future and the forecast."""
+    history, future = data.take(torch.tensor([len(data) // 2], device=data.rows.device))
+    shown = {"history": history[:, -2 * data.horizon :], "future": future, "forecast": forecast(history)}
+    return {name: [round(value, 4) for value in rows[0, :, -1].tolist()] for name, rows in shown.items()}

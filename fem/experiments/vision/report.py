@@ -1,0 +1,141 @@
+"""What the runs add up to: a table, the curves, and a page with Table 3 beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+
+from fem.experiments.recipe import hardware, now, versions
+from fem.experiments.report import markdown_table
+from fem.experiments.vision.experiment import VisionRecipe
+from fem.experiments.vision.images import Pictures
+from fem.plots import Panel, learning_curves
+
+NAMES = {"softmax": "DeiT", "softmax+CLTG": "FEM-SM", "gla+CLTG": "FEM-GLA"}
+COLOURS_OF = {"softmax": "softmax", "softmax+CLTG": "fem"}
+TABLE_3 = {  # top-1 accuracy and millions of parameters on ImageNet-1K
+    "deit-tiny": {
+        "DeiT": (72.20, 5.7),
+        "TNN": (72.29, 6.4),
+        "HGRN": (74.40, 6.1),
+        "HGRN2": (75.39, 6.1),
+        "FEM-SM": (76.70, 5.8),
+        "FEM-GLA": (75.80, 5.8),
+    },
+    "deit-small": {
+        "DeiT": (79.90, 22.0),
+        "TNN": (79.20, 23.4),
+        "HGRN": (80.09, 23.7),
+        "HGRN2": (80.12, 23.8),
+        "FEM-SM": (80.45, 22.3),
+        "FEM-GLA": (80.20, 22.3),
+    },
+}
+
+
+def summary(records: Sequence[dict]) -> dict[str, dict]:
+    """Means over the seeds, and every seed's accuracy, by mixer."""
+    metrics = ("accuracy", "loss", "images_per_second")
+    mixers = dict.fromkeys(record["mixer"] for record in records)
+    own = {mixer: [record for record in records if record["mixer"] == mixer] for mixer in mixers}
+    return {
+        mixer: {metric: mean(record[metric] for record in found) for metric in metrics}
+        | {"parameters": found[0]["parameters"], "accuracies": [record["accuracy"] for record in found]}
+        for mixer, found in own.items()
+    }
+
+
+def table(records: Sequence[dict]) -> list[dict]:
+    return [
+        {
+            "mixer": mixer,
+            "model": NAMES.get(mixer),
+            "top-1, %": 100 * score["accuracy"],
+            "sd": 100 * stdev(score["accuracies"]) if len(score["accuracies"]) > 1 else None,
+            "seeds": ", ".join(f"{100 * accuracy:.1f}" for accuracy in score["accuracies"]),
+            "loss, nats": score["loss"],
+            "parameters": score["parameters"],
+            "images/s": score["images_per_second"],
+        }
+        for mixer, score in summary(records).items()
+    ]
+
+
+def table3(records: Sequence[dict], profile: str) -> list[dict]:
+    """Table 3, the paper's figures beside ours; blank where not run."""
+    ours = {NAMES.get(mixer): score for mixer, score in summary(records).items()}
+    rows = []
+    for name in TABLE_3["deit-tiny"]:
+        row = {"model": name}
+        for size, paper in TABLE_3.items():
+            found = ours.get(name) if size == profile else None
+            row[f"{size}, paper"], row[f"{size}, M, paper"] = (f"{value:g}" for value in paper[name])
+            row[f"{size}, ours"] = None if found is None else 100 * found["accuracy"]
+            row[f"{size}, M, ours"] = None if found is None else found["parameters"] / 1e6
+        rows.append(row)
+    return rows
+
+
+def plot(path: Path, records: Sequence[dict], recipe: VisionRecipe) -> None:
+    """Held-out accuracy and loss over steps, a line per seed."""
+
+    def lines(metric: str, scale: float) -> dict:
+        return {
+            f"{COLOURS_OF.get(record['mixer'], record['mixer'])}, {record['seed']}": (
+                [point["step"] for point in record["curve"]],
+                [scale * point[metric] for point in record["curve"]],
+            )
+            for record in records
+        }
+
+    learning_curves(
+        path,
+        f"Image classifiers of equal size: {Path(recipe.data).name}",
+        [
+            Panel("held-out accuracy (%)", "step", lines("val_accuracy", 100.0)),
+            Panel("held-out loss (nats)", "step", lines("val_loss", 1.0)),
+        ],
+    )
+
+
+def page(records: Sequence[dict], recipe: VisionRecipe, profile: str, pictures: Pictures) -> str:
+    """The report, in Markdown."""
+    return PAGE.format(
+        data=Path(recipe.data).name,
+        train=len(pictures.train),
+        test=len(pictures.test),
+        classes=len(pictures.classes),
+        size=recipe.image_size,
+        patch=recipe.patch_size,
+        pooling="class token" if recipe.pooling == "cls" else "mean over patches",
+        table=markdown_table(table(records)),
+        table3=markdown_table(table3(records, profile)),
+        command=recipe.command_line(profile),
+        date=now(),
+        hardware=", ".join([hardware()["processor"], *hardware()["gpus"]]),
+        threads=recipe.threads,
+        versions=", ".join(f"{name} {found}" for name, found in versions().items()),
+    )
+
+
+PAGE = """# Images: FEM in the place of DeiT's attention
+
+{data}: {train:,} training and {test:,} held-out pictures of {classes} classes, {size} x {size} pixels in patches of
+{patch} x {patch}; learnt positions, {pooling}. All models have the same parameters, the MLP paying for what a mixer
+adds; they see the same pictures in the same order, and one learning rate. Accuracy is that after the last step, mean
+over seeds; sd: over seeds; images/s: of training steps, by the clock, so whatever else ran on the machine slows them.
+
+{table}
+![held-out accuracy and loss over steps](vision.png)
+
+## Table 3: ImageNet-1K
+
+Top-1 accuracy and millions of parameters; blank: not run. The recipe is DeiT's without RandAugment, random erasing and
+repeated augmentation.
+
+{table3}
+## How this was made
+
+`{command}` on {date}, {hardware}, {threads} thread; {versions}.
+"""

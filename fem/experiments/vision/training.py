@@ -1,0 +1,169 @@
+"""One run: a classifier with one mixer and one seed, trained by transformers' Trainer, resumed where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import Progress
+from transformers import EvalPrediction, PrinterCallback, TrainingArguments
+from transformers.utils.logging import disable_progress_bar
+
+from fem.experiments.checkpoints import checkpoints
+from fem.experiments.lm import LanguageTrainer, Score, Watch
+from fem.experiments.mad.mixers import fields_of
+from fem.experiments.vision.experiment import VisionRecipe
+from fem.experiments.vision.images import Pictures
+from fem.experiments.vision.pixels import Augmentation, Batches, View
+from fem.models import FEMForImageClassification, FEMImageConfig
+
+TOTALS = "watch.json"
+WRITTEN_LAST = ("trainer_state.json", TOTALS)
+
+
+def model_config(job: VisionRecipe, classes: list[str]) -> FEMImageConfig:
+    """The job's model: with DeiT's parameters whatever the mixer, the MLP paying for what it adds."""
+    mixer = fields_of(job.mixers)
+    return FEMImageConfig(
+        image_size=job.image_size,
+        patch_size=job.patch_size,
+        num_channels=job.channels,
+        hidden_size=job.width,
+        num_hidden_layers=job.layers,
+        num_attention_heads=job.heads,
+        prior_type=mixer.pop("prior_type"),
+        mixer=mixer,
+        pooling=job.pooling,
+        drop_path_rate=job.drop_path,
+        id2label=dict(enumerate(classes)),
+        label2id={name: index for index, name in enumerate(classes)},
+    )
+
+
+class ImageWatch(Watch):
+    """`Watch`, which also tells the training view the epoch, and leaves what it measured with every checkpoint."""
+
+    def __init__(self, view: View, curve: list[Score], advance: Callable[[int, float | None], None]):
+        super().__init__(curve.append, advance)
+        self.view, self.curve = view, curve
+
+    def on_epoch_begin(self, args, state, control, **_):
+        self.view.epoch = int(state.epoch + 1e-6)
+
+    def on_save(self, args, state, control, **_):
+        if state.is_world_process_zero:
+            told = json.dumps({"seconds": self.seconds, "curve": self.curve})
+            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / TOTALS).write_text(told, encoding="utf-8")
+
+    def restore(self, checkpoint: Path) -> None:
+        told = json.loads((checkpoint / TOTALS).read_text(encoding="utf-8"))
+        self.seconds = told["seconds"]
+        self.curve.extend(told["curve"])
+
+
+def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Path, bars: Progress) -> dict:
+    """Run the job from its newest whole checkpoint in `folder`, if there is one; the model ends in `model_folder`.
+
+    Returns {"mixer", "seed", "parameters", "accuracy", "loss", "images_per_second", "seconds", "curve"}: top-1 accuracy
+    and loss (nats) on the held-out pictures after the last step, images a second and seconds of training steps alone.
+    """
+    disable_progress_bar()
+    with torch.random.fork_rng():
+        torch.manual_seed(job.seed)
+        model = FEMForImageClassification(model_config(job, pictures.classes))
+    look = (job.image_size, job.channels, job.central_share)
+    augmentation = Augmentation(
+        min_area=job.min_area, flip=job.flip, mixup=job.mixup, cutmix=job.cutmix, smoothing=job.smoothing
+    )
+    view = View(pictures.train, *look, augmentation, job.seed)
+    args = training_arguments(job, len(view), folder)
+    shown = f"{job.mixers}, seed {job.seed}"
+    bar = bars.add_task(shown, total=args.max_steps)
+
+    def advance(step: int, loss: float | None) -> None:
+        bars.update(bar, completed=step, description=shown if loss is None else f"{shown}, loss {loss:.3f}")
+
+    watch = ImageWatch(view, [], advance)
+    trainer = LanguageTrainer(
+        model=model,
+        args=args,
+        train_dataset=view,
+        eval_dataset=View(pictures.test, *look),
+        data_collator=Batches(len(pictures.classes), augmentation),
+        compute_metrics=_accuracy,
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+        callbacks=[watch],
+    )
+    trainer.remove_callback(PrinterCallback)
+    checkpoint = newest(folder)
+    if checkpoint is not None:
+        watch.restore(checkpoint)
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    trainer.save_model(str(model_folder))
+    if trainer.is_world_process_zero():
+        shutil.rmtree(folder, ignore_errors=True)
+    tests = [point for point in watch.curve if "val_accuracy" in point]
+    return {
+        "mixer": job.mixers,
+        "seed": job.seed,
+        "parameters": model.num_parameters(),
+        "accuracy": tests[-1]["val_accuracy"],
+        "loss": tests[-1]["val_loss"],
+        "images_per_second": args.max_steps * job.batch / watch.seconds,
+        "seconds": watch.seconds,
+        "curve": tests,
+    }
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest checkpoint that was saved to the end: the Trainer writes its state, and `ImageWatch` its own, last."""
+    return next((found for found in reversed(checkpoints(folder)) if _whole(found)), None)
+
+
+def _whole(checkpoint: Path) -> bool:
+    try:
+        return all(json.loads((checkpoint / name).read_text(encoding="utf-8")) for name in WRITTEN_LAST)
+    except (OSError, ValueError):
+        return False
+
+
+def training_arguments(job: VisionRecipe, pictures: int, folder: Path) -> TrainingArguments:
+    steps = job.epochs * -(-pictures // job.batch)
+    every = -(-steps // job.validations)
+    cuda = torch.cuda.is_available()
+    args = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        learning_rate=job.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=round(job.warmup * steps),
+        weight_decay=job.weight_decay,
+        max_grad_norm=1.0,
+        seed=job.seed,
+        data_seed=job.seed,
+        bf16=job.dtype == "bfloat16",
+        eval_strategy="steps",
+        eval_steps=every,
+        logging_steps=every,
+        save_strategy="steps",
+        save_steps=every,
+        save_total_limit=2,
+        remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
+        dataloader_num_workers=job.workers,
+        dataloader_pin_memory=cuda,
+        use_cpu=not cuda,
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+    )
+    args.per_device_train_batch_size = args.per_device_eval_batch_size = max(1, job.batch // args.world_size)
+    return args
+
+
+def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    return {"accuracy": float(np.mean(prediction.predictions == prediction.label_ids))}

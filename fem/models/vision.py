@@ -1,0 +1,254 @@
+"""The image classifier: DeiT with a Free Energy Mixer in the place of its attention, for transformers."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput, ImageClassifierOutput
+from transformers.utils.generic import can_return_tuple
+
+from fem.config import FreeEnergyMixerConfig
+from fem.mixer import FreeEnergyMixer
+from fem.models.configuration import WIDTHS
+from fem.models.modeling import FEMPreTrainedModel
+from fem.models.presets import TRANSFORMER
+
+ENCODER = {"causal": False, "use_rope": False, "conv_bidirectional": True}
+POOLINGS = ("cls", "mean")
+COUNTS = ("image_size", "patch_size", "num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+@no_type_check  # shape checks read a constructor from its fields, and transformers' takes more
+class FEMImageConfig(PreTrainedConfig):
+    """Sizes and mixers of a `FEMForImageClassification`. The defaults are DeiT-Tiny's; DeiT-Small has hidden_size 384
+    and 6 heads.
+
+    image_size, patch_size: side of the square images and of their patches, in pixels.
+    prior_type: the prior of every layer, a key of `fem.PRIORS`; mixer: further fields of `FreeEnergyMixerConfig`.
+    Mixers see the whole image (causal=False) and neither RoPE nor a one-way conditioner, unless `mixer` says so.
+    A mixer has the linear weights of plain attention (`FreeEnergyMixerConfig.matched`), unless its fields name a width.
+    intermediate_size: width of the MLP; None: 4 hidden_size, less what the mixer has more parameters than attention,
+    so that the model has DeiT's.
+    pooling: "cls" classifies by a class token, as DeiT; "mean" by the mean over patches, without such a token.
+    drop_path_rate: how often the last block skips a branch of a sample in training; earlier ones less, in proportion.
+
+    Raises ValueError on sizes that no model can have, TypeError on unknown mixer fields.
+    """
+
+    model_type = "fem_image"
+
+    image_size: int = 224
+    patch_size: int = 16
+    num_channels: int = 3
+    hidden_size: int = 192
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 3
+    intermediate_size: int | None = None
+    prior_type: str = "softmax"
+    mixer: dict | None = None
+    pooling: str = "cls"
+    drop_path_rate: float = 0.0
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-6
+
+    def __post_init__(self, **given):
+        self._check_sizes()
+        self.mixer = dict(self.mixer or {})
+        built = self.mixer_config()
+        if self.intermediate_size is None:
+            self.intermediate_size = self._matching_mlp(built)
+        super().__post_init__(**given)
+
+    def mixer_config(self) -> FreeEnergyMixerConfig:
+        """The configuration of every layer's mixer."""
+        return self._build({"prior_type": self.prior_type, **self.mixer})
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of an image: its patches, and the class token where there is one."""
+        return (self.image_size // self.patch_size) ** 2 + (self.pooling == "cls")
+
+    def _build(self, fields: dict) -> FreeEnergyMixerConfig:
+        build = FreeEnergyMixerConfig if WIDTHS & fields.keys() else FreeEnergyMixerConfig.matched
+        return build(**{"n_embd": self.hidden_size, "n_head": self.num_attention_heads, **ENCODER, **fields})
+
+    def _matching_mlp(self, mixer: FreeEnergyMixerConfig) -> int:
+        attention = self._build({"prior_type": TRANSFORMER["prior_type"], **TRANSFORMER["mixer"]})
+        excess = _parameters(mixer) - _parameters(attention)
+        step = max(1, self.hidden_size // 32)
+        width = 4 * self.hidden_size - step * round(excess / (step * (2 * self.hidden_size + 1)))
+        if width < 1:
+            raise ValueError(f"the mixer has {excess} parameters more than attention, which no MLP can pay for.")
+        return width
+
+    def _check_sizes(self):
+        for name in COUNTS:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+        if self.intermediate_size is not None and self.intermediate_size < 1:
+            raise ValueError(f"intermediate_size must be positive or None, got {self.intermediate_size}.")
+        if self.image_size % self.patch_size:
+            raise ValueError(f"patch_size must divide image_size = {self.image_size}, got {self.patch_size}.")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"num_attention_heads must divide hidden_size = {self.hidden_size}, got {self.num_attention_heads}."
+            )
+        if self.pooling not in POOLINGS:
+            raise ValueError(f"pooling must be {' or '.join(POOLINGS)}, got {self.pooling!r}.")
+        if not 0 <= self.drop_path_rate < 1:
+            raise ValueError(f"drop_path_rate must lie in [0, 1), got {self.drop_path_rate}.")
+        if (self.mixer or {}).get("causal"):
+            raise ValueError("mixer must leave causal False: an image has no future, got causal=True.")
+
+
+def _parameters(mixer: FreeEnergyMixerConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in FreeEnergyMixer(mixer).parameters())
+
+
+class PatchTokens(nn.Module):
+    """z = [c, W x_1 + b, ..., W x_N + b] + positions, for the patches x_n of an image, row by row
+
+    c: the class token, absent where the mean over patches is pooled. c and the positions start N(0, 0.02).
+    """
+
+    def __init__(self, config: FEMImageConfig):
+        super().__init__()
+        self.shape = (config.num_channels, config.image_size, config.image_size)
+        self.std = config.initializer_range
+        self.project = nn.Conv2d(config.num_channels, config.hidden_size, config.patch_size, config.patch_size)
+        self.class_token = nn.Parameter(torch.empty(1, 1, config.hidden_size)) if config.pooling == "cls" else None
+        self.positions = nn.Parameter(torch.empty(1, config.num_tokens, config.hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for parameter in (self.class_token, self.positions):
+            if parameter is not None:
+                nn.init.trunc_normal_(parameter, std=self.std)
+
+    def forward(self, pixel_values: Float[Tensor, "b c h w"]) -> Float[Tensor, "b t d"]:
+        if pixel_values.shape[1:] != self.shape:
+            raise ValueError(
+                f"pixel_values must have shape (batch, {', '.join(map(str, self.shape))}), "
+                f"got {tuple(pixel_values.shape)}; resize the images, or build the model for their size."
+            )
+        x = self.project(pixel_values.to(self.project.weight.dtype)).flatten(2).mT
+        if self.class_token is not None:
+            x = torch.cat([self.class_token.expand(len(x), -1, -1), x], 1)
+        return x + self.positions
+
+
+class DropPath(nn.Module):
+    """x / (1 - rate) for a sample that keeps its branch, 0 for one that skips it; x itself outside training."""
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        if self.rate == 0 or not self.training:
+            return x
+        kept = torch.rand(len(x), 1, 1, device=x.device) >= self.rate
+        return x * kept / (1 - self.rate)
+
+
+class FEMImageBlock(GradientCheckpointingLayer):
+    """x + Mixer(LayerNorm(x)), then x + MLP(LayerNorm(x))"""
+
+    def __init__(self, config: FEMImageConfig, mixer: FreeEnergyMixerConfig, drop_path: float):
+        super().__init__()
+        self.mixer_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.mixer = FreeEnergyMixer(mixer)
+        self.mlp_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.mlp = nn.Sequential(
+            nn.Linear(config.hidden_size, config.intermediate_size),
+            nn.GELU(),
+            nn.Linear(config.intermediate_size, config.hidden_size),
+        )
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        x = x + self.drop_path(self.mixer(self.mixer_norm(x)))
+        return x + self.drop_path(self.mlp(self.mlp_norm(x)))
+
+
+class FEMImagePreTrainedModel(FEMPreTrainedModel):
+    config_class = FEMImageConfig
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    accepts_loss_kwargs = False
+    _no_split_modules = ["PatchTokens", "FEMImageBlock"]  # noqa: RUF012
+    _is_stateful = False
+
+
+class FEMImageModel(FEMImagePreTrainedModel):
+    """`PatchTokens`, `FEMImageBlock`s and a final LayerNorm: images (B, C, S, S) -> tokens (B, T, D).
+
+    Raises ValueError on images of another size than config.image_size.
+    """
+
+    def __init__(self, config: FEMImageConfig):
+        super().__init__(config)
+        last = max(1, config.num_hidden_layers - 1)
+        mixer = config.mixer_config()
+        self.tokens = PatchTokens(config)
+        self.layers = nn.ModuleList(
+            FEMImageBlock(config, mixer, config.drop_path_rate * layer / last)
+            for layer in range(config.num_hidden_layers)
+        )
+        self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(self, pixel_values: Tensor, output_hidden_states: bool | None = None) -> BaseModelOutput:
+        record = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        x = self.tokens(pixel_values)
+        hidden_states = (x,)
+        for block in self.layers:
+            x = block(x)
+            hidden_states = (*hidden_states, x) if record else hidden_states
+        return BaseModelOutput(last_hidden_state=self.norm(x), hidden_states=hidden_states if record else None)
+
+
+class FEMForImageClassification(FEMImagePreTrainedModel):
+    """logits = W z + b, z the class token of a `FEMImageModel`, or the mean over its patches where config.pooling says.
+
+    pixel_values (B, C, S, S), normalised. labels: classes (B,), or the probability of each (B, K) as mixup makes them;
+    the loss is the cross-entropy, in nats. logits: (B, K), K = config.num_labels.
+
+    Raises ValueError on images of another size than config.image_size, and on labels of another shape.
+    """
+
+    def __init__(self, config: FEMImageConfig):
+        super().__init__(config)
+        self.model = FEMImageModel(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self, pixel_values: Tensor, labels: Tensor | None = None, output_hidden_states: bool | None = None
+    ) -> ImageClassifierOutput:
+        outputs = self.model(pixel_values, output_hidden_states=output_hidden_states)
+        x = outputs.last_hidden_state
+        logits = self.classifier(x[:, 0] if self.config.pooling == "cls" else x.mean(1))
+        return ImageClassifierOutput(
+            loss=None if labels is None else self._loss(logits, labels),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+        )
+
+    def _loss(self, logits: Float[Tensor, "b k"], labels: Tensor) -> Float[Tensor, ""]:
+        if labels.shape not in (logits.shape[:1], logits.shape):
+            raise ValueError(
+                f"labels must have shape {tuple(logits.shape[:1])}, or {tuple(logits.shape)} for probabilities, "
+                f"got {tuple(labels.shape)}."
+            )
+        return F.cross_entropy(logits.float(), labels)
