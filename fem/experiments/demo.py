@@ -101,10 +101,11 @@ def draw_reading(model: FEMForCausalLM, corpus: Corpus, path: Path) -> str:
     names = [label(corpus.tokenizer.decode([token])) for token in ids.tolist()]
     title = f"Layer {place + 1}, head {head + 1}: what each channel reads at the last token"
     channel_reading(path, title, names, prior, channels)
+    favourites = len(set(channels.argmax(1)))
     return (
         f"Layer {place + 1}, head {head + 1} of the trained FEM model, at the last of {len(names)} held-out tokens: "
-        f"the head whose channels differ most. Its {len(channels)} channels have {len(set(channels.argmax(1)))} different "
-        "tokens that they read most, by which they are sorted. Softmax attention reads the top row in every channel."
+        f"the head whose channels differ most. Its {len(channels)} channels have {favourites} different tokens "
+        "that they read most, by which they are sorted. Softmax attention reads the top row in every channel."
     )
 
 
