@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fem.experiments.forecast.series import Series
-from fem.experiments.forecast.settings import ForecastRecipe, Job
+from fem.experiments.forecast.settings import PEERS, ForecastRecipe, Job
 from fem.experiments.recipe import progress
 
 pytest.importorskip("neuralforecast", reason="needs neuralforecast: pip install 'free-energy-mixer[forecast]'")
@@ -99,8 +99,9 @@ def test_bad_sizes_are_one_sentence():
         FEMForecaster(**SMALL, prior_type="lstm")
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", PEERS)
 def test_every_peer_trains_on_train_rows_and_is_tested_on_all_windows(model):
+    assert MODELS.keys() == set(PEERS)
     splits = {"train": (0, 100), "validation": (100, 120), "test": (120, 150)}
     series = Series("waves", ("a", "b"), ROWS.astype(np.float64), splits)
     recipe = ForecastRecipe(peer_lookback=23, peer_steps=4)

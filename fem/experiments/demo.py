@@ -104,8 +104,8 @@ def draw_reading(model: FEMForCausalLM, corpus: Corpus, path: Path) -> str:
     favourites = len(set(channels.argmax(1)))
     return (
         f"Layer {place + 1}, head {head + 1} of the trained FEM model, at the last of {len(names)} held-out tokens: "
-        f"the head whose channels differ most. Its {len(channels)} channels have {favourites} different tokens "
-        "that they read most, by which they are sorted. Softmax attention reads the top row in every channel."
+        f"the head whose channels part most. Its {len(channels)} channels read {favourites} different tokens most, by "
+        "which they are sorted. Softmax attention reads the top row in every channel."
     )
 
 

@@ -114,13 +114,14 @@ def _by_head(part: Float[Tensor, "b t h d"] | None) -> np.ndarray | None:
 
 
 def most_divided(layers: Sequence[LayerTables]) -> tuple[int, int]:
-    """The head whose channels differ most in what the last token reads: (place of its layer, place in the layer).
+    """The head whose channels part most at the last token: (place of its layer, place in the layer).
 
-    Channels differ by the total variation between a channel's weights and the average channel's, mean over channels.
+    First by how many different tokens they read most, then by the total variation between a channel's weights and the
+    average channel's.
     """
 
-    def difference(place: tuple[int, int]) -> float:
+    def difference(place: tuple[int, int]) -> tuple[int, float]:
         weights = layers[place[0]].read[place[1], :, -1]
-        return np.abs(weights - weights.mean(0)).sum(-1).mean()
+        return len(set(weights.argmax(-1))), np.abs(weights - weights.mean(0)).sum()
 
     return max(((i, head) for i, tables in enumerate(layers) for head in range(tables.heads)), key=difference)

@@ -98,11 +98,11 @@ def train_peer(job: Job, bars: Progress) -> dict:
 
 def long_table(rows: np.ndarray) -> pd.DataFrame:
     """rows (T, C) as neuralforecast takes them: a line per time and channel."""
-    time, channels = rows.shape
+    length, channels = rows.shape
     return pd.DataFrame(
         {
-            "unique_id": np.repeat([f"{channel:04d}" for channel in range(channels)], time),
-            "ds": np.tile(np.arange(time), channels),
+            "unique_id": np.repeat([f"{channel:04d}" for channel in range(channels)], length),
+            "ds": np.tile(np.arange(length), channels),
             "y": rows.T.ravel(),
         }
     )
