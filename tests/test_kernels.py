@@ -100,7 +100,7 @@ def test_intervals_are_the_support(data):
     want = torch.ones(queries, keys, dtype=torch.bool) if want is None else want
     if causal:
         want = want & torch.ones(keys, keys, dtype=torch.bool).tril()[keys - queries :]
-    assert torch.equal(inside, want.expand(batch, 1, -1, -1)[:, 0])
+    assert torch.equal(inside, want.expand(batch, 1, queries, keys)[:, 0])
     assert (got.first.diff(dim=1) >= 0).all()
     assert (got.end.diff(dim=1) >= 0).all()
 

@@ -25,7 +25,7 @@ class Prior(nn.Module, ABC):
     name: ClassVar[str]
     per_channel: ClassVar[bool] = False  # whether every value channel has its own distribution
 
-    def __init__(self, config: FreeEnergyMixerConfig):
+    def __init__(self, config: FreeEnergyMixerConfig | None):
         super().__init__()
         self.config = config
 
