@@ -91,7 +91,8 @@ class FreeEnergyMixer(nn.Module):
         beta, cap = self._temperature(v), self.config.value_logexp_cap
         if beta is None or cap is None:
             return self.prior.read(features, v, beta, tokens, memory)
-        clipped = ((beta * v).clamp(-cap, cap) / beta).to(v.dtype)
+        per_channel = beta.reshape(beta.shape[0], -1)  # of a head that has one for all, too
+        clipped = ((per_channel * v).clamp(-cap, cap) / per_channel).to(v.dtype)
         mean, of_mean = self.prior.read(features, v, None, tokens, _part(memory, "mean."))
         free, of_free = self.prior.read(features, clipped, beta, tokens, _part(memory, "free."))
         if memory is not None:
