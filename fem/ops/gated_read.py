@@ -11,7 +11,7 @@ from torch import Tensor
 
 Heads = Float[Tensor, "b t h d"]
 
-_BLOCK = 1 << 15  # elements at a time on a CPU, so that the chain of element-wise steps stays in the cache
+_BLOCK = 1 << 16  # elements at a time on a CPU, so that the chain of element-wise steps stays in the cache
 
 
 def outer_gate(logits: Float[Tensor, "... d"], eps: float) -> Float[Tensor, "... d"]:
