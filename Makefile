@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 .PHONY: help install demo test test-slow test-all lint bench clean
 
 help:
-	@echo "make demo      train two small language models and draw what FEM reads   (about 7 minutes, into runs/demo)"
+	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
 	@echo "make test      the fast tests        make test-all   fast and slow tests"
 	@echo "make lint      style and import direction      make bench   the tables of docs/results"
 	@echo "make install   only install, into $(VENV)"
@@ -43,6 +43,7 @@ lint: install
 
 bench: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/layer_cpu.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scans_cpu.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
