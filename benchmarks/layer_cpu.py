@@ -86,7 +86,7 @@ def main() -> None:
             )
     note = (
         f"Batch {BATCH}, width {WIDTH}, {HEADS} heads, fp32, equal weights (4 D^2) and the same RoPE. Ratios are to "
-        "the attention layer of the same T: process CPU time of one thread, medians of 15 alternating runs; memory is "
+        "the attention layer of the same T: process CPU time of one thread, medians of 31 alternating runs; memory is "
         "what a train step adds to the peak of a fresh process."
     )
     save("docs/results/layer_cpu", "One layer on a CPU", results, rows, note)

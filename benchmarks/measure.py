@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 
-def alternate(functions: dict[str, Callable[[], object]], repeats: int = 15, warmup: int = 2) -> dict[str, float]:
+def alternate(functions: dict[str, Callable[[], object]], repeats: int = 31, warmup: int = 3) -> dict[str, float]:
     """Median CPU seconds of every function, called in turn."""
     seconds = {name: [] for name in functions}
     for turn in range(warmup + repeats):
