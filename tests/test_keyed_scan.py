@@ -4,7 +4,6 @@ import math
 import shutil
 import subprocess
 import sys
-import time as clock
 import warnings
 
 import hypothesis.strategies as st
@@ -430,23 +429,6 @@ def test_a_hundred_thousand_steps_drift_by_nothing(decay):
     tensors = draw(decay, time=100_000, batch=1, heads=1, dk=4, dv=4, rate=0.02)
     wide = {n: None if x is None else x.double() for n, x in tensors.items()}
     close(stream(tensors, 1), stream(wide, 5000), 1e-4, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("decay", DECAYS)
-def test_time_is_linear(decay):
-    def seconds(time):
-        tensors = draw(decay, time=time, batch=1, heads=4, dk=64, dv=32, rate=0.1)
-        leaves = {n: None if x is None else x.requires_grad_() for n, x in tensors.items()}
-        best = math.inf
-        for _ in range(4):
-            start = clock.process_time()
-            keyed_scan_read(**leaves).free_energy.sum().backward()
-            best = min(best, clock.process_time() - start)
-        return best
-
-    seconds(1024)
-    assert seconds(8192) <= 9.5 * seconds(1024)
 
 
 @pytest.mark.parametrize(
