@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 Rows = Sequence[Mapping[str, Any]]
@@ -47,7 +48,7 @@ def show_table(title: str, rows: Rows) -> None:
     for column in rows[0]:
         table.add_column(column, justify="right" if any(_is_number(row[column]) for row in rows) else "left")
     for row in rows:
-        table.add_row(*(cell(value) for value in row.values()))
+        table.add_row(*(escape(cell(value)) for value in row.values()))
     Console().print(table)
 
 

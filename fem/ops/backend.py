@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
-BACKENDS = ("auto", "plain", "sdpa", "triton", "reference")
+from fem.config import BACKENDS
 
 
 def softmax_backend(backend: str, device: torch.device) -> str:
