@@ -12,6 +12,9 @@ from collections.abc import Callable
 
 import torch
 
+from fem.experiments.recipe import processor
+from fem.experiments.report import markdown_table
+
 
 def alternate(functions: dict[str, Callable[[], object]], repeats: int = 31, warmup: int = 3) -> dict[str, float]:
     """Median CPU seconds of every function, called in turn."""
@@ -49,25 +52,9 @@ def environment() -> dict[str, str]:
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "processor": _processor(),
+        "processor": f"{processor()}, {torch.backends.cpu.get_cpu_capability()}",
         "threads": str(torch.get_num_threads()),
     }
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.processor()
-    return f"{model}, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def table(rows: list[dict[str, str]]) -> str:
-    """Rows as a Markdown table."""
-    head = list(rows[0])
-    lines = [head, ["---"] * len(head), *([row[name] for name in head] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def save(path: str, title: str, results: object, rows: list[dict[str, str]], note: str) -> None:
@@ -77,5 +64,5 @@ def save(path: str, title: str, results: object, rows: list[dict[str, str]], not
         json.dump({"environment": facts, "results": results}, file, indent=1)
     stamp = ", ".join(f"{name} {value}" for name, value in facts.items())
     with open(f"{path}.md", "w") as file:
-        file.write(f"# {title}\n\n{note}\n\n{table(rows)}\n{stamp}.\n")
-    print(table(rows))
+        file.write(f"# {title}\n\n{note}\n\n{markdown_table(rows)}\n{stamp}.\n")
+    print(markdown_table(rows))

@@ -14,6 +14,7 @@ from measure import alternate, in_fresh_process, peak_growth, save
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.functional import channel_scan_read
+from fem.ops.read import Read
 
 WIDTH, HEADS = 256, 4
 SHORT, LONG = 1024, 8192
@@ -94,8 +95,6 @@ class MaterialisedGLA(FreeEnergyMixer):
     def _read(self, features, v, tokens, memory):
         prior = self.prior
         q, k = (prior._positive(projection(features), tokens) for projection in (prior.query, prior.key))
-        from fem.ops.read import Read
-
         return Read(*materialised_gla(q, k, v, self.beta(), prior.log_decay(features))), None
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.gated_read import gated_read, outer_gate
+from fem.ops.precision import wide
 from fem.ops.read import Read
 from fem.projection import Projection
 
@@ -28,8 +29,7 @@ class Temperature(nn.Module):
         nn.init.zeros_(self.theta)
 
     def forward(self) -> Tensor:
-        theta = self.theta if self.theta.dtype == torch.float64 else self.theta.float()
-        return F.softplus(theta + self.start)
+        return F.softplus(wide(self.theta) + self.start)
 
 
 class TwoLevelGate(nn.Module):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fem.ops import reference
 from fem.ops.backend import scan_backend
+from fem.ops.precision import wide_dtype
 from fem.ops.read import Read, Terms, merge, read_of
 from fem.ops.scaled_sums import (
     Memory,
@@ -22,7 +23,6 @@ from fem.ops.scaled_sums import (
     leave,
     leave_backward,
 )
-from fem.ops.scan import wide_dtype
 from fem.ops.tokens import Tokens
 
 Heads = Float[Tensor, "b t h d"]

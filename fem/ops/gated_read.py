@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from fem.ops.precision import wide
+
 Heads = Float[Tensor, "b t h d"]
 
 _BLOCK = 1 << 16  # elements at a time on a CPU, so that the chain of element-wise steps stays in the cache
@@ -41,8 +43,8 @@ def gated_read(mean: Heads, free_energy: Heads | None, inner: Heads | None, oute
 def _gated_read(mean, free_energy, inner, outer, eps):
     out = torch.empty(mean.shape, dtype=mean.dtype, device=mean.device)
     for o, m, f, a, b in _blocks(out, mean, free_energy, inner, outer):
-        u = _wide(m) if a is None else torch.lerp(_wide(m), _wide(f), _wide(a).sigmoid())
-        o.copy_(u if b is None else u * outer_gate(_wide(b), eps))
+        u = wide(m) if a is None else torch.lerp(wide(m), wide(f), wide(a).sigmoid())
+        o.copy_(u if b is None else u * outer_gate(wide(b), eps))
     return out
 
 
@@ -63,11 +65,11 @@ def _gated_read_backward(grad, mean, free_energy, inner, outer, eps):
     inputs = (grad, mean, free_energy, inner, outer)
     outputs = (gradients[0], of(1, free_energy), of(2, inner), of(3, outer))
     for o, m, f, a, b, dm, df, da, db in _blocks(*inputs, *outputs):
-        o, m = _wide(o), _wide(m)
-        lam = None if a is None else _wide(a).sigmoid()
+        o, m = wide(o), wide(m)
+        lam = None if a is None else wide(a).sigmoid()
         if b is not None:
-            u = m if a is None else torch.lerp(m, _wide(f), lam)
-            b = _wide(b)
+            u = m if a is None else torch.lerp(m, wide(f), lam)
+            b = wide(b)
             g = F.softplus(b)
             scale = torch.rsqrt(g.square().mean(-1, keepdim=True) + eps)
             dg = u.mul_(o) if a is not None else u * o
@@ -80,7 +82,7 @@ def _gated_read_backward(grad, mean, free_energy, inner, outer, eps):
         through = o * lam
         dm.copy_(o - through)
         df.copy_(through)
-        da.copy_(through.mul_(1 - lam).mul_(_wide(f) - m))
+        da.copy_(through.mul_(1 - lam).mul_(wide(f) - m))
     return gradients
 
 
@@ -106,10 +108,6 @@ def _differentiate(ctx, grad):
 
 
 _gated_read.register_autograd(_differentiate, setup_context=_save)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _blocks(*tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:

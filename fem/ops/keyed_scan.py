@@ -12,6 +12,7 @@ from fem.ops.keyed_scan_chunks import Memory
 from fem.ops.keyed_scan_operator import scan
 from fem.ops.keyed_scan_scores import NOTHING
 from fem.ops.keyed_scan_step import step
+from fem.ops.precision import wide_dtype
 from fem.ops.read import Read, Terms, merge, read_of
 from fem.ops.tokens import Tokens
 
@@ -75,7 +76,7 @@ def keyed_scan_terms(
 
     Without `present` a token sees those before it alone.
     """
-    wide = torch.float64 if v.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(v)
     q, k, v = (x.to(wide) for x in (q, k, v))
     beta = None if beta is None else beta.to(wide)
     g = None if log_decay is None else log_decay.to(wide).clamp_min(NOTHING)
@@ -108,7 +109,7 @@ def _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, norm
     read, state = reference.keyed_scan_read(
         q, k, v, beta, log_decay, causal, keep, document, initial_state or None, normalize
     )
-    wide = torch.float64 if v.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(v)
     read = Read(*(None if x is None else x.to(v.dtype) for x in read))
     return read, {name: x.to(wide) for name, x in state.items()}
 

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fem.ops.precision import wide_dtype
 from fem.ops.recurrence import running_sums
 
 
@@ -24,12 +25,6 @@ def decay_scan(
         initial_state = torch.zeros_like(u[:, 0], dtype=wide)
     flat = (tensor.to(wide).flatten(start) for tensor, start in ((log_decay, 2), (u, 2), (initial_state, 1)))
     return _decay_scan(*flat, False).view(u.shape).to(u.dtype)
-
-
-def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """float64 if any of the tensors is, else float32."""
-    double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if double else torch.float32
 
 
 def next_step(tensor: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor
 from fem.ops import reference
 from fem.ops.backend import scan_backend
 from fem.ops.channel_scan import by_definition
+from fem.ops.precision import wide_dtype
 from fem.ops.read import Read, Terms, merge, read_of
 from fem.ops.scaled_sums import Memory, Streams, nothing
-from fem.ops.scan import wide_dtype
 from fem.ops.ssm_scan import ssm_scan
 from fem.ops.tokens import Tokens
 

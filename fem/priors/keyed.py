@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from fem.config import FreeEnergyMixerConfig, Widths
 from fem.ops.keyed_scan import keyed_scan_read
+from fem.ops.precision import wide
 from fem.ops.rope import rotate
 from fem.ops.tokens import Tokens
 from fem.priors.base import Prior
@@ -33,8 +33,7 @@ class KeyedPrior(Prior):
         return self.scan(keyed_scan_read, q, k, v, beta, self.log_decay(features), tokens=tokens, memory=memory)
 
     def _positive(self, x: Tensor, tokens: Tokens) -> Float[Tensor, "b t h d"]:
-        x = x.unflatten(-1, (self.config.n_head, -1))
-        x = x if x.dtype == torch.float64 else x.float()
+        x = wide(x.unflatten(-1, (self.config.n_head, -1)))
         if self.config.use_rope:
             x = rotate(x, tokens.position, self.config.rope_theta)
         return F.relu(x) + self.config.eps
@@ -83,4 +82,4 @@ class GatedLinearPrior(KeyedPrior):
 
 def log_decay(logits: Tensor) -> Tensor:
     """g = logsigmoid(logits) / 16 <= 0, in at least fp32."""
-    return F.logsigmoid(logits if logits.dtype == torch.float64 else logits.float()) / 16
+    return F.logsigmoid(wide(logits)) / 16

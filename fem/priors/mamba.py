@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig, Widths
+from fem.ops.precision import wide
 from fem.ops.read import mix_channels, read_of
 from fem.ops.ssm import ssm_read, ssm_terms
 from fem.priors.base import Prior, indicators
@@ -47,8 +48,7 @@ class SelectiveSSM(nn.Module):
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Delta (B, T, H, d_v), A (H, d_v, N), B and C (B, T, N), D (H, d_v)."""
         delta, b, c, a, d = (
-            F.softplus(wide_float(x))
-            for x in (self.delta(features), self.b(features), self.c(features), self.a, self.d)
+            F.softplus(wide(x)) for x in (self.delta(features), self.b(features), self.c(features), self.a, self.d)
         )
         return delta.unflatten(-1, d.shape), -a, b, c, d
 
@@ -102,27 +102,23 @@ class InteractiveMambaPrior(Prior):
         return (config.n_head,)
 
     def read(self, features, v, beta, tokens, memory):
-        wide = None if beta is None else beta[:, None].expand(-1, v.shape[-1])
-        terms, after = self._terms(features, v, wide, tokens, memory)
-        terms = mix_channels(F.softplus(wide_float(self.mixing)), terms, wide)
-        return read_of(terms, wide, self.config.normalize, v.dtype), None if memory is None else after
+        per_channel = None if beta is None else beta[:, None].expand(-1, v.shape[-1])
+        terms, after = self._terms(features, v, per_channel, tokens, memory)
+        terms = mix_channels(F.softplus(wide(self.mixing)), terms, per_channel)
+        return read_of(terms, per_channel, self.config.normalize, v.dtype), None if memory is None else after
 
     def _terms(self, features, v, beta, tokens, memory=None):
         causal = self.config.causal
         return ssm_terms(*self.ssm(features), v, beta, causal=causal, tokens=tokens, initial_state=memory or None)
 
     def selection(self, features, v, tokens):
-        mixing = F.softplus(wide_float(self.mixing))
+        mixing = F.softplus(wide(self.mixing))
         alone = torch.stack([self._terms(features, one, None, tokens)[0].mean for one in indicators(v)], -1)
         weight = self._terms(features, v, None, tokens)[0].log_weight[..., None, :] + mixing.log()
         pairs = weight.softmax(-1) if self.config.normalize else weight.exp()
         pairs = torch.einsum("bthjk,bthki->bthjik", pairs, alone).flatten(-2)
         values = v.permute(0, 2, 1, 3).flatten(2)
         return pairs, values[:, None, :, None].expand_as(pairs)
-
-
-def wide_float(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _inverse_softplus(y: Tensor) -> Tensor:

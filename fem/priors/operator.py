@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fem.config import Widths
+from fem.ops.precision import wide
 from fem.ops.read import Read
 from fem.ops.tokens import Tokens
 from fem.priors.base import Prior
@@ -41,7 +42,7 @@ class OperatorPrior(Prior):
             raise ValueError(
                 "an operator prior keeps no state; call the layer on whole sequences, without state and return_state."
             )
-        v = v if v.dtype == torch.float64 else v.float()
+        v = wide(v)
         total = self._apply(torch.ones_like(v), tokens)
         empty = total <= 0
         total = total.masked_fill(empty, 1)
