@@ -5,22 +5,16 @@ python benchmarks/kernels_aot.py            # writes docs/results/kernels_aot.{j
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 
 import triton
+from aot import SHARED_MEMORY, compiled
 from measure import save
 from plain_flash import plain_forward
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from fem.kernels import softmax_backward, softmax_blocks, softmax_forward, softmax_values
 from fem.kernels.softmax_blocks import ROWS, Blocks, blocks_for
 
-SHARED_MEMORY = 227 * 1024
 WIDTHS = (64, 128, 256)  # of q and k, and of [v | E]
 
 BFLOAT16 = {"q", "k", "v", "values", "g", "bias", "mean", "free_energy", "grad_mean", "grad_free", "dq", "dk", "dv"}
@@ -36,39 +30,10 @@ def _type(name: str) -> str:
     return "*bf16" if name in BFLOAT16 else "*i32" if name in INT32 else "*fp32"
 
 
-def compiled(kernel, constants: dict, blocks: Blocks) -> dict[str, int]:
-    """Registers, spills in bytes, shared memory in bytes, and counts of the instructions that cost most."""
-    names, options = kernel.arg_names, blocks.launch()
-    constants = constants | {name: options.pop(name) for name in ("BLOCK_Q", "BLOCK_K")}
-    constants = {name: value for name, value in constants.items() if name in names}
-    signature = {name: "constexpr" if name in constants else _type(name) for name in names}
-    aligned = [index for index, name in enumerate(names) if signature[name].startswith("*")]
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(index,): [["tt.divisibility", 16]] for index in aligned},  # as the JIT finds them
-    )
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    usage, listing = _tool("cuobjdump", "-res-usage", built.asm["cubin"]), _tool("nvdisasm", "-c", built.asm["cubin"])
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    return {
-        "registers": registers,
-        "spill": stack,
-        "shared": built.metadata.shared,
-        "HGMMA": listing.count("HGMMA"),
-        "HMMA": listing.count("HMMA"),
-        "MUFU.EX2": listing.count("MUFU.EX2"),
-    }
-
-
-def _tool(name: str, option: str, cubin: bytes) -> str:
-    path = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        done = subprocess.run([path, option, file.name], capture_output=True, text=True, check=True)
-    return done.stdout + done.stderr
+def _compiled(kernel, constants: dict, blocks: Blocks) -> dict[str, int]:
+    options = blocks.launch()
+    tile = {name: options.pop(name) for name in ("BLOCK_Q", "BLOCK_K")}
+    return compiled(kernel, {name: _type(name) for name in kernel.arg_names}, constants | tile, options)
 
 
 def cases(widths: tuple[int, ...]) -> Iterator[tuple[str, int, str, object, dict, Blocks]]:
@@ -93,7 +58,7 @@ def cases(widths: tuple[int, ...]) -> Iterator[tuple[str, int, str, object, dict
 
 def measure(widths: tuple[int, ...]) -> list[dict]:
     return [
-        {"kernel": name, "width": width, "bias": bias, "blocks": blocks, **compiled(kernel, constants, blocks)}
+        {"kernel": name, "width": width, "bias": bias, "blocks": blocks, **_compiled(kernel, constants, blocks)}
         for name, width, bias, kernel, constants, blocks in cases(widths)
     ]
 

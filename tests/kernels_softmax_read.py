@@ -1,6 +1,6 @@
 """The Triton kernels against float64: in Triton's interpreter, run so by tests/test_kernels.py, or on a GPU.
 
-python -m pytest tests/kernels_and_definition.py -o addopts=
+python -m pytest tests/kernels_softmax_read.py -o addopts=
 """
 
 import os
