@@ -41,7 +41,7 @@ class AblateRecipe:
     vocabulary: int = option(2048, "Entries of the byte-pair tokenizer.")
     context: int = option(128, "Tokens of one row.")
     batch: int = option(16, "Rows a step.")
-    steps: int = option(400, "Optimiser steps.")
+    steps: int = option(700, "Optimiser steps.")
     validations: int = option(8, "Validations, evenly spaced.")
     threads: int = option(1, "CPU threads.")
 

@@ -57,6 +57,7 @@ def run(recipe: TrainRecipe, output: Path, resume: bool = False) -> dict:
             processing_class=tokenizer,
             callbacks=[Milestones(), WrapperCheck(recipe.parallel), journal],
         )
+        stack.callback(trainer.accelerator.end_training)  # a process group that outlives Python aborts at exit
         trainer.remove_callback(PrinterCallback)
         if args.process_index == 0:
             begin(recipe, output, checkpoint)
