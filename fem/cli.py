@@ -21,6 +21,7 @@ try:
         generate,
         inspect,
         mad,
+        results,
         train,
         vision,
     )
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 for experiment in (demo, train, finetune, ablate, eval, generate, inspect, argmax, doctor, mad, forecast, vision):
     app.command(experiment.__name__.rpartition(".")[2])(experiment.command)
+app.command("report")(results.command)
 
 
 def main() -> None:

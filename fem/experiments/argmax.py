@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
 from fem.experiments.options import recipe_options
-from fem.experiments.recipe import Run, cpu_threads, open_run, option, progress
-from fem.experiments.report import show_table, write_table
+from fem.experiments.recipe import Run, command_line, cpu_threads, open_run, option, progress, provenance
+from fem.experiments.report import markdown_table, show_table, write_page, write_table
 from fem.functional import softmax_read
 from fem.gates import Temperature, TwoLevelGate
 from fem.projection import Projection
@@ -211,6 +211,15 @@ def run(recipe: ArgmaxRecipe, output: Path) -> dict:
             curves = compare(recipe, under_way, bars)
         write_table(under_way.folder, "table", rows(curves))
         plot(curves, recipe, under_way.folder / "argmax.png")
+        write_page(
+            under_way.folder,
+            "Every channel's maximum in one read",
+            f"{recipe.tokens} tokens of {recipe.channels} channels; in each channel the largest value is to be read "
+            "(Appendix P). Index accuracy: the share of channels whose nearest value is the winner.",
+            markdown_table(rows(curves)),
+            "![validation error and index accuracy over steps](argmax.png)",
+            provenance(command_line("argmax", recipe, SMALL)),
+        )
         results = under_way.finish(scores(curves))
     show_table("Channel-wise argmax (Appendix P)", rows(curves))
     return results

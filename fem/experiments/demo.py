@@ -12,7 +12,7 @@ from rich.console import Console
 
 from fem.experiments import argmax
 from fem.experiments.options import recipe_options
-from fem.experiments.recipe import cpu_threads, hardware, open_run, option, progress, versions
+from fem.experiments.recipe import command_line, cpu_threads, open_run, option, progress, provenance
 from fem.experiments.report import markdown_table, show_table, write_table
 
 if TYPE_CHECKING:
@@ -134,9 +134,6 @@ def held_out(corpus: Corpus) -> torch.Tensor:
 
 def report(recipe: DemoRecipe, tables: dict[str, list[dict]], caption: str, sample: str) -> str:
     source = "the sources and help topics of this Python" if recipe.text is None else recipe.text.name
-    machine = hardware()
-    device = ", ".join([f"{machine['threads']} threads of {machine['processor']}", *machine["gpus"]])
-    software = ", ".join(f"{name} {found}" for name, found in versions().items())
     return f"""# What the Free Energy Mixer does
 
 ## Every channel's maximum in one read
@@ -170,10 +167,7 @@ Held-out beginning, then `>>>`, then what the FEM model made of it:
 {sample}
 ```
 
-## How this was made
-
-`fem demo`, first seed {recipe.seed}, on {device};
-{software}.
+{provenance(command_line("demo", recipe, DemoRecipe()))}
 The model is in `model/`: `import fem.models`, then `AutoModelForCausalLM.from_pretrained` loads it.
 """
 

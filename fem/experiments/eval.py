@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from fem.experiments.options import recipe_options
-from fem.experiments.recipe import open_run, option
-from fem.experiments.report import show_table, write_table
+from fem.experiments.recipe import command_line, open_run, option, provenance
+from fem.experiments.report import markdown_table, show_table, write_page, write_table
 from fem.experiments.suites import SUITES, paper_row
 
 
@@ -126,6 +126,9 @@ def rows(recipe: EvalRecipe, scores: dict[str, dict[str, float]]) -> list[dict]:
     return table
 
 
+NOTHING = EvalRecipe(model="DIR", tasks="NAMES")
+
+
 def run(recipe: EvalRecipe, output: Path) -> dict:
     """Score the model, write `output`; returns what results.json holds."""
     with open_run(output, "eval", recipe) as under_way:
@@ -134,16 +137,19 @@ def run(recipe: EvalRecipe, output: Path) -> dict:
         for task, found in scores.items():
             under_way.log(task=task, **found)
         write_table(under_way.folder, "table", table)
+        title = f"lm-evaluation-harness; paper: Table 2, {recipe.beside}" if recipe.suite else "Scores"
+        made = provenance(command_line("eval", recipe, NOTHING))
+        write_page(under_way.folder, f"{Path(recipe.model).name}: {title}", markdown_table(table), made)
         results = under_way.finish({"eval": scores, "model": recipe.model})
-    show_table(f"lm-evaluation-harness; paper: Table 2, {recipe.beside}" if recipe.suite else "Scores", table)
+    show_table(title, table)
     return results
 
 
-@recipe_options(EvalRecipe(model="DIR", tasks="NAMES"))
+@recipe_options(NOTHING)
 def command(
     changes: dict,
     output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("runs/eval"),
 ):
     """Score a language model with lm-evaluation-harness: the paper's suite, or any tasks."""
     run(EvalRecipe(**changes), output)
-    typer.echo(f"written to {output}: results.json, table.csv, table.md")
+    typer.echo(f"written to {output}: report.md, results.json, table.csv")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Annotated
 
 import torch
@@ -14,16 +15,21 @@ import typer
 from torch import nn
 
 from fem.experiments.options import recipe_options
-from fem.experiments.recipe import open_run, option, progress
+from fem.experiments.recipe import command_line, open_run, option, progress, provenance
+from fem.experiments.report import markdown_table, show_table, write_page, write_table
 
 if TYPE_CHECKING:
     from fem.experiments.text import Corpus
+
+
+HOSTS = ("gpt2", "llama")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneRecipe:
     """A host, its training, and the equal further training of both. The defaults are a laptop's: some minutes."""
 
+    text: Path | None = option(None, "Text to train on; the sources of Python where none is given.")  # noqa: RUF009
     host: str = option("gpt2", "Host: gpt2, or llama with grouped heads.")
     layers: int = option(3, "Blocks of the host.")
     width: int = option(96, "Width of the host.")
@@ -39,13 +45,18 @@ class FinetuneRecipe:
     runs: int = option(3, "Orders of the data, each gone through by both.")
     seed: int = option(0, "Seed of the weights and of the first order of the data.")
 
+    def __post_init__(self):
+        if self.host not in HOSTS:
+            raise ValueError(f"host must be {' or '.join(HOSTS)}, got {self.host!r}.")
+        for name in ("layers", "width", "heads", "batch", "steps", "further_steps", "runs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+
 
 def build_host(recipe: FinetuneRecipe, vocabulary: int) -> nn.Module:
-    """A new host. Raises ValueError on an unknown one."""
+    """A new host."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-    if recipe.host not in ("gpt2", "llama"):
-        raise ValueError(f"host must be gpt2 or llama, got {recipe.host!r}.")
     text = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True}
     torch.manual_seed(recipe.seed)
     if recipe.host == "gpt2":
@@ -125,22 +136,49 @@ def finetune(recipe: FinetuneRecipe, corpus: Corpus, advance: Callable[[], None]
     return found | {"host_parameters": count(host), "fem_parameters": count(fem)}
 
 
+def rows(found: dict) -> list[dict]:
+    """Loss before and after the further training: a row per order of the data, then the mean."""
+    pairs = list(zip(found["original"], found["fem"]))
+    table = [{"": "before", "original": found["host"], "FEM": found["replaced"]}]
+    table += [{"": f"after, order {order}", "original": a, "FEM": b} for order, (a, b) in enumerate(pairs, start=1)]
+    table.append({"": "after, mean", "original": mean(found["original"]), "FEM": mean(found["fem"])})
+    return [row | {"difference": f"{row['FEM'] - row['original']:+.4f}"} for row in table]
+
+
+def run(recipe: FinetuneRecipe, output: Path) -> dict:
+    """The comparison, written to `output`; returns what results.json holds."""
+    from fem.experiments.text import build_corpus
+
+    corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)
+    source = "the sources and help topics of Python" if recipe.text is None else recipe.text.name
+    with open_run(output, "finetune", recipe) as under_way, progress() as bars:
+        bar = bars.add_task(recipe.host, total=recipe.steps + 2 * recipe.runs * recipe.further_steps)
+        found = finetune(recipe, corpus, lambda: bars.advance(bar))
+        table = rows(found)
+        write_table(under_way.folder, "table", table)
+        write_page(
+            under_way.folder,
+            f"FEM in a {recipe.host} that was trained without it",
+            f"{recipe.layers} blocks of width {recipe.width}, {recipe.steps} steps of {recipe.batch} x "
+            f"{recipe.context} tokens of {source}; then {recipe.further_steps} further steps of the model as it is and "
+            "of its copy after `replace_attention(preserve=True)`, on the same rows in the same order. Validation loss "
+            f"in nats per token. The original has {found['host_parameters']:,} parameters, FEM "
+            f"{found['fem_parameters']:,}: its gates are new.",
+            markdown_table(table),
+            provenance(command_line("finetune", recipe, FinetuneRecipe())),
+        )
+        results = under_way.finish({"finetune": found})
+    show_table(f"{recipe.host}: validation loss, nats per token", table)
+    return results
+
+
 @recipe_options(FinetuneRecipe())
 def command(
     changes: dict,
-    text: Annotated[
-        Path | None, typer.Option(help="Text to train on; the sources of Python where none is given.")
-    ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for results.json.")] = Path("runs/finetune"),
+    output: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/finetune-HOST.")] = None,
 ) -> None:
     """Go on training a small GPT-2 or Llama as it is and with FEM in its attention, on the same rows."""
-    from fem.experiments.text import build_corpus
-
     recipe = replace(FinetuneRecipe(), **changes)
-    corpus = build_corpus(text, recipe.vocabulary, recipe.context)
-    with open_run(output, "finetune", recipe) as run, progress() as bar:
-        task = bar.add_task(recipe.host, total=recipe.steps + 2 * recipe.runs * recipe.further_steps)
-        found = run.finish(finetune(recipe, corpus, lambda: bar.advance(task)))
-    typer.echo(f"host {found['host']:.4f}, replaced {found['replaced']:.4f} nats per token; after further training:")
-    for original, fem in zip(found["original"], found["fem"]):
-        typer.echo(f"  original {original:.4f}   FEM {fem:.4f}   difference {fem - original:+.4f}")
+    output = output or Path(f"runs/finetune-{recipe.host}")
+    run(recipe, output)
+    typer.echo(f"written to {output}: report.md, results.json, table.csv")

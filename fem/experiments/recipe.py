@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, field, is_dataclass
+from dataclasses import asdict, field, fields, is_dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -89,6 +90,32 @@ def _publish(staging: Path, output: Path) -> None:
         target = output / path.relative_to(staging)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, target)
+
+
+def command_line(experiment: str, recipe, start, profile: str | None = None) -> str:
+    """The command that runs `recipe`: what differs from `start`, where the options start. Files by their names."""
+    words = ["fem", experiment] if profile is None else ["fem", experiment, "--profile", profile]
+    for part in fields(recipe):
+        value, name = getattr(recipe, part.name), part.name.replace("_", "-")
+        if value is None or value == getattr(start, part.name):
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", ",".join(map(_file_name, str(value).split(",")))]
+    return shlex.join(words)
+
+
+def _file_name(text: str) -> str:
+    return Path(text).name if os.sep in text and Path(text).exists() else text
+
+
+def provenance(command: str) -> str:
+    """The last section of a page of results: what was run, when, and on what."""
+    found = hardware()
+    machine = ", ".join([found["processor"], f"threads: {found['threads']}", *found["gpus"]])
+    software = ", ".join(f"{name} {version}" for name, version in versions().items())
+    return f"## How this was made\n\n`{command}` on {now()}, {machine}; {software}.\n"
 
 
 def write_json(path: Path, data: dict) -> None:

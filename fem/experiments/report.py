@@ -42,6 +42,12 @@ def write_table(folder: Path, name: str, rows: Rows) -> None:
     (folder / f"{name}.md").write_text(markdown_table(rows), encoding="utf-8")
 
 
+def write_page(folder: Path, title: str, *parts: str) -> None:
+    """`folder`/report.md: the run as a page, pictures beside it."""
+    text = "\n\n".join(part.strip() for part in (f"# {title}", *parts))
+    (folder / "report.md").write_text(f"{text}\n", encoding="utf-8")
+
+
 def show_table(title: str, rows: Rows) -> None:
     """Print the rows to the terminal."""
     table = Table(title=title, title_justify="left")

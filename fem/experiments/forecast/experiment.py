@@ -11,7 +11,7 @@ import typer
 
 from fem.experiments.forecast.settings import LAPTOP, PROFILES, ForecastRecipe
 from fem.experiments.options import recipe_options
-from fem.experiments.recipe import cpu_threads, open_run, progress, write_json
+from fem.experiments.recipe import command_line, cpu_threads, open_run, progress, write_json
 from fem.experiments.report import show_table, write_table
 
 
@@ -46,7 +46,7 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
             for point in record["curve"]:
                 under_way.log(experiment="forecast", **found, **point)
         write_table(under_way.folder, "table", report.table(records))
-        report.write(under_way.folder, records, recipe.command_line())
+        report.write(under_way.folder, records, command_line("forecast", recipe, LAPTOP))
         results = under_way.finish({"forecast": report.summary(records)})
     show_table("Forecasts of equal size: errors on scaled test data", report.short_table(records))
     return results

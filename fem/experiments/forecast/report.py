@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from fem.experiments.forecast import picture
-from fem.experiments.recipe import hardware, now, versions
+from fem.experiments.recipe import provenance
 from fem.experiments.report import markdown_table, write_table
 
 NAMES = {
@@ -31,6 +31,9 @@ TABLE_4 = {
     "ETTm1": (0.341, 0.345, 0.346, 0.344, 0.357, 0.351, 0.373, 0.346),
     "ETTm2": (0.242, 0.247, 0.246, 0.241, 0.250, 0.245, 0.265, 0.247),
 }
+TABLE_4_NOTE = (
+    "MSE, mean over horizons 96, 192, 336 and 720; in brackets the paper's. Ours is blank unless all four were run."
+)
 HORIZONS = (96, 192, 336, 720)
 
 
@@ -80,10 +83,10 @@ def short_table(records: Sequence[dict]) -> list[dict]:
     return [{name: row[name] for name in ("data", "horizon", "model", "MSE", "sd", "MAE")} for row in table(records)]
 
 
-def table4(records: Sequence[dict]) -> list[dict]:
-    """Table 4: MSE, mean over the four horizons, as "ours (the paper's)"; ours blank unless all four were run."""
+def table4(summaries: Sequence[dict]) -> list[dict]:
+    """Table 4 from rows of `summary`: "ours (the paper's)"; ours blank unless all four horizons were run."""
     ours: dict[tuple, dict[int, float]] = {}
-    for row in summary(records):
+    for row in summaries:
         ours.setdefault((row["data"].lower(), NAMES.get(row["model"])), {})[row["horizon"]] = row["mse"]
     rows = []
     for data, figures in TABLE_4.items():
@@ -97,7 +100,7 @@ def table4(records: Sequence[dict]) -> list[dict]:
 
 def write(folder: Path, records: Sequence[dict], command: str) -> None:
     """table4.csv and .md, forecasts.png, curves.png and report.md in `folder`."""
-    write_table(folder, "table4", table4(records))
+    write_table(folder, "table4", table4(summary(records)))
     picture.forecasts(folder / "forecasts.png", records, NAMES)
     curves = [record for record in records if "epoch" in record["curve"][0]]
     if curves:
@@ -105,11 +108,9 @@ def write(folder: Path, records: Sequence[dict], command: str) -> None:
     page = PAGE.format(
         table=markdown_table(table(records)),
         curves="\n![validation error over epochs](curves.png)\n" if curves else "",
-        table4=markdown_table(table4(records)),
-        command=command,
-        date=now(),
-        hardware=", ".join([hardware()["processor"], *hardware()["gpus"]]),
-        versions=", ".join(f"{name} {found}" for name, found in versions().items()),
+        note=TABLE_4_NOTE,
+        table4=markdown_table(table4(summary(records))),
+        provenance=provenance(command),
     )
     (folder / "report.md").write_text(page, encoding="utf-8")
 
@@ -126,10 +127,7 @@ FEMForecaster are trained by neuralforecast. CPU s: of training one seed, its va
 {curves}
 ## Table 4
 
-MSE, mean over horizons 96, 192, 336 and 720; in brackets the paper's. Ours is blank unless all four were run.
+{note}
 
 {table4}
-## How this was made
-
-`{command}` on {date}, {hardware}; {versions}.
-"""
+{provenance}"""

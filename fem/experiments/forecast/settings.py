@@ -6,7 +6,6 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 
 import torch
 
@@ -83,12 +82,6 @@ class ForecastRecipe:
         for job in jobs:
             job.windows()
         return jobs
-
-    def command_line(self) -> str:
-        """The command that runs this recipe, data by file name."""
-        given = {name: value for name, value in asdict(self).items() if value != getattr(LAPTOP, name)}
-        given["data"] = ",".join(Path(path).name for path in _listed(self.data))
-        return " ".join(["fem forecast", *(f"--{name.replace('_', '-')} {value}" for name, value in given.items())])
 
 
 def _listed(text: str) -> list[str]:

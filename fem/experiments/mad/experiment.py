@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +18,7 @@ from fem.experiments.mad.table import SCORES, readable, table1
 from fem.experiments.mad.tasks import TASKS
 from fem.experiments.mad.training import Job
 from fem.experiments.options import recipe_options
-from fem.experiments.recipe import open_run, option, progress
+from fem.experiments.recipe import command_line, open_run, option, progress
 from fem.experiments.report import show_table, write_table
 
 
@@ -48,10 +48,6 @@ class MADRecipe:
     @property
     def task_names(self) -> list[str]:
         return list(TASKS) if self.tasks == "all" else _listed(self.tasks)
-
-    def command_line(self) -> str:
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        return " ".join(["fem mad", *(f"--{name.replace('_', '-')} {value}" for name, value in given.items())])
 
     @property
     def fixed(self) -> Profile:
@@ -129,7 +125,7 @@ def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
         write_table(folder, "table", table)
         picture.curves(folder / "curves.png", records)
         picture.scores(folder / "scores.png", records, profile.score)
-        write_report(folder / "report.md", records, profile, recipe.command_line())
+        write_report(folder / "report.md", records, profile, command_line("mad", recipe, MADRecipe()))
         results = under_way.finish({"mad": summary(records)})
     measured = [row for row in table if row["seeds"]]
     show_table(f"MAD, {recipe.profile} profile: {SCORES[profile.score]}, percent (Table 1)", readable(measured))

@@ -9,7 +9,7 @@ from statistics import mean
 
 from fem.experiments.mad.settings import PROFILES, Profile
 from fem.experiments.mad.table import SCORES, average, by_row, readable, steps_table, table1, task_scores
-from fem.experiments.recipe import hardware, now, versions
+from fem.experiments.recipe import provenance
 from fem.experiments.report import markdown_table
 
 
@@ -47,13 +47,10 @@ def write_report(path: Path, records: Sequence[dict], profile: Profile, command:
             tables="\n".join(parts),
             steps=markdown_table(steps_table(records)),
             sizes="" if profile == PROFILES["paper"] else SMALL,
-            command=command,
+            provenance=provenance(command),
             training=", ".join(f"{name} {value}" for name, value in asdict(profile.training).items()),
             rates=", ".join(map("{:g}".format, profile.learning_rates)),
             decays=", ".join(map("{:g}".format, profile.weight_decays)),
-            date=now(),
-            processor=", ".join([hardware()["processor"], *hardware()["gpus"]]),
-            versions=", ".join(f"{name} {found}" for name, found in versions().items()),
         ),
         encoding="utf-8",
     )
@@ -80,9 +77,7 @@ In the first setting of each task, a figure per seed, "-" where it was not reach
 
 ![scores by mixer and task](scores.png)
 
-## How this was made
-
-`{command}` on {date}, {processor}; {versions}.
+{provenance}
 Learning rates {rates}, weight decays {decays}, constant after the warm-up; {training}.
 The lowest perplexity is that of the test set, as in MAD.
 """

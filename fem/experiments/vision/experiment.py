@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -86,16 +86,6 @@ class VisionRecipe:
                 decides = {name: value for name, value in asdict(job).items() if name not in ("workers", "threads")}
                 digest = hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=6).hexdigest()
                 yield f"{mixer}-seed{seed}-{digest}", job
-
-    def command_line(self, profile: str) -> str:
-        """The command that runs this recipe: the profile and what differs from it."""
-        start = PROFILES[profile]
-        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(start, f.name)}
-        if Path(self.data).exists():
-            given["data"] = Path(self.data).name
-        shown = [f"--{'' if value is not False else 'no-'}{name.replace('_', '-')}" for name, value in given.items()]
-        values = ["" if isinstance(value, bool) else f" {value}" for value in given.values()]
-        return " ".join(["fem vision", f"--profile {profile}", *map("".join, zip(shown, values))])
 
 
 DIGITS = VisionRecipe()

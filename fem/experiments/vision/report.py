@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
-from fem.experiments.recipe import hardware, now, versions
+from fem.experiments.recipe import command_line, provenance
 from fem.experiments.report import markdown_table
-from fem.experiments.vision.experiment import VisionRecipe
+from fem.experiments.vision.experiment import PROFILES, VisionRecipe
 from fem.experiments.vision.images import Pictures
 from fem.plots import Panel, learning_curves
 
@@ -111,11 +111,7 @@ def page(records: Sequence[dict], recipe: VisionRecipe, profile: str, pictures: 
         pooling="class token" if recipe.pooling == "cls" else "mean over patches",
         table=markdown_table(table(records)),
         table3=markdown_table(table3(records, profile)),
-        command=recipe.command_line(profile),
-        date=now(),
-        hardware=", ".join([hardware()["processor"], *hardware()["gpus"]]),
-        threads=recipe.threads,
-        versions=", ".join(f"{name} {found}" for name, found in versions().items()),
+        provenance=provenance(command_line("vision", recipe, PROFILES[profile], profile)),
     )
 
 
@@ -135,7 +131,4 @@ Top-1 accuracy and millions of parameters; blank: not run. The recipe is DeiT's 
 repeated augmentation.
 
 {table3}
-## How this was made
-
-`{command}` on {date}, {hardware}, {threads} thread; {versions}.
-"""
+{provenance}"""

@@ -1,0 +1,146 @@
+"""`fem report`: finished runs become pages of docs/results, with an index of what was run and what was not."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fem.experiments.recipe import RESULTS, write_json
+from fem.experiments.report import markdown_table
+from fem.experiments.suites import PAPER, paper_rows
+
+PAGE, INDEX = "report.md", "README.md"
+OURS = re.compile(r"^## What it says\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
+PICTURE = re.compile(r"\]\(([^)/#:]+\.png)\)")
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something to measure: where the paper has it, the experiment, and the command that does it."""
+
+    paper: str
+    what: str
+    experiment: str
+    command: str
+
+
+ITEMS = (
+    Item("Table 1", "six synthetic tasks (MAD)", "mad", "fem mad --profile paper"),
+    Item("Table 2", "language models of 340M and 1.3B parameters", "eval", "fem train --recipe paper-340m; fem eval"),
+    Item("Table 3", "ImageNet-1K, and smaller pictures", "vision", "fem vision --profile deit-tiny --data FOLDER"),
+    Item("Table 4", "forecasting", "forecast", "fem forecast --profile paper --data FILES"),
+    Item("Tables 5, 7", "speed and memory", "bench", "fem bench --profile paper"),
+    Item("Appendix P", "every channel's maximum in one read", "argmax", "fem argmax --full"),
+    Item("", "what each part adds to a language model", "ablate", "fem ablate"),
+    Item("", "FEM in a model that was trained without it", "finetune", "fem finetune"),
+)
+
+
+def add_page(run: Path, output: Path) -> None:
+    """The run's page, pictures and numbers, named after its folder. "What it says" of an earlier page stays.
+
+    Raises ValueError where `run` is not the folder of a run that has ended and has a page.
+    """
+    for name in (PAGE, RESULTS, "config.json"):
+        if not (run / name).is_file():
+            raise ValueError(f"runs must be folders of runs that have ended, got {str(run)!r} without {name}.")
+    name = run.name.replace("-", "_")
+    text = (run / PAGE).read_text(encoding="utf-8")
+    for picture in set(PICTURE.findall(text)):
+        shutil.copyfile(run / picture, output / f"{name}_{picture}")
+    text = PICTURE.sub(rf"]({name}_\1)", text)
+    page = output / f"{name}.md"
+    if page.exists() and (said := OURS.search(page.read_text(encoding="utf-8"))):
+        text = text.replace("## How this was made", f"{said[0].strip()}\n\n## How this was made")
+    config, results = (json.loads((run / part).read_text(encoding="utf-8")) for part in ("config.json", RESULTS))
+    write_json(output / f"{name}.json", {"config": config, "results": results})
+    page.write_text(text, encoding="utf-8")
+
+
+def found_results(output: Path) -> dict[str, dict]:
+    """{page: {"config", "results"}} of the pages that runs have made, by name."""
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(output.glob("*.json"))}
+    return {name: data for name, data in found.items() if "config" in data}
+
+
+def index(output: Path) -> str:
+    """What the paper measured, with our pages or the command that makes one; then Tables 2 and 4 of all runs."""
+    from fem.experiments.forecast.report import TABLE_4_NOTE, table4
+
+    found = found_results(output)
+    rows = []
+    for item in ITEMS:
+        own = [name for name, data in found.items() if data["config"]["experiment"] == item.experiment]
+        links = ", ".join(f"[{name}]({name}.md)" for name in own)
+        rows.append({"paper": item.paper, "what": item.what, "pages": links, "command": f"`{item.command}`"})
+    others = sorted(path.stem for path in output.glob("*.md") if path.stem not in found and path.name != INDEX)
+    forecasts = [row for data in found.values() for row in data["results"].get("forecast", [])]
+    return INDEX_PAGE.format(
+        items=markdown_table(rows),
+        others="\n".join(f"* [{name}]({name}.md)" for name in others),
+        table2=markdown_table(table2(found)),
+        note=TABLE_4_NOTE,
+        table4=markdown_table(table4(forecasts)),
+    )
+
+
+def table2(found: dict[str, dict]) -> list[dict]:
+    """The paper's rows, each with ours below it where `fem eval --suite paper --beside ROW` has run."""
+    columns = [score.column for score in PAPER]
+    rows = []
+    for name, paper in paper_rows().items():
+        rows.append({"model": f"{name}, paper"} | paper)
+        ours = {"model": f"{name}, ours"} | dict.fromkeys(columns)
+        for data in found.values():
+            recipe = data["config"].get("recipe", {})
+            if recipe.get("suite") == "paper" and recipe.get("beside") == name:
+                scores = data["results"]["eval"]
+                ours |= {score.column: scores.get(score.task, {}).get(score.metric) for score in PAPER}
+        rows.append(ours)
+    return rows
+
+
+INDEX_PAGE = """# Results
+
+Every page says at its end what was run, when and on what. Where the paper has a table and no page stands, nobody has
+run it yet: the command does. Figures of the paper are marked as such and never stand in the place of ours.
+
+{items}
+Measured by the scripts in `benchmarks/`:
+
+{others}
+
+## Table 2: language models
+
+Accuracy (exact match for MATH). Ours: `fem eval --suite paper --beside "340M fem-sm"`; blank: not run.
+
+{table2}
+## Table 4: forecasting
+
+{note}
+
+{table4}"""
+
+
+def command(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Folders of runs; default: all in runs/ that have ended.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder of the pages.")] = Path("docs/results"),
+):
+    """Join finished runs into pages beside the paper's tables, blank where nothing was run."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output must be a folder, got the file {str(output)!r}; choose another name.")
+    if not runs:
+        runs = [path.parent for path in sorted(Path("runs").glob(f"*/{PAGE}")) if (path.parent / RESULTS).exists()]
+    output.mkdir(parents=True, exist_ok=True)
+    for run in runs:
+        add_page(run, output)
+    (output / INDEX).write_text(index(output), encoding="utf-8")
+    typer.echo(f"{len(runs)} runs; written to {output / INDEX}")

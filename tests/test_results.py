@@ -1,0 +1,90 @@
+"""`fem report`: runs become pages beside the paper's tables."""
+
+import json
+
+import pytest
+
+pytest.importorskip("typer", reason="needs free-energy-mixer[cli]")
+
+from fem.experiments.results import add_page, command, index, table2
+
+
+def made_up_run(folder, experiment="ablate", results=None, recipe=None, body="A table.\n\n![a plot](loss.png)"):
+    folder.mkdir(parents=True)
+    (folder / "report.md").write_text(f"# A run\n\n{body}\n\n## How this was made\n\nBy hand.\n")
+    (folder / "loss.png").write_bytes(b"picture")
+    (folder / "config.json").write_text(json.dumps({"experiment": experiment, "recipe": recipe or {}}))
+    (folder / "results.json").write_text(json.dumps(results or {}))
+    return folder
+
+
+@pytest.fixture
+def output(tmp_path):
+    (tmp_path / "results").mkdir()
+    return tmp_path / "results"
+
+
+def test_a_page_brings_its_pictures_and_numbers(tmp_path, output):
+    add_page(made_up_run(tmp_path / "ablate-gla", results={"loss": 4.5}), output)
+    assert "](ablate_gla_loss.png)" in (output / "ablate_gla.md").read_text()
+    assert (output / "ablate_gla_loss.png").read_bytes() == b"picture"
+    assert json.loads((output / "ablate_gla.json").read_text())["results"] == {"loss": 4.5}
+
+
+def test_what_was_said_of_a_run_survives_its_repetition(tmp_path, output):
+    run = made_up_run(tmp_path / "argmax", "argmax")
+    add_page(run, output)
+    page = output / "argmax.md"
+    page.write_text(page.read_text().replace("## How", "## What it says\n\nFEM wins.\n\n## How"))
+    said = page.read_text()
+    for _ in range(2):
+        add_page(run, output)
+        assert page.read_text() == said
+
+
+def test_the_index_links_what_was_run_and_says_what_runs_the_rest(tmp_path, output):
+    (output / "layer_cpu.md").write_text("# Layers\n")
+    (output / "layer_cpu.json").write_text(json.dumps({"environment": {}}))
+    add_page(made_up_run(tmp_path / "mad-laptop", "mad"), output)
+    rows = {line.split(" | ")[1]: line for line in index(output).splitlines() if line.startswith("| ")}
+    assert "[mad_laptop](mad_laptop.md)" in rows["six synthetic tasks (MAD)"]
+    assert "](" not in rows["ImageNet-1K, and smaller pictures"]
+    assert "fem vision" in rows["ImageNet-1K, and smaller pictures"]
+    assert "* [layer_cpu](layer_cpu.md)" in index(output)
+
+
+def test_forecasts_of_several_runs_join_in_table_4(tmp_path, output):
+    for horizon, mse in ((96, 0.3), (192, 0.4), (336, 0.5), (720, 0.6)):
+        row = {"data": "ETTh2", "horizon": horizon, "model": "dlinear", "mse": mse, "mses": [mse], "mae": 0.3}
+        row |= {"seeds": [0], "lookback": 512, "parameters": 9, "cpu_seconds": 1.0}
+        assert "0.450 (0.426)" not in index(output)
+        add_page(made_up_run(tmp_path / f"etth2-{horizon}", "forecast", {"forecast": [row]}), output)
+    assert "0.450 (0.426)" in index(output)
+
+
+def test_scores_stand_under_the_paper_s_row_and_only_there():
+    recipe = {"suite": "paper", "beside": "340M fem-sm"}
+    found = {"ours": {"config": {"recipe": recipe}, "results": {"eval": {"piqa": {"acc": 0.5}}}}}
+    rows = {row["model"]: row for row in table2(found)}
+    assert rows["340M fem-sm, ours"]["PIQA"] == 0.5
+    assert rows["340M fem-sm, ours"]["COPA"] is None
+    assert set(rows["340M gla, ours"].values()) == {"340M gla, ours", None}
+    assert rows["340M fem-sm, paper"]["PIQA"] == 0.676
+
+
+@pytest.mark.parametrize("missing", ["report.md", "results.json", "config.json"])
+def test_a_run_that_has_not_ended_is_refused_by_name(tmp_path, output, missing):
+    run = made_up_run(tmp_path / "run")
+    (run / missing).unlink()
+    with pytest.raises(ValueError, match=f"runs must be folders of runs that have ended, got .* without {missing}"):
+        command([run], output)
+
+
+def test_without_names_every_finished_run_is_taken(tmp_path, monkeypatch, output, capsys):
+    monkeypatch.chdir(tmp_path)
+    made_up_run(tmp_path / "runs" / "one")
+    (made_up_run(tmp_path / "runs" / "two") / "results.json").unlink()
+    command(None, output)
+    assert capsys.readouterr().out.startswith("1 runs;")
+    assert (output / "one.md").exists()
+    assert not (output / "two.md").exists()
