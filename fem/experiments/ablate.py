@@ -49,9 +49,9 @@ class AblateRecipe:
     mlp_width: int = option(352, "Width of the prior's SwiGLU; rows with more parameters narrow theirs.")
     vocabulary: int = option(2048, "Entries of the byte-pair tokenizer.")
     context: int = option(128, "Tokens of one row.")
-    batch: int = option(16, "Rows a step.")
-    steps: int = option(700, "Optimiser steps.")
-    validations: int = option(8, "Validations, evenly spaced.")
+    batch: int = option(4, "Rows a step.")
+    steps: int = option(600, "Optimiser steps.")
+    validations: int = option(6, "Validations, evenly spaced.")
     threads: int = option(1, "CPU threads.")
 
     def __post_init__(self):
