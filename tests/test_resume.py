@@ -41,3 +41,18 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, processes):
         resumed = train(recipe, output, resume=True, processes=processes)
         assert resumed.returncode == 0, resumed.stderr
         assert_same_run(output, tmp_path / "whole", 12)
+
+
+@pytest.mark.parametrize("room, refused", [(40_000, "model.safetensors"), (150_000, "optimizer.pt")])
+def test_a_disk_that_fills_up_in_a_save_loses_nothing(tmp_path, room, refused):
+    recipe = tiny(write_corpus(tmp_path / "data.jsonl"))
+    assert train(recipe, tmp_path / "whole").returncode == 0
+    files = {path.name: path.stat().st_size for path in (tmp_path / "whole" / "checkpoint-5").iterdir()}
+    assert next(name for name in ("model.safetensors", "optimizer.pt") if files[name] > room) == refused
+    full = train(recipe, tmp_path / "full", death=["room", room])
+    assert full.returncode == 1
+    sentence = full.stderr.strip().splitlines()[-1]
+    assert "checkpoint-10 could not be saved" in sentence
+    assert "checkpoint-5 is whole, --resume auto goes on from it." in sentence
+    assert train(recipe, tmp_path / "full", resume=True).returncode == 0
+    assert_same_run(tmp_path / "full", tmp_path / "whole", 12)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -67,18 +68,23 @@ def die(*_):
 
 
 def main(recipe, output, resume, death):
-    """death: ["step", n], ["save", n], in which the optimiser's state is already there, or None."""
+    """death: ["step", n]; ["save", n], in which the optimiser's state is already there; ["room", n]: from step 10 on
+    no file may grow beyond n bytes, as on a full disk; or None."""
     torch.set_num_threads(1)
     from fem.experiments import journal, training
     from fem.experiments.train import TrainRecipe
 
     if death is not None:
         place, step = death
-        owner, name = (journal.Journal, "on_step_end") if place == "step" else (training.TextTrainer, "_save_rng_state")
+        owner, name = (training.TextTrainer, "_save_rng_state") if place == "save" else (journal.Journal, "on_step_end")
         method = getattr(owner, name)
 
         def dying(self, *args, **given):
-            state = args[1] if place == "step" else self.state
+            state = args[1] if place != "save" else self.state
+            if place == "room":
+                if state.global_step == 10:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (step, step))
+                return method(self, *args, **given)
             return die() if state.global_step == step else method(self, *args, **given)
 
         setattr(owner, name, dying)
