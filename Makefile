@@ -6,12 +6,13 @@ STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help install demo test test-slow test-all lint bench clean
+.PHONY: help install demo test test-slow test-all test-docs docs notebooks lint bench clean
 
 help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
 	@echo "make test      the fast tests        make test-all   fast and slow tests"
-	@echo "make lint      style and import direction      make bench   the tables of docs/results"
+	@echo "make docs      the site, into site/  make test-docs  runs every tutorial, page and notebook, and builds the site"
+	@echo "make lint      style and import direction      make bench   what FEM costs on this machine"
 	@echo "make install   only install, into $(VENV)"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -36,14 +37,26 @@ test-slow: install
 
 test-all: test test-slow
 
+test-docs: install
+	$(PYTEST) tests/test_readme.py tests/test_docs_*.py
+
+# The variable silences an advertisement, of a successor, that would hide warnings of ours.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "to read it: $(BIN)/python -m http.server --directory site, then http://localhost:8000"
+
+# The notebooks are kept with their results: run them again when what they use has changed.
+notebooks: install
+	OMP_NUM_THREADS=1 $(BIN)/jupyter execute --inplace docs/notebooks/*.ipynb
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
 bench: install
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/layer_cpu.py
+	OMP_NUM_THREADS=1 $(BIN)/fem bench
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scans_cpu.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -75,13 +75,14 @@ def build_host(recipe: FinetuneRecipe, vocabulary: int) -> nn.Module:
 def parameter_groups(model: nn.Module, rate: float, awakening: float) -> list[dict]:
     """Parameters for an optimiser: lambda and beta of a replaced attention learn `awakening` times as fast.
 
-    A gradient reaches W_lambda through sigmoid'(lambda_init) = 5e-5, so at the host's rate lambda stays where it is.
+    A gradient reaches W_lambda through sigmoid'(lambda_init) = 5e-5, so at the host's rate lambda stays where it is, and
+    AdamW's usual eps of 1e-8 is as large as what it divides.
     """
     from fem.models.surgery.head import FreeEnergyHead
 
     fast = {id(p) for m in model.modules() if isinstance(m, FreeEnergyHead) for p in m.temperature_parameters()}
     kept = {"params": [p for p in model.parameters() if id(p) not in fast], "lr": rate}
-    woken = {"params": [p for p in model.parameters() if id(p) in fast], "lr": awakening * rate}
+    woken = {"params": [p for p in model.parameters() if id(p) in fast], "lr": awakening * rate, "eps": 1e-12}
     return [kept, woken] if fast else [kept]
 
 

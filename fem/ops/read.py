@@ -12,9 +12,11 @@ NO_WEIGHT = -1e29  # a logarithm below stands for no weight at all, however an o
 
 
 class Read(NamedTuple):
-    """Mean and free energy of the values under a prior, both (B, T, H, d_v); no free energy without a beta.
+    """Mean and free energy of the values under a prior.
 
-    mean_tj = sum_i p_t(i) v_ij        F_tj = (1 / beta_j) log sum_i p_t(i) exp(beta_j v_ij)        (Eq. 4)
+        mean_tj = sum_i p_t(i) v_ij        F_tj = (1 / beta_j) log sum_i p_t(i) exp(beta_j v_ij)        (Eq. 4)
+
+    Both are (B, T, H, d_v); there is no free energy without a beta.
     """
 
     mean: Tensor

@@ -1,0 +1,56 @@
+"""Pages of the site that are no Markdown files below docs/: the README, CONTRIBUTING and the notebooks."""
+
+import json
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+DOCS = Path(__file__).parent
+FROM_THE_ROOT = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
+MOVED = {"../README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CITATION.cff": "faq.md#how-to-cite"}
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for page, file in FROM_THE_ROOT.items():
+        files.append(File.generated(config, page, content=(DOCS.parent / file).read_text()))
+    for notebook in sorted(DOCS.glob("notebooks/*.ipynb")):
+        page = notebook.relative_to(DOCS).with_suffix(".md").as_posix()
+        files.append(File.generated(config, page, content=notebook_page(notebook)))
+    for entry in config.nav:
+        for title, target in entry.items():
+            if isinstance(target, str) and "*" in target:
+                entry[title] = sorted(file.src_uri for file in files if Path(file.src_uri).match(target))
+    return files
+
+
+def on_page_markdown(markdown: str, **_) -> str:
+    """Links lead where they lead in the repository."""
+    return re.sub(r"\]\(([^)#]+)", lambda link: f"]({site_address(link[1])}", markdown)
+
+
+def site_address(target: str) -> str:
+    return re.sub(r"\.ipynb$", ".md", MOVED.get(target, target.removeprefix("docs/")))
+
+
+def notebook_page(notebook: Path) -> str:
+    """Text and code of a notebook, and what the code printed and drew."""
+    cells = json.loads(notebook.read_text())["cells"]
+    title, *parts = (part for cell in cells for part in (source(cell), *map(shown, cell.get("outputs", []))))
+    download = f'<a href="{notebook.name}" download>This page is a notebook: download it.</a>'
+    return "\n\n".join([title, download, *parts])
+
+
+def source(cell: dict) -> str:
+    text = "".join(cell["source"])
+    return text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
+
+
+def shown(output: dict) -> str:
+    data = output.get("data", {})
+    if "image/png" in data:
+        return f"![what the code above draws](data:image/png;base64,{''.join(data['image/png'].split())})"
+    text = "".join(output.get("text", data.get("text/plain", "")))
+    return f"```{{.text .output}}\n{COLOURS.sub('', text).rstrip()}\n```"
