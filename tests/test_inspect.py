@@ -21,9 +21,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from fem import cli
 from fem.experiments import inspect, inspection_page
 from fem.experiments.inspect import InspectRecipe, encode
-from fem.experiments.reading import LayerTables, effective_tokens, layer_tables, most_divided
+from fem.experiments.reading import LayerTables, effective_tokens, layer_tables, most_divided, readers, readings
 from fem.experiments.text import train_tokenizer
-from fem.models import FEMConfig, FEMForCausalLM
+from fem.models import FEMConfig, FEMForCausalLM, replace_attention
 
 TEXT = "the sun sees the moon.\n\tthe moon | sees </script><b> the INSPECTION"
 TIME = 5
@@ -285,3 +285,38 @@ def test_a_model_without_fem_is_refused(monkeypatch, capsys, tmp_path, tokenizer
     sentence = "model must have Free Energy Mixer layers, got a GPT2LMHeadModel without any."
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_a_model_whose_attention_was_replaced_is_read_as_it_computes(tmp_path, tokenizer, preserve):
+    torch.manual_seed(0)
+    host = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=2, n_head=2))
+    model = replace_attention(host, preserve=preserve).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    found = inspect.run(str(tmp_path / "model"), InspectRecipe(text="the sun sees the moon"), tmp_path / "out")
+    ids = torch.tensor([tokenizer("the sun sees the moon")["input_ids"]])
+    parts = list(readers(model))
+    assert len(parts) == 2
+    gate_inputs = {}
+    hooks = [
+        part.gate.register_forward_hook(lambda gate, args, o: gate_inputs.update({gate: (*args, o)})) for part in parts
+    ]
+    first, second = readings(model, ids)
+    for hook in hooks:
+        hook.remove()
+    for part, reading in zip(parts, (first, second)):
+        _, read, output = gate_inputs[part.gate]
+        torch.testing.assert_close(reading.mean, read.mean)
+        share = reading.lambda_
+        torch.testing.assert_close(
+            reading.gate * ((1 - share) * reading.mean + share * reading.free_energy), output, rtol=1e-4, atol=1e-5
+        )
+        torch.testing.assert_close(reading.prior.sum(-1), torch.ones_like(reading.prior[..., 0]))
+        assert not reading.prior.triu(1).any()
+    shown = [row["lambda"] for row in found["heads"]]
+    expected = [reading.lambda_[0, :, head].mean().item() for reading in (first, second) for head in range(2)]
+    assert shown == pytest.approx(expected, rel=1e-4)

@@ -90,11 +90,14 @@ def load_language_model(folder: str | Path):
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    import fem.models  # noqa: F401  (registers the architecture)
+    from fem.models import load_replaced
+    from fem.models.surgery.replace import RECORD
 
     found = model_folder(folder)
+    replaced = RECORD in json.loads((found / "config.json").read_text(encoding="utf-8"))
+    load = load_replaced if replaced else AutoModelForCausalLM.from_pretrained
     try:
-        model = AutoModelForCausalLM.from_pretrained(found, use_safetensors=True, dtype="auto")
+        model = load(found, use_safetensors=True, dtype="auto")
     except (SafetensorError, RuntimeError, OSError, KeyError, json.JSONDecodeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(

@@ -75,8 +75,8 @@ def build_host(recipe: FinetuneRecipe, vocabulary: int) -> nn.Module:
 def parameter_groups(model: nn.Module, rate: float, awakening: float) -> list[dict]:
     """Parameters for an optimiser: lambda and beta of a replaced attention learn `awakening` times as fast.
 
-    A gradient reaches W_lambda through sigmoid'(lambda_init) = 5e-5, so at the host's rate lambda stays where it is, and
-    AdamW's usual eps of 1e-8 is as large as what it divides.
+    A gradient reaches W_lambda through sigmoid'(lambda_init) = 5e-5, so at the host's rate lambda stays where it is,
+    and AdamW's usual eps of 1e-8 is as large as what it divides.
     """
     from fem.models.surgery.head import FreeEnergyHead
 

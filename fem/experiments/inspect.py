@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import typer
 
-from fem.experiments.reading import LayerTables, layer_tables, most_divided, readings
+from fem.experiments.reading import LayerTables, layer_tables, most_divided, readers, readings
 from fem.experiments.recipe import open_run
 from fem.experiments.report import show_table, write_table
 
@@ -127,17 +127,15 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], li
 
 def read_layers(model: PreTrainedModel, ids: Sequence[int], recipe: InspectRecipe) -> list[LayerTables]:
     """The tables of the chosen layers of a model. Raises ValueError on a model without FEM and on unknown layers."""
-    from fem.mixer import FreeEnergyMixer
-
-    mixers = [module for module in model.modules() if isinstance(module, FreeEnergyMixer)]
-    if not mixers:
+    names = list(readers(model).values())
+    if not names:
         raise ValueError(f"model must have Free Energy Mixer layers, got a {type(model).__name__} without any.")
-    chosen = recipe.chosen(len(mixers))
-    if unknown := [number for number in chosen if not 1 <= number <= len(mixers)]:
-        raise ValueError(f"layers must be among 1 to {len(mixers)}, got {unknown[0]}.")
+    chosen = recipe.chosen(len(names))
+    if unknown := [number for number in chosen if not 1 <= number <= len(names)]:
+        raise ValueError(f"layers must be among 1 to {len(names)}, got {unknown[0]}.")
     model = model.float() if model.dtype.itemsize == 2 else model
     found = readings(model, torch.tensor([ids], device=model.device))
-    return [layer_tables(number, mixers[number - 1].prior.name, found[number - 1]) for number in chosen]
+    return [layer_tables(number, names[number - 1], found[number - 1]) for number in chosen]
 
 
 def run(folder: str, recipe: InspectRecipe, output: Path) -> dict:

@@ -14,19 +14,36 @@ from fem.mixer import FreeEnergyMixer
 from fem.reading import Reading
 
 
+def readers(model: nn.Module) -> dict[nn.Module, str]:
+    """Every part of the model that reads a free energy, with the name of its prior."""
+    from fem.models.surgery.head import FreeEnergyHead
+
+    found = {}
+    for module in model.modules():
+        if isinstance(module, FreeEnergyMixer):
+            found[module] = module.prior.name
+        elif isinstance(module, FreeEnergyHead):
+            found[module] = "softmax"
+    return found
+
+
 @torch.no_grad()
 def readings(model: nn.Module, inputs: Tensor) -> list[Reading]:
-    """`FreeEnergyMixer.inspect` of every mixer of the model, on what the model feeds it from a row of `inputs`."""
-    fed: dict[FreeEnergyMixer, Tensor] = {}
-    mixers = [module for module in model.modules() if isinstance(module, FreeEnergyMixer)]
-    hooks = [mixer.register_forward_pre_hook(lambda mixer, args: fed.update({mixer: args[0]})) for mixer in mixers]
+    """`inspect` of every reader of the model, on what the model feeds it from a row of `inputs`."""
+    fed: dict[nn.Module, tuple[tuple, dict]] = {}
+    parts = readers(model)
+    keep = lambda part, args, kwargs: fed.update({part: (args, kwargs)})  # noqa: E731
+    hooks = [part.register_forward_pre_hook(keep, with_kwargs=True) for part in parts]
     model.eval()
     try:
         model(inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    return [mixer.inspect(fed[mixer]) for mixer in mixers]
+    return [
+        part.inspect(args[0]) if isinstance(part, FreeEnergyMixer) else part.inspect(*args, **given)
+        for part, (args, given) in ((part, fed[part]) for part in parts)
+    ]
 
 
 @dataclass(frozen=True)

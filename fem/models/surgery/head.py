@@ -9,8 +9,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
-from fem.functional import softmax_read
+from fem.functional import Read, softmax_read
 from fem.gates import Temperature, TwoLevelGate
+from fem.priors.base import indicators
+from fem.reading import Reading, read_tables
 
 LAMBDA_INIT = -10.0  # lambda = 4.5e-5
 
@@ -54,10 +56,29 @@ class FreeEnergyHead(nn.Module):
         causal: bool,
         scale: float | None,
     ) -> Float[Tensor, "b tq h dv"]:
+        return self.gate(features, self._read(q, k, v, bias, causal, scale))
+
+    def inspect(
+        self,
+        features: Float[Tensor, "b t d"],
+        q: Float[Tensor, "b t h dk"],
+        k: Float[Tensor, "b t hkv dk"],
+        v: Float[Tensor, "b t hkv dv"],
+        bias: Float[Tensor, "..."] | None,
+        causal: bool,
+        scale: float | None,
+    ) -> Reading:
+        """What `forward` reads, as tables: O(T) reads and O(T^2) memory per channel, so small T alone."""
+        weights = [softmax_read(q, k, one, None, causal=causal, scale=scale, bias=bias).mean for one in indicators(v)]
+        values = v.repeat_interleave(q.shape[2] // v.shape[2], 2).permute(0, 2, 3, 1)[:, None]
+        scores = torch.stack(weights, -1)
         beta = None if self.beta is None else self.beta()
-        return self.gate(
-            features, softmax_read(q, k, v, beta, causal=causal, scale=scale, bias=bias, backend=self.backend)
-        )
+        read = self._read(q, k, v, bias, causal, scale)
+        return read_tables(read, beta, *self.gate.factors(features), scores, values.expand_as(scores), False)
+
+    def _read(self, q, k, v, bias, causal, scale) -> Read:
+        beta = None if self.beta is None else self.beta()
+        return softmax_read(q, k, v, beta, causal=causal, scale=scale, bias=bias, backend=self.backend)
 
 
 def as_bias(allowed: Bool[Tensor, "..."] | Float[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
