@@ -66,10 +66,10 @@ def test_scores_stand_under_the_paper_s_row_and_only_there():
     recipe = {"suite": "paper", "beside": "340M fem-sm"}
     found = {"ours": {"config": {"recipe": recipe}, "results": {"eval": {"piqa": {"acc": 0.5}}}}}
     rows = {row["model"]: row for row in table2(found)}
-    assert rows["340M fem-sm, ours"]["PIQA"] == 0.5
+    assert rows["340M fem-sm, ours"]["PIQA"] == "0.500"
     assert rows["340M fem-sm, ours"]["COPA"] is None
     assert set(rows["340M gla, ours"].values()) == {"340M gla, ours", None}
-    assert rows["340M fem-sm, paper"]["PIQA"] == 0.676
+    assert rows["340M fem-sm, paper"]["PIQA"] == "0.676"
 
 
 @pytest.mark.parametrize("missing", ["report.md", "results.json", "config.json"])

@@ -95,13 +95,14 @@ def table2(found: dict[str, dict]) -> list[dict]:
     columns = [score.column for score in PAPER]
     rows = []
     for name, paper in paper_rows().items():
-        rows.append({"model": f"{name}, paper"} | paper)
+        rows.append({"model": f"{name}, paper"} | {column: f"{score:.3f}" for column, score in paper.items()})
         ours = {"model": f"{name}, ours"} | dict.fromkeys(columns)
         for data in found.values():
             recipe = data["config"].get("recipe", {})
             if recipe.get("suite") == "paper" and recipe.get("beside") == name:
                 scores = data["results"]["eval"]
-                ours |= {score.column: scores.get(score.task, {}).get(score.metric) for score in PAPER}
+                own = {score.column: scores.get(score.task, {}).get(score.metric) for score in PAPER}
+                ours |= {column: None if value is None else f"{value:.3f}" for column, value in own.items()}
         rows.append(ours)
     return rows
 
