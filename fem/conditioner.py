@@ -25,6 +25,7 @@ class TimeDecayConditioner(nn.Module):
         super().__init__()
         hidden = config.conv_hidden
         self.bidirectional = config.conv_bidirectional
+        self.backend = "triton" if config.backend == "triton" else "auto"
         self.norm_in = nn.LayerNorm(config.n_embd) if config.conv_norm_first else nn.Identity()
         self.project = Projection(config.n_embd, 3 * hidden, config.bias)
         self.norm = nn.LayerNorm(hidden)
@@ -40,17 +41,18 @@ class TimeDecayConditioner(nn.Module):
 
     def _scan(self, log_decay: Tensor, u: Tensor, tokens: Tokens, hidden: Tensor | None) -> Tensor:
         if not self.bidirectional:
-            return _masked_scan(log_decay, u, tokens, hidden)
+            return _masked_scan(log_decay, u, tokens, hidden, self.backend)
         half = u.shape[-1] // 2
-        forward = _masked_scan(log_decay[..., :half], u[..., :half], tokens, None)
-        backward = _masked_scan(log_decay[..., half:].flip(1), u[..., half:].flip(1), tokens.reversed(), None)
+        forward = _masked_scan(log_decay[..., :half], u[..., :half], tokens, None, self.backend)
+        future = tokens.reversed()
+        backward = _masked_scan(log_decay[..., half:].flip(1), u[..., half:].flip(1), future, None, self.backend)
         return torch.cat([forward, backward.flip(1)], -1)
 
 
-def _masked_scan(log_decay: Tensor, u: Tensor, tokens: Tokens, hidden: Tensor | None) -> Tensor:
+def _masked_scan(log_decay: Tensor, u: Tensor, tokens: Tokens, hidden: Tensor | None, backend: str) -> Tensor:
     if tokens.keep is not None:
         log_decay = log_decay.masked_fill(~tokens.keep[..., None], 0)
         u = u.masked_fill(~tokens.keep[..., None], 0)
     if tokens.start is not None:
         log_decay = log_decay.masked_fill(tokens.start[..., None], float("-inf"))
-    return decay_scan(log_decay, u, hidden)
+    return decay_scan(log_decay, u, hidden, backend)

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from fem.functional import softmax_read
-from fem.ops import reference, softmax
+from fem.ops import reference, softmax, softmax_triton
+from fem.ops.intervals import intervals
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 KEY_HEADS, KEY, VALUE = 1, 24, 12
+SHIFT_ROWS = 64  # queries that share the shifts of a wide head
 NAMES = ("mean", "free_energy", "dq", "dk", "dv", "dbeta", "dbias")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -23,14 +25,14 @@ def on_device():
         yield
 
 
-def inputs(queries=41, keys=41, heads=2, span=None, spike=None, batch=1):
+def inputs(queries=41, keys=41, heads=2, span=None, spike=None, batch=1, at=None):
     q, k = torch.randn(batch, queries, heads, KEY), torch.randn(batch, keys, KEY_HEADS, KEY)
     beta = torch.rand(KEY_HEADS, VALUE) + 1.5
     v = torch.randn(batch, keys, KEY_HEADS, VALUE)
     if span is not None:
         v = torch.rand(batch, keys, KEY_HEADS, VALUE) * span / beta
     if spike is not None:
-        v[:, keys // 2] = spike / beta
+        v[:, keys // 2 if at is None else at] = spike / beta
     return q, k, v, beta
 
 
@@ -49,9 +51,13 @@ def triton_read(*arguments, **options):
     return softmax_read(*arguments, backend="triton", **options)
 
 
-def check(arguments, **options):
+def weights_of(arguments):
     q, _, v, _ = arguments
-    weights = [torch.randn(*q.shape[:3], v.shape[3]) for _ in range(2)]
+    return [torch.randn(*q.shape[:3], v.shape[3]) for _ in range(2)]
+
+
+def check(arguments, **options):
+    weights = weights_of(arguments)
     ours = results(triton_read, arguments, weights, torch.float32, **options)
     exact = results(reference.softmax_read, arguments, weights, torch.float64, **options)
     for name, got, want in zip(NAMES, ours, exact, strict=False):
@@ -98,6 +104,52 @@ def test_a_spike_hides_no_other_row(spike):
     softmax.suspects.reset()
     check(inputs(37, 37, spike=spike))
     assert (softmax.suspects.recomputed > 0) == (spike > 60)
+
+
+@pytest.mark.parametrize("spike", [80.0, 500.0])
+def test_a_late_spike_leaves_only_its_own_block_of_queries_to_the_definition(spike):
+    softmax.suspects.reset()
+    check(inputs(67, 67, heads=1, spike=spike, at=66))
+    assert softmax.suspects.recomputed == (66 - SHIFT_ROWS) * VALUE
+
+
+def test_a_spike_that_has_left_the_window_is_forgotten():
+    softmax.suspects.reset()
+    check(inputs(67, 67, heads=1, spike=80.0, at=0), window=9)
+    assert softmax.suspects.recomputed == (SHIFT_ROWS - 9) * VALUE
+
+
+def test_wide_and_narrow_heads_are_read_side_by_side():
+    arguments = [x.repeat(1, 1, 2, 1) for x in inputs(19, 19, batch=2)[:3]]
+    arguments[2][0, 7, 1, 3] = 90.0
+    check([*arguments, torch.rand(2, VALUE) + 1.5], key_mask=torch.rand(2, 19) > 0.2)
+
+
+HALF_CASES = {
+    "normal": ({}, 0),
+    "span": ({"span": 15.0}, 0),
+    "wide": ({"span": 80.0}, 1),
+    "spike": ({"spike": 80.0}, 1),
+}
+
+
+@pytest.mark.parametrize(("case", "wide"), HALF_CASES.values(), ids=HALF_CASES)
+def test_half_precision_multiplies_numbers_of_eleven_digits(case, wide):
+    q, k, v, beta = inputs(37, 37, heads=1, **case)
+    arguments = [*(x.bfloat16().float() for x in (q, k, v)), beta]
+    weights = weights_of(arguments)
+    seen = intervals(37, 37, True, None, None, q.device)
+
+    def read(q, k, v, beta):
+        outputs = softmax_triton._forward(q, k, v, beta, None, None, seen.first, seen.end, KEY**-0.5, True)
+        assert outputs[6] == wide
+        return outputs[:2]
+
+    ours = results(read, arguments, weights, torch.float32)
+    exact = results(reference.softmax_read, arguments, weights, torch.float64)
+    assert ((ours[1] - exact[1]).abs() * beta).max() <= 4e-3
+    for name, got, want in zip(NAMES, ours, exact):
+        assert (got - want).norm() <= 2**-10 * want.norm(), name
 
 
 def test_rows_of_a_batch_have_supports_of_their_own():

@@ -40,21 +40,25 @@ MEASURE = """
 import json, sys
 sys.path.insert(0, "benchmarks")
 from aot import SHARED_MEMORY
-from kernels_aot import measure
-for result in measure(eval(sys.argv[1])):
+from kernels_aot import cases, measured
+widths, wide = eval(sys.argv[1])
+for case in cases(widths):
+    if case[0].startswith("wide") != wide:
+        continue
+    result = measured(*case)
     assert result["shared"] <= SHARED_MEMORY, result
     print(json.dumps(result))
 """
 
 
-def compiled(*widths):
-    done = run("-c", MEASURE, repr(widths), TRITON_INTERPRET="0")
+def compiled(widths, wide):
+    done = run("-c", MEASURE, repr((widths, wide)), TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def check_compiled(*widths):
-    results = compiled(*widths)
+    results = compiled(widths, False)
     for result in results:
         assert result["spill"] <= (136 if "gradients" in result["kernel"] else 0), result
     for width in widths:
@@ -75,6 +79,33 @@ def test_kernels_compile_for_hopper_and_the_forward_works_as_hard_as_plain_atten
 @pytest.mark.slow
 def test_kernels_of_every_width_compile_for_hopper():
     check_compiled(16, 32, 64, 256)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_kernels_of_wide_heads_compile_for_hopper():
+    for result in compiled((64, 128, 256), True):
+        most = 0 if "forward" in result["kernel"] else 208 if result["width"] == 256 else 136
+        assert result["spill"] <= most, result
+
+
+SCANS = """
+import json, sys
+sys.path.insert(0, "benchmarks")
+from scan_kernels_aot import cases
+for case in cases():
+    print(json.dumps(case.measure()))
+"""
+
+
+@needs_triton
+@pytest.mark.slow
+def test_kernels_of_the_scans_compile_for_hopper():
+    done = run("-c", SCANS, TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for result in map(json.loads, done.stdout.splitlines()):
+        assert result["shared"] <= 227 * 1024, result
+        assert result["spill"] <= (136 if "gradients" in result["kernel"] else 0), result
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter runs kernels on CPU tensors")

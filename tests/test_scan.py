@@ -77,3 +77,10 @@ def test_bfloat16_is_summed_in_float32():
 def test_gradients_can_be_differentiated():
     given = tuple(tensor.detach()[..., :2].requires_grad_() for tensor in inputs(35, batch=1, dtype=torch.float64))
     assert torch.autograd.gradgradcheck(decay_scan, given)
+
+
+def test_the_backends_sum_the_same_and_unknown_ones_are_named():
+    decay, u, start = (tensor.detach() for tensor in inputs(9))
+    torch.testing.assert_close(decay_scan(decay, u, start, "reference"), decay_scan(decay, u, start, "plain"))
+    with pytest.raises(ValueError, match="backend must be one of"):
+        decay_scan(decay, u, start, "cuda")

@@ -43,6 +43,22 @@ QUERY_GRADIENTS: Table = {
     128: (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2)),
     256: (Blocks(64, 32, 8, 2), Blocks(64, 16, 8, 2)),
 }
+# Heads that form their [v | E]: no more queries than share a shift.
+WIDE_FORWARD: Table = {
+    64: (Blocks(64, 32, 4, 2), Blocks(64, 32, 4, 2)),
+    128: (Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2)),
+    256: (Blocks(32, 16, 8, 1), Blocks(32, 16, 8, 1)),
+}
+WIDE_KEY_GRADIENTS: Table = {
+    64: (Blocks(64, 32, 8, 1), Blocks(64, 32, 8, 1)),
+    128: (Blocks(64, 32, 8, 1), Blocks(64, 16, 8, 1)),
+    256: (Blocks(16, 16, 8, 1), Blocks(16, 16, 8, 1)),
+}
+WIDE_QUERY_GRADIENTS: Table = {
+    64: (Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2)),
+    128: (Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2)),
+    256: (Blocks(16, 16, 8, 1), Blocks(16, 16, 8, 1)),
+}
 WIDEST = max(FORWARD)
 
 
@@ -50,3 +66,8 @@ def blocks_for(table: Table, width: int, half_precision: bool, biased: bool) -> 
     if not half_precision:
         return Blocks(32 if width <= 64 else 16, 32, 8, 1)
     return next(pair[biased] for limit, pair in table.items() if width <= limit)
+
+
+def padded(width: int) -> int:
+    """The width of a tile that holds `width` columns."""
+    return max(16, 1 << (width - 1).bit_length())

@@ -66,3 +66,9 @@ def exp2_less_one(w):
     for n in tl.static_range(10, 1, -1):
         series = 1.0 + series * x * (1.0 / n)
     return x * series
+
+
+@triton.jit
+def tf32(x):
+    """x to the nearest number of 11 digits, of which a tf32 product drops none."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)

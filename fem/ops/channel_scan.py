@@ -52,11 +52,12 @@ def channel_scan_read(
     The state is (B, H, d_v) of `peak`, `total` and `weighted`, and with a beta `energy_peak` and `energy`, float32 at
     least: the scaled sums of `fem.ops.scaled_sums`. Gradients pass through it, but not through the peaks.
     """
-    if scan_backend(backend) == "reference":
+    backend = scan_backend(backend, v.device)
+    if backend == "reference":
         loops = partial(reference.channel_scan_read, log_weight, v, beta, log_decay)
         return by_definition(loops, v.dtype, causal, tokens, normalize, initial_state, return_state)
     terms, state = channel_scan_terms(
-        log_weight, v, beta, log_decay, causal=causal, tokens=tokens, initial_state=initial_state
+        log_weight, v, beta, log_decay, causal=causal, tokens=tokens, initial_state=initial_state, backend=backend
     )
     read = read_of(terms, beta, normalize, v.dtype)
     return (read, state) if return_state else read
@@ -71,14 +72,15 @@ def channel_scan_terms(
     causal: bool = True,
     tokens: Tokens | None = None,
     initial_state: dict[str, Tensor] | None = None,
+    backend: str = "plain",
 ) -> tuple[Terms, dict[str, Tensor]]:
     """The normalised read with the logarithm of its total weight, and the state after the last token."""
-    past, state = _one_way(log_weight, v, beta, log_decay, tokens, initial_state, present=True)
+    past, state = _one_way(log_weight, v, beta, log_decay, tokens, initial_state, True, backend)
     if causal:
         return past, state
     flip = lambda tensor: None if tensor is None else tensor.flip(1)  # noqa: E731
     back = None if tokens is None else tokens.reversed()
-    future, _ = _one_way(flip(log_weight), flip(v), beta, flip(log_decay), back, None, present=False)
+    future, _ = _one_way(flip(log_weight), flip(v), beta, flip(log_decay), back, None, False, backend)
     return merge(past, Terms(*map(flip, future)), None if beta is None else beta.to(past.mean.dtype)), state
 
 
@@ -93,39 +95,48 @@ def by_definition(loops, dtype, causal, tokens, normalize, initial_state, return
     return Read(*(None if part is None else part.to(dtype) for part in read))
 
 
-def _one_way(log_weight, v, beta, log_decay, tokens, state, present: bool) -> tuple[Terms, dict[str, Tensor]]:
-    """The read of what stands before each token, with the token itself if `present`."""
-    x, v, a = _seen(log_weight, v, log_decay, tokens)
-    if beta is not None:
-        beta = beta.to(v.dtype)
-    start = Streams.nothing(v[:, 0], beta) if state is None else Streams.from_state(state, v.dtype)
-    flat = (None if tensor is None else tensor.flatten(2) for tensor in (a, x, v))
-    begin = [part.flatten(-2) for part in start.parts()]
-    parts = _channel_scan(*flat, None if beta is None else beta.flatten(), begin)
-    after = Streams.of([part.unflatten(-1, v.shape[2:]) for part in parts[-len(begin) :]]).state()
-    memory = Memory(*(part.view(v.shape) for part in parts[: 3 if beta is None else 4]))
-    if present:
-        return Terms(memory.log_weight(), memory.mean, memory.free_energy), after
-    first = leave(start, beta)
-    memory = Memory(
-        *(last_step(part.flatten(2), f.flatten(1)).view(v.shape) for part, f in zip(memory.parts(), first.parts()))
-    )
-    log_weight = memory.log_weight() if a is None else memory.log_weight() + a
-    return Terms(log_weight, memory.mean, memory.free_energy), after
+def _one_way(log_weight, v, beta, log_decay, tokens, state, present: bool, backend: str):
+    """The read of what stands before each token, with the token itself if `present`, and the state after the last."""
+    shape, wide = v.shape, wide_dtype(log_weight, v, log_decay)
+    x, v, a = (None if part is None else part.flatten(2) for part in _seen(log_weight, v, log_decay, tokens))
+    beta = None if beta is None else beta.to(wide).flatten()
+    if state is None:
+        start = Streams.nothing(torch.empty_like(v[:, 0], dtype=wide), beta)
+    else:
+        start = Streams.of([part.flatten(-2) for part in Streams.from_state(state, wide).parts()])
+    if backend == "triton":
+        from fem.ops.channel_scan_triton import channel_scan
+    else:
+        channel_scan = _plain_scan
+    terms, after = channel_scan(a, x, v, beta, start)
+    if not present:
+        first = leave(start, beta)
+        first = (first.log_weight(), first.mean, first.free_energy)
+        log_weight, *read = (None if part is None else last_step(part, f) for part, f in zip(terms, first))
+        terms = Terms(log_weight if a is None else log_weight + a, *read)
+    state = {name: part.unflatten(-1, shape[2:]) for name, part in after.state().items()}
+    return Terms(*(None if part is None else part.view(shape) for part in terms)), state
 
 
-def _seen(log_weight, v, log_decay, tokens) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-weights, values and decays in which masked tokens weigh nothing and documents begin with nothing."""
-    wide = wide_dtype(log_weight, v, log_decay)
-    x = v.new_zeros((), dtype=wide).expand_as(v) if log_weight is None else log_weight.to(wide)
+def _plain_scan(log_decay, x, v, beta, start: Streams) -> tuple[Terms, Streams]:
+    wide = start.weights.peak.dtype
     v = v.to(wide)
-    a = None if log_decay is None else log_decay.to(wide)
+    x = v.new_zeros(()).expand_as(v) if x is None else x.to(wide)
+    begin = start.parts()
+    parts = _channel_scan(None if log_decay is None else log_decay.to(wide), x, v, beta, begin)
+    memory = Memory(*parts[: 3 if beta is None else 4])
+    return Terms(memory.log_weight(), memory.mean, memory.free_energy), Streams.of(parts[-len(begin) :])
+
+
+def _seen(log_weight, v, log_decay, tokens) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Log-weights, values and decays in which masked tokens weigh nothing and documents begin with nothing."""
+    x, a = log_weight, log_decay
     if tokens is not None and tokens.keep is not None:
         keep = tokens.keep[:, :, None, None]
-        x, v = torch.where(keep, x, -math.inf), torch.where(keep, v, 0)
-        a = None if a is None else torch.where(keep, a, 0)
+        x = torch.where(keep, torch.zeros_like(v) if x is None else x, -math.inf)
+        v, a = torch.where(keep, v, 0), None if a is None else torch.where(keep, a, 0)
     if tokens is not None and tokens.start is not None:
-        a = torch.where(tokens.start[:, :, None, None], -math.inf, v.new_zeros(()) if a is None else a).expand_as(v)
+        a = torch.where(tokens.start[:, :, None, None], -math.inf, torch.zeros_like(v) if a is None else a)
     return x, v, a
 
 

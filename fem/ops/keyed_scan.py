@@ -44,10 +44,13 @@ def keyed_scan_read(
     log_weight (B, H, d_k), mean and free_energy (B, H, d_k, d_v), in fp32 (float64 for float64 inputs).
     A row of zero total weight reads 0, without gradient.
     """
-    if scan_backend(backend) == "reference":
+    backend = scan_backend(backend, v.device)
+    if backend == "reference":
         read, state = _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, normalize)
         return (read, state) if return_state else read
-    terms, state = keyed_scan_terms(q, k, v, beta, log_decay, tokens=tokens, initial_state=initial_state)
+    terms, state = keyed_scan_terms(
+        q, k, v, beta, log_decay, tokens=tokens, initial_state=initial_state, backend=backend
+    )
     if not causal:
         later = keyed_scan_terms(
             *(_reversed(x) for x in (q, k, v)),
@@ -55,6 +58,7 @@ def keyed_scan_read(
             _reversed(log_decay),
             tokens=None if tokens is None else tokens.reversed(),
             present=False,
+            backend=backend,
         )[0]
         terms = merge(terms, Terms(*(_reversed(x) for x in later)), None if beta is None else beta.to(later.mean.dtype))
     read = read_of(terms, beta, normalize, v.dtype)
@@ -71,23 +75,29 @@ def keyed_scan_terms(
     tokens: Tokens | None = None,
     initial_state: dict[str, Tensor] | None = None,
     present: bool = True,
+    backend: str = "plain",
 ) -> tuple[Terms, dict[str, Tensor]]:
     """The causal read with its total weight, log_weight (B, T, H, 1), and the state after the last token.
 
     Without `present` a token sees those before it alone.
     """
-    wide = wide_dtype(v)
-    q, k, v = (x.to(wide) for x in (q, k, v))
+    wide = dtype = wide_dtype(v)
+    run = scan
+    if backend == "triton":
+        from fem.ops import keyed_scan_triton
+
+        run, dtype = keyed_scan_triton.scan, keyed_scan_triton.product_dtype(q, v)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
     beta = None if beta is None else beta.to(wide)
     g = None if log_decay is None else log_decay.to(wide).clamp_min(NOTHING)
     g = g.unsqueeze(-1) if g is not None and g.ndim == 3 else g
     if tokens is not None:
         q, k, v, g = _only_kept(tokens, q, k, v, g)
-    start = Memory(**{"free_energy": None} | (initial_state or _empty_state(k, v, beta)))
+    start = Memory(**{"free_energy": None} | (initial_state or _empty_state(k, v, beta, wide)))
     if q.shape[1] == 1 and present and not _differentiated(q, k, v, beta, g, *start):
-        terms, last = step(q, k, v, beta, g, start)
+        terms, last = step(*(x.to(wide) for x in (q, k, v)), beta, g, start)
     else:
-        results = scan(q, k, v, beta, g, *start, present)
+        results = run(q, k, v, beta, g, *start, present)
         terms, last = Terms(*results[:3]), Memory(*results[3:6])
     if beta is None:
         terms, last = terms._replace(free_energy=None), last._replace(free_energy=None)
@@ -125,10 +135,10 @@ def _only_kept(tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None
     return q, k, v, g
 
 
-def _empty_state(k: Tensor, v: Tensor, beta: Tensor | None) -> dict[str, Tensor]:
+def _empty_state(k: Tensor, v: Tensor, beta: Tensor | None, wide: torch.dtype) -> dict[str, Tensor]:
     batch, _, heads, width = k.shape
-    mean = v.new_zeros(batch, heads, width, v.shape[-1])
-    state = {"log_weight": k.new_full((batch, heads, width), NOTHING), "mean": mean}
+    mean = v.new_zeros(batch, heads, width, v.shape[-1], dtype=wide)
+    state = {"log_weight": k.new_full((batch, heads, width), NOTHING, dtype=wide), "mean": mean}
     return state if beta is None else state | {"free_energy": mean}
 
 

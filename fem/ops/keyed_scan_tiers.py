@@ -29,6 +29,11 @@ class Way(NamedTuple):
 def compute(way: Way, *arguments: Record) -> tuple[Record, Tensor]:
     """The results, and the tier that each chunk took: 0, 1 (float64) or 2 (logarithms)."""
     result, doubt = way.fast(*arguments)
+    return result, settle(way, result, doubt, *arguments)
+
+
+def settle(way: Way, result: Record, doubt: Tensor, *arguments: Record) -> Tensor:
+    """Computes the chunks in doubt again, in place; the tier that each chunk took."""
     tier = torch.zeros(len(doubt), dtype=torch.uint8, device=doubt.device)
     chunks = doubt.any(1).nonzero().squeeze(1)
     if len(chunks):
@@ -44,12 +49,18 @@ def compute(way: Way, *arguments: Record) -> tuple[Record, Tensor]:
         tier[chunks] = 2
         for part in _groups(chunks, entries * result.mean.shape[1]):
             _put(result, part, way.exact(*_take(arguments, part, torch.float64)))
-    return result, tier
+    return tier
 
 
 def differentiate(way: Way, tier: Tensor, grad: Record, *arguments: Record) -> tuple[Record, ...]:
     """Gradients of the arguments."""
     result = way.fast_backward(grad, *arguments)
+    correct(way, result, tier, grad, *arguments)
+    return result
+
+
+def correct(way: Way, result: tuple[Record, ...], tier: Tensor, grad: Record, *arguments: Record) -> None:
+    """Computes the gradients of the chunks of higher tiers again, in place."""
     wide = (tier == 1).nonzero().squeeze(1)
     if len(wide):
         better = way.fast_backward(*_take((grad, *arguments), wide, torch.float64))
@@ -60,7 +71,6 @@ def differentiate(way: Way, tier: Tensor, grad: Record, *arguments: Record) -> t
         better = _exact_backward(way.exact, *_take((grad, *arguments), part, torch.float64))
         for record, with_ in zip(result, better):
             _put(record, part, with_)
-    return result
 
 
 def _exact_backward(exact: Callable, grad: Record, *arguments: Record) -> tuple[Record, ...]:

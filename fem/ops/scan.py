@@ -6,12 +6,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fem.ops import reference
+from fem.ops.backend import scan_backend
 from fem.ops.precision import wide_dtype
 from fem.ops.recurrence import running_sums
 
 
 def decay_scan(
-    log_decay: Float[Tensor, "b t *c"], u: Float[Tensor, "b t *c"], initial_state: Float[Tensor, "b *c"] | None = None
+    log_decay: Float[Tensor, "b t *c"],
+    u: Float[Tensor, "b t *c"],
+    initial_state: Float[Tensor, "b *c"] | None = None,
+    backend: str = "auto",
 ) -> Float[Tensor, "b t *c"]:
     """Sums in which older terms decay.
 
@@ -19,12 +24,22 @@ def decay_scan(
 
     log_decay: (B, T, C) <= 0 in nats, the decay into step t, -inf to forget all before t; u: (B, T, C);
     initial_state: (B, C). Returns h (B, T, C) in u's dtype, summed in at least fp32; the final state is h[:, -1].
+    backend: "auto", "plain", "triton" (whose gradients cannot be differentiated again) or "reference".
     """
+    backend = scan_backend(backend, u.device)
     wide = wide_dtype(log_decay, u)
     if initial_state is None:
         initial_state = torch.zeros_like(u[:, 0], dtype=wide)
-    flat = (tensor.to(wide).flatten(start) for tensor, start in ((log_decay, 2), (u, 2), (initial_state, 1)))
-    return _decay_scan(*flat, False).view(u.shape).to(u.dtype)
+    flat = [log_decay.flatten(2), u.flatten(2), initial_state.flatten(1)]
+    if backend == "triton":
+        from fem.ops import decay_scan_triton  # needs Triton
+
+        h = decay_scan_triton.decay_scan(*flat)
+    elif backend == "reference":
+        h = reference.decay_scan(*flat)
+    else:
+        h = _decay_scan(*(tensor.to(wide) for tensor in flat), False)
+    return h.view(u.shape).to(u.dtype)
 
 
 def next_step(tensor: Tensor) -> Tensor:

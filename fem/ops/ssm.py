@@ -13,7 +13,7 @@ from fem.ops.backend import scan_backend
 from fem.ops.channel_scan import by_definition
 from fem.ops.precision import wide_dtype
 from fem.ops.read import Read, Terms, merge, read_of
-from fem.ops.scaled_sums import Memory, Streams, nothing
+from fem.ops.scaled_sums import Streams, nothing
 from fem.ops.ssm_scan import ssm_scan
 from fem.ops.tokens import Tokens
 
@@ -47,10 +47,13 @@ def ssm_read(
     The state is that of `channel_scan_read` for each of the N states, (B, N, H, d_v).
     Training keeps the states of every 64th token and computes the others again: memory O(T d_v), not O(T d_v N).
     """
-    if scan_backend(backend) == "reference":
+    backend = scan_backend(backend, v.device)
+    if backend == "reference":
         loops = partial(reference.ssm_read, delta, A, B, C, D, v, beta)
         return by_definition(loops, v.dtype, causal, tokens, normalize, initial_state, return_state)
-    terms, state = ssm_terms(delta, A, B, C, D, v, beta, causal=causal, tokens=tokens, initial_state=initial_state)
+    terms, state = ssm_terms(
+        delta, A, B, C, D, v, beta, causal=causal, tokens=tokens, initial_state=initial_state, backend=backend
+    )
     read = read_of(terms, beta, normalize, v.dtype)
     return (read, state) if return_state else read
 
@@ -67,38 +70,44 @@ def ssm_terms(
     causal: bool = True,
     tokens: Tokens | None = None,
     initial_state: dict[str, Tensor] | None = None,
+    backend: str = "plain",
 ) -> tuple[Terms, dict[str, Tensor]]:
     """The normalised read with the logarithm of its total weight, and the state after the last token."""
-    past, state = _one_way(delta, A, B, C, D, v, beta, tokens, initial_state)
+    past, state = _one_way(delta, A, B, C, D, v, beta, tokens, initial_state, backend)
     if causal:
         return past, state
     back = None if tokens is None else tokens.reversed()
-    future, _ = _one_way(delta.flip(1), A, B.flip(1), C.flip(1), None, v.flip(1), beta, back, None)
+    future, _ = _one_way(delta.flip(1), A, B.flip(1), C.flip(1), None, v.flip(1), beta, back, None, backend)
     future = Terms(*(None if part is None else part.flip(1) for part in future))
     return merge(past, future, None if beta is None else beta.to(past.mean.dtype)), state
 
 
-def _one_way(delta, A, B, C, D, v, beta, tokens, state) -> tuple[Terms, dict[str, Tensor]]:
+def _one_way(delta, A, B, C, D, v, beta, tokens, state, backend: str) -> tuple[Terms, dict[str, Tensor]]:
     """The read of what stands before each token and of the token itself; without D, of what stands before alone."""
     wide = wide_dtype(delta, A, B, C, D, v)
     shape, rank = v.shape, A.shape[-1]
-    delta, A, B, C, D, v, beta = (None if x is None else x.to(wide) for x in (delta, A, B, C, D, v, beta))
     delta, v = delta.flatten(2), v.flatten(2)
     opens = None
     if tokens is not None:
         opens = tokens.start
         if tokens.keep is not None:
             delta, B, C, v = (torch.where(tokens.keep[..., None], x, 0) for x in (delta, B, C, v))
-    A = A.flatten(0, 1).T.contiguous()
-    D, beta = (None if x is None else x.flatten() for x in (D, beta))
+    A = A.to(wide).flatten(0, 1).T.contiguous()
+    D, beta = (None if x is None else x.to(wide).flatten() for x in (D, beta))
     if state is None:
-        start = Streams.nothing(v.new_empty(shape[0], A.numel()), beta)
+        start = Streams.nothing(v.new_empty(shape[0], A.numel(), dtype=wide), beta)
     else:
         start = Streams.of([part.flatten(-3) for part in Streams.from_state(state, wide).parts()])
-    memory, after = ssm_scan(delta, A, B, C, D, v, beta, opens, start)
-    memory = Memory(*(part.view(shape) for part in memory.parts()))
-    after = Streams.of([part.unflatten(-1, (rank, *shape[2:])) for part in after.parts()])
-    log_weight = memory.log_weight()
+    if backend == "triton":
+        from fem.ops import ssm_triton
+
+        (log_weight, *read), after = ssm_triton.ssm_scan(delta, A, B, C, D, v, beta, opens, start)
+    else:
+        delta, B, C, v = (x.to(wide) for x in (delta, B, C, v))
+        memory, after = ssm_scan(delta, A, B, C, D, v, beta, opens, start)
+        log_weight, read = memory.log_weight(), [memory.mean, memory.free_energy]
+    log_weight, mean, free_energy = (None if part is None else part.view(shape) for part in (log_weight, *read))
     if tokens is not None and tokens.keep is not None:  # a masked token does not even see itself through D
         log_weight = log_weight.where(tokens.keep[..., None, None], nothing(wide))
-    return Terms(log_weight, memory.mean, memory.free_energy), after.state()
+    after = Streams.of([part.unflatten(-1, (rank, *shape[2:])) for part in after.parts()])
+    return Terms(log_weight, mean, free_energy), after.state()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig, Widths
+from fem.ops.backend import scan_backend
 from fem.ops.precision import wide
 from fem.ops.read import mix_channels, read_of
 from fem.ops.ssm import ssm_read, ssm_terms
@@ -108,8 +109,8 @@ class InteractiveMambaPrior(Prior):
         return read_of(terms, per_channel, self.config.normalize, v.dtype), None if memory is None else after
 
     def _terms(self, features, v, beta, tokens, memory=None):
-        causal = self.config.causal
-        return ssm_terms(*self.ssm(features), v, beta, causal=causal, tokens=tokens, initial_state=memory or None)
+        options = {"causal": self.config.causal, "backend": scan_backend(self.config.backend, v.device)}
+        return ssm_terms(*self.ssm(features), v, beta, tokens=tokens, initial_state=memory or None, **options)
 
     def selection(self, features, v, tokens):
         mixing = F.softplus(wide(self.mixing))
