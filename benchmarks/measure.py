@@ -1,45 +1,17 @@
-"""Ratios that hold on a busy machine: process CPU time, alternating, medians; memory in fresh processes."""
+"""Fresh processes to measure in, and pages of results. Ratios and memory are `fem.experiments.bench.measure`'s."""
 
 from __future__ import annotations
 
 import json
 import platform
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import torch
 
 from fem.experiments.recipe import processor
 from fem.experiments.report import markdown_table
-
-
-def alternate(functions: dict[str, Callable[[], object]], repeats: int = 31, warmup: int = 3) -> dict[str, float]:
-    """Median CPU seconds of every function, called in turn."""
-    seconds = {name: [] for name in functions}
-    for turn in range(warmup + repeats):
-        for name, function in functions.items():
-            start = time.process_time()
-            function()
-            if turn >= warmup:
-                seconds[name].append(time.process_time() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def peak_growth(function: Callable[[], object]) -> int:
-    """Bytes by which resident memory peaks above its start during `function`. Linux alone."""
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # forget the peak so far
-    before = _resident("VmRSS")
-    function()
-    return _resident("VmHWM") - before
-
-
-def _resident(field: str) -> int:
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def in_fresh_process(script: str, *arguments: str) -> str:

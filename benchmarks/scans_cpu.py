@@ -10,14 +10,16 @@ import sys
 import time
 
 import torch
-from measure import alternate, in_fresh_process, peak_growth, save
+from measure import in_fresh_process, save
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
+from fem.experiments.bench.measure import alternate, cpu_growth
 from fem.functional import channel_scan_read
 from fem.ops.read import Read
 
 WIDTH, HEADS = 256, 4
 SHORT, LONG = 1024, 8192
+SECONDS, CPU = 5.0, torch.device("cpu")
 LINEAR = [name for name in PRIORS if name != "softmax"]
 
 
@@ -54,7 +56,7 @@ def streamed(name: str, chunk: int = 100, chunks: int = 1000) -> tuple[float, fl
 def growth() -> tuple[dict, list[dict]]:
     results, rows = {}, []
     for name in LINEAR:
-        seconds = alternate({t: train_step(name, t) for t in (SHORT, LONG)}, repeats=5, warmup=1)
+        seconds = alternate({t: train_step(name, t) for t in (SHORT, LONG)}, SECONDS, CPU)
         memory = {t: int(in_fresh_process(__file__, "memory", name, str(t))) for t in (SHORT, LONG)}
         first, last = streamed(name)
         results[name] = {
@@ -104,7 +106,7 @@ def against_materialised() -> dict[str, float]:
     for name, kind in (("chunked", FreeEnergyMixer), ("materialised", MaterialisedGLA)):
         layer = kind(config)
         steps[name] = lambda layer=layer: layer(x).square().sum().backward()
-    return alternate(steps, repeats=3, warmup=1)
+    return alternate(steps, SECONDS, CPU)
 
 
 def against_cumulative_sums() -> dict[str, float]:
@@ -127,7 +129,8 @@ def against_cumulative_sums() -> dict[str, float]:
             "rnn_decay": lambda: back(channel_scan_read(None, v, beta, decay)),
             "rnn_decay by cumulative sums": lambda: back(cumulative(-decay.cumsum(1))),
         },
-        repeats=15,
+        SECONDS,
+        CPU,
     )
 
 
@@ -152,6 +155,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1:2] == ["memory"]:
         train_step(sys.argv[2], 64)()
-        print(peak_growth(train_step(sys.argv[2], int(sys.argv[3]))))
+        print(cpu_growth(train_step(sys.argv[2], int(sys.argv[3]))))
     else:
         main()

@@ -13,6 +13,7 @@ try:
     from fem.experiments import (
         ablate,
         argmax,
+        bench,
         demo,
         doctor,
         eval,
@@ -34,7 +35,21 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for experiment in (demo, train, finetune, ablate, eval, generate, inspect, argmax, doctor, mad, forecast, vision):
+for experiment in (
+    demo,
+    train,
+    finetune,
+    ablate,
+    eval,
+    generate,
+    inspect,
+    argmax,
+    doctor,
+    bench,
+    mad,
+    forecast,
+    vision,
+):
     app.command(experiment.__name__.rpartition(".")[2])(experiment.command)
 app.command("report")(results.command)
 

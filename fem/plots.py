@@ -10,6 +10,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 COLOURS = {"fem": "#1f5fbf", "softmax": "#e07b39"}
 OTHERS = ("#3a9d6b", "#8b5fbf", "#c2477f", "#6b7280", "#b8972f", "#2aa5b8")
@@ -39,13 +40,17 @@ Series = dict[str, tuple[Numbers, Numbers]]
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: a line per series, its name a run's; `level` draws a horizontal line to compare with."""
+    """One pair of axes: a line per series, its name a run's; `level` draws a horizontal line to compare with.
+
+    logarithmic: both axes, the lower one by powers of two.
+    """
 
     title: str
     x_label: str
     series: Series
     level: float | None = None
     level_name: str = ""
+    logarithmic: bool = False
 
 
 def learning_curves(path: Path, title: str, panels: Sequence[Panel]) -> None:
@@ -64,7 +69,16 @@ def learning_curves(path: Path, title: str, panels: Sequence[Panel]) -> None:
                 axes.axhline(panel.level, color="#9ca3af", linewidth=1, linestyle=(0, (4, 3)), label=panel.level_name)
             axes.set(title=panel.title, xlabel=panel.x_label)
             axes.margins(x=0.02)
-            axes.legend()
+            if panel.logarithmic:
+                axes.set_xscale("log", base=2)
+                axes.set_yscale("log")
+                axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+                axes.yaxis.set_major_formatter(LogFormatter())
+                axes.yaxis.set_minor_formatter(LogFormatter())
+            else:
+                axes.legend()
+        if panel.logarithmic:
+            figure.legend(*axes.get_legend_handles_labels(), loc="outside right center")
         _save(figure, path)
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops import reference
+from fem.ops import reference, softmax_composed
 from fem.ops.backend import softmax_backend
 from fem.ops.intervals import intervals
 from fem.ops.read import Read
+from fem.ops.softmax_choice import fastest_backend
 from fem.ops.softmax_exact import FreeEnergyRead
 from fem.ops.softmax_scores import Scores
+from fem.ops.softmax_step import softmax_step
 from fem.ops.suspects import suspects
 from fem.ops.tokens import Tokens
 
@@ -51,23 +55,77 @@ def softmax_read(
     if q.shape[0] * queries == 0:
         nothing = v.new_zeros(*q.shape[:3], v.shape[3], dtype=dtype)
         return Read(nothing, None if beta is None else nothing)
-    if backend == "triton" and beta is not None and q.numel() and v.numel():
-        return _triton_read(q, k, v, beta, causal, scale, window, bias, tokens, dtype)
+    if backend == "auto":
+        how = {"causal": causal, "scale": scale, "window": window, "bias": None if bias is None else bias.detach()}
+        backend = fastest_backend(softmax_read, q, k, v, beta, tokens, **how)
+    if q.numel() and v.numel():
+        if backend == "triton" and beta is not None:
+            return _triton_read(q, k, v, beta, causal, scale, window, bias, tokens, dtype)
+        if backend == "sdpa" and q.device.type == "cuda":
+            return _composed_read(q, k, v, beta, causal, scale, window, bias, tokens, dtype)
     allowed = _allowed(queries, time, causal, window, tokens, q.device)
     mask = _mask(allowed, bias, time, _compute_dtype(dtype))
+    if queries == 1 and backend == "sdpa":
+        read = _step(q, [k.transpose(1, 2)], [v.transpose(1, 2)], beta, mask, scale)
+        if read is not None:
+            return read
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     mean, free_energy = _Read.apply(q, k, v, beta, mask, causal and queries == time, scale, backend == "sdpa")
     return Read(mean.to(dtype), None if beta is None else free_energy.to(dtype))
 
 
+def cached_read(
+    q: Float[Tensor, "b tq h dk"],
+    keys: Sequence[Float[Tensor, "b hkv _t dk"]],
+    values: Sequence[Float[Tensor, "b hkv _t dv"]],
+    beta: Float[Tensor, "hkv dv"] | None,
+    *,
+    window: int | None = None,
+    tokens: Tokens | None = None,
+    backend: str = "auto",
+) -> Read:
+    """`softmax_read` of the last tokens over a cache: keys and values with the heads first, in pieces, oldest first."""
+    time = sum(piece.shape[2] for piece in keys)
+    if q.shape[1] == 1 and softmax_backend(backend, q.device) in ("sdpa", "auto"):
+        mask = _mask(_allowed(1, time, True, window, tokens, q.device), None, time, _compute_dtype(q.dtype))
+        read = _step(q, keys, values, beta, mask, q.shape[-1] ** -0.5)
+        if read is not None:
+            return read
+    k, v = (torch.cat(tuple(x), 2).transpose(1, 2) for x in (keys, values))
+    return softmax_read(q, k, v, beta, window=window, tokens=tokens, backend=backend)
+
+
+def _step(q, keys, values, beta, mask, scale) -> Read | None:
+    """The read of one token where nobody asks for gradients; None: it has to be read otherwise."""
+    tensors = [x for x in (q, *keys, *values, beta, mask) if x is not None]
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return None
+    read = softmax_step(q[:, 0], keys, values, beta, None if mask is None else mask[:, :, 0], scale)
+    dtype = torch.promote_types(q.dtype, torch.promote_types(keys[0].dtype, values[0].dtype))
+    return None if read is None else Read(*(None if x is None else x.to(dtype) for x in read))
+
+
 def _triton_read(q, k, v, beta, causal, scale, window, bias, tokens, dtype) -> Read:
     from fem.ops import softmax_triton
 
-    if bias is not None:
-        bias = bias[(None,) * (4 - bias.dim())]
-    seen = intervals(q.shape[1], k.shape[1], causal, window, tokens, q.device)
+    seen, bias = intervals(q.shape[1], k.shape[1], causal, window, tokens, q.device), _of_pairs(bias)
     read = softmax_triton.softmax_read(q.to(dtype), k.to(dtype), v.to(dtype), beta, seen, bias, scale)
     return Read(read.mean.to(dtype), read.free_energy.to(dtype))
+
+
+def _composed_read(q, k, v, beta, causal, scale, window, bias, tokens, dtype) -> Read:
+    queries, time = q.shape[1], k.shape[1]
+    seen = intervals(queries, time, causal, window, tokens, q.device)
+    marked = tokens is not None and (tokens.keep is not None or tokens.document is not None)
+    by_blocks = marked or window is not None or bias is not None or (causal and 1 < queries < time)
+    plainly = None if by_blocks else causal and queries > 1
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    read = softmax_composed.softmax_read(q, k, v, beta, seen, _of_pairs(bias), scale, plainly)
+    return Read(*(None if x is None else x.to(dtype) for x in read))
+
+
+def _of_pairs(bias: Tensor | None) -> Float[Tensor, "#b #h #tq #t"] | None:
+    return None if bias is None else bias[(None,) * (4 - bias.dim())]
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -104,7 +162,7 @@ def _mask(
 ) -> Float[Tensor, "#b #h #tq t"] | None:
     """What is added to the scores: the bias, -inf where a key is not allowed; None: nothing."""
     if bias is not None:
-        bias = bias.to(dtype)[(None,) * (4 - bias.dim())]
+        bias = _of_pairs(bias.to(dtype))
         bias = bias.expand(*bias.shape[:3], time)
     if allowed is None:
         return bias

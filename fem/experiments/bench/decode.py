@@ -1,0 +1,76 @@
+"""Generation: seconds a token, and what a layer carries from token to token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from fem.experiments.bench.cases import Case
+from fem.experiments.bench.contenders import Attention, build_mixer
+from fem.experiments.bench.measure import alternate
+from fem.mixer import FreeEnergyMixer
+
+STRETCH = 256  # tokens generated at a time, from the same context each time: a FEM cache joins its pieces once in it
+
+Stream = tuple[Callable[[], list[Tensor]], int]  # the outputs of a stretch, and bytes of the state before it
+
+
+def measure(case: Case, device: torch.device, seconds: float) -> dict[str, dict[str, float | int]]:
+    """Median seconds of a token after `time` tokens, and bytes of the state there, of every contender."""
+    dtype, size = getattr(torch, case.dtype), case.size
+    prompt = torch.randn(size.batch, size.time, size.width, device=device, dtype=dtype)
+    tokens = torch.randn(STRETCH, size.batch, 1, size.width, device=device, dtype=dtype)
+    streams = {}
+    with torch.no_grad():
+        for name in case.contenders:
+            layer = build_mixer(name, size).to(device, dtype).eval()
+            streams[name] = stream(layer, prompt, tokens)
+        taken = alternate({name: generate for name, (generate, _) in streams.items()}, seconds, device)
+    return {
+        name: {"token_s": taken[name] / STRETCH, "state_bytes": state_bytes}
+        for name, (_, state_bytes) in streams.items()
+    }
+
+
+def stream(
+    layer: Attention | FreeEnergyMixer, prompt: Float[Tensor, "b t d"], tokens: Float[Tensor, "n b 1 d"]
+) -> Stream:
+    """How a layer that has seen the prompt reads the tokens one by one."""
+    return (_attention if isinstance(layer, Attention) else _fem)(layer, prompt, tokens)
+
+
+def _attention(layer: Attention, prompt: Tensor, tokens: Tensor) -> Stream:
+    """A KV cache allocated once, at the length that it will have."""
+    time = prompt.shape[1]
+    position = torch.arange(time + len(tokens), device=prompt.device)
+    _, *prefilled = layer.project(prompt, position[:time])
+    caches = [F.pad(x, (0, 0, 0, len(tokens))) for x in prefilled]
+
+    def generate() -> list[Tensor]:
+        outputs = []
+        for end, x in enumerate(tokens, start=time + 1):
+            q, *new = layer.project(x, position[end - 1 : end])
+            for cache, one in zip(caches, new):
+                cache[:, :, end - 1 : end] = one
+            o = F.scaled_dot_product_attention(q, *(cache[:, :, :end] for cache in caches))
+            outputs.append(layer.output(o.transpose(1, 2).flatten(2)))
+        return outputs
+
+    return generate, sum(x.nbytes for x in prefilled)
+
+
+def _fem(layer: FreeEnergyMixer, prompt: Tensor, tokens: Tensor) -> Stream:
+    _, before = layer(prompt, return_state=True)
+
+    def generate() -> list[Tensor]:
+        state, outputs = before, []
+        for x in tokens:
+            y, state = layer(x, state=state, return_state=True)
+            outputs.append(y)
+        return outputs
+
+    return generate, before.nbytes

@@ -1,0 +1,97 @@
+"""Ratios that hold on a busy machine: contenders in turn, medians; memory in fresh processes."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+Step = Callable[[], object]
+FEWEST_TURNS, MOST_TURNS = 3, 31
+ALLOCATOR = "MALLOC_MMAP_THRESHOLD_"
+
+
+def alternate(steps: Mapping[str, Step], seconds: float, device: torch.device) -> dict[str, float]:
+    """Median seconds of every step, all of them called in turn until `seconds` are spent, the first turn not counted.
+
+    Process time on a CPU, so that other programs count for little; between two events on a GPU.
+    """
+    clock = gpu_seconds if device.type == "cuda" else cpu_seconds
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(1 + MOST_TURNS):
+        for name, step in steps.items():
+            spent = clock(step)
+            if turn:
+                taken[name].append(spent)
+        if turn >= FEWEST_TURNS and sum(map(sum, taken.values())) > seconds:
+            break
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def cpu_seconds(step: Step) -> float:
+    start = time.process_time()
+    step()
+    return time.process_time() - start
+
+
+def gpu_seconds(step: Step) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def operations(step: Step) -> int:
+    """Floating-point operations of the step's matrix products, as torch's profiler counts them (Appendix O)."""
+    with torch.profiler.profile(with_flops=True) as profile:
+        step()
+    return sum(event.flops or 0 for event in profile.key_averages())
+
+
+def gpu_growth(step: Step) -> int:
+    """Bytes by which a second call of the step peaks above what was held before it."""
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def cpu_growth(function: Step) -> int | None:
+    """Bytes by which resident memory peaks above its start during `function`. Linux alone; None elsewhere."""
+    if sys.platform != "linux":
+        return None
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # forget the peak so far
+    before = _resident("VmRSS")
+    function()
+    return _resident("VmHWM") - before
+
+
+def _resident(field: str) -> int:
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def in_fresh_process(function: Callable, *arguments) -> Any:
+    """What function(*arguments) returns in a process of its own, whose allocator hands every large block back."""
+    before = os.environ.get(ALLOCATOR)
+    os.environ[ALLOCATOR] = str(1 << 16)
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(function, *arguments).result()
+    finally:
+        os.environ.pop(ALLOCATOR)
+        if before is not None:
+            os.environ[ALLOCATOR] = before

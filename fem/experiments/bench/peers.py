@@ -1,0 +1,66 @@
+"""Mixers of flash-linear-attention and mamba-ssm, measured where these are installed and there is a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+class Peer(NamedTuple):
+    module: str
+    layer: str
+    arguments: Callable[[int, int], dict]  # of width and heads
+
+
+def _by_heads(width: int, heads: int) -> dict:
+    return {"hidden_size": width, "num_heads": heads}
+
+
+PEERS = {
+    "RWKV6": Peer("fla.layers", "RWKV6Attention", _by_heads),
+    "RWKV7": Peer(  # every layer as the first one, which needs nothing of another
+        "fla.layers",
+        "RWKV7Attention",
+        lambda d, h: {"hidden_size": d, "head_dim": 64, "layer_idx": 0, "num_hidden_layers": 2},
+    ),
+    "LinAttn": Peer("fla.layers", "LinearAttention", _by_heads),
+    "HGRN2": Peer("fla.layers", "HGRN2Attention", lambda d, h: {"hidden_size": d, "expand_ratio": d // h}),
+    "PaTHAttention": Peer("fla.layers", "PaTHAttention", _by_heads),
+    "GatedSlotAttention": Peer("fla.layers", "GatedSlotAttention", _by_heads),
+    "DeltaNet": Peer("fla.layers", "DeltaNet", _by_heads),
+    "GatedDeltaNet": Peer(
+        "fla.layers",
+        "GatedDeltaNet",
+        lambda d, h: {"hidden_size": d, "num_heads": h, "head_dim": d // h, "expand_v": 1},
+    ),
+    "GLA (fla)": Peer("fla.layers", "GatedLinearAttention", _by_heads),
+    "Mamba (mamba-ssm)": Peer("mamba_ssm", "Mamba", lambda d, h: {"d_model": d}),
+}
+
+
+def available(name: str, device: torch.device) -> bool:
+    """Whether a peer can be measured here; their kernels run on GPUs alone."""
+    return device.type == "cuda" and find_spec(PEERS[name].module.partition(".")[0]) is not None
+
+
+class _Mixed(nn.Module):
+    """A layer of another library, for what it returns first."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        y = self.layer(x)
+        return y[0] if isinstance(y, tuple) else y
+
+
+def build(name: str, width: int, heads: int) -> nn.Module:
+    peer = PEERS[name]
+    return _Mixed(getattr(import_module(peer.module), peer.layer)(**peer.arguments(width, heads)))

@@ -1,0 +1,88 @@
+"""Tables of a benchmark: every contender beside attention in the same turns, and beside the paper's figures."""
+
+from __future__ import annotations
+
+from fem.experiments.bench.cases import Case
+from fem.experiments.bench.contenders import BASELINE
+from fem.experiments.bench.paper import TABLE5, TABLE7, Cost
+
+Results = list[tuple[Case, dict[str, dict]]]
+
+PAPER = {"gpt2": TABLE7, "table5": TABLE5}
+PAPER_BASELINE = {"gpt2": BASELINE, "table5": "FEM-SM -G,T,L,C"}
+TITLES = {
+    "read": "The read alone",
+    "layer": "One layer",
+    "gpt2": "Blocks of GPT-2 (Table 7)",
+    "table5": "Blocks of Table 5",
+    "decode": "Streaming decode, one layer",
+    "context": "One layer at growing contexts",
+}
+NOTES = {
+    "read": "Attention reads values as wide as its keys; FEM reads [v | exp(beta v)] of values half as wide.",
+    "layer": "Equal linear weights, 4 D^2; the conditioner C adds its own.",
+    "gpt2": "Blocks without embeddings and head; peers need a GPU and their library. In brackets the paper's own "
+    "ratio to its flash attention: 12 blocks, T 1024, batch 8, FP32 on one L40S. Operations are those of matrix "
+    "products as torch's profiler counts them; flash attention's own are not in it, the plain form's are.",
+    "table5": "Ratios are to FEM-SM -G,T,L,C, softmax attention in FEM's own layer. In brackets the paper's own ratio "
+    "to that row: 8 blocks, T 2048, batch 4 on one L40S.",
+    "decode": "Attention of equal weights keeps a KV cache, allocated at full length; FEM-SM's values are half as "
+    "wide.",
+    "context": "Microseconds a token; extra memory is of a train step.",
+}
+
+
+def rows(part: str, results: Results) -> list[dict]:
+    """The table of one part, one row for every contender of every case; None where nothing was run."""
+    make = _decode if part == "decode" else _costs
+    return [make(part, case, name, found) for case, found in results for name in case.contenders if _shown(name, found)]
+
+
+def _shown(name: str, found: dict) -> bool:
+    return name in found or name in TABLE5 or name in TABLE7
+
+
+def _costs(part: str, case: Case, name: str, found: dict[str, dict]) -> dict:
+    own, base = found.get(name, {}), found.get(PAPER_BASELINE.get(part, BASELINE), {})
+    tokens = case.size.batch * case.size.time
+    unit, scale = ("us/token", 1e6 / tokens) if part == "context" else ("ms", 1e3)
+    several_dtypes = {"dtype": case.dtype} if part in ("read", "layer") else {}
+    row = {"T": case.size.time, **several_dtypes, "model": name}
+    for label, field in (("forward", "forward_s"), ("train", "train_s")):
+        row[f"{label} {unit}"] = None if field not in own else scale * own[field]
+        row[f"{label} ratio"] = _ratio(own.get(field), base.get(field), part, name, label)
+    grown = own.get("train_extra_bytes")
+    row["train memory MiB"] = None if grown is None else grown / 2**20
+    row["memory ratio"] = _ratio(grown, base.get("train_extra_bytes"), part, name, "train_gb")
+    if part in PAPER:
+        flop = own.get("forward_flop")
+        row["GFLOP forward"] = None if flop is None else flop / 1e9
+        row["parameters"] = own.get("parameters")
+    return row
+
+
+def _ratio(own: int | float | None, base: int | float | None, part: str, name: str, field: str) -> str | None:
+    """Ours, and in brackets the paper's."""
+    ours = "" if not own or not base else f"{own / base:.2f}"
+    table = PAPER.get(part, {})
+    paper = _paper_ratio(table.get(name), table.get(PAPER_BASELINE.get(part, "")), field)
+    return f"{ours} ({paper:.2f})".strip() if paper else ours or None
+
+
+def _paper_ratio(own: Cost | None, base: Cost | None, field: str) -> float | None:
+    if own is None or base is None or getattr(own, field) is None:
+        return None
+    return getattr(own, field) / getattr(base, field)
+
+
+def _decode(part: str, case: Case, name: str, found: dict[str, dict]) -> dict:
+    own, base = found[name], found[BASELINE]
+    return {
+        "context": case.size.time,
+        "dtype": case.dtype,
+        "model": name,
+        "ms/token": 1e3 * own["token_s"],
+        "time ratio": f"{own['token_s'] / base['token_s']:.2f}",
+        "state bytes": own["state_bytes"],
+        "state ratio": f"{own['state_bytes'] / base['state_bytes']:.2g}",
+    }
