@@ -35,7 +35,8 @@ STYLE = {
 }
 
 Numbers = Sequence[int | float]
-Series = dict[str, tuple[Numbers, Numbers]]
+Line = tuple[Numbers, Numbers]
+Series = dict[str, Line]
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,27 @@ def learning_curves(path: Path, title: str, panels: Sequence[Panel]) -> None:
                 axes.legend()
         if panel.logarithmic:
             figure.legend(*axes.get_legend_handles_labels(), loc="outside right center")
+        _save(figure, path)
+
+
+def mean_curves(path: Path, title: str, x_label: str, y_label: str, groups: dict[str, Sequence[Line]]) -> None:
+    """A group's runs thin, their mean thick; the legend is in the order in which the means end, the highest first."""
+    ends = {name: float(np.mean([y[-1] for _, y in lines])) for name, lines in groups.items()}
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+        axes = figure.subplots()
+        colours = mpl.colormaps["tab10" if len(groups) <= 10 else "tab20"].colors
+        for rank, name in enumerate(sorted(groups, key=ends.get, reverse=True)):
+            colour = colours[rank % len(colours)]
+            for x, y in groups[name]:
+                axes.plot(x, y, color=colour, linewidth=0.6, alpha=0.35)
+            mean = np.mean([y for _, y in groups[name]], axis=0)
+            axes.plot(groups[name][0][0], mean, color=colour, label=f"{name}  {ends[name]:.3f}")
+        axes.set(xlabel=x_label, ylabel=y_label)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        axes.margins(x=0.02)
+        figure.legend(loc="outside right center")
         _save(figure, path)
 
 

@@ -118,10 +118,9 @@ class Ablation:
                     "what": REMARKS.get(row, ""),
                     "loss": mean(losses),
                     "sd": stdev(losses) if len(losses) > 1 else None,
-                    "seeds": len(losses),
-                    "learning rate": self.best(row),
+                    "by seed": ", ".join(f"{loss:.3f}" for loss in losses),
+                    "learning rate": f"{self.best(row):g}",
                     "parameters": records[0]["parameters"],
-                    "tokens/s": mean(record["tokens_per_second"] for record in records),
                 }
             )
         return found
@@ -180,7 +179,8 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
         plot(ablation, recipe, under_way.folder / "loss.png")
         page(under_way.folder, ablation, recipe)
         results = under_way.finish({"ablate": {row["row"]: row for row in table}, "prior": recipe.prior})
-    show_table(f"Validation loss, {recipe.prior} prior, equal parameters", table)
+    short = [{name: value for name, value in row.items() if name != "what"} for row in table]
+    show_table(f"Validation loss, {recipe.prior} prior, equal parameters", short)
     return results
 
 
@@ -227,7 +227,7 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
         "conditioner, L: free energy, T: temperature gate (lambda), G: outer gate. All rows have the same parameters "
         "within 1 %, the same initialisation, and per seed the same rows of text in the same order; each has the best "
         "of the learning rates on the first seed. Loss: validation, nats per token after the last step, mean over "
-        "seeds; sd: over seeds; tokens/s: by the clock, so whatever else ran on the machine slows them.",
+        "seeds; sd: over seeds.",
         markdown_table(ablation.table()),
         "![validation loss over tokens](loss.png)",
         "## Learning rates",
@@ -238,18 +238,12 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
 
 
 def plot(ablation: Ablation, recipe: AblateRecipe, path: Path) -> None:
-    from fem.plots import Panel, learning_curves
+    from fem.plots import mean_curves
 
-    lines = {
-        f"{row.replace(',', ' ')}, {index}": (
-            [p["tokens"] for p in record["curve"]],
-            [p["val_loss"] for p in record["curve"]],
-        )
-        for row, records in ablation.chosen.items()
-        for index, record in enumerate(records)
-    }
-    panel = Panel("validation loss (nats per token)", "tokens", lines)
-    learning_curves(path, f"{recipe.prior} prior, equal parameters, a line per seed", [panel])
+    line = lambda record: tuple([point[axis] for point in record["curve"]] for axis in ("tokens", "val_loss"))  # noqa: E731
+    rows = {row: [line(record) for record in records] for row, records in ablation.chosen.items()}
+    title = f"{recipe.prior} prior, equal parameters: mean of {recipe.seeds} seeds, and each of them"
+    mean_curves(path, title, "tokens", "validation loss, nats per token", rows)
 
 
 @recipe_options(AblateRecipe())
