@@ -11,7 +11,7 @@ import time
 import torch
 
 from fem.experiments.recipe import processor
-from fem.experiments.report import markdown_table
+from fem.experiments.tables import markdown_table
 
 
 def in_fresh_process(script: str, *arguments: str) -> str:

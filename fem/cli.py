@@ -22,7 +22,7 @@ try:
         generate,
         inspect,
         mad,
-        results,
+        report,
         train,
         vision,
     )
@@ -49,9 +49,9 @@ for experiment in (
     mad,
     forecast,
     vision,
+    report,
 ):
     app.command(experiment.__name__.rpartition(".")[2])(experiment.command)
-app.command("report")(results.command)
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from fem.experiments.recipe import (
     versions,
     write_json,
 )
-from fem.experiments.report import markdown_table, show_table, write_page, write_table
+from fem.experiments.tables import markdown_table, show_table, write_page, write_table
 
 if TYPE_CHECKING:
     from fem.experiments.lm import LanguageRecipe

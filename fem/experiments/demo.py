@@ -13,7 +13,7 @@ from rich.console import Console
 from fem.experiments import argmax
 from fem.experiments.options import recipe_options
 from fem.experiments.recipe import command_line, cpu_threads, open_run, option, progress, provenance
-from fem.experiments.report import markdown_table, show_table, write_table
+from fem.experiments.tables import markdown_table, show_table, write_table
 
 if TYPE_CHECKING:
     from fem.experiments.text import Corpus

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from fem.experiments.recipe import processor, versions
-from fem.experiments.report import show_table
+from fem.experiments.tables import show_table
 from fem.extras import DISTRIBUTION, extras
 from fem.functional import softmax_read
 from fem.ops.backend import softmax_backend

@@ -11,8 +11,8 @@ import typer
 
 from fem.experiments.options import recipe_options
 from fem.experiments.recipe import command_line, open_run, option, provenance
-from fem.experiments.report import markdown_table, show_table, write_page, write_table
 from fem.experiments.suites import SUITES, paper_row
+from fem.experiments.tables import markdown_table, show_table, write_page, write_table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import nn
 
 from fem.experiments.options import recipe_options
 from fem.experiments.recipe import command_line, open_run, option, progress, provenance
-from fem.experiments.report import markdown_table, show_table, write_page, write_table
+from fem.experiments.tables import markdown_table, show_table, write_page, write_table
 
 if TYPE_CHECKING:
     from fem.experiments.text import Corpus

@@ -13,7 +13,7 @@ import typer
 
 from fem.experiments.reading import LayerTables, layer_tables, most_divided, readers, readings
 from fem.experiments.recipe import open_run
-from fem.experiments.report import show_table, write_table
+from fem.experiments.tables import show_table, write_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -1,62 +1,147 @@
-"""Tables of results: on the terminal, as Markdown and as CSV. A row is a dict; None is what nobody has measured."""
+"""`fem report`: finished runs become pages of docs/results, with an index of what was run and what was not."""
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Mapping, Sequence
+import json
+import re
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+import typer
 
-Rows = Sequence[Mapping[str, Any]]
+from fem.experiments.recipe import RESULTS, write_json
+from fem.experiments.suites import PAPER, paper_rows
+from fem.experiments.tables import markdown_table
 
-
-def cell(value: Any) -> str:
-    """A value as a table shows it: blank where nothing was run, four digits of a float, thousands apart."""
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return str(value)
+PAGE, INDEX = "report.md", "README.md"
+OURS = re.compile(r"^## What it says\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
+PICTURE = re.compile(r"\]\(([^)/#:]+\.png)\)")
 
 
-def markdown_table(rows: Rows) -> str:
-    """The rows as a Markdown table, numbers to the right. Columns are those of the first row."""
-    columns = list(rows[0])
-    align = ["---:" if any(_is_number(row[column]) for row in rows) else "---" for column in columns]
-    lines = [columns, align, *([cell(row[column]) for column in columns] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+@dataclass(frozen=True)
+class Item:
+    """Something to measure: where the paper has it, the experiment, and the command that does it."""
+
+    paper: str
+    what: str
+    experiment: str
+    command: str
 
 
-def write_table(folder: Path, name: str, rows: Rows) -> None:
-    """`name`.csv with every digit and `name`.md to read, in `folder`."""
-    with open(folder / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    (folder / f"{name}.md").write_text(markdown_table(rows), encoding="utf-8")
+ITEMS = (
+    Item("Table 1", "six synthetic tasks (MAD)", "mad", "fem mad --profile paper"),
+    Item("Table 2", "language models of 340M and 1.3B parameters", "eval", "fem train --recipe paper-340m; fem eval"),
+    Item("Table 3", "ImageNet-1K, and smaller pictures", "vision", "fem vision --profile deit-tiny --data FOLDER"),
+    Item("Table 4", "forecasting", "forecast", "fem forecast --profile paper --data FILES"),
+    Item("Tables 5, 7", "speed and memory", "bench", "fem bench --profile paper"),
+    Item("Appendix P", "every channel's maximum in one read", "argmax", "fem argmax --full"),
+    Item("", "what each part adds to a language model", "ablate", "fem ablate"),
+    Item("", "FEM in a model that was trained without it", "finetune", "fem finetune"),
+)
 
 
-def write_page(folder: Path, title: str, *parts: str) -> None:
-    """`folder`/report.md: the run as a page, pictures beside it."""
-    text = "\n\n".join(part.strip() for part in (f"# {title}", *parts))
-    (folder / "report.md").write_text(f"{text}\n", encoding="utf-8")
+def add_page(run: Path, output: Path) -> None:
+    """The run's page, pictures and numbers, named after its folder. "What it says" of an earlier page stays.
+
+    Raises ValueError where `run` is not the folder of a run that has ended and has a page.
+    """
+    for name in (PAGE, RESULTS, "config.json"):
+        if not (run / name).is_file():
+            raise ValueError(f"runs must be folders of runs that have ended, got {str(run)!r} without {name}.")
+    name = run.name.replace("-", "_")
+    text = (run / PAGE).read_text(encoding="utf-8")
+    for picture in set(PICTURE.findall(text)):
+        shutil.copyfile(run / picture, output / f"{name}_{picture}")
+    text = PICTURE.sub(rf"]({name}_\1)", text)
+    page = output / f"{name}.md"
+    if page.exists() and (said := OURS.search(page.read_text(encoding="utf-8"))):
+        text = text.replace("## How this was made", f"{said[0].strip()}\n\n## How this was made")
+    config, results = (json.loads((run / part).read_text(encoding="utf-8")) for part in ("config.json", RESULTS))
+    write_json(output / f"{name}.json", {"config": config, "results": results})
+    page.write_text(text, encoding="utf-8")
 
 
-def show_table(title: str, rows: Rows) -> None:
-    """Print the rows to the terminal."""
-    table = Table(title=title, title_justify="left")
-    for column in rows[0]:
-        table.add_column(column, justify="right" if any(_is_number(row[column]) for row in rows) else "left")
-    for row in rows:
-        table.add_row(*(escape(cell(value)) for value in row.values()))
-    Console().print(table)
+def found_results(output: Path) -> dict[str, dict]:
+    """{page: {"config", "results"}} of the pages that runs have made, by name."""
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(output.glob("*.json"))}
+    return {name: data for name, data in found.items() if "config" in data}
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def index(output: Path) -> str:
+    """What the paper measured, with our pages or the command that makes one; then Tables 2 and 4 of all runs."""
+    from fem.experiments.forecast.report import TABLE_4_NOTE, table4
+
+    found = found_results(output)
+    rows = []
+    for item in ITEMS:
+        own = [name for name, data in found.items() if data["config"]["experiment"] == item.experiment]
+        links = ", ".join(f"[{name}]({name}.md)" for name in own)
+        rows.append({"paper": item.paper, "what": item.what, "pages": links, "command": f"`{item.command}`"})
+    others = sorted(path.stem for path in output.glob("*.md") if path.stem not in found and path.name != INDEX)
+    forecasts = [row for data in found.values() for row in data["results"].get("forecast", [])]
+    return INDEX_PAGE.format(
+        items=markdown_table(rows),
+        others="\n".join(f"* [{name}]({name}.md)" for name in others),
+        table2=markdown_table(table2(found)),
+        note=TABLE_4_NOTE,
+        table4=markdown_table(table4(forecasts)),
+    )
+
+
+def table2(found: dict[str, dict]) -> list[dict]:
+    """The paper's rows, each with ours below it where `fem eval --suite paper --beside ROW` has run."""
+    columns = [score.column for score in PAPER]
+    rows = []
+    for name, paper in paper_rows().items():
+        rows.append({"model": f"{name}, paper"} | {column: f"{score:.3f}" for column, score in paper.items()})
+        ours = {"model": f"{name}, ours"} | dict.fromkeys(columns)
+        for data in found.values():
+            recipe = data["config"].get("recipe", {})
+            if recipe.get("suite") == "paper" and recipe.get("beside") == name:
+                scores = data["results"]["eval"]
+                own = {score.column: scores.get(score.task, {}).get(score.metric) for score in PAPER}
+                ours |= {column: None if value is None else f"{value:.3f}" for column, value in own.items()}
+        rows.append(ours)
+    return rows
+
+
+INDEX_PAGE = """# Results
+
+Every page says at its end what was run, when and on what. Where the paper has a table and no page stands, nobody has
+run it yet: the command does. Figures of the paper are marked as such and never stand in the place of ours.
+
+{items}
+Measured by the scripts in `benchmarks/`:
+
+{others}
+
+## Table 2: language models
+
+Accuracy (exact match for MATH). Ours: `fem eval --suite paper --beside "340M fem-sm"`; blank: not run.
+
+{table2}
+## Table 4: forecasting
+
+{note}
+
+{table4}"""
+
+
+def command(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Folders of runs; default: all in runs/ that have ended.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder of the pages.")] = Path("docs/results"),
+):
+    """Join finished runs into pages beside the paper's tables, blank where nothing was run."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output must be a folder, got the file {str(output)!r}; choose another name.")
+    if not runs:
+        runs = [path.parent for path in sorted(Path("runs").glob(f"*/{PAGE}")) if (path.parent / RESULTS).exists()]
+    output.mkdir(parents=True, exist_ok=True)
+    for run in runs:
+        add_page(run, output)
+    (output / INDEX).write_text(index(output), encoding="utf-8")
+    typer.echo(f"{len(runs)} runs; written to {output / INDEX}")

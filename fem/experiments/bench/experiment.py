@@ -14,8 +14,8 @@ from fem.experiments.bench import decode, tables, workloads
 from fem.experiments.bench.cases import PARTS, PROFILES, Case
 from fem.experiments.options import recipe_options
 from fem.experiments.recipe import command_line, cpu_threads, open_run, option, progress, provenance
-from fem.experiments.report import markdown_table, show_table, write_table
-from fem.experiments.results import PAGE
+from fem.experiments.report import PAGE
+from fem.experiments.tables import markdown_table, show_table, write_table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import typer
 from fem.experiments.forecast.settings import LAPTOP, PROFILES, ForecastRecipe
 from fem.experiments.options import recipe_options
 from fem.experiments.recipe import command_line, cpu_threads, open_run, progress, write_json
-from fem.experiments.report import show_table, write_table
+from fem.experiments.tables import show_table, write_table
 
 
 def run(recipe: ForecastRecipe, output: Path) -> dict:

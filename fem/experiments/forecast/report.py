@@ -8,7 +8,7 @@ from statistics import mean, stdev
 
 from fem.experiments.forecast import picture
 from fem.experiments.recipe import provenance
-from fem.experiments.report import markdown_table, write_table
+from fem.experiments.tables import markdown_table, write_table
 
 NAMES = {
     "softmax+CLTG": "FEM-SM",

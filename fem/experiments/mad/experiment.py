@@ -19,7 +19,7 @@ from fem.experiments.mad.tasks import TASKS
 from fem.experiments.mad.training import Job
 from fem.experiments.options import recipe_options
 from fem.experiments.recipe import command_line, open_run, option, progress
-from fem.experiments.report import show_table, write_table
+from fem.experiments.tables import show_table, write_table
 
 
 @dataclass(frozen=True, kw_only=True)

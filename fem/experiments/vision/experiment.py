@@ -15,7 +15,7 @@ import typer
 from fem.experiments.mad.mixers import canonical
 from fem.experiments.options import recipe_options
 from fem.experiments.recipe import cpu_threads, open_run, option, progress, write_json
-from fem.experiments.report import show_table, write_table
+from fem.experiments.tables import show_table, write_table
 
 DTYPES = ("float32", "bfloat16")
 

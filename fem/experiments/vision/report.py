@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from fem.experiments.recipe import command_line, provenance
-from fem.experiments.report import markdown_table
+from fem.experiments.tables import markdown_table
 from fem.experiments.vision.experiment import PROFILES, VisionRecipe
 from fem.experiments.vision.images import Pictures
 from fem.plots import Panel, learning_curves

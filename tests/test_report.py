@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("typer", reason="needs free-energy-mixer[cli]")
 
-from fem.experiments.results import add_page, command, index, table2
+from fem.experiments.report import add_page, command, index, table2
 
 
 def made_up_run(folder, experiment="ablate", results=None, recipe=None, body="A table.\n\n![a plot](loss.png)"):

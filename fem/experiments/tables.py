@@ -1,0 +1,62 @@
+"""Tables of results: on the terminal, as Markdown and as CSV. A row is a dict; None is what nobody has measured."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def cell(value: Any) -> str:
+    """A value as a table shows it: blank where nothing was run, four digits of a float, thousands apart."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)
+
+
+def markdown_table(rows: Rows) -> str:
+    """The rows as a Markdown table, numbers to the right. Columns are those of the first row."""
+    columns = list(rows[0])
+    align = ["---:" if any(_is_number(row[column]) for row in rows) else "---" for column in columns]
+    lines = [columns, align, *([cell(row[column]) for column in columns] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def write_table(folder: Path, name: str, rows: Rows) -> None:
+    """`name`.csv with every digit and `name`.md to read, in `folder`."""
+    with open(folder / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    (folder / f"{name}.md").write_text(markdown_table(rows), encoding="utf-8")
+
+
+def write_page(folder: Path, title: str, *parts: str) -> None:
+    """`folder`/report.md: the run as a page, pictures beside it."""
+    text = "\n\n".join(part.strip() for part in (f"# {title}", *parts))
+    (folder / "report.md").write_text(f"{text}\n", encoding="utf-8")
+
+
+def show_table(title: str, rows: Rows) -> None:
+    """Print the rows to the terminal."""
+    table = Table(title=title, title_justify="left")
+    for column in rows[0]:
+        table.add_column(column, justify="right" if any(_is_number(row[column]) for row in rows) else "left")
+    for row in rows:
+        table.add_row(*(escape(cell(value)) for value in row.values()))
+    Console().print(table)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
