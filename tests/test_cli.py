@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fem import cli, extras
-from fem.experiments import argmax, recipe, report
+from fem.experiments import argmax, recipe, tables
 from fem.experiments.recipe import open_run, option
 from fem.plots import Panel, channel_reading, learning_curves
 
@@ -194,7 +194,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
 
 def test_tables_are_blank_where_nothing_was_run(tmp_path):
     rows = [{"mixer": "fem", "loss": 5.1, "tokens": 12345}, {"mixer": "gla", "loss": None, "tokens": 1234.5}]
-    report.write_table(tmp_path, "table", rows)
+    tables.write_table(tmp_path, "table", rows)
     assert (tmp_path / "table.md").read_text() == (
         "| mixer | loss | tokens |\n| --- | ---: | ---: |\n| fem | 5.100 | 12,345 |\n| gla |  | 1,234 |\n"
     )
