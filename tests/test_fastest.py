@@ -78,6 +78,14 @@ def draw(time, trains=False):
     return q.requires_grad_(trains), k, v, torch.ones(2, 4)
 
 
+def test_a_measurement_draws_nothing_from_the_random_state(monkeypatch):
+    reads(monkeypatch, sdpa=2.0, plain=1.0)
+    arguments = draw(9)
+    before = torch.get_rng_state()
+    softmax.softmax_read(*arguments)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_auto_reads_by_the_fastest_backend_and_by_nothing_else(monkeypatch, trains):
     timed = reads(monkeypatch, sdpa=2.0, plain=1.0)

@@ -34,7 +34,7 @@ def fastest_backend(
 ) -> str:
     """The backend under which `read` takes least time on random tensors like these, with the backward in training.
 
-    Without a beta it is "sdpa"; in float64, "plain".
+    Without a beta it is "sdpa"; in float64, "plain". The random state stays as it is.
     """
     if torch.float64 in (q.dtype, k.dtype, v.dtype):
         return "plain"
@@ -43,7 +43,7 @@ def fastest_backend(
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, beta))
 
     def step(backend: str) -> None:
-        with torch.set_grad_enabled(trains):
+        with torch.set_grad_enabled(trains), torch.random.fork_rng([q.device] if q.is_cuda else []):
             *alike, beta_alike = (torch.randn_like(x).requires_grad_(trains) for x in (q, k, v, beta.detach()))
             found = read(*alike, beta_alike.square() + 0.1, tokens=tokens, backend=backend, **how)
             if trains:
