@@ -126,6 +126,7 @@ def key_gradients(
     if (tl.load(wide + batch * key_heads + key_head) != 0) != FORMED:
         return
     VALUES: tl.constexpr = DV if FORMED else 2 * HALF
+    CROWDED: tl.constexpr = FORMED and HALF > 64  # no registers to keep parts of E in from one pass to the next
     k_place = (batch * keys * key_heads + key_head) * DK
     values += (batch * keys * key_heads + key_head) * VALUES
     on_batch = tl.where(batch_stride > 0, batch, 0)
@@ -154,14 +155,14 @@ def key_gradients(
         bias_of_head = None
         if bias is not None:
             bias_of_head = bias + batch * bias_batch + head * bias_head
-        for start in range(whole, whole_end, BLOCK_Q):
+        for start in tl.range(whole, whole_end, BLOCK_Q, disable_licm=CROWDED):
             of_k, of_values = _accumulate_keys(
                 of_k, of_values, start, q_head, k_tile, tile, values, shifts, of_head, g_head, bias_of_head, first, end,
                 peaks + row_place, delta + row_place, columns, queries, keys, counted, q_stride, values_stride,
                 g_stride, bias_row, bias_column, scale_log2, over_scale,
                 DK, D, DV, HALF, FORMED, PRECISION, BLOCK_Q, False,
             )  # fmt: skip
-        for index in range(edges):
+        for index in tl.range(edges, disable_licm=CROWDED):
             start = edge_start(index, before, begin, whole_end, BLOCK_Q)
             of_k, of_values = _accumulate_keys(
                 of_k, of_values, start, q_head, k_tile, tile, values, shifts, of_head, g_head, bias_of_head, first, end,

@@ -52,7 +52,7 @@ WIDE_FORWARD: Table = {
 WIDE_KEY_GRADIENTS: Table = {
     64: (Blocks(64, 32, 8, 1), Blocks(64, 32, 8, 1)),
     128: (Blocks(64, 32, 8, 1), Blocks(64, 16, 8, 1)),
-    256: (Blocks(16, 16, 8, 1), Blocks(16, 16, 8, 1)),
+    256: (Blocks(64, 16, 8, 1), Blocks(64, 16, 8, 1)),
 }
 WIDE_QUERY_GRADIENTS: Table = {
     64: (Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2)),
