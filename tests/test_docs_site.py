@@ -53,7 +53,8 @@ def test_every_page_of_the_documentation_is_there(site):
     assert len(written) > 10
     menu = (site / "index.html").read_text()
     for page in written:
-        assert (site / page.with_suffix(".html")).exists(), page
+        name = "index" if page.stem == "README" else page.stem
+        assert (site / page.with_name(f"{name}.html")).exists(), page
         assert f'href="{page.with_suffix(".html").as_posix()}"' in menu, f"{page} is not in the menu"
 
 
