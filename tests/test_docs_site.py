@@ -53,9 +53,9 @@ def test_every_page_of_the_documentation_is_there(site):
     assert len(written) > 10
     menu = (site / "index.html").read_text()
     for page in written:
-        name = "index" if page.stem == "README" else page.stem
-        assert (site / page.with_name(f"{name}.html")).exists(), page
-        assert f'href="{page.with_suffix(".html").as_posix()}"' in menu, f"{page} is not in the menu"
+        shown = page.with_name("index.html" if page.stem == "README" else f"{page.stem}.html")
+        assert (site / shown).exists(), page
+        assert f'href="{shown.as_posix()}"' in menu, f"{page} is not in the menu"
 
 
 def test_nothing_is_fetched_from_elsewhere(pages, site):
