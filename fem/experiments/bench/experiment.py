@@ -77,7 +77,8 @@ def report(folder: Path, parts: dict[str, tables.Results], how_made: str) -> str
     """A page with a section a part; its tables and pictures are written to `folder`."""
     from fem.experiments.bench import picture
 
-    page = [TITLE.format(where="a GPU" if torch.cuda.is_available() else "a CPU")]
+    where = "a GPU" if torch.cuda.is_available() else "a CPU"
+    page = [TITLE.format(what=tables.TITLES[next(iter(parts))] if len(parts) == 1 else "What FEM costs", where=where)]
     for part, results in parts.items():
         case, title, rows = results[0][0], tables.TITLES[part], tables.rows(part, results)
         write_table(folder, part, rows)
@@ -91,7 +92,7 @@ def report(folder: Path, parts: dict[str, tables.Results], how_made: str) -> str
     return "\n".join([*page, how_made])
 
 
-TITLE = """# What FEM costs on {where}
+TITLE = """# {what}, on {where}
 
 Medians of contenders that run in turn: process time on a CPU, time between two events on a GPU. A train step is forward
 and backward; its memory is what it adds to what was held before. Blank is what was not run.
