@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -362,7 +363,9 @@ if __name__ == "__main__":
 def test_a_killed_sweep_leaves_no_process_and_no_half_file(tmp_path, how):
     script = tmp_path / "sweep_to_kill.py"
     script.write_text(KILLED)
-    parent = subprocess.Popen([sys.executable, script, tmp_path / "runs"], stderr=subprocess.DEVNULL)
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs are deaf to Ctrl-C
+    command = [sys.executable, script, tmp_path / "runs"]
+    parent = subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=heard)
 
     def workers():
         return [pid for pid in os.listdir("/proc") if pid.isdigit() and _parent(pid) == parent.pid]
@@ -374,7 +377,7 @@ def test_a_killed_sweep_leaves_no_process_and_no_half_file(tmp_path, how):
     assert len(started) >= 3, "two workers and the resource tracker"
     time.sleep(5)
     parent.send_signal(how)
-    parent.wait(30)
+    parent.wait(120)
     while any(os.path.isdir(f"/proc/{pid}") for pid in started) and time.monotonic() < deadline + 30:
         time.sleep(0.2)
     assert not [pid for pid in started if os.path.isdir(f"/proc/{pid}")]
