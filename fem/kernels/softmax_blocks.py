@@ -34,6 +34,7 @@ FORWARD: Table = {
     256: (Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2)),
 }
 KEY_GRADIENTS: Table = {
+    32: (Blocks(64, 128, 8, 2), Blocks(64, 64, 8, 2)),
     64: (Blocks(64, 128, 8, 2), Blocks(64, 128, 8, 2)),
     128: (Blocks(32, 128, 8, 2), Blocks(32, 64, 8, 2)),
     256: (Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)),
