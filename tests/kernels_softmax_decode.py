@@ -1,14 +1,13 @@
 """The kernels that read a few queries over a cache, against float64: run as tests/kernels_softmax_read.py is."""
 
-import os
-
 import pytest
 import torch
+from interpreter import DEVICE, patch_the_language_once
 
 from fem.functional import softmax_read
 from fem.ops import reference, softmax_decode, suspects
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+patch_the_language_once()
 KEYS, KEY_HEADS, KEY, VALUE = 83, 2, 24, 12
 pytestmark = pytest.mark.filterwarnings("ignore")
 

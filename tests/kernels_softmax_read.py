@@ -3,16 +3,15 @@
 python -m pytest tests/kernels_softmax_read.py -o addopts=
 """
 
-import os
-
 import pytest
 import torch
+from interpreter import DEVICE, patch_the_language_once
 
 from fem.functional import softmax_read
 from fem.ops import reference, softmax, softmax_triton
 from fem.ops.intervals import intervals
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+patch_the_language_once()
 KEY_HEADS, KEY, VALUE = 1, 24, 12
 SHIFT_ROWS = 64  # queries that share the shifts of a wide head
 NAMES = ("mean", "free_energy", "dq", "dk", "dv", "dbeta", "dbias")
