@@ -12,24 +12,26 @@ _WARM_UPS, _REPEATS = 2, 5
 
 
 def gpu_seconds(step: Step) -> float:
-    """Median seconds of a step between two events of the current CUDA stream, once it is warm."""
+    """Seconds of a step between two events of the current CUDA stream."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def warm_gpu_seconds(step: Step) -> float:
+    """Median seconds of a step, once it is warm."""
     for _ in range(_WARM_UPS):
         step()
-    taken = []
-    for _ in range(_REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        taken.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(taken)
+    return statistics.median(gpu_seconds(step) for _ in range(_REPEATS))
 
 
 class Fastest:
     """Remembers for every kind of call how long each candidate took. clock: seconds of a step."""
 
-    def __init__(self, clock: Callable[[Step], float] = gpu_seconds):
+    def __init__(self, clock: Callable[[Step], float] = warm_gpu_seconds):
         self.clock = clock
         self.seconds: dict[Hashable, dict[str, float]] = {}
 

@@ -14,10 +14,9 @@ from fem.ops import softmax_entries
 from fem.ops.intervals import Intervals
 from fem.ops.precision import wide
 from fem.ops.read import Read
-from fem.ops.softmax_scores import Scores
+from fem.ops.softmax_channels import PROVEN
 from fem.ops.suspects import suspects
 
-_PROVEN = math.exp(-60.0)
 _TILE = 128
 
 
@@ -69,7 +68,7 @@ def _read(attend, q, k, v, beta, kept, bias, first, end, scale) -> Read:
     total = wide(total)
     shift, near, rate, at = (_per_query_head(x, q.shape[2]) for x in (shift, near, rate, at))
     sees = (first < end)[..., None, None]
-    doubtful = (total < _PROVEN) & ~near & sees
+    doubtful = (total < PROVEN) & ~near & sees
     total = torch.where(doubtful | ~sees, 1.0, total)
     bits = torch.where(near, torch.log1p(torch.where(near, total, 0)), torch.log(torch.where(near, 1, total)))
     bits = bits * math.log2(math.e)
@@ -155,7 +154,7 @@ def _settle(doubtful, q, k, v, beta, bias, first, end, scale):
     suspects.count(doubtful.numel(), len(entries))
     if len(entries):
         b, head, row, channel = entries.unbind(1)
-        scores, *definition = _definition(q, k, v, beta, bias, first, end, scale)
+        scores, *definition = softmax_entries.definition(q, k, v, beta, bias, first, end, scale)
         found[b, row, head, channel] = softmax_entries.free_energies(scores, *definition, entries).to(found.dtype)
     return found
 
@@ -174,7 +173,7 @@ def _(doubtful, q, k, v, beta, bias, first, end, scale):
 def _settle_backward(grad, doubtful, q, k, v, beta, bias, first, end, scale, of_bias):
     entries = doubtful.transpose(1, 2).nonzero()
     b, head, row, channel = entries.unbind(1)
-    scores, *definition = _definition(q, k, v, beta, bias, first, end, scale)
+    scores, *definition = softmax_entries.definition(q, k, v, beta, bias, first, end, scale)
     more = [torch.zeros_like(x) for x in (scores.q, scores.k, *definition)]
     ds = grad.new_zeros(len(q), q.shape[2], q.shape[1], k.shape[1]) if of_bias else None
     if len(entries):
@@ -204,12 +203,3 @@ def _differentiate(ctx, grad):
 
 
 _settle.register_autograd(_differentiate, setup_context=_save)
-
-
-def _definition(q, k, v, beta, bias, first, end, scale) -> tuple[Scores, Tensor, Tensor]:
-    """Scores, values and beta per query head, as `softmax_entries` takes them."""
-    dtype = wide(q).dtype
-    per_head = lambda x, dim: x.to(dtype).repeat_interleave(q.shape[2] // x.shape[dim], dim)  # noqa: E731
-    allowed = Intervals(first, end).allowed(k.shape[1])[:, None]
-    mask = torch.where(allowed, q.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype), -torch.inf)
-    return Scores(q.to(dtype), per_head(k, 2), mask, False, scale, False), per_head(v, 2), per_head(beta, 0)[None, None]

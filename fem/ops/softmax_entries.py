@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fem.ops.intervals import Intervals
+from fem.ops.precision import wide
 from fem.ops.softmax_scores import Scores
 
 _ENTRIES_TIMES_KEYS = 1 << 21  # at once
@@ -35,6 +37,17 @@ class _Block(NamedTuple):
 
     def free_energy(self, log_weights: Tensor) -> Float[Tensor, " n"]:
         return (log_weights.logsumexp(1) - self.s.logsumexp(1)[self.row_of]) / self.beta
+
+
+def definition(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, bias: Tensor | None, first: Tensor, end: Tensor, scale: float
+) -> tuple[Scores, Tensor, Tensor]:
+    """Scores, values and beta per query head, as the functions below take them, of a read over intervals of keys."""
+    dtype = wide(q).dtype
+    per_head = lambda x, dim: x.to(dtype).repeat_interleave(q.shape[2] // x.shape[dim], dim)  # noqa: E731
+    allowed = Intervals(first, end).allowed(k.shape[1])[:, None]
+    mask = torch.where(allowed, q.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype), -torch.inf)
+    return Scores(q.to(dtype), per_head(k, 2), mask, False, scale, False), per_head(v, 2), per_head(beta, 0)[None, None]
 
 
 def free_energies(scores: Scores, v: Tensor, beta: Tensor, entries: Entries) -> Float[Tensor, " n"]:

@@ -30,7 +30,6 @@ from fem.ops.backend import triton_interprets
 from fem.ops.intervals import Intervals
 from fem.ops.read import Read
 from fem.ops.softmax_channels import PROVEN, channel_tables, least_totals
-from fem.ops.softmax_scores import Scores
 from fem.ops.suspects import suspects
 
 
@@ -99,7 +98,7 @@ def _forward(q, k, v, beta, kept, bias, first, end, scale, float16):
     softmax_values.values_and_exponentials[grid](v, kept, channels, values, sums, keys, key_heads * dv, **rows)
     channels[0, :, :, 5] = least_totals(channels[0], sums.sum(1), float16)
 
-    strides, scales = _strides(q, first, bias), (scale * math.log2(math.e), 1 / scale)
+    strides, scales = _strides(first, bias), (scale * math.log2(math.e), 1 / scale)
     doubts = q.new_empty(batch, heads, triton.cdiv(queries, _blocks(FORWARD, q, half, bias).queries), dtype=torch.int32)
 
     def read(formed: bool) -> None:
@@ -123,7 +122,9 @@ def _forward(q, k, v, beta, kept, bias, first, end, scale, float16):
         _centre(channels[1], free_energy, entries)
     if len(entries):
         batch, head, row, channel = entries.unbind(1)
-        again = softmax_entries.free_energies(*_definition(q, k, v, beta, bias, first, end, scale), entries)
+        again = softmax_entries.free_energies(
+            *softmax_entries.definition(q, k, v, beta, bias, first, end, scale), entries
+        )
         free_energy[batch, row, head, channel] = again.to(free_energy.dtype)
     suspects.count(free_energy.numel(), len(entries))
     return outputs
@@ -162,7 +163,7 @@ def _backward(
     (batch, queries, heads, dk), (_, keys, key_heads, dv) = q.shape, v.shape
     half, groups, float16 = values.shape[-1] // 2, heads // key_heads, values.dtype == torch.float16
     full = lambda *shape: q.new_empty(shape, dtype=torch.float32)  # noqa: E731
-    strides, scales = _strides(q, first, bias), (scale * math.log2(math.e), 1 / scale, scale)
+    strides, scales = _strides(first, bias), (scale * math.log2(math.e), 1 / scale, scale)
     widths = {"DV": dv, "HALF": half}
     of_rows = full(batch, triton.cdiv(queries, ROWS), heads, half)
     dbeta = 0
@@ -198,7 +199,7 @@ def _backward(
     entries = _unproven(total, channels, wide, weights) if formed else ()
     if len(entries):
         b, head, row, channel = entries.unbind(1)
-        scores, *definition = _definition(q, k, v, beta, bias, first, end, scale)
+        scores, *definition = softmax_entries.definition(q, k, v, beta, bias, first, end, scale)
         more = [torch.zeros_like(x) for x in (scores.q, scores.k, *definition)]
         softmax_entries.add_gradients(scores, *definition, entries, grad_free_energy[b, row, head, channel], *more, ds)
         of_group = lambda x, dim: x.unflatten(dim, (key_heads, groups)).sum(dim + 1)  # noqa: E731
@@ -238,12 +239,9 @@ def _blocks(table: Table, q: Tensor, half: int, bias: Tensor | None) -> Blocks:
     return blocks_for(table, max(padded(q.shape[-1]), 2 * half), q.dtype == torch.bfloat16, bias is not None)
 
 
-def _strides(q: Tensor, first: Tensor, bias: Tensor | None) -> tuple[int, ...]:
-    """The batch stride of the intervals, and the strides of the bias: 0 where it is broadcast."""
-    of_first = first.stride(0) if len(first) > 1 else 0
-    if bias is None:
-        return of_first, 0, 0, 0, 0
-    return of_first, *(stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride()))
+def _strides(first: Tensor, bias: Tensor | None) -> tuple[int, ...]:
+    """The batch stride of the intervals, and the strides of the bias."""
+    return first.stride(0) if len(first) > 1 else 0, *softmax_decode.bias_strides(bias)
 
 
 def _passes(wide: Tensor) -> Iterator[bool]:
@@ -281,12 +279,3 @@ def _unproven(total: Tensor, channels: Tensor, wide: Tensor, weights: Tensor):
     per_head = lambda x: x.repeat_interleave(heads // wide.shape[1], 1)[:, :, None]  # noqa: E731
     low = total.transpose(1, 2) + per_head(channels[1, :, :, 2, :dv]) < PROVEN
     return (low & (weights > 0)[..., None] & (per_head(wide)[..., None] > 0)).nonzero()
-
-
-def _definition(q, k, v, beta, bias, first, end, scale) -> tuple[Scores, Tensor, Tensor]:
-    """Scores, values and beta per query head, as `softmax_entries` takes them."""
-    per_head = lambda x, dim: x.float().repeat_interleave(q.shape[2] // x.shape[dim], dim)  # noqa: E731
-    allowed = Intervals(first, end).allowed(k.shape[1])[:, None]
-    mask = torch.where(allowed, q.new_zeros((), dtype=torch.float32) if bias is None else bias.float(), -torch.inf)
-    scores = Scores(q.float(), per_head(k, 2), mask, False, scale, False)
-    return scores, per_head(v, 2), per_head(beta, 0)[None, None]

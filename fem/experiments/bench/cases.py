@@ -56,9 +56,7 @@ def _paper() -> list[Case]:
     for time in (1024, 4096, 16384, 65536):
         cases.append(Case("decode", Size(1, time, 1024, 16), "bfloat16", DECODES))
     for time in (2048, 8192, 32768, 131072):
-        cases.append(
-            Case("context", Size(1, time, 1024, 16), "bfloat16", (*CONTEXTS, "GLA (fla)", "Mamba (mamba-ssm)"))
-        )
+        cases.append(Case("context", Size(1, time, 1024, 16), "bfloat16", CONTEXTS + PEERS_AT_LENGTH))
     return cases
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-Step = Callable[[], object]
+from fem.ops.fastest import Step, gpu_seconds
+
 FEWEST_TURNS, MOST_TURNS = 3, 31
 ALLOCATOR = "MALLOC_MMAP_THRESHOLD_"
 
@@ -39,15 +40,6 @@ def cpu_seconds(step: Step) -> float:
     start = time.process_time()
     step()
     return time.process_time() - start
-
-
-def gpu_seconds(step: Step) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
 
 
 def operations(step: Step) -> int:

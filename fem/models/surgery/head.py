@@ -56,7 +56,8 @@ class FreeEnergyHead(nn.Module):
         causal: bool,
         scale: float | None,
     ) -> Float[Tensor, "b tq h dv"]:
-        return self.gate(features, self._read(q, k, v, bias, causal, scale))
+        beta = None if self.beta is None else self.beta()
+        return self.gate(features, self._read(q, k, v, beta, bias, causal, scale))
 
     def inspect(
         self,
@@ -73,11 +74,10 @@ class FreeEnergyHead(nn.Module):
         values = v.repeat_interleave(q.shape[2] // v.shape[2], 2).permute(0, 2, 3, 1)[:, None]
         scores = torch.stack(weights, -1)
         beta = None if self.beta is None else self.beta()
-        read = self._read(q, k, v, bias, causal, scale)
+        read = self._read(q, k, v, beta, bias, causal, scale)
         return read_tables(read, beta, *self.gate.factors(features), scores, values.expand_as(scores), False)
 
-    def _read(self, q, k, v, bias, causal, scale) -> Read:
-        beta = None if self.beta is None else self.beta()
+    def _read(self, q, k, v, beta, bias, causal, scale) -> Read:
         return softmax_read(q, k, v, beta, causal=causal, scale=scale, bias=bias, backend=self.backend)
 
 
