@@ -6,7 +6,13 @@ python -m pytest tests/kernels_channel_scan.py -o addopts=
 import pytest
 import torch
 from interpreter import DEVICE, patch_the_language_once
-from recurrences import case, error, gradients
+from recurrences import (
+    case,
+    check_gradients_through_the_state,
+    check_that_backends_continue_each_other,
+    error,
+    gradients,
+)
 from torch.library import opcheck
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
@@ -113,40 +119,11 @@ def test_values_far_from_zero_keep_the_digits_of_their_differences():
 
 @every_kind
 def test_gradients_pass_through_the_state(kind):
-    parts = ("peak", "total", "weighted", "energy_peak", "energy")
-    whole = case(kind, 11).map(lambda x: x.double()).leaves()
-    halves = whole.map(lambda x: x.float()).leaves()
-    first, state = halves.at(slice(0, 6)).read(return_state=True, backend="triton")
-    second, state = halves.at(slice(6, 11)).read(initial_state=state, return_state=True, backend="triton")
-    read, exact = whole.read(return_state=True)
-
-    def outputs(read, state):
-        peak, total, weighted, top, energy = (state.memory[name] for name in parts)
-        return [*read, peak + total.log(), weighted / total, top + energy.log()]
-
-    got = outputs([torch.cat(pair, 1) for pair in zip(first, second, strict=True)], state)
-    wanted = outputs(read, exact)
-    weights = [torch.randn_like(part) for part in wanted]
-    expected = gradients(wanted, whole, weights)
-    for one, other in zip(got, wanted, strict=True):
-        assert error(one, other) < 2e-6
-    for name, gradient in gradients(got, halves, weights).items():
-        assert error(gradient, expected[name]) < 5e-6, name
+    check_gradients_through_the_state(case(kind, 11), 2e-6, 5e-6)
 
 
 def test_the_plain_scan_continues_the_state_of_the_kernels_and_they_its():
-    inputs = case("both", 12)
-    ids, mask = torch.tensor([[0] * 5 + [3] * 7, [1] * 10 + [2] * 2]), torch.rand(2, 12) > 0.2
-    whole = inputs.read(key_mask=mask, segment_ids=ids)
-    state, pieces, first = None, [], 0
-    for size, backend in ((5, "triton"), (1, "triton"), (2, "plain"), (4, "triton")):
-        piece = slice(first, first + size)
-        options = {"key_mask": mask[:, piece], "segment_ids": ids[:, piece], "backend": backend}
-        read, state = inputs.at(piece).read(initial_state=state, return_state=True, **options)
-        pieces.append(read)
-        first += size
-    for wanted, *parts in zip(whole, *pieces, strict=True):
-        torch.testing.assert_close(torch.cat(parts, 1)[mask], wanted[mask], rtol=1e-5, atol=1e-5)
+    check_that_backends_continue_each_other(case("both", 12))
 
 
 def test_future_tokens_change_no_bit():

@@ -3,9 +3,13 @@
 python -m pytest tests/kernels_keyed_scan.py -o addopts=
 """
 
+from functools import partial
+
+import keyed
 import pytest
 import torch
 from interpreter import DEVICE, INTERPRETED, patch_the_language_once
+from keyed import draw_memory
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.functional import keyed_scan_read
@@ -16,6 +20,7 @@ from fem.ops.suspects import suspects
 
 DECAYS = [None, "head", "channel"]
 patch_the_language_once()
+draw = partial(keyed.draw, time=37, batch=1, heads=1)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -23,24 +28,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def on_device():
     with torch.device(DEVICE):
         yield
-
-
-def draw(decay, time=37, batch=1, heads=1, dk=3, dv=4, span=2.0, rate=0.1, spike=None, beta=True):
-    q, k = torch.rand(2, batch, time, heads, dk) + 0.1
-    v = torch.randn(batch, time, heads, dv)
-    if spike is not None:
-        v[:, time // 3] = spike
-    beta = (torch.rand(heads, dv) + 0.5) * span / 2 if beta else None
-    shape = (batch, time, heads) if decay == "head" else (batch, time, heads, dk)
-    g = None if decay is None else -rate * torch.rand(shape)
-    return {"q": q, "k": k, "v": v, "beta": beta, "log_decay": g}
-
-
-def draw_memory(tensors):
-    batch, _, heads, dk = tensors["q"].shape
-    shape = (batch, heads, dk, tensors["v"].shape[-1])
-    memory = {"log_weight": torch.randn(shape[:3]), "mean": torch.randn(shape)}
-    return memory if tensors["beta"] is None else memory | {"free_energy": torch.randn(shape)}
 
 
 def started(memory, batch):
@@ -91,7 +78,7 @@ def check(tensors, memory=None, key_mask=None, segment_ids=None, **options):
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("time", [1, 2, 32, 67])
 def test_reads_states_and_gradients_are_those_of_the_definition(time, decay):
-    check(draw(decay, time, heads=1 + (time == 2)))
+    check(draw(decay, time=time, heads=1 + (time == 2)))
 
 
 @pytest.mark.parametrize("decay", DECAYS[1:])
@@ -110,10 +97,7 @@ def test_any_span_of_values_and_a_memory_to_start_from(span, decay):
 @pytest.mark.parametrize("decay", DECAYS[1:])
 @pytest.mark.parametrize("rate", [0.0, 2000.0 / 37, 1000.0])
 def test_any_decay(rate, decay):
-    tensors = draw(decay, rate=rate)
-    if rate == 1000.0:
-        tensors["log_decay"] = torch.full_like(tensors["log_decay"], -rate)
-    check(tensors)
+    check(draw(decay, rate=rate))
 
 
 @pytest.mark.parametrize("decay", DECAYS[1:])

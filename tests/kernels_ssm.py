@@ -6,7 +6,14 @@ python -m pytest tests/kernels_ssm.py -o addopts=
 import pytest
 import torch
 from interpreter import DEVICE, patch_the_language_once
-from recurrences import case, error, gradients
+from recurrences import (
+    case,
+    check_gradients_through_the_state,
+    check_that_backends_continue_each_other,
+    error,
+    gradients,
+    state_equation,
+)
 from torch.library import opcheck
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
@@ -39,19 +46,6 @@ def compare(inputs, exact=None, **options):
             0.1 if name != "beta" else inputs.along["v"].abs().max() + 0.1
         )  # beta's is a difference of averages of v
         assert error(gradient, expected[name], scale) < 1e-5, name
-
-
-def recurrence(inputs):
-    """y(v) / y(1) and log(y(e^{beta v}) / y(1)) / beta by the state equation."""
-    delta, A, B, C, D, v, beta = inputs.arguments()
-    states, means, energies = torch.zeros(3, *v[:, 0].shape, A.shape[-1], dtype=v.dtype), [], []
-    for t in range(v.shape[1]):
-        x = torch.stack([torch.ones_like(v[:, t]), v[:, t], (beta * v[:, t]).exp()])
-        states = (delta[:, t, ..., None] * A).exp() * states + (x * delta[:, t])[..., None] * B[:, t, None, None]
-        one, mean, energy = (states * C[:, t, None, None]).sum(-1) + D * x
-        means.append(mean / one)
-        energies.append((energy / one).log() / beta)
-    return torch.stack(means, 1), torch.stack(energies, 1)
 
 
 @pytest.mark.parametrize(("time", "causal"), [(1, True), (1, False), (CHUNK, True), (9, True), (9, False)])
@@ -107,7 +101,7 @@ def test_zeros_have_the_exact_gradient(name):
     some = torch.rand_like(tensor) > 0.4
     if name in inputs.along:
         some[:, 0] = True  # a state that nothing entered yet has no scale to measure its gradient by
-    compare(inputs.set(**{name: tensor * some}), recurrence)
+    compare(inputs.set(**{name: tensor * some}), state_equation)
 
 
 def test_a_row_without_weight_reads_zero_and_passes_no_gradient():
@@ -122,40 +116,11 @@ def test_a_row_without_weight_reads_zero_and_passes_no_gradient():
 
 
 def test_gradients_pass_through_the_state():
-    parts = ("peak", "total", "weighted", "energy_peak", "energy")
-    whole = case("ssm", 9).map(lambda x: x.double()).leaves()
-    halves = whole.map(lambda x: x.float()).leaves()
-    first, state = halves.at(slice(0, 6)).read(return_state=True, backend="triton")
-    second, state = halves.at(slice(6, 9)).read(initial_state=state, return_state=True, backend="triton")
-    read, exact = whole.read(return_state=True)
-
-    def outputs(read, state):
-        peak, total, weighted, top, energy = (state.memory[name] for name in parts)
-        return [*read, peak + total.log(), weighted / total, top + energy.log()]
-
-    got = outputs([torch.cat(pair, 1) for pair in zip(first, second, strict=True)], state)
-    wanted = outputs(read, exact)
-    weights = [torch.randn_like(part) for part in wanted]
-    expected = gradients(wanted, whole, weights)
-    for one, other in zip(got, wanted, strict=True):
-        assert error(one, other) < 5e-6
-    for name, gradient in gradients(got, halves, weights).items():
-        assert error(gradient, expected[name]) < 1e-5, name
+    check_gradients_through_the_state(case("ssm", 9), 5e-6, 1e-5)
 
 
 def test_the_plain_scan_continues_the_state_of_the_kernels_and_they_its():
-    inputs = case("ssm", 12)
-    ids, mask = torch.tensor([[0] * 5 + [3] * 7, [1] * 10 + [2] * 2]), torch.rand(2, 12) > 0.2
-    whole = inputs.read(key_mask=mask, segment_ids=ids)
-    state, pieces, first = None, [], 0
-    for size, backend in ((5, "triton"), (1, "triton"), (2, "plain"), (4, "triton")):
-        piece = slice(first, first + size)
-        options = {"key_mask": mask[:, piece], "segment_ids": ids[:, piece], "backend": backend}
-        read, state = inputs.at(piece).read(initial_state=state, return_state=True, **options)
-        pieces.append(read)
-        first += size
-    for wanted, *parts in zip(whole, *pieces, strict=True):
-        torch.testing.assert_close(torch.cat(parts, 1)[mask], wanted[mask], rtol=1e-5, atol=1e-5)
+    check_that_backends_continue_each_other(case("ssm", 12))
 
 
 def test_any_number_of_states():

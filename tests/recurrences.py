@@ -89,3 +89,54 @@ def gradients(read, leaves: Case, weights) -> dict[str, Tensor]:
 def error(got: Tensor, wanted: Tensor, scale: float = 0.1) -> float:
     """The largest error in units of the largest entry, or of `scale` where all entries are smaller."""
     return ((got.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp_min(scale)).item()
+
+
+def state_equation(inputs: Case) -> tuple[Tensor, Tensor]:
+    """y(v) / y(1) and log(y(e^{beta v}) / y(1)) / beta of a state space model, step by step."""
+    delta, A, B, C, D, v, beta = inputs.arguments()
+    states, means, energies = torch.zeros(3, *v[:, 0].shape, A.shape[-1], dtype=v.dtype), [], []
+    for t in range(v.shape[1]):
+        x = torch.stack([torch.ones_like(v[:, t]), v[:, t], (beta * v[:, t]).exp()])
+        states = (delta[:, t, ..., None] * A).exp() * states + (x * delta[:, t])[..., None] * B[:, t, None, None]
+        one, mean, energy = (states * C[:, t, None, None]).sum(-1) + D * x
+        means.append(mean / one)
+        energies.append((energy / one).log() / beta)
+    return torch.stack(means, 1), torch.stack(energies, 1)
+
+
+def check_gradients_through_the_state(inputs: Case, limit: float, gradient_limit: float) -> None:
+    """The kernels' read in two pieces, its last state and all gradients are those of the whole in float64."""
+    parts = ("peak", "total", "weighted", "energy_peak", "energy")
+    whole = inputs.map(lambda x: x.double()).leaves()
+    halves = whole.map(lambda x: x.float()).leaves()
+    first, state = halves.at(slice(0, 6)).read(return_state=True, backend="triton")
+    second, state = halves.at(slice(6, None)).read(initial_state=state, return_state=True, backend="triton")
+    read, exact = whole.read(return_state=True)
+
+    def outputs(read, state):
+        peak, total, weighted, top, energy = (state.memory[name] for name in parts)
+        return [*read, peak + total.log(), weighted / total, top + energy.log()]
+
+    got = outputs([torch.cat(pair, 1) for pair in zip(first, second, strict=True)], state)
+    wanted = outputs(read, exact)
+    weights = [torch.randn_like(part) for part in wanted]
+    expected = gradients(wanted, whole, weights)
+    for one, other in zip(got, wanted, strict=True):
+        assert error(one, other) < limit
+    for name, gradient in gradients(got, halves, weights).items():
+        assert error(gradient, expected[name]) < gradient_limit, name
+
+
+def check_that_backends_continue_each_other(inputs: Case) -> None:
+    """12 tokens, masked and packed, in pieces by the kernels and by the plain scan, are read as the whole is."""
+    ids, mask = torch.tensor([[0] * 5 + [3] * 7, [1] * 10 + [2] * 2]), torch.rand(2, 12) > 0.2
+    whole = inputs.read(key_mask=mask, segment_ids=ids)
+    state, pieces, first = None, [], 0
+    for size, backend in ((5, "triton"), (1, "triton"), (2, "plain"), (4, "triton")):
+        piece = slice(first, first + size)
+        options = {"key_mask": mask[:, piece], "segment_ids": ids[:, piece], "backend": backend}
+        read, state = inputs.at(piece).read(initial_state=state, return_state=True, **options)
+        pieces.append(read)
+        first += size
+    for wanted, *parts in zip(whole, *pieces, strict=True):
+        torch.testing.assert_close(torch.cat(parts, 1)[mask], wanted[mask], rtol=1e-5, atol=1e-5)

@@ -2,29 +2,15 @@
 
 import pytest
 import torch
-from recurrences import case, error, gradients
+from recurrences import case, error, gradients, state_equation
 
 from fem.functional import channel_scan_read, ssm_read
 from fem.ops import ssm_scan
 
 
-def recurrence(inputs):
-    """y(v) / y(1) and log(y(e^{beta v}) / y(1)) / beta by the state equation, in float64."""
-    delta, A, B, C, D, v, beta = (tensor.double() for tensor in inputs.arguments())
-    means, energies = [], []
-    states = torch.zeros(3, *v[:, 0].shape, A.shape[-1], dtype=torch.float64)
-    for t in range(v.shape[1]):
-        x = torch.stack([torch.ones_like(v[:, t]), v[:, t], (beta * v[:, t]).exp()])
-        states = (delta[:, t, ..., None] * A).exp() * states + (x * delta[:, t])[..., None] * B[:, t, None, None]
-        one, mean, energy = (states * C[:, t, None, None]).sum(-1) + D * x
-        means.append(mean / one)
-        energies.append((energy / one).log() / beta)
-    return torch.stack(means, 1), torch.stack(energies, 1)
-
-
 def check(inputs, limit=1e-5):
     mine, exact = inputs.leaves(), inputs.map(lambda x: x.double()).leaves()
-    got, wanted = mine.read(), recurrence(exact)
+    got, wanted = mine.read(), state_equation(exact)
     weights = [torch.randn_like(part) for part in wanted]
     for one, other in zip(got, wanted):
         assert error(one, other) < limit
