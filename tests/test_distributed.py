@@ -15,6 +15,8 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 from test_resume import train
 from trainings import losses, tiny, weights, write_corpus
 
+from fem.experiments.processes import end_process_group
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -91,7 +93,6 @@ def sharded():
         wanted = alone.state_dict()
         assert found.keys() == wanted.keys()
         assert max((found[name] - wanted[name]).abs().max().item() for name in wanted) < 1e-4
-    dist.destroy_process_group()
 
 
 def test_fsdp2_shards_every_weight_and_trains_as_one_process():
@@ -104,3 +105,4 @@ def test_fsdp2_shards_every_weight_and_trains_as_one_process():
 
 if __name__ == "__main__":
     sharded()
+    end_process_group()

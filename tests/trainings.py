@@ -89,7 +89,7 @@ def main(recipe, output, resume, death):
 
         setattr(owner, name, dying)
     training.run(TrainRecipe(**recipe), Path(output), resume)
-    assert not torch.distributed.is_initialized(), "its threads abort some of the exits"
+    assert not torch.distributed.is_initialized(), "its threads block or abort some of the exits"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,6 +20,7 @@ from fem.experiments.documents import hub_documents, local_documents, local_file
 from fem.experiments.journal import Journal, summary
 from fem.experiments.lm import LanguageTrainer, build_model
 from fem.experiments.packing import Row, Share, ShuffledRows, StreamedRows, write_tokens
+from fem.experiments.processes import end_process_group
 from fem.experiments.recipe import RESULTS, Run, hardware, now, progress, versions, write_json
 from fem.experiments.text import train_tokenizer
 from fem.experiments.train import TrainRecipe, differences
@@ -34,7 +35,13 @@ def run(recipe: TrainRecipe, output: Path, resume: bool = False) -> dict:
 
     Raises ValueError where output holds another run, OSError where a checkpoint cannot be saved.
     """
-    checkpoint = starting_point(recipe, output, resume)
+    results = fit(recipe, output, starting_point(recipe, output, resume))
+    end_process_group()
+    return results
+
+
+def fit(recipe: TrainRecipe, output: Path, checkpoint: Path | None) -> dict:
+    """Train from the checkpoint, or from the beginning."""
     args = training_arguments(recipe, output)
     share = Share(recipe.batch_size, args.per_device_train_batch_size, args.process_index, args.world_size)
     with args.main_process_first(local=False):
@@ -42,8 +49,7 @@ def run(recipe: TrainRecipe, output: Path, resume: bool = False) -> dict:
         tokenizer = load_tokenizer(recipe, output)
         data = load_data(recipe, output, tokenizer, share)
     model = build_model(model_config(recipe, len(tokenizer)), recipe.seed)
-    with ExitStack() as stack:
-        bars = stack.enter_context(progress()) if args.process_index == 0 else None
+    with progress() if args.process_index == 0 else nullcontext() as bars:
         under_way = Run(output, recipe.seed)
         journal = Journal(recipe, under_way, model, data.probe, bars)
         trainer = TextTrainer(
@@ -57,7 +63,6 @@ def run(recipe: TrainRecipe, output: Path, resume: bool = False) -> dict:
             processing_class=tokenizer,
             callbacks=[Milestones(), WrapperCheck(recipe.parallel), journal],
         )
-        stack.callback(trainer.accelerator.end_training)  # a process group that outlives Python aborts at exit
         trainer.remove_callback(PrinterCallback)
         if args.process_index == 0:
             begin(recipe, output, checkpoint)

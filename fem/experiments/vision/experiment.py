@@ -138,6 +138,7 @@ def run(recipe: VisionRecipe, output: Path, profile: str = "digits") -> dict:
 
     Under torchrun every process trains and the first one writes. Models end in `output`/models.
     """
+    from fem.experiments.processes import end_process_group
     from fem.experiments.vision import report
     from fem.experiments.vision.images import check, load_pictures
     from fem.experiments.vision.training import model_config, train
@@ -159,6 +160,7 @@ def run(recipe: VisionRecipe, output: Path, profile: str = "digits") -> dict:
                 records[name] = train(job, pictures, runs / name, model, bars)
                 if _writes():
                     write_json(runs / f"{name}.json", records[name])
+    end_process_group()
     if not _writes():
         return {}
     records = list(records.values())
