@@ -10,7 +10,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fem import cli
-from fem.experiments.bench import cases, contenders, decode, experiment, measure, paper, peers, tables, workloads
+from fem.experiments import peers
+from fem.experiments.bench import cases, contenders, decode, experiment, measure, paper, tables, workloads
 from fem.experiments.bench.cases import PARTS, PROFILES, Case
 from fem.experiments.bench.contenders import BASELINE, Size
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -18,7 +19,7 @@ import torch
 from fem import PRIORS, FreeEnergyMixerConfig
 from fem.experiments.mad.experiment import MADRecipe, run
 from fem.experiments.mad.host import build_host, sinusoids
-from fem.experiments.mad.mixers import canonical, fields_of
+from fem.experiments.mad.mixers import PUBLISHED, canonical, fields_of, known
 from fem.experiments.mad.settings import PROFILES, Profile, Setting, Training
 from fem.experiments.mad.sweep import finished, sweep
 from fem.experiments.mad.table import TABLE1, average, best, steps_table, steps_to, table1, task_scores
@@ -29,7 +30,9 @@ TINY = Training(
 )
 MEMORIZE = Setting("memorization", {"vocab_size": 11, "seq_len": 8}, 16, 6)
 COMPRESS = Setting("compression", {"vocab_size": 6, "seq_len": 5}, 20, 6)
-MIXERS = sorted({name for _, name, _ in TABLE1 if name} | {canonical(f"{prior}+CLTG") for prior in PRIORS})
+MIXERS = sorted(
+    {name for _, name, _ in TABLE1 if name and name not in PUBLISHED} | {canonical(f"{prior}+CLTG") for prior in PRIORS}
+)
 
 
 def job(**changes):
@@ -127,6 +130,33 @@ def test_one_rule_starts_every_linear_map(mixer):
                     noise = 4 / own.numel() ** 0.5
                     assert own.std().item() == pytest.approx(spread(inputs), rel=noise), name
                 assert module.bias is None or not module.bias.any()
+
+
+def test_a_published_mixer_keeps_its_biases_and_costs_the_host_its_size(monkeypatch):
+    class DeltaNet(torch.nn.Module):
+        def __init__(self, hidden_size, num_heads):
+            super().__init__()
+            self.project = torch.nn.Linear(hidden_size, 6 * hidden_size)
+            torch.nn.init.constant_(self.project.bias, 0.7)
+            self.num_heads = num_heads
+
+        def forward(self, x):
+            return self.project(x)[..., : x.shape[-1]], None, None
+
+    layers = types.ModuleType("fla.layers")
+    layers.DeltaNet = DeltaNet
+    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.layers", layers)
+    sizes = replace(TINY, width=64, heads=16, mlp_width=96)
+    published, softmax = (build_host("memorization", 11, name, sizes, "normal") for name in ("fla:DeltaNet", "softmax"))
+    own = [module for module in published.modules() if isinstance(module, DeltaNet)]
+    assert len(own) == 2
+    assert all((layer.project.bias == 0.7).all() and layer.num_heads == 2 for layer in own)
+    assert own[0].project.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    count = lambda model: sum(parameter.numel() for parameter in model.parameters())  # noqa: E731
+    assert count(published) == pytest.approx(count(softmax), rel=5e-3)
+    assert published(torch.randint(11, (2, 8))).shape == (2, 8, 11)
+    assert known("fla:DeltaNet") == "fla:DeltaNet"
 
 
 def test_the_language_host_sees_no_future():
@@ -274,6 +304,8 @@ def test_steps_are_told_for_every_seed():
         ({"initialisations": "zero"}, "initialisations must be from"),
         ({"mixers": "softmax,attention"}, "mixer must be"),
         ({"mixers": ""}, "at least one mixer"),
+        ({"mixers": "fla:Hyena"}, "mixer must be one of fla:"),
+        ({"mixers": "softmax,fla:DeltaNet"}, "here fla:DeltaNet cannot run"),
         ({"learning_rates": "fast"}, "learning_rates must be numbers"),
         ({"seeds": 0}, "seeds must be positive"),
     ],

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
-from fem.experiments.bench import peers
+from fem.experiments import peers
 from fem.mixer import FreeEnergyMixer
 from fem.ops.rope import rotate
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fem.experiments.bench import peers
+from fem.experiments import peers
 from fem.experiments.bench.cases import Case
 from fem.experiments.bench.contenders import BASELINE, Size, build_host, build_mixer
 from fem.experiments.bench.measure import Step, alternate, cpu_growth, gpu_growth, in_fresh_process, operations

@@ -8,16 +8,18 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from fem.experiments.mad.host import INITIALISATIONS
-from fem.experiments.mad.mixers import canonical
+from fem.experiments.mad.mixers import PUBLISHED, known
 from fem.experiments.mad.settings import PROFILES, Profile
 from fem.experiments.mad.sweep import finished, sweep
 from fem.experiments.mad.table import SCORES, readable, table1
 from fem.experiments.mad.tasks import TASKS
 from fem.experiments.mad.training import Job
 from fem.experiments.options import recipe_options
+from fem.experiments.peers import available
 from fem.experiments.recipe import command_line, open_run, option, progress
 from fem.experiments.tables import show_table, write_table
 
@@ -27,7 +29,10 @@ class MADRecipe:
     """What a sweep compares. Lists are written with commas."""
 
     profile: str = option("laptop", f"Settings, sizes and training: {' or '.join(PROFILES)}.")
-    mixers: str = option("softmax,fem-sm", "Priors with parts, such as softmax, softmax+CL, gla+CLTG, fem-mamba.")
+    mixers: str = option(
+        "softmax,fem-sm",
+        "Priors with parts, such as softmax, softmax+CL, gla+CLTG, fem-mamba; on a GPU also fla:DeltaNet and the like.",
+    )
     tasks: str = option("all", f"Some of {', '.join(TASKS)}.")
     initialisations: str = option(
         "normal", f"How linear maps start, for all mixers alike: {', '.join(INITIALISATIONS)}."
@@ -58,9 +63,14 @@ class MADRecipe:
     def jobs(self) -> list[Job]:
         """All runs, seed after seed, so that a stopped sweep has whole rows of the first seeds."""
         profile = self.fixed
-        mixers = dict.fromkeys(canonical(name) for name in _listed(self.mixers))
+        mixers = dict.fromkeys(known(name) for name in _listed(self.mixers))
         if not mixers:
             raise ValueError("mixers must name at least one mixer, got an empty list.")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if absent := [name for name in mixers if name in PUBLISHED and not available(PUBLISHED[name], device)]:
+            raise ValueError(
+                f"mixers of flash-linear-attention need it installed and a GPU; here {', '.join(absent)} cannot run."
+            )
         return [
             Job(
                 mixer=mixer,

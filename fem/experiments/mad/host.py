@@ -8,12 +8,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
-from fem.experiments.mad.mixers import fields_of
+from fem.experiments.mad.mixers import PUBLISHED, fields_of
 from fem.experiments.mad.settings import Training
+from fem.experiments.peers import Published, build
 from fem.mixer import FreeEnergyMixer
 
 EPS = 1e-5
 INITIALISATIONS = ("normal", "torch")
+NARROWEST = 32  # channels of a head that the kernels of published mixers take
 
 
 class SwiGLU(nn.Module):
@@ -83,15 +85,15 @@ def build_host(task: str, vocab_size: int, mixer: str, training: Training, initi
     """The task's host around a mixer, with the parameters of the host of softmax attention, whatever the mixer adds.
 
     Every linear map of the model, the mixer's own included, starts by one rule: "normal", N(0, 0.02), or "torch",
-    uniform within 1 / sqrt(inputs). Biases start at 0, embeddings N(0, 0.02), the conditioner's columns at 0.
+    uniform within 1 / sqrt(inputs). Biases start at 0, embeddings N(0, 0.02), the conditioner's columns at 0; what a
+    published mixer has besides linear maps starts as it was published.
     """
-    config = _mixer_config(mixer, training)
-    extra = _parameters(config) - _parameters(_mixer_config("softmax", training))
+    extra = _parameters(mixer, training) - _parameters("softmax", training)
     inner = training.mlp_width - round(extra / (3 * training.width))
     layers = [
         Residual(training.width, layer)
         for _ in range(training.blocks)
-        for layer in (FreeEnergyMixer(config), SwiGLU(training.width, inner))
+        for layer in (_mixer(mixer, training), SwiGLU(training.width, inner))
     ]
     host = AutoEncoderHost if task == "compression" else LanguageHost
     model = host(vocab_size, training.width, nn.Sequential(*layers))
@@ -99,17 +101,21 @@ def build_host(task: str, vocab_size: int, mixer: str, training: Training, initi
     return model
 
 
-def _mixer_config(mixer: str, training: Training) -> FreeEnergyMixerConfig:
-    return FreeEnergyMixerConfig.matched(n_embd=training.width, n_head=training.heads, **fields_of(mixer))
+def _mixer(name: str, training: Training) -> nn.Module:
+    width, heads = training.width, training.heads
+    if name in PUBLISHED:
+        return build(PUBLISHED[name], width, max(1, min(heads, width // NARROWEST)))
+    return FreeEnergyMixer(FreeEnergyMixerConfig.matched(n_embd=width, n_head=heads, **fields_of(name)))
 
 
-def _parameters(config: FreeEnergyMixerConfig) -> int:
+def _parameters(mixer: str, training: Training) -> int:
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in FreeEnergyMixer(config).parameters())
+        return sum(parameter.numel() for parameter in _mixer(mixer, training).parameters())
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, initialisation: str) -> None:
+    published = {part for layer in model.modules() if isinstance(layer, Published) for part in layer.modules()}
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
@@ -119,5 +125,5 @@ def initialise(model: nn.Module, initialisation: str) -> None:
                 own.uniform_(-1, 1).div_(max(1, own.shape[1]) ** 0.5)
             else:
                 own.normal_(std=0.02)
-            if module.bias is not None:
+            if module.bias is not None and module not in published:
                 nn.init.constant_(module.bias, getattr(module, "start", 0.0))

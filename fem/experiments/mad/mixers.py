@@ -1,7 +1,11 @@
-"""The mixers that MAD compares, by names such as "softmax+CL": a prior, and the parts that are switched on."""
+"""The mixers that MAD compares, by names such as "softmax+CL": a prior, and the parts that are switched on.
+
+"fla:DeltaNet" is what flash-linear-attention publishes under that name.
+"""
 
 from __future__ import annotations
 
+from fem.experiments.peers import PEERS
 from fem.priors import PRIORS
 
 PARTS = {"C": "use_conv", "L": "use_lse", "T": "use_temperature", "G": "use_outer_gate"}
@@ -15,6 +19,16 @@ ALIASES = {
 }
 UNNORMALISED = "-norm"
 PUBLISHED_UNNORMALISED = ("gla", "mamba")
+PUBLISHED = {f"fla:{peer.layer}": name for name, peer in PEERS.items() if peer.module == "fla.layers"}
+
+
+def known(name: str) -> str:
+    """`canonical`, or the name of a published mixer as it is. Raises ValueError on a name that means nothing."""
+    if not name.startswith("fla:"):
+        return canonical(name)
+    if name not in PUBLISHED:
+        raise ValueError(f"mixer must be one of {', '.join(PUBLISHED)} where it is fla's; got {name!r}.")
+    return name
 
 
 def canonical(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Mixers of flash-linear-attention and mamba-ssm, measured where these are installed and there is a GPU."""
+"""Mixers of flash-linear-attention and mamba-ssm, for where these are installed and there is a GPU."""
 
 from __future__ import annotations
 
@@ -39,17 +39,19 @@ PEERS = {
         "GatedDeltaNet",
         lambda d, h: {"hidden_size": d, "num_heads": h, "head_dim": d // h, "expand_v": 1},
     ),
+    "Mamba2": Peer("fla.layers", "Mamba2", lambda d, h: {"hidden_size": d, "num_heads": d // 32, "head_dim": 64}),
+    "Mamba (fla)": Peer("fla.layers", "Mamba", lambda d, h: {"hidden_size": d, "intermediate_size": 2 * d}),
     "GLA (fla)": Peer("fla.layers", "GatedLinearAttention", _by_heads),
     "Mamba (mamba-ssm)": Peer("mamba_ssm", "Mamba", lambda d, h: {"d_model": d}),
 }
 
 
 def available(name: str, device: torch.device) -> bool:
-    """Whether a peer can be measured here; their kernels run on GPUs alone."""
+    """Whether a peer can run here; their kernels run on GPUs alone."""
     return device.type == "cuda" and find_spec(PEERS[name].module.partition(".")[0]) is not None
 
 
-class _Mixed(nn.Module):
+class Published(nn.Module):
     """A layer of another library, for what it returns first."""
 
     def __init__(self, layer: nn.Module):
@@ -63,4 +65,4 @@ class _Mixed(nn.Module):
 
 def build(name: str, width: int, heads: int) -> nn.Module:
     peer = PEERS[name]
-    return _Mixed(getattr(import_module(peer.module), peer.layer)(**peer.arguments(width, heads)))
+    return Published(getattr(import_module(peer.module), peer.layer)(**peer.arguments(width, heads)))
