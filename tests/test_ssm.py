@@ -5,7 +5,7 @@ import torch
 from recurrences import case, error, gradients, state_equation
 
 from fem.functional import channel_scan_read, ssm_read
-from fem.ops import ssm_scan
+from fem.ops import ssm_direct, ssm_scan
 
 
 def check(inputs, limit=1e-5):
@@ -67,6 +67,41 @@ def test_a_state_that_is_not_read_may_hold_a_spike():
         assert error(one[:, 40:], other[:, 40:]) < 1e-5
     for gradient in gradients(got, mine, [torch.ones_like(part) for part in wanted]).values():
         assert gradient.isfinite().all()
+
+
+def spiked(inputs):
+    """One value of 300 that a channel can only see beside others e^-300 below it."""
+    v = inputs.along["v"].clone()
+    v[:, 2] = 300.0
+    return inputs.set(v=v, beta=torch.ones_like(inputs.shared["beta"]))
+
+
+@pytest.mark.parametrize("change, plain", [(lambda inputs: inputs, True), (spiked, False)])
+def test_plain_numbers_are_used_where_they_hold_the_read_and_agree_with_logarithms(monkeypatch, change, plain):
+    used = []
+    monkeypatch.setattr(ssm_scan.ssm_direct, "held", lambda y, held=ssm_direct.held: used.append(held(y)) or used[-1])
+    inputs = change(case("ssm", 150))
+    one, other = inputs.leaves(), inputs.leaves()
+    got, (wanted, _) = one.read(), other.read(return_state=True)  # a state goes on, so by logarithms
+    assert used == [plain]
+    weights = [torch.randn_like(part) for part in wanted]
+    assert max(map(error, got, wanted)) < 1e-5
+    expected = gradients(wanted, other, weights)
+    for name, gradient in gradients(got, one, weights).items():
+        assert error(gradient, expected[name]) < 1e-5, name
+
+
+def test_rows_of_a_batch_are_read_in_parts(monkeypatch):
+    inputs = case("ssm", 70, batch=5)
+    whole, parts = inputs.leaves(), inputs.leaves()
+    wanted = whole.read()
+    weights = [torch.randn_like(part) for part in wanted]
+    expected = gradients(wanted, whole, weights)
+    monkeypatch.setattr(ssm_scan, "ENTRIES", 64 * 2 * inputs.shared["A"].numel())
+    got = parts.read()
+    assert all(torch.equal(part, other) for part, other in zip(got, wanted))
+    for name, gradient in gradients(got, parts, weights).items():
+        assert error(gradient, expected[name]) < 1e-5, name
 
 
 def test_training_keeps_no_state_per_token():

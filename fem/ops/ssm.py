@@ -51,9 +51,8 @@ def ssm_read(
     if backend == "reference":
         loops = partial(reference.ssm_read, delta, A, B, C, D, v, beta)
         return by_definition(loops, v.dtype, causal, tokens, normalize, initial_state, return_state)
-    terms, state = ssm_terms(
-        delta, A, B, C, D, v, beta, causal=causal, tokens=tokens, initial_state=initial_state, backend=backend
-    )
+    options = {"causal": causal, "tokens": tokens, "initial_state": initial_state, "return_state": return_state}
+    terms, state = ssm_terms(delta, A, B, C, D, v, beta, **options, backend=backend)
     read = read_of(terms, beta, normalize, v.dtype)
     return (read, state) if return_state else read
 
@@ -70,19 +69,22 @@ def ssm_terms(
     causal: bool = True,
     tokens: Tokens | None = None,
     initial_state: dict[str, Tensor] | None = None,
+    return_state: bool = False,
     backend: str = "plain",
-) -> tuple[Terms, dict[str, Tensor]]:
-    """The normalised read with the logarithm of its total weight, and the state after the last token."""
-    past, state = _one_way(delta, A, B, C, D, v, beta, tokens, initial_state, backend)
+) -> tuple[Terms, dict[str, Tensor] | None]:
+    """The normalised read with the logarithm of its total weight, and the state after the last token, if wanted."""
+    past, state = _one_way(delta, A, B, C, D, v, beta, tokens, initial_state, return_state, backend)
     if causal:
         return past, state
     back = None if tokens is None else tokens.reversed()
-    future, _ = _one_way(delta.flip(1), A, B.flip(1), C.flip(1), None, v.flip(1), beta, back, None, backend)
+    future, _ = _one_way(delta.flip(1), A, B.flip(1), C.flip(1), None, v.flip(1), beta, back, None, False, backend)
     future = Terms(*(None if part is None else part.flip(1) for part in future))
     return merge(past, future, None if beta is None else beta.to(past.mean.dtype)), state
 
 
-def _one_way(delta, A, B, C, D, v, beta, tokens, state, backend: str) -> tuple[Terms, dict[str, Tensor]]:
+def _one_way(
+    delta, A, B, C, D, v, beta, tokens, state, return_state: bool, backend: str
+) -> tuple[Terms, dict[str, Tensor] | None]:
     """The read of what stands before each token and of the token itself; without D, of what stands before alone."""
     wide = wide_dtype(delta, A, B, C, D, v)
     shape, rank = v.shape, A.shape[-1]
@@ -94,6 +96,7 @@ def _one_way(delta, A, B, C, D, v, beta, tokens, state, backend: str) -> tuple[T
             delta, B, C, v = (torch.where(tokens.keep[..., None], x, 0) for x in (delta, B, C, v))
     A = A.to(wide).flatten(0, 1).T.contiguous()
     D, beta = (None if x is None else x.to(wide).flatten() for x in (D, beta))
+    alone = state is None and not return_state
     if state is None:
         start = Streams.nothing(v.new_empty(shape[0], A.numel(), dtype=wide), beta)
     else:
@@ -104,10 +107,12 @@ def _one_way(delta, A, B, C, D, v, beta, tokens, state, backend: str) -> tuple[T
         (log_weight, *read), after = ssm_triton.ssm_scan(delta, A, B, C, D, v, beta, opens, start)
     else:
         delta, B, C, v = (x.to(wide) for x in (delta, B, C, v))
-        memory, after = ssm_scan(delta, A, B, C, D, v, beta, opens, start)
+        memory, after = ssm_scan(delta, A, B, C, D, v, beta, opens, start, alone)
         log_weight, read = memory.log_weight(), [memory.mean, memory.free_energy]
     log_weight, mean, free_energy = (None if part is None else part.view(shape) for part in (log_weight, *read))
     if tokens is not None and tokens.keep is not None:  # a masked token does not even see itself through D
         log_weight = log_weight.where(tokens.keep[..., None, None], nothing(wide))
-    after = Streams.of([part.unflatten(-1, (rank, *shape[2:])) for part in after.parts()])
-    return Terms(log_weight, mean, free_energy), after.state()
+    terms = Terms(log_weight, mean, free_energy)
+    if not return_state:
+        return terms, None
+    return terms, Streams.of([part.unflatten(-1, (rank, *shape[2:])) for part in after.parts()]).state()

@@ -106,11 +106,12 @@ class InteractiveMambaPrior(Prior):
         per_channel = None if beta is None else beta[:, None].expand(-1, v.shape[-1])
         terms, after = self._terms(features, v, per_channel, tokens, memory)
         terms = mix_channels(F.softplus(wide(self.mixing)), terms, per_channel)
-        return read_of(terms, per_channel, self.config.normalize, v.dtype), None if memory is None else after
+        return read_of(terms, per_channel, self.config.normalize, v.dtype), after
 
     def _terms(self, features, v, beta, tokens, memory=None):
         options = {"causal": self.config.causal, "backend": scan_backend(self.config.backend, v.device)}
-        return ssm_terms(*self.ssm(features), v, beta, tokens=tokens, initial_state=memory or None, **options)
+        options |= {"initial_state": memory or None, "return_state": memory is not None}
+        return ssm_terms(*self.ssm(features), v, beta, tokens=tokens, **options)
 
     def selection(self, features, v, tokens):
         mixing = F.softplus(wide(self.mixing))
