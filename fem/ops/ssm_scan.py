@@ -43,12 +43,8 @@ class Inputs(NamedTuple):
         streams = [(torch.zeros_like(v), v)]
         return segment, streams if self.beta is None else [*streams, (self.beta * v, None)]
 
-    def largest(self) -> Tensor | None:
-        """The largest beta v of each channel, (B, D)."""
-        return None if self.beta is None else (self.beta * self.v).amax(1)
-
     def steps(self, piece: slice, largest: Tensor | None) -> ssm_direct.Steps:
-        """A segment in plain numbers, energies relative to the largest."""
+        """A segment in plain numbers; energies are relative to the largest beta v of each channel, (B, D)."""
         v = self.v[:, piece]
         payload = [torch.ones_like(v), v]
         if self.beta is not None:
@@ -110,7 +106,7 @@ def _by_logarithms(inputs: Inputs, states: Streams) -> Found:
 
 def _in_plain_numbers(inputs: Inputs, start: Streams) -> Found | None:
     """None where plain numbers do not hold it."""
-    largest = inputs.largest()
+    largest = None if inputs.beta is None else (inputs.beta * inputs.v).amax(1)
 
     def streams(sums: Tensor) -> Streams:
         """Sums relative to 1 and, of energies, to the largest."""
@@ -190,7 +186,8 @@ def _through_logarithms(
 def _through_plain_numbers(
     inputs: Inputs, piece: slice, before: Streams, d_y: list[Tensor], d_end: list[Tensor]
 ) -> SegmentGradients:
-    steps = inputs.steps(piece, inputs.largest())
+    largest = None if before.energies is None else before.energies.peak[:, : inputs.v.shape[-1]]
+    steps = inputs.steps(piece, largest)
     start = torch.cat([stream.sums for stream in before if stream is not None])
     grad = ssm_direct.backward(torch.cat(d_y), torch.cat(d_end), steps, start)
     d_v, d_beta = grad.payload[1], None
