@@ -20,4 +20,3 @@ def end_process_group() -> None:
     last = dist.barrier(async_op=True)
     last.wait()
     dist.destroy_process_group()
-    del last

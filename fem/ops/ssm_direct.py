@@ -8,7 +8,6 @@ nothing beside them. Shapes as in `ssm_stream`; K = 2 sums without a beta, 3 wit
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -26,13 +25,6 @@ class Steps(NamedTuple):
     c: Tensor
     skip: Tensor
     payload: Tensor  # w, (K, B, T, D)
-
-    @classmethod
-    def of(cls, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tensor, opens: Tensor | None, payload: Tensor):
-        log_decay = delta.unsqueeze(-2) * a
-        if opens is not None:
-            log_decay.masked_fill_(opens[..., None, None], -math.inf)
-        return cls(log_decay, delta.unsqueeze(-2) * b.unsqueeze(-1), c, skip, payload)
 
     def states(self, start: Tensor) -> Tensor:
         terms = self.added * self.payload.unsqueeze(-2)

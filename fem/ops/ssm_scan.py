@@ -7,6 +7,7 @@ plain numbers hold goes by `ssm_direct`, any other by the logarithms of `ssm_str
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -38,8 +39,8 @@ class Inputs(NamedTuple):
     def cut(self, piece: slice) -> tuple[Segment, list[tuple[Tensor, Tensor | None]]]:
         """A segment, and the (z, payload) of its streams."""
         v = self.v[:, piece]
-        opens = None if self.opens is None else self.opens[:, piece]
-        segment = Segment.of(self.delta[:, piece], self.a, self.b[:, piece], self.c[:, piece], self.skip, opens)
+        log_input = self.delta[:, piece].log().unsqueeze(-2) + self.b[:, piece].log().unsqueeze(-1)
+        segment = Segment(self.log_decay(piece), log_input, self.c[:, piece], self.skip)
         streams = [(torch.zeros_like(v), v)]
         return segment, streams if self.beta is None else [*streams, (self.beta * v, None)]
 
@@ -49,9 +50,15 @@ class Inputs(NamedTuple):
         payload = [torch.ones_like(v), v]
         if self.beta is not None:
             payload.append((self.beta * v - largest.unsqueeze(1)).exp_())
-        opens = None if self.opens is None else self.opens[:, piece]
-        inputs = (self.delta[:, piece], self.a, self.b[:, piece], self.c[:, piece], self.skip, opens)
-        return ssm_direct.Steps.of(*inputs, torch.stack(payload))
+        added = self.delta[:, piece].unsqueeze(-2) * self.b[:, piece].unsqueeze(-1)
+        return ssm_direct.Steps(self.log_decay(piece), added, self.c[:, piece], self.skip, torch.stack(payload))
+
+    def log_decay(self, piece: slice) -> Tensor:
+        """Into each token of a segment, (B, T, N, D)."""
+        log_decay = self.delta[:, piece].unsqueeze(-2) * self.a
+        if self.opens is not None:
+            log_decay.masked_fill_(self.opens[:, piece, None, None], -math.inf)
+        return log_decay
 
     def pieces(self) -> list[slice]:
         return [slice(first, first + SEGMENT) for first in range(0, self.v.shape[1], SEGMENT)]

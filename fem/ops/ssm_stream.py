@@ -9,7 +9,6 @@ Shapes: D for the value channels of all heads; delta, v, z (B, T, D); B, C (B, T
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -28,20 +27,13 @@ class Segment(NamedTuple):
     c: Tensor
     skip: Tensor | None  # D; None: a token does not read itself, only what stood before it
 
-    @classmethod
-    def of(cls, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tensor | None, opens: Tensor | None) -> Segment:
-        log_decay = delta.unsqueeze(-2) * a
-        if opens is not None:
-            log_decay.masked_fill_(opens[..., None, None], -math.inf)
-        return cls(log_decay, delta.log().unsqueeze(-2) + b.log().unsqueeze(-1), c, skip)
-
 
 class StreamGradients(NamedTuple):
     log_decay: Tensor
     input: Tensor  # of delta B, (B, T, N, D)
     c: Tensor
     skip: Tensor | None
-    z: Tensor
+    z: Tensor | None  # None for the weights, whose z is 0
     v: Tensor | None
     start: Tensor
 
@@ -75,14 +67,14 @@ def backward(
     pull = (sums * grad.unsqueeze(-2)).sum(0).mul_(scale)
     d_c = pull.sum(-1)
     d_states = (grad.unsqueeze(-2) * (scale * c)).flatten(-2)
-    d_z, d_v, d_skip = torch.zeros_like(z), None, None
+    d_z, d_v, d_skip, on_itself = None, None, None, 0
     if segment.skip is None:
         d_before, d_states = d_states[:, :, 0], last_step_backward(d_states)
     else:
         d_before = 0
         on_itself = own * (grad[0] if v is None else torch.addcmul(grad[0], grad[1], v))
         d_skip = on_itself.sum((0, 1))
-        d_z = on_itself * segment.skip
+        on_itself.mul_(segment.skip)
     d_states[:, :, -1] += grad_end
 
     x = segment.log_input + z.unsqueeze(-2)
@@ -94,8 +86,9 @@ def backward(
     if segment.skip is None:
         d_decay.addcmul_(pull, c)
     added = entered.added.view(shape)
-    d_z = (added * entered.weight.view(shape)).sum(-2).add_(d_z)
-    if v is not None:
+    if v is None:
+        d_z = (added * entered.weight.view(shape)).sum(-2).add_(on_itself)
+    else:
         d_v = entered.v.view(shape).sum(-2)
         if segment.skip is not None:
             d_v.addcmul_(own.mul_(segment.skip), grad[1])
