@@ -38,7 +38,7 @@ test-slow: install
 test-all: test test-slow
 
 test-docs: install
-	$(PYTEST) tests/test_readme.py tests/test_docs_*.py
+	$(PYTEST) tests/docs
 
 # The variable silences an advertisement, of a successor, that would hide warnings of ours.
 docs: install

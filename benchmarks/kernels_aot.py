@@ -12,10 +12,21 @@ from aot import SHARED_MEMORY, compiled
 from measure import save
 from plain_flash import plain_forward
 
-from fem.kernels import softmax_backward, softmax_blocks, softmax_forward, softmax_values
-from fem.kernels import softmax_decode as kernels
-from fem.kernels.softmax_blocks import ROWS, Blocks, blocks_for
-from fem.ops import softmax_decode
+from fem.ops.softmax.kernels import (
+    backward as softmax_backward,
+)
+from fem.ops.softmax.kernels import (
+    blocks as softmax_blocks,
+)
+from fem.ops.softmax.kernels import decode as kernels
+from fem.ops.softmax.kernels import (
+    forward as softmax_forward,
+)
+from fem.ops.softmax.kernels import launch_decode as softmax_decode
+from fem.ops.softmax.kernels import (
+    values as softmax_values,
+)
+from fem.ops.softmax.kernels.blocks import ROWS, Blocks, blocks_for
 
 WIDTHS = (64, 128, 256)  # of q and k, and of [v | E]
 

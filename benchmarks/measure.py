@@ -10,8 +10,8 @@ import time
 
 import torch
 
-from fem.experiments.recipe import processor
-from fem.experiments.tables import markdown_table
+from fem.experiments.common.run import processor
+from fem.experiments.common.tables import markdown_table
 
 
 def in_fresh_process(script: str, *arguments: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fem.kernels.tiles import load_rows, store_rows
+from fem.ops.common.kernels.tiles import load_rows, store_rows
 
 
 @triton.jit

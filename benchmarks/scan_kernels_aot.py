@@ -13,21 +13,29 @@ import triton
 from aot import SHARED_MEMORY, compiled
 from measure import save
 
-from fem.kernels import (
-    channel_backward,
-    channel_forward,
-    decay_scan,
-    keyed_carry,
-    keyed_channel_scores,
-    keyed_memory,
-    keyed_read,
-    keyed_scores,
-    ssm_backward,
-    ssm_forward,
+from fem.ops.channel_scan.kernels import backward as channel_backward
+from fem.ops.channel_scan.kernels import forward as channel_forward
+from fem.ops.decay_scan.kernels import scan as decay_scan
+from fem.ops.decay_scan.kernels.launch import Cut
+from fem.ops.linear_attention.kernels import (
+    carry as keyed_carry,
 )
-from fem.kernels.keyed_blocks import CARRIED_KEYS, WARPS_OF_CARRY, blocks_for
-from fem.ops import ssm_triton
-from fem.ops.decay_scan_triton import Cut
+from fem.ops.linear_attention.kernels import (
+    channel_scores as keyed_channel_scores,
+)
+from fem.ops.linear_attention.kernels import (
+    output as keyed_read,
+)
+from fem.ops.linear_attention.kernels import (
+    scores as keyed_scores,
+)
+from fem.ops.linear_attention.kernels import (
+    state as keyed_memory,
+)
+from fem.ops.linear_attention.kernels.blocks import CARRIED_KEYS, WARPS_OF_CARRY, blocks_for
+from fem.ops.ssm.kernels import backward as ssm_backward
+from fem.ops.ssm.kernels import forward as ssm_forward
+from fem.ops.ssm.kernels import launch as ssm_triton
 
 KEYED_WIDTHS = ((64, 32), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128))  # of q and k, and of v
 

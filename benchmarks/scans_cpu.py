@@ -15,7 +15,7 @@ from measure import in_fresh_process, save
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.experiments.bench.measure import alternate, cpu_growth
 from fem.functional import channel_scan_read
-from fem.ops.read import Read
+from fem.ops.common.read import Read
 
 WIDTH, HEADS = 256, 4
 SHORT, LONG = 1024, 8192

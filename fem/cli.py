@@ -1,4 +1,4 @@
-"""The command line, `fem`. A command is one file in fem/experiments with a function `command`, and its name here."""
+"""The command line, `fem`. A command is a module of fem/experiments with a function `command`, and its name here."""
 
 from __future__ import annotations
 
@@ -10,22 +10,8 @@ from fem.extras import missing_package
 try:
     import typer
 
-    from fem.experiments import (
-        ablate,
-        argmax,
-        bench,
-        demo,
-        doctor,
-        eval,
-        finetune,
-        forecast,
-        generate,
-        inspect,
-        mad,
-        report,
-        train,
-        vision,
-    )
+    from fem.experiments import argmax, bench, demo, doctor, forecast, inspect, mad, report, vision
+    from fem.experiments.lm import ablate, eval, finetune, generate, train
 except ModuleNotFoundError as error:
     sys.exit(f"error: {missing_package(error)}")
 

@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
-from fem.ops.scan import decay_scan
-from fem.ops.tokens import Tokens
+from fem.ops.common.tokens import Tokens
+from fem.ops.decay_scan.read import decay_scan
 from fem.projection import Projection
 
 

@@ -8,10 +8,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops import channel_scan, keyed_scan, softmax, ssm
-from fem.ops.read import Read
-from fem.ops.scan import decay_scan
-from fem.ops.tokens import read_tokens
+from fem.ops.channel_scan import read as channel_scan
+from fem.ops.common.read import Read
+from fem.ops.common.tokens import read_tokens
+from fem.ops.decay_scan.read import decay_scan
+from fem.ops.linear_attention import read as keyed_scan
+from fem.ops.softmax import read as softmax
+from fem.ops.ssm import read as ssm
 from fem.state import Cursor
 
 __all__ = ["Read", "ScanState", "channel_scan_read", "decay_scan", "keyed_scan_read", "softmax_read", "ssm_read"]

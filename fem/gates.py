@@ -8,9 +8,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
-from fem.ops.gated_read import gated_read, outer_gate
-from fem.ops.precision import wide
-from fem.ops.read import Read
+from fem.ops.common.gated_read import gated_read, outer_gate
+from fem.ops.common.precision import wide
+from fem.ops.common.read import Read
 from fem.projection import Projection
 
 

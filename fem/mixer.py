@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from fem.conditioner import TimeDecayConditioner
 from fem.config import FreeEnergyMixerConfig
 from fem.gates import Temperature, TwoLevelGate
-from fem.ops.read import Read
-from fem.ops.tokens import Tokens, read_tokens
+from fem.inspection import Reading, read_tables
+from fem.ops.common.read import Read
+from fem.ops.common.tokens import Tokens, read_tokens
 from fem.priors import PRIORS, Prior
 from fem.projection import Projection
-from fem.reading import Reading, read_tables
 from fem.state import MixerState
 
 

@@ -16,9 +16,9 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
-from fem.experiments.options import recipe_options
-from fem.experiments.recipe import Run, command_line, cpu_threads, open_run, option, progress, provenance
-from fem.experiments.tables import markdown_table, show_table, write_page, write_table
+from fem.experiments.common.options import recipe_options
+from fem.experiments.common.run import Run, command_line, cpu_threads, open_run, option, progress, provenance
+from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
 from fem.functional import softmax_read
 from fem.gates import Temperature, TwoLevelGate
 from fem.projection import Projection

@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 
 from fem.experiments import argmax
-from fem.experiments.options import recipe_options
-from fem.experiments.recipe import command_line, cpu_threads, open_run, option, progress, provenance
-from fem.experiments.tables import markdown_table, show_table, write_table
+from fem.experiments.common.options import recipe_options
+from fem.experiments.common.run import command_line, cpu_threads, open_run, option, progress, provenance
+from fem.experiments.common.tables import markdown_table, show_table, write_table
 
 if TYPE_CHECKING:
-    from fem.experiments.text import Corpus
+    from fem.experiments.lm.text import Corpus
     from fem.models import FEMForCausalLM
 
 PICTURE_TOKENS, PROMPT_TOKENS, SAMPLE_TOKENS = 24, 16, 80
@@ -55,9 +55,9 @@ class DemoRecipe:
 
 def run(recipe: DemoRecipe, output: Path) -> dict:
     """The whole demo, written to `output`; returns what results.json holds."""
-    from fem.experiments.compare import compare
-    from fem.experiments.lm import MIXERS, LanguageRecipe
-    from fem.experiments.text import build_corpus
+    from fem.experiments.lm.compare import compare
+    from fem.experiments.lm.small import MIXERS, LanguageRecipe
+    from fem.experiments.lm.text import build_corpus
 
     task = replace(argmax.SMALL, steps=recipe.argmax_steps, seed=recipe.seed)
     seeds = range(recipe.seed, recipe.seed + recipe.seeds)
@@ -90,7 +90,7 @@ def run(recipe: DemoRecipe, output: Path) -> dict:
 
 def draw_reading(model: FEMForCausalLM, corpus: Corpus, path: Path) -> str:
     """A picture of the head whose channels differ most, at the last of a few held-out tokens; returns its caption."""
-    from fem.experiments.reading import layer_tables, most_divided, readings
+    from fem.experiments.inspect.layers import layer_tables, most_divided, readings
     from fem.plots import channel_reading
 
     ids = held_out(corpus)[:PICTURE_TOKENS]

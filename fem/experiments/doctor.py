@@ -8,13 +8,13 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from fem.experiments.recipe import processor, versions
-from fem.experiments.tables import show_table
+from fem.experiments.common.run import processor, versions
+from fem.experiments.common.tables import show_table
 from fem.extras import DISTRIBUTION, extras
 from fem.functional import softmax_read
-from fem.ops.backend import softmax_backend
-from fem.ops.fastest import fastest
-from fem.ops.softmax_choice import CANDIDATES
+from fem.ops.common.backend import softmax_backend
+from fem.ops.common.fastest import fastest
+from fem.ops.softmax.choice import CANDIDATES
 
 WHY = {
     "sdpa": "torch's fused attention reads [v | exp(beta v)] in one call",

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from fem.experiments.recipe import RESULTS, write_json
-from fem.experiments.suites import PAPER, paper_rows
-from fem.experiments.tables import markdown_table
+from fem.experiments.common.run import RESULTS, write_json
+from fem.experiments.common.tables import markdown_table
+from fem.experiments.lm.suites import PAPER, paper_rows
 
 PAGE, INDEX = "report.md", "README.md"
 OURS = re.compile(r"^## What it says\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)

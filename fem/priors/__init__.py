@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fem.config import PRIOR_WIDTHS
 from fem.priors.base import Prior
-from fem.priors.keyed import GatedLinearPrior, LinearPrior
+from fem.priors.linear_attention import GatedLinearPrior, LinearPrior
 from fem.priors.mamba import InteractiveMambaPrior, MambaPrior
 from fem.priors.operator import OperatorPrior
 from fem.priors.rnn import RNNDecayPrior, RNNSoftmaxPrior

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig, Widths
-from fem.ops.read import Read
-from fem.ops.tokens import Tokens
+from fem.ops.common.read import Read
+from fem.ops.common.tokens import Tokens
 from fem.projection import Projection
 
 

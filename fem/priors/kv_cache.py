@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.tokens import Tokens
+from fem.ops.common.tokens import Tokens
 
 Memory = dict[str, Tensor]
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig, Widths
-from fem.ops.backend import scan_backend
-from fem.ops.precision import wide
-from fem.ops.read import mix_channels, read_of
-from fem.ops.ssm import ssm_read, ssm_terms
+from fem.ops.common.backend import scan_backend
+from fem.ops.common.precision import wide
+from fem.ops.common.read import mix_channels, read_of
+from fem.ops.ssm.read import ssm_read, ssm_terms
 from fem.priors.base import Prior, indicators
 
 LONGEST_MEMORY = 512  # tokens after which the slowest state of a new layer has lost half

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fem.config import Widths
-from fem.ops.precision import wide
-from fem.ops.read import Read
-from fem.ops.tokens import Tokens
+from fem.ops.common.precision import wide
+from fem.ops.common.read import Read
+from fem.ops.common.tokens import Tokens
 from fem.priors.base import Prior
 
 

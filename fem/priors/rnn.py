@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fem.config import FreeEnergyMixerConfig, Widths
-from fem.ops.channel_scan import channel_scan_read
+from fem.ops.channel_scan.read import channel_scan_read
 from fem.priors.base import Prior
-from fem.priors.keyed import log_decay
+from fem.priors.linear_attention import log_decay
 
 
 class RNNSoftmaxPrior(Prior):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fem.config import FreeEnergyMixerConfig, Widths
-from fem.ops.rope import rotate
-from fem.ops.softmax import cached_read, softmax_read
-from fem.ops.tokens import Tokens
+from fem.ops.common.rope import rotate
+from fem.ops.common.tokens import Tokens
+from fem.ops.softmax.read import cached_read, softmax_read
 from fem.priors.base import Prior
 from fem.priors.kv_cache import KEPT, append, pieces, within_window
 

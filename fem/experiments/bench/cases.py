@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fem.experiments.bench.contenders import BASELINE, Size
+from fem.experiments.bench.mixers import BASELINE, Size
 from fem.experiments.bench.paper import TABLE5, TABLE7
 
 PARTS = ("read", "layer", "gpt2", "table5", "decode", "context")

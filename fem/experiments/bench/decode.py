@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.experiments.bench.cases import Case
-from fem.experiments.bench.contenders import Attention, build_mixer
 from fem.experiments.bench.measure import alternate
+from fem.experiments.bench.mixers import Attention, build_mixer
 from fem.mixer import FreeEnergyMixer
 
 STRETCH = 256  # tokens generated at a time, from the same context each time: a FEM cache joins its pieces once in it

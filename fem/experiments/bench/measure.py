@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fem.ops.fastest import Step, gpu_seconds
+from fem.ops.common.fastest import Step, gpu_seconds
 
 FEWEST_TURNS, MOST_TURNS = 3, 31
 ALLOCATOR = "MALLOC_MMAP_THRESHOLD_"

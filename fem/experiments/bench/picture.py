@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fem.experiments.bench.contenders import BASELINE
+from fem.experiments.bench.mixers import BASELINE
 from fem.experiments.bench.tables import Results
 from fem.plots import Panel, learning_curves
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fem.experiments.bench.cases import Case
-from fem.experiments.bench.contenders import BASELINE
+from fem.experiments.bench.mixers import BASELINE
 from fem.experiments.bench.paper import TABLE5, TABLE7, Cost
 
 Results = list[tuple[Case, dict[str, dict]]]

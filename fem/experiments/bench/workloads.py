@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fem.experiments import peers
 from fem.experiments.bench.cases import Case
-from fem.experiments.bench.contenders import BASELINE, Size, build_host, build_mixer
 from fem.experiments.bench.measure import Step, alternate, cpu_growth, gpu_growth, in_fresh_process, operations
+from fem.experiments.bench.mixers import BASELINE, Size, build_host, build_mixer
+from fem.experiments.common import baselines
 from fem.functional import softmax_read
 
 SHORT = 16
@@ -28,8 +28,8 @@ class Workload(NamedTuple):
 
 def runs(case: Case, name: str, device: torch.device) -> bool:
     """Whether the contender can be measured here."""
-    if name in peers.PEERS:
-        return peers.available(name, device)
+    if name in baselines.PEERS:
+        return baselines.available(name, device)
     if case.part == "read" and name.partition(", ")[2] in ("sdpa", "triton"):
         return device.type == "cuda"  # on a CPU, auto is sdpa
     return name != "DiffTrans"  # of no library
@@ -109,7 +109,7 @@ def prepared(case: Case, name: str, device: torch.device) -> Workload | None:
         torch.cuda.empty_cache()
         why = "the GPU's memory does not suffice"
     except Exception as error:
-        if name not in peers.PEERS:
+        if name not in baselines.PEERS:
             raise
         why = f"{type(error).__name__}: {error}"
     warnings.warn(f"{name} is left out of {case.name}: {why}.", stacklevel=2)

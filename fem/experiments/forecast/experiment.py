@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
+from fem.experiments.common.options import recipe_options
+from fem.experiments.common.run import command_line, cpu_threads, open_run, progress, write_json
+from fem.experiments.common.tables import show_table, write_table
 from fem.experiments.forecast.settings import LAPTOP, PROFILES, ForecastRecipe
-from fem.experiments.options import recipe_options
-from fem.experiments.recipe import command_line, cpu_threads, open_run, progress, write_json
-from fem.experiments.tables import show_table, write_table
 
 
 def run(recipe: ForecastRecipe, output: Path) -> dict:
@@ -27,7 +27,7 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
 
     jobs = recipe.jobs()
     if any(job.is_peer for job in jobs):
-        from fem.experiments.forecast.peers import train_peer
+        from fem.experiments.forecast.baselines import train_peer
     runs = output / "runs"
     records = []
     with cpu_threads(recipe.threads), progress() as bars:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
+from fem.experiments.common.run import provenance
+from fem.experiments.common.tables import markdown_table, write_table
 from fem.experiments.forecast import picture
-from fem.experiments.recipe import provenance
-from fem.experiments.tables import markdown_table, write_table
 
 NAMES = {
     "softmax+CLTG": "FEM-SM",

@@ -9,9 +9,9 @@ from itertools import product
 
 import torch
 
-from fem.experiments.forecast.host import one_name, width_for
+from fem.experiments.common.run import option
+from fem.experiments.forecast.backbone import one_name, width_for
 from fem.experiments.forecast.series import Series, Windows, windows
-from fem.experiments.recipe import option
 
 PEERS = ("dlinear", "patchtst", "itransformer", "femforecaster")
 LOOKBACKS = {96: 1024, 336: 2048, 720: 4096}  # up to this horizon, this many rows of history

@@ -15,7 +15,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from fem.experiments.forecast.host import build_host
+from fem.experiments.forecast.backbone import build_host
 from fem.experiments.forecast.series import Windows
 from fem.experiments.forecast.settings import Job
 

@@ -11,17 +11,17 @@ from typing import Annotated
 import torch
 import typer
 
-from fem.experiments.mad.host import INITIALISATIONS
-from fem.experiments.mad.mixers import PUBLISHED, known
+from fem.experiments.common.baselines import available
+from fem.experiments.common.mixers import PUBLISHED, known
+from fem.experiments.common.options import recipe_options
+from fem.experiments.common.run import command_line, open_run, option, progress
+from fem.experiments.common.tables import show_table, write_table
+from fem.experiments.mad.backbone import INITIALISATIONS
 from fem.experiments.mad.settings import PROFILES, Profile
 from fem.experiments.mad.sweep import finished, sweep
 from fem.experiments.mad.table import SCORES, readable, table1
 from fem.experiments.mad.tasks import TASKS
 from fem.experiments.mad.training import Job
-from fem.experiments.options import recipe_options
-from fem.experiments.peers import available
-from fem.experiments.recipe import command_line, open_run, option, progress
-from fem.experiments.tables import show_table, write_table
 
 
 @dataclass(frozen=True, kw_only=True)

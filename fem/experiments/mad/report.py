@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 
+from fem.experiments.common.run import provenance
+from fem.experiments.common.tables import markdown_table
 from fem.experiments.mad.settings import PROFILES, Profile
 from fem.experiments.mad.table import SCORES, average, by_row, readable, steps_table, table1, task_scores
-from fem.experiments.recipe import provenance
-from fem.experiments.tables import markdown_table
 
 
 def summary(records: Sequence[dict]) -> dict:

@@ -14,8 +14,8 @@ from time import perf_counter
 
 import torch
 
+from fem.experiments.common.run import versions, write_json
 from fem.experiments.mad.training import Job, train
-from fem.experiments.recipe import versions, write_json
 
 RUNS_PER_GPU = 4
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from statistics import mean, stdev
 
-from fem.experiments.mad.mixers import known
+from fem.experiments.common.mixers import known
 from fem.experiments.mad.training import Point
 
 COLUMNS = {

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from fem.experiments.mad.host import build_host
+from fem.experiments.mad.backbone import build_host
 from fem.experiments.mad.settings import Setting, Training
 from fem.experiments.mad.tasks import IGNORED, build, generate
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
-from fem.experiments.recipe import command_line, provenance
-from fem.experiments.tables import markdown_table
-from fem.experiments.vision.experiment import PROFILES, VisionRecipe
+from fem.experiments.common.run import command_line, provenance
+from fem.experiments.common.tables import markdown_table
 from fem.experiments.vision.images import Pictures
+from fem.experiments.vision.settings import PROFILES, VisionRecipe
 from fem.plots import Panel, learning_curves
 
 NAMES = {"softmax": "DeiT", "softmax+CLTG": "FEM-SM", "gla+CLTG": "FEM-GLA"}

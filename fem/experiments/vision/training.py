@@ -13,12 +13,12 @@ from rich.progress import Progress
 from transformers import EvalPrediction, PrinterCallback, TrainingArguments
 from transformers.utils.logging import disable_progress_bar
 
-from fem.experiments.checkpoints import checkpoints
-from fem.experiments.lm import LanguageTrainer, Score, Watch
-from fem.experiments.mad.mixers import fields_of
-from fem.experiments.vision.experiment import VisionRecipe
+from fem.experiments.common.checkpoints import checkpoints
+from fem.experiments.common.mixers import fields_of
+from fem.experiments.common.trainer import LanguageTrainer, Score, Watch
 from fem.experiments.vision.images import Pictures
 from fem.experiments.vision.pixels import Augmentation, Batches, View
+from fem.experiments.vision.settings import VisionRecipe
 from fem.models import FEMForImageClassification, FEMImageConfig
 
 TOTALS = "watch.json"

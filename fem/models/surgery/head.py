@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fem.config import FreeEnergyMixerConfig
 from fem.functional import Read, softmax_read
 from fem.gates import Temperature, TwoLevelGate
+from fem.inspection import Reading, read_tables
 from fem.priors.base import indicators
-from fem.reading import Reading, read_tables
 
 LAMBDA_INIT = -10.0  # lambda = 4.5e-5
 

@@ -1,0 +1,96 @@
+"""The mixers that are measured, (B, T, D) -> (B, T, D), and the host of Tables 5 and 7."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fem.config import FreeEnergyMixerConfig
+from fem.experiments.common import baselines
+from fem.mixer import FreeEnergyMixer
+from fem.ops.common.rope import rotate
+
+BASELINE = "attention"
+OFF = {"use_conv": False, "use_lse": False, "use_temperature": False, "use_outer_gate": False}
+PUBLISHED = OFF | {"normalize": False}
+WITHOUT_C = {"use_conv": False}
+
+FIELDS: dict[str, dict] = {
+    "attention, plain": OFF | {"backend": "plain"},
+    "FEM-SM": {},
+    "FEM-SM without C": WITHOUT_C,
+    "FEM-SM without C, plain": WITHOUT_C | {"backend": "plain"},
+    "FEM-SM -G": {"use_outer_gate": False},
+    "FEM-SM -G,T": {"use_outer_gate": False, "use_temperature": False},
+    "FEM-SM -G,T,L": {"use_outer_gate": False, "use_temperature": False, "use_lse": False},
+    "FEM-SM -G,T,L,C": OFF,
+    "GLA": PUBLISHED | {"prior_type": "gla"},
+    "FEM-GLA": {"prior_type": "gla"},
+    "FEM-GLA without C": WITHOUT_C | {"prior_type": "gla"},
+    "Mamba": PUBLISHED | {"prior_type": "mamba"},
+    "FEM-Mamba": {"prior_type": "mamba"},
+    "FEM-Mamba without C": WITHOUT_C | {"prior_type": "mamba"},
+    "FEM-AFT": {"prior_type": "rnn_softmax"},
+}
+
+
+class Attention(nn.Module):
+    """o = W_O softmax(q k / sqrt(d)) v with RoPE: the layer that FEM replaces, 4 D^2 weights, read by torch's SDPA."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.output = (nn.Linear(width, width) for _ in range(4))
+
+    def project(self, x: Float[Tensor, "b t d"], position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, (B, H, T, d) each."""
+        q, k, v = (part(x).unflatten(-1, (self.heads, -1)) for part in (self.query, self.key, self.value))
+        q, k = rotate(q, position, 10000.0), rotate(k, position, 10000.0)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        position = x.new_ones(x.shape[1]).cumsum(0).long() - 1
+        o = F.scaled_dot_product_attention(*self.project(x, position), is_causal=True)
+        return self.output(o.transpose(1, 2).flatten(2))
+
+
+@dataclass(frozen=True)
+class Size:
+    """One mixer's shape."""
+
+    batch: int
+    time: int
+    width: int
+    heads: int
+
+
+def build_mixer(name: str, size: Size) -> nn.Module:
+    """Raises ModuleNotFoundError where the library of a peer is not installed."""
+    if name == BASELINE:
+        return Attention(size.width, size.heads)
+    if name in baselines.PEERS:
+        return baselines.build(name, size.width, size.heads)
+    config = FreeEnergyMixerConfig.matched(n_embd=size.width, n_head=size.heads, **FIELDS[name])
+    return FreeEnergyMixer(config)
+
+
+class Block(nn.Module):
+    """x + Mixer(LayerNorm(x)), then x + MLP(LayerNorm(x)), the MLP 4 D wide: GPT-2's block."""
+
+    def __init__(self, width: int, mixer: nn.Module):
+        super().__init__()
+        self.mixer_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mixer = mixer
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        x = x + self.mixer(self.mixer_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def build_host(name: str, size: Size, layers: int) -> nn.Sequential:
+    """The blocks alone: Table 7 counts 2 x 85M operations a token, so embeddings and head of GPT-2 are not in it."""
+    return nn.Sequential(*(Block(size.width, build_mixer(name, size)) for _ in range(layers)))

@@ -1,0 +1,51 @@
+"""transformers' Trainer as every experiment here uses it: what decays, and what is reported of its steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from fem.gates import Temperature
+
+LOGGED = {
+    "loss": "train_loss",
+    "eval_loss": "val_loss",
+    "eval_accuracy": "val_accuracy",
+    "grad_norm": "grad_norm",
+    "learning_rate": "learning_rate",
+}
+
+Score = dict[str, int | float]
+
+
+class LanguageTrainer(Trainer):
+    """The Trainer, with weight decay on weights alone."""
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        temperatures = {id(p) for m in model.modules() if isinstance(m, Temperature) for p in m.parameters()}
+        return [name for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in temperatures]
+
+
+class Watch(TrainerCallback):
+    """Hands every measurement to `log`, every step to `advance`, and times the steps alone."""
+
+    def __init__(self, log: Callable[[Score], None], advance: Callable[[int, float | None], None]):
+        self.log, self.advance = log, advance
+        self.seconds = 0.0
+        self.loss: float | None = None
+
+    def on_step_begin(self, args, state, control, **_):
+        self.began = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **_):
+        self.seconds += time.perf_counter() - self.began
+        self.advance(state.global_step, self.loss)
+
+    def on_log(self, args, state, control, logs, **_):
+        found = {ours: float(logs[theirs]) for theirs, ours in LOGGED.items() if theirs in logs}
+        self.loss = found.get("val_loss", self.loss)
+        if found:
+            self.log({"step": state.global_step, "seconds": self.seconds, **found})

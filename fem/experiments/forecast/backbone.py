@@ -1,0 +1,158 @@
+"""The paper's forecaster around a mixer: segments of the history as tokens, channel by channel."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fem.config import FreeEnergyMixerConfig
+from fem.experiments.common.mixers import canonical, fields_of
+from fem.mixer import FreeEnergyMixer
+
+NONE = "none"
+EPS = 1e-5
+STD = 0.02
+
+
+class Residual(nn.Module):
+    """x + dropout(layer(RMSNorm(x)))"""
+
+    def __init__(self, width: int, layer: nn.Module, dropout: float):
+        super().__init__()
+        self.norm = nn.RMSNorm(width, EPS)
+        self.layer = layer
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        return x + self.dropout(self.layer(self.norm(x)))
+
+
+class SegmentTokens(nn.Module):
+    """Two tokens for every segment x_n of every channel c, what all channels do before what the channel does.
+
+        z_c,2n = RMSNorm(W_context (M x_n)_c)          z_c,2n+1 = RMSNorm(W_main x_nc)
+
+    segments (B, C, N, S) -> tokens (B, C, 2 N, D), after learnt positions, learnt channels and a norm. M is (C, C).
+    """
+
+    def __init__(self, channels: int, segments: int, length: int, width: int, dropout: float):
+        super().__init__()
+        self.channels = nn.Linear(channels, channels)
+        self.context = nn.Sequential(nn.Linear(length, width), nn.RMSNorm(width, EPS))
+        self.main = nn.Sequential(nn.Linear(length, width), nn.RMSNorm(width, EPS))
+        self.position = nn.Parameter(STD * torch.randn(2 * segments, width))
+        self.channel = nn.Parameter(STD * torch.randn(channels, 2 * segments, width))
+        self.dropout = nn.Dropout(dropout)
+        self.norm = nn.RMSNorm(width, EPS)
+
+    def forward(self, segments: Float[Tensor, "b c n s"]) -> Float[Tensor, "b c m d"]:
+        mixed = self.channels(segments.transpose(1, 3)).transpose(1, 3)
+        pairs = torch.stack([self.context(mixed), self.main(segments)], 3).flatten(2, 3)
+        return self.norm(self.dropout(pairs) + self.position + self.channel)
+
+
+class ForecastHost(nn.Module):
+    """The next `horizon` rows of all channels, from the tokens of the past.
+
+        x = (history - level) / spread       level: mean of the last segment, spread: deviation of the whole history
+        x_{n+1} ~ W z_n + b                  z_n: the channel's own token of segment n, behind the blocks
+        forecast = spread x_{N+1} + level
+
+    Segments are as long as the horizon; zeros on the left complete the first. The blocks see each channel alone.
+    Raises ValueError unless the lookback is longer than the horizon.
+    """
+
+    def __init__(self, channels: int, lookback: int, horizon: int, width: int, blocks: nn.Sequential, dropout: float):
+        super().__init__()
+        if lookback <= horizon:
+            raise ValueError(f"lookback must be longer than the horizon {horizon}, got {lookback}.")
+        self.horizon = horizon
+        segments = -(-lookback // horizon)
+        self.padding = segments * horizon - lookback
+        self.tokens = SegmentTokens(channels, segments, horizon, width, dropout)
+        self.blocks = blocks
+        self.head = nn.Sequential(nn.RMSNorm(width, EPS), nn.Linear(width, horizon))
+
+    def forward(self, history: Float[Tensor, "b l c"]) -> Float[Tensor, "b h c"]:
+        return self._read(history)[0]
+
+    def loss(self, history: Float[Tensor, "b l c"], future: Float[Tensor, "b h c"]) -> Float[Tensor, ""]:
+        """Squared error of the forecast, plus that of every segment's successor in the history, on its own scale."""
+        forecast, successors, segments = self._read(history)
+        return F.mse_loss(forecast, future) + F.mse_loss(successors[:, :, :-1], segments[:, :, 1:])
+
+    def _read(self, history: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        level = history[:, -self.horizon :].mean(1, keepdim=True)
+        spread = history.std(1, keepdim=True) + 1e-8
+        x = F.pad(((history - level) / spread).transpose(1, 2), (self.padding, 0))
+        segments = x.unflatten(2, (-1, self.horizon))
+        z = self.tokens(segments)
+        z = self.blocks(z.flatten(0, 1)).view_as(z)
+        successors = self.head(z[:, :, 1::2])
+        return spread * successors[:, :, -1].transpose(1, 2) + level, successors, segments
+
+
+def width_for(channels: int) -> int:
+    """32 floor(sqrt(channels)): 64 for ETT, 128 for Weather, 352 for Solar."""
+    return 32 * math.isqrt(channels)
+
+
+def one_name(mixer: str) -> str:
+    """The one name of a mixer, or "none": tokens that never meet. Raises ValueError on a name that means nothing."""
+    return NONE if mixer == NONE else canonical(mixer)
+
+
+def build_host(
+    mixer: str,
+    channels: int,
+    lookback: int,
+    horizon: int,
+    *,
+    width: int,
+    layers: int,
+    heads: int,
+    dropout: float,
+    **fields,
+) -> ForecastHost:
+    """The forecaster around a mixer, with the parameters of the one around softmax attention: the MLP pays.
+
+    fields: further fields of `FreeEnergyMixerConfig`. Linear weights start N(0, 0.02), those that write into the
+    residual stream N(0, 0.02 / sqrt(2 layers)), biases at 0 and the conditioner's columns at 0.
+    """
+
+    def config(name: str) -> FreeEnergyMixerConfig:
+        return FreeEnergyMixerConfig.matched(n_embd=width, n_head=heads, **fields, **fields_of(name))
+
+    budget = 8 * width**2 + 5 * width + _parameters(config("softmax"))
+    spent = 0 if mixer == NONE else _parameters(config(mixer))
+    inner = round((budget - spent - width) / (2 * width + 1))
+    parts: list[nn.Module] = []
+    for _ in range(layers):
+        if mixer != NONE:
+            parts.append(FreeEnergyMixer(config(mixer)))
+        parts.append(nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width)))
+    blocks = nn.Sequential(*(Residual(width, part, dropout) for part in parts))
+    host = ForecastHost(channels, lookback, horizon, width, blocks, dropout)
+    _initialise(host, parts, STD / math.sqrt(2 * layers))
+    return host
+
+
+def _parameters(config: FreeEnergyMixerConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in FreeEnergyMixer(config).parameters())
+
+
+@torch.no_grad()
+def _initialise(host: ForecastHost, parts: list[nn.Module], residual_std: float) -> None:
+    for module in host.modules():
+        if isinstance(module, nn.Linear):
+            module.weight[:, : module.in_features - getattr(module, "context", 0)].normal_(std=STD)
+            if module.bias is not None:
+                nn.init.constant_(module.bias, getattr(module, "start", 0.0))
+    for part in parts:
+        written = part.output if isinstance(part, FreeEnergyMixer) else part[-1]
+        written.weight.normal_(std=residual_std)

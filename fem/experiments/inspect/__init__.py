@@ -1,0 +1,8 @@
+"""A look inside a language model: what every channel of every head reads from a text.
+
+layers.py computes the tables, page.py makes one HTML page of them, experiment.py is `fem inspect`.
+"""
+
+from fem.experiments.inspect.experiment import command
+
+__all__ = ["command"]

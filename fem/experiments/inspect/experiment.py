@@ -1,0 +1,181 @@
+"""`fem inspect`: what each channel of each head of a language model reads from a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import numpy as np
+import torch
+import typer
+
+from fem.experiments.common.run import open_run
+from fem.experiments.common.tables import show_table, write_table
+from fem.experiments.inspect.layers import LayerTables, layer_tables, most_divided, readers, readings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MOST_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectRecipe:
+    """A text, and the layers whose reading of it is shown."""
+
+    seed: ClassVar[int] = 0  # nothing is drawn
+
+    text: str
+    layers: str | None = None
+
+    def __post_init__(self):
+        if not self.text.strip():
+            raise ValueError(f"text must hold something to read, got {self.text!r}.")
+        self.chosen(1)
+
+    def chosen(self, count: int) -> list[int]:
+        """The layers to show of a model that has `count`, numbered from 1; all where none are named."""
+        if self.layers is None:
+            return list(range(1, count + 1))
+        try:
+            return sorted({int(number) for number in self.layers.split(",")})
+        except ValueError as error:
+            raise ValueError(f'layers must be numbers such as "1,4", got {self.layers!r}.') from error
+
+
+def head_rows(layers: Sequence[LayerTables]) -> list[dict]:
+    """A row per head: means over channels and tokens, and the number of tokens that its channels read most."""
+    average = lambda part, head: None if part is None else float(part[head].mean())  # noqa: E731
+    return [
+        {
+            "layer": tables.layer,
+            "head": head + 1,
+            "prior": tables.prior_type,
+            "tokens in prior": average(tables.prior_tokens, head),
+            "tokens in posterior": average(tables.posterior_tokens, head),
+            "read most at the end": len(set(tables.read[head, :, -1].argmax(-1).tolist())),
+            "lambda": average(tables.lambda_, head),
+            "beta": average(tables.beta, head),
+            "hidden beta": average(tables.hidden_beta, head),
+            "gate": average(tables.gate, head),
+            "KL gap": average(tables.gap, head),
+        }
+        for tables in layers
+        for head in range(tables.heads)
+    ]
+
+
+def channel_rows(layers: Sequence[LayerTables], tokens: Sequence[str]) -> list[dict]:
+    """A row per channel, at the last token: which token it reads, under prior and posterior, and how."""
+    return [
+        _channel_row(tables, head, channel, tokens)
+        for tables in layers
+        for head, channel in np.ndindex(tables.heads, tables.channels)
+    ]
+
+
+def _channel_row(tables: LayerTables, head: int, channel: int, tokens: Sequence[str]) -> dict:
+    own = channel if tables.prior.shape[1] > 1 else 0
+    last = lambda part, c=channel: None if part is None else part[head, c, -1]  # noqa: E731
+    number = lambda value: None if value is None else float(value)  # noqa: E731
+    return {
+        "layer": tables.layer,
+        "head": head + 1,
+        "channel": channel + 1,
+        **_favourite("prior", last(tables.prior, own), tokens),
+        **_favourite("posterior", last(tables.posterior), tokens),
+        "tokens in prior": number(last(tables.prior_tokens, own)),
+        "tokens in posterior": number(last(tables.posterior_tokens)),
+        "lambda": number(last(tables.lambda_)),
+        "beta": None if tables.beta is None else float(tables.beta[head, channel]),
+        "hidden beta": number(last(tables.hidden_beta)),
+        "gate": number(last(tables.gate)),
+        "KL gap": number(last(tables.gap)),
+    }
+
+
+def _favourite(name: str, weights: np.ndarray | None, tokens: Sequence[str]) -> dict:
+    best = None if weights is None else int(weights.argmax())
+    token, weight = (None, None) if best is None else (visible(tokens[best]), float(weights[best]))
+    return {f"{name} reads": token, f"{name} weight": weight}
+
+
+def visible(token: str) -> str:
+    """The token with its white space drawn; `|` would end a cell of a Markdown table."""
+    return token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·").replace("|", "¦")
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[str]]:
+    """Token ids of the text, and the piece of the text that each stands for, with the space before it.
+
+    A token that ends inside a character, and one that is not in the text, is named by its own decoding.
+    Raises ValueError on more than MOST_TOKENS tokens, and on none.
+    """
+    encoded = tokenizer(text, return_offsets_mapping=tokenizer.is_fast)
+    ids = encoded["input_ids"]
+    if not 1 <= len(ids) <= MOST_TOKENS:
+        remedy = "shorten it" if ids else "give a longer one"
+        raise ValueError(f"text must have 1 to {MOST_TOKENS} tokens, got {len(ids)}; {remedy}.")
+    if not tokenizer.is_fast:
+        return ids, [tokenizer.decode([token]) for token in ids]
+    ends = [end for _, end in encoded["offset_mapping"]]
+    begins = np.maximum.accumulate([0, *ends]).tolist()
+    return ids, [text[begin:end] or tokenizer.decode([token]) for token, begin, end in zip(ids, begins, ends)]
+
+
+def read_layers(model: PreTrainedModel, ids: Sequence[int], recipe: InspectRecipe) -> list[LayerTables]:
+    """The tables of the chosen layers of a model. Raises ValueError on a model without FEM and on unknown layers."""
+    names = list(readers(model).values())
+    if not names:
+        raise ValueError(f"model must have Free Energy Mixer layers, got a {type(model).__name__} without any.")
+    chosen = recipe.chosen(len(names))
+    if unknown := [number for number in chosen if not 1 <= number <= len(names)]:
+        raise ValueError(f"layers must be among 1 to {len(names)}, got {unknown[0]}.")
+    model = model.float() if model.dtype.itemsize == 2 else model
+    found = readings(model, torch.tensor([ids], device=model.device))
+    return [layer_tables(number, names[number - 1], found[number - 1]) for number in chosen]
+
+
+def run(folder: str, recipe: InspectRecipe, output: Path) -> dict:
+    """Tables, picture and page of what the model in `folder` reads, written to `output`; returns results.json."""
+    from fem.experiments.common.checkpoints import load_language_model
+    from fem.experiments.inspect.page import write_page
+    from fem.plots import channel_reading
+
+    with open_run(output, "inspect", recipe) as under_way:
+        model, tokenizer = load_language_model(folder)
+        ids, tokens = encode(tokenizer, recipe.text)
+        layers = read_layers(model, ids, recipe)
+        place, head = most_divided(layers)
+        most = layers[place]
+        rows = head_rows(layers)
+        write_table(under_way.folder, "heads", rows)
+        write_table(under_way.folder, "channels", channel_rows(layers, tokens))
+        title = f"Layer {most.layer}, head {head + 1}: what each channel reads at the last token"
+        channel_reading(
+            under_way.folder / "inspect.png",
+            title,
+            [visible(token) for token in tokens],
+            most.prior[head, :, -1].mean(0),
+            most.read[head, :, -1],
+        )
+        write_page(under_way.folder / "inspect.html", str(folder), tokens, layers, (place, head))
+        results = under_way.finish({"model": folder, "tokens": tokens, "heads": rows})
+    show_table(f"What {len(tokens)} tokens read: means over channels and tokens", rows)
+    return results
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="Folder of a model and its tokenizer, as `fem train` saves.")],
+    text: Annotated[str, typer.Option(help=f"The text to read, of at most {MOST_TOKENS} tokens.")],
+    layers: Annotated[str | None, typer.Option(help='Layers to show, such as "1,4"; all by default.')] = None,
+    output: Annotated[Path, typer.Option(help="Folder of page, picture and tables.")] = Path("runs/inspect"),
+):
+    """What each channel of each head reads from a text: a page to explore, a picture, and tables."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    run(model, InspectRecipe(text=text, layers=layers), output)
+    typer.echo(f"written to {output}: open inspect.html in a browser; inspect.png, heads.csv, channels.csv")

@@ -1,0 +1,144 @@
+"""What each channel of each head reads: a look inside a trained model, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fem.inspection import Reading
+from fem.mixer import FreeEnergyMixer
+
+
+def readers(model: nn.Module) -> dict[nn.Module, str]:
+    """Every part of the model that reads a free energy, with the name of its prior."""
+    from fem.models.surgery.head import FreeEnergyHead
+
+    found = {}
+    for module in model.modules():
+        if isinstance(module, FreeEnergyMixer):
+            found[module] = module.prior.name
+        elif isinstance(module, FreeEnergyHead):
+            found[module] = "softmax"
+    return found
+
+
+@torch.no_grad()
+def readings(model: nn.Module, inputs: Tensor) -> list[Reading]:
+    """`inspect` of every reader of the model, on what the model feeds it from a row of `inputs`."""
+    fed: dict[nn.Module, tuple[tuple, dict]] = {}
+    parts = readers(model)
+    keep = lambda part, args, kwargs: fed.update({part: (args, kwargs)})  # noqa: E731
+    hooks = [part.register_forward_pre_hook(keep, with_kwargs=True) for part in parts]
+    model.eval()
+    try:
+        model(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [
+        part.inspect(args[0]) if isinstance(part, FreeEnergyMixer) else part.inspect(*args, **given)
+        for part, (args, given) in ((part, fed[part]) for part in parts)
+    ]
+
+
+@dataclass(frozen=True)
+class LayerTables:
+    """What one layer reads, row t along the second last axis of weights, tokens i along the last.
+
+        read_tj(i) = (1 - lambda_tj) p_t(i) + lambda_tj q_tj(i) = du_tj / dv_ij                             (App. M.1)
+        gap_tj = beta_j (F_tj - mean_tj) = KL(p_t || q_tj)                                                     (Eq. 6)
+        prior_tokens = exp(-sum_i p_t(i) log p_t(i)), posterior_tokens the same of q: effective numbers of tokens
+
+    prior: (H, 1, T, T), or (H, d_v, T, T) where every channel has its own; posterior and read: (H, d_v, T, T). All
+    else is (H, d_v, T), beta (H, d_v), prior_tokens as prior. Parts that the layer lacks are None. An unnormalised
+    prior is shown normalised, and so is its gap.
+    """
+
+    layer: int
+    prior_type: str
+    prior: np.ndarray
+    posterior: np.ndarray | None
+    read: np.ndarray
+    prior_tokens: np.ndarray
+    posterior_tokens: np.ndarray | None
+    lambda_: np.ndarray | None
+    hidden_beta: np.ndarray | None
+    beta: np.ndarray | None
+    gate: np.ndarray | None
+    gap: np.ndarray | None
+
+    @property
+    def heads(self) -> int:
+        return self.read.shape[0]
+
+    @property
+    def channels(self) -> int:
+        return self.read.shape[1]
+
+
+def layer_tables(layer: int, prior_type: str, reading: Reading) -> LayerTables:
+    """The tables of the first row of a reading. Raises ValueError if the layer computed NaN or infinity."""
+    if not bool(reading.mean.isfinite().all()):
+        raise ValueError(f"model must compute finite numbers, but layer {layer} reads NaN or infinity.")
+    scores = _numpy(reading.prior)
+    scores = scores[:, None] if scores.ndim == 3 else scores
+    total = scores.sum(-1)
+    prior = scores / np.where(total > 0, total, 1)[..., None]
+    posterior = None if reading.posterior is None else _numpy(reading.posterior)
+    lambda_, gate, hidden = (_by_head(part) for part in (reading.lambda_, reading.gate, reading.hidden_beta))
+    beta = gap = None
+    if posterior is None:
+        read = np.broadcast_to(prior, (prior.shape[0], reading.mean.shape[-1], *prior.shape[2:]))
+    else:
+        share = 1.0 if lambda_ is None else lambda_[..., None]
+        read = (1 - share) * prior + share * posterior
+        beta = np.broadcast_to(reading.beta.double().cpu().numpy().reshape(len(read), -1), read.shape[:2])
+        weight = np.where(total > 0, total, 1)
+        gap = beta[..., None] * (_by_head(reading.free_energy) - _by_head(reading.mean) / weight) - np.log(weight)
+    return LayerTables(
+        layer=layer,
+        prior_type=prior_type,
+        prior=prior,
+        posterior=posterior,
+        read=read,
+        prior_tokens=effective_tokens(prior),
+        posterior_tokens=None if posterior is None else effective_tokens(posterior),
+        lambda_=lambda_,
+        hidden_beta=hidden,
+        beta=beta,
+        gate=gate,
+        gap=gap,
+    )
+
+
+def effective_tokens(p: np.ndarray) -> np.ndarray:
+    """exp(-sum_i p(i) log p(i)): 1 where p sits on one token, T where it is even, 0 where it is empty."""
+    entropy = -(p * np.log(np.where(p > 0, p, 1))).sum(-1)
+    return np.where(p.any(-1), np.exp(entropy), 0)
+
+
+def _numpy(table: Tensor) -> np.ndarray:
+    return table[0].double().cpu().numpy()
+
+
+def _by_head(part: Float[Tensor, "b t h d"] | None) -> np.ndarray | None:
+    return None if part is None else _numpy(part.permute(0, 2, 3, 1))
+
+
+def most_divided(layers: Sequence[LayerTables]) -> tuple[int, int]:
+    """The head whose channels part most at the last token: (place of its layer, place in the layer).
+
+    First by how many different tokens they read most, then by the total variation between a channel's weights and the
+    average channel's.
+    """
+
+    def difference(place: tuple[int, int]) -> tuple[int, float]:
+        weights = layers[place[0]].read[place[1], :, -1]
+        return len(set(weights.argmax(-1))), np.abs(weights - weights.mean(0)).sum()
+
+    return max(((i, head) for i, tables in enumerate(layers) for head in range(tables.heads)), key=difference)

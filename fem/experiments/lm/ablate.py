@@ -1,0 +1,261 @@
+"""`fem ablate`: what each part of FEM adds to a language model of equal size, on the same tokens, win or lose."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import Progress
+
+from fem.experiments.common.options import recipe_options
+from fem.experiments.common.run import (
+    command_line,
+    cpu_threads,
+    open_run,
+    option,
+    progress,
+    provenance,
+    versions,
+    write_json,
+)
+from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
+from fem.experiments.lm.ablations import REMARKS, ROWS, row_fields
+
+if TYPE_CHECKING:
+    from fem.experiments.lm.small import LanguageRecipe
+    from fem.experiments.lm.text import Corpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblateRecipe:
+    """Rows, their learning rates and seeds, and the model that all share. The defaults take a laptop some hours."""
+
+    text: Path | None = option(None, "UTF-8 text file; none: Python's sources and help topics.")  # noqa: RUF009
+    prior: str = option("softmax", "Prior of every row.")
+    rows: str = option(" ".join(ROWS), "Rows, with spaces between them.")
+    learning_rates: str = option("0.001,0.002,0.004", "Each row takes the best of these on the first seed.")
+    seeds: int = option(3, "Seeds at the chosen learning rate.")
+    seed: int = option(0, "First seed.")
+    lambda_init: float = option(0.0, "Bias of the lambda projection at the start; the paper's is 0.")
+    layers: int = option(4, "Blocks of a model.")
+    width: int = option(128, "Width of a model.")
+    heads: int = option(4, "Heads of every mixer.")
+    mlp_width: int = option(352, "Width of the prior's SwiGLU; rows with more parameters narrow theirs.")
+    vocabulary: int = option(2048, "Entries of the byte-pair tokenizer.")
+    context: int = option(128, "Tokens of one row.")
+    batch: int = option(4, "Rows a step.")
+    steps: int = option(600, "Optimiser steps.")
+    validations: int = option(6, "Validations, evenly spaced.")
+    threads: int = option(1, "CPU threads.")
+
+    def __post_init__(self):
+        for name in ("seeds", "layers", "width", "heads", "mlp_width", "vocabulary", "batch", "steps", "validations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+        if not self.row_names() or not self.rates():
+            raise ValueError("rows and learning_rates must name at least one each.")
+        for row in self.row_names():
+            row_fields(row, self.prior)
+
+    def row_names(self) -> list[str]:
+        return list(dict.fromkeys(self.rows.split()))
+
+    def rates(self) -> list[float]:
+        try:
+            return [float(rate) for rate in dict.fromkeys(self.learning_rates.split(",")) if rate.strip()]
+        except ValueError:
+            raise ValueError(
+                f"learning_rates must be numbers with commas between them, got {self.learning_rates!r}."
+            ) from None
+
+    def language(self, learning_rate: float, seed: int) -> LanguageRecipe:
+        from fem.experiments.lm.small import LanguageRecipe
+
+        shared = {field.name for field in fields(LanguageRecipe)} & {field.name for field in fields(self)}
+        given = {name: getattr(self, name) for name in shared}
+        return LanguageRecipe(**given | {"learning_rate": learning_rate, "seed": seed})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything that decides what one training finds."""
+
+    row: str
+    mixer: dict
+    language: LanguageRecipe
+    text: str  # a digest
+
+    @property
+    def key(self) -> str:
+        digest = hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=6).hexdigest()
+        return f"{self.row}-lr{self.language.learning_rate:g}-seed{self.language.seed}-{digest}"
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """What was measured: every row's records by learning rate on the first seed, and by seed at the best of them."""
+
+    tuning: dict[str, dict[float, dict]]
+    chosen: dict[str, list[dict]]
+
+    def best(self, row: str) -> float:
+        return best_rate(self.tuning[row])
+
+    def table(self) -> list[dict]:
+        """Validation loss in nats per token: mean and standard deviation over the seeds."""
+        found = []
+        for row, records in self.chosen.items():
+            losses = [record["val_loss"] for record in records]
+            found.append(
+                {
+                    "row": row,
+                    "what": REMARKS.get(row, ""),
+                    "loss": mean(losses),
+                    "sd": stdev(losses) if len(losses) > 1 else None,
+                    "by seed": ", ".join(f"{loss:.3f}" for loss in losses),
+                    "learning rate": f"{self.best(row):g}",
+                    "parameters": records[0]["parameters"],
+                }
+            )
+        return found
+
+    def tuning_table(self) -> list[dict]:
+        """A row per row, a column per learning rate."""
+        return [
+            {"row": row} | {f"{rate:g}": record["val_loss"] for rate, record in records.items()}
+            for row, records in self.tuning.items()
+        ]
+
+
+def best_rate(records: dict[float, dict]) -> float:
+    """The learning rate of the lowest last validation loss."""
+    return min(records, key=lambda rate: records[rate]["val_loss"])
+
+
+def ablate(recipe: AblateRecipe, measure: Callable[[str, float, int], dict]) -> Ablation:
+    """Every row at every learning rate on the first seed, then at its best one on the others.
+
+    measure(row, learning_rate, seed): the record of one training.
+    """
+    ablation = Ablation({}, {})
+    for row in recipe.row_names():
+        ablation.tuning[row] = {rate: measure(row, rate, recipe.seed) for rate in recipe.rates()}
+        best = ablation.best(row)
+        ablation.chosen[row] = [measure(row, best, recipe.seed + index) for index in range(recipe.seeds)]
+    return ablation
+
+
+def run(recipe: AblateRecipe, output: Path) -> dict:
+    """The ablation, written to `output`; a training that has ended there already is not run again."""
+    from fem.experiments.lm.text import build_corpus
+
+    with cpu_threads(recipe.threads), progress() as bars:
+        corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)
+        text = hashlib.blake2b(corpus.train["input_ids"][:].numpy(), digest_size=8).hexdigest()
+        bar = bars.add_task("trainings", total=len(recipe.row_names()) * (len(recipe.rates()) + recipe.seeds))
+
+        def measure(row: str, rate: float, seed: int) -> dict:
+            mixer = row_fields(row, recipe.prior) | {"lambda_init": recipe.lambda_init}
+            job = Job(row=row, mixer=mixer, language=recipe.language(rate, seed), text=text)
+            record = finished(job, output / "runs") or train_job(job, corpus, output / "runs", bars)
+            bars.advance(bar)
+            return record
+
+        ablation = ablate(recipe, measure)
+    with open_run(output, "ablate", recipe) as under_way:
+        for row, records in ablation.chosen.items():
+            for index, record in enumerate(records):
+                for point in record["curve"]:
+                    under_way.log(row=row, learning_rate=ablation.best(row), seed=recipe.seed + index, **point)
+        table = ablation.table()
+        write_table(under_way.folder, "table", table)
+        write_table(under_way.folder, "learning_rates", ablation.tuning_table())
+        plot(ablation, recipe, under_way.folder / "loss.png")
+        page(under_way.folder, ablation, recipe)
+        results = under_way.finish({"ablate": {row["row"]: row for row in table}, "prior": recipe.prior})
+    short = [{name: value for name, value in row.items() if name != "what"} for row in table]
+    show_table(f"Validation loss, {recipe.prior} prior, equal parameters", short)
+    return results
+
+
+def finished(job: Job, folder: Path) -> dict | None:
+    try:
+        record = json.loads((folder / f"{job.key}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if record.get("job") == asdict(job) else None
+
+
+def train_job(job: Job, corpus: Corpus, folder: Path, bars: Progress) -> dict:
+    """Train, and keep {"job", "val_loss", "parameters", "tokens_per_second", "curve"} in a file of its own."""
+    from fem.experiments.lm.small import build_model, model_config, train
+
+    recipe = job.language
+    shown = f"{job.row}, rate {recipe.learning_rate:g}, seed {recipe.seed}"
+    bar = bars.add_task(shown, total=recipe.steps)
+    curve: list[dict] = []
+
+    def log(metrics: dict) -> None:
+        if "val_loss" in metrics:
+            tokens = metrics["step"] * recipe.batch * recipe.context
+            curve.append({"step": metrics["step"], "tokens": tokens, "val_loss": metrics["val_loss"]})
+
+    def advance(step: int, loss: float | None) -> None:
+        bars.update(bar, completed=step, description=shown if loss is None else f"{shown}, loss {loss:.3f}")
+
+    model = build_model(model_config(recipe, job.mixer, len(corpus.tokenizer)), recipe.seed)
+    record = {"job": asdict(job), **train(model, corpus, recipe, log, advance), "curve": curve}
+    bars.remove_task(bar)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / f"{job.key}.json", record | {"versions": versions()})
+    return record
+
+
+def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
+    source = "the sources and help topics of Python" if recipe.text is None else recipe.text.name
+    write_page(
+        folder,
+        f"What each part of FEM adds to a language model: {recipe.prior} prior",
+        f"{recipe.layers} blocks of width {recipe.width} with {recipe.heads} heads; {recipe.steps} steps of "
+        f"{recipe.batch} x {recipe.context} tokens of {source}, byte-pair vocabulary of {recipe.vocabulary}. C: "
+        "conditioner, L: free energy, T: temperature gate (lambda), G: outer gate. All rows have the same parameters "
+        "within 1 %, the same initialisation, and per seed the same rows of text in the same order; each has the best "
+        "of the learning rates on the first seed. Loss: validation, nats per token after the last step, mean over "
+        "seeds; sd: over seeds.",
+        markdown_table(ablation.table()),
+        "![validation loss over tokens](loss.png)",
+        "## Learning rates",
+        f"Seed {recipe.seed}, validation loss after the last step.",
+        markdown_table(ablation.tuning_table()),
+        provenance(command_line("ablate", recipe, AblateRecipe())),
+    )
+
+
+def plot(ablation: Ablation, recipe: AblateRecipe, path: Path) -> None:
+    from fem.plots import mean_curves
+
+    line = lambda record: tuple([point[axis] for point in record["curve"]] for axis in ("tokens", "val_loss"))  # noqa: E731
+    rows = {row: [line(record) for record in records] for row, records in ablation.chosen.items()}
+    title = f"{recipe.prior} prior, equal parameters: mean of {recipe.seeds} seeds, and each of them"
+    mean_curves(path, title, "tokens", "validation loss, nats per token", rows)
+
+
+@recipe_options(AblateRecipe())
+def command(
+    changes: dict,
+    output: Annotated[Path | None, typer.Option(help="Folder of the ablation; default: runs/ablate-PRIOR.")] = None,
+):
+    """What each part of FEM adds to a language model: the paper's rows, and controls. A stopped one goes on."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    recipe = replace(AblateRecipe(), **changes)
+    output = output or Path(f"runs/ablate-{recipe.prior}")
+    run(recipe, output)
+    typer.echo(f"written to {output}: report.md, results.json, tables, loss.png")

@@ -1,0 +1,38 @@
+"""The rows of an ablation: which of C, L, T and G a mixer has, under the paper's names and those of the controls."""
+
+from __future__ import annotations
+
+from fem.experiments.common.mixers import canonical, fields_of
+
+ROWS = {
+    "full": "CLTG",
+    "-G": "CLT",
+    "-G,T": "CL",
+    "-G,T,L": "C",
+    "-C": "LTG",
+    "-C,G": "LT",
+    "-C,G,T": "L",
+    "-C,G,T,L": "",
+    "+G": "G",
+    "+C,G": "CG",
+}
+REMARKS = {
+    "full": "the Free Energy Mixer",
+    "-G,T,L": "the conditioner alone",
+    "-C,G,T": "LASER: log-sum-exp alone, at beta 1",
+    "-C,G,T,L": "the prior alone",
+    "+G": "control: the outer gate alone, no free energy",
+    "+C,G": "control: all but the free energy",
+}
+
+
+def row_fields(row: str, prior: str) -> dict:
+    """The fields of `FreeEnergyMixerConfig` that make this row of this prior.
+
+    Without L, gla and mamba keep the scores they were published with, unnormalised (Table 1). Raises ValueError on an
+    unknown row or prior.
+    """
+    if row not in ROWS:
+        raise ValueError(f"rows must be from {'; '.join(ROWS)}, got {row!r}.")
+    parts = ROWS[row]
+    return fields_of(canonical(f"{prior}+{parts}" if parts else prior))

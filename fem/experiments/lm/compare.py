@@ -1,0 +1,93 @@
+"""Language models of equal size, side by side: same data in the same order, same seeds, different mixers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, stdev
+
+from rich.progress import Progress
+
+from fem.experiments.common.run import Run
+from fem.experiments.common.trainer import Score
+from fem.experiments.lm.small import LanguageRecipe, build_model, model_config, train
+from fem.experiments.lm.text import Corpus
+from fem.models import FEMForCausalLM
+from fem.plots import Panel, learning_curves
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was measured, by mixer and in the order of the seeds, and each mixer's model of the first seed."""
+
+    results: dict[str, list[Score]]
+    curves: dict[str, list[list[Score]]]
+    models: dict[str, FEMForCausalLM]
+
+    def scores(self) -> dict[str, dict]:
+        """Means over the seeds, and every seed's validation loss."""
+        return {
+            name: {metric: mean(seed[metric] for seed in seeds) for metric in ("val_loss", "tokens_per_second")}
+            | {"parameters": int(seeds[0]["parameters"]), "val_losses": [seed["val_loss"] for seed in seeds]}
+            for name, seeds in self.results.items()
+        }
+
+    def rows(self, bytes_per_token: float) -> list[dict]:
+        """A table: validation loss in nats per token, its standard deviation over seeds, and in bits per byte."""
+        return [
+            {
+                "mixer": name,
+                "loss": score["val_loss"],
+                "sd": stdev(score["val_losses"]) if len(score["val_losses"]) > 1 else None,
+                "seeds": len(score["val_losses"]),
+                "bits/byte": score["val_loss"] / math.log(2) / bytes_per_token,
+                "parameters": score["parameters"],
+                "tokens/s": score["tokens_per_second"],
+            }
+            for name, score in self.scores().items()
+        ]
+
+    def plot(self, path: Path) -> None:
+        """Validation loss over steps and over training time, a line per seed."""
+
+        def lines(x: str) -> dict:
+            return {
+                f"{name}, {index}": ([point[x] for point in curve], [point["val_loss"] for point in curve])
+                for name, curves in self.curves.items()
+                for index, curve in enumerate(curves)
+            }
+
+        panels = [
+            Panel("validation loss (nats per token)", "step", lines("step")),
+            Panel("the same over time", "seconds of training on this machine", lines("seconds")),
+        ]
+        learning_curves(path, "Language models of equal size", panels)
+
+
+def compare(
+    mixers: Mapping[str, dict], recipe: LanguageRecipe, seeds: Sequence[int], corpus: Corpus, run: Run, bars: Progress
+) -> Comparison:
+    """Train a model of every mixer with every seed; measurements go to the run's metrics.jsonl as they come."""
+    comparison = Comparison({name: [] for name in mixers}, {name: [] for name in mixers}, {})
+    for seed in seeds:
+        for name, mixer in mixers.items():
+            seeded = replace(recipe, seed=seed)
+            model = build_model(model_config(seeded, mixer, len(corpus.tokenizer)), seed)
+            curve: list[Score] = []
+            shown = f"language model: {name}" + (f", seed {seed}" if len(seeds) > 1 else "")
+            bar = bars.add_task(shown, total=recipe.steps)
+
+            def log(metrics, name=name, seed=seed, curve=curve):
+                run.log(experiment="lm", model=name, seed=seed, **metrics)
+                if "val_loss" in metrics:
+                    curve.append(metrics)
+
+            def advance(step, loss, bar=bar, shown=shown):
+                bars.update(bar, completed=step, description=shown if loss is None else f"{shown}, loss {loss:.3f}")
+
+            comparison.results[name].append(train(model, corpus, seeded, log, advance))
+            comparison.curves[name].append(curve)
+            comparison.models.setdefault(name, model)
+    return comparison

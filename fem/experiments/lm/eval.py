@@ -1,0 +1,155 @@
+"""`fem eval`: a language model through lm-evaluation-harness, on the paper's tasks or on any others."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fem.experiments.common.options import recipe_options
+from fem.experiments.common.run import command_line, open_run, option, provenance
+from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
+from fem.experiments.lm.suites import SUITES, paper_row
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRecipe:
+    """Which model is scored on what."""
+
+    model: str = option("", "Folder of a model, or the output of fem train: its newest whole checkpoint.")
+    suite: str | None = option(None, f"Tasks by one name: {', '.join(SUITES)}.")
+    tasks: str = option("", "The harness's names of tasks, with commas between them.")
+    include_path: str | None = option(None, "Folder with task files (YAML) of your own.")
+    batch_size: int = option(8, "Rows at a time.")
+    limit: int | None = option(None, "Only so many examples of each task: for a try.")
+    beside: str = option("340M fem-sm", "Row of the paper's Table 2 to print beside the suite.")
+    seed: int = option(42, "Seed of examples shown and of sampling.")
+
+    def __post_init__(self):
+        if not self.model:
+            raise ValueError("model must be given: --model with the folder of a model or of a training.")
+        if self.suite is not None and self.suite not in SUITES:
+            raise ValueError(f"suite must be one of {', '.join(SUITES)}, got {self.suite!r}.")
+        if not self.task_names():
+            raise ValueError("tasks must be given: --suite with a suite, or --tasks with names.")
+        for name in ("batch_size", "limit"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+        if self.include_path is not None and not Path(self.include_path).is_dir():
+            raise ValueError(f"include_path must be a folder of task files, got {self.include_path!r}.")
+        paper_row(self.beside)
+
+    def task_names(self) -> list[str]:
+        suite = [score.task for score in SUITES.get(self.suite, ())]
+        return list(dict.fromkeys(suite + [name.strip() for name in self.tasks.split(",") if name.strip()]))
+
+
+def evaluate(recipe: EvalRecipe) -> dict[str, dict[str, float]]:
+    """{task: {metric: score}}, groups and their parts alike; metrics end in "_stderr" where the harness estimates one.
+
+    Raises ValueError on a model that cannot be read and on unknown tasks.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    from fem.experiments.common.checkpoints import load_language_model
+
+    model, tokenizer = load_language_model(recipe.model)
+    manager = TaskManager(include_path=recipe.include_path, include_defaults=_beyond(recipe))
+    unknown = [name for name in recipe.task_names() if not manager.match_tasks([name])]
+    if unknown:
+        raise ValueError(f"tasks must be known to lm-evaluation-harness or lie in --include-path, got {unknown[0]!r}.")
+    longest = model.config.max_position_embeddings
+    harness = HFLM(
+        pretrained=model,
+        tokenizer=tokenizer,
+        device=str(model.device),
+        max_length=longest,
+        batch_size=recipe.batch_size,
+    )
+    seeds = {f"{name}_random_seed": recipe.seed for name in ("numpy", "torch", "fewshot")}
+    found = simple_evaluate(
+        harness,
+        tasks=recipe.task_names(),
+        task_manager=manager,
+        limit=recipe.limit,
+        log_samples=False,
+        random_seed=recipe.seed,
+        **seeds,
+    )
+    return {task: _scores(scores) for task, scores in (found["results"] | found.get("groups", {})).items()}
+
+
+def _beyond(recipe: EvalRecipe) -> bool:
+    """Whether tasks of the harness are needed: to read its own list takes seconds."""
+    if recipe.suite is not None or recipe.include_path is None:
+        return True
+    own = {path.stem for path in Path(recipe.include_path).rglob("*.yaml")}
+    return not set(recipe.task_names()) <= own
+
+
+def _scores(scores: dict) -> dict[str, float]:
+    """Without the harness's filters: "acc,none" is "acc"; the first filter of a metric counts."""
+    found: dict[str, float] = {}
+    for name, value in scores.items():
+        if isinstance(value, int | float) and "," in name:
+            found.setdefault(name.partition(",")[0], float(value))
+    return found
+
+
+def rows(recipe: EvalRecipe, scores: dict[str, dict[str, float]]) -> list[dict]:
+    """The suite's columns beside the paper's row, then every metric of the other tasks."""
+    suite = SUITES.get(recipe.suite, ())
+    paper = paper_row(recipe.beside)
+    table = [
+        {
+            "task": score.column,
+            "metric": score.metric,
+            "score": scores.get(score.task, {}).get(score.metric),
+            "stderr": scores.get(score.task, {}).get(f"{score.metric}_stderr"),
+            "paper": paper[score.column],
+        }
+        for score in suite
+    ]
+    for task in recipe.task_names():
+        if task in {score.task for score in suite}:
+            continue
+        for metric, value in scores.get(task, {}).items():
+            if not metric.endswith("_stderr"):
+                error = scores[task].get(f"{metric}_stderr")
+                table.append({"task": task, "metric": metric, "score": value, "stderr": error, "paper": None})
+    return table
+
+
+NOTHING = EvalRecipe(model="DIR", tasks="NAMES")
+
+
+def run(recipe: EvalRecipe, output: Path) -> dict:
+    """Score the model, write `output`; returns what results.json holds."""
+    with open_run(output, "eval", recipe) as under_way:
+        scores = evaluate(recipe)
+        table = rows(recipe, scores)
+        for task, found in scores.items():
+            under_way.log(task=task, **found)
+        write_table(under_way.folder, "table", table)
+        title = f"lm-evaluation-harness; paper: Table 2, {recipe.beside}" if recipe.suite else "Scores"
+        made = provenance(command_line("eval", recipe, NOTHING))
+        write_page(under_way.folder, f"{Path(recipe.model).name}: {title}", markdown_table(table), made)
+        results = under_way.finish({"eval": scores, "model": recipe.model})
+    show_table(title, table)
+    return results
+
+
+@recipe_options(NOTHING)
+def command(
+    changes: dict,
+    output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("runs/eval"),
+):
+    """Score a language model with lm-evaluation-harness: the paper's suite, or any tasks."""
+    run(EvalRecipe(**changes), output)
+    typer.echo(f"written to {output}: report.md, results.json, table.csv")

@@ -1,0 +1,185 @@
+"""Does FEM help a model that exists? Train a small host, then go on with it as it is and with FEM in its attention."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+import typer
+from torch import nn
+
+from fem.experiments.common.options import recipe_options
+from fem.experiments.common.run import command_line, open_run, option, progress, provenance
+from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
+
+if TYPE_CHECKING:
+    from fem.experiments.lm.text import Corpus
+
+
+HOSTS = ("gpt2", "llama")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneRecipe:
+    """A host, its training, and the equal further training of both. The defaults are a laptop's: some minutes."""
+
+    text: Path | None = option(None, "Text to train on; the sources of Python where none is given.")  # noqa: RUF009
+    host: str = option("gpt2", "Host: gpt2, or llama with grouped heads.")
+    layers: int = option(3, "Blocks of the host.")
+    width: int = option(96, "Width of the host.")
+    heads: int = option(4, "Heads of the host; llama has half as many key heads.")
+    vocabulary: int = option(1024, "Entries of the byte-pair tokenizer.")
+    context: int = option(64, "Tokens of one row.")
+    batch: int = option(16, "Rows a step.")
+    steps: int = option(600, "Steps that train the host.")
+    further_steps: int = option(300, "Steps that both go on for.")
+    learning_rate: float = option(2e-3, "Peak learning rate of AdamW for the host.")
+    further_learning_rate: float = option(1e-3, "Peak learning rate of AdamW for both afterwards.")
+    awakening: float = option(30.0, "Learning rate of lambda and beta as a multiple: lambda starts at 5e-5.")
+    runs: int = option(3, "Orders of the data, each gone through by both.")
+    seed: int = option(0, "Seed of the weights and of the first order of the data.")
+
+    def __post_init__(self):
+        if self.host not in HOSTS:
+            raise ValueError(f"host must be {' or '.join(HOSTS)}, got {self.host!r}.")
+        for name in ("layers", "width", "heads", "batch", "steps", "further_steps", "runs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+
+
+def build_host(recipe: FinetuneRecipe, vocabulary: int) -> nn.Module:
+    """A new host."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    text = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True}
+    torch.manual_seed(recipe.seed)
+    if recipe.host == "gpt2":
+        sizes = {
+            "n_embd": recipe.width,
+            "n_layer": recipe.layers,
+            "n_head": recipe.heads,
+            "n_positions": recipe.context,
+        }
+        return GPT2LMHeadModel(GPT2Config(**text, **sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0))
+    sizes = {"num_hidden_layers": recipe.layers, "num_attention_heads": recipe.heads, "hidden_size": recipe.width}
+    grouped = {"num_key_value_heads": recipe.heads // 2, "intermediate_size": 8 * recipe.width // 3}
+    return LlamaForCausalLM(LlamaConfig(**text, **sizes, **grouped, max_position_embeddings=recipe.context))
+
+
+def parameter_groups(model: nn.Module, rate: float, awakening: float) -> list[dict]:
+    """Parameters for an optimiser: lambda and beta of a replaced attention learn `awakening` times as fast.
+
+    A gradient reaches W_lambda through sigmoid'(lambda_init) = 5e-5, so at the host's rate lambda stays where it is,
+    and AdamW's usual eps of 1e-8 is as large as what it divides.
+    """
+    from fem.models.surgery.head import FreeEnergyHead
+
+    fast = {id(p) for m in model.modules() if isinstance(m, FreeEnergyHead) for p in m.temperature_parameters()}
+    kept = {"params": [p for p in model.parameters() if id(p) not in fast], "lr": rate}
+    woken = {"params": [p for p in model.parameters() if id(p) in fast], "lr": awakening * rate, "eps": 1e-12}
+    return [kept, woken] if fast else [kept]
+
+
+def train(
+    model: nn.Module, corpus: Corpus, groups: list[dict], steps: int, batch: int, seed: int, advance: Callable[[], None]
+) -> nn.Module:
+    """`steps` of AdamW on training rows in an order that depends on `seed` alone; returns the model in eval mode."""
+    rows, order = corpus.train["input_ids"], torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+    rise_and_fall = lambda step: min(1, step / 20 + 0.05) * 0.5 * (1 + math.cos(math.pi * step / steps))  # noqa: E731
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rise_and_fall)
+    model.train()
+    for _ in range(steps):
+        ids = rows[torch.randint(len(rows), (batch,), generator=order)]
+        model(input_ids=ids, labels=ids).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        advance()
+    return model.eval()
+
+
+def train_host(recipe: FinetuneRecipe, corpus: Corpus, advance: Callable[[], None] = lambda: None) -> nn.Module:
+    host = build_host(recipe, len(corpus.tokenizer))
+    groups = parameter_groups(host, recipe.learning_rate, recipe.awakening)
+    return train(host, corpus, groups, recipe.steps, recipe.batch, recipe.seed, advance)
+
+
+@torch.no_grad()
+def validate(model: nn.Module, corpus: Corpus, rows: int = 256) -> float:
+    """The loss on held-out rows, in nats per token."""
+    blocks = corpus.validation["input_ids"][:rows]
+    losses = [model(input_ids=ids, labels=ids).loss.item() * len(ids) for ids in blocks.split(32)]
+    return sum(losses) / len(blocks)
+
+
+def finetune(recipe: FinetuneRecipe, corpus: Corpus, advance: Callable[[], None] = lambda: None) -> dict:
+    """Loss of the host, of the host turned into FEM before training, and of both after equal further training."""
+    from fem.models import replace_attention
+
+    host = train_host(recipe, corpus, advance)
+    fem = replace_attention(copy.deepcopy(host))
+    count = lambda model: sum(p.numel() for p in model.parameters())  # noqa: E731
+    found = {"host": validate(host, corpus), "replaced": validate(fem, corpus), "original": [], "fem": []}
+    for run in range(recipe.runs):
+        for name, start in (("original", host), ("fem", fem)):
+            model = copy.deepcopy(start)
+            groups = parameter_groups(model, recipe.further_learning_rate, recipe.awakening)
+            train(model, corpus, groups, recipe.further_steps, recipe.batch, recipe.seed + 1 + run, advance)
+            found[name].append(validate(model, corpus))
+    return found | {"host_parameters": count(host), "fem_parameters": count(fem)}
+
+
+def rows(found: dict) -> list[dict]:
+    """Loss before and after the further training: a row per order of the data, then the mean."""
+    pairs = list(zip(found["original"], found["fem"]))
+    table = [{"": "before", "original": found["host"], "FEM": found["replaced"]}]
+    table += [{"": f"after, order {order}", "original": a, "FEM": b} for order, (a, b) in enumerate(pairs, start=1)]
+    table.append({"": "after, mean", "original": mean(found["original"]), "FEM": mean(found["fem"])})
+    return [row | {"difference": f"{row['FEM'] - row['original']:+.4f}"} for row in table]
+
+
+def run(recipe: FinetuneRecipe, output: Path) -> dict:
+    """The comparison, written to `output`; returns what results.json holds."""
+    from fem.experiments.lm.text import build_corpus
+
+    corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)
+    source = "the sources and help topics of Python" if recipe.text is None else recipe.text.name
+    with open_run(output, "finetune", recipe) as under_way, progress() as bars:
+        bar = bars.add_task(recipe.host, total=recipe.steps + 2 * recipe.runs * recipe.further_steps)
+        found = finetune(recipe, corpus, lambda: bars.advance(bar))
+        table = rows(found)
+        write_table(under_way.folder, "table", table)
+        write_page(
+            under_way.folder,
+            f"FEM in a {recipe.host} that was trained without it",
+            f"{recipe.layers} blocks of width {recipe.width}, {recipe.steps} steps of {recipe.batch} x "
+            f"{recipe.context} tokens of {source}; then {recipe.further_steps} further steps of the model as it is and "
+            "of its copy after `replace_attention(preserve=True)`, on the same rows in the same order. Validation loss "
+            f"in nats per token. The original has {found['host_parameters']:,} parameters, FEM "
+            f"{found['fem_parameters']:,}: its gates are new.",
+            markdown_table(table),
+            provenance(command_line("finetune", recipe, FinetuneRecipe())),
+        )
+        results = under_way.finish({"finetune": found})
+    show_table(f"{recipe.host}: validation loss, nats per token", table)
+    return results
+
+
+@recipe_options(FinetuneRecipe())
+def command(
+    changes: dict,
+    output: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/finetune-HOST.")] = None,
+) -> None:
+    """Go on training a small GPT-2 or Llama as it is and with FEM in its attention, on the same rows."""
+    recipe = replace(FinetuneRecipe(), **changes)
+    output = output or Path(f"runs/finetune-{recipe.host}")
+    run(recipe, output)
+    typer.echo(f"written to {output}: report.md, results.json, table.csv")

@@ -1,0 +1,90 @@
+"""`fem generate`: a model's continuation of a prompt, printed as it comes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.generation import BaseStreamer
+
+NEW_TOKENS = 200
+
+
+def continue_prompt(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    *,
+    max_new_tokens: int | None = None,
+    temperature: float | int = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    streamer: BaseStreamer | None = None,
+) -> str:
+    """The text that the model puts behind the prompt; an empty prompt begins a document.
+
+    temperature 0 takes the likeliest token. max_new_tokens: None is 200, or as many as the context has room for.
+    Raises ValueError where the context has no room, and on a temperature or number that makes no sense.
+    """
+    import torch
+
+    if temperature < 0:
+        raise ValueError(f"temperature must not be negative, got {temperature}.")
+    if top_k < 1:
+        raise ValueError(f"top_k must be positive, got {top_k}.")
+    begin = [tokenizer.eos_token_id] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    ids = tokenizer(prompt)["input_ids"] or begin
+    context = model.config.max_position_embeddings
+    room = NEW_TOKENS if context is None else context - len(ids)
+    new = min(NEW_TOKENS, room) if max_new_tokens is None else max_new_tokens
+    if new < 1 or (context is not None and new > room):
+        raise ValueError(
+            f"max_new_tokens must lie between 1 and the {max(room, 0)} that a context of {context} leaves a prompt of "
+            f"{len(ids)} tokens, got {new}; shorten the prompt."
+        )
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
+    given = torch.tensor([ids], device=model.device)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        tokens = model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=new,
+            pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            streamer=streamer,
+            **sampling,
+        )
+    return tokenizer.decode(tokens[0, len(ids) :], skip_special_tokens=True)
+
+
+def command(
+    model: Annotated[str, typer.Option(help="Folder of a model, or the output of fem train.")],
+    prompt: Annotated[str, typer.Option(help="What to continue; nothing begins a document.")] = "",
+    max_new_tokens: Annotated[int | None, typer.Option(help=f"Most new tokens; none: up to {NEW_TOKENS}.")] = None,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Sample from so many of the likeliest tokens.")] = 50,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+):
+    """Continue a prompt, printing the text as it comes."""
+    from transformers import TextStreamer
+    from transformers.utils.logging import disable_progress_bar
+
+    from fem.experiments.common.checkpoints import load_language_model
+
+    disable_progress_bar()
+    network, tokenizer = load_language_model(model)
+    streamer = TextStreamer(tokenizer, skip_prompt=False, skip_special_tokens=True)
+    continue_prompt(
+        network,
+        tokenizer,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        streamer=streamer,
+    )

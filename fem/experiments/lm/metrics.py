@@ -1,0 +1,143 @@
+"""What a training says of itself: losses, learning rate, beta, lambda, recomputed reads, speed and memory."""
+
+from __future__ import annotations
+
+import math
+import time
+from importlib.util import find_spec
+
+import torch
+from rich.progress import Progress
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+
+from fem.experiments.common.run import Run
+from fem.experiments.lm.packing import Row
+from fem.experiments.lm.recipe import TrainRecipe
+from fem.experiments.lm.throughput import flops_per_token, peak_flops, peak_memory
+from fem.gates import Temperature, TwoLevelGate
+from fem.models import FEMForCausalLM
+from fem.ops.softmax.read import suspects
+
+LOGGED = {"loss": "train_loss", "eval_loss": "val_loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate"}
+
+
+class Journal(TrainerCallback):
+    """Writes metrics.jsonl, TensorBoard's files where it is installed, and a progress bar; process 0 alone.
+
+    A line has the step, the losses, and with them beta (smallest, mean, largest), the mean of lambda on the row
+    `probe`, the share of free energies computed again, tokens a second and seconds left; on a GPU the share of its
+    peak (MFU).
+    """
+
+    def __init__(self, recipe: TrainRecipe, run: Run, model: FEMForCausalLM, probe: Row | None, bars: Progress | None):
+        self.recipe, self.run, self.probe, self.bars = recipe, run, probe, bars
+        self.flops = flops_per_token(model, recipe.context)
+        self.loss: float | None = None
+
+    def on_train_begin(self, args, state, control, **_):
+        suspects.reset()
+        self.start_clock()
+        self.processes, self.writer = args.world_size, None
+        if self.bars is not None:
+            self.bar = self.bars.add_task("training", total=state.max_steps, completed=state.global_step)
+            if find_spec("tensorboard"):
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.writer = SummaryWriter(self.run.folder / "tensorboard", purge_step=state.global_step + 1)
+
+    def start_clock(self) -> None:
+        """Speed is that of the steps, data included, between two readings of the loss, which wait for the GPU."""
+        self.steps, self.began = 0, time.perf_counter()
+
+    def on_evaluate(self, args, state, control, **_):
+        self.start_clock()
+
+    def on_save(self, args, state, control, **_):
+        self.start_clock()
+
+    def on_step_end(self, args, state, control, **_):
+        self.steps += 1
+        if self.bars is not None:
+            shown = "training" if self.loss is None else f"training, loss {self.loss:.3f}"
+            self.bars.update(self.bar, completed=state.global_step, description=shown)
+
+    def on_log(self, args, state, control, logs, model, **_):
+        found = {ours: float(logs[theirs]) for theirs, ours in LOGGED.items() if theirs in logs}
+        if "train_loss" in found and not math.isfinite(found["train_loss"]):
+            raise ValueError(
+                f"the loss is {found['train_loss']} at step {state.global_step}; a smaller learning rate, more warm-up "
+                "steps or float32 may help, and --resume auto goes on from the last checkpoint."
+            )
+        self.loss = found.get("train_loss", self.loss)
+        if "train_loss" in found:
+            found |= self.speed(state.max_steps - state.global_step) | read_statistics(model, self.probe)
+            self.start_clock()
+        if found and self.bars is not None:
+            self.run.log(step=state.global_step, **found)
+            for name, value in found.items() if self.writer is not None else ():
+                self.writer.add_scalar(name, value, state.global_step)
+
+    def on_train_end(self, args, state, control, **_):
+        if self.writer is not None:
+            self.writer.close()
+
+    def speed(self, steps_left: int) -> dict[str, float]:
+        if not self.steps:
+            return {}
+        a_step = (time.perf_counter() - self.began) / self.steps
+        tokens = self.recipe.batch_size * self.recipe.context / a_step
+        found = {
+            "tokens_per_second": tokens,
+            "seconds_left": a_step * steps_left,
+            "peak_memory_bytes": peak_memory(),
+        }
+        if peak := peak_flops():
+            found["mfu"] = tokens * self.flops / (peak * self.processes)
+        return found
+
+
+def summary(metrics: list[dict]) -> dict:
+    """The last value of everything that was measured, with the steps of the last validation and of the end."""
+    last: dict = {}
+    for line in metrics:
+        last |= line | ({"validated_at": line["step"]} if "val_loss" in line else {})
+    return {name: value for name, value in last.items() if name != "seconds_left"}
+
+
+@torch.no_grad()
+def read_statistics(model: FEMForCausalLM, row: Row | None) -> dict[str, float]:
+    """beta over all channels, lambda over all channels and the row's tokens, and how many free energies were redone."""
+    found: dict[str, float] = {}
+    betas = [module().flatten() for module in model.modules() if isinstance(module, Temperature)]
+    if betas:
+        beta = torch.cat([beta.full_tensor() if isinstance(beta, DTensor) else beta for beta in betas])
+        found |= {"beta_min": beta.min().item(), "beta_mean": beta.mean().item(), "beta_max": beta.max().item()}
+    if suspects.entries:
+        found["recomputed_share"] = suspects.recomputed / suspects.entries
+    if row is not None:
+        found |= gate_statistics(model, row)
+    suspects.reset()
+    return found
+
+
+def gate_statistics(model: FEMForCausalLM, row: Row) -> dict[str, float]:
+    lambdas: list[float] = []
+
+    def look(gate, args):
+        lambda_, _ = gate.factors(args[0])
+        if lambda_ is not None:
+            lambdas.append(lambda_.float().mean().item())
+
+    gates = [module for module in model.modules() if isinstance(module, TwoLevelGate)]
+    hooks = [gate.register_forward_pre_hook(look) for gate in gates]
+    training = model.training
+    try:
+        model.eval()
+        ids, segments = (row[name][None].to(model.device) for name in ("input_ids", "segment_ids"))
+        model(input_ids=ids, segment_ids=segments, logits_to_keep=1)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return {"lambda_mean": sum(lambdas) / len(lambdas)} if lambdas else {}

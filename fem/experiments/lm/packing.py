@@ -1,0 +1,191 @@
+"""Rows of equal length, packed with documents: a file of tokens read in a seeded order, or a stream.
+
+A row is {"input_ids", "labels", "segment_ids"}, each (context,): a document that does not fit goes on in the next row,
+segment ids count the documents of the row, and the first token of each is no target (-100).
+Every source starts at any step without reading what came before it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import IterableDataset as HubStream
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from transformers import PreTrainedTokenizerFast
+
+from fem.experiments.lm.documents import text_of
+from fem.models.loss import IGNORED
+
+Row = dict[str, Tensor]
+DOCUMENTS_AT_ONCE = 256
+
+
+def packed(ids: np.ndarray, opens: np.ndarray) -> Row:
+    """The row of these tokens; `opens` marks those that begin a document, the row's first counted among them."""
+    opens = opens.copy()
+    opens[0] = True
+    ids = ids.astype(np.int64)
+    labels = np.where(opens, IGNORED, ids)
+    return {
+        "input_ids": torch.from_numpy(ids),
+        "labels": torch.from_numpy(labels),
+        "segment_ids": torch.from_numpy(np.cumsum(opens)),
+    }
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Documents as one line of tokens on disk, an end token behind each: tokens (N,), ends (documents,)."""
+
+    tokens: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def open(cls, folder: Path) -> TokenFile:
+        return cls(np.memmap(folder / "tokens.bin", np.uint32, "r"), np.load(folder / "ends.npy"))
+
+    def row(self, index: int, context: int) -> Row:
+        begin, end = index * context, (index + 1) * context
+        first, last = np.searchsorted(self.ends, (begin + 1, end))
+        opens = np.zeros(context, bool)
+        opens[self.ends[first:last] - begin] = True
+        return packed(self.tokens[begin:end], opens)
+
+    def rows(self, context: int) -> int:
+        return len(self.tokens) // context
+
+
+def write_tokens(documents: Iterator[str], tokenizer: PreTrainedTokenizerFast, folder: Path, source: list) -> TokenFile:
+    """Write the documents' tokens to `folder`, whole or not at all, or open what an earlier call wrote there.
+
+    source: what tells the documents apart, such as the names and sizes of their files. Raises ValueError where the
+    folder was written from another one.
+    """
+    if folder.exists():
+        if json.loads((folder / "source.json").read_text()) != source:
+            raise ValueError(f"data have changed since {str(folder)!r} was written; give another --output.")
+        return TokenFile.open(folder)
+    staging = folder.with_name(f".{folder.name}")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    ends, total = [], 0
+    with open(staging / "tokens.bin", "wb") as file:
+        for batch in _batches(documents):
+            for ids in encode(batch, tokenizer):
+                file.write(ids.tobytes())
+                total += len(ids)
+                ends.append(total)
+    np.save(staging / "ends.npy", np.array(ends, np.int64))
+    (staging / "source.json").write_text(json.dumps(source))
+    os.replace(staging, folder)
+    return TokenFile.open(folder)
+
+
+def encode(documents: list[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[np.ndarray]:
+    """Each document's tokens and the end token."""
+    for found in tokenizer.backend_tokenizer.encode_batch_fast(documents, add_special_tokens=False):
+        yield np.array([*found.ids, tokenizer.eos_token_id], np.uint32)
+
+
+def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    batch = []
+    for document in documents:
+        batch.append(document)
+        if len(batch) == DOCUMENTS_AT_ONCE:
+            yield batch
+            batch = []
+    yield batch
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process reads of every batch: rows in micro-batches, dealt to the processes in turn."""
+
+    rows: int  # of a batch, over all processes
+    micro: int  # of one forward of one process
+    rank: int = 0
+    world: int = 1
+
+    def __post_init__(self):
+        if self.rows % (self.micro * self.world):
+            raise ValueError(
+                f"batch_size must be a multiple of micro_batch x processes = {self.micro} x {self.world}, "
+                f"got {self.rows}."
+            )
+
+    @property
+    def accumulation(self) -> int:
+        """Forwards of one process in a step."""
+        return self.rows // (self.micro * self.world)
+
+    def numbers(self, step: int) -> Iterator[int]:
+        """The numbers of this process's rows, from `step` on without end, counted over all processes."""
+        for micro in count(step * self.accumulation):
+            first = (micro * self.world + self.rank) * self.micro
+            yield from range(first, first + self.micro)
+
+
+class ShuffledRows(IterableDataset):
+    """The first `rows` rows of a file, every epoch in another order; equal batches for any number of processes."""
+
+    def __init__(self, file: TokenFile, context: int, rows: int, share: Share, seed: int):
+        self.file, self.context, self.rows, self.share, self.seed = file, context, rows, share, seed
+        self.step = 0
+
+    def __iter__(self) -> Iterator[Row]:
+        for number in self.share.numbers(self.step):
+            epoch, place = divmod(number, self.rows)
+            yield self.file.row(int(_order(self.rows, self.seed, epoch)[place]), self.context)
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict, step: int) -> None:
+        self.step = step
+
+
+@lru_cache(maxsize=2)
+def _order(rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(rows)
+
+
+class StreamedRows(IterableDataset):
+    """Rows packed from documents as they come, in their order, again and again; its state says where it is."""
+
+    def __init__(self, stream: HubStream, field: str, tokenizer: PreTrainedTokenizerFast, context: int):
+        self.stream, self.field, self.tokenizer, self.context = stream, field, tokenizer, context
+        self.beginning = stream.state_dict()
+        self.ids, self.opens = np.zeros(0, np.uint32), np.zeros(0, bool)
+
+    def __iter__(self) -> Iterator[Row]:
+        barren = 0  # passes without a record; the first may have begun at the end
+        while barren < 2:
+            barren += 1
+            for record in self.stream:
+                barren = 0
+                (ids,) = encode([text_of(record, self.field, "every record")], self.tokenizer)
+                self.ids = np.concatenate([self.ids, ids])
+                self.opens = np.concatenate([self.opens, np.arange(len(ids)) == 0])
+                while len(self.ids) >= self.context:
+                    row = packed(self.ids[: self.context], self.opens[: self.context])
+                    self.ids, self.opens = self.ids[self.context :], self.opens[self.context :]
+                    yield row
+            self.stream.load_state_dict(self.beginning)
+        raise ValueError("data must not be empty, got a stream without a record.")
+
+    def state_dict(self) -> dict:
+        return {"stream": self.stream.state_dict(), "ids": self.ids.tolist(), "opens": self.opens.tolist()}
+
+    def load_state_dict(self, state: dict, step: int) -> None:
+        self.stream.load_state_dict(state["stream"])
+        self.ids, self.opens = np.array(state["ids"], np.uint32), np.array(state["opens"], bool)

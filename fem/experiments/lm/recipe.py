@@ -1,0 +1,98 @@
+"""What `fem train` trains: models, data and training, from a laptop's to the paper's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from fem.experiments.common.run import option
+
+DTYPES = ("float32", "bfloat16")
+PARALLEL = ("ddp", "fsdp")
+PAPER_ROWS = 128  # of 4096 tokens: 0.5M tokens a step
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRecipe:
+    """What is trained on what, and how. A batch is counted over all processes: one recipe fits any number of GPUs."""
+
+    preset: str = option("fem-sm-tiny", "Model, such as fem-sm-340m, fem-gla-small, transformer-tiny.")
+    model: str = option("{}", 'Other model fields than the preset\'s, as JSON: {"mixer": {"use_conv": false}}.')
+    data: str = option("", "Text, .jsonl, .parquet, a folder of them, or a dataset of the hub, which is streamed.")
+    subset: str | None = option(None, "Configuration of the hub dataset.")
+    field: str = option("text", "Where a record has its text.")
+    tokenizer: str | None = option(None, "Tokenizer, a folder or a name on the hub; none: trained on the local data.")
+    vocabulary: int = option(4096, "Entries of a tokenizer that is trained here.")
+    context: int = option(512, "Tokens of a row.")
+    batch_size: int = option(16, "Rows of a step, over all processes.")
+    micro_batch: int | None = option(None, "Rows of one forward on one process; none: as many as the step gives it.")
+    max_steps: int = option(1000, "Optimiser steps.")
+    warmup_steps: int = option(50, "Steps in which the learning rate rises; a cosine takes it to zero.")
+    learning_rate: float = option(1e-3, "Peak learning rate of AdamW.")
+    beta2: float = option(0.95, "AdamW's second moment.")
+    weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
+    clip: float = option(1.0, "Largest norm of a gradient.")
+    dtype: str = option("float32", f"Arithmetic: {' or '.join(DTYPES)}; weights and optimiser stay float32.")
+    compile: bool = option(False, "torch.compile the model.")
+    checkpointing: bool = option(False, "Recompute activations in the backward pass: slower, in less memory.")
+    parallel: str = option("ddp", "Under torchrun: ddp, or fsdp to shard weights and optimiser over GPUs.")
+    validation_rows: int = option(64, "Rows held out, the last of local data, a tenth at most; a stream has none.")
+    eval_steps: int = option(200, "Steps between validations.")
+    log_steps: int = option(10, "Steps between lines of metrics.jsonl.")
+    save_steps: int = option(200, "Steps between checkpoints; there is one at the end.")
+    keep: int = option(2, "Checkpoints to keep, the newest.")
+    seed: int = option(42, "Seed of the weights and of the order of the rows.")
+
+    def __post_init__(self):
+        for name in ("context", "batch_size", "max_steps", "log_steps", "save_steps", "eval_steps", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ValueError(f"micro_batch must be positive, got {self.micro_batch}.")
+        if self.validation_rows < 0:
+            raise ValueError(f"validation_rows must not be negative, got {self.validation_rows}.")
+        for name, known in (("dtype", DTYPES), ("parallel", PARALLEL)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be {' or '.join(known)}, got {getattr(self, name)!r}.")
+        self.model_fields()
+
+    def model_fields(self) -> dict:
+        """The fields of `FEMConfig` that differ from the preset's."""
+        try:
+            fields = json.loads(self.model)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"model must be a JSON object of model fields, got {self.model!r}.") from error
+        if not isinstance(fields, dict):
+            raise ValueError(f"model must be a JSON object of model fields, got {self.model!r}.")
+        return fields
+
+
+def paper(size: str, tokens: float) -> TrainRecipe:
+    """The paper's language models (Section 3): 0.5M tokens a step, of which 1B warm up."""
+    step = PAPER_ROWS * 4096
+    return TrainRecipe(
+        preset=f"fem-sm-{size}",
+        data="HuggingFaceFW/fineweb-edu",
+        subset="sample-100BT",
+        tokenizer="meta-llama/Llama-2-7b-hf",
+        context=4096,
+        batch_size=PAPER_ROWS,
+        max_steps=round(tokens / step),
+        warmup_steps=round(1e9 / step),
+        learning_rate=4e-4,
+        dtype="bfloat16",
+        validation_rows=0,
+        save_steps=1000,
+        seed=42,
+    )
+
+
+RECIPES = {"laptop": TrainRecipe(), "paper-340m": paper("340m", 15e9), "paper-1.3b": paper("1.3b", 100e9)}
+FREE = {"micro_batch", "eval_steps", "log_steps", "save_steps", "keep", "compile", "checkpointing"}
+
+
+def differences(stored: dict, recipe: TrainRecipe) -> list[str]:
+    """The fields that a run under way may not change, as "learning_rate (0.001 there, 0.002 here)"."""
+    given = asdict(recipe)
+    changed = [name for name in given if name not in FREE and stored.get(name) != given[name]]
+    return [f"{name} ({stored.get(name)} there, {given[name]} here)" for name in changed]

@@ -1,0 +1,135 @@
+"""Train a small language model with transformers' Trainer."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import PrinterCallback, TrainingArguments
+
+from fem.experiments.common.run import option
+from fem.experiments.common.trainer import LanguageTrainer, Score, Watch
+from fem.experiments.lm.text import Corpus
+from fem.models import FEMConfig, FEMForCausalLM
+from fem.models.presets import preset
+
+SOFTMAX_ATTENTION = {"use_conv": False, "use_temperature": False, "use_lse": False, "use_outer_gate": False}
+MIXERS = {"fem": {}, "softmax": SOFTMAX_ATTENTION}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageRecipe:
+    """A language model and its training. The defaults are a laptop's: a million parameters, a few minutes."""
+
+    layers: int = option(4, "Blocks of the model.")
+    width: int = option(128, "Width of the model.")
+    heads: int = option(4, "Heads of every mixer.")
+    mlp_width: int = option(352, "Width of softmax attention's SwiGLU; others narrow theirs to equal parameters.")
+    vocabulary: int = option(2048, "Entries of the byte-pair tokenizer.")
+    context: int = option(128, "Tokens of one row.")
+    batch: int = option(16, "Rows a step.")
+    steps: int = option(700, "Optimiser steps.")
+    learning_rate: float = option(2e-3, "Peak learning rate of AdamW.")
+    warmup: float = option(0.05, "Share of the steps in which the learning rate rises.")
+    weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
+    validations: int = option(8, "Validations, evenly spaced; the last at the end.")
+    validation_blocks: int = option(256, "Most held-out blocks, evenly spaced, that a validation reads.")
+    seed: int = option(0, "Seed of the weights and of the order of the data.")
+
+
+def model_config(recipe: LanguageRecipe, mixer: dict, vocabulary: int) -> FEMConfig:
+    """A model with the parameters of softmax attention's, whatever the mixer: the SwiGLU pays for what it adds.
+
+    mixer: fields of `FreeEnergyMixerConfig`, its prior_type among them where it is not softmax.
+    """
+    fields = dict(mixer)
+    return preset(
+        "fem-sm-tiny",
+        vocab_size=vocabulary,
+        hidden_size=recipe.width,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        intermediate_size=recipe.mlp_width,
+        max_position_embeddings=recipe.context,
+        prior_type=fields.pop("prior_type", "softmax"),
+        mixer=fields,
+    )
+
+
+def build_model(config: FEMConfig, seed: int) -> FEMForCausalLM:
+    """A new model; those of one seed and vocabulary start from the same embeddings, whatever their mixers."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = FEMForCausalLM(config)
+    embeddings, generator = model.get_input_embeddings().weight, torch.Generator().manual_seed(seed)
+    nn.init.normal_(embeddings, std=config.initializer_range, generator=generator)
+    return model
+
+
+def train(
+    model: FEMForCausalLM,
+    corpus: Corpus,
+    recipe: LanguageRecipe,
+    log: Callable[[Score], None],
+    advance: Callable[[int, float | None], None],
+) -> Score:
+    """Train the model in place; returns its last {"val_loss", "parameters", "tokens_per_second"}.
+
+    val_loss: nats per token of the held-out blocks. tokens_per_second: of the training steps, validation apart.
+    log receives every measurement, advance every step with the last validation loss.
+    """
+    watch = Watch(log, advance)
+    with tempfile.TemporaryDirectory() as nothing_is_saved:
+        trainer = LanguageTrainer(
+            model=model,
+            args=training_arguments(recipe, nothing_is_saved),
+            train_dataset=corpus.train,
+            eval_dataset=_evenly_spaced(corpus.validation, recipe.validation_blocks),
+            callbacks=[watch],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return {
+        "val_loss": watch.loss,  # the Trainer validates after the last step, whatever the rhythm
+        "parameters": model.num_parameters(),
+        "tokens_per_second": recipe.steps * recipe.batch * recipe.context / watch.seconds,
+    }
+
+
+def training_arguments(recipe: LanguageRecipe, output: str) -> TrainingArguments:
+    every = max(1, recipe.steps // recipe.validations)
+    return TrainingArguments(
+        output_dir=output,
+        max_steps=recipe.steps,
+        per_device_train_batch_size=recipe.batch,
+        per_device_eval_batch_size=recipe.batch,
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=round(recipe.warmup * recipe.steps),
+        weight_decay=recipe.weight_decay,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        seed=recipe.seed,
+        data_seed=recipe.seed,
+        eval_strategy="steps",
+        eval_steps=every,
+        logging_steps=every,
+        save_strategy="no",
+        prediction_loss_only=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        use_cache=True,
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+    )
+
+
+def _evenly_spaced(blocks: Dataset, most: int) -> Dataset:
+    count = min(most, len(blocks))
+    return blocks.select(np.linspace(0, len(blocks) - 1, count).astype(int))

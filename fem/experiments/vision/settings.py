@@ -1,0 +1,126 @@
+"""What `fem vision` trains: pictures, models and training, as a recipe and its profiles."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+from fem.experiments.common.mixers import canonical
+from fem.experiments.common.run import option
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionRecipe:
+    """Pictures, models and training. The defaults are a laptop's: scikit-learn's digits, under a minute a model."""
+
+    data: str = option("digits", "digits, a folder or zip of <split>/<class>/<picture>, or a dataset of the hub.")
+    mixers: str = option("softmax,fem-sm", "Mixers with commas between, such as softmax, fem-gla, softmax+LT.")
+    seeds: int = option(3, "How many seeds; every mixer has the same.")
+    seed: int = option(0, "First seed: of weights, order and crops.")
+    image_size: int = option(8, "Side of the images, in pixels.")
+    patch_size: int = option(2, "Side of a patch, in pixels.")
+    channels: int = option(1, "1: grey, 3: RGB.")
+    width: int = option(48, "Width of the model.")
+    layers: int = option(4, "Blocks of the model.")
+    heads: int = option(4, "Heads of every mixer.")
+    pooling: str = option("cls", "cls: classify by a class token, as DeiT; mean: by the mean over patches.")
+    drop_path: float = option(0.0, "How often the last block skips a branch in training.")
+    epochs: int = option(24, "Times that every picture is seen.")
+    batch: int = option(64, "Pictures a step, over all processes.")
+    learning_rate: float = option(3e-3, "Peak learning rate of AdamW.")
+    warmup: float = option(0.05, "Share of the steps in which the learning rate rises; a cosine takes it to zero.")
+    weight_decay: float = option(0.05, "Weight decay of the weights; beta, norms and biases have none.")
+    min_area: float = option(0.6, "Smallest share of a picture's area that a training crop shows.")
+    flip: bool = option(False, "Mirror half of the training pictures.")
+    mixup: float = option(0.0, "Beta parameter of blends of two pictures; 0: none.")
+    cutmix: float = option(0.0, "Beta parameter of boxes from another picture; 0: none.")
+    smoothing: float = option(0.1, "Label smoothing.")
+    central_share: float = option(1.0, "Side of the central crop that tests see, as a share of the shorter side.")
+    validations: int = option(10, "Tests and checkpoints, evenly spaced; the last at the end.")
+    dtype: str = option("float32", f"Arithmetic: {' or '.join(DTYPES)}; weights and optimiser stay float32.")
+    workers: int = option(0, "Processes that read pictures.")
+    threads: int = option(1, "CPU threads; more help where the machine is idle, and hurt where it is busy.")
+
+    def __post_init__(self):
+        counts = ("seeds", "layers", "epochs", "batch", "validations", "threads", "learning_rate")
+        for name in counts:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+        for name in ("seed", "mixup", "cutmix", "workers", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+        for name in ("min_area", "central_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in (0, 1], got {getattr(self, name)}.")
+        for name in ("smoothing", "warmup"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}.")
+        if self.channels not in (1, 3):
+            raise ValueError(f"channels must be 1 (grey) or 3 (RGB), got {self.channels}.")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be {' or '.join(DTYPES)}, got {self.dtype!r}.")
+        if not self.mixer_names:
+            raise ValueError("mixers must name at least one mixer, got an empty list.")
+
+    @property
+    def mixer_names(self) -> list[str]:
+        """Each mixer's one name, in the order given."""
+        return list(dict.fromkeys(canonical(name.strip()) for name in self.mixers.split(",") if name.strip()))
+
+    def jobs(self) -> Iterator[tuple[str, VisionRecipe]]:
+        """Every run and the name of its record, seed after seed: a recipe of one mixer and one seed."""
+        for seed in range(self.seed, self.seed + self.seeds):
+            for mixer in self.mixer_names:
+                job = replace(self, mixers=mixer, seed=seed, seeds=1)
+                decides = {name: value for name, value in asdict(job).items() if name not in ("workers", "threads")}
+                digest = hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=6).hexdigest()
+                yield f"{mixer}-seed{seed}-{digest}", job
+
+
+DIGITS = VisionRecipe()
+CIFAR = VisionRecipe(
+    data="uoft-cs/cifar10",
+    image_size=32,
+    patch_size=4,
+    channels=3,
+    width=96,
+    layers=6,
+    heads=4,
+    epochs=40,
+    learning_rate=1e-3,
+    min_area=0.5,
+    flip=True,
+)
+DEIT_TINY = VisionRecipe(
+    data="ILSVRC/imagenet-1k",
+    seeds=1,
+    image_size=224,
+    patch_size=16,
+    channels=3,
+    width=192,
+    layers=12,
+    heads=3,
+    drop_path=0.1,
+    epochs=300,
+    batch=1024,
+    learning_rate=1e-3,
+    warmup=5 / 300,
+    min_area=0.08,
+    flip=True,
+    mixup=0.8,
+    cutmix=1.0,
+    central_share=0.875,
+    validations=100,
+    dtype="bfloat16",
+    workers=12,
+)
+PROFILES = {
+    "digits": DIGITS,
+    "cifar": CIFAR,
+    "deit-tiny": DEIT_TINY,
+    "deit-small": replace(DEIT_TINY, width=384, heads=6),
+}

@@ -1,0 +1,67 @@
+"""What a layer read, and how: the tables behind one forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fem.ops.common.read import Read
+from fem.theory import hidden_temperature, posterior
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Everything between the values and the output gate of one layer, for small T. Rows are t, columns i.
+
+    prior p_t(i): (B, H, T, T), or (B, H, d_v, T, T) where every channel has its own; posterior q_tj(i) at the hidden
+    temperature beta_max: (B, H, d_v, T, T). mean, free_energy, lambda_, gate and hidden_beta (the beta* of Eq. 8, in
+    nats per unit of v): (B, T, H, d_v). beta: one per head and channel, (H, d_v). Parts that the layer lacks are None.
+    """
+
+    prior: Float[Tensor, "..."]
+    posterior: Float[Tensor, "b h d t i"] | None
+    mean: Float[Tensor, "b t h d"]
+    free_energy: Float[Tensor, "b t h d"] | None
+    lambda_: Float[Tensor, "b t h d"] | None
+    gate: Float[Tensor, "b t h d"] | None
+    hidden_beta: Float[Tensor, "b t h d"] | None
+    beta: Float[Tensor, "..."] | None
+
+
+def read_tables(
+    read: Read,
+    beta: Tensor | None,
+    lambda_: Tensor | None,
+    gate: Tensor | None,
+    scores: Float[Tensor, "b t h c n"],
+    values: Float[Tensor, "b t h c n"],
+    per_channel: bool,
+) -> Reading:
+    """The tables of a read whose scores s_t(n) select among `values`; n runs over tokens, or over (token, channel)."""
+    time = scores.shape[1]
+    p = scores.double() / scores.double().sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
+    values = values.double()
+    per_token = lambda table: table.unflatten(-1, (time, -1)).sum(-1).permute(0, 2, 3, 1, 4).to(scores.dtype)  # noqa: E731
+    shown = per_token(scores)
+    if beta is None:
+        q = hidden = None
+    else:
+        heads = scores.shape[2] // beta.shape[0]
+        beta = beta.repeat_interleave(heads, 0)
+        wide = beta.double().reshape(beta.shape[0], -1)
+        q = per_token(posterior(p, values, wide))
+        lam = torch.ones_like(read.mean) if lambda_ is None else lambda_
+        hidden = hidden_temperature(p, values, lam.double(), wide.expand(lam.shape)).to(scores.dtype)
+    return Reading(
+        prior=shown if per_channel else shown[:, :, 0],
+        posterior=q,
+        mean=read.mean,
+        free_energy=read.free_energy,
+        lambda_=lambda_,
+        gate=gate,
+        hidden_beta=hidden,
+        beta=beta,
+    )

@@ -1,0 +1,52 @@
+"""Which implementation of a read runs, and why."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from fem.config import BACKENDS
+
+
+def softmax_backend(backend: str, device: torch.device) -> str:
+    """The backend that runs a softmax read on `device`: "plain", "sdpa", "triton" or "reference".
+
+    "auto" takes torch's attention over [v | e] on a CPU, the materialised form elsewhere, and stays "auto" on CUDA: the
+    read then takes the fastest, measured for its kind of shapes (`fem.ops.common.fastest`).
+    "triton" takes our kernels, on CUDA; on CPU in Triton's interpreter, which is slow and for tests.
+    Raises ValueError on an unknown name, or one that cannot run on the device.
+    """
+    _check(backend, device)
+    if backend == "sdpa" and device.type not in ("cpu", "cuda"):
+        raise ValueError(f"backend='sdpa' runs on CPU and CUDA tensors, got tensors on {device}; use backend='auto'.")
+    if backend == "auto" and device.type != "cuda":
+        return "sdpa" if device.type == "cpu" else "plain"
+    return backend
+
+
+def scan_backend(backend: str, device: torch.device) -> str:
+    """The backend that runs a scan on `device`: "plain", "triton" or "reference".
+
+    "auto" takes the plain form everywhere, until a GPU has shown that our kernels are faster.
+    Raises ValueError on an unknown name, or one that scans do not have or that cannot run on the device.
+    """
+    _check(backend, device)
+    if backend == "sdpa":
+        raise ValueError("backend='sdpa' is attention, a scan has no such form; use backend='auto'.")
+    return "plain" if backend == "auto" else backend
+
+
+def triton_interprets() -> bool:
+    """Whether Triton runs kernels in Python, on any device."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _check(backend: str, device: torch.device) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}.")
+    if backend == "triton" and device.type != "cuda" and not (device.type == "cpu" and triton_interprets()):
+        raise ValueError(f"backend='triton' runs on CUDA tensors, got tensors on {device}; use backend='auto'.")
+    if backend == "triton" and find_spec("triton") is None:
+        raise ValueError("backend='triton' needs the package triton, which is not installed: pip install triton.")

@@ -1,0 +1,104 @@
+"""One step of the two streams of a channel: sums of any magnitude, relative to a peak that follows them down.
+
+    S e^m = sum_i exp(x_i + sum_{i<r} a_r) (1, v_i)        E e^(n + beta c) = sum_i exp(x_i + sum_{i<r} a_r + beta v_i)
+
+A decay shrinks the sums until they are faint, and then lowers the peak; a heavier token raises it. So the peaks are not
+the running maxima of `fem.ops.common.scaled_sums`, but S e^m is the same. That of the energies is kept as the
+log-weight n and the value c of a token, so that only differences of values meet beta. A stream of nothing has the
+lowest peak and the sums (1, 0). Of every token its share in the sum is kept for the gradients.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fem.ops.common.kernels.decay_steps import decay_of, decayed, load_channels
+from fem.ops.common.kernels.tiles import LN_2
+
+NOTHING = tl.constexpr(-3.4028234663852886e38)
+FAR = tl.constexpr(-16.0)  # a decay that goes to the peak at once
+FAINT = tl.constexpr(2.0**-20)
+LIFT = tl.constexpr(2.0**20)
+LIFT_NATS = tl.constexpr(13.862943611198906)
+EMPTY = tl.constexpr(2.0)  # in place of the share, where there is nothing yet
+
+
+@triton.jit
+def lowered(peak, total, log_decay):
+    """The peak and the total after a decay, and what tells the stream's other sums: stays, factor and scale."""
+    far = log_decay < FAR
+    stays, factor = decay_of(tl.where(far, 0.0, log_decay))
+    peak = tl.maximum(tl.where(far, peak + log_decay, peak), NOTHING)
+    total = decayed(total, stays, factor)
+    faint = total < FAINT
+    scale = tl.where(faint, LIFT, 1.0)
+    return tl.where(faint, peak - LIFT_NATS, peak), total * scale, stays, factor, scale
+
+
+@triton.jit
+def share_of(own, before, peak):
+    """What `own` is of own + before; of the greater part minus the rest, so that both keep all their digits."""
+    per_total = 1.0 / (own + before)
+    share = tl.where(own > before, -tl.maximum(before * per_total, 1e-37), own * per_total)
+    return tl.where(peak < NOTHING / 2, EMPTY, share)
+
+
+@triton.jit
+def add_weights(peak, total, weighted, log_decay, x, own, own_weighted):
+    """m, S(1) and S(v) after own (1, ..) e^x more, and the share of that in them."""
+    if log_decay is not None:
+        peak, total, stays, factor, scale = lowered(peak, total, log_decay)
+        weighted = decayed(weighted, stays, factor) * scale
+    gain = x - peak
+    fall = tl.exp(-tl.abs(gain))
+    higher = gain > 0
+    peak, shrink, own_scale = tl.where(higher, x, peak), tl.where(higher, fall, 1.0), tl.where(higher, 1.0, fall)
+    total, own = total * shrink, own * own_scale
+    some = peak > NOTHING / 2
+    weighted = tl.where(some, weighted * shrink + own_weighted * own_scale, 0.0)
+    return peak, tl.where(some, total + own, 1.0), weighted, share_of(own, total, peak)
+
+
+@triton.jit
+def add_energy(peak, at, energy, log_decay, rate, x, v, own):
+    """n, c and E after own e^(x + rate v) more, and the share of that in them."""
+    if log_decay is not None:
+        peak, energy, _, _, _ = lowered(peak, energy, log_decay)
+    gain = (x - peak) + rate * (v - at)
+    fall = tl.exp(-tl.abs(gain))
+    higher = gain > 0
+    peak, at = tl.where(higher, x, peak), tl.where(higher, v, at)
+    energy, own = energy * tl.where(higher, fall, 1.0), own * tl.where(higher, 1.0, fall)
+    some = peak > NOTHING / 2
+    return peak, tl.where(some, at, 0.0), tl.where(some, energy + own, 1.0), share_of(own, energy, peak)
+
+
+@triton.jit
+def settled(peak, total):
+    """The peak by which the total is at least 1/2, as `scaled_sums` has it, and the factor of the sums."""
+    octaves = tl.minimum(tl.floor(tl.log2(total)) + 1.0, 0.0)
+    return peak + octaves * LN_2, tl.exp2(-octaves)
+
+
+@triton.jit
+def part_of(share):
+    """The share as a number between 0 and 1."""
+    return tl.where(share < 0, 1.0 + share, tl.where(share < EMPTY, share, 0.0))
+
+
+@triton.jit
+def past_of(r, share):
+    """(1 - share) r: what of a gradient flows on to the tokens before."""
+    return tl.where(share < 0, -share * r, tl.where(share < EMPTY, r - share * r, 0.0))
+
+
+@triton.jit
+def token(log_decay, x, v, place, inside):
+    """log_decay (None: none), x (None: 0) and v of one token, in float32."""
+    a, weight = None, tl.zeros(inside.shape, tl.float32)
+    if log_decay is not None:
+        a = load_channels(log_decay + place, inside)
+    if x is not None:
+        weight = load_channels(x + place, inside)
+    return a, weight, load_channels(v + place, inside)

@@ -1,0 +1,161 @@
+"""Sums over the past of terms of any magnitude, in numbers that neither overflow nor vanish. No autograd here.
+
+    m_t = max(m_{t-1} + a_t, x_t)        S_t = e^{m_{t-1} + a_t - m_t} S_{t-1} + e^{x_t - m_t} (1, v_t)
+
+so that S_t e^{m_t} = sum_{i <= t} exp(x_i + sum_{i<r<=t} a_r) (1, v_i). A read keeps two such streams: the weights
+x with the payload (1, v), and the energies x + beta v. The peak m falls with the decays, so a spike that has decayed
+away starves nothing. Where nothing was added yet, m is the lowest finite number, v averages to 0, and S stands for
+nothing. Gradients flow through S at a fixed m, which is exact for whatever depends on S e^m alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fem.ops.common.recurrence import adjoint_sums, running_peaks, running_sums
+
+
+class Sums(NamedTuple):
+    """One stream: peak (B, T, C), and sums (1 or 2, B, T, C) of e^{x - peak} and, with a payload, e^{x - peak} v."""
+
+    peak: Tensor
+    sums: Tensor
+
+
+class Streams(NamedTuple):
+    """The two streams of a read; without a beta there are no energies."""
+
+    weights: Sums
+    energies: Sums | None = None
+
+    @classmethod
+    def nothing(cls, like: Tensor, beta: Tensor | None) -> Streams:
+        """Before the first token."""
+        peak, zero = torch.full_like(like, nothing(like.dtype)), torch.zeros_like(like)
+        weights = Sums(peak, torch.stack([zero + 1, zero]))
+        return cls(weights) if beta is None else cls(weights, Sums(peak.clone(), zero.unsqueeze(0) + 1))
+
+    @classmethod
+    def of(cls, parts: list[Tensor]) -> Streams:
+        return cls(*(Sums(*stream) for stream in zip(parts[::2], parts[1::2])))
+
+    def parts(self) -> list[Tensor]:
+        return [part for stream in self if stream is not None for part in stream]
+
+    @classmethod
+    def from_state(cls, state: dict[str, Tensor], dtype: torch.dtype) -> Streams:
+        state = {name: part.to(dtype) for name, part in state.items()}
+        weights = Sums(state["peak"], torch.stack([state["total"], state["weighted"]]))
+        if "energy" not in state:
+            return cls(weights)
+        return cls(weights, Sums(state["energy_peak"], state["energy"].unsqueeze(0)))
+
+    def last(self) -> Streams:
+        """After the last token."""
+        return Streams(*(stream and Sums(stream.peak[:, -1].clone(), stream.sums[:, :, -1].clone()) for stream in self))
+
+    def state(self) -> dict[str, Tensor]:
+        total, weighted = self.weights.sums.unbind(0)
+        state = {"peak": self.weights.peak, "total": total, "weighted": weighted}
+        if self.energies is None:
+            return state
+        return {**state, "energy_peak": self.energies.peak, "energy": self.energies.sums[0]}
+
+
+class Memory(NamedTuple):
+    """What the streams amount to: total e^peak is the weight of the past, under which the values have these reads."""
+
+    peak: Tensor
+    total: Tensor
+    mean: Tensor
+    free_energy: Tensor | None = None
+
+    def parts(self) -> list[Tensor]:
+        return [part for part in self if part is not None]
+
+    def log_weight(self) -> Tensor:
+        return self.peak + self.total.log()
+
+
+class Adjoint(NamedTuple):
+    """Gradients of a stream's inputs; `added` is that of e^{x - peak}, whose value is `weight`."""
+
+    log_decay: Tensor | None
+    added: Tensor
+    weight: Tensor
+    v: Tensor | None
+    start: Tensor
+
+
+def nothing(dtype: torch.dtype) -> float:
+    """The peak of no weight at all."""
+    return torch.finfo(dtype).min
+
+
+def accumulate(log_decay: Tensor | None, x: Tensor, v: Tensor | None, start: Sums) -> Sums:
+    """The stream of the log-weights x and the payload v, which follows `start`."""
+    peak = running_peaks(x.new_zeros(()).expand_as(x) if log_decay is None else log_decay, x, start.peak)
+    peak.clamp_(min=nothing(x.dtype))
+    terms = x.new_empty(1 if v is None else 2, *x.shape)
+    torch.sub(x, peak, out=terms[0]).exp_()
+    if v is not None:
+        torch.mul(terms[0], v, out=terms[1])
+    sums = running_sums(_log_keep(log_decay, peak, start), terms, start.sums)
+    sums[0].clamp_(min=0.5)  # at least about 1 unless nothing was added
+    return Sums(peak, sums)
+
+
+def accumulate_backward(
+    grad: Tensor, log_decay: Tensor | None, x: Tensor, v: Tensor | None, start: Sums, after: Sums
+) -> Adjoint:
+    """Gradients of the inputs of `accumulate` from that of its sums."""
+    log_keep = _log_keep(log_decay, after.peak, start)
+    reach = adjoint_sums(log_keep, grad)
+    d_start = log_keep[:, 0].exp() * reach[:, :, 0]
+    d_decay = None
+    if log_decay is not None:
+        before = last_step(after.sums, start.sums)
+        d_decay = before.mul_(reach).sum(0).mul_(log_keep.exp_())
+    weight = (x - after.peak).exp_()
+    if v is None:
+        return Adjoint(d_decay, reach[0], weight, None, d_start)
+    return Adjoint(d_decay, torch.addcmul(reach[0], v, reach[1]), weight, weight * reach[1], d_start)
+
+
+def leave(streams: Streams, beta: Tensor | None) -> Memory:
+    """mean = S_1 / S_0 of the weights, F = (1 / beta) log of energies over weights."""
+    (peak, (total, weighted)), energies = streams
+    mean, total = weighted / total, total.clone()  # alone, lest it keeps the memory of `weighted`
+    if beta is None:
+        return Memory(peak, total, mean)
+    free_energy = (energies.sums[0] / total).log_().add_(energies.peak - peak).div_(beta)
+    return Memory(peak, total, mean, free_energy)
+
+
+def leave_backward(
+    grad: Memory, memory: Memory, energy: Tensor | None, beta: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of the weights' sums, of the energies' and, per entry, of beta."""
+    _, total, mean, free_energy = memory
+    d_weights = total.new_empty(2, *total.shape)
+    torch.div(grad.mean, total, out=d_weights[1])
+    torch.addcmul(grad.total, mean, d_weights[1], value=-1, out=d_weights[0])
+    if beta is None:
+        return d_weights, None, None
+    share = grad.free_energy / beta
+    d_weights[0].addcdiv_(share, total, value=-1)
+    return d_weights, (share / energy).unsqueeze(0), free_energy * share.neg_()
+
+
+def last_step(tensor: Tensor, before: Tensor) -> Tensor:
+    """Row t of what is returned is row t - 1 of the (.., T, C) tensor; the first is `before`."""
+    return torch.cat([before.unsqueeze(-2), tensor[..., :-1, :]], -2)
+
+
+def _log_keep(log_decay: Tensor | None, peak: Tensor, start: Sums) -> Tensor:
+    """The decay of sums that are relative to the peak."""
+    before = last_step(peak, start.peak)
+    return (before if log_decay is None else before.add_(log_decay)).sub_(peak)

@@ -1,0 +1,86 @@
+"""Sums in which older terms decay."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fem.ops.common.backend import scan_backend
+from fem.ops.common.precision import wide_dtype
+from fem.ops.common.recurrence import running_sums
+from fem.ops.decay_scan.naive import naive_decay_scan
+
+
+def decay_scan(
+    log_decay: Float[Tensor, "b t *c"],
+    u: Float[Tensor, "b t *c"],
+    initial_state: Float[Tensor, "b *c"] | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "b t *c"]:
+    """Sums in which older terms decay.
+
+        h_t = exp(log_decay_t) h_{t-1} + u_t        h_0 = initial_state, or 0                    (Eq. 33)
+
+    log_decay: (B, T, C) <= 0 in nats, the decay into step t, -inf to forget all before t; u: (B, T, C);
+    initial_state: (B, C). Returns h (B, T, C) in u's dtype, summed in at least fp32; the final state is h[:, -1].
+    backend: "auto", "plain", "triton" (whose gradients cannot be differentiated again) or "reference".
+    """
+    backend = scan_backend(backend, u.device)
+    wide = wide_dtype(log_decay, u)
+    if initial_state is None:
+        initial_state = torch.zeros_like(u[:, 0], dtype=wide)
+    flat = [log_decay.flatten(2), u.flatten(2), initial_state.flatten(1)]
+    if backend == "triton":
+        from fem.ops.decay_scan.kernels import launch as decay_scan_triton  # needs Triton
+
+        h = decay_scan_triton.decay_scan(*flat)
+    elif backend == "reference":
+        h = naive_decay_scan(*flat)
+    else:
+        h = _decay_scan(*(tensor.to(wide) for tensor in flat), False)
+    return h.view(u.shape).to(u.dtype)
+
+
+def next_step(tensor: Tensor) -> Tensor:
+    """Row t of what is returned is row t + 1 of (B, T, C); the last is 0."""
+    return torch.cat([tensor[:, 1:], torch.zeros_like(tensor[:, :1])], 1)
+
+
+def last_step(tensor: Tensor, before: Tensor) -> Tensor:
+    """Row t of what is returned is row t - 1 of (B, T, C); the first is `before`, (B, C)."""
+    return torch.cat([before.unsqueeze(1), tensor[:, :-1]], 1)
+
+
+@torch.library.custom_op(
+    "fem::decay_scan",
+    mutates_args=(),
+    schema="(Tensor log_decay, Tensor u, Tensor initial, bool backwards) -> Tensor",
+)
+def _decay_scan(log_decay, u, initial, backwards):
+    return running_sums(log_decay, u, initial, backwards)
+
+
+@_decay_scan.register_fake
+def _(log_decay, u, initial, backwards):
+    return torch.empty_like(u, memory_format=torch.contiguous_format)
+
+
+def _save_decay_scan(ctx, inputs, output):
+    log_decay, _, initial, ctx.backwards = inputs
+    ctx.save_for_backward(log_decay, initial, output)
+
+
+def _differentiate_decay_scan(ctx, grad):
+    log_decay, initial, h = ctx.saved_tensors
+    if ctx.backwards:
+        after, first = torch.cat([torch.zeros_like(log_decay[:, :1]), log_decay[:, :-1]], 1), -1
+        before = torch.cat([h[:, 1:], initial.unsqueeze(1)], 1)
+    else:
+        after, first, before = next_step(log_decay), 0, last_step(h, initial)
+    du = _decay_scan(after, grad, torch.zeros_like(initial), not ctx.backwards)
+    through = log_decay.exp() * du
+    return through * before, du, through[:, first], None
+
+
+_decay_scan.register_autograd(_differentiate_decay_scan, setup_context=_save_decay_scan)

@@ -1,0 +1,314 @@
+"""The keyed scan by our kernels: what they are launched on, and the chunks that they cannot prove.
+
+Five steps, as in `keyed_scan_operator`: scores inside the chunks, what chunks add to the memory, the memory from chunk
+to chunk, and what the chunks read. Chunks in doubt take the plain way (`keyed_scan_tiers`). The backward pass keeps the
+inputs and the reads, and computes scores and memories again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from fem.ops.common.backend import triton_interprets
+from fem.ops.common.fallback_count import suspects
+from fem.ops.common.read import Terms
+from fem.ops.linear_attention.chunk import Chunk, Memory
+from fem.ops.linear_attention.fallback import correct, settle
+from fem.ops.linear_attention.kernels import (
+    carry as keyed_carry,
+)
+from fem.ops.linear_attention.kernels import (
+    channel_scores as keyed_channel_scores,
+)
+from fem.ops.linear_attention.kernels import (
+    output as keyed_read,
+)
+from fem.ops.linear_attention.kernels import (
+    scores as keyed_scores,
+)
+from fem.ops.linear_attention.kernels import (
+    state as keyed_memory,
+)
+from fem.ops.linear_attention.kernels.blocks import (
+    CARRIED_KEYS,
+    WARPS_OF_CARRY,
+    WIDEST_KEY,
+    WIDEST_VALUE,
+    Blocks,
+    blocks_for,
+)
+from fem.ops.linear_attention.plain import REMEMBER, Slab, read_way
+
+
+def product_dtype(q: Tensor, v: Tensor) -> torch.dtype:
+    """In which the kernels multiply: bfloat16 for bfloat16 values, else float32; sums are float32.
+
+    Raises ValueError on float64 and on heads wider than the kernels read.
+    """
+    if v.dtype == torch.float64:
+        raise ValueError("backend='triton' computes in float32, got float64 inputs; use backend='auto'.")
+    if q.shape[-1] > WIDEST_KEY or v.shape[-1] > WIDEST_VALUE:
+        raise ValueError(
+            f"backend='triton' reads key widths up to {WIDEST_KEY} and value widths up to {WIDEST_VALUE}, got "
+            f"{q.shape[-1]} and {v.shape[-1]}; use backend='auto'."
+        )
+    return torch.bfloat16 if v.dtype == torch.bfloat16 and not triton_interprets() else torch.float32
+
+
+def scan(q, k, v, beta, g, log_weight, mean, free_energy, present: bool):
+    """Reads (3) and the final state (3), as `keyed_scan_operator.scan` returns them."""
+    exact = (None if x is None else x.float().contiguous() for x in (beta, g, log_weight, mean, free_energy))
+    return _forward(q.contiguous(), k.contiguous(), v.contiguous(), *exact, present)
+
+
+class Shape:
+    """Sizes of a scan, and what is launched and allocated for them."""
+
+    def __init__(self, q: Tensor, v: Tensor, g: Tensor | None):
+        (self.batch, self.time, self.heads, self.dk), self.dv = q.shape, v.shape[-1]
+        self.keys, self.values = _padded(self.dk), _padded(self.dv)
+        self.half_precision, self.shared = q.dtype == torch.bfloat16, g is None or g.shape[-1] == 1
+        self.chunk = self.blocks("").chunk
+        self.chunks = triton.cdiv(self.time, self.chunk)
+        self.slab = Slab(self.batch, self.heads, 0, self.time, self.chunk)
+
+    def blocks(self, kernel: str) -> Blocks:
+        return blocks_for(kernel, self.keys, self.values, self.half_precision)
+
+    def launch(self, kernel, *arguments, **constants) -> None:
+        """One program per chunk, head and row; constants: those that not all kernels have, by name."""
+        blocks = self.blocks(kernel.__name__)
+        known = {"DK": self.dk, "DV": self.dv, "KEYS": self.keys, "VALUES": self.values} | blocks.launch()
+        known |= {"SIZES": self.chunk.bit_length() - 1} | constants
+        taken = {name: x for name, x in known.items() if name in kernel.arg_names or not name.isupper()}
+        kernel[(self.chunks, self.heads, self.batch)](*arguments, self.time, **taken)
+
+    def carry(self, kernel, *arguments) -> None:
+        """One program per block of key channels, head and row."""
+        kernel[(self.carried_blocks, self.heads, self.batch)](
+            *arguments, self.chunks, DK=self.dk, DV=self.dv, VALUES=self.values, BLOCK=CARRIED_KEYS,
+            SHARED=self.shared, num_warps=WARPS_OF_CARRY, enable_fp_fusion=True,
+        )  # fmt: skip
+
+    @property
+    def carried_blocks(self) -> int:
+        return triton.cdiv(self.dk, CARRIED_KEYS)
+
+    def of_chunks(self, like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return like.new_empty(self.batch, self.heads, self.chunks, *shape, dtype=dtype)
+
+    def memory(self, like: Tensor, chunks: int, free: bool) -> Memory:
+        empty = lambda *shape: like.new_empty(self.batch, self.heads, chunks, *shape, dtype=torch.float32)  # noqa: E731
+        matrix = (self.dk, self.dv)
+        return Memory(empty(self.dk), empty(*matrix), empty(*matrix) if free else None)
+
+    def records(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None) -> Chunk:
+        """The chunks as the plain path takes them."""
+        rows = None if beta is None else beta.unsqueeze(1).repeat(self.batch, 1, 1)
+        return self.slab.inputs(q.float(), k.float(), v.float(), rows, g)
+
+    def plus(self, out: Tensor, more: Tensor) -> Tensor:
+        """out and what the plain path has for the same tokens."""
+        whole = torch.zeros_like(out, dtype=torch.float32)
+        self.slab.write(whole, more)
+        return (out + whole).to(out.dtype)
+
+
+class Work(NamedTuple):
+    """What the forward computes on the way to the reads, and the backward again."""
+
+    left: Tensor
+    kept: Tensor
+    through: Tensor | None
+    pairs: Tensor
+    added: Memory
+    total: Tensor | None
+    peaks: Tensor
+    along: Memory  # at all chunk boundaries
+    tier: Tensor
+
+    def before(self) -> Memory:
+        """The memory that each chunk reads, one row per chunk."""
+        return Memory(*(None if x is None else x[:, :, :-1].flatten(0, 2) for x in self.along))
+
+
+def _work(shape: Shape, q, k, v, beta, g, start: Memory, present: bool, differentiable: bool) -> Work:
+    pairs = shape.of_chunks(q, shape.chunk, shape.chunk, dtype=q.dtype)
+    left, kept, through = q, k, None
+    if g is not None:
+        left, kept = torch.empty_like(q), torch.empty_like(k)
+        through = shape.of_chunks(q, g.shape[-1])
+    kernel = keyed_scores.scores if shape.shared else keyed_channel_scores.channel_scores
+    shape.launch(kernel, q, k, g, left, kept, through, pairs, PRESENT=present)
+
+    free = beta is not None
+    added, along = shape.memory(q, shape.chunks, free), shape.memory(q, shape.chunks + 1, free)
+    total = torch.empty_like(added.mean) if free and differentiable else None
+    peaks = shape.of_chunks(q, shape.dv)
+    doubt = shape.of_chunks(q, shape.dk, dtype=torch.int8)
+    shape.launch(keyed_memory.remember, k, kept, v, beta, *added, total, peaks, doubt)
+    tier = shape.of_chunks(q, dtype=torch.uint8).zero_()
+    if doubt.any():
+        flat = Memory(*(None if x is None else x.flatten(0, 2) for x in added))
+        tier.view(-1).copy_(settle(REMEMBER, flat, doubt.flatten(0, 2).bool(), shape.records(q, k, v, beta, g)))
+    shape.carry(keyed_carry.carry, *start, *added, through, beta, *along)
+    return Work(left, kept, through, pairs, added, total, peaks, along, tier)
+
+
+@torch.library.custom_op(
+    "fem::keyed_scan_triton",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor log_weight, Tensor mean, "
+    "Tensor? free_energy, bool present) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+    "Tensor)",
+)
+def _forward(q, k, v, beta, g, log_weight, mean, free_energy, present):
+    """Reads (3) and the final state (3); for the backward pass Z, R, the shifts and the tiers."""
+    shape = Shape(q, v, g)
+    work = _work(shape, q, k, v, beta, g, Memory(log_weight, mean, free_energy), present, False)
+    *reads, weight, total, shifts, tier = _reads(q, v, beta)
+    doubt = shape.of_chunks(q, shape.chunk, dtype=torch.int8)
+    memory = (*work.along, work.peaks)
+    shape.launch(keyed_read.read, work.left, work.pairs, v, beta, *memory, *reads, weight, total, shifts, doubt)
+    if doubt.any():
+        log_z, *others = (shape.slab.split(x) for x in reads[: 2 if beta is None else 3])
+        terms = Terms(log_z.squeeze(-1), others[0], None if beta is None else others[1])
+        chunk = shape.records(q, k, v, beta, g)
+        tier.copy_(settle(read_way(present), terms, doubt.flatten(0, 2).bool(), chunk, work.before()))
+        for out, x in zip(reads, (log_z, *others)):
+            shape.slab.write(out, x)
+    again = int(tier.count_nonzero()) / max(1, len(tier))
+    suspects.count(reads[1].numel(), round(again * reads[1].numel()))
+    last = (None if x is None else x[:, :, -1].contiguous() for x in work.along)
+    return *reads, *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in last), weight, total, shifts, tier
+
+
+def _reads(q: Tensor, v: Tensor, beta: Tensor | None) -> tuple[Tensor, ...]:
+    """Empty: log Z, mean, F, Z, R, the shifts and the tiers."""
+    full = lambda *shape: q.new_empty(shape, dtype=torch.float32)  # noqa: E731
+    free = (0,) if beta is None else v.shape
+    shape = Shape(q, v, None)
+    rows = q.new_zeros(shape.batch * shape.heads * shape.chunks, dtype=torch.uint8)
+    reads = full(*q.shape[:3], 1), full(*v.shape), full(*free)
+    return *reads, full(*q.shape[:3]), full(*free), shape.of_chunks(q, shape.dv), rows
+
+
+@_forward.register_fake
+def _(q, k, v, beta, g, log_weight, mean, free_energy, present):
+    *reads, weight, total, shifts, tier = _reads(q, v, beta)
+    last = (torch.empty_like(log_weight), torch.empty_like(mean))
+    last += (torch.empty_like(mean) if beta is not None else mean.new_empty(0),)
+    return *reads, *last, weight, total, shifts, tier
+
+
+@torch.library.custom_op(
+    "fem::keyed_scan_triton_backward",
+    mutates_args=(),
+    schema="(Tensor[] grads, Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor log_weight, Tensor mean, "
+    "Tensor? free_energy, Tensor read_mean, Tensor weight, Tensor total, Tensor shifts, Tensor tier, bool present) "
+    "-> Tensor[]",
+)
+def _backward(grads, q, k, v, beta, g, log_weight, mean, free_energy, read_mean, weight, total, shifts, tier, present):
+    """Gradients of q, k, v, the initial state (2 or 3), beta and g, as far as there are any."""
+    shape, free = Shape(q, v, g), beta is not None
+    start = Memory(log_weight, mean, free_energy if free else None)
+    work = _work(shape, q, k, v, beta, g, start, present, True)
+    grads = [x.contiguous() for x in grads]
+    full = lambda like: torch.empty_like(like, dtype=torch.float32)  # noqa: E731
+
+    d_left, d_kept, d_v_read, d_pairs = full(q), full(k), full(v), full(work.pairs)
+    d_memory = shape.memory(q, shape.chunks, free)
+    of_beta = [shape.of_chunks(q, shape.dv) for _ in range(3)]
+    slopes = torch.empty_like(weight)
+    shape.launch(
+        keyed_read.memory_gradients, work.left, v, beta, *work.along, shifts, tier, read_mean, weight, total,
+        *grads[:3], slopes, d_left, *d_memory, of_beta[0],
+    )  # fmt: skip
+    shape.launch(
+        keyed_read.token_gradients, work.pairs, v, beta, work.along.log_weight, shifts, tier, weight, total, slopes,
+        *grads[1:3], d_pairs, d_v_read, of_beta[1], VALUES=shape.blocks("token_gradients").values,
+    )  # fmt: skip
+    doubted = []
+    if tier.any():
+        chunk = shape.records(q, k, v, beta, g)
+        d_terms = [shape.slab.split(x) for x in grads[: 3 if free else 2]]
+        d_terms = Terms(d_terms[0].squeeze(-1), d_terms[1], d_terms[2] if free else None)
+        d_chunk, d_before = _zeros(chunk), _zeros(work.before())
+        correct(read_way(present), (d_chunk, d_before), tier, d_terms, chunk, work.before())
+        for out, more in zip(d_memory, d_before):
+            if out is not None:
+                out += more.view_as(out)
+        doubted.append(d_chunk)
+
+    d_start = Memory(*(None if x is None else torch.empty_like(x) for x in start))
+    d_through = shape.of_chunks(q, shape.dk)
+    of_beta.append(q.new_empty(shape.batch, shape.heads, shape.carried_blocks, shape.dv, dtype=torch.float32))
+    last = Memory(grads[3], grads[4], grads[5] if free else None)
+    shape.carry(
+        keyed_carry.carry_gradients, *last, *d_memory, *work.along, *work.added, work.through, beta, *d_start,
+        d_through, of_beta[3],
+    )  # fmt: skip
+
+    d_v = torch.empty_like(v)
+    shape.launch(
+        keyed_memory.remember_gradients, work.kept, v, beta, work.added.mean, work.total, work.peaks, work.tier,
+        *d_memory, d_v_read, d_kept, d_v, of_beta[2],
+    )  # fmt: skip
+    if work.tier.any():
+        chunk = shape.records(q, k, v, beta, g)
+        d_added = Memory(*(None if x is None else x.flatten(0, 2) for x in d_memory))
+        doubted.append(_zeros(chunk))
+        correct(REMEMBER, (doubted[-1],), work.tier.view(-1), d_added, chunk)
+
+    d_q, d_k = torch.empty_like(q), torch.empty_like(k)
+    d_g = None if g is None else torch.empty_like(g)
+    of_scores = d_left, d_kept, d_pairs, d_through, d_q, d_k, d_g
+    if shape.shared:
+        shape.launch(keyed_scores.scores_gradients, q, k, g, work.pairs, *of_scores, PRESENT=present)
+    else:
+        shape.launch(keyed_channel_scores.channel_scores_gradients, q, k, g, *of_scores, PRESENT=present)
+    d_beta = sum(x.sum((0, 2)) for x in of_beta) if free else None
+    for more in doubted:
+        d_q, d_k, d_v = (shape.plus(*pair) for pair in ((d_q, more.q), (d_k, more.k), (d_v, more.v)))
+        d_g = None if g is None else shape.plus(d_g, more.g)
+        d_beta = d_beta + more.beta.view(shape.batch, shape.heads, -1, shape.dv).sum((0, 2)) if free else None
+    return [x for x in (d_q, d_k, d_v, *d_start, d_beta, d_g) if x is not None]
+
+
+@_backward.register_fake
+def _(grads, q, k, v, beta, g, log_weight, mean, free_energy, read_mean, weight, total, shifts, tier, present):
+    start = (log_weight, mean, free_energy) if beta is not None else (log_weight, mean)
+    return [torch.empty_like(x) for x in (q, k, v, *start, beta, g) if x is not None]
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.present = inputs
+    ctx.save_for_backward(*tensors, output[1], *output[6:])
+    ctx.shapes = [x.shape for x in output[:6]]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, *grads):
+    saved = ctx.saved_tensors
+    q, beta, g = saved[0], saved[3], saved[4]
+    grads = [q.new_zeros(shape, dtype=torch.float32) if x is None else x for x, shape in zip(grads, ctx.shapes)]
+    result = iter(_backward(grads, *saved, ctx.present))
+    d_q, d_k, d_v, d_weight, d_mean = (next(result) for _ in range(5))
+    d_free_energy, d_beta = (None, None) if beta is None else (next(result), next(result))
+    d_g = None if g is None else next(result)
+    return d_q, d_k, d_v, d_beta, d_g, d_weight, d_mean, d_free_energy, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _zeros(record):
+    return type(record)(*(None if x is None else torch.zeros_like(x) for x in record))
+
+
+def _padded(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))

@@ -1,0 +1,49 @@
+"""Tiles of the keyed scan, and what its kernels take of a chunk's values: E = 2^(rate (v - anchor) - shift).
+
+rate = beta log2(e). The anchor, the value of the chunk's first token, keeps the digits of values that share an offset;
+the shift is an integer, so that no digit of what a row reads depends on the tokens after it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fem.ops.common.kernels.tiles import LOG2_E, exp2_shifted
+
+NOTHING = tl.constexpr(-1e30)  # the logarithm of no weight; finite, so that differences of two of them are
+PROVEN = tl.constexpr(8.75651076269652e-27)  # e^-60: a sum above lost nothing that its digits would show
+LIGHT = tl.constexpr(30.0)  # the logarithm of weights that need no scaling
+
+
+@triton.jit
+def load_tile(matrix, rows, columns, stride, end, WIDTH: tl.constexpr):
+    """matrix[rows, columns] with zeros in rows from `end` on and in columns from WIDTH on."""
+    inside = (rows[:, None] < end) & (columns[None, :] < WIDTH)
+    return tl.load(matrix + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_tile(matrix, rows, columns, stride, end, x, WIDTH: tl.constexpr):
+    inside = (rows[:, None] < end) & (columns[None, :] < WIDTH)
+    tl.store(matrix + rows[:, None] * stride + columns[None, :], x.to(matrix.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rate_and_anchor(beta, v, columns, WIDTH: tl.constexpr):
+    """Of the channels of one head; v points to the chunk's first token."""
+    there = columns < WIDTH
+    rate = tl.load(beta + columns, mask=there, other=1.0) * LOG2_E
+    return rate, tl.load(v + columns, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def exponentials(v, rate, anchor, shift):
+    """E of tokens; at most 1, as tokens above the shift have no weight."""
+    w = (v.to(tl.float32) - anchor[None, :]) * rate[None, :]
+    return exp2_shifted(tl.minimum(w, shift[None, :]), shift[None, :])
+
+
+@triton.jit
+def log_or_nothing(x):
+    return tl.where(x > 0, tl.log(tl.where(x > 0, x, 1.0)), NOTHING)

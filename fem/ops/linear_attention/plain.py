@@ -1,0 +1,229 @@
+"""The keyed scan as one differentiable operator.
+
+Time is cut into slabs, and slabs into chunks. Within a slab all chunks add what they have to the memory
+(`keyed_scan_chunks.remember`), the memory is carried from chunk to chunk (`keyed_scan_carry`), and all chunks read
+(`keyed_scan_chunks.read`). The backward pass keeps the memory at the slabs' boundaries alone, and does the rest again.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fem.ops.common.fallback_count import suspects
+from fem.ops.common.read import Terms
+from fem.ops.linear_attention.carry import carry, carry_backward
+from fem.ops.linear_attention.chunk import (
+    Chunk,
+    Memory,
+    adds,
+    read,
+    read_backward,
+    read_exactly,
+    remember,
+    remember_backward,
+    remember_exactly,
+    sees,
+)
+from fem.ops.linear_attention.fallback import Way, compute, differentiate
+
+CHUNK = 64
+CHUNK_OF_CHANNEL_DECAY = 16  # its pairs are weighed one by one, not by a matrix product
+TOKENS_AT_A_TIME = 2**12  # over rows and heads: what a slab computes stays in the cache
+
+REMEMBER = Way(remember, lambda grad, chunk: (remember_backward(grad, chunk),), remember_exactly, adds)
+
+
+def read_way(present: bool) -> Way:
+    return Way(
+        lambda *records: read(*records, present),
+        lambda *records: read_backward(*records, present),
+        lambda *records: read_exactly(*records, present),
+        lambda *records: sees(*records, present),
+    )
+
+
+class Slab:
+    """Tokens [start, stop) of (B, T, H, d), as chunks (B H N, C, d). Memories are (B H, ...) or (B H, N, ...)."""
+
+    def __init__(self, batch: int, heads: int, start: int, stop: int, chunk: int):
+        self.batch, self.heads, self.start, self.stop, self.chunk = batch, heads, start, stop, chunk
+        self.chunks = -(-(stop - start) // chunk)
+
+    def split(self, x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        x = x[:, self.start : self.stop]
+        if padding := self.chunks * self.chunk - x.shape[1]:
+            x = F.pad(x, (0, 0, 0, 0, 0, padding))
+        return x.unflatten(1, (self.chunks, self.chunk)).permute(0, 3, 1, 2, 4).flatten(0, 2).contiguous()
+
+    def write(self, out: Tensor, x: Tensor) -> None:
+        x = x.view(self.batch, self.heads, self.chunks, self.chunk, out.shape[-1]).permute(0, 2, 3, 1, 4)
+        out[:, self.start : self.stop] = x.flatten(1, 2)[:, : self.stop - self.start]
+
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None) -> Chunk:
+        """beta is (B H, 1, d_v)."""
+        beta = None if beta is None else beta.repeat_interleave(self.chunks, 0)
+        return Chunk(self.split(q), self.split(k), self.split(g), self.split(v), beta)
+
+    def through(self, chunk: Chunk) -> Tensor | None:
+        return None if chunk.g is None else chunk.g.sum(1).unflatten(0, (-1, self.chunks))
+
+    def per_row(self, memory: Memory) -> Memory:
+        return _each(memory, lambda x: x.unflatten(0, (-1, self.chunks)))
+
+
+def _slabs(q: Tensor, g: Tensor | None) -> list[Slab]:
+    batch, time, heads, _ = q.shape
+    chunk = min(time, CHUNK if g is None or g.shape[-1] == 1 else CHUNK_OF_CHANNEL_DECAY)
+    step = chunk * max(1, TOKENS_AT_A_TIME // (batch * heads * chunk))
+    return [Slab(batch, heads, start, min(start + step, time), chunk) for start in range(0, time, step)]
+
+
+def _each(memory: Memory, change) -> Memory:
+    return Memory(*(None if x is None else change(x) for x in memory))
+
+
+def _flat(memory: Memory) -> Memory:
+    return _each(memory, lambda x: x.flatten(0, 1))
+
+
+def _rows_of(beta: Tensor | None, batch: int) -> Tensor | None:
+    return None if beta is None else beta.unsqueeze(1).repeat(batch, 1, 1)
+
+
+@torch.library.custom_op(
+    "fem::keyed_scan",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor log_weight, Tensor mean, "
+    "Tensor? free_energy, bool present) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def scan(q, k, v, beta, g, log_weight, mean, free_energy, present):
+    """Reads (3), the final state (3); for the backward pass the memory at each slab's start (3) and the tiers (2)."""
+    with torch.autocast(q.device.type, enabled=False):
+        return _scan(q, k, v, beta, g, Memory(log_weight, mean, free_energy if beta is not None else None), present)
+
+
+def _scan(q, k, v, beta, g, start: Memory, present: bool) -> tuple[Tensor, ...]:
+    reads = Terms(*_empty_reads(q, v, beta))
+    rows = _rows_of(beta, len(q))
+    memory = _flat(start)
+    entering, tiers_added, tiers_read = [], [], []
+    for slab in _slabs(q, g):
+        entering.append(memory)
+        chunk = slab.inputs(q, k, v, rows, g)
+        added, tier_added = compute(REMEMBER, chunk)
+        along = carry(memory, slab.per_row(added), slab.through(chunk), rows)
+        before = _flat(_each(along, lambda x: x[:, :-1]))
+        memory = _each(along, lambda x: x[:, -1])
+        terms, tier_read = compute(read_way(present), chunk, before)
+        for out, x in zip(reads, terms):
+            if x is not None:
+                slab.write(out, x)
+        tiers_added.append(tier_added)
+        tiers_read.append(tier_read)
+    tier_read = torch.cat(tiers_read)
+    again = int(tier_read.count_nonzero()) / len(tier_read)
+    suspects.count(reads.mean.numel(), round(again * reads.mean.numel()))
+    last = _each(memory, lambda x: x.unflatten(0, start.log_weight.shape[:2]).contiguous())
+    entering = (None if parts[0] is None else torch.stack(parts) for parts in zip(*entering))
+    results = (q.new_empty(0) if x is None else x for x in (*last, *entering))
+    return *reads, *results, torch.cat(tiers_added), tier_read
+
+
+def _empty_reads(q: Tensor, v: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty((*q.shape[:3], 1)), v.new_empty(v.shape), v.new_empty(0 if beta is None else v.shape)
+
+
+@scan.register_fake
+def _(q, k, v, beta, g, log_weight, mean, free_energy, present):
+    slabs = _slabs(q, g)
+    rows, chunks = q.shape[0] * q.shape[2], sum(slab.chunks for slab in slabs)
+    free = beta is not None
+    last = [q.new_empty(shape) for shape in (log_weight.shape, mean.shape, mean.shape if free else 0)]
+    shapes = [(len(slabs), rows, *shape[2:]) for shape in (log_weight.shape, mean.shape)]
+    entering = [q.new_empty(shape) for shape in (*shapes, shapes[1] if free else 0)]
+    tiers = [q.new_empty(rows * chunks, dtype=torch.uint8) for _ in range(2)]
+    return *_empty_reads(q, v, beta), *last, *entering, *tiers
+
+
+@torch.library.custom_op(
+    "fem::keyed_scan_backward",
+    mutates_args=(),
+    schema="(Tensor[] grads, Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor[] saved, bool present) "
+    "-> Tensor[]",
+)
+def scan_backward(grads, q, k, v, beta, g, saved, present):
+    """Gradients of q, k, v, the initial state (2 or 3), beta and g, as far as there are any."""
+    with torch.autocast(q.device.type, enabled=False):
+        return _scan_backward(grads, q, k, v, beta, g, saved, present)
+
+
+def _scan_backward(grads, q, k, v, beta, g, saved, present: bool) -> list[Tensor]:
+    free = beta is not None
+    rows = _rows_of(beta, len(q))
+    slabs = _slabs(q, g)
+    *entering, tiers_added, tiers_read = saved
+    counts = [slab.batch * slab.heads * slab.chunks for slab in slabs]
+    tiers = list(zip(tiers_added.split(counts), tiers_read.split(counts)))
+    d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    d_g = None if g is None else torch.empty_like(g, memory_format=torch.contiguous_format)
+    d_rows = None if beta is None else torch.zeros_like(rows)
+    d_memory = _flat(Memory(grads[3], grads[4], grads[5] if free else None))
+    for n in reversed(range(len(slabs))):
+        slab, (tier_added, tier_read) = slabs[n], tiers[n]
+        chunk = slab.inputs(q, k, v, rows, g)
+        start = Memory(entering[0][n], entering[1][n], entering[2][n] if free else None)
+        added, through = slab.per_row(compute(REMEMBER, chunk)[0]), slab.through(chunk)
+        along = carry(start, added, through, rows)
+        before = _flat(_each(along, lambda x: x[:, :-1]))
+
+        d_terms = [slab.split(x) for x in grads[: 3 if free else 2]]
+        d_terms = Terms(d_terms[0].squeeze(-1), d_terms[1], d_terms[2] if free else None)
+        d_chunk, d_before = differentiate(read_way(present), tier_read, d_terms, chunk, before)
+        d_memory, d_added, d_through, d_beta = carry_backward(
+            slab.per_row(d_before), d_memory, along, added, through, rows
+        )
+        (d_more,) = differentiate(REMEMBER, tier_added, _flat(d_added), chunk)
+
+        slab.write(d_q, d_chunk.q)
+        slab.write(d_k, d_chunk.k + d_more.k)
+        slab.write(d_v, d_chunk.v + d_more.v)
+        if free:
+            d_rows += d_beta + (d_chunk.beta + d_more.beta).unflatten(0, (-1, slab.chunks)).sum(1)
+        if g is not None:
+            d_through = d_through if d_through.shape[-1] == g.shape[-1] else d_through.sum(-1, keepdim=True)
+            slab.write(d_g, d_chunk.g + d_more.g + d_through.flatten(0, 1).unsqueeze(1))
+    d_start = [x.unflatten(0, (len(q), -1)).contiguous() for x in d_memory if x is not None]
+    d_beta = None if beta is None else d_rows.unflatten(0, (len(q), -1)).sum((0, 2))
+    return [x for x in (d_q, d_k, d_v, *d_start, d_beta, d_g) if x is not None]
+
+
+@scan_backward.register_fake
+def _(grads, q, k, v, beta, g, saved, present):
+    states = grads[3:6] if beta is not None else grads[3:5]
+    inputs = (x for x in (q, k, v, *states, beta, g) if x is not None)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+
+
+def _save(ctx, inputs, output):
+    q, k, v, beta, g, *_, ctx.present = inputs
+    ctx.save_for_backward(q, k, v, beta, g, *output[6:])
+    ctx.shapes = [x.shape for x in output[:6]]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, *grads):
+    q, k, v, beta, g, *saved = ctx.saved_tensors
+    grads = [q.new_zeros(shape) if x is None else x for x, shape in zip(grads, ctx.shapes)]
+    result = iter(scan_backward(grads, q, k, v, beta, g, saved, ctx.present))
+    d_q, d_k, d_v, d_weight, d_mean = (next(result) for _ in range(5))
+    d_free_energy, d_beta = (None, None) if beta is None else (next(result), next(result))
+    d_g = None if g is None else next(result)
+    return d_q, d_k, d_v, d_beta, d_g, d_weight, d_mean, d_free_energy, None
+
+
+scan.register_autograd(_differentiate, setup_context=_save)

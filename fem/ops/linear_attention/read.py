@@ -1,0 +1,146 @@
+"""The keyed scan: linear attention with decays (linear, GLA), read as a free energy."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fem.ops.common.backend import scan_backend
+from fem.ops.common.precision import wide_dtype
+from fem.ops.common.read import Read, Terms, merge, read_of
+from fem.ops.common.tokens import Tokens
+from fem.ops.linear_attention.chunk import Memory
+from fem.ops.linear_attention.decode import step
+from fem.ops.linear_attention.naive import naive_keyed_scan_read
+from fem.ops.linear_attention.plain import scan
+from fem.ops.linear_attention.scores import NOTHING
+
+
+def keyed_scan_read(
+    q: Float[Tensor, "b t h dk"],
+    k: Float[Tensor, "b t h dk"],
+    v: Float[Tensor, "b t h dv"],
+    beta: Float[Tensor, "h dv"] | None,
+    log_decay: Float[Tensor, "b t h"] | Float[Tensor, "b t h dk"] | None = None,
+    *,
+    causal: bool = True,
+    tokens: Tokens | None = None,
+    initial_state: dict[str, Tensor] | None = None,
+    return_state: bool = False,
+    normalize: bool = True,
+    backend: str = "auto",
+) -> Read | tuple[Read, dict[str, Tensor]]:
+    """Mean and free energy of the values under a linear-attention prior with decay.
+
+        s_t(i) = sum_c q_tc exp(sum_{i<r<=t} log_decay_rc) k_ic
+        mean_tj = sum_i s_t(i) v_ij / Z_t        F_tj = (1/beta_j) log(sum_i s_t(i) exp(beta_j v_ij) / Z_t)
+        Z_t = sum_i s_t(i), or 1 with normalize=False                                  (Eq. 4, Appendix H.2)
+
+    q, k: (B, T, H, d_k) >= 0; v: (B, T, H, d_v); beta: (H, d_v) > 0, in nats per unit of v, None for the mean alone;
+    log_decay: nats <= 0 into step t, per head or per key channel, -inf to forget, None for no decay.
+    Without causal, the scores of the sequence read backwards are added, the present token counted once.
+    state: what each key channel has kept, as the read of all tokens before under its own weights, batch first:
+    log_weight (B, H, d_k), mean and free_energy (B, H, d_k, d_v), in fp32 (float64 for float64 inputs).
+    A row of zero total weight reads 0, without gradient.
+    """
+    backend = scan_backend(backend, v.device)
+    if backend == "reference":
+        read, state = _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, normalize)
+        return (read, state) if return_state else read
+    terms, state = keyed_scan_terms(
+        q, k, v, beta, log_decay, tokens=tokens, initial_state=initial_state, backend=backend
+    )
+    if not causal:
+        later = keyed_scan_terms(
+            *(_reversed(x) for x in (q, k, v)),
+            beta,
+            _reversed(log_decay),
+            tokens=None if tokens is None else tokens.reversed(),
+            present=False,
+            backend=backend,
+        )[0]
+        terms = merge(terms, Terms(*(_reversed(x) for x in later)), None if beta is None else beta.to(later.mean.dtype))
+    read = read_of(terms, beta, normalize, v.dtype)
+    return (read, state) if return_state else read
+
+
+def keyed_scan_terms(
+    q: Float[Tensor, "b t h dk"],
+    k: Float[Tensor, "b t h dk"],
+    v: Float[Tensor, "b t h dv"],
+    beta: Float[Tensor, "h dv"] | None,
+    log_decay: Float[Tensor, "b t h"] | Float[Tensor, "b t h dk"] | None = None,
+    *,
+    tokens: Tokens | None = None,
+    initial_state: dict[str, Tensor] | None = None,
+    present: bool = True,
+    backend: str = "plain",
+) -> tuple[Terms, dict[str, Tensor]]:
+    """The causal read with its total weight, log_weight (B, T, H, 1), and the state after the last token.
+
+    Without `present` a token sees those before it alone.
+    """
+    wide = dtype = wide_dtype(v)
+    run = scan
+    if backend == "triton":
+        from fem.ops.linear_attention.kernels import launch as keyed_scan_triton
+
+        run, dtype = keyed_scan_triton.scan, keyed_scan_triton.product_dtype(q, v)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    beta = None if beta is None else beta.to(wide)
+    g = None if log_decay is None else log_decay.to(wide).clamp_min(NOTHING)
+    g = g.unsqueeze(-1) if g is not None and g.ndim == 3 else g
+    if tokens is not None:
+        q, k, v, g = _only_kept(tokens, q, k, v, g)
+    start = Memory(**{"free_energy": None} | (initial_state or _empty_state(k, v, beta, wide)))
+    if q.shape[1] == 1 and present and not _differentiated(q, k, v, beta, g, *start):
+        terms, last = step(*(x.to(wide) for x in (q, k, v)), beta, g, start)
+    else:
+        results = run(q, k, v, beta, g, *start, present)
+        terms, last = Terms(*results[:3]), Memory(*results[3:6])
+    if beta is None:
+        terms, last = terms._replace(free_energy=None), last._replace(free_energy=None)
+    return terms, {name: x for name, x in last._asdict().items() if x is not None}
+
+
+def _differentiated(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, normalize):
+    """The float64 loops, told of masks and documents."""
+    keep = None if tokens is None else tokens.keep
+    document = None if tokens is None else tokens.document
+    if initial_state and tokens is not None and tokens.start is not None:
+        first = torch.ones_like(tokens.start) if keep is None else keep
+        anew = (tokens.start & (first.cumsum(1) == 1)).any(1)[:, None, None]
+        initial_state = initial_state | {"log_weight": torch.where(anew, -torch.inf, initial_state["log_weight"])}
+    read, state = naive_keyed_scan_read(
+        q, k, v, beta, log_decay, causal, keep, document, initial_state or None, normalize
+    )
+    wide = wide_dtype(v)
+    read = Read(*(None if x is None else x.to(v.dtype) for x in read))
+    return read, {name: x.to(wide) for name, x in state.items()}
+
+
+def _only_kept(tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None):
+    """Masked tokens ask nothing, add nothing, decay nothing; at the start of a document the memory forgets."""
+    if tokens.keep is not None:
+        keep = tokens.keep[:, :, None, None]
+        q, k, v, g = (None if x is None else torch.where(keep, x, 0) for x in (q, k, v, g))
+    if tokens.start is not None:
+        g = torch.zeros_like(q[..., :1]) if g is None else g
+        g = torch.where(tokens.start[:, :, None, None], NOTHING, g)
+    return q, k, v, g
+
+
+def _empty_state(k: Tensor, v: Tensor, beta: Tensor | None, wide: torch.dtype) -> dict[str, Tensor]:
+    batch, _, heads, width = k.shape
+    mean = v.new_zeros(batch, heads, width, v.shape[-1], dtype=wide)
+    state = {"log_weight": k.new_full((batch, heads, width), NOTHING, dtype=wide), "mean": mean}
+    return state if beta is None else state | {"free_energy": mean}
+
+
+def _reversed(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.flip(1)

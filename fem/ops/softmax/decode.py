@@ -1,0 +1,77 @@
+"""One token of a softmax read, for generation: as many exponentials as the cache has values, and no copy of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fem.ops.common.fallback_count import suspects
+from fem.ops.common.precision import wide
+from fem.ops.common.read import Read
+
+_BLOCK = 1 << 18  # values at a time on a CPU, so that their exponentials stay in the cache
+_LIFT = 2.0**40  # carried by p, so that what underflows in it is nothing even beside the largest finite e
+
+
+def softmax_step(
+    q: Float[Tensor, "b h dk"],
+    keys: Sequence[Float[Tensor, "b hkv _t dk"]],
+    values: Sequence[Float[Tensor, "b hkv _t dv"]],
+    beta: Float[Tensor, "hkv dv"] | None,
+    mask: Float[Tensor, "#b #h t"] | None,
+    scale: float,
+) -> Read | None:
+    """Mean and free energy of one query per head, over keys and values that lie in pieces, in their order.
+
+        mean_j = sum_i p_i v_ij        F_j = m_j + (1 / beta_j) log sum_i p_i e^{beta_j (v_ij - m_j)},   m_j <= mean_j
+
+    p: softmax of the scores plus `mask`. By Jensen's inequality F >= mean, so the sum is at least 1 and nothing small
+    can be missed from it; where e is too large to be sure, None is returned. Results are (B, 1, H, d_v), in float32 at
+    least. A row that sees no key reads 0. Without gradients.
+    """
+    batch, heads, width = q.shape
+    key_heads, channels = values[0].shape[1], values[0].shape[3]
+    lengths = [piece.shape[2] for piece in keys]
+    q = wide(q).view(batch, key_heads, heads // key_heads, width) * scale
+    scores = torch.cat([q @ wide(piece).mT for piece in keys], -1)
+    if mask is not None:
+        scores += mask.expand(batch, heads, -1).reshape(scores.shape)
+    prior = _lifted_softmax(scores)
+    parts = list(zip(prior.split(lengths, -1), (wide(piece) for piece in values)))
+    mean = sum(p @ v for p, v in parts).div_(_LIFT)
+    per_head = lambda x: x.view(batch, 1, heads, channels)  # noqa: E731
+    if beta is None:
+        return Read(per_head(mean), None) if bool(mean.isfinite().all()) else None
+    beta = beta[:, None].to(mean.dtype)
+    middle = mean.amin(2, keepdim=True)
+    total = _energies(parts, middle, beta * math.log2(math.e))
+    if not bool((total + mean).isfinite().all()):
+        return None
+    suspects.count(total.numel(), 0)
+    seen = total > 0
+    free_energy = torch.where(seen, middle + total.div_(_LIFT).log_().div_(beta), 0.0)
+    return Read(per_head(mean), per_head(free_energy))
+
+
+def _lifted_softmax(scores: Float[Tensor, "b hkv g t"]) -> Float[Tensor, "b hkv g t"]:
+    """2^40 p, from squares of e^{s / 2}; 0 in a row of -inf."""
+    peak = scores.amax(-1, keepdim=True).clamp_min_(torch.finfo(scores.dtype).min)
+    root = (scores - peak).mul_(0.5).exp_()
+    weight = (root * _LIFT).mul_(root)
+    return weight.mul_(_LIFT / weight.sum(-1, keepdim=True).clamp_min_(1.0))
+
+
+def _energies(
+    parts: list[tuple[Tensor, Tensor]], middle: Float[Tensor, "b hkv 1 dv"], rate: Float[Tensor, "hkv 1 dv"]
+) -> Float[Tensor, "b hkv g dv"]:
+    """sum_i p_i 2^(rate (v_i - middle)), by blocks of tokens."""
+    total, offset = 0.0, -rate * middle
+    for prior, v in parts:
+        room = v.shape[2] if v.is_cuda else max(1, _BLOCK // (v.shape[0] * v.shape[1] * v.shape[3]))
+        for p, block in zip(prior.split(room, -1), v.split(room, 2)):
+            total = total + p @ torch.addcmul(offset, block, rate).exp2_()
+    return total

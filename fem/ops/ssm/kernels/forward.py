@@ -1,0 +1,187 @@
+"""The forward of the state space scan: N states per channel, each a pair of streams as in the channel scan.
+
+    state_n: S, E of x_n = log(delta_t B_tn) and a_n = delta_t A_n        y = sum_n C_n S_n(1) + D        L = log y
+    mean = (sum_n C_n S_n(v) + D v) / y        F = (1 / beta) log((sum_n C_n E_n + D e^{beta v}) / y)
+
+A program takes the states of BLOCK channels over one chunk of tokens. delta, v are (B, T, D), A (N, D), B and C
+(B, T, N), skip = D and beta (D), opens (B, T); states (6 or 3, B, .., N D). Without the skip a token does not read
+itself, only what stood before it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fem.ops.channel_scan.kernels.forward import load_three, store_three
+from fem.ops.common.kernels.channel_states import NOTHING, add_energy, add_weights, lowered, settled
+from fem.ops.common.kernels.decay_steps import chunk_of, decayed, load_channels
+
+LARGEST = tl.constexpr(50.0)  # a greater exponent belongs to a factor 0, whose derivative would reach no sum
+
+
+@triton.jit
+def states_of(columns, channels, N: tl.constexpr, PADDED: tl.constexpr):
+    """Place and existence of the states of each channel, (BLOCK, PADDED), and of the states alone, (1, PADDED)."""
+    n = tl.arange(0, PADDED)[None, :]
+    return n * channels + columns[:, None], (columns < channels)[:, None] & (n < N), n, n < N
+
+
+@triton.jit
+def load_weights(states, place, size, inside):
+    peak, total, weighted = load_three(states, place, size, inside)
+    return tl.where(inside, peak, NOTHING), tl.where(inside, total, 1.0), weighted
+
+
+@triton.jit
+def load_energy(states, place, size, inside):
+    peak, at, energy = load_three(states, place, size, inside)
+    return tl.where(inside, peak, NOTHING), at, tl.where(inside, energy, 1.0)
+
+
+@triton.jit
+def entry(delta, a, b, opens, place, token, inside, n, exists, N: tl.constexpr):
+    """delta (BLOCK, 1), B (1, PADDED), log-decay and log-weight (BLOCK, PADDED) of one token."""
+    rate = load_channels(delta + place, inside)[:, None]
+    enters = load_channels(b + token * N + n, exists)
+    log_decay = rate * a
+    if opens is not None:
+        log_decay = tl.where(tl.load(opens + token) != 0, float("-inf"), log_decay)
+    return rate, enters, log_decay, tl.log(rate) + tl.log(enters)
+
+
+@triton.jit
+def of_positive(weight, part):
+    """The part that a weight has, 0 where the weight is 0 and the part is that of one unit of it."""
+    return tl.where(weight > 0, part, 0.0)
+
+
+@triton.jit
+def look(exponent, sums, c, own_exponent, skip):
+    """sum_n C_n sums_n e^exponent_n + skip e^own_exponent as y e^top, and what part of it each term is.
+
+    Where C_n or skip is 0, what part one unit of it would be.
+    """
+    log_c, log_skip = tl.log(c), own_exponent
+    top = tl.maximum(tl.max(exponent + log_c, 1), NOTHING)
+    if skip is not None:
+        log_skip = tl.log(skip)
+        top = tl.maximum(top, own_exponent + log_skip)
+    weight = tl.exp(tl.minimum(of_positive(c, log_c) + (exponent - top[:, None]), LARGEST)) * sums
+    y = tl.sum(of_positive(c, weight), 1)
+    own = y
+    if skip is not None:
+        own = tl.exp(tl.minimum(of_positive(skip, log_skip) + (own_exponent - top), LARGEST))
+        y += of_positive(skip, own)
+    seen = top > NOTHING / 2
+    per = tl.where(seen, 1.0 / tl.where(seen, y, 1.0), 0.0)
+    return top, tl.where(seen, y, 1.0), weight * per[:, None], own * per
+
+
+@triton.jit
+def measured(peak, at, steep, value, skip):
+    """The highest value that any energy is kept by, and the exponents of the energies and of the token beside it."""
+    some = peak > NOTHING / 2
+    r = tl.max(tl.where(some, at, NOTHING), 1)
+    if skip is not None:
+        r = tl.maximum(r, value)
+    r = tl.where(r > NOTHING / 2, r, 0.0)
+    return r, tl.where(some, peak + steep[:, None] * (at - r[:, None]), NOTHING), steep * (value - r)
+
+
+@triton.jit
+def faded(peak, total, weighted, log_decay):
+    peak, total, stays, factor, scale = lowered(peak, total, log_decay)
+    return peak, total, decayed(weighted, stays, factor) * scale
+
+
+@triton.jit
+def ssm_sums(
+    delta, a, b, v, beta, opens, through, states, time, channels, size,
+    N: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of each chunk the sum of the log-decays, (B, chunks, N D), and the states of its tokens alone."""
+    first, end, place, columns, inside, _of_chunk = chunk_of(time, channels, CHUNK, BLOCK)
+    of_states, all_inside, n, exists = states_of(columns, channels, N, PADDED)
+    row = tl.program_id(2).to(tl.int64)
+    of_chunk = (row * tl.num_programs(1) + tl.program_id(1)) * N * channels + of_states
+    rates = load_channels(a + of_states, all_inside)
+    passed, weighted = tl.zeros([BLOCK, PADDED], tl.float32), tl.zeros([BLOCK, PADDED], tl.float32)
+    peak, total = passed + NOTHING, passed + 1.0
+    top, at, energy = peak, weighted, total
+    if beta is not None:
+        steep = tl.load(beta + columns, mask=inside, other=1.0)[:, None]
+    for t in range(first, end):
+        _rate, _enters, log_decay, x = entry(delta, rates, b, opens, place, row * time + t, inside, n, exists, N)
+        value = load_channels(v + place, inside)[:, None]
+        peak, total, weighted, _share = add_weights(peak, total, weighted, log_decay, x, 1.0, value)
+        if beta is not None:
+            top, at, energy, _energy_share = add_energy(top, at, energy, log_decay, steep, x, value, 1.0)
+        passed += log_decay
+        place += channels
+    tl.store(through + of_chunk, passed, mask=all_inside)
+    store_three(states, of_chunk, size, all_inside, peak, total, weighted)
+    if beta is not None:
+        store_three(states + 3 * size, of_chunk, size, all_inside, top, at, energy)
+
+
+@triton.jit
+def ssm_reads(
+    delta, a, b, c, skip, v, beta, opens, entering, log_weight, mean, free_energy, last,
+    time, channels, size, last_size,
+    N: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """L, mean and F of every token (B, T, D), and the states after the last, (6 or 3, B, N D), with c = 0."""
+    first, end, place, columns, inside, _of_chunk = chunk_of(time, channels, CHUNK, BLOCK)
+    of_states, all_inside, n, exists = states_of(columns, channels, N, PADDED)
+    row = tl.program_id(2).to(tl.int64)
+    of_chunk = (row * tl.num_programs(1) + tl.program_id(1)) * N * channels + of_states
+    rates = load_channels(a + of_states, all_inside)
+    peak, total, weighted = load_weights(entering, of_chunk, size, all_inside)
+    top, at, energy = peak, weighted, total
+    own_skip, none = None, tl.zeros([BLOCK], tl.float32)
+    if skip is not None:
+        own_skip = load_channels(skip + columns, inside)
+    if beta is not None:
+        top, at, energy = load_energy(entering + 3 * size, of_chunk, size, all_inside)
+        steep = tl.load(beta + columns, mask=inside, other=1.0)
+    for t in range(first, end):
+        token = row * time + t
+        _rate, _enters, log_decay, x = entry(delta, rates, b, opens, place, token, inside, n, exists, N)
+        seen = load_channels(c + token * N + n, exists)
+        value = load_channels(v + place, inside)
+        peak, total, weighted = faded(peak, total, weighted, log_decay)
+        if skip is not None:
+            peak, total, weighted, _share = add_weights(peak, total, weighted, None, x, 1.0, value[:, None])
+        highest, y, part, own = look(peak, total, seen, none, own_skip)
+        average = tl.sum(of_positive(seen, part) * (weighted / total), 1)
+        if skip is None:
+            peak, total, weighted, _share = add_weights(peak, total, weighted, None, x, 1.0, value[:, None])
+        else:
+            average += of_positive(own_skip, own) * value
+        tl.store(log_weight + place, highest + tl.log(y), mask=inside)
+        tl.store(mean + place, average, mask=inside)
+        if beta is not None:
+            top, energy, _stays, _factor, _scale = lowered(top, energy, log_decay)
+            if skip is not None:
+                top, at, energy, _energy_share = add_energy(
+                    top, at, energy, None, steep[:, None], x, value[:, None], 1.0
+                )
+            r, exponent, own_exponent = measured(top, at, steep, value, skip)
+            higher, z, _energy_part, _energy_own = look(exponent, energy, seen, own_exponent, own_skip)
+            if skip is None:
+                top, at, energy, _energy_share = add_energy(
+                    top, at, energy, None, steep[:, None], x, value[:, None], 1.0
+                )
+            gain = (tl.log(z / y) + (higher - highest)) / steep
+            tl.store(free_energy + place, tl.where(highest > NOTHING / 2, r + gain, 0.0), mask=inside)
+        place += channels
+    if end == time:
+        of_row = row * N * channels + of_states
+        peak, lift = settled(peak, total)
+        store_three(last, of_row, last_size, all_inside, peak, total * lift, weighted * lift)
+        if beta is not None:
+            joined = top + steep[:, None] * at
+            energy *= tl.exp((top - joined) + steep[:, None] * at)
+            top, lift = settled(joined, energy)
+            store_three(last + 3 * last_size, of_row, last_size, all_inside, top, tl.zeros_like(at), energy * lift)

@@ -1,0 +1,145 @@
+"""The scan behind `ssm_read` by our kernels: what they are launched on, and what the backward needs."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from fem.ops.channel_scan.kernels import forward as channel_forward
+from fem.ops.channel_scan.kernels.launch import from_units, packed, to_units, unpacked
+from fem.ops.common.read import Terms
+from fem.ops.common.scaled_sums import Streams
+from fem.ops.decay_scan.kernels import launch as decay_scan_triton
+from fem.ops.decay_scan.kernels.launch import Cut, readable
+from fem.ops.ssm.kernels import backward as ssm_backward
+from fem.ops.ssm.kernels import forward as ssm_forward
+
+_STATES = 256  # of a program
+
+
+def ssm_scan(
+    delta: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor | None,
+    v: Tensor,
+    beta: Tensor | None,
+    opens: Tensor | None,
+    start: Streams,
+) -> tuple[Terms, Streams]:
+    """The read of every token with the logarithm of its total weight, (B, T, D), and the states after the last one.
+
+    The arguments of `fem.ops.ssm.plain`; delta, b, c and v in any of float32, bfloat16 and float16, sums in float32.
+    Training keeps the inputs, the reads and the states of every 64th token. Gradients repeat bit by bit.
+    Raises ValueError on float64.
+    """
+    delta, b, c, v = readable(delta, b, c, v)
+    a, skip, beta = (None if part is None else part.float().contiguous() for part in (a, skip, beta))
+    opens = None if opens is None else opens.to(torch.int8)
+    log_weight, mean, last, _, *free_energy = _forward(delta, a, b, c, skip, v, beta, opens, packed(start))
+    return Terms(log_weight, mean, free_energy[0] if free_energy else None), unpacked(last)
+
+
+_INPUTS = "Tensor delta, Tensor a, Tensor b, Tensor c, Tensor? skip, Tensor v, Tensor? beta, Tensor? opens"
+
+
+@torch.library.custom_op("fem::ssm_scan_triton", mutates_args=(), schema=f"({_INPUTS}, Tensor start) -> Tensor[]")
+def _forward(delta, a, b, c, skip, v, beta, opens, start):
+    """log weight, mean, the states after the last token and before every chunk, and with a beta F."""
+    outputs = _outputs(delta, a, b, c, skip, v, beta, opens, start)
+    log_weight, mean, last, entering, free_energy = outputs if beta is not None else [*outputs, None]
+    (batch, time, channels), rank = v.shape, len(a)
+    grid, blocks = cut(v, rank)
+    chunks, states = grid[1], rank * channels
+    size, start_size = entering[0].numel(), start[0].numel()
+    if chunks == 1:
+        entering.copy_(start.view_as(entering))
+    else:
+        through = torch.empty_like(entering[0])
+        ssm_forward.ssm_sums[grid](delta, a, b, v, beta, opens, through, entering, time, channels, size, **blocks)
+        carry = Cut.of(batch, time, states)
+        steep = None if beta is None else beta.repeat(rank)
+        channel_forward.channel_carry[carry.carry_grid](
+            steep, through, entering, start, chunks, states, size, start_size, **carry.carry_blocks
+        )
+    ssm_forward.ssm_reads[grid](
+        delta, a, b, c, skip, v, beta, opens, entering, log_weight, mean, free_energy, last,
+        time, channels, size, start_size, **blocks,
+    )  # fmt: skip
+    return outputs
+
+
+@_forward.register_fake
+def _outputs(delta, a, b, c, skip, v, beta, opens, start):
+    whole = lambda: v.new_empty(v.shape, dtype=torch.float32)  # noqa: E731
+    chunks = triton.cdiv(v.shape[1], decay_scan_triton.CHUNK)
+    entering = start.new_empty(len(start), v.shape[0], chunks, start.shape[-1])
+    return [whole(), whole(), torch.empty_like(start), entering, *([] if beta is None else [whole()])]
+
+
+@torch.library.custom_op(
+    "fem::ssm_scan_triton_backward",
+    mutates_args=(),
+    schema=f"(Tensor? d_log_weight, Tensor? d_mean, Tensor? d_free_energy, Tensor? d_last, {_INPUTS}, Tensor start, "
+    "Tensor mean, Tensor last, Tensor entering, Tensor? free_energy) -> Tensor[]",
+)
+def _backward(
+    d_log_weight, d_mean, d_free_energy, d_last, delta, a, b, c, skip, v, beta, opens, start, mean, last, entering,
+    free_energy,
+):  # fmt: skip
+    """Gradients of the start, delta, a, b, c, v and, where there are any, of skip and beta."""
+    given = [None if grad is None else grad.contiguous() for grad in (d_log_weight, d_mean, d_free_energy)]
+    (batch, time, channels), rank = v.shape, len(a)
+    (blocks_of_channels, chunks, _), blocks = cut(v, rank)
+    behind = start.new_zeros(3, *start.shape[1:]) if d_last is None else to_units(d_last, last)
+    scratch = start.new_empty(3 if beta is None else 5, batch, decay_scan_triton.CHUNK, rank * channels)
+    own_scratch = start.new_empty(2, batch, decay_scan_triton.CHUNK, channels)
+    d_delta, d_v, d_start = torch.empty_like(delta), torch.empty_like(v), torch.empty_like(behind)
+    d_a, (d_skip, d_beta) = start.new_empty(batch, rank, channels), start.new_empty(2, batch, channels)
+    d_b, d_c = start.new_empty(2, blocks_of_channels, *b.shape)
+    ssm_backward.ssm_gradients[(blocks_of_channels, batch)](
+        *given, delta, a, b, c, skip, v, beta, opens, entering, behind, mean, free_energy, scratch, own_scratch,
+        d_delta, d_a, d_b, d_c, d_skip, d_v, d_beta, d_start, time, chunks, channels,
+        entering[0].numel(), start[0].numel(), scratch[0].numel(), own_scratch[0].numel(), b.numel(), **blocks,
+    )  # fmt: skip
+    of_rows = [x.sum(0) for x, there in ((d_skip, skip), (d_beta, beta)) if there is not None]
+    d_b, d_c = d_b.sum(0).to(b.dtype), d_c.sum(0).to(c.dtype)
+    return [from_units(d_start, start), d_delta, d_a.sum(0), d_b, d_c, d_v, *of_rows]
+
+
+@_backward.register_fake
+def _(
+    d_log_weight, d_mean, d_free_energy, d_last, delta, a, b, c, skip, v, beta, opens, start, mean, last, entering,
+    free_energy,
+):  # fmt: skip
+    return [torch.empty_like(part) for part in (start, delta, a, b, c, v, skip, beta) if part is not None]
+
+
+def _save(ctx, inputs, output):
+    _, mean, last, entering, *free_energy = output
+    ctx.save_for_backward(*inputs, mean, last, entering, *(free_energy or [None]))
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grads):
+    d_log_weight, d_mean, d_last, _, *d_free_energy = grads
+    saved = ctx.saved_tensors  # read once: checkpointing hands it out but once
+    given = (d_log_weight, d_mean, d_free_energy[0] if d_free_energy else None, d_last)
+    d_start, d_delta, d_a, d_b, d_c, d_v, *rest = _backward(*given, *saved)
+    rest = iter(rest)
+    d_skip, d_beta = (None if saved[index] is None else next(rest) for index in (4, 6))
+    return d_delta, d_a, d_b, d_c, d_skip, d_v, d_beta, None, d_start
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def cut(v: Tensor, rank: int) -> tuple[tuple[int, int, int], dict[str, int | bool]]:
+    """The grid of the kernels that take a chunk of some channels each, and their block sizes."""
+    padded = triton.next_power_of_2(rank)
+    block = min(triton.next_power_of_2(v.shape[2]), max(1, _STATES // padded))
+    sizes = {"N": rank, "PADDED": padded, "CHUNK": decay_scan_triton.CHUNK, "BLOCK": block}
+    grid = (triton.cdiv(v.shape[2], block), triton.cdiv(v.shape[1], decay_scan_triton.CHUNK), v.shape[0])
+    return grid, sizes | {"num_warps": 4, "enable_fp_fusion": True}

@@ -1,0 +1,118 @@
+"""The prior of a selective state space model (Mamba): per value channel, N decaying states that a token reads."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fem.ops.channel_scan.read import by_definition
+from fem.ops.common.backend import scan_backend
+from fem.ops.common.precision import wide_dtype
+from fem.ops.common.read import Read, Terms, merge, read_of
+from fem.ops.common.scaled_sums import Streams, nothing
+from fem.ops.common.tokens import Tokens
+from fem.ops.ssm.naive import naive_ssm_read
+from fem.ops.ssm.plain import ssm_scan
+
+Heads = Float[Tensor, "b t h d"]
+
+
+def ssm_read(
+    delta: Heads,
+    A: Float[Tensor, "h d n"],
+    B: Float[Tensor, "b t n"],
+    C: Float[Tensor, "b t n"],
+    D: Float[Tensor, "h d"],
+    v: Heads,
+    beta: Float[Tensor, "h d"] | None,
+    *,
+    causal: bool = True,
+    tokens: Tokens | None = None,
+    initial_state: dict[str, Tensor] | None = None,
+    return_state: bool = False,
+    normalize: bool = True,
+    backend: str = "auto",
+) -> Read | tuple[Read, dict[str, Tensor]]:
+    """Mean and free energy of the values under the impulse response of a selective state space model.
+
+        s_tj(i) = sum_n C_tn exp(sum_{i<r<=t} delta_rj A_jn) delta_ij B_in + D_j [i = t]       p = s / sum_i s
+        mean_tj = sum_i p_tj(i) v_ij        F_tj = (1 / beta_j) log sum_i p_tj(i) exp(beta_j v_ij)       (Eq. 4, 32)
+
+    delta >= 0, v: (B, T, H, d_v); A (H, d_v, N) <= 0; B, C (B, T, N) >= 0; D (H, d_v) >= 0; beta (H, d_v), None for
+    the mean alone. causal=False adds the same scores of the sequence read backwards, the present token once.
+    normalize=False leaves s as it is: mean = sum s v, F = (1 / beta) log sum s e^{beta v}.
+    The state is that of `channel_scan_read` for each of the N states, (B, N, H, d_v).
+    Training keeps the states of every 64th token and computes the others again: memory O(T d_v), not O(T d_v N).
+    """
+    backend = scan_backend(backend, v.device)
+    if backend == "reference":
+        loops = partial(naive_ssm_read, delta, A, B, C, D, v, beta)
+        return by_definition(loops, v.dtype, causal, tokens, normalize, initial_state, return_state)
+    options = {"causal": causal, "tokens": tokens, "initial_state": initial_state, "return_state": return_state}
+    terms, state = ssm_terms(delta, A, B, C, D, v, beta, **options, backend=backend)
+    read = read_of(terms, beta, normalize, v.dtype)
+    return (read, state) if return_state else read
+
+
+def ssm_terms(
+    delta: Heads,
+    A: Float[Tensor, "h d n"],
+    B: Float[Tensor, "b t n"],
+    C: Float[Tensor, "b t n"],
+    D: Float[Tensor, "h d"],
+    v: Heads,
+    beta: Float[Tensor, "h d"] | None,
+    *,
+    causal: bool = True,
+    tokens: Tokens | None = None,
+    initial_state: dict[str, Tensor] | None = None,
+    return_state: bool = False,
+    backend: str = "plain",
+) -> tuple[Terms, dict[str, Tensor] | None]:
+    """The normalised read with the logarithm of its total weight, and the state after the last token, if wanted."""
+    past, state = _one_way(delta, A, B, C, D, v, beta, tokens, initial_state, return_state, backend)
+    if causal:
+        return past, state
+    back = None if tokens is None else tokens.reversed()
+    future, _ = _one_way(delta.flip(1), A, B.flip(1), C.flip(1), None, v.flip(1), beta, back, None, False, backend)
+    future = Terms(*(None if part is None else part.flip(1) for part in future))
+    return merge(past, future, None if beta is None else beta.to(past.mean.dtype)), state
+
+
+def _one_way(
+    delta, A, B, C, D, v, beta, tokens, state, return_state: bool, backend: str
+) -> tuple[Terms, dict[str, Tensor] | None]:
+    """The read of what stands before each token and of the token itself; without D, of what stands before alone."""
+    wide = wide_dtype(delta, A, B, C, D, v)
+    shape, rank = v.shape, A.shape[-1]
+    delta, v = delta.flatten(2), v.flatten(2)
+    opens = None
+    if tokens is not None:
+        opens = tokens.start
+        if tokens.keep is not None:
+            delta, B, C, v = (torch.where(tokens.keep[..., None], x, 0) for x in (delta, B, C, v))
+    A = A.to(wide).flatten(0, 1).T.contiguous()
+    D, beta = (None if x is None else x.to(wide).flatten() for x in (D, beta))
+    alone = state is None and not return_state
+    if state is None:
+        start = Streams.nothing(v.new_empty(shape[0], A.numel(), dtype=wide), beta)
+    else:
+        start = Streams.of([part.flatten(-3) for part in Streams.from_state(state, wide).parts()])
+    if backend == "triton":
+        from fem.ops.ssm.kernels import launch as ssm_triton
+
+        (log_weight, *read), after = ssm_triton.ssm_scan(delta, A, B, C, D, v, beta, opens, start)
+    else:
+        delta, B, C, v = (x.to(wide) for x in (delta, B, C, v))
+        memory, after = ssm_scan(delta, A, B, C, D, v, beta, opens, start, alone)
+        log_weight, read = memory.log_weight(), [memory.mean, memory.free_energy]
+    log_weight, mean, free_energy = (None if part is None else part.view(shape) for part in (log_weight, *read))
+    if tokens is not None and tokens.keep is not None:  # a masked token does not even see itself through D
+        log_weight = log_weight.where(tokens.keep[..., None, None], nothing(wide))
+    terms = Terms(log_weight, mean, free_energy)
+    if not return_state:
+        return terms, None
+    return terms, Streams.of([part.unflatten(-1, (rank, *shape[2:])) for part in after.parts()]).state()

@@ -1,0 +1,85 @@
+"""Priors that match queries with keys through a state of fixed size: linear attention and GLA."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from fem.config import FreeEnergyMixerConfig, Widths
+from fem.ops.common.precision import wide
+from fem.ops.common.rope import rotate
+from fem.ops.common.tokens import Tokens
+from fem.ops.linear_attention.read import keyed_scan_read
+from fem.priors.base import Prior
+
+
+class KeyedPrior(Prior):
+    """s_t(i) = sum_c phi(q_t)_c exp(sum_{i<r<=t} g_rc) phi(k_i)_c,   phi = ReLU(RoPE(.)) + eps            (Eq. 28)"""
+
+    def __init__(self, config: FreeEnergyMixerConfig):
+        super().__init__(config)
+        self.query = self.project(config.qk_dim)
+        self.key = self.project(config.qk_dim)
+
+    @abstractmethod
+    def log_decay(self, features: Float[Tensor, "b t f"]) -> Tensor | None:
+        """g <= 0, per head (B, T, H) or per key channel (B, T, H, d_k); None: nothing decays."""
+
+    def read(self, features, v, beta, tokens, memory):
+        q, k = (self._positive(projection(features), tokens) for projection in (self.query, self.key))
+        return self.scan(keyed_scan_read, q, k, v, beta, self.log_decay(features), tokens=tokens, memory=memory)
+
+    def _positive(self, x: Tensor, tokens: Tokens) -> Float[Tensor, "b t h d"]:
+        x = wide(x.unflatten(-1, (self.config.n_head, -1)))
+        if self.config.use_rope:
+            x = rotate(x, tokens.position, self.config.rope_theta)
+        return F.relu(x) + self.config.eps
+
+
+class LinearPrior(KeyedPrior):
+    """Linear attention: keys never decay.                                                (Appendix H.2 with g = 0)"""
+
+    name = "linear"
+
+    @staticmethod
+    def widths(config: FreeEnergyMixerConfig) -> Widths:
+        return Widths(2 * config.n_embd * config.qk_dim, key_maps=2)
+
+    def log_decay(self, features):
+        return None
+
+
+class GatedLinearPrior(KeyedPrior):
+    """GLA: g = logsigmoid(W x + b) / 16, one per token ("scalar"), head ("head") or key channel ("channel").
+
+    At the start half of a memory is gone after 16 tokens.                                              (Appendix H.2)
+    """
+
+    name = "gla"
+
+    def __init__(self, config: FreeEnergyMixerConfig):
+        super().__init__(config)
+        self.decay = self.project(self.decay_dim(config))
+
+    @staticmethod
+    def decay_dim(config: FreeEnergyMixerConfig) -> int:
+        return {"scalar": 1, "head": config.n_head, "channel": config.qk_dim}[config.decay]
+
+    @staticmethod
+    def widths(config: FreeEnergyMixerConfig) -> Widths:
+        linear = config.n_embd * (2 * config.qk_dim + GatedLinearPrior.decay_dim(config))
+        return Widths(linear, key_maps=3 if config.decay == "channel" else 2)
+
+    def log_decay(self, features):
+        decay = log_decay(self.decay(features))
+        if self.config.decay == "channel":
+            return decay.unflatten(-1, (self.config.n_head, -1))
+        return decay.expand(-1, -1, self.config.n_head)
+
+
+def log_decay(logits: Tensor) -> Tensor:
+    """g = logsigmoid(logits) / 16 <= 0, in at least fp32."""
+    return F.logsigmoid(wide(logits)) / 16

@@ -1,0 +1,65 @@
+"""The examples of docs/add_a_prior.md, run as they stand."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
+from fem.config import PRIOR_WIDTHS
+from fem.priors import OperatorPrior
+
+PAGE = Path(__file__).parents[2] / "docs" / "add_a_prior.md"
+
+
+@pytest.fixture(scope="module")
+def page():
+    """The page's names after its code has run, as one script."""
+    names = {}
+    torch.manual_seed(0)
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        exec(block, names)
+    yield names
+    PRIORS.pop("fixed_decay")
+    PRIOR_WIDTHS.pop("fixed_decay")
+
+
+def test_the_new_prior_streams_like_any_other(page):
+    whole = page["layer"](page["x"])
+    torch.testing.assert_close(torch.cat([page["y"], page["rest"]], 1), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_an_operator_deletes_masked_tokens_and_separates_documents(page):
+    config = FreeEnergyMixerConfig(n_embd=64, n_head=4)
+    layer = FreeEnergyMixer(config, prior=OperatorPrior(page["CausalConvolution"](config.fem_dim, 8)))
+    x = torch.randn(1, 20, 64)
+    keep = torch.rand(1, 20) > 0.4
+    torch.testing.assert_close(layer(x, attention_mask=keep)[keep], layer(x[:, keep[0]])[0], rtol=1e-5, atol=1e-6)
+    ids = torch.tensor([[0] * 9 + [1] * 11])
+    apart = torch.cat([layer(x[:, :9]), layer(x[:, 9:])], 1)
+    torch.testing.assert_close(layer(x, segment_ids=ids), apart, rtol=1e-5, atol=1e-6)
+
+
+def test_an_operators_read_is_the_free_energy_of_its_weights(page):
+    config = FreeEnergyMixerConfig(n_embd=64, n_head=4, use_conv=False)
+    layer = FreeEnergyMixer(config, prior=OperatorPrior(page["CausalConvolution"](config.fem_dim, 8)))
+    reading = layer.inspect(torch.randn(1, 9, 64))
+    torch.testing.assert_close(reading.prior.sum(-1), torch.ones(1, 4, 8, 9), rtol=1e-5, atol=1e-6)
+    assert (reading.mean <= reading.free_energy + 1e-6).all()
+
+
+def test_what_an_operator_cannot_do_is_said_in_one_sentence(page):
+    config = FreeEnergyMixerConfig(n_embd=64, n_head=4, use_conv=False)
+    layer = FreeEnergyMixer(config, prior=OperatorPrior(page["CausalConvolution"](config.fem_dim, 8)))
+    x = torch.randn(1, 9, 64)
+    with pytest.raises(ValueError, match="keeps no state"):
+        layer(x, return_state=True)
+    with torch.no_grad():
+        layer.value.weight.normal_()
+        x[:, 8] *= 1e4
+    with pytest.raises(ValueError, match="v spreads too far for an operator prior"):
+        layer(x)
+    shrinking = FreeEnergyMixer(config, prior=OperatorPrior(lambda x: x[:, 1:]))
+    with pytest.raises(ValueError, match=r"op must map \(B, T, C\) to the same shape"):
+        shrinking(torch.randn(1, 9, 64))

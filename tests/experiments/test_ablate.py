@@ -1,0 +1,137 @@
+"""`fem ablate`: the rows, equal sizes and starts, the choice of the learning rate, and going on."""
+
+import csv
+import json
+import math
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
+
+from fem.experiments.lm import ablate
+from fem.experiments.lm.ablations import ROWS, row_fields
+from fem.experiments.lm.small import LanguageRecipe, build_model, model_config
+from fem.models import FEMConfig
+from fem.models.presets import count_parameters
+
+TINY = ablate.AblateRecipe(
+    rows="full -C,G,T +G",
+    learning_rates="0.001,0.01",
+    seeds=2,
+    layers=1,
+    width=32,
+    heads=2,
+    mlp_width=88,
+    vocabulary=270,
+    context=16,
+    batch=2,
+    steps=3,
+    validations=3,
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("the sun sees the moon and the moon sees the sun. " * 60)
+    return path
+
+
+def test_rows_have_the_parts_their_names_say():
+    for row, parts in ROWS.items():
+        fields = row_fields(row, "softmax")
+        named = set(row.removeprefix("-").removeprefix("+").split(","))
+        wanted = {"full": set("CLTG")}.get(row, named if row.startswith("+") else set("CLTG") - named)
+        assert set(parts) == wanted
+        switches = {"C": "use_conv", "L": "use_lse", "T": "use_temperature", "G": "use_outer_gate"}
+        assert {letter for letter, field in switches.items() if fields[field]} == wanted
+    assert {(a, b) for a, b in combinations(ROWS, 2) if ROWS[a] == ROWS[b]} == set()
+
+
+@pytest.mark.parametrize("prior", ["softmax", "gla", "rnn_softmax"])
+def test_rows_have_equal_parameters(prior):
+    recipe = LanguageRecipe()
+    attention = model_config(recipe, row_fields("-C,G,T,L", "softmax"), recipe.vocabulary)
+    wanted = count_parameters(attention)
+    for row in ROWS:
+        config = model_config(recipe, row_fields(row, prior), recipe.vocabulary)
+        assert isinstance(config, FEMConfig)
+        assert config.prior_type == prior
+        assert count_parameters(config) == pytest.approx(wanted, rel=0.01)
+
+
+def test_rows_start_from_the_same_embeddings():
+    recipe = TINY.language(0.001, seed=5)
+    models = [build_model(model_config(recipe, row_fields(row, "softmax"), 270), 5) for row in ("full", "+G")]
+    assert torch.equal(*(model.get_input_embeddings().weight for model in models))
+
+
+def test_laser_reads_the_free_energy_at_beta_one():
+    model = build_model(model_config(TINY.language(0.001, 0), row_fields("-C,G,T", "softmax"), 270), 0)
+    mixer = model.model.layers[0].mixer
+    assert mixer.beta is None
+    reading = mixer.inspect(torch.randn(1, 6, 32))
+    assert torch.equal(reading.beta, torch.ones_like(reading.beta))
+    assert reading.lambda_ is None or torch.all(reading.lambda_ == 1)
+
+
+def test_every_row_takes_its_own_best_rate_on_the_first_seed_alone():
+    losses = {("full", 0.001, 0): 3.0, ("full", 0.01, 0): 2.0, ("+G", 0.001, 0): 1.0, ("+G", 0.01, 0): math.inf}
+    asked = []
+
+    def measure(row, rate, seed):
+        asked.append((row, rate, seed))
+        loss = losses.get((row, rate, seed), 7.0)
+        return {"val_loss": loss, "parameters": 10, "tokens_per_second": 1.0, "curve": []}
+
+    ablation = ablate.ablate(replace(TINY, rows="full +G"), measure)
+    assert [ablation.best(row) for row in ("full", "+G")] == [0.01, 0.001]
+    assert {(row, rate) for row, rate, seed in asked if seed == 1} == {("full", 0.01), ("+G", 0.001)}
+    table = {row["row"]: row for row in ablation.table()}
+    assert table["full"]["loss"] == pytest.approx((2.0 + 7.0) / 2)
+    assert table["full"]["sd"] == pytest.approx(5 / math.sqrt(2))
+    assert [list(row) for row in ablation.tuning_table()] == [["row", "0.001", "0.01"]] * 2
+
+
+def test_an_ablation_writes_what_it_promises_and_goes_on(text, tmp_path, monkeypatch):
+    recipe = replace(TINY, text=text, lambda_init=-2.0)
+    results = ablate.run(recipe, tmp_path / "run")["ablate"]
+    assert list(results) == ["full", "-C,G,T", "+G"]
+    runs = sorted((tmp_path / "run" / "runs").iterdir())
+    assert len(runs) == 9
+    mixers = [json.loads(path.read_text())["job"]["mixer"] for path in runs]
+    assert {mixer["lambda_init"] for mixer in mixers} == {-2.0}
+    with open(tmp_path / "run" / "table.csv", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss"]) for row in rows] == [row["loss"] for row in results.values()]
+    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["tokens"] for line in lines if (line["row"], line["seed"]) == ("full", 0)] == [32, 64, 96]
+
+    trained = []
+    train_job = ablate.train_job
+    monkeypatch.setattr(ablate, "train_job", lambda job, *rest: (trained.append(job.row), train_job(job, *rest))[1])
+    runs[0].write_text("cut off")
+    runs[1].unlink()
+    again = ablate.run(recipe, tmp_path / "run")["ablate"]
+    assert len(trained) == 2
+    for row in results:
+        assert again[row]["loss"] == results[row]["loss"]
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"rows": "full +X"}, "rows must be from full; -G; .*got '\\+X'"),
+        ({"rows": ""}, "must name at least one"),
+        ({"prior": "nothing"}, "got 'nothing"),
+        ({"learning_rates": "fast"}, "learning_rates must be numbers"),
+        ({"seeds": 0}, "seeds must be positive"),
+    ],
+)
+def test_mistakes_are_one_sentence(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        replace(TINY, **changes)

@@ -1,0 +1,217 @@
+"""The command line, run folders, tables, plots and optional packages."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fem import cli, extras
+from fem.experiments import argmax
+from fem.experiments.common import run as recipe
+from fem.experiments.common import tables
+from fem.experiments.common.run import open_run, option
+from fem.plots import Panel, channel_reading, learning_curves
+
+
+@dataclass(frozen=True)
+class Recipe:
+    seed: int = option(5, "Seed.")
+
+
+def fem(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["fem", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return end.value.code
+
+
+def test_every_command_explains_itself():
+    listing = CliRunner().invoke(cli.app, ["--help"]).output
+    for command in ("demo", "argmax", "doctor"):
+        assert command in listing
+        shown = CliRunner().invoke(cli.app, [command, "--help"])
+        assert shown.exit_code == 0
+        assert "Usage" in shown.output
+
+
+def test_every_field_of_a_recipe_is_an_option_with_its_default():
+    shown = CliRunner().invoke(cli.app, ["argmax", "--help"], env={"COLUMNS": "200"}).output
+    for line in ("--learning-rate", "--validation-examples", "[default: 64]", "[default: 0.01]", "--full", "--output"):
+        assert line in shown
+
+
+@pytest.mark.parametrize(
+    "arguments, wanted",
+    [
+        ([], argmax.SMALL),
+        (["--steps", "7"], argmax.ArgmaxRecipe(steps=7)),
+        (["--full"], argmax.ArgmaxRecipe(tokens=128, channels=512, steps=2000)),
+        (["--full", "--seed", "0", "--steps", "7"], argmax.ArgmaxRecipe(tokens=128, channels=512, steps=7)),
+    ],
+)
+def test_options_change_the_chosen_recipe_and_nothing_else(monkeypatch, tmp_path, arguments, wanted):
+    ran = []
+    monkeypatch.setattr(argmax, "run", lambda recipe, output: ran.append((recipe, output)))
+    assert fem(monkeypatch, "argmax", "--output", str(tmp_path), *arguments) == 0
+    assert ran == [(wanted, tmp_path)]
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["argmax", "--heads", "7"], "error: heads must divide channels = 64, got heads = 7.\n"),
+        (["argmax", "--steps", "0"], "error: steps must be positive, got 0.\n"),
+        (["demo", "--seeds", "0"], "error: seeds must be positive, got 0.\n"),
+        (["demo", "--context", "8"], "error: context must be at least 24 tokens for the picture, got 8.\n"),
+    ],
+)
+def test_a_mistake_is_answered_by_one_sentence_and_status_2(monkeypatch, tmp_path, capsys, arguments, sentence):
+    monkeypatch.chdir(tmp_path)
+    assert fem(monkeypatch, *arguments) == 2
+    assert capsys.readouterr().err == sentence
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["argmax", "--steps", "many"], ["argmax", "--step", "3"], ["nothing"]])
+def test_an_unknown_option_or_command_is_status_2(monkeypatch, capsys, arguments):
+    assert fem(monkeypatch, *arguments) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_output_that_is_a_file_is_refused_before_anything_runs(monkeypatch, tmp_path, capsys):
+    (tmp_path / "taken").write_text("mine")
+    assert fem(monkeypatch, "argmax", "--output", str(tmp_path / "taken")) == 2
+    assert "output must be a folder" in capsys.readouterr().err
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch, capsys):
+    def missing(recipe, output):
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers.trainer")
+
+    monkeypatch.setattr(argmax, "run", missing)
+    assert fem(monkeypatch, "argmax") == 2
+    sentence = "error: this needs transformers, which is not installed: pip install 'free-energy-mixer[lm]'.\n"
+    assert capsys.readouterr().err == sentence
+
+
+def test_a_missing_module_of_our_own_is_no_missing_package():
+    error = ModuleNotFoundError("No module named 'fem.nothing'", name="fem.nothing")
+    with pytest.raises(ModuleNotFoundError, match="No module named"):
+        extras.missing_package(error)
+
+
+def test_extras_are_those_of_the_distribution():
+    found = extras.extras()
+    assert "typer" in found["cli"]
+    assert "transformers" in found["lm"]
+    assert not any("free-energy-mixer" in packages for packages in found.values())
+
+
+def test_doctor_tells_versions_devices_and_packages():
+    shown = CliRunner().invoke(cli.app, ["doctor"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0
+    for word in ("torch", "cpu", "because", "transformers", "torch.compile"):
+        assert word in shown.output
+
+
+def test_a_finished_run_appears_whole(tmp_path):
+    with open_run(tmp_path / "deep" / "run", "test", Recipe()) as run:
+        run.log(step=1, loss=0.5)
+        run.log(step=2, loss=0.25)
+        (run.folder / "model").mkdir()
+        (run.folder / "model" / "weights").write_bytes(b"w")
+        run.finish({"score": 1.0})
+        assert not (tmp_path / "deep" / "run").exists()
+    folder = tmp_path / "deep" / "run"
+    assert json.loads((folder / "config.json").read_text())["recipe"] == {"seed": 5}
+    assert [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [0.5, 0.25]
+    results = json.loads((folder / "results.json").read_text())
+    assert (results["score"], results["seed"]) == (1.0, 5)
+    assert results["seconds"] >= 0
+    assert (folder / "model" / "weights").read_bytes() == b"w"
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("stop", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_a_stopped_run_leaves_the_earlier_one_as_it_was(tmp_path, stop):
+    with open_run(tmp_path / "run", "test", Recipe()) as run:
+        run.finish({"score": 1})
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+
+    def stopped():
+        with open_run(tmp_path / "run", "test", Recipe()) as run:
+            run.finish({"score": 2})
+            raise stop
+
+    with pytest.raises(stop):
+        stopped()
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_run_deletes_no_file_it_did_not_write(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with open_run(tmp_path, "test", Recipe()) as run:
+        run.finish({})
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+    assert (tmp_path / "results.json").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals as POSIX has them")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_that_is_stopped_leaves_nothing(tmp_path, number):
+    command = [sys.executable, "-m", "fem.cli", "argmax", "--steps", "1000000", "--enough", "2"]
+    heard = partial(signal.signal, number, signal.SIG_DFL)  # a shell's background jobs are deaf to Ctrl-C
+    quiet = {"stderr": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=tmp_path, preexec_fn=heard, **quiet)
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("runs/.argmax-*/metrics.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert list(tmp_path.glob("runs/.argmax-*/metrics.jsonl"))
+        process.send_signal(number)
+        assert process.wait(120) != 0
+    finally:
+        process.kill()
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "results.json"
+    recipe.write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        recipe.write_json(path, {("no", "key"): 1})
+    monkeypatch.setattr(recipe.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        recipe.write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_tables_are_blank_where_nothing_was_run(tmp_path):
+    rows = [{"mixer": "fem", "loss": 5.1, "tokens": 12345}, {"mixer": "gla", "loss": None, "tokens": 1234.5}]
+    tables.write_table(tmp_path, "table", rows)
+    assert (tmp_path / "table.md").read_text() == (
+        "| mixer | loss | tokens |\n| --- | ---: | ---: |\n| fem | 5.100 | 12,345 |\n| gla |  | 1,234 |\n"
+    )
+    with open(tmp_path / "table.csv", newline="") as file:
+        assert list(csv.DictReader(file))[1] == {"mixer": "gla", "loss": "", "tokens": "1234.5"}
+
+
+def test_plots_are_written(tmp_path):
+    series = {"fem, 0": ([0, 1], [1.0, 0.5]), "fem, 1": ([0, 1], [1.1, 0.6]), "other": ([0, 1], [1.0, 0.9])}
+    panels = [Panel("loss", "step", series, level=0.7, level_name="guessing"), Panel("again", "step", series)]
+    learning_curves(tmp_path / "curves.png", "title", panels)
+    weights = np.full((3, 4), 0.25)
+    channel_reading(tmp_path / "reading.png", "title", ["a", "$^$", "c", "<|end|>"], weights[0], weights)
+    for name in ("curves.png", "reading.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

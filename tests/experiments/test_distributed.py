@@ -1,0 +1,108 @@
+"""Other ways to the same training: two processes, weights sharded over them, compiled, activations recomputed."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
+
+from test_resume import train
+from trainings import losses, tiny, weights, write_corpus
+
+from fem.experiments.common.distributed import end_process_group
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def test_two_processes_train_as_one(tmp_path):
+    recipe = tiny(write_corpus(tmp_path / "data.jsonl"), max_steps=20)
+    for processes in (1, 2):
+        done = train(recipe, tmp_path / str(processes), processes=processes)
+        assert done.returncode == 0, done.stderr
+    one, two = (losses(tmp_path / name) for name in "12")
+    assert len(one) == len(two)
+    for a, b in zip(one, two):
+        assert a == pytest.approx(b, rel=1e-4)
+    a, b = (weights(tmp_path / name, 20) for name in "12")
+    assert max((a[name] - b[name]).abs().max().item() for name in a) < 1e-4
+    assert json.loads((tmp_path / "2" / "results.json").read_text())["train"]["step"] == 20
+
+
+@pytest.mark.parametrize("way", ["compile", "checkpointing"])
+def test_compiled_and_recomputed_training_tell_the_same_losses(tmp_path, way):
+    if way == "compile" and not shutil.which("g++"):
+        pytest.skip("torch.compile on a CPU needs g++")
+    data = write_corpus(tmp_path / "data.jsonl")
+    for name, changes in (("plain", {}), (way, {way: True})):
+        done = train(tiny(data, max_steps=6, **changes), tmp_path / name)
+        assert done.returncode == 0, done.stderr
+    for a, b in zip(losses(tmp_path / "plain"), losses(tmp_path / way), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+def sharded():
+    """Run by torchrun: every weight sharded over the processes, twenty steps, against one unsharded copy."""
+    import copy
+
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    from fem.experiments.lm.metrics import read_statistics
+    from fem.experiments.lm.small import build_model
+    from fem.models import FEMConfig
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 88}
+    config = FEMConfig(vocab_size=101, **sizes, layer_priors=["softmax", "gla"])
+    alone = build_model(config, 0).train()
+    model = copy.deepcopy(alone)
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    assert isinstance(model, FSDPModule)
+    assert all(isinstance(block, FSDPModule) for block in model.model.layers)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    optimizers = [torch.optim.AdamW(m.parameters(), 3e-3) for m in (alone, model)]
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        ids = torch.randint(101, (2 * world, 24), generator=draw)
+        segments = (torch.arange(24) > 9).long().expand_as(ids)
+        mine = slice(2 * rank, 2 * rank + 2)
+        for m, optimizer, rows in ((alone, optimizers[0], slice(None)), (model, optimizers[1], mine)):
+            loss = m(input_ids=ids[rows], labels=ids[rows], segment_ids=segments[rows]).loss
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+            optimizer.step()
+    row = {"input_ids": ids[0], "segment_ids": segments[0]}
+    together = read_statistics(model, row)
+    assert together == pytest.approx(read_statistics(alone, row) | {"recomputed_share": 0.0}, rel=1e-4)
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        wanted = alone.state_dict()
+        assert found.keys() == wanted.keys()
+        assert max((found[name] - wanted[name]).abs().max().item() for name in wanted) < 1e-4
+
+
+def test_fsdp2_shards_every_weight_and_trains_as_one_process():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    here = os.pathsep.join(str(Path(__file__).parents[up] / folder) for up, folder in ((1, "support"), (0, "")))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": here}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    sharded()
+    end_process_group()

@@ -1,0 +1,119 @@
+"""`FEMForecaster` in neuralforecast, and neuralforecast's own models on our windows."""
+
+import numpy as np
+import pytest
+import torch
+
+from fem.experiments.common.run import progress
+from fem.experiments.forecast.series import Series
+from fem.experiments.forecast.settings import PEERS, ForecastRecipe, Job
+
+pytest.importorskip("neuralforecast", reason="needs neuralforecast: pip install 'free-energy-mixer[forecast]'")
+
+from neuralforecast import NeuralForecast
+from neuralforecast.losses.pytorch import MSE, DistributionLoss, MQLoss
+
+from fem.experiments.forecast.baselines import MODELS, QUIET, forecast, long_table, train_peer
+from fem.models import FEMForecaster
+
+ROWS = np.stack([np.sin(np.arange(150) / 4), np.cos(np.arange(150) / 7) + 3], 1).astype(np.float32)
+SMALL = {"h": 5, "input_size": 23, "hidden_size": 16, "n_heads": 2, "n_layers": 1, "patch_len": 4, "max_steps": 3}
+SMALL |= {"accelerator": "cpu", **QUIET}
+
+
+def fitted(**fields):
+    forecaster = NeuralForecast(models=[FEMForecaster(**SMALL | fields)], freq=1)
+    forecaster.fit(long_table(ROWS))
+    return forecaster
+
+
+def batch(x, mask=None):
+    return {"insample_y": x[..., None], "insample_mask": None if mask is None else mask[..., None]}
+
+
+@pytest.mark.parametrize("prior_type", ["softmax", "gla", "rnn_softmax", "mamba"])
+def test_cross_validation_is_our_windows_and_metric(prior_type):
+    forecaster = NeuralForecast(models=[FEMForecaster(**SMALL, prior_type=prior_type, loss=MSE())], freq=1)
+    table = forecaster.cross_validation(long_table(ROWS), val_size=20, test_size=20, n_windows=None, step_size=1)
+    assert table["cutoff"].nunique() == 16
+    model = forecaster.models[0].eval()
+    for cutoff, rows in table.groupby("cutoff"):
+        history = torch.from_numpy(ROWS[cutoff - 22 : cutoff + 1])
+        wanted = rows["FEMForecaster"].to_numpy().reshape(2, 5).T
+        assert np.allclose(forecast(model, history[None])[0].detach(), wanted, atol=1e-5)
+
+
+def test_a_saved_forecaster_forecasts_the_same(tmp_path):
+    before = fitted(mixer={"use_conv": False}, prior_type="gla")
+    before.save(str(tmp_path), overwrite=True)
+    after = NeuralForecast.load(str(tmp_path))
+    assert isinstance(after.models[0], FEMForecaster)
+    assert after.models[0].blocks[0].mixer.config == before.models[0].blocks[0].mixer.config
+    assert np.array_equal(after.predict()["FEMForecaster"], before.predict()["FEMForecaster"])
+
+
+def test_quantiles_and_distributions_have_their_columns():
+    shown = fitted(loss=MQLoss(level=[80])).predict().columns
+    assert {"FEMForecaster-median", "FEMForecaster-lo-80", "FEMForecaster-hi-80"} <= set(shown)
+    assert "FEMForecaster-lo-80" in fitted(loss=DistributionLoss("Normal", level=[80])).predict()
+
+
+def test_quantile_loss_learns_an_interval():
+    noise = np.random.default_rng(0).standard_normal((300, 1)).astype(np.float32)
+    model = FEMForecaster(**SMALL | {"max_steps": 60}, loss=MQLoss(level=[80]), learning_rate=3e-3)
+    forecaster = NeuralForecast(models=[model], freq=1)
+    forecaster.fit(long_table(noise))
+    interval = forecaster.predict()
+    width = interval["FEMForecaster-hi-80"] - interval["FEMForecaster-lo-80"]
+    assert (width > 1.0).all()
+    assert (width < 5.0).all()
+
+
+def test_rows_before_the_start_are_no_rows():
+    model = FEMForecaster(**SMALL).eval()
+    x, mask = torch.randn(2, 23), torch.ones(2, 23)
+    mask[:, :12] = 0
+    other = torch.where(mask > 0, x, 1e3)
+    forecasts = model(batch(x, mask))
+    assert torch.equal(forecasts, model(batch(other, mask)))
+    assert torch.equal(model(batch(x)), model(batch(x, torch.ones(2, 23))))
+    assert not torch.equal(model(batch(x)), forecasts)
+    with torch.no_grad():
+        model.position[:3] += 1  # of the patches that end before row 12
+    assert torch.equal(model(batch(x, mask)), forecasts)
+
+
+def test_short_series_are_forecast_with_padding():
+    model = FEMForecaster(**SMALL, start_padding_enabled=True)
+    forecaster = NeuralForecast(models=[model], freq=1)
+    forecaster.fit(long_table(ROWS[:15]))
+    assert forecaster.predict()["FEMForecaster"].notna().all()
+
+
+def test_bad_sizes_are_one_sentence():
+    with pytest.raises(ValueError, match=r"patch_len must be positive, got 0\."):
+        FEMForecaster(**SMALL | {"patch_len": 0})
+    with pytest.raises(TypeError, match="did you mean 'use_conv'"):
+        FEMForecaster(**SMALL, mixer={"use_convv": False})
+    with pytest.raises(ValueError, match="prior_type must be one of"):
+        FEMForecaster(**SMALL, prior_type="lstm")
+
+
+@pytest.mark.parametrize("model", PEERS)
+def test_every_peer_trains_on_train_rows_and_is_tested_on_all_windows(model):
+    assert MODELS.keys() == set(PEERS)
+    splits = {"train": (0, 100), "validation": (100, 120), "test": (120, 150)}
+    series = Series("waves", ("a", "b"), ROWS.astype(np.float64), splits)
+    recipe = ForecastRecipe(peer_lookback=23, peer_steps=4)
+
+    def error(rows):
+        with progress() as bars:
+            return train_peer(Job(Series("waves", ("a", "b"), rows, splits), 5, 0, model, recipe), bars)
+
+    found = error(series.values)
+    assert found["mse"] > 0
+    assert [len(part) for part in found["example"].values()] == [10, 5, 5]
+    assert found["curve"][-1]["step"] == 4
+    changed = series.values.copy()
+    changed[140:] = changed[130:140]  # no row that a model may train on
+    assert error(changed)["curve"] == found["curve"]

@@ -1,0 +1,424 @@
+"""MAD apart from its data: names, hosts, one run, the sweep, and the table it ends in."""
+
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from dataclasses import asdict, replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from fem import PRIORS, FreeEnergyMixerConfig
+from fem.experiments.common.mixers import PUBLISHED, canonical, fields_of, known
+from fem.experiments.mad.backbone import build_host, sinusoids
+from fem.experiments.mad.experiment import MADRecipe, run
+from fem.experiments.mad.settings import PROFILES, Profile, Setting, Training
+from fem.experiments.mad.sweep import finished, sweep
+from fem.experiments.mad.table import TABLE1, average, best, steps_table, steps_to, table1, task_scores
+from fem.experiments.mad.training import Data, Job, accuracies, evaluate, train
+
+TINY = Training(
+    heads=2, batch=8, warmup=0.1, bfloat16=False, checkpoints=3, test_examples=12, width=16, blocks=2, mlp_width=32
+)
+MEMORIZE = Setting("memorization", {"vocab_size": 11, "seq_len": 8}, 16, 6)
+COMPRESS = Setting("compression", {"vocab_size": 6, "seq_len": 5}, 20, 6)
+MIXERS = sorted(
+    {name for _, name, _ in TABLE1 if name and name not in PUBLISHED} | {canonical(f"{prior}+CLTG") for prior in PRIORS}
+)
+
+
+def job(**changes):
+    defaults = {"mixer": "softmax", "setting": MEMORIZE, "initialisation": "normal", "learning_rate": 1e-2}
+    return Job(**defaults | {"weight_decay": 0.0, "seed": 0, "training": TINY} | changes)
+
+
+def record(mixer="softmax", task="memorization", score=0.5, seed=0, rate=1e-3, variant=0, initialisation="normal"):
+    setting = Setting(task, {"variant": variant}, 8, 4)
+    own = job(mixer=mixer, setting=setting, seed=seed, learning_rate=rate, initialisation=initialisation)
+    points = [{"step": s, "micro": score * s / 4, "macro": score / 2, "test_loss": -s / 4} for s in (2, 4)]
+    return {"job": asdict(own), "curve": points, "parameters": 7, "seconds": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("softmax", "softmax"),
+        ("sm+GC", "softmax+CG"),
+        ("fem-sm", "softmax+CLTG"),
+        ("laser", "softmax+L"),
+        ("aft", "rnn_softmax"),
+        ("gla", "gla-norm"),
+        ("gla+C", "gla+C-norm"),
+        ("gla+CL", "gla+CL"),
+        ("mamba", "mamba-norm"),
+        ("fem-mamba-norm", "mamba+CLTG-norm"),
+        ("fem-mamba_interactive", "mamba_interactive+CLTG"),
+    ],
+)
+def test_a_name_says_prior_parts_and_normaliser(name, meaning):
+    assert canonical(name) == canonical(meaning) == meaning
+
+
+@pytest.mark.parametrize("name", ["", "hyena", "softmax+", "softmax+X", "softmax+T", "softmax-norm", "fem-"])
+def test_a_name_without_meaning_is_one_sentence(name):
+    with pytest.raises(ValueError, match=r"mixer must be|normalised by definition"):
+        canonical(name)
+
+
+def test_parts_switch_what_the_paper_calls_by_their_letters():
+    config = FreeEnergyMixerConfig(n_embd=16, n_head=2, **fields_of("gla+CL"))
+    assert (config.use_conv, config.use_lse, config.use_temperature, config.use_outer_gate) == (
+        True,
+        True,
+        False,
+        False,
+    )
+    assert config.normalize
+    assert not FreeEnergyMixerConfig(n_embd=16, n_head=2, **fields_of("mamba-norm")).normalize
+
+
+def test_the_papers_figures_average_to_the_papers_average():
+    assert len(TABLE1) == 24
+    for label, _, figures in TABLE1:
+        printed = 76.2 if label == "FEM-GLA" else figures[6]  # the paper prints 74.9
+        assert np.mean(figures[:6]) == pytest.approx(printed, abs=0.11), label
+
+
+def test_the_paper_profile_is_mads_protocol():
+    settings = [setting.task for setting in PROFILES["paper"].settings]
+    wanted = {"compression": 11, "fuzzy-in-context-recall": 11, "in-context-recall": 11, "memorization": 6}
+    wanted |= {"noisy-in-context-recall": 14, "selective-copying": 13}
+    assert {task: settings.count(task) for task in settings} == wanted
+    assert len(MADRecipe(profile="paper", mixers="softmax", seeds=1).jobs()) == 396
+    steps = {(s.task, s.train_examples): s.steps for s in PROFILES["paper"].settings}
+    assert steps["compression", 12800] == 20_000
+    assert steps["compression", 800] == 1400
+    assert steps["memorization", 256] == 400
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_all_mixers_have_the_parameters_of_softmax_attention(profile):
+    sizes = {}
+    for mixer in MIXERS:
+        with torch.device("meta"):
+            model = build_host("in-context-recall", 16, mixer, PROFILES[profile].training, "normal")
+        sizes[mixer] = sum(parameter.numel() for parameter in model.parameters())
+    assert sizes["softmax"] == sizes["linear"]
+    for mixer, size in sizes.items():
+        assert size == pytest.approx(sizes["softmax"], rel=2e-3), mixer
+
+
+@pytest.mark.parametrize("mixer", ["softmax", "softmax+CLTG", "gla+CLTG", "mamba+CLTG"])
+def test_one_rule_starts_every_linear_map(mixer):
+    sizes = replace(TINY, width=64, mlp_width=64)
+    for rule, spread in (("normal", lambda inputs: 0.02), ("torch", lambda inputs: (3 * inputs) ** -0.5)):
+        model = build_host("compression", 32, mixer, sizes, rule)
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                inputs = module.in_features - getattr(module, "context", 0)
+                assert not module.weight[:, inputs:].any(), "the conditioner's columns start at 0"
+                if inputs:
+                    own = module.weight[:, :inputs]
+                    noise = 4 / own.numel() ** 0.5
+                    assert own.std().item() == pytest.approx(spread(inputs), rel=noise), name
+                assert module.bias is None or not module.bias.any()
+
+
+def test_a_published_mixer_keeps_its_biases_and_costs_the_host_its_size(monkeypatch):
+    class DeltaNet(torch.nn.Module):
+        def __init__(self, hidden_size, num_heads):
+            super().__init__()
+            self.project = torch.nn.Linear(hidden_size, 6 * hidden_size)
+            torch.nn.init.constant_(self.project.bias, 0.7)
+            self.num_heads = num_heads
+
+        def forward(self, x):
+            return self.project(x)[..., : x.shape[-1]], None, None
+
+    layers = types.ModuleType("fla.layers")
+    layers.DeltaNet = DeltaNet
+    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.layers", layers)
+    sizes = replace(TINY, width=64, heads=16, mlp_width=96)
+    published, softmax = (build_host("memorization", 11, name, sizes, "normal") for name in ("fla:DeltaNet", "softmax"))
+    own = [module for module in published.modules() if isinstance(module, DeltaNet)]
+    assert len(own) == 2
+    assert all((layer.project.bias == 0.7).all() and layer.num_heads == 2 for layer in own)
+    assert own[0].project.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    count = lambda model: sum(parameter.numel() for parameter in model.parameters())  # noqa: E731
+    assert count(published) == pytest.approx(count(softmax), rel=5e-3)
+    assert published(torch.randint(11, (2, 8))).shape == (2, 8, 11)
+    assert known("fla:DeltaNet") == "fla:DeltaNet"
+
+
+def test_the_language_host_sees_no_future():
+    model = build_host("memorization", 11, "softmax+CLTG", TINY, "torch")
+    tokens = torch.randint(11, (2, 9))
+    changed = tokens.clone()
+    changed[:, 5:] = (changed[:, 5:] + 1) % 11
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert (before[:, 5:] - after[:, 5:]).abs().max() > 1e-3
+
+
+def test_the_auto_encoder_decodes_the_last_state_alone():
+    model = build_host("compression", 11, "softmax", TINY, "torch")
+    tokens = torch.randint(11, (2, 7))
+    states = []
+    model.blocks.register_forward_hook(lambda module, inputs, output: states.append(output))
+    wanted = model(tokens)
+    others = states[0].detach().clone()
+    others[:, :-1] += torch.randn_like(others[:, :-1])
+    model.blocks.register_forward_hook(lambda module, inputs, output: others)
+    torch.testing.assert_close(model(tokens), wanted)
+    assert (wanted[:, 0] - wanted[:, 1]).abs().max() > 1e-3, "positions differ"
+    others[:, -1] += 1
+    assert (model(tokens) - wanted).abs().max() > 1e-3
+
+
+def test_position_vectors_tell_distances():
+    vectors = sinusoids(12, torch.zeros(1, 6, dtype=torch.float64))
+    products = vectors @ vectors.T
+    for distance in range(6):
+        along = products.diagonal(distance)
+        torch.testing.assert_close(along, along[:1].expand_as(along))
+
+
+def test_accuracies_count_targets_and_classes_of_targets():
+    predictions, targets = torch.tensor([1, 1, 2, 5, 0, 3]), torch.tensor([1, 1, 2, 2, 4, 4])
+    found = accuracies(predictions, targets)
+    assert found == {"micro": pytest.approx(3 / 6), "macro": pytest.approx((1 + 0.5 + 0) / 3)}
+
+
+@pytest.mark.parametrize("batch", [5, 12])
+def test_test_results_are_those_of_one_loop_over_scored_tokens(batch):
+    data = Data.of(MEMORIZE, TINY, 3, torch.device("cpu"))
+    model = build_host("memorization", 11, "softmax", TINY, "torch").double()
+    losses, hits, classes = [], [], {}
+    with torch.no_grad():
+        for row, wanted in zip(data.test_inputs, data.test_targets):
+            for logits, target in zip(model(row[None])[0], wanted.tolist()):
+                if target >= 0:
+                    losses.append(math.log(logits.exp().sum()) - logits[target].item())
+                    hits.append(logits.argmax().item() == target)
+                    classes.setdefault(target, []).append(hits[-1])
+    found = evaluate(model, data, replace(TINY, batch=batch))
+    macro = np.mean([np.mean(own) for own in classes.values()])
+    assert found == pytest.approx({"test_loss": np.mean(losses), "micro": np.mean(hits), "macro": macro}, abs=1e-5)
+
+
+def test_a_run_learns_and_is_the_same_again():
+    long = job(setting=replace(MEMORIZE, steps=90), mixer="softmax+CLTG")
+    curve, parameters = train(long, torch.device("cpu"))
+    assert [point["step"] for point in curve] == [30, 60, 90]
+    assert curve[-1]["micro"] > 0.95
+    assert parameters > 1000
+    assert train(long, torch.device("cpu")) == (curve, parameters)
+    others = job(setting=replace(MEMORIZE, steps=30), mixer="softmax+CLTG", seed=1)
+    assert train(others, torch.device("cpu"))[0][-1] != curve[0]
+
+
+def test_a_diverged_run_has_all_its_tests_and_a_score():
+    curve, _ = train(job(learning_rate=1e30), torch.device("cpu"))
+    assert not math.isfinite(curve[-1]["test_loss"])
+    assert len(curve) == TINY.checkpoints
+    assert best(curve) in curve
+
+
+def test_bfloat16_runs():
+    curve, _ = train(job(training=replace(TINY, bfloat16=True)), torch.device("cpu"))
+    assert math.isfinite(curve[-1]["test_loss"])
+
+
+def test_the_best_test_is_the_one_of_lowest_perplexity():
+    curve = [{"test_loss": 2.0, "micro": 0.9}, {"test_loss": 1.0, "micro": 0.5}, {"test_loss": math.nan, "micro": 1.0}]
+    assert best(curve)["micro"] == 0.5
+    assert best(curve[2:])["micro"] == 1.0
+
+
+def test_steps_to_a_level_is_the_first_test_that_reaches_it():
+    curve = [{"step": 10, "micro": 0.3}, {"step": 20, "micro": 0.9}, {"step": 30, "micro": 0.8}]
+    assert steps_to(0.9, curve) == 20
+    assert steps_to(0.95, curve) is None
+
+
+def test_a_score_is_the_best_of_the_grid_averaged_over_settings():
+    records = [
+        record(score=score, rate=rate, variant=variant, seed=seed)
+        for variant, grid in enumerate(((0.2, 0.6), (0.8, 0.4)))
+        for rate, score in zip((1e-3, 1e-4), grid)
+        for seed in (0, 1)
+    ]
+    assert task_scores(records, "final") == {"memorization": [pytest.approx(0.7)] * 2}
+    assert task_scores(records, "mad_macro") == {"memorization": [pytest.approx(0.35)] * 2}
+    assert task_scores(records, "mean") == {"memorization": [pytest.approx(0.525)] * 2}
+    assert average(task_scores(records, "final")) is None
+
+
+def test_the_table_has_the_papers_rows_ours_beside_them_and_blanks():
+    tasks = [setting.task for setting in PROFILES["laptop"].settings]
+    records = [record(task=task, score=0.1 * seed + 0.5, seed=seed) for task in tasks for seed in (0, 1, 2)]
+    records += [record(mixer="softmax+G", task="memorization")]
+    table = {row["model"]: row for row in table1(records, "final")}
+    assert list(table)[: len(TABLE1)] == [label for label, _, _ in TABLE1]
+    ours = next(row for label, row in table.items() if "(softmax attention)" in label)
+    assert (ours["Memorize"], ours["Memorize, paper"]) == (pytest.approx(60), 85.7)
+    assert (ours["Avg"], ours["Avg, paper"], ours["Avg, sd over seeds"]) == (pytest.approx(60), 74.7, pytest.approx(10))
+    assert ours["seeds"] == 3
+    assert table["Hyena"]["Copy, paper"] == 93.0
+    assert table["Hyena"]["Copy"] is None
+    control = table["softmax+G"]
+    assert (control["Memorize"], control["Copy"], control["Avg"]) == (pytest.approx(50), None, None)
+    assert control["Memorize, paper"] is None
+
+
+def test_initialisations_have_rows_of_their_own():
+    table = table1([record(initialisation=rule) for rule in ("normal", "torch")], "final")
+    shown = [row["model"] for row in table if row["seeds"]]
+    assert [name.rpartition(", ")[2] for name in shown] == ["normal init", "torch init"]
+    assert len(table) == len(TABLE1) + 1
+
+
+def test_steps_are_told_for_every_seed():
+    rows = steps_table([record(score=score, seed=seed) for seed, score in enumerate((1.0, 0.5))])
+    assert rows[0]["Memorize"] == "4 -"
+    grid = [record(score=score, rate=rate) for rate, score in ((1e-3, 0.5), (1e-4, 1.0))]
+    assert steps_table(grid)[0]["Memorize"] == "4"
+    assert rows[0]["Copy"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"profile": "desktop"}, "profile must be from"),
+        ({"tasks": "copying"}, "tasks must be from"),
+        ({"tasks": ""}, "tasks must be from"),
+        ({"initialisations": "zero"}, "initialisations must be from"),
+        ({"mixers": "softmax,attention"}, "mixer must be"),
+        ({"mixers": ""}, "at least one mixer"),
+        ({"mixers": "fla:Hyena"}, "mixer must be one of fla:"),
+        ({"mixers": "softmax,fla:DeltaNet"}, "here fla:DeltaNet cannot run"),
+        ({"learning_rates": "fast"}, "learning_rates must be numbers"),
+        ({"seeds": 0}, "seeds must be positive"),
+    ],
+)
+def test_a_bad_recipe_is_one_sentence_before_training(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        MADRecipe(**changes)
+
+
+def test_jobs_of_other_values_have_other_names():
+    values = {"mixer": "softmax+G", "seed": 1, "learning_rate": 2e-2, "weight_decay": 0.1, "initialisation": "torch"}
+    values |= {"setting": COMPRESS, "training": replace(TINY, heads=4)}
+    assert len({job().key, *(job(**{name: value}).key for name, value in values.items())}) == 1 + len(values)
+    assert job().key == job().key
+
+
+def test_a_stopped_sweep_goes_on_where_it_was(tmp_path):
+    jobs = [job(seed=seed, setting=setting) for seed in (0, 1) for setting in (MEMORIZE, COMPRESS)]
+    first = next(itertools.islice(sweep(jobs, tmp_path, workers=1), 1))
+    done = finished(jobs, tmp_path)
+    assert first["job"] in [found["job"] for found in done.values()]
+    torn = tmp_path / f"{jobs[3].key}.json"
+    torn.write_text('{"job": {"mixer"')
+    missing = [job for job in jobs if job.key not in finished(jobs, tmp_path)]
+    assert jobs[3] in missing
+    assert len(missing) < 4
+    assert len(list(sweep(missing, tmp_path, workers=1))) == len(missing)
+    assert finished(jobs, tmp_path).keys() == {job.key for job in jobs}
+    curve, _ = train(jobs[3], torch.device("cpu"))
+    assert finished(jobs, tmp_path)[jobs[3].key]["curve"] == curve
+
+
+def test_a_sweep_ends_in_table_report_and_plots(tmp_path, monkeypatch):
+    tiny = Profile((MEMORIZE, COMPRESS), (1e-3, 1e-2), (0.0,), TINY, "mean")
+    monkeypatch.setitem(PROFILES, "tiny", tiny)
+    recipe = MADRecipe(profile="tiny", mixers="softmax,softmax+G", seeds=1)
+    results = run(recipe, tmp_path / "mad", workers=1)
+    folder = tmp_path / "mad"
+    assert len(list((folder / "runs").glob("*.json"))) == 8
+    names = {
+        "config.json",
+        "metrics.jsonl",
+        "results.json",
+        "table.md",
+        "table.csv",
+        "report.md",
+        "curves.png",
+        "scores.png",
+    }
+    assert names <= {path.name for path in folder.iterdir()}
+    assert json.loads((folder / "results.json").read_text()) == results
+    assert results["mad"]["normal"]["softmax+G"]["mean"].keys() == {"memorization", "compression"}
+    page = (folder / "report.md").read_text()
+    assert "fem mad --profile tiny --mixers softmax,softmax+G" in page
+    assert "softmax+G" in (folder / "table.md").read_text()
+    records = lambda: {path: path.stat().st_mtime_ns for path in folder.glob("*/**/*.json")}  # noqa: E731
+    before = records()
+    assert before
+    assert run(recipe, folder)["mad"] == results["mad"]
+    assert records() == before  # nothing was trained again
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from fem.experiments.mad.settings import Setting, Training
+from fem.experiments.mad.sweep import sweep
+from fem.experiments.mad.training import Job
+
+if __name__ == "__main__":
+    training = Training(
+        heads=2, batch=8, warmup=0.1, bfloat16=False, checkpoints=3, test_examples=8, width=16, mlp_width=32
+    )
+    setting = Setting("memorization", {"vocab_size": 11, "seq_len": 8}, 16, 100_000)
+    jobs = [
+        Job(mixer="softmax", setting=setting, initialisation="normal", learning_rate=rate, weight_decay=0.0, seed=0,
+            training=training)
+        for rate in (1e-3, 1e-2)
+    ]
+    list(sweep(jobs, Path(sys.argv[1]), workers=2))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="counts the processes in /proc")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_sweep_leaves_no_process_and_no_half_file(tmp_path, how):
+    script = tmp_path / "sweep_to_kill.py"
+    script.write_text(KILLED)
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs are deaf to Ctrl-C
+    command = [sys.executable, script, tmp_path / "runs"]
+    parent = subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=heard)
+
+    def workers():
+        return [pid for pid in os.listdir("/proc") if pid.isdigit() and _parent(pid) == parent.pid]
+
+    deadline = time.monotonic() + 60
+    while len(workers()) < 3 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    started = workers()
+    assert len(started) >= 3, "two workers and the resource tracker"
+    time.sleep(5)
+    parent.send_signal(how)
+    parent.wait(120)
+    while any(os.path.isdir(f"/proc/{pid}") for pid in started) and time.monotonic() < deadline + 30:
+        time.sleep(0.2)
+    assert not [pid for pid in started if os.path.isdir(f"/proc/{pid}")]
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+def _parent(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return None

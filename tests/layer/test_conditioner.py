@@ -1,0 +1,68 @@
+"""TDC: the recurrence itself, at any length."""
+
+import math
+
+import pytest
+import torch
+from layers import WIDTH
+
+from fem import FreeEnergyMixerConfig
+from fem.conditioner import TimeDecayConditioner
+from fem.ops.common.tokens import read_tokens
+
+
+def make(dtype=torch.float64, **fields):
+    torch.manual_seed(0)
+    conditioner = TimeDecayConditioner(FreeEnergyMixerConfig(n_embd=WIDTH, n_head=4, **fields)).to(dtype)
+    with torch.no_grad():
+        conditioner.project.weight.normal_(std=0.5)
+    return conditioner
+
+
+def by_loop(conditioner, x):
+    """Appendix I.1, one token at a time, in float64."""
+    weight, bias = conditioner.project.weight.double(), conditioner.project.bias.double()
+    hidden = torch.zeros(x.shape[0], weight.shape[0] // 3, dtype=torch.float64)
+    rows = []
+    for t in range(x.shape[1]):
+        now = x[:, t].double()
+        normed = (now - now.mean(-1, keepdim=True)) / (now.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        s, u, a = (normed @ weight.T + bias).chunk(3, -1)
+        hidden = torch.exp(-torch.log1p(s.exp())) * hidden + u
+        a = torch.log1p(a.exp())
+        a = a / a.square().sum(-1, keepdim=True).sqrt() * math.sqrt(a.shape[-1])
+        norm = (hidden - hidden.mean(-1, keepdim=True)) / (hidden.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        rows.append(a * torch.sigmoid(a) * norm)
+    return torch.stack(rows, 1)
+
+
+@pytest.mark.parametrize("length", [1, 7, 300])
+def test_it_is_the_recurrence(length):
+    conditioner, x = make(), torch.randn(2, length, WIDTH, dtype=torch.float64)
+    tokens, _ = read_tokens((2, length), x.device)
+    torch.testing.assert_close(conditioner(x, tokens)[0], by_loop(conditioner, x), rtol=1e-9, atol=1e-9)
+
+
+def test_it_is_exact_over_8192_tokens():
+    conditioner, x = make(torch.float32), torch.randn(1, 8192, WIDTH)
+    tokens, _ = read_tokens((1, 8192), x.device)
+    h, wanted = conditioner(x, tokens)[0], by_loop(conditioner, x)
+    assert (h - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_its_inputs_still_matter_after_2048_tokens():
+    conditioner, x = make(), torch.randn(1, 2048, WIDTH, dtype=torch.float64)
+    tokens, _ = read_tokens((1, 2048), x.device)
+    changed = x.clone()
+    changed[:, 2040] = torch.randn(WIDTH)
+    assert (conditioner(changed, tokens)[0] - conditioner(x, tokens)[0])[:, 2045].abs().max() > 1e-3
+
+
+def test_half_of_a_bidirectional_one_runs_backwards():
+    conditioner = make(causal=False, conv_bidirectional=True)
+    x = torch.randn(1, 11, WIDTH, dtype=torch.float64)
+    tokens, _ = read_tokens((1, 11), x.device)
+    changed = x.clone()
+    changed[:, 8] = torch.randn(WIDTH)
+    moved = (conditioner(changed, tokens)[0] - conditioner(x, tokens)[0]).abs().amax((0, 2))
+    assert (moved > 1e-8).all()

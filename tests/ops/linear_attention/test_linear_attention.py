@@ -1,0 +1,442 @@
+"""The keyed scan against float64 loops over its definition, and the promises it makes."""
+
+import math
+import shutil
+import subprocess
+import sys
+import warnings
+
+import hypothesis.strategies as st
+import jaxtyping
+import pytest
+import torch
+from hypothesis import given, settings
+from linear_attention import draw, draw_memory
+
+from fem.functional import keyed_scan_read
+from fem.ops.common.fallback_count import Suspects
+from fem.ops.linear_attention.naive import naive_keyed_scan_read
+
+DECAYS = [None, "head", "channel"]
+CASES = {
+    "one token": {"time": 1},
+    "two tokens": {"time": 2},
+    "prime": {},
+    "several slabs": {"time": 211, "batch": 1, "heads": 1, "dk": 2, "dv": 2},
+    "no decay within decays": {"rate": 0.0},
+    "-1000 a step": {"rate": 1000.0},
+    "-1000 over the sequence": {"rate": 2 * 1000 / 67},
+    "beta span 40": {"span": 40.0},
+    "beta span 200": {"span": 200.0},
+    "beta span 2000": {"span": 2000.0},
+    "forgotten spike": {"rate": 40.0, "spike": 500.0},
+    "spike in a long memory": {"rate": 0.3, "spike": 300.0},
+    "initial state": {"state": True},
+    "initial state, span 200": {"state": True, "span": 200.0},
+    "masked": {"mask": True},
+    "packed": {"packed": True},
+    "masked, packed, state": {"mask": True, "packed": True, "state": True},
+    "mean alone": {"beta": False, "state": True},
+    "unnormalised": {"normalize": False},
+    "both ways": {"causal": False},
+    "both ways, masked, packed": {"causal": False, "mask": True, "packed": True},
+    "both ways, unnormalised": {"causal": False, "normalize": False},
+}
+
+
+def scan(tensors, memory=None, **options):
+    """The public read; `memory` is what an initial state holds."""
+    _, empty = keyed_scan_read(
+        **{n: x if n == "beta" or x is None else x[:, :1] for n, x in tensors.items()}, return_state=True
+    )
+    state = None if memory is None else type(empty)(memory, type(empty.cursor).zero(len(tensors["q"]), "cpu"))
+    return keyed_scan_read(**tensors, initial_state=state, **options)
+
+
+def close(got, wanted, tolerance, floor):
+    error = (got.double() - wanted.double()).abs().max().item()
+    assert error <= tolerance * wanted.double().abs().max().item() + floor, f"off by {error} of {wanted.abs().max()}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("case", CASES)
+def test_reads_states_and_gradients_are_those_of_the_definition(case, decay, dtype):
+    options = dict(CASES[case])
+    masked, packed, with_state = (options.pop(name, False) for name in ("mask", "packed", "state"))
+    call = {name: options.pop(name) for name in ("causal", "normalize") if name in options}
+    tensors = draw(decay, **options)
+    batch, time = tensors["q"].shape[:2]
+    mask = torch.rand(batch, time) > 0.3 if masked else None
+    ids = (torch.rand(batch, time) > 0.8).cumsum(1) if packed else None
+    memory = draw_memory(tensors) if with_state else {}
+    tensors = {n: None if x is None else x.to(dtype).requires_grad_() for n, x in tensors.items()}
+    memory = {n: x.to(dtype).requires_grad_() for n, x in memory.items()}
+    causal = call.get("causal", True)
+
+    got = scan(tensors, memory or None, **call, return_state=causal, key_mask=mask, segment_ids=ids)
+    read, state = (got[0], got[1].memory) if causal else (got, {})
+    wanted, end = naive_keyed_scan_read(**tensors, **call, key_mask=mask, segment_ids=ids, initial_state=memory or None)
+    kept = torch.ones(batch, time, 1, 1) if mask is None else mask[..., None, None].float()
+    pairs = [(x * kept, y * kept) for x, y in zip(read, wanted) if x is not None]
+    pairs += [(state[name], end[name]) for name in state]
+
+    tolerance, floor = (1e-5, 16 * 6e-8) if dtype == torch.float32 else (1e-11, 1e-12)
+    floor *= 1 + tensors["v"].abs().max().item()
+    cotangents = [torch.randn(y.shape, dtype=torch.float64) / time**0.5 for _, y in pairs]
+    for x, y in pairs:
+        close(x, y, tolerance, floor)
+    leaves = [x for x in (*tensors.values(), *memory.values()) if x is not None]
+    mine, theirs = (
+        torch.autograd.grad(sum((x * c).sum() for x, c in zip(side, cotangents)), leaves, materialize_grads=True)
+        for side in zip(*pairs)
+    )
+    for x, y in zip(mine, theirs):
+        close(x, y, tolerance, floor)
+
+
+def plain(q, k, v, beta, log_decay):
+    """logsumexp_i(log p_ti + beta v_ij), materialised in the dtype of the inputs."""
+    time = q.shape[1]
+    seen = torch.ones(time, time, dtype=torch.bool).tril()[None, :, :, None]
+    total = log_decay.cumsum(1)
+    scores = (q[:, :, None] * k[:, None]).sum(-1).log() + total[:, :, None] - total[:, None]
+    log_p = scores.masked_fill(~seen, -torch.inf).log_softmax(2)
+    mean = torch.einsum("btih,bihd->bthd", log_p.exp(), v)
+    return mean, (log_p[..., None] + (beta * v)[:, None]).logsumexp(2) / beta
+
+
+@pytest.mark.parametrize("span", [2.0, 50.0, 200.0, 1000.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_errs_at_most_twice_as_much_as_the_plain_form(dtype, span):
+    tensors = {n: x.to(dtype).requires_grad_() for n, x in draw("head", time=41, span=span).items()}
+    wide = {n: x.detach().double().requires_grad_() for n, x in tensors.items()}
+    exact = naive_keyed_scan_read(**wide)[0]
+    cotangent = torch.randn(exact.mean.shape).to(dtype)
+    results = []
+    for (mean, free), leaves in (
+        (exact, wide), (keyed_scan_read(**tensors), tensors), (plain(**tensors), tensors)
+    ):  # fmt: skip
+        loss = ((mean + free) * cotangent.to(mean.dtype)).sum()
+        results.append([mean, free, *torch.autograd.grad(loss, list(leaves.values()))])
+    floor = 16 * torch.finfo(dtype).eps * (1 + tensors["v"].abs().max().item())
+    for wanted, mine, theirs in zip(*results):
+        scale = max(1.0, wanted.abs().max().item())
+        error, theirs = ((x.double() - wanted).abs().max().item() for x in (mine, theirs))
+        assert error <= max(2 * theirs, floor * scale) or (math.isnan(theirs) and error <= floor * scale)
+
+
+def row_by_definition(t, q, k, v, beta, log_decay):
+    q, k, v, g, beta = (x.double() for x in (q, k, v, log_decay, beta))
+    g = g if g.ndim == 4 else g[..., None]
+    left = torch.cat([g[:, 1 : t + 1].flip(1).cumsum(1).flip(1), torch.zeros_like(g[:, :1])], 1)
+    log_p = (q[:, t, None].log() + left + k[:, : t + 1].log()).logsumexp(-1).log_softmax(1)[..., None]
+    return (log_p.exp() * v[:, : t + 1]).sum(1), (log_p + beta * v[:, : t + 1]).logsumexp(1) / beta
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.02, 1000 / 2048])
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_long_sequences_are_read_exactly(decay, rate):
+    tensors = draw(decay, time=4096, batch=1, heads=2, dk=8, dv=4, rate=rate)
+    tensors = {n: x.requires_grad_() for n, x in tensors.items()}
+    rows = (0, 63, 64, 1999, 4095)
+    wanted = [torch.cat(row_by_definition(t, **tensors), -1) for t in rows]
+    wanted = torch.stack(wanted, 1)
+    got = torch.cat(list(keyed_scan_read(**tensors)), -1)[:, list(rows)]
+    close(got, wanted, 1e-5, 0)
+    cotangent = torch.randn(wanted.shape)
+    mine, theirs = (torch.autograd.grad((x * cotangent).sum(), list(tensors.values())) for x in (got, wanted))
+    for x, y in zip(mine, theirs):
+        close(x, y, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("size", [1, 5, 64])
+def test_chunks_and_steps_equal_the_whole(size, decay):
+    tensors = draw(decay, time=131, span=8.0)
+    whole, last = keyed_scan_read(**tensors, return_state=True)
+    parts, state = [], None
+    for start in range(0, 131, size):
+        part = {n: x if n == "beta" or x is None else x[:, start : start + size] for n, x in tensors.items()}
+        read, state = keyed_scan_read(**part, initial_state=state, return_state=True)
+        parts.append(read)
+    for pieces, wanted in zip(zip(*parts), whole):
+        close(torch.cat(pieces, 1), wanted, 1e-5, 0)
+    for name, wanted in last.memory.items():
+        close(state.memory[name], wanted, 1e-5, 0)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 90), st.integers(0, 90), st.sampled_from(DECAYS), st.booleans())
+def test_any_split_with_any_mask_and_documents_equals_the_whole(seed, time, cut, decay, packed):
+    torch.manual_seed(seed)
+    tensors = draw(decay, time=time, rate=5.0, span=20.0)
+    supports = {"key_mask": torch.rand(2, time) > 0.3}
+    if packed:
+        supports["segment_ids"] = torch.randint(0, 2, (2, time))
+    whole = keyed_scan_read(**tensors, **supports)
+    pieces, state = [], None
+    for part in (slice(0, min(cut, time)), slice(min(cut, time), time)):
+        if part.start < part.stop:
+            sliced = {n: x if n == "beta" or x is None else x[:, part] for n, x in (tensors | supports).items()}
+            read, state = keyed_scan_read(**sliced, initial_state=state, return_state=True)
+            pieces.append(read)
+    kept = supports["key_mask"][..., None, None]
+    for halves, wanted in zip(zip(*pieces), whole):
+        close(torch.cat(halves, 1) * kept, wanted * kept, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_masking_a_token_equals_deleting_it(causal, decay):
+    tensors = draw(decay, batch=1)
+    keep = torch.rand(67) > 0.4
+    keep[:3] = keep[-2:] = False
+    poisoned = {n: x.clone() for n, x in tensors.items() if x is not None and n != "beta"}
+    for name, worst in (("v", torch.nan), ("k", 1e30), ("log_decay", -1e4)):
+        if name in poisoned:
+            poisoned[name][:, ~keep] = worst
+    masked = keyed_scan_read(**tensors | poisoned, causal=causal, key_mask=keep[None])
+    alone = {n: x if n == "beta" or x is None else x[:, keep] for n, x in tensors.items()}
+    for got, wanted in zip(masked, keyed_scan_read(**alone, causal=causal)):
+        assert got.isfinite().all()
+        close(got[:, keep], wanted, 2e-6, 0)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_documents_equal_separate_runs(causal, decay):
+    tensors = draw(decay, batch=1, time=90)
+    ids = torch.tensor([4] * 20 + [9] * 1 + [4] * 50 + [0] * 19)
+    packed = keyed_scan_read(**tensors, causal=causal, segment_ids=ids[None])
+    for part in (slice(0, 20), slice(20, 21), slice(21, 71), slice(71, 90)):
+        alone = {n: x if n == "beta" or x is None else x[:, part] for n, x in tensors.items()}
+        for got, wanted in zip(packed, keyed_scan_read(**alone, causal=causal)):
+            close(got[:, part], wanted, 2e-6, 0)
+
+
+@pytest.mark.parametrize("far", [1e4, -1e4])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_future_tokens_change_nothing(decay, far):
+    tensors = draw(decay, time=130)
+    before = keyed_scan_read(**tensors)
+    for t in (1, 40, 63, 64, 100):
+        after = {n: None if x is None else x.clone() for n, x in tensors.items()}
+        after["v"][:, t:] = far
+        after["q"][:, t:], after["k"][:, t:] = 1e4, 1e4
+        for old, new in zip(before, keyed_scan_read(**after)):
+            bound = 5e-6 * (1 + tensors["v"][:, :t].abs().max())
+            assert (old - new)[:, :t].abs().max() <= bound
+
+
+@pytest.mark.parametrize("span", [2.0, 200.0])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_free_energy_lies_between_mean_and_maximum_and_moves_with_the_values(decay, span):
+    tensors = draw(decay, time=150, span=span)
+    mean, free = keyed_scan_read(**tensors)
+    slack = 1e-5 * (1 + tensors["v"].abs().max())
+    assert (mean <= free + slack).all()
+    assert (free <= tensors["v"].cummax(1).values + slack).all()
+    for c in (3.0, 1000.0):
+        shifted = keyed_scan_read(**tensors | {"v": tensors["v"] + c})
+        for got, wanted in zip(shifted, (mean, free)):
+            close(got - c, wanted, 0, 1e-5 * (1 + c / 10))
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_reading_both_ways_commutes_with_reversal(decay):
+    tensors = draw(decay)
+    there = keyed_scan_read(**tensors, causal=False)
+    back = keyed_scan_read(
+        **{n: x if n == "beta" or x is None else x.flip(1) for n, x in tensors.items()}, causal=False
+    )
+    for x, y in zip(there, back):
+        close(x, y.flip(1), 2e-6, 0)
+
+
+def test_without_decay_reading_both_ways_commutes_with_permutations():
+    tensors = draw(None)
+    order = torch.randperm(67)
+    there = keyed_scan_read(**tensors, causal=False)
+    moved = keyed_scan_read(**tensors | {n: tensors[n][:, order] for n in "qkv"}, causal=False)
+    for x, y in zip(there, moved):
+        close(x[:, order], y, 2e-6, 0)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_that_see_nothing_read_zero_without_gradient(causal):
+    tensors = draw("head", time=70)
+    tensors["q"][0, 5] = 0
+    tensors["k"][1] = 0
+    leaves = {n: x.requires_grad_() for n, x in tensors.items()}
+    mean, free = keyed_scan_read(**leaves, causal=causal)
+    for read in (mean, free):
+        assert (read[0, 5] == 0).all()
+        assert (read[1] == 0).all()
+    grads = torch.autograd.grad(mean.sum() + free.sum(), list(leaves.values()))
+    assert all(grad.isfinite().all() for grad in grads)
+    assert (grads[2][1] == 0).all()
+    assert (grads[0][1] == 0).all()
+
+
+def test_features_of_zero_have_their_gradients():
+    tensors = {n: x.double() for n, x in draw(None, time=9).items() if x is not None}
+    for name in "qk":
+        tensors[name][torch.rand_like(tensors[name]) < 0.4] = 0
+        tensors[name][..., 0] = 1
+    leaves = {n: x.requires_grad_() for n, x in tensors.items()}
+    q, k, v, beta = leaves.values()
+    p = torch.einsum("bthc,bihc->btih", q, k) * torch.ones(9, 9).tril()[None, :, :, None]
+    p = p / p.sum(2, keepdim=True)
+    wanted = (torch.einsum("btih,bihd->bthd", p, (beta * v).exp()).log() / beta).square().sum()
+    got = keyed_scan_read(**leaves).free_energy.square().sum()
+    for x, y in zip(*(torch.autograd.grad(loss, list(leaves.values())) for loss in (got, wanted))):
+        close(x, y, 1e-11, 0)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_the_reference_backend_gives_the_same(decay):
+    tensors = draw(decay, time=23)
+    supports = {"key_mask": torch.rand(2, 23) > 0.3, "segment_ids": torch.randint(0, 2, (2, 23))}
+    for options in ({"return_state": True}, {"causal": False}):
+        fast, slow = (keyed_scan_read(**tensors, **supports, **options, backend=name) for name in ("auto", "reference"))
+        reads = (fast[0], slow[0]) if "return_state" in options else (fast, slow)
+        kept = supports["key_mask"][..., None, None]
+        for x, y in zip(*reads):
+            close(x * kept, y * kept, 2e-6, 0)
+
+
+COMPILED = """
+import sys, torch
+from fem.functional import keyed_scan_read
+torch.set_num_threads(1)
+def loss(q, k, v, beta, g):
+    read, state = keyed_scan_read(q, k, v, beta, g, return_state=True)
+    both = keyed_scan_read(q, k, v, beta, g, causal=False)
+    return read.free_energy.square().sum() + state.memory["mean"].sum() + both.mean.square().sum()
+q, k, v, beta = torch.rand(2, 70, 2, 3), torch.rand(2, 70, 2, 3), torch.randn(2, 70, 2, 4) * 20, torch.rand(2, 4) + 1
+for g in (None, -torch.rand(2, 70, 2, 3)):
+    leaves = [x if x is None else x.requires_grad_() for x in (q, k, v, beta, g)]
+    held = [x for x in leaves if x is not None]
+    compiled = torch.compile(loss, fullgraph=True, backend=sys.argv[1])
+    for eager, whole in zip(*(torch.autograd.grad(run(*leaves), held) for run in (loss, compiled))):
+        torch.testing.assert_close(whole, eager, rtol=1e-4, atol=1e-4)
+"""
+
+
+def run_compiled(backend):
+    """In a process of its own: the shape checks of these tests break graphs."""
+    done = subprocess.run([sys.executable, "-c", COMPILED, backend], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_forward_and_backward_are_one_graph():
+    run_compiled("aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the path")
+def test_inductor_computes_the_same():
+    run_compiled("inductor")
+
+
+def test_autocast_does_not_round_the_products():
+    tensors = draw("head")
+    wanted = keyed_scan_read(**tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = keyed_scan_read(**tensors)
+    assert torch.equal(got.free_energy, wanted.free_energy)
+
+
+def saved_bytes(time):
+    tensors = {n: x.requires_grad_() for n, x in draw("head", time=time, heads=4, dk=32, dv=32).items()}
+    total = 0
+
+    def pack(x):
+        nonlocal total
+        total += x.nbytes
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        keyed_scan_read(**tensors)
+    return total
+
+
+def test_training_keeps_no_state_per_token():
+    short, long = saved_bytes(1024), saved_bytes(2048)
+    assert long <= 2.1 * short
+    assert long <= 0.1 * 2048 * 2 * 4 * 32 * 32 * 4
+
+
+def test_entries_computed_again_are_counted_and_said_once(monkeypatch):
+    suspects = Suspects()
+    monkeypatch.setattr("fem.ops.linear_attention.plain.suspects", suspects)
+    keyed_scan_read(**draw("head"))
+    assert suspects.entries == 2 * 67 * 2 * 4
+    assert suspects.recomputed == 0
+    tensors = draw("head", span=2000.0)
+    with pytest.warns(UserWarning, match="computed again"):
+        keyed_scan_read(**tensors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        keyed_scan_read(**tensors)
+    assert suspects.recomputed > 0
+
+
+def stream(tensors, size):
+    """Reads of the stream's last 2,000 tokens and the bytes of its state, from calls of `size` tokens."""
+    reads, state, sizes = [], None, set()
+    for start in range(0, tensors["q"].shape[1], size):
+        part = {n: x if n == "beta" or x is None else x[:, start : start + size] for n, x in tensors.items()}
+        read, state = keyed_scan_read(**part, initial_state=state, return_state=True)
+        reads.append(torch.cat(list(read), -1))
+        sizes.add(sum(x.nbytes for x in state.memory.values()))
+    assert len(sizes) == 1
+    return torch.cat(reads[-max(1, 2000 // size) :], 1)[:, -2000:]
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_a_hundred_thousand_tokens_drift_by_nothing(decay):
+    tensors = draw(decay, time=100_000, batch=1, heads=1, dk=4, dv=4, rate=0.02)
+    wide = {n: None if x is None else x.double() for n, x in tensors.items()}
+    close(stream(tensors, 1000), stream(wide, 5000), 1e-5, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", DECAYS)
+def test_a_hundred_thousand_steps_drift_by_nothing(decay):
+    tensors = draw(decay, time=100_000, batch=1, heads=1, dk=4, dv=4, rate=0.02)
+    wide = {n: None if x is None else x.double() for n, x in tensors.items()}
+    close(stream(tensors, 1), stream(wide, 5000), 1e-4, 0)
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        ({"q": torch.rand(2, 67, 2, 5)}, ValueError, "width"),
+        ({"k": -torch.rand(2, 67, 2, 3)}, ValueError, "k must be non-negative"),
+        ({"log_decay": torch.rand(2, 67, 2)}, ValueError, "log_decay must be zero or negative"),
+        ({"log_decay": -torch.rand(2, 67, 2, 4)}, ValueError, "log_decay must have shape"),
+        ({"beta": torch.zeros(2, 4)}, ValueError, "beta must be positive"),
+        ({"key_mask": torch.ones(2, 67)}, TypeError, "key_mask"),
+        ({"backend": "sdpa"}, ValueError, "backend"),
+        ({"causal": False, "return_state": True}, ValueError, "causal"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_sentence(change, error, words):
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        with pytest.raises(error, match=words):
+            keyed_scan_read(**draw("head") | change)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_states_of_other_reads_are_refused():
+    tensors = draw("head")
+    _, state = keyed_scan_read(**tensors | {"beta": None}, return_state=True)
+    with pytest.raises(ValueError, match="initial_state must hold"):
+        keyed_scan_read(**tensors, initial_state=state)
+    _, state = keyed_scan_read(**draw("head", dk=5), return_state=True)
+    with pytest.raises(ValueError, match="initial_state must hold"):
+        keyed_scan_read(**tensors, initial_state=state)

@@ -1,0 +1,128 @@
+"""`channel_scan_read` alone: weights per value channel. What it shares with `ssm_read` is in test_recurrences.py."""
+
+import pytest
+import torch
+from recurrences import case, error, gradients
+
+from fem.functional import channel_scan_read
+from fem.ops.channel_scan import read as channel_scan
+
+
+def check(inputs, limit=1e-5):
+    mine, exact = inputs.leaves(), inputs.map(lambda x: x.double()).leaves()
+    got, wanted = mine.read(), exact.definition()
+    weights = [torch.randn_like(part) for part in wanted]
+    for one, other in zip(got, wanted):
+        assert error(one, other) < limit
+    expected = gradients(wanted, exact, weights)
+    for name, gradient in gradients(got, mine, weights).items():
+        assert error(gradient, expected[name], inputs.along["v"].abs().max() if name == "beta" else 0.1) < limit, name
+
+
+@pytest.mark.parametrize("kind", ["aft", "both"])
+@pytest.mark.parametrize("size", [30.0, 100.0])
+def test_log_weights_of_any_size_keep_mean_and_gradients_exact(kind, size):
+    inputs = case(kind, 43, batch=1)
+    check(inputs.set(log_weight=torch.randn_like(inputs.along["v"]) * size))
+
+
+def test_log_weights_around_a_hundred_keep_four_thousand_tokens_exact():
+    inputs = case("aft", 4096, batch=1)
+    inputs = inputs.set(log_weight=inputs.along["log_weight"] + 100)
+    exact = inputs.map(lambda x: x.double())
+    for got, wanted in zip(inputs.read(), exact.read()):
+        assert error(got, wanted) < 1e-5
+
+
+def test_decays_that_sum_to_a_thousand_are_exact():
+    inputs = case("both", 47, batch=1)
+    check(inputs.set(log_decay=-torch.rand_like(inputs.along["v"]) * 2000 / 47), 1e-5)
+
+
+def test_documents_may_begin_by_a_decay_of_minus_infinity():
+    inputs = case("both", 20)
+    decay = inputs.along["log_decay"].clone()
+    decay[:, 12] = -torch.inf
+    ids = (torch.arange(20) >= 12).long().expand(2, -1)
+    for got, wanted in zip(inputs.set(log_decay=decay).read(), inputs.read(segment_ids=ids)):
+        assert (got == wanted).all()
+
+
+def test_tokens_of_no_weight_are_passed_over():
+    inputs = case("aft", 15)
+    weight = inputs.along["log_weight"].clone()
+    weight[:, :3] = weight[:, 7] = -torch.inf
+    mine = inputs.set(log_weight=weight).leaves()
+    read = mine.read()
+    kept = [3, 4, 5, 6, *range(8, 15)]
+    for got, wanted in zip(read, inputs.at(kept).read()):
+        assert (got[:, :3] == 0).all()
+        torch.testing.assert_close(got[:, kept], wanted)
+    for gradient in gradients(read, mine, [torch.ones_like(part) for part in read]).values():
+        assert gradient.isfinite().all()
+
+
+def test_aft_without_weights_is_the_running_average():
+    v = torch.randn(2, 40, 2, 3)
+    mean = channel_scan_read(None, v, None).mean
+    torch.testing.assert_close(mean, v.cumsum(1) / torch.arange(1, 41).view(40, 1, 1))
+
+
+def test_steady_decays_forget_at_their_rate():
+    v = torch.zeros(1, 60, 1, 1)
+    v[:, 0] = 1.0
+    mean = channel_scan_read(None, v, None, torch.full_like(v, -0.5), normalize=False).mean
+    torch.testing.assert_close(mean.flatten(), (-0.5 * torch.arange(60.0)).exp())
+
+
+def test_unnormalised_reads_are_the_sums_themselves():
+    inputs = case("both", 30)
+    x, v, beta, a = (inputs.tensors()[name].double() for name in ("log_weight", "v", "beta", "log_decay"))
+    mean, free_energy = inputs.read(normalize=False)
+    s, energy = torch.zeros(2, *v[:, 0].shape, dtype=torch.float64)
+    for t in range(30):
+        s = a[:, t].exp() * s + x[:, t].exp() * v[:, t]
+        energy = a[:, t].exp() * energy + (x[:, t] + beta * v[:, t]).exp()
+        assert error(mean[:, t], s) < 1e-5
+        assert error(free_energy[:, t], energy.log() / beta) < 1e-5
+
+
+def test_the_total_weight_comes_with_the_terms():
+    inputs = case("both", 12)
+    arguments = inputs.arguments()
+    terms, state = channel_scan.channel_scan_terms(*arguments)
+    x, a = (inputs.along[name].double() for name in ("log_weight", "log_decay"))
+    total = torch.full_like(x[:, 0], -torch.inf)
+    for t in range(12):
+        total = torch.logaddexp(total + a[:, t], x[:, t])
+        assert error(terms.log_weight[:, t], total) < 1e-6
+    assert error(state["peak"] + state["total"].log(), total) < 1e-6
+    torch.testing.assert_close(state["weighted"] / state["total"], terms.mean[:, -1])
+
+
+@pytest.mark.parametrize("name, change, message", [
+    ("v", lambda x: x[0], "v must have shape"),
+    ("v", lambda x: x[:, :0], "time >= 1"),
+    ("log_weight", lambda x: x[..., :2], "log_weight must have the shape of v"),
+    ("log_decay", lambda x: -x, "log_decay must be zero or negative"),
+    ("log_decay", lambda x: x * float("nan"), "log_decay must be zero or negative"),
+    ("beta", lambda x: x[:1], "beta must have one entry per value channel"),
+    ("beta", lambda x: -x, "beta must be positive"),
+])  # fmt: skip
+def test_bad_arguments_are_refused_in_one_sentence(name, change, message):
+    read = getattr(
+        channel_scan_read, "__wrapped__", channel_scan_read
+    )  # without the shape checks of the tests, as users call it
+    arguments = case("both", 6).tensors()
+    arguments[name] = change(arguments[name])
+    with pytest.raises(ValueError, match=message):
+        read(**arguments)
+
+
+def test_a_state_of_another_batch_and_a_state_of_two_directions_are_refused():
+    inputs = case("aft", 6)
+    _, state = inputs.read(return_state=True)
+    with pytest.raises(ValueError, match="initial_state belongs to a batch of 2"):
+        inputs.row(0).read(initial_state=state)
+    with pytest.raises(ValueError, match="causal=False"):
+        inputs.read(causal=False, return_state=True)

@@ -1,0 +1,62 @@
+"""Positions, documents and boundaries, against a loop over one row at a time."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fem.ops.common.tokens import read_tokens
+
+rows = st.lists(st.tuples(st.booleans(), st.integers(0, 2)), min_size=1, max_size=12)
+
+
+def by_loop(row):
+    """position, document and start of each kept token of [(keep, id)]."""
+    last, position, document, out = None, 0, 0, []
+    for keep, number in row:
+        if not keep:
+            out.append(None)
+            continue
+        start = last is not None and number != last
+        if start:
+            position, document = 0, document + 1
+        out.append((position, document, start))
+        last, position = number, position + 1
+    return out
+
+
+def kept(tokens, cell):
+    start = tokens.start is not None and bool(tokens.start[cell])
+    return int(tokens.position.expand(1, -1)[cell]), int(tokens.document[cell]), start
+
+
+@given(row=rows, cut=st.integers(0, 12))
+@settings(max_examples=60, deadline=None)
+def test_any_split_of_a_row_gives_the_same_tokens(row, cut):
+    keep = torch.tensor([[k for k, _ in row]])
+    ids = torch.tensor([[i for _, i in row]])
+    seen, cursor = [], None
+    for part in (slice(None, cut), slice(cut, None)):
+        if keep[:, part].shape[1]:
+            tokens, cursor = read_tokens(tuple(keep[:, part].shape), keep.device, keep[:, part], ids[:, part], cursor)
+            seen += [kept(tokens, (0, t)) if keep[0, part][t] else None for t in range(keep[:, part].shape[1])]
+    assert seen == by_loop(row)
+
+
+@given(row=rows)
+@settings(max_examples=60, deadline=None)
+def test_reversed_documents_open_at_their_last_kept_token(row):
+    keep = torch.tensor([[k for k, _ in row]])
+    ids = torch.tensor([[i for _, i in row]])
+    tokens, _ = read_tokens(tuple(keep.shape), keep.device, keep, ids)
+    backwards = tokens.reversed()
+    expected = by_loop(row[::-1])
+    for t, cell in enumerate(expected):
+        if cell is not None:
+            assert bool(backwards.start[0, t]) == cell[2]
+
+
+def test_plain_tokens_cost_nothing():
+    tokens, cursor = read_tokens((2, 5), torch.device("cpu"))
+    assert tokens.keep is tokens.start is tokens.document is None
+    assert tokens.position.tolist() == [0, 1, 2, 3, 4]
+    assert cursor.position.tolist() == [5, 5]
