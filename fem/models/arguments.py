@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
-# These say nothing that a mixer does not know: the cache counts its tokens, and varlen kernels' sizes are cu_seq_lens_q's.
+# Nothing that a mixer does not know: its cache counts the tokens, and cu_seq_lens_q holds the sizes of documents.
 SET_ASIDE = {
     "token_type_ids",
     "cache_position",

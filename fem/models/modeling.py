@@ -93,11 +93,11 @@ class FEMModel(FEMPreTrainedModel):
     input_ids (B, T), or inputs_embeds (B, T, D). attention_mask (B, T_past + T): 1 = keep, over the cached tokens too;
     masking a token equals deleting it, on either side. segment_ids (B, T): packed documents equal separate runs;
     seq_idx, cu_seq_lens_q and position_ids that restart say the same (`read_documents`), and positions are otherwise
-    counted from the mask, so any position_ids will do. past_key_values: a `FEMCache`, to which the call adds its tokens.
-    What transformers passes and a mixer has no use for is ignored (`SET_ASIDE` of fem.models.arguments).
+    counted from the mask, so any position_ids will do. past_key_values: a `FEMCache`, to which the call adds its
+    tokens. What transformers passes and a mixer has no use for is ignored (`SET_ASIDE` of fem.models.arguments).
 
-    Raises ValueError on wrong shapes and rows longer than config.max_position_embeddings, TypeError on another cache and
-    on unknown arguments.
+    Raises ValueError on wrong shapes and rows longer than config.max_position_embeddings, TypeError on another cache
+    and on unknown arguments.
     """
 
     def __init__(self, config: FEMConfig):

@@ -7,10 +7,9 @@ import string
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
-
-from test_lm_model import VOCABULARY, lively, small_config, tokens
-from transformers import DataCollatorWithFlattening
+pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+import transformers
+from small_models import VOCABULARY, lively, small_config, tokens
 
 from fem.models import FEMForCausalLM
 
@@ -46,7 +45,7 @@ def test_documents_said_in_any_way_equal_separate_runs(model, name):
 
 def test_batch_of_the_flattening_collator_equals_separate_runs(model):
     ids = tokens(1, 12)
-    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     batch = collate([{"input_ids": ids[0, start:end].tolist()} for start, end in CUTS])
     torch.testing.assert_close(model(**batch).logits, separate(model, ids), rtol=1e-5, atol=1e-5)
 
