@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 
 from fem.config import FreeEnergyMixerConfig
@@ -23,3 +24,7 @@ def __getattr__(name: str):
         raise AttributeError(f"module 'fem' has no attribute {name!r}")
     models = import_module("fem.models")
     return models if name == "models" else models.replace_attention
+
+
+if "transformers" in sys.modules:
+    import_module("fem.models")  # registers the models with transformers' Auto classes
