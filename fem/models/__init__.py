@@ -28,17 +28,17 @@ if find_spec("transformers"):
     from fem.models.card import write_model_card
     from fem.models.configuration import FEMConfig
     from fem.models.modeling import FEMForCausalLM, FEMModel
+    from fem.models.opener import offer
     from fem.models.presets import preset
-    from fem.models.vision import FEMForImageClassification, FEMImageConfig, FEMImageModel
-
     from fem.models.surgery.checkpoint import ReplacedConfig, load_replaced
+    from fem.models.vision import FEMForImageClassification, FEMImageConfig, FEMImageModel
 
     for config in (FEMConfig, FEMImageConfig, ReplacedConfig):
         transformers.AutoConfig.register(config.model_type, config)
         for auto, name in config.auto_map.items():
             if auto != "AutoConfig":
                 getattr(transformers, auto).register(config, globals()[name])
-                setattr(transformers, name, globals()[name])  # where trl and `transformers serve` look a class up
+                offer(globals()[name])
 
 
 def __getattr__(name: str):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import transformers
+
 OPENER = "open_with_fem"
 SOURCE = '''"""Opens this checkpoint with the library that defines its model."""
 
@@ -38,3 +40,11 @@ class OpensWithFEM:
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Nothing to copy beside the weights: the installed library has the code."""
+
+
+def offer(model_class: type) -> None:
+    """Make a class an attribute of transformers, where trl and `transformers serve` look for what a config names.
+
+    On the type of that module: its init may run twice, and programs hold either of the two modules.
+    """
+    setattr(type(transformers), model_class.__name__, model_class)

@@ -11,12 +11,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from fem.models.opener import OpensWithFEM
+from fem.models.opener import OpensWithFEM, offer
 from fem.models.surgery.replace import apply
 
 RECORD = "free_energy_mixer"  # the field of a config that holds the calls made on its model
 PREFIX = "FEM"
-REFUSAL = "this is no model of the host's class: open it with an Auto class after `import fem.models`, or trust its code"
+REFUSAL = (
+    "this is no model of the host's class: open it with an Auto class after `import fem.models`, or trust its code"
+)
 
 
 class ReplacedConfig(OpensWithFEM, PreTrainedConfig):
@@ -92,13 +94,14 @@ def remembering(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
         replaced = tuple(replaced_class(each, config) for each in (known if isinstance(known, tuple) else (known,)))
         mapping.register(config, replaced if isinstance(known, tuple) else replaced[0], exist_ok=True)
         for each in replaced:
-            setattr(transformers, each.__name__, each)  # where trl and `transformers serve` look a class up
+            offer(each)
     return config
 
 
 @cache
 def replaced_class(architecture: type[PreTrainedModel], config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
     """What builds the host and repeats the calls that its config remembers. Its models are of the host's class."""
+
     def build(self, given, *args, **kwargs):
         given.__class__ = config.host  # parts built through an Auto class are the host's
         try:
@@ -129,7 +132,9 @@ def load_replaced(folder: str | Path, architecture: type[PreTrainedModel] | None
         name = saved["architectures"][0].removeprefix(PREFIX)
         architecture = getattr(transformers, name, None) or getattr(transformers, PREFIX + name, None)
         if architecture is None:
-            raise ValueError(f"transformers has no class {name!r}; pass it: load_replaced(folder, architecture={name}).")
+            raise ValueError(
+                f"transformers has no class {name!r}; pass it: load_replaced(folder, architecture={name})."
+            )
         architecture = next(base for base in architecture.__mro__ if not base.__name__.startswith(PREFIX))
     else:
         config = remembering(architecture.config_class)
