@@ -58,6 +58,7 @@ class MambaPrior(Prior):
     """p_tj(i) = H_tj(i) / sum_r H_tj(r), H the impulse response of a selective SSM.           (Eq. 32, Appendix H.4)"""
 
     name = "mamba"
+    uses = ("ssm_rank",)
     per_channel = True
 
     def __init__(self, config: FreeEnergyMixerConfig):
@@ -81,6 +82,7 @@ class InteractiveMambaPrior(Prior):
     """
 
     name = "mamba_interactive"
+    uses = ("ssm_rank",)
     per_channel = True
 
     def __init__(self, config: FreeEnergyMixerConfig):
