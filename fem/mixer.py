@@ -151,7 +151,9 @@ class FreeEnergyMixer(nn.Module):
             return
         weight = self.value.weight
         if x.device != weight.device:
-            raise ValueError(f"x must be on the layer's device, {weight.device}, got x on {x.device}; move one of them.")
+            raise ValueError(
+                f"x must be on the layer's device, {weight.device}, got x on {x.device}; move one of them."
+            )
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"x must have the layer's dtype, {weight.dtype}, got {x.dtype}; cast one, or use autocast.")
 

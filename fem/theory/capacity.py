@@ -47,7 +47,9 @@ def argmax_patterns(weights: Float[Tensor, "contexts channels t"]) -> int:
     """
     check_tensors(weights=weights)
     if weights.ndim != 3 or 0 in weights.shape:
-        raise ValueError(f"weights must have shape (contexts, channels, tokens), none of them 0, got {tuple(weights.shape)}.")
+        raise ValueError(
+            f"weights must have shape (contexts, channels, tokens), none of them 0, got {tuple(weights.shape)}."
+        )
     return weights.argmax(-1).unique(dim=0).shape[0]
 
 

@@ -128,7 +128,9 @@ def check_distribution(name: str, p: Tensor, rounding: float) -> None:
     if not _readable(p):
         return
     if not (p >= 0).all():
-        raise ValueError(f"{name} must hold weights >= 0 that sum to 1, got {shown(p)}; pass probabilities, not logits.")
+        raise ValueError(
+            f"{name} must hold weights >= 0 that sum to 1, got {shown(p)}; pass probabilities, not logits."
+        )
     total = p.sum(-1, dtype=torch.float64)
     if not (((total - 1).abs() <= 1e-3 + 8 * rounding * p.shape[-1] ** 0.5) | (total == 0)).all():
         raise ValueError(
