@@ -10,11 +10,12 @@ from importlib import import_module
 
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
+from fem.optim import parameter_groups
 from fem.priors import PRIORS
 from fem.state import MixerState
 
 __version__ = "0.1.0"
-__all__ = ["PRIORS", "FreeEnergyMixer", "FreeEnergyMixerConfig", "MixerState"]
+__all__ = ["PRIORS", "FreeEnergyMixer", "FreeEnergyMixerConfig", "MixerState", "parameter_groups"]
 
 
 def __getattr__(name: str):

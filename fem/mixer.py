@@ -15,6 +15,7 @@ from fem.gates import Temperature, TwoLevelGate
 from fem.inspection import Reading, read_tables
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import Tokens, read_tokens
+from fem.optim import undecayed_names
 from fem.priors import PRIORS, OperatorPrior, Prior
 from fem.priors.base import unsaved
 from fem.projection import Projection
@@ -186,6 +187,10 @@ class FreeEnergyMixer(nn.Module):
         return read_tables(
             read, beta, lambda_, gate, *self.prior.selection(features, v, tokens), self.prior.per_channel
         )
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of all parameters that weight decay should leave alone, as timm asks for them."""
+        return undecayed_names(self)
 
     def parameter_report(self) -> dict:
         """Where the weights are: {"linear", "budget" (4 D^2), "ratio", "conditioner", "blocks" (with biases)}.
