@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fem.config import FreeEnergyMixerConfig
     from fem.mixer import FreeEnergyMixer
-    from fem.models import replace_attention
+    from fem.models import replace_attention as replace_attention
+    from fem.optim import parameter_groups
     from fem.priors import PRIORS
     from fem.state import MixerState
 
 __version__ = "0.2.0"
-__all__ = ["PRIORS", "FreeEnergyMixer", "FreeEnergyMixerConfig", "MixerState", "replace_attention"]
+__all__ = ["PRIORS", "FreeEnergyMixer", "FreeEnergyMixerConfig", "MixerState", "parameter_groups"]
 
 # Loaded when first asked for: the command line starts without torch, the layer without transformers.
 _HOMES = {
@@ -25,6 +26,7 @@ _HOMES = {
     "FreeEnergyMixerConfig": "fem.config",
     "MixerState": "fem.state",
     "PRIORS": "fem.priors",
+    "parameter_groups": "fem.optim",
     "replace_attention": "fem.models",
 }
 _MODULES = ("functional", "models", "priors", "theory")

@@ -6,6 +6,7 @@ import signal
 import sys
 from difflib import get_close_matches
 from importlib import import_module
+from typing import Annotated
 
 from fem import __version__
 from fem.extras import missing_package
@@ -70,7 +71,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
     """Free Energy Mixer: experiments, models and reports."""
 
