@@ -10,7 +10,7 @@ from fem.extras import missing_package
 try:
     import typer
 
-    from fem.experiments import argmax, bench, demo, doctor, forecast, inspect, mad, report, vision
+    from fem.experiments import argmax, bench, demo, doctor, forecast, inspect, mad, regimes, report, vision
     from fem.experiments.lm import ablate, eval, finetune, generate, train
 except ModuleNotFoundError as error:
     sys.exit(f"error: {missing_package(error)}")
@@ -35,6 +35,7 @@ for experiment in (
     mad,
     forecast,
     vision,
+    regimes,
     report,
 ):
     app.command(experiment.__name__.rpartition(".")[2])(experiment.command)
