@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -20,6 +20,7 @@ from fem.experiments.common.run import hardware, now, versions, write_json
 RUNS_PER_GPU = 4
 
 
+@runtime_checkable
 class Job(Protocol):
     """A dataclass that decides everything that a run finds; `key` is a file name of its own for every job."""
 
