@@ -11,11 +11,11 @@ from typing import Annotated
 
 import typer
 
-from fem.experiments.common.run import RESULTS, write_json
+from fem.experiments.common.run import PAGE, RESULTS, write_json
 from fem.experiments.common.tables import markdown_table
 from fem.experiments.lm.suites import PAPER, paper_rows
 
-PAGE, INDEX = "report.md", "README.md"
+INDEX = "README.md"
 OURS = re.compile(r"^## What it says\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 PICTURE = re.compile(r"\]\(([^)/#:]+\.png)\)")
 

@@ -19,7 +19,7 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fem import cli
-from fem.experiments.inspect import command as inspect
+from fem.experiments.inspect import experiment as inspect
 from fem.experiments.inspect import page as inspection_page
 from fem.experiments.inspect.experiment import InspectRecipe, encode
 from fem.experiments.inspect.layers import (
