@@ -21,8 +21,7 @@ from fem.state import MixerState, another
 
 # Fields that change nothing which a state holds: how the layer starts, what it does after the read, what reads.
 NOT_IN_STATES = frozenset(
-    "prior_type fem_ratio p_t_to_fem_ratio mamba_normalize dropout use_outer_gate gate_rank lambda_init "
-    "backend softmax_backend".split()
+    ["prior_type", "fem_ratio", "p_t_to_fem_ratio", "mamba_normalize", "dropout", "use_outer_gate", "gate_rank", "lambda_init", "backend", "softmax_backend"]
 )
 
 
@@ -148,7 +147,9 @@ class FreeEnergyMixer(nn.Module):
             return
         weight = self.value.weight
         if x.device != weight.device:
-            raise ValueError(f"x must be on the layer's device, {weight.device}, got x on {x.device}; move one of them.")
+            raise ValueError(
+                f"x must be on the layer's device, {weight.device}, got x on {x.device}; move one of them."
+            )
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"x must have the layer's dtype, {weight.dtype}, got {x.dtype}; cast one, or use autocast.")
 
