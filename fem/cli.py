@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": ("fem.experiments.lm.generate", "Continue a prompt, printing the text as it comes."),
     "inspect": ("fem.experiments.inspect", "A page that shows what each channel of each head reads from a text."),
     "argmax": ("fem.experiments.argmax", "Can one read fetch every channel's maximum? (Appendix P)"),
+    "regimes": ("fem.experiments.regimes", "Tasks that separate reading one mixture from reading per channel."),
     "mad": ("fem.experiments.mad", "Six synthetic tasks that probe a sequence mixer. (Table 1)"),
     "forecast": ("fem.experiments.forecast", "Forecast time series at equal parameters. (Table 4)"),
     "vision": ("fem.experiments.vision", "Classify images at equal parameters. (Table 3)"),
