@@ -16,9 +16,7 @@ from fem.models.surgery.replace import apply
 
 RECORD = "free_energy_mixer"  # the field of a config that holds the calls made on its model
 PREFIX = "FEM"
-REFUSAL = (
-    "this is no model of the host's class: open it by an Auto class after `import fem.models` or trust its code"
-)
+REFUSAL = "this is no model of the host's class: open it by an Auto class after `import fem.models` or trust its code"
 
 
 class ReplacedConfig(OpensWithFEM, PreTrainedConfig):

@@ -63,6 +63,8 @@ def replace_attention(
     Raises ValueError on attention that cannot be replaced, by name, on layers out of range or replaced before, and on
     fields that the host decides; TypeError on unknown fields.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch module, got {model!r}; load it first, by from_pretrained for instance.")
     layers = None if layers is None else list(layers)
     model = apply(model, prior_type, preserve, layers, config)
     if hasattr(getattr(model, "config", None), "save_pretrained"):
