@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, GenerationMixin, MaxLengthCriteria, PreTrainedModel, StoppingCriteriaList
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from fem.config import FreeEnergyMixerConfig
@@ -18,6 +19,8 @@ from fem.models.arguments import check_names, read_documents
 from fem.models.cache import FEMCache
 from fem.models.configuration import FEMConfig
 from fem.models.loss import IGNORED, cross_entropy, next_tokens
+
+logger = logging.get_logger(__name__)
 
 
 class SwiGLU(nn.Module):
@@ -137,7 +140,7 @@ class FEMModel(FEMPreTrainedModel):
         cache = self._cache(past_key_values, use_cache)
         past = 0 if cache is None else cache.get_seq_length()
         segment_ids = read_documents(x, attention_mask, position_ids, past, segment_ids, seq_idx, cu_seq_lens_q)
-        self._check_length(past + x.shape[1], packed=segment_ids is not None)
+        self._check_length(past, past + x.shape[1], packed=segment_ids is not None)
         attention_mask = _mask_of_new_tokens(attention_mask, past, x)
 
         record = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -163,9 +166,13 @@ class FEMModel(FEMPreTrainedModel):
             )
         return past_key_values
 
-    def _check_length(self, length: int, packed: bool) -> None:
+    def _check_length(self, past: int, length: int, packed: bool) -> None:
         longest = self.config.max_position_embeddings
-        if longest is not None and length > longest and not packed:
+        if longest is None or length <= longest or packed:
+            return
+        if past:  # a text that was begun is not lost
+            logger.warning_once(f"the row grows beyond config.max_position_embeddings = {longest}.")
+        else:
             raise ValueError(
                 f"the row has {length} tokens, cached ones included, but config.max_position_embeddings = {longest}; "
                 "shorten it, or raise the limit in the config (None: no limit)."
@@ -209,6 +216,13 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # the model makes its own FEMCache
+
+    def _get_stopping_criteria(self, *args, **kwargs) -> StoppingCriteriaList:
+        """transformers' own, and the longest row: generation stops there, with what it has."""
+        criteria = super()._get_stopping_criteria(*args, **kwargs)
+        if self.config.max_position_embeddings is not None:
+            criteria.append(MaxLengthCriteria(self.config.max_position_embeddings))
+        return criteria
 
     @can_return_tuple
     def forward(

@@ -154,9 +154,7 @@ class PretrainedSite(Site):
     def swap(self, mixer: FreeEnergyMixer) -> nn.Module:
         host = self.module
         if self.projections and self.projections not in SWAPPED:
-            raise ValueError(
-                f"{type(host).__name__} is called in a way that no mixer knows; preserve=True keeps its call."
-            )
+            raise ValueError(f"{type(host).__name__} is called in a way that no mixer knows; preserve=True keeps it.")
         if not any(hasattr(host, name) for name in OUTPUTS):  # BERT keeps it in the module around; the mixer brings one
             output = getattr(self.parent, "output", None)
             if not isinstance(getattr(output, "dense", None), nn.Linear):
