@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from fem.experiments.common.mixers import file_name
 from fem.experiments.mad.backbone import build_host
 from fem.experiments.mad.settings import Setting, Training
 from fem.experiments.mad.tasks import IGNORED, build, generate
@@ -36,7 +37,7 @@ class Job:
     def key(self) -> str:
         """A file name of its own for every job: other values, other name."""
         digest = hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=6).hexdigest()
-        return f"{self.setting.task}-{self.mixer}-seed{self.seed}-{digest}"
+        return f"{self.setting.task}-{file_name(self.mixer)}-seed{self.seed}-{digest}"
 
 
 def train(job: Job, device: torch.device) -> tuple[list[Point], int]:
