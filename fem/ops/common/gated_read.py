@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.precision import wide
+from fem.ops.common.transforms import again_differentiable, transformed
 
 Heads = Float[Tensor, "b t h d"]
 
@@ -32,7 +33,14 @@ def gated_read(mean: Heads, free_energy: Heads | None, inner: Heads | None, oute
         mean = free_energy
     if inner is None and outer is None:
         return mean
-    return _gated_read(mean, free_energy if inner is not None else None, inner, outer, eps)
+    inputs = mean, free_energy if inner is not None else None, inner, outer
+    return _by_steps(*inputs, eps) if transformed(*inputs) else _gated_read(*inputs, eps)
+
+
+def _by_steps(mean, free_energy, inner, outer, eps):
+    """The same in plain steps, which PyTorch can transform in any way."""
+    u = wide(mean) if inner is None else torch.lerp(wide(mean), wide(free_energy), wide(inner).sigmoid())
+    return (u if outer is None else u * outer_gate(wide(outer), eps)).to(mean.dtype)
 
 
 @torch.library.custom_op(
@@ -103,6 +111,9 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, grad):
     tensors = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        step = lambda *inputs: (_by_steps(*inputs, ctx.eps),)  # noqa: E731
+        return *again_differentiable(step, tensors, (grad,)), None
     gradients = _gated_read_backward(grad, *tensors, ctx.eps)
     return *(None if x is None else g for x, g in zip(tensors, gradients)), None
 

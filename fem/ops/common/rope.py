@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fem.ops.common.transforms import transformed
+
 
 def rotate(
     x: Float[Tensor, "b t h d"], position: Int[Tensor, " t"] | Int[Tensor, "b t"], theta: float = 10000.0
@@ -22,7 +24,8 @@ def rotate(
         raise ValueError(f"rotate pairs the channels of x, so its width must be even, got {width}.")
     frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float64, device=x.device) / width)
     angle = position.double()[..., None, None] * frequency
-    return _Rotation.apply(x, angle.cos().to(x.dtype), angle.sin().to(x.dtype))
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    return _turn_by_steps(x, cos, sin) if transformed(x) else _Rotation.apply(x, cos, sin)
 
 
 class _Rotation(torch.autograd.Function):
@@ -36,7 +39,14 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, -sin), None, None
+        turn = _turn_by_steps if torch.is_grad_enabled() else _turn
+        return turn(grad, cos, -sin), None, None
+
+
+def _turn_by_steps(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same in plain steps, which PyTorch can transform in any way."""
+    low, high = x.chunk(2, -1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
