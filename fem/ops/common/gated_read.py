@@ -33,12 +33,12 @@ def gated_read(mean: Heads, free_energy: Heads | None, inner: Heads | None, oute
         mean = free_energy
     if inner is None and outer is None:
         return mean
-    inputs = mean, free_energy if inner is not None else None, inner, outer
-    return _by_steps(*inputs, eps) if transformed(*inputs) else _gated_read(*inputs, eps)
+    free_energy = free_energy if inner is not None else None
+    run = _gate if transformed(mean, free_energy, inner, outer) else _gated_read
+    return run(mean, free_energy, inner, outer, eps)
 
 
-def _by_steps(mean, free_energy, inner, outer, eps):
-    """The same in plain steps, which PyTorch can transform in any way."""
+def _gate(mean: Heads, free_energy: Heads | None, inner: Heads | None, outer: Heads | None, eps: float) -> Heads:
     u = wide(mean) if inner is None else torch.lerp(wide(mean), wide(free_energy), wide(inner).sigmoid())
     return (u if outer is None else u * outer_gate(wide(outer), eps)).to(mean.dtype)
 
@@ -51,8 +51,7 @@ def _by_steps(mean, free_energy, inner, outer, eps):
 def _gated_read(mean, free_energy, inner, outer, eps):
     out = torch.empty(mean.shape, dtype=mean.dtype, device=mean.device)
     for o, m, f, a, b in _blocks(out, mean, free_energy, inner, outer):
-        u = wide(m) if a is None else torch.lerp(wide(m), wide(f), wide(a).sigmoid())
-        o.copy_(u if b is None else u * outer_gate(wide(b), eps))
+        o.copy_(_gate(m, f, a, b, eps))
     return out
 
 
@@ -112,8 +111,7 @@ def _save(ctx, inputs, output):
 def _differentiate(ctx, grad):
     tensors = ctx.saved_tensors
     if torch.is_grad_enabled():
-        step = lambda *inputs: (_by_steps(*inputs, ctx.eps),)  # noqa: E731
-        return *again_differentiable(step, tensors, (grad,)), None
+        return *again_differentiable(lambda *x: [_gate(*x, ctx.eps)], tensors, [grad]), None
     gradients = _gated_read_backward(grad, *tensors, ctx.eps)
     return *(None if x is None else g for x, g in zip(tensors, gradients)), None
 

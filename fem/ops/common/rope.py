@@ -6,8 +6,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fem.ops.common.transforms import transformed
-
 
 def rotate(
     x: Float[Tensor, "b t h d"], position: Int[Tensor, " t"] | Int[Tensor, "b t"], theta: float = 10000.0
@@ -25,34 +23,5 @@ def rotate(
     frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float64, device=x.device) / width)
     angle = position.double()[..., None, None] * frequency
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    return _turn_by_steps(x, cos, sin) if transformed(x) else _Rotation.apply(x, cos, sin)
-
-
-class _Rotation(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        turn = _turn_by_steps if torch.is_grad_enabled() else _turn
-        return turn(grad, cos, -sin), None, None
-
-
-def _turn_by_steps(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same in plain steps, which PyTorch can transform in any way."""
     low, high = x.chunk(2, -1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = x.chunk(2, -1)
-    y = x * torch.cat([cos, cos], -1)
-    y_low, y_high = y.chunk(2, -1)
-    y_low.addcmul_(high, sin, value=-1)
-    y_high.addcmul_(low, sin)
-    return y
+    return torch.cat([torch.addcmul(low * cos, high, sin, value=-1), torch.addcmul(high * cos, low, sin)], -1)
