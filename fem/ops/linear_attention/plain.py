@@ -8,10 +8,10 @@ Time is cut into slabs, and slabs into chunks. Within a slab all chunks add what
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fem.ops.common.fallback_count import suspects
+from fem.ops.common.precision import needs_float64
 from fem.ops.common.read import Terms
 from fem.ops.linear_attention.carry import carry, carry_backward
 from fem.ops.linear_attention.chunk import (
@@ -19,10 +19,8 @@ from fem.ops.linear_attention.chunk import (
     Memory,
     adds,
     read,
-    read_backward,
     read_exactly,
     remember,
-    remember_backward,
     remember_exactly,
     sees,
 )
@@ -32,13 +30,12 @@ CHUNK = 64
 CHUNK_OF_CHANNEL_DECAY = 16  # its pairs are weighed one by one, not by a matrix product
 TOKENS_AT_A_TIME = 2**12  # over rows and heads: what a slab computes stays in the cache
 
-REMEMBER = Way(remember, lambda grad, chunk: (remember_backward(grad, chunk),), remember_exactly, adds)
+REMEMBER = Way(remember, remember_exactly, adds)
 
 
 def read_way(present: bool) -> Way:
     return Way(
         lambda *records: read(*records, present),
-        lambda *records: read_backward(*records, present),
         lambda *records: read_exactly(*records, present),
         lambda *records: sees(*records, present),
     )
@@ -51,12 +48,13 @@ class Slab:
         self.batch, self.heads, self.start, self.stop, self.chunk = batch, heads, start, stop, chunk
         self.chunks = -(-(stop - start) // chunk)
 
-    def split(self, x: Tensor | None) -> Tensor | None:
+    def split(self, x: Tensor | None, fill=torch.zeros_like) -> Tensor | None:
+        """fill: from the last token to what stands behind it, so that the last chunk is whole."""
         if x is None:
             return None
         x = x[:, self.start : self.stop]
         if padding := self.chunks * self.chunk - x.shape[1]:
-            x = F.pad(x, (0, 0, 0, 0, 0, padding))
+            x = torch.cat([x, fill(x[:, -1:]).expand(-1, padding, -1, -1)], 1)
         return x.unflatten(1, (self.chunks, self.chunk)).permute(0, 3, 1, 2, 4).flatten(0, 2).contiguous()
 
     def write(self, out: Tensor, x: Tensor) -> None:
@@ -66,7 +64,7 @@ class Slab:
     def inputs(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None) -> Chunk:
         """beta is (B H, 1, d_v)."""
         beta = None if beta is None else beta.repeat_interleave(self.chunks, 0)
-        return Chunk(self.split(q), self.split(k), self.split(g), self.split(v), beta)
+        return Chunk(self.split(q), self.split(k), self.split(g), self.split(v, fill=torch.clone), beta)
 
     def through(self, chunk: Chunk) -> Tensor | None:
         return None if chunk.g is None else chunk.g.sum(1).unflatten(0, (-1, self.chunks))
@@ -75,11 +73,19 @@ class Slab:
         return _each(memory, lambda x: x.unflatten(0, (-1, self.chunks)))
 
 
+def _sizes(q: Tensor, g: Tensor | None) -> tuple[int, int]:
+    """Tokens of a chunk, and of a slab, of a long sequence; they may depend on sizes that are symbols."""
+    chunk = CHUNK if g is None or g.shape[-1] == 1 else CHUNK_OF_CHANNEL_DECAY
+    rows = torch.sym_max(1, q.shape[0] * q.shape[2])
+    return chunk, chunk * torch.sym_max(1, TOKENS_AT_A_TIME // (rows * chunk))
+
+
 def _slabs(q: Tensor, g: Tensor | None) -> list[Slab]:
     batch, time, heads, _ = q.shape
-    chunk = min(time, CHUNK if g is None or g.shape[-1] == 1 else CHUNK_OF_CHANNEL_DECAY)
-    step = chunk * max(1, TOKENS_AT_A_TIME // (batch * heads * chunk))
-    return [Slab(batch, heads, start, min(start + step, time), chunk) for start in range(0, time, step)]
+    chunk, step = _sizes(q, g)
+    return [
+        Slab(batch, heads, start, min(start + step, time), min(chunk, time)) for start in range(0, time, step)
+    ]
 
 
 def _each(memory: Memory, change) -> Memory:
@@ -103,8 +109,13 @@ def _rows_of(beta: Tensor | None, batch: int) -> Tensor | None:
 )
 def scan(q, k, v, beta, g, log_weight, mean, free_energy, present):
     """Reads (3), the final state (3); for the backward pass the memory at each slab's start (3) and the tiers (2)."""
+    start = Memory(log_weight, mean, free_energy if beta is not None else None)
+    double = needs_float64(v, beta)
     with torch.autocast(q.device.type, enabled=False):
-        return _scan(q, k, v, beta, g, Memory(log_weight, mean, free_energy if beta is not None else None), present)
+        if not double:
+            return _scan(q, k, v, beta, g, start, present)
+        results = _scan(*_double(q, k, v, beta, g), Memory(*_double(*start)), present)
+        return tuple(x.to(q.dtype) if x.is_floating_point() else x for x in results)
 
 
 def _scan(q, k, v, beta, g, start: Memory, present: bool) -> tuple[Tensor, ...]:
@@ -126,7 +137,7 @@ def _scan(q, k, v, beta, g, start: Memory, present: bool) -> tuple[Tensor, ...]:
         tiers_added.append(tier_added)
         tiers_read.append(tier_read)
     tier_read = torch.cat(tiers_read)
-    again = int(tier_read.count_nonzero()) / len(tier_read)
+    again = int(tier_read.count_nonzero()) / max(1, len(tier_read))
     suspects.count(reads.mean.numel(), round(again * reads.mean.numel()))
     last = _each(memory, lambda x: x.unflatten(0, start.log_weight.shape[:2]).contiguous())
     entering = (None if parts[0] is None else torch.stack(parts) for parts in zip(*entering))
@@ -140,13 +151,13 @@ def _empty_reads(q: Tensor, v: Tensor, beta: Tensor | None) -> tuple[Tensor, Ten
 
 @scan.register_fake
 def _(q, k, v, beta, g, log_weight, mean, free_energy, present):
-    slabs = _slabs(q, g)
-    rows, chunks = q.shape[0] * q.shape[2], sum(slab.chunks for slab in slabs)
-    free = beta is not None
+    chunk, step = _sizes(q, g)
+    time, rows, free = q.shape[1], q.shape[0] * q.shape[2], beta is not None
     last = [q.new_empty(shape) for shape in (log_weight.shape, mean.shape, mean.shape if free else 0)]
-    shapes = [(len(slabs), rows, *shape[2:]) for shape in (log_weight.shape, mean.shape)]
+    slabs = (time + step - 1) // step
+    shapes = [(slabs, rows, *shape[2:]) for shape in (log_weight.shape, mean.shape)]
     entering = [q.new_empty(shape) for shape in (*shapes, shapes[1] if free else 0)]
-    tiers = [q.new_empty(rows * chunks, dtype=torch.uint8) for _ in range(2)]
+    tiers = [q.new_empty(rows * ((time + chunk - 1) // chunk), dtype=torch.uint8) for _ in range(2)]
     return *_empty_reads(q, v, beta), *last, *entering, *tiers
 
 
@@ -158,8 +169,18 @@ def _(q, k, v, beta, g, log_weight, mean, free_energy, present):
 )
 def scan_backward(grads, q, k, v, beta, g, saved, present):
     """Gradients of q, k, v, the initial state (2 or 3), beta and g, as far as there are any."""
+    double = needs_float64(v, beta)
     with torch.autocast(q.device.type, enabled=False):
-        return _scan_backward(grads, q, k, v, beta, g, saved, present)
+        if not double:
+            return _scan_backward(grads, q, k, v, beta, g, saved, present)
+        *entering, tier_added, tier_read = saved
+        saved = [*_double(*entering), tier_added, tier_read]
+        results = _scan_backward(_double(*grads), *_double(q, k, v, beta, g), saved, present)
+        return [x.to(q.dtype) for x in results]
+
+
+def _double(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.double() for x in tensors]
 
 
 def _scan_backward(grads, q, k, v, beta, g, saved, present: bool) -> list[Tensor]:

@@ -128,7 +128,9 @@ def _only_kept(tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None
     """Masked tokens ask nothing, add nothing, decay nothing; at the start of a document the memory forgets."""
     if tokens.keep is not None:
         keep = tokens.keep[:, :, None, None]
-        q, k, v, g = (None if x is None else torch.where(keep, x, 0) for x in (q, k, v, g))
+        lowest = torch.where(keep, v.detach(), torch.inf).amin(1, keepdim=True)  # that is no peak of any chunk
+        v = torch.where(keep, v, torch.where(lowest < torch.inf, lowest, 0))
+        q, k, g = (None if x is None else torch.where(keep, x, 0) for x in (q, k, g))
     if tokens.start is not None:
         g = torch.zeros_like(q[..., :1]) if g is None else g
         g = torch.where(tokens.start[:, :, None, None], NOTHING, g)
