@@ -110,7 +110,7 @@ def channel_scan_read(
     _check_scan(v, beta, causal, initial_state, return_state, {"log_weight": log_weight, "log_decay": log_decay})
     if initial_state is not None:
         _check_memory(
-            initial_state, {"weighted", "peak", "total"}, {"energy_peak", "energy"}, (v.shape[0], *v.shape[2:]), beta
+            initial_state, {"weighted", "peak", "total"}, {"free_energy"}, (v.shape[0], *v.shape[2:]), beta
         )
     _check_decays("log_decay", log_decay)
     op = lambda **options: channel_scan.channel_scan_read(log_weight, v, beta, log_decay, backend=backend, **options)  # noqa: E731
@@ -203,7 +203,7 @@ def ssm_read(
             raise ValueError(f"{name} must have shape {shape} for this v and the rank of A, got {tuple(tensor.shape)}.")
     if initial_state is not None:
         _check_memory(
-            initial_state, {"weighted", "peak", "total"}, {"energy_peak", "energy"}, (batch, rank, heads, width), beta
+            initial_state, {"weighted", "peak", "total"}, {"free_energy"}, (batch, rank, heads, width), beta
         )
     _check_decays("A", A)
     for name, tensor in (("delta", delta), ("B", B), ("C", C), ("D", D)):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fem.ops.common.fallback_count import suspects
-from fem.ops.common.precision import needs_float64
+from fem.ops.common.precision import double, needs_float64
 from fem.ops.common.read import Terms
 from fem.ops.linear_attention.carry import carry, carry_backward
 from fem.ops.linear_attention.chunk import (
@@ -110,11 +110,11 @@ def _rows_of(beta: Tensor | None, batch: int) -> Tensor | None:
 def scan(q, k, v, beta, g, log_weight, mean, free_energy, present):
     """Reads (3), the final state (3); for the backward pass the memory at each slab's start (3) and the tiers (2)."""
     start = Memory(log_weight, mean, free_energy if beta is not None else None)
-    double = needs_float64(v, beta)
+    wide = needs_float64(v, beta)
     with torch.autocast(q.device.type, enabled=False):
-        if not double:
+        if not wide:
             return _scan(q, k, v, beta, g, start, present)
-        results = _scan(*_double(q, k, v, beta, g), Memory(*_double(*start)), present)
+        results = _scan(*double(q, k, v, beta, g), Memory(*double(*start)), present)
         return tuple(x.to(q.dtype) if x.is_floating_point() else x for x in results)
 
 
@@ -169,18 +169,14 @@ def _(q, k, v, beta, g, log_weight, mean, free_energy, present):
 )
 def scan_backward(grads, q, k, v, beta, g, saved, present):
     """Gradients of q, k, v, the initial state (2 or 3), beta and g, as far as there are any."""
-    double = needs_float64(v, beta)
+    wide = needs_float64(v, beta)
     with torch.autocast(q.device.type, enabled=False):
-        if not double:
+        if not wide:
             return _scan_backward(grads, q, k, v, beta, g, saved, present)
         *entering, tier_added, tier_read = saved
-        saved = [*_double(*entering), tier_added, tier_read]
-        results = _scan_backward(_double(*grads), *_double(q, k, v, beta, g), saved, present)
+        saved = [*double(*entering), tier_added, tier_read]
+        results = _scan_backward(double(*grads), *double(q, k, v, beta, g), saved, present)
         return [x.to(q.dtype) for x in results]
-
-
-def _double(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if x is None else x.double() for x in tensors]
 
 
 def _scan_backward(grads, q, k, v, beta, g, saved, present: bool) -> list[Tensor]:
