@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fem.ops.common.read import merge_energies
+from fem.ops.common.read import NO_WEIGHT, merge_energies
 from fem.ops.common.recurrence import adjoint_sums, running_peaks, running_sums
 
 
@@ -27,7 +27,7 @@ class Sums(NamedTuple):
 
     def rounded(self, dtype: torch.dtype) -> Sums:
         """In another precision, in which the sums make up for the rounding of the peak."""
-        peak = self.peak.to(dtype)
+        peak = self.peak.clamp(min=nothing(dtype)).to(dtype)
         return Sums(peak, (self.sums * (self.peak - peak).clamp(-1, 1).exp()).to(dtype))
 
 
@@ -119,7 +119,7 @@ def added(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     total = one + other
     back = total - one
     rounding = (one - (total - back)) + (other - back)
-    return total, torch.where(one > nothing(one.dtype) / 2, rounding, 0)
+    return total, torch.where(one > NO_WEIGHT, rounding, 0)
 
 
 def nothing(dtype: torch.dtype) -> float:
@@ -177,9 +177,18 @@ def start_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the free energy that energies start from, and per entry of beta; that of the sums grows in place."""
     through = (d_energy * before.energies.sums)[0]
-    through = torch.where(before.weights.peak > nothing(through.dtype) / 2, through, 0)
+    through = torch.where(before.weights.peak > NO_WEIGHT, through, 0)
     d_sums[0] += through / before.weights.sums[0]
     return beta * through, free_energy * through
+
+
+def end_backward(
+    d_free_energy: Tensor, d_sums: Tensor, after: Streams, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the last energies, and per entry of beta, from that of the last free energy; d_sums grows in place."""
+    share = torch.where(after.weights.peak > NO_WEIGHT, d_free_energy / beta, 0)
+    d_sums[0] -= share / after.weights.sums[0]
+    return share / after.energies.sums[0], -share * leave(after, beta).free_energy
 
 
 def leave(streams: Streams, beta: Tensor | None) -> Memory:
