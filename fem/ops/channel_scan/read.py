@@ -101,7 +101,9 @@ def _one_way(log_weight, v, beta, log_decay, tokens, state, present: bool, backe
     if backend == "triton":
         from fem.ops.channel_scan.kernels import launch as channel_scan_triton
 
-        terms, after = channel_scan_triton.channel_scan(a, x, v, beta, Streams.after(*start, *([None] if beta is None else []), beta))
+        terms, after = channel_scan_triton.channel_scan(
+            a, x, v, beta, Streams.after(*start, *([None] if beta is None else []), beta)
+        )
         last = after.weights
     else:
         terms, last = channel_scan(*(None if part is None else part.to(wide) for part in (a, x, v)), beta, start)

@@ -43,11 +43,17 @@ def merge(one: Terms, other: Terms, beta: Tensor | None) -> Terms:
     """
     lowest = torch.finfo(one.log_weight.dtype).min / 4
     gain = other.log_weight.clamp_min(lowest) - one.log_weight.clamp_min(lowest)
-    weight = torch.logaddexp(one.log_weight, other.log_weight)
+    weight = log_add(one.log_weight, other.log_weight)
     mean = torch.lerp(one.mean, other.mean, torch.sigmoid(gain).expand_as(one.mean))
     if beta is None:
         return Terms(weight, mean, None)
     return Terms(weight, mean, merge_energies(gain, one.free_energy, other.free_energy, beta))
+
+
+def log_add(one: Tensor, other: Tensor) -> Tensor:
+    """log(e^one + e^other), whose second derivative is finite where one of them is no weight, as logaddexp's is not."""
+    top, low = torch.maximum(one, other), torch.minimum(one, other)
+    return top - F.logsigmoid(torch.where(top > -torch.inf, top - low, 0))
 
 
 def merge_energies(gain: Tensor, one: Tensor, other: Tensor, beta: Tensor) -> Tensor:
@@ -60,7 +66,7 @@ def merge_energies(gain: Tensor, one: Tensor, other: Tensor, beta: Tensor) -> Te
     base, rest = torch.where(heavier, other, one), torch.where(heavier, one, other)
     logit, lift = torch.where(heavier, -gain, gain), beta * (rest - base)
     near = torch.log1p(torch.sigmoid(logit) * torch.expm1(lift.clamp(max=_NEAR)))
-    far = torch.logaddexp(F.logsigmoid(-logit), F.logsigmoid(logit) + lift)
+    far = log_add(F.logsigmoid(-logit), F.logsigmoid(logit) + lift)
     return base + torch.where(lift < _NEAR, near, far) / beta
 
 

@@ -182,9 +182,7 @@ def start_backward(
     return beta * through, free_energy * through
 
 
-def end_backward(
-    d_free_energy: Tensor, d_sums: Tensor, after: Streams, beta: Tensor
-) -> tuple[Tensor, Tensor]:
+def end_backward(d_free_energy: Tensor, d_sums: Tensor, after: Streams, beta: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the last energies, and per entry of beta, from that of the last free energy; d_sums grows in place."""
     share = torch.where(after.weights.peak > NO_WEIGHT, d_free_energy / beta, 0)
     d_sums[0] -= share / after.weights.sums[0]

@@ -7,12 +7,15 @@ Time is cut into slabs, and slabs into chunks. Within a slab all chunks add what
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from fem.ops.common.fallback_count import suspects
 from fem.ops.common.precision import double, needs_float64
 from fem.ops.common.read import Terms
+from fem.ops.common.transforms import again_differentiable
 from fem.ops.linear_attention.carry import carry, carry_backward
 from fem.ops.linear_attention.chunk import (
     Chunk,
@@ -83,9 +86,7 @@ def _sizes(q: Tensor, g: Tensor | None) -> tuple[int, int]:
 def _slabs(q: Tensor, g: Tensor | None) -> list[Slab]:
     batch, time, heads, _ = q.shape
     chunk, step = _sizes(q, g)
-    return [
-        Slab(batch, heads, start, min(start + step, time), min(chunk, time)) for start in range(0, time, step)
-    ]
+    return [Slab(batch, heads, start, min(start + step, time), min(chunk, time)) for start in range(0, time, step)]
 
 
 def _each(memory: Memory, change) -> Memory:
@@ -98,6 +99,30 @@ def _flat(memory: Memory) -> Memory:
 
 def _rows_of(beta: Tensor | None, batch: int) -> Tensor | None:
     return None if beta is None else beta.unsqueeze(1).repeat(batch, 1, 1)
+
+
+def whole(q, k, v, beta, g, start: Memory, present: bool) -> tuple[Terms, Memory]:
+    """Reads and final state, the sequence as one chunk: in float64, with T^2 pairs, and as differentiable as PyTorch is.
+
+    A row that spans more than 600 nats, which the matrix products cannot prove, is NaN.
+    """
+    batch, time, heads, _ = q.shape
+    slab = Slab(batch, heads, 0, time, time)
+    chunk = slab.inputs(*double(q, k, v), _rows_of(None if beta is None else beta.double(), batch), *double(g))
+    memory = Memory(*double(*_flat(start)))
+    added = _proved(*remember(chunk), adds(chunk))
+    last = carry(memory, slab.per_row(added), slab.through(chunk), chunk.beta)
+    last = _each(last, lambda x: x[:, -1].unflatten(0, (batch, heads)).to(q.dtype))
+    terms = _proved(*read(chunk, memory, present), sees(chunk, memory, present))
+    terms = terms._replace(log_weight=terms.log_weight.unsqueeze(-1))
+    tokens = lambda x: x.unflatten(0, (batch, heads)).transpose(1, 2).to(q.dtype)  # noqa: E731
+    return Terms(*(None if x is None else tokens(x) for x in terms)), last
+
+
+def _proved(found: Terms | Memory, doubt: Tensor, alive: Tensor) -> Terms | Memory:
+    lost = doubt & alive
+    mark = lambda x: torch.where(lost.view(lost.shape + (1,) * (x.ndim - 2)), torch.nan, x)  # noqa: E731
+    return type(found)(*(None if x is None else mark(x) for x in found))
 
 
 @torch.library.custom_op(
@@ -227,14 +252,23 @@ def _(grads, q, k, v, beta, g, saved, present):
 
 
 def _save(ctx, inputs, output):
-    q, k, v, beta, g, *_, ctx.present = inputs
-    ctx.save_for_backward(q, k, v, beta, g, *output[6:])
+    *tensors, ctx.present = inputs
+    ctx.save_for_backward(*tensors, *output[6:])
     ctx.shapes = [x.shape for x in output[:6]]
     ctx.set_materialize_grads(False)
 
 
+def _of_tensors(present, q, k, v, beta, g, *start):
+    terms, last = whole(q, k, v, beta, g, Memory(*start), present)
+    return [q.new_zeros(0) if x is None else x for x in (*terms, *last)]
+
+
 def _differentiate(ctx, *grads):
-    q, k, v, beta, g, *saved = ctx.saved_tensors
+    q, k, v, beta, g, *start = ctx.saved_tensors[:8]
+    saved = ctx.saved_tensors[8:]
+    if torch.is_grad_enabled():
+        found = again_differentiable(partial(_of_tensors, ctx.present), (q, k, v, beta, g, *start), grads[:6])
+        return *found, None
     grads = [q.new_zeros(shape) if x is None else x for x, shape in zip(grads, ctx.shapes)]
     result = iter(scan_backward(grads, q, k, v, beta, g, saved, ctx.present))
     d_q, d_k, d_v, d_weight, d_mean = (next(result) for _ in range(5))

@@ -10,10 +10,11 @@ from fem.ops.common.backend import scan_backend
 from fem.ops.common.precision import wide_dtype
 from fem.ops.common.read import Read, Terms, merge, read_of
 from fem.ops.common.tokens import Tokens
+from fem.ops.common.transforms import differentiated, transformed
 from fem.ops.linear_attention.chunk import Memory
 from fem.ops.linear_attention.decode import step
 from fem.ops.linear_attention.naive import naive_keyed_scan_read
-from fem.ops.linear_attention.plain import scan
+from fem.ops.linear_attention.plain import scan, whole
 from fem.ops.linear_attention.scores import NOTHING
 
 
@@ -94,7 +95,9 @@ def keyed_scan_terms(
     if tokens is not None:
         q, k, v, g = _only_kept(tokens, q, k, v, g)
     start = Memory(**{"free_energy": None} | (initial_state or _empty_state(k, v, beta, wide)))
-    if q.shape[1] == 1 and present and not _differentiated(q, k, v, beta, g, *start):
+    if backend == "plain" and transformed(q, k, v, beta, g, *start):
+        terms, last = whole(q, k, v, beta, g, start, present)
+    elif q.shape[1] == 1 and present and not differentiated(q, k, v, beta, g, *start):
         terms, last = step(*(x.to(wide) for x in (q, k, v)), beta, g, start)
     else:
         results = run(q, k, v, beta, g, *start, present)
@@ -102,10 +105,6 @@ def keyed_scan_terms(
     if beta is None:
         terms, last = terms._replace(free_energy=None), last._replace(free_energy=None)
     return terms, {name: x for name, x in last._asdict().items() if x is not None}
-
-
-def _differentiated(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, normalize):

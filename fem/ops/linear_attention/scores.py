@@ -76,9 +76,9 @@ def _decays_by_lag(g: Tensor):
 
 
 def _lagged_scores(q: Tensor, k: Tensor, g: Tensor, present: bool) -> Pairs:
-    scores = q.new_zeros(q.shape[0], q.shape[1], q.shape[1])
-    for lag, left in enumerate(_decays_by_lag(g)):
-        if lag or present:
-            pair = torch.linalg.vecdot(q[:, lag:] * left, k[:, : k.shape[1] - lag])
-            scores.diagonal(-lag, 1, 2).copy_(pair)
-    return scores
+    time = g.shape[1]
+    by_lag = (torch.linalg.vecdot(q[:, lag:] * left, k[:, : time - lag]) for lag, left in enumerate(_decays_by_lag(g)))
+    by_lag = torch.stack([F.pad(pair, (lag, 0)) for lag, pair in enumerate(by_lag)], 2)  # (y, t, lag)
+    place = torch.arange(time, device=g.device)
+    lag = (place[:, None] - place).clamp(min=0).expand(len(q), -1, -1)
+    return by_lag.gather(2, lag).tril(0 if present else -1)

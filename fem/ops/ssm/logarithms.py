@@ -105,7 +105,9 @@ def _next_step(grad: Tensor) -> Tensor:
     return torch.cat([grad[..., 1:, :], torch.zeros_like(grad[..., :1, :])], -2)
 
 
-def _look(segment: Segment, z: Tensor, start: Sums, states: Sums) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _look(
+    segment: Segment, z: Tensor, start: Sums, states: Sums
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The states' peaks and sums; the peak of all that a token reads; its states' and its own factor relative to it."""
     shape = segment.log_decay.shape
     peak, sums = states

@@ -277,10 +277,9 @@ def _total(parts) -> Tensor | None:
     return None if parts[0] is None else sum(parts)
 
 
-def _or(number: Tensor, of_log: Tensor, at_zero) -> Tensor:
-    """The gradient of a number from that of its logarithm, and where the number is 0 from at_zero()."""
-    gradient = of_log / number
-    return gradient if at_zero is None else torch.where(number > 0, gradient, at_zero())
+def _of_number(number: Tensor, of_log: Tensor, at_zero: Tensor | None) -> Tensor:
+    """The gradient of a number from that of its logarithm; where the number is 0, its own."""
+    return of_log / number if at_zero is None else torch.where(number > 0, of_log / number, at_zero)
 
 
 def _through_logarithms(
@@ -297,14 +296,16 @@ def _through_logarithms(
         d_v, d_beta = d_v + parts[1].z * inputs.beta, (parts[1].z * inputs.v[:, piece]).sum((0, 1))
     d_input, d_c, d_skip = (_total(part[n] for part in parts) for n in (1, 2, 3))
     d_delta, d_b = d_input.sum(-2), d_input.sum(-1)
-    of_input, of_c, of_skip = (_total(x) for x in zip(*(part.at_zeros for part in parts))) if zeros else (None,) * 3
+    of_delta = of_b = of_c = of_skip = None
+    delta, b, c = (x[:, piece] for x in (inputs.delta, inputs.b, inputs.c))
+    if zeros:
+        of_input, of_c, of_skip = (_total(x) for x in zip(*(part.at_zeros for part in parts)))
+        of_delta, of_b = (of_input * b.unsqueeze(-1)).sum(-2), (of_input * delta.unsqueeze(-2)).sum(-1)
     if inputs.log_delta is None:
-        delta, b, c = (x[:, piece] for x in inputs[:1] + inputs[2:4])
-        d_delta = _or(delta, d_delta, zeros and (lambda: (of_input * b.unsqueeze(-1)).sum(-2)) or None)
-        d_b = _or(b, d_b, zeros and (lambda: (of_input * delta.unsqueeze(-2)).sum(-1)) or None)
-        d_c = _or(c, d_c, zeros and (lambda: of_c) or None)
+        d_delta, d_b = _of_number(delta, d_delta, of_delta), _of_number(b, d_b, of_b)
+        d_c = _of_number(c, d_c, of_c)
     if d_skip is not None:
-        d_skip = _or(inputs.skip, d_skip, zeros and (lambda: of_skip) or None)
+        d_skip = _of_number(inputs.skip, d_skip, of_skip)
     d_decay = _total(part.log_decay for part in parts)
     return SegmentGradients(d_decay, d_delta, d_b, d_c, d_v, d_beta, d_skip, [part.start for part in parts])
 
