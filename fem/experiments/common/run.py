@@ -34,7 +34,7 @@ PACKAGES = (
     "accelerate",
     "neuralforecast",
 )
-RESULTS = "results.json"
+RESULTS, PAGE = "results.json", "report.md"
 
 
 def option(default: Any, help: str) -> Any:

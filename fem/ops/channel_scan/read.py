@@ -13,8 +13,8 @@ from fem.ops.channel_scan.naive import naive_channel_scan_read
 from fem.ops.channel_scan.plain import channel_scan
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.precision import wide_dtype
-from fem.ops.common.read import Read, Terms, merge, read_of
-from fem.ops.common.scaled_sums import Streams, last_step, state_of, state_parts
+from fem.ops.common.read import NO_WEIGHT, Read, Terms, merge, nothing_read, read_of
+from fem.ops.common.scaled_sums import Streams, Sums, last_step, state_of, state_parts
 from fem.ops.common.tokens import Tokens
 
 Heads = Float[Tensor, "b t h d"]
@@ -93,11 +93,15 @@ def _one_way(log_weight, v, beta, log_decay, tokens, state, present: bool, backe
     x, v, a = (None if part is None else part.flatten(2) for part in _seen(log_weight, v, log_decay, tokens))
     beta = None if beta is None else beta.to(wide).flatten()
     if state is None:
-        start = Streams.nothing(torch.empty_like(v[:, 0], dtype=wide), None).parts()
+        start = Streams.nothing(v.new_empty(shape[0], v.shape[2], dtype=wide), None).parts()
         start += [] if beta is None else [torch.zeros_like(start[0])]
     else:
         parts = state_parts(state, beta if beta is None else beta.view(shape[2:]))
         start = [part.to(wide).flatten(-2) for part in parts if part is not None]
+    if 0 in shape[:2]:
+        state = state_of(Sums(*start[:2]), *(start[2:] or [None]))
+        state = {name: part.unflatten(-1, shape[2:]) for name, part in state.items()}
+        return nothing_read(v.view(shape).to(wide), beta), state
     if backend == "triton":
         from fem.ops.channel_scan.kernels import launch as channel_scan_triton
 
@@ -111,7 +115,9 @@ def _one_way(log_weight, v, beta, log_decay, tokens, state, present: bool, backe
     if not present:
         first = (start[0] + start[1][0].log(), start[1][1] / start[1][0], *start[2:])
         log_weight, *read = (None if part is None else last_step(part, f) for part, f in zip(terms, (*first, None)))
-        terms = Terms(log_weight if a is None else log_weight + a, *read)
+        log_weight = log_weight if a is None else log_weight + a
+        seen = log_weight > NO_WEIGHT  # else what is before belongs to another document
+        terms = Terms(log_weight, *(None if part is None else torch.where(seen, part, 0) for part in read))
     state = {name: part.unflatten(-1, shape[2:]) for name, part in state_of(last, free_energy).items()}
     return Terms(*(None if part is None else part.view(shape) for part in terms)), state
 

@@ -28,8 +28,8 @@ def needs_float64(v: Tensor, beta: Tensor | None, *log_weights: Tensor) -> bool:
     """Whether float32 would lose digits of the free energy, or of its gradients, that its result could show.
 
     F divides a logarithm by beta, and a gradient of F differences of beta F: a small beta magnifies the rounding of the
-    one, a large beta v that of the other, and beta v is added to a log-weight, as coarse as that is large. Reads a value
-    back from the device.
+    one, a large beta v that of the other, and beta v is added to a log-weight, as coarse as that is large. Reads a
+    value back from the device.
     """
     if beta is None or v.dtype != torch.float32 or v.device.type == "mps" or v.numel() == 0:
         return False

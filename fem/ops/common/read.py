@@ -35,6 +35,11 @@ class Terms(NamedTuple):
     free_energy: Tensor | None
 
 
+def nothing_read(v: Tensor, beta: Tensor | None) -> Terms:
+    """The terms of a call without a row or without a token."""
+    return Terms(v, v, None if beta is None else v)
+
+
 def merge(one: Terms, other: Terms, beta: Tensor | None) -> Terms:
     """The read over two disjoint supports together.
 

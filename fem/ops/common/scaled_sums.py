@@ -183,7 +183,7 @@ def start_backward(
 
 
 def end_backward(d_free_energy: Tensor, d_sums: Tensor, after: Streams, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the last energies, and per entry of beta, from that of the last free energy; d_sums grows in place."""
+    """Gradients of the last energies, and per entry of beta; that of the sums grows in place."""
     share = torch.where(after.weights.peak > NO_WEIGHT, d_free_energy / beta, 0)
     d_sums[0] -= share / after.weights.sums[0]
     return share / after.energies.sums[0], -share * leave(after, beta).free_energy

@@ -25,11 +25,14 @@ def decay_scan(
 
     log_decay: (B, T, C) <= 0 in nats, the decay into step t, -inf to forget all before t; u: (B, T, C);
     initial_state: (B, C). Returns h (B, T, C) in u's dtype, summed in at least fp32; the final state is h[:, -1].
-    Raises ValueError where shapes or devices differ. backend: "auto", "plain", "triton" (whose gradients cannot be differentiated again) or "reference".
+    Raises ValueError where shapes or devices differ.
+    backend: "auto", "plain", "triton" (whose gradients cannot be differentiated again) or "reference".
     """
     _check(log_decay, u, initial_state)
     backend = scan_backend(backend, u.device)
     wide = wide_dtype(log_decay, u)
+    if u.numel() == 0:
+        return u
     if initial_state is None:
         initial_state = torch.zeros_like(u[:, 0], dtype=wide)
     flat = [log_decay.flatten(2), u.flatten(2), initial_state.flatten(1)]

@@ -102,7 +102,7 @@ def _rows_of(beta: Tensor | None, batch: int) -> Tensor | None:
 
 
 def whole(q, k, v, beta, g, start: Memory, present: bool) -> tuple[Terms, Memory]:
-    """Reads and final state, the sequence as one chunk: in float64, with T^2 pairs, and as differentiable as PyTorch is.
+    """Reads and final state, the sequence as one chunk: in float64, with T^2 pairs, as differentiable as PyTorch is.
 
     A row that spans more than 600 nats, which the matrix products cannot prove, is NaN.
     """
@@ -165,6 +165,7 @@ def _scan(q, k, v, beta, g, start: Memory, present: bool) -> tuple[Tensor, ...]:
     again = int(tier_read.count_nonzero()) / max(1, len(tier_read))
     suspects.count(reads.mean.numel(), round(again * reads.mean.numel()))
     last = _each(memory, lambda x: x.unflatten(0, start.log_weight.shape[:2]).contiguous())
+    entering.append(memory)  # so that there are never as few as one, which would make a compiled graph of its own
     entering = (None if parts[0] is None else torch.stack(parts) for parts in zip(*entering))
     results = (q.new_empty(0) if x is None else x for x in (*last, *entering))
     return *reads, *results, torch.cat(tiers_added), tier_read
@@ -179,7 +180,7 @@ def _(q, k, v, beta, g, log_weight, mean, free_energy, present):
     chunk, step = _sizes(q, g)
     time, rows, free = q.shape[1], q.shape[0] * q.shape[2], beta is not None
     last = [q.new_empty(shape) for shape in (log_weight.shape, mean.shape, mean.shape if free else 0)]
-    slabs = (time + step - 1) // step
+    slabs = (time + step - 1) // step + 1
     shapes = [(slabs, rows, *shape[2:]) for shape in (log_weight.shape, mean.shape)]
     entering = [q.new_empty(shape) for shape in (*shapes, shapes[1] if free else 0)]
     tiers = [q.new_empty(rows * ((time + chunk - 1) // chunk), dtype=torch.uint8) for _ in range(2)]

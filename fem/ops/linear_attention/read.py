@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.precision import wide_dtype
-from fem.ops.common.read import Read, Terms, merge, read_of
+from fem.ops.common.read import Read, Terms, merge, nothing_read, read_of
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import differentiated, transformed
 from fem.ops.linear_attention.chunk import Memory
@@ -95,7 +95,9 @@ def keyed_scan_terms(
     if tokens is not None:
         q, k, v, g = _only_kept(tokens, q, k, v, g)
     start = Memory(**{"free_energy": None} | (initial_state or _empty_state(k, v, beta, wide)))
-    if backend == "plain" and transformed(q, k, v, beta, g, *start):
+    if 0 in v.shape[:2]:
+        terms, last = nothing_read(v.to(wide), beta)._replace(log_weight=v[..., :1].to(wide)), start
+    elif backend == "plain" and transformed(q, k, v, beta, g, *start):
         terms, last = whole(q, k, v, beta, g, start, present)
     elif q.shape[1] == 1 and present and not differentiated(q, k, v, beta, g, *start):
         terms, last = step(*(x.to(wide) for x in (q, k, v)), beta, g, start)

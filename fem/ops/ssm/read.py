@@ -12,7 +12,7 @@ from torch import Tensor
 from fem.ops.channel_scan.read import by_definition
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.precision import wide_dtype
-from fem.ops.common.read import Read, Terms, merge, read_of
+from fem.ops.common.read import Read, Terms, merge, nothing_read, read_of
 from fem.ops.common.scaled_sums import Streams, Sums, leave, nothing, state_of, state_parts
 from fem.ops.common.tokens import Tokens
 from fem.ops.ssm.naive import naive_ssm_read
@@ -112,7 +112,10 @@ def _one_way(
     else:
         parts = state_parts(state, None if beta is None else beta.view(shape[2:]))
         start = [part.to(wide).flatten(-3) for part in parts if part is not None]
-    if backend == "triton":
+    if 0 in shape[:2]:
+        log_weight, *read = nothing_read(v.to(wide), beta)
+        end = start
+    elif backend == "triton":
         from fem.ops.ssm.kernels import launch as ssm_triton
 
         per_state = None if beta is None else beta.repeat(rank)

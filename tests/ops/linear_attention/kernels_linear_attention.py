@@ -5,7 +5,7 @@ python -m pytest tests/ops/linear_attention/kernels_linear_attention.py -o addop
 
 from functools import partial
 
-import keyed
+import linear_attention
 import pytest
 import torch
 from interpreter import DEVICE, INTERPRETED, patch_the_language_once
@@ -21,7 +21,7 @@ from fem.ops.linear_attention.read import keyed_scan_terms
 
 DECAYS = [None, "head", "channel"]
 patch_the_language_once()
-draw = partial(keyed.draw, time=37, batch=1, heads=1)
+draw = partial(linear_attention.draw, time=37, batch=1, heads=1)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

@@ -123,7 +123,7 @@ def test_float64_and_a_mean_alone_are_not_measured(monkeypatch):
 
 SCRIPT = """
 import torch
-from fem.ops import softmax, softmax_choice
+from fem.ops.softmax import choice as softmax_choice, read as softmax
 softmax.softmax_backend = lambda backend, device: backend
 q, k, v, beta = torch.randn(1, 9, 2, 8), torch.randn(1, 9, 2, 8), torch.randn(1, 9, 2, 4), torch.ones(2, 4)
 read = torch.compile(lambda *x: softmax.softmax_read(*x).free_energy, backend="aot_eager", fullgraph=True)

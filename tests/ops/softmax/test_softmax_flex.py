@@ -159,8 +159,8 @@ def test_bfloat16_keeps_its_digits():
 
 SCRIPT = """
 import torch
-from fem.ops import softmax_composed
-from fem.ops.intervals import intervals
+from fem.ops.softmax import flex as softmax_composed
+from fem.ops.softmax.support import intervals
 torch.manual_seed(0)
 torch.set_num_threads(1)
 seen = intervals(24, 24, True, None, None, torch.device("cpu"))
