@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -37,9 +38,9 @@ from fem.ops.linear_attention.kernels.blocks import (
     CARRIED_KEYS,
     WARPS_OF_CARRY,
     WIDEST_KEY,
-    WIDEST_VALUE,
     Blocks,
     blocks_for,
+    widest_value,
 )
 from fem.ops.linear_attention.plain import REMEMBER, Slab, read_way
 
@@ -47,22 +48,46 @@ from fem.ops.linear_attention.plain import REMEMBER, Slab, read_way
 def product_dtype(q: Tensor, v: Tensor) -> torch.dtype:
     """In which the kernels multiply: bfloat16 for bfloat16 values, else float32; sums are float32.
 
-    Raises ValueError on float64 and on heads wider than the kernels read.
+    Raises ValueError on float64 and on keys wider than the kernels read.
     """
     if v.dtype == torch.float64:
         raise ValueError("backend='triton' computes in float32, got float64 inputs; use backend='auto'.")
-    if q.shape[-1] > WIDEST_KEY or v.shape[-1] > WIDEST_VALUE:
+    if q.shape[-1] > WIDEST_KEY:
         raise ValueError(
-            f"backend='triton' reads key widths up to {WIDEST_KEY} and value widths up to {WIDEST_VALUE}, got "
-            f"{q.shape[-1]} and {v.shape[-1]}; use backend='auto'."
+            f"backend='triton' reads key widths up to {WIDEST_KEY}, got {q.shape[-1]}; use backend='auto'."
         )
     return torch.bfloat16 if v.dtype == torch.bfloat16 and not triton_interprets() else torch.float32
 
 
 def scan(q, k, v, beta, g, log_weight, mean, free_energy, present: bool):
-    """Reads (3) and the final state (3), as `keyed_scan_operator.scan` returns them."""
-    exact = (None if x is None else x.float().contiguous() for x in (beta, g, log_weight, mean, free_energy))
-    return _forward(q.contiguous(), k.contiguous(), v.contiguous(), *exact, present)
+    """Reads (3) and the final state (3), as `fem.ops.linear_attention.plain.scan` returns them.
+
+    Values wider than the kernels hold become several heads of the same prior.
+    """
+    heads, width = v.shape[2:]
+    parts = triton.cdiv(width, widest_value(q.dtype == torch.bfloat16))
+    size = triton.cdiv(width, parts)
+
+    def cut(x, filling, heads_at):
+        """(.., heads, .., width) as (.., heads * parts, .., size)."""
+        if x is None or parts == 1:
+            return x
+        x = F.pad(x, (0, parts * size - width), value=filling).unflatten(-1, (parts, size))
+        return x.movedim(-2, heads_at + 1).flatten(heads_at, heads_at + 1)
+
+    def joined(x, heads_at):
+        if parts == 1 or x.ndim == 1:  # or there is none
+            return x
+        return x.unflatten(heads_at, (heads, parts)).movedim(heads_at + 1, -2).flatten(-2)[..., :width]
+
+    q, k, g = (x if x is None or parts == 1 else x.repeat_interleave(parts, 2) for x in (q, k, g))
+    log_weight = log_weight if parts == 1 else log_weight.repeat_interleave(parts, 1)
+    exact = (cut(beta, 1, 0), g, log_weight, cut(mean, 0, 1), cut(free_energy, 0, 1))
+    exact = (None if x is None else x.float().contiguous() for x in exact)
+    found = _forward(q.contiguous(), k.contiguous(), cut(v, 0, 2).contiguous(), *exact, present)
+    log_z, mean, free_energy, last_weight, last_mean, last_free_energy = found[:6]
+    reads = log_z[:, :, ::parts], joined(mean, 2), joined(free_energy, 2)
+    return *reads, last_weight[:, ::parts], joined(last_mean, 1), joined(last_free_energy, 1)
 
 
 class Shape:
@@ -256,7 +281,7 @@ def _backward(grads, q, k, v, beta, g, log_weight, mean, free_energy, read_mean,
     d_v = torch.empty_like(v)
     shape.launch(
         keyed_memory.remember_gradients, work.kept, v, beta, work.added.mean, work.total, work.peaks, work.tier,
-        *d_memory, d_v_read, d_kept, d_v, of_beta[2],
+        *d_memory, d_v_read, d_kept, d_v, of_beta[2], VALUES=shape.blocks("remember_gradients").values,
     )  # fmt: skip
     if work.tier.any():
         chunk = shape.records(q, k, v, beta, g)
