@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.channel_scan.naive import naive_channel_scan_read
-from fem.ops.common.backend import scan_backend
+from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import wide_dtype
 from fem.ops.common.read import Read, Terms, merge, read_of
 from fem.ops.common.scaled_sums import (
@@ -52,7 +52,8 @@ def channel_scan_read(
     The state is (B, H, d_v) of `peak`, `total` and `weighted`, and with a beta `energy_peak` and `energy`, float32 at
     least: the scaled sums of `fem.ops.common.scaled_sums`. Gradients pass through it, but not through the peaks.
     """
-    backend = scan_backend(backend, v.device)
+    given = (x is not None for x in (log_weight, log_decay, beta))
+    backend = scan_backend(backend, v.device, "channel_scan", widest(v, log_weight, log_decay), *given)
     if backend == "reference":
         loops = partial(naive_channel_scan_read, log_weight, v, beta, log_decay)
         return by_definition(loops, v.dtype, causal, tokens, normalize, initial_state, return_state)

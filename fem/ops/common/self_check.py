@@ -89,7 +89,12 @@ def check(kind: Kind, index: int) -> dict:
             why, died = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1], True
     except Exception as error:  # whatever it is, the plain form reads
         why, died = f"{type(error).__name__}: {error}", True
-    verdict = {"kind": kind.encoded(), "passed": why is None, "why": why, "seconds": round(time.monotonic() - started, 1)}
+    verdict = {
+        "kind": kind.encoded(),
+        "passed": why is None,
+        "why": why,
+        "seconds": round(time.monotonic() - started, 1),
+    }
     if not died:
         _store(kind, index, verdict)
     return verdict
@@ -151,7 +156,7 @@ def stored(kind: Kind, index: int) -> dict | None:
 
 
 def _store(kind: Kind, index: int, verdict: dict) -> None:
-    """Written under another name, then renamed: a reader sees all of it or nothing. A full or read-only disk is no error."""
+    """Under another name, then renamed: a reader sees all of it or nothing. A full or read-only disk is no error."""
     path, record = _path(kind, index), verdict | setting(index) | {"date": time.strftime("%Y-%m-%d")}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

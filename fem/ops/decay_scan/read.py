@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import scan_backend
+from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import wide_dtype
 from fem.ops.common.recurrence import running_sums
 from fem.ops.decay_scan.naive import naive_decay_scan
@@ -26,7 +26,7 @@ def decay_scan(
     initial_state: (B, C). Returns h (B, T, C) in u's dtype, summed in at least fp32; the final state is h[:, -1].
     backend: "auto", "plain", "triton" (whose gradients cannot be differentiated again) or "reference".
     """
-    backend = scan_backend(backend, u.device)
+    backend = scan_backend(backend, u.device, "decay_scan", widest(u, log_decay, initial_state))
     wide = wide_dtype(log_decay, u)
     if initial_state is None:
         initial_state = torch.zeros_like(u[:, 0], dtype=wide)

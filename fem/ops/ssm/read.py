@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.channel_scan.read import by_definition
-from fem.ops.common.backend import scan_backend
+from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import wide_dtype
 from fem.ops.common.read import Read, Terms, merge, read_of
 from fem.ops.common.scaled_sums import Streams, nothing
@@ -47,7 +47,8 @@ def ssm_read(
     The state is that of `channel_scan_read` for each of the N states, (B, N, H, d_v).
     Training keeps the states of every 64th token and computes the others again: memory O(T d_v), not O(T d_v N).
     """
-    backend = scan_backend(backend, v.device)
+    dtype = widest(v, delta, A, B, C, D)
+    backend = scan_backend(backend, v.device, "ssm", dtype, A.shape[-1], beta is not None)
     if backend == "reference":
         loops = partial(naive_ssm_read, delta, A, B, C, D, v, beta)
         return by_definition(loops, v.dtype, causal, tokens, normalize, initial_state, return_state)

@@ -31,10 +31,11 @@ def widest_value(half_precision: bool) -> int:
     return 64 if half_precision else 32
 
 
-def blocks_for(kernel: str, keys: int, values: int, half_precision: bool) -> Blocks:
-    """keys, values: the widths of q and k, and of v, powers of two. The chunk is the same for all kernels."""
+def blocks_for(kernel: str, keys: int, values: int, half_precision: bool, warp: int = 32) -> Blocks:
+    """keys, values: the widths of q and k, and of v, powers of two; warp: threads of one. All have the same chunk."""
     if not half_precision:
-        return Blocks(32, min(keys, 32), min(values, 32), 8)
+        most = 16 if kernel == "channel_scores_gradients" else 32
+        return Blocks(32, min(keys, most), min(values, 32), 8 * 32 // warp)
     gradients = kernel in ("remember_gradients", "channel_scores_gradients")
-    warps = 4 if kernel == "channel_scores_gradients" else 8
+    warps = 4 if kernel == "channel_scores_gradients" else 8 * 32 // warp
     return Blocks(64, min(keys, 16 if gradients else 32), min(values, 32), warps)

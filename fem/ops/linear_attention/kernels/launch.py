@@ -1,8 +1,8 @@
 """The keyed scan by our kernels: what they are launched on, and the chunks that they cannot prove.
 
-Five steps, as in `keyed_scan_operator`: scores inside the chunks, what chunks add to the memory, the memory from chunk
-to chunk, and what the chunks read. Chunks in doubt take the plain way (`keyed_scan_tiers`). The backward pass keeps the
-inputs and the reads, and computes scores and memories again.
+Five steps, as in `fem.ops.linear_attention.plain`: scores inside the chunks, what chunks add to the memory, the memory
+from chunk to chunk, and what the chunks read. Chunks in doubt take the plain way (`fem.ops.linear_attention.fallback`).
+The backward pass keeps the inputs and the reads, and computes scores and memories again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fem.ops.common.backend import triton_interprets
 from fem.ops.common.fallback_count import suspects
+from fem.ops.common.kernels.launch import on_amd, on_its_device
 from fem.ops.common.read import Terms
 from fem.ops.linear_attention.chunk import Chunk, Memory
 from fem.ops.linear_attention.fallback import correct, settle
@@ -102,7 +103,7 @@ class Shape:
         self.slab = Slab(self.batch, self.heads, 0, self.time, self.chunk)
 
     def blocks(self, kernel: str) -> Blocks:
-        return blocks_for(kernel, self.keys, self.values, self.half_precision)
+        return blocks_for(kernel, self.keys, self.values, self.half_precision, 64 if on_amd() else 32)
 
     def launch(self, kernel, *arguments, **constants) -> None:
         """One program per chunk, head and row; constants: those that not all kernels have, by name."""
@@ -187,15 +188,18 @@ def _work(shape: Shape, q, k, v, beta, g, start: Memory, present: bool, differen
 @torch.library.custom_op(
     "fem::keyed_scan_triton",
     mutates_args=(),
+    tags=[torch.Tag.cudagraph_unsafe],  # it asks the device whether a chunk is in doubt
     schema="(Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor log_weight, Tensor mean, "
     "Tensor? free_energy, bool present) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
     "Tensor)",
 )
+@on_its_device
 def _forward(q, k, v, beta, g, log_weight, mean, free_energy, present):
     """Reads (3) and the final state (3); for the backward pass Z, R, the shifts and the tiers."""
     shape = Shape(q, v, g)
     work = _work(shape, q, k, v, beta, g, Memory(log_weight, mean, free_energy), present, False)
     *reads, weight, total, shifts, tier = _reads(q, v, beta)
+    again = 0.0
     doubt = shape.of_chunks(q, shape.chunk, dtype=torch.int8)
     memory = (*work.along, work.peaks)
     shape.launch(keyed_read.read, work.left, work.pairs, v, beta, *memory, *reads, weight, total, shifts, doubt)
@@ -206,7 +210,7 @@ def _forward(q, k, v, beta, g, log_weight, mean, free_energy, present):
         tier.copy_(settle(read_way(present), terms, doubt.flatten(0, 2).bool(), chunk, work.before()))
         for out, x in zip(reads, (log_z, *others)):
             shape.slab.write(out, x)
-    again = int(tier.count_nonzero()) / max(1, len(tier))
+        again = int(tier.count_nonzero()) / max(1, len(tier))
     suspects.count(reads[1].numel(), round(again * reads[1].numel()))
     last = (None if x is None else x[:, :, -1].contiguous() for x in work.along)
     return *reads, *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in last), weight, total, shifts, tier
@@ -233,10 +237,12 @@ def _(q, k, v, beta, g, log_weight, mean, free_energy, present):
 @torch.library.custom_op(
     "fem::keyed_scan_triton_backward",
     mutates_args=(),
+    tags=[torch.Tag.cudagraph_unsafe],  # it asks the device whether a chunk is in doubt
     schema="(Tensor[] grads, Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor log_weight, Tensor mean, "
     "Tensor? free_energy, Tensor read_mean, Tensor weight, Tensor total, Tensor shifts, Tensor tier, bool present) "
     "-> Tensor[]",
 )
+@on_its_device
 def _backward(grads, q, k, v, beta, g, log_weight, mean, free_energy, read_mean, weight, total, shifts, tier, present):
     """Gradients of q, k, v, the initial state (2 or 3), beta and g, as far as there are any."""
     shape, free = Shape(q, v, g), beta is not None
