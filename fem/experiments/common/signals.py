@@ -77,11 +77,11 @@ def seconds_of(limit: str | None) -> float | None:
     """
     if limit is None:
         return None
-    days, _, rest = limit.rpartition("-")
+    days, dash, rest = limit.rpartition("-")
     try:
         parts = [int(part) for part in rest.split(":")]
         hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
-        found = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+        found = ((int(days if dash else 0) * 24 + hours) * 60 + minutes) * 60 + seconds
     except (ValueError, KeyError):
         found = 0
     if found <= 0:

@@ -28,7 +28,7 @@ class Place:
 
 
 def look(recipe: TrainRecipe, output: Path, resume: bool) -> Place:
-    """What `output` lets a training of the recipe do; changes nothing, but for a damaged config.json.
+    """What `output` lets a training of the recipe do; changes nothing.
 
     Raises ValueError where it is in use, was begun with another recipe, or is another experiment's.
     """
@@ -53,27 +53,26 @@ def look(recipe: TrainRecipe, output: Path, resume: bool) -> Place:
 
 
 def read_config(output: Path, checkpoint: Path | None) -> dict | None:
-    """config.json, or the checkpoint's copy where it is damaged; None where no training has begun.
+    """What config.json says: the checkpoint's copy of it, which has a digest, or itself; None: no training has begun.
 
-    Raises ValueError where it is damaged beyond that.
+    Raises ValueError where it is damaged and there is no copy.
     """
     path = output / CONFIG
+    copy = None if checkpoint is None else checkpoint / COPY / CONFIG
     problem = "is missing" if checkpoint is not None else None
     if path.exists():
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(found["recipe"], dict):
-                return found
+                return json.loads(copy.read_text(encoding="utf-8")) if copy is not None and copy.exists() else found
             problem = "is no run's"
         except (OSError, ValueError, KeyError, TypeError):
             problem = "cannot be read"
     if problem is None:
         return None
-    copy = None if checkpoint is None else checkpoint / COPY / CONFIG
     if copy is None or not copy.exists():
         raise ValueError(f"{str(path)!r} {problem} and no checkpoint has a copy; restore it, or choose another output.")
     note(f"{CONFIG} {problem}; taken from {checkpoint.name}.")
-    shutil.copyfile(copy, path)
     return json.loads(copy.read_text(encoding="utf-8"))
 
 

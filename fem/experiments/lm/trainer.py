@@ -64,6 +64,7 @@ class TextTrainer(SavingTrainer):
         found = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
         if checkpoint is not None:
             self.logged_at = self.state.global_step
+            self.state.compute_steps(self.args, max_steps)  # the rhythms of this command, not of the checkpoint
             self.rows.load_state_dict(read_state(Path(checkpoint), self._rows_name), self.state.global_step)
         return found
 
