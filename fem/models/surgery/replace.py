@@ -80,7 +80,7 @@ def load_replaced(folder: str | Path, **options) -> nn.Module:
     """
     import transformers
 
-    saved = transformers.AutoConfig.from_pretrained(folder)
+    saved = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     calls = getattr(saved, RECORD, None)
     if not calls:
         raise ValueError(
