@@ -17,9 +17,13 @@ __version__ = "0.1.0"
 __all__ = ["PRIORS", "FreeEnergyMixer", "FreeEnergyMixerConfig", "MixerState"]
 
 
+LAZY = {"replace_attention": "fem.models", "FreeEnergyPooling": "fem.pooling", "FreeEnergyCrossMixer": "fem.pooling"}
+
+
 def __getattr__(name: str):
-    """`replace_attention` and `fem.models` load on first use: they may need transformers, the layer does not."""
-    if name not in ("replace_attention", "models"):
+    """What the layer does not need loads on first use; `fem.models` may need transformers."""
+    if name == "models":
+        return import_module("fem.models")
+    if name not in LAZY:
         raise AttributeError(f"module 'fem' has no attribute {name!r}")
-    models = import_module("fem.models")
-    return models if name == "models" else models.replace_attention
+    return getattr(import_module(LAZY[name]), name)

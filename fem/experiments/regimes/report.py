@@ -5,18 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import mean, stdev
 
-import matplotlib as mpl
-import numpy as np
-from matplotlib.figure import Figure
-
 from fem.experiments.common.mixers import mixer_config
 from fem.experiments.common.paired import paired, shown
 from fem.experiments.common.run import provenance
 from fem.experiments.common.tables import markdown_table, write_page
-from fem.experiments.regimes.experiment import RegimesRecipe
 from fem.experiments.regimes.real import ett_tasks
+from fem.experiments.regimes.settings import RegimesRecipe
 from fem.experiments.regimes.training import TASKS, constants
-from fem.plots import COLOURS, OTHERS, STYLE
 
 Found = dict[str, dict[str, list[dict]]]
 REFERENCE = "softmax"
@@ -92,6 +87,11 @@ def summary(found: Found, tuned: dict[str, dict[str, dict]]) -> dict:
 
 def picture(path: Path, found: Found, recipe: RegimesRecipe) -> None:
     """A dot per seed of every row in every task; the bar is their mean, the dashed line an answer that never looks."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    from fem.plots import COLOURS, OTHERS, STYLE
+
     rows, floors = list(next(iter(found.values()))), constants(recipe.training, recipe.ett)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(1.9 * len(found) + 1.8, 0.26 * len(rows) + 1.2), layout="constrained")
@@ -101,7 +101,7 @@ def picture(path: Path, found: Found, recipe: RegimesRecipe) -> None:
             for height, records in enumerate(of_task.values()):
                 scores = tests(records)
                 axes.plot(scores, [height] * len(scores), "o", color=OTHERS[3], markersize=4, alpha=0.7)
-                axes.vlines(np.mean(scores), height - 0.35, height + 0.35, color=COLOURS["fem"], linewidth=2)
+                axes.vlines(mean(scores), height - 0.35, height + 0.35, color=COLOURS["fem"], linewidth=2)
             axes.axvline(floors[task], color="#9ca3af", linewidth=1, linestyle=(0, (4, 3)))
             axes.set_title(task)
             axes.set_yticks(range(len(rows)), rows)
