@@ -8,6 +8,7 @@ from pathlib import Path
 from fem.experiments.common.blocks import INITIALISATIONS
 from fem.experiments.common.mixers import canonical
 from fem.experiments.common.run import option
+from fem.experiments.regimes.pools import POOLS
 from fem.experiments.regimes.training import TASKS, Job, Training, sizes
 
 ROWS = (
@@ -22,7 +23,9 @@ class RegimesRecipe:
     """Tasks, rows and the training that all share. Lists are written with commas."""
 
     tasks: str = option("peak,high-water,snapshot,statistics,recall,bags", f"From {', '.join([*TASKS, *ETT])}.")
-    mixers: str = option(ROWS, "Priors with parts and options, such as softmax+LTG/r4 (gates of rank 4), /wide, /b8.")
+    mixers: str = option(
+        ROWS, f"Priors with parts and options, such as softmax+LTG/r4; for bags also {', '.join(POOLS)}."
+    )
     learning_rates: str = option("0.003,0.006,0.012", "Every row takes the best on the first seed's validation.")
     seeds: int = option(3, "How many seeds; each draws its own weights and data.")
     seed: int = option(0, "First seed.")
@@ -44,6 +47,8 @@ class RegimesRecipe:
             raise ValueError(f"tasks must be from {', '.join(known)}; got {', '.join(unknown)}.")
         if self.ett is None and (of_ett := [task for task in self.task_names if task in ETT]):
             raise ValueError(f"{', '.join(of_ett)} needs the data: give --ett ETTm1.csv.gz.")
+        if set(POOLS) & set(self.rows) and self.task_names != ["bags"]:
+            raise ValueError(f"mixers such as {POOLS[0]} pool a bag; they need --tasks bags, got {self.tasks!r}.")
         if self.initialisation not in INITIALISATIONS:
             raise ValueError(f"initialisation must be from {', '.join(INITIALISATIONS)}, got {self.initialisation!r}.")
         if not (self.task_names and self.rows and self.rates):
@@ -55,7 +60,7 @@ class RegimesRecipe:
 
     @property
     def rows(self) -> list[str]:
-        return list(dict.fromkeys(canonical(name) for name in _listed(self.mixers)))
+        return list(dict.fromkeys(name if name in POOLS else canonical(name) for name in _listed(self.mixers)))
 
     @property
     def rates(self) -> list[float]:
