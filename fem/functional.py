@@ -65,9 +65,7 @@ def softmax_read(
     if time == 0:
         raise ValueError("k must hold at least one key, got none; a read of nothing has no value.")
     if window is not None and (type(window) is not int or window < 1):
-        raise ValueError(
-            f"window must be a whole number of at least 1 (a token sees itself), got {window!r}; window=None sees everything."
-        )
+        raise ValueError(f"window must be a whole number of at least 1 (a token sees itself), got {window!r}; window=None sees everything.")
     if queries > time and (causal or window is not None or segment_ids is not None):
         raise ValueError(
             f"q has {queries} queries and k only {time} keys, but the queries are the last of the keys with causal, "
@@ -296,9 +294,7 @@ def _check_floating(beside: str, other: Tensor, **tensors: Tensor) -> None:
 def _check_scan(v, beta, causal, initial_state, return_state, like_v: dict[str, Tensor | None]) -> None:
     _check_floating("v", v, v=v)
     if v.dim() != 4 or 0 in v.shape[1:]:
-        raise ValueError(
-            f"v must have shape (batch, time, heads, d_v), each but the batch at least 1, got {tuple(v.shape)}."
-        )
+        raise ValueError(f"v must have shape (batch, time, heads, d_v), each but the batch at least 1, got {tuple(v.shape)}.")
     for name, tensor in like_v.items():
         if tensor is None:
             continue
