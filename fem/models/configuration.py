@@ -8,6 +8,7 @@ from typing import no_type_check
 from transformers import PreTrainedConfig
 
 from fem.config import PRIORS, FreeEnergyMixerConfig
+from fem.models.opener import OpensWithFEM
 
 MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
 WIDTHS = {"fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio"}
@@ -20,7 +21,7 @@ MODEL_NAMES = {
 
 
 @no_type_check  # shape checks read a constructor from its fields, and transformers' takes more
-class FEMConfig(PreTrainedConfig):
+class FEMConfig(OpensWithFEM, PreTrainedConfig):
     """Sizes and mixers of a `FEMForCausalLM`: pre-norm blocks of a Free Energy Mixer and a SwiGLU.
 
     num_key_value_heads: key heads of the softmax layers, or None for as many as there are query heads.
@@ -38,6 +39,11 @@ class FEMConfig(PreTrainedConfig):
 
     model_type = "fem"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (the name and the type are transformers')
+    auto_map = {  # noqa: RUF012
+        "AutoConfig": "FEMConfig",
+        "AutoModel": "FEMModel",
+        "AutoModelForCausalLM": "FEMForCausalLM",
+    }
 
     vocab_size: int = 32000
     hidden_size: int = 1024
@@ -58,6 +64,7 @@ class FEMConfig(PreTrainedConfig):
     eos_token_id: int | list | None = None
 
     def __post_init__(self, **given):
+        given.pop("auto_map", None)  # the class knows it
         for name in given:
             if name in MIXER_FIELDS:
                 remedy = MODEL_NAMES.get(name, f"mixer={{{name!r}: {given[name]!r}}}")
