@@ -8,6 +8,7 @@ from typing import no_type_check
 from transformers import PreTrainedConfig
 
 from fem.config import FreeEnergyMixerConfig
+from fem.models.engines.support import head_width, layer_types, obstacle
 
 MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
 WIDTHS = {"fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio"}
@@ -29,6 +30,7 @@ class FEMConfig(PreTrainedConfig):
     prior_type: the prior of every layer, a key of `fem.PRIORS`. layer_priors: one entry per layer instead, a name
     or a dict of mixer fields, for hybrids such as 3 * ["gla"] + [{"prior_type": "softmax", "window": 512}].
     mixer: fields of `FreeEnergyMixerConfig` that all layers share, such as {"use_conv": False}.
+    value_shift: whether the model holds a shift of its values for `EngineAttention` (`fem.models.calibrate`).
     A layer has the linear weights of plain attention (`FreeEnergyMixerConfig.matched`), unless its fields name a
     width: fem_dim, fem_ratio, qk_dim or p_t_to_fem_ratio.
 
@@ -49,6 +51,7 @@ class FEMConfig(PreTrainedConfig):
     prior_type: str = "softmax"
     layer_priors: list | None = None
     mixer: dict | None = None
+    value_shift: bool = False
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
     use_cache: bool = True
@@ -65,6 +68,8 @@ class FEMConfig(PreTrainedConfig):
         self._check_sizes()
         if self.intermediate_size is None:
             self.intermediate_size = 256 * -(-8 * self.hidden_size // (3 * 256))
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
         built = self.mixer_configs()
         if self._grouped and all(mixer.prior_type != "softmax" for mixer in built):
             raise ValueError(f"num_key_value_heads needs a softmax layer, got {self.num_key_value_heads} without one.")
@@ -85,9 +90,23 @@ class FEMConfig(PreTrainedConfig):
             fields.setdefault("n_kv_head", self.num_key_value_heads)
         return fields
 
+    # What engines ask of a configuration, under their names.
+
+    @property
+    def head_dim(self) -> int:
+        return head_width(self)
+
+    @property
+    def layer_types(self) -> list[str] | None:
+        return None if obstacle(self) else layer_types(self)
+
+    @property
+    def sliding_window(self) -> int | None:
+        return next((mixer.window for mixer in self.mixer_configs() if mixer.window is not None), None)
+
     @property
     def _grouped(self) -> bool:
-        return self.num_key_value_heads not in (None, self.num_attention_heads)
+        return self.num_key_value_heads != self.num_attention_heads
 
     def _build(self, fields: dict) -> FreeEnergyMixerConfig:
         build = FreeEnergyMixerConfig if WIDTHS & fields.keys() else FreeEnergyMixerConfig.matched

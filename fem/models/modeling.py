@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
 from fem.models.cache import FEMCache
 from fem.models.configuration import FEMConfig
+from fem.models.engines.attention import EXACT, EngineAttention, masks_of, position_ids_of
+from fem.models.engines.support import obstacle
 from fem.models.loss import IGNORED, next_token_loss
 
 
@@ -40,6 +43,7 @@ class FEMBlock(GradientCheckpointingLayer):
         self.index = index
         self.mixer_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mixer = FreeEnergyMixer(mixer)
+        self.attention = EngineAttention(config, mixer, index)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config)
 
@@ -48,9 +52,13 @@ class FEMBlock(GradientCheckpointingLayer):
         x: Float[Tensor, "b t d"],
         attention_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        past_key_values: FEMCache | None = None,
+        past_key_values: Cache | None = None,
+        engine: dict | None = None,
     ) -> Float[Tensor, "b t d"]:
-        x = x + self._mix(self.mixer_norm(x), attention_mask, segment_ids, past_key_values)
+        if engine is None:
+            x = x + self._mix(self.mixer_norm(x), attention_mask, segment_ids, past_key_values)
+        else:
+            x = x + self._mix_in_engine(self.mixer_norm(x), attention_mask, past_key_values, **engine)
         return x + self.mlp(self.mlp_norm(x))
 
     def _mix(
@@ -63,6 +71,10 @@ class FEMBlock(GradientCheckpointingLayer):
         memory.remember(state, tokens=x.shape[1])
         return y
 
+    def _mix_in_engine(self, x: Tensor, masks, past: Cache | None, position_ids: Tensor, **keywords) -> Tensor:
+        how = {"attention_mask": masks, "past_key_values": past, **keywords}
+        return self.mixer.served(x, position_ids, functools.partial(self.attention, **how))
+
 
 class FEMPreTrainedModel(PreTrainedModel):
     config_class = FEMConfig
@@ -71,8 +83,29 @@ class FEMPreTrainedModel(PreTrainedModel):
     accepts_loss_kwargs = True
     _no_split_modules = ["FEMBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _supports_sdpa = True
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     _is_stateful = True
+
+    def __init__(self, config: FEMConfig):
+        if self._no_engine(config) is not None:
+            self._supports_flash_attn = self._supports_flex_attn = self._supports_attention_backend = False
+        super().__init__(config)
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """None is the exact form; any other name that of an engine, which reads over [v | e] (`EngineAttention`).
+
+        Raises ValueError on a model that no engine can serve.
+        """
+        if requested_attention in (None, EXACT):
+            return EXACT
+        reason = self._no_engine(self.config)
+        if reason is not None:
+            raise ValueError(f"attn_implementation={requested_attention!r} cannot serve this model: {reason}")
+        return super().get_correct_attn_implementation(requested_attention, is_init_check)
+
+    @staticmethod
+    def _no_engine(config: FEMConfig) -> str | None:
+        return obstacle(config)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -119,12 +152,16 @@ class FEMModel(FEMPreTrainedModel):
         output_attentions: bool | None = None,
         segment_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        **kwargs,
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"give input_ids or inputs_embeds, got {'neither' if input_ids is None else 'both'}.")
         if output_attentions:
             raise ValueError("output_attentions=True finds no maps to return; layers[i].mixer.inspect(x) makes them.")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.config._attn_implementation != EXACT:
+            asked = {"output_hidden_states": output_hidden_states, "segment_ids": segment_ids}
+            return self._in_engine(x, attention_mask, position_ids, past_key_values, use_cache, **asked, **kwargs)
         cache = self._cache(past_key_values, use_cache)
         past = 0 if cache is None else cache.get_seq_length()
         if segment_ids is None and attention_mask is None and past == 0:
@@ -132,11 +169,43 @@ class FEMModel(FEMPreTrainedModel):
         self._check_length(past + x.shape[1], packed=segment_ids is not None)
         attention_mask = _mask_of_new_tokens(attention_mask, past, x)
 
+        return self._through_blocks(x, output_hidden_states, cache, attention_mask, segment_ids)
+
+    def _in_engine(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | dict[str, Tensor] | None,
+        position_ids: Tensor | None,
+        past: Cache | None,
+        use_cache: bool | None,
+        output_hidden_states: bool | None,
+        segment_ids: Tensor | None,
+        **keywords,
+    ) -> BaseModelOutputWithPast:
+        """The forward pass by config._attn_implementation, over the cache, masks and positions that engines have."""
+        if segment_ids is not None or isinstance(past, FEMCache):
+            raise ValueError(
+                f"attn_implementation={self.config._attn_implementation!r} takes neither segment_ids nor a FEMCache; say "
+                "documents by position_ids that restart, or leave out attn_implementation."
+            )
+        if past is None and (self.config.use_cache and not self.training if use_cache is None else use_cache):
+            past = DynamicCache(config=self.config)
+        seen = 0 if past is None else past.get_seq_length()
+        self._check_length(seen + x.shape[1], packed=past is None and position_ids is not None)
+        if position_ids is None:
+            position_ids = position_ids_of(x, attention_mask, seen)
+        masks = masks_of(self.config, x, attention_mask, position_ids, past)
+        engine = {"position_ids": position_ids, **keywords}
+        return self._through_blocks(x, output_hidden_states, past, masks, engine=engine)
+
+    def _through_blocks(
+        self, x: Tensor, output_hidden_states: bool | None, cache: Cache | None, *masks, **how
+    ) -> BaseModelOutputWithPast:
         record = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden_states = () if record else None
         for block in self.layers:
             hidden_states = (*hidden_states, x) if record else None
-            x = block(x, attention_mask, segment_ids, past_key_values=cache)
+            x = block(x, *masks, past_key_values=cache, **how)
         x = self.norm(x)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
@@ -229,6 +298,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         segment_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        **kwargs,
     ) -> CausalLMOutputWithPast:
         outputs = self.model(
             input_ids=input_ids,
@@ -240,13 +310,15 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
             segment_ids=segment_ids,
+            **kwargs,
         )
         hidden = outputs.last_hidden_state
         loss = logits = None
         if labels is not None:
             loss = self._loss(hidden, labels, segment_ids, num_items_in_batch)
         if labels is None or not self.training or logits_to_keep is not None:
-            logits = self.lm_head(slice_logits_to_keep(hidden, 0 if logits_to_keep is None else logits_to_keep))
+            keep = 0 if logits_to_keep is None else logits_to_keep
+            logits = self.lm_head(hidden[:, slice(-keep, None) if isinstance(keep, int) else keep])
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
