@@ -56,6 +56,8 @@ class FreeEnergyMixerConfig:
     prior_type: a key of `fem.PRIORS`. n_kv_head and window belong to the softmax prior, decay to gla,
     ssm_rank to mamba. normalize=False leaves the score of a scan prior unnormalised.
     use_conv, use_lse, use_temperature, use_outer_gate: the paper's C, L, T, G. T needs L and switches it on.
+    gate_rank: lambda and g come from full maps D x d (None, the paper's), from two maps D x r and r x d (r), or are
+    one number per head (0). A slim gate leaves `matched` more width for the values.
     beta_max_init: beta starts at softplus(beta_max_init); lambda_init: bias of the lambda projection at the start.
     value_logexp_cap: clip |beta v| in the log-sum-exp branch (None: exact, no clip).
     conv_hidden: width H_c of the conditioner (None: d / 16, at least 8).
@@ -85,6 +87,7 @@ class FreeEnergyMixerConfig:
     use_temperature: bool = True
     use_lse: bool = True
     use_outer_gate: bool = True
+    gate_rank: int | None = None
     beta_max_init: float = 1.8
     lambda_init: float = 0.0
     value_logexp_cap: float | None = None
@@ -113,6 +116,8 @@ class FreeEnergyMixerConfig:
         for name in ("fem_dim", "qk_dim", "n_kv_head", "window", "conv_hidden"):
             if getattr(self, name) is not None:
                 _positive_int(name, getattr(self, name))
+        if self.gate_rank is not None and (type(self.gate_rank) is not int or self.gate_rank < 0):
+            raise ValueError(f"gate_rank must be None, 0 or a positive integer, got {self.gate_rank!r}.")
         for name in ("fem_ratio", "p_t_to_fem_ratio", "eps", "rope_theta", "value_logexp_cap"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -206,15 +211,22 @@ class FreeEnergyMixerConfig:
     @property
     def linear_weights(self) -> int:
         """Weights of all linear maps of the layer, prior included, conditioner and biases apart (Appendix H.7)."""
-        grouped = self.kv_heads / self.n_head
-        per_channel = grouped + 1 + self.use_temperature + self.use_outer_gate  # value, output, lambda, gate
-        return round(self.n_embd * self.fem_dim * per_channel) + PRIOR_WIDTHS[self.prior_type](self).linear
+        value_and_output = self.n_embd * (self.kv_heads * self.value_width + self.fem_dim)
+        gates = (self.use_temperature + self.use_outer_gate) * self._gate_weights
+        return value_and_output + gates + PRIOR_WIDTHS[self.prior_type](self).linear
+
+    @property
+    def _gate_weights(self) -> int:
+        """Weights of the maps behind one gate, lambda or g."""
+        if self.gate_rank is None:
+            return self.n_embd * self.fem_dim
+        return self.gate_rank * (self.n_embd + self.fem_dim) if self.gate_rank else self.n_embd * self.n_head
 
     @classmethod
     def matched(cls, n_embd: int, n_head: int, prior_type: str = "softmax", **fields) -> FreeEnergyMixerConfig:
         """The configuration whose linear weights total those of plain attention, 4 D^2 (Appendix H.7).
 
-            D d (value + output + lambda + gate) + prior = 4 D^2
+            D d (value + output + lambda + gate) + prior = 4 D^2        a gate of rank r counts r (D + d), not D d
 
         Keys keep the width of the paper (D, or 2 D / 3 where the decay is as wide); the nearest whole-head widths
         win. `config.linear_weights` tells the total. Raises what the configuration raises, and ValueError where

@@ -14,6 +14,7 @@ __all__ = [
     "FEMImageConfig",
     "FEMImageModel",
     "FEMModel",
+    "calibrate",
     "load_replaced",
     "preset",
     "replace_attention",
@@ -26,6 +27,7 @@ if find_spec("transformers"):
     from fem.models.cache import FEMCache
     from fem.models.card import write_model_card
     from fem.models.configuration import FEMConfig
+    from fem.models.engines.calibrate import calibrate
     from fem.models.modeling import FEMForCausalLM, FEMModel
     from fem.models.presets import preset
     from fem.models.vision import FEMForImageClassification, FEMImageConfig, FEMImageModel

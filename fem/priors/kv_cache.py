@@ -7,10 +7,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.tokens import Tokens
+from fem.state import CACHED as KEPT  # (B, H, T, d) each: a row of queries reads them at the speed of memory
 
 Memory = dict[str, Tensor]
 
-KEPT = ("key", "value")  # (B, H, T, d) each: a row of queries reads them at the speed of memory
 RECENT = "recent "
 _MOST_RECENT = 256
 
@@ -48,7 +48,7 @@ def _marks(memory: Memory, k: Tensor, tokens: Tokens, with_position: bool) -> Me
     plain = {"keep": k.new_ones(rows, 1, dtype=torch.bool), "document": k.new_zeros(rows, 1, dtype=torch.long)}
     incoming = {}
     if "keep" in memory or tokens.keep is not None:
-        incoming["keep"] = plain["keep"].expand(-1, new) if tokens.keep is None else tokens.keep
+        incoming["keep"] = plain["keep"].expand(-1, new) if tokens.keep is None else tokens.keep.clone()
     if "document" in memory or tokens.start is not None:
         incoming["document"] = plain["document"].expand(-1, new) if tokens.document is None else tokens.document
     if with_position:

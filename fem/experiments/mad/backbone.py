@@ -124,6 +124,6 @@ def initialise(model: nn.Module, initialisation: str) -> None:
             if initialisation == "torch":
                 own.uniform_(-1, 1).div_(max(1, own.shape[1]) ** 0.5)
             else:
-                own.normal_(std=0.02)
+                own.normal_(std=getattr(module, "std", 0.02))
             if module.bias is not None and module not in published:
                 nn.init.constant_(module.bias, getattr(module, "start", 0.0))

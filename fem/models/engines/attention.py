@@ -6,7 +6,7 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -16,6 +16,7 @@ from fem.config import FreeEnergyMixerConfig
 from fem.models.configuration import FEMConfig
 from fem.models.engines.support import FULL, SLIDING, head_width, layer_types
 from fem.ops.common.read import Read
+from fem.ops.common.tokens import read_tokens
 from fem.ops.softmax.cached import REACH, exponents, pack, unpack
 
 EXACT = "exact"  # the attn_implementation of a model that reads with the library's own kernels and cache
@@ -29,7 +30,8 @@ class EngineAttention(nn.Module):
     q (B, T, H, d_k), k (B, T, H_kv, d_k), v (B, T, H_kv, d_v), beta (H_kv, d_v), or None for the mean alone. Heads are
     padded with zeros to `head_width(config)`. e is right while |beta (v - c)| <= REACH[v.dtype] nats and is clipped
     there beyond, with a warning on a CPU; `largest` keeps the largest |beta (v - c)| since the model was loaded.
-    c is `shift`, (H_kv, d_v) in units of v; 0 unless `calibrate` has set it. keywords: the engine's, handed on.
+    c is `shift`, (H_kv, d_v) in units of v; 0 unless `calibrate` has set it. attention_mask: the engine's, or
+    a dict of them by kind of layer; keywords: the engine's, handed on.
     """
 
     def __init__(self, config: FEMConfig, mixer: FreeEnergyMixerConfig, layer: int):
@@ -47,8 +49,13 @@ class EngineAttention(nn.Module):
         self.register_buffer("largest", torch.zeros(()), persistent=False)
         self.warned = False
 
-    def reset_parameters(self) -> None:
+    def reset_reach(self) -> None:
+        """Forget the largest |beta (v - c)|, as after loading."""
         nn.init.zeros_(self.largest)
+        self.warned = False
+
+    def reset_parameters(self) -> None:
+        self.reset_reach()
         if self.shift is not None:
             nn.init.zeros_(self.shift)
 
@@ -58,7 +65,7 @@ class EngineAttention(nn.Module):
         k: Float[Tensor, "b t hkv dk"],
         v: Float[Tensor, "b t hkv dv"],
         beta: Float[Tensor, "hkv dv"] | None,
-        attention_mask: dict[str, Tensor | None] | Tensor | None,
+        attention_mask,
         past_key_values: Cache | None,
         **keywords,
     ) -> Read:
@@ -76,9 +83,10 @@ class EngineAttention(nn.Module):
         if beta is None:
             return Read(out[..., :width], None)
         of_query = lambda x: x.repeat_interleave(self.num_key_value_groups, 0)  # noqa: E731
-        return unpack(out[..., : 2 * width], of_query(beta), of_query(self._shift(beta)))
+        read = unpack(out[..., : 2 * width], of_query(beta), of_query(self._shift(beta)))
+        return Read(*(x.to(v.dtype) for x in read))
 
-    def _pack(self, v: Tensor, beta: Tensor) -> Float[Tensor, "b t hkv 2*dv"]:
+    def _pack(self, v: Tensor, beta: Tensor) -> Float[Tensor, "b t hkv w"]:
         shift = self._shift(beta)
         torch.maximum(self.largest, exponents(v.detach(), beta.detach(), shift).abs().amax().float(), out=self.largest)
         if v.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -110,17 +118,34 @@ def _eager(module: EngineAttention, q, k, values, attention_mask, scaling, dropo
     return (p @ values).transpose(1, 2), p
 
 
-def position_ids_of(x: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
-    """Positions of the new tokens, counted over the kept ones where a 2D mask says which those are."""
+def positions_of(
+    config: FEMConfig,
+    x: Tensor,
+    attention_mask,
+    position_ids: Tensor | None,
+    segment_ids: Tensor | None,
+    past: int,
+) -> Int[Tensor, "b t"]:
+    """Positions of the new tokens: from 0 in each document, or counted over the tokens that a 2D mask keeps.
+
+    Positions that restart tell transformers' masks where documents begin. Raises ValueError where they would not.
+    """
+    if segment_ids is not None:
+        name = config._attn_implementation
+        if past or attention_mask is not None or ("flash" in name and len(x) > 1):
+            raise ValueError(
+                f"attn_implementation={name!r} reads packed documents (segment_ids) without a cache and without an "
+                "attention_mask, flash attention in one row alone; leave out attn_implementation for the rest."
+            )
+        return read_tokens(tuple(x.shape[:2]), x.device, None, segment_ids)[0].position
+    if position_ids is not None:
+        return position_ids
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        counted = attention_mask.long().cumsum(-1) - 1
-        return counted.clamp_min(0)[:, -x.shape[1] :]
+        return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, past:]
     return torch.arange(past, past + x.shape[1], device=x.device)[None].expand(len(x), -1)
 
 
-def masks_of(
-    config: FEMConfig, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor, cache: Cache | None
-) -> dict[str, Tensor | None]:
+def masks_of(config: FEMConfig, x: Tensor, attention_mask, position_ids: Tensor, cache: Cache | None) -> dict:
     """What the engine wants as a mask, for each kind of layer: transformers makes it by the engine's name."""
     if isinstance(attention_mask, dict):
         return attention_mask
