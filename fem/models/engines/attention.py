@@ -105,7 +105,7 @@ class EngineAttention(nn.Module):
         )
 
     def _shift(self, beta: Tensor) -> Tensor:
-        return torch.zeros_like(beta) if self.shift is None else self.shift.to(beta)
+        return torch.zeros_like(beta) if self.shift is None else self.shift.detach().to(beta)
 
 
 def _eager(module: EngineAttention, q, k, values, attention_mask, scaling, dropout=0.0, **keywords):
