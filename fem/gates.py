@@ -13,6 +13,7 @@ from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.gated_read import gated_read, outer_gate
 from fem.ops.common.precision import wide
 from fem.ops.common.read import Read
+from fem.optim import mark_undecayed
 from fem.projection import Projection
 
 
@@ -21,11 +22,14 @@ class Temperature(nn.Module):
     unit of v.                                                                                     (Section 2.3.2)
     """
 
+    undecayed = ("theta",)
+
     def __init__(self, config: FreeEnergyMixerConfig, shape: tuple[int, ...]):
         super().__init__()
         self.start = config.beta_max_init
         self.theta = nn.Parameter(torch.empty(shape))
         self.reset_parameters()
+        mark_undecayed(self)
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.theta)

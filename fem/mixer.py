@@ -15,14 +15,15 @@ from fem.gates import Temperature, TwoLevelGate
 from fem.inspection import Reading, read_tables
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import Tokens, read_tokens
-from fem.priors import PRIORS, Prior
+from fem.optim import undecayed_names
+from fem.priors import PRIORS, OperatorPrior, Prior
+from fem.priors.base import unsaved
 from fem.projection import Projection
 from fem.state import MixerState, another
 
 # Fields that change nothing which a state holds: how the layer starts, what it does after the read, what reads.
 NOT_IN_STATES = frozenset(
-    "prior_type fem_ratio p_t_to_fem_ratio mamba_normalize dropout use_outer_gate gate_rank lambda_init "
-    "backend softmax_backend".split()
+    ["prior_type", "fem_ratio", "p_t_to_fem_ratio", "mamba_normalize", "dropout", "use_outer_gate", "gate_rank", "lambda_init", "backend", "softmax_backend"]
 )
 
 
@@ -52,6 +53,8 @@ class FreeEnergyMixer(nn.Module):
             Projection(0, value_dim, bias=False, context=config.context_width) if config.use_conv else None
         )
         self.prior = PRIORS[config.prior_type](config) if prior is None else prior
+        self.prior.check(config)
+        _check_buffers(self.prior)
         self.beta = Temperature(config, self.prior.beta_shape(config)) if config.use_temperature else None
         self.gate = TwoLevelGate(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -194,6 +197,10 @@ class FreeEnergyMixer(nn.Module):
             read, beta, lambda_, gate, *self.prior.selection(features, v, tokens), self.prior.per_channel
         )
 
+    def no_weight_decay(self) -> set[str]:
+        """Names of all parameters that weight decay should leave alone, as timm asks for them."""
+        return undecayed_names(self)
+
     def parameter_report(self) -> dict:
         """Where the weights are: {"linear", "budget" (4 D^2), "ratio", "conditioner", "blocks" (with biases)}.
 
@@ -248,3 +255,10 @@ def _check_parts(config: FreeEnergyMixerConfig, prior: Prior | None) -> None:
     if prior is not None and not isinstance(prior, Prior):
         got = f"the class {prior.__name__}" if isinstance(prior, type) else repr(prior)
         raise TypeError(f"prior must be a Prior that was built, such as OperatorPrior(op), or None, got {got}.")
+
+
+def _check_buffers(prior: Prior) -> None:
+    """Raise unless every buffer below the prior is saved; an operator of the user's own is nobody's to rebuild."""
+    lost = {name for name, _ in prior.named_buffers()} - prior.state_dict().keys()
+    if lost and not isinstance(prior, OperatorPrior):
+        raise ValueError(unsaved(min(lost)))
