@@ -8,6 +8,7 @@ from typing import no_type_check
 from transformers import PreTrainedConfig
 
 from fem.config import PRIORS, FreeEnergyMixerConfig
+from fem.models.engines.parallel import tensor_plan
 from fem.models.engines.support import head_width, layer_types, obstacle
 
 MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
@@ -40,6 +41,11 @@ class FEMConfig(PreTrainedConfig):
 
     model_type = "fem"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (the name and the type are transformers')
+    base_model_pp_plan = {  # noqa: RUF012
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
 
     vocab_size: int = 32000
     hidden_size: int = 1024
@@ -105,6 +111,10 @@ class FEMConfig(PreTrainedConfig):
     @property
     def layer_types(self) -> list[str] | None:
         return None if obstacle(self) else layer_types(self)
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        return tensor_plan(self)
 
     @property
     def sliding_window(self) -> int | None:

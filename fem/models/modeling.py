@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -268,6 +269,8 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # noqa: RUF012
 
     def __init__(self, config: FEMConfig):
         super().__init__(config)
@@ -348,4 +351,6 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
             opens = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
             given = given.masked_fill(opens, IGNORED)
         targets = next_tokens(given) if shift_labels is None else given
-        return cross_entropy(hidden, self.lm_head.weight, targets.to(hidden.device), num_items)
+        weight = self.lm_head.weight
+        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight  # split over devices (tp_plan)
+        return cross_entropy(hidden, weight, targets.to(hidden.device), num_items)
