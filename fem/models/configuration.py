@@ -79,6 +79,7 @@ class FEMConfig(PreTrainedConfig):
         built = self.mixer_configs()
         if self._grouped and all(mixer.prior_type != "softmax" for mixer in built):
             raise ValueError(f"num_key_value_heads needs a softmax layer, got {self.num_key_value_heads} without one.")
+        self.base_model_tp_plan = tensor_plan(self)
         super().__post_init__(**given)
 
     def mixer_configs(self) -> list[FreeEnergyMixerConfig]:
@@ -111,10 +112,6 @@ class FEMConfig(PreTrainedConfig):
     @property
     def layer_types(self) -> list[str] | None:
         return None if obstacle(self) else layer_types(self)
-
-    @property
-    def base_model_tp_plan(self) -> dict[str, str]:
-        return tensor_plan(self)
 
     @property
     def sliding_window(self) -> int | None:

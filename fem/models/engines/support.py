@@ -41,8 +41,13 @@ def _obstacle(mixer: FreeEnergyMixerConfig) -> str | None:
 
 
 def head_width(config: FEMConfig) -> int:
-    """Width of a head in an engine's cache: the keys', or that of [v | e] where it is wider."""
-    return max(max(mixer.key_width, (1 + mixer.use_lse) * mixer.value_width) for mixer in config.mixer_configs())
+    """Width of a head in an engine's cache, which has one for keys and values.
+
+    2 d_v = d_k in the paper's shape, and nothing is padded; elsewhere the wider one, rounded up to a multiple of 32.
+    """
+    mixers = config.mixer_configs()
+    widths = {mixer.key_width for mixer in mixers} | {(1 + mixer.use_lse) * mixer.value_width for mixer in mixers}
+    return max(widths) if len(widths) == 1 else -(-max(widths) // 32) * 32
 
 
 def layer_types(config: FEMConfig) -> list[str]:
