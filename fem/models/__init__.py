@@ -15,6 +15,7 @@ __all__ = [
     "FEMImageModel",
     "FEMModel",
     "ReplacedConfig",
+    "calibrate",
     "load_replaced",
     "preset",
     "replace_attention",
@@ -27,6 +28,7 @@ if find_spec("transformers"):
     from fem.models.cache import FEMCache
     from fem.models.card import write_model_card
     from fem.models.configuration import FEMConfig
+    from fem.models.engines.calibrate import calibrate
     from fem.models.modeling import FEMForCausalLM, FEMModel
     from fem.models.opener import offer
     from fem.models.presets import preset
