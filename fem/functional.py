@@ -123,7 +123,7 @@ def channel_scan_read(
         _check_memory(
             initial_state,
             {"weighted", "peak", "total"},
-            {"energy_peak", "energy"},
+            {"free_energy"},
             (v.shape[0], *v.shape[2:]),
             beta,
             wide_dtype(log_weight, v, log_decay),
@@ -232,7 +232,7 @@ def ssm_read(
         _check_memory(
             initial_state,
             {"weighted", "peak", "total"},
-            {"energy_peak", "energy"},
+            {"free_energy"},
             (batch, rank, heads, width),
             beta,
             wide_dtype(delta, A, B, C, D, v),

@@ -12,7 +12,7 @@ from fem.ops.common.backend import softmax_backend
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.composed import composed_read
-from fem.ops.softmax.decode import softmax_step
+from fem.ops.softmax.decode import packed_step, softmax_step
 from fem.ops.softmax.naive import naive_softmax_read
 from fem.ops.softmax.op import compute_dtype, free_energy_read
 from fem.ops.softmax.support import Intervals, intervals
@@ -60,8 +60,9 @@ def softmax_read(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         return _as(dtype, composed_read(q, k, v, beta, bias, keep, seen, causal, scale))
     seen = intervals(queries, time, causal, window, tokens, q.device) if by_pairs else None
-    if queries == 1 and backend == "sdpa":
-        read = _step(q, [k.transpose(1, 2)], [v.transpose(1, 2)], beta, _mask(keep, seen, bias, time), scale)
+    if queries == 1 and backend == "sdpa" and _free(q, k, v, beta, bias):
+        mask = _mask(keep, seen, bias, time)
+        read = softmax_step(q[:, 0], [k.transpose(1, 2)], [v.transpose(1, 2)], beta, mask, scale)
         if read is not None:
             return _as(dtype, read)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -71,32 +72,41 @@ def softmax_read(
 def cached_read(
     q: Float[Tensor, "b tq h dk"],
     keys: Sequence[Float[Tensor, "b hkv _t dk"]],
-    values: Sequence[Float[Tensor, "b hkv _t dv"]],
+    values: Sequence[Float[Tensor, "b hkv _t w"]],
     beta: Float[Tensor, "hkv dv"] | None,
+    start: tuple[Float[Tensor, "b hkv 1 dv"], Float[Tensor, "b hkv 1 dv"]] | None = None,
     *,
     window: int | None = None,
     tokens: Tokens | None = None,
     backend: str = "auto",
 ) -> Read:
-    """`softmax_read` of the last tokens over a cache: keys and values with the heads first, in pieces, oldest first."""
+    """`softmax_read` of the last tokens over a cache: keys and values with the heads first, in pieces, oldest first.
+
+    start: the shift and the beta with which values of twice the width were packed as [v | e]: one token is then read by
+    one attention over them, where that is proven to be exact. Otherwise v is read, with `beta`.
+    """
     time = sum(piece.shape[2] for piece in keys)
-    if q.shape[1] == 1 and softmax_backend(backend, q.device, q.dtype) == "sdpa":
+    dtype = torch.promote_types(q.dtype, torch.promote_types(keys[0].dtype, values[0].dtype))
+    alone = values if start is None else [piece[..., : start[0].shape[-1]] for piece in values]
+    if q.shape[1] == 1 and softmax_backend(backend, q.device, dtype) == "sdpa" and _free(q, *keys, *values, beta):
         by_pairs = window is not None or (tokens is not None and tokens.document is not None)
         seen = intervals(1, time, False, window, tokens, q.device) if by_pairs else None
         mask = _mask(None if tokens is None else tokens.keep, seen, None, time)
-        read = _step(q, keys, values, beta, mask, q.shape[-1] ** -0.5)
+        scale = q.shape[-1] ** -0.5
+        read = None if start is None else packed_step(q[:, 0], keys, values, *start, mask, scale)
+        if read is None:
+            read = softmax_step(q[:, 0], keys, alone, beta, mask, scale)
         if read is not None:
-            return _as(torch.promote_types(q.dtype, torch.promote_types(keys[0].dtype, values[0].dtype)), read)
-    k, v = (torch.cat(tuple(x), 2).transpose(1, 2) for x in (keys, values))
+            return _as(dtype, read)
+    k, v = (torch.cat(tuple(x), 2).transpose(1, 2) for x in (keys, alone))
     return softmax_read(q, k, v, beta, window=window, tokens=tokens, backend=backend)
 
 
-def _step(q, keys, values, beta, mask, scale) -> Read | None:
-    """The read of one token where nobody asks for gradients; None: it has to be read otherwise."""
-    tensors = [x for x in (q, *keys, *values, beta, mask) if x is not None]
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
-        return None
-    return softmax_step(q[:, 0], keys, values, beta, mask, scale)
+def _free(*tensors: Tensor | None) -> bool:
+    """Whether nobody asks for gradients, and values may be read on the host."""
+    if torch.compiler.is_compiling():
+        return False
+    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
 
 
 def _mask(
