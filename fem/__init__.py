@@ -19,12 +19,22 @@ if TYPE_CHECKING:
     from fem.state import MixerState
 
 __version__ = "0.2.0"
-__all__ = ["PRIORS", "FreeEnergyMixer", "FreeEnergyMixerConfig", "MixerState", "parameter_groups"]
+__all__ = [
+    "PRIORS",
+    "FreeEnergyCrossMixer",
+    "FreeEnergyMixer",
+    "FreeEnergyMixerConfig",
+    "FreeEnergyPooling",
+    "MixerState",
+    "parameter_groups",
+]
 
 # Loaded when first asked for: the command line starts without torch, the layer without transformers.
 _HOMES = {
+    "FreeEnergyCrossMixer": "fem.pooling",
     "FreeEnergyMixer": "fem.mixer",
     "FreeEnergyMixerConfig": "fem.config",
+    "FreeEnergyPooling": "fem.pooling",
     "MixerState": "fem.state",
     "PRIORS": "fem.priors",
     "parameter_groups": "fem.optim",

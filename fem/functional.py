@@ -123,7 +123,7 @@ def channel_scan_read(
         _check_memory(
             initial_state,
             {"weighted", "peak", "total"},
-            {"energy_peak", "energy"},
+            {"free_energy"},
             (v.shape[0], *v.shape[2:]),
             beta,
             wide_dtype(log_weight, v, log_decay),
@@ -232,7 +232,7 @@ def ssm_read(
         _check_memory(
             initial_state,
             {"weighted", "peak", "total"},
-            {"energy_peak", "energy"},
+            {"free_energy"},
             (batch, rank, heads, width),
             beta,
             wide_dtype(delta, A, B, C, D, v),
@@ -362,7 +362,7 @@ def _check_values(name: str, tensor: Tensor | None, allowed: Allowed, key_mask: 
 
 
 def check_beta(beta: Tensor, v: Tensor) -> None:
-    """Raise unless beta is floating, shaped (H, d_v) like v's channels, and positive and finite (on CPU in eager mode)."""
+    """Raise unless beta is floating, shaped (H, d_v) like v's channels, and, on a CPU, positive and finite."""
     _check_floating("v", v, beta=beta)
     if tuple(beta.shape) != tuple(v.shape[2:]):
         raise ValueError(

@@ -8,6 +8,8 @@ from typing import no_type_check
 from transformers import PreTrainedConfig
 
 from fem.config import PRIORS, FreeEnergyMixerConfig
+from fem.models.engines.parallel import tensor_plan
+from fem.models.engines.support import head_width, layer_types, obstacle
 from fem.models.opener import OpensWithFEM
 from fem.models.peft import teach_peft
 
@@ -32,6 +34,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     prior_type: the prior of every layer, a key of `fem.PRIORS`. layer_priors: one entry per layer instead, a name
     or a dict of mixer fields, for hybrids such as 3 * ["gla"] + [{"prior_type": "softmax", "window": 512}].
     mixer: fields of `FreeEnergyMixerConfig` that all layers share, such as {"use_conv": False}.
+    value_shift: whether the model holds a shift of its values for `EngineAttention` (`fem.models.calibrate`).
     A layer has the linear weights of plain attention (`FreeEnergyMixerConfig.matched`), unless its fields name a
     width: fem_dim, fem_ratio, qk_dim or p_t_to_fem_ratio.
 
@@ -49,6 +52,11 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         "AutoModelForTokenClassification": "FEMForTokenClassification",
         "AutoModelForQuestionAnswering": "FEMForQuestionAnswering",
     }
+    base_model_pp_plan = {  # noqa: RUF012
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
 
     vocab_size: int = 32000
     hidden_size: int = 1024
@@ -60,6 +68,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     prior_type: str = "softmax"
     layer_priors: list | None = None
     mixer: dict | None = None
+    value_shift: bool = False
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
     use_cache: bool = True
@@ -77,11 +86,14 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         self._check_sizes()
         if self.intermediate_size is None:
             self.intermediate_size = 256 * -(-8 * self.hidden_size // (3 * 256))
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
         built = self.mixer_configs()
         if self.max_position_embeddings == "auto":
             self.max_position_embeddings = 4096 if any(mixer.prior_type == "softmax" for mixer in built) else None
         if self._grouped and all(mixer.prior_type != "softmax" for mixer in built):
             raise ValueError(f"num_key_value_heads needs a softmax layer, got {self.num_key_value_heads} without one.")
+        self.base_model_tp_plan = tensor_plan(self)
         super().__post_init__(**given)
 
     def to_dict(self) -> dict:
@@ -109,9 +121,23 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         entry = self.prior_type if self.layer_priors is None else self.layer_priors[layer]
         return {"prior_type": self.prior_type} | ({"prior_type": entry} if isinstance(entry, str) else entry)
 
+    # What engines ask of a configuration, under their names.
+
+    @property
+    def head_dim(self) -> int:
+        return head_width(self)
+
+    @property
+    def layer_types(self) -> list[str] | None:
+        return None if obstacle(self) else layer_types(self)
+
+    @property
+    def sliding_window(self) -> int | None:
+        return next((mixer.window for mixer in self.mixer_configs() if mixer.window is not None), None)
+
     @property
     def _grouped(self) -> bool:
-        return self.num_key_value_heads not in (None, self.num_attention_heads)
+        return self.num_key_value_heads != self.num_attention_heads
 
     def _build(self, fields: dict) -> FreeEnergyMixerConfig:
         build = FreeEnergyMixerConfig if WIDTHS & fields.keys() else FreeEnergyMixerConfig.matched

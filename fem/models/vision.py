@@ -194,6 +194,10 @@ class FEMImagePreTrainedModel(FEMPreTrainedModel):
     _no_split_modules = ["PatchTokens", "FEMImageBlock"]  # noqa: RUF012
     _is_stateful = False
 
+    @staticmethod
+    def _no_engine(config: FEMImageConfig) -> str:
+        return "a picture's tokens are read in both directions and never cached; leave out attn_implementation."
+
 
 class FEMImageModel(FEMImagePreTrainedModel):
     """`PatchTokens`, `FEMImageBlock`s and a final LayerNorm: images (B, C, S, S) -> tokens (B, T, D).

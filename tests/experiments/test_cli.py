@@ -59,7 +59,7 @@ def test_version_and_a_misspelt_command(monkeypatch, capsys):
 
 def test_every_field_of_a_recipe_is_an_option_with_its_default():
     shown = CliRunner().invoke(cli.app, ["argmax", "--help"], env={"COLUMNS": "200"}).output
-    for line in ("--learning-rate", "--validation-examples", "[default: 64]", "[default: 0.01]", "--full", "--output"):
+    for line in ("--learning-rate", "--validation-examples", "[default: 64]", "[default: 0.02]", "--full", "--output"):
         assert line in shown
 
 
@@ -85,6 +85,7 @@ def test_options_change_the_chosen_recipe_and_nothing_else(monkeypatch, tmp_path
         (["argmax", "--heads", "7"], "error: heads must divide channels = 64, got heads = 7.\n"),
         (["argmax", "--steps", "0"], "error: steps must be positive, got 0.\n"),
         (["demo", "--seeds", "0"], "error: seeds must be positive, got 0.\n"),
+        (["demo", "--heads", "3"], "error: num_attention_heads must divide hidden_size = 128, got 3.\n"),
         (["demo", "--context", "8"], "error: context must be at least 24 tokens for the picture, got 8.\n"),
     ],
 )
