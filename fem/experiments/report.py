@@ -11,11 +11,11 @@ from typing import Annotated
 
 import typer
 
-from fem.experiments.common.run import RESULTS, check_output, note, write_json
+from fem.experiments.common.run import PAGE, RESULTS, check_output, note, write_json
 from fem.experiments.common.tables import markdown_table
 from fem.experiments.lm.suites import PAPER, paper_rows
 
-PAGE, INDEX = "report.md", "README.md"
+INDEX = "README.md"
 OURS = re.compile(r"^## What it says\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 PICTURE = re.compile(r"\]\(([^)/#:]+\.png)\)")
 
@@ -38,6 +38,7 @@ ITEMS = (
     Item("Tables 5, 7", "speed and memory", "bench", "fem bench --profile paper"),
     Item("Appendix P", "every channel's maximum in one read", "argmax", "fem argmax --full"),
     Item("", "what each part adds to a language model", "ablate", "fem ablate"),
+    Item("", "where the free energy pays", "regimes", "fem regimes"),
     Item("", "FEM in a model that was trained without it", "finetune", "fem finetune"),
 )
 

@@ -111,9 +111,9 @@ def test_the_papers_ratios_stand_beside_ours():
 def test_a_peer_needs_a_gpu_and_its_library(monkeypatch):
     case = Case("gpt2", SMALL, "float32", tuple(paper.TABLE7), layers=1)
     assert not workloads.runs(case, "RWKV7", CPU)
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    monkeypatch.setattr(baselines, "find_spec", lambda name: None)
     assert not workloads.runs(case, "RWKV7", torch.device("cuda"))
-    monkeypatch.setattr(peers, "find_spec", lambda name: name)
+    monkeypatch.setattr(baselines, "find_spec", lambda name: name)
     assert workloads.runs(case, "RWKV7", torch.device("cuda"))
 
 

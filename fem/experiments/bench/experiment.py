@@ -13,9 +13,8 @@ import typer
 from fem.experiments.bench import decode, tables, workloads
 from fem.experiments.bench.cases import PARTS, PROFILES, Case
 from fem.experiments.common.options import recipe_options
-from fem.experiments.common.run import command_line, cpu_threads, open_run, option, progress, provenance
+from fem.experiments.common.run import PAGE, command_line, cpu_threads, open_run, option, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_table
-from fem.experiments.report import PAGE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,7 +110,7 @@ def load_language_model(folder: str | Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from fem.models import load_replaced
-    from fem.models.surgery.replace import RECORD
+    from fem.models.surgery.checkpoint import RECORD
 
     found = model_folder(folder)
     replaced = RECORD in json.loads((found / "config.json").read_text(encoding="utf-8"))

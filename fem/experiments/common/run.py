@@ -35,7 +35,7 @@ PACKAGES = (
     "accelerate",
     "neuralforecast",
 )
-RESULTS, CONFIG = "results.json", "config.json"
+RESULTS, PAGE, CONFIG = "results.json", "report.md", "config.json"
 
 
 def option(default: Any, help: str) -> Any:

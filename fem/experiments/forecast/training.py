@@ -22,6 +22,7 @@ from fem.experiments.common.saving import STAGING
 from fem.experiments.forecast.backbone import build_host
 from fem.experiments.forecast.series import Windows
 from fem.experiments.forecast.settings import Job
+from fem.optim import parameter_groups
 
 BETAS = (0.9, 0.95)
 RISE, START = 0.05, 0.1  # share of the steps in which the learning rate rises, and where it starts, as a share
@@ -61,9 +62,8 @@ def train(job: Job, folder: Path, bars: Progress) -> dict:
             beta_max_init=recipe.beta_max_init,
         ).to(device)
     batches = -(-len(split["train"]) // job.batch)
-    optimiser = torch.optim.AdamW(
-        host.parameters(), lr=recipe.learning_rate, betas=BETAS, weight_decay=recipe.weight_decay
-    )
+    groups = parameter_groups(host, recipe.weight_decay)
+    optimiser = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: one_cycle(step / (recipe.epochs * batches)))
     training = Training(host, optimiser, schedule)
     training.resume(folder)

@@ -31,11 +31,11 @@ class FreeEnergyHead(nn.Module):
     def __init__(self, config: FreeEnergyMixerConfig, like: Tensor):
         super().__init__()
         self.backend = config.backend
+        self.value_width = config.kv_heads * config.value_width
+        self.features: Tensor | None = None  # of the call that runs, where a host cannot hand them on
         self.beta = Temperature(config, (config.kv_heads, config.value_width)) if config.use_temperature else None
         self.gate = TwoLevelGate(config)
-        for projection in (self.gate.inner, self.gate.outer):
-            if projection is not None:
-                nn.init.zeros_(projection.weight)
+        self.gate.ignore_features()
         self.to(like)
 
     def temperature_parameters(self) -> Iterator[nn.Parameter]:

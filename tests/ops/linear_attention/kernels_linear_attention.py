@@ -5,7 +5,7 @@ python -m pytest tests/ops/linear_attention/kernels_linear_attention.py -o addop
 
 from functools import partial
 
-import keyed
+import linear_attention
 import pytest
 import torch
 from interpreter import DEVICE, INTERPRETED, patch_the_language_once
@@ -21,7 +21,7 @@ from fem.ops.linear_attention.read import keyed_scan_terms
 
 DECAYS = [None, "head", "channel"]
 patch_the_language_once()
-draw = partial(keyed.draw, time=37, batch=1, heads=1)
+draw = partial(linear_attention.draw, time=37, batch=1, heads=1)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -254,5 +254,5 @@ def test_half_precision_comes_back_in_its_dtype():
 def test_what_the_kernels_cannot_read_is_named():
     with pytest.raises(ValueError, match="float64"):
         keyed_scan_read(**{n: None if x is None else x.double() for n, x in draw(None).items()}, backend="triton")
-    with pytest.raises(ValueError, match="129"):
-        keyed_scan_read(**draw(None, dv=129), backend="triton")
+    with pytest.raises(ValueError, match="257"):
+        keyed_scan_read(**draw(None, dk=257), backend="triton")

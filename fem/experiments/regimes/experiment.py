@@ -1,0 +1,69 @@
+"""`fem regimes`: where the free energy pays, and where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fem.experiments.common.options import recipe_options
+from fem.experiments.common.run import command_line, open_run, progress
+from fem.experiments.common.sweep import finished, sweep
+from fem.experiments.common.tables import show_table, write_table
+from fem.experiments.regimes.report import overview, picture, summary, write_report
+from fem.experiments.regimes.settings import RegimesRecipe
+from fem.experiments.regimes.training import train
+
+
+def measure(recipe: RegimesRecipe, folder: Path, workers: int | None) -> Iterator[tuple[str, dict[str, list[dict]]]]:
+    """Task by task, the records of every row in the order of the seeds; what `folder` holds is not run again."""
+    run = partial(train, ett=recipe.ett)
+    with progress() as bars:
+        bar = bars.add_task("regimes", total=None)
+        for task in recipe.task_names:
+            for jobs in (recipe.tuning(task), None):
+                if jobs is None:
+                    chosen = recipe.chosen(task, finished(recipe.tuning(task), folder))
+                    jobs = [job for of_row in chosen.values() for job in of_row]
+                done = finished(jobs, folder)
+                missing = [job for job in jobs if job.key not in done]
+                bars.reset(bar, total=len(jobs), completed=len(done), description=f"regimes: {task}")
+                for _ in sweep(missing, folder, run, workers):
+                    bars.update(bar, advance=1)
+            records = finished([job for of_row in chosen.values() for job in of_row], folder)
+            yield task, {row: [records[job.key] for job in of_row] for row, of_row in chosen.items()}
+
+
+def run(recipe: RegimesRecipe, output: Path, workers: int | None = None) -> dict:
+    """Run what `output`/runs does not have yet, then write table, page and plots; returns what results.json holds."""
+    found = dict(measure(recipe, output / "runs", workers))
+    with open_run(output, "regimes", recipe) as under_way:
+        folder = under_way.folder
+        for task, rows in found.items():
+            for row, records in rows.items():
+                for record in records:
+                    job = {"task": task, "mixer": row, "seed": record["job"]["seed"]}
+                    for point in record["curve"]:
+                        under_way.log(experiment="regimes", **job, **point)
+        write_table(folder, "table", overview(found))
+        picture(folder / "scores.png", found, recipe)
+        write_report(folder, found, recipe, command_line("regimes", recipe, RegimesRecipe()))
+        tuned = {task: finished(recipe.tuning(task), output / "runs") for task in found}
+        results = under_way.finish({"regimes": summary(found, tuned)})
+    show_table("Scores by task, mean over seeds", overview(found))
+    return results
+
+
+@recipe_options(RegimesRecipe())
+def command(
+    changes: dict,
+    output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/regimes"),
+    workers: Annotated[int | None, typer.Option(help="Runs at a time; default: one per core, or four per GPU.")] = None,
+):
+    """Where the free energy pays: extremes, latest values, averages, recall, bags. A stopped run goes on."""
+    run(replace(RegimesRecipe(), **changes), output, workers)
+    typer.echo(f"written to {output}: report.md, results.json, table.csv, scores.png")

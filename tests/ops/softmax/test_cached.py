@@ -1,0 +1,96 @@
+"""The cached form of the softmax read, [v | e] with a fixed shift, against float64 definitions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fem.ops.softmax import cached
+from fem.ops.softmax.naive import naive_softmax_read
+
+TIME, HEADS, KEY, VALUE = 33, 2, 16, 8
+
+
+def draw(beta=2.0, size=1.0, offset=0.0):
+    q, k = (torch.randn(2, TIME, HEADS, KEY) for _ in range(2))
+    v = torch.randn(2, TIME, HEADS, VALUE) * size + offset
+    return q, k, v, torch.full((HEADS, VALUE), float(beta))
+
+
+def attend(q, k, packed, mask=None):
+    q, k, packed = (x.transpose(1, 2) for x in (q, k, packed))
+    return F.scaled_dot_product_attention(q, k, packed, attn_mask=mask, is_causal=mask is None).transpose(1, 2)
+
+
+def read(q, k, v, beta, shift, dtype=torch.float32, pack=cached.pack):
+    out = attend(q.to(dtype), k.to(dtype), pack(v.to(dtype), beta, shift))
+    return cached.unpack(out, beta, shift), cached.proven(out, beta)
+
+
+@pytest.mark.parametrize("beta", [1e-6, 1e-3, 0.05, 0.099, 0.1, 1.0, 5.0])
+@pytest.mark.parametrize("shift", [0.0, -1.0, 3.0])
+def test_the_free_energy_keeps_its_digits_at_any_temperature(beta, shift):
+    q, k, v, beta = draw(beta)
+    (mean, free_energy), proven = read(q, k, v, beta, torch.full_like(beta, shift))
+    exact = naive_softmax_read(q, k, v, beta)
+    unit = 16 * torch.finfo(torch.float32).eps * (1 + v.abs().max())
+    assert proven.all()
+    assert (mean - exact.mean).abs().max() <= unit
+    assert (free_energy - exact.free_energy).abs().max() <= unit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_whole_reach_of_a_dtype_is_right_and_clipped_beyond(dtype):
+    reach, beta = cached.REACH[dtype], torch.ones(1, dtype=torch.float64)
+    inside = torch.linspace(-reach, reach, 41, dtype=torch.float64).to(dtype)[:, None]
+    inside = inside.clamp(-reach, reach).where(inside.abs() <= reach, 0)
+    e = cached.pack(inside, beta, torch.zeros(1))[:, 1:]
+    assert (e.double().log() - inside.double()).abs().max() <= 2 * torch.finfo(dtype).eps
+    beyond = torch.tensor([[-10 * reach], [10 * reach]], dtype=dtype)
+    packed = cached.pack(beyond, beta, torch.zeros(1))
+    assert torch.equal(packed[:, :1], beyond)
+    assert packed.isfinite().all()
+    assert (packed[:, 1:] > 0).all()
+    assert (cached.exponents(beyond, beta, torch.zeros(1)).abs() > reach).all()
+
+
+@pytest.mark.parametrize("case", ["spike", "dip", "future spike", "small beta"])
+def test_what_is_not_exact_is_not_proven(case):
+    q, k, v, beta = draw(0.05 if case == "small beta" else 2.0)
+    if case == "dip":
+        v -= 40
+    elif case == "small beta":
+        v *= 200
+    else:
+        v[:, TIME - 1 if case == "future spike" else 0] += 20
+    (_, free_energy), proven = read(q, k, v, beta, torch.zeros_like(beta), pack=cached.pack_to_be_proven)
+    exact = naive_softmax_read(q, k, v, beta).free_energy
+    assert not proven.all()
+    error = torch.where(proven, (free_energy - exact).abs(), 0)
+    assert error.max() <= 16 * torch.finfo(torch.float32).eps * (1 + v.abs().max())
+
+
+def test_a_weight_lost_to_underflow_is_never_called_proven():
+    v = torch.tensor([[0.0], [95.0]])  # p = e^-95 of the second, in float32 nothing, carries half of R
+    p = torch.tensor([[1.0, 0.0]])
+    one, none = torch.ones(1), torch.zeros(1)
+    assert not cached.proven(p @ cached.pack_to_be_proven(v, one, none), one).any()
+
+
+@pytest.mark.parametrize("beta", [0.01, 2.0])
+def test_rows_without_keys_read_0_and_a_visible_nan_shows(beta):
+    beta, shift = torch.full((VALUE,), beta), torch.full((VALUE,), 3.0)
+    out = torch.zeros(2, 2 * VALUE)
+    out[1] = torch.nan
+    mean, free_energy = cached.unpack(out, beta, shift)
+    assert mean[0].eq(0).all()
+    assert free_energy[0].eq(0).all()
+    assert free_energy[1].isnan().all()
+    assert cached.pack(torch.full((VALUE,), torch.nan), beta, shift).isnan().all()
+
+
+def test_bfloat16_is_off_by_its_own_digits_over_beta():
+    q, k, v, beta = draw()
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    (_, free_energy), _ = read(q, k, v, beta, torch.zeros_like(beta), torch.bfloat16)
+    exact = naive_softmax_read(q, k, v, beta).free_energy
+    assert ((free_energy - exact) * beta).abs().max() <= 5 * 2**-9  # of e, of P, of R, and of scores
