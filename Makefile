@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help install demo test test-slow test-all test-docs docs notebooks lint bench clean
+.PHONY: help install demo test test-slow test-all test-docs mutants docs notebooks lint bench clean
 
 help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
@@ -39,6 +39,10 @@ test-all: test test-slow
 
 test-docs: install
 	$(PYTEST) tests/docs
+
+# Breaks the library in known ways, one at a time, and fails where no test notices.
+mutants: install
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py
 
 # The variable silences an advertisement, of a successor, that would hide warnings of ours.
 docs: install

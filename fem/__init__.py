@@ -7,19 +7,38 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from fem.config import FreeEnergyMixerConfig
-from fem.mixer import FreeEnergyMixer
-from fem.priors import PRIORS
-from fem.state import MixerState
+if TYPE_CHECKING:
+    from fem.config import FreeEnergyMixerConfig
+    from fem.mixer import FreeEnergyMixer
+    from fem.models import replace_attention as replace_attention
+    from fem.optim import parameter_groups
+    from fem.priors import PRIORS
+    from fem.state import MixerState
 
-__version__ = "0.1.0"
-__all__ = ["PRIORS", "FreeEnergyMixer", "FreeEnergyMixerConfig", "MixerState"]
+__version__ = "0.2.0"
+__all__ = ["PRIORS", "FreeEnergyMixer", "FreeEnergyMixerConfig", "MixerState", "parameter_groups"]
+
+# Loaded when first asked for: the command line starts without torch, the layer without transformers.
+_HOMES = {
+    "FreeEnergyMixer": "fem.mixer",
+    "FreeEnergyMixerConfig": "fem.config",
+    "MixerState": "fem.state",
+    "PRIORS": "fem.priors",
+    "parameter_groups": "fem.optim",
+    "replace_attention": "fem.models",
+}
+_MODULES = ("functional", "models", "priors", "theory")
 
 
 def __getattr__(name: str):
-    """`replace_attention` and `fem.models` load on first use: they may need transformers, the layer does not."""
-    if name not in ("replace_attention", "models"):
+    if name in _MODULES:
+        return import_module(f"fem.{name}")
+    if name not in _HOMES:
         raise AttributeError(f"module 'fem' has no attribute {name!r}")
-    models = import_module("fem.models")
-    return models if name == "models" else models.replace_attention
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, *_MODULES])

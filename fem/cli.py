@@ -1,43 +1,81 @@
-"""The command line, `fem`. A command is a module of fem/experiments with a function `command`, and its name here."""
+"""The command line, `fem`. A command is a module of fem/experiments with a function `command`, and its line here."""
 
 from __future__ import annotations
 
 import signal
 import sys
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Annotated
 
+from fem import __version__
 from fem.extras import missing_package
 
 try:
     import typer
-
-    from fem.experiments import argmax, bench, demo, doctor, forecast, inspect, mad, report, vision
-    from fem.experiments.lm import ablate, eval, finetune, generate, train
+    from typer.core import TyperCommand, TyperGroup
 except ModuleNotFoundError as error:
     sys.exit(f"error: {missing_package(error)}")
 
-app = typer.Typer(
-    help="Free Energy Mixer: experiments, models and reports.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-for experiment in (
-    demo,
-    train,
-    finetune,
-    ablate,
-    eval,
-    generate,
-    inspect,
-    argmax,
-    doctor,
-    bench,
-    mad,
-    forecast,
-    vision,
-    report,
-):
-    app.command(experiment.__name__.rpartition(".")[2])(experiment.command)
+COMMANDS = {
+    "demo": ("fem.experiments.demo", "What FEM does, in minutes: two language models on real text, and a look inside."),
+    "train": ("fem.experiments.lm.train", "Train a language model, on one process or under torchrun."),
+    "finetune": ("fem.experiments.lm.finetune", "Train a small GPT-2 or Llama further, as it is and turned into FEM."),
+    "ablate": ("fem.experiments.lm.ablate", "What each part of FEM adds to a language model, with controls."),
+    "eval": ("fem.experiments.lm.eval", "Score a language model with lm-evaluation-harness."),
+    "generate": ("fem.experiments.lm.generate", "Continue a prompt, printing the text as it comes."),
+    "inspect": ("fem.experiments.inspect", "A page that shows what each channel of each head reads from a text."),
+    "argmax": ("fem.experiments.argmax", "Can one read fetch every channel's maximum? (Appendix P)"),
+    "regimes": ("fem.experiments.regimes", "Tasks that separate reading one mixture from reading per channel."),
+    "mad": ("fem.experiments.mad", "Six synthetic tasks that probe a sequence mixer. (Table 1)"),
+    "forecast": ("fem.experiments.forecast", "Forecast time series at equal parameters. (Table 4)"),
+    "vision": ("fem.experiments.vision", "Classify images at equal parameters. (Table 3)"),
+    "bench": ("fem.experiments.bench", "Time and memory beside attention of equal weights. (Tables 5 and 7)"),
+    "doctor": ("fem.experiments.doctor", "What runs on this machine, and what is missing."),
+    "report": ("fem.experiments.report", "Turn finished runs into pages beside the paper's tables."),
+}
+
+
+class Commands(TyperGroup):
+    """Commands whose modules are imported when they are called: `fem --help` waits for no library."""
+
+    def list_commands(self, context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context, name: str) -> TyperCommand | None:
+        return TyperCommand(name, help=COMMANDS[name][1]) if name in COMMANDS else None
+
+    def resolve_command(self, context, args: list[str]):
+        name, *rest = args
+        if name not in COMMANDS:
+            near = get_close_matches(name, COMMANDS, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(COMMANDS)}."
+            context.fail(f"there is no command {name!r}; {hint}")
+        return name, load(name), rest
+
+
+def load(name: str) -> TyperCommand:
+    """The command itself, with its options."""
+    alone = typer.Typer(add_completion=False)
+    alone.command(name)(import_module(COMMANDS[name][0]).command)
+    return typer.main.get_command(alone)
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _print_version(wanted: bool | None) -> None:
+    if wanted:
+        typer.echo(f"free-energy-mixer {__version__}")
+        raise typer.Exit
+
+
+VERSION = typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+
+
+@app.callback()
+def options(version: Annotated[bool | None, VERSION] = None) -> None:
+    """Free Energy Mixer: experiments, models and reports."""
 
 
 def main() -> None:

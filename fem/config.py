@@ -4,25 +4,44 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+import math
+from dataclasses import MISSING, dataclass, fields, replace
+from numbers import Real
 from typing import NamedTuple
 
 
 class Widths(NamedTuple):
-    """What a prior costs: its linear weights, and how many maps of key width share its half of the budget."""
+    """What a prior costs: its linear weights, and the number of projections whose width is qk_dim."""
 
     linear: int
     key_maps: int
 
 
-# Priors register here what they cost (fem.priors does it on import), so that a configuration can check
-# a prior's name and solve widths without knowing any prior.
-PRIOR_WIDTHS: dict[str, Callable[[FreeEnergyMixerConfig], Widths]] = {}
+# The priors by name, each a class of fem.priors, which fills this on import: a configuration asks the class what it
+# costs (`widths`) and which fields it reads (`uses`).
+PRIORS: dict[str, type] = {}
+PRIOR_WIDTHS: dict = {}  # where priors had to register besides before 0.2; nothing reads it
 
 BACKENDS = ("auto", "plain", "sdpa", "triton", "reference")
 AUTHORS_BACKENDS = {"auto": "auto", "naive": "plain", "flash": "sdpa", **{name: name for name in BACKENDS}}
 DECAYS = ("scalar", "head", "channel")
+
+WHOLE = ("n_embd", "n_head", "ssm_rank")
+WHOLE_OR_NONE = ("fem_dim", "qk_dim", "n_kv_head", "window", "conv_hidden")
+SWITCHES = (
+    *("causal", "bias", "use_temperature", "use_lse", "use_outer_gate", "use_rope", "use_conv"),
+    *("conv_norm_first", "conv_bidirectional", "mamba_normalize"),
+)
+SMALLEST = 1.1754943508222875e-38  # of float32's normal numbers; what is smaller may be 0 in a product
+RANGES = {  # inclusive
+    "fem_ratio": (SMALLEST, math.inf),
+    "p_t_to_fem_ratio": (SMALLEST, math.inf),
+    "eps": (SMALLEST, math.inf),
+    "rope_theta": (SMALLEST, math.inf),
+    "value_logexp_cap": (SMALLEST, math.inf),
+    "beta_max_init": (-87.0, 1e30),  # softplus of it is a normal number of float32
+    "lambda_init": (-math.inf, math.inf),
+}
 
 
 def _name_unknown_fields(cls):
@@ -31,12 +50,14 @@ def _name_unknown_fields(cls):
 
     @functools.wraps(init)
     def checked(self, *args, **given):
+        if args:
+            raise TypeError(f"{cls.__name__} takes its fields by name, such as n_embd=512, got {len(args)} without.")
         for name in given:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}."
                 raise TypeError(f"{cls.__name__} has no field {name!r} (got {name}={given[name]!r}); {hint}")
-        init(self, *args, **given)
+        init(self, **given)
 
     cls.__init__ = checked
     return cls
@@ -56,13 +77,16 @@ class FreeEnergyMixerConfig:
     prior_type: a key of `fem.PRIORS`. n_kv_head and window belong to the softmax prior, decay to gla,
     ssm_rank to mamba. normalize=False leaves the score of a scan prior unnormalised.
     use_conv, use_lse, use_temperature, use_outer_gate: the paper's C, L, T, G. T needs L and switches it on.
+    gate_rank: lambda and g come from full maps D x d (None, the paper's), from two maps D x r and r x d (r), or are
+    one number per head (0). A slim gate leaves `matched` more width for the values.
     beta_max_init: beta starts at softplus(beta_max_init); lambda_init: bias of the lambda projection at the start.
     value_logexp_cap: clip |beta v| in the log-sum-exp branch (None: exact, no clip).
     conv_hidden: width H_c of the conditioner (None: d / 16, at least 8).
     backend: which implementation reads ("auto", "plain", "sdpa", "triton", "reference").
     softmax_backend and mamba_normalize are the authors' names of backend and normalize.
 
-    Raises TypeError on an unknown field, ValueError on a value that no layer can have.
+    Raises TypeError on an unknown field, ValueError on a value that no layer can have and on a field that the prior
+    does not read.
     """
 
     n_embd: int
@@ -85,6 +109,7 @@ class FreeEnergyMixerConfig:
     use_temperature: bool = True
     use_lse: bool = True
     use_outer_gate: bool = True
+    gate_rank: int | None = None
     beta_max_init: float = 1.8
     lambda_init: float = 0.0
     value_logexp_cap: float | None = None
@@ -108,22 +133,27 @@ class FreeEnergyMixerConfig:
             object.__setattr__(self, name, value)
 
     def _check_choices(self):
-        for name in ("n_embd", "n_head", "ssm_rank"):
-            _positive_int(name, getattr(self, name))
-        for name in ("fem_dim", "qk_dim", "n_kv_head", "window", "conv_hidden"):
-            if getattr(self, name) is not None:
-                _positive_int(name, getattr(self, name))
-        for name in ("fem_ratio", "p_t_to_fem_ratio", "eps", "rope_theta", "value_logexp_cap"):
+        for name in WHOLE + WHOLE_OR_NONE:
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value!r}.")
-        if not 0 <= self.dropout < 1:
+            if value is not None or name in WHOLE:
+                _positive_int(name, value)
+        if self.gate_rank is not None and (type(self.gate_rank) is not int or self.gate_rank < 0):
+            raise ValueError(f"gate_rank must be None, 0 or a positive integer, got {self.gate_rank!r}.")
+        for name in SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if self.normalize is not None and not isinstance(self.normalize, bool):
+            raise ValueError(f"normalize must be True, False or None, got {self.normalize!r}.")
+        for name, (low, high) in RANGES.items():
+            if getattr(self, name) is not None or name != "value_logexp_cap":
+                _number(name, getattr(self, name), low, high)
+        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout!r}.")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_head must divide n_embd = {self.n_embd}, got n_head = {self.n_head}.")
-        if self.prior_type not in PRIOR_WIDTHS:
-            raise ValueError(f"prior_type must be one of {', '.join(PRIOR_WIDTHS)}; got {self.prior_type!r}.")
-        if self.decay not in DECAYS:
+        if not isinstance(self.prior_type, str) or self.prior_type not in PRIORS:
+            raise ValueError(f"prior_type must be one of {', '.join(PRIORS)}; got {self.prior_type!r}.")
+        if not isinstance(self.decay, str) or self.decay not in DECAYS:
             raise ValueError(f"decay must be one of {', '.join(DECAYS)}; got {self.decay!r}.")
         if self.causal and self.conv_bidirectional:
             raise ValueError("conv_bidirectional=True lets the future in; it needs causal=False, got causal=True.")
@@ -131,7 +161,7 @@ class FreeEnergyMixerConfig:
     def _resolve_aliases(self):
         for name in ("backend", "softmax_backend"):
             value = getattr(self, name)
-            if value is not None and value not in AUTHORS_BACKENDS:
+            if value is not None and (not isinstance(value, str) or value not in AUTHORS_BACKENDS):
                 raise ValueError(f"{name} must be one of {', '.join(AUTHORS_BACKENDS)}; got {value!r}.")
         if self.backend is not None and self.softmax_backend != "auto":
             raise ValueError(
@@ -169,14 +199,18 @@ class FreeEnergyMixerConfig:
     def _check_prior(self):
         if self.n_kv_head is not None and self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head must divide n_head = {self.n_head}, got {self.n_kv_head}.")
-        if self.prior_type == "softmax":
-            if not self.normalize:
-                raise ValueError("normalize=False is for scan priors; the softmax prior is normalised by definition.")
-            return
-        for name in ("window", "n_kv_head"):
-            if getattr(self, name) is not None:
+        if self.prior_type == "softmax" and not self.normalize:
+            raise ValueError("normalize=False is for scan priors; the softmax prior is normalised by definition.")
+        if self.value_logexp_cap is not None and not self.use_lse:
+            raise ValueError(
+                f"value_logexp_cap clips the log-sum-exp, which is off; leave it out, got {self.value_logexp_cap!r}."
+            )
+        for name, readers in _readers().items():
+            value = getattr(self, name)
+            if self.prior_type not in readers and value != _DEFAULTS[name]:
                 raise ValueError(
-                    f"{name} needs prior_type='softmax', got {name}={getattr(self, name)} with {self.prior_type!r}."
+                    f"{name} needs prior_type={' or '.join(map(repr, readers))}, got {name}={value!r} with "
+                    f"{self.prior_type!r}; leave it out."
                 )
 
     @property
@@ -206,15 +240,22 @@ class FreeEnergyMixerConfig:
     @property
     def linear_weights(self) -> int:
         """Weights of all linear maps of the layer, prior included, conditioner and biases apart (Appendix H.7)."""
-        grouped = self.kv_heads / self.n_head
-        per_channel = grouped + 1 + self.use_temperature + self.use_outer_gate  # value, output, lambda, gate
-        return round(self.n_embd * self.fem_dim * per_channel) + PRIOR_WIDTHS[self.prior_type](self).linear
+        value_and_output = self.n_embd * (self.kv_heads * self.value_width + self.fem_dim)
+        gates = (self.use_temperature + self.use_outer_gate) * self._gate_weights
+        return value_and_output + gates + PRIORS[self.prior_type].widths(self).linear
+
+    @property
+    def _gate_weights(self) -> int:
+        """Weights of the maps behind one gate, lambda or g."""
+        if self.gate_rank is None:
+            return self.n_embd * self.fem_dim
+        return self.gate_rank * (self.n_embd + self.fem_dim) if self.gate_rank else self.n_embd * self.n_head
 
     @classmethod
     def matched(cls, n_embd: int, n_head: int, prior_type: str = "softmax", **fields) -> FreeEnergyMixerConfig:
         """The configuration whose linear weights total those of plain attention, 4 D^2 (Appendix H.7).
 
-            D d (value + output + lambda + gate) + prior = 4 D^2
+            D d (value + output + lambda + gate) + prior = 4 D^2        a gate of rank r counts r (D + d), not D d
 
         Keys keep the width of the paper (D, or 2 D / 3 where the decay is as wide); the nearest whole-head widths
         win. `config.linear_weights` tells the total. Raises what the configuration raises, and ValueError where
@@ -227,7 +268,7 @@ class FreeEnergyMixerConfig:
                 )
         start = cls(n_embd=n_embd, n_head=n_head, prior_type=prior_type, **fields)
         open_fields = {"conv_hidden": fields.get("conv_hidden")}  # follows fem_dim unless given
-        key_maps = PRIOR_WIDTHS[prior_type](start).key_maps
+        key_maps = PRIORS[prior_type].widths(start).key_maps
         step = start._key_step
         nominal = _nearest_multiple(2 * n_embd / max(key_maps, 2), step)
         around = (
@@ -242,9 +283,30 @@ class FreeEnergyMixerConfig:
         return min(candidates(), key=lambda config: abs(config.linear_weights - 4 * n_embd**2))
 
 
+_DEFAULTS = {field.name: field.default for field in fields(FreeEnergyMixerConfig) if field.default is not MISSING}
+
+
+def _readers() -> dict[str, list[str]]:
+    """The priors that read each of the fields which not all priors read."""
+    names = dict.fromkeys(name for prior in PRIORS.values() for name in prior.uses)
+    return {name: [key for key, prior in PRIORS.items() if name in prior.uses] for name in names}
+
+
 def _positive_int(name: str, value) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _number(name: str, value, low: float, high: float) -> None:
+    if not _is_number(value) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}.")
+    if not low <= value <= high:
+        wanted = "positive" if low == SMALLEST else f"in [{low:g}, {high:g}]"
+        raise ValueError(f"{name} must be {wanted}, got {value!r}.")
 
 
 def _nearest_multiple(width: float | int, step: int) -> int:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.channel_scan import read as channel_scan
+from fem.ops.common.precision import wide_dtype
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import read_tokens
 from fem.ops.decay_scan.read import decay_scan
@@ -49,22 +54,27 @@ def softmax_read(
     A query that sees no key reads 0. Exact for any finite input: entries that one attention call cannot prove are
     computed again. Raises ValueError on shapes and values, TypeError on dtypes.
     """
+    _check_flags(causal=causal)
     _check_projections(q, k, v)
     batch, queries, heads, _ = q.shape
     time = k.shape[1]
     if beta is not None:
         check_beta(beta, v)
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number or None (1/sqrt(d_k)), got {scale!r}.")
     if time == 0:
         raise ValueError("k must hold at least one key, got none; a read of nothing has no value.")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 (a token sees itself), got {window}; window=None sees everything.")
+    if window is not None and (type(window) is not int or window < 1):
+        raise ValueError(
+            f"window must be a whole number of at least 1 (a token sees itself), got {window!r}; window=None sees everything."
+        )
     if queries > time and (causal or window is not None or segment_ids is not None):
         raise ValueError(
             f"q has {queries} queries and k only {time} keys, but the queries are the last of the keys with causal, "
             "window or segment_ids; pass causal=False without them for cross-attention."
         )
     if bias is not None:
-        _check_bias(bias, (batch, heads, queries, time))
+        _check_bias(bias, q, (batch, heads, queries, time))
     tokens = None
     if key_mask is not None or segment_ids is not None:
         tokens, _ = read_tokens((batch, time), k.device, key_mask, segment_ids, mask_name="key_mask")
@@ -107,12 +117,19 @@ def channel_scan_read(
     With return_state the state comes back too; passed as initial_state, it continues the sequence.
     A row of no weight reads 0. Exact for any finite input. Raises ValueError on shapes and values, TypeError on dtypes.
     """
+    _check_flags(causal=causal, return_state=return_state, normalize=normalize)
     _check_scan(v, beta, causal, initial_state, return_state, {"log_weight": log_weight, "log_decay": log_decay})
     if initial_state is not None:
         _check_memory(
-            initial_state, {"weighted", "peak", "total"}, {"energy_peak", "energy"}, (v.shape[0], *v.shape[2:]), beta
+            initial_state,
+            {"weighted", "peak", "total"},
+            {"energy_peak", "energy"},
+            (v.shape[0], *v.shape[2:]),
+            beta,
+            wide_dtype(log_weight, v, log_decay),
         )
-    _check_decays("log_decay", log_decay)
+    _check_values("log_decay", log_decay, DECAY, key_mask)
+    _check_values("log_weight", log_weight, LOG_WEIGHT, key_mask)
     op = lambda **options: channel_scan.channel_scan_read(log_weight, v, beta, log_decay, backend=backend, **options)  # noqa: E731
     return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
 
@@ -142,10 +159,13 @@ def keyed_scan_read(
     Exact for any finite input, in time O(T d_k d_v) and memory O(T (d_k + d_v)). A row of no weight reads 0.
     Raises ValueError on shapes and values, TypeError on dtypes.
     """
+    _check_flags(causal=causal, return_state=return_state, normalize=normalize)
     _check_scan(v, beta, causal, initial_state, return_state, {})
     _check_projections(q, k, v)
     if q.shape != k.shape:
         raise ValueError(f"q and k must have one shape, got {tuple(q.shape)} and {tuple(k.shape)}.")
+    if log_decay is not None:
+        _check_floating("v", v, log_decay=log_decay)
     if log_decay is not None and log_decay.shape not in (q.shape[:3], q.shape):
         raise ValueError(
             f"log_decay must have shape (batch, time, heads) = {tuple(q.shape[:3])} or that of q, {tuple(q.shape)}, "
@@ -153,11 +173,16 @@ def keyed_scan_read(
         )
     if initial_state is not None:
         _check_memory(
-            initial_state, {"log_weight", "mean"}, {"free_energy"}, (q.shape[0], *q.shape[2:], v.shape[3]), beta
+            initial_state,
+            {"log_weight", "mean"},
+            {"free_energy"},
+            (q.shape[0], *q.shape[2:], v.shape[3]),
+            beta,
+            wide_dtype(v),
         )
-    _check_decays("log_decay", log_decay)
+    _check_values("log_decay", log_decay, DECAY, key_mask)
     for name, tensor in (("q", q), ("k", k)):
-        _check_sign(name, tensor, "non-negative (it holds features; take a ReLU or exp first)", lambda x: x >= 0)
+        _check_values(name, tensor, FEATURE, key_mask)
     op = lambda **options: keyed_scan.keyed_scan_read(q, k, v, beta, log_decay, backend=backend, **options)  # noqa: E731
     return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
 
@@ -190,9 +215,11 @@ def ssm_read(
     Masks, documents, causal=False, states and normalize=False are those of `channel_scan_read`.
     Exact for any finite input, in memory O(T d_v). Raises ValueError on shapes and values, TypeError on dtypes.
     """
+    _check_flags(causal=causal, return_state=return_state, normalize=normalize)
     _check_scan(v, beta, causal, initial_state, return_state, {"delta": delta})
+    _check_floating("v", v, A=A, B=B, C=C, D=D)
     batch, time, heads, width = v.shape
-    rank = A.shape[-1]
+    rank = max(1, A.shape[-1] if A.dim() else 1)
     for name, tensor, shape in (
         ("A", A, (heads, width, rank)),
         ("B", B, (batch, time, rank)),
@@ -203,11 +230,17 @@ def ssm_read(
             raise ValueError(f"{name} must have shape {shape} for this v and the rank of A, got {tuple(tensor.shape)}.")
     if initial_state is not None:
         _check_memory(
-            initial_state, {"weighted", "peak", "total"}, {"energy_peak", "energy"}, (batch, rank, heads, width), beta
+            initial_state,
+            {"weighted", "peak", "total"},
+            {"energy_peak", "energy"},
+            (batch, rank, heads, width),
+            beta,
+            wide_dtype(delta, A, B, C, D, v),
         )
-    _check_decays("A", A)
-    for name, tensor in (("delta", delta), ("B", B), ("C", C), ("D", D)):
-        _check_sign(name, tensor, "non-negative", lambda x: x >= 0)
+    _check_values("A", A, FINITE_DECAY, None)
+    _check_values("D", D, WEIGHT, None)
+    for name, tensor in (("delta", delta), ("B", B), ("C", C)):
+        _check_values(name, tensor, WEIGHT, key_mask)
     op = lambda **options: ssm.ssm_read(delta, A, B, C, D, v, beta, backend=backend, **options)  # noqa: E731
     return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
 
@@ -226,13 +259,51 @@ def _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, nor
     return read, ScanState(memory, cursor)
 
 
-def _check_scan(v, beta, causal, initial_state, return_state, like_v: dict[str, Tensor | None]) -> None:
-    if v.dim() != 4 or v.shape[1] == 0:
-        raise ValueError(f"v must have shape (batch, time >= 1, heads, d_v), got {tuple(v.shape)}.")
-    for name, tensor in {"v": v, **like_v}.items():
-        if tensor is not None and not tensor.is_floating_point():
+class Allowed(NamedTuple):
+    """Which values an argument may hold, in words and as a test; NaN is never among them."""
+
+    wanted: str
+    holds: Callable[[Tensor], Tensor]
+
+
+DECAY = Allowed("zero or negative (a decay in nats)", lambda x: x <= 0)
+FINITE_DECAY = Allowed("finite, and zero or negative (a decay in nats)", lambda x: (x <= 0) & (x > -torch.inf))
+LOG_WEIGHT = Allowed("below infinity and not NaN (a weight in nats)", lambda x: x < torch.inf)
+WEIGHT = Allowed("finite and non-negative", lambda x: (x >= 0) & (x < torch.inf))
+BIAS = Allowed("below infinity and not NaN (-inf forbids a pair)", lambda x: x < torch.inf)
+FEATURE = Allowed(
+    "finite and non-negative (it holds features; take a ReLU or exp first)", lambda x: (x >= 0) & (x < torch.inf)
+)
+
+
+def _check_flags(**flags: bool) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}.")
+
+
+def _check_floating(beside: str, other: Tensor, **tensors: Tensor) -> None:
+    """Raise unless all are floating-point tensors on the device of `other`, which goes by the name `beside`."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a floating-point tensor, got a {type(tensor).__name__}.")
+        if not tensor.is_floating_point():
             raise TypeError(f"{name} must be floating point, got dtype {tensor.dtype}.")
-        if tensor is not None and tensor.shape != v.shape:
+        if tensor.device != other.device:
+            raise ValueError(f"{name} must be on the device of {beside}, {other.device}, got {tensor.device}.")
+
+
+def _check_scan(v, beta, causal, initial_state, return_state, like_v: dict[str, Tensor | None]) -> None:
+    _check_floating("v", v, v=v)
+    if v.dim() != 4 or 0 in v.shape[1:]:
+        raise ValueError(
+            f"v must have shape (batch, time, heads, d_v), each but the batch at least 1, got {tuple(v.shape)}."
+        )
+    for name, tensor in like_v.items():
+        if tensor is None:
+            continue
+        _check_floating("v", v, **{name: tensor})
+        if tensor.shape != v.shape:
             raise ValueError(f"{name} must have the shape of v, {tuple(v.shape)}, got {tuple(tensor.shape)}.")
     if beta is not None:
         check_beta(beta, v)
@@ -240,15 +311,26 @@ def _check_scan(v, beta, causal, initial_state, return_state, like_v: dict[str, 
         raise ValueError("causal=False reads the future, which no state holds; use causal=True with states.")
     if initial_state is None:
         return
+    if not isinstance(initial_state, ScanState):
+        raise TypeError(f"initial_state must be the state that a scan returned, got a {type(initial_state).__name__}.")
     if initial_state.cursor.position.shape[0] != v.shape[0]:
         raise ValueError(
             f"initial_state belongs to a batch of {initial_state.cursor.position.shape[0]}, v has {v.shape[0]}; "
             "pass the state returned for the same rows, or None to start anew."
         )
+    if initial_state.cursor.position.device != v.device:
+        raise ValueError(
+            f"initial_state must be on the device of v, {v.device}, got {initial_state.cursor.position.device}."
+        )
 
 
 def _check_memory(
-    state: ScanState, names: set[str], with_beta: set[str], shape: tuple[int, ...], beta: Tensor | None
+    state: ScanState,
+    names: set[str],
+    with_beta: set[str],
+    shape: tuple[int, ...],
+    beta: Tensor | None,
+    dtype: torch.dtype,
 ) -> None:
     names = names if beta is None else names | with_beta
     memory = state.memory
@@ -258,61 +340,71 @@ def _check_memory(
             f"initial_state must hold {', '.join(sorted(names))} of this read, of shape {shape}, "
             f"got {described}; pass the state that this read returned, with beta given both times or neither."
         )
+    for name, tensor in memory.items():
+        if tensor.dtype != dtype:
+            raise ValueError(
+                f"initial_state must hold sums in {dtype}, as this read keeps them for its inputs, got {name} in "
+                f"{tensor.dtype}; cast v and what goes with it to the dtype they had."
+            )
 
 
-def _check_decays(name: str, tensor: Tensor | None) -> None:
-    _check_sign(name, tensor, "zero or negative (a decay in nats)", lambda x: x <= 0)
-
-
-def _check_sign(name: str, tensor: Tensor | None, wanted: str, holds) -> None:
+def _check_values(name: str, tensor: Tensor | None, allowed: Allowed, key_mask: Tensor | None) -> None:
+    """On a CPU, in eager mode: raise unless every entry is allowed, those of masked tokens apart."""
     if tensor is None or tensor.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    wrong = ~holds(tensor)
+    wrong = ~allowed.holds(tensor)
+    if not bool(wrong.any()):
+        return
+    if isinstance(key_mask, Tensor) and key_mask.shape == tensor.shape[:2]:
+        wrong = wrong & key_mask.bool().view(*key_mask.shape, *(1,) * (tensor.dim() - 2))
     if bool(wrong.any()):
-        raise ValueError(f"{name} must be {wanted} everywhere, got {tensor[wrong][0].item()}.")
+        raise ValueError(f"{name} must be {allowed.wanted} everywhere, got {tensor[wrong][0].item()}.")
 
 
 def check_beta(beta: Tensor, v: Tensor) -> None:
-    """Raise unless beta is floating, shaped (H, d_v) like v's channels, and positive (on CPU in eager mode)."""
+    """Raise unless beta is floating, shaped (H, d_v) like v's channels, and positive and finite (on CPU in eager mode)."""
+    _check_floating("v", v, beta=beta)
     if tuple(beta.shape) != tuple(v.shape[2:]):
         raise ValueError(
             f"beta must have one entry per value channel, shape (heads, d_v) = {tuple(v.shape[2:])}, "
             f"got {tuple(beta.shape)}."
         )
-    if not beta.is_floating_point():
-        raise TypeError(f"beta must be floating point, got dtype {beta.dtype}.")
-    if beta.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((beta > 0).all()):
+    if beta.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    wrong = ~((beta > 0) & (beta < torch.inf))
+    if bool(wrong.any()):
         raise ValueError(
-            f"beta must be positive and not NaN, got {_worst(beta)}; "
+            f"beta must be positive, finite and not NaN, got {beta[wrong][0].item()}; "
             "make it so with softplus, or pass beta=None for the mean alone."
         )
 
 
-def _worst(beta: Tensor) -> float:
-    return float("nan") if bool(beta.isnan().any()) else beta.min().item()
-
-
 def _check_projections(q: Tensor, k: Tensor, v: Tensor) -> None:
+    _check_floating("q", q, q=q)
+    _check_floating("q", q, k=k, v=v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name} must have 4 dimensions (batch, time, heads, width), got shape {tuple(tensor.shape)}."
             )
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} must be floating point, got dtype {tensor.dtype}.")
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"k and v must agree in batch, time and heads, got {tuple(k.shape)} and {tuple(v.shape)}.")
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"q and k must agree in batch, got {q.shape[0]} and {k.shape[0]}.")
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must agree in width, got {q.shape[3]} and {k.shape[3]}.")
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+    if 0 in (*k.shape[2:], v.shape[3]):
+        raise ValueError(
+            f"k and v must have at least one head and one channel, got {tuple(k.shape)} and {tuple(v.shape)}."
+        )
+    if q.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(f"q must have a multiple of the heads of k, got {q.shape[2]} and {k.shape[2]}.")
 
 
-def _check_bias(bias: Tensor, scores: tuple[int, int, int, int]) -> None:
-    if not bias.is_floating_point():
+def _check_bias(bias: Tensor, q: Tensor, scores: tuple[int, int, int, int]) -> None:
+    if isinstance(bias, Tensor) and not bias.is_floating_point():
         raise TypeError(f"bias must be floating point, got dtype {bias.dtype}; for a mask of keys use key_mask.")
+    _check_floating("q", q, bias=bias)
     try:
         fits = torch.broadcast_shapes(bias.shape, scores) == torch.Size(scores)
     except RuntimeError:
@@ -321,3 +413,4 @@ def _check_bias(bias: Tensor, scores: tuple[int, int, int, int]) -> None:
         raise ValueError(
             f"bias must broadcast to (batch, heads, queries, keys) = {scores}, got shape {tuple(bias.shape)}."
         )
+    _check_values("bias", bias, BIAS, None)

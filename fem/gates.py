@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -11,6 +13,7 @@ from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.gated_read import gated_read, outer_gate
 from fem.ops.common.precision import wide
 from fem.ops.common.read import Read
+from fem.optim import mark_undecayed
 from fem.projection import Projection
 
 
@@ -19,11 +22,14 @@ class Temperature(nn.Module):
     unit of v.                                                                                     (Section 2.3.2)
     """
 
+    undecayed = ("theta",)
+
     def __init__(self, config: FreeEnergyMixerConfig, shape: tuple[int, ...]):
         super().__init__()
         self.start = config.beta_max_init
         self.theta = nn.Parameter(torch.empty(shape))
         self.reset_parameters()
+        mark_undecayed(self)
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.theta)
@@ -32,30 +38,77 @@ class Temperature(nn.Module):
         return F.softplus(wide(self.theta) + self.start)
 
 
+class SlimProjection(nn.Module):
+    """y = U (W x + W_c h) + b, U (width x rank): a map of low rank, which starts as spread as a full one.
+
+    Split by heads, U is split by its rows and W is not.
+    """
+
+    def __init__(self, inputs: int, rank: int, width: int, bias: bool, context: int, start: float = 0.0):
+        super().__init__()
+        self.down = Projection(inputs, rank, bias=False, context=context)
+        self.up = Projection(rank, width, bias, start=start, std=rank**-0.5)
+
+    def forward(self, features: Float[Tensor, "b t f"]) -> Float[Tensor, "b t d"]:
+        return self.up(self.down(features))
+
+
 class TwoLevelGate(nn.Module):
     """o_t = g_t * ((1 - lambda_t) mean_t + lambda_t F_t)                                              (Eq. 10, 11)
 
         lambda = sigmoid(W_lambda x)           g = RMSNorm_per_head(softplus(W_g x))
 
-    Without temperature learning the read stands alone: F where the log-sum-exp is on, else the mean.
+    Without temperature learning the read stands alone: F where the log-sum-exp is on, else the mean. Slim gates
+    (`gate_rank`): W_lambda and W_g are products of two maps, or give one number per head; a norm over a head would
+    undo that number, so g is then softplus(W_g x) / log 2.
     """
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__()
         self.config = config
-        sizes = (config.n_embd, config.fem_dim, config.bias, config.context_width)
-        self.inner = Projection(*sizes, start=config.lambda_init) if config.use_temperature else None
-        self.outer = Projection(*sizes) if config.use_outer_gate else None
+        self.per_head = config.gate_rank == 0
+        self.inner = self._map(config.lambda_init) if config.use_temperature else None
+        self.outer = self._map(0.0) if config.use_outer_gate else None
+
+    def _map(self, start: float) -> Projection | SlimProjection:
+        config = self.config
+        if config.gate_rank:
+            sizes = (config.n_embd, config.gate_rank, config.fem_dim)
+            return SlimProjection(*sizes, config.bias, config.context_width, start)
+        width = config.n_head if self.per_head else config.fem_dim
+        return Projection(config.n_embd, width, config.bias, config.context_width, start)
+
+    def ignore_features(self) -> None:
+        """Start at lambda = sigmoid(lambda_init) and g = 1 for every token."""
+        for gate in (self.inner, self.outer):
+            if gate is not None:
+                nn.init.zeros_(gate.up.weight if isinstance(gate, SlimProjection) else gate.weight)
 
     def logits(self, features: Float[Tensor, "b t f"]) -> tuple[Tensor | None, Tensor | None]:
+        """W_lambda x and W_g x, (B, T, H, d_v) each, or (B, T, H, 1) of one number per head; None: the part is off."""
         split = lambda gate: None if gate is None else gate(features).unflatten(-1, (self.config.n_head, -1))  # noqa: E731
         return split(self.inner), split(self.outer)
 
     def factors(self, features: Float[Tensor, "b t f"]) -> tuple[Tensor | None, Tensor | None]:
         """lambda and g themselves, (B, T, H, d_v) each; None where the part is off."""
         inner, outer = self.logits(features)
-        return None if inner is None else inner.sigmoid(), None if outer is None else outer_gate(outer, self.config.eps)
+        lambda_ = None if inner is None else self._per_channel(inner.sigmoid())
+        if outer is None:
+            return lambda_, None
+        return lambda_, self._per_channel(head_gate(outer)) if self.per_head else outer_gate(outer, self.config.eps)
 
     def forward(self, features: Float[Tensor, "b t f"], read: Read) -> Float[Tensor, "b t h d"]:
         inner, outer = self.logits(features)
-        return gated_read(read.mean, read.free_energy, inner, outer, self.config.eps)
+        if not self.per_head:
+            return gated_read(read.mean, read.free_energy, inner, outer, self.config.eps)
+        inner = None if inner is None else self._per_channel(inner)
+        u = gated_read(read.mean, read.free_energy, inner, None, self.config.eps)
+        return u if outer is None else u * head_gate(outer).to(u.dtype)
+
+    def _per_channel(self, x: Float[Tensor, "b t h c"]) -> Float[Tensor, "b t h d"]:
+        return x.expand(*x.shape[:-1], self.config.value_width)
+
+
+def head_gate(logits: Float[Tensor, "b t h 1"]) -> Float[Tensor, "b t h 1"]:
+    """g = softplus(logits) / log 2: one number per head, 1 at logits of 0, in float32 at least."""
+    return F.softplus(wide(logits)) / math.log(2)

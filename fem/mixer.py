@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -12,9 +15,27 @@ from fem.gates import Temperature, TwoLevelGate
 from fem.inspection import Reading, read_tables
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import Tokens, read_tokens
-from fem.priors import PRIORS, Prior
+from fem.optim import undecayed_names
+from fem.priors import PRIORS, OperatorPrior, Prior
+from fem.priors.base import unsaved
 from fem.projection import Projection
-from fem.state import MixerState
+from fem.state import MixerState, another
+
+# Fields that change nothing which a state holds: how the layer starts, what it does after the read, what reads.
+NOT_IN_STATES = frozenset(
+    [
+        "prior_type",
+        "fem_ratio",
+        "p_t_to_fem_ratio",
+        "mamba_normalize",
+        "dropout",
+        "use_outer_gate",
+        "gate_rank",
+        "lambda_init",
+        "backend",
+        "softmax_backend",
+    ]
+)
 
 
 class FreeEnergyMixer(nn.Module):
@@ -29,11 +50,12 @@ class FreeEnergyMixer(nn.Module):
 
     prior: a `Prior` of your own; by default the one that config.prior_type names.
     Raises ValueError on wrong shapes, on a state of another layer or batch, and on any state where causal=False;
-    TypeError on a float mask.
+    TypeError on a float mask, on integer x and on what is no state.
     """
 
     def __init__(self, config: FreeEnergyMixerConfig, prior: Prior | None = None):
         super().__init__()
+        _check_parts(config, prior)
         self.config = config
         value_dim = config.kv_heads * config.value_width
         self.conditioner = TimeDecayConditioner(config) if config.use_conv else None
@@ -42,10 +64,13 @@ class FreeEnergyMixer(nn.Module):
             Projection(0, value_dim, bias=False, context=config.context_width) if config.use_conv else None
         )
         self.prior = PRIORS[config.prior_type](config) if prior is None else prior
+        self.prior.check(config)
+        _check_buffers(self.prior)
         self.beta = Temperature(config, self.prior.beta_shape(config)) if config.use_temperature else None
         self.gate = TwoLevelGate(config)
         self.dropout = nn.Dropout(config.dropout)
         self.output = Projection(config.fem_dim, config.n_embd, config.bias)
+        self._kind = _kind(config, self.prior.name)
 
     def forward(
         self,
@@ -59,13 +84,28 @@ class FreeEnergyMixer(nn.Module):
         tokens, cursor = read_tokens(
             tuple(x.shape[:2]), x.device, attention_mask, segment_ids, None if state is None else state.cursor
         )
+        if 0 in x.shape[:2]:
+            return self._read_nothing(x, state, return_state)
+        x = _only_kept(x, tokens)
         features, hidden = self._features(x, tokens, state)
         v = self._values(x, features)
         memory = state.memory if state is not None else {} if return_state else None
         read, memory = self._read(features, v, tokens, memory)
         o = self.gate(features, read)
         y = self.output(self.dropout(o.flatten(-2)))
-        return (y, MixerState(self._kind, x.dtype, memory, hidden, cursor)) if return_state else y
+        return (y, MixerState(self._kind, x.dtype, memory, hidden, cursor).compact()) if return_state else y
+
+    def _read_nothing(self, x: Tensor, state: MixerState | None, return_state: bool):
+        """A call without rows or without tokens: what one masked token gives, without that token."""
+        rows, time = x.shape[:2]
+        one = F.pad(x, (0, 0, 0, 1 - min(time, 1), 0, 1 - min(rows, 1)))
+        masked = torch.zeros(one.shape[:2], dtype=torch.bool, device=x.device)
+        if not return_state:
+            return self.forward(one, masked)[:rows, :time]
+        y, after = self.forward(one, masked, return_state=True)
+        if state is None:
+            state = after.reorder(torch.arange(rows, device=x.device))
+        return y[:rows, :time], state
 
     def _features(self, x: Tensor, tokens: Tokens, state: MixerState | None) -> tuple[Tensor, Tensor | None]:
         """[x, h]: the input with the conditioner's local features behind it."""
@@ -100,24 +140,44 @@ class FreeEnergyMixer(nn.Module):
         return Read(mean.mean, free.free_energy), memory
 
     def _check(self, x: Tensor, state: MixerState | None, return_state: bool) -> None:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = f"dtype {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise TypeError(f"x must be a floating-point tensor of embedded tokens, got {got}; embed token ids first.")
         if x.ndim != 3 or x.shape[-1] != self.config.n_embd:
             raise ValueError(f"x must have shape (batch, time, n_embd = {self.config.n_embd}), got {tuple(x.shape)}.")
+        self._check_place(x)
+        if state is not None and not isinstance(state, MixerState):
+            raise TypeError(f"state must be a MixerState that this layer returned, got a {type(state).__name__}.")
         if not self.config.causal and (state is not None or return_state):
             raise ValueError(
                 "a state continues a causal sequence; this layer has causal=False: leave out state and return_state."
             )
         if state is not None:
-            state.check(self._kind, x.shape[0], x.dtype, x.device)
+            self._check_state(state)
+            state.check(x.shape[0], x.dtype, x.device)
 
-    @property
-    def _kind(self) -> str:
-        """What a state must have been written by, in words."""
-        config = self.config
-        return (
-            f"{self.prior.name} prior of {config.n_head} heads, keys {config.qk_dim}, values {config.fem_dim}, "
-            f"{config.kv_heads} key heads, window {config.window}, decay {config.decay}, rank {config.ssm_rank}, "
-            f"conditioner {config.context_width}, cap {config.value_logexp_cap}"
-        )
+    def _check_place(self, x: Tensor) -> None:
+        """Raise unless x lies where the weights do, in their dtype; where another library keeps them, it knows."""
+        if type(self.value) is not Projection or hasattr(self.value, "_hf_hook"):
+            return
+        weight = self.value.weight
+        if x.device != weight.device:
+            raise ValueError(
+                f"x must be on the layer's device, {weight.device}, got x on {x.device}; move one of them."
+            )
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"x must have the layer's dtype, {weight.dtype}, got {x.dtype}; cast one, or use autocast.")
+
+    def _check_state(self, state: MixerState) -> None:
+        if state.layer in (self._kind, _kind_before_0_2(self.config, self.prior.name)):
+            return
+        if "=" not in state.layer:
+            raise another("layer", state.layer, self._kind)
+        got, wanted = (dict(item.split("=") for item in kind.split(", ")) for kind in (state.layer, self._kind))
+        shown = lambda kind: ", ".join(f"{name}={kind[name]}" for name in differing)  # noqa: E731
+        differing = [name for name in wanted if name in got and got[name] != wanted[name]]
+        if differing:
+            raise another("layer", shown(got), shown(wanted))
 
     @torch.no_grad()
     def inspect(
@@ -126,6 +186,9 @@ class FreeEnergyMixer(nn.Module):
         """What the layer reads from x, as tables: O(T) reads and O(T^2) memory per channel, so small T alone."""
         self._check(x, None, False)
         tokens, _ = read_tokens(tuple(x.shape[:2]), x.device, attention_mask, segment_ids)
+        if 0 in x.shape[:2]:
+            raise ValueError(f"inspect needs at least one row and one token, got x of shape {tuple(x.shape)}.")
+        x = _only_kept(x, tokens)
         features, _ = self._features(x, tokens, None)
         v = self._values(x, features)
         read, _ = self._read(features, v, tokens, None)
@@ -134,6 +197,10 @@ class FreeEnergyMixer(nn.Module):
         return read_tables(
             read, beta, lambda_, gate, *self.prior.selection(features, v, tokens), self.prior.per_channel
         )
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of all parameters that weight decay should leave alone, as timm asks for them."""
+        return undecayed_names(self)
 
     def parameter_report(self) -> dict:
         """Where the weights are: {"linear", "budget" (4 D^2), "ratio", "conditioner", "blocks" (with biases)}.
@@ -161,3 +228,38 @@ def _part(memory: dict[str, Tensor] | None, prefix: str) -> dict[str, Tensor] | 
     if memory is None:
         return None
     return {name.removeprefix(prefix): tensor for name, tensor in memory.items() if name.startswith(prefix)}
+
+
+def _only_kept(x: Tensor, tokens: Tokens) -> Tensor:
+    """x with 0 for masked tokens: whatever stood there, NaN too, reaches neither an output nor a gradient."""
+    return x if tokens.keep is None else x.masked_fill(~tokens.keep[..., None], 0)
+
+
+def _kind(config: FreeEnergyMixerConfig, prior: str) -> str:
+    """What a state must have been written by: every field of the configuration that the state depends on."""
+    named = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in NOT_IN_STATES}
+    return ", ".join(f"{name}={value}" for name, value in ({"prior": prior} | named).items())
+
+
+def _kind_before_0_2(config: FreeEnergyMixerConfig, prior: str) -> str:
+    """What states saved by version 0.1 say."""
+    return (
+        f"{prior} prior of {config.n_head} heads, keys {config.qk_dim}, values {config.fem_dim}, "
+        f"{config.kv_heads} key heads, window {config.window}, decay {config.decay}, rank {config.ssm_rank}, "
+        f"conditioner {config.context_width}, cap {config.value_logexp_cap}"
+    )
+
+
+def _check_parts(config: FreeEnergyMixerConfig, prior: Prior | None) -> None:
+    if not isinstance(config, FreeEnergyMixerConfig):
+        raise TypeError(f"config must be a FreeEnergyMixerConfig, got a {type(config).__name__}.")
+    if prior is not None and not isinstance(prior, Prior):
+        got = f"the class {prior.__name__}" if isinstance(prior, type) else repr(prior)
+        raise TypeError(f"prior must be a Prior that was built, such as OperatorPrior(op), or None, got {got}.")
+
+
+def _check_buffers(prior: Prior) -> None:
+    """Raise unless every buffer below the prior is saved; an operator of the user's own is nobody's to rebuild."""
+    lost = {name for name, _ in prior.named_buffers()} - prior.state_dict().keys()
+    if lost and not isinstance(prior, OperatorPrior):
+        raise ValueError(unsaved(min(lost)))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+
+CACHED = ("key", "value")  # tokens of a cache, in the dtype of the layer's input; all other sums are float32 at least
+_SLACK = 1.125  # times its own bytes that a tensor may keep alive as a view before it is copied
 
 
 @dataclass(frozen=True)
@@ -30,36 +33,34 @@ class Cursor:
         none = torch.zeros(batch, dtype=torch.long, device=device)
         return cls(position=none, document=none, segment=none, started=none.bool())
 
-    def map(self, change) -> Cursor:
-        return Cursor(*(change(getattr(self, field.name)) for field in fields(self)))
-
 
 @dataclass(frozen=True)
 class MixerState:
     """The memory of one mixer layer: what its prior and its conditioner carry to the next token.
 
-    Every tensor has the batch first. A state is never changed in place: a layer returns a new one.
+    Every tensor has the batch first. A state is never changed in place: a layer returns a new one. `torch.save` writes
+    it and `torch.load` reads it; `state_dict` is for other formats, such as safetensors.
     """
 
-    layer: str  # what wrote it, in words; another kind of layer refuses it
+    layer: str  # the configuration of what wrote it, "name=value, .."; another kind of layer refuses it
     dtype: torch.dtype  # of the layer's input
     memory: dict[str, Tensor]  # the prior's own
     conditioner: Tensor | None  # the conditioner's hidden state, (B, H_c)
     cursor: Cursor
 
-    def _tensors(self) -> Iterator[Tensor]:
-        yield from self.memory.values()
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ((f"memory.{name}", tensor) for name, tensor in self.memory.items())
         if self.conditioner is not None:
-            yield self.conditioner
-        yield from (getattr(self.cursor, field.name) for field in fields(self.cursor))
+            yield "conditioner", self.conditioner
+        yield from ((f"cursor.{field.name}", getattr(self.cursor, field.name)) for field in fields(self.cursor))
+
+    @staticmethod
+    def _of(layer: str, dtype: torch.dtype, tensors: dict[str, Tensor]) -> MixerState:
+        part = lambda prefix: {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}  # noqa: E731
+        return MixerState(layer, dtype, part("memory."), tensors.get("conditioner"), Cursor(**part("cursor.")))
 
     def _map(self, change) -> MixerState:
-        return replace(
-            self,
-            memory={name: change(tensor) for name, tensor in self.memory.items()},
-            conditioner=None if self.conditioner is None else change(self.conditioner),
-            cursor=self.cursor.map(change),
-        )
+        return self._of(self.layer, self.dtype, {name: change(tensor) for name, tensor in self._named()})
 
     @property
     def batch(self) -> int:
@@ -71,27 +72,73 @@ class MixerState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors of the state."""
-        return sum(tensor.nbytes for tensor in self._tensors())
+        """Bytes that the state keeps in memory."""
+        storages = [tensor.untyped_storage() for _, tensor in self._named()]
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+    def compact(self) -> MixerState:
+        """The same state, its tensors no longer views of much larger ones (of a prompt's activations, say)."""
+        pins = lambda x: x.untyped_storage().nbytes() > _SLACK * x.nbytes  # noqa: E731
+        if torch.compiler.is_compiling() or not any(pins(tensor) for _, tensor in self._named()):
+            return self
+        return self._map(lambda tensor: tensor.clone() if pins(tensor) else tensor)
 
     def reorder(self, index: Int[Tensor, " rows"]) -> MixerState:
         """The state of the rows `index`, in that order; rows may repeat or be left out (beam search)."""
         return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
-    def to(self, device: torch.device | str) -> MixerState:
-        """The same state on another device."""
-        return self._map(lambda tensor: tensor.to(device))
+    def detach(self) -> MixerState:
+        """The same state without its history, for truncated backpropagation."""
+        return self._map(torch.Tensor.detach)
 
-    def check(self, layer: str, batch: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Raise ValueError unless the state was written by this kind of layer for inputs of this kind."""
+    def to(self, target: torch.device | torch.dtype | str) -> MixerState:
+        """The same state on another device, or for a layer of another floating dtype.
+
+        Positions and document numbers stay integers, sums stay float32 at least: only cached keys and values become
+        bfloat16 or float16. Raises TypeError on a dtype that is not floating.
+        """
+        if not isinstance(target, torch.dtype):
+            return self._map(lambda tensor: tensor.to(target))
+        if not target.is_floating_point:
+            raise TypeError(f"a state can be cast to a floating dtype, got {target}; its integers never change.")
+        sums = torch.promote_types(target, torch.float32)
+        cast = {
+            name: x.to(target if name.endswith(CACHED) else sums) if x.is_floating_point() else x
+            for name, x in self._named()
+        }
+        return self._of(self.layer, target, cast)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state as a flat dict of tensors of their own, for safetensors and the like; `from_state_dict` reads it."""
+        kind = torch.tensor(list(self.layer.encode()), dtype=torch.uint8)
+        tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in self._named()}
+        return {"layer": kind, "dtype": torch.empty(0, dtype=self.dtype), **tensors}
+
+    @classmethod
+    def from_state_dict(cls, tensors: dict[str, Tensor]) -> MixerState:
+        """The state that `state_dict` wrote. Raises ValueError on a dict that is none."""
+        wanted = {"layer", "dtype", *(f"cursor.{field.name}" for field in fields(Cursor))}
+        if missing := sorted(wanted - tensors.keys()):
+            raise ValueError(f"tensors must be what MixerState.state_dict returned, got none named {missing[0]!r}.")
+        return cls._of(bytes(tensors["layer"].tolist()).decode(), tensors["dtype"].dtype, tensors)
+
+    def check(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Raise ValueError unless the state fits inputs of this kind."""
         for what, got, wanted in (
-            ("layer", self.layer, layer),
             ("batch size", self.batch, batch),
             ("input dtype", self.dtype, dtype),
             ("device", self.device, device),
         ):
             if got != wanted:
-                raise ValueError(
-                    f"state belongs to another {what}: it has {got}, this call has {wanted}; "
-                    "pass the state that this layer returned for the same rows, or state=None to start anew."
-                )
+                raise another(what, got, wanted)
+
+
+def another(what: str, got, wanted) -> ValueError:
+    """What to raise on a state that belongs elsewhere."""
+    return ValueError(
+        f"state belongs to another {what}: it has {got}, this call has {wanted}; "
+        "pass the state that this layer returned for the same rows, or state=None to start anew."
+    )
+
+
+torch.serialization.add_safe_globals([MixerState, Cursor])

@@ -38,6 +38,7 @@ ITEMS = (
     Item("Tables 5, 7", "speed and memory", "bench", "fem bench --profile paper"),
     Item("Appendix P", "every channel's maximum in one read", "argmax", "fem argmax --full"),
     Item("", "what each part adds to a language model", "ablate", "fem ablate"),
+    Item("", "where the free energy pays", "regimes", "fem regimes"),
     Item("", "FEM in a model that was trained without it", "finetune", "fem finetune"),
 )
 

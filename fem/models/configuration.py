@@ -7,7 +7,7 @@ from typing import no_type_check
 
 from transformers import PreTrainedConfig
 
-from fem.config import FreeEnergyMixerConfig
+from fem.config import PRIORS, FreeEnergyMixerConfig
 
 MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
 WIDTHS = {"fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio"}
@@ -78,12 +78,18 @@ class FEMConfig(PreTrainedConfig):
         return [built[layer] for layer in first]
 
     def _layer_fields(self, layer: int) -> dict:
-        entry = self.prior_type if self.layer_priors is None else self.layer_priors[layer]
-        own = {"prior_type": entry} if isinstance(entry, str) else entry
-        fields = {"prior_type": self.prior_type, **self.mixer, **own}
+        """Fields of a layer's own, and those of all layers but what the priors of other layers alone read."""
+        own = self._own_fields(layer)
+        reads = lambda fields: set(getattr(PRIORS.get(fields["prior_type"]), "uses", ()))  # noqa: E731
+        elsewhere = set().union(*(reads(self._own_fields(i)) for i in range(self.num_hidden_layers))) - reads(own)
+        fields = {name: value for name, value in self.mixer.items() if name not in elsewhere} | own
         if fields["prior_type"] == "softmax" and self._grouped:
             fields.setdefault("n_kv_head", self.num_key_value_heads)
         return fields
+
+    def _own_fields(self, layer: int) -> dict:
+        entry = self.prior_type if self.layer_priors is None else self.layer_priors[layer]
+        return {"prior_type": self.prior_type} | ({"prior_type": entry} if isinstance(entry, str) else entry)
 
     @property
     def _grouped(self) -> bool:

@@ -24,7 +24,22 @@ def next_token_loss(
     ForCausalLMLoss; at most 2^24 logits exist at a time, and gradients are made with them, so no logit is kept or
     computed twice. Sums run in float32 at least.
     """
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+    return cross_entropy(hidden, weight, next_tokens(labels), num_items)
+
+
+def next_tokens(labels: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
+    """The label that each token is to predict: the one after it."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def cross_entropy(
+    hidden: Float[Tensor, "b t d"],
+    weight: Float[Tensor, "v d"],
+    targets: Int[Tensor, "b t"],
+    num_items: Tensor | int | None = None,
+) -> Float[Tensor, ""]:
+    """`next_token_loss` of labels that are shifted already: -(1 / N) sum_t log softmax(W h_t)[target_t]."""
+    targets = targets.flatten()
     total = _SummedCrossEntropy.apply(hidden.flatten(0, 1), weight, targets, torch.is_grad_enabled())
     return total / ((targets != IGNORED).sum() if num_items is None else num_items)
 

@@ -14,9 +14,10 @@ from transformers.utils.generic import can_return_tuple
 
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
+from fem.models.arguments import check_names, read_documents
 from fem.models.cache import FEMCache
 from fem.models.configuration import FEMConfig
-from fem.models.loss import IGNORED, next_token_loss
+from fem.models.loss import IGNORED, cross_entropy, next_tokens
 
 
 class SwiGLU(nn.Module):
@@ -91,11 +92,12 @@ class FEMModel(FEMPreTrainedModel):
 
     input_ids (B, T), or inputs_embeds (B, T, D). attention_mask (B, T_past + T): 1 = keep, over the cached tokens too;
     masking a token equals deleting it, on either side. segment_ids (B, T): packed documents equal separate runs;
-    position_ids that restart say the same, where neither mask nor cache is given, and positions are otherwise counted
-    from the mask, so any position_ids will do. past_key_values: a `FEMCache`, to which the call adds its tokens.
-    token_type_ids, which some tokenizers add, are ignored.
+    seq_idx, cu_seq_lens_q and position_ids that restart say the same (`read_documents`), and positions are otherwise
+    counted from the mask, so any position_ids will do. past_key_values: a `FEMCache`, to which the call adds its
+    tokens. What transformers passes and a mixer has no use for is ignored (`SET_ASIDE` of fem.models.arguments).
 
-    Raises ValueError on wrong shapes and rows longer than config.max_position_embeddings, TypeError on another cache.
+    Raises ValueError on wrong shapes and rows longer than config.max_position_embeddings, TypeError on another cache
+    and on unknown arguments.
     """
 
     def __init__(self, config: FEMConfig):
@@ -118,8 +120,11 @@ class FEMModel(FEMPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         segment_ids: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs,
     ) -> BaseModelOutputWithPast:
+        check_names(self, kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"give input_ids or inputs_embeds, got {'neither' if input_ids is None else 'both'}.")
         if output_attentions:
@@ -127,8 +132,7 @@ class FEMModel(FEMPreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
         past = 0 if cache is None else cache.get_seq_length()
-        if segment_ids is None and attention_mask is None and past == 0:
-            segment_ids = _packed_documents(position_ids, x)
+        segment_ids = read_documents(x, attention_mask, position_ids, past, segment_ids, seq_idx, cu_seq_lens_q)
         self._check_length(past + x.shape[1], packed=segment_ids is not None)
         attention_mask = _mask_of_new_tokens(attention_mask, past, x)
 
@@ -164,18 +168,6 @@ class FEMModel(FEMPreTrainedModel):
             )
 
 
-def _packed_documents(position_ids: Tensor | None, x: Tensor) -> Tensor | None:
-    """The document of every token, where positions do not simply count up; None: there is but one."""
-    if position_ids is None:
-        return None
-    if position_ids.shape[-1] != x.shape[1]:
-        raise ValueError(f"position_ids must cover the {x.shape[1]} tokens, got shape {tuple(position_ids.shape)}.")
-    jump = F.pad(position_ids.diff(dim=-1) != 1, (1, 0))
-    if not torch.compiler.is_compiling() and not bool(jump.any()):
-        return None
-    return jump.long().cumsum(-1).expand(x.shape[0], -1)
-
-
 def _mask_of_new_tokens(attention_mask: Tensor | None, past: int, x: Tensor) -> Tensor | None:
     if attention_mask is None:
         return None
@@ -194,11 +186,12 @@ def _mask_of_new_tokens(attention_mask: Tensor | None, past: int, x: Tensor) -> 
 class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
     """`FEMModel` with a head over the vocabulary, tied to the embeddings unless config.tie_word_embeddings is False.
 
-    labels (B, T): the input_ids, -100 where nothing is to be predicted; the loss shifts them, and with segment_ids no
-    document predicts the next one's first token. The loss is `next_token_loss`: its logits exist in chunks.
-    logits_to_keep: the last n positions, an index, or 0 for all; None: all, except in training with labels, where
-    no logits are returned. num_items_in_batch: what the summed loss is divided by (the Trainer passes it).
-    With labels no cache is built, unless use_cache=True. All else is `FEMModel`'s.
+    labels (B, T): the input_ids, -100 where nothing is to be predicted; the loss shifts them, and no document predicts
+    the next one's first token. shift_labels (B, T): what each token is to predict, instead. The loss is
+    `next_token_loss`: its logits exist in chunks. logits_to_keep: the last n positions, an index, or 0 for all; None:
+    all, except in training with labels, where metrics that need them ask by logits_to_keep=0.
+    num_items_in_batch: what the summed loss is divided by (the Trainer passes it). With labels no cache is built,
+    unless use_cache=True. All else is `FEMModel`'s.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -227,25 +220,35 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         logits_to_keep: int | Tensor | None = None,
         segment_ids: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        **kwargs,
     ) -> CausalLMOutputWithPast:
+        shift_labels = kwargs.pop("shift_labels", None)  # no named argument, or the Trainer waits for it in its batches
+        check_names(self, kwargs)
+        trained = labels is not None or shift_labels is not None
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if trained and tokens is not None and past_key_values is None:  # the loss must know them as well
+            segment_ids = read_documents(tokens, attention_mask, position_ids, 0, segment_ids, seq_idx, cu_seq_lens_q)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
-            use_cache=False if use_cache is None and labels is not None else use_cache,
+            use_cache=False if use_cache is None and trained else use_cache,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
             segment_ids=segment_ids,
+            seq_idx=seq_idx,
+            cu_seq_lens_q=cu_seq_lens_q,
         )
         hidden = outputs.last_hidden_state
         loss = logits = None
-        if labels is not None:
-            loss = self._loss(hidden, labels, segment_ids, num_items_in_batch)
-        if labels is None or not self.training or logits_to_keep is not None:
+        if trained:
+            loss = self._loss(hidden, labels, shift_labels, segment_ids, num_items_in_batch)
+        if not trained or not self.training or logits_to_keep is not None:
             logits = self.lm_head(slice_logits_to_keep(hidden, 0 if logits_to_keep is None else logits_to_keep))
         return CausalLMOutputWithPast(
             loss=loss,
@@ -255,13 +258,20 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         )
 
     def _loss(
-        self, hidden: Tensor, labels: Tensor, segment_ids: Tensor | None, num_items: Tensor | int | None
+        self,
+        hidden: Tensor,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        segment_ids: Tensor | None,
+        num_items: Tensor | int | None,
     ) -> Float[Tensor, ""]:
-        if labels.shape != hidden.shape[:2]:
+        name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
+        if given.shape != hidden.shape[:2]:
             raise ValueError(
-                f"labels must have shape (batch, time) = {tuple(hidden.shape[:2])}, got {tuple(labels.shape)}."
+                f"{name} must have shape (batch, time) = {tuple(hidden.shape[:2])}, got {tuple(given.shape)}."
             )
-        if segment_ids is not None:
+        if shift_labels is None and segment_ids is not None:
             opens = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
-            labels = labels.masked_fill(opens, IGNORED)
-        return next_token_loss(hidden, self.lm_head.weight, labels.to(hidden.device), num_items)
+            given = given.masked_fill(opens, IGNORED)
+        targets = next_tokens(given) if shift_labels is None else given
+        return cross_entropy(hidden, self.lm_head.weight, targets.to(hidden.device), num_items)

@@ -51,6 +51,7 @@ TRANSFORMER = {
 FAMILIES = {"transformer": TRANSFORMER} | {
     f"fem-{'sm' if prior == 'softmax' else prior}": {"prior_type": prior, "mixer": {}} for prior in PRIORS
 }
+FAMILIES["fem-sm-slim"] = {"prior_type": "softmax", "mixer": {"gate_rank": 8}}
 PRESETS = tuple(f"{family}-{size}" for size in SIZES for family in FAMILIES)
 OF_THE_MIXERS = ("prior_type", "layer_priors", "mixer")
 

@@ -18,6 +18,7 @@ from fem.mixer import FreeEnergyMixer
 from fem.models.configuration import WIDTHS
 from fem.models.modeling import FEMPreTrainedModel
 from fem.models.presets import TRANSFORMER
+from fem.optim import undecayed_names
 
 ENCODER = {"causal": False, "use_rope": False, "conv_bidirectional": True}
 POOLINGS = ("cls", "mean")
@@ -231,6 +232,10 @@ class FEMForImageClassification(FEMImagePreTrainedModel):
         self.model = FEMImageModel(config)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of all parameters that weight decay should leave alone, as timm's optimisers ask for them."""
+        return undecayed_names(self)
 
     @can_return_tuple
     def forward(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fem.config import PRIOR_WIDTHS
+from fem.config import PRIORS
 from fem.priors.base import Prior
 from fem.priors.linear_attention import GatedLinearPrior, LinearPrior
 from fem.priors.mamba import InteractiveMambaPrior, MambaPrior
@@ -10,7 +10,7 @@ from fem.priors.operator import OperatorPrior
 from fem.priors.rnn import RNNDecayPrior, RNNSoftmaxPrior
 from fem.priors.softmax import SoftmaxPrior
 
-PRIORS: dict[str, type[Prior]] = {
+PRIORS |= {
     prior.name: prior
     for prior in (
         SoftmaxPrior,
@@ -22,6 +22,5 @@ PRIORS: dict[str, type[Prior]] = {
         InteractiveMambaPrior,
     )
 }
-PRIOR_WIDTHS.update({name: prior.widths for name, prior in PRIORS.items()})
 
 __all__ = ["PRIORS", "OperatorPrior", "Prior"]

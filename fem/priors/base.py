@@ -18,16 +18,26 @@ from fem.projection import Projection
 class Prior(nn.Module, ABC):
     """A non-negative score s_t(i), normalised over the tokens a row may see: p_t(i) = s_t(i) / sum_r s_t(r).
 
-    Final subclasses hold the score, its parameters and its memory, and nothing of gates or conditioning.
-    Features are [x, h], (B, T, D + H_c); values v are (B, T, H, d_v).                                 (Section 2.3.3)
+    Final subclasses hold the score, its parameters and its memory, and nothing of gates or conditioning. Buffers are
+    saved with the weights. Features are [x, h], (B, T, D + H_c); values v are (B, T, H, d_v).        (Section 2.3.3)
     """
 
     name: ClassVar[str]
+    uses: ClassVar[tuple[str, ...]] = ()  # fields of the configuration that not every prior reads
     per_channel: ClassVar[bool] = False  # whether every value channel has its own distribution
 
     def __init__(self, config: FreeEnergyMixerConfig | None):
         super().__init__()
         self.config = config
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """A tensor that is saved with the weights. Raises ValueError on one that is not."""
+        if not persistent:
+            raise ValueError(unsaved(name))
+        super().register_buffer(name, tensor)
+
+    def check(self, config: FreeEnergyMixerConfig) -> None:  # noqa: B027  (most priors follow any configuration)
+        """Raise ValueError on a layer's configuration that the prior cannot follow."""
 
     @staticmethod
     @abstractmethod
@@ -83,3 +93,11 @@ def indicators(v: Float[Tensor, "b t h d"]):
     """For every token, values that are 1 at the token and 0 elsewhere."""
     for token in torch.eye(v.shape[1], dtype=v.dtype, device=v.device):
         yield token[:, None, None].expand_as(v).contiguous()
+
+
+def unsaved(buffer: str) -> str:
+    """One sentence about a buffer that is not saved."""
+    return (
+        f"buffer {buffer!r} of a prior must be persistent, got persistent=False: transformers' from_pretrained builds "
+        "a model without values, and nothing would fill in what was not saved."
+    )

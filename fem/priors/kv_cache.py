@@ -16,10 +16,10 @@ from torch import Tensor
 from fem.ops.common.precision import wide
 from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.cached import pack_to_be_proven
+from fem.state import CACHED as KEPT  # (B, H, T, d) each: a row of queries reads them at the speed of memory
 
 Memory = dict[str, Tensor]
 
-KEPT = ("key", "value")  # (B, H, T, d) each: a row of queries reads them at the speed of memory
 PACKED = ("shift", "beta")  # (B, H, 1, d_v) each, where the values are [v | e]
 RECENT = "recent "
 _MOST_RECENT = 256
@@ -50,6 +50,8 @@ def append(
         start = memory if memory else _start(v, beta, tokens.keep)
         v = _packed(v, start, k)
         marks |= {name: start[name] for name in PACKED}
+    elif "shift" in memory:  # of a stream in a wider dtype
+        memory = {name: x[..., : v.shape[3]] if name.endswith("value") else x for name, x in memory.items()}
     if not memory:
         return {"key": k.contiguous(), "value": v.contiguous()} | marks
     kept, old = {}, memory["key"].shape[2]
@@ -91,7 +93,7 @@ def _marks(memory: Memory, k: Float[Tensor, "b h t d"], tokens: Tokens, with_pos
     rows, new = k.shape[0], k.shape[2]
     incoming = {}
     if "keep" in memory or tokens.keep is not None:
-        incoming["keep"] = k.new_ones(rows, new, dtype=torch.bool) if tokens.keep is None else tokens.keep
+        incoming["keep"] = k.new_ones(rows, new, dtype=torch.bool) if tokens.keep is None else tokens.keep.clone()
     if "document" in memory or tokens.start is not None:
         none = tokens.document is None
         incoming["document"] = k.new_zeros(rows, new, dtype=torch.long) if none else tokens.document
@@ -113,9 +115,8 @@ def within_window(memory: Memory, window: int) -> Memory:
     axis = lambda name: 2 if name in KEPT else 1  # noqa: E731
     whole = {name: memory[name] for name in PACKED if name in memory}
     by_token = {name: tensor for name, tensor in memory.items() if name not in PACKED}
-    if "keep" not in memory:  # copies, so that what has left the window is freed
-        cut = {name: tensor.narrow(axis(name), old - room, room).contiguous() for name, tensor in by_token.items()}
-        return cut | whole
+    if "keep" not in memory:
+        return {name: tensor.narrow(axis(name), old - room, room) for name, tensor in by_token.items()} | whole
     last = memory["keep"].long().argsort(dim=1, stable=True)[:, old - room :]
     index = lambda name: last[:, None, :, None] if name in KEPT else last  # noqa: E731
     return {name: tensor.take_along_dim(index(name), axis(name)) for name, tensor in by_token.items()} | whole

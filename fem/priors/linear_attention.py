@@ -59,6 +59,7 @@ class GatedLinearPrior(KeyedPrior):
     """
 
     name = "gla"
+    uses = ("decay",)
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)

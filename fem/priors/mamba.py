@@ -13,6 +13,7 @@ from fem.ops.common.backend import scan_backend
 from fem.ops.common.precision import wide
 from fem.ops.common.read import mix_channels, read_of
 from fem.ops.ssm.read import ssm_read, ssm_terms
+from fem.optim import mark_undecayed
 from fem.priors.base import Prior, indicators
 
 LONGEST_MEMORY = 512  # tokens after which the slowest state of a new layer has lost half
@@ -25,6 +26,8 @@ class SelectiveSSM(nn.Module):
     on a log scale, so that half-lives run from 1 to 512 tokens.
     """
 
+    undecayed = ("a", "d")
+
     def __init__(self, config: FreeEnergyMixerConfig, project):
         super().__init__()
         heads, width, rank = config.n_head, config.value_width, config.ssm_rank
@@ -34,6 +37,7 @@ class SelectiveSSM(nn.Module):
         self.a = nn.Parameter(torch.empty(heads, width, rank))
         self.d = nn.Parameter(torch.empty(heads, width))
         self.reset_parameters()
+        mark_undecayed(self)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -58,6 +62,7 @@ class MambaPrior(Prior):
     """p_tj(i) = H_tj(i) / sum_r H_tj(r), H the impulse response of a selective SSM.           (Eq. 32, Appendix H.4)"""
 
     name = "mamba"
+    uses = ("ssm_rank",)
     per_channel = True
 
     def __init__(self, config: FreeEnergyMixerConfig):
@@ -81,6 +86,8 @@ class InteractiveMambaPrior(Prior):
     """
 
     name = "mamba_interactive"
+    undecayed = ("mixing",)
+    uses = ("ssm_rank",)
     per_channel = True
 
     def __init__(self, config: FreeEnergyMixerConfig):
@@ -88,6 +95,7 @@ class InteractiveMambaPrior(Prior):
         self.ssm = SelectiveSSM(config, self.project)
         self.mixing = nn.Parameter(torch.empty(config.n_head, config.value_width, config.value_width))
         self.reset_parameters()
+        mark_undecayed(self)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -8,11 +8,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fem.config import Widths
+from fem.config import FreeEnergyMixerConfig, Widths
 from fem.ops.common.precision import wide
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import Tokens
 from fem.priors.base import Prior
+
+
+_ROUNDING = 1e-4  # of the largest sum of weights: what an operator computed by FFT, say, may be off by
 
 
 class OperatorPrior(Prior):
@@ -23,7 +26,9 @@ class OperatorPrior(Prior):
     every document runs on its own, so masks and segments are exact. It keeps no state.
 
     The numerator has one shift for the whole row, so a value may exceed what a row sees by 60 / beta at most; beyond
-    that (in eager mode) a ValueError says so. Raises ValueError where op changes the shape or goes negative.
+    that (in eager mode) a ValueError says so. Raises ValueError where op changes the shape, where (in eager mode) what
+    it does to ones and to exp(beta (v - m)) <= 1 shows a negative weight, and on a configuration with causal=False,
+    normalize=False, n_kv_head or window, none of which an operator can follow; TypeError on an op that is no function.
     """
 
     name = "operator"
@@ -31,11 +36,21 @@ class OperatorPrior(Prior):
 
     def __init__(self, op: Callable[[Tensor], Tensor]):
         super().__init__(config=None)
+        if not callable(op):
+            raise TypeError(f"op must be a function or module that maps (B, T, C) to (B, T, C), got {op!r}.")
         self.op = op
 
     @staticmethod
     def widths(config) -> Widths:
         raise TypeError("an operator prior is no key of PRIORS: its weights are the operator's own.")
+
+    def check(self, config: FreeEnergyMixerConfig) -> None:
+        for name, wanted in (("causal", True), ("normalize", True), ("n_kv_head", None), ("window", None)):
+            if getattr(config, name) != wanted:
+                raise ValueError(
+                    f"an operator prior is causal and normalised, one head per head of values; leave out {name}, "
+                    f"got {name}={getattr(config, name)!r}."
+                )
 
     def read(self, features, v, beta, tokens, memory):
         if memory is not None:
@@ -43,15 +58,18 @@ class OperatorPrior(Prior):
                 "an operator prior keeps no state; call the layer on whole sequences, without state and return_state."
             )
         v = wide(v)
-        total = self._apply(torch.ones_like(v), tokens)
-        empty = total <= 0
-        total = total.masked_fill(empty, 1)
-        mean = (self._apply(v, tokens) / total).masked_fill(empty, 0)
+        weight = self._over_documents(torch.ones_like(v), tokens)
+        _check_weights(weight, None)
+        empty = weight <= 0
+        total = weight.masked_fill(empty, 1)
+        mean = (self._over_documents(v, tokens) / total).masked_fill(empty, 0)
         if beta is None:
             return Read(mean, None), None
         kept = v if tokens.keep is None else v.masked_fill(~tokens.keep[..., None, None], -math.inf)
         shift = kept.detach().amax(1, keepdim=True).nan_to_num(neginf=0.0)
-        ratio = self._apply(torch.exp((beta * (v - shift)).clamp(max=0)), tokens) / total
+        energy = self._over_documents(torch.exp((beta * (v - shift)).clamp(max=0)), tokens)
+        _check_weights(energy, weight)
+        ratio = energy / total
         if not torch.compiler.is_compiling() and bool((~empty & (ratio < math.exp(-60))).any()):
             raise ValueError(
                 "v spreads too far for an operator prior: exp(beta v) underflows at a row that comes before a far "
@@ -60,7 +78,7 @@ class OperatorPrior(Prior):
         free_energy = shift + torch.log(ratio.masked_fill(empty, 1)) / beta
         return Read(mean, torch.where(empty, 0, torch.maximum(free_energy, mean))), None
 
-    def _apply(self, x: Tensor, tokens: Tokens) -> Tensor:
+    def _over_documents(self, x: Tensor, tokens: Tokens) -> Tensor:
         """op on every document of every row, as if masked tokens were not there."""
         flat = x.flatten(2)
         if tokens.keep is None and tokens.start is None:
@@ -77,6 +95,20 @@ class OperatorPrior(Prior):
 
     def _checked(self, x: Tensor) -> Tensor:
         y = self.op(x)
-        if y.shape != x.shape:
-            raise ValueError(f"op must map (B, T, C) to the same shape, got {tuple(y.shape)} from {tuple(x.shape)}.")
+        if not isinstance(y, Tensor) or y.shape != x.shape:
+            got = tuple(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
+            raise ValueError(f"op must map (B, T, C) to the same shape, got {got} from {tuple(x.shape)}.")
         return y
+
+
+def _check_weights(of_less: Tensor, of_ones: Tensor | None) -> None:
+    """Raise unless 0 <= op(x) <= op(1), as it must be of weights >= 0 and 0 <= x <= 1."""
+    if torch.compiler.is_compiling() or of_less.is_meta:
+        return
+    most = (of_less if of_ones is None else of_ones).abs().amax()
+    wrong = (of_less < -_ROUNDING * most) | (False if of_ones is None else of_less > of_ones + _ROUNDING * most)
+    if bool(wrong.any()):
+        raise ValueError(
+            "op must be non-negative, got a negative weight: op(1) or op(x) of some 0 <= x <= 1 leaves [0, op(1)]; "
+            "pass its weights through a softplus."
+        )

@@ -17,6 +17,7 @@ class SoftmaxPrior(Prior):
     """
 
     name = "softmax"
+    uses = ("window", "n_kv_head")
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)

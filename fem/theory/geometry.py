@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.theory.rows import Along, PerRead, as_given, prepare
+from fem.theory.rows import Along, PerRead, as_given, check_distribution, check_tensors, positive, prepare
 
 
 def free_energy_slope(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Along:
@@ -38,8 +38,11 @@ def kl_divergence(q: Along, p: Along, dim: int = -1) -> Along:
 
         KL(q || p) = sum_i q_i log(q_i / p_i),    0 log 0 = 0
 
-    Infinite where q leaves the support of p.
+    Infinite where q leaves the support of p. Raises ValueError unless both sum to 1, TypeError on other dtypes.
     """
+    check_tensors(q=q, p=p)
+    for name, weights in (("q", q), ("p", p)):
+        check_distribution(name, weights.movedim(dim, -1), torch.finfo(weights.dtype).eps)
     return (torch.xlogy(q, q) - torch.xlogy(q, p)).sum(dim)
 
 
@@ -50,7 +53,9 @@ def donsker_varadhan(q: Along, p: Along, v: Along, beta: PerRead, dim: int = -1)
 
     beta > 0; v must be finite on the support of q.
     """
-    return (q * torch.where(q > 0, v, 0)).sum(dim) - kl_divergence(q, p, dim) / beta
+    check_tensors(q=q, p=p, v=v)
+    cost = kl_divergence(q, p, dim) / positive("beta", beta)
+    return (q * torch.where(q > 0, v, 0)).sum(dim) - cost
 
 
 def value_hessian(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Float[Tensor, "... t t"]:
@@ -74,6 +79,7 @@ def prior_gradient(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Along:
     support. F is concave in p.
     """
     rows, beta = prepare(p, v, dim, beta=beta)
+    positive("beta", beta)
     return as_given(torch.where(rows.p > 0, rows.log_ratio(beta).exp() / beta[..., None], 0), p, v, dim)
 
 
@@ -107,6 +113,7 @@ def concentration(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Concentra
     beta > 0.
     """
     rows, beta = prepare(p, v, dim, beta=beta)
+    positive("beta", beta)
     peak = rows.peak()
     upper = rows.mean + torch.where(peak.best, rows.centred, 0).amax(-1)
     missed = peak.rest / peak.mass * torch.exp(-beta * peak.margin)

@@ -106,10 +106,46 @@ def prepare(p: Tensor, v: Tensor, dim: int, **per_read: PerRead) -> tuple[Rows |
 
     Raises ValueError naming the argument on shapes that do not broadcast, on values out of range and on NaN.
     """
-    if _readable(p) and not (p >= 0).all():
-        raise ValueError(f"p must hold weights >= 0 that sum to 1, got {shown(p)}; pass probabilities, not logits.")
+    check_tensors(p=p, v=v)
     rows = _rows(p, v, dim)
     return rows, *(_checked(name, value, rows) for name, value in per_read.items())
+
+
+def check_tensors(**tensors: Tensor) -> None:
+    """Raise TypeError unless all are floating-point tensors."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got a {type(tensor).__name__}.")
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got dtype {tensor.dtype}.")
+
+
+def check_distribution(name: str, p: Tensor, rounding: float) -> None:
+    """Raise ValueError unless p >= 0 sums to 1 along its last axis, or to 0 where a row has no support; no NaN.
+
+    rounding: of the dtype that p was given in.
+    """
+    if not _readable(p):
+        return
+    if not (p >= 0).all():
+        raise ValueError(
+            f"{name} must hold weights >= 0 that sum to 1, got {shown(p)}; pass probabilities, not logits."
+        )
+    total = p.sum(-1, dtype=torch.float64)
+    if not (((total - 1).abs() <= 1e-3 + 8 * rounding * p.shape[-1] ** 0.5) | (total == 0)).all():
+        raise ValueError(
+            f"{name} must sum to 1 over the tokens (or to 0: no support), got sums with {shown(total)}; "
+            "divide by the sum, or name the tokens' axis as dim."
+        )
+
+
+def positive(name: str, value: PerRead) -> PerRead:
+    """The value. Raises ValueError where it is 0, negative or NaN."""
+    if isinstance(value, Tensor) and not _readable(value):
+        return value
+    if not (torch.as_tensor(value) > 0).all():
+        raise ValueError(f"{name} must be > 0 here, got {shown(torch.as_tensor(value))}.")
+    return value
 
 
 def as_given(result: Tensor, p: Tensor, v: Tensor, dim: int | None = None) -> Tensor:
@@ -124,11 +160,17 @@ def shown(tensor: Tensor) -> str:
 
 
 def _rows(p: Tensor, v: Tensor, dim: int) -> Rows:
+    rounding = torch.finfo(p.dtype).eps
     try:
         p, v = torch.broadcast_tensors(p.double(), v.double())
     except RuntimeError:
         raise ValueError(f"p and v must broadcast, got shapes {tuple(p.shape)} and {tuple(v.shape)}.") from None
+    if not -p.ndim <= dim < p.ndim:
+        raise ValueError(f"dim must be an axis of p and v, of shape {tuple(p.shape)}, got {dim}.")
     p, v = p.movedim(dim, -1), v.movedim(dim, -1)
+    if p.shape[-1] == 0:
+        raise ValueError(f"p must hold at least one token along dim, got shape {tuple(p.shape)} with dim last.")
+    check_distribution("p", p, rounding)
     p, v = torch.where(p > 0, p, 0), torch.where(p > 0, v, 0)
     heaviest = v.gather(-1, p.argmax(-1, keepdim=True))
     mean = heaviest + (p * (v - heaviest)).sum(-1, keepdim=True)
@@ -136,6 +178,8 @@ def _rows(p: Tensor, v: Tensor, dim: int) -> Rows:
 
 
 def _checked(name: str, value: PerRead, rows: Rows) -> Tensor:
+    if not isinstance(value, (Tensor, int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number or a tensor, got a {type(value).__name__}.")
     value = torch.as_tensor(value, dtype=torch.float64, device=rows.mean.device)
     try:
         torch.broadcast_shapes(value.shape, rows.mean.shape)

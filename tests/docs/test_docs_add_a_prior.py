@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
-from fem.config import PRIOR_WIDTHS
 from fem.priors import OperatorPrior
 
 PAGE = Path(__file__).parents[2] / "docs" / "add_a_prior.md"
@@ -22,7 +21,6 @@ def page():
         exec(block, names)
     yield names
     PRIORS.pop("fixed_decay")
-    PRIOR_WIDTHS.pop("fixed_decay")
 
 
 def test_the_new_prior_streams_like_any_other(page):

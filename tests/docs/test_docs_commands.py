@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-typer = pytest.importorskip("typer", reason="the command line needs the extra 'cli'")
+pytest.importorskip("typer", reason="the command line needs the extra 'cli'")
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -22,12 +22,11 @@ def shown(page: Path) -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_commands_of_a_page_exist_with_their_options(page):
-    from fem.cli import app
+    from fem.cli import COMMANDS, load
 
-    commands = typer.main.get_command(app).commands
     for name, options in shown(page):
-        assert name in commands, f"fem {name}"
-        known = {flag for parameter in commands[name].params for flag in (*parameter.opts, *parameter.secondary_opts)}
+        assert name in COMMANDS, f"fem {name}"
+        known = {flag for parameter in load(name).params for flag in (*parameter.opts, *parameter.secondary_opts)}
         assert set(options) - {"--help"} <= known, f"fem {name}"
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fem import cli, extras
+from fem import __version__, cli, extras
 from fem.experiments import argmax
 from fem.experiments.common import run as recipe
 from fem.experiments.common import tables
@@ -36,11 +36,25 @@ def fem(monkeypatch, *arguments):
 
 def test_every_command_explains_itself():
     listing = CliRunner().invoke(cli.app, ["--help"]).output
-    for command in ("demo", "argmax", "doctor"):
+    for command in cli.COMMANDS:
         assert command in listing
         shown = CliRunner().invoke(cli.app, [command, "--help"])
         assert shown.exit_code == 0
         assert "Usage" in shown.output
+
+
+def test_the_list_of_commands_waits_for_no_library():
+    code = "import sys; from fem import cli; sys.argv = ['fem', '--help']\ntry: cli.main()\nexcept SystemExit: pass\n"
+    code += "print({'torch', 'transformers', 'matplotlib', 'pandas'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.endswith("set()\n"), done.stdout + done.stderr
+
+
+def test_version_and_a_misspelt_command(monkeypatch, capsys):
+    assert fem(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"free-energy-mixer {__version__}\n"
+    assert fem(monkeypatch, "trian") == 2
+    assert "did you mean 'train'?" in capsys.readouterr().err
 
 
 def test_every_field_of_a_recipe_is_an_option_with_its_default():

@@ -85,7 +85,9 @@ def test_gap_and_read_follow_from_prior_and_posterior(family):
         lam = found.lambda_[h, j, t]
         assert sum(p) == pytest.approx(1, abs=1e-9)
         divergence = sum(p[i] * math.log(p[i] / q[i]) for i in range(time) if p[i] > 0)
-        if family == "mamba_interactive":  # it selects pairs of token and channel; over tokens alone less is seen
+        if family.startswith(
+            "mamba_interactive"
+        ):  # it selects pairs of token and channel; over tokens alone less is seen
             assert found.gap[h, j, t] > divergence - 1e-9
         else:
             assert found.gap[h, j, t] == pytest.approx(divergence, abs=1e-7)

@@ -18,10 +18,10 @@ import torch
 
 from fem import PRIORS, FreeEnergyMixerConfig
 from fem.experiments.common.mixers import PUBLISHED, canonical, fields_of, known
+from fem.experiments.common.sweep import finished, sweep
 from fem.experiments.mad.backbone import build_host, sinusoids
 from fem.experiments.mad.experiment import MADRecipe, run
 from fem.experiments.mad.settings import PROFILES, Profile, Setting, Training
-from fem.experiments.mad.sweep import finished, sweep
 from fem.experiments.mad.table import TABLE1, average, best, steps_table, steps_to, table1, task_scores
 from fem.experiments.mad.training import Data, Job, accuracies, evaluate, train
 
@@ -324,7 +324,7 @@ def test_jobs_of_other_values_have_other_names():
 
 def test_a_stopped_sweep_goes_on_where_it_was(tmp_path):
     jobs = [job(seed=seed, setting=setting) for seed in (0, 1) for setting in (MEMORIZE, COMPRESS)]
-    first = next(itertools.islice(sweep(jobs, tmp_path, workers=1), 1))
+    first = next(itertools.islice(sweep(jobs, tmp_path, train, workers=1), 1))
     done = finished(jobs, tmp_path)
     assert first["job"] in [found["job"] for found in done.values()]
     torn = tmp_path / f"{jobs[3].key}.json"
@@ -332,7 +332,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(tmp_path):
     missing = [job for job in jobs if job.key not in finished(jobs, tmp_path)]
     assert jobs[3] in missing
     assert len(missing) < 4
-    assert len(list(sweep(missing, tmp_path, workers=1))) == len(missing)
+    assert len(list(sweep(missing, tmp_path, train, workers=1))) == len(missing)
     assert finished(jobs, tmp_path).keys() == {job.key for job in jobs}
     curve, _ = train(jobs[3], torch.device("cpu"))
     assert finished(jobs, tmp_path)[jobs[3].key]["curve"] == curve
@@ -372,8 +372,8 @@ KILLED = """
 import sys
 from pathlib import Path
 from fem.experiments.mad.settings import Setting, Training
-from fem.experiments.mad.sweep import sweep
-from fem.experiments.mad.training import Job
+from fem.experiments.common.sweep import sweep
+from fem.experiments.mad.training import Job, train
 
 if __name__ == "__main__":
     training = Training(
@@ -385,7 +385,7 @@ if __name__ == "__main__":
             training=training)
         for rate in (1e-3, 1e-2)
     ]
-    list(sweep(jobs, Path(sys.argv[1]), workers=2))
+    list(sweep(jobs, Path(sys.argv[1]), train, workers=2))
 """
 
 

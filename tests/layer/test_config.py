@@ -8,8 +8,11 @@ from layers import ABLATIONS
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
 
+GATE_RANKS = (0, 4, 16)
 PAPER_SIZES = [(256, 4), (512, 8), (768, 8)]
 MATCHED = [{"prior_type": name} for name in PRIORS] + [{"prior_type": "softmax", "n_kv_head": 2}]
+MATCHED += [{"prior_type": name, "gate_rank": 4} for name in PRIORS]
+MATCHED += [{"prior_type": "softmax", "gate_rank": 0}, {"prior_type": "softmax", "gate_rank": 4, "n_kv_head": 2}]
 if "gla" in PRIORS:
     MATCHED += [{"prior_type": "gla", "decay": "channel"}, {"prior_type": "gla", "decay": "scalar"}]
 
@@ -82,3 +85,54 @@ def test_beta_starts_where_the_paper_says():
     torch.testing.assert_close(layer.beta(), torch.full((4, 8), 1.953), atol=1e-3, rtol=0)
     assert (layer.gate.inner.bias == -3).all()
     assert 0.015 < layer.value.weight.std() < 0.025
+
+
+@pytest.mark.parametrize("prior", [name for name in ("softmax", "linear", "gla") if name in PRIORS])
+@pytest.mark.parametrize("rank", GATE_RANKS)
+@pytest.mark.parametrize("gates", [1, 2])
+def test_slim_gates_give_their_width_to_the_values(prior, rank, gates):
+    """d = (2 D^2 - n r D) / (2 D + n r) to the nearest head; of one number per head, d = D - n H / 2."""
+    width, heads = 512, 8
+    config = FreeEnergyMixerConfig.matched(
+        n_embd=width, n_head=heads, prior_type=prior, gate_rank=rank, use_outer_gate=gates == 2
+    )
+    decay = width * heads if prior == "gla" else 0
+    exact = (2 * width**2 - decay - gates * rank * width) / (2 * width + gates * rank)
+    if rank == 0:
+        exact = (2 * width**2 - decay - gates * width * heads) / (2 * width)
+    assert abs(config.fem_dim - exact) <= heads / 2
+    assert config.qk_dim == width
+
+
+@pytest.mark.parametrize("rank", [-1, 1.0, True, "4"])
+def test_a_gate_rank_that_is_none_is_refused(rank):
+    with pytest.raises(ValueError, match=f"gate_rank must be None, 0 or a positive integer, got {rank!r}"):
+        FreeEnergyMixerConfig(n_embd=64, n_head=4, gate_rank=rank)
+
+
+def test_slim_gates_start_as_spread_as_full_ones():
+    torch.manual_seed(0)
+    layer = FreeEnergyMixer(FreeEnergyMixerConfig.matched(n_embd=512, n_head=8, gate_rank=8, lambda_init=-3.0))
+    for gate, start in ((layer.gate.inner, -3), (layer.gate.outer, 0)):
+        product = gate.up.weight @ gate.down.weight[:, :512]
+        assert 0.019 < product.std() < 0.021
+        assert (gate.up.bias == start).all()
+        assert (gate.down.weight[:, 512:] == 0).all()  # the conditioner's columns
+
+
+def test_full_gates_keep_the_names_of_saved_weights():
+    layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=64, n_head=4))
+    assert {name for name, _ in layer.gate.named_parameters()} == {
+        f"{gate}.{part}" for gate in ("inner", "outer") for part in ("weight", "bias")
+    }
+
+
+def test_one_gate_per_head_scales_the_head_by_its_number():
+    torch.manual_seed(0)
+    layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=64, n_head=4, gate_rank=0, use_conv=False)).double()
+    torch.nn.init.normal_(layer.gate.outer.weight)
+    x = torch.randn(1, 5, 64, dtype=torch.float64)
+    gate = layer.inspect(x).gate
+    wanted = torch.log1p(layer.gate.outer(x).exp()) / torch.log(torch.tensor(2.0, dtype=torch.float64))
+    torch.testing.assert_close(gate, wanted[..., None].expand(gate.shape))
+    assert gate.std() > 0.1

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+from small_models import VOCABULARY, lively, small_config, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -17,26 +18,11 @@ from fem import PRIORS
 from fem.models import FEMConfig, FEMForCausalLM, FEMModel, loss, preset, write_model_card
 from fem.models.presets import FAMILIES, PRESETS, TRANSFORMER, count_parameters, with_parameters
 
-VOCABULARY = 61
 ONES = torch.ones(2, 5, dtype=torch.long)
 MIXERS = {prior: {"prior_type": prior} for prior in PRIORS} | {
     "plain_attention": TRANSFORMER,
     "window_hybrid": {"layer_priors": [{"prior_type": "softmax", "window": 3}, "softmax"], "num_key_value_heads": 1},
 }
-
-
-def small_config(**fields) -> FEMConfig:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    return FEMConfig(**{"vocab_size": VOCABULARY, "max_position_embeddings": 32, **sizes, **fields})
-
-
-def lively(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Every parameter away from its start, so that none can be lost unseen; in eval mode."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator).mul_(0.3))
-    return model.eval()
 
 
 @pytest.fixture(params=list(MIXERS))
@@ -47,10 +33,6 @@ def model(request) -> FEMForCausalLM:
 @pytest.fixture
 def softmax_model() -> FEMForCausalLM:
     return lively(FEMForCausalLM(small_config()))
-
-
-def tokens(batch: int, time: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(VOCABULARY, (batch, time), generator=torch.Generator().manual_seed(seed))
 
 
 # --- the loss

@@ -248,6 +248,21 @@ def test_lambda_starts_small_and_the_gate_at_one():
     close(gate, torch.ones_like(gate), 1e-5)
 
 
+@pytest.mark.parametrize("rank", [0, 4])
+def test_slim_gates_start_as_the_host_and_learn(rank):
+    model = decoder("llama")
+    before = model(tokens()).logits
+    replace_attention(model, gate_rank=rank, lambda_init=-6.0)
+    close(model(tokens()).logits, before, 0.05)
+    new = {name: p for name, p in model.named_parameters() if ".free_energy." in name}
+    optimizer = torch.optim.SGD(new.values(), lr=0.1)
+    for _ in range(2):  # the second maps start at 0, so the first ones have a gradient from the second step on
+        optimizer.zero_grad()
+        model(tokens()).logits.square().mean().backward()
+        optimizer.step()
+    assert [name for name, p in new.items() if p.grad is None or not p.grad.any()] == []
+
+
 def test_switches_leave_parts_out():
     head = replace_attention(decoder("gpt2"), use_temperature=False).transformer.h[0].attn.free_energy
     assert head.beta is None

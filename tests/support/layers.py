@@ -11,6 +11,10 @@ FAMILIES = {
     "softmax grouped": {"prior_type": "softmax", "n_kv_head": 2},
     "softmax window": {"prior_type": "softmax", "window": 4},
 }
+FAMILIES |= {f"{name} slim": {"prior_type": name, "gate_rank": 2} for name in PRIORS}
+FAMILIES |= {
+    f"{name} gates per head": {"prior_type": name, "gate_rank": 0} for name in ("softmax", "gla") if name in PRIORS
+}
 if "gla" in PRIORS:
     FAMILIES["gla scalar"] = {"prior_type": "gla", "decay": "scalar"}
     FAMILIES["gla channel"] = {"prior_type": "gla", "decay": "channel"}

@@ -553,8 +553,9 @@ def test_priors_are_shared_by_channels_and_betas_by_rows():
         torch.testing.assert_close(reads[row, channel], theory.free_energy(p[row, :, 0], v[:, channel], beta[channel]))
     curve = theory.free_energy(p[0, :, 0], v[:, 0], torch.linspace(0, 3, 4))
     assert curve.shape == (4,)
-    posteriors = theory.posterior(p[:, :, 0], v[:, :2], torch.ones(4, 2), dim=0)  # beta adds an axis in front
-    torch.testing.assert_close(posteriors, theory.posterior(p[:, :, 0], v[:, :2], 1.0, dim=0).expand(4, 2, 2))
+    columns = p[:, :, 0] / p[:, :, 0].sum(0)
+    posteriors = theory.posterior(columns, v[:, :2], torch.ones(4, 2), dim=0)  # beta adds an axis in front
+    torch.testing.assert_close(posteriors, theory.posterior(columns, v[:, :2], 1.0, dim=0).expand(4, 2, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

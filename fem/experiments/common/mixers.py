@@ -1,10 +1,15 @@
-"""The mixers that MAD compares, by names such as "softmax+CL": a prior, and the parts that are switched on.
+"""The mixers that experiments compare, by names such as "softmax+LTG/r4": a prior, the parts that are switched on, and
+options.
 
 "fla:DeltaNet" is what flash-linear-attention publishes under that name.
 """
 
 from __future__ import annotations
 
+import math
+import re
+
+from fem.config import FreeEnergyMixerConfig
 from fem.experiments.common.baselines import PEERS
 from fem.priors import PRIORS
 
@@ -18,6 +23,7 @@ ALIASES = {
     "fem-aft": "rnn_softmax+CLTG",
 }
 UNNORMALISED = "-norm"
+OPTION = re.compile(r"r\d+|b\d+(\.\d+)?|l-?\d+(\.\d+)?|wide|norm")
 PUBLISHED_UNNORMALISED = ("gla", "mamba")
 PUBLISHED = {f"fla:{peer.layer}": name for name, peer in PEERS.items() if peer.module == "fla.layers"}
 
@@ -32,12 +38,15 @@ def known(name: str) -> str:
 
 
 def canonical(name: str) -> str:
-    """The one name of a mixer: prior, "+" and its parts in the order C, L, T, G, "-norm" if the score stays as it is.
+    """The one name of a mixer: prior, "+" and its parts in the order C, L, T, G, then what else it has, behind slashes.
 
-    Without L, gla and mamba are the published mixers, whose scores have no normaliser (Table 1 marks it from +L on).
+    "-norm" or "/norm": the score stays as it is, or is normalised. Without L, gla and mamba are the published mixers,
+    whose scores have no normaliser (Table 1 marks it from +L on). "/r4": gates of rank 4. "/wide": values as wide as
+    the layer. "/b8": beta starts at 8. "/l6": lambda's bias starts at 6.
     Raises ValueError on a name that means nothing.
     """
-    plain = name.removesuffix(UNNORMALISED)
+    whole, *options = name.split("/")
+    plain = whole.removesuffix(UNNORMALISED)
     head, plus, tail = plain.partition("+")
     prior, _, parts = ALIASES.get(head, head).partition("+")
     parts += tail
@@ -46,21 +55,53 @@ def canonical(name: str) -> str:
         or not set(parts) <= PARTS.keys()
         or ("T" in parts and "L" not in parts)
         or (plus and not tail)
+        or any(not OPTION.fullmatch(option) for option in options)
+        or len({option[0] for option in options}) < len(options)
     ):
         raise ValueError(
             f"mixer must be a prior ({', '.join(PRIORS)}), alone or with '+' and some of the letters {''.join(PARTS)} "
-            f"(T needs L), or one of {', '.join(ALIASES)}; got {name!r}."
+            f"(T needs L), or one of {', '.join(ALIASES)}, then options such as /r4, /wide, /b8, /l6, /norm; "
+            f"got {name!r}."
         )
-    raw = plain != name or (prior in PUBLISHED_UNNORMALISED and "L" not in parts)
-    if raw and prior == "softmax":
+    if prior == "softmax" and plain != whole:
         raise ValueError(f"the softmax prior is normalised by definition; leave out {UNNORMALISED!r}, got {name!r}.")
+    for option, needed in (("r", "TG"), ("b", "T"), ("l", "T")):
+        if any(o[0] == option for o in options) and not set(needed) & set(parts):
+            raise ValueError(
+                f"/{option} sets a part that {whole!r} does not have ({' or '.join(needed)}), got {name!r}."
+            )
+    published_raw = prior in PUBLISHED_UNNORMALISED and "L" not in parts
+    raw = plain != whole or (published_raw and "norm" not in options)
+    options = [option for option in options if option != "norm" or (published_raw and not raw)]
     shown = "".join(letter for letter in PARTS if letter in parts)
-    return prior + (f"+{shown}" if shown else "") + (UNNORMALISED if raw else "")
+    return "/".join([prior + (f"+{shown}" if shown else "") + (UNNORMALISED if raw else ""), *sorted(options)])
 
 
 def fields_of(name: str) -> dict:
     """The fields of `FreeEnergyMixerConfig` that make the mixer with this canonical name."""
-    named, raw = name.removesuffix(UNNORMALISED), name.endswith(UNNORMALISED)
-    prior, _, parts = named.partition("+")
-    switches = {field: letter in parts for letter, field in PARTS.items()}
-    return {"prior_type": prior, **switches} | ({"normalize": False} if raw else {})
+    whole, *options = name.split("/")
+    prior, _, parts = whole.removesuffix(UNNORMALISED).partition("+")
+    fields: dict = {"prior_type": prior} | {field: letter in parts for letter, field in PARTS.items()}
+    if whole.endswith(UNNORMALISED):
+        fields["normalize"] = False
+    for option in options:
+        if option == "wide":
+            fields |= {"fem_ratio": 1.0, "p_t_to_fem_ratio": 2.0}
+        elif option[0] == "r":
+            fields["gate_rank"] = int(option[1:])
+        elif option[0] == "b":
+            fields["beta_max_init"] = math.log(math.expm1(float(option[1:])))
+        elif option[0] == "l":
+            fields["lambda_init"] = float(option[1:])
+    return fields
+
+
+def mixer_config(name: str, width: int, heads: int, **fields) -> FreeEnergyMixerConfig:
+    """The mixer with this name and 4 D^2 linear weights, or with those that its own widths come to."""
+    fields |= fields_of(canonical(name))
+    build = FreeEnergyMixerConfig if "fem_ratio" in fields else FreeEnergyMixerConfig.matched
+    return build(n_embd=width, n_head=heads, **fields)
+
+
+def file_name(mixer: str) -> str:
+    return mixer.replace("/", "_")

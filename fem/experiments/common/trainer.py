@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from fem.gates import Temperature
+from fem.optim import decayed_names
 
 LOGGED = {
     "loss": "train_loss",
@@ -25,8 +25,7 @@ class LanguageTrainer(Trainer):
     """The Trainer, with weight decay on weights alone."""
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        temperatures = {id(p) for m in model.modules() if isinstance(m, Temperature) for p in m.parameters()}
-        return [name for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in temperatures]
+        return decayed_names(model)
 
 
 class Watch(TrainerCallback):

@@ -38,7 +38,7 @@ class ForecastRecipe:
     patience: int = option(12, "Stop after so many epochs without a lower validation error.")
     batch: int | None = option(None, "Windows a step; default: 32, or 8 from 100 channels on.")
     learning_rate: float = option(6e-4, "Peak learning rate of AdamW for the host.")
-    weight_decay: float = option(0.1, "Weight decay of every parameter of the host.")
+    weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
     peer_lookback: int = option(512, "Rows of history of neuralforecast's models.")
     peer_steps: int = option(500, "Most optimiser steps of neuralforecast's models.")
     threads: int = option(1, "CPU threads; more help where the machine is idle, and hurt where it is busy.")

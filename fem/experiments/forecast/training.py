@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fem.experiments.forecast.backbone import build_host
 from fem.experiments.forecast.series import Windows
 from fem.experiments.forecast.settings import Job
+from fem.optim import parameter_groups
 
 BETAS = (0.9, 0.95)
 RISE, START = 0.05, 0.1  # share of the steps in which the learning rate rises, and where it starts, as a share
@@ -56,9 +57,8 @@ def train(job: Job, checkpoint: Path, bars: Progress) -> dict:
             beta_max_init=recipe.beta_max_init,
         ).to(device)
     batches = -(-len(split["train"]) // job.batch)
-    optimiser = torch.optim.AdamW(
-        host.parameters(), lr=recipe.learning_rate, betas=BETAS, weight_decay=recipe.weight_decay
-    )
+    groups = parameter_groups(host, recipe.weight_decay)
+    optimiser = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: one_cycle(step / (recipe.epochs * batches)))
     training = Training(host, optimiser, schedule)
     training.resume(checkpoint)

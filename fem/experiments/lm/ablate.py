@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import Progress
 
+from fem.experiments.common.mixers import file_name
 from fem.experiments.common.options import recipe_options
+from fem.experiments.common.paired import shown
 from fem.experiments.common.run import (
     command_line,
     cpu_threads,
+    hardware,
+    now,
     open_run,
     option,
     progress,
@@ -25,11 +29,14 @@ from fem.experiments.common.run import (
     write_json,
 )
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
-from fem.experiments.lm.ablations import REMARKS, ROWS, row_fields
+from fem.experiments.lm.ablations import ROWS, remark, row_fields
 
 if TYPE_CHECKING:
     from fem.experiments.lm.small import LanguageRecipe
     from fem.experiments.lm.text import Corpus
+
+
+PLAIN, GATED = "-C,G,T,L", "+G"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +101,7 @@ class Job:
     @property
     def key(self) -> str:
         digest = hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=6).hexdigest()
-        return f"{self.row}-lr{self.language.learning_rate:g}-seed{self.language.seed}-{digest}"
+        return f"{file_name(self.row)}-lr{self.language.learning_rate:g}-seed{self.language.seed}-{digest}"
 
 
 @dataclass(frozen=True)
@@ -108,22 +115,34 @@ class Ablation:
         return best_rate(self.tuning[row])
 
     def table(self) -> list[dict]:
-        """Validation loss in nats per token: mean and standard deviation over the seeds."""
+        """Validation loss in nats per token: mean and standard deviation over the seeds, and what the row gains over
+        the prior alone and over the outer gate alone, seed by seed, with the standard error.
+        """
         found = []
         for row, records in self.chosen.items():
-            losses = [record["val_loss"] for record in records]
+            losses = self._losses(row)
+            over = {
+                f"below {other}, paired": shown(self._losses(other), losses) if other != row else ""
+                for other in (PLAIN, GATED)
+                if other in self.chosen
+            }
             found.append(
                 {
                     "row": row,
-                    "what": REMARKS.get(row, ""),
+                    "what": remark(row),
                     "loss": mean(losses),
                     "sd": stdev(losses) if len(losses) > 1 else None,
+                    **over,
                     "by seed": ", ".join(f"{loss:.3f}" for loss in losses),
                     "learning rate": f"{self.best(row):g}",
                     "parameters": records[0]["parameters"],
+                    "tokens/s": round(mean(record["tokens_per_second"] for record in records)),
                 }
             )
         return found
+
+    def _losses(self, row: str) -> list[float]:
+        return [record["val_loss"] for record in self.chosen[row]]
 
     def tuning_table(self) -> list[dict]:
         """A row per row, a column per learning rate."""
@@ -178,7 +197,13 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
         write_table(under_way.folder, "learning_rates", ablation.tuning_table())
         plot(ablation, recipe, under_way.folder / "loss.png")
         page(under_way.folder, ablation, recipe)
-        results = under_way.finish({"ablate": {row["row"]: row for row in table}, "prior": recipe.prior})
+        results = under_way.finish(
+            {
+                "ablate": {row["row"]: row for row in table},
+                "learning_rates": {row["row"]: row for row in ablation.tuning_table()},
+                "prior": recipe.prior,
+            }
+        )
     short = [{name: value for name, value in row.items() if name != "what"} for row in table]
     show_table(f"Validation loss, {recipe.prior} prior, equal parameters", short)
     return results
@@ -213,7 +238,7 @@ def train_job(job: Job, corpus: Corpus, folder: Path, bars: Progress) -> dict:
     record = {"job": asdict(job), **train(model, corpus, recipe, log, advance), "curve": curve}
     bars.remove_task(bar)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / f"{job.key}.json", record | {"versions": versions()})
+    write_json(folder / f"{job.key}.json", record | {"versions": versions(), "hardware": hardware(), "date": now()})
     return record
 
 
@@ -226,8 +251,11 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
         f"{recipe.batch} x {recipe.context} tokens of {source}, byte-pair vocabulary of {recipe.vocabulary}. C: "
         "conditioner, L: free energy, T: temperature gate (lambda), G: outer gate. All rows have the same parameters "
         "within 1 %, the same initialisation, and per seed the same rows of text in the same order; each has the best "
-        "of the learning rates on the first seed. Loss: validation, nats per token after the last step, mean over "
-        "seeds; sd: over seeds.",
+        "of the learning rates on the first seed. /r8: gates of rank 8, whose width goes to the values. Loss: "
+        "validation, nats per token after the last step, mean over seeds; sd: over seeds; below ..., paired: the "
+        "difference from that row on the same seeds, ± its standard error. "
+        f"{recipe.steps * recipe.batch * recipe.context:,} tokens a training, about {flops(ablation, recipe):.2g} "
+        "floating-point operations (6 a parameter and token).",
         markdown_table(ablation.table()),
         "![validation loss over tokens](loss.png)",
         "## Learning rates",
@@ -235,6 +263,11 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
         markdown_table(ablation.tuning_table()),
         provenance(command_line("ablate", recipe, AblateRecipe())),
     )
+
+
+def flops(ablation: Ablation, recipe: AblateRecipe) -> float:
+    parameters = next(iter(ablation.chosen.values()))[0]["parameters"]
+    return 6.0 * parameters * recipe.steps * recipe.batch * recipe.context
 
 
 def plot(ablation: Ablation, recipe: AblateRecipe, path: Path) -> None:

@@ -27,12 +27,20 @@ REMARKS = {
 
 
 def row_fields(row: str, prior: str) -> dict:
-    """The fields of `FreeEnergyMixerConfig` that make this row of this prior.
+    """The fields of `FreeEnergyMixerConfig` that make this row of this prior; "-C/r8": with gates of rank 8, and other
+    options of `canonical`.
 
     Without L, gla and mamba keep the scores they were published with, unnormalised (Table 1). Raises ValueError on an
     unknown row or prior.
     """
-    if row not in ROWS:
-        raise ValueError(f"rows must be from {'; '.join(ROWS)}, got {row!r}.")
-    parts = ROWS[row]
-    return fields_of(canonical(f"{prior}+{parts}" if parts else prior))
+    name, slash, options = row.partition("/")
+    if name not in ROWS:
+        raise ValueError(f"rows must be from {'; '.join(ROWS)}, with options such as /r8, got {row!r}.")
+    parts = ROWS[name]
+    return fields_of(canonical((f"{prior}+{parts}" if parts else prior) + slash + options))
+
+
+def remark(row: str) -> str:
+    """What the row is, in words, where its name does not say it."""
+    name, slash, options = row.partition("/")
+    return REMARKS.get(name, "") + (f"{', ' if name in REMARKS else ''}with {options}" if slash else "")

@@ -3,44 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from fem.config import FreeEnergyMixerConfig
-from fem.experiments.common.baselines import Published, build
-from fem.experiments.common.mixers import PUBLISHED, fields_of
+from fem.experiments.common.baselines import build
+from fem.experiments.common.blocks import EPS, Residual, SwiGLU, initialise
+from fem.experiments.common.mixers import PUBLISHED, mixer_config
 from fem.experiments.mad.settings import Training
 from fem.mixer import FreeEnergyMixer
 
-EPS = 1e-5
-INITIALISATIONS = ("normal", "torch")
 NARROWEST = 32  # channels of a head that the kernels of published mixers take
-
-
-class SwiGLU(nn.Module):
-    """y = W_down (silu(W_gate x) * W_up x)"""
-
-    def __init__(self, width: int, inner: int):
-        super().__init__()
-        self.gate_and_up = nn.Linear(width, 2 * inner, bias=False)
-        self.down = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        gate, up = self.gate_and_up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
-
-
-class Residual(nn.Module):
-    """x + layer(RMSNorm(x))"""
-
-    def __init__(self, width: int, layer: nn.Module):
-        super().__init__()
-        self.norm = nn.RMSNorm(width, EPS)
-        self.layer = layer
-
-    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        return x + self.layer(self.norm(x))
 
 
 class LanguageHost(nn.Module):
@@ -105,25 +77,9 @@ def _mixer(name: str, training: Training) -> nn.Module:
     width, heads = training.width, training.heads
     if name in PUBLISHED:
         return build(PUBLISHED[name], width, max(1, min(heads, width // NARROWEST)))
-    return FreeEnergyMixer(FreeEnergyMixerConfig.matched(n_embd=width, n_head=heads, **fields_of(name)))
+    return FreeEnergyMixer(mixer_config(name, width, heads))
 
 
 def _parameters(mixer: str, training: Training) -> int:
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in _mixer(mixer, training).parameters())
-
-
-@torch.no_grad()
-def initialise(model: nn.Module, initialisation: str) -> None:
-    published = {part for layer in model.modules() if isinstance(layer, Published) for part in layer.modules()}
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear):
-            own = module.weight[:, : module.in_features - getattr(module, "context", 0)]
-            if initialisation == "torch":
-                own.uniform_(-1, 1).div_(max(1, own.shape[1]) ** 0.5)
-            else:
-                own.normal_(std=0.02)
-            if module.bias is not None and module not in published:
-                nn.init.constant_(module.bias, getattr(module, "start", 0.0))

@@ -12,16 +12,16 @@ import torch
 import typer
 
 from fem.experiments.common.baselines import available
+from fem.experiments.common.blocks import INITIALISATIONS
 from fem.experiments.common.mixers import PUBLISHED, known
 from fem.experiments.common.options import recipe_options
 from fem.experiments.common.run import command_line, open_run, option, progress
+from fem.experiments.common.sweep import finished, sweep
 from fem.experiments.common.tables import show_table, write_table
-from fem.experiments.mad.backbone import INITIALISATIONS
 from fem.experiments.mad.settings import PROFILES, Profile
-from fem.experiments.mad.sweep import finished, sweep
 from fem.experiments.mad.table import SCORES, readable, table1
 from fem.experiments.mad.tasks import TASKS
-from fem.experiments.mad.training import Job
+from fem.experiments.mad.training import Job, train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
     missing = [job for job in jobs if job.key not in done]
     with progress() as bars:
         bar = bars.add_task("MAD", total=len(jobs), completed=len(done))
-        for record in sweep(missing, output / "runs", workers):
+        for record in sweep(missing, output / "runs", train, workers):
             job = record["job"]
             shown = f"MAD: {job['mixer']}, {job['setting']['task']}, seed {job['seed']}"
             bars.update(bar, advance=1, description=f"{shown}: {record['curve'][-1]['micro']:.1%}")

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from fem.experiments.common.mixers import file_name
 from fem.experiments.mad.backbone import build_host
 from fem.experiments.mad.settings import Setting, Training
 from fem.experiments.mad.tasks import IGNORED, build, generate
+from fem.optim import parameter_groups
 
 Point = dict[str, int | float]
 
@@ -35,13 +37,13 @@ class Job:
     def key(self) -> str:
         """A file name of its own for every job: other values, other name."""
         digest = hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=6).hexdigest()
-        return f"{self.setting.task}-{self.mixer}-seed{self.seed}-{digest}"
+        return f"{self.setting.task}-{file_name(self.mixer)}-seed{self.seed}-{digest}"
 
 
 def train(job: Job, device: torch.device) -> tuple[list[Point], int]:
     """Run the job; returns its tests, {"step", "train_loss", "test_loss", "micro", "macro"}, and the model's size.
 
-    AdamW with decay on every parameter, and cross-entropy over the scored tokens, at a constant learning rate after
+    AdamW with decay on weights alone, and cross-entropy over the scored tokens, at a constant learning rate after
     the warm-up: MAD's cosine schedule never came into effect.
     """
     setting, training = job.setting, job.training
@@ -50,7 +52,7 @@ def train(job: Job, device: torch.device) -> tuple[list[Point], int]:
     with torch.random.fork_rng():
         torch.manual_seed(job.seed)
         model = build_host(setting.task, vocab_size, job.mixer, training, job.initialisation).to(device)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=job.weight_decay, fused=True)
+    optimiser = torch.optim.AdamW(parameter_groups(model, job.weight_decay), lr=job.learning_rate, fused=True)
     rise = max(1, round(training.warmup * setting.steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / rise))
     batches = data.batches(training.batch, job.seed)

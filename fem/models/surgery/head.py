@@ -33,9 +33,7 @@ class FreeEnergyHead(nn.Module):
         self.backend = config.backend
         self.beta = Temperature(config, (config.kv_heads, config.value_width)) if config.use_temperature else None
         self.gate = TwoLevelGate(config)
-        for projection in (self.gate.inner, self.gate.outer):
-            if projection is not None:
-                nn.init.zeros_(projection.weight)
+        self.gate.ignore_features()
         self.to(like)
 
     def temperature_parameters(self) -> Iterator[nn.Parameter]:

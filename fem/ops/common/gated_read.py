@@ -32,7 +32,16 @@ def gated_read(mean: Heads, free_energy: Heads | None, inner: Heads | None, oute
         mean = free_energy
     if inner is None and outer is None:
         return mean
-    return _gated_read(mean, free_energy if inner is not None else None, inner, outer, eps)
+    free_energy = free_energy if inner is not None else None
+    small = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and mean.numel() <= _BLOCK
+    if small:  # a token in generation: not worth the op's own time
+        return _gated(mean, free_energy, inner, outer, eps).to(mean.dtype)
+    return _gated_read(mean, free_energy, inner, outer, eps)
+
+
+def _gated(mean: Tensor, free_energy: Tensor | None, inner: Tensor | None, outer: Tensor | None, eps: float) -> Tensor:
+    u = wide(mean) if inner is None else torch.lerp(wide(mean), wide(free_energy), wide(inner).sigmoid())
+    return u if outer is None else u * outer_gate(wide(outer), eps)
 
 
 @torch.library.custom_op(
@@ -43,8 +52,7 @@ def gated_read(mean: Heads, free_energy: Heads | None, inner: Heads | None, oute
 def _gated_read(mean, free_energy, inner, outer, eps):
     out = torch.empty(mean.shape, dtype=mean.dtype, device=mean.device)
     for o, m, f, a, b in _blocks(out, mean, free_energy, inner, outer):
-        u = wide(m) if a is None else torch.lerp(wide(m), wide(f), wide(a).sigmoid())
-        o.copy_(u if b is None else u * outer_gate(wide(b), eps))
+        o.copy_(_gated(m, f, a, b, eps))
     return out
 
 

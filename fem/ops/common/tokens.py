@@ -50,9 +50,11 @@ def read_tokens(
 
     mask (B, T) is bool or 0/1 integers, True/1 = keep. segment_ids (B, T) are integers; any change of id between
     kept tokens is a boundary. Without segment_ids the tokens continue the row's document.
-    Raises ValueError on another shape, TypeError on a float mask or float ids.
+    Raises ValueError on another shape or device, TypeError on a float mask, float ids and what is no tensor.
     """
     batch, time = shape
+    for name, marks in ((mask_name, mask), ("segment_ids", segment_ids)):
+        _check_marks(name, marks, device)
     keep = None if mask is None else _as_bool(mask, shape, mask_name)
     if segment_ids is not None:
         _check_ids(segment_ids, shape)
@@ -91,6 +93,15 @@ def read_tokens(
         started=before.started | seen,
     )
     return Tokens(keep, start, document, position), after
+
+
+def _check_marks(name: str, marks: Tensor | None, device: torch.device) -> None:
+    if marks is None:
+        return
+    if not isinstance(marks, Tensor):
+        raise TypeError(f"{name} must be a tensor of shape (batch, time), got a {type(marks).__name__}.")
+    if marks.device != device:
+        raise ValueError(f"{name} must be on the device of the tokens, {device}, got {marks.device}; move it there.")
 
 
 def _as_bool(mask: Tensor, shape: tuple[int, int], name: str) -> Tensor:

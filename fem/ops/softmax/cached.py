@@ -34,7 +34,7 @@ def pack(v: Float[Tensor, "*n d"], beta: Float[Tensor, "..."], shift: Float[Tens
     attention's weights and R keep 8 binary digits each, so that F is off by up to 4 * 2^-9 / beta.
     """
     z = exponents(v, beta, shift).clamp_(-REACH[v.dtype], REACH[v.dtype])
-    e = torch.where(beta < SMALL_BETA, z.expm1(), z.exp())
+    e = torch.where(beta < SMALL_BETA, z.expm1(), z.exp()) if _any_small(beta) else z.exp_()
     return torch.cat([v, e.to(v.dtype)], -1)
 
 
@@ -54,8 +54,10 @@ def unpack(out: Float[Tensor, "*n w"], beta: Float[Tensor, "..."], shift: Float[
     A row that sees no key, whose attention gives 0, reads 0.
     """
     mean, total = wide(out).chunk(2, -1)
-    small = beta < SMALL_BETA
     sees = total != 0  # NaN does
+    if not _any_small(beta):
+        return Read(mean, torch.where(sees, shift + total.where(sees, 1.0).log_().div_(beta), 0.0))
+    small = beta < SMALL_BETA
     logarithm = torch.where(small, total.log1p(), total.where(sees, 1.0).log())
     return Read(mean, torch.where(small | sees, _shift(beta, shift) + logarithm / beta, 0.0))
 
@@ -67,10 +69,16 @@ def proven(out: Float[Tensor, "*n w"], beta: Float[Tensor, "..."]) -> Bool[Tenso
     Where beta is small, R keeps the digits of F while it stays near 1.
     """
     total = wide(out).chunk(2, -1)[1]
-    small = beta < SMALL_BETA
     fine = (total >= math.exp(-_PROVEN)) & (total < torch.inf) | (total == 0)
-    return torch.where(small, (total > -0.75) & (total < 3.0), fine)
+    if not _any_small(beta):
+        return fine
+    return torch.where(beta < SMALL_BETA, (total > -0.75) & (total < 3.0), fine)
 
 
 def _shift(beta: Tensor, shift: Tensor) -> Tensor:
-    return torch.where(beta < SMALL_BETA, 0.0, shift)
+    return torch.where(beta < SMALL_BETA, 0.0, shift) if _any_small(beta) else shift
+
+
+def _any_small(beta: Tensor) -> bool:
+    """Whether a beta may be small: looked at where that costs nothing."""
+    return beta.device.type != "cpu" or torch.compiler.is_compiling() or bool((beta < SMALL_BETA).any())

@@ -41,10 +41,12 @@ def add_exp(x, y):
 def let_through(through, place, keys, DK: tl.constexpr, SHARED: tl.constexpr):
     """The logarithm of what a chunk lets through of each key channel."""
     if through is None:
-        return tl.zeros(keys.shape, tl.float32)
-    if SHARED:
-        return tl.zeros(keys.shape, tl.float32) + tl.load(through + place)
-    return tl.load(through + place * DK + keys, mask=keys < DK, other=0.0)
+        passed = tl.zeros(keys.shape, tl.float32)
+    elif SHARED:
+        passed = tl.zeros(keys.shape, tl.float32) + tl.load(through + place)
+    else:
+        passed = tl.load(through + place * DK + keys, mask=keys < DK, other=0.0)
+    return passed
 
 
 @triton.jit

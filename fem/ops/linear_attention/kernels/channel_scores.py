@@ -15,16 +15,18 @@ import triton
 import triton.language as tl
 
 from fem.ops.linear_attention.kernels.scores import allowed_pairs
-from fem.ops.linear_attention.kernels.tiles import load_tile, store_tile
+from fem.ops.linear_attention.kernels.tiles import chunk_of, load_tile, store_tile
 
 
 @triton.jit
 def _sums(x, SIZE: tl.constexpr, REVERSE: tl.constexpr):
     """Running sums over the rows of each block of SIZE, with the present row."""
     if SIZE == 1:
-        return x
-    blocks = tl.reshape(x, (x.shape[0] // SIZE, SIZE, x.shape[1]))
-    return tl.reshape(tl.cumsum(blocks, 1, reverse=REVERSE), x.shape)
+        sums = x
+    else:
+        blocks = tl.reshape(x, (x.shape[0] // SIZE, SIZE, x.shape[1]))
+        sums = tl.reshape(tl.cumsum(blocks, 1, reverse=REVERSE), x.shape)
+    return sums
 
 
 @triton.jit
@@ -47,19 +49,16 @@ def channel_scores(
 ):  # fmt: skip
     """q, k, g (B, T, H, DK); CHUNK = 2^SIZES. Out: left, kept (B, T, H, DK), through (B, H, N, DK), and pairs = A
     (B, H, N, CHUNK, CHUNK)."""
-    chunk, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    heads = tl.num_programs(1)
-    place = (batch * heads + head) * tl.num_programs(0) + chunk
-    of_row = (batch * time * heads + head) * DK
+    place, of_row, end, heads = chunk_of(time, CHUNK)
+    of_row *= DK
     local = tl.arange(0, CHUNK)
-    rows = chunk * CHUNK + local
     a = tl.zeros([CHUNK, CHUNK], tl.float32)
     for start in range(0, DK, BLOCK):
         keys = start + tl.arange(0, BLOCK)
-        q_tile = load_tile(q + of_row, rows, keys, heads * DK, time, DK)
-        k_tile = load_tile(k + of_row, rows, keys, heads * DK, time, DK)
-        step = load_tile(g + of_row, rows, keys, heads * DK, time, DK)
-        following = load_tile(g + of_row, rows + 1, keys, heads * DK, time, DK)
+        q_tile = load_tile(q + of_row, local, keys, heads * DK, end, DK)
+        k_tile = load_tile(k + of_row, local, keys, heads * DK, end, DK)
+        step = load_tile(g + of_row, local, keys, heads * DK, end, DK)
+        following = load_tile(g + of_row, local + 1, keys, heads * DK, end, DK)
         for level in tl.static_range(SIZES):
             since, until = _decay_factors(step, following, local, 1 << level)
             later, earlier = (q_tile * since).to(q_tile.dtype), (k_tile * until).to(q_tile.dtype)
@@ -69,8 +68,8 @@ def channel_scores(
             itself = tl.sum(q_tile.to(tl.float32) * k_tile.to(tl.float32), 1)
             a += tl.where(local[:, None] == local[None, :], itself[:, None], 0.0)
         since, until = _decay_factors(step, following, local, CHUNK)
-        store_tile(left + of_row, rows, keys, heads * DK, time, q_tile * since, DK)
-        store_tile(kept + of_row, rows, keys, heads * DK, time, k_tile * until, DK)
+        store_tile(left + of_row, local, keys, heads * DK, end, q_tile * since, DK)
+        store_tile(kept + of_row, local, keys, heads * DK, end, k_tile * until, DK)
         tl.store(through + place * DK + keys, tl.sum(step, 0), mask=keys < DK)
     store_tile(pairs + place * CHUNK * CHUNK, local, local, CHUNK, CHUNK, a, CHUNK)
 
@@ -88,24 +87,21 @@ def channel_scores_gradients(
     DK: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, SIZES: tl.constexpr, PRESENT: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dg of a block of key channels of one chunk from dleft, dkept, dpairs and dthrough (B, H, N, DK)."""
-    chunk, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    heads = tl.num_programs(1)
-    place = (batch * heads + head) * tl.num_programs(0) + chunk
-    of_row = (batch * time * heads + head) * DK
+    place, of_row, end, heads = chunk_of(time, CHUNK)
+    of_row *= DK
     local = tl.arange(0, CHUNK)
-    rows = chunk * CHUNK + local
     of_pairs = load_tile(dpairs + place * CHUNK * CHUNK, local, local, CHUNK, CHUNK, CHUNK)
     of_pairs = tl.where(allowed_pairs(CHUNK, PRESENT), of_pairs, 0.0)
     of_itself = tl.sum(tl.where(local[:, None] == local[None, :], of_pairs, 0.0), 1)[:, None]
     for start in range(0, DK, BLOCK):
         keys = start + tl.arange(0, BLOCK)
-        q_tile = load_tile(q + of_row, rows, keys, heads * DK, time, DK)
-        k_tile = load_tile(k + of_row, rows, keys, heads * DK, time, DK)
-        step = load_tile(g + of_row, rows, keys, heads * DK, time, DK)
-        following = load_tile(g + of_row, rows + 1, keys, heads * DK, time, DK)
+        q_tile = load_tile(q + of_row, local, keys, heads * DK, end, DK)
+        k_tile = load_tile(k + of_row, local, keys, heads * DK, end, DK)
+        step = load_tile(g + of_row, local, keys, heads * DK, end, DK)
+        following = load_tile(g + of_row, local + 1, keys, heads * DK, end, DK)
         since, until = _decay_factors(step, following, local, CHUNK)
-        of_q = load_tile(dleft + of_row, rows, keys, heads * DK, time, DK) * since
-        of_k = load_tile(dkept + of_row, rows, keys, heads * DK, time, DK) * until
+        of_q = load_tile(dleft + of_row, local, keys, heads * DK, end, DK) * since
+        of_k = load_tile(dkept + of_row, local, keys, heads * DK, end, DK) * until
         of_g = tl.load(dthrough + place * DK + keys, mask=keys < DK, other=0.0)[None, :]
         of_g += _through_decays(of_q, q_tile, of_k, k_tile, CHUNK)
         for level in tl.static_range(SIZES):
@@ -117,6 +113,6 @@ def channel_scores_gradients(
             of_g += _through_decays(of_later, q_tile, of_earlier, k_tile, 1 << level)
             of_q += of_later
             of_k += of_earlier
-        store_tile(dq + of_row, rows, keys, heads * DK, time, of_q + of_itself * k_tile, DK)
-        store_tile(dk + of_row, rows, keys, heads * DK, time, of_k + of_itself * q_tile, DK)
-        store_tile(dg + of_row, rows, keys, heads * DK, time, of_g, DK)
+        store_tile(dq + of_row, local, keys, heads * DK, end, of_q + of_itself * k_tile, DK)
+        store_tile(dk + of_row, local, keys, heads * DK, end, of_k + of_itself * q_tile, DK)
+        store_tile(dg + of_row, local, keys, heads * DK, end, of_g, DK)

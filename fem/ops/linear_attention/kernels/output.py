@@ -25,6 +25,7 @@ from fem.ops.linear_attention.kernels.tiles import (
     LIGHT,
     NOTHING,
     PROVEN,
+    chunk_of,
     exponentials,
     load_tile,
     log_or_nothing,
@@ -39,6 +40,12 @@ def scale_of(log_weight, DK: tl.constexpr, KEYS: tl.constexpr):
     keys = tl.arange(0, KEYS)
     heaviest = tl.max(tl.load(log_weight + keys, mask=keys < DK, other=NOTHING), 0)
     return tl.where(heaviest > LIGHT, heaviest, 0.0)
+
+
+@triton.jit
+def memory_before(place):
+    """Of the memory that the chunk reads, where rows hold one more than there are chunks."""
+    return place + place // tl.num_programs(0)
 
 
 @triton.jit
@@ -69,29 +76,25 @@ def read(
     Out: read_weight = log Z and weight = Z (B, T, H), read_mean, read_free and total = R (B, T, H, DV); shifts
     (B, H, N, DV), doubt (B, H, N, CHUNK).
     """
-    chunk, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    heads, chunks = tl.num_programs(1), tl.num_programs(0)
-    place = (batch * heads + head) * chunks + chunk
-    of_memory = (batch * heads + head) * (chunks + 1) + chunk
-    of_row = batch * time * heads + head
-    local, columns = tl.arange(0, CHUNK), tl.arange(0, VALUES)
-    rows = chunk * CHUNK + local
+    place, of_row, end, heads = chunk_of(time, CHUNK)
+    of_memory = memory_before(place)
+    rows, columns = tl.arange(0, CHUNK), tl.arange(0, VALUES)
     left += of_row * DK
     v += of_row * DV
     log_weight += of_memory * DK
     mean += of_memory * DK * DV
-    v_tile = load_tile(v, rows, columns, heads * DV, time, DV)
+    v_tile = load_tile(v, rows, columns, heads * DV, end, DV)
     dtype = v_tile.dtype
 
     scale = scale_of(log_weight, DK, KEYS)
     shrink = tl.exp(-scale)
-    a = load_tile(pairs + place * CHUNK * CHUNK, local, local, CHUNK, CHUNK, CHUNK).to(tl.float32) * shrink
+    a = load_tile(pairs + place * CHUNK * CHUNK, rows, rows, CHUNK, CHUNK, CHUNK).to(tl.float32) * shrink
     a = a.to(dtype)
     z = tl.sum(a.to(tl.float32), 1)
     numerator = tl.dot(a, v_tile, input_precision="ieee")
     if beta is not None:
         free_energy += of_memory * DK * DV
-        rate, anchor = rate_and_anchor(beta + head * DV, v + chunk * CHUNK * heads * DV, columns, DV)
+        rate, anchor = rate_and_anchor(beta + tl.program_id(1) * DV, v, columns, DV)
         shift = shift_of(
             peaks + place * DV, log_weight, free_energy, scale, rate, anchor, columns, DK, DV, VALUES, BLOCK
         )
@@ -99,7 +102,7 @@ def read(
         r = tl.dot(a, exponentials(v_tile, rate, anchor, shift).to(dtype), input_precision="ieee")
     for start in range(0, DK, BLOCK):
         keys = start + tl.arange(0, BLOCK)
-        left_tile = load_tile(left, rows, keys, heads * DK, time, DK)
+        left_tile = load_tile(left, rows, keys, heads * DK, end, DK)
         log_w = tl.load(log_weight + keys, mask=keys < DK, other=NOTHING) - scale
         w = tl.exp(log_w)
         z += tl.sum(left_tile.to(tl.float32) * w[None, :], 1)
@@ -111,38 +114,38 @@ def read(
             r = tl.dot(left_tile, tl.exp2(energy - shift[None, :]).to(dtype), r, input_precision="ieee")
 
     row_place = of_row + rows * heads
-    inside = rows < time
+    inside = rows < end
     some = (z > 0)[:, None]
     over = tl.where(some, z[:, None], 1.0)
     lost = z < PROVEN
     tl.store(weight + row_place, z, mask=inside)
     tl.store(read_weight + row_place, tl.where(z > 0, log_or_nothing(z) + scale, NOTHING), mask=inside)
-    store_tile(read_mean + of_row * DV, rows, columns, heads * DV, time, tl.where(some, numerator / over, 0.0), DV)
+    store_tile(read_mean + of_row * DV, rows, columns, heads * DV, end, tl.where(some, numerator / over, 0.0), DV)
     if beta is not None:
         lost |= tl.min(tl.where(columns[None, :] < DV, r, 1.0), 1) < PROVEN
         f = anchor[None, :] + log2_shifted(tl.where(r > 0, r, 1.0) / over, 0.0, shift[None, :]) / rate[None, :]
-        store_tile(total + of_row * DV, rows, columns, heads * DV, time, r, DV)
-        store_tile(read_free + of_row * DV, rows, columns, heads * DV, time, tl.where(some, f, 0.0), DV)
-    tl.store(doubt + place * CHUNK + local, (lost & inside).to(tl.int8))
+        store_tile(total + of_row * DV, rows, columns, heads * DV, end, r, DV)
+        store_tile(read_free + of_row * DV, rows, columns, heads * DV, end, tl.where(some, f, 0.0), DV)
+    tl.store(doubt + place * CHUNK + rows, (lost & inside).to(tl.int8))
 
 
 @triton.jit
 def _row_operands(
-    place, of_row, rows, columns, rate, tier, weight, total, of_mean, of_free, heads, time,
+    place, of_row, rows, columns, rate, tier, weight, total, of_mean, of_free, heads, end,
     DV: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """g and h in the dtype that they are multiplied in, 1 / Z, and R, 1 where h is 0 for doubt; h and R None without a
     rate."""
-    z = tl.load(weight + of_row + rows * heads, mask=rows < time, other=0.0)
+    z = tl.load(weight + of_row + rows * heads, mask=rows < end, other=0.0)
     sure = (z >= PROVEN) & (tl.load(tier + place) == 0)
     over = 1.0 / tl.where(sure, z, float("inf"))
-    g = (load_tile(of_mean + of_row * DV, rows, columns, heads * DV, time, DV) * over[:, None]).to(DTYPE)
+    g = (load_tile(of_mean + of_row * DV, rows, columns, heads * DV, end, DV) * over[:, None]).to(DTYPE)
     h, r = None, None
     if rate is not None:
-        r = load_tile(total + of_row * DV, rows, columns, heads * DV, time, DV)
+        r = load_tile(total + of_row * DV, rows, columns, heads * DV, end, DV)
         settled = sure[:, None] & (r >= PROVEN)
         r = tl.where(settled, r, 1.0)
-        per_nat = load_tile(of_free + of_row * DV, rows, columns, heads * DV, time, DV) / (rate * LN_2)[None, :]
+        per_nat = load_tile(of_free + of_row * DV, rows, columns, heads * DV, end, DV) / (rate * LN_2)[None, :]
         h = tl.where(settled, per_nat / r, 0.0).to(DTYPE)
     return g, h, over, r
 
@@ -157,12 +160,9 @@ def memory_gradients(
     """From the gradients of_weight (B, T, H) of log Z, of_mean and of_free (B, T, H, DV): slopes = y (B, T, H), dleft
     (B, T, H, DK), of the memory before each chunk dlog_weight, dmean and dfree_energy (B, H, N, ...), and the part of
     dbeta (B, H, N, DV) that is not the tokens'. Nothing passes through chunks of another tier (B, H, N)."""
-    chunk, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    heads, chunks = tl.num_programs(1), tl.num_programs(0)
-    place = (batch * heads + head) * chunks + chunk
-    of_memory = (batch * heads + head) * (chunks + 1) + chunk
-    of_row = batch * time * heads + head
-    rows, columns = chunk * CHUNK + tl.arange(0, CHUNK), tl.arange(0, VALUES)
+    place, of_row, end, heads = chunk_of(time, CHUNK)
+    of_memory = memory_before(place)
+    rows, columns = tl.arange(0, CHUNK), tl.arange(0, VALUES)
     dtype: tl.constexpr = v.dtype.element_ty
     log_weight += of_memory * DK
     mean += of_memory * DK * DV
@@ -170,14 +170,14 @@ def memory_gradients(
     rate = None
     if beta is not None:
         free_energy += of_memory * DK * DV
-        rate, anchor = rate_and_anchor(beta + head * DV, v + (of_row + chunk * CHUNK * heads) * DV, columns, DV)
+        rate, anchor = rate_and_anchor(beta + tl.program_id(1) * DV, v + of_row * DV, columns, DV)
         shift = tl.load(shifts + place * DV + columns, mask=columns < DV, other=0.0)
     g, h, over, r = _row_operands(
-        place, of_row, rows, columns, rate, tier, weight, total, of_mean, of_free, heads, time, DV, dtype
+        place, of_row, rows, columns, rate, tier, weight, total, of_mean, of_free, heads, end, DV, dtype
     )
-    inside = rows < time
+    inside = rows < end
     y = tl.load(of_weight + of_row + rows * heads, mask=inside, other=0.0) * over
-    y -= tl.sum(g.to(tl.float32) * load_tile(read_mean + of_row * DV, rows, columns, heads * DV, time, DV), 1)
+    y -= tl.sum(g.to(tl.float32) * load_tile(read_mean + of_row * DV, rows, columns, heads * DV, end, DV), 1)
     if beta is not None:
         per_nat = h.to(tl.float32) * r
         y -= tl.sum(per_nat, 1) * over
@@ -185,7 +185,7 @@ def memory_gradients(
     tl.store(slopes + of_row + rows * heads, y, mask=inside)
     for start in range(0, DK, BLOCK):
         keys = start + tl.arange(0, BLOCK)
-        left_tile = load_tile(left + of_row * DK, rows, keys, heads * DK, time, DK)
+        left_tile = load_tile(left + of_row * DK, rows, keys, heads * DK, end, DK)
         log_w = tl.load(log_weight + keys, mask=keys < DK, other=NOTHING) - scale
         w = tl.exp(log_w)
         mu = load_tile(mean, keys, columns, DV, DK, DV)
@@ -202,7 +202,7 @@ def memory_gradients(
             store_tile(dfree_energy + place * DK * DV, keys, columns, DV, DK, of_f, DV)
             of_w += tl.sum(of_energy, 1)
             of_beta += tl.sum(of_energy * (f - (shift / rate)[None, :]), 0)
-        store_tile(dleft + of_row * DK, rows, keys, heads * DK, time, of_left, DK)
+        store_tile(dleft + of_row * DK, rows, keys, heads * DK, end, of_left, DK)
         tl.store(dlog_weight + place * DK + keys, of_w, mask=keys < DK)
     if beta is not None:
         tl.store(dbeta + place * DV + columns, of_beta, mask=columns < DV)
@@ -215,17 +215,13 @@ def token_gradients(
 ):  # fmt: skip
     """From the same gradients and y: dpairs (B, H, N, CHUNK, CHUNK), dv (B, T, H, DV) and dbeta (B, H, N, DV) of the
     tokens of the chunk. VALUES: how many value channels at a time."""
-    chunk, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    heads, chunks = tl.num_programs(1), tl.num_programs(0)
-    place = (batch * heads + head) * chunks + chunk
-    of_row = batch * time * heads + head
-    local = tl.arange(0, CHUNK)
-    rows = chunk * CHUNK + local
-    inside = rows < time
+    place, of_row, end, heads = chunk_of(time, CHUNK)
+    rows = tl.arange(0, CHUNK)
+    inside = rows < end
     dtype: tl.constexpr = v.dtype.element_ty
     v += of_row * DV
-    shrink = tl.exp(-scale_of(log_weight + ((batch * heads + head) * (chunks + 1) + chunk) * DK, DK, KEYS))
-    a = load_tile(pairs + place * CHUNK * CHUNK, local, local, CHUNK, CHUNK, CHUNK)
+    shrink = tl.exp(-scale_of(log_weight + memory_before(place) * DK, DK, KEYS))
+    a = load_tile(pairs + place * CHUNK * CHUNK, rows, rows, CHUNK, CHUNK, CHUNK)
     a = (a.to(tl.float32) * shrink).to(dtype)
     y = tl.load(slopes + of_row + rows * heads, mask=inside, other=0.0)
     of_a = tl.zeros([CHUNK, CHUNK], tl.float32) + y[:, None]
@@ -233,11 +229,11 @@ def token_gradients(
         columns = start + tl.arange(0, VALUES)
         rate = None
         if beta is not None:
-            rate, anchor = rate_and_anchor(beta + head * DV, v + chunk * CHUNK * heads * DV, columns, DV)
+            rate, anchor = rate_and_anchor(beta + tl.program_id(1) * DV, v, columns, DV)
         g, h, _, _ = _row_operands(
-            place, of_row, rows, columns, rate, tier, weight, total, of_mean, of_free, heads, time, DV, dtype
+            place, of_row, rows, columns, rate, tier, weight, total, of_mean, of_free, heads, end, DV, dtype
         )
-        v_tile = load_tile(v, rows, columns, heads * DV, time, DV)
+        v_tile = load_tile(v, rows, columns, heads * DV, end, DV)
         of_a = tl.dot(g, tl.trans(v_tile), of_a, input_precision="ieee")
         of_v = tl.dot(tl.trans(a), g, input_precision="ieee")
         if beta is not None:
@@ -249,5 +245,5 @@ def token_gradients(
             distance = v_tile.to(tl.float32) - (anchor + shift / rate)[None, :]
             of_beta = tl.sum(tl.where(inside[:, None], of_e * distance, 0.0), 0)
             tl.store(dbeta + place * DV + columns, of_beta, mask=columns < DV)
-        store_tile(dv + of_row * DV, rows, columns, heads * DV, time, of_v, DV)
-    store_tile(dpairs + place * CHUNK * CHUNK, local, local, CHUNK, CHUNK, of_a * shrink, CHUNK)
+        store_tile(dv + of_row * DV, rows, columns, heads * DV, end, of_v, DV)
+    store_tile(dpairs + place * CHUNK * CHUNK, rows, rows, CHUNK, CHUNK, of_a * shrink, CHUNK)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fem.ops.linear_attention.kernels.tiles import load_tile, store_tile
+from fem.ops.linear_attention.kernels.tiles import chunk_of, load_tile, store_tile
 
 
 @triton.jit
@@ -20,15 +20,17 @@ def allowed_pairs(CHUNK: tl.constexpr, PRESENT: tl.constexpr):
     """Which tokens i, in columns, a token t may see."""
     local = tl.arange(0, CHUNK)
     if PRESENT:
-        return local[:, None] >= local[None, :]
-    return local[:, None] > local[None, :]
+        seen = local[:, None] >= local[None, :]
+    else:
+        seen = local[:, None] > local[None, :]
+    return seen
 
 
 @triton.jit
-def _decays(g, rows, heads, time, CHUNK: tl.constexpr):
+def _decays(g, heads, end, CHUNK: tl.constexpr):
     """The logarithms of D, and of the decays up to and after each token."""
     local = tl.arange(0, CHUNK)
-    step = tl.load(g + rows * heads, mask=rows < time, other=0.0)
+    step = tl.load(g + local * heads, mask=local < end, other=0.0)
     later = local[:, None] > local[None, :]
     segments = tl.cumsum(tl.where(later, step[:, None], 0.0), 0)
     until = tl.sum(tl.where(later, step[:, None], 0.0), 0)
@@ -42,24 +44,20 @@ def scores(
 ):  # fmt: skip
     """q, k (B, T, H, DK), g (B, T, H) or None. Out: left, kept (B, T, H, DK) and through (B, H, N) if there is g;
     pairs = A (B, H, N, CHUNK, CHUNK)."""
-    chunk, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    heads = tl.num_programs(1)
-    place = (batch * heads + head) * tl.num_programs(0) + chunk
-    of_row = batch * time * heads + head
+    place, of_row, end, heads = chunk_of(time, CHUNK)
     local = tl.arange(0, CHUNK)
-    rows = chunk * CHUNK + local
     if g is not None:
-        segments, since, until = _decays(g + of_row, rows, heads, time, CHUNK)
+        segments, since, until = _decays(g + of_row, heads, end, CHUNK)
         tl.store(through + place, tl.min(since, 0))
     a = tl.zeros([CHUNK, CHUNK], tl.float32)
     for start in range(0, DK, BLOCK):
         keys = start + tl.arange(0, BLOCK)
-        q_tile = load_tile(q + of_row * DK, rows, keys, heads * DK, time, DK)
-        k_tile = load_tile(k + of_row * DK, rows, keys, heads * DK, time, DK)
+        q_tile = load_tile(q + of_row * DK, local, keys, heads * DK, end, DK)
+        k_tile = load_tile(k + of_row * DK, local, keys, heads * DK, end, DK)
         a = tl.dot(q_tile, tl.trans(k_tile), a, input_precision="ieee")
         if g is not None:
-            store_tile(left + of_row * DK, rows, keys, heads * DK, time, q_tile * tl.exp(since)[:, None], DK)
-            store_tile(kept + of_row * DK, rows, keys, heads * DK, time, k_tile * tl.exp(until)[:, None], DK)
+            store_tile(left + of_row * DK, local, keys, heads * DK, end, q_tile * tl.exp(since)[:, None], DK)
+            store_tile(kept + of_row * DK, local, keys, heads * DK, end, k_tile * tl.exp(until)[:, None], DK)
     if g is not None:
         a *= tl.exp(segments)
     a = tl.where(allowed_pairs(CHUNK, PRESENT), a, 0.0)
@@ -72,16 +70,12 @@ def scores_gradients(
     DK: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PRESENT: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dg of one chunk from dleft, dkept, dpairs and dthrough (B, H, N, DK)."""
-    chunk, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    heads = tl.num_programs(1)
-    place = (batch * heads + head) * tl.num_programs(0) + chunk
-    of_row = batch * time * heads + head
+    place, of_row, end, heads = chunk_of(time, CHUNK)
     local = tl.arange(0, CHUNK)
-    rows = chunk * CHUNK + local
     of_pairs = load_tile(dpairs + place * CHUNK * CHUNK, local, local, CHUNK, CHUNK, CHUNK)
     of_pairs = tl.where(allowed_pairs(CHUNK, PRESENT), of_pairs, 0.0)
     if g is not None:
-        segments, since, until = _decays(g + of_row, rows, heads, time, CHUNK)
+        segments, since, until = _decays(g + of_row, heads, end, CHUNK)
         a = load_tile(pairs + place * CHUNK * CHUNK, local, local, CHUNK, CHUNK, CHUNK).to(tl.float32)
         across = tl.where(local[:, None] > local[None, :], of_pairs * a, 0.0)
         of_pairs *= tl.exp(segments)
@@ -89,10 +83,10 @@ def scores_gradients(
     of_pairs = of_pairs.to(q.dtype.element_ty)
     for start in range(0, DK, BLOCK):
         keys = start + tl.arange(0, BLOCK)
-        q_tile = load_tile(q + of_row * DK, rows, keys, heads * DK, time, DK)
-        k_tile = load_tile(k + of_row * DK, rows, keys, heads * DK, time, DK)
-        of_left = load_tile(dleft + of_row * DK, rows, keys, heads * DK, time, DK)
-        of_kept = load_tile(dkept + of_row * DK, rows, keys, heads * DK, time, DK)
+        q_tile = load_tile(q + of_row * DK, local, keys, heads * DK, end, DK)
+        k_tile = load_tile(k + of_row * DK, local, keys, heads * DK, end, DK)
+        of_left = load_tile(dleft + of_row * DK, local, keys, heads * DK, end, DK)
+        of_kept = load_tile(dkept + of_row * DK, local, keys, heads * DK, end, DK)
         if g is not None:
             of_left *= tl.exp(since)[:, None]
             of_kept *= tl.exp(until)[:, None]
@@ -100,12 +94,12 @@ def scores_gradients(
             of_until += tl.sum(of_kept * k_tile, 1)
         of_q = tl.dot(of_pairs, k_tile, of_left, input_precision="ieee")
         of_k = tl.dot(tl.trans(of_pairs), q_tile, of_kept, input_precision="ieee")
-        store_tile(dq + of_row * DK, rows, keys, heads * DK, time, of_q, DK)
-        store_tile(dk + of_row * DK, rows, keys, heads * DK, time, of_k, DK)
+        store_tile(dq + of_row * DK, local, keys, heads * DK, end, of_q, DK)
+        store_tile(dk + of_row * DK, local, keys, heads * DK, end, of_k, DK)
     if g is not None:
         keys = tl.arange(0, KEYS)
         of_g = tl.sum(tl.load(dthrough + place * DK + keys, mask=keys < DK, other=0.0), 0)
         earlier = local[None, :] < local[:, None]
         of_later = tl.cumsum(across, 0, reverse=True) + of_until[None, :]  # at (r, i): what passes from i through r
         of_g += tl.sum(tl.where(earlier, of_later, of_since[None, :]), 1)
-        tl.store(dg + of_row + rows * heads, of_g, mask=rows < time)
+        tl.store(dg + of_row + local * heads, of_g, mask=local < end)

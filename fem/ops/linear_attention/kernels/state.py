@@ -20,6 +20,7 @@ import triton.language as tl
 from fem.ops.common.kernels.tiles import LN_2, log2_shifted
 from fem.ops.linear_attention.kernels.tiles import (
     PROVEN,
+    chunk_of,
     exponentials,
     load_tile,
     log_or_nothing,
@@ -38,31 +39,29 @@ def remember(
     Out: log_weight and doubt (B, H, N, DK), mean, free_energy and, for a backward, total = R (B, H, N, DK, DV); peaks
     (B, H, N, DV), the greatest value of the chunk's tokens of any weight.
     """
-    chunk, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    heads = tl.num_programs(1)
-    place = (batch * heads + head) * tl.num_programs(0) + chunk
-    rows, columns = chunk * CHUNK + tl.arange(0, CHUNK), tl.arange(0, VALUES)
-    k += (batch * time * heads + head) * DK
-    kept += (batch * time * heads + head) * DK
-    v += (batch * time * heads + head) * DV
+    place, of_row, end, heads = chunk_of(time, CHUNK)
+    rows, columns = tl.arange(0, CHUNK), tl.arange(0, VALUES)
+    k += of_row * DK
+    kept += of_row * DK
+    v += of_row * DV
     mean += place * DK * DV
-    v_tile = load_tile(v, rows, columns, heads * DV, time, DV)
+    v_tile = load_tile(v, rows, columns, heads * DV, end, DV)
     if beta is not None:
         there = tl.zeros([CHUNK], tl.float32)
         for start in range(0, DK, BLOCK):
-            k_tile = load_tile(k, rows, start + tl.arange(0, BLOCK), heads * DK, time, DK)
+            k_tile = load_tile(k, rows, start + tl.arange(0, BLOCK), heads * DK, end, DK)
             there = tl.maximum(there, tl.max(k_tile.to(tl.float32), 1))
         peak = tl.max(tl.where(there[:, None] > 0, v_tile.to(tl.float32), float("-inf")), 0)
         peak = tl.where(peak > float("-inf"), peak, 0.0)
         tl.store(peaks + place * DV + columns, peak, mask=columns < DV)
-        rate, anchor = rate_and_anchor(beta + head * DV, v + chunk * CHUNK * heads * DV, columns, DV)
+        rate, anchor = rate_and_anchor(beta + tl.program_id(1) * DV, v, columns, DV)
         shift = tl.ceil((peak - anchor) * rate)
         e = exponentials(v_tile, rate, anchor, shift).to(v_tile.dtype)
         free_energy += place * DK * DV
     for start in range(0, DK, BLOCK):
         keys = start + tl.arange(0, BLOCK)
-        kept_tile = load_tile(kept, rows, keys, heads * DK, time, DK)
-        anything = tl.max(load_tile(k, rows, keys, heads * DK, time, DK).to(tl.float32), 0) > 0
+        kept_tile = load_tile(kept, rows, keys, heads * DK, end, DK)
+        anything = tl.max(load_tile(k, rows, keys, heads * DK, end, DK).to(tl.float32), 0) > 0
         weight = tl.sum(kept_tile.to(tl.float32), 0)
         some = (weight > 0)[:, None]
         over = tl.where(some, weight[:, None], 1.0)
@@ -87,27 +86,24 @@ def remember_gradients(
 ):  # fmt: skip
     """From the gradients of log_weight, mean and free_energy: dkept (B, T, H, DK) and dbeta (B, H, N, DV); dv, to which
     of_v is added. Nothing passes through chunks of another tier (B, H, N)."""
-    chunk, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    heads = tl.num_programs(1)
-    place = (batch * heads + head) * tl.num_programs(0) + chunk
-    rows, columns = chunk * CHUNK + tl.arange(0, CHUNK), tl.arange(0, VALUES)
-    of_row = batch * time * heads + head
+    place, of_row, end, heads = chunk_of(time, CHUNK)
+    rows, columns = tl.arange(0, CHUNK), tl.arange(0, VALUES)
     kept += of_row * DK
     v += of_row * DV
     of_place = place * DK * DV
-    v_tile = load_tile(v, rows, columns, heads * DV, time, DV)
+    v_tile = load_tile(v, rows, columns, heads * DV, end, DV)
     ours = tl.load(tier + place) == 0
     of_values = tl.zeros([CHUNK, VALUES], tl.float32)
     if beta is not None:
         peak = tl.load(peaks + place * DV + columns, mask=columns < DV, other=0.0)
-        rate, anchor = rate_and_anchor(beta + head * DV, v + chunk * CHUNK * heads * DV, columns, DV)
+        rate, anchor = rate_and_anchor(beta + tl.program_id(1) * DV, v, columns, DV)
         shift = tl.ceil((peak - anchor) * rate)
         e = exponentials(v_tile, rate, anchor, shift).to(v_tile.dtype)
         of_e = tl.zeros([CHUNK, VALUES], tl.float32)
         of_beta = tl.zeros([VALUES], tl.float32)
     for start in range(0, DK, BLOCK):
         keys = start + tl.arange(0, BLOCK)
-        kept_tile = load_tile(kept, rows, keys, heads * DK, time, DK)
+        kept_tile = load_tile(kept, rows, keys, heads * DK, end, DK)
         weight = tl.sum(kept_tile.to(tl.float32), 0)
         sure = ours & (weight >= PROVEN)
         over = 1.0 / tl.where(sure, weight, float("inf"))
@@ -129,12 +125,12 @@ def remember_gradients(
             of_beta -= tl.sum(tl.where(settled, per_nat * tl.log2(r * over[:, None]), 0.0), 0) / rate
             of_kept = tl.dot(e, tl.trans(h), of_kept, input_precision="ieee")
             of_e = tl.dot(kept_tile, h, of_e, input_precision="ieee")
-        store_tile(dkept + of_row * DK, rows, keys, heads * DK, time, of_kept + y[None, :], DK)
+        store_tile(dkept + of_row * DK, rows, keys, heads * DK, end, of_kept + y[None, :], DK)
     if beta is not None:
         posterior = of_e * e.to(tl.float32)
         of_values += posterior * (rate * LN_2)[None, :]
         distance = v_tile.to(tl.float32) - (anchor + shift / rate)[None, :]
-        of_beta += tl.sum(tl.where(rows[:, None] < time, posterior * distance, 0.0), 0)
+        of_beta += tl.sum(tl.where(rows[:, None] < end, posterior * distance, 0.0), 0)
         tl.store(dbeta + place * DV + columns, of_beta, mask=columns < DV)
-    of_values += load_tile(of_v + of_row * DV, rows, columns, heads * DV, time, DV)
-    store_tile(dv + of_row * DV, rows, columns, heads * DV, time, of_values, DV)
+    of_values += load_tile(of_v + of_row * DV, rows, columns, heads * DV, end, DV)
+    store_tile(dv + of_row * DV, rows, columns, heads * DV, end, of_values, DV)

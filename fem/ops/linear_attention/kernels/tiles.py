@@ -17,6 +17,16 @@ LIGHT = tl.constexpr(30.0)  # the logarithm of weights that need no scaling
 
 
 @triton.jit
+def chunk_of(time, CHUNK: tl.constexpr):
+    """Of the program's chunk: its place, its first token's place in (B, T, H), how many tokens are left from there,
+    and how many heads there are. Tokens are counted from the chunk's first, so that only places need 64 bits."""
+    chunk, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    heads, first = tl.num_programs(1), chunk * CHUNK
+    place = (batch * heads + head) * tl.num_programs(0) + chunk
+    return place, (batch * time + first) * heads + head, time - first, heads
+
+
+@triton.jit
 def load_tile(matrix, rows, columns, stride, end, WIDTH: tl.constexpr):
     """matrix[rows, columns] with zeros in rows from `end` on and in columns from WIDTH on."""
     inside = (rows[:, None] < end) & (columns[None, :] < WIDTH)

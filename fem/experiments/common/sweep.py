@@ -6,18 +6,31 @@ import json
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
-from fem.experiments.common.run import versions, write_json
-from fem.experiments.mad.training import Job, train
+from fem.experiments.common.run import hardware, now, versions, write_json
 
 RUNS_PER_GPU = 4
+
+
+@runtime_checkable
+class Job(Protocol):
+    """A dataclass that decides everything that a run finds; `key` is a file name of its own for every job."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def key(self) -> str: ...
+
+
+Train = Callable[[Any, torch.device], tuple[list[dict], int]]
 
 
 def finished(jobs: Iterable[Job], folder: Path) -> dict[str, dict]:
@@ -33,8 +46,11 @@ def finished(jobs: Iterable[Job], folder: Path) -> dict[str, dict]:
     return records
 
 
-def sweep(jobs: Sequence[Job], folder: Path, workers: int | None = None) -> Iterator[dict]:
+def sweep(jobs: Sequence[Job], folder: Path, train: Train, workers: int | None = None) -> Iterator[dict]:
     """Run the jobs, each in a process of one thread; yields a record as each ends: job, curve, parameters, seconds.
+
+    train(job, device): the curve that a run measured and the size of its model; a function of a module, or a
+    `functools.partial` of one, so that other processes can import it.
 
     Every record is written to `folder` at once, whole or not at all. workers: None for one per core, or four per GPU.
     """
@@ -51,7 +67,7 @@ def sweep(jobs: Sequence[Job], folder: Path, workers: int | None = None) -> Iter
     with ProcessPoolExecutor(min(workers, len(jobs)), context, initializer=_start_worker) as pool:
         try:
             under_way = [
-                pool.submit(_run, job, devices[index % len(devices)], folder) for index, job in enumerate(jobs)
+                pool.submit(_run, train, job, devices[index % len(devices)], folder) for index, job in enumerate(jobs)
             ]
             for ended in as_completed(under_way):
                 yield ended.result()
@@ -63,11 +79,14 @@ def sweep(jobs: Sequence[Job], folder: Path, workers: int | None = None) -> Iter
             raise
 
 
-def _run(job: Job, device: str, folder: Path) -> dict:
+def _run(train: Train, job: Job, device: str, folder: Path) -> dict:
     began = perf_counter()
     curve, parameters = train(job, torch.device(device))
     record = {"job": asdict(job), "curve": curve, "parameters": parameters, "seconds": perf_counter() - began}
-    write_json(folder / f"{job.key}.json", record | {"device": device, "versions": versions()})
+    write_json(
+        folder / f"{job.key}.json",
+        record | {"device": device, "versions": versions(), "hardware": hardware(), "date": now()},
+    )
     return record
 
 

@@ -1,0 +1,24 @@
+"""Differences between models that saw the same seeds: what a mean with its spread hides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean, stdev
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and standard error of ours - theirs, seed by seed; no error of a single seed.
+
+    Raises ValueError where the two have different numbers of seeds.
+    """
+    if len(ours) != len(theirs):
+        raise ValueError(f"paired seeds must be equally many, got {len(ours)} and {len(theirs)}.")
+    differences = [a - b for a, b in zip(ours, theirs)]
+    return mean(differences), stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else None
+
+
+def shown(ours: Sequence[float], theirs: Sequence[float], scale: float = 1.0, digits: int = 3) -> str:
+    """`paired` for a page: "+.047 +- .012"."""
+    difference, error = paired(ours, theirs)
+    text = f"{scale * difference:+.{digits}f}"
+    return text if error is None else f"{text} ± {scale * error:.{digits}f}"

@@ -1,0 +1,130 @@
+"""Tasks on real data: bags of the digits that scikit-learn ships, and the channels of ETT."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fem.experiments.forecast.tables import load_series
+from fem.experiments.regimes.tasks import NOT_ASKED, Classes, Numbers
+
+HELD_OUT = {"train": slice(0, 1200), "validation": slice(1200, 1400), "test": slice(1400, None)}
+WINDOW = 96  # rows of ETTm1 in a day
+
+
+@functools.lru_cache(maxsize=1)
+def digits() -> tuple[Float[Tensor, "n 64"], Int[Tensor, " n"]]:
+    """1,797 pictures of 8 x 8 in [0, 1] and their digits, in an order that mixes the writers."""
+    from sklearn.datasets import load_digits
+
+    pictures, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    return torch.from_numpy(pictures[order] / 16).float(), torch.from_numpy(labels[order]).long()
+
+
+@dataclass(frozen=True)
+class DigitBags(Classes):
+    """Bags of 7 pictures and an empty last token, which is asked: is digit 0, ... 9 in the bag (10 questions), which is
+    the largest, how many different ones. Pictures of the test are never seen in training.
+    """
+
+    pictures: int = 7
+    about = "bags of 7 real digits: which are in it, the largest, how many different"
+    wins = "extremes"
+
+    @property
+    def channels(self):
+        return 65
+
+    @property
+    def classes(self):
+        return 10
+
+    @property
+    def questions(self):
+        return 12
+
+    def draw(self, generator, size, split="train"):
+        pictures, labels = (tensor[HELD_OUT[split]] for tensor in digits())
+        chosen = torch.randint(len(labels), (size, self.pictures), generator=generator)
+        x = torch.zeros(size, self.pictures + 1, self.channels)
+        x[:, :-1, :-1], x[:, -1, -1] = pictures[chosen], 1
+        present = torch.zeros(size, 10, dtype=torch.long).scatter_(1, labels[chosen], 1)
+        answers = torch.cat([present, labels[chosen].amax(1, keepdim=True), present.sum(1, keepdim=True) - 1], 1)
+        targets = torch.full((size, self.pictures + 1, self.questions), NOT_ASKED)
+        targets[:, -1] = answers
+        return x, targets
+
+
+@functools.lru_cache(maxsize=1)
+def rows(path: str) -> dict[str, Float[Tensor, "t c"]]:
+    """The scaled rows of each split of an ETT file."""
+    series = load_series(path)
+    return {split: series.scaled()[slice(*ends)] for split, ends in series.splits.items()}
+
+
+class DayOfETT:
+    """Two days of the 7 channels, cut anywhere in a split; the second day's rows are asked about the last 96."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    @property
+    def channels(self):
+        return 7
+
+    def cut(self, generator, size, split) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "b day c w"]]:
+        table = rows(self.path)[split]
+        start = torch.randint(len(table) - 2 * WINDOW, (size, 1), generator=generator)
+        x = table[start + torch.arange(2 * WINDOW)]
+        return x, x.unfold(1, WINDOW, 1)[:, 1:]
+
+    @staticmethod
+    def ask(answers: Tensor, nothing: float) -> Tensor:
+        """The answers behind a first day of which nothing is asked."""
+        return torch.cat([torch.full_like(answers, nothing), answers], 1)
+
+
+class DailyExtremes(DayOfETT, Numbers):
+    """Maximum and minimum of every channel over the last 96 rows."""
+
+    about = "extremes of the last day in ETT, 7 channels"
+    wins = "extremes"
+
+    @property
+    def outputs(self):
+        return 14
+
+    def draw(self, generator, size, split="train"):
+        x, days = self.cut(generator, size, split)
+        return x, self.ask(torch.cat([days.amax(-1), days.amin(-1)], -1), float("nan"))
+
+
+class Exceeded(DayOfETT, Classes):
+    """Did a channel exceed its training quantile of .9 within the last 96 rows? One question per channel."""
+
+    about = "did a channel of ETT exceed its quantile of .9 in the last day"
+    wins = "extremes"
+
+    @property
+    def classes(self):
+        return 2
+
+    @property
+    def questions(self):
+        return 7
+
+    def draw(self, generator, size, split="train"):
+        x, days = self.cut(generator, size, split)
+        limit = rows(self.path)["train"].quantile(0.9, 0)
+        return x, self.ask((days.amax(-1) > limit).long(), NOT_ASKED)
+
+
+def ett_tasks(path: Path | None) -> dict:
+    return {} if path is None else {"ett-extremes": DailyExtremes(str(path)), "ett-events": Exceeded(str(path))}

@@ -1,0 +1,138 @@
+"""What a run of regimes adds up to: one table over tasks, one per task, a picture and a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean, stdev
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from fem.experiments.common.mixers import mixer_config
+from fem.experiments.common.paired import paired, shown
+from fem.experiments.common.run import provenance
+from fem.experiments.common.tables import markdown_table, write_page
+from fem.experiments.regimes.experiment import RegimesRecipe
+from fem.experiments.regimes.real import ett_tasks
+from fem.experiments.regimes.training import TASKS, constants
+from fem.plots import COLOURS, OTHERS, STYLE
+
+Found = dict[str, dict[str, list[dict]]]
+REFERENCE = "softmax"
+
+
+def tests(records: list[dict]) -> list[float]:
+    """The last test of every seed."""
+    return [record["curve"][-1]["test"] for record in records]
+
+
+def overview(found: Found) -> list[dict]:
+    """A row per mixer, a column per task: mean over seeds."""
+    rows = next(iter(found.values()))
+    return [{"mixer": row} | {task: mean(tests(of_task[row])) for task, of_task in found.items()} for row in rows]
+
+
+def table(rows: dict[str, list[dict]]) -> list[dict]:
+    """One task: mean and spread over seeds, and the difference from plain attention on the same seeds."""
+    base = tests(rows[REFERENCE]) if REFERENCE in rows else None
+    lines = []
+    for row, records in rows.items():
+        scores, training = tests(records), records[0]["job"]["training"]
+        lines.append(
+            {
+                "mixer": row,
+                "values": mixer_config(row, training["width"], training["heads"]).fem_dim,
+                "score": mean(scores),
+                "sd": stdev(scores) if len(scores) > 1 else None,
+                f"over {REFERENCE}, paired": shown(scores, base) if base and row != REFERENCE else "",
+                "by seed": ", ".join(f"{score:.3f}" for score in scores),
+                "learning rate": f"{records[0]['job']['learning_rate']:g}",
+                "parameters": records[0]["parameters"],
+                "seconds": round(mean(record["seconds"] for record in records), 1),
+            }
+        )
+    return sorted(lines, key=lambda line: -line["score"])
+
+
+def verdict(task: str, rows: dict[str, list[dict]]) -> str:
+    """One sentence: which row wins, by how much over plain attention, and against the next one."""
+    ranked = sorted(rows, key=lambda row: -mean(tests(rows[row])))
+    best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
+    said = f"{task}: {best} ({mean(tests(rows[best])):.3f})"
+    if REFERENCE in rows and best != REFERENCE:
+        said += f", {shown(tests(rows[best]), tests(rows[REFERENCE]))} over {REFERENCE}"
+    if second is not None:
+        said += f"; next {second}, {shown(tests(rows[best]), tests(rows[second]))} behind"
+    return said + "."
+
+
+def summary(found: Found, tuned: dict[str, dict[str, dict]]) -> dict:
+    """Every score of every row, by task: by seed, by learning rate, and paired with plain attention."""
+    whole: dict = {}
+    for task, rows in found.items():
+        for row, records in rows.items():
+            difference = paired(tests(records), tests(rows[REFERENCE])) if REFERENCE in rows else None
+            rates = {
+                f"{record['job']['learning_rate']:g}": record["curve"][-1]["validation"]
+                for record in tuned[task].values()
+                if record["job"]["mixer"] == row
+            }
+            whole.setdefault(task, {})[row] = {
+                "test": tests(records),
+                "over_softmax": None if difference is None else {"mean": difference[0], "error": difference[1]},
+                "learning_rate": records[0]["job"]["learning_rate"],
+                "validation_by_rate": rates,
+                "beta": [{k: v for k, v in r["curve"][-1].items() if k.startswith("beta")} for r in records],
+                "parameters": records[0]["parameters"],
+                "seconds": [round(record["seconds"], 1) for record in records],
+            }
+    return whole
+
+
+def picture(path: Path, found: Found, recipe: RegimesRecipe) -> None:
+    """A dot per seed of every row in every task; the bar is their mean, the dashed line an answer that never looks."""
+    rows, floors = list(next(iter(found.values()))), constants(recipe.training, recipe.ett)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(1.9 * len(found) + 1.8, 0.26 * len(rows) + 1.2), layout="constrained")
+        figure.suptitle("Score on new examples: a dot per seed, a bar for their mean", x=0.01, ha="left", fontsize=10)
+        panels = figure.subplots(1, len(found), squeeze=False, sharey=True).flat
+        for axes, (task, of_task) in zip(panels, found.items()):
+            for height, records in enumerate(of_task.values()):
+                scores = tests(records)
+                axes.plot(scores, [height] * len(scores), "o", color=OTHERS[3], markersize=4, alpha=0.7)
+                axes.vlines(np.mean(scores), height - 0.35, height + 0.35, color=COLOURS["fem"], linewidth=2)
+            axes.axvline(floors[task], color="#9ca3af", linewidth=1, linestyle=(0, (4, 3)))
+            axes.set_title(task)
+            axes.set_yticks(range(len(rows)), rows)
+            axes.set_ylim(len(rows) - 0.5, -0.5)
+        figure.savefig(path)
+
+
+def write_report(folder: Path, found: Found, recipe: RegimesRecipe, command: str) -> None:
+    tasks, floors = TASKS | ett_tasks(recipe.ett), constants(recipe.training, recipe.ett)
+    parts = []
+    for task, rows in found.items():
+        about = tasks[task]
+        parts += [
+            f"## {task}: {about.about}",
+            f"Asks for {about.wins}. Score: {about.measure} on {recipe.training.test_examples} new examples after the "
+            f"last step; an answer that never looks: {floors[task]:.3f}. values: width of the values over all heads.",
+            markdown_table(table(rows)),
+        ]
+    write_page(
+        folder,
+        "Where the free energy pays",
+        f"{recipe.blocks} block{'s' if recipe.blocks > 1 else ''} of [mixer, SwiGLU], width {recipe.width}, "
+        f"{recipe.heads} heads, {recipe.steps} steps of {recipe.batch} examples, AdamW with cosine decay, no weight "
+        "decay, the same start and the same examples for every row of a seed; equal parameters (the SwiGLU pays for "
+        "what a mixer adds). Every row takes the learning rate that is best on the first seed's validation, and is "
+        "tested on other examples. C: conditioner, L: free energy, T: temperature gate, G: outer gate; /r4: gates of "
+        "rank 4, whose width goes to the values; /b8: beta starts at 8 instead of 1.95; /l6: lambda's bias at 6; "
+        "/wide: values as wide as the model. ±: standard error of the difference, seed by seed.",
+        markdown_table(overview(found)),
+        "\n".join(f"* {verdict(task, rows)}" for task, rows in found.items()),
+        "![scores by task and mixer](scores.png)",
+        *parts,
+        provenance(command),
+    )

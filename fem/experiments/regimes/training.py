@@ -1,0 +1,164 @@
+"""One run: a model around a mixer, trained on a task and tested at evenly spaced steps."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor, nn
+
+from fem.experiments.common.blocks import EPS, Residual, SwiGLU, initialise
+from fem.experiments.common.mixers import file_name, mixer_config
+from fem.experiments.regimes.real import DigitBags, ett_tasks
+from fem.experiments.regimes.tasks import HighWater, PeakHold, Recall, SetStatistics, Snapshot, Task
+from fem.mixer import FreeEnergyMixer
+
+TASKS: dict[str, Task] = {
+    "peak": PeakHold(),
+    "high-water": HighWater(),
+    "snapshot": Snapshot(),
+    "statistics": SetStatistics(),
+    "recall": Recall(),
+    "bags": DigitBags(),
+}
+STREAMS = {"train": 0, "validation": 1, "test": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What all models of a table share."""
+
+    width: int = 64
+    heads: int = 4
+    blocks: int = 1
+    mlp_width: int = 176
+    initialisation: str = "torch"
+    batch: int = 16
+    steps: int = 500
+    warmup: float = 0.05
+    tests: int = 6
+    validation_examples: int = 256
+    test_examples: int = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything that decides what a run finds."""
+
+    task: str
+    sizes: dict[str, int | float]  # the task's own
+    mixer: str
+    learning_rate: float
+    seed: int
+    training: Training
+
+    @property
+    def key(self) -> str:
+        """A file name of its own for every job."""
+        digest = hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=6).hexdigest()
+        return f"{self.task}-{file_name(self.mixer)}-seed{self.seed}-{digest}"
+
+
+class Model(nn.Module):
+    """Inputs (B, T, C) -> answers (B, T, outputs): linear map, blocks of [mixer, SwiGLU], norm, linear map."""
+
+    def __init__(self, task: Task, mixer: str, training: Training):
+        super().__init__()
+        width, heads = training.width, training.heads
+        inner = training.mlp_width - round(
+            (_parameters(mixer, training) - _parameters("softmax", training)) / (3 * width)
+        )
+        if inner < 1:
+            raise ValueError(f"mlp_width = {training.mlp_width} is too narrow to pay for {mixer}; {1 - inner} missing.")
+        self.read = nn.Linear(task.channels, width)
+        self.blocks = nn.Sequential(
+            *(
+                Residual(width, layer)
+                for _ in range(training.blocks)
+                for layer in (FreeEnergyMixer(mixer_config(mixer, width, heads)), SwiGLU(width, inner))
+            )
+        )
+        self.answer = nn.Sequential(nn.RMSNorm(width, EPS), nn.Linear(width, task.outputs))
+        initialise(self, training.initialisation)
+
+    def forward(self, x: Float[Tensor, "b t c"]) -> Float[Tensor, "b t o"]:
+        return self.answer(self.blocks(self.read(x)))
+
+
+def _parameters(mixer: str, training: Training) -> int:
+    with torch.device("meta"):
+        layer = FreeEnergyMixer(mixer_config(mixer, training.width, training.heads))
+    return sum(parameter.numel() for parameter in layer.parameters())
+
+
+def train(job: Job, device: torch.device, ett: Path | None = None) -> tuple[list[dict], int]:
+    """Run the job; returns its tests, {"step", "train_loss", "validation", "test", "beta"}, and the model's size.
+
+    AdamW without weight decay, linear warm-up, cosine to 0, gradients clipped at norm 1; every batch is new.
+    """
+    task, training = (TASKS | ett_tasks(ett))[job.task], job.training
+    with torch.random.fork_rng():
+        torch.manual_seed(job.seed)
+        model = Model(task, job.mixer, training).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=0.0)
+    rise = max(1, round(training.warmup * training.steps))
+    fall = max(1, training.steps - rise)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / rise, (1 + math.cos(math.pi * max(0, step - rise) / fall)) / 2),
+    )
+    streams = {name: Generator().manual_seed(1000 * job.seed + number) for name, number in STREAMS.items()}
+    held_out = {
+        "validation": task.draw(streams["validation"], training.validation_examples, "validation"),
+        "test": task.draw(streams["test"], training.test_examples, "test"),
+    }
+    tested = {round(training.steps * part / training.tests) for part in range(1, training.tests + 1)}
+    curve: list[dict] = []
+    for step in range(1, training.steps + 1):
+        x, targets = (tensor.to(device) for tensor in task.draw(streams["train"], training.batch))
+        loss = task.loss(model(x), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step in tested:
+            found = {split: evaluate(model, task, examples, device) for split, examples in held_out.items()}
+            curve.append({"step": step, "train_loss": loss.item(), **found, **temperatures(model)})
+    return curve, sum(parameter.numel() for parameter in model.parameters())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, task: Task, examples: tuple[Tensor, Tensor], device: torch.device) -> float:
+    x, targets = examples
+    answers = torch.cat([model(part.to(device)).cpu() for part in x.split(128)])
+    return task.score(answers, targets)
+
+
+@torch.no_grad()
+def temperatures(model: nn.Module) -> dict[str, float]:
+    """Where the first mixer's beta stands: {} without one."""
+    layer = next(part for part in model.modules() if isinstance(part, FreeEnergyMixer))
+    if layer.beta is None:
+        return {}
+    beta = layer.beta()
+    return {"beta": beta.mean().item(), "beta_min": beta.min().item(), "beta_max": beta.max().item()}
+
+
+def sizes(task: str) -> dict[str, int | float]:
+    """The task's own sizes; those of ETT have none."""
+    return asdict(TASKS[task]) if is_dataclass(TASKS.get(task)) else {}
+
+
+def constants(training: Training, ett: Path | None = None) -> dict[str, float]:
+    """Each task's score of the best answer that does not look at the inputs, on the test of seed 0."""
+    found = {}
+    for name, task in (TASKS | ett_tasks(ett)).items():
+        _, targets = task.draw(Generator().manual_seed(STREAMS["test"]), training.test_examples, "test")
+        found[name] = task.constant(targets)
+    return found

@@ -1,0 +1,83 @@
+"""What callers of transformers' models pass besides tokens, read as documents or set aside."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int
+from torch import Tensor
+
+# Nothing that a mixer does not know: its cache counts the tokens, and cu_seq_lens_q holds the sizes of documents.
+SET_ASIDE = {
+    "token_type_ids",
+    "cache_position",
+    "tokenizer",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "output_router_logits",
+}
+
+
+def check_names(model: object, further: dict) -> None:
+    """Raise TypeError on an argument that neither the model nor transformers knows."""
+    unknown = [name for name, value in further.items() if name not in SET_ASIDE and value is not None]
+    if unknown:
+        raise TypeError(
+            f"{type(model).__name__}.forward takes no argument {', '.join(map(repr, unknown))}; documents are "
+            "segment_ids, seq_idx, cu_seq_lens_q or position_ids that restart."
+        )
+
+
+def read_documents(
+    x: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    past: int,
+    segment_ids: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+) -> Tensor | None:
+    """The document of every token of x (B, T, ...), from the first of the four that says so; None: there is but one.
+
+    segment_ids, seq_idx: (B, T), an id per token. cu_seq_lens_q: (documents + 1,), where each of the documents of one
+    row starts, and its end. position_ids: (B, T); a kept token that does not follow the one before opens a document,
+    unless a cache went before: a masked token's position is ignored, and gaps that masked tokens leave are none.
+    Raises ValueError on wrong shapes.
+    """
+    if segment_ids is not None:
+        return segment_ids
+    if seq_idx is not None:
+        return seq_idx
+    if cu_seq_lens_q is not None:
+        return _between(cu_seq_lens_q, x, past)
+    if position_ids is None or past:
+        return None
+    if position_ids.shape[-1] != x.shape[1]:
+        raise ValueError(f"position_ids must cover the {x.shape[1]} tokens, got shape {tuple(position_ids.shape)}.")
+    opens = _restarts(position_ids, attention_mask)
+    if not torch.compiler.is_compiling() and not bool(opens.any()):
+        return None
+    return opens.long().cumsum(-1).expand(x.shape[0], -1)
+
+
+def _between(starts: Tensor, x: Tensor, past: int) -> Int[Tensor, "1 t"]:
+    if past or x.shape[0] != 1 or starts.dim() != 1:
+        raise ValueError(
+            "cu_seq_lens_q must hold the starts of the documents of one row without a cache, got shape "
+            f"{tuple(starts.shape)} for {x.shape[0]} rows and {past} cached tokens; pass segment_ids instead."
+        )
+    places = torch.arange(x.shape[1], device=x.device)
+    return torch.searchsorted(starts.to(x.device, places.dtype), places, right=True)[None]
+
+
+def _restarts(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Where a document opens. Without a mask any jump opens one, as transformers' packing has it."""
+    if attention_mask is None or attention_mask.shape[-1] != position_ids.shape[-1] or attention_mask.dim() != 2:
+        return F.pad(position_ids.diff(dim=-1) != 1, (1, 0))
+    keep = attention_mask.bool()
+    seen = torch.where(keep, position_ids, -1)
+    places = torch.where(keep, torch.arange(keep.shape[1], device=keep.device), -1).cummax(-1).values
+    before = F.pad(places, (1, 0), value=-1)[:, :-1]
+    previous = torch.where(before < 0, -1, seen.gather(-1, before.clamp_min(0)))
+    return keep & (before >= 0) & (seen <= previous)

@@ -1,0 +1,43 @@
+"""Which parameters weight decay may shrink."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def decayed_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that weight decay is for: the weights of maps and embeddings.
+
+    Not biases, norms and other vectors, and nothing that a module lists as `undecayed`: decay pulls a weight towards 0,
+    but beta, A, D and M towards softplus(0), which is a temperature and a memory that nobody asked for.
+    """
+    kept = {id(module.get_parameter(n)) for module in model.modules() for n in getattr(module, "undecayed", ())}
+    return [name for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in kept]
+
+
+def undecayed_names(model: nn.Module) -> set[str]:
+    """Names of all other parameters, as timm asks a model for them in `no_weight_decay`."""
+    return {name for name, _ in model.named_parameters()}.difference(decayed_names(model))
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """The model's parameters for an optimiser of torch: those that decay, and those that never should.
+
+        torch.optim.AdamW(fem.parameter_groups(model, weight_decay=0.1), lr=3e-4)
+
+    `decayed_names` says which are which. Raises ValueError on a negative weight_decay.
+    """
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay must be 0 or positive, got {weight_decay!r}.")
+    decayed = set(decayed_names(model))
+    parameters = list(model.named_parameters())
+    return [
+        {"params": [p for name, p in parameters if name in decayed], "weight_decay": weight_decay},
+        {"params": [p for name, p in parameters if name not in decayed], "weight_decay": 0.0},
+    ]
+
+
+def mark_undecayed(module: nn.Module) -> None:
+    """Mark the parameters that the module lists as `undecayed` as other trainers look for it, by `_no_weight_decay`."""
+    for name in module.undecayed:
+        module.get_parameter(name)._no_weight_decay = True

@@ -1,0 +1,205 @@
+"""States: what they hold and keep alive, who may read them, how they travel."""
+
+import gzip
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from layers import FAMILIES, TIME, WIDTH, make_layer, tokens
+from safetensors.torch import load_file, save_file
+
+from fem import FreeEnergyMixer, FreeEnergyMixerConfig, MixerState
+
+pytestmark = pytest.mark.usefixtures("as_users_run")
+families = pytest.mark.parametrize("family", FAMILIES)
+SAVED = Path(__file__).parents[1] / "assets" / "layers_0_1.pt.gz"  # written by the last commit of version 0.1
+
+
+def prompt(family, dtype=torch.float64, **fields):
+    layer, x = make_layer(dtype, **FAMILIES[family] | fields), tokens(dtype=dtype)
+    keep = torch.tensor([[1] * 9, [0, 0] + [1] * 7]).bool()
+    return layer, x[:, 9:], layer(x[:, :9], attention_mask=keep, return_state=True)[1]
+
+
+def storage(state):
+    tensors = [*state.memory.values(), *vars(state.cursor).values()]
+    tensors += [] if state.conditioner is None else [state.conditioner]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def test_layers_and_states_of_version_0_1_go_on():
+    saved = torch.load(io.BytesIO(gzip.decompress(SAVED.read_bytes())), weights_only=True)
+    assert len(saved) == 14
+    for name, case in saved.items():
+        layer = FreeEnergyMixer(FreeEnergyMixerConfig(**case["fields"]))
+        layer.load_state_dict(case["weights"])
+        masks = {"attention_mask": case["keep"], "segment_ids": case["ids"]}
+        seen = len(case["x"][0]) - 5
+        whole = layer(case["x"], **masks)
+        rest = layer(case["x"][:, seen:], **{k: m[:, seen:] for k, m in masks.items()}, state=case["state"])
+        for got, wanted, keep in (
+            (whole, case["y"], case["keep"]),
+            (rest, case["y"][:, seen:], case["keep"][:, seen:]),
+        ):
+            torch.testing.assert_close(got[keep], wanted[keep], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@families
+def test_nbytes_is_what_a_state_keeps_alive(family):
+    layer = make_layer(torch.float32, **FAMILIES[family])
+    _, state = layer(torch.randn(2, 300, WIDTH), return_state=True)
+    for _ in range(3):
+        assert storage(state) == state.nbytes
+        assert state.nbytes <= 1.13 * sum(x.nbytes for x in state.state_dict().values())
+        _, state = layer(torch.randn(2, 1, WIDTH), state=state, return_state=True)
+
+
+def test_a_window_after_1000_tokens_keeps_and_saves_its_window():
+    layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=32, n_head=4, window=64)).eval()
+    with torch.no_grad():
+        _, state = layer(torch.randn(1, 1000, 32), return_state=True)
+    file = io.BytesIO()
+    torch.save(state, file)
+    assert state.nbytes < 64 * 4 * (32 + 16) + 2000
+    assert file.tell() < state.nbytes + 8000
+
+
+def test_a_state_keeps_no_mask_of_its_callers():
+    layer, x = make_layer(prior_type="softmax"), tokens()
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    _, state = layer(x[:, :9], attention_mask=mask, return_state=True)
+    wanted = layer(x[:, 9:], state=state)
+    mask.zero_()
+    torch.testing.assert_close(layer(x[:, 9:], state=state), wanted, rtol=0, atol=0)
+
+
+@families
+def test_it_travels_by_torch_save_and_by_safetensors(family, tmp_path):
+    layer, rest, state = prompt(family)
+    wanted = layer(rest, state=state)
+    torch.save(state, tmp_path / "state.pt")
+    save_file(state.detach().state_dict(), tmp_path / "state.safetensors")
+    for read in (
+        torch.load(tmp_path / "state.pt"),
+        MixerState.from_state_dict(load_file(tmp_path / "state.safetensors")),
+    ):
+        assert (read.layer, read.dtype) == (state.layer, state.dtype)
+        torch.testing.assert_close(layer(rest, state=read), wanted, rtol=0, atol=0)
+
+
+@families
+def test_detached_it_ends_the_graph(family):
+    layer, rest, state = prompt(family)
+    assert any(x.requires_grad for x in state.memory.values())
+    cut = state.detach()
+    assert not any(x.requires_grad for x in [*cut.memory.values(), *vars(cut.cursor).values()])
+    torch.testing.assert_close(layer(rest, state=cut), layer(rest, state=state), rtol=0, atol=0)
+
+
+@families
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cast_it_serves_a_layer_of_that_dtype(family, dtype):
+    layer, rest, state = prompt(family)
+    cast = state.to(dtype)
+    assert all(not x.is_floating_point() for x in vars(cast.cursor).values())
+    sums = [x for name, x in cast.memory.items() if x.is_floating_point() and not name.endswith(("key", "value"))]
+    assert all(x.dtype == torch.float32 for x in sums)
+    wanted = layer(rest, state=state)
+    got, after = layer.to(dtype)(rest.to(dtype), state=cast, return_state=True)
+    assert (got.double() - wanted).abs().max() <= 32 * torch.finfo(dtype).eps * (1 + wanted.abs().max())
+    assert after.dtype == dtype
+
+
+def test_integers_are_no_dtype_for_a_state():
+    with pytest.raises(TypeError, match=r"cast to a floating dtype, got torch\.int64"):
+        prompt("gla")[2].to(torch.int64)
+
+
+def test_a_dict_that_is_no_state_is_refused():
+    with pytest.raises(ValueError, match=r"what MixerState\.state_dict returned, got none named 'cursor\.document'"):
+        MixerState.from_state_dict({"layer": torch.zeros(1)})
+
+
+OTHERS = {
+    "use_rope": ("linear", {"use_rope": False}),
+    "rope_theta": ("softmax", {"rope_theta": 500.0}),
+    "normalize": ("gla", {"normalize": False}),
+    "eps": ("linear", {"eps": 0.1}),
+    "use_lse": ("gla", {"use_lse": False, "use_temperature": False}),
+    "use_temperature": ("gla", {"use_temperature": False}),
+    "beta_max_init": ("rnn_decay", {"beta_max_init": 0.0}),
+    "ssm_rank": ("mamba", {"ssm_rank": 4}),
+    "decay": ("gla", {"decay": "channel"}),
+    "window": ("softmax", {"window": 5}),
+}
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_a_state_of_a_layer_that_differs_in_one_field_is_refused_by_its_name(field):
+    prior, fields = OTHERS[field]
+    _, rest, state = prompt(prior, **fields)
+    layer = make_layer(prior_type=prior)
+    with pytest.raises(ValueError, match=f"state belongs to another layer: it has .*{field}={fields[field]}"):
+        layer(rest, state=state)
+
+
+@pytest.mark.parametrize("fields", [{"dropout": 0.1}, {"backend": "plain"}, {"lambda_init": 1.0}], ids=str)
+def test_what_no_state_holds_may_differ(fields):
+    _, rest, state = prompt("gla")
+    make_layer(prior_type="gla", **fields)(rest, state=state)
+
+
+@families
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)], ids=str)
+def test_no_rows_and_no_tokens_are_an_answer_too(family, shape):
+    layer = make_layer(**FAMILIES[family])
+    x = torch.zeros(*shape, WIDTH, dtype=torch.float64, requires_grad=True)
+    y, state = layer(x, attention_mask=torch.ones(shape).bool(), return_state=True)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert all(p.grad is None or (p.grad == 0).all() for p in layer.parameters())
+    more = tokens()[: shape[0]]
+    torch.testing.assert_close(layer(more, state=state), layer(more), rtol=1e-9, atol=1e-9)
+    _, before = layer(tokens()[: shape[0], :4], return_state=True)
+    assert layer(x, state=before, return_state=True)[1] is before
+
+
+@families
+@pytest.mark.parametrize("what", [float("nan"), float("inf")])
+def test_what_stands_in_padding_reaches_no_output_state_or_gradient(family, what):
+    layer, x = make_layer(**FAMILIES[family]), tokens()
+    keep = torch.ones(2, TIME, dtype=torch.bool)
+    keep[0, :4] = keep[1, 6] = False
+    results = []
+    for content in (0.0, what):
+        layer.zero_grad()
+        filled = x.masked_fill(~keep[..., None], content).requires_grad_()
+        y, state = layer(filled, attention_mask=keep, return_state=True)
+        y.square().sum().backward()
+        kept_grad = filled.grad[keep]
+        gradients = [p.grad.clone() for p in layer.parameters()]
+        results.append([y, kept_grad, *gradients, *state.state_dict().values()])
+    for clean, filled in zip(*results, strict=True):
+        torch.testing.assert_close(filled, clean, rtol=0, atol=0)
+
+
+@families
+def test_visible_nan_always_shows(family):
+    layer, x = make_layer(**FAMILIES[family]), tokens()
+    x[0, 5, 3] = float("nan")
+    y = layer(x)
+    assert y[0, 5].isnan().all()
+    assert y[1].isfinite().all()
+
+
+@families
+def test_meta_layers_have_shapes_and_meet_no_real_tensors(family):
+    layer, x = make_layer(torch.float32, **FAMILIES[family]), tokens(dtype=torch.float32)
+    with pytest.raises(ValueError, match="x must be on the layer's device, cpu, got x on meta"):
+        layer(x.to("meta"))
+    layer = layer.to("meta")
+    y = layer(x.to("meta"), attention_mask=torch.ones(2, TIME, dtype=torch.bool, device="meta"))
+    assert (y.shape, y.device.type) == (x.shape, "meta")
+    with pytest.raises(ValueError, match="x must be on the layer's device, meta, got x on cpu"):
+        layer(x)

@@ -1,0 +1,119 @@
+"""What callers of transformers' models pass: documents under four names, shifted labels, and names that say nothing."""
+
+from __future__ import annotations
+
+import string
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+import transformers
+from small_models import VOCABULARY, lively, small_config, tokens
+
+from fem.models import FEMForCausalLM
+
+CUTS = [(0, 5), (5, 6), (6, 12)]
+LENGTHS = torch.tensor([end - start for start, end in CUTS])
+IDS = torch.arange(len(CUTS)).repeat_interleave(LENGTHS)[None]
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+SAID_AS = {
+    "cu_seq_lens_q": {"cu_seq_lens_q": torch.tensor([0, 5, 6, 12], dtype=torch.int32)},
+    "seq_idx": {"seq_idx": IDS.int()},
+    "positions": {"position_ids": POSITIONS},
+    "positions_beside_a_whole_mask": {"position_ids": POSITIONS, "attention_mask": torch.ones(1, 12, dtype=torch.long)},
+}
+
+
+@pytest.fixture(params=["softmax", "gla"])
+def model(request) -> FEMForCausalLM:
+    return lively(FEMForCausalLM(small_config(prior_type=request.param)))
+
+
+def separate(model, ids):
+    return torch.cat([model(ids[:, start:end]).logits for start, end in CUTS], 1)
+
+
+@pytest.mark.parametrize("name", list(SAID_AS))
+def test_documents_said_in_any_way_equal_separate_runs(model, name):
+    ids = tokens(1, 12)
+    told = model(ids, labels=ids, **SAID_AS[name])
+    torch.testing.assert_close(told.logits, separate(model, ids), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(told.loss, model(ids, labels=ids, segment_ids=IDS).loss)
+    assert not torch.allclose(told.logits, model(ids).logits, atol=1e-3)
+
+
+def test_batch_of_the_flattening_collator_equals_separate_runs(model):
+    ids = tokens(1, 12)
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch = collate([{"input_ids": ids[0, start:end].tolist()} for start, end in CUTS])
+    torch.testing.assert_close(model(**batch).logits, separate(model, ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("padded_positions", [0, 1])
+def test_masked_tokens_open_no_document(model, padded_positions):
+    """generate() gives padded tokens a position of their own, and gaps in a mask leave gaps in plain positions."""
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = mask[1, 3:5] = 0
+    counted = (mask.cumsum(-1) - 1).masked_fill(mask == 0, padded_positions)
+    expected = model(ids, attention_mask=mask).logits[mask.bool()]
+    for positions in (counted, torch.arange(9)[None]):
+        found = model(ids, attention_mask=mask, position_ids=positions).logits[mask.bool()]
+        torch.testing.assert_close(found, expected)
+
+
+def test_documents_and_padding_in_one_row(model):
+    ids, mask = tokens(1, 14), torch.ones(1, 14, dtype=torch.long)
+    mask[0, 12:] = 0
+    positions = torch.cat([POSITIONS, torch.zeros(1, 2, dtype=torch.long)], 1)
+    found = model(ids, attention_mask=mask, position_ids=positions).logits[:, :12]
+    torch.testing.assert_close(found, separate(model, ids[:, :12]), rtol=1e-5, atol=1e-5)
+
+
+def test_shifted_labels_are_not_shifted_again(model):
+    ids = tokens(2, 9)
+    shifted = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], 1)
+    expected = model(ids, labels=ids).loss
+    torch.testing.assert_close(model(ids, shift_labels=shifted).loss, expected)
+    torch.testing.assert_close(model(ids, labels=ids, shift_labels=shifted).loss, expected)
+
+
+def test_metrics_get_logits_in_training_by_asking(model):
+    ids = tokens(2, 9)
+    expected = model(ids).logits
+    assert model.train()(ids, labels=ids).logits is None
+    torch.testing.assert_close(model(ids, labels=ids, logits_to_keep=0).logits, expected)
+
+
+def test_names_that_say_nothing_are_set_aside(model):
+    ids = tokens(2, 9)
+    extra = {"cache_position": torch.arange(9), "token_type_ids": ids, "max_length_q": 9, "tokenizer": object()}
+    torch.testing.assert_close(model(ids, **extra).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("part", ["head", "body"])
+def test_unknown_names_are_refused_in_one_sentence(model, part):
+    with pytest.raises(TypeError, match="takes no argument 'documents'; documents are segment_ids, seq_idx"):
+        (model if part == "head" else model.model)(tokens(1, 5), documents=tokens(1, 5))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_starts_of_documents_belong_to_one_row_without_a_cache(model, rows):
+    ids = tokens(rows, 12)
+    cache = model(ids, use_cache=True).past_key_values if rows == 1 else None
+    with pytest.raises(ValueError, match=f"cu_seq_lens_q .* for {rows} rows and {12 if rows == 1 else 0} cached"):
+        model(ids, past_key_values=cache, **SAID_AS["cu_seq_lens_q"])
+
+
+def test_generation_stops_at_strings(model):
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = {letter: i for i, letter in enumerate((string.ascii_letters + string.digits)[:VOCABULARY])}
+    spelling = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    spelling.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=spelling)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    whole = model.generate(tokens(1, 5), **options)
+    stop = tokenizer.decode(whole[0, 7:9])
+    stopped = model.generate(tokens(1, 5), stop_strings=[stop], tokenizer=tokenizer, **options)
+    assert torch.equal(stopped, whole[:, : stopped.shape[1]])
+    assert stopped.shape[1] < whole.shape[1]

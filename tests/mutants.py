@@ -1,0 +1,163 @@
+"""Break the library in known ways, one at a time, and see the tests fail: `make mutants`.
+
+Every mutant is one edit of one file and the tests that have to notice it. The edit is made in a copy of the tree. A
+mutant that no test notices survives, and a guard that survives its removal is deleted or gets its test.
+
+    python tests/mutants.py [PART OF A NAME ...]        exit status 1 if any survives
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+SOFTMAX, LINEAR, RECURRENT = "tests/ops/softmax", "tests/ops/linear_attention", "tests/ops/recurrent"
+MUTANTS = (
+    Mutant(
+        "the certificate of the softmax read is e^-84",
+        "fem/ops/softmax/plain.py",
+        "math.exp(-60.0)",
+        "math.exp(-84.0)",
+        (f"{SOFTMAX}/test_softmax_thresholds.py",),
+    ),
+    Mutant(
+        "the certificate of linear attention is e^-84",
+        "fem/ops/linear_attention/chunk.py",
+        "torch.float32: -60.0",
+        "torch.float32: -84.0",
+        (f"{LINEAR}/test_linear_attention_thresholds.py",),
+    ),
+    Mutant(
+        "dP is not centred at the likeliest key",
+        "fem/ops/softmax/scores.py",
+        "        dp.sub_(dp.gather(-1, p.argmax(-1, keepdim=True)))",
+        "        pass",
+        (f"{SOFTMAX}/test_softmax_thresholds.py",),
+    ),
+    Mutant(
+        "the form for narrow spans ends at 0.3",
+        "fem/ops/softmax/plain.py",
+        "_SMALL_SPAN = 1.0",
+        "_SMALL_SPAN = 0.3",
+        (f"{SOFTMAX}/test_softmax_thresholds.py",),
+    ),
+    Mutant(
+        "a masked token takes a position",
+        "fem/ops/common/tokens.py",
+        "count = ones.long().cumsum(1)",
+        "count = torch.ones_like(ones).long().cumsum(1)",
+        ("tests/ops/test_tokens.py",),
+    ),
+    Mutant(
+        "an id that returns continues its old document",
+        "fem/ops/common/tokens.py",
+        "start = ones & known & (ids != previous)",
+        "start = ones & known & (ids > previous)",
+        ("tests/ops/test_tokens.py",),
+    ),
+    Mutant(
+        "RoPE turns one half the wrong way",
+        "fem/ops/common/rope.py",
+        "y_low.addcmul_(high, sin, value=-1)",
+        "y_low.addcmul_(high, sin, value=1)",
+        ("tests/ops/test_rope.py",),
+    ),
+    Mutant(
+        "the outer gate divides by the mean, not by the root of the mean square",
+        "fem/ops/common/gated_read.py",
+        "return g * torch.rsqrt(g.square().mean(-1, keepdim=True) + eps)",
+        "return g / (g.mean(-1, keepdim=True) + eps)",
+        ("tests/ops/test_gated_read.py",),
+    ),
+    Mutant(
+        "the outer gate's gradient forgets its norm",
+        "fem/ops/common/gated_read.py",
+        "dg.addcmul_(g, projection, value=-1)",
+        "dg.addcmul_(g, projection, value=0)",
+        ("tests/ops/test_gated_read.py",),
+    ),
+    Mutant(
+        "the conditioner remembers the document before",
+        "fem/conditioner.py",
+        'log_decay.masked_fill(tokens.start[..., None], float("-inf"))',
+        "log_decay.masked_fill(tokens.start[..., None], 0.0)",
+        ("tests/layer/test_conditioner.py", "tests/layer/test_mixer.py"),
+    ),
+    Mutant(
+        "the conditioner hears masked tokens",
+        "fem/conditioner.py",
+        "u = u.masked_fill(~tokens.keep[..., None], 0)",
+        "pass",
+        ("tests/layer/test_conditioner.py", "tests/layer/test_mixer.py"),
+    ),
+    Mutant(
+        "beta starts at softplus(1)",
+        "fem/gates.py",
+        "self.start = config.beta_max_init",
+        "self.start = 1.0",
+        ("tests/layer",),
+    ),
+)
+
+
+def survives(mutant: Mutant) -> bool:
+    """Whether all tests pass on the mutant. Raises ValueError where the edit fits nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        for part in ("fem", "tests", "docs", "pyproject.toml", "README.md"):
+            copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+            tree.mkdir(exist_ok=True)
+            copy(ROOT / part, tree / part)
+        file = tree / mutant.file
+        source = file.read_text()
+        if source.count(mutant.old) < 1:
+            raise ValueError(f"{mutant.file} has no {mutant.old!r}; the mutant {mutant.name!r} has to be written anew.")
+        file.write_text(source.replace(mutant.old, mutant.new))
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not slow",
+            *mutant.tests,
+        ]
+        done = subprocess.run(command, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, capture_output=True)
+        if done.returncode not in (0, 1):
+            raise ValueError(f"the tests of {mutant.name!r} did not run:\n{done.stdout.decode()[-2000:]}")
+        return done.returncode == 0
+
+
+def main(parts: list[str]) -> int:
+    chosen = [mutant for mutant in MUTANTS if not parts or any(part in mutant.name for part in parts)]
+    survivors = 0
+    for mutant in chosen:
+        alive = survives(mutant)
+        survivors += alive
+        print(f"{'SURVIVES' if alive else 'caught  '}  {mutant.name}", flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} caught")
+    return min(survivors, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

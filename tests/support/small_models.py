@@ -1,0 +1,27 @@
+"""Small language models for tests: their sizes, weights away from their start, and rows of tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from fem.models import FEMConfig
+
+VOCABULARY = 61
+
+
+def small_config(**fields) -> FEMConfig:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    return FEMConfig(**{"vocab_size": VOCABULARY, "max_position_embeddings": 32, **sizes, **fields})
+
+
+def lively(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Every parameter away from its start, so that none can be lost unseen; in eval mode."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator).mul_(0.3))
+    return model.eval()
+
+
+def tokens(batch: int, time: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (batch, time), generator=torch.Generator().manual_seed(seed))
