@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fem.config import FreeEnergyMixerConfig, Widths
-from fem.ops.common.rope import rotate
+from fem.ops.common.rope import rotate_all
 from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.read import cached_read, softmax_read
 from fem.priors.base import Prior
@@ -33,8 +33,7 @@ class SoftmaxPrior(Prior):
         q = self.query(features).unflatten(-1, (config.n_head, -1))
         k = self.key(features).unflatten(-1, (config.kv_heads, -1))
         if config.use_rope:
-            q = rotate(q, tokens.position, config.rope_theta)
-            k = rotate(k, tokens.position, config.rope_theta)
+            q, k = rotate_all((q, k), tokens.position, config.rope_theta)
         if memory is None:
             how = {"causal": config.causal, "window": config.window, "tokens": tokens, "backend": config.backend}
             return softmax_read(q, k, v, beta, **how), None
