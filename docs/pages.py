@@ -1,9 +1,13 @@
-"""Pages of the site that are no Markdown files below docs/: the README, CONTRIBUTING and the notebooks."""
+"""Pages of the site that are no Markdown files below docs/: the README, CONTRIBUTING and the notebooks.
+
+Mathematics is written as GitHub reads it, and becomes MathML here, which browsers set themselves.
+"""
 
 import json
 import re
 from pathlib import Path
 
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
@@ -27,8 +31,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_) -> str:
-    """Links lead where they lead in the repository."""
-    return re.sub(r"\]\(([^)#]+)", lambda link: f"]({site_address(link[1])}", markdown)
+    """Links lead where they lead in the repository, and formulas are set."""
+    linked = re.sub(r"\]\(([^)#]+)", lambda link: f"]({site_address(link[1])}", markdown)
+    linked = re.sub(r'((?:src|srcset)=")docs/', r"\1", linked)
+    blocks = re.sub(r"^```math\n(.*?)\n```$", lambda block: formula(block[1], "block"), linked, flags=re.M | re.S)
+    return re.sub(r"\$`([^`]+)`\$", lambda span: formula(span[1], "inline"), blocks)
+
+
+def formula(source: str, display: str) -> str:
+    return convert(source, display=display)
 
 
 def site_address(target: str) -> str:

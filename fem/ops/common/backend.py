@@ -12,19 +12,25 @@ from fem.config import BACKENDS
 from fem.ops.common.self_check import passed
 
 
-def softmax_backend(backend: str, device: torch.device) -> str:
-    """The backend that runs a softmax read on `device`: "plain", "sdpa", "triton" or "reference".
+def softmax_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend that runs a softmax read on `device`: "plain", "sdpa" or "reference".
 
-    "auto" takes torch's attention over [v | e] on a CPU, the materialised form elsewhere, and stays "auto" on CUDA: the
-    read then takes the fastest, measured for its kind of shapes (`fem.ops.common.fastest`).
-    "triton" takes our kernels, on CUDA; on CPU in Triton's interpreter, which is slow and for tests.
+    "auto" takes torch's attention over [v | e], "sdpa", on a CPU, and on CUDA in all but float64, for which it has no
+    fused kernel there; elsewhere the materialised form, "plain". Nothing is measured: equal calls run equal code.
     Raises ValueError on an unknown name, or one that cannot run on the device.
     """
+    if backend == "triton":
+        raise ValueError(
+            "backend='triton' has kernels for scans, not for softmax attention, which torch's own fused kernels read: "
+            "use backend='auto'."
+        )
     _check(backend, device)
     if backend == "sdpa" and device.type not in ("cpu", "cuda"):
         raise ValueError(f"backend='sdpa' runs on CPU and CUDA tensors, got tensors on {device}; use backend='auto'.")
-    if backend == "auto" and device.type != "cuda":
-        return "sdpa" if device.type == "cpu" else "plain"
+    if backend == "sdpa" and device.type == "cuda" and dtype == torch.float64:
+        raise ValueError("backend='sdpa' has no fused kernel for float64 on CUDA; use backend='auto'.")
+    if backend == "auto":
+        return "sdpa" if device.type == "cpu" or (device.type == "cuda" and dtype != torch.float64) else "plain"
     return backend
 
 
