@@ -57,7 +57,13 @@ def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast
         documents = islice(local_documents(files, recipe.field), TOKENIZER_DOCUMENTS)
         staging = own.with_name(".tokenizer")
         shutil.rmtree(staging, ignore_errors=True)
-        train_tokenizer(without_endless_words(documents), recipe.vocabulary).save_pretrained(staging)
+        trained = train_tokenizer(without_endless_words(documents), recipe.vocabulary)
+        try:
+            trained.save_pretrained(staging)
+        except Exception as error:
+            if type(error) is not Exception:  # tokenizers raises no other, whatever the disk says
+                raise
+            raise OSError(f"the tokenizer could not be written to {str(output)!r}: {error}.") from error
         publish(staging, own)
     name = str(own) if recipe.tokenizer is None else recipe.tokenizer
     try:
