@@ -23,7 +23,18 @@ from fem.state import MixerState, another
 
 # Fields that change nothing which a state holds: how the layer starts, what it does after the read, what reads.
 NOT_IN_STATES = frozenset(
-    ["prior_type", "fem_ratio", "p_t_to_fem_ratio", "mamba_normalize", "dropout", "use_outer_gate", "gate_rank", "lambda_init", "backend", "softmax_backend"]
+    [
+        "prior_type",
+        "fem_ratio",
+        "p_t_to_fem_ratio",
+        "mamba_normalize",
+        "dropout",
+        "use_outer_gate",
+        "gate_rank",
+        "lambda_init",
+        "backend",
+        "softmax_backend",
+    ]
 )
 
 

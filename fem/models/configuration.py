@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from fem.config import PRIORS, FreeEnergyMixerConfig
 from fem.models.engines.parallel import tensor_plan
 from fem.models.engines.support import head_width, layer_types, obstacle
+from fem.models.opener import OpensWithFEM
 
 MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
 WIDTHS = {"fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio"}
@@ -22,7 +23,7 @@ MODEL_NAMES = {
 
 
 @no_type_check  # shape checks read a constructor from its fields, and transformers' takes more
-class FEMConfig(PreTrainedConfig):
+class FEMConfig(OpensWithFEM, PreTrainedConfig):
     """Sizes and mixers of a `FEMForCausalLM`: pre-norm blocks of a Free Energy Mixer and a SwiGLU.
 
     num_key_value_heads: key heads of the softmax layers, or None for as many as there are query heads.
@@ -46,6 +47,11 @@ class FEMConfig(PreTrainedConfig):
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
         "norm": (["hidden_states"], ["hidden_states"]),
     }
+    auto_map = {  # noqa: RUF012
+        "AutoConfig": "FEMConfig",
+        "AutoModel": "FEMModel",
+        "AutoModelForCausalLM": "FEMForCausalLM",
+    }
 
     vocab_size: int = 32000
     hidden_size: int = 1024
@@ -67,6 +73,7 @@ class FEMConfig(PreTrainedConfig):
     eos_token_id: int | list | None = None
 
     def __post_init__(self, **given):
+        given.pop("auto_map", None)  # the class knows it
         for name in given:
             if name in MIXER_FIELDS:
                 remedy = MODEL_NAMES.get(name, f"mixer={{{name!r}: {given[name]!r}}}")

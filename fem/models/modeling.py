@@ -109,6 +109,10 @@ class FEMPreTrainedModel(PreTrainedModel):
     def _no_engine(config: FEMConfig) -> str | None:
         return obstacle(config)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing to copy beside the weights: the config's folder says how they are opened."""
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Mixers' parts keep the start of the layer, everything else takes transformers'; what was loaded stays."""

@@ -10,13 +10,13 @@ from fem.ops.common.rope import rotate
 from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.read import cached_read, softmax_read
 from fem.priors.base import Prior
-from fem.priors.kv_cache import KEPT, append, pieces, within_window
+from fem.priors.kv_cache import KEPT, PACKED, append, pieces, within_window
 
 
 class SoftmaxPrior(Prior):
     """p_t(i) = softmax_i(q_t . k_i / sqrt(d_k)), q and k rotated by position.              (Eq. 27, Appendix H.1)
 
-    Its memory is the KV cache, of rotated keys; with a window it keeps the tokens that a later row can still see.
+    Its memory is the KV cache, of rotated keys and of [v | e]; with a window, of the tokens that a later row can see.
     """
 
     name = "softmax"
@@ -47,10 +47,11 @@ class SoftmaxPrior(Prior):
         if memory is None:
             how = {"causal": config.causal, "window": config.window, "tokens": tokens, "backend": config.backend}
             return softmax_read(q, k, v, beta, **how), None
-        memory = append(memory, k, v, tokens, with_position=config.window is not None)
+        memory = append(memory, k, v, beta, tokens, with_position=config.window is not None)
         keys, values = (pieces(memory, name) for name in KEPT)
         tokens = Tokens(memory.get("keep"), None, memory.get("document"), memory.get("position"))
-        read = cached_read(q, keys, values, beta, window=config.window, tokens=tokens, backend=config.backend)
+        start = tuple(memory[name] for name in PACKED) if "shift" in memory else None
+        read = cached_read(q, keys, values, beta, start, window=config.window, tokens=tokens, backend=config.backend)
         if config.window is not None:
             memory = within_window(memory, config.window)
         return read, memory

@@ -59,7 +59,7 @@ def test_version_and_a_misspelt_command(monkeypatch, capsys):
 
 def test_every_field_of_a_recipe_is_an_option_with_its_default():
     shown = CliRunner().invoke(cli.app, ["argmax", "--help"], env={"COLUMNS": "200"}).output
-    for line in ("--learning-rate", "--validation-examples", "[default: 64]", "[default: 0.01]", "--full", "--output"):
+    for line in ("--learning-rate", "--validation-examples", "[default: 64]", "[default: 0.02]", "--full", "--output"):
         assert line in shown
 
 

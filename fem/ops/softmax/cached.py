@@ -63,8 +63,8 @@ def unpack(out: Float[Tensor, "*n w"], beta: Float[Tensor, "..."], shift: Float[
 def proven(out: Float[Tensor, "*n w"], beta: Float[Tensor, "..."]) -> Bool[Tensor, "*n d"]:
     """Whether R gives F to the last digits of float32, for values of `pack_to_be_proven` and up to 10^5 keys.
 
-    No e exceeds e^30, so what underflow takes from p takes at most T e^-57 from R, nothing beside R >= e^-30. Where beta is
-    small, R keeps the digits of F while it stays near 1.
+    No e exceeds e^30, so what underflow takes from p takes at most T e^-57 from R, nothing beside R >= e^-30.
+    Where beta is small, R keeps the digits of F while it stays near 1.
     """
     total = wide(out).chunk(2, -1)[1]
     small = beta < SMALL_BETA

@@ -254,5 +254,5 @@ def test_half_precision_comes_back_in_its_dtype():
 def test_what_the_kernels_cannot_read_is_named():
     with pytest.raises(ValueError, match="float64"):
         keyed_scan_read(**{n: None if x is None else x.double() for n, x in draw(None).items()}, backend="triton")
-    with pytest.raises(ValueError, match="129"):
-        keyed_scan_read(**draw(None, dv=129), backend="triton")
+    with pytest.raises(ValueError, match="257"):
+        keyed_scan_read(**draw(None, dk=257), backend="triton")

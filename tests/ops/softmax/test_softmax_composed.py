@@ -1,4 +1,4 @@
-"""The GPU's path without our kernels, as far as a CPU runs it: attention over [v | e], and FlexAttention forward."""
+"""The GPU's path, as far as a CPU runs it: attention over [v | e], and FlexAttention forward."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import torch
 from fem.functional import softmax_read
 from fem.ops.common.fallback_count import suspects
 from fem.ops.common.tokens import read_tokens
-from fem.ops.softmax import flex as softmax_composed
+from fem.ops.softmax import composed as softmax_composed
 from fem.ops.softmax.support import intervals
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -31,8 +31,9 @@ def composed(q, k, v, beta, *, causal=True, window=None, key_mask=None, segment_
     tokens = None
     if key_mask is not None or segment_ids is not None:
         tokens, _ = read_tokens(tuple(k.shape[:2]), k.device, key_mask, segment_ids)
-    seen = intervals(q.shape[1], k.shape[1], causal, window, tokens, q.device)
-    return softmax_composed.softmax_read(q, k, v, beta, seen, bias, q.shape[-1] ** -0.5, None if by_blocks else causal)
+    seen = intervals(q.shape[1], k.shape[1], causal, window, tokens, q.device) if by_blocks else None
+    keep = None if tokens is None else tokens.keep
+    return softmax_composed.composed_read(q, k, v, beta, bias, keep, seen, causal, q.shape[-1] ** -0.5)
 
 
 def spiked(v, beta, case):
@@ -159,12 +160,10 @@ def test_bfloat16_keeps_its_digits():
 
 SCRIPT = """
 import torch
-from fem.ops.softmax import flex as softmax_composed
-from fem.ops.softmax.support import intervals
+from fem.ops.softmax.composed import composed_read
 torch.manual_seed(0)
 torch.set_num_threads(1)
-seen = intervals(24, 24, True, None, None, torch.device("cpu"))
-read = lambda *x: softmax_composed.softmax_read(*x, seen, None, 0.3, True)
+read = lambda *x: composed_read(*x, None, None, None, True, 0.3)
 compiled = torch.compile(read, backend="aot_eager", fullgraph=True)
 for spike in (0.0, 300.0):
     q, k, v = torch.randn(2, 24, 4, 8), torch.randn(2, 24, 2, 8), torch.randn(2, 24, 2, 4)
