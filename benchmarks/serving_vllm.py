@@ -117,8 +117,8 @@ def through_vllm_serve(folder: str) -> list[list[int]]:
 
 def through_transformers_serve(folder: str) -> list[list[int]]:
     """A request for each prompt, 8 at a time, to `transformers serve` with continuous batching."""
-    knows_fem = "import fem.models, transformers.cli.transformers as cli; cli.main()"
-    command = [sys.executable, "-c", knows_fem, "serve", folder, "--attn-implementation", "sdpa"]
+    command = [str(Path(sys.executable).with_name("transformers")), "serve", folder, "--trust-remote-code"]
+    command += ["--attn-implementation", "sdpa"]
     command += ["--continuous-batching", "--cb-num-blocks", "128", "--cb-max-batch-tokens", "256", "--device", "cpu"]
     with serving(command, folder) as ask, ThreadPoolExecutor(8) as pool:
         body = {"max_tokens": NEW, "temperature": 0}
