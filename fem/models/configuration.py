@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from fem.config import PRIORS, FreeEnergyMixerConfig
 from fem.models.engines.parallel import tensor_plan
-from fem.models.engines.support import head_width, layer_types, obstacle
+from fem.models.engines.support import head_width, layer_type, obstacle
 from fem.models.opener import OpensWithFEM
 
 MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
@@ -118,7 +118,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str] | None:
-        return None if obstacle(self) else layer_types(self)
+        return None if obstacle(self) else [layer_type(mixer) for mixer in self.mixer_configs()]
 
     @property
     def sliding_window(self) -> int | None:
