@@ -158,7 +158,7 @@ class Training:
             raise ValueError(f"no checkpoint in {str(folder)!r} is whole; remove that folder to train it again.")
         for later in there[there.index(newest) + 1 :] if there else ():
             set_aside(later)
-        earlier = folder.with_name(folder.name + ".pt")  # of versions before 0.2
+        earlier = folder.with_name(folder.name + ".pt")  # of earlier versions
         if newest is None and not earlier.exists():
             return
         path = earlier if newest is None else newest / STATE

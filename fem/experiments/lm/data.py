@@ -108,7 +108,7 @@ def write_data(
     files, folder = local_files(recipe.data), output / TOKENS
     known = source_of(folder)
     earlier = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    if known == earlier:  # the list of versions before 0.2
+    if known == earlier:  # the list of earlier versions
         adopt(folder, source)
     write_tokens(local_documents(files, recipe.field), tokenizer, folder, source, told)
 
