@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -52,3 +53,7 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__, *_MODULES])
+
+
+if "transformers" in sys.modules:
+    import_module("fem.models")  # registers the models with transformers' Auto classes

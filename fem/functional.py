@@ -65,7 +65,9 @@ def softmax_read(
     if time == 0:
         raise ValueError("k must hold at least one key, got none; a read of nothing has no value.")
     if window is not None and (type(window) is not int or window < 1):
-        raise ValueError(f"window must be a whole number of at least 1 (a token sees itself), got {window!r}; window=None sees everything.")
+        raise ValueError(
+            f"window must be a whole number of at least 1 (a token sees itself), got {window!r}; window=None sees everything."
+        )
     if queries > time and (causal or window is not None or segment_ids is not None):
         raise ValueError(
             f"q has {queries} queries and k only {time} keys, but the queries are the last of the keys with causal, "
@@ -121,7 +123,7 @@ def channel_scan_read(
         _check_memory(
             initial_state,
             {"weighted", "peak", "total"},
-            {"energy_peak", "energy"},
+            {"free_energy"},
             (v.shape[0], *v.shape[2:]),
             beta,
             wide_dtype(log_weight, v, log_decay),
@@ -230,7 +232,7 @@ def ssm_read(
         _check_memory(
             initial_state,
             {"weighted", "peak", "total"},
-            {"energy_peak", "energy"},
+            {"free_energy"},
             (batch, rank, heads, width),
             beta,
             wide_dtype(delta, A, B, C, D, v),
@@ -294,7 +296,9 @@ def _check_floating(beside: str, other: Tensor, **tensors: Tensor) -> None:
 def _check_scan(v, beta, causal, initial_state, return_state, like_v: dict[str, Tensor | None]) -> None:
     _check_floating("v", v, v=v)
     if v.dim() != 4 or 0 in v.shape[1:]:
-        raise ValueError(f"v must have shape (batch, time, heads, d_v), each but the batch at least 1, got {tuple(v.shape)}.")
+        raise ValueError(
+            f"v must have shape (batch, time, heads, d_v), each but the batch at least 1, got {tuple(v.shape)}."
+        )
     for name, tensor in like_v.items():
         if tensor is None:
             continue
@@ -358,7 +362,7 @@ def _check_values(name: str, tensor: Tensor | None, allowed: Allowed, key_mask: 
 
 
 def check_beta(beta: Tensor, v: Tensor) -> None:
-    """Raise unless beta is floating, shaped (H, d_v) like v's channels, and positive and finite (on CPU in eager mode)."""
+    """Raise unless beta is floating, shaped (H, d_v) like v's channels, and, on a CPU, positive and finite."""
     _check_floating("v", v, beta=beta)
     if tuple(beta.shape) != tuple(v.shape[2:]):
         raise ValueError(

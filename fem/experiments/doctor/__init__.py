@@ -11,14 +11,10 @@ import torch
 from fem.experiments.common.run import processor, versions
 from fem.experiments.common.tables import show_table
 from fem.extras import DISTRIBUTION, extras
-from fem.functional import softmax_read
 from fem.ops.common.backend import softmax_backend
-from fem.ops.common.fastest import fastest
-from fem.ops.softmax.choice import CANDIDATES
 
 WHY = {
     "sdpa": "torch's fused attention reads [v | exp(beta v)] in one call",
-    "auto": "the faster of sdpa and triton, measured at the first read of its kind",
     "plain": "no fused kernel for this device: scores are materialised",
 }
 
@@ -28,26 +24,8 @@ def devices() -> list[dict]:
     names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     if torch.backends.mps.is_available():
         names.append("mps")
-    backends = {name: softmax_backend("auto", torch.device(name)) for name in names}
+    backends = {name: softmax_backend("auto", torch.device(name), torch.float32) for name in names}
     return [{"device": name, "what": _what(name), "reads by": by, "because": WHY[by]} for name, by in backends.items()]
-
-
-def measured() -> list[dict]:
-    """What "auto" measured on each GPU for a typical head, and every kind of read that this process measured before."""
-    for index in range(torch.cuda.device_count()):
-        for dtype in (torch.bfloat16, torch.float32):
-            q, k = (torch.randn(1, 2048, 16, 64, device=f"cuda:{index}", dtype=dtype) for _ in range(2))
-            v, beta = q[..., :32].clone().requires_grad_(), q.new_full((16, 32), 2.0)
-            softmax_read(q, k, v, beta)
-    return [
-        {**kind._asdict(), **{f"{name} ms": _milliseconds(seconds, name) for name in CANDIDATES}, "auto takes": best}
-        for kind, seconds in fastest.seconds.items()
-        for best in [min(seconds, key=seconds.__getitem__, default=CANDIDATES[0])]
-    ]
-
-
-def _milliseconds(seconds: dict[str, float], name: str) -> float | None:
-    return 1e3 * seconds[name] if name in seconds else None
 
 
 def _what(device: str) -> str:
@@ -86,6 +64,4 @@ def command():
     """What runs here, where, and why: versions, devices, backends and optional packages."""
     show_table("Versions", [{"part": name, "state": found} for name, found in versions().items()] + [compiler()])
     show_table("Devices", devices())
-    if rows := measured():
-        show_table("Softmax reads, measured", rows)
     show_table("Optional packages", packages())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -17,32 +19,23 @@ def rotate(
 
     Angles, cos and sin are computed in float64 and rounded once, to the dtype of x. Raises ValueError on an odd width.
     """
+    return rotate_all((x,), position, theta)[0]
+
+
+def rotate_all(
+    tensors: Sequence[Tensor], position: Int[Tensor, " t"] | Int[Tensor, "b t"], theta: float = 10000.0
+) -> list[Tensor]:
+    """`rotate` of tensors of one width and dtype: q and k turn by the same angles."""
+    x = tensors[0]
     width = x.shape[-1]
     if width % 2:
         raise ValueError(f"rotate pairs the channels of x, so its width must be even, got {width}.")
     frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float64, device=x.device) / width)
     angle = position.double()[..., None, None] * frequency
-    return _Rotation.apply(x, angle.cos().to(x.dtype), angle.sin().to(x.dtype))
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    return [_turned(x, cos, sin) for x in tensors]
 
 
-class _Rotation(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, -sin), None, None
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.chunk(2, -1)
-    y = x * torch.cat([cos, cos], -1)
-    y_low, y_high = y.chunk(2, -1)
-    y_low.addcmul_(high, sin, value=-1)
-    y_high.addcmul_(low, sin)
-    return y
+    return torch.cat([torch.addcmul(low * cos, high, sin, value=-1), torch.addcmul(high * cos, low, sin)], -1)

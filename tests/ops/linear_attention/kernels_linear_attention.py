@@ -156,6 +156,15 @@ def test_rows_that_see_nothing_read_zero_without_gradient():
     assert (grads[2][1] == 0).all()
 
 
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_a_number_that_is_none_is_read_as_none(where):
+    tensors = draw("head", time=6)
+    tensors[where][0, 3] = torch.nan
+    terms, _ = keyed_scan_terms(*tensors.values(), backend="triton")
+    for part in terms[1:]:
+        assert part[:, 3].isnan().all()
+
+
 @pytest.mark.parametrize("decay", DECAYS[1:])
 def test_future_tokens_change_nothing(decay):
     tensors = draw(decay, time=40)
@@ -254,5 +263,5 @@ def test_half_precision_comes_back_in_its_dtype():
 def test_what_the_kernels_cannot_read_is_named():
     with pytest.raises(ValueError, match="float64"):
         keyed_scan_read(**{n: None if x is None else x.double() for n, x in draw(None).items()}, backend="triton")
-    with pytest.raises(ValueError, match="129"):
-        keyed_scan_read(**draw(None, dv=129), backend="triton")
+    with pytest.raises(ValueError, match="257"):
+        keyed_scan_read(**draw(None, dk=257), backend="triton")
