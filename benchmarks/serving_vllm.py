@@ -1,4 +1,4 @@
-"""vLLM against transformers, on this machine's CPU: the same greedy tokens from the same checkpoints.
+"""Servers against `generate`, on this machine's CPU: the same greedy tokens from the same checkpoints.
 
 make test-vllm          # builds an environment of its own and writes docs/results/serving_vllm.{json,md}
 """
@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 VOCABULARY, NEW, SEED = 512, 24, 0
@@ -61,7 +62,7 @@ def prompts() -> list[list[int]]:
 def write_checkpoint(folder: Path, fields: dict) -> list[list[int]]:
     """A model of random weights and its tokenizer; what transformers' generate writes in the exact form."""
     import torch
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     from fem.models import FEMConfig, FEMForCausalLM, calibrate
@@ -79,6 +80,7 @@ def write_checkpoint(folder: Path, fields: dict) -> list[list[int]]:
     model.save_pretrained(folder)
     words = {f"w{i}": i for i in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
     how = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with torch.no_grad():
@@ -89,7 +91,7 @@ def write_checkpoint(folder: Path, fields: dict) -> list[list[int]]:
 
 
 def in_vllm(folder: str, options: dict) -> dict:
-    """Run in a process of its own: the tokens that vLLM writes, twice, so that a second pass finds the first's cache."""
+    """Run in a process of its own: what vLLM writes, twice, so that the second pass finds the first's cache."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(model=folder, dtype="float32", enforce_eager=True, max_model_len=640, seed=SEED, **options)
@@ -103,56 +105,69 @@ def in_vllm(folder: str, options: dict) -> dict:
     return {"passes": passes}
 
 
-def through_a_server(folder: str) -> list[list[int]]:
-    """The same over HTTP, from `vllm serve` on loopback, by OpenAI's completions."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--max-model-len",
-        "640",
-    ]
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", folder, "--max-num-seqs", "8", *options]
-    server = subprocess.Popen(
-        command, env=os.environ | ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        wait_for(f"http://127.0.0.1:{port}/health", server)
-        body = {
-            "model": folder,
-            "prompt": prompts(),
-            "max_tokens": NEW,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
-        asked = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        choices = json.load(urllib.request.urlopen(asked, timeout=300))["choices"]
-    finally:
-        server.terminate()
-        server.wait()
+def through_vllm_serve(folder: str) -> list[list[int]]:
+    """All prompts in one request of OpenAI's completions, to `vllm serve` on loopback."""
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", folder, "--max-num-seqs", "8"]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "640"]
+    body = {"prompt": prompts(), "max_tokens": NEW, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with serving(command, folder) as ask:
+        choices = ask(body)["choices"]
     return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
 
 
-def wait_for(address: str, server: subprocess.Popen, seconds: int = 600) -> None:
-    for _ in range(seconds):
+def through_transformers_serve(folder: str) -> list[list[int]]:
+    """A request for each prompt, 8 at a time, to `transformers serve` with continuous batching."""
+    command = [str(Path(sys.executable).with_name("transformers")), "serve", folder, "--trust-remote-code"]
+    command += ["--attn-implementation", "sdpa"]
+    command += ["--continuous-batching", "--cb-num-blocks", "128", "--cb-max-batch-tokens", "256", "--device", "cpu"]
+    with serving(command, folder) as ask, ThreadPoolExecutor(8) as pool:
+        body = {"max_tokens": NEW, "temperature": 0}
+        answers = pool.map(lambda prompt: ask({**body, "prompt": " ".join(f"w{i}" for i in prompt)}), prompts())
+        return [[int(word[1:]) for word in answer["choices"][0]["text"].split()] for answer in answers]
+
+
+@contextmanager
+def serving(command: list[str], folder: str):
+    """A server on loopback while the block runs; gives a function that asks it for completions."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+
+    def ask(body: dict) -> dict:
+        data = json.dumps({"model": folder, **body}).encode()
+        asked = urllib.request.Request(f"{address}/v1/completions", data, {"Content-Type": "application/json"})
+        return json.load(urllib.request.urlopen(asked, timeout=300))
+
+    with tempfile.TemporaryFile() as log:
+        command = [*command, "--host", "127.0.0.1", "--port", str(port)]
+        server = subprocess.Popen(command, env=os.environ | ENVIRONMENT, stdout=log, stderr=log)
         try:
-            urllib.request.urlopen(address, timeout=1)
-            return
-        except (urllib.error.URLError, OSError):
-            time.sleep(1)
-        if server.poll() is not None:
-            raise RuntimeError(f"vllm serve ended with {server.returncode}; run it by hand to see why.")
-    raise TimeoutError(f"{address} did not answer within {seconds} s.")
+            for _ in range(600):
+                if server.poll() is not None or answers(f"{address}/health"):
+                    break
+                time.sleep(1)
+            yield ask
+        except OSError as error:
+            log.seek(0)
+            raise RuntimeError(f"{' '.join(command)}\n{log.read().decode()[-3000:]}") from error
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def answers(address: str) -> bool:
+    try:
+        urllib.request.urlopen(address, timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+SERVERS = {
+    "`vllm serve`, 14 prompts in one request over HTTP": through_vllm_serve,
+    "`transformers serve --continuous-batching`, 14 requests, 8 at once": through_transformers_serve,
+}
 
 
 def main() -> int:
@@ -177,22 +192,27 @@ def main() -> int:
             print(rows[-1], flush=True)
         folder = Path(scratch, "1")
         wanted = write_checkpoint(folder, {})
-        rows.append(row("`vllm serve`, one request of 14 prompts over HTTP", wanted, [through_a_server(str(folder))]))
+        for name, server in SERVERS.items():
+            rows.append(row(name, wanted, [server(str(folder))]))
+            print(rows[-1], flush=True)
     versions = {"vllm": vllm.__version__, "transformers": transformers.__version__}
     note = (
-        "Greedy tokens of `vllm` over its stock paged attention against transformers' `generate` in the exact form, from the "
-        f"same checkpoints: 2 layers of width 128 and 4 heads, random weights (seed {SEED}), float32, CPU, {NEW} new tokens "
-        f"for each of {len(prompts())} prompts: lengths {', '.join(map(str, LENGTHS))}, and four with {SHARED} tokens in "
-        "common. Every engine runs all prompts twice, the second time over the blocks of the first where prefix caching is "
-        f"on. Made by `make test-vllm`; vllm {versions['vllm']}, transformers {versions['transformers']}."
+        "Greedy tokens of vLLM over its stock paged attention, and of `transformers serve`, against transformers' "
+        f"`generate` in the exact form, from the same checkpoints: 2 layers of width 128 and 4 heads, random weights "
+        f"(seed {SEED}), float32, on a CPU, {NEW} new tokens for each of {len(prompts())} prompts: lengths "
+        f"{', '.join(map(str, LENGTHS))}, and four that begin with the same {SHARED} tokens. Every engine runs all "
+        "prompts twice, the second time over the first's blocks where prefix caching is on. Made by `make test-vllm`: "
+        f"vllm {versions['vllm']}, transformers {versions['transformers']}."
     )
-    save("docs/results/serving_vllm", "FEM in vLLM", {"versions": versions, "rows": rows, "runs": results}, rows, note)
+    save(
+        "docs/results/serving_vllm", "FEM in servers", {"versions": versions, "rows": rows, "runs": results}, rows, note
+    )
     return any(row["equal"] != row["of"] for row in rows)
 
 
 def row(name: str, wanted: list[list[int]], passes: list[list[list[int]]]) -> dict:
     pairs = [(got, want) for one in passes for got, want in zip(one, wanted, strict=True)]
-    return {"vLLM": name, "equal": sum(got == want for got, want in pairs), "of": len(pairs)}
+    return {"server": name, "equal": sum(got == want for got, want in pairs), "of": len(pairs)}
 
 
 if __name__ == "__main__":
