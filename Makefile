@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help install demo test test-slow test-all test-docs mutants docs notebooks lint bench clean
+.PHONY: help install demo test test-slow test-all test-docs mutants docs notebooks lint chaos bench clean
 
 help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-vllm the same tokens from vLLM as from transformers, in an environment of its own (10 minutes)"
 	@echo "make docs      the site, into site/  make test-docs  runs every tutorial, page and notebook, and builds the site"
 	@echo "make lint      style and import direction      make bench   what FEM costs on this machine"
+	@echo "make chaos     kills, stops and damages a hundred small trainings; what became of them, into docs/results"
 	@echo "make install   only install, into $(VENV)"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -73,6 +74,10 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+
+# Trainings that are killed, stopped, starved of disk and damaged: minutes on two idle cores.
+chaos: install
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/chaos.py
 
 bench: install
 	OMP_NUM_THREADS=1 $(BIN)/fem bench

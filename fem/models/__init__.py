@@ -7,10 +7,14 @@ from importlib.util import find_spec
 from fem.models.surgery import replace_attention
 
 __all__ = [
+    "LORA",
     "FEMCache",
     "FEMConfig",
     "FEMForCausalLM",
     "FEMForImageClassification",
+    "FEMForQuestionAnswering",
+    "FEMForSequenceClassification",
+    "FEMForTokenClassification",
     "FEMImageConfig",
     "FEMImageModel",
     "FEMModel",
@@ -29,8 +33,10 @@ if find_spec("transformers"):
     from fem.models.card import write_model_card
     from fem.models.configuration import FEMConfig
     from fem.models.engines.calibrate import calibrate
+    from fem.models.heads import FEMForQuestionAnswering, FEMForSequenceClassification, FEMForTokenClassification
     from fem.models.modeling import FEMForCausalLM, FEMModel
     from fem.models.opener import offer
+    from fem.models.peft import LORA
     from fem.models.presets import preset
     from fem.models.surgery.checkpoint import ReplacedConfig, load_replaced
     from fem.models.vision import FEMForImageClassification, FEMImageConfig, FEMImageModel

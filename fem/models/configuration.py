@@ -11,6 +11,7 @@ from fem.config import PRIORS, FreeEnergyMixerConfig
 from fem.models.engines.parallel import tensor_plan
 from fem.models.engines.support import head_width, layer_type, obstacle
 from fem.models.opener import OpensWithFEM
+from fem.models.peft import teach_peft
 
 MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
 WIDTHS = {"fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio"}
@@ -28,7 +29,8 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     num_key_value_heads: key heads of the softmax layers, or None for as many as there are query heads.
     intermediate_size: width of the SwiGLU, or None for 8/3 of hidden_size, rounded up to a multiple of 256.
-    max_position_embeddings: longest row that a call accepts, packed documents apart; None: no limit.
+    max_position_embeddings: longest row that a call accepts, packed documents apart, and where generation stops; None:
+    no limit. "auto": 4096 with a softmax layer, None for priors whose state does not grow.
     prior_type: the prior of every layer, a key of `fem.PRIORS`. layer_priors: one entry per layer instead, a name
     or a dict of mixer fields, for hybrids such as 3 * ["gla"] + [{"prior_type": "softmax", "window": 512}].
     mixer: fields of `FreeEnergyMixerConfig` that all layers share, such as {"use_conv": False}.
@@ -51,6 +53,9 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         "AutoConfig": "FEMConfig",
         "AutoModel": "FEMModel",
         "AutoModelForCausalLM": "FEMForCausalLM",
+        "AutoModelForSequenceClassification": "FEMForSequenceClassification",
+        "AutoModelForTokenClassification": "FEMForTokenClassification",
+        "AutoModelForQuestionAnswering": "FEMForQuestionAnswering",
     }
 
     vocab_size: int = 32000
@@ -59,7 +64,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     num_attention_heads: int = 16
     num_key_value_heads: int | None = None
     intermediate_size: int | None = None
-    max_position_embeddings: int | None = 4096
+    max_position_embeddings: int | str | None = "auto"
     prior_type: str = "softmax"
     layer_priors: list | None = None
     mixer: dict | None = None
@@ -84,10 +89,16 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         built = self.mixer_configs()
+        if self.max_position_embeddings == "auto":
+            self.max_position_embeddings = 4096 if any(mixer.prior_type == "softmax" for mixer in built) else None
         if self._grouped and all(mixer.prior_type != "softmax" for mixer in built):
             raise ValueError(f"num_key_value_heads needs a softmax layer, got {self.num_key_value_heads} without one.")
         self.base_model_tp_plan = tensor_plan(self)
         super().__post_init__(**given)
+
+    def to_dict(self) -> dict:
+        teach_peft()  # which asks for this dict, and then for the names of its model type
+        return super().to_dict()
 
     def mixer_configs(self) -> list[FreeEnergyMixerConfig]:
         """The configuration of every layer's mixer, in order."""
@@ -137,7 +148,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
         for name in ("intermediate_size", "max_position_embeddings", "num_key_value_heads"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
+            if getattr(self, name) not in (None, "auto") and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive or None, got {getattr(self, name)}.")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(

@@ -9,9 +9,17 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationMixin,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from fem.config import FreeEnergyMixerConfig
@@ -22,6 +30,8 @@ from fem.models.configuration import FEMConfig
 from fem.models.engines.attention import EXACT, EngineAttention, masks_of, positions_of
 from fem.models.engines.support import obstacle
 from fem.models.loss import IGNORED, cross_entropy, next_tokens
+
+logger = logging.get_logger(__name__)
 
 
 class SwiGLU(nn.Module):
@@ -177,7 +187,7 @@ class FEMModel(FEMPreTrainedModel):
         cache = self._cache(past_key_values, use_cache)
         past = 0 if cache is None else cache.get_seq_length()
         segment_ids = read_documents(x, attention_mask, position_ids, past, segment_ids, seq_idx, cu_seq_lens_q)
-        self._check_length(past + x.shape[1], packed=segment_ids is not None)
+        self._check_length(past, past + x.shape[1], packed=segment_ids is not None)
         attention_mask = _mask_of_new_tokens(attention_mask, past, x)
 
         masks = {"attention_mask": attention_mask, "segment_ids": segment_ids}
@@ -204,7 +214,7 @@ class FEMModel(FEMPreTrainedModel):
             past = DynamicCache(config=self.config)
         seen = 0 if past is None else past.get_seq_length()
         packed = segment_ids is not None or (past is None and position_ids is not None)
-        self._check_length(seen + x.shape[1], packed)
+        self._check_length(seen, seen + x.shape[1], packed)
         position_ids = positions_of(self.config, x, attention_mask, position_ids, segment_ids, seen)
         masks = masks_of(self.config, self.kinds, x, attention_mask, position_ids, past)
         engine = {"position_ids": position_ids, "attention_mask": masks, **keywords}
@@ -238,9 +248,13 @@ class FEMModel(FEMPreTrainedModel):
     def _wants_cache(self, use_cache: bool | None) -> bool:
         return self.config.use_cache and not self.training if use_cache is None else use_cache
 
-    def _check_length(self, length: int, packed: bool) -> None:
+    def _check_length(self, past: int, length: int, packed: bool) -> None:
         longest = self.config.max_position_embeddings
-        if longest is not None and length > longest and not packed:
+        if longest is None or length <= longest or packed:
+            return
+        if past:  # a text that was begun is not lost
+            logger.warning_once(f"the row grows beyond config.max_position_embeddings = {longest}.")
+        else:
             raise ValueError(
                 f"the row has {length} tokens, cached ones included, but config.max_position_embeddings = {longest}; "
                 "shorten it, or raise the limit in the config (None: no limit)."
@@ -286,6 +300,13 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # the model makes its own FEMCache
+
+    def _get_stopping_criteria(self, *args, **kwargs) -> StoppingCriteriaList:
+        """transformers' own, and the longest row: generation stops there, with what it has."""
+        criteria = super()._get_stopping_criteria(*args, **kwargs)
+        if self.config.max_position_embeddings is not None:
+            criteria.append(MaxLengthCriteria(self.config.max_position_embeddings))
+        return criteria
 
     @can_return_tuple
     def forward(

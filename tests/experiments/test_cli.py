@@ -85,6 +85,7 @@ def test_options_change_the_chosen_recipe_and_nothing_else(monkeypatch, tmp_path
         (["argmax", "--heads", "7"], "error: heads must divide channels = 64, got heads = 7.\n"),
         (["argmax", "--steps", "0"], "error: steps must be positive, got 0.\n"),
         (["demo", "--seeds", "0"], "error: seeds must be positive, got 0.\n"),
+        (["demo", "--heads", "3"], "error: num_attention_heads must divide hidden_size = 128, got 3.\n"),
         (["demo", "--context", "8"], "error: context must be at least 24 tokens for the picture, got 8.\n"),
     ],
 )

@@ -5,12 +5,11 @@ import torch
 from layers import FAMILIES, make_layer, tokens
 from torch.func import functional_call, grad, jvp, vmap
 
-READY = [name for name in FAMILIES if name.startswith("softmax")]
-families = pytest.mark.parametrize("family", READY)
+families = pytest.mark.parametrize("family", FAMILIES)
 
 
 def make(family):
-    layer = make_layer(use_conv=False, **FAMILIES[family])
+    layer = make_layer(**FAMILIES[family])
     x = tokens(time=7)
     keep = torch.tensor([[1, 1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 1]]).bool()
     ids = torch.tensor([[3, 3, 3, 3, 8, 8, 8]] * 2)
@@ -56,7 +55,7 @@ def test_a_hessian_times_a_vector_is_the_slope_of_the_gradient(family):
         assert (got - wanted).abs().max() <= 1e-6 * (1 + wanted.abs().max())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families
 def test_gradients_pass_through_a_state(family):
     layer, x = make_layer(**FAMILIES[family]), tokens().requires_grad_()
     _, state = layer(x[:, :6], return_state=True)

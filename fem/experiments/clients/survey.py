@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from fem.models import replace_attention
 
 WIDTH, LAYERS, HEADS, VOCABULARY, TIME, SIDE = 32, 2, 4, 99, 7, 32
-LARGEST = 20_000_000  # parameters that a model made small may still have
+LARGEST = 60_000_000  # parameters that a model made small may still have
 SMALL = (
     (WIDTH, "hidden_size d_model n_embd dim embed_dim encoder_hidden_size decoder_hidden_size projection_dim emb_dim"),
     (WIDTH, "embedding_size word_embed_proj_dim hidden_dim output_hidden_size encoder_dim decoder_dim width"),
@@ -30,8 +30,12 @@ SMALL = (
     (SIDE, "image_size"),
 )
 SIZES = {name: size for size, names in SMALL for name in names.split()}
+DEPTHS = {name: size for name, size in SIZES.items() if size in (LAYERS, VOCABULARY)}
+WAYS = [
+    (sizes, seen) for sizes in (SIZES, DEPTHS) for seen in (True, False)
+]  # small or shallow; pictures or text alone
 DERIVED = {  # what a config works out from its sizes
-    *("layer_types", "mlp_layer_types", "stage_names", "out_features", "out_indices"),
+    *("layer_types", "per_layer_config", "mlp_layer_types", "stage_names", "out_features", "out_indices"),
     *("transformers_version", "architectures", "model_type"),
 }
 LAMBDA = -20.0  # lambda = 2e-9: what is left of the difference is rounding
@@ -49,15 +53,20 @@ class Finding:
 
 def survey(model_type: str) -> Finding:
     """Build the model type small, run it, replace its attention, and run it again on the same input."""
-    try:
-        model = build(model_type)
-        inputs = example(model)
-        with torch.no_grad():
-            expected, again = outputs(model, inputs), outputs(model, inputs)
-        if not expected or not all(map(torch.equal, expected, again)):
-            return Finding(model_type, "not built", "its output is empty or random")
-    except Exception as error:
-        return Finding(model_type, "not built", said(error))
+    failures = []
+    for sizes, seen in WAYS:
+        try:
+            model = build(model_type, sizes)
+            inputs = example(model, seen)
+            with torch.no_grad():
+                expected, again = outputs(model, inputs), outputs(model, inputs)
+            if not expected or not all(map(torch.equal, expected, again)):
+                raise ValueError("its output is empty or random")
+            break
+        except Exception as error:
+            failures.append(said(error))
+    else:
+        return Finding(model_type, "not built", failures[0])
     try:
         replaced = replace_attention(copy.deepcopy(model), lambda_init=LAMBDA)
         with torch.no_grad():
@@ -75,9 +84,9 @@ def model_types() -> list[str]:
     return sorted(set(CONFIG_MAPPING) & set(MODEL_MAPPING_NAMES))
 
 
-def build(model_type: str) -> nn.Module:
+def build(model_type: str, sizes: dict[str, int]) -> nn.Module:
     config = CONFIG_MAPPING[model_type]
-    small = config(**shrink(config().to_dict()))
+    small = config(**shrink(config().to_dict(), sizes))
     with torch.device("meta"):
         weights = sum(parameter.numel() for parameter in AutoModel.from_config(small).parameters())
     if weights > LARGEST:
@@ -90,14 +99,14 @@ def build(model_type: str) -> nn.Module:
     return model
 
 
-def shrink(fields: dict) -> dict:
+def shrink(fields: dict, sizes: dict[str, int]) -> dict:
     """The fields of a config with small sizes, in its parts as well; layer lists are left to the config."""
     kept = {}
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
-            kept[name] = shrink(value)
-        elif name == "vocab_size" or (name in SIZES and isinstance(value, int) and not isinstance(value, bool)):
-            kept[name] = min(SIZES[name], value or SIZES[name])
+            kept[name] = shrink(value, sizes)
+        elif name == "vocab_size" or (name in sizes and isinstance(value, int) and not isinstance(value, bool)):
+            kept[name] = min(sizes[name], value or sizes[name])
         elif name.endswith("token_id") or name == "padding_idx":
             kept[name] = min(value, 2) if isinstance(value, int) else value
         elif name not in DERIVED:
@@ -105,7 +114,7 @@ def shrink(fields: dict) -> dict:
     return kept
 
 
-def example(model: nn.Module) -> dict[str, Tensor]:
+def example(model: nn.Module, seen: bool) -> dict[str, Tensor]:
     """Inputs for whatever the forward asks for first, and what often comes with it."""
     torch.manual_seed(1)
     names = inspect.signature(model.forward).parameters
@@ -120,11 +129,9 @@ def example(model: nn.Module) -> dict[str, Tensor]:
         "input_values": torch.randn(2, 4000),
         "input_features": torch.randn(2, mels, frames),
     }
-    main = {"input_values", "input_features"} if model.main_input_name not in ("input_ids", "pixel_values") else set()
-    dual = "input_ids" in names and "pixel_values" in names and model.main_input_name == "pixel_values"
-    unwanted = {"input_values", "input_features"} - main
-    if "input_ids" in names and "pixel_values" in names and not dual and not hasattr(model, "vision_model"):
-        unwanted |= {"pixel_values"}  # a language model that sees: its text alone
+    unwanted = {"input_values", "input_features"} - {model.main_input_name}
+    if "input_ids" in names and not seen:
+        unwanted |= {"pixel_values"}
     return {name: value for name, value in offers.items() if name in names and name not in unwanted}
 
 
@@ -139,7 +146,8 @@ def _size(config: PreTrainedConfig, name: str, default: int) -> int:
 
 def outputs(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
     """All floating tensors that a call returns, in order."""
-    return [x for x in _flat(model(**inputs, return_dict=True)) if x.is_floating_point()]
+    uncached = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    return [x for x in _flat(model(**inputs, **uncached, return_dict=True)) if x.is_floating_point()]
 
 
 def _flat(value: object):

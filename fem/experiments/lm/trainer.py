@@ -71,9 +71,8 @@ class TextTrainer(SavingTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.extended:
-            schedule = self.lr_scheduler
-            for group, peak, share in zip(self.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas):
-                group["lr"] = peak * share(schedule.last_epoch)
+            self.lr_scheduler.last_epoch -= 1
+            self.lr_scheduler.step()  # the same step, at its rate in the longer schedule
 
     @property
     def _rows_name(self) -> str:

@@ -145,6 +145,7 @@ class PretrainedSite(Site):
 
     def graft(self, head: FreeEnergyHead) -> nn.Module:
         host = self.module
+        host.is_causal = _is_causal(host)
         host.config = copy.deepcopy(host.config)
         host.config._attn_implementation = FREE_ENERGY
         host.free_energy = head
@@ -154,9 +155,7 @@ class PretrainedSite(Site):
     def swap(self, mixer: FreeEnergyMixer) -> nn.Module:
         host = self.module
         if self.projections and self.projections not in SWAPPED:
-            raise ValueError(
-                f"{type(host).__name__} is called in a way that no mixer knows; preserve=True keeps its call."
-            )
+            raise ValueError(f"{type(host).__name__} is called in a way that no mixer knows; preserve=True keeps it.")
         if not any(hasattr(host, name) for name in OUTPUTS):  # BERT keeps it in the module around; the mixer brings one
             output = getattr(self.parent, "output", None)
             if not isinstance(getattr(output, "dense", None), nn.Linear):
@@ -182,7 +181,8 @@ def _out(projection: nn.Module) -> int:
 
 
 def _is_causal(host: nn.Module) -> bool:
-    return bool(getattr(host, "is_causal", True))  # as transformers' own attention functions read it
+    """As transformers' own attention functions have it; eager ones know no causality but their mask's."""
+    return bool(getattr(host, "is_causal", host.config._attn_implementation != "eager"))
 
 
 def _rope_theta(host: nn.Module) -> float | None:
@@ -222,7 +222,7 @@ def free_energy_attention(
     key: Float[Tensor, "b hkv t dk"],
     value: Float[Tensor, "b hkv t dv"],
     attention_mask: Tensor | None,
-    features: Float[Tensor, "b tq d"] | None = None,
+    features: Float[Tensor, "... d"] | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -239,17 +239,20 @@ def free_energy_attention(
             raise ValueError(f"{type(host).__name__} cannot be read as a softmax prior: {reason}.")
     if features is None:
         features, host.free_energy.features = host.free_energy.features, None
-    if value.shape[1] * value.shape[3] != host.free_energy.value_width:
+    rows, heads, queries, _ = query.shape
+    width = features.shape[-1]
+    if value.shape[1] * value.shape[3] != host.free_energy.value_width or features.numel() != rows * queries * width:
         raise ValueError(
             f"{type(host).__name__} cannot be read as a softmax prior: it hands its attention function "
-            f"values of {value.shape[1]} heads of {value.shape[3]}, which is not what its sizes say."
+            f"values of {value.shape[1]} heads of {value.shape[3]}, and {heads} heads of {rows} x {queries} queries for "
+            f"features {tuple(features.shape)}, which is not what its sizes say."
         )
     if attention_mask is not None and attention_mask.dim() != 4:
         raise ValueError(
             f"attention_mask must have 4 dimensions, got {tuple(attention_mask.shape)}; "
             "call model.set_attn_implementation('sdpa'), whose masks a free energy can be read under."
         )
-    queries = query.shape[2]
+    features = features.reshape(rows, queries, width)  # of images, rows and columns; of packed rows, no batch
     causal = attention_mask is None and queries > 1 and (_is_causal(host) if is_causal is None else is_causal)
     if causal:  # without a mask the first query meets the first key: the rest of a static cache is still empty
         key, value = key[:, :, :queries], value[:, :, :queries]

@@ -156,6 +156,15 @@ def test_rows_that_see_nothing_read_zero_without_gradient():
     assert (grads[2][1] == 0).all()
 
 
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_a_number_that_is_none_is_read_as_none(where):
+    tensors = draw("head", time=6)
+    tensors[where][0, 3] = torch.nan
+    terms, _ = keyed_scan_terms(*tensors.values(), backend="triton")
+    for part in terms[1:]:
+        assert part[:, 3].isnan().all()
+
+
 @pytest.mark.parametrize("decay", DECAYS[1:])
 def test_future_tokens_change_nothing(decay):
     tensors = draw(decay, time=40)
