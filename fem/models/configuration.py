@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from fem.config import PRIORS, FreeEnergyMixerConfig
 from fem.models.engines.parallel import tensor_plan
-from fem.models.engines.support import head_width, layer_types, obstacle
+from fem.models.engines.support import head_width, layer_type, obstacle
 from fem.models.opener import OpensWithFEM
 from fem.models.peft import teach_peft
 
@@ -44,6 +44,11 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     model_type = "fem"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (the name and the type are transformers')
+    base_model_pp_plan = {  # noqa: RUF012
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
     auto_map = {  # noqa: RUF012
         "AutoConfig": "FEMConfig",
         "AutoModel": "FEMModel",
@@ -51,11 +56,6 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         "AutoModelForSequenceClassification": "FEMForSequenceClassification",
         "AutoModelForTokenClassification": "FEMForTokenClassification",
         "AutoModelForQuestionAnswering": "FEMForQuestionAnswering",
-    }
-    base_model_pp_plan = {  # noqa: RUF012
-        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
     }
 
     vocab_size: int = 32000
@@ -129,7 +129,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str] | None:
-        return None if obstacle(self) else layer_types(self)
+        return None if obstacle(self) else [layer_type(mixer) for mixer in self.mixer_configs()]
 
     @property
     def sliding_window(self) -> int | None:

@@ -14,6 +14,7 @@ from transformers import (
     DynamicCache,
     GenerationMixin,
     MaxLengthCriteria,
+    PreTrainedConfig,
     PreTrainedModel,
     StoppingCriteriaList,
 )
@@ -98,7 +99,7 @@ class FEMPreTrainedModel(PreTrainedModel):
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     _is_stateful = True
 
-    def __init__(self, config: FEMConfig):
+    def __init__(self, config: PreTrainedConfig):
         if self._no_engine(config) is not None:
             self._supports_flash_attn = self._supports_flex_attn = self._supports_attention_backend = False
         super().__init__(config)
@@ -152,6 +153,7 @@ class FEMModel(FEMPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(FEMBlock(config, mixer, i) for i, mixer in enumerate(config.mixer_configs()))
+        self.kinds = {block.attention.kind for block in self.layers}
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -215,7 +217,7 @@ class FEMModel(FEMPreTrainedModel):
         packed = segment_ids is not None or (past is None and position_ids is not None)
         self._check_length(seen, seen + x.shape[1], packed)
         position_ids = positions_of(self.config, x, attention_mask, position_ids, segment_ids, seen)
-        masks = masks_of(self.config, x, attention_mask, position_ids, past)
+        masks = masks_of(self.config, self.kinds, x, attention_mask, position_ids, past)
         engine = {"position_ids": position_ids, "attention_mask": masks, **keywords}
         return self._through_blocks(x, output_hidden_states, past, engine=engine)
 

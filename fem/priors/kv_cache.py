@@ -7,7 +7,7 @@ in float16, whose range e would leave, the values stand alone.
 
 from __future__ import annotations
 
-from math import isqrt
+from math import isfinite, isqrt
 
 import torch
 from jaxtyping import Float
@@ -50,6 +50,8 @@ def append(
         start = memory if memory else _start(v, beta, tokens.keep)
         v = _packed(v, start, k)
         marks |= {name: start[name] for name in PACKED}
+    elif "shift" in memory:  # of a stream in a wider dtype
+        memory = {name: x[..., : v.shape[3]] if name.endswith("value") else x for name, x in memory.items()}
     if not memory:
         return {"key": k.contiguous(), "value": v.contiguous()} | marks
     kept, old = {}, memory["key"].shape[2]
@@ -82,7 +84,8 @@ def _packed(v: Float[Tensor, "b h t d"], start: Memory, k: Tensor | None = None)
     """[v | e], e without gradient: who wants one reads v itself. NaN where the key is not finite."""
     with torch.no_grad():
         packed = pack_to_be_proven(v, start["beta"], start["shift"])
-        if k is not None:
+        looks = k is not None and k.device.type == "cpu" and not torch.compiler.is_compiling()
+        if k is not None and not (looks and isfinite(k.sum().item())):
             packed.masked_fill_(~k.isfinite().all(-1, keepdim=True), torch.nan)
     return torch.cat([v, packed[..., v.shape[-1] :]], -1) if v.requires_grad else packed
 
@@ -113,9 +116,8 @@ def within_window(memory: Memory, window: int) -> Memory:
     axis = lambda name: 2 if name in KEPT else 1  # noqa: E731
     whole = {name: memory[name] for name in PACKED if name in memory}
     by_token = {name: tensor for name, tensor in memory.items() if name not in PACKED}
-    if "keep" not in memory:  # copies, so that what has left the window is freed
-        cut = {name: tensor.narrow(axis(name), old - room, room).contiguous() for name, tensor in by_token.items()}
-        return cut | whole
+    if "keep" not in memory:
+        return {name: tensor.narrow(axis(name), old - room, room) for name, tensor in by_token.items()} | whole
     last = memory["keep"].long().argsort(dim=1, stable=True)[:, old - room :]
     index = lambda name: last[:, None, :, None] if name in KEPT else last  # noqa: E731
     return {name: tensor.take_along_dim(index(name), axis(name)) for name, tensor in by_token.items()} | whole

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.config import FreeEnergyMixerConfig, Widths
-from fem.ops.common.rope import rotate
+from fem.ops.common.rope import rotate_all
 from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.read import cached_read, softmax_read
 from fem.priors.base import Prior
@@ -38,7 +38,7 @@ class SoftmaxPrior(Prior):
         config = self.config
         q, k = (to(features).unflatten(-1, (-1, config.key_width)) for to in (self.query, self.key))
         if config.use_rope:
-            q, k = (rotate(x, position, config.rope_theta) for x in (q, k))
+            q, k = rotate_all((q, k), position, config.rope_theta)
         return q, k
 
     def read(self, features, v, beta, tokens, memory):

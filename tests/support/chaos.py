@@ -20,7 +20,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -56,16 +58,17 @@ class Ended:
 def cases(files: dict[int, list[str]], seconds: dict[int, float], seed: int) -> list[Case]:
     """All cases. files: the checkpoint's, by number of processes; seconds: an undisturbed run."""
     draw = random.Random(seed)
-    found = [Case(kind, 1, name) for name in files[1] for kind in DAMAGES]
-    found += [Case(draw.choice(DAMAGES), 2, name) for name in files[2]]
-    found += [Case(kind, 1, name) for name in RUN_FILES for kind in DAMAGES]
-    for kind, counts in (("SIGKILL", {1: 10, 2: 4}), *((name, {1: 3, 2: 1}) for name in SIGNALS), ("SIGSTOP", {1: 2})):
+    found = [Case(kind, 1, name) for name in (*files[1], *RUN_FILES) for kind in DAMAGES]
+    kinds = (("SIGKILL", {1: 10, 2: 2}), ("SIGTERM", {1: 3, 2: 1}), *((name, {1: 3}) for name in SIGNALS[1:]))
+    for kind, counts in (*kinds, ("SIGSTOP", {1: 2})):
         for processes, count in counts.items():
             moments = (draw.uniform(0.2, 1.0) * seconds[processes] for _ in range(count))
             found += [Case(kind, processes, round(moment, 2)) for moment in moments]
-    found += [Case("SIGSTOP", 2, rank) for rank in (0, 1)]
     found += [Case("full disk", 1, size) for size in (400, 5_000, 40_000, 150_000, 300_000)]
-    return [*found, Case("full disk", 2, 150_000)]
+    found += [Case("SIGSTOP", 2, rank) for rank in (0, 1)]
+    found += [Case("full disk", 2, 150_000)]
+    found += [Case(draw.choice(DAMAGES), 2, name) for name in draw.sample(files[2], 4)]
+    return sorted(found, key=lambda case: case.processes)
 
 
 def arguments(recipe, output: Path, resume: bool) -> list[str]:
@@ -299,12 +302,13 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         chaos = Chaos(Path(folder), given.seed)
+        every = cases(chaos.files, chaos.seconds, given.seed)
         found = []
-        for number, case in enumerate(cases(chaos.files, chaos.seconds, given.seed)):
-            found.append(chaos.run(case, number))
-            print(json.dumps({k: v for k, v in found[-1].items() if k != "log"}), flush=True)
-            if "log" in found[-1]:
-                print(found[-1]["log"], flush=True)
+        with ProcessPoolExecutor(os.cpu_count(), get_context("fork")) as pool:
+            for case in pool.map(chaos.run, every, range(len(every))):
+                found.append(case)
+                print(json.dumps({name: value for name, value in case.items() if name != "log"}), flush=True)
+                print(case.get("log", ""), end="", flush=True)
     rows = table(found)
     data = {"seed": given.seed, "cases": found, "versions": versions(), "hardware": hardware(), "date": now()}
     write_json(given.output / "chaos.json", data)

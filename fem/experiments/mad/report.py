@@ -75,7 +75,7 @@ def score_tables(found: dict[str, Scores], first: str, paper: bool) -> str:
 WITH_PAPER = """In brackets Table 1's figure, whose heads, widths and learning rates are not published. Blank: not run.
 """
 SMALL = """Sizes, steps and settings are a laptop's: 6 of 66 settings, an eighth of the epochs at most. Models are
-undertrained, so figures compare with each other and not with Table 1, where softmax attention recalls 99.9 % in context.
+undertrained: figures compare with each other and not with Table 1, where softmax attention recalls 99.9 % in context.
 """
 PAGE = """# MAD: six synthetic tasks
 

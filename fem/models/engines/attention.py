@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fem.config import FreeEnergyMixerConfig
 from fem.models.configuration import FEMConfig
-from fem.models.engines.support import FULL, SLIDING, head_width, layer_types
+from fem.models.engines.support import FULL, SLIDING, head_width, layer_type
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import read_tokens
 from fem.ops.softmax.cached import REACH, exponents, pack, unpack
@@ -41,6 +41,7 @@ class EngineAttention(nn.Module):
         self.is_causal = True
         self.scaling = mixer.key_width**-0.5
         self.sliding_window = mixer.window
+        self.kind = layer_type(mixer)
         self.num_key_value_groups = mixer.n_head // mixer.kv_heads
         self.width = head_width(config)
         self.shift = None
@@ -75,7 +76,7 @@ class EngineAttention(nn.Module):
         if past_key_values is not None:
             k, values = past_key_values.update(k, values, self.layer_idx)
         if isinstance(attention_mask, dict):
-            attention_mask = attention_mask[FULL if self.sliding_window is None else SLIDING]
+            attention_mask = attention_mask[self.kind]
         keywords["sliding_window"] = self.sliding_window
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager)
         out, _ = attend(self, q, k, values, attention_mask, dropout=0.0, scaling=self.scaling, **keywords)
@@ -145,10 +146,12 @@ def positions_of(
     return torch.arange(past, past + x.shape[1], device=x.device)[None].expand(len(x), -1)
 
 
-def masks_of(config: FEMConfig, x: Tensor, attention_mask, position_ids: Tensor, cache: Cache | None) -> dict:
+def masks_of(
+    config: FEMConfig, kinds: set[str], x: Tensor, attention_mask, position_ids: Tensor, cache: Cache | None
+) -> dict:
     """What the engine wants as a mask, for each kind of layer: transformers makes it by the engine's name."""
     if isinstance(attention_mask, dict):
         return attention_mask
     make = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
     how = {"attention_mask": attention_mask, "past_key_values": cache, "position_ids": position_ids}
-    return {kind: make[kind](config=config, inputs_embeds=x, **how) for kind in set(layer_types(config))}
+    return {kind: make[kind](config=config, inputs_embeds=x, **how) for kind in kinds}

@@ -50,6 +50,6 @@ def head_width(config: FEMConfig) -> int:
     return max(widths) if len(widths) == 1 else -(-max(widths) // 32) * 32
 
 
-def layer_types(config: FEMConfig) -> list[str]:
-    """The names that transformers and vLLM have for layers with a window and without."""
-    return [FULL if mixer.window is None else SLIDING for mixer in config.mixer_configs()]
+def layer_type(mixer: FreeEnergyMixerConfig) -> str:
+    """The name that transformers and vLLM have for a layer with a window, and without."""
+    return FULL if mixer.window is None else SLIDING

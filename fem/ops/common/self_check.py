@@ -111,8 +111,7 @@ def _in_a_process(kind: Kind, device: str) -> subprocess.CompletedProcess:
 def difference(kind: Kind, device: torch.device) -> str | None:
     """Where the kernels leave the plain form in float64, outputs and every gradient; None where they do not."""
     random = torch.Generator().manual_seed(0)
-    example = import_module(f"fem.ops.{kind.op}.kernels.example").example
-    example = example(lambda *shape: torch.rand(*shape, dtype=torch.float64, generator=random), *kind.arguments)
+    example = example_of(kind, random)
     tokens = {name: x.to(kind.dtype) for name, x in example.tokens.items()}
     exact = {name: x.float() for name, x in example.exact.items()}
     ours = {name: x.to(device).requires_grad_() for name, x in (tokens | exact).items()}
@@ -130,6 +129,11 @@ def difference(kind: Kind, device: torch.device) -> str | None:
         if not error <= TOLERANCE[kind.dtype]:
             return f"{name} is off by {error:.2g} of its norm"
     return None
+
+
+def example_of(kind: Kind, random: torch.Generator) -> Example:
+    draw = import_module(f"fem.ops.{kind.op}.kernels.example").example
+    return draw(lambda *shape: torch.rand(*shape, dtype=torch.float64, generator=random), *kind.arguments)
 
 
 def verdicts() -> Iterator[dict]:

@@ -49,7 +49,7 @@ def packed_step(
             share = torch.sigmoid(lse - weight) if mask is None else torch.sigmoid((lse - weight).nan_to_num_(0.0))
             out, weight = torch.lerp(out, part, share[..., None]), torch.logaddexp(weight, lse)
         start = stop
-    if not bool((proven(out, beta) & q.isfinite().all(-1, keepdim=True)).all()):
+    if not (math.isfinite(q.sum().item()) and bool(proven(out, beta).all())):
         return None
     suspects.count(out.numel() // 2, 0)
     return Read(*(x.view(batch, 1, heads, -1) for x in unpack(out, beta, shift)))
