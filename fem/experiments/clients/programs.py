@@ -86,7 +86,7 @@ def _(folder: Path) -> str:
     from datasets import Dataset
 
     options = {"output_dir": folder / "out", "max_steps": 2, "report_to": [], "use_cpu": True, "bf16": False}
-    arguments = trl.SFTConfig(**options, padding_free=True, max_length=16, logging_steps=1, save_strategy="no")
+    arguments = trl.SFTConfig(**options, padding_free=True, max_length=None, logging_steps=1, save_strategy="no")
     data = Dataset.from_dict({"text": ["some words to learn.", "others, too."] * 8})
     trainer = trl.SFTTrainer(str(folder), args=arguments, train_dataset=data)
     trainer.train()
