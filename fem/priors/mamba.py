@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -50,12 +51,15 @@ class SelectiveSSM(nn.Module):
     def linear(config: FreeEnergyMixerConfig) -> int:
         return config.n_embd * (config.fem_dim + 2 * config.ssm_rank)
 
-    def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Delta (B, T, H, d_v), A (H, d_v, N), B and C (B, T, N), D (H, d_v)."""
-        delta, b, c, a, d = (
-            F.softplus(wide(x)) for x in (self.delta(features), self.b(features), self.c(features), self.a, self.d)
-        )
-        return delta.unflatten(-1, d.shape), -a, b, c, d
+    def forward(self, features: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor]]:
+        """Delta (B, T, H, d_v), A (H, d_v, N), B and C (B, T, N), D (H, d_v), and the logarithms of Delta, B and C.
+
+        An outlier of a token's features can make a softplus too small to be a number, but not its logarithm.
+        """
+        logits = [wide(project(features)) for project in (self.delta, self.b, self.c)]
+        logits[0] = logits[0].unflatten(-1, self.d.shape)
+        (delta, b, c), a, d = map(F.softplus, logits), F.softplus(wide(self.a)), F.softplus(wide(self.d))
+        return (delta, -a, b, c, d), tuple(map(_log_softplus, logits))
 
 
 class MambaPrior(Prior):
@@ -74,7 +78,8 @@ class MambaPrior(Prior):
         return Widths(SelectiveSSM.linear(config), key_maps=0)
 
     def read(self, features, v, beta, tokens, memory):
-        return self.scan(ssm_read, *self.ssm(features), v, beta, tokens=tokens, memory=memory)
+        numbers, logs = self.ssm(features)
+        return self.scan(partial(ssm_read, logs=logs), *numbers, v, beta, tokens=tokens, memory=memory)
 
 
 class InteractiveMambaPrior(Prior):
@@ -117,9 +122,11 @@ class InteractiveMambaPrior(Prior):
         return read_of(terms, per_channel, self.config.normalize, v.dtype), after
 
     def _terms(self, features, v, beta, tokens, memory=None):
-        options = {"causal": self.config.causal, "backend": scan_backend(self.config.backend, v.device)}
+        kind = ("ssm", v.dtype, self.config.ssm_rank, beta is not None)
+        options = {"causal": self.config.causal, "backend": scan_backend(self.config.backend, v.device, *kind)}
         options |= {"initial_state": memory or None, "return_state": memory is not None}
-        return ssm_terms(*self.ssm(features), v, beta, tokens=tokens, **options)
+        numbers, logs = self.ssm(features)
+        return ssm_terms(*numbers, v, beta, tokens=tokens, logs=logs, **options)
 
     def selection(self, features, v, tokens):
         mixing = F.softplus(wide(self.mixing))
@@ -129,6 +136,12 @@ class InteractiveMambaPrior(Prior):
         pairs = torch.einsum("bthjk,bthki->bthjik", pairs, alone).flatten(-2)
         values = v.permute(0, 2, 1, 3).flatten(2)
         return pairs, values[:, None, :, None].expand_as(pairs)
+
+
+def _log_softplus(x: Tensor) -> Tensor:
+    """log softplus(x), which is x below the rounding of e^x."""
+    faint = x < -30
+    return torch.where(faint, x, F.softplus(torch.where(faint, 0, x)).log())
 
 
 def _inverse_softplus(y: Tensor) -> Tensor:

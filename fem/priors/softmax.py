@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from jaxtyping import Float
+from torch import Tensor
+
 from fem.config import FreeEnergyMixerConfig, Widths
 from fem.ops.common.rope import rotate_all
 from fem.ops.common.tokens import Tokens
@@ -28,12 +31,19 @@ class SoftmaxPrior(Prior):
     def widths(config: FreeEnergyMixerConfig) -> Widths:
         return Widths(config.n_embd * (config.qk_dim + config.kv_heads * config.key_width), key_maps=2)
 
+    def queries_and_keys(
+        self, features: Float[Tensor, "b t f"], position: Tensor
+    ) -> tuple[Float[Tensor, "b t h d"], Float[Tensor, "b t hkv d"]]:
+        """q and k, rotated by position (T) or (B, T)."""
+        config = self.config
+        q, k = (to(features).unflatten(-1, (-1, config.key_width)) for to in (self.query, self.key))
+        if config.use_rope:
+            q, k = rotate_all((q, k), position, config.rope_theta)
+        return q, k
+
     def read(self, features, v, beta, tokens, memory):
         config = self.config
-        q = self.query(features).unflatten(-1, (config.n_head, -1))
-        k = self.key(features).unflatten(-1, (config.kv_heads, -1))
-        if config.use_rope:
-            q, k = rotate_all((q, k), tokens.position, config.rope_theta)
+        q, k = self.queries_and_keys(features, tokens.position)
         if memory is None:
             how = {"causal": config.causal, "window": config.window, "tokens": tokens, "backend": config.backend}
             return softmax_read(q, k, v, beta, **how), None

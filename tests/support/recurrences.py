@@ -108,7 +108,7 @@ def state_equation(inputs: Case) -> tuple[Tensor, Tensor]:
 
 def check_gradients_through_the_state(inputs: Case, limit: float, gradient_limit: float) -> None:
     """The kernels' read in two pieces, its last state and all gradients are those of the whole in float64."""
-    parts = ("peak", "total", "weighted", "energy_peak", "energy")
+    parts = ("peak", "total", "weighted", "free_energy")
     whole = inputs.map(lambda x: x.double()).leaves()
     halves = whole.map(lambda x: x.float()).leaves()
     first, state = halves.at(slice(0, 6)).read(return_state=True, backend="triton")
@@ -116,8 +116,8 @@ def check_gradients_through_the_state(inputs: Case, limit: float, gradient_limit
     read, exact = whole.read(return_state=True)
 
     def outputs(read, state):
-        peak, total, weighted, top, energy = (state.memory[name] for name in parts)
-        return [*read, peak + total.log(), weighted / total, top + energy.log()]
+        peak, total, weighted, free_energy = (state.memory[name] for name in parts)
+        return [*read, peak + total.log(), weighted / total, free_energy]
 
     got = outputs([torch.cat(pair, 1) for pair in zip(first, second, strict=True)], state)
     wanted = outputs(read, exact)

@@ -6,8 +6,10 @@ import os
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from fem.config import BACKENDS
+from fem.ops.common.self_check import passed
 
 
 def softmax_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -32,16 +34,36 @@ def softmax_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
     return backend
 
 
-def scan_backend(backend: str, device: torch.device) -> str:
+def scan_backend(
+    backend: str, device: torch.device, op: str, dtype: torch.dtype, *arguments: int | str | bool | None
+) -> str:
     """The backend that runs a scan on `device`: "plain", "triton" or "reference".
 
-    "auto" takes the plain form everywhere, until a GPU has shown that our kernels are faster.
+    "auto" takes our kernels on CUDA where those of this kind passed their self-check on this card, and the plain form
+    everywhere else. op: the read's folder in fem/ops; arguments: those of its example (`fem.ops.common.self_check`).
     Raises ValueError on an unknown name, or one that scans do not have or that cannot run on the device.
     """
     _check(backend, device)
     if backend == "sdpa":
         raise ValueError("backend='sdpa' is attention, a scan has no such form; use backend='auto'.")
-    return "plain" if backend == "auto" else backend
+    if backend != "auto":
+        return backend
+    if device.type != "cuda" or dtype == torch.float64 or triton_interprets():
+        return "plain"
+    return "triton" if passed(op, dtype, arguments, device.index, torch.compiler.is_compiling()) else "plain"
+
+
+def widest(v: Tensor, *others: Tensor | None) -> torch.dtype:
+    """The dtype of v, float64 where any of the others is."""
+    return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in others) else v.dtype
+
+
+def next_width(width: int) -> int:
+    """The power of two, 16 or more, to which kernels pad a width."""
+    padded = 16
+    while padded < width:
+        padded *= 2
+    return padded
 
 
 def triton_interprets() -> bool:

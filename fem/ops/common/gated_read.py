@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.precision import wide
+from fem.ops.common.transforms import again_differentiable, transformed
 
 Heads = Float[Tensor, "b t h d"]
 
@@ -34,14 +35,14 @@ def gated_read(mean: Heads, free_energy: Heads | None, inner: Heads | None, oute
         return mean
     free_energy = free_energy if inner is not None else None
     small = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and mean.numel() <= _BLOCK
-    if small:  # a token in generation: not worth the op's own time
-        return _gated(mean, free_energy, inner, outer, eps).to(mean.dtype)
+    if small or transformed(mean, free_energy, inner, outer):  # a token in generation is not worth the op's own time
+        return _gate(mean, free_energy, inner, outer, eps)
     return _gated_read(mean, free_energy, inner, outer, eps)
 
 
-def _gated(mean: Tensor, free_energy: Tensor | None, inner: Tensor | None, outer: Tensor | None, eps: float) -> Tensor:
+def _gate(mean: Heads, free_energy: Heads | None, inner: Heads | None, outer: Heads | None, eps: float) -> Heads:
     u = wide(mean) if inner is None else torch.lerp(wide(mean), wide(free_energy), wide(inner).sigmoid())
-    return u if outer is None else u * outer_gate(wide(outer), eps)
+    return (u if outer is None else u * outer_gate(wide(outer), eps)).to(mean.dtype)
 
 
 @torch.library.custom_op(
@@ -52,7 +53,7 @@ def _gated(mean: Tensor, free_energy: Tensor | None, inner: Tensor | None, outer
 def _gated_read(mean, free_energy, inner, outer, eps):
     out = torch.empty(mean.shape, dtype=mean.dtype, device=mean.device)
     for o, m, f, a, b in _blocks(out, mean, free_energy, inner, outer):
-        o.copy_(_gated(m, f, a, b, eps))
+        o.copy_(_gate(m, f, a, b, eps))
     return out
 
 
@@ -111,6 +112,8 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, grad):
     tensors = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        return *again_differentiable(lambda *x: [_gate(*x, ctx.eps)], tensors, [grad]), None
     gradients = _gated_read_backward(grad, *tensors, ctx.eps)
     return *(None if x is None else g for x, g in zip(tensors, gradients)), None
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_NEAR = 30.0  # exponents up to here are raised as numbers
 NO_WEIGHT = -1e29  # a logarithm below stands for no weight at all, however an op writes that
 
 
@@ -34,6 +35,11 @@ class Terms(NamedTuple):
     free_energy: Tensor | None
 
 
+def nothing_read(v: Tensor, beta: Tensor | None) -> Terms:
+    """The terms of a call without a row or without a token."""
+    return Terms(v, v, None if beta is None else v)
+
+
 def merge(one: Terms, other: Terms, beta: Tensor | None) -> Terms:
     """The read over two disjoint supports together.
 
@@ -42,14 +48,42 @@ def merge(one: Terms, other: Terms, beta: Tensor | None) -> Terms:
     """
     lowest = torch.finfo(one.log_weight.dtype).min / 4
     gain = other.log_weight.clamp_min(lowest) - one.log_weight.clamp_min(lowest)
-    weight = torch.logaddexp(one.log_weight, other.log_weight)
+    weight = log_add(one.log_weight, other.log_weight)
     mean = torch.lerp(one.mean, other.mean, torch.sigmoid(gain).expand_as(one.mean))
     if beta is None:
         return Terms(weight, mean, None)
-    base = torch.where(gain > 0, other.free_energy, one.free_energy)  # so that a light addition is not rounded away
-    stays = F.logsigmoid(-gain) + beta * (one.free_energy - base)
-    enters = F.logsigmoid(gain) + beta * (other.free_energy - base)
-    return Terms(weight, mean, base + torch.logaddexp(stays, enters) / beta)
+    return Terms(weight, mean, merge_energies(gain, one.free_energy, other.free_energy, beta))
+
+
+def log_add(one: Tensor, other: Tensor) -> Tensor:
+    """log(e^one + e^other), whose second derivative is finite where one of them is no weight, as logaddexp's is not."""
+    top, low = torch.maximum(one, other), torch.minimum(one, other)
+    return top - F.logsigmoid(torch.where(top > -torch.inf, top - low, 0))
+
+
+def merge_energies(gain: Tensor, one: Tensor, other: Tensor, beta: Tensor) -> Tensor:
+    """F = (1/beta) log((1 - share) e^{beta F_1} + share e^{beta F_2}), share = sigmoid(gain), at any beta > 0.
+
+    Counted from the heavier of the two, so that a light addition is not rounded away; by log1p and expm1 where both
+    exponents are near each other, so that a small beta does not magnify the rounding of a logarithm.
+    """
+    heavier = gain > 0
+    base, rest = torch.where(heavier, other, one), torch.where(heavier, one, other)
+    logit, lift = torch.where(heavier, -gain, gain), beta * (rest - base)
+    near = torch.log1p(torch.sigmoid(logit) * torch.expm1(lift.clamp(max=_NEAR)))
+    far = log_add(F.logsigmoid(-logit), F.logsigmoid(logit) + lift)
+    return base + torch.where(lift < _NEAR, near, far) / beta
+
+
+def log_average(log_p: Tensor, y: Tensor, dim: int) -> Tensor:
+    """log sum p e^y along dim, which is kept, of p that sum to 1: with all its digits where the y are nearly equal."""
+    seen = log_p > NO_WEIGHT
+    top = torch.where(seen, y, -torch.inf).detach().amax(dim, keepdim=True)
+    top = torch.where(top > -torch.inf, top, 0)
+    z = torch.where(seen, y - top, 0)
+    near = torch.log1p((log_p.exp() * torch.expm1(z.clamp(min=-1))).sum(dim, keepdim=True))
+    far = torch.where(seen, log_p + z, NO_WEIGHT).logsumexp(dim, keepdim=True)
+    return top + torch.where((z >= -1).all(dim, keepdim=True), near, far)
 
 
 def read_of(terms: Terms, beta: Tensor | None, normalize: bool, dtype: torch.dtype) -> Read:
@@ -80,7 +114,13 @@ def mix_channels(mixing: Tensor, terms: Terms, beta: Tensor | None) -> Terms:
     log_total = torch.where(peak > lowest, total.log() + peak, -torch.inf)
     if beta is None:
         return Terms(log_total, mean, None)
-    energy = log_weight - peak + beta * terms.free_energy
+    lift = beta * terms.free_energy
+    top = torch.where(weight > 0, lift, -torch.inf).detach().amax(-1, keepdim=True)
+    top = torch.where(top > -torch.inf, top, 0)
+    z = torch.where(weight > 0, lift - top, 0)
+    near = torch.log1p(over_channels(weight * torch.expm1(z.clamp(min=-1))) / total)
+    energy = log_weight - peak + z
     highest = energy.detach().amax(-1, keepdim=True)
-    free_energy = (over_channels((energy - highest).exp()).log() + highest - total.log()) / beta
+    far = over_channels((energy - highest).exp()).log() + highest - total.log()
+    free_energy = (top + torch.where((z >= -1).all(-1, keepdim=True), near, far)) / beta
     return Terms(log_total, mean, free_energy)

@@ -33,27 +33,9 @@ def rotate_all(
     frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float64, device=x.device) / width)
     angle = position.double()[..., None, None] * frequency
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    return [_Rotation.apply(x, cos, sin) for x in tensors]
+    return [_turned(x, cos, sin) for x in tensors]
 
 
-class _Rotation(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, -sin), None, None
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.chunk(2, -1)
-    y = x * torch.cat([cos, cos], -1)
-    y_low, y_high = y.chunk(2, -1)
-    y_low.addcmul_(high, sin, value=-1)
-    y_high.addcmul_(low, sin)
-    return y
+    return torch.cat([torch.addcmul(low * cos, high, sin, value=-1), torch.addcmul(high * cos, low, sin)], -1)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fem.ops.common.read import NO_WEIGHT, merge_energies
 from fem.ops.common.recurrence import adjoint_sums, running_peaks, running_sums
 
 
@@ -23,6 +24,11 @@ class Sums(NamedTuple):
 
     peak: Tensor
     sums: Tensor
+
+    def rounded(self, dtype: torch.dtype) -> Sums:
+        """In another precision, in which the sums make up for the rounding of the peak."""
+        peak = self.peak.clamp(min=nothing(dtype)).to(dtype)
+        return Sums(peak, (self.sums * (self.peak - peak).clamp(-1, 1).exp()).to(dtype))
 
 
 class Streams(NamedTuple):
@@ -46,23 +52,41 @@ class Streams(NamedTuple):
         return [part for stream in self if stream is not None for part in stream]
 
     @classmethod
-    def from_state(cls, state: dict[str, Tensor], dtype: torch.dtype) -> Streams:
-        state = {name: part.to(dtype) for name, part in state.items()}
-        weights = Sums(state["peak"], torch.stack([state["total"], state["weighted"]]))
-        if "energy" not in state:
-            return cls(weights)
-        return cls(weights, Sums(state["energy_peak"], state["energy"].unsqueeze(0)))
+    def after(cls, peak: Tensor, sums: Tensor, free_energy: Tensor | None, beta: Tensor | None) -> Streams:
+        """After tokens of the weights (peak, sums), whose values have that free energy."""
+        if free_energy is None or beta is None:
+            return cls(Sums(peak, sums))
+        lift = beta * free_energy
+        top, rounding = added(peak, lift.detach())
+        energy = sums[0] * (rounding + (lift - lift.detach())).exp()  # gradients flow through the sums alone
+        return cls(Sums(peak, sums), Sums(top, energy.unsqueeze(0)))
+
+    @classmethod
+    def from_state(cls, state: dict[str, Tensor], beta: Tensor | None, dtype: torch.dtype) -> Streams:
+        """beta broadcasts against the state."""
+        return cls.after(*(None if x is None else x.to(dtype) for x in state_parts(state, beta)), beta)
 
     def last(self) -> Streams:
         """After the last token."""
         return Streams(*(stream and Sums(stream.peak[:, -1].clone(), stream.sums[:, :, -1].clone()) for stream in self))
 
-    def state(self) -> dict[str, Tensor]:
-        total, weighted = self.weights.sums.unbind(0)
-        state = {"peak": self.weights.peak, "total": total, "weighted": weighted}
-        if self.energies is None:
-            return state
-        return {**state, "energy_peak": self.energies.peak, "energy": self.energies.sums[0]}
+    def state(self, beta: Tensor | None) -> dict[str, Tensor]:
+        return state_of(self.weights, None if self.energies is None else leave(self, beta).free_energy)
+
+
+def state_parts(state: dict[str, Tensor], beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The peak, the sums and the free energy that a state holds."""
+    peak, total = state["peak"], state["total"]
+    free_energy = state.get("free_energy")
+    if free_energy is None and beta is not None:  # as states were saved before they held it
+        free_energy = (state["energy_peak"] - peak + (state["energy"] / total).log()) / beta.to(peak.dtype)
+    return peak, torch.stack([total, state["weighted"]]), free_energy if beta is not None else None
+
+
+def state_of(weights: Sums, free_energy: Tensor | None) -> dict[str, Tensor]:
+    total, weighted = weights.sums.unbind(0)
+    state = {"peak": weights.peak, "total": total, "weighted": weighted}
+    return state if free_energy is None else {**state, "free_energy": free_energy}
 
 
 class Memory(NamedTuple):
@@ -88,6 +112,14 @@ class Adjoint(NamedTuple):
     weight: Tensor
     v: Tensor | None
     start: Tensor
+
+
+def added(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum, and what its rounding lost."""
+    total = one + other
+    back = total - one
+    rounding = (one - (total - back)) + (other - back)
+    return total, torch.where(one > NO_WEIGHT, rounding, 0)
 
 
 def nothing(dtype: torch.dtype) -> float:
@@ -123,6 +155,38 @@ def accumulate_backward(
     if v is None:
         return Adjoint(d_decay, reach[0], weight, None, d_start)
     return Adjoint(d_decay, torch.addcmul(reach[0], v, reach[1]), weight, weight * reach[1], d_start)
+
+
+def add_token(
+    peak: Tensor, sums: Tensor, free_energy: Tensor | None = None, *, x: Tensor, v: Tensor, beta: Tensor | None
+) -> list[Tensor]:
+    """The peak, the sums and the free energy with one token of log-weight x and value v more. Differentiable."""
+    lowest = nothing(x.dtype)
+    top = torch.maximum(peak, x).detach().clamp(min=lowest)
+    before, own = sums * (peak - top).exp(), (x - top).exp()
+    total = (before[0] + own).clamp(min=0.5)  # at least about 1 unless nothing was added
+    after = [top, torch.stack([total, torch.addcmul(before[1], own, v)])]
+    if beta is None:
+        return after
+    gain = (x.clamp(min=lowest / 4) - peak.clamp(min=lowest / 4)) - sums[0].log()
+    return [*after, merge_energies(gain, free_energy, v, beta)]
+
+
+def start_backward(
+    d_energy: Tensor, d_sums: Tensor, before: Streams, free_energy: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the free energy that energies start from, and per entry of beta; that of the sums grows in place."""
+    through = (d_energy * before.energies.sums)[0]
+    through = torch.where(before.weights.peak > NO_WEIGHT, through, 0)
+    d_sums[0] += through / before.weights.sums[0]
+    return beta * through, free_energy * through
+
+
+def end_backward(d_free_energy: Tensor, d_sums: Tensor, after: Streams, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the last energies, and per entry of beta; that of the sums grows in place."""
+    share = torch.where(after.weights.peak > NO_WEIGHT, d_free_energy / beta, 0)
+    d_sums[0] -= share / after.weights.sums[0]
+    return share / after.energies.sums[0], -share * leave(after, beta).free_energy
 
 
 def leave(streams: Streams, beta: Tensor | None) -> Memory:

@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import scan_backend
+from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import wide_dtype
 from fem.ops.common.recurrence import running_sums
+from fem.ops.common.transforms import transformed
 from fem.ops.decay_scan.naive import naive_decay_scan
 
 
@@ -24,10 +25,14 @@ def decay_scan(
 
     log_decay: (B, T, C) <= 0 in nats, the decay into step t, -inf to forget all before t; u: (B, T, C);
     initial_state: (B, C). Returns h (B, T, C) in u's dtype, summed in at least fp32; the final state is h[:, -1].
+    Raises ValueError where shapes or devices differ.
     backend: "auto", "plain", "triton" (whose gradients cannot be differentiated again) or "reference".
     """
-    backend = scan_backend(backend, u.device)
+    _check(log_decay, u, initial_state)
+    backend = scan_backend(backend, u.device, "decay_scan", widest(u, log_decay, initial_state))
     wide = wide_dtype(log_decay, u)
+    if u.numel() == 0:
+        return u
     if initial_state is None:
         initial_state = torch.zeros_like(u[:, 0], dtype=wide)
     flat = [log_decay.flatten(2), u.flatten(2), initial_state.flatten(1)]
@@ -38,8 +43,29 @@ def decay_scan(
     elif backend == "reference":
         h = naive_decay_scan(*flat)
     else:
-        h = _decay_scan(*(tensor.to(wide) for tensor in flat), False)
+        flat = [tensor.to(wide) for tensor in flat]
+        h = _step_by_step(*flat) if transformed(*flat) else _decay_scan(*flat, False)
     return h.view(u.shape).to(u.dtype)
+
+
+def _check(log_decay: Tensor, u: Tensor, initial_state: Tensor | None) -> None:
+    for name, tensor, shape in (
+        ("log_decay", log_decay, u.shape),
+        ("initial_state", initial_state, u.shape[:1] + u.shape[2:]),
+    ):
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name} must have shape {tuple(shape)} for this u, got {tuple(tensor.shape)}.")
+        if tensor is not None and tensor.device != u.device:
+            raise ValueError(f"{name} must be on the device of u, {u.device}, got {tensor.device}.")
+
+
+def _step_by_step(log_decay: Tensor, u: Tensor, state: Tensor) -> Tensor:
+    """By steps that PyTorch can transform."""
+    factor, rows = log_decay.exp(), []
+    for t in range(u.shape[1]):
+        state = torch.addcmul(u[:, t], factor[:, t], state)
+        rows.append(state)
+    return torch.stack(rows, 1)
 
 
 def next_step(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fem.ops.common.read import Terms, merge
+from fem.ops.common.read import Terms, log_average, merge
 from fem.ops.linear_attention.chunk import Memory
 from fem.ops.linear_attention.scores import NOTHING, log
 
@@ -33,7 +33,7 @@ def step(
     log_p = scores - total
     reads = [torch.where(seen, log_p.exp().mT @ mean, 0)]
     if beta is not None:
-        reads.append(torch.where(seen, (log_p + per_channel * free_energy).logsumexp(2, keepdim=True) / per_channel, 0))
+        reads.append(torch.where(seen, log_average(log_p, per_channel * free_energy, 2) / per_channel, 0))
     total = torch.where(seen, total, NOTHING)
     terms = (x.transpose(1, 2) for x in (total, *reads))
     return Terms(*terms, *(() if beta is not None else (None,))), Memory(log_weight.squeeze(-1), mean, free_energy)

@@ -21,9 +21,11 @@ class Way(NamedTuple):
     """The ways to compute something for a number of chunks; arguments and results are tuples of tensors or None."""
 
     fast: Callable  # -> results, and the rows in doubt
-    fast_backward: Callable
     exact: Callable  # -> results
     alive: Callable  # -> rows that are not empty, where doubt means something
+
+    def unproved(self, *arguments: Record) -> Record:
+        return self.fast(*arguments)[0]
 
 
 def compute(way: Way, *arguments: Record) -> tuple[Record, Tensor]:
@@ -54,7 +56,7 @@ def settle(way: Way, result: Record, doubt: Tensor, *arguments: Record) -> Tenso
 
 def differentiate(way: Way, tier: Tensor, grad: Record, *arguments: Record) -> tuple[Record, ...]:
     """Gradients of the arguments."""
-    result = way.fast_backward(grad, *arguments)
+    result = _backward(way.unproved, grad, *arguments)
     correct(way, result, tier, grad, *arguments)
     return result
 
@@ -63,22 +65,22 @@ def correct(way: Way, result: tuple[Record, ...], tier: Tensor, grad: Record, *a
     """Computes the gradients of the chunks of higher tiers again, in place."""
     wide = (tier == 1).nonzero().squeeze(1)
     if len(wide):
-        better = way.fast_backward(*_take((grad, *arguments), wide, torch.float64))
+        better = _backward(way.unproved, *_take((grad, *arguments), wide, torch.float64))
         for record, with_ in zip(result, better):
             _put(record, wide, with_)
     exact = (tier == 2).nonzero().squeeze(1)
     for part in _groups(exact, grad.mean[0].numel() * grad.mean.shape[1]):
-        better = _exact_backward(way.exact, *_take((grad, *arguments), part, torch.float64))
+        better = _backward(way.exact, *_take((grad, *arguments), part, torch.float64))
         for record, with_ in zip(result, better):
             _put(record, part, with_)
 
 
-def _exact_backward(exact: Callable, grad: Record, *arguments: Record) -> tuple[Record, ...]:
+def _backward(compute: Callable, grad: Record, *arguments: Record) -> tuple[Record, ...]:
+    """Gradients of the arguments of what computes results alone."""
     tensors = [tensor for record in arguments for tensor in record if tensor is not None]
 
     def of_tensors(*tensors):
-        results = exact(*_like(arguments, tensors))
-        return tuple(tensor for tensor in results if tensor is not None)
+        return tuple(tensor for tensor in compute(*_like(arguments, tensors)) if tensor is not None)
 
     backward = torch.func.vjp(of_tensors, *tensors)[1]
     return _like(arguments, backward(tuple(tensor for tensor in grad if tensor is not None)))

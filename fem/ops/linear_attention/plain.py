@@ -7,22 +7,24 @@ Time is cut into slabs, and slabs into chunks. Within a slab all chunks add what
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fem.ops.common.fallback_count import suspects
+from fem.ops.common.precision import double, needs_float64
 from fem.ops.common.read import Terms
+from fem.ops.common.transforms import again_differentiable
 from fem.ops.linear_attention.carry import carry, carry_backward
 from fem.ops.linear_attention.chunk import (
     Chunk,
     Memory,
     adds,
+    mix_by_steps,
     read,
-    read_backward,
     read_exactly,
     remember,
-    remember_backward,
     remember_exactly,
     sees,
 )
@@ -32,13 +34,12 @@ CHUNK = 64
 CHUNK_OF_CHANNEL_DECAY = 16  # its pairs are weighed one by one, not by a matrix product
 TOKENS_AT_A_TIME = 2**12  # over rows and heads: what a slab computes stays in the cache
 
-REMEMBER = Way(remember, lambda grad, chunk: (remember_backward(grad, chunk),), remember_exactly, adds)
+REMEMBER = Way(remember, remember_exactly, adds)
 
 
 def read_way(present: bool) -> Way:
     return Way(
         lambda *records: read(*records, present),
-        lambda *records: read_backward(*records, present),
         lambda *records: read_exactly(*records, present),
         lambda *records: sees(*records, present),
     )
@@ -51,12 +52,13 @@ class Slab:
         self.batch, self.heads, self.start, self.stop, self.chunk = batch, heads, start, stop, chunk
         self.chunks = -(-(stop - start) // chunk)
 
-    def split(self, x: Tensor | None) -> Tensor | None:
+    def split(self, x: Tensor | None, fill=torch.zeros_like) -> Tensor | None:
+        """fill: from the last token to what stands behind it, so that the last chunk is whole."""
         if x is None:
             return None
         x = x[:, self.start : self.stop]
         if padding := self.chunks * self.chunk - x.shape[1]:
-            x = F.pad(x, (0, 0, 0, 0, 0, padding))
+            x = torch.cat([x, fill(x[:, -1:]).expand(-1, padding, -1, -1)], 1)
         return x.unflatten(1, (self.chunks, self.chunk)).permute(0, 3, 1, 2, 4).flatten(0, 2).contiguous()
 
     def write(self, out: Tensor, x: Tensor) -> None:
@@ -66,7 +68,7 @@ class Slab:
     def inputs(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None) -> Chunk:
         """beta is (B H, 1, d_v)."""
         beta = None if beta is None else beta.repeat_interleave(self.chunks, 0)
-        return Chunk(self.split(q), self.split(k), self.split(g), self.split(v), beta)
+        return Chunk(self.split(q), self.split(k), self.split(g), self.split(v, fill=torch.clone), beta)
 
     def through(self, chunk: Chunk) -> Tensor | None:
         return None if chunk.g is None else chunk.g.sum(1).unflatten(0, (-1, self.chunks))
@@ -75,11 +77,17 @@ class Slab:
         return _each(memory, lambda x: x.unflatten(0, (-1, self.chunks)))
 
 
+def _sizes(q: Tensor, g: Tensor | None) -> tuple[int, int]:
+    """Tokens of a chunk, and of a slab, of a long sequence; they may depend on sizes that are symbols."""
+    chunk = CHUNK if g is None or g.shape[-1] == 1 else CHUNK_OF_CHANNEL_DECAY
+    rows = torch.sym_max(1, q.shape[0] * q.shape[2])
+    return chunk, chunk * torch.sym_max(1, TOKENS_AT_A_TIME // (rows * chunk))
+
+
 def _slabs(q: Tensor, g: Tensor | None) -> list[Slab]:
     batch, time, heads, _ = q.shape
-    chunk = min(time, CHUNK if g is None or g.shape[-1] == 1 else CHUNK_OF_CHANNEL_DECAY)
-    step = chunk * max(1, TOKENS_AT_A_TIME // (batch * heads * chunk))
-    return [Slab(batch, heads, start, min(start + step, time), chunk) for start in range(0, time, step)]
+    chunk, step = _sizes(q, g)
+    return [Slab(batch, heads, start, min(start + step, time), min(chunk, time)) for start in range(0, time, step)]
 
 
 def _each(memory: Memory, change) -> Memory:
@@ -94,6 +102,30 @@ def _rows_of(beta: Tensor | None, batch: int) -> Tensor | None:
     return None if beta is None else beta.unsqueeze(1).repeat(batch, 1, 1)
 
 
+def whole(q, k, v, beta, g, start: Memory, present: bool) -> tuple[Terms, Memory]:
+    """Reads and final state, the sequence as one chunk: in float64, with T^2 pairs, as differentiable as PyTorch is.
+
+    A row that spans more than 600 nats, which the matrix products cannot prove, is NaN.
+    """
+    batch, time, heads, _ = q.shape
+    slab = Slab(batch, heads, 0, time, time)
+    chunk = slab.inputs(*double(q, k, v), _rows_of(None if beta is None else beta.double(), batch), *double(g))
+    memory = Memory(*double(*_flat(start)))
+    added = _proved(*remember(chunk, mix_by_steps), adds(chunk))
+    last = carry(memory, slab.per_row(added), slab.through(chunk), chunk.beta)
+    last = _each(last, lambda x: x[:, -1].unflatten(0, (batch, heads)).to(q.dtype))
+    terms = _proved(*read(chunk, memory, present, mix_by_steps), sees(chunk, memory, present))
+    terms = terms._replace(log_weight=terms.log_weight.unsqueeze(-1))
+    tokens = lambda x: x.unflatten(0, (batch, heads)).transpose(1, 2).to(q.dtype)  # noqa: E731
+    return Terms(*(None if x is None else tokens(x) for x in terms)), last
+
+
+def _proved(found: Terms | Memory, doubt: Tensor, alive: Tensor) -> Terms | Memory:
+    lost = doubt & alive
+    mark = lambda x: torch.where(lost.view(lost.shape + (1,) * (x.ndim - 2)), torch.nan, x)  # noqa: E731
+    return type(found)(*(None if x is None else mark(x) for x in found))
+
+
 @torch.library.custom_op(
     "fem::keyed_scan",
     mutates_args=(),
@@ -103,8 +135,13 @@ def _rows_of(beta: Tensor | None, batch: int) -> Tensor | None:
 )
 def scan(q, k, v, beta, g, log_weight, mean, free_energy, present):
     """Reads (3), the final state (3); for the backward pass the memory at each slab's start (3) and the tiers (2)."""
+    start = Memory(log_weight, mean, free_energy if beta is not None else None)
+    wide = needs_float64(v, beta)
     with torch.autocast(q.device.type, enabled=False):
-        return _scan(q, k, v, beta, g, Memory(log_weight, mean, free_energy if beta is not None else None), present)
+        if not wide:
+            return _scan(q, k, v, beta, g, start, present)
+        results = _scan(*double(q, k, v, beta, g), Memory(*double(*start)), present)
+        return tuple(x.to(q.dtype) if x.is_floating_point() else x for x in results)
 
 
 def _scan(q, k, v, beta, g, start: Memory, present: bool) -> tuple[Tensor, ...]:
@@ -126,9 +163,10 @@ def _scan(q, k, v, beta, g, start: Memory, present: bool) -> tuple[Tensor, ...]:
         tiers_added.append(tier_added)
         tiers_read.append(tier_read)
     tier_read = torch.cat(tiers_read)
-    again = int(tier_read.count_nonzero()) / len(tier_read)
+    again = int(tier_read.count_nonzero()) / max(1, len(tier_read))
     suspects.count(reads.mean.numel(), round(again * reads.mean.numel()))
     last = _each(memory, lambda x: x.unflatten(0, start.log_weight.shape[:2]).contiguous())
+    entering.append(memory)  # so that there are never as few as one, which would make a compiled graph of its own
     entering = (None if parts[0] is None else torch.stack(parts) for parts in zip(*entering))
     results = (q.new_empty(0) if x is None else x for x in (*last, *entering))
     return *reads, *results, torch.cat(tiers_added), tier_read
@@ -140,13 +178,13 @@ def _empty_reads(q: Tensor, v: Tensor, beta: Tensor | None) -> tuple[Tensor, Ten
 
 @scan.register_fake
 def _(q, k, v, beta, g, log_weight, mean, free_energy, present):
-    slabs = _slabs(q, g)
-    rows, chunks = q.shape[0] * q.shape[2], sum(slab.chunks for slab in slabs)
-    free = beta is not None
+    chunk, step = _sizes(q, g)
+    time, rows, free = q.shape[1], q.shape[0] * q.shape[2], beta is not None
     last = [q.new_empty(shape) for shape in (log_weight.shape, mean.shape, mean.shape if free else 0)]
-    shapes = [(len(slabs), rows, *shape[2:]) for shape in (log_weight.shape, mean.shape)]
+    slabs = (time + step - 1) // step + 1
+    shapes = [(slabs, rows, *shape[2:]) for shape in (log_weight.shape, mean.shape)]
     entering = [q.new_empty(shape) for shape in (*shapes, shapes[1] if free else 0)]
-    tiers = [q.new_empty(rows * chunks, dtype=torch.uint8) for _ in range(2)]
+    tiers = [q.new_empty(rows * ((time + chunk - 1) // chunk), dtype=torch.uint8) for _ in range(2)]
     return *_empty_reads(q, v, beta), *last, *entering, *tiers
 
 
@@ -158,8 +196,14 @@ def _(q, k, v, beta, g, log_weight, mean, free_energy, present):
 )
 def scan_backward(grads, q, k, v, beta, g, saved, present):
     """Gradients of q, k, v, the initial state (2 or 3), beta and g, as far as there are any."""
+    wide = needs_float64(v, beta)
     with torch.autocast(q.device.type, enabled=False):
-        return _scan_backward(grads, q, k, v, beta, g, saved, present)
+        if not wide:
+            return _scan_backward(grads, q, k, v, beta, g, saved, present)
+        *entering, tier_added, tier_read = saved
+        saved = [*double(*entering), tier_added, tier_read]
+        results = _scan_backward(double(*grads), *double(q, k, v, beta, g), saved, present)
+        return [x.to(q.dtype) for x in results]
 
 
 def _scan_backward(grads, q, k, v, beta, g, saved, present: bool) -> list[Tensor]:
@@ -210,14 +254,23 @@ def _(grads, q, k, v, beta, g, saved, present):
 
 
 def _save(ctx, inputs, output):
-    q, k, v, beta, g, *_, ctx.present = inputs
-    ctx.save_for_backward(q, k, v, beta, g, *output[6:])
+    *tensors, ctx.present = inputs
+    ctx.save_for_backward(*tensors, *output[6:])
     ctx.shapes = [x.shape for x in output[:6]]
     ctx.set_materialize_grads(False)
 
 
+def _of_tensors(present, q, k, v, beta, g, *start):
+    terms, last = whole(q, k, v, beta, g, Memory(*start), present)
+    return [q.new_zeros(0) if x is None else x for x in (*terms, *last)]
+
+
 def _differentiate(ctx, *grads):
-    q, k, v, beta, g, *saved = ctx.saved_tensors
+    q, k, v, beta, g, *start = ctx.saved_tensors[:8]
+    saved = ctx.saved_tensors[8:]
+    if torch.is_grad_enabled():
+        found = again_differentiable(partial(_of_tensors, ctx.present), (q, k, v, beta, g, *start), grads[:6])
+        return *found, None
     grads = [q.new_zeros(shape) if x is None else x for x, shape in zip(grads, ctx.shapes)]
     result = iter(scan_backward(grads, q, k, v, beta, g, saved, ctx.present))
     d_q, d_k, d_v, d_weight, d_mean = (next(result) for _ in range(5))

@@ -6,14 +6,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import scan_backend
+from fem.ops.common.backend import next_width, scan_backend, widest
 from fem.ops.common.precision import wide_dtype
-from fem.ops.common.read import Read, Terms, merge, read_of
+from fem.ops.common.read import Read, Terms, merge, nothing_read, read_of
 from fem.ops.common.tokens import Tokens
+from fem.ops.common.transforms import differentiated, transformed
 from fem.ops.linear_attention.chunk import Memory
 from fem.ops.linear_attention.decode import step
+from fem.ops.linear_attention.kernels.blocks import WIDEST_KEY
 from fem.ops.linear_attention.naive import naive_keyed_scan_read
-from fem.ops.linear_attention.plain import scan
+from fem.ops.linear_attention.plain import scan, whole
 from fem.ops.linear_attention.scores import NOTHING
 
 
@@ -44,7 +46,7 @@ def keyed_scan_read(
     log_weight (B, H, d_k), mean and free_energy (B, H, d_k, d_v), in fp32 (float64 for float64 inputs).
     A row of zero total weight reads 0, without gradient.
     """
-    backend = scan_backend(backend, v.device)
+    backend = _backend(backend, q, v, beta, log_decay, tokens)
     if backend == "reference":
         read, state = _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, normalize)
         return (read, state) if return_state else read
@@ -94,7 +96,11 @@ def keyed_scan_terms(
     if tokens is not None:
         q, k, v, g = _only_kept(tokens, q, k, v, g)
     start = Memory(**{"free_energy": None} | (initial_state or _empty_state(k, v, beta, wide)))
-    if q.shape[1] == 1 and present and not _differentiated(q, k, v, beta, g, *start):
+    if 0 in v.shape[:2]:
+        terms, last = nothing_read(v.to(wide), beta)._replace(log_weight=v[..., :1].to(wide)), start
+    elif backend == "plain" and transformed(q, k, v, beta, g, *start):
+        terms, last = whole(q, k, v, beta, g, start, present)
+    elif q.shape[1] == 1 and present and not differentiated(q, k, v, beta, g, *start):
         terms, last = step(*(x.to(wide) for x in (q, k, v)), beta, g, start)
     else:
         results = run(q, k, v, beta, g, *start, present)
@@ -104,8 +110,14 @@ def keyed_scan_terms(
     return terms, {name: x for name, x in last._asdict().items() if x is not None}
 
 
-def _differentiated(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+def _backend(backend: str, q: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, tokens) -> str:
+    if backend == "auto" and q.shape[-1] > WIDEST_KEY:
+        return "plain"
+    decay = None if tokens is None or tokens.start is None else "head"  # documents end by decays
+    if log_decay is not None:
+        decay = "head" if log_decay.ndim == 3 else "channel"
+    widths = next_width(q.shape[-1]), next_width(v.shape[-1])
+    return scan_backend(backend, v.device, "linear_attention", widest(v, log_decay), *widths, decay, beta is not None)
 
 
 def _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, normalize):
@@ -128,7 +140,9 @@ def _only_kept(tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None
     """Masked tokens ask nothing, add nothing, decay nothing; at the start of a document the memory forgets."""
     if tokens.keep is not None:
         keep = tokens.keep[:, :, None, None]
-        q, k, v, g = (None if x is None else torch.where(keep, x, 0) for x in (q, k, v, g))
+        lowest = torch.where(keep, v.detach(), torch.inf).amin(1, keepdim=True)  # that is no peak of any chunk
+        v = torch.where(keep, v, torch.where(lowest < torch.inf, lowest, 0))
+        q, k, g = (None if x is None else torch.where(keep, x, 0) for x in (q, k, g))
     if tokens.start is not None:
         g = torch.zeros_like(q[..., :1]) if g is None else g
         g = torch.where(tokens.start[:, :, None, None], NOTHING, g)

@@ -24,17 +24,9 @@ def since_start(g: Decay) -> Decay:
     return g.cumsum(1)
 
 
-def since_start_backward(grad: Decay) -> Decay:
-    return grad.flip(1).cumsum(1).flip(1)
-
-
 def until_end(g: Decay) -> Decay:
     """sum_{r > i} g_r: how much of token i is left at the end of the chunk, as a logarithm."""
     return F.pad(g[:, 1:], (0, 0, 0, 1)).flip(1).cumsum(1).flip(1)
-
-
-def until_end_backward(grad: Decay) -> Decay:
-    return F.pad(grad[:, :-1], (0, 0, 1, 0)).cumsum(1)
 
 
 def log(x: Tensor) -> Tensor:
@@ -49,35 +41,12 @@ def segments(g: Float[Tensor, "y c *d"]) -> Float[Tensor, "y c c *d"]:
     return torch.where(later, g.unsqueeze(2), 0).cumsum(1)
 
 
-def pairs_of(q: Tensor, k: Tensor, g: Decay | None, present: bool) -> SharedDecayPairs | ChannelDecayPairs:
-    """`scores`, and `backward` from their gradient to those of q, k and g."""
-    return (SharedDecayPairs if g is None or g.shape[-1] == 1 else ChannelDecayPairs)(q, k, g, present)
-
-
-class SharedDecayPairs:
-    """A = (q k^T) * decay, where all key channels decay alike or not at all."""
-
-    def __init__(self, q: Tensor, k: Tensor, g: Decay | None, present: bool):
-        self.q, self.k, self.decays = q, k, g is not None
-        decay = segments(g.squeeze(-1)).exp_() if self.decays else q.new_ones(q.shape[1], q.shape[1])
-        self.decay = decay.tril_(0 if present else -1)
-        self.scores = (q @ k.mT).mul_(self.decay)
-
-    def backward(self, grad: Pairs) -> tuple[Tensor, Tensor, Tensor | None]:
-        direct = grad * self.decay
-        return direct @ self.k, direct.mT @ self.q, _across(grad * self.scores) if self.decays else None
-
-
-class ChannelDecayPairs:
-    """A_ti = sum_c q_tc decay_tic k_ic, one distance t - i at a time, where each key channel decays by itself."""
-
-    def __init__(self, q: Tensor, k: Tensor, g: Decay, present: bool):
-        self.inputs, self.present = (q, k, g), present
-        self.scores = torch.cat([_lagged_scores(*part, present) for part in _groups(*self.inputs)])
-
-    def backward(self, grad: Pairs) -> tuple[Tensor, Tensor, Tensor]:
-        parts = [_lagged_scores_backward(*part, self.present) for part in _groups(grad, *self.inputs)]
-        return tuple(torch.cat(part) for part in zip(*parts))
+def pair_scores(q: Tensor, k: Tensor, g: Decay | None, present: bool) -> Pairs:
+    """A: by one matrix product where all key channels decay alike, else one distance t - i at a time."""
+    if g is not None and g.shape[-1] > 1:
+        return torch.cat([_lagged_scores(*part, present) for part in _groups(q, k, g)])
+    decay = q.new_ones(q.shape[1], q.shape[1]) if g is None else segments(g.squeeze(-1)).exp()
+    return (q @ k.mT) * decay.tril(0 if present else -1)
 
 
 def log_pair_scores(q: Tensor, k: Tensor, g: Decay | None, present: bool) -> Pairs:
@@ -89,12 +58,6 @@ def log_pair_scores(q: Tensor, k: Tensor, g: Decay | None, present: bool) -> Pai
         scores = log(q @ k.mT)
         scores = scores if g is None else scores + segments(g.squeeze(-1))
     return scores.masked_fill(forbidden, NOTHING)
-
-
-def _across(pairs: Pairs) -> Decay:
-    """Sum over the pairs i < r <= t, for each r."""
-    before = pairs.cumsum(2)[:, :, :-1].tril(-1).sum(1)
-    return F.pad(before, (1, 0)).unsqueeze(-1)
 
 
 def _groups(*tensors: Tensor):
@@ -113,27 +76,9 @@ def _decays_by_lag(g: Tensor):
 
 
 def _lagged_scores(q: Tensor, k: Tensor, g: Tensor, present: bool) -> Pairs:
-    scores = q.new_zeros(q.shape[0], q.shape[1], q.shape[1])
-    for lag, left in enumerate(_decays_by_lag(g)):
-        if lag or present:
-            pair = torch.linalg.vecdot(q[:, lag:] * left, k[:, : k.shape[1] - lag])
-            scores.diagonal(-lag, 1, 2).copy_(pair)
-    return scores
-
-
-def _lagged_scores_backward(
-    grad: Pairs, q: Tensor, k: Tensor, g: Tensor, present: bool
-) -> tuple[Tensor, Tensor, Tensor]:
     time = g.shape[1]
-    dq, dk, dg = (torch.zeros_like(x) for x in (q, k, g))
-    straddling = torch.zeros_like(g)  # at t: the sum over the pairs (t, i) of at least the lag at hand
-    for lag, left in reversed(list(enumerate(_decays_by_lag(g)))):
-        if lag or present:
-            weight = left * grad.diagonal(-lag, 1, 2).unsqueeze(-1)
-            from_key = weight * k[:, : time - lag]
-            dq[:, lag:] += from_key
-            dk[:, : time - lag] += weight * q[:, lag:]
-            if lag:
-                straddling[:, lag:] += from_key * q[:, lag:]
-                dg[:, 1 : time - lag + 1] += straddling[:, lag:]
-    return dq, dk, dg
+    by_lag = (torch.linalg.vecdot(q[:, lag:] * left, k[:, : time - lag]) for lag, left in enumerate(_decays_by_lag(g)))
+    by_lag = torch.stack([F.pad(pair, (lag, 0)) for lag, pair in enumerate(by_lag)], 2)  # (y, t, lag)
+    place = torch.arange(time, device=g.device)
+    lag = (place[:, None] - place).clamp(min=0).expand(len(q), -1, -1)
+    return by_lag.gather(2, lag).tril(0 if present else -1)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from fem.ops.common.fallback_count import suspects
 from fem.ops.common.read import Read
+from fem.ops.common.transforms import again_differentiable, transformed
+from fem.ops.softmax.differentiable import differentiable_read
 from fem.ops.softmax.plain import FreeEnergyRead, Gradients
 from fem.ops.softmax.scores import Scores
 from fem.ops.softmax.support import Intervals
@@ -42,7 +44,11 @@ def free_energy_read(
     flash: by torch's flash attention on a CPU instead of materialised scores.
     """
     first, end = (None, None) if seen is None else seen
-    mean, free_energy = _Read.apply(q, k, v, beta, bias, keep, first, end, causal, scale, flash)
+    if transformed(q, k, v, beta, bias):
+        dtype = compute_dtype(q.dtype)
+        read = differentiable_read(q, k, v, beta, bias, keep, first, end, causal, scale)
+        return Read(read[0].to(dtype), None if beta is None else read[1].to(dtype))
+    mean, free_energy, _ = _Read.apply(q, k, v, beta, bias, keep, first, end, causal, scale, flash)
     return Read(mean, None if beta is None else free_energy)
 
 
@@ -99,7 +105,10 @@ class _Call:
         low, high = self.seen.first.amin(0).tolist(), self.seen.end.amax(0).tolist()
         for start in range(0, queries, ROWS):
             rows = slice(start, min(start + ROWS, queries))
-            seen = slice(low[start], max(high[rows.stop - 1], low[start] + 1))
+            begin = min(
+                low[start], keys - 1
+            )  # rows that see nothing, and begin behind the last key, see one masked key
+            seen = slice(begin, max(high[rows.stop - 1], begin + 1))
             index = torch.arange(seen.start, seen.stop, device=self.q.device)
             first, end = (x[:, None, rows, None] for x in self.seen)
             allowed = (first <= index) & (index < end)
@@ -156,21 +165,50 @@ def _set_aside(q, k, v, keep):
 
 
 class _Read(torch.autograd.Function):
+    """Returns what it keeps of v as well: a second derivative then knows how that depends on v."""
+
     @staticmethod
     def forward(ctx, q, k, v, beta, bias, *how):
+        ctx.set_materialize_grads(False)
         out, free_energy, lse, values, shift, span = _forward(q, k, v, beta, bias, *how)
         keep, first, end, *ctx.how = how
         v_or_none = None if first is None else v  # else `values` holds it
         ctx.save_for_backward(q, k, v_or_none, beta, bias, keep, first, end, out, lse, values, shift, span)
-        return out[..., : v.shape[3]], free_energy
+        ctx.shape = v.shape
+        return out[..., : v.shape[3]], free_energy, values
 
     @staticmethod
-    def backward(ctx, grad_mean, grad_free_energy):
+    def backward(ctx, grad_mean, grad_free_energy, grad_values):
         of_beta, of_bias = ctx.needs_input_grad[3:5]
         q, k, v, *rest = ctx.saved_tensors
-        v = rest[-3][..., : grad_mean.shape[3]] if v is None else v
+        v = rest[-3][..., : ctx.shape[3]] if v is None else v
+        if torch.is_grad_enabled():
+            return *_again(q, k, v, grad_mean, grad_free_energy, grad_values, *rest[:5], *ctx.how), *[None] * 6
+        shape = (*q.shape[:3], ctx.shape[3])
+        grad_mean = rest[5].new_zeros(shape) if grad_mean is None else grad_mean
+        if grad_free_energy is None:
+            grad_free_energy = rest[5].new_zeros(shape if rest[0] is not None else 0)
         dq, dk, dv, dbeta, dbias = _backward(grad_mean, grad_free_energy, q, k, v, *rest, *ctx.how, of_bias)
+        if grad_values is not None:
+            dv = dv + _of_kept(grad_values, dv)
         return dq, dk, dv, dbeta if of_beta else None, dbias if of_bias else None, *[None] * 6
+
+
+def _again(q, k, v, grad_mean, grad_free_energy, grad_values, beta, bias, keep, first, end, causal, scale, _):
+    """Gradients that can be differentiated again."""
+    read = lambda *inputs: differentiable_read(*inputs, keep, first, end, causal, scale)  # noqa: E731
+    grads = again_differentiable(read, (q, k, v, beta, bias), (grad_mean, grad_free_energy))
+    if grads[2] is not None and k.shape[2] < v.shape[2]:
+        grads[2] = grads[2].unflatten(2, (k.shape[2], -1)).sum(3)
+    if grad_values is not None:
+        of_v = _of_kept(grad_values, k.new_empty(*k.shape[:3], v.shape[3]))
+        grads[2] = of_v if grads[2] is None else grads[2] + of_v
+    return grads
+
+
+def _of_kept(grad_values: Tensor, dv: Tensor) -> Tensor:
+    """Gradient of v, shaped like dv, from that of [v | e | zeros] per query head."""
+    return grad_values[..., : dv.shape[3]].unflatten(2, (dv.shape[2], -1)).sum(3).to(dv.dtype)
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? bias, Tensor? keep, Tensor? first, Tensor? end"

@@ -2,7 +2,7 @@
 
 The backward pass goes through the segments from the last to the first and computes the states of each one again from
 those at its start: memory O(T d_v) instead of O(T d_v N). D stands for the value channels of all heads. A read that
-plain numbers hold goes by `ssm_direct`, any other by the logarithms of `ssm_stream`.
+plain numbers hold goes by `numbers`, any other by `logarithms`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fem.ops.common.scaled_sums import Memory, Streams, Sums, leave, leave_backward, nothing
+from fem.ops.common.precision import double, needs_float64
+from fem.ops.common.read import NO_WEIGHT, Terms, log_average
+from fem.ops.common.scaled_sums import (
+    Memory,
+    Streams,
+    Sums,
+    add_token,
+    end_backward,
+    leave,
+    leave_backward,
+    nothing,
+    start_backward,
+)
+from fem.ops.common.transforms import again_differentiable, differentiated, transformed
 from fem.ops.ssm import numbers as ssm_direct
 from fem.ops.ssm.logarithms import Segment, advance, backward, observe
 
@@ -22,9 +35,10 @@ ENTRIES = 2**17  # of the states of a segment: half a megabyte of float32, so th
 
 
 class Inputs(NamedTuple):
-    """delta, v (B, T, D), a (N, D), b and c (B, T, N), skip and beta (D), opens (B, T); the last three may be None.
+    """delta, v (B, T, D), a (N, D), b and c (B, T, N), skip and beta (D), opens (B, T), log_delta, log_b, log_c.
 
-    Without the skip a token does not read itself, only what stood before it. opens: the tokens that open a document.
+    From skip on all but v may be None. Without the skip a token does not read itself, only what stood before it. opens:
+    the tokens that open a document. Given logarithms have the gradients that the numbers would have.
     """
 
     delta: Tensor
@@ -35,12 +49,33 @@ class Inputs(NamedTuple):
     v: Tensor
     beta: Tensor | None
     opens: Tensor | None
+    log_delta: Tensor | None
+    log_b: Tensor | None
+    log_c: Tensor | None
+
+    def widened(self) -> Inputs:
+        return Inputs(*(x if x is self.opens else None if x is None else x.double() for x in self))
+
+    def logs(self, piece: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Of delta, b and c."""
+        if self.log_delta is not None:
+            return self.log_delta[:, piece], self.log_b[:, piece], self.log_c[:, piece]
+        return tuple(x[:, piece].log() for x in (self.delta, self.b, self.c))
+
+    def any_zeros(self) -> bool:
+        """Of numbers, whose gradients there no logarithm has."""
+        zero = torch.zeros((), dtype=torch.bool, device=self.v.device)
+        if self.log_delta is None:
+            zero = (self.delta == 0).any() | (self.b == 0).any() | (self.c == 0).any()
+        return bool(zero if self.skip is None else zero | (self.skip == 0).any())
 
     def cut(self, piece: slice) -> tuple[Segment, list[tuple[Tensor, Tensor | None]]]:
         """A segment, and the (z, payload) of its streams."""
         v = self.v[:, piece]
-        log_input = self.delta[:, piece].log().unsqueeze(-2) + self.b[:, piece].log().unsqueeze(-1)
-        segment = Segment(self.log_decay(piece), log_input, self.c[:, piece], self.skip)
+        log_delta, log_b, log_c = self.logs(piece)
+        log_input = log_delta.unsqueeze(-2) + log_b.unsqueeze(-1)
+        log_skip = None if self.skip is None else self.skip.log()
+        segment = Segment(self.log_decay(piece), log_input, log_c, log_skip)
         streams = [(torch.zeros_like(v), v)]
         return segment, streams if self.beta is None else [*streams, (self.beta * v, None)]
 
@@ -64,36 +99,68 @@ class Inputs(NamedTuple):
         return [slice(first, first + SEGMENT) for first in range(0, self.v.shape[1], SEGMENT)]
 
 
-def ssm_scan(
-    delta: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    skip: Tensor | None,
-    v: Tensor,
-    beta: Tensor | None,
-    opens: Tensor | None,
-    start: Streams,
-    alone: bool,
-) -> tuple[Memory, Streams]:
-    """What every token reads, (B, T, D), and the states after the last, (B, N D), from those before the first.
+def ssm_scan(inputs: Inputs, start: list[Tensor], alone: bool) -> tuple[Terms, list[Tensor]]:
+    """What every token reads, (B, T, D), and the states after the last, from those before the first.
 
+    States: peak (B, N D), sums (2, B, N D) and, with a beta, the free energy (B, N D).
     alone: nothing came before the first token and nobody wants the states after the last, which may be wrong then.
     """
-    rows = max(1, ENTRIES // (min(v.shape[1], SEGMENT) * a.numel()))
-    if v.device.type == "cpu" and len(v) > rows and not torch.compiler.is_compiling():
-        count = -(-len(v) // rows)
-        cut = [[None] * count if x is None else x.split(rows) for x in (delta, b, c, v, opens)]
-        starts = map(list, zip(*(part.split(rows, -2) for part in start.parts())))
-        found = [
-            ssm_scan(delta, a, b, c, skip, v, beta, opens, Streams.of(start), alone)
-            for delta, b, c, v, opens, start in zip(*cut, starts)
-        ]
-        reads, after = (zip(*(each.parts() for each in side)) for side in zip(*found))
-        return Memory(*map(torch.cat, reads)), Streams.of([torch.cat(parts, -2) for parts in after])
-    outputs = _ssm_scan(delta, a, b, c, skip, v, beta, opens, start.parts(), alone)
-    reads, after = (3, 2) if beta is None else (4, 4)
-    return Memory(*outputs[:reads]), Streams.of(outputs[reads : reads + after])
+    v, reads = inputs.v, len(start)
+    if transformed(*inputs, *start) or (v.shape[1] == 1 and not differentiated(*inputs, *start)):
+        outputs = step_by_step(*inputs, *start)
+    elif _splits(v, inputs.a):
+        rows = max(1, ENTRIES // (min(v.shape[1], SEGMENT) * inputs.a.numel()))
+        shared = (inputs.a, inputs.skip, inputs.beta)
+        cut = [[x] * -(-len(v) // rows) if x is None or any(x is y for y in shared) else x.split(rows) for x in inputs]
+        starts = zip(*(part.split(rows, -2) for part in start))
+        found = [_ssm_scan(*part, list(first), alone)[: 2 * reads] for *part, first in zip(*cut, starts)]
+        outputs = [torch.cat(parts, 0 if n < reads else -2) for n, parts in enumerate(zip(*found))]
+    else:
+        outputs = _ssm_scan(*inputs, start, alone)
+    return Terms(*outputs[:reads], *([None] if inputs.beta is None else [])), outputs[reads : 2 * reads]
+
+
+def _splits(v: Tensor, a: Tensor) -> bool:
+    """Whether the rows of the batch are read in parts, on a CPU."""
+    if torch.compiler.is_compiling() or v.device.type != "cpu":
+        return False
+    return len(v) > max(1, ENTRIES // (min(v.shape[1], SEGMENT) * a.numel()))
+
+
+def step_by_step(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, *start) -> list[Tensor]:
+    """The reads and the last states, by steps that PyTorch can differentiate any number of times."""
+    rank, channels = a.shape
+    log_delta, log_b, log_c = (delta.log(), b.log(), c.log()) if log_delta is None else (log_delta, log_b, log_c)
+    peak, sums, *free_energy = (part.unflatten(-1, (rank, channels)) for part in start)
+    rows = []
+    for t in range(v.shape[1]):
+        decay = delta[:, t].unsqueeze(-2) * a
+        decay = decay if opens is None else decay.masked_fill(opens[:, t, None, None], -math.inf)
+        value = v[:, t].unsqueeze(-2).expand_as(decay)
+        log_input = log_delta[:, t].unsqueeze(-2) + log_b[:, t].unsqueeze(-1)
+        left = (peak + decay).clamp(min=nothing(v.dtype))
+        before = [left, sums, *free_energy]
+        peak, sums, *free_energy = add_token(left, sums, *free_energy, x=log_input, v=value, beta=beta)
+        seen_peak, seen_sums, *seen_energy = before if skip is None else (peak, sums, *free_energy)
+        scores = seen_peak + seen_sums[0].log() + log_c[:, t].unsqueeze(-1)
+        items = [seen_sums[1] / seen_sums[0], *seen_energy]
+        if skip is not None:
+            scores = torch.cat([scores, skip.log().expand_as(scores[:, :1])], 1)
+            items = [torch.cat([item, value[:, :1]], 1) for item in items]
+        rows.append(_read_items(scores.clamp(min=nothing(v.dtype) / 2), items, beta))
+    last = [part.flatten(-2) for part in (peak, sums, *free_energy)]
+    return [*(torch.stack(parts, 1) for parts in zip(*rows)), *last]
+
+
+def _read_items(scores: Tensor, items: list[Tensor], beta: Tensor | None) -> list[Tensor]:
+    """Log-weight, mean and free energy of items (B, n, D) with the logarithms of weights `scores`."""
+    total = scores.logsumexp(1, keepdim=True)
+    log_p = scores - total
+    read = [total, (log_p.exp() * items[0]).sum(1, keepdim=True)]
+    if beta is not None:
+        read.append(log_average(log_p, beta * items[1], 1) / beta)
+    empty = total < nothing(total.dtype) / 4
+    return [total.squeeze(1), *(torch.where(empty, 0, part).squeeze(1) for part in read[1:])]
 
 
 Found = tuple[Streams, list[list[Tensor]], Streams]  # what tokens see, states at borders, those after the last token
@@ -135,38 +202,69 @@ def _in_plain_numbers(inputs: Inputs, start: Streams) -> Found | None:
     return (streams(seen), borders, streams(states)) if ssm_direct.held(seen) else None
 
 
-_INPUTS = "Tensor delta, Tensor a, Tensor b, Tensor c, Tensor? skip, Tensor v, Tensor? beta, Tensor? opens"
+_INPUTS = (
+    "Tensor delta, Tensor a, Tensor b, Tensor c, Tensor? skip, Tensor v, Tensor? beta, Tensor? opens, "
+    "Tensor? log_delta, Tensor? log_b, Tensor? log_c"
+)
+
+
+def _start(start: list[Tensor], a: Tensor, beta: Tensor | None) -> tuple[Streams, Tensor | None]:
+    """The streams before the first token, and the temperature of every state, (N D)."""
+    per_state = None if beta is None else beta.repeat(len(a))
+    return Streams.after(*start, *([None] if beta is None else []), per_state), per_state
+
+
+def _found(inputs: Inputs, start: list[Tensor], alone: bool) -> tuple[Found, bool, bool]:
+    """With it, whether it is in plain numbers and whether it is in float64."""
+    wide = needs_float64(inputs.v, inputs.beta)
+    inputs = inputs.widened() if wide else inputs
+    start = double(*start) if wide else start
+    states, _ = _start(start, inputs.a, inputs.beta)
+    found = _in_plain_numbers(inputs, states) if alone and inputs.skip is not None else None
+    if found is not None:
+        return found, True, wide
+    if needs_float64(inputs.v, inputs.beta, *inputs.logs(slice(None))[:2]):
+        wide, inputs = True, inputs.widened()
+        states, _ = _start(double(*start), inputs.a, inputs.beta)
+    return _by_logarithms(inputs, states), False, wide
 
 
 @torch.library.custom_op(
     "fem::ssm_scan", mutates_args=(), schema=f"({_INPUTS}, Tensor[] start, bool alone) -> Tensor[]"
 )
-def _ssm_scan(delta, a, b, c, skip, v, beta, opens, start, alone):
-    """Reads, the states after the last token, then for the backward pass the states at borders, whether these are plain
-    numbers, and read energies."""
-    inputs, start = Inputs(delta, a, b, c, skip, v, beta, opens), Streams.of(start)
-    found = _in_plain_numbers(inputs, start) if alone and skip is not None else None
-    plain = torch.tensor(found is not None, device=v.device)
-    seen, borders, states = found or _by_logarithms(inputs, start)
+def _ssm_scan(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, start, alone):
+    """Reads, the states after the last token, then for the backward pass the peak and the total of the reads, their
+    energies, whether this is in plain numbers and in float64, and the states at borders and at the end."""
+    inputs = Inputs(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c)
+    (seen, borders, states), *how = _found(inputs, start, alone)
+    read = leave(seen, beta)
+    last = states.weights.rounded(v.dtype)
+    free_energy = [] if beta is None else [leave(states, _start(start, a, beta)[1]).free_energy]
     energy = [] if beta is None else [seen.energies.sums[0]]
-    return [*leave(seen, beta).parts(), *states.parts(), *(torch.stack(x) for x in zip(*borders)), plain, *energy]
+    outputs = [read.log_weight(), *read.parts()[2:], *last, *free_energy, read.peak, read.total, *energy]
+    outputs = [part.to(v.dtype) for part in outputs]
+    how = torch.tensor(how, device=v.device)
+    borders = [torch.stack(x).to(v.dtype) for x in zip(*borders, states.parts())]
+    return [*outputs, how, *borders]
 
 
 @_ssm_scan.register_fake
-def _(delta, a, b, c, skip, v, beta, opens, start, alone):
-    count = len(range(0, v.shape[1], SEGMENT))
-    reads = [v.new_empty(v.shape) for _ in range(3 if beta is None else 4)]
-    borders = [part.new_empty(count, *part.shape) for part in start]
-    energy = [] if beta is None else [v.new_empty(v.shape)]
-    plain = v.new_empty((), dtype=torch.bool)
-    return [*reads, *(torch.empty_like(part) for part in start), *borders, plain, *energy]
+def _(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, start, alone):
+    count, reads = (v.shape[1] + SEGMENT - 1) // SEGMENT + 1, len(start)
+    whole = lambda count: [v.new_empty(v.shape) for _ in range(count)]  # noqa: E731
+    borders = [part.new_empty(count, *part.shape) for part in start[:2]]
+    if beta is not None:
+        borders += [torch.empty_like(borders[0]), torch.empty_like(borders[1][:, :1])]
+    how = v.new_empty(2, dtype=torch.bool)
+    return [*whole(reads), *(torch.empty_like(part) for part in start), *whole(reads), how, *borders]
 
 
 class SegmentGradients(NamedTuple):
     """Gradients of a segment, from those of what its tokens see and of the states after it."""
 
     log_decay: Tensor
-    input: Tensor  # of delta B, (B, T, N, D)
+    delta: Tensor  # as far as it enters the states; (B, T, D)
+    b: Tensor
     c: Tensor
     v: Tensor
     beta: Tensor | None
@@ -174,20 +272,42 @@ class SegmentGradients(NamedTuple):
     before: list[Tensor]  # of the states' sums, one for each stream
 
 
+def _total(parts) -> Tensor | None:
+    parts = list(parts)
+    return None if parts[0] is None else sum(parts)
+
+
+def _of_number(number: Tensor, of_log: Tensor, at_zero: Tensor | None) -> Tensor:
+    """The gradient of a number from that of its logarithm; where the number is 0, its own."""
+    return of_log / number if at_zero is None else torch.where(number > 0, of_log / number, at_zero)
+
+
 def _through_logarithms(
     inputs: Inputs, piece: slice, before: Streams, d_y: list[Tensor], d_end: list[Tensor]
 ) -> SegmentGradients:
     segment, streams = inputs.cut(piece)
+    zeros = inputs.any_zeros()
     parts = [
-        backward(one, end, segment, z, payload, start)
+        backward(one, end, segment, z, payload, start, zeros)
         for one, end, (z, payload), start in zip(d_y, d_end, streams, before)
     ]
     d_v, d_beta = parts[0].v, None
     if inputs.beta is not None:
         d_v, d_beta = d_v + parts[1].z * inputs.beta, (parts[1].z * inputs.v[:, piece]).sum((0, 1))
-    skip = None if inputs.skip is None else sum(part.skip for part in parts)
-    shared = [sum(each) for each in zip(*((part.log_decay, part.input, part.c) for part in parts))]
-    return SegmentGradients(*shared, d_v, d_beta, skip, [part.start for part in parts])
+    d_input, d_c, d_skip = (_total(part[n] for part in parts) for n in (1, 2, 3))
+    d_delta, d_b = d_input.sum(-2), d_input.sum(-1)
+    of_delta = of_b = of_c = of_skip = None
+    delta, b, c = (x[:, piece] for x in (inputs.delta, inputs.b, inputs.c))
+    if zeros:
+        of_input, of_c, of_skip = (_total(x) for x in zip(*(part.at_zeros for part in parts)))
+        of_delta, of_b = (of_input * b.unsqueeze(-1)).sum(-2), (of_input * delta.unsqueeze(-2)).sum(-1)
+    if inputs.log_delta is None:
+        d_delta, d_b = _of_number(delta, d_delta, of_delta), _of_number(b, d_b, of_b)
+        d_c = _of_number(c, d_c, of_c)
+    if d_skip is not None:
+        d_skip = _of_number(inputs.skip, d_skip, of_skip)
+    d_decay = _total(part.log_decay for part in parts)
+    return SegmentGradients(d_decay, d_delta, d_b, d_c, d_v, d_beta, d_skip, [part.start for part in parts])
 
 
 def _through_plain_numbers(
@@ -202,68 +322,111 @@ def _through_plain_numbers(
         d_energy = grad.payload[2] * steps.payload[2]
         d_v, d_beta = d_v + d_energy * inputs.beta, (d_energy * inputs.v[:, piece]).sum((0, 1))
     d_before = [part.clone() for part in grad.start.split([len(end) for end in d_end])]
-    return SegmentGradients(grad.log_decay, grad.added, grad.c, d_v, d_beta, grad.skip, d_before)
+    delta, b = inputs.delta[:, piece], inputs.b[:, piece]
+    d_delta, d_b = (grad.added * b.unsqueeze(-1)).sum(-2), (grad.added * delta.unsqueeze(-2)).sum(-1)
+    d_c = grad.c
+    if inputs.log_delta is not None:
+        d_delta, d_b, d_c = d_delta * delta, d_b * b, d_c * inputs.c[:, piece]
+    return SegmentGradients(grad.log_decay, d_delta, d_b, d_c, d_v, d_beta, grad.skip, d_before)
 
 
 @torch.library.custom_op(
     "fem::ssm_scan_backward",
     mutates_args=(),
-    schema=f"(Tensor[] grads, {_INPUTS}, Tensor[] start, Tensor[] outputs) -> Tensor[]",
+    schema=f"(Tensor[] grads, {_INPUTS}, Tensor[] start, bool alone, Tensor[] saved) -> Tensor[]",
 )
-def _ssm_scan_backward(grads, delta, a, b, c, skip, v, beta, opens, start, outputs):
-    """Gradients of delta, a, b, c, v, the start without its peak, and, where there are any, skip and beta."""
-    inputs = Inputs(delta, a, b, c, skip, v, beta, opens)
-    reads, outputs = (outputs[:3], outputs[3:]) if beta is None else (outputs[:4], outputs[4:])
-    reads, borders = Memory(*reads), Streams.of(outputs[len(start) : 2 * len(start)])
-    energy = None if beta is None else outputs[-1]
-    d_reads, d_end = Memory(None, *grads[: len(reads.parts()) - 1]), list(grads[len(reads.parts()) - 1 :])
-    *d_seen, d_beta = leave_backward(d_reads, reads, energy, beta)
-    nowhere = reads.peak < nothing(v.dtype) / 2
+def _ssm_scan_backward(grads, delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, start, alone, saved):
+    """Gradients of delta, a, b, c, v, the start without its peak, then, where there are any, of skip, beta and the
+    logarithms."""
+    inputs, dtype, reads = Inputs(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c), v.dtype, len(start)
+    read, of_read, (how, *borders) = saved[: reads - 1], saved[reads - 1 : 2 * reads - 1], saved[2 * reads - 1 :]
+    plain, wide = how.tolist()
+    if wide:  # what was saved is rounded
+        inputs, start, grads = inputs.widened(), double(*start), double(*grads)
+    before, per_state = _start(start, inputs.a, inputs.beta)
+    if wide:
+        seen, borders, after = _in_plain_numbers(inputs, before) if plain else _by_logarithms(inputs, before)
+        memory, energy = leave(seen, inputs.beta), None if beta is None else seen.energies.sums[0]
+        borders = [torch.stack(x) for x in zip(*borders)]
+        grads[reads] = grads[reads] * (after.weights.peak - after.weights.rounded(dtype).peak).clamp(-1, 1).exp()
+    else:
+        memory = Memory(*of_read[:2], *read)
+        energy = None if beta is None else of_read[2]
+        after = Streams.of([x[-1] for x in borders])
+    borders = Streams.of(borders)
+    delta, a, b, c, skip, v, beta = inputs[:7]
+    d_log_weight, *d_read, d_last = grads[: reads + 1]
+    *d_seen, d_beta = leave_backward(Memory(None, d_log_weight / memory.total, *d_read), memory, energy, beta)
+    nowhere = memory.peak < NO_WEIGHT
     d_seen = [None if part is None else part.masked_fill_(nowhere, 0) for part in d_seen]
-    d_delta, d_b, d_c, d_v = (torch.empty_like(x) for x in (delta, b, c, v))
-    d_a, d_skip = torch.zeros_like(a), None if skip is None else torch.zeros_like(skip)
-    d_beta = None if beta is None else d_beta.sum((0, 1))
-    through = _through_plain_numbers if outputs[2 * len(start)] else _through_logarithms
+    d_beta = None if beta is None else d_beta.masked_fill(nowhere, 0).sum((0, 1))
+    d_end = [d_last.clone()]
+    if beta is not None:
+        d_end.append(torch.zeros_like(d_last[:1]))
+        if not alone:
+            d_energy, of_beta = end_backward(grads[reads + 1], d_end[0], after, per_state)
+            d_end[1] += d_energy
+            d_beta += of_beta.sum(0).view_as(a).sum(0)
 
+    d_delta, d_v, in_delta = (torch.empty_like(x) for x in (delta, v, delta))
+    d_b, d_c = torch.empty_like(b), torch.empty_like(c)
+    d_a, d_skip = torch.zeros_like(a), None if skip is None else torch.zeros_like(skip)
+    through = _through_plain_numbers if plain else _through_logarithms
     for index, piece in reversed(list(enumerate(inputs.pieces()))):
-        before = Streams(*(Sums(*(part[index] for part in stream)) for stream in borders if stream is not None))
+        states = Streams(*(Sums(*(part[index] for part in stream)) for stream in borders if stream is not None))
         d_y = [part[:, :, piece] for part in d_seen if part is not None]
-        grad = through(inputs, piece, before, d_y, d_end)
+        grad = through(inputs, piece, states, d_y, d_end)
         d_end = grad.before
-        d_c[:, piece], d_v[:, piece] = grad.c, grad.v
+        d_b[:, piece], d_c[:, piece], d_v[:, piece], in_delta[:, piece] = grad.b, grad.c, grad.v, grad.delta
         if beta is not None:
             d_beta += grad.beta
         if skip is not None:
             d_skip += grad.skip
-        rate = delta[:, piece].unsqueeze(-2)
-        d_a += (grad.log_decay * rate).sum((0, 1))
-        d_b[:, piece] = (grad.input * rate).sum(-1)
-        d_delta[:, piece] = (grad.log_decay * a + grad.input * b[:, piece].unsqueeze(-1)).sum(-2)
+        d_a += (grad.log_decay * delta[:, piece].unsqueeze(-2)).sum((0, 1))
+        d_delta[:, piece] = (grad.log_decay * a).sum(-2)
 
-    return [d_delta, d_a, d_b, d_c, d_v, *d_end, *(x for x in (d_skip, d_beta) if x is not None)]
+    d_start = [d_end[0]]
+    if beta is not None:
+        d_free_energy, of_beta = start_backward(d_end[1], d_end[0], before, start[2], per_state)
+        d_start.append(d_free_energy)
+        d_beta = d_beta + of_beta.sum(0).view_as(a).sum(0)
+    if log_delta is None:
+        results = [d_delta + in_delta, d_a, d_b, d_c, d_v, *d_start, d_skip, d_beta]
+    else:
+        none = d_b.new_empty(0)
+        results = [d_delta, d_a, none, none.clone(), d_v, *d_start, d_skip, d_beta, in_delta, d_b, d_c]
+    return [x.to(dtype) for x in results if x is not None]
 
 
 @_ssm_scan_backward.register_fake
-def _(grads, delta, a, b, c, skip, v, beta, opens, start, outputs):
-    return [torch.empty_like(x) for x in (delta, a, b, c, v, *start[1::2], skip, beta) if x is not None]
+def _(grads, delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, start, alone, saved):
+    if log_delta is not None:
+        b, c = (x.new_empty(0) for x in (b, c))
+    like = (delta, a, b, c, v, *start[1:], skip, beta, log_delta, log_b, log_c)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like if x is not None]
 
 
 def _save(ctx, inputs, output):
-    *tensors, start, _ = inputs
-    ctx.save_for_backward(*tensors, *start, *output)
-    ctx.parts = len(start)
+    *tensors, start, ctx.alone = inputs
+    ctx.reads = reads = len(start)
+    ctx.save_for_backward(*tensors, *start, *output[1:reads], *output[2 * reads :])
 
 
 def _differentiate(ctx, grads):
-    saved, parts = ctx.saved_tensors, ctx.parts  # read once: checkpointing hands it out but once
-    tensors, start, outputs = saved[:8], saved[8 : 8 + parts], saved[8 + parts :]
-    reads = 3 if tensors[6] is None else 4
-    given = [*grads[1:reads], *grads[reads : reads + parts][1::2]]
-    d_delta, d_a, d_b, d_c, d_v, *rest = _ssm_scan_backward(given, *tensors, start, outputs)
-    rest = iter(rest)
-    d_start = [next(rest) if part % 2 else None for part in range(parts)]
-    d_skip, d_beta = (None if x is None else next(rest) for x in (tensors[4], tensors[6]))
-    return d_delta, d_a, d_b, d_c, d_skip, d_v, d_beta, None, d_start, None
+    saved, reads = ctx.saved_tensors, ctx.reads  # read once: checkpointing hands it out but once
+    tensors, start, outputs = saved[:11], list(saved[11 : 11 + reads]), saved[11 + reads :]
+    if torch.is_grad_enabled():
+        given = [*grads[:reads], None, *grads[reads + 1 : 2 * reads]]
+        found = again_differentiable(step_by_step, (*tensors, *start), given)
+        return *found[:11], found[11:], None
+    given = [*grads[:reads], *grads[reads + 1 : 2 * reads]]
+    found = iter(_ssm_scan_backward(given, *tensors, start, ctx.alone, outputs))
+    d_delta, d_a, d_b, d_c, d_v = (next(found) for _ in range(5))
+    d_start = [None, *(next(found) for _ in start[1:])]
+    d_skip, d_beta, *d_logs = (None if tensors[n] is None else next(found) for n in (4, 6, 8, 9, 10))
+    if tensors[8] is not None:
+        d_b = d_c = None
+    return d_delta, d_a, d_b, d_c, d_skip, d_v, d_beta, None, *d_logs, d_start, None
 
 
 _ssm_scan.register_autograd(_differentiate, setup_context=_save)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -9,13 +10,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.channel_scan.read import by_definition
-from fem.ops.common.backend import scan_backend
+from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import wide_dtype
-from fem.ops.common.read import Read, Terms, merge, read_of
-from fem.ops.common.scaled_sums import Streams, nothing
+from fem.ops.common.read import Read, Terms, merge, nothing_read, read_of
+from fem.ops.common.scaled_sums import Streams, Sums, leave, nothing, state_of, state_parts
 from fem.ops.common.tokens import Tokens
 from fem.ops.ssm.naive import naive_ssm_read
-from fem.ops.ssm.plain import ssm_scan
+from fem.ops.ssm.plain import Inputs, ssm_scan
 
 Heads = Float[Tensor, "b t h d"]
 
@@ -35,6 +36,7 @@ def ssm_read(
     return_state: bool = False,
     normalize: bool = True,
     backend: str = "auto",
+    logs: tuple[Heads, Float[Tensor, "b t n"], Float[Tensor, "b t n"]] | None = None,
 ) -> Read | tuple[Read, dict[str, Tensor]]:
     """Mean and free energy of the values under the impulse response of a selective state space model.
 
@@ -45,14 +47,16 @@ def ssm_read(
     the mean alone. causal=False adds the same scores of the sequence read backwards, the present token once.
     normalize=False leaves s as it is: mean = sum s v, F = (1 / beta) log sum s e^{beta v}.
     The state is that of `channel_scan_read` for each of the N states, (B, N, H, d_v).
+    logs: log delta, log B and log C, for those too small to be numbers.
     Training keeps the states of every 64th token and computes the others again: memory O(T d_v), not O(T d_v N).
     """
-    backend = scan_backend(backend, v.device)
+    dtype = widest(v, delta, A, B, C, D)
+    backend = scan_backend(backend, v.device, "ssm", dtype, A.shape[-1], beta is not None)
     if backend == "reference":
         loops = partial(naive_ssm_read, delta, A, B, C, D, v, beta)
         return by_definition(loops, v.dtype, causal, tokens, normalize, initial_state, return_state)
     options = {"causal": causal, "tokens": tokens, "initial_state": initial_state, "return_state": return_state}
-    terms, state = ssm_terms(delta, A, B, C, D, v, beta, **options, backend=backend)
+    terms, state = ssm_terms(delta, A, B, C, D, v, beta, **options, backend=backend, logs=logs)
     read = read_of(terms, beta, normalize, v.dtype)
     return (read, state) if return_state else read
 
@@ -71,19 +75,25 @@ def ssm_terms(
     initial_state: dict[str, Tensor] | None = None,
     return_state: bool = False,
     backend: str = "plain",
+    logs: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Terms, dict[str, Tensor] | None]:
-    """The normalised read with the logarithm of its total weight, and the state after the last token, if wanted."""
-    past, state = _one_way(delta, A, B, C, D, v, beta, tokens, initial_state, return_state, backend)
+    """The normalised read with the logarithm of its total weight, and the state after the last token, if wanted.
+
+    logs: of delta, B and C, where these may be too small for numbers; our kernels take the numbers alone.
+    """
+    past, state = _one_way(delta, A, B, C, D, v, beta, tokens, initial_state, return_state, backend, logs)
     if causal:
         return past, state
     back = None if tokens is None else tokens.reversed()
-    future, _ = _one_way(delta.flip(1), A, B.flip(1), C.flip(1), None, v.flip(1), beta, back, None, False, backend)
+    delta, B, C, v = (x.flip(1) for x in (delta, B, C, v))
+    logs = None if logs is None else [log.flip(1) for log in logs]
+    future, _ = _one_way(delta, A, B, C, None, v, beta, back, None, False, backend, logs)
     future = Terms(*(None if part is None else part.flip(1) for part in future))
     return merge(past, future, None if beta is None else beta.to(past.mean.dtype)), state
 
 
 def _one_way(
-    delta, A, B, C, D, v, beta, tokens, state, return_state: bool, backend: str
+    delta, A, B, C, D, v, beta, tokens, state, return_state: bool, backend: str, logs
 ) -> tuple[Terms, dict[str, Tensor] | None]:
     """The read of what stands before each token and of the token itself; without D, of what stands before alone."""
     wide = wide_dtype(delta, A, B, C, D, v)
@@ -98,21 +108,32 @@ def _one_way(
     D, beta = (None if x is None else x.to(wide).flatten() for x in (D, beta))
     alone = state is None and not return_state
     if state is None:
-        start = Streams.nothing(v.new_empty(shape[0], A.numel(), dtype=wide), beta)
+        start = Streams.nothing(v.new_empty(shape[0], A.numel(), dtype=wide), None).parts()
+        start += [] if beta is None else [torch.zeros_like(start[0])]
     else:
-        start = Streams.of([part.flatten(-3) for part in Streams.from_state(state, wide).parts()])
-    if backend == "triton":
+        parts = state_parts(state, None if beta is None else beta.view(shape[2:]))
+        start = [part.to(wide).flatten(-3) for part in parts if part is not None]
+    if 0 in shape[:2]:
+        log_weight, *read = nothing_read(v.to(wide), beta)
+        end = start
+    elif backend == "triton":
         from fem.ops.ssm.kernels import launch as ssm_triton
 
-        (log_weight, *read), after = ssm_triton.ssm_scan(delta, A, B, C, D, v, beta, opens, start)
+        per_state = None if beta is None else beta.repeat(rank)
+        begin = Streams.after(*start, *([None] if beta is None else []), per_state)
+        (log_weight, *read), after = ssm_triton.ssm_scan(delta, A, B, C, D, v, beta, opens, begin)
+        end = [*after.weights, *([] if beta is None else [leave(after, per_state).free_energy])]
     else:
         delta, B, C, v = (x.to(wide) for x in (delta, B, C, v))
-        memory, after = ssm_scan(delta, A, B, C, D, v, beta, opens, start, alone)
-        log_weight, read = memory.log_weight(), [memory.mean, memory.free_energy]
+        logs = [None] * 3 if logs is None else [log.to(wide).flatten(2) for log in logs]
+        if tokens is not None and tokens.keep is not None and logs[0] is not None:
+            logs = [torch.where(tokens.keep[..., None], log, -math.inf) for log in logs]
+        (log_weight, *read), end = ssm_scan(Inputs(delta, A, B, C, D, v, beta, opens, *logs), start, alone)
     log_weight, mean, free_energy = (None if part is None else part.view(shape) for part in (log_weight, *read))
     if tokens is not None and tokens.keep is not None:  # a masked token does not even see itself through D
         log_weight = log_weight.where(tokens.keep[..., None, None], nothing(wide))
     terms = Terms(log_weight, mean, free_energy)
     if not return_state:
         return terms, None
-    return terms, Streams.of([part.unflatten(-1, (rank, *shape[2:])) for part in after.parts()]).state()
+    peak, sums, *free_energy = (part.unflatten(-1, (rank, *shape[2:])) for part in end)
+    return terms, state_of(Sums(peak, sums), *(free_energy or [None]))

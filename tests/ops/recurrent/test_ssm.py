@@ -71,9 +71,9 @@ def test_a_state_that_is_not_read_may_hold_a_spike():
 
 
 def spiked(inputs):
-    """One value of 300 that a channel can only see beside others e^-300 below it."""
+    """One value of 3000 that a channel can only see beside others e^-3000 below it, which not even float64 holds."""
     v = inputs.along["v"].clone()
-    v[:, 2] = 300.0
+    v[:, 2] = 3000.0
     return inputs.set(v=v, beta=torch.ones_like(inputs.shared["beta"]))
 
 

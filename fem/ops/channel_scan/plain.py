@@ -1,0 +1,157 @@
+"""The channel scan as one differentiable operator, and as steps of one token that PyTorch can differentiate."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fem.ops.common.precision import double, needs_float64
+from fem.ops.common.read import Terms
+from fem.ops.common.scaled_sums import (
+    Memory,
+    Streams,
+    Sums,
+    accumulate,
+    accumulate_backward,
+    add_token,
+    leave,
+    leave_backward,
+    start_backward,
+)
+from fem.ops.common.transforms import again_differentiable, differentiated, transformed
+
+
+def channel_scan(
+    log_decay: Tensor | None, x: Tensor | None, v: Tensor, beta: Tensor | None, start: list[Tensor]
+) -> tuple[Terms, Sums]:
+    """The read after every token, (B, T, C), and the weights after the last.
+
+    start: peak (B, C), sums (2, B, C) and, with a beta, the free energy (B, C) before the first token.
+    """
+    x = v.new_zeros(()).expand_as(v) if x is None else x
+    given = (log_decay, x, v, beta, *start)
+    one = v.shape[1] == 1 and not differentiated(*given)
+    run = step_by_step if one or transformed(*given) else _channel_scan
+    reads = len(start)
+    outputs = run(log_decay, x, v, beta, start)
+    terms = Terms(*outputs[:reads], *([None] if beta is None else []))
+    return terms, Sums(*outputs[reads : reads + 2])
+
+
+def step_by_step(log_decay, x, v, beta, start) -> list[Tensor]:
+    """The reads, the last peak and the last sums, by steps that PyTorch can differentiate any number of times."""
+    peak, sums, *free_energy = start
+    rows = []
+    for t in range(v.shape[1]):
+        left = peak if log_decay is None else peak + log_decay[:, t]
+        peak, sums, *free_energy = add_token(left, sums, *free_energy, x=x[:, t], v=v[:, t], beta=beta)
+        rows.append((peak + sums[0].log(), sums[1] / sums[0], *free_energy))
+    return [*(torch.stack(parts, 1) for parts in zip(*rows)), peak, sums]
+
+
+def _reads_and_sums(log_decay, x, v, beta, *start):
+    *reads, _, sums = step_by_step(log_decay, x, v, beta, start)
+    return [*reads, sums]
+
+
+def _streams(log_decay, x, v, beta, before: Streams) -> Streams:
+    weights = accumulate(log_decay, x, v, before.weights)
+    return Streams(weights, None if beta is None else accumulate(log_decay, x + beta * v, None, before.energies))
+
+
+@torch.library.custom_op(
+    "fem::channel_scan",
+    mutates_args=(),
+    schema="(Tensor? log_decay, Tensor x, Tensor v, Tensor? beta, Tensor[] start) -> Tensor[]",
+)
+def _channel_scan(log_decay, x, v, beta, start):
+    """The reads after every token, the peak and the sums after the last, then for the backward pass all peaks, totals
+    and energies."""
+    dtype = v.dtype
+    if needs_float64(v, beta, x):
+        log_decay, x, v, beta, *start = double(log_decay, x, v, beta, *start)
+    streams = _streams(log_decay, x, v, beta, Streams.after(*start, *([None] if beta is None else []), beta))
+    peak, total, *read = leave(streams, beta).parts()
+    last = streams.last().weights.rounded(dtype)
+    made_of = [] if beta is None else [streams.energies.peak, streams.energies.sums[0]]
+    outputs = [peak + total.log(), *read, *last, peak, total, *made_of]
+    return [part.to(dtype) for part in outputs]
+
+
+@_channel_scan.register_fake
+def _(log_decay, x, v, beta, start):
+    whole = lambda count: [v.new_empty(v.shape) for _ in range(count)]  # noqa: E731
+    reads, saved = (2, 2) if beta is None else (3, 4)
+    return [*whole(reads), *(torch.empty_like(part) for part in start[:2]), *whole(saved)]
+
+
+@torch.library.custom_op(
+    "fem::channel_scan_backward",
+    mutates_args=(),
+    schema="(Tensor[] grads, Tensor? log_decay, Tensor x, Tensor v, Tensor? beta, Tensor[] start, Tensor[] saved) "
+    "-> Tensor[]",
+)
+def _channel_scan_backward(grads, log_decay, x, v, beta, start, saved):
+    """Gradients of x, v, the start without its peak, then, where there are any, of beta and log_decay."""
+    dtype, again = v.dtype, needs_float64(v, beta, x)
+    if again:
+        log_decay, x, v, beta = double(log_decay, x, v, beta)
+        start, grads = double(*start), double(*grads)
+    before = Streams.after(*start, *([None] if beta is None else []), beta)
+    if again:  # what was saved is rounded
+        streams = _streams(log_decay, x, v, beta, before)
+        memory, energies = leave(streams, beta), streams.energies
+        grads[-1] = grads[-1] * (memory.peak[:, -1] - memory.peak[:, -1].to(dtype)).exp()
+    else:
+        mean, *free_energy, peak, total = saved[: 3 if beta is None else 4]
+        memory = Memory(peak, total, mean, *free_energy)
+        energies = None if beta is None else Sums(saved[4], saved[5].unsqueeze(0))
+    d_log_weight, *d_read, d_last = grads
+    energy = None if beta is None else energies.sums[0]
+    d_memory = Memory(None, d_log_weight / memory.total, *d_read)
+    d_weights, d_energies, d_beta = leave_backward(d_memory, memory, energy, beta)
+    d_weights[:, :, -1] += d_last
+    sums = torch.stack([memory.total, memory.total * memory.mean])
+    weights = accumulate_backward(d_weights, log_decay, x, v, before.weights, Sums(memory.peak, sums))
+    results = [weights.added.mul_(weights.weight), weights.v, weights.start]
+    d_decay = weights.log_decay
+    if beta is not None:
+        of_energies = accumulate_backward(d_energies, log_decay, x + beta * v, None, before.energies, energies)
+        d_z = of_energies.added.mul_(of_energies.weight)
+        d_beta = d_beta.addcmul_(d_z, v).sum((0, 1))
+        results[0].add_(d_z)
+        results[1].addcmul_(beta, d_z)
+        d_free_energy, of_start = start_backward(of_energies.start, results[2], before, start[2], beta)
+        results += [d_free_energy, d_beta + of_start.sum(0)]
+        d_decay = d_decay if d_decay is None else d_decay.add_(of_energies.log_decay)
+    return [part.to(dtype) for part in (*results, d_decay) if part is not None]
+
+
+@_channel_scan_backward.register_fake
+def _(grads, log_decay, x, v, beta, start, saved):
+    like = [x, v, *start[1:], beta, log_decay]
+    return [part.new_empty(part.shape) for part in like if part is not None]
+
+
+def _save(ctx, inputs, output):
+    log_decay, x, v, beta, start = inputs
+    reads = len(start)
+    ctx.save_for_backward(log_decay, x, v, beta, *start, *output[1:reads], *output[reads + 2 :])
+    ctx.reads = reads
+
+
+def _differentiate(ctx, grads):
+    log_decay, x, v, beta, *rest = ctx.saved_tensors
+    start, saved = rest[: ctx.reads], rest[ctx.reads :]
+    given = [*grads[: ctx.reads], grads[ctx.reads + 1]]
+    if torch.is_grad_enabled():
+        found = again_differentiable(_reads_and_sums, (log_decay, x, v, beta, *start), given)
+        return *found[:4], found[4:]
+    gradients = iter(_channel_scan_backward(given, log_decay, x, v, beta, start, saved))
+    d_x, d_v = next(gradients), next(gradients)
+    d_start = [None, *(next(gradients) for _ in start[1:])]
+    d_beta, d_decay = (None if part is None else next(gradients) for part in (beta, log_decay))
+    return d_decay, d_x, d_v, d_beta, d_start
+
+
+_channel_scan.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,42 @@
+"""What `torch.func`, forward-mode derivatives and second derivatives need: a form of plain differentiable steps.
+
+The operators of the scans have a hand-written first derivative alone. Where more is asked, a read takes its
+differentiable form instead, which PyTorch can transform in any way, at more time and memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def transformed(*tensors: Tensor | None) -> bool:
+    """Whether a transform of `torch.func` (grad, vmap, jvp, ...) is at work, or a tensor carries a tangent."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._functorch.maybe_current_level() is not None:
+        return True
+    return forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    )
+
+
+def differentiated(*tensors: Tensor | None) -> bool:
+    """Whether what is computed from the tensors has a gradient."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def again_differentiable(
+    function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Gradients of the inputs of a differentiable function, which can be differentiated again themselves."""
+    asked = [x for x in inputs if x is not None and x.requires_grad]
+    outputs = [(y, grad) for y, grad in zip(function(*inputs), grads) if grad is not None and y.requires_grad]
+    if not outputs:
+        return [None] * len(inputs)
+    values, given = zip(*outputs)
+    found = iter(torch.autograd.grad(values, asked, given, create_graph=True, allow_unused=True))
+    return [next(found) if x is not None and x.requires_grad else None for x in inputs]
