@@ -6,6 +6,7 @@ import sys
 import warnings
 
 import pytest
+import test_softmax_read
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -159,6 +160,23 @@ def test_bfloat16_keeps_its_digits():
     wanted, _ = definition(q, k, v, beta)
     assert read.free_energy.dtype == torch.float32
     assert ((read.free_energy - wanted.free_energy) * beta.repeat_interleave(2, 0)).abs().max() <= 1.6e-2
+
+
+@pytest.mark.parametrize("case", ["normal", "span 50", "span 200", "spike 500", "beta 0.01", "scores"])
+def test_bfloat16_loses_at_most_twice_what_the_plain_form_loses(case):
+    arguments = [*test_softmax_read.inputs(case, 127, 127, torch.bfloat16)[:4], None]
+    weights = [torch.randn(1, 127, 2, 8).bfloat16() for _ in range(2)]
+    read = lambda q, k, v, beta, bias: composed(q, k, v, beta, by_blocks=False)  # noqa: E731
+    forms = (
+        (test_softmax_read.exact, torch.float64),
+        (read, torch.bfloat16),
+        (test_softmax_read.plain, torch.bfloat16),
+    )
+    found = [test_softmax_read.results(form, arguments, weights, dtype)[:6] for form, dtype in forms]
+    unit = 16 * torch.finfo(torch.bfloat16).eps * (1 + arguments[2].abs().max())
+    for want, own, plain in zip(*found):
+        error, allowed = ((x.double() - want).abs().max() for x in (own, plain))
+        assert error <= max(2 * allowed, unit)
 
 
 class Largest(TorchDispatchMode):
