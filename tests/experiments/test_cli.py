@@ -81,6 +81,17 @@ def test_options_change_the_chosen_recipe_and_nothing_else(monkeypatch, tmp_path
     assert ran == [(wanted, tmp_path)]
 
 
+def test_another_command_s_name_for_an_option_is_taken_with_a_hint(monkeypatch, capsys):
+    pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
+    from fem.experiments.lm import training
+
+    ran = []
+    monkeypatch.setattr(training, "run", lambda recipe, *_, **__: ran.append(recipe))
+    assert fem(monkeypatch, "train", "--steps", "70", "--batch", "3", "--text", "a.txt") == 0
+    assert (ran[0].max_steps, ran[0].batch_size, ran[0].data) == (70, 3, "a.txt")
+    assert "--steps is called --max-steps here" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
