@@ -127,7 +127,7 @@ class Training:
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         return [int(child) for child in children]
 
-    def end(self, seconds: float = 120.0) -> Ended:
+    def end(self, seconds: float = 600.0) -> Ended:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if self.torchrun is not None:
@@ -241,13 +241,13 @@ class Chaos:
 
     def hung(self, output: Path, rank: int) -> Ended:
         """One of two ranks is stopped for good within its steps."""
-        training = Training(replace(self.recipe, comm_timeout=5, max_steps=4000, warmup_steps=2), output, 2)
-        until = time.monotonic() + 90
+        training = Training(replace(self.recipe, comm_timeout=10, max_steps=4000, warmup_steps=2), output, 2)
+        until = time.monotonic() + 300
         while not (output / "checkpoint-5").exists() and time.monotonic() < until:
             time.sleep(0.05)
         ranks = training.ranks()
         os.kill(ranks[rank], signal.SIGSTOP)
-        ended = training.end(90)
+        ended = training.end(300)
         if f"rank {rank} hangs" not in ended.said:
             ended = Ended(ended.code, ended.said + "\nFAULT: nobody is named\n")
         shutil.rmtree(output)
