@@ -26,6 +26,7 @@ from fem.experiments.mad.table import (
     TABLE1,
     average,
     best,
+    readable,
     scored,
     steps_table,
     steps_to,

@@ -20,7 +20,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -300,12 +302,13 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         chaos = Chaos(Path(folder), given.seed)
+        every = cases(chaos.files, chaos.seconds, given.seed)
         found = []
-        for number, case in enumerate(cases(chaos.files, chaos.seconds, given.seed)):
-            found.append(chaos.run(case, number))
-            print(json.dumps({k: v for k, v in found[-1].items() if k != "log"}), flush=True)
-            if "log" in found[-1]:
-                print(found[-1]["log"], flush=True)
+        with ProcessPoolExecutor(os.cpu_count(), get_context("fork")) as pool:
+            for case in pool.map(chaos.run, every, range(len(every))):
+                found.append(case)
+                print(json.dumps({name: value for name, value in case.items() if name != "log"}), flush=True)
+                print(case.get("log", ""), end="", flush=True)
     rows = table(found)
     data = {"seed": given.seed, "cases": found, "versions": versions(), "hardware": hardware(), "date": now()}
     write_json(given.output / "chaos.json", data)

@@ -134,7 +134,7 @@ def _softmax(device, dtype, time: int, width: int, what: str) -> str | None:
 
 
 def situations(device: torch.device) -> Iterator[Row]:
-    """A layer of every prior where users run it: checkpointed, compiled, on a side stream, captured, on a second GPU."""
+    """A layer of every prior where users run it: checkpointed, compiled, on a side stream, captured, on another GPU."""
     gpu = device.type == "cuda"
     for prior in PRIORS:
         config = FreeEnergyMixerConfig(n_embd=64, n_head=2, prior_type=prior)

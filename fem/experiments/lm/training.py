@@ -15,7 +15,7 @@ import torch
 from transformers import PrinterCallback, TrainingArguments
 
 from fem.experiments.common.checkpoints import load_language_model
-from fem.experiments.common.distributed import Paused, Ranks, end_process_group, end_with_parent
+from fem.experiments.common.distributed import Paused, Ranks, end_process_group, end_with_parent, joining
 from fem.experiments.common.lock import one_writer
 from fem.experiments.common.run import RESULTS, Run, check_output, note, now, progress, write_json
 from fem.experiments.common.saving import STAGING, NotFinite
@@ -61,10 +61,11 @@ def run(
     Raises ValueError where output holds another run or data have changed, OSError where a checkpoint cannot be saved,
     `Paused` where a signal or the limit stopped it.
     """
-    check(recipe, output)
-    args = training_arguments(recipe, output)
     end_with_parent()
-    ranks = Ranks(recipe.comm_timeout)
+    check(recipe, output)
+    with joining():
+        args = training_arguments(recipe, output)
+        ranks = Ranks(recipe.comm_timeout)
     with ExitStack() as held:
         held.enter_context(ranks.in_touch())
         fresh = not output.exists()

@@ -89,7 +89,7 @@ class DayOfETT:
         return x, x.unfold(1, WINDOW, 1)[:, 1:]
 
     @staticmethod
-    def ask(answers: Tensor, nothing: float) -> Tensor:
+    def ask(answers: Tensor, nothing: int | float) -> Tensor:
         """The answers behind a first day of which nothing is asked."""
         return torch.cat([torch.full_like(answers, nothing), answers], 1)
 
