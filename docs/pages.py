@@ -1,9 +1,13 @@
-"""Pages of the site that are no Markdown files below docs/: the README, CONTRIBUTING and the notebooks."""
+"""Pages of the site that are no Markdown files below docs/: the README, CONTRIBUTING and the notebooks.
+
+Mathematics is written as GitHub reads it, and becomes MathML here, which browsers set themselves.
+"""
 
 import json
 import re
 from pathlib import Path
 
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
@@ -19,16 +23,36 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for notebook in sorted(DOCS.glob("notebooks/*.ipynb")):
         page = notebook.relative_to(DOCS).with_suffix(".md").as_posix()
         files.append(File.generated(config, page, content=notebook_page(notebook)))
-    for entry in config.nav:
-        for title, target in entry.items():
-            if isinstance(target, str) and "*" in target:
-                entry[title] = sorted(file.src_uri for file in files if Path(file.src_uri).match(target))
+    pages, placed = [file.src_uri for file in files if file.is_documentation_page()], set()
+    config.nav = [expanded(entry, pages, placed) for entry in config.nav]
     return files
 
 
+def expanded(entry, pages: list[str], placed: set[str]):
+    """An entry of the menu, its patterns replaced by the pages that stand nowhere before."""
+    if isinstance(entry, dict):
+        return {title: expanded(target, pages, placed) for title, target in entry.items()}
+    if isinstance(entry, list):
+        found = (expanded(part, pages, placed) for part in entry)
+        return [page for part in found for page in (part if isinstance(part, list) else [part])]
+    if "*" not in entry:
+        placed.add(entry)
+        return entry
+    matching = sorted(page for page in pages if page not in placed and Path(page).match(entry))
+    placed.update(matching)
+    return matching
+
+
 def on_page_markdown(markdown: str, **_) -> str:
-    """Links lead where they lead in the repository."""
-    return re.sub(r"\]\(([^)#]+)", lambda link: f"]({site_address(link[1])}", markdown)
+    """Links lead where they lead in the repository, and formulas are set."""
+    linked = re.sub(r"\]\(([^)#]+)", lambda link: f"]({site_address(link[1])}", markdown)
+    linked = re.sub(r'((?:src|srcset)=")docs/', r"\1", linked)
+    blocks = re.sub(r"^```math\n(.*?)\n```$", lambda block: formula(block[1], "block"), linked, flags=re.M | re.S)
+    return re.sub(r"\$`([^`]+)`\$", lambda span: formula(span[1], "inline"), blocks)
+
+
+def formula(source: str, display: str) -> str:
+    return convert(source, display=display)
 
 
 def site_address(target: str) -> str:

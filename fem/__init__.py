@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,22 @@ if TYPE_CHECKING:
     from fem.state import MixerState
 
 __version__ = "0.2.0"
-__all__ = ["PRIORS", "FreeEnergyMixer", "FreeEnergyMixerConfig", "MixerState", "parameter_groups"]
+__all__ = [
+    "PRIORS",
+    "FreeEnergyCrossMixer",
+    "FreeEnergyMixer",
+    "FreeEnergyMixerConfig",
+    "FreeEnergyPooling",
+    "MixerState",
+    "parameter_groups",
+]
 
 # Loaded when first asked for: the command line starts without torch, the layer without transformers.
 _HOMES = {
+    "FreeEnergyCrossMixer": "fem.pooling",
     "FreeEnergyMixer": "fem.mixer",
     "FreeEnergyMixerConfig": "fem.config",
+    "FreeEnergyPooling": "fem.pooling",
     "MixerState": "fem.state",
     "PRIORS": "fem.priors",
     "parameter_groups": "fem.optim",
@@ -42,3 +53,7 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__, *_MODULES])
+
+
+if "transformers" in sys.modules:
+    import_module("fem.models")  # registers the models with transformers' Auto classes

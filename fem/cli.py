@@ -64,16 +64,17 @@ def load(name: str) -> TyperCommand:
 app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool | None) -> None:
     if wanted:
         typer.echo(f"free-energy-mixer {__version__}")
         raise typer.Exit
 
 
+VERSION = typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+
+
 @app.callback()
-def options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
-) -> None:
+def options(version: Annotated[bool | None, VERSION] = None) -> None:
     """Free Energy Mixer: experiments, models and reports."""
 
 

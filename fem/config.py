@@ -6,6 +6,7 @@ import difflib
 import functools
 import math
 from dataclasses import MISSING, dataclass, fields, replace
+from importlib import import_module
 from numbers import Real
 from typing import NamedTuple
 
@@ -123,6 +124,8 @@ class FreeEnergyMixerConfig:
     softmax_backend: str = "auto"
 
     def __post_init__(self):
+        if not PRIORS:
+            import_module("fem.priors")  # which fills it
         self._check_choices()
         self._resolve_aliases()
         self._resolve_widths()

@@ -79,14 +79,15 @@ class TwoLevelGate(nn.Module):
         return Projection(config.n_embd, width, config.bias, config.context_width, start)
 
     def ignore_features(self) -> None:
-        """Start at lambda = sigmoid(lambda_init) and g = 1 for every token."""
+        """Start at lambda = sigmoid(lambda_init) and g = 1 for every token, up to 1e-7: DoRA divides by rows' norms."""
         for gate in (self.inner, self.outer):
             if gate is not None:
-                nn.init.zeros_(gate.up.weight if isinstance(gate, SlimProjection) else gate.weight)
+                nn.init.normal_(gate.up.weight if isinstance(gate, SlimProjection) else gate.weight, std=1e-7)
 
     def logits(self, features: Float[Tensor, "b t f"]) -> tuple[Tensor | None, Tensor | None]:
         """W_lambda x and W_g x, (B, T, H, d_v) each, or (B, T, H, 1) of one number per head; None: the part is off."""
-        split = lambda gate: None if gate is None else gate(features).unflatten(-1, (self.config.n_head, -1))  # noqa: E731
+        width = 1 if self.per_head else self.config.value_width
+        split = lambda gate: None if gate is None else gate(features).unflatten(-1, (-1, width))  # noqa: E731
         return split(self.inner), split(self.outer)
 
     def factors(self, features: Float[Tensor, "b t f"]) -> tuple[Tensor | None, Tensor | None]:

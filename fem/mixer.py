@@ -23,7 +23,18 @@ from fem.state import MixerState, another
 
 # Fields that change nothing which a state holds: how the layer starts, what it does after the read, what reads.
 NOT_IN_STATES = frozenset(
-    ["prior_type", "fem_ratio", "p_t_to_fem_ratio", "mamba_normalize", "dropout", "use_outer_gate", "gate_rank", "lambda_init", "backend", "softmax_backend"]
+    [
+        "prior_type",
+        "fem_ratio",
+        "p_t_to_fem_ratio",
+        "mamba_normalize",
+        "dropout",
+        "use_outer_gate",
+        "gate_rank",
+        "lambda_init",
+        "backend",
+        "softmax_backend",
+    ]
 )
 
 
@@ -96,6 +107,16 @@ class FreeEnergyMixer(nn.Module):
             state = after.reorder(torch.arange(rows, device=x.device))
         return y[:rows, :time], state
 
+    def served(self, x: Float[Tensor, "b t d"], position: Tensor, attention) -> Float[Tensor, "b t d"]:
+        """The layer at `position` (B, T), read by attention(q, k, v, beta), which has a memory of its own.
+
+        For the softmax prior without a conditioner.
+        """
+        v = self._values(x, x)
+        q, k = self.prior.queries_and_keys(x, position)
+        o = self.gate(x, attention(q, k, v, self._temperature(v)))
+        return self.output(self.dropout(o.flatten(-2)))
+
     def _features(self, x: Tensor, tokens: Tokens, state: MixerState | None) -> tuple[Tensor, Tensor | None]:
         """[x, h]: the input with the conditioner's local features behind it."""
         if self.conditioner is None:
@@ -107,7 +128,7 @@ class FreeEnergyMixer(nn.Module):
         v = self.value(x)
         if self.value_scale is not None:
             v = torch.addcmul(v, v, self.value_scale(features[..., self.config.n_embd :]))  # v (1 + eta_v), Eq. 34b
-        return v.unflatten(-1, (self.config.kv_heads, -1))
+        return v.unflatten(-1, (-1, self.config.value_width))
 
     def _temperature(self, v: Tensor) -> Tensor | None:
         if not self.config.use_lse:

@@ -109,7 +109,7 @@ class MixerState:
         return self._of(self.layer, target, cast)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state as a flat dict of tensors of their own, for safetensors and the like; `from_state_dict` reads it."""
+        """The state as a flat dict of tensors, for safetensors and the like; `from_state_dict` reads it."""
         kind = torch.tensor(list(self.layer.encode()), dtype=torch.uint8)
         tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in self._named()}
         return {"layer": kind, "dtype": torch.empty(0, dtype=self.dtype), **tensors}

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from fem.experiments.common.run import PAGE, RESULTS, write_json
+from fem.experiments.common.run import PAGE, RESULTS, check_output, note, write_json
 from fem.experiments.common.tables import markdown_table
 from fem.experiments.lm.suites import PAPER, paper_rows
 
@@ -43,31 +43,62 @@ ITEMS = (
 )
 
 
+class Broken(Exception):
+    """A run whose files cannot be read."""
+
+
+def read_run(path: Path) -> dict:
+    """The JSON object in a run's file. Raises `Broken` where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Broken(f"{str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(found, dict):
+        raise Broken(f"{str(path)!r} holds no JSON object")
+    return found
+
+
 def add_page(run: Path, output: Path) -> None:
     """The run's page, pictures and numbers, named after its folder. "What it says" of an earlier page stays.
 
-    Raises ValueError where `run` is not the folder of a run that has ended and has a page.
+    Raises ValueError where `run` is not the folder of a run that has ended and has a page, `Broken` where its files
+    cannot be read; neither leaves a page.
     """
     for name in (PAGE, RESULTS, "config.json"):
         if not (run / name).is_file():
             raise ValueError(f"runs must be folders of runs that have ended, got {str(run)!r} without {name}.")
-    name = run.name.replace("-", "_")
-    text = (run / PAGE).read_text(encoding="utf-8")
+    name = re.sub(r"\W", "_", run.name)
+    config, results = read_run(run / "config.json"), read_run(run / RESULTS)
+    if not isinstance(config.get("experiment"), str):
+        raise Broken(f"{str(run / 'config.json')!r} does not say which experiment it is")
+    try:
+        text = (run / PAGE).read_text(encoding="utf-8")
+    except ValueError as error:
+        raise Broken(f"{str(run / PAGE)!r} is no text in UTF-8") from error
+    if missing := [picture for picture in PICTURE.findall(text) if not (run / picture).is_file()]:
+        raise Broken(f"{str(run / PAGE)!r} shows {missing[0]}, which is not there")
     for picture in set(PICTURE.findall(text)):
         shutil.copyfile(run / picture, output / f"{name}_{picture}")
     text = PICTURE.sub(rf"]({name}_\1)", text)
     page = output / f"{name}.md"
     if page.exists() and (said := OURS.search(page.read_text(encoding="utf-8"))):
         text = text.replace("## How this was made", f"{said[0].strip()}\n\n## How this was made")
-    config, results = (json.loads((run / part).read_text(encoding="utf-8")) for part in ("config.json", RESULTS))
     write_json(output / f"{name}.json", {"config": config, "results": results})
     page.write_text(text, encoding="utf-8")
 
 
 def found_results(output: Path) -> dict[str, dict]:
     """{page: {"config", "results"}} of the pages that runs have made, by name."""
-    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(output.glob("*.json"))}
-    return {name: data for name, data in found.items() if "config" in data}
+    found = {}
+    for path in sorted(output.glob("*.json")):
+        try:
+            data = read_run(path)
+        except Broken as broken:
+            note(f"{broken}; left out.")
+            continue
+        if isinstance(data.get("config"), dict) and isinstance(data.get("results"), dict):
+            found[path.stem] = data
+    return found
 
 
 def index(output: Path) -> str:
@@ -77,7 +108,7 @@ def index(output: Path) -> str:
     found = found_results(output)
     rows = []
     for item in ITEMS:
-        own = [name for name, data in found.items() if data["config"]["experiment"] == item.experiment]
+        own = [name for name, data in found.items() if data["config"].get("experiment") == item.experiment]
         links = ", ".join(f"[{name}]({name}.md)" for name in own)
         rows.append({"paper": item.paper, "what": item.what, "pages": links, "command": f"`{item.command}`"})
     others = sorted(path.stem for path in output.glob("*.md") if path.stem not in found and path.name != INDEX)
@@ -101,7 +132,7 @@ def table2(found: dict[str, dict]) -> list[dict]:
         for data in found.values():
             recipe = data["config"].get("recipe", {})
             if recipe.get("suite") == "paper" and recipe.get("beside") == name:
-                scores = data["results"]["eval"]
+                scores = data["results"].get("eval", {})
                 own = {score.column: scores.get(score.task, {}).get(score.metric) for score in PAPER}
                 ours |= {column: None if value is None else f"{value:.3f}" for column, value in own.items()}
         rows.append(ours)
@@ -137,12 +168,16 @@ def command(
     output: Annotated[Path, typer.Option(help="Folder of the pages.")] = Path("docs/results"),
 ):
     """Join finished runs into pages beside the paper's tables, blank where nothing was run."""
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output must be a folder, got the file {str(output)!r}; choose another name.")
+    check_output(output)
     if not runs:
         runs = [path.parent for path in sorted(Path("runs").glob(f"*/{PAGE}")) if (path.parent / RESULTS).exists()]
     output.mkdir(parents=True, exist_ok=True)
+    added = 0
     for run in runs:
-        add_page(run, output)
+        try:
+            add_page(run, output)
+            added += 1
+        except Broken as broken:
+            note(f"{broken}; the run is left out.")
     (output / INDEX).write_text(index(output), encoding="utf-8")
-    typer.echo(f"{len(runs)} runs; written to {output / INDEX}")
+    typer.echo(f"{added} runs; written to {output / INDEX}")

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from fem.models.surgery import load_replaced, replace_attention
+from fem.models.surgery import replace_attention
 
 __all__ = [
+    "LORA",
     "FEMCache",
     "FEMConfig",
     "FEMForCausalLM",
     "FEMForImageClassification",
+    "FEMForQuestionAnswering",
+    "FEMForSequenceClassification",
+    "FEMForTokenClassification",
     "FEMImageConfig",
     "FEMImageModel",
     "FEMModel",
+    "ReplacedConfig",
+    "calibrate",
     "load_replaced",
     "preset",
     "replace_attention",
@@ -21,21 +27,26 @@ __all__ = [
 ]
 
 if find_spec("transformers"):
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageClassification
+    import transformers
 
     from fem.models.cache import FEMCache
     from fem.models.card import write_model_card
     from fem.models.configuration import FEMConfig
+    from fem.models.engines.calibrate import calibrate
+    from fem.models.heads import FEMForQuestionAnswering, FEMForSequenceClassification, FEMForTokenClassification
     from fem.models.modeling import FEMForCausalLM, FEMModel
+    from fem.models.opener import offer
+    from fem.models.peft import LORA
     from fem.models.presets import preset
+    from fem.models.surgery.checkpoint import ReplacedConfig, load_replaced
     from fem.models.vision import FEMForImageClassification, FEMImageConfig, FEMImageModel
 
-    AutoConfig.register("fem", FEMConfig)
-    AutoModel.register(FEMConfig, FEMModel)
-    AutoModelForCausalLM.register(FEMConfig, FEMForCausalLM)
-    AutoConfig.register("fem_image", FEMImageConfig)
-    AutoModel.register(FEMImageConfig, FEMImageModel)
-    AutoModelForImageClassification.register(FEMImageConfig, FEMForImageClassification)
+    for config in (FEMConfig, FEMImageConfig, ReplacedConfig):
+        transformers.AutoConfig.register(config.model_type, config)
+        for auto, name in config.auto_map.items():
+            if auto != "AutoConfig":
+                getattr(transformers, auto).register(config, globals()[name])
+                offer(globals()[name])
 
 
 def __getattr__(name: str):

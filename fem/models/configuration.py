@@ -8,6 +8,10 @@ from typing import no_type_check
 from transformers import PreTrainedConfig
 
 from fem.config import PRIORS, FreeEnergyMixerConfig
+from fem.models.engines.parallel import tensor_plan
+from fem.models.engines.support import head_width, layer_type, obstacle
+from fem.models.opener import OpensWithFEM
+from fem.models.peft import teach_peft
 
 MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
 WIDTHS = {"fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio"}
@@ -20,15 +24,17 @@ MODEL_NAMES = {
 
 
 @no_type_check  # shape checks read a constructor from its fields, and transformers' takes more
-class FEMConfig(PreTrainedConfig):
+class FEMConfig(OpensWithFEM, PreTrainedConfig):
     """Sizes and mixers of a `FEMForCausalLM`: pre-norm blocks of a Free Energy Mixer and a SwiGLU.
 
     num_key_value_heads: key heads of the softmax layers, or None for as many as there are query heads.
     intermediate_size: width of the SwiGLU, or None for 8/3 of hidden_size, rounded up to a multiple of 256.
-    max_position_embeddings: longest row that a call accepts, packed documents apart; None: no limit.
+    max_position_embeddings: longest row that a call accepts, packed documents apart, and where generation stops; None:
+    no limit. "auto": 4096 with a softmax layer, None for priors whose state does not grow.
     prior_type: the prior of every layer, a key of `fem.PRIORS`. layer_priors: one entry per layer instead, a name
     or a dict of mixer fields, for hybrids such as 3 * ["gla"] + [{"prior_type": "softmax", "window": 512}].
     mixer: fields of `FreeEnergyMixerConfig` that all layers share, such as {"use_conv": False}.
+    value_shift: whether the model holds a shift of its values for `EngineAttention` (`fem.models.calibrate`).
     A layer has the linear weights of plain attention (`FreeEnergyMixerConfig.matched`), unless its fields name a
     width: fem_dim, fem_ratio, qk_dim or p_t_to_fem_ratio.
 
@@ -38,6 +44,19 @@ class FEMConfig(PreTrainedConfig):
 
     model_type = "fem"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (the name and the type are transformers')
+    base_model_pp_plan = {  # noqa: RUF012
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+    auto_map = {  # noqa: RUF012
+        "AutoConfig": "FEMConfig",
+        "AutoModel": "FEMModel",
+        "AutoModelForCausalLM": "FEMForCausalLM",
+        "AutoModelForSequenceClassification": "FEMForSequenceClassification",
+        "AutoModelForTokenClassification": "FEMForTokenClassification",
+        "AutoModelForQuestionAnswering": "FEMForQuestionAnswering",
+    }
 
     vocab_size: int = 32000
     hidden_size: int = 1024
@@ -45,10 +64,11 @@ class FEMConfig(PreTrainedConfig):
     num_attention_heads: int = 16
     num_key_value_heads: int | None = None
     intermediate_size: int | None = None
-    max_position_embeddings: int | None = 4096
+    max_position_embeddings: int | str | None = "auto"
     prior_type: str = "softmax"
     layer_priors: list | None = None
     mixer: dict | None = None
+    value_shift: bool = False
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
     use_cache: bool = True
@@ -58,6 +78,7 @@ class FEMConfig(PreTrainedConfig):
     eos_token_id: int | list | None = None
 
     def __post_init__(self, **given):
+        given.pop("auto_map", None)  # the class knows it
         for name in given:
             if name in MIXER_FIELDS:
                 remedy = MODEL_NAMES.get(name, f"mixer={{{name!r}: {given[name]!r}}}")
@@ -65,10 +86,19 @@ class FEMConfig(PreTrainedConfig):
         self._check_sizes()
         if self.intermediate_size is None:
             self.intermediate_size = 256 * -(-8 * self.hidden_size // (3 * 256))
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
         built = self.mixer_configs()
+        if self.max_position_embeddings == "auto":
+            self.max_position_embeddings = 4096 if any(mixer.prior_type == "softmax" for mixer in built) else None
         if self._grouped and all(mixer.prior_type != "softmax" for mixer in built):
             raise ValueError(f"num_key_value_heads needs a softmax layer, got {self.num_key_value_heads} without one.")
+        self.base_model_tp_plan = tensor_plan(self)
         super().__post_init__(**given)
+
+    def to_dict(self) -> dict:
+        teach_peft()  # which asks for this dict, and then for the names of its model type
+        return super().to_dict()
 
     def mixer_configs(self) -> list[FreeEnergyMixerConfig]:
         """The configuration of every layer's mixer, in order."""
@@ -91,9 +121,23 @@ class FEMConfig(PreTrainedConfig):
         entry = self.prior_type if self.layer_priors is None else self.layer_priors[layer]
         return {"prior_type": self.prior_type} | ({"prior_type": entry} if isinstance(entry, str) else entry)
 
+    # What engines ask of a configuration, under their names.
+
+    @property
+    def head_dim(self) -> int:
+        return head_width(self)
+
+    @property
+    def layer_types(self) -> list[str] | None:
+        return None if obstacle(self) else [layer_type(mixer) for mixer in self.mixer_configs()]
+
+    @property
+    def sliding_window(self) -> int | None:
+        return next((mixer.window for mixer in self.mixer_configs() if mixer.window is not None), None)
+
     @property
     def _grouped(self) -> bool:
-        return self.num_key_value_heads not in (None, self.num_attention_heads)
+        return self.num_key_value_heads != self.num_attention_heads
 
     def _build(self, fields: dict) -> FreeEnergyMixerConfig:
         build = FreeEnergyMixerConfig if WIDTHS & fields.keys() else FreeEnergyMixerConfig.matched
@@ -104,7 +148,7 @@ class FEMConfig(PreTrainedConfig):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
         for name in ("intermediate_size", "max_position_embeddings", "num_key_value_heads"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
+            if getattr(self, name) not in (None, "auto") and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive or None, got {getattr(self, name)}.")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(

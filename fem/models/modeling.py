@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from torch.distributed.tensor import DTensor
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationMixin,
+    MaxLengthCriteria,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from fem.config import FreeEnergyMixerConfig
@@ -17,7 +28,11 @@ from fem.mixer import FreeEnergyMixer
 from fem.models.arguments import check_names, read_documents
 from fem.models.cache import FEMCache
 from fem.models.configuration import FEMConfig
+from fem.models.engines.attention import EXACT, EngineAttention, masks_of, positions_of
+from fem.models.engines.support import obstacle
 from fem.models.loss import IGNORED, cross_entropy, next_tokens
+
+logger = logging.get_logger(__name__)
 
 
 class SwiGLU(nn.Module):
@@ -41,6 +56,7 @@ class FEMBlock(GradientCheckpointingLayer):
         self.index = index
         self.mixer_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mixer = FreeEnergyMixer(mixer)
+        self.attention = EngineAttention(config, mixer, index)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config)
 
@@ -49,9 +65,13 @@ class FEMBlock(GradientCheckpointingLayer):
         x: Float[Tensor, "b t d"],
         attention_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        past_key_values: FEMCache | None = None,
+        past_key_values: Cache | None = None,
+        engine: dict | None = None,
     ) -> Float[Tensor, "b t d"]:
-        x = x + self._mix(self.mixer_norm(x), attention_mask, segment_ids, past_key_values)
+        if engine is None:
+            x = x + self._mix(self.mixer_norm(x), attention_mask, segment_ids, past_key_values)
+        else:
+            x = x + self._mix_in_engine(self.mixer_norm(x), past_key_values, **engine)
         return x + self.mlp(self.mlp_norm(x))
 
     def _mix(
@@ -64,6 +84,10 @@ class FEMBlock(GradientCheckpointingLayer):
         memory.remember(state, tokens=x.shape[1])
         return y
 
+    def _mix_in_engine(self, x: Tensor, past: Cache | None, position_ids: Tensor, **keywords) -> Tensor:
+        attention = functools.partial(self.attention, past_key_values=past, **keywords)
+        return self.mixer.served(x, position_ids, attention)
+
 
 class FEMPreTrainedModel(PreTrainedModel):
     config_class = FEMConfig
@@ -72,8 +96,33 @@ class FEMPreTrainedModel(PreTrainedModel):
     accepts_loss_kwargs = True
     _no_split_modules = ["FEMBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _supports_sdpa = True
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     _is_stateful = True
+
+    def __init__(self, config: PreTrainedConfig):
+        if self._no_engine(config) is not None:
+            self._supports_flash_attn = self._supports_flex_attn = self._supports_attention_backend = False
+        super().__init__(config)
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """None is the exact form; any other name that of an engine, which reads over [v | e] (`EngineAttention`).
+
+        Raises ValueError on a model that no engine can serve.
+        """
+        if requested_attention in (None, EXACT):
+            return EXACT
+        reason = self._no_engine(self.config)
+        if reason is not None:
+            raise ValueError(f"attn_implementation={requested_attention!r} cannot serve this model: {reason}")
+        return super().get_correct_attn_implementation(requested_attention, is_init_check)
+
+    @staticmethod
+    def _no_engine(config: FEMConfig) -> str | None:
+        return obstacle(config)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing to copy beside the weights: the config's folder says how they are opened."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -104,6 +153,7 @@ class FEMModel(FEMPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(FEMBlock(config, mixer, i) for i, mixer in enumerate(config.mixer_configs()))
+        self.kinds = {block.attention.kind for block in self.layers}
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -112,7 +162,7 @@ class FEMModel(FEMPreTrainedModel):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
@@ -124,23 +174,61 @@ class FEMModel(FEMPreTrainedModel):
         cu_seq_lens_q: Tensor | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        check_names(self, kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"give input_ids or inputs_embeds, got {'neither' if input_ids is None else 'both'}.")
         if output_attentions:
             raise ValueError("output_attentions=True finds no maps to return; layers[i].mixer.inspect(x) makes them.")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.config._attn_implementation != EXACT:
+            segment_ids = seq_idx if segment_ids is None else segment_ids
+            asked = {"output_hidden_states": output_hidden_states, "segment_ids": segment_ids}
+            asked |= {} if cu_seq_lens_q is None else {"cu_seq_lens_q": cu_seq_lens_q}
+            return self._in_engine(x, attention_mask, position_ids, past_key_values, use_cache, **asked, **kwargs)
+        check_names(self, kwargs)
         cache = self._cache(past_key_values, use_cache)
         past = 0 if cache is None else cache.get_seq_length()
         segment_ids = read_documents(x, attention_mask, position_ids, past, segment_ids, seq_idx, cu_seq_lens_q)
-        self._check_length(past + x.shape[1], packed=segment_ids is not None)
+        self._check_length(past, past + x.shape[1], packed=segment_ids is not None)
         attention_mask = _mask_of_new_tokens(attention_mask, past, x)
 
+        masks = {"attention_mask": attention_mask, "segment_ids": segment_ids}
+        return self._through_blocks(x, output_hidden_states, cache, **masks)
+
+    def _in_engine(
+        self,
+        x: Tensor,
+        attention_mask,
+        position_ids: Tensor | None,
+        past: Cache | None,
+        use_cache: bool | None,
+        output_hidden_states: bool | None,
+        segment_ids: Tensor | None,
+        **keywords,
+    ) -> BaseModelOutputWithPast:
+        """The forward pass by config._attn_implementation, over the cache, masks and positions that engines have."""
+        if isinstance(past, FEMCache):
+            raise TypeError(
+                f"attn_implementation={self.config._attn_implementation!r} keeps a transformers cache, got a FEMCache, "
+                "which is the exact form's; leave out past_key_values and the model makes one."
+            )
+        if past is None and segment_ids is None and self._wants_cache(use_cache):
+            past = DynamicCache(config=self.config)
+        seen = 0 if past is None else past.get_seq_length()
+        packed = segment_ids is not None or (past is None and position_ids is not None)
+        self._check_length(seen, seen + x.shape[1], packed)
+        position_ids = positions_of(self.config, x, attention_mask, position_ids, segment_ids, seen)
+        masks = masks_of(self.config, self.kinds, x, attention_mask, position_ids, past)
+        engine = {"position_ids": position_ids, "attention_mask": masks, **keywords}
+        return self._through_blocks(x, output_hidden_states, past, engine=engine)
+
+    def _through_blocks(
+        self, x: Tensor, output_hidden_states: bool | None, cache: Cache | None, **how
+    ) -> BaseModelOutputWithPast:
         record = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden_states = () if record else None
         for block in self.layers:
             hidden_states = (*hidden_states, x) if record else None
-            x = block(x, attention_mask, segment_ids, past_key_values=cache)
+            x = block(x, past_key_values=cache, **how)
         x = self.norm(x)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
@@ -150,8 +238,7 @@ class FEMModel(FEMPreTrainedModel):
 
     def _cache(self, past_key_values: Cache | None, use_cache: bool | None) -> FEMCache | None:
         if past_key_values is None:
-            wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
-            return FEMCache(len(self.layers)) if wanted else None
+            return FEMCache(len(self.layers)) if self._wants_cache(use_cache) else None
         if not isinstance(past_key_values, FEMCache) or len(past_key_values) != len(self.layers):
             raise TypeError(
                 f"past_key_values must be the FEMCache that a model of {len(self.layers)} layers returned, "
@@ -159,9 +246,16 @@ class FEMModel(FEMPreTrainedModel):
             )
         return past_key_values
 
-    def _check_length(self, length: int, packed: bool) -> None:
+    def _wants_cache(self, use_cache: bool | None) -> bool:
+        return self.config.use_cache and not self.training if use_cache is None else use_cache
+
+    def _check_length(self, past: int, length: int, packed: bool) -> None:
         longest = self.config.max_position_embeddings
-        if longest is not None and length > longest and not packed:
+        if longest is None or length <= longest or packed:
+            return
+        if past:  # a text that was begun is not lost
+            logger.warning_once(f"the row grows beyond config.max_position_embeddings = {longest}.")
+        else:
             raise ValueError(
                 f"the row has {length} tokens, cached ones included, but config.max_position_embeddings = {longest}; "
                 "shorten it, or raise the limit in the config (None: no limit)."
@@ -195,6 +289,8 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # noqa: RUF012
 
     def __init__(self, config: FEMConfig):
         super().__init__(config)
@@ -206,11 +302,18 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # the model makes its own FEMCache
 
+    def _get_stopping_criteria(self, *args, **kwargs) -> StoppingCriteriaList:
+        """transformers' own, and the longest row: generation stops there, with what it has."""
+        criteria = super()._get_stopping_criteria(*args, **kwargs)
+        if self.config.max_position_embeddings is not None:
+            criteria.append(MaxLengthCriteria(self.config.max_position_embeddings))
+        return criteria
+
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
@@ -226,7 +329,6 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         **kwargs,
     ) -> CausalLMOutputWithPast:
         shift_labels = kwargs.pop("shift_labels", None)  # no named argument, or the Trainer waits for it in its batches
-        check_names(self, kwargs)
         trained = labels is not None or shift_labels is not None
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if trained and tokens is not None and past_key_values is None:  # the loss must know them as well
@@ -243,13 +345,15 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
             segment_ids=segment_ids,
             seq_idx=seq_idx,
             cu_seq_lens_q=cu_seq_lens_q,
+            **kwargs,
         )
         hidden = outputs.last_hidden_state
         loss = logits = None
         if trained:
             loss = self._loss(hidden, labels, shift_labels, segment_ids, num_items_in_batch)
         if not trained or not self.training or logits_to_keep is not None:
-            logits = self.lm_head(slice_logits_to_keep(hidden, 0 if logits_to_keep is None else logits_to_keep))
+            keep = 0 if logits_to_keep is None else logits_to_keep
+            logits = self.lm_head(hidden[:, slice(-keep, None) if isinstance(keep, int) else keep])
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -274,4 +378,6 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
             opens = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
             given = given.masked_fill(opens, IGNORED)
         targets = next_tokens(given) if shift_labels is None else given
-        return cross_entropy(hidden, self.lm_head.weight, targets.to(hidden.device), num_items)
+        weight = self.lm_head.weight
+        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight  # split over devices (tp_plan)
+        return cross_entropy(hidden, weight, targets.to(hidden.device), num_items)

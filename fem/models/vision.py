@@ -17,6 +17,7 @@ from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
 from fem.models.configuration import WIDTHS
 from fem.models.modeling import FEMPreTrainedModel
+from fem.models.opener import OpensWithFEM
 from fem.models.presets import TRANSFORMER
 from fem.optim import undecayed_names
 
@@ -26,7 +27,7 @@ COUNTS = ("image_size", "patch_size", "num_channels", "hidden_size", "num_hidden
 
 
 @no_type_check  # shape checks read a constructor from its fields, and transformers' takes more
-class FEMImageConfig(PreTrainedConfig):
+class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
     """Sizes and mixers of a `FEMForImageClassification`. The defaults are DeiT-Tiny's; DeiT-Small has hidden_size 384
     and 6 heads.
 
@@ -43,6 +44,11 @@ class FEMImageConfig(PreTrainedConfig):
     """
 
     model_type = "fem_image"
+    auto_map = {  # noqa: RUF012
+        "AutoConfig": "FEMImageConfig",
+        "AutoModel": "FEMImageModel",
+        "AutoModelForImageClassification": "FEMForImageClassification",
+    }
 
     image_size: int = 224
     patch_size: int = 16
@@ -59,6 +65,7 @@ class FEMImageConfig(PreTrainedConfig):
     layer_norm_eps: float = 1e-6
 
     def __post_init__(self, **given):
+        given.pop("auto_map", None)  # the class knows it
         self._check_sizes()
         self.mixer = dict(self.mixer or {})
         built = self.mixer_config()
@@ -186,6 +193,10 @@ class FEMImagePreTrainedModel(FEMPreTrainedModel):
     accepts_loss_kwargs = False
     _no_split_modules = ["PatchTokens", "FEMImageBlock"]  # noqa: RUF012
     _is_stateful = False
+
+    @staticmethod
+    def _no_engine(config: FEMImageConfig) -> str:
+        return "a picture's tokens are read in both directions and never cached; leave out attn_implementation."
 
 
 class FEMImageModel(FEMImagePreTrainedModel):

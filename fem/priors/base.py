@@ -36,7 +36,7 @@ class Prior(nn.Module, ABC):
             raise ValueError(unsaved(name))
         super().register_buffer(name, tensor)
 
-    def check(self, config: FreeEnergyMixerConfig) -> None:  # noqa: B027  (most priors follow any configuration)
+    def check(self, config: FreeEnergyMixerConfig) -> None:
         """Raise ValueError on a layer's configuration that the prior cannot follow."""
 
     @staticmethod

@@ -33,7 +33,7 @@ class KeyedPrior(Prior):
         return self.scan(keyed_scan_read, q, k, v, beta, self.log_decay(features), tokens=tokens, memory=memory)
 
     def _positive(self, x: Tensor, tokens: Tokens) -> Float[Tensor, "b t h d"]:
-        x = wide(x.unflatten(-1, (self.config.n_head, -1)))
+        x = wide(x.unflatten(-1, (-1, self.config.key_width)))
         if self.config.use_rope:
             x = rotate(x, tokens.position, self.config.rope_theta)
         return F.relu(x) + self.config.eps
@@ -77,8 +77,8 @@ class GatedLinearPrior(KeyedPrior):
     def log_decay(self, features):
         decay = log_decay(self.decay(features))
         if self.config.decay == "channel":
-            return decay.unflatten(-1, (self.config.n_head, -1))
-        return decay.expand(-1, -1, self.config.n_head)
+            return decay.unflatten(-1, (-1, self.config.key_width))
+        return decay.expand(-1, -1, self.config.n_head) if self.config.decay == "scalar" else decay
 
 
 def log_decay(logits: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from fem.ops.common.read import Read
 from fem.ops.common.tokens import Tokens
 from fem.priors.base import Prior
 
-
 _ROUNDING = 1e-4  # of the largest sum of weights: what an operator computed by FFT, say, may be off by
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from jaxtyping import Float
+from torch import Tensor
+
 from fem.config import FreeEnergyMixerConfig, Widths
-from fem.ops.common.rope import rotate
+from fem.ops.common.rope import rotate_all
 from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.read import cached_read, softmax_read
 from fem.priors.base import Prior
-from fem.priors.kv_cache import KEPT, append, pieces, within_window
+from fem.priors.kv_cache import KEPT, PACKED, append, pieces, within_window
 
 
 class SoftmaxPrior(Prior):
     """p_t(i) = softmax_i(q_t . k_i / sqrt(d_k)), q and k rotated by position.              (Eq. 27, Appendix H.1)
 
-    Its memory is the KV cache, of rotated keys; with a window it keeps the tokens that a later row can still see.
+    Its memory is the KV cache, of rotated keys and of [v | e]; with a window, of the tokens that a later row can see.
     """
 
     name = "softmax"
@@ -28,20 +31,27 @@ class SoftmaxPrior(Prior):
     def widths(config: FreeEnergyMixerConfig) -> Widths:
         return Widths(config.n_embd * (config.qk_dim + config.kv_heads * config.key_width), key_maps=2)
 
+    def queries_and_keys(
+        self, features: Float[Tensor, "b t f"], position: Tensor
+    ) -> tuple[Float[Tensor, "b t h d"], Float[Tensor, "b t hkv d"]]:
+        """q and k, rotated by position (T) or (B, T)."""
+        config = self.config
+        q, k = (to(features).unflatten(-1, (-1, config.key_width)) for to in (self.query, self.key))
+        if config.use_rope:
+            q, k = rotate_all((q, k), position, config.rope_theta)
+        return q, k
+
     def read(self, features, v, beta, tokens, memory):
         config = self.config
-        q = self.query(features).unflatten(-1, (config.n_head, -1))
-        k = self.key(features).unflatten(-1, (config.kv_heads, -1))
-        if config.use_rope:
-            q = rotate(q, tokens.position, config.rope_theta)
-            k = rotate(k, tokens.position, config.rope_theta)
+        q, k = self.queries_and_keys(features, tokens.position)
         if memory is None:
             how = {"causal": config.causal, "window": config.window, "tokens": tokens, "backend": config.backend}
             return softmax_read(q, k, v, beta, **how), None
-        memory = append(memory, k, v, tokens, with_position=config.window is not None)
+        memory = append(memory, k, v, beta, tokens, with_position=config.window is not None)
         keys, values = (pieces(memory, name) for name in KEPT)
         tokens = Tokens(memory.get("keep"), None, memory.get("document"), memory.get("position"))
-        read = cached_read(q, keys, values, beta, window=config.window, tokens=tokens, backend=config.backend)
+        start = tuple(memory[name] for name in PACKED) if "shift" in memory else None
+        read = cached_read(q, keys, values, beta, start, window=config.window, tokens=tokens, backend=config.backend)
         if config.window is not None:
             memory = within_window(memory, config.window)
         return read, memory

@@ -158,6 +158,7 @@ def test_the_command_prints_prompt_and_continuation(folder, model, monkeypatch, 
         ({"model": "m"}, "tasks must be given"),
         ({"model": "m", "suite": "other"}, "suite must be one of paper"),
         ({"model": "m", "tasks": "a", "include_path": "/no/where"}, "include_path must be a folder"),
+        ({"model": "m", "tasks": "a", "include_path": "/"}, "include_path needs --allow-code: .* may run code"),
         ({"model": "m", "tasks": "a", "limit": 0}, "limit must be positive"),
         ({"model": "m", "tasks": "a", "beside": "9B"}, "beside must be a row of Table 2"),
     ],
@@ -204,7 +205,9 @@ def offline(monkeypatch, tmp_path):
 
 
 def evaluate(folder, tasks, output, names):
-    recipe = evaluation.EvalRecipe(model=str(folder), tasks=names, include_path=str(tasks), batch_size=2)
+    recipe = evaluation.EvalRecipe(
+        model=str(folder), tasks=names, include_path=str(tasks), allow_code=True, batch_size=2
+    )
     return evaluation.run(recipe, output)["eval"]
 
 

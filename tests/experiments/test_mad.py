@@ -22,7 +22,17 @@ from fem.experiments.common.sweep import finished, sweep
 from fem.experiments.mad.backbone import build_host, sinusoids
 from fem.experiments.mad.experiment import MADRecipe, run
 from fem.experiments.mad.settings import PROFILES, Profile, Setting, Training
-from fem.experiments.mad.table import TABLE1, average, best, steps_table, steps_to, table1, task_scores
+from fem.experiments.mad.table import (
+    TABLE1,
+    average,
+    best,
+    readable,
+    scored,
+    steps_table,
+    steps_to,
+    table1,
+    task_scores,
+)
 from fem.experiments.mad.training import Data, Job, accuracies, evaluate, train
 
 TINY = Training(
@@ -267,7 +277,7 @@ def test_the_table_has_the_papers_rows_ours_beside_them_and_blanks():
     tasks = [setting.task for setting in PROFILES["laptop"].settings]
     records = [record(task=task, score=0.1 * seed + 0.5, seed=seed) for task in tasks for seed in (0, 1, 2)]
     records += [record(mixer="softmax+G", task="memorization")]
-    table = {row["model"]: row for row in table1(records, "final")}
+    table = {row["model"]: row for row in table1(scored(records, "final"))}
     assert list(table)[: len(TABLE1)] == [label for label, _, _ in TABLE1]
     ours = next(row for label, row in table.items() if "(softmax attention)" in label)
     assert (ours["Memorize"], ours["Memorize, paper"]) == (pytest.approx(60), 85.7)
@@ -280,8 +290,26 @@ def test_the_table_has_the_papers_rows_ours_beside_them_and_blanks():
     assert control["Memorize, paper"] is None
 
 
+def test_differences_are_those_of_equal_seeds_and_papers_figures_stand_beside_papers_sizes_alone():
+    tasks = [setting.task for setting in PROFILES["laptop"].settings]
+    scores = {"softmax": (0.2, 0.5, 0.8), "softmax+CG": (0.3, 0.6, 1.0)}
+    records = [
+        record(mixer=mixer, task=task, score=score, seed=seed)
+        for mixer, seeds in scores.items()
+        for task in tasks
+        for seed, score in enumerate(seeds)
+    ]
+    table = table1(scored(records, "final"))
+    laptop, paper = ({row["model"]: row for row in readable(table, brackets)} for brackets in (False, True))
+    assert laptop["softmax+CG"]["over its prior"] == "+13.3 ± 3.3"
+    plain = next(label for label in laptop if "(softmax attention)" in label)
+    assert laptop[plain]["over its prior"] == ""
+    assert (laptop[plain]["Memorize"], paper[plain]["Memorize"]) == ("50.0", "50.0 (85.7)")
+    assert paper["Hyena"]["Copy"] == "(93.0)"
+
+
 def test_initialisations_have_rows_of_their_own():
-    table = table1([record(initialisation=rule) for rule in ("normal", "torch")], "final")
+    table = table1(scored([record(initialisation=rule) for rule in ("normal", "torch")], "final"))
     shown = [row["model"] for row in table if row["seeds"]]
     assert [name.rpartition(", ")[2] for name in shown] == ["normal init", "torch init"]
     assert len(table) == len(TABLE1) + 1

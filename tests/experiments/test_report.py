@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("typer", reason="needs free-energy-mixer[cli]")
 
+from fem.experiments.common.tables import markdown_table, write_page
 from fem.experiments.report import add_page, command, index, table2
 
 
@@ -78,6 +79,44 @@ def test_a_run_that_has_not_ended_is_refused_by_name(tmp_path, output, missing):
     (run / missing).unlink()
     with pytest.raises(ValueError, match=f"runs must be folders of runs that have ended, got .* without {missing}"):
         command([run], output)
+
+
+@pytest.mark.parametrize(
+    "name, text, sentence",
+    [
+        ("config.json", b"\0\0", "cannot be read"),
+        ("results.json", b'{"cut', "cannot be read"),
+        ("results.json", b"[]", "holds no JSON object"),
+        ("config.json", b"{}", "does not say which experiment"),
+        ("report.md", b"\xff\xfe", "no text in UTF-8"),
+        ("loss.png", None, "shows loss.png, which is not there"),
+    ],
+)
+def test_a_broken_run_is_left_out_with_a_sentence(tmp_path, output, capsys, name, text, sentence):
+    good, broken = (made_up_run(tmp_path / run) for run in ("good", "broken"))
+    (broken / name).unlink()
+    if text is not None:
+        (broken / name).write_bytes(text)
+    command([broken, good], output)
+    said = capsys.readouterr()
+    assert sentence in said.err
+    assert said.err.count("note:") == 1
+    assert said.out.startswith("1 runs;")
+    assert (output / "good.md").exists()
+    assert not (output / "broken.md").exists()
+
+
+def test_damaged_numbers_of_an_earlier_page_are_left_out(tmp_path, output, capsys):
+    (output / "old.json").write_text('{"config": ')
+    command([made_up_run(tmp_path / "good")], output)
+    assert "old.json' cannot be read" in capsys.readouterr().err
+
+
+def test_names_in_titles_and_tables_are_text(tmp_path):
+    write_page(tmp_path, "[x](javascript:alert(1)) <script>\n# more", markdown_table([{"a": "b | <i>\nc", "n": 1}]))
+    lines = (tmp_path / "report.md").read_text().splitlines()
+    assert lines[0] == r"# \[x\](javascript:alert(1)) \<script\> \# more"
+    assert lines[-1] == "| b &#124; &lt;i> c | 1 |"
 
 
 def test_without_names_every_finished_run_is_taken(tmp_path, monkeypatch, output, capsys):

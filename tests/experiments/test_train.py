@@ -18,10 +18,12 @@ from torch.utils.data import DataLoader
 from trainings import assert_same_run, losses, tiny, weights, write_corpus
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from fem.experiments.common import checkpoints
+from fem.experiments.common import checkpoints, integrity
 from fem.experiments.common.checkpoints import load_language_model, newest
-from fem.experiments.lm import documents, packing, train, training
+from fem.experiments.lm import data as lm_data
+from fem.experiments.lm import documents, packing, train, trainer, training
 from fem.experiments.lm import metrics as journal
+from fem.experiments.lm.recipe import differences
 from fem.experiments.lm.text import train_tokenizer
 from fem.models import preset
 
@@ -78,7 +80,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path, monkeypatch, p
         if state.global_step == (7 if place == "in a step" else 10):
             raise Stopped
 
-    owner, name = (journal.Journal, "on_step_begin") if place == "in a step" else (training.TextTrainer, "_save_scaler")
+    owner, name = (journal.Journal, "on_step_begin") if place == "in a step" else (trainer.TextTrainer, "_save_scaler")
     original = getattr(owner, name)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, lambda self, *a, **k: (stop(self, *a, **k), original(self, *a, **k))[1])
@@ -110,7 +112,7 @@ def test_the_newest_checkpoint_that_is_whole_is_taken(whole, data, tmp_path):
     with open(tmp_path / "checkpoint-12" / "optimizer.pt", "r+b") as file:
         file.truncate(100)
     assert newest(tmp_path).name == "checkpoint-10"
-    (tmp_path / "checkpoint-10" / checkpoints.MANIFEST).unlink()
+    (tmp_path / "checkpoint-10" / integrity.MANIFEST).unlink()
     assert newest(tmp_path).name == "checkpoint-5"
     training.run(tiny(data), tmp_path, resume=True)
     assert_same_run(tmp_path, whole, 12)
@@ -138,7 +140,8 @@ def test_old_checkpoints_go_when_new_ones_are_whole(data, tmp_path):
 
 def test_of_little_data_a_tenth_is_held_out(data, tokenizer, tmp_path):
     recipe, share = tiny(data, validation_rows=1000), packing.Share(4, 4)
-    found = training.load_data(recipe, tmp_path, tokenizer, share)
+    lm_data.write_data(recipe, tmp_path, tokenizer, lm_data.identity(recipe, tokenizer), lambda tokens: None)
+    found = lm_data.load_data(recipe, tmp_path, tokenizer, share)
     rows = packing.TokenFile.open(tmp_path / "tokens").rows(24)
     assert len(found.validation) == rows // 10
     assert found.train.rows == rows - rows // 10
@@ -317,7 +320,7 @@ def test_an_empty_stream_is_refused(tokenizer):
 
 
 def test_a_streamed_run_resumes_bit_for_bit(data, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "hub_documents", lambda name, subset, rank, world: stream(data, rank, world))
+    monkeypatch.setattr(lm_data, "hub_documents", lambda name, subset, rank, world: stream(data, rank, world))
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     changes = {"data": "some/dataset", "tokenizer": str(tmp_path / "tokenizer"), "validation_rows": 0}
     recipe = tiny(data, **changes, max_steps=6, save_steps=3)
@@ -328,11 +331,24 @@ def test_a_streamed_run_resumes_bit_for_bit(data, tokenizer, tmp_path, monkeypat
     assert_same_run(tmp_path / "one", tmp_path / "other", 6)
 
 
+def test_a_stream_goes_on_with_the_processes_that_read_it(data, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(lm_data, "hub_documents", lambda name, subset, rank, world: stream(data, rank, world))
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    changes = {"data": "some/dataset", "tokenizer": str(tmp_path / "tokenizer"), "validation_rows": 0, "max_steps": 6}
+    training.run(tiny(data, **changes, save_steps=3), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
+    kept = tmp_path / "run" / "checkpoint-3"
+    shutil.copy(kept / "rows_0.json", kept / "rows_1.json")
+    with pytest.raises(ValueError, match="as many processes as it was read by, 2, got 1"):
+        training.run(tiny(data, **changes, save_steps=3), tmp_path / "run", resume=True)
+
+
 def test_a_dataset_that_is_nowhere_is_one_sentence(monkeypatch):
     def offline(*args, **given):
         raise ConnectionError("Couldn't reach the Hub\nand more")
 
     monkeypatch.setattr(documents, "load_dataset", offline)
+    monkeypatch.setattr(documents, "way_to_the_hub", lambda: None)
     with pytest.raises(ValueError, match=r"dataset of the hub, got 'no/where': Couldn't reach the Hub$"):
         documents.hub_documents("no/where", None, 0, 1)
 
@@ -395,7 +411,7 @@ def test_flops_of_a_transformer_are_counted_by_hand():
 def test_a_tokenizer_without_an_end_is_refused(tmp_path, data, tokenizer):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(ValueError, match="must have an end-of-text token"):
-        training.load_tokenizer(tiny(data, tokenizer=str(tmp_path / "tokenizer")), tmp_path)
+        lm_data.load_tokenizer(tiny(data, tokenizer=str(tmp_path / "tokenizer")), tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["missing", "pickle", "folder of pickles", "nothing", "cut off", "corrupt", "other"])
@@ -438,5 +454,5 @@ def test_models_that_cannot_be_read_are_refused_in_one_sentence(whole, tmp_path,
 
 def test_a_run_of_another_recipe_names_what_differs(data):
     stored = asdict(tiny(data))
-    assert train.differences(stored, tiny(data, keep=1, log_steps=1)) == []
-    assert train.differences(stored, replace(tiny(data), seed=7)) == ["seed (42 there, 7 here)"]
+    assert differences(stored, tiny(data, keep=1, log_steps=1)) == []
+    assert differences(stored, replace(tiny(data), seed=7)) == ["seed (42 there, 7 here)"]

@@ -1,135 +1,431 @@
-"""Bad input gets one sentence that names the argument, what was got and what is wanted."""
+"""A wrong call gets one sentence that names the argument, what was got and what is wanted: one table of them all."""
 
+import traceback
+from pathlib import Path
+
+import numpy
 import pytest
 import torch
 
-from fem import FreeEnergyMixer, FreeEnergyMixerConfig
-from fem.functional import softmax_read
+import fem
+from fem import FreeEnergyMixer, FreeEnergyMixerConfig, MixerState, theory
+from fem.functional import channel_scan_read, keyed_scan_read, softmax_read, ssm_read
+from fem.priors import PRIORS, OperatorPrior, Prior
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
 
-CONFIGS = {
-    "n_head does not divide": (ValueError, {"n_embd": 64, "n_head": 5}, "n_head must divide n_embd = 64"),
-    "zero width": (ValueError, {"n_embd": 0}, "n_embd must be a positive integer, got 0"),
-    "float heads": (ValueError, {"n_head": 4.0}, "n_head must be a positive integer, got 4.0"),
-    "unknown prior": (ValueError, {"prior_type": "softmin"}, "prior_type must be one of softmax"),
-    "unknown field": (TypeError, {"fem_ratoi": 0.5}, "no field 'fem_ratoi' .* did you mean 'fem_ratio'"),
-    "far-off field": (TypeError, {"zzz": 1}, "no field 'zzz' .* known fields: n_embd"),
-    "unknown backend": (ValueError, {"backend": "cuda"}, "backend must be one of .* got 'cuda'"),
-    "two backends": (ValueError, {"backend": "sdpa", "softmax_backend": "naive"}, "give one"),
-    "two normalisations": (ValueError, {"normalize": True, "mamba_normalize": False}, "give one"),
-    "unknown decay": (ValueError, {"decay": "token"}, "decay must be one of scalar, head, channel"),
-    "fem_dim": (ValueError, {"fem_dim": 30}, "fem_dim must be a multiple of 4, got 30"),
-    "odd keys under RoPE": (ValueError, {"qk_dim": 12}, "qk_dim must be a multiple of 8 .*RoPE"),
-    "grouped heads": (ValueError, {"n_kv_head": 3}, "n_kv_head must divide n_head = 4, got 3"),
-    "window": (ValueError, {"window": 0}, "window must be a positive integer, got 0"),
-    "window without softmax": (ValueError, {"window": 4, "prior_type": "linear"}, "window needs prior_type='softmax'"),
-    "unnormalised softmax": (ValueError, {"normalize": False}, "normalize=False is for scan priors"),
-    "the future in a causal conditioner": (ValueError, {"conv_bidirectional": True}, "needs causal=False"),
-    "odd halves": (
-        ValueError,
-        {"causal": False, "conv_bidirectional": True, "conv_hidden": 9},
-        "must be even, got 9",
-    ),
-    "dropout": (ValueError, {"dropout": 1.0}, r"dropout must lie in \[0, 1\), got 1.0"),
-    "cap": (ValueError, {"value_logexp_cap": -1.0}, "value_logexp_cap must be positive, got -1.0"),
-    "rope_theta": (ValueError, {"rope_theta": 0}, "rope_theta must be positive, got 0"),
-}
-
-
-@pytest.mark.parametrize("case", CONFIGS)
-def test_configurations(case):
-    error, fields, message = CONFIGS[case]
-    with pytest.raises(error, match=message):
-        FreeEnergyMixerConfig(**{"n_embd": 64, "n_head": 4} | fields)
-
-
-def test_matched_solves_the_widths_itself():
-    with pytest.raises(ValueError, match="matched solves the widths; leave out fem_dim"):
-        FreeEnergyMixerConfig.matched(n_embd=64, n_head=4, fem_dim=32)
-
-
+NAN, INF = float("nan"), float("inf")
 X = torch.zeros(2, 6, 64)
-CALLS = {
-    "width": (ValueError, {"x": torch.zeros(2, 6, 32)}, r"x must have shape .*n_embd = 64.*got \(2, 6, 32\)"),
-    "no batch": (ValueError, {"x": torch.zeros(6, 64)}, r"x must have shape .*got \(6, 64\)"),
-    "float mask": (TypeError, {"attention_mask": torch.ones(2, 6)}, "attention_mask must be bool or integers"),
-    "mask shape": (
-        ValueError,
-        {"attention_mask": torch.ones(2, 5, dtype=torch.bool)},
-        r"attention_mask must have shape .*\(2, 6\), got \(2, 5\)",
-    ),
-    "mask values": (ValueError, {"attention_mask": torch.full((2, 6), 2)}, "attention_mask must hold 0 and 1 alone"),
-    "four-dimensional mask": (
-        ValueError,
-        {"attention_mask": torch.ones(2, 1, 6, 6).bool()},
-        "attention_mask must have",
-    ),
-    "float ids": (TypeError, {"segment_ids": torch.zeros(2, 6)}, "segment_ids must be integers"),
-    "ids shape": (ValueError, {"segment_ids": torch.zeros(2, 7).long()}, "segment_ids must have shape"),
-}
+ONES = torch.ones(2, 6, dtype=torch.bool)
+LINEAR, GLA, MAMBA = ({"prior_type": name} for name in ("linear", "gla", "mamba"))
 
 
-@pytest.mark.parametrize("case", CALLS)
-def test_calls_of_the_layer(case):
-    error, fields, message = CALLS[case]
-    layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=64, n_head=4))
-    with pytest.raises(error, match=message):
-        layer(**{"x": X} | fields)
+def config(**fields):
+    return FreeEnergyMixerConfig(**{"n_embd": 64, "n_head": 4} | fields)
+
+
+def matched(**fields):
+    return FreeEnergyMixerConfig.matched(**{"n_embd": 64, "n_head": 4} | fields)
+
+
+def layer(prior=None, **fields):
+    return FreeEnergyMixer(config(**fields), prior)
+
+
+def call(fields=None, **given):
+    """The layer of 64 channels and 4 heads, called."""
+    return layer(**fields or {})(**{"x": X} | given)
+
+
+def inspect(x=X, **given):
+    return layer().inspect(x, **given)
 
 
 def state_of(rows=2, dtype=torch.float32, **fields):
-    layer = FreeEnergyMixer(FreeEnergyMixerConfig(**{"n_embd": 64, "n_head": 4} | fields)).to(dtype)
-    return layer(torch.zeros(rows, 3, 64, dtype=dtype), return_state=True)[1]
+    return layer(**fields).to(dtype)(torch.zeros(rows, 3, 64, dtype=dtype), return_state=True)[1]
 
 
-STATES = {
-    "layer": (lambda: state_of(n_head=2), "state belongs to another layer"),
-    "conditioner": (lambda: state_of(use_conv=False), "state belongs to another layer"),
-    "batch": (lambda: state_of(rows=3), "another batch size: it has 3, this call has 2"),
-    "dtype": (lambda: state_of(dtype=torch.float64), "another input dtype: it has torch.float64"),
-    "device": (lambda: state_of().to("meta"), "another device: it has meta, this call has cpu"),
-}
+def continued(**fields):
+    return call(state=state_of(**fields))
 
 
-@pytest.mark.parametrize("case", STATES)
-def test_states_of_others_are_refused(case):
-    make, message = STATES[case]
-    layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=64, n_head=4))
-    with pytest.raises(ValueError, match=message):
-        layer(X, state=make())
+def operator(op, v=None, **fields):
+    """A layer whose prior is `op`, called; with `v`, on values that are spread so far."""
+    mixer = layer(OperatorPrior(op), use_conv=False, **fields)
+    torch.nn.init.normal_(mixer.value.weight, std=0.02 if v is None else v)
+    return mixer(torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(0)))
 
 
-@pytest.mark.parametrize("given", [{"return_state": True}, {"state": "a state"}])
-def test_a_layer_that_sees_the_future_has_no_state(given):
-    layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=64, n_head=4, causal=False))
-    with pytest.raises(ValueError, match="causal=False"):
-        layer(X, **{name: state_of() if name == "state" else value for name, value in given.items()})
+def unsaved(**given):
+    class Forgetful(PRIORS["linear"]):
+        def __init__(self, config):
+            super().__init__(config)
+            self.register_buffer("table", torch.zeros(3), persistent=False)
+
+    return Forgetful(config())
+
+
+def unsaved_below(**given):
+    class Forgetful(PRIORS["linear"]):
+        def __init__(self, config):
+            super().__init__(config)
+            self.part = torch.nn.Module()
+            self.part.register_buffer("table", torch.zeros(3), persistent=False)
+
+    return layer(Forgetful(config()))
+
+
+def normal(*shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
+
+
+def some(bad, *shape):
+    """Ones, and one entry that is `bad`."""
+    tensor = torch.ones(shape)
+    tensor.view(-1)[1] = bad
+    return tensor
 
 
 def read(**changes):
-    torch.manual_seed(0)
-    fields = {"q": torch.randn(1, 5, 2, 4), "k": torch.randn(1, 5, 2, 4), "v": torch.randn(1, 5, 2, 3)}
-    return softmax_read(**fields | {"beta": torch.ones(2, 3)} | changes)
+    fields = {"q": normal(1, 5, 2, 4), "k": normal(1, 5, 2, 4), "v": normal(1, 5, 2, 3), "beta": torch.ones(2, 3)}
+    return softmax_read(**fields | changes)
 
 
-READS = {
-    "NaN beta": (ValueError, {"beta": torch.tensor([[1.0, float("nan"), 1], [1, 1, 1]])}, "beta must"),
-    "zero beta": (ValueError, {"beta": torch.zeros(2, 3)}, "beta must"),
-    "beta shape": (ValueError, {"beta": torch.ones(3)}, "beta must"),
-    "key length": (ValueError, {"k": torch.randn(1, 6, 2, 4)}, "k|v"),
-    "key width": (ValueError, {"k": torch.randn(1, 5, 2, 3)}, "k"),
-    "more queries than keys": (ValueError, {"q": torch.randn(1, 7, 2, 4)}, "causal"),
-    "window": (ValueError, {"window": 0}, "window must"),
-    "float key mask": (TypeError, {"key_mask": torch.ones(1, 5)}, "key_mask must be bool or integers"),
-    "bool bias": (TypeError, {"bias": torch.ones(1, 2, 5, 5).bool()}, "bias must"),
-    "bias shape": (ValueError, {"bias": torch.zeros(1, 3, 5, 5)}, "bias must"),
-    "backend": (ValueError, {"backend": "magic"}, "backend must be one of"),
-}
+def keyed(**changes):
+    fields = {"q": torch.ones(1, 5, 2, 4), "k": torch.ones(1, 5, 2, 4), "v": normal(1, 5, 2, 3)}
+    return keyed_scan_read(**fields | {"beta": torch.ones(2, 3)} | changes)
 
 
-@pytest.mark.parametrize("case", READS)
-def test_calls_of_the_read(case):
-    error, fields, message = READS[case]
-    with pytest.raises(error, match=message):
-        read(**fields)
+def channel(**changes):
+    fields = {"log_weight": normal(1, 5, 2, 3), "v": normal(1, 5, 2, 3), "beta": torch.ones(2, 3)}
+    return channel_scan_read(**fields | changes)
+
+
+def ssm(**changes):
+    fields = {"delta": torch.ones(1, 5, 2, 3), "A": -torch.ones(2, 3, 4), "B": torch.ones(1, 5, 4)}
+    fields |= {"C": torch.ones(1, 5, 4), "D": torch.ones(2, 3), "v": normal(1, 5, 2, 3), "beta": torch.ones(2, 3)}
+    return ssm_read(**fields | changes)
+
+
+def scan_state(scan=keyed, **changes):
+    return scan(return_state=True, **changes)[1]
+
+
+P, V = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([1.0, 2.0, 3.0])
+
+
+def free(p=P, v=V, beta=1.0, **given):
+    return theory.free_energy(p, v, beta, **given)
+
+
+def hidden(lam=0.5, beta_max=1.0, p=P):
+    return theory.hidden_temperature(p, V, lam, beta_max)
+
+
+CAUSES = {"causal": False, "conv_bidirectional": True, "conv_hidden": 9}
+BOOL = "must be True or False, got"
+TABLE = [
+    # The configuration.
+    (config, {"n_head": 5}, ValueError, "n_head must divide n_embd = 64"),
+    (config, {"n_embd": 0}, ValueError, "n_embd must be a positive integer, got 0"),
+    (config, {"n_embd": "64"}, ValueError, "n_embd must be a positive integer, got '64'"),
+    (config, {"n_embd": None}, ValueError, "n_embd must be a positive integer, got None"),
+    (config, {"n_head": 4.0}, ValueError, "n_head must be a positive integer, got 4.0"),
+    (config, {"n_head": True}, ValueError, "n_head must be a positive integer, got True"),
+    (config, {"n_head": -4}, ValueError, "n_head must be a positive integer, got -4"),
+    (config, {"prior_type": "softmin"}, ValueError, "prior_type must be one of softmax"),
+    (config, {"prior_type": PRIORS["gla"]}, ValueError, "prior_type must be one of softmax"),
+    (config, {"prior_type": ["gla"]}, ValueError, "prior_type must be one of softmax"),
+    (config, {"prior_type": None}, ValueError, "prior_type must be one of softmax"),
+    (config, {"fem_ratoi": 0.5}, TypeError, "no field 'fem_ratoi' .* did you mean 'fem_ratio'"),
+    (config, {"zzz": 1}, TypeError, "no field 'zzz' .* known fields: n_embd"),
+    (lambda: FreeEnergyMixerConfig(64, 4), {}, TypeError, "takes its fields by name, .* got 2 without"),
+    (config, {"backend": "cuda"}, ValueError, "backend must be one of .* got 'cuda'"),
+    (config, {"backend": ["sdpa"]}, ValueError, "backend must be one of .* got"),
+    (config, {"softmax_backend": 3}, ValueError, "softmax_backend must be one of .* got 3"),
+    (config, {"backend": "sdpa", "softmax_backend": "naive"}, ValueError, "give one"),
+    (config, {"normalize": True, "mamba_normalize": False}, ValueError, "give one"),
+    (config, {"decay": "token"}, ValueError, "decay must be one of scalar, head, channel"),
+    (config, {"decay": ["head"]}, ValueError, "decay must be one of scalar, head, channel"),
+    (config, {"decay": "channel"}, ValueError, "decay needs prior_type='gla', got decay='channel' with 'softmax'"),
+    (config, MAMBA | {"decay": "scalar"}, ValueError, "decay needs prior_type='gla'"),
+    (config, {"ssm_rank": 4}, ValueError, "ssm_rank needs prior_type='mamba' or 'mamba_interactive', got ssm_rank=4"),
+    (config, {"ssm_rank": 0}, ValueError, "ssm_rank must be a positive integer, got 0"),
+    (config, GLA | {"ssm_rank": 2.5}, ValueError, "ssm_rank must be a positive integer, got 2.5"),
+    (config, {"fem_dim": 30}, ValueError, "fem_dim must be a multiple of 4, got 30"),
+    (config, {"fem_dim": 32.0}, ValueError, "fem_dim must be a positive integer, got 32.0"),
+    (config, {"fem_dim": -32}, ValueError, "fem_dim must be a positive integer, got -32"),
+    (config, {"qk_dim": 12}, ValueError, "qk_dim must be a multiple of 8 .*RoPE"),
+    (config, {"qk_dim": 0}, ValueError, "qk_dim must be a positive integer, got 0"),
+    (config, {"n_kv_head": 3}, ValueError, "n_kv_head must divide n_head = 4, got 3"),
+    (config, {"n_kv_head": 0}, ValueError, "n_kv_head must be a positive integer, got 0"),
+    (config, LINEAR | {"n_kv_head": 2}, ValueError, "n_kv_head needs prior_type='softmax'"),
+    (config, {"window": 0}, ValueError, "window must be a positive integer, got 0"),
+    (config, {"window": 2.5}, ValueError, "window must be a positive integer, got 2.5"),
+    (config, {"window": True}, ValueError, "window must be a positive integer, got True"),
+    (config, LINEAR | {"window": 4}, ValueError, "window needs prior_type='softmax'"),
+    (config, {"normalize": False}, ValueError, "normalize=False is for scan priors"),
+    (config, {"normalize": "no"}, ValueError, "normalize must be True, False or None, got 'no'"),
+    (config, {"normalize": 0}, ValueError, "normalize must be True, False or None, got 0"),
+    (config, {"causal": "no"}, ValueError, f"causal {BOOL} 'no'"),
+    (config, {"causal": None}, ValueError, f"causal {BOOL} None"),
+    (config, {"use_conv": "false"}, ValueError, f"use_conv {BOOL} 'false'"),
+    (config, {"use_lse": 1}, ValueError, f"use_lse {BOOL} 1"),
+    (config, {"use_temperature": "yes"}, ValueError, f"use_temperature {BOOL} 'yes'"),
+    (config, {"use_outer_gate": 0}, ValueError, f"use_outer_gate {BOOL} 0"),
+    (config, {"use_rope": "off"}, ValueError, f"use_rope {BOOL} 'off'"),
+    (config, {"bias": None}, ValueError, f"bias {BOOL} None"),
+    (config, {"conv_norm_first": []}, ValueError, "conv_norm_first must be True or False, got"),
+    (config, {"mamba_normalize": "no"}, ValueError, f"mamba_normalize {BOOL} 'no'"),
+    (config, {"conv_bidirectional": True}, ValueError, "needs causal=False"),
+    (config, CAUSES, ValueError, "must be even, got 9"),
+    (config, {"conv_hidden": 8.0}, ValueError, "conv_hidden must be a positive integer, got 8.0"),
+    (config, {"dropout": 1.0}, ValueError, r"dropout must lie in \[0, 1\), got 1.0"),
+    (config, {"dropout": NAN}, ValueError, r"dropout must lie in \[0, 1\), got nan"),
+    (config, {"dropout": "0.1"}, ValueError, r"dropout must lie in \[0, 1\), got '0.1'"),
+    (config, {"dropout": None}, ValueError, r"dropout must lie in \[0, 1\), got None"),
+    (config, {"value_logexp_cap": -1.0}, ValueError, "value_logexp_cap must be positive, got -1.0"),
+    (config, {"value_logexp_cap": INF}, ValueError, "value_logexp_cap must be a finite number, got inf"),
+    (config, {"value_logexp_cap": 1, "use_lse": False, "use_temperature": False}, ValueError, "leave it out, got 1"),
+    (config, {"rope_theta": 0}, ValueError, "rope_theta must be positive, got 0"),
+    (config, {"rope_theta": NAN}, ValueError, "rope_theta must be a finite number, got nan"),
+    (config, {"eps": INF}, ValueError, "eps must be a finite number, got inf"),
+    (config, {"eps": 0.0}, ValueError, "eps must be positive, got 0.0"),
+    (config, {"eps": 1e-60}, ValueError, "eps must be positive, got 1e-60"),
+    (config, {"eps": "small"}, ValueError, "eps must be a finite number, got 'small'"),
+    (config, {"fem_ratio": 0}, ValueError, "fem_ratio must be positive, got 0"),
+    (config, {"fem_ratio": INF}, ValueError, "fem_ratio must be a finite number, got inf"),
+    (config, {"p_t_to_fem_ratio": NAN}, ValueError, "p_t_to_fem_ratio must be a finite number, got nan"),
+    (config, {"beta_max_init": "x"}, ValueError, "beta_max_init must be a finite number, got 'x'"),
+    (config, {"beta_max_init": NAN}, ValueError, "beta_max_init must be a finite number, got nan"),
+    (config, {"beta_max_init": -104}, ValueError, r"beta_max_init must be in \[-87, 1e\+30\], got -104"),
+    (config, {"beta_max_init": True}, ValueError, "beta_max_init must be a finite number, got True"),
+    (config, {"lambda_init": INF}, ValueError, "lambda_init must be a finite number, got inf"),
+    (config, {"lambda_init": None}, ValueError, "lambda_init must be a finite number, got None"),
+    (config, {"gate_rank": 1.5}, ValueError, "gate_rank must be None, 0 or a positive integer, got 1.5"),
+    (matched, {"fem_dim": 32}, ValueError, "matched solves the widths; leave out fem_dim"),
+    (matched, {"fem_ratio": 0.5}, ValueError, "matched solves the widths; leave out fem_ratio"),
+    (matched, {"widow": 3}, TypeError, "did you mean 'window'"),
+    # Building a layer.
+    (
+        FreeEnergyMixer,
+        {"config": {"n_embd": 64, "n_head": 4}},
+        TypeError,
+        "config must be a FreeEnergyMixerConfig, got",
+    ),
+    (FreeEnergyMixer, {"config": None}, TypeError, "config must be a FreeEnergyMixerConfig, got a NoneType"),
+    (layer, {"prior": PRIORS["gla"]}, TypeError, "prior must be a Prior that was built, .* the class GatedLinearPrior"),
+    (layer, {"prior": "gla"}, TypeError, "prior must be a Prior that was built, .* got 'gla'"),
+    (unsaved, {}, ValueError, "buffer 'table' of a prior must be persistent, got persistent=False"),
+    (unsaved_below, {}, ValueError, r"buffer 'part\.table' of a prior must be persistent"),
+    (OperatorPrior, {"op": "cumsum"}, TypeError, "op must be a function or module .* got 'cumsum'"),
+    (operator, {"op": torch.cumsum, "causal": False}, ValueError, "leave out causal, got causal=False"),
+    (operator, {"op": torch.cumsum, "normalize": False} | GLA, ValueError, "leave out normalize, got"),
+    (operator, {"op": torch.cumsum, "n_kv_head": 2}, ValueError, "leave out n_kv_head, got n_kv_head=2"),
+    (operator, {"op": torch.cumsum, "window": 2}, ValueError, "leave out window, got window=2"),
+    (operator, {"op": lambda x: -x.cumsum(1)}, ValueError, "op must be non-negative, got a negative weight"),
+    (operator, {"op": lambda x: 2 * x - x.roll(1, 1)}, ValueError, "op must be non-negative, got a negative weight"),
+    (operator, {"op": lambda x: x[:, 1:]}, ValueError, r"op must map \(B, T, C\) to the same shape, got \(1, 5, 32\)"),
+    (operator, {"op": lambda x: (x, x)}, ValueError, "op must map .* to the same shape, got a tuple"),
+    (operator, {"op": lambda x: x.cumsum(1), "v": 1e3}, ValueError, "v spreads too far for an operator prior"),
+    (lambda: layer(OperatorPrior(torch.cumsum))(X, return_state=True), {}, ValueError, "keeps no state"),
+    # Calling a layer.
+    (call, {"x": torch.zeros(2, 6, 32)}, ValueError, r"x must have shape .*n_embd = 64.*got \(2, 6, 32\)"),
+    (call, {"x": torch.zeros(6, 64)}, ValueError, r"x must have shape .*got \(6, 64\)"),
+    (
+        call,
+        {"x": torch.zeros(2, 6, 64).long()},
+        TypeError,
+        r"x must be a floating-point tensor .* got dtype torch\.int64",
+    ),
+    (
+        call,
+        {"x": torch.zeros(2, 6, 64).bool()},
+        TypeError,
+        r"x must be a floating-point tensor .* got dtype torch\.bool",
+    ),
+    (call, {"x": torch.zeros(2, 6, 64).cfloat()}, TypeError, "x must be a floating-point tensor .* got dtype"),
+    (call, {"x": X.tolist()}, TypeError, "x must be a floating-point tensor .* got a list"),
+    (call, {"x": X.numpy()}, TypeError, "x must be a floating-point tensor .* got a ndarray"),
+    (call, {"x": None}, TypeError, "x must be a floating-point tensor .* got a NoneType"),
+    (call, {"x": X.double()}, TypeError, r"x must have the layer's dtype, torch\.float32, got torch\.float64"),
+    (call, {"x": X.bfloat16()}, TypeError, r"x must have the layer's dtype, torch\.float32, got torch\.bfloat16"),
+    (call, {"x": X.to("meta")}, ValueError, "x must be on the layer's device, cpu, got x on meta"),
+    (call, {"attention_mask": ONES.float()}, TypeError, "attention_mask must be bool or integers"),
+    (call, {"attention_mask": ONES[:, 1:]}, ValueError, r"attention_mask must have shape .*\(2, 6\), got \(2, 5\)"),
+    (call, {"attention_mask": 2 * ONES.long()}, ValueError, "attention_mask must hold 0 and 1 alone"),
+    (call, {"attention_mask": -ONES.long()}, ValueError, "attention_mask must hold 0 and 1 alone"),
+    (call, {"attention_mask": torch.ones(2, 1, 6, 6).bool()}, ValueError, "attention_mask must have"),
+    (call, {"attention_mask": ONES.tolist()}, TypeError, "attention_mask must be a tensor .* got a list"),
+    (call, {"attention_mask": ONES.numpy()}, TypeError, "attention_mask must be a tensor .* got a ndarray"),
+    (call, {"attention_mask": ONES.to("meta")}, ValueError, "attention_mask must be on the device of the tokens, cpu"),
+    (call, {"segment_ids": torch.zeros(2, 6)}, TypeError, "segment_ids must be integers"),
+    (call, {"segment_ids": ONES}, TypeError, "segment_ids must be integers"),
+    (call, {"segment_ids": torch.zeros(2, 7).long()}, ValueError, "segment_ids must have shape"),
+    (call, {"segment_ids": [[0] * 6] * 2}, TypeError, "segment_ids must be a tensor .* got a list"),
+    (call, {"segment_ids": numpy.zeros((2, 6), int)}, TypeError, "segment_ids must be a tensor .* got a ndarray"),
+    (call, {"state": "a state"}, TypeError, "state must be a MixerState that this layer returned, got a str"),
+    (call, {"state": (X, X)}, TypeError, "state must be a MixerState that this layer returned, got a tuple"),
+    (call, {"state": {}}, TypeError, "state must be a MixerState that this layer returned, got a dict"),
+    (call, {"state": scan_state()}, TypeError, "state must be a MixerState .* got a ScanState"),
+    (call, {"fields": {"causal": False}, "return_state": True}, ValueError, "causal=False"),
+    (call, {"fields": {"causal": False}, "state": state_of()}, ValueError, "causal=False"),
+    (inspect, {"x": X.long()}, TypeError, "x must be a floating-point tensor"),
+    (inspect, {"x": X[:, :0]}, ValueError, "inspect needs at least one row and one token"),
+    (inspect, {"attention_mask": ONES.float()}, TypeError, "attention_mask must be bool or integers"),
+    # States.
+    (continued, {"n_head": 2}, ValueError, "state belongs to another layer: it has n_head=2"),
+    (continued, {"use_conv": False}, ValueError, "state belongs to another layer: it has use_conv=False"),
+    (continued, {"use_rope": False}, ValueError, "state belongs to another layer: it has use_rope=False"),
+    (continued, {"rope_theta": 7.0}, ValueError, r"state belongs to another layer: it has rope_theta=7\.0"),
+    (continued, {"eps": 1e-3}, ValueError, r"state belongs to another layer: it has eps=0\.001"),
+    (continued, {"window": 4}, ValueError, "state belongs to another layer: it has window=4"),
+    (continued, GLA, ValueError, "state belongs to another layer: it has prior=gla"),
+    (continued, {"rows": 3}, ValueError, "another batch size: it has 3, this call has 2"),
+    (continued, {"dtype": torch.float64}, ValueError, r"another input dtype: it has torch\.float64"),
+    (lambda: call(state=state_of().to("meta")), {}, ValueError, "another device: it has meta, this call has cpu"),
+    (lambda: state_of().to(torch.int64), {}, TypeError, "cast to a floating dtype"),
+    (MixerState.from_state_dict, {"tensors": {}}, ValueError, r"what MixerState\.state_dict returned, got none named"),
+    # The softmax read.
+    (read, {"beta": some(NAN, 2, 3)}, ValueError, "beta must be positive, finite and not NaN, got nan"),
+    (read, {"beta": some(INF, 2, 3)}, ValueError, "beta must be positive, finite and not NaN, got inf"),
+    (read, {"beta": torch.zeros(2, 3)}, ValueError, "beta must be positive, finite and not NaN, got 0"),
+    (read, {"beta": torch.ones(3)}, ValueError, r"beta must .* shape .*\(2, 3\), got \(3,\)"),
+    (read, {"beta": 1.0}, TypeError, "beta must be a floating-point tensor, got a float"),
+    (read, {"beta": torch.ones(2, 3).long()}, TypeError, r"beta must be floating point, got dtype torch\.int64"),
+    (read, {"q": normal(1, 5, 2, 4).tolist()}, TypeError, "q must be a floating-point tensor, got a list"),
+    (read, {"q": torch.ones(1, 5, 2, 4).long()}, TypeError, "q must be floating point, got dtype"),
+    (read, {"q": normal(5, 2, 4)}, ValueError, "q must have 4 dimensions"),
+    (read, {"q": normal(2, 5, 2, 4)}, ValueError, "q and k must agree in batch"),
+    (read, {"q": normal(1, 5, 3, 4)}, ValueError, "q must have a multiple of the heads of k"),
+    (read, {"q": normal(1, 7, 2, 4)}, ValueError, "q has 7 queries and k only 5 keys"),
+    (read, {"k": normal(1, 6, 2, 4)}, ValueError, "k and v must agree in batch, time and heads"),
+    (read, {"k": normal(1, 5, 2, 3)}, ValueError, "q and k must agree in width"),
+    (read, {"k": normal(1, 5, 2, 4).to("meta")}, ValueError, "k must be on the device of q"),
+    (read, {"q": normal(1, 5, 2, 0), "k": normal(1, 5, 2, 0)}, ValueError, "at least one head and one channel"),
+    (read, {"v": normal(1, 5, 2, 0), "beta": None}, ValueError, "at least one head and one channel"),
+    (read, {"v": None}, TypeError, "v must be a floating-point tensor, got a NoneType"),
+    (read, {"scale": NAN}, ValueError, "scale must be a finite number or None .* got nan"),
+    (read, {"scale": INF}, ValueError, "scale must be a finite number or None .* got inf"),
+    (read, {"scale": "0.5"}, ValueError, "scale must be a finite number or None .* got '0.5'"),
+    (read, {"scale": torch.tensor(0.5)}, ValueError, "scale must be a finite number or None"),
+    (read, {"window": 0}, ValueError, "window must be a whole number of at least 1"),
+    (read, {"window": 2.5}, ValueError, "window must be a whole number of at least 1 .* got 2.5"),
+    (read, {"causal": "no"}, TypeError, f"causal {BOOL} 'no'"),
+    (read, {"key_mask": torch.ones(1, 5)}, TypeError, "key_mask must be bool or integers"),
+    (read, {"key_mask": [[1] * 5]}, TypeError, "key_mask must be a tensor .* got a list"),
+    (read, {"key_mask": numpy.ones((1, 5), bool)}, TypeError, "key_mask must be a tensor .* got a ndarray"),
+    (read, {"key_mask": torch.ones(1, 4).bool()}, ValueError, "key_mask must have shape"),
+    (read, {"segment_ids": [[1] * 5]}, TypeError, "segment_ids must be a tensor .* got a list"),
+    (read, {"bias": torch.ones(1, 2, 5, 5).bool()}, TypeError, "bias must be floating point"),
+    (read, {"bias": torch.zeros(1, 3, 5, 5)}, ValueError, "bias must broadcast"),
+    (read, {"bias": some(NAN, 5, 5)}, ValueError, "bias must be below infinity and not NaN .* got nan"),
+    (read, {"bias": some(INF, 5, 5)}, ValueError, "bias must be below infinity and not NaN .* got inf"),
+    (read, {"bias": [[0.0] * 5] * 5}, TypeError, "bias must be a floating-point tensor, got a list"),
+    (read, {"backend": "magic"}, ValueError, "backend must be one of"),
+    (read, {"backend": None}, ValueError, "backend must be one of"),
+    # The scans.
+    (keyed, {"q": -torch.ones(1, 5, 2, 4)}, ValueError, "q must be finite and non-negative .* got -1"),
+    (keyed, {"k": some(NAN, 1, 5, 2, 4)}, ValueError, "k must be finite and non-negative .* got nan"),
+    (keyed, {"k": some(INF, 1, 5, 2, 4)}, ValueError, "k must be finite and non-negative .* got inf"),
+    (keyed, {"q": torch.ones(1, 5, 4, 4)}, ValueError, "q and k must have one shape"),
+    (keyed, {"log_decay": torch.ones(1, 5, 2)}, ValueError, r"log_decay must be zero or negative .* got 1\.0"),
+    (keyed, {"log_decay": some(NAN, 1, 5, 2) - 1}, ValueError, "log_decay must be zero or negative .* got nan"),
+    (keyed, {"log_decay": torch.zeros(1, 4, 2)}, ValueError, "log_decay must have shape"),
+    (keyed, {"log_decay": torch.zeros(1, 5, 2).long()}, TypeError, "log_decay must be floating point"),
+    (keyed, {"log_decay": -0.5}, TypeError, "log_decay must be a floating-point tensor, got a float"),
+    (keyed, {"beta": some(INF, 2, 3)}, ValueError, "beta must be positive, finite and not NaN, got inf"),
+    (keyed, {"key_mask": [[1] * 5]}, TypeError, "key_mask must be a tensor"),
+    (keyed, {"normalize": "no"}, TypeError, f"normalize {BOOL} 'no'"),
+    (keyed, {"return_state": 1}, TypeError, f"return_state {BOOL} 1"),
+    (keyed, {"causal": False, "return_state": True}, ValueError, "causal=False reads the future"),
+    (keyed, {"initial_state": {}}, TypeError, "initial_state must be the state that a scan returned, got a dict"),
+    (keyed, {"initial_state": scan_state(channel)}, ValueError, "initial_state must hold"),
+    (keyed, {"initial_state": scan_state(beta=None)}, ValueError, "with beta given both times or neither"),
+    (keyed, {"backend": "sdpa"}, ValueError, "a scan has no such form"),
+    (keyed, {"v": normal(1, 0, 2, 3)}, ValueError, "v must have shape"),
+    (channel, {"log_weight": some(NAN, 1, 5, 2, 3)}, ValueError, "log_weight must be below infinity .* got nan"),
+    (channel, {"log_weight": some(INF, 1, 5, 2, 3)}, ValueError, "log_weight must be below infinity .* got inf"),
+    (channel, {"log_weight": normal(1, 5, 2)}, ValueError, "log_weight must have the shape of v"),
+    (channel, {"log_decay": torch.ones(1, 5, 2, 3)}, ValueError, "log_decay must be zero or negative"),
+    (channel, {"v": normal(5, 2, 3)}, ValueError, "v must have shape"),
+    (channel, {"v": torch.ones(1, 5, 2, 3).long()}, TypeError, "v must be floating point"),
+    (channel, {"initial_state": "start"}, TypeError, "initial_state must be the state that a scan returned, got a str"),
+    (ssm, {"A": torch.ones(2, 3, 4)}, ValueError, "A must be finite, and zero or negative"),
+    (ssm, {"A": -some(INF, 2, 3, 4)}, ValueError, "A must be finite, and zero or negative .* got -inf"),
+    (ssm, {"A": -torch.ones(2, 3, 0)}, ValueError, "A must have shape"),
+    (ssm, {"A": -1.0}, TypeError, "A must be a floating-point tensor, got a float"),
+    (ssm, {"B": -torch.ones(1, 5, 4)}, ValueError, "B must be finite and non-negative"),
+    (ssm, {"C": torch.ones(1, 5, 3)}, ValueError, r"C must have shape \(1, 5, 4\)"),
+    (ssm, {"D": some(NAN, 2, 3)}, ValueError, "D must be finite and non-negative .* got nan"),
+    (ssm, {"delta": some(-1.0, 1, 5, 2, 3)}, ValueError, "delta must be finite and non-negative"),
+    (ssm, {"delta": torch.ones(1, 5, 2, 2)}, ValueError, "delta must have the shape of v"),
+    # The theory.
+    (free, {"p": torch.tensor([0.5, 0.25, 0.5])}, ValueError, "p must sum to 1 over the tokens"),
+    (free, {"p": torch.tensor([1.0, 2.0, 3.0])}, ValueError, "p must sum to 1 over the tokens"),
+    (free, {"p": torch.tensor([1.5, -0.25, -0.25])}, ValueError, "p must hold weights >= 0 that sum to 1"),
+    (free, {"p": torch.tensor([0.5, NAN, 0.5])}, ValueError, "p must hold weights >= 0 .* got NaN"),
+    (free, {"p": torch.eye(3)[:, :2] * 0.5, "v": V[:2]}, ValueError, "p must sum to 1 over the tokens"),
+    (free, {"p": torch.tensor([1, 0, 0])}, TypeError, "p must be floating point"),
+    (free, {"p": [0.5, 0.5]}, TypeError, "p must be a tensor, got a list"),
+    (free, {"v": numpy.ones(3)}, TypeError, "v must be a tensor, got a ndarray"),
+    (free, {"v": torch.ones(4)}, ValueError, "p and v must broadcast"),
+    (free, {"dim": 3}, ValueError, "dim must be an axis of p and v"),
+    (free, {"beta": -1.0}, ValueError, "beta must be >= 0"),
+    (free, {"beta": NAN}, ValueError, "beta must be >= 0, got NaN"),
+    (free, {"beta": "1"}, TypeError, "beta must be a number or a tensor, got a str"),
+    (free, {"p": P.expand(2, 3), "beta": torch.ones(3)}, ValueError, "beta must broadcast"),
+    (hidden, {"lam": 1.5}, ValueError, r"lam must lie in \[0, 1\]"),
+    (hidden, {"lam": NAN}, ValueError, r"lam must lie in \[0, 1\]"),
+    (hidden, {"beta_max": INF}, ValueError, "beta_max must be finite"),
+    (hidden, {"p": 2 * P}, ValueError, "p must sum to 1 over the tokens"),
+    (lambda: theory.temperature_for_budget(P, V, -1.0), {}, ValueError, "kl must be >= 0"),
+    (lambda: theory.kl_divergence(2 * P, P), {}, ValueError, "q must sum to 1 over the tokens"),
+    (lambda: theory.kl_divergence(P, 2 * P), {}, ValueError, "p must sum to 1 over the tokens"),
+    (lambda: theory.donsker_varadhan(P, P, V, 0.0), {}, ValueError, "beta must be > 0 here"),
+    (lambda: theory.prior_gradient(P, V, 0.0), {}, ValueError, "beta must be > 0 here"),
+    (lambda: theory.concentration(P, V, 0.0), {}, ValueError, "beta must be > 0 here"),
+    (
+        lambda: theory.index_accuracy(V, V[None, :2], V.long()),
+        {},
+        ValueError,
+        "prediction and winner must have the shape",
+    ),
+    (lambda: theory.index_accuracy(V, V[None], V), {}, TypeError, "winner must be a tensor of integers"),
+    (lambda: theory.index_accuracy(V, V[None], V.long()), {}, ValueError, "winner must name tokens from 0 to 0"),
+    (lambda: theory.taylor_degree(-1.0, 0.1), {}, ValueError, "radius must lie in"),
+    (lambda: theory.taylor_degree(1.0, 0.0), {}, ValueError, "tolerance must be positive"),
+    (lambda: theory.taylor_state(1.0, 0.1, 0, 1), {}, ValueError, "key_width must be a positive integer, got 0"),
+    (lambda: theory.argmax_patterns(P), {}, ValueError, "weights must have shape"),
+    # The optimiser.
+    (lambda: fem.parameter_groups(layer(), -0.1), {}, ValueError, "weight_decay must be 0 or positive, got -0.1"),
+    (lambda: fem.parameter_groups(layer(), NAN), {}, ValueError, "weight_decay must be 0 or positive, got nan"),
+]
+
+
+@pytest.mark.parametrize(
+    "function, fields, error, message", TABLE, ids=[f"{n} {row[3]}" for n, row in enumerate(TABLE)]
+)
+def test_a_wrong_call_gets_one_sentence(function, fields, error, message):
+    with pytest.raises(error, match=message) as caught:
+        function(**fields)
+    assert "\n" not in str(caught.value)
+    raised = traceback.extract_tb(caught.value.__traceback__)[-1].filename
+    assert Path(raised).is_relative_to(Path(fem.__file__).parent), "said by somebody below us"
+
+
+def test_the_table_is_long():
+    assert len(TABLE) >= 150
+
+
+def test_a_masked_position_may_hold_anything():
+    mask = torch.tensor([[1, 0, 1, 1, 1]])
+    for scan, name, shape in ((keyed, "k", (1, 5, 2, 4)), (channel, "log_weight", (1, 5, 2, 3)), (ssm, "B", (1, 5, 4))):
+        bad = torch.ones(shape)
+        bad[:, 1] = NAN
+        found = scan(key_mask=mask, **{name: bad})
+        assert found.free_energy[:, mask[0].bool()].isfinite().all()
+
+
+def test_a_prior_of_ones_own_is_none_of_these():
+    assert isinstance(layer(OperatorPrior(lambda x: x.cumsum(1))).prior, Prior)

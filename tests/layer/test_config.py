@@ -1,6 +1,8 @@
 """Widths, switches and names of the configuration."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -72,6 +74,13 @@ def test_the_authors_names_mean_ours():
     assert config.backend == "plain"
     assert FreeEnergyMixerConfig(n_embd=64, n_head=4, softmax_backend="flash").backend == "sdpa"
     assert FreeEnergyMixerConfig(n_embd=64, n_head=4).mamba_normalize
+
+
+@pytest.mark.parametrize("module", ["fem", "fem.config"])
+def test_a_configuration_alone_knows_the_priors(module):
+    script = f"from {module} import FreeEnergyMixerConfig as C; print(C(n_embd=64, n_head=4, prior_type='gla').fem_dim)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "32\n", done.stderr
 
 
 def test_a_configuration_can_be_copied_with_a_change():

@@ -72,12 +72,12 @@ def main(recipe, output, resume, death):
     no file may grow beyond n bytes, as on a full disk; or None."""
     torch.set_num_threads(1)
     from fem.experiments.lm import metrics as journal
-    from fem.experiments.lm import training
+    from fem.experiments.lm import trainer, training
     from fem.experiments.lm.recipe import TrainRecipe
 
     if death is not None:
         place, step = death
-        owner, name = (training.TextTrainer, "_save_rng_state") if place == "save" else (journal.Journal, "on_step_end")
+        owner, name = (trainer.TextTrainer, "_save_rng_state") if place == "save" else (journal.Journal, "on_step_end")
         method = getattr(owner, name)
 
         def dying(self, *args, **given):

@@ -8,7 +8,7 @@ from fem.experiments.bench.mixers import BASELINE, Size
 from fem.experiments.bench.paper import TABLE5, TABLE7
 
 PARTS = ("read", "layer", "gpt2", "table5", "decode", "context")
-READS = (BASELINE, "FEM", "FEM, plain", "FEM, sdpa", "FEM, triton")
+READS = (BASELINE, "FEM", "FEM, plain")
 LAYERS = (BASELINE, "FEM-SM without C", "FEM-SM", "FEM-SM without C, plain", "FEM-GLA without C", "FEM-GLA")
 DECODES = (BASELINE, "FEM-SM without C", "FEM-SM", "FEM-GLA")
 CONTEXTS = (BASELINE, "FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT")

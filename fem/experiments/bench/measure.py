@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from fem.ops.common.fastest import Step, gpu_seconds
-
+Step = Callable[[], object]
 FEWEST_TURNS, MOST_TURNS = 3, 31
 ALLOCATOR = "MALLOC_MMAP_THRESHOLD_"
 
@@ -34,6 +33,16 @@ def alternate(steps: Mapping[str, Step], seconds: float, device: torch.device) -
         if turn >= FEWEST_TURNS and sum(map(sum, taken.values())) > seconds:
             break
     return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def gpu_seconds(step: Step) -> float:
+    """Seconds of a step between two events of the current CUDA stream."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def cpu_seconds(step: Step) -> float:

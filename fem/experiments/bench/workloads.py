@@ -30,8 +30,6 @@ def runs(case: Case, name: str, device: torch.device) -> bool:
     """Whether the contender can be measured here."""
     if name in baselines.PEERS:
         return baselines.available(name, device)
-    if case.part == "read" and name.partition(", ")[2] in ("sdpa", "triton"):
-        return device.type == "cuda"  # on a CPU, auto is sdpa
     return name != "DiffTrans"  # of no library
 
 

@@ -8,32 +8,16 @@ import re
 import shutil
 from pathlib import Path
 
-from fem.experiments.common.run import write_json
+from fem.experiments.common.integrity import damage
+from fem.experiments.common.run import note
 
-MANIFEST = "complete.json"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
-def publish(staging: Path, target: Path) -> None:
-    """Make the files in `staging` the checkpoint `target`: written out to disk, listed, then renamed in one step."""
-    files = sorted(path for path in staging.rglob("*") if path.is_file())
-    for path in files:
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    write_json(staging / MANIFEST, {str(path.relative_to(staging)): path.stat().st_size for path in files})
-    if target.exists():
-        shutil.rmtree(target)
-    os.replace(staging, target)
-
-
 def complete(checkpoint: Path) -> bool:
-    """Whether every file that was saved is there, in its full length."""
-    try:
-        sizes = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        return all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
-        return False
+    """Whether every file is there as it was saved."""
+    return damage(checkpoint) is None
 
 
 def checkpoints(output: Path) -> list[Path]:
@@ -49,6 +33,26 @@ def step_of(checkpoint: Path) -> int:
 def newest(output: Path) -> Path | None:
     """The newest complete checkpoint in `output`."""
     return next((checkpoint for checkpoint in reversed(checkpoints(output)) if complete(checkpoint)), None)
+
+
+def to_go_on_from(output: Path) -> Path | None:
+    """`newest`, with a sentence for every later checkpoint that is damaged."""
+    damaged: list[str] = []
+    for checkpoint in reversed(checkpoints(output)):
+        problem = damage(checkpoint)
+        if problem is None:
+            for what in damaged:
+                note(f"{what}; going on from {checkpoint.name}.")
+            return checkpoint
+        damaged.append(f"{checkpoint.name} is damaged: {problem}")
+    return None
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Keep a checkpoint that cannot be used out of the way, under a name that no training takes for one."""
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(checkpoint, aside)
 
 
 def model_folder(folder: str | Path) -> Path:
@@ -71,7 +75,22 @@ def model_folder(folder: str | Path) -> Path:
         pickles = [path.name for path in found.glob("*model*") if path.suffix in PICKLES]
         unsafe = f" but with {pickles[0]}, which may run code when it is read; convert it" if pickles else ""
         raise ValueError(f"model must hold its weights as safetensors, got {str(found)!r} without them{unsafe}.")
+    _check_index(found)
     return found
+
+
+def _check_index(folder: Path) -> None:
+    """Raises ValueError where the list of a model's parts names anything but safetensors beside it."""
+    index = folder / WEIGHTS[1]
+    if not index.exists():
+        return
+    try:
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        strange = sorted(name for name in named if Path(name).name != name or not name.endswith(".safetensors"))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{str(index)!r} must list the parts of the weights, and cannot be read.") from error
+    if strange:
+        raise ValueError(f"{str(index)!r} must name safetensors in its own folder alone, got {strange[0]!r}.")
 
 
 def _of_a_model(folder: Path) -> bool:
@@ -91,21 +110,25 @@ def load_language_model(folder: str | Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from fem.models import load_replaced
-    from fem.models.surgery.replace import RECORD
+    from fem.models.surgery.checkpoint import RECORD
 
     found = model_folder(folder)
     replaced = RECORD in json.loads((found / "config.json").read_text(encoding="utf-8"))
     load = load_replaced if replaced else AutoModelForCausalLM.from_pretrained
     try:
-        model = load(found, use_safetensors=True, dtype="auto")
-    except (SafetensorError, RuntimeError, OSError, KeyError, json.JSONDecodeError) as error:
+        model = load(found, use_safetensors=True, dtype="auto", trust_remote_code=False)
+    except (SafetensorError, RuntimeError, OSError, KeyError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"the model in {str(found)!r} brings code of its own: fem runs none.") from error
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"the model in {str(found)!r} cannot be read, it may be corrupt or cut off: {reason}"
         ) from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(found)
+        tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"the tokenizer in {str(found)!r} brings code of its own: fem runs none.") from None
         raise ValueError(f"{str(found)!r} holds no tokenizer beside the model; save one there.") from error
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(

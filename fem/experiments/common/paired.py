@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import mean, stdev
 
 
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float | None]:
+def paired(ours: Sequence[int | float], theirs: Sequence[int | float]) -> tuple[float, float | None]:
     """Mean and standard error of ours - theirs, seed by seed; no error of a single seed.
 
     Raises ValueError where the two have different numbers of seeds.
@@ -17,7 +17,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
     return mean(differences), stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else None
 
 
-def shown(ours: Sequence[float], theirs: Sequence[float], scale: float = 1.0, digits: int = 3) -> str:
+def shown(ours: Sequence[int | float], theirs: Sequence[int | float], scale: int | float = 1, digits: int = 3) -> str:
     """`paired` for a page: "+.047 +- .012"."""
     difference, error = paired(ours, theirs)
     text = f"{scale * difference:+.{digits}f}"

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -34,12 +35,15 @@ PACKAGES = (
     "accelerate",
     "neuralforecast",
 )
-RESULTS, PAGE = "results.json", "report.md"
+RESULTS, PAGE, CONFIG = "results.json", "report.md", "config.json"
 
 
-def option(default: Any, help: str) -> Any:
-    """A field of a recipe: its default and the line that explains it, on the command line too."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, also: tuple[str, ...] = ()) -> Any:
+    """A field of a recipe: its default and the line that explains it, on the command line too.
+
+    also: what other commands or versions call it; the command line takes these names with a hint.
+    """
+    return field(default=default, metadata={"help": help, "also": also})
 
 
 class Run:
@@ -63,23 +67,38 @@ class Run:
         return results
 
 
+def check_output(output: Path, experiment: str | None = None) -> None:
+    """Raises ValueError where `output` is a file, or holds what another experiment has left."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output must be a folder, got the file {str(output)!r}; choose another name.")
+    if experiment is None or not (output / CONFIG).exists():
+        return
+    try:
+        found = json.loads((output / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    other = found.get("experiment") if isinstance(found, dict) else None
+    if other != experiment:
+        what = f"a run of fem {other}" if other else "a config.json that is none of a run, such as a model's"
+        raise ValueError(f"output must not hold another experiment, got {str(output)!r} with {what}; choose another.")
+
+
 @contextmanager
 def open_run(output: Path, experiment: str, recipe) -> Iterator[Run]:
     """A run of `recipe`, whose files appear in `output` together, results.json last, or not at all.
 
     Files of an earlier run are replaced; a run that fails or is stopped leaves them as they were.
-    Raises ValueError if `output` exists and is no folder, TypeError if `recipe` is no dataclass.
+    Raises ValueError where `output` is no folder or another experiment's, TypeError if `recipe` is no dataclass.
     """
     if not is_dataclass(recipe):
         raise TypeError(f"recipe must be a dataclass, got {type(recipe).__name__}.")
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output must be a folder, got the file {str(output)!r}; choose another name.")
+    check_output(output, experiment)
     output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as staging:
         run = Run(Path(staging), recipe.seed)
         config = {"experiment": experiment, "recipe": asdict(recipe), "seed": recipe.seed}
-        write_json(run.folder / "config.json", config | {"versions": versions(), "hardware": hardware(), "date": now()})
+        write_json(run.folder / CONFIG, config | {"versions": versions(), "hardware": hardware(), "date": now()})
         yield run
         _publish(run.folder, output)
 
@@ -119,10 +138,29 @@ def provenance(command: str) -> str:
 
 
 def write_json(path: Path, data: dict) -> None:
-    """Write data as JSON under a temporary name, then rename: a reader sees the old file or the new one."""
+    """Write data as JSON under a temporary name, then rename: a reader sees the old file or the new one, and so does
+    whoever comes after a power cut."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
+    sync(temporary)
     os.replace(temporary, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows opens no folders
+    handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def note(sentence: str) -> None:
+    """Say what is worth knowing and stops nothing, on standard error."""
+    print(f"note: {sentence}", file=sys.stderr)
 
 
 def versions() -> dict[str, str]:

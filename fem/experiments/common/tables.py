@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,13 @@ def markdown_table(rows: Rows) -> str:
     """The rows as a Markdown table, numbers to the right. Columns are those of the first row."""
     columns = list(rows[0])
     align = ["---:" if any(_is_number(row[column]) for row in rows) else "---" for column in columns]
-    lines = [columns, align, *([cell(row[column]) for column in columns] for row in rows)]
+    lines = [columns, align, *([_plain(cell(row[column])) for column in columns] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _plain(text: str) -> str:
+    """A cell that ends no cell, line or page, whatever a name in it holds."""
+    return " ".join(text.replace("<", "&lt;").replace("|", "&#124;").split())
 
 
 def write_table(folder: Path, name: str, rows: Rows) -> None:
@@ -43,9 +49,13 @@ def write_table(folder: Path, name: str, rows: Rows) -> None:
 
 
 def write_page(folder: Path, title: str, *parts: str) -> None:
-    """`folder`/report.md: the run as a page, pictures beside it."""
-    text = "\n\n".join(part.strip() for part in (f"# {title}", *parts))
+    """`folder`/report.md: the run as a page, pictures beside it. The title is text: names in it are no markup."""
+    text = "\n\n".join(part.strip() for part in (f"# {_as_text(title)}", *parts))
     (folder / "report.md").write_text(f"{text}\n", encoding="utf-8")
+
+
+def _as_text(title: str) -> str:
+    return re.sub(r"([\\`*\[\]<>#])", r"\\\1", " ".join(title.split()))
 
 
 def show_table(title: str, rows: Rows) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fem.experiments.common.jobs import read_record
+from fem.experiments.common.lock import one_writer
 from fem.experiments.common.options import recipe_options
-from fem.experiments.common.run import command_line, cpu_threads, open_run, progress, write_json
+from fem.experiments.common.run import check_output, command_line, cpu_threads, open_run, progress, write_json
 from fem.experiments.common.tables import show_table, write_table
 from fem.experiments.forecast.settings import LAPTOP, PROFILES, ForecastRecipe
 
@@ -20,8 +22,7 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
 
     Raises ValueError on data that cannot be trained on, before any training.
     """
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output must be a folder, got the file {str(output)!r}; choose another name.")
+    check_output(output, "forecast")
     from fem.experiments.forecast import report
     from fem.experiments.forecast.training import train
 
@@ -33,13 +34,16 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
     with cpu_threads(recipe.threads), progress() as bars:
         for job in jobs:
             path = runs / f"{job.key}.json"
-            if not path.exists():
-                checkpoint = path.with_suffix(".pt")
-                record = train_peer(job, bars) if job.is_peer else train(job, checkpoint, bars)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(path, record)
-                checkpoint.unlink(missing_ok=True)
-            records.append(json.loads(path.read_text(encoding="utf-8")))
+            record = read_record(path)
+            if record is None:
+                folder = runs / job.key
+                folder.mkdir(parents=True, exist_ok=True)
+                with one_writer(folder):
+                    record = train_peer(job, bars) if job.is_peer else train(job, folder, bars)
+                    write_json(path, record)
+                shutil.rmtree(folder)
+                (runs / f"{job.key}.pt").unlink(missing_ok=True)  # of earlier versions
+            records.append(record)
     with open_run(output, "forecast", recipe) as under_way:
         for record in records:
             found = {name: record[name] for name in ("data", "horizon", "model", "seed")}

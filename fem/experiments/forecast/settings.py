@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict, dataclass
 from itertools import product
 
 import torch
 
+from fem.experiments.common.jobs import digest_of
 from fem.experiments.common.run import option
 from fem.experiments.forecast.backbone import one_name, width_for
 from fem.experiments.forecast.series import Series, Windows, windows
@@ -125,9 +124,8 @@ class Job:
     def key(self) -> str:
         """A file name of its own for every run: other values or other data, other name."""
         decides = {name: value for name, value in asdict(self.recipe).items() if name not in NO_PART_IN_A_RUN}
-        digest = hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=6)
-        digest.update(self.series.values.tobytes())
-        return f"{self.series.name}-{self.horizon}-{self.model}-seed{self.seed}-{digest.hexdigest()}"
+        found = digest_of(decides, self.series.values.tobytes())
+        return f"{self.series.name}-{self.horizon}-{self.model}-seed{self.seed}-{found}"
 
     def windows(self, device: torch.device | str = "cpu") -> dict[str, Windows]:
         """The windows of every split. Raises ValueError where one is too short for any."""

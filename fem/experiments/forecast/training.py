@@ -5,7 +5,8 @@ A plain loop: two losses, validation on all windows and exact resumption take mo
 
 from __future__ import annotations
 
-import os
+import pickle
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
+from fem.experiments.common.checkpoints import checkpoints, set_aside, to_go_on_from
+from fem.experiments.common.integrity import publish
+from fem.experiments.common.saving import STAGING
 from fem.experiments.forecast.backbone import build_host
 from fem.experiments.forecast.series import Windows
 from fem.experiments.forecast.settings import Job
@@ -24,6 +28,7 @@ BETAS = (0.9, 0.95)
 RISE, START = 0.05, 0.1  # share of the steps in which the learning rate rises, and where it starts, as a share
 CLIP = 1.0
 SCORED_AT_ONCE = 64
+STATE, KEPT = "state.pt", 2
 
 Forecast = Callable[[Tensor], Tensor]
 
@@ -35,8 +40,8 @@ class Score(NamedTuple):
     mae: float
 
 
-def train(job: Job, checkpoint: Path, bars: Progress) -> dict:
-    """Train the job's host from the end of the last epoch in `checkpoint`, if there is one; returns its record.
+def train(job: Job, folder: Path, bars: Progress) -> dict:
+    """Train the job's host from the end of the last whole epoch in `folder`, if there is one; returns its record.
 
     The weights of the lowest validation error are tested. Raises ValueError where no epoch has a finite one.
     """
@@ -61,7 +66,7 @@ def train(job: Job, checkpoint: Path, bars: Progress) -> dict:
     optimiser = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: one_cycle(step / (recipe.epochs * batches)))
     training = Training(host, optimiser, schedule)
-    training.resume(checkpoint)
+    training.resume(folder)
     bar = bars.add_task(job.title, total=recipe.epochs * batches, completed=training.epoch * batches)
     while training.epoch < recipe.epochs and training.epoch - training.best_epoch < recipe.patience:
         started, total = time.process_time(), 0.0
@@ -80,7 +85,7 @@ def train(job: Job, checkpoint: Path, bars: Progress) -> dict:
         host.eval()
         validation = score(host, split["validation"])
         training.close_epoch(total / batches, validation, time.process_time() - started)
-        training.save(checkpoint)
+        training.save(folder)
         bars.update(bar, description=f"{job.title}, validation MSE {validation.mse:.4f}")
     bars.update(bar, completed=recipe.epochs * batches)
     if training.best_epoch == 0:
@@ -107,7 +112,7 @@ def record(job: Job, model: nn.Module, forecast: Forecast, test: Windows, second
 
 
 class Training:
-    """What a run knows between two epochs, kept in one file."""
+    """What a run knows between two epochs, kept in one checkpoint."""
 
     def __init__(
         self, host: nn.Module, optimiser: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler
@@ -132,19 +137,40 @@ class Training:
         if self.best_epoch == self.epoch:
             self.best = {name: tensor.detach().clone() for name, tensor in self.parts["host"].state_dict().items()}
 
-    def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".tmp")
+    def save(self, folder: Path) -> None:
+        """Publish `folder`/checkpoint-EPOCH; the one before it stays."""
+        staging = folder / STAGING
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
         known = {"best": self.best, "curve": self.curve, "seconds": self.seconds}
-        torch.save({name: part.state_dict() for name, part in self.parts.items()} | known, partial)
-        os.replace(partial, path)
+        torch.save({name: part.state_dict() for name, part in self.parts.items()} | known, staging / STATE)
+        publish(staging, folder / f"checkpoint-{self.epoch}")
+        for old in checkpoints(folder)[:-KEPT]:
+            shutil.rmtree(old)
 
-    def resume(self, path: Path) -> None:
-        if not path.exists():
+    def resume(self, folder: Path) -> None:
+        """Go on from the newest whole checkpoint; a later one that is damaged is set aside.
+
+        Raises ValueError where there are only damaged ones.
+        """
+        there, newest = checkpoints(folder), to_go_on_from(folder)
+        if there and newest is None:
+            raise ValueError(f"no checkpoint in {str(folder)!r} is whole; remove that folder to train it again.")
+        for later in there[there.index(newest) + 1 :] if there else ():
+            set_aside(later)
+        earlier = folder.with_name(folder.name + ".pt")  # of earlier versions
+        if newest is None and not earlier.exists():
             return
-        known = torch.load(path, weights_only=True, map_location=next(self.parts["host"].parameters()).device)
-        for name, part in self.parts.items():
-            part.load_state_dict(known[name])
+        path = earlier if newest is None else newest / STATE
+        try:
+            known = torch.load(path, weights_only=True, map_location=next(self.parts["host"].parameters()).device)
+            for name, part in self.parts.items():
+                part.load_state_dict(known[name])
+        except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
+            place = path if newest is None else folder
+            raise ValueError(
+                f"{str(place)!r} is damaged, or another version's; remove it to train it again."
+            ) from error
         self.best, self.curve, self.seconds = known["best"], known["curve"], known["seconds"]
 
 

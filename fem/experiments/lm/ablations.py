@@ -19,6 +19,7 @@ ROWS = {
 REMARKS = {
     "full": "the Free Energy Mixer",
     "-G,T,L": "the conditioner alone",
+    "-C": "the Free Energy Mixer without its conditioner",
     "-C,G,T": "LASER: log-sum-exp alone, at beta 1",
     "-C,G,T,L": "the prior alone",
     "+G": "control: the outer gate alone, no free energy",

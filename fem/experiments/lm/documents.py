@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 from datasets import IterableDataset, load_dataset
 
-from fem.experiments.lm.text import read_text
+from fem.experiments.common.hub import way_to_the_hub
+from fem.experiments.common.integrity import digest
+from fem.experiments.lm.pieces import file_pieces, pieces
 
 TEXT, JSON_LINES, PARQUET = (".txt", ".md"), (".jsonl",), (".parquet",)
 
@@ -26,32 +29,54 @@ def local_files(data: str) -> list[Path] | None:
     found = sorted(p for p in path.rglob("*") if p.suffix in known) if path.is_dir() else [path]
     if not found or found[0].suffix not in known:
         raise ValueError(f"data must be {', '.join(known)} or a folder of such files, got {data!r}.")
+    if strange := [p for p in found if not p.is_file()]:
+        raise ValueError(f"data must be regular files, got {str(strange[0])!r}, a pipe, device or folder.")
     return found
+
+
+def content(files: list[Path]) -> str:
+    """A digest of what the files hold, in their order: their names, places and times do not matter."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in files:
+        kind = "text" if path.suffix in TEXT else path.suffix
+        found.update(f"{kind} {digest(path)}\n".encode())
+    return found.hexdigest()
 
 
 def local_documents(files: list[Path], field: str) -> Iterator[str]:
     """A text file is one document; every line of JSON and every row of Parquet is one, its text in `field`.
 
-    Raises ValueError on files that are empty, binary or cut off, and on records without the field.
+    Long documents come in pieces, all but the last of type `Part`. Raises ValueError on files that are empty, binary or
+    cut off, and on records without the field.
     """
     for path in files:
         if path.suffix in TEXT:
-            yield read_text(path)
+            yield from file_pieces(path)
             continue
-        found = 0
+        found, visible = 0, False
         for record in _json_lines(path) if path.suffix in JSON_LINES else _parquet_rows(path, field):
             found += 1
-            yield text_of(record, field, f"{path.name}, record {found}")
-        if not found:
-            raise ValueError(f"data must not be empty, got {str(path)!r}, which holds no record.")
+            text = text_of(record, field, f"{path.name}, record {found}")
+            visible = visible or bool(text.strip())
+            yield from pieces(text)
+        if not visible:
+            what = "whose every text is white space" if found else "which holds no record"
+            raise ValueError(f"data must not be empty, got {str(path)!r}, {what}.")
 
 
 def text_of(record: Any, field: str, where: str) -> str:
     """The text of one record. Raises ValueError where there is none."""
-    if not isinstance(record, dict) or not isinstance(record.get(field), str):
+    text = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
         shown = f"the fields {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
+        if isinstance(record, dict) and field in record:
+            shown = "null" if text is None else f"a {type(text).__name__}"
         raise ValueError(f"{where} must have text in {field!r}, got {shown}; name the field with --field.")
-    return record[field]
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} must be text, got half of a surrogate pair at character {error.start}.") from error
+    return text
 
 
 def hub_documents(name: str, subset: str | None, rank: int, world: int) -> IterableDataset:
@@ -60,6 +85,7 @@ def hub_documents(name: str, subset: str | None, rank: int, world: int) -> Itera
     Raises ValueError where there is no such dataset, or no way to it.
     """
     try:
+        way_to_the_hub()
         stream = load_dataset(name, subset, split="train", streaming=True)
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
@@ -76,17 +102,16 @@ def node_part(stream: IterableDataset, rank: int, world: int) -> IterableDataset
 def _json_lines(path: Path) -> Iterator[Any]:
     number = 0
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             for line in file:
                 number += 1
                 if line.strip():
                     yield json.loads(line)
     except UnicodeDecodeError as error:
-        raise ValueError(f"data must be UTF-8, got {str(path)!r} with other bytes from {error.start} on.") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"data must be one JSON object a line, got {str(path)!r} with another line {number}."
-        ) from error
+        raise ValueError(f"data must be UTF-8, got {str(path)!r} with other bytes.") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        what = "a line nested too deeply," if isinstance(error, RecursionError) else "another line"
+        raise ValueError(f"data must be one JSON object a line, got {str(path)!r} with {what} {number}.") from error
 
 
 def _parquet_rows(path: Path, field: str) -> Iterator[dict]:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from fem.experiments.common.checkpoints import load_language_model, model_folder
 from fem.experiments.common.options import recipe_options
 from fem.experiments.common.run import command_line, open_run, option, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
@@ -22,7 +23,8 @@ class EvalRecipe:
     model: str = option("", "Folder of a model, or the output of fem train: its newest whole checkpoint.")
     suite: str | None = option(None, f"Tasks by one name: {', '.join(SUITES)}.")
     tasks: str = option("", "The harness's names of tasks, with commas between them.")
-    include_path: str | None = option(None, "Folder with task files (YAML) of your own.")
+    include_path: str | None = option(None, "Folder with task files (YAML) of your own; needs --allow-code.")
+    allow_code: bool = option(False, "Let task files run code: the harness's YAML may name functions in files.")
     batch_size: int = option(8, "Rows at a time.")
     limit: int | None = option(None, "Only so many examples of each task: for a try.")
     beside: str = option("340M fem-sm", "Row of the paper's Table 2 to print beside the suite.")
@@ -40,6 +42,11 @@ class EvalRecipe:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise ValueError(f"include_path must be a folder of task files, got {self.include_path!r}.")
+        if self.include_path is not None and not self.allow_code:
+            raise ValueError(
+                "include_path needs --allow-code: the harness's task files may run code of their own (!function, "
+                f"templates, other files); read those in {self.include_path!r} first."
+            )
         paper_row(self.beside)
 
     def task_names(self) -> list[str]:
@@ -56,8 +63,6 @@ def evaluate(recipe: EvalRecipe) -> dict[str, dict[str, float]]:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
-
-    from fem.experiments.common.checkpoints import load_language_model
 
     model, tokenizer = load_language_model(recipe.model)
     manager = TaskManager(include_path=recipe.include_path, include_defaults=_beyond(recipe))
@@ -131,6 +136,7 @@ NOTHING = EvalRecipe(model="DIR", tasks="NAMES")
 
 def run(recipe: EvalRecipe, output: Path) -> dict:
     """Score the model, write `output`; returns what results.json holds."""
+    model_folder(recipe.model)  # refuses before anything is written
     with open_run(output, "eval", recipe) as under_way:
         scores = evaluate(recipe)
         table = rows(recipe, scores)

@@ -15,6 +15,7 @@ import typer
 from torch import nn
 
 from fem.experiments.common.options import recipe_options
+from fem.experiments.common.paired import shown
 from fem.experiments.common.run import command_line, open_run, option, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
 
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 
 
 HOSTS = ("gpt2", "llama")
+ARMS: dict[str, dict | None] = {
+    "original": None,  # the host as it is
+    "gate": {"use_temperature": False},  # the outer gate alone, no free energy
+    "slim": {"gate_rank": 4},  # nearly the host's parameters
+    "fem": {},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +38,9 @@ class FinetuneRecipe:
 
     text: Path | None = option(None, "Text to train on; the sources of Python where none is given.")  # noqa: RUF009
     host: str = option("gpt2", "Host: gpt2, or llama with grouped heads.")
+    arms: str = option(
+        ",".join(ARMS), "The host as it is, and copies with the outer gate alone, slim gates, all of FEM."
+    )
     layers: int = option(3, "Blocks of the host.")
     width: int = option(96, "Width of the host.")
     heads: int = option(4, "Heads of the host; llama has half as many key heads.")
@@ -48,9 +58,15 @@ class FinetuneRecipe:
     def __post_init__(self):
         if self.host not in HOSTS:
             raise ValueError(f"host must be {' or '.join(HOSTS)}, got {self.host!r}.")
+        if not {"original"} <= set(self.arm_names) <= ARMS.keys():
+            raise ValueError(f"arms must be original and some of {', '.join(ARMS)}, got {self.arms!r}.")
         for name in ("layers", "width", "heads", "batch", "steps", "further_steps", "runs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+
+    @property
+    def arm_names(self) -> list[str]:
+        return [arm.strip() for arm in self.arms.split(",")]
 
 
 def build_host(recipe: FinetuneRecipe, vocabulary: int) -> nn.Module:
@@ -121,29 +137,41 @@ def validate(model: nn.Module, corpus: Corpus, rows: int = 256) -> float:
 
 
 def finetune(recipe: FinetuneRecipe, corpus: Corpus, advance: Callable[[], None] = lambda: None) -> dict:
-    """Loss of the host, of the host turned into FEM before training, and of both after equal further training."""
+    """Every arm's {"parameters", "before", "after"}: its loss before the further training, and after each order."""
     from fem.models import replace_attention
 
     host = train_host(recipe, corpus, advance)
-    fem = replace_attention(copy.deepcopy(host))
-    count = lambda model: sum(p.numel() for p in model.parameters())  # noqa: E731
-    found = {"host": validate(host, corpus), "replaced": validate(fem, corpus), "original": [], "fem": []}
+    starts = {
+        arm: host if ARMS[arm] is None else replace_attention(copy.deepcopy(host), **ARMS[arm])
+        for arm in recipe.arm_names
+    }
+    found: dict = {
+        arm: {"parameters": sum(p.numel() for p in start.parameters()), "before": validate(start, corpus), "after": []}
+        for arm, start in starts.items()
+    }
     for run in range(recipe.runs):
-        for name, start in (("original", host), ("fem", fem)):
+        for arm, start in starts.items():
             model = copy.deepcopy(start)
             groups = parameter_groups(model, recipe.further_learning_rate, recipe.awakening)
             train(model, corpus, groups, recipe.further_steps, recipe.batch, recipe.seed + 1 + run, advance)
-            found[name].append(validate(model, corpus))
-    return found | {"host_parameters": count(host), "fem_parameters": count(fem)}
+            found[arm]["after"].append(validate(model, corpus))
+    return found
 
 
 def rows(found: dict) -> list[dict]:
-    """Loss before and after the further training: a row per order of the data, then the mean."""
-    pairs = list(zip(found["original"], found["fem"]))
-    table = [{"": "before", "original": found["host"], "FEM": found["replaced"]}]
-    table += [{"": f"after, order {order}", "original": a, "FEM": b} for order, (a, b) in enumerate(pairs, start=1)]
-    table.append({"": "after, mean", "original": mean(found["original"]), "FEM": mean(found["fem"])})
-    return [row | {"difference": f"{row['FEM'] - row['original']:+.4f}"} for row in table]
+    """A row per arm: loss before, after each order of the data and in the mean, and how far below the original."""
+    original = found["original"]["after"]
+    return [
+        {
+            "model": arm,
+            "parameters": of_arm["parameters"],
+            "before": of_arm["before"],
+            "after, mean": mean(of_arm["after"]),
+            "after, by order": ", ".join(f"{loss:.4f}" for loss in of_arm["after"]),
+            "below the original, paired": "" if arm == "original" else shown(original, of_arm["after"], digits=4),
+        }
+        for arm, of_arm in found.items()
+    ]
 
 
 def run(recipe: FinetuneRecipe, output: Path) -> dict:
@@ -153,7 +181,9 @@ def run(recipe: FinetuneRecipe, output: Path) -> dict:
     corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)
     source = "the sources and help topics of Python" if recipe.text is None else recipe.text.name
     with open_run(output, "finetune", recipe) as under_way, progress() as bars:
-        bar = bars.add_task(recipe.host, total=recipe.steps + 2 * recipe.runs * recipe.further_steps)
+        bar = bars.add_task(
+            recipe.host, total=recipe.steps + len(recipe.arm_names) * recipe.runs * recipe.further_steps
+        )
         found = finetune(recipe, corpus, lambda: bars.advance(bar))
         table = rows(found)
         write_table(under_way.folder, "table", table)
@@ -162,9 +192,10 @@ def run(recipe: FinetuneRecipe, output: Path) -> dict:
             f"FEM in a {recipe.host} that was trained without it",
             f"{recipe.layers} blocks of width {recipe.width}, {recipe.steps} steps of {recipe.batch} x "
             f"{recipe.context} tokens of {source}; then {recipe.further_steps} further steps of the model as it is and "
-            "of its copy after `replace_attention(preserve=True)`, on the same rows in the same order. Validation loss "
-            f"in nats per token. The original has {found['host_parameters']:,} parameters, FEM "
-            f"{found['fem_parameters']:,}: its gates are new.",
+            "of copies after `replace_attention(preserve=True)`, on the same rows in the same order: gate, the outer "
+            "gate alone; slim, gates of rank 4; fem, all of it. lambda and beta start asleep and learn "
+            f"{recipe.awakening:g} times as fast. Validation loss in nats per token; paired: order by order, ± the "
+            "standard error.",
             markdown_table(table),
             provenance(command_line("finetune", recipe, FinetuneRecipe())),
         )

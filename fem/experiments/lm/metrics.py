@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from datetime import timedelta
 from importlib.util import find_spec
+from statistics import median
 
 import torch
 from rich.progress import Progress
@@ -12,14 +14,20 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from fem.experiments.common.run import Run
+from fem.experiments.common.saving import NotFinite, kept
 from fem.experiments.lm.packing import Row
+from fem.experiments.lm.place import read_metrics
 from fem.experiments.lm.recipe import TrainRecipe
 from fem.experiments.lm.throughput import flops_per_token, peak_flops, peak_memory
+from fem.experiments.lm.trainer import ADVICE
 from fem.gates import Temperature, TwoLevelGate
 from fem.models import FEMForCausalLM
-from fem.ops.softmax.read import suspects
+from fem.ops.common.fallback_count import suspects
 
-LOGGED = {"loss": "train_loss", "eval_loss": "val_loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate"}
+LOGGED = {"loss": "train_loss", "eval_loss": "val_loss"} | {
+    name: name for name in ("grad_norm", "grad_norm_max", "skipped_steps", "learning_rate")
+}
+LOOKED_BACK, SPIKES = 20, {"train_loss": 1.2, "grad_norm_max": 5.0}  # lines, and how many times their median is a spike
 
 
 class Journal(TrainerCallback):
@@ -39,6 +47,7 @@ class Journal(TrainerCallback):
         suspects.reset()
         self.start_clock()
         self.processes, self.writer = args.world_size, None
+        self.lines = read_metrics(self.run.folder) if self.bars is not None else []
         if self.bars is not None:
             self.bar = self.bars.add_task("training", total=state.max_steps, completed=state.global_step)
             if find_spec("tensorboard"):
@@ -64,19 +73,34 @@ class Journal(TrainerCallback):
 
     def on_log(self, args, state, control, logs, model, **_):
         found = {ours: float(logs[theirs]) for theirs, ours in LOGGED.items() if theirs in logs}
-        if "train_loss" in found and not math.isfinite(found["train_loss"]):
-            raise ValueError(
-                f"the loss is {found['train_loss']} at step {state.global_step}; a smaller learning rate, more warm-up "
-                "steps or float32 may help, and --resume auto goes on from the last checkpoint."
-            )
+        for name in ("train_loss", "val_loss"):
+            if name in found and not math.isfinite(found[name]):
+                what = "the validation loss" if name == "val_loss" else "the loss"
+                raise NotFinite(state.global_step, f"{what} is {found[name]}", f"{ADVICE}; {kept(self.run.folder)}")
+        found = {name: value for name, value in found.items() if math.isfinite(value)}
         self.loss = found.get("train_loss", self.loss)
         if "train_loss" in found:
             found |= self.speed(state.max_steps - state.global_step) | read_statistics(model, self.probe)
             self.start_clock()
         if found and self.bars is not None:
+            found |= self.spikes(found)
             self.run.log(step=state.global_step, **found)
-            for name, value in found.items() if self.writer is not None else ():
+            self.lines.append(found)
+            if not self.bars.console.is_terminal:
+                self.bars.console.print(in_words(state.global_step, state.max_steps, found), soft_wrap=True)
+            numbers = {name: value for name, value in found.items() if name != "spike"}
+            for name, value in numbers.items() if self.writer is not None else ():
                 self.writer.add_scalar(name, value, state.global_step)
+
+    def spikes(self, found: dict[str, float]) -> dict[str, str]:
+        """{"spike": "grad_norm_max 53 is 12 times the median of the last lines"}, where there is one."""
+        told = []
+        for name, times in SPIKES.items():
+            earlier = [line[name] for line in self.lines[-LOOKED_BACK:] if name in line]
+            usual = median(earlier) if len(earlier) >= LOOKED_BACK // 4 else math.inf
+            if found.get(name, 0.0) > times * usual > 0:
+                told.append(f"{name} {found[name]:.3g} is {found[name] / usual:.1f} times the median of the last lines")
+        return {"spike": "; ".join(told)} if told else {}
 
     def on_train_end(self, args, state, control, **_):
         if self.writer is not None:
@@ -97,12 +121,28 @@ class Journal(TrainerCallback):
         return found
 
 
+def in_words(step: int, steps: int, found: dict) -> str:
+    """A line for a log that nobody watches: "step 10/1000, loss 5.104, grad norm 1.2, 8,432 tokens/s, 0:12:09 left"."""
+    parts = [f"step {step}/{steps}"]
+    for name, shown in (("train_loss", "loss"), ("val_loss", "validation loss"), ("grad_norm", "grad norm")):
+        if name in found:
+            parts.append(f"{shown} {found[name]:.4g}")
+    if "tokens_per_second" in found:
+        left = timedelta(seconds=round(found["seconds_left"]))
+        parts += [f"{found['tokens_per_second']:,.0f} tokens/s", f"{left} left"]
+    if "skipped_steps" in found:
+        parts.append(f"{found['skipped_steps']:.0f} steps left out")
+    if "spike" in found:
+        parts.append(f"spike: {found['spike']}")
+    return ", ".join(parts)
+
+
 def summary(metrics: list[dict]) -> dict:
     """The last value of everything that was measured, with the steps of the last validation and of the end."""
     last: dict = {}
     for line in metrics:
         last |= line | ({"validated_at": line["step"]} if "val_loss" in line else {})
-    return {name: value for name, value in last.items() if name != "seconds_left"}
+    return {name: value for name, value in last.items() if name not in ("seconds_left", "spike")}
 
 
 @torch.no_grad()

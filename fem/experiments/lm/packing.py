@@ -8,13 +8,13 @@ Every source starts at any step without reading what came before it.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +23,15 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerFast
 
+from fem.experiments.common.integrity import MANIFEST, damage, publish
+from fem.experiments.common.run import note
 from fem.experiments.lm.documents import text_of
+from fem.experiments.lm.pieces import Part
 from fem.models.loss import IGNORED
 
 Row = dict[str, Tensor]
-DOCUMENTS_AT_ONCE = 256
+DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 18
+SOURCE = "source.json"
 
 
 def packed(ids: np.ndarray, opens: np.ndarray) -> Row:
@@ -65,45 +69,82 @@ class TokenFile:
         return len(self.tokens) // context
 
 
-def write_tokens(documents: Iterator[str], tokenizer: PreTrainedTokenizerFast, folder: Path, source: list) -> TokenFile:
+def write_tokens(
+    documents: Iterator[str],
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    source: Any,
+    told: Callable[[int], None] = lambda tokens: None,
+) -> TokenFile:
     """Write the documents' tokens to `folder`, whole or not at all, or open what an earlier call wrote there.
 
-    source: what tells the documents apart, such as the names and sizes of their files. Raises ValueError where the
-    folder was written from another one.
+    source: what tells the documents and their tokens apart. Tokens that are damaged are written again, with a sentence:
+    whether `source` is what a run began with, its config.json says.
+    told: called with the count of tokens as it grows. Raises ValueError where the folder was written from another
+    source, or where the documents have no text.
     """
     if folder.exists():
-        if json.loads((folder / "source.json").read_text()) != source:
+        problem = damage(folder)
+        listed = (folder / MANIFEST).exists()
+        if source_of(folder) != source and (problem is None or not listed):
             raise ValueError(f"data have changed since {str(folder)!r} was written; give another --output.")
-        return TokenFile.open(folder)
+        if problem is None:
+            return TokenFile.open(folder)
+        note(f"the tokens in {str(folder)!r} are damaged ({problem}); writing them again from the data.")
     staging = folder.with_name(f".{folder.name}")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     ends, total = [], 0
     with open(staging / "tokens.bin", "wb") as file:
         for batch in _batches(documents):
-            for ids in encode(batch, tokenizer):
+            for piece, ids in zip(batch, encode(batch, tokenizer)):
+                ids = ids[:-1] if isinstance(piece, Part) else ids
                 file.write(ids.tobytes())
                 total += len(ids)
-                ends.append(total)
+                if not isinstance(piece, Part):
+                    ends.append(total)
+            told(total)
+    if total == len(ends):
+        raise ValueError("data must not be empty, got documents without a token.")
     np.save(staging / "ends.npy", np.array(ends, np.int64))
-    (staging / "source.json").write_text(json.dumps(source))
-    os.replace(staging, folder)
+    (staging / SOURCE).write_text(json.dumps(source), encoding="utf-8")
+    publish(staging, folder)
     return TokenFile.open(folder)
 
 
+def source_of(folder: Path) -> Any:
+    """What the tokens in `folder` were written from; None where that cannot be read."""
+    try:
+        return json.loads((folder / SOURCE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def adopt(folder: Path, source: Any) -> None:
+    """Tokens of an earlier version, of the same data, under today's source and with a list of their digests."""
+    staging = folder.with_name(f".{folder.name}")
+    shutil.rmtree(staging, ignore_errors=True)
+    shutil.copytree(folder, staging)
+    (staging / SOURCE).write_text(json.dumps(source), encoding="utf-8")
+    publish(staging, folder)
+
+
 def encode(documents: list[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[np.ndarray]:
-    """Each document's tokens and the end token."""
-    for found in tokenizer.backend_tokenizer.encode_batch_fast(documents, add_special_tokens=False):
+    """Each document's tokens and the end token. Special tokens that the text spells out are text."""
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = True
+    for found in backend.encode_batch_fast(documents, add_special_tokens=False):
         yield np.array([*found.ids, tokenizer.eos_token_id], np.uint32)
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
-    batch = []
+    batch, size = [], 0
     for document in documents:
         batch.append(document)
-        if len(batch) == DOCUMENTS_AT_ONCE:
+        size += len(document)
+        if len(batch) == DOCUMENTS_AT_ONCE or size > CHARACTERS_AT_ONCE:
             yield batch
-            batch = []
+            batch, size = [], 0
     yield batch
 
 
@@ -147,10 +188,10 @@ class ShuffledRows(IterableDataset):
             epoch, place = divmod(number, self.rows)
             yield self.file.row(int(_order(self.rows, self.seed, epoch)[place]), self.context)
 
-    def state_dict(self) -> dict:
-        return {}
+    def state_dict(self) -> None:
+        """The step says it all, for any number of processes."""
 
-    def load_state_dict(self, state: dict, step: int) -> None:
+    def load_state_dict(self, state: dict | None, step: int) -> None:
         self.step = step
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 
 from fem.experiments.common.run import option
 
 DTYPES = ("float32", "bfloat16")
 PARALLEL = ("ddp", "fsdp")
+NONFINITE = ("stop", "skip")
+SMALLEST_VOCABULARY = 257  # bytes and the end of a document
 PAPER_ROWS = 128  # of 4096 tokens: 0.5M tokens a step
 
 
@@ -18,15 +21,17 @@ class TrainRecipe:
 
     preset: str = option("fem-sm-tiny", "Model, such as fem-sm-340m, fem-gla-small, transformer-tiny.")
     model: str = option("{}", 'Other model fields than the preset\'s, as JSON: {"mixer": {"use_conv": false}}.')
-    data: str = option("", "Text, .jsonl, .parquet, a folder of them, or a dataset of the hub, which is streamed.")
+    data: str = option(
+        "", "Text, .jsonl, .parquet, a folder of them, or a dataset of the hub, which is streamed.", also=("text",)
+    )
     subset: str | None = option(None, "Configuration of the hub dataset.")
     field: str = option("text", "Where a record has its text.")
     tokenizer: str | None = option(None, "Tokenizer, a folder or a name on the hub; none: trained on the local data.")
     vocabulary: int = option(4096, "Entries of a tokenizer that is trained here.")
     context: int = option(512, "Tokens of a row.")
-    batch_size: int = option(16, "Rows of a step, over all processes.")
+    batch_size: int = option(16, "Rows of a step, over all processes.", also=("batch",))
     micro_batch: int | None = option(None, "Rows of one forward on one process; none: as many as the step gives it.")
-    max_steps: int = option(1000, "Optimiser steps.")
+    max_steps: int = option(1000, "Optimiser steps; more extend a finished run.", also=("steps",))
     warmup_steps: int = option(50, "Steps in which the learning rate rises; a cosine takes it to zero.")
     learning_rate: float = option(1e-3, "Peak learning rate of AdamW.")
     beta2: float = option(0.95, "AdamW's second moment.")
@@ -41,17 +46,26 @@ class TrainRecipe:
     log_steps: int = option(10, "Steps between lines of metrics.jsonl.")
     save_steps: int = option(200, "Steps between checkpoints; there is one at the end.")
     keep: int = option(2, "Checkpoints to keep, the newest.")
+    nonfinite: str = option("stop", "A gradient that is not finite stops the run, or skips its step: stop, skip.")
+    comm_timeout: int = option(300, "Seconds that processes wait for one another in a step before they give up.")
     seed: int = option(42, "Seed of the weights and of the order of the rows.")
 
     def __post_init__(self):
-        for name in ("context", "batch_size", "max_steps", "log_steps", "save_steps", "eval_steps", "keep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise ValueError(f"micro_batch must be positive, got {self.micro_batch}.")
-        if self.validation_rows < 0:
-            raise ValueError(f"validation_rows must not be negative, got {self.validation_rows}.")
-        for name, known in (("dtype", DTYPES), ("parallel", PARALLEL)):
+        counts = ("context", "batch_size", "max_steps", "log_steps", "save_steps", "eval_steps", "keep")
+        for name in (*counts, "micro_batch", "learning_rate", "clip", "comm_timeout"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be positive, got {value}.")
+        for name in ("validation_rows", "warmup_steps", "weight_decay", "seed"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+        if not 0 <= self.beta2 < 1:
+            raise ValueError(f"beta2 must lie in [0, 1), got {self.beta2}.")
+        if self.warmup_steps > self.max_steps:
+            raise ValueError(f"warmup_steps must be at most max_steps = {self.max_steps}, got {self.warmup_steps}.")
+        if self.vocabulary < SMALLEST_VOCABULARY:
+            raise ValueError(f"vocabulary must be at least {SMALLEST_VOCABULARY}, got {self.vocabulary}.")
+        for name, known in (("dtype", DTYPES), ("parallel", PARALLEL), ("nonfinite", NONFINITE)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {' or '.join(known)}, got {getattr(self, name)!r}.")
         self.model_fields()
@@ -88,11 +102,27 @@ def paper(size: str, tokens: float) -> TrainRecipe:
 
 
 RECIPES = {"laptop": TrainRecipe(), "paper-340m": paper("340m", 15e9), "paper-1.3b": paper("1.3b", 100e9)}
-FREE = {"micro_batch", "eval_steps", "log_steps", "save_steps", "keep", "compile", "checkpointing"}
+FREE = {
+    "micro_batch",
+    "eval_steps",
+    "log_steps",
+    "save_steps",
+    "keep",
+    "compile",
+    "checkpointing",
+    "nonfinite",
+    "comm_timeout",
+    "data",  # told apart by content
+}
 
 
 def differences(stored: dict, recipe: TrainRecipe) -> list[str]:
-    """The fields that a run under way may not change, as "learning_rate (0.001 there, 0.002 here)"."""
+    """The fields that a run under way may not change, as "learning_rate (0.001 there, 0.002 here)".
+
+    max_steps may rise.
+    """
     given = asdict(recipe)
     changed = [name for name in given if name not in FREE and stored.get(name) != given[name]]
+    if "max_steps" in changed and stored.get("max_steps", 0) < recipe.max_steps:
+        changed.remove("max_steps")
     return [f"{name} ({stored.get(name)} there, {given[name]} here)" for name in changed]

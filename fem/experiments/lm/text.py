@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def python_documents() -> Iterator[str]:
     yield from topics.values()
 
 
-def train_tokenizer(documents: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(documents: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
     """A byte-level byte-pair tokenizer of at most `vocabulary` entries; any text survives encoding and decoding."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

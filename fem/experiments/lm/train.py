@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -22,15 +25,50 @@ def command(
     resume: Annotated[
         str | None, typer.Option(help='"auto": go on from the newest complete checkpoint in output, if there is one.')
     ] = None,
+    time_limit: Annotated[
+        str | None, typer.Option(help="Save and stop before so much time: minutes, HH:MM:SS or D-HH:MM:SS.")
+    ] = None,
+    allow_changed_data: Annotated[
+        bool, typer.Option("--allow-changed-data", help="Go on with other data or another tokenizer; recorded.")
+    ] = False,
 ):
-    """Train a language model, on one process or under torchrun; a stopped run goes on where it was."""
+    """Train a language model, on one process or under torchrun; a stopped run goes on where it was.
+
+    Exit status: 0 finished; 75 saved and to go on (signals, --time-limit); 130 Ctrl-C; 2 a mistake, said in a sentence.
+    """
     if recipe not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}; got {recipe!r}.")
     if resume not in (None, "auto"):
         raise ValueError(f"resume must be auto, or left out, got {resume!r}.")
     from transformers.utils.logging import disable_progress_bar
 
+    from fem.experiments.common.distributed import GO_ON, Lost, Paused
+    from fem.experiments.common.signals import seconds_of
     from fem.experiments.lm.training import run
 
     disable_progress_bar()
-    run(replace(RECIPES[recipe], **changes), output, resume == "auto")
+    given = replace(RECIPES[recipe], **changes)
+    seconds = seconds_of(time_limit)
+    try:
+        run(given, output, resume == "auto", allow_changed_data=allow_changed_data, seconds=seconds)
+    except Paused as stopped:
+        _say(f"{stopped}; to go on: {again()}")
+        raise typer.Exit(stopped.code) from None
+    except Lost as lost:
+        _say(f"error: {lost}; to go on: {again()}", everyone=True)
+        sys.stderr.flush()
+        os._exit(GO_ON)  # gloo's threads wait for what does not come
+    except KeyboardInterrupt:
+        _say(f"stopped at once; to go on from the last checkpoint: {again()}")
+        raise typer.Exit(130) from None
+
+
+def again() -> str:
+    """What to type to go on where this command stopped."""
+    words = sys.argv[1:]
+    return shlex.join(["fem", *words, *([] if "--resume" in words else ["--resume", "auto"])])
+
+
+def _say(sentence: str, everyone: bool = False) -> None:
+    if everyone or os.environ.get("RANK", "0") == "0":
+        print(sentence, file=sys.stderr)

@@ -2,170 +2,238 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import os
 import shutil
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from itertools import islice
+import time
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from torch import nn
-from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, TrainingArguments
 
-from fem.experiments.common.checkpoints import checkpoints, newest, publish, step_of
-from fem.experiments.common.distributed import end_process_group
-from fem.experiments.common.run import RESULTS, Run, hardware, now, progress, versions, write_json
-from fem.experiments.common.trainer import LanguageTrainer
-from fem.experiments.lm.documents import hub_documents, local_documents, local_files
+from fem.experiments.common.checkpoints import load_language_model
+from fem.experiments.common.distributed import Paused, Ranks, end_process_group, end_with_parent, joining
+from fem.experiments.common.lock import one_writer
+from fem.experiments.common.run import RESULTS, Run, check_output, note, now, progress, write_json
+from fem.experiments.common.saving import STAGING, NotFinite
+from fem.experiments.common.signals import SaveAndStop
+from fem.experiments.lm.data import check_data, identity, load_data, load_tokenizer, write_data
+from fem.experiments.lm.documents import local_files
 from fem.experiments.lm.metrics import Journal, summary
-from fem.experiments.lm.packing import Row, Share, ShuffledRows, StreamedRows, write_tokens
-from fem.experiments.lm.recipe import TrainRecipe, differences
+from fem.experiments.lm.packing import Share
+from fem.experiments.lm.place import (
+    FAILED,
+    Place,
+    begin,
+    event,
+    look,
+    read_metrics,
+    remember,
+    said_of_failure,
+)
+from fem.experiments.lm.recipe import TrainRecipe
 from fem.experiments.lm.small import build_model
-from fem.experiments.lm.text import train_tokenizer
+from fem.experiments.lm.throughput import flops_per_token
+from fem.experiments.lm.trainer import Milestones, TextTrainer, WrapperCheck
 from fem.models import FEMConfig, preset
+from fem.models.presets import PRESETS
 
-TOKENIZER_DOCUMENTS = 20_000
-STAGING, METRICS = ".saving", "metrics.jsonl"
+# What changes the arithmetic from outside of the recipe.
+REFUSED = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+RECORDED = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "ACCELERATE_")
+SECONDS_A_LINE = 10.0
 
 
-def run(recipe: TrainRecipe, output: Path, resume: bool = False) -> dict:
+def run(
+    recipe: TrainRecipe,
+    output: Path,
+    resume: bool = False,
+    *,
+    allow_changed_data: bool = False,
+    seconds: float | None = None,
+) -> dict:
     """Train by the recipe; returns what results.json holds.
 
-    Raises ValueError where output holds another run, OSError where a checkpoint cannot be saved.
+    A run that is finished is left as it is. seconds: a limit of time, before which the run is saved and stops.
+    Raises ValueError where output holds another run or data have changed, OSError where a checkpoint cannot be saved,
+    `Paused` where a signal or the limit stopped it.
     """
-    results = fit(recipe, output, starting_point(recipe, output, resume))
+    end_with_parent()
+    check(recipe, output)
+    with joining():
+        args = training_arguments(recipe, output)
+        ranks = Ranks(recipe.comm_timeout)
+    with ExitStack() as held:
+        held.enter_context(ranks.in_touch())
+        fresh = not output.exists()
+        place, finished = ranks.first(lambda: prepare(recipe, output, resume, allow_changed_data, held, fresh))
+        found = fit(recipe, output, args, place, ranks, seconds) if finished is None else finished
     end_process_group()
-    return results
+    if isinstance(found, Paused):
+        raise found
+    return found
 
 
-def fit(recipe: TrainRecipe, output: Path, checkpoint: Path | None) -> dict:
-    """Train from the checkpoint, or from the beginning."""
-    args = training_arguments(recipe, output)
-    share = Share(recipe.batch_size, args.per_device_train_batch_size, args.process_index, args.world_size)
-    with args.main_process_first(local=False):
-        output.mkdir(parents=True, exist_ok=True)
-        tokenizer = load_tokenizer(recipe, output)
-        data = load_data(recipe, output, tokenizer, share)
+def check(recipe: TrainRecipe, output: Path) -> None:
+    """Raises ValueError on what no training can begin with; writes nothing."""
+    check_output(output)
+    check_data(recipe)
+    if recipe.preset not in PRESETS:
+        families = ", ".join(dict.fromkeys(name.rpartition("-")[0] for name in PRESETS))
+        sizes = ", ".join(dict.fromkeys(name.rpartition("-")[2] for name in PRESETS))
+        near = difflib.get_close_matches(recipe.preset, PRESETS, 1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        raise ValueError(
+            f"preset must be one of FAMILY-SIZE with a family of {families} and a size of {sizes}; got "
+            f"{recipe.preset!r}{hint}"
+        )
+    model_config(recipe, recipe.model_fields().get("vocab_size", recipe.vocabulary))
+    for name in REFUSED:
+        value = os.environ.get(name, "")
+        same = name == "ACCELERATE_MIXED_PRECISION" and value == {"bfloat16": "bf16"}.get(recipe.dtype, "no")
+        if value.lower() not in ("", "no", "false", "0") and not same:
+            raise ValueError(f"{name}={value} would change the arithmetic behind the recipe; unset it, or say --dtype.")
+
+
+def prepare(
+    recipe: TrainRecipe, output: Path, resume: bool, allow_changed_data: bool, held: ExitStack, fresh: bool
+) -> tuple[Place, dict | None]:
+    """On the first process alone: hold the lock, decide where to begin, and write tokenizer and tokens.
+
+    Returns the place, and the results where the run there is finished. A folder that this made is removed again
+    where the data cannot be used.
+    """
+    if not fresh:
+        look(recipe, output, resume)  # refuses before it writes so much as a lock
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    output.mkdir(parents=True, exist_ok=True)
+    held.enter_context(one_writer(output))
+    try:
+        place = look(recipe, output, resume)
+        if place.step >= recipe.max_steps:
+            return place, finished_results(recipe, output, place)
+        stored = place.config["recipe"]
+        if stored["max_steps"] < recipe.max_steps and place.step:
+            event(place.config, f"max_steps {stored['max_steps']} -> {recipe.max_steps}", place.step)
+        place.config["recipe"] = asdict(recipe)
+        if not (output / "config.json").exists():
+            remember(output, place.config)
+        take_data(recipe, output, place, allow_changed_data)
+        if outside := {name: value for name, value in os.environ.items() if name.startswith(RECORDED)}:
+            place.config["environment"] = outside
+        remember(output, place.config)
+        begin(output, place.checkpoint)
+        if place.checkpoint is not None and (failure := said_of_failure(output)):
+            note(f"the last attempt stopped because {failure}; as it is, this one will come to the same step.")
+        return place, None
+    except ValueError:
+        if fresh:
+            shutil.rmtree(output, ignore_errors=True)
+            for folder in made[1:]:
+                folder.rmdir()
+        raise
+
+
+def take_data(recipe: TrainRecipe, output: Path, place: Place, allow_changed: bool) -> None:
+    """Tokenizer and tokens in `output`. Raises ValueError where they are others than the run began with."""
+    tokenizer = load_tokenizer(recipe, output)
+    source = identity(recipe, tokenizer)
+    known = place.config.get("data")
+    changed = [name for name in source if known is not None and known.get(name) != source[name]]
+    if changed and not allow_changed:
+        raise ValueError(
+            f"data have changed since the run in {str(output)!r} began: another {' and '.join(changed)}; give another "
+            "--output, or --allow-changed-data to go on with them all the same."
+        )
+    if allow_changed:
+        event(place.config, f"data taken as they are now: {json.dumps(source)}", place.step)
+        shutil.rmtree(output / "tokens", ignore_errors=True)
+    place.config["data"] = source
+    if local_files(recipe.data) is not None:
+        write_data(recipe, output, tokenizer, source, tell_of_tokens())
+    load_data(recipe, output, tokenizer, Share(1, 1))  # raises where there are too few
+    model_config(recipe, len(tokenizer))
+
+
+def tell_of_tokens():
+    """Says how far tokenising has come, every ten seconds where nobody watches."""
+    last = [time.monotonic()]
+
+    def tell(tokens: int) -> None:
+        if time.monotonic() - last[0] > SECONDS_A_LINE:
+            last[0] = time.monotonic()
+            note(f"tokenising: {tokens:,} tokens so far.")
+
+    return tell
+
+
+def finished_results(recipe: TrainRecipe, output: Path, place: Place) -> dict:
+    """The results of a run that has reached its last step, written where a kill came before they were."""
+    note(f"the run in {str(output)!r} is finished, {place.step} of {recipe.max_steps} steps; --max-steps extends it.")
+    try:
+        return json.loads((output / RESULTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        model, _ = load_language_model(place.checkpoint)
+        facts = {"parameters": model.num_parameters(), "flops_per_token": flops_per_token(model, recipe.context)}
+        last = [line for line in read_metrics(output) if line["step"] <= place.step]
+        results = Run(output, recipe.seed).finish({"train": summary(last) | facts}) | {"seconds": None}
+        write_json(output / RESULTS, results)
+        return results
+
+
+def fit(
+    recipe: TrainRecipe, output: Path, args: TrainingArguments, place: Place, ranks: Ranks, seconds: float | None
+) -> dict | Paused:
+    """Train from the place's checkpoint, or from the beginning. What stops it early is returned: the processes' groups
+    end while nobody holds the Trainer."""
+    share = Share(recipe.batch_size, args.per_device_train_batch_size, ranks.rank, ranks.world)
+    tokenizer = load_tokenizer(recipe, output)
+    data = load_data(recipe, output, tokenizer, share)
     model = build_model(model_config(recipe, len(tokenizer)), recipe.seed)
-    with progress() if args.process_index == 0 else nullcontext() as bars:
+    with progress() if ranks.rank == 0 else nullcontext() as bars:
         under_way = Run(output, recipe.seed)
         journal = Journal(recipe, under_way, model, data.probe, bars)
+        stop = SaveAndStop(ranks, seconds)
         trainer = TextTrainer(
             output=output,
             rows=data.train,
             keep=recipe.keep,
+            skip=recipe.nonfinite == "skip",
+            extended=place.checkpoint is not None and trained_for(place.checkpoint) != recipe.max_steps,
             model=model,
             args=args,
             train_dataset=data.train,
             eval_dataset=data.validation or None,
             processing_class=tokenizer,
-            callbacks=[Milestones(), WrapperCheck(recipe.parallel), journal],
+            callbacks=[stop, Milestones(), WrapperCheck(recipe.parallel), journal],
         )
         trainer.remove_callback(PrinterCallback)
-        if args.process_index == 0:
-            begin(recipe, output, checkpoint)
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        try:
+            with stop:
+                trainer.train(resume_from_checkpoint=None if place.checkpoint is None else str(place.checkpoint))
+        except NotFinite as error:
+            if ranks.rank == 0:
+                write_json(output / FAILED, {"step": error.step, "what": error.what, "date": now()})
+            raise
+        if stop.stopped_by and trainer.state.global_step < recipe.max_steps:
+            return Paused(
+                f"stopped by {stop.reason}; step {trainer.state.global_step} of {recipe.max_steps} is saved",
+                stop.code,
+            )
     facts = {"parameters": model.num_parameters(), "flops_per_token": journal.flops}
     results = {"train": summary(read_metrics(output)) | facts}
-    return under_way.finish(results) if args.process_index == 0 else results
+    if ranks.rank != 0:
+        return results
+    (output / FAILED).unlink(missing_ok=True)
+    return under_way.finish(results)
 
 
-def starting_point(recipe: TrainRecipe, output: Path, resume: bool) -> Path | None:
-    """The checkpoint to go on from. Raises ValueError where `output` is in use, or was begun with another recipe."""
-    if not recipe.data:
-        raise ValueError("data must be given: --data with a file, a folder or the name of a dataset on the hub.")
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output must be a folder, got the file {str(output)!r}; choose another name.")
-    if not checkpoints(output):
-        return None
-    if not resume:
-        raise ValueError(f"output holds {checkpoints(output)[-1].name} already; add --resume auto, or choose another.")
-    stored = json.loads((output / "config.json").read_text(encoding="utf-8"))["recipe"]
-    if changed := differences(stored, recipe):
-        raise ValueError(f"the run in {str(output)!r} has another recipe: {', '.join(changed)}; choose another output.")
-    if newest(output) is None:
-        raise ValueError(f"no checkpoint in {str(output)!r} is whole; remove them to begin again, or choose another.")
-    return newest(output)
-
-
-def begin(recipe: TrainRecipe, output: Path, checkpoint: Path | None) -> None:
-    """Leave in `output` what belongs to this run and no later than its checkpoint."""
-    shutil.rmtree(output / STAGING, ignore_errors=True)
-    (output / RESULTS).unlink(missing_ok=True)
-    step = 0 if checkpoint is None else step_of(checkpoint)
-    for later in checkpoints(output):
-        if step_of(later) > step:
-            shutil.rmtree(later)
-    earlier = [json.dumps(line) + "\n" for line in read_metrics(output) if line["step"] <= step]
-    (output / "metrics.tmp").write_text("".join(earlier), encoding="utf-8")
-    (output / "metrics.tmp").replace(output / METRICS)
-    config = {"experiment": "train", "recipe": asdict(recipe), "seed": recipe.seed}
-    write_json(output / "config.json", config | {"versions": versions(), "hardware": hardware(), "date": now()})
-
-
-def read_metrics(output: Path) -> list[dict]:
-    """The whole lines of metrics.jsonl: a kill may have cut off the last."""
-    if not (output / METRICS).exists():
-        return []
-    lines = (output / METRICS).read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast:
-    """The recipe's tokenizer, or one trained on the beginning of the local data and kept in `output`/tokenizer."""
-    own = output / "tokenizer"
-    if recipe.tokenizer is None and not own.exists():
-        files = local_files(recipe.data)
-        if files is None:
-            raise ValueError(
-                f"data must be a file or a folder that exists, or a dataset of the hub together with --tokenizer, got "
-                f"{recipe.data!r} and no tokenizer."
-            )
-        documents = list(islice(local_documents(files, recipe.field), TOKENIZER_DOCUMENTS))
-        staging = own.with_name(".tokenizer")
-        train_tokenizer(documents, recipe.vocabulary).save_pretrained(staging)
-        staging.replace(own)
-    name = str(own) if recipe.tokenizer is None else recipe.tokenizer
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"tokenizer {name!r} cannot be read: {str(error).strip().splitlines()[0]}") from error
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"tokenizer must have an end-of-text token to part documents, got {name!r} without one.")
-    return tokenizer
-
-
-@dataclass(frozen=True)
-class Data:
-    """Rows to train on, rows to validate on, and one row to look at the gates with."""
-
-    train: ShuffledRows | StreamedRows
-    validation: list[Row]
-    probe: Row | None
-
-
-def load_data(recipe: TrainRecipe, output: Path, tokenizer: PreTrainedTokenizerFast, share: Share) -> Data:
-    """Local files as tokens in `output`/tokens, or a stream. Raises ValueError where there is too little of it."""
-    files = local_files(recipe.data)
-    if files is None:
-        stream = hub_documents(recipe.data, recipe.subset, share.rank, share.world)
-        return Data(StreamedRows(stream, recipe.field, tokenizer, recipe.context), [], None)
-    source = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    file = write_tokens(local_documents(files, recipe.field), tokenizer, output / "tokens", source)
-    rows = file.rows(recipe.context)
-    held_out = min(recipe.validation_rows, max(1, rows // 10))
-    train = rows - held_out
-    if train < 1:
-        raise ValueError(
-            f"data are too short: {len(file.tokens)} tokens make {rows} rows of {recipe.context}; give more text, or a "
-            "smaller context."
-        )
-    validation = [file.row(index, recipe.context) for index in range(train, rows)]
-    probe = file.row(train - 1, recipe.context)
-    return Data(ShuffledRows(file, recipe.context, train, share, recipe.seed), validation, probe)
+def trained_for(checkpoint: Path) -> int:
+    """The length of the schedule that the checkpoint was saved in."""
+    return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]
 
 
 def model_config(recipe: TrainRecipe, vocabulary: int) -> FEMConfig:
@@ -208,6 +276,7 @@ def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
         prediction_loss_only=True,
         ddp_find_unused_parameters=False,
         use_cpu=not cuda,
+        ddp_timeout=recipe.comm_timeout,
         fsdp=True if recipe.parallel == "fsdp" else None,
         dataloader_pin_memory=cuda,
         use_cache=True,
@@ -219,71 +288,3 @@ def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
     args.per_device_train_batch_size = args.per_device_eval_batch_size = given
     args.gradient_accumulation_steps = Share(recipe.batch_size, given, args.process_index, args.world_size).accumulation
     return args
-
-
-class Milestones(TrainerCallback):
-    """Logs at every checkpoint, so that no kill loses a part of the losses summed up since; validates at the end."""
-
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == state.max_steps and args.eval_strategy != "no":
-            control.should_evaluate = True
-        control.should_log = control.should_log or control.should_save or control.should_evaluate
-
-
-class WrapperCheck(TrainerCallback):
-    """Raises RuntimeError where the model is not wrapped as the recipe says."""
-
-    def __init__(self, parallel: str):
-        self.parallel = parallel
-
-    def on_train_begin(self, args, state, control, model: nn.Module | None = None, **_):
-        from torch.distributed.fsdp import FSDPModule
-
-        if self.parallel == "fsdp" and not isinstance(model, FSDPModule):
-            raise RuntimeError(f"parallel='fsdp' must shard the model, got {type(model).__name__} that is not sharded.")
-
-
-class TextTrainer(LanguageTrainer):
-    """The Trainer on rows that know where they are, with checkpoints that appear whole."""
-
-    def __init__(self, *, output: Path, rows: ShuffledRows | StreamedRows, keep: int, **given):
-        super().__init__(**given)
-        self.output, self.rows, self.keep = output, rows, keep
-
-    def get_train_dataloader(self) -> DataLoader:
-        """The process's own rows. A generator of its own keeps the loader's start out of the random state."""
-        return DataLoader(
-            self.rows,
-            batch_size=self.args.per_device_train_batch_size,
-            generator=torch.Generator(),
-            pin_memory=self.args.dataloader_pin_memory,
-        )
-
-    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial):
-        found = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
-        if checkpoint is not None:
-            state = json.loads((Path(checkpoint) / self._rows_name).read_text(encoding="utf-8"))
-            self.rows.load_state_dict(state, self.state.global_step)
-        return found
-
-    @property
-    def _rows_name(self) -> str:
-        return f"rows_{self.args.process_index}.json"
-
-    def _save_checkpoint(self, model: nn.Module, trial) -> None:
-        name = f"checkpoint-{self.state.global_step}"
-        staging = Path(self.args.output_dir)
-        try:
-            super()._save_checkpoint(model, trial)
-            write_json(staging / name / self._rows_name, self.rows.state_dict())
-            self.accelerator.wait_for_everyone()
-            if self.args.process_index == 0:
-                publish(staging / name, self.output / name)
-                for old in checkpoints(self.output)[: -self.keep]:
-                    shutil.rmtree(old)
-            self.accelerator.wait_for_everyone()
-        except (OSError, RuntimeError, SafetensorError) as error:
-            shutil.rmtree(staging, ignore_errors=True)
-            last = newest(self.output)
-            kept = "no earlier one is there" if last is None else f"{last.name} is whole, --resume auto goes on from it"
-            raise OSError(f"{name} could not be saved in {str(self.output)!r}: {error}; {kept}.") from error

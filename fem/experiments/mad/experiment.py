@@ -19,7 +19,7 @@ from fem.experiments.common.run import command_line, open_run, option, progress
 from fem.experiments.common.sweep import finished, sweep
 from fem.experiments.common.tables import show_table, write_table
 from fem.experiments.mad.settings import PROFILES, Profile
-from fem.experiments.mad.table import SCORES, readable, table1
+from fem.experiments.mad.table import SCORES, readable, scored, table1
 from fem.experiments.mad.tasks import TASKS
 from fem.experiments.mad.training import Job, train
 
@@ -125,7 +125,7 @@ def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
             bars.update(bar, advance=1, description=f"{shown}: {record['curve'][-1]['micro']:.1%}")
     records = list(finished(jobs, output / "runs").values())
     profile = recipe.fixed
-    table = table1(records, profile.score)
+    table = table1(scored(records, profile.score))
     with open_run(output, "mad", recipe) as under_way:
         folder = under_way.folder
         for record in records:
@@ -138,7 +138,7 @@ def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
         write_report(folder / "report.md", records, profile, command_line("mad", recipe, MADRecipe()))
         results = under_way.finish({"mad": summary(records)})
     measured = [row for row in table if row["seeds"]]
-    show_table(f"MAD, {recipe.profile} profile: {SCORES[profile.score]}, percent (Table 1)", readable(measured))
+    show_table(f"MAD, {recipe.profile} profile: {SCORES[profile.score]}, percent", readable(measured, False))
     return results
 
 

@@ -119,6 +119,6 @@ PROFILES = {
         learning_rates=(1e-3,),
         weight_decays=(0.0,),
         training=Training(heads=4, batch=32, warmup=0.05, bfloat16=False, checkpoints=16, test_examples=512),
-        score="mean",
+        score="mad",
     ),
 }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from statistics import mean, stdev
 
 from fem.experiments.common.mixers import known
+from fem.experiments.common.paired import shown
 from fem.experiments.mad.training import Point
 
 COLUMNS = {
@@ -107,12 +109,27 @@ def average(tasks: dict[str, list[float]]) -> list[float] | None:
     return [mean(seed) for seed in zip(*(tasks[task] for task in COLUMNS))] if tasks.keys() >= COLUMNS.keys() else None
 
 
-def table1(records: Iterable[dict], score: str) -> list[dict]:
+Scores = dict[Row, dict[str, list[float]]]  # by mixer and initialisation: a figure per seed of every task
+
+
+def scored(records: Iterable[dict], score: str) -> Scores:
+    return {row: task_scores(own, score) for row, own in by_row(records).items()}
+
+
+def of_summary(summary: dict, score: str) -> Scores:
+    """The same from what results.json keeps of a sweep."""
+    return {
+        (mixer, initialisation): {task: entry[score][task]["seeds"] for task in COLUMNS if task in entry[score]}
+        for initialisation, mixers in summary.items()
+        for mixer, entry in mixers.items()
+    }
+
+
+def table1(found: Scores) -> list[dict]:
     """Table 1 in percent: our mean over seeds, and the paper's figure in the column "paper" after it; blank: not run.
 
     Mixers that the paper has no row for come last. With several initialisations every mixer has a row for each.
     """
-    found = by_row(records)
     initialisations = sorted({initialisation for _, initialisation in found})
     published = {name for _, name, _ in TABLE1}
     others = dict.fromkeys(mixer for mixer, _ in found if mixer not in published)
@@ -121,35 +138,44 @@ def table1(records: Iterable[dict], score: str) -> list[dict]:
     for label, mixer, figures in rows:
         own = [initialisation for initialisation in initialisations if (mixer, initialisation) in found]
         if not own:
-            table.append(_row(label, figures, [], score))
+            table.append(_row(label, figures, {}, None))
         for initialisation in own:
             name = f"{label}, {initialisation} init" if len(initialisations) > 1 else label
-            table.append(_row(name, figures, found[mixer, initialisation], score))
+            alone = found.get((prior_alone(mixer), initialisation))
+            table.append(_row(name, figures, found[mixer, initialisation], None if alone is None else average(alone)))
     return table
 
 
-def _row(label: str, figures: Sequence[float | None], records: list[dict], score: str) -> dict:
-    tasks = task_scores(records, score)
+def prior_alone(mixer: str) -> str:
+    """The mixer's prior without any part of FEM; a published mixer itself."""
+    return mixer if mixer.startswith("fla:") else known(re.split(r"[+/]|-norm", mixer)[0])
+
+
+def _row(label: str, figures: Sequence[float | None], tasks: dict[str, list[float]], alone: list[float] | None) -> dict:
     row: dict = {"model": label}
-    columns = [*((title, tasks.get(task)) for task, title in COLUMNS.items()), ("Avg", average(tasks))]
+    overall = average(tasks)
+    columns = [*((title, tasks.get(task)) for task, title in COLUMNS.items()), ("Avg", overall)]
     for (title, ours), paper in zip(columns, figures):
         row |= {title: 100 * mean(ours) if ours else None, f"{title}, paper": paper}
-    overall = average(tasks)
     row["Avg, sd over seeds"] = 100 * stdev(overall) if overall and len(overall) > 1 else None
+    comparable = overall and alone and len(overall) == len(alone) and overall != alone
+    row["Avg over its prior"] = shown(overall, alone, 100, 1) if comparable else None
     row["seeds"] = max(map(len, tasks.values()), default=None)
     return row
 
 
-def readable(table: Iterable[dict]) -> list[dict]:
-    """`table1` for a page: one column a task, "ours (the paper's)", each with one decimal."""
+def readable(table: Iterable[dict], paper: bool) -> list[dict]:
+    """`table1` for a page: one column a task, one decimal; with `paper`, the paper's figure behind it in brackets."""
     titles = [*COLUMNS.values(), "Avg"]
+    beside = lambda row, title: f"({_decimal(row[f'{title}, paper'])})" if paper else ""  # noqa: E731
     return [
         {"model": row["model"]}
+        | {title: f"{_decimal(row[title])} {beside(row, title)}".removesuffix("()").strip() for title in titles}
         | {
-            title: f"{_decimal(row[title])} ({_decimal(row[f'{title}, paper'])})".removesuffix("()").strip()
-            for title in titles
+            "sd": _decimal(row["Avg, sd over seeds"]),
+            "over its prior": row["Avg over its prior"] or "",
+            "seeds": row["seeds"],
         }
-        | {"sd": _decimal(row["Avg, sd over seeds"]), "seeds": row["seeds"]}
         for row in table
     ]
 

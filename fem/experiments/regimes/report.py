@@ -5,26 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import mean, stdev
 
-import matplotlib as mpl
-import numpy as np
-from matplotlib.figure import Figure
-
 from fem.experiments.common.mixers import mixer_config
 from fem.experiments.common.paired import paired, shown
 from fem.experiments.common.run import provenance
 from fem.experiments.common.tables import markdown_table, write_page
-from fem.experiments.regimes.experiment import RegimesRecipe
+from fem.experiments.regimes.pools import POOLS
 from fem.experiments.regimes.real import ett_tasks
+from fem.experiments.regimes.settings import RegimesRecipe
 from fem.experiments.regimes.training import TASKS, constants
-from fem.plots import COLOURS, OTHERS, STYLE
 
 Found = dict[str, dict[str, list[dict]]]
-REFERENCE = "softmax"
+REFERENCES = ("softmax", "pool:attention")
 
 
 def tests(records: list[dict]) -> list[float]:
     """The last test of every seed."""
     return [record["curve"][-1]["test"] for record in records]
+
+
+def reference(rows: dict[str, list[dict]]) -> str | None:
+    """Plain attention, which the others are compared with."""
+    return next((row for row in REFERENCES if row in rows), None)
 
 
 def overview(found: Found) -> list[dict]:
@@ -35,17 +36,21 @@ def overview(found: Found) -> list[dict]:
 
 def table(rows: dict[str, list[dict]]) -> list[dict]:
     """One task: mean and spread over seeds, and the difference from plain attention on the same seeds."""
-    base = tests(rows[REFERENCE]) if REFERENCE in rows else None
+    other = reference(rows)
     lines = []
     for row, records in rows.items():
         scores, training = tests(records), records[0]["job"]["training"]
         lines.append(
             {
                 "mixer": row,
-                "values": mixer_config(row, training["width"], training["heads"]).fem_dim,
+                "values": None if row in POOLS else mixer_config(row, training["width"], training["heads"]).fem_dim,
                 "score": mean(scores),
                 "sd": stdev(scores) if len(scores) > 1 else None,
-                f"over {REFERENCE}, paired": shown(scores, base) if base and row != REFERENCE else "",
+                **(
+                    {}
+                    if other is None
+                    else {f"over {other}": shown(scores, tests(rows[other])) if row != other else ""}
+                ),
                 "by seed": ", ".join(f"{score:.3f}" for score in scores),
                 "learning rate": f"{records[0]['job']['learning_rate']:g}",
                 "parameters": records[0]["parameters"],
@@ -60,8 +65,9 @@ def verdict(task: str, rows: dict[str, list[dict]]) -> str:
     ranked = sorted(rows, key=lambda row: -mean(tests(rows[row])))
     best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
     said = f"{task}: {best} ({mean(tests(rows[best])):.3f})"
-    if REFERENCE in rows and best != REFERENCE:
-        said += f", {shown(tests(rows[best]), tests(rows[REFERENCE]))} over {REFERENCE}"
+    other = reference(rows)
+    if other not in (None, best):
+        said += f", {shown(tests(rows[best]), tests(rows[other]))} over {other}"
     if second is not None:
         said += f"; next {second}, {shown(tests(rows[best]), tests(rows[second]))} behind"
     return said + "."
@@ -71,8 +77,9 @@ def summary(found: Found, tuned: dict[str, dict[str, dict]]) -> dict:
     """Every score of every row, by task: by seed, by learning rate, and paired with plain attention."""
     whole: dict = {}
     for task, rows in found.items():
+        other = reference(rows)
         for row, records in rows.items():
-            difference = paired(tests(records), tests(rows[REFERENCE])) if REFERENCE in rows else None
+            difference = None if other is None else paired(tests(records), tests(rows[other]))
             rates = {
                 f"{record['job']['learning_rate']:g}": record["curve"][-1]["validation"]
                 for record in tuned[task].values()
@@ -80,7 +87,7 @@ def summary(found: Found, tuned: dict[str, dict[str, dict]]) -> dict:
             }
             whole.setdefault(task, {})[row] = {
                 "test": tests(records),
-                "over_softmax": None if difference is None else {"mean": difference[0], "error": difference[1]},
+                "over_attention": None if difference is None else {"mean": difference[0], "error": difference[1]},
                 "learning_rate": records[0]["job"]["learning_rate"],
                 "validation_by_rate": rates,
                 "beta": [{k: v for k, v in r["curve"][-1].items() if k.startswith("beta")} for r in records],
@@ -92,6 +99,11 @@ def summary(found: Found, tuned: dict[str, dict[str, dict]]) -> dict:
 
 def picture(path: Path, found: Found, recipe: RegimesRecipe) -> None:
     """A dot per seed of every row in every task; the bar is their mean, the dashed line an answer that never looks."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    from fem.plots import COLOURS, OTHERS, STYLE
+
     rows, floors = list(next(iter(found.values()))), constants(recipe.training, recipe.ett)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(1.9 * len(found) + 1.8, 0.26 * len(rows) + 1.2), layout="constrained")
@@ -101,7 +113,7 @@ def picture(path: Path, found: Found, recipe: RegimesRecipe) -> None:
             for height, records in enumerate(of_task.values()):
                 scores = tests(records)
                 axes.plot(scores, [height] * len(scores), "o", color=OTHERS[3], markersize=4, alpha=0.7)
-                axes.vlines(np.mean(scores), height - 0.35, height + 0.35, color=COLOURS["fem"], linewidth=2)
+                axes.vlines(mean(scores), height - 0.35, height + 0.35, color=COLOURS["fem"], linewidth=2)
             axes.axvline(floors[task], color="#9ca3af", linewidth=1, linestyle=(0, (4, 3)))
             axes.set_title(task)
             axes.set_yticks(range(len(rows)), rows)

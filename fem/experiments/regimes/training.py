@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
@@ -13,9 +11,12 @@ from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
 from fem.experiments.common.blocks import EPS, Residual, SwiGLU, initialise
+from fem.experiments.common.jobs import digest_of
 from fem.experiments.common.mixers import file_name, mixer_config
+from fem.experiments.regimes.pools import POOLS, PoolModel
 from fem.experiments.regimes.real import DigitBags, ett_tasks
 from fem.experiments.regimes.tasks import HighWater, PeakHold, Recall, SetStatistics, Snapshot, Task
+from fem.gates import Temperature
 from fem.mixer import FreeEnergyMixer
 
 TASKS: dict[str, Task] = {
@@ -60,8 +61,7 @@ class Job:
     @property
     def key(self) -> str:
         """A file name of its own for every job."""
-        digest = hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=6).hexdigest()
-        return f"{self.task}-{file_name(self.mixer)}-seed{self.seed}-{digest}"
+        return f"{self.task}-{file_name(self.mixer)}-seed{self.seed}-{digest_of(asdict(self))}"
 
 
 class Model(nn.Module):
@@ -90,6 +90,13 @@ class Model(nn.Module):
         return self.answer(self.blocks(self.read(x)))
 
 
+def build(task: Task, mixer: str, training: Training) -> nn.Module:
+    if mixer not in POOLS:
+        return Model(task, mixer, training)
+    width, heads, mlp = training.width, training.heads, training.mlp_width
+    return PoolModel(task.channels, task.outputs, mixer, width, heads, mlp, training.initialisation)
+
+
 def _parameters(mixer: str, training: Training) -> int:
     with torch.device("meta"):
         layer = FreeEnergyMixer(mixer_config(mixer, training.width, training.heads))
@@ -104,7 +111,7 @@ def train(job: Job, device: torch.device, ett: Path | None = None) -> tuple[list
     task, training = (TASKS | ett_tasks(ett))[job.task], job.training
     with torch.random.fork_rng():
         torch.manual_seed(job.seed)
-        model = Model(task, job.mixer, training).to(device)
+        model = build(task, job.mixer, training).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=0.0)
     rise = max(1, round(training.warmup * training.steps))
     fall = max(1, training.steps - rise)
@@ -142,11 +149,11 @@ def evaluate(model: nn.Module, task: Task, examples: tuple[Tensor, Tensor], devi
 
 @torch.no_grad()
 def temperatures(model: nn.Module) -> dict[str, float]:
-    """Where the first mixer's beta stands: {} without one."""
-    layer = next(part for part in model.modules() if isinstance(part, FreeEnergyMixer))
-    if layer.beta is None:
+    """Where the first beta stands: {} without one."""
+    found = next((part for part in model.modules() if isinstance(part, Temperature)), None)
+    if found is None:
         return {}
-    beta = layer.beta()
+    beta = found()
     return {"beta": beta.mean().item(), "beta_min": beta.min().item(), "beta_max": beta.max().item()}
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fem.experiments.common.jobs import read_record
+from fem.experiments.common.lock import one_writer
 from fem.experiments.common.options import recipe_options
-from fem.experiments.common.run import cpu_threads, open_run, progress, write_json
+from fem.experiments.common.run import check_output, cpu_threads, open_run, progress, write_json
 from fem.experiments.common.tables import show_table, write_table
 from fem.experiments.vision.settings import DIGITS, PROFILES, VisionRecipe
 
@@ -26,13 +28,12 @@ def run(recipe: VisionRecipe, output: Path, profile: str = "digits") -> dict:
     from fem.experiments.vision.images import check, load_pictures
     from fem.experiments.vision.training import model_config, train
 
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output must be a folder, got the file {str(output)!r}; choose another name.")
+    check_output(output, "vision")
     pictures = load_pictures(recipe.data)
     for _, job in recipe.jobs():
         model_config(job, pictures.classes)
     runs = output / "runs"
-    records = {name: record for name, _ in recipe.jobs() if (record := _finished(runs / f"{name}.json"))}
+    records = {name: record for name, _ in recipe.jobs() if (record := read_record(runs / f"{name}.json"))}
     with cpu_threads(recipe.threads), progress() as bars:
         if len(records) < len(list(recipe.jobs())):
             files = bars.add_task("reading every picture", total=len(pictures.train) + len(pictures.test))
@@ -40,7 +41,9 @@ def run(recipe: VisionRecipe, output: Path, profile: str = "digits") -> dict:
         for name, job in recipe.jobs():
             if name not in records:
                 model = output / "models" / f"{job.mixers}-seed{job.seed}"
-                records[name] = train(job, pictures, runs / name, model, bars)
+                (runs / name).mkdir(parents=True, exist_ok=True)
+                with one_writer(runs / name) if _writes() else nullcontext():
+                    records[name] = train(job, pictures, runs / name, model, bars)
                 if _writes():
                     write_json(runs / f"{name}.json", records[name])
     end_process_group()
@@ -59,13 +62,6 @@ def run(recipe: VisionRecipe, output: Path, profile: str = "digits") -> dict:
         results = under_way.finish({"vision": report.summary(records)})
     show_table(f"Image classifiers of equal size: {Path(recipe.data).name}", rows)
     return results
-
-
-def _finished(path: Path) -> dict | None:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def _writes() -> bool:

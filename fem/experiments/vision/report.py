@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
+from fem.experiments.common.paired import shown
 from fem.experiments.common.run import command_line, provenance
 from fem.experiments.common.tables import markdown_table
 from fem.experiments.vision.images import Pictures
@@ -47,18 +48,24 @@ def summary(records: Sequence[dict]) -> dict[str, dict]:
 
 
 def table(records: Sequence[dict]) -> list[dict]:
+    """A row per mixer; its difference from the first one is taken seed by seed."""
+    scores = summary(records)
+    first = next(iter(scores))
     return [
         {
             "mixer": mixer,
             "model": NAMES.get(mixer),
             "top-1, %": 100 * score["accuracy"],
             "sd": 100 * stdev(score["accuracies"]) if len(score["accuracies"]) > 1 else None,
+            f"over {first}, paired": ""
+            if mixer == first
+            else shown(score["accuracies"], scores[first]["accuracies"], 100, 2),
             "seeds": ", ".join(f"{100 * accuracy:.1f}" for accuracy in score["accuracies"]),
             "loss, nats": score["loss"],
             "parameters": score["parameters"],
             "images/s": score["images_per_second"],
         }
-        for mixer, score in summary(records).items()
+        for mixer, score in scores.items()
     ]
 
 
@@ -120,7 +127,8 @@ PAGE = """# Images: FEM in the place of DeiT's attention
 {data}: {train:,} training and {test:,} held-out pictures of {classes} classes, {size} x {size} pixels in patches of
 {patch} x {patch}; learnt positions, {pooling}. All models have the same parameters, the MLP paying for what a mixer
 adds; they see the same pictures in the same order, and one learning rate. Accuracy is that after the last step, mean
-over seeds; sd: over seeds; images/s: of training steps, by the clock, so whatever else ran on the machine slows them.
+over seeds; sd: over seeds; paired: the difference seed by seed, ± its standard error; images/s: of training steps, by
+the clock, so whatever else ran on the machine slows them.
 
 {table}
 ![held-out accuracy and loss over steps](vision.png)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
+from fem.experiments.common.jobs import digest_of
 from fem.experiments.common.mixers import canonical
 from fem.experiments.common.run import option
 
@@ -77,8 +76,7 @@ class VisionRecipe:
             for mixer in self.mixer_names:
                 job = replace(self, mixers=mixer, seed=seed, seeds=1)
                 decides = {name: value for name, value in asdict(job).items() if name not in ("workers", "threads")}
-                digest = hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=6).hexdigest()
-                yield f"{mixer}-seed{seed}-{digest}", job
+                yield f"{mixer}-seed{seed}-{digest_of(decides)}", job
 
 
 DIGITS = VisionRecipe()

@@ -13,9 +13,12 @@ from rich.progress import Progress
 from transformers import EvalPrediction, PrinterCallback, TrainingArguments
 from transformers.utils.logging import disable_progress_bar
 
-from fem.experiments.common.checkpoints import checkpoints
+from fem.experiments.common.checkpoints import checkpoints, set_aside, step_of, to_go_on_from
+from fem.experiments.common.integrity import MANIFEST
 from fem.experiments.common.mixers import fields_of
-from fem.experiments.common.trainer import LanguageTrainer, Score, Watch
+from fem.experiments.common.run import write_json
+from fem.experiments.common.saving import STAGING, SavingTrainer
+from fem.experiments.common.trainer import Score, Watch
 from fem.experiments.vision.images import Pictures
 from fem.experiments.vision.pixels import Augmentation, Batches, View
 from fem.experiments.vision.settings import VisionRecipe
@@ -23,6 +26,7 @@ from fem.models import FEMForImageClassification, FEMImageConfig
 
 TOTALS = "watch.json"
 WRITTEN_LAST = ("trainer_state.json", TOTALS)
+KEPT = 2
 
 
 def model_config(job: VisionRecipe, classes: list[str]) -> FEMImageConfig:
@@ -45,7 +49,7 @@ def model_config(job: VisionRecipe, classes: list[str]) -> FEMImageConfig:
 
 
 class ImageWatch(Watch):
-    """`Watch`, which also tells the training view the epoch, and leaves what it measured with every checkpoint."""
+    """`Watch`, which also tells the training view the epoch, and keeps what it measured."""
 
     def __init__(self, view: View, curve: list[Score], advance: Callable[[int, float | None], None]):
         super().__init__(curve.append, advance)
@@ -54,15 +58,22 @@ class ImageWatch(Watch):
     def on_epoch_begin(self, args, state, control, **_):
         self.view.epoch = int(state.epoch + 1e-6)
 
-    def on_save(self, args, state, control, **_):
-        if state.is_world_process_zero:
-            told = json.dumps({"seconds": self.seconds, "curve": self.curve})
-            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / TOTALS).write_text(told, encoding="utf-8")
-
     def restore(self, checkpoint: Path) -> None:
         told = json.loads((checkpoint / TOTALS).read_text(encoding="utf-8"))
         self.seconds = told["seconds"]
         self.curve.extend(told["curve"])
+
+
+class ImageTrainer(SavingTrainer):
+    """Leaves with every checkpoint what `watch` has measured."""
+
+    def __init__(self, *, watch: ImageWatch, **given):
+        super().__init__(callbacks=[watch], **given)
+        self.watch = watch
+
+    def leave(self, checkpoint: Path) -> None:
+        if self.args.process_index == 0:
+            write_json(checkpoint / TOTALS, {"seconds": self.watch.seconds, "curve": self.watch.curve})
 
 
 def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Path, bars: Progress) -> dict:
@@ -88,7 +99,10 @@ def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Pat
         bars.update(bar, completed=step, description=shown if loss is None else f"{shown}, loss {loss:.3f}")
 
     watch = ImageWatch(view, [], advance)
-    trainer = LanguageTrainer(
+    trainer = ImageTrainer(
+        output=folder,
+        keep=KEPT,
+        watch=watch,
         model=model,
         args=args,
         train_dataset=view,
@@ -96,12 +110,17 @@ def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Pat
         data_collator=Batches(len(pictures.classes), augmentation),
         compute_metrics=_accuracy,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
-        callbacks=[watch],
     )
     trainer.remove_callback(PrinterCallback)
     checkpoint = newest(folder)
     if checkpoint is not None:
         watch.restore(checkpoint)
+    elif checkpoints(folder):
+        raise ValueError(f"no checkpoint in {str(folder)!r} is whole; remove that folder to train it again.")
+    if trainer.is_world_process_zero():
+        for later in checkpoints(folder):
+            if checkpoint is not None and step_of(later) > step_of(checkpoint):
+                set_aside(later)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model(str(model_folder))
     if trainer.is_world_process_zero():
@@ -120,8 +139,14 @@ def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Pat
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest checkpoint that was saved to the end: the Trainer writes its state, and `ImageWatch` its own, last."""
-    return next((found for found in reversed(checkpoints(folder)) if _whole(found)), None)
+    """The newest checkpoint that is whole, with a sentence where a later one is damaged.
+
+    Earlier versions listed no files: there the Trainer's state and the watch's, written last, say that it is whole.
+    """
+    there = checkpoints(folder)
+    if any((checkpoint / MANIFEST).exists() for checkpoint in there):
+        return to_go_on_from(folder)
+    return next((found for found in reversed(there) if _whole(found)), None)
 
 
 def _whole(checkpoint: Path) -> bool:
@@ -136,7 +161,7 @@ def training_arguments(job: VisionRecipe, pictures: int, folder: Path) -> Traini
     every = -(-steps // job.validations)
     cuda = torch.cuda.is_available()
     args = TrainingArguments(
-        output_dir=str(folder),
+        output_dir=str(folder / STAGING),
         max_steps=steps,
         learning_rate=job.learning_rate,
         lr_scheduler_type="cosine",
@@ -151,7 +176,6 @@ def training_arguments(job: VisionRecipe, pictures: int, folder: Path) -> Traini
         logging_steps=every,
         save_strategy="steps",
         save_steps=every,
-        save_total_limit=2,
         remove_unused_columns=False,
         ddp_find_unused_parameters=False,
         dataloader_num_workers=job.workers,

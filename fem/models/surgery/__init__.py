@@ -1,5 +1,5 @@
 """The Free Energy Mixer inside a model that you already have."""
 
-from fem.models.surgery.replace import load_replaced, replace_attention
+from fem.models.surgery.replace import replace_attention
 
-__all__ = ["load_replaced", "replace_attention"]
+__all__ = ["replace_attention"]

@@ -23,14 +23,16 @@ class FreeEnergyHead(nn.Module):
         o_t = g_t * ((1 - lambda_t) mean_t + lambda_t F_t)                                             (Eq. 11)
         p_ti = softmax_i(scale q_t . k_i + bias_ti)      mean_t = sum_i p_ti v_i      F as in Eq. 4
 
-    W_lambda and W_g start at 0, so at the start lambda = sigmoid(lambda_init) and g = 1 for every token, and o = mean
-    up to lambda (F - mean). features (B, T_q, D) feed the gates; q (B, T_q, H, d_k), k, v (B, T, H_kv, .); the result
-    is (B, T_q, H, d_v). The parameters are created like the tensor `like`.
+    W_lambda and W_g start at almost 0, so at the start lambda = sigmoid(lambda_init) and g = 1 for every token, and
+    o = mean up to lambda (F - mean). features (B, T_q, D) feed the gates; q (B, T_q, H, d_k), k, v (B, T, H_kv, .);
+    the result is (B, T_q, H, d_v). The parameters are created like the tensor `like`.
     """
 
     def __init__(self, config: FreeEnergyMixerConfig, like: Tensor):
         super().__init__()
         self.backend = config.backend
+        self.value_width = config.kv_heads * config.value_width
+        self.features: Tensor | None = None  # of the call that runs, where a host cannot hand them on
         self.beta = Temperature(config, (config.kv_heads, config.value_width)) if config.use_temperature else None
         self.gate = TwoLevelGate(config)
         self.gate.ignore_features()

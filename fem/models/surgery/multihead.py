@@ -18,6 +18,8 @@ def find(module: nn.Module, path: str, parent: nn.Module | None) -> MultiheadSit
         return None
     if isinstance(parent, nn.TransformerDecoderLayer) and module is parent.multihead_attn:
         raise CrossAttention("it is the cross-attention of a decoder layer")
+    if type(parent).__name__.endswith("PoolingHead"):  # SigLIP's
+        raise CrossAttention("a learnt query reads the tokens")
     if type(module) is nn.MultiheadAttention:
         if not module._qkv_same_embed_dim:
             raise CrossAttention("its keys or values have another width (kdim, vdim) than its queries")

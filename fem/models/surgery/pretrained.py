@@ -1,10 +1,12 @@
-"""Self-attention of transformers' models: GPT-2, BERT, and all whose projections are q_proj, k_proj, v_proj, o_proj."""
+"""Self-attention of transformers' models: whatever reads through transformers' attention functions."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -19,16 +21,32 @@ from fem.models.surgery.head import FreeEnergyHead, as_bias
 from fem.models.surgery.host import CrossAttention, Refused, Site
 
 FREE_ENERGY = "free_energy"
-LAYOUTS = (  # the projections of a family, and the parts beside them that leave what is attended to alone
-    ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm", "rotary_emb"}),
-    ({"c_attn", "c_proj"}, {"attn_dropout", "resid_dropout"}),
-    ({"query", "key", "value"}, {"dropout"}),
+QUERIES = (  # the projections that make queries, keys and values: three maps, two, or one
+    *("q_proj k_proj v_proj", "query key value", "q_lin k_lin v_lin", "q_proj kv_proj", "c_attn", "query_key_value"),
+    *("qkv_proj", "Wqkv", "qkv", "in_proj", "q k v"),
 )
+SWAPPED = ({"q_proj", "k_proj", "v_proj"}, {"query", "key", "value"}, {"c_attn"})  # called as a MixerAttention is
+OUTPUTS = {"o_proj", "out_proj", "dense", "proj", "c_proj", "projection_layer", "out_lin", "Wo", "projection", "o"}
+BESIDE = {  # parts that leave what is attended to alone
+    *("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm", "rotary_emb", "rotary_fn"),
+    "relative_attention_bias",  # T5's, which its attention function is given
+    *("dropout", "attn_dropout", "attention_dropout", "resid_dropout", "out_drop", "proj_drop", "projection_dropout"),
+}
+CROSS_NAMES = {
+    "encoder_attn",
+    "crossattention",
+    "cross_attn",
+    "cross_attention",
+    "encoder_attention",
+    "enc_attn",
+    "EncDecAttention",
+}
 UNREADABLE = {  # arguments of an attention function that change p in ways a softmax read has no place for
     "softcap": "it caps its scores (softcap)",
     "s_aux": "it has attention sinks",
-    "position_bias": "it adds a position bias of its own",
     "cache": "it reads a paged cache",
+    "relative_position_bias": "it adds a position bias of its own",
+    "sinks": "it has attention sinks",
 }
 
 
@@ -38,55 +56,87 @@ def find(module: nn.Module, path: str, parent: nn.Module | None) -> PretrainedSi
         return PretrainedSite(module, path, parent)
     if not isinstance(getattr(module, "config", None), PreTrainedConfig):
         return None
-    if "CrossAttention" in type(module).__name__ or getattr(module, "is_cross_attention", False):
+    name = path.rpartition(".")[2]
+    if "CrossAttention" in type(module).__name__ or getattr(module, "is_cross_attention", False) or name in CROSS_NAMES:
         raise CrossAttention("it is cross-attention")
-    parts = set(dict(module.named_children())) - {FREE_ENERGY}
-    known = any(projections <= parts <= projections | beside for projections, beside in LAYOUTS)
-    if not known or dict(module.named_parameters(recurse=False)):
-        raise Refused(f"its parts ({', '.join(sorted(parts))}) are not those of GPT-2, Llama, BERT or ViT")
     if getattr(module, "attn_logit_softcapping", None) is not None:
         raise Refused(UNREADABLE["softcap"])
-    takes_more = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(module.forward).parameters.values())
-    if not takes_more or not hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS"):
+    parts = set(dict(module.named_children())) - {FREE_ENERGY}
+    projections = next((names for names in map(set, map(str.split, QUERIES)) if names <= parts), None)
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if projections is None or len(parts & OUTPUTS) > 1 or parts - projections - OUTPUTS - BESIDE or own:
+        raise Refused(
+            f"its parts ({', '.join(sorted([*parts, *own]))}) are none that are known to make a plain softmax"
+        )
+    maps = [getattr(module, name) for name in sorted(projections | parts & OUTPUTS)]
+    if any(getattr(part, "weight", None) is None or part.weight.dim() != 2 for part in maps):
+        raise Refused(f"its projections ({', '.join(sorted({type(part).__name__ for part in maps}))}) are no matrices")
+    names = inspect.unwrap(type(module).forward).__code__.co_names
+    if not {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"} <= set(names):
         raise Refused("it does not call transformers' attention functions; use a model class that does")
-    site = PretrainedSite(module, path, parent)
-    if not site.replaced and site.query_width != site.fields["n_head"] * site.head_width:
-        raise Refused(f"its queries are {site.query_width} wide, which is not heads times head width")
-    return site
+    return PretrainedSite(module, path, parent, projections).checked()
 
 
+@dataclass(frozen=True)
 class PretrainedSite(Site):
+    projections: frozenset[str] | set[str] = frozenset()
+
+    def checked(self) -> PretrainedSite:
+        """The site itself, if its sizes are those of a softmax read. Raises Refused."""
+        heads, width = self.n_head, self.head_width
+        if heads is None or width is None:
+            raise Refused("neither it nor its config says how many heads it has, and how wide they are")
+        made = {"q_proj", "query", "q_lin", "q"} & self.projections
+        queries = _out(getattr(self.module, *made)) if made else heads * width
+        output = next((getattr(self.module, name) for name in OUTPUTS if hasattr(self.module, name)), None)
+        read = heads * width if output is None else _in(output)
+        if not self.replaced and not heads * width == queries == read:
+            raise Refused(f"its queries are {queries} and its reads {read} wide, which is not heads times head width")
+        return self
+
     @property
     def weight(self) -> Tensor:
-        host = self.module
-        return next(getattr(host, name).weight for name in ("q_proj", "c_attn", "query") if hasattr(host, name))
+        return next(part.weight for name, part in self.module.named_children() if name in self.projections)
 
     @property
-    def head_width(self) -> int:
-        host = self.module
-        return host.attention_head_size if hasattr(host, "attention_head_size") else host.head_dim
+    def n_embd(self) -> int:
+        return next(_in(part) for name, part in self.module.named_children() if name in self.projections)
+
+    @property
+    def n_head(self) -> int | None:
+        names = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead")
+        return _first(self.module, names) or _first(self.module.config, ("num_attention_heads", *names))
+
+    @property
+    def head_width(self) -> int | None:
+        width = _first(
+            self.module,
+            ("head_dim", "attention_head_size", "head_size", "dim_head", "head_width", "key_value_proj_dim"),
+        )
+        whole = _first(self.module, ("embed_dim", "all_head_size", "inner_dim"))
+        return width or (whole // self.n_head if whole and self.n_head else None)
 
     @property
     def query_width(self) -> int:
-        host = self.module
-        return host.embed_dim if hasattr(host, "c_attn") else self.weight.shape[0]
+        return self.n_head * self.head_width
 
     @property
     def fields(self) -> dict:
-        host, config = self.module, self.module.config
-        theta = _rope_theta(host)
+        theta = _rope_theta(self.module)
         return {
-            "n_embd": config.hidden_size,
-            "n_head": config.num_attention_heads,
-            "causal": bool(host.is_causal),
-            "dropout": _dropout(host),
+            "n_embd": self.n_embd,
+            "n_head": self.n_head,
+            "causal": _is_causal(self.module),
+            "dropout": _dropout(self.module),
             "use_rope": theta is not None,
             **({} if theta is None else {"rope_theta": theta}),
         }
 
     @property
     def kv_heads(self) -> int:
-        return self.module.config.num_attention_heads // getattr(self.module, "num_key_value_groups", 1)
+        groups = _first(self.module, ("num_key_value_groups",))
+        keys = _first(self.module, ("num_key_value_heads", "num_kv_heads", "kv_heads"))
+        return self.n_head // groups if groups else keys or self.n_head
 
     @property
     def softmax_fields(self) -> dict:
@@ -98,6 +148,7 @@ class PretrainedSite(Site):
 
     def graft(self, head: FreeEnergyHead) -> nn.Module:
         host = self.module
+        host.is_causal = _is_causal(host)
         host.config = copy.deepcopy(host.config)
         host.config._attn_implementation = FREE_ENERGY
         host.free_energy = head
@@ -106,11 +157,35 @@ class PretrainedSite(Site):
 
     def swap(self, mixer: FreeEnergyMixer) -> nn.Module:
         host = self.module
-        if hasattr(host, "query"):  # BERT keeps its output projection in the module around; the mixer brings one
-            if self.parent is None:
+        if self.projections and self.projections not in SWAPPED:
+            raise ValueError(f"{type(host).__name__} is called in a way that no mixer knows; preserve=True keeps it.")
+        if not any(hasattr(host, name) for name in OUTPUTS):  # BERT keeps it in the module around; the mixer brings one
+            output = getattr(self.parent, "output", None)
+            if not isinstance(getattr(output, "dense", None), nn.Linear):
                 raise ValueError(f"{type(host).__name__} has no output projection; pass the module around it.")
-            self.parent.output.dense = nn.Identity()
+            output.dense = nn.Identity()
         return MixerAttention(mixer, host)
+
+
+def _first(thing: object, names: Iterable[str]) -> int | None:
+    """The first of the attributes that is a positive whole number."""
+    found = (getattr(thing, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+
+def _in(projection: nn.Module) -> int:
+    return (
+        projection.in_features if hasattr(projection, "in_features") else projection.weight.shape[0]
+    )  # GPT-2's Conv1D
+
+
+def _out(projection: nn.Module) -> int:
+    return projection.out_features if isinstance(projection, nn.Linear) else projection.weight.shape[1]
+
+
+def _is_causal(host: nn.Module) -> bool:
+    """As transformers' own attention functions have it; eager ones know no causality but their mask's."""
+    return bool(getattr(host, "is_causal", host.config._attn_implementation != "eager"))
 
 
 def _rope_theta(host: nn.Module) -> float | None:
@@ -119,15 +194,29 @@ def _rope_theta(host: nn.Module) -> float | None:
 
 
 def _dropout(host: nn.Module) -> float:
-    for name in ("attn_dropout", "dropout"):
-        if hasattr(host, name):
-            return getattr(host, name).p
-    return host.attention_dropout
+    for name in ("attn_dropout", "dropout", "attention_dropout", "dropout_prob"):
+        found = getattr(host, name, None)
+        rate = getattr(found, "p", found)
+        if isinstance(rate, (int, float)):
+            return float(rate)
+    return 0.0
 
 
 def _hand_on_features(host: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The gates read what the projections read; transformers passes further arguments on to the attention function."""
-    return args, kwargs | {"features": args[0] if args else kwargs["hidden_states"]}
+    """The gates read what the projections read: an argument that the host hands on, or else a note to its head."""
+    name, hands_on = _call_of(type(host))
+    features = args[0] if args else kwargs[name]
+    if hands_on:
+        return args, kwargs | {"features": features}
+    host.free_energy.features = features
+    return args, kwargs
+
+
+@cache
+def _call_of(host: type[nn.Module]) -> tuple[str, bool]:
+    """The name of what the host projects, and whether its further arguments reach its attention function."""
+    _, _, call = inspect.getsource(host.forward).rpartition("attention_interface(")
+    return list(inspect.signature(host.forward).parameters)[1], "**kwargs" in call
 
 
 def free_energy_attention(
@@ -136,30 +225,44 @@ def free_energy_attention(
     key: Float[Tensor, "b hkv t dk"],
     value: Float[Tensor, "b hkv t dv"],
     attention_mask: Tensor | None,
-    features: Float[Tensor, "b tq d"],
+    features: Float[Tensor, "... d"] | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
     **kwargs,
 ) -> tuple[Float[Tensor, "b tq h dv"], None]:
     """transformers' attention function of a grafted host: its prior, read by `host.free_energy` (Eq. 11).
 
-    attention_mask is the host's, broadcastable to (B, H, T_q, T): True = attend, or added to the scores. Dropout falls
-    on the mixed output. Raises ValueError on what a softmax read cannot express.
+    attention_mask is the host's, broadcastable to (B, H, T_q, T): True = attend, or added to the scores, as
+    position_bias is (T5's). Dropout falls on the mixed output. Raises ValueError on what a softmax read cannot express.
     """
     for name, reason in UNREADABLE.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(host).__name__} cannot be read as a softmax prior: {reason}.")
+    if features is None:
+        features, host.free_energy.features = host.free_energy.features, None
+    rows, heads, queries, _ = query.shape
+    width = features.shape[-1]
+    if value.shape[1] * value.shape[3] != host.free_energy.value_width or features.numel() != rows * queries * width:
+        raise ValueError(
+            f"{type(host).__name__} cannot be read as a softmax prior: it hands its attention function "
+            f"values of {value.shape[1]} heads of {value.shape[3]}, and {heads} x {rows} x {queries} queries for "
+            f"features {tuple(features.shape)}, which is not what its sizes say."
+        )
     if attention_mask is not None and attention_mask.dim() != 4:
         raise ValueError(
             f"attention_mask must have 4 dimensions, got {tuple(attention_mask.shape)}; "
             "call model.set_attn_implementation('sdpa'), whose masks a free energy can be read under."
         )
-    queries = query.shape[2]
-    causal = attention_mask is None and queries > 1 and (host.is_causal if is_causal is None else is_causal)
+    features = features.reshape(rows, queries, width)  # of images, rows and columns; of packed rows, no batch
+    causal = attention_mask is None and queries > 1 and (_is_causal(host) if is_causal is None else is_causal)
     if causal:  # without a mask the first query meets the first key: the rest of a static cache is still empty
         key, value = key[:, :, :queries], value[:, :, :queries]
     bias = None if attention_mask is None else as_bias(attention_mask, query.dtype)
+    if position_bias is not None:
+        position_bias = position_bias[..., : key.shape[2]]
+        bias = position_bias if bias is None else bias + position_bias
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     o = host.free_energy(features, q, k, v, bias, causal, scaling)
     return F.dropout(o, dropout), None

@@ -1,10 +1,9 @@
-"""Replace the attention of a model in place, and load what was saved afterwards."""
+"""Replace the attention of a model in place."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 
 from torch import nn
@@ -15,7 +14,6 @@ from fem.models.surgery import multihead, timm
 from fem.models.surgery.head import LAMBDA_INIT, FreeEnergyHead
 from fem.models.surgery.host import CrossAttention, Refused, Site
 
-RECORD = "free_energy_mixer"  # the field of a transformers config that holds the calls made on its model
 HOSTS_FIELDS = (
     *(
         "n_embd",
@@ -59,47 +57,27 @@ def replace_attention(
 
     An optimizer made before knows nothing of the new parameters; those of lambda and beta start asleep and learn from a
     rate some 30 times the host's (FreeEnergyHead.temperature_parameters). A transformers model notes the call in its
-    config: save it with save_pretrained, load it with `fem.models.load_replaced`. Any other model: build, replace,
-    load_state_dict.
+    config: save it with save_pretrained, load it with an Auto class or `fem.models.load_replaced`; the host's own class
+    refuses such a folder. Any other model: build, replace, load_state_dict.
 
     Raises ValueError on attention that cannot be replaced, by name, on layers out of range or replaced before, and on
     fields that the host decides; TypeError on unknown fields.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch module, got {model!r}; load it first, by from_pretrained for instance.")
     layers = None if layers is None else list(layers)
-    model = _replace(model, prior_type, preserve, layers, config)
+    model = apply(model, prior_type, preserve, layers, config)
     if hasattr(getattr(model, "config", None), "save_pretrained"):
+        from fem.models.surgery.checkpoint import RECORD, remembering
+
         call = {"prior_type": prior_type, "preserve": preserve, "layers": layers, "config": config}
         setattr(model.config, RECORD, [*getattr(model.config, RECORD, ()), call])
+        model.config.__class__ = remembering(type(model.config))
     return model
 
 
-def load_replaced(folder: str | Path, **options) -> nn.Module:
-    """The model that `save_pretrained` wrote to `folder` after `replace_attention`; options are from_pretrained's.
-
-    The host's own from_pretrained would leave the free energy out. Raises ValueError on a model saved without one.
-    """
-    import transformers
-
-    saved = transformers.AutoConfig.from_pretrained(folder)
-    calls = getattr(saved, RECORD, None)
-    if not calls:
-        raise ValueError(
-            f"folder must hold a model saved after replace_attention, got {str(folder)!r}; use from_pretrained."
-        )
-    architecture = getattr(transformers, saved.architectures[0])
-
-    def build(self, config, *args, **kwargs):
-        architecture.__init__(self, config, *args, **kwargs)
-        for call in calls:
-            _replace(self, **call)
-
-    replaced = type(architecture.__name__, (architecture,), {"__init__": build, "__module__": architecture.__module__})
-    model = replaced.from_pretrained(folder, **options)
-    model.__class__ = architecture
-    return model
-
-
-def _replace(model: nn.Module, prior_type: str, preserve: bool, layers: list[int] | None, config: dict) -> nn.Module:
+def apply(model: nn.Module, prior_type: str, preserve: bool, layers: list[int] | None, config: dict) -> nn.Module:
+    """`replace_attention` without a note in the model's config."""
     sites = _chosen(model, layers)
     build = _head if preserve else _mixer
     parts = [build(site, prior_type, config).train(site.module.training) for site in sites]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fem.ops.channel_scan.naive import naive_channel_scan_read
 from fem.ops.channel_scan.plain import channel_scan
-from fem.ops.common.backend import scan_backend
+from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import wide_dtype
 from fem.ops.common.read import NO_WEIGHT, Read, Terms, merge, nothing_read, read_of
 from fem.ops.common.scaled_sums import Streams, Sums, last_step, state_of, state_parts
@@ -44,7 +44,8 @@ def channel_scan_read(
     The state is (B, H, d_v) of `peak`, `total` and `weighted`, the scaled sums of `fem.ops.common.scaled_sums`, and
     with a beta `free_energy`, float32 at least. Gradients pass through it, but not through the peak.
     """
-    backend = scan_backend(backend, v.device)
+    given = (x is not None for x in (log_weight, log_decay, beta))
+    backend = scan_backend(backend, v.device, "channel_scan", widest(v, log_weight, log_decay), *given)
     if backend == "reference":
         loops = partial(naive_channel_scan_read, log_weight, v, beta, log_decay)
         return by_definition(loops, v.dtype, causal, tokens, normalize, initial_state, return_state)

@@ -34,8 +34,10 @@ def gated_read(mean: Heads, free_energy: Heads | None, inner: Heads | None, oute
     if inner is None and outer is None:
         return mean
     free_energy = free_energy if inner is not None else None
-    run = _gate if transformed(mean, free_energy, inner, outer) else _gated_read
-    return run(mean, free_energy, inner, outer, eps)
+    small = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and mean.numel() <= _BLOCK
+    if small or transformed(mean, free_energy, inner, outer):  # a token in generation is not worth the op's own time
+        return _gate(mean, free_energy, inner, outer, eps)
+    return _gated_read(mean, free_energy, inner, outer, eps)
 
 
 def _gate(mean: Heads, free_energy: Heads | None, inner: Heads | None, outer: Heads | None, eps: float) -> Heads:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -17,11 +19,23 @@ def rotate(
 
     Angles, cos and sin are computed in float64 and rounded once, to the dtype of x. Raises ValueError on an odd width.
     """
+    return rotate_all((x,), position, theta)[0]
+
+
+def rotate_all(
+    tensors: Sequence[Tensor], position: Int[Tensor, " t"] | Int[Tensor, "b t"], theta: float = 10000.0
+) -> list[Tensor]:
+    """`rotate` of tensors of one width and dtype: q and k turn by the same angles."""
+    x = tensors[0]
     width = x.shape[-1]
     if width % 2:
         raise ValueError(f"rotate pairs the channels of x, so its width must be even, got {width}.")
     frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float64, device=x.device) / width)
     angle = position.double()[..., None, None] * frequency
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    return [_turned(x, cos, sin) for x in tensors]
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.chunk(2, -1)
     return torch.cat([torch.addcmul(low * cos, high, sin, value=-1), torch.addcmul(high * cos, low, sin)], -1)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import scan_backend
+from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import wide_dtype
 from fem.ops.common.recurrence import running_sums
 from fem.ops.common.transforms import transformed
@@ -29,7 +29,7 @@ def decay_scan(
     backend: "auto", "plain", "triton" (whose gradients cannot be differentiated again) or "reference".
     """
     _check(log_decay, u, initial_state)
-    backend = scan_backend(backend, u.device)
+    backend = scan_backend(backend, u.device, "decay_scan", widest(u, log_decay, initial_state))
     wide = wide_dtype(log_decay, u)
     if u.numel() == 0:
         return u

@@ -6,13 +6,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import scan_backend
+from fem.ops.common.backend import next_width, scan_backend, widest
 from fem.ops.common.precision import wide_dtype
 from fem.ops.common.read import Read, Terms, merge, nothing_read, read_of
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import differentiated, transformed
 from fem.ops.linear_attention.chunk import Memory
 from fem.ops.linear_attention.decode import step
+from fem.ops.linear_attention.kernels.blocks import WIDEST_KEY
 from fem.ops.linear_attention.naive import naive_keyed_scan_read
 from fem.ops.linear_attention.plain import scan, whole
 from fem.ops.linear_attention.scores import NOTHING
@@ -45,7 +46,7 @@ def keyed_scan_read(
     log_weight (B, H, d_k), mean and free_energy (B, H, d_k, d_v), in fp32 (float64 for float64 inputs).
     A row of zero total weight reads 0, without gradient.
     """
-    backend = scan_backend(backend, v.device)
+    backend = _backend(backend, q, v, beta, log_decay, tokens)
     if backend == "reference":
         read, state = _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, normalize)
         return (read, state) if return_state else read
@@ -107,6 +108,16 @@ def keyed_scan_terms(
     if beta is None:
         terms, last = terms._replace(free_energy=None), last._replace(free_energy=None)
     return terms, {name: x for name, x in last._asdict().items() if x is not None}
+
+
+def _backend(backend: str, q: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, tokens) -> str:
+    if backend == "auto" and q.shape[-1] > WIDEST_KEY:
+        return "plain"
+    decay = None if tokens is None or tokens.start is None else "head"  # documents end by decays
+    if log_decay is not None:
+        decay = "head" if log_decay.ndim == 3 else "channel"
+    widths = next_width(q.shape[-1]), next_width(v.shape[-1])
+    return scan_backend(backend, v.device, "linear_attention", widest(v, log_decay), *widths, decay, beta is not None)
 
 
 def _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, normalize):

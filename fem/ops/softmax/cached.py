@@ -24,7 +24,8 @@ _PROVEN = 30.0  # nats
 
 def exponents(v: Float[Tensor, "*n"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."]) -> Float[Tensor, "*n"]:
     """z = beta (v - c) in float32 at least, c = 0 where beta is small. Beyond +-REACH[v.dtype], `pack` clips."""
-    return (wide(v) - _shift(beta, shift)) * beta
+    small = _small(beta)
+    return (wide(v) - (shift if small is None else shift.masked_fill(small, 0.0))) * beta
 
 
 def pack(v: Float[Tensor, "*n d"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."]) -> Float[Tensor, "*n w"]:
@@ -33,8 +34,8 @@ def pack(v: Float[Tensor, "*n d"], beta: Float[Tensor, "..."], shift: Float[Tens
     e is right while |beta (v - c)| <= REACH[v.dtype] nats, and clipped there beyond; v never is. In bfloat16 e, the
     attention's weights and R keep 8 binary digits each, so that F is off by up to 4 * 2^-9 / beta.
     """
-    z = exponents(v, beta, shift).clamp_(-REACH[v.dtype], REACH[v.dtype])
-    e = torch.where(beta < SMALL_BETA, z.expm1(), z.exp())
+    z, small = exponents(v, beta, shift).clamp_(-REACH[v.dtype], REACH[v.dtype]), _small(beta)
+    e = z.exp() if small is None else torch.where(small, z.expm1(), z.exp())
     return torch.cat([v, e.to(v.dtype)], -1)
 
 
@@ -53,24 +54,28 @@ def unpack(out: Float[Tensor, "*n w"], beta: Float[Tensor, "..."], shift: Float[
 
     A row that sees no key, whose attention gives 0, reads 0.
     """
-    mean, total = wide(out).chunk(2, -1)
-    small = beta < SMALL_BETA
+    (mean, total), small = wide(out).chunk(2, -1), _small(beta)
     sees = total != 0  # NaN does
-    logarithm = torch.where(small, total.log1p(), total.where(sees, 1.0).log())
-    return Read(mean, torch.where(small | sees, _shift(beta, shift) + logarithm / beta, 0.0))
+    logarithm = total.where(sees, 1.0).log_()
+    if small is not None:
+        sees, shift = sees | small, shift.masked_fill(small, 0.0)
+        logarithm = torch.where(small, total.log1p(), logarithm)
+    return Read(mean, torch.where(sees, shift + logarithm / beta, 0.0))
 
 
 def proven(out: Float[Tensor, "*n w"], beta: Float[Tensor, "..."]) -> Bool[Tensor, "*n d"]:
     """Whether R gives F to the last digits of float32, for values of `pack_to_be_proven` and up to 10^5 keys.
 
-    No e exceeds e^30, so what underflow takes from p takes at most T e^-57 from R, nothing beside R >= e^-30. Where beta is
-    small, R keeps the digits of F while it stays near 1.
+    No e exceeds e^30, so what underflow takes from p takes at most T e^-57 from R, nothing beside R >= e^-30.
+    Where beta is small, R keeps the digits of F while it stays near 1.
     """
-    total = wide(out).chunk(2, -1)[1]
-    small = beta < SMALL_BETA
+    total, small = wide(out).chunk(2, -1)[1], _small(beta)
     fine = (total >= math.exp(-_PROVEN)) & (total < torch.inf) | (total == 0)
-    return torch.where(small, (total > -0.75) & (total < 3.0), fine)
+    return fine if small is None else torch.where(small, (total > -0.75) & (total < 3.0), fine)
 
 
-def _shift(beta: Tensor, shift: Tensor) -> Tensor:
-    return torch.where(beta < SMALL_BETA, 0.0, shift)
+def _small(beta: Tensor) -> Bool[Tensor, "..."] | None:
+    """Where beta is small; None where that is known to be nowhere, which is looked at on a CPU."""
+    small = beta < SMALL_BETA
+    looks = beta.device.type == "cpu" and not torch.compiler.is_compiling()
+    return None if looks and not bool(small.any()) else small

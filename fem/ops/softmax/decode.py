@@ -1,4 +1,4 @@
-"""One token of a softmax read, for generation: as many exponentials as the cache has values, and no copy of it."""
+"""One token of a softmax read over a cache: no copy of the cache, and where it holds [v | e] no exponential of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,62 @@ from torch import Tensor
 from fem.ops.common.fallback_count import suspects
 from fem.ops.common.precision import wide
 from fem.ops.common.read import Read
+from fem.ops.softmax.cached import SMALL_BETA, proven, unpack
 
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BLOCK = 1 << 18  # values at a time on a CPU, so that their exponentials stay in the cache
 _LIFT = 2.0**40  # carried by p, so that what underflows in it is nothing even beside the largest finite e
+
+
+def packed_step(
+    q: Float[Tensor, "b h dk"],
+    keys: Sequence[Float[Tensor, "b hkv _t dk"]],
+    values: Sequence[Float[Tensor, "b hkv _t w"]],
+    shift: Float[Tensor, "b hkv 1 dv"],
+    beta: Float[Tensor, "b hkv 1 dv"],
+    mask: Float[Tensor, "#b #h t"] | None,
+    scale: float,
+) -> Read | None:
+    """`softmax_step` over values [v | e] of `pack_to_be_proven`; None where R does not prove an entry.
+
+    Pieces are attended to one by one and merged by their log-sum-exp. Results are (B, 1, H, d_v), without gradients.
+    """
+    batch, heads, width = q.shape
+    key_heads = keys[0].shape[1]
+    q = q.view(batch, key_heads, -1, width)
+    if mask is not None:
+        mask = mask.expand(batch, -1, -1)
+        one = mask.shape[1] == 1
+        mask = mask[:, :, None] if one else mask.expand(-1, heads, -1).unflatten(1, (key_heads, -1))
+    out, weight, start = None, None, 0
+    for key, packed in zip(keys, values):
+        stop = start + key.shape[2]
+        part, lse = _attend(q, key, packed, None if mask is None else mask[..., start:stop], scale)
+        if out is None:
+            out, weight = part, lse
+        else:
+            share = torch.sigmoid(lse - weight) if mask is None else torch.sigmoid((lse - weight).nan_to_num_(0.0))
+            out, weight = torch.lerp(out, part, share[..., None]), torch.logaddexp(weight, lse)
+        start = stop
+    if not (math.isfinite(q.sum().item()) and bool(proven(out, beta).all())):
+        return None
+    suspects.count(out.numel() // 2, 0)
+    return Read(*(x.view(batch, 1, heads, -1) for x in unpack(out, beta, shift)))
+
+
+def _attend(q, key, packed, mask, scale) -> tuple[Float[Tensor, "b hkv g w"], Float[Tensor, "b hkv g"]]:
+    """p @ [v | e] and lse over one piece, in float32 at least; 0 and -inf where nothing is seen."""
+    if q.device.type == "cpu" and key.shape[-1] == packed.shape[-1] and q.dtype == key.dtype == packed.dtype:
+        out, lse = _flash(q, key, packed, 0.0, False, attn_mask=None if mask is None else mask.to(q.dtype), scale=scale)
+        out = wide(out)
+        if mask is not None:
+            lse = lse.masked_fill(torch.isneginf(mask.amax(-1)), -torch.inf)
+        return out, lse
+    scores = (wide(q) * scale) @ wide(key).mT
+    scores = scores if mask is None else scores + mask
+    lse = scores.logsumexp(-1)
+    p = (scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp_()
+    return p @ wide(packed), lse
 
 
 def softmax_step(
@@ -28,6 +81,8 @@ def softmax_step(
     """Mean and free energy of one query per head, over keys and values that lie in pieces, in their order.
 
         mean_j = sum_i p_i v_ij        F_j = m_j + (1 / beta_j) log sum_i p_i e^{beta_j (v_ij - m_j)},   m_j <= mean_j
+
+    and, where a beta is small, log(1 + sum_i p_i (e^{..} - 1)), which keeps its digits.
 
     p: softmax of the scores plus `mask`. By Jensen's inequality F >= mean, so the sum is at least 1 and nothing small
     can be missed from it; where e is too large to be sure, None is returned. Results are (B, 1, H, d_v), in float32 at
@@ -48,12 +103,14 @@ def softmax_step(
         return Read(per_head(mean), None) if bool(mean.isfinite().all()) else None
     beta = beta[:, None].to(mean.dtype)
     middle = mean.amin(2, keepdim=True)
-    total = _energies(parts, middle, beta * math.log2(math.e))
+    small = bool((beta < SMALL_BETA).any())
+    total = _energies(parts, middle, beta if small else beta * math.log2(math.e), small)
     if not bool((total + mean).isfinite().all()):
         return None
     suspects.count(total.numel(), 0)
-    seen = total > 0
-    free_energy = torch.where(seen, middle + total.div_(_LIFT).log_().div_(beta), 0.0)
+    seen = prior.amax(-1, keepdim=True) > 0
+    total = total.div_(_LIFT)
+    free_energy = torch.where(seen, middle + (total.log1p_() if small else total.log_()).div_(beta), 0.0)
     return Read(per_head(mean), per_head(free_energy))
 
 
@@ -66,12 +123,16 @@ def _lifted_softmax(scores: Float[Tensor, "b hkv g t"]) -> Float[Tensor, "b hkv 
 
 
 def _energies(
-    parts: list[tuple[Tensor, Tensor]], middle: Float[Tensor, "b hkv 1 dv"], rate: Float[Tensor, "hkv 1 dv"]
+    parts: list[tuple[Tensor, Tensor]],
+    middle: Float[Tensor, "b hkv 1 dv"],
+    rate: Float[Tensor, "hkv 1 dv"],
+    small: bool,
 ) -> Float[Tensor, "b hkv g dv"]:
-    """sum_i p_i 2^(rate (v_i - middle)), by blocks of tokens."""
+    """sum_i p_i 2^(rate (v_i - middle)), or sum_i p_i (e^(rate (v_i - middle)) - 1) if small, by blocks of tokens."""
     total, offset = 0.0, -rate * middle
     for prior, v in parts:
         room = v.shape[2] if v.is_cuda else max(1, _BLOCK // (v.shape[0] * v.shape[1] * v.shape[3]))
         for p, block in zip(prior.split(room, -1), v.split(room, 2)):
-            total = total + p @ torch.addcmul(offset, block, rate).exp2_()
+            z = (block - middle).mul_(rate).expm1_() if small else torch.addcmul(offset, block, rate).exp2_()
+            total = total + p @ z
     return total

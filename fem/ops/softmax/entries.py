@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fem.ops.common.precision import wide
-from fem.ops.softmax.scores import Scores
-from fem.ops.softmax.support import Intervals
-
 _ENTRIES_TIMES_KEYS = 1 << 21  # at once
 
 Entries = Int[Tensor, "n 4"]  # (batch, head, row, channel), in ascending order
+
+
+AddScores = Callable[[int, int, Tensor, Tensor], None]  # of batch, head, rows, and the gradients of their first keys
+
+
+@runtime_checkable
+class RowsOfScores(Protocol):
+    """Where scores come from: q and k per head, and rows of scale q k + mask in float64."""
+
+    q: Float[Tensor, "b tq h d"]
+    k: Float[Tensor, "b t h d"]
+    scale: float
+
+    def of_rows(self, batch: int, head: int, rows: Tensor) -> Float[Tensor, "r keys"]: ...
 
 
 class _Block(NamedTuple):
@@ -36,21 +46,11 @@ class _Block(NamedTuple):
         return self.s[self.row_of] + self.beta[:, None] * self.v.T[self.channel]
 
     def free_energy(self, log_weights: Tensor) -> Float[Tensor, " n"]:
-        return (log_weights.logsumexp(1) - self.s.logsumexp(1)[self.row_of]) / self.beta
+        total = self.s.logsumexp(1)[self.row_of]
+        return torch.where(total > -torch.inf, (log_weights.logsumexp(1) - total) / self.beta, 0.0)
 
 
-def definition(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, bias: Tensor | None, first: Tensor, end: Tensor, scale: float
-) -> tuple[Scores, Tensor, Tensor]:
-    """Scores, values and beta per query head, as the functions below take them, of a read over intervals of keys."""
-    dtype = wide(q).dtype
-    per_head = lambda x, dim: x.to(dtype).repeat_interleave(q.shape[2] // x.shape[dim], dim)  # noqa: E731
-    allowed = Intervals(first, end).allowed(k.shape[1])[:, None]
-    mask = torch.where(allowed, q.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype), -torch.inf)
-    return Scores(q.to(dtype), per_head(k, 2), mask, False, scale, False), per_head(v, 2), per_head(beta, 0)[None, None]
-
-
-def free_energies(scores: Scores, v: Tensor, beta: Tensor, entries: Entries) -> Float[Tensor, " n"]:
+def free_energies(scores: RowsOfScores, v: Tensor, beta: Tensor, entries: Entries) -> Float[Tensor, " n"]:
     """F_tj = (1 / beta_j) (log sum_i exp(s_ti + beta_j v_ij) - log sum_i exp(s_ti)) of the entries.         (Eq. 4)"""
     free = beta.new_empty(len(entries), dtype=torch.float64)
     for block in _blocks(scores, v, beta, entries):
@@ -59,7 +59,7 @@ def free_energies(scores: Scores, v: Tensor, beta: Tensor, entries: Entries) -> 
 
 
 def add_gradients(
-    scores: Scores,
+    scores: RowsOfScores,
     v: Tensor,
     beta: Tensor,
     entries: Entries,
@@ -68,7 +68,7 @@ def add_gradients(
     dk: Tensor,
     dv: Tensor,
     dbeta: Tensor,
-    ds: Tensor | None,
+    add_scores: AddScores | None,
 ) -> None:
     """Add the gradients of the entries' free energies to those given, with W the posterior of an entry:
 
@@ -78,22 +78,23 @@ def add_gradients(
         b, h, rows, keys = block.batch, block.head, block.rows, len(block.v)
         log_weights = block.log_weights()
         free = block.free_energy(log_weights)
-        g = grad[block.part].double()
-        posterior = torch.softmax(log_weights, 1)
+        empty = torch.isneginf(block.s).all(1)
+        g = grad[block.part].double().masked_fill_(empty[block.row_of], 0.0)
+        posterior = torch.softmax(log_weights, 1).masked_fill_(empty[block.row_of, None], 0.0)
         spread = (posterior * (block.v.T[block.channel] - free[:, None])).sum(1) / block.beta
         dv[b, :keys, h] += torch.zeros_like(block.v).index_add_(1, block.channel, (posterior * g[:, None]).T)
         dbeta[b % len(dbeta), 0, h].index_add_(0, block.channel, (g * spread).to(dbeta.dtype))
         g = g / block.beta
         total = g.new_zeros(len(rows)).index_add_(0, block.row_of, g)
-        of_scores = torch.softmax(block.s, 1).mul_(-total[:, None])
+        of_scores = torch.softmax(block.s, 1).masked_fill_(empty[:, None], 0.0).mul_(-total[:, None])
         of_scores.index_add_(0, block.row_of, posterior.mul_(g[:, None]))
         dq[b, rows, h] += (scores.scale * of_scores @ scores.k[b, :keys, h].double()).to(dq.dtype)
         dk[b, :keys, h] += scores.scale * of_scores.T @ scores.q[b, rows, h].double()
-        if ds is not None:
-            ds[b, h, rows, :keys] += of_scores.to(ds.dtype)
+        if add_scores is not None:
+            add_scores(b, h, rows, of_scores)
 
 
-def _blocks(scores: Scores, v: Tensor, beta: Tensor, entries: Entries) -> Iterator[_Block]:
+def _blocks(scores: RowsOfScores, v: Tensor, beta: Tensor, entries: Entries) -> Iterator[_Block]:
     step = max(1, _ENTRIES_TIMES_KEYS // v.shape[1])
     heads, counts = entries[:, :2].unique_consecutive(dim=0, return_counts=True)
     first = 0

@@ -174,7 +174,10 @@ class FreeEnergyRead:
 
     def _add_again(self, entries: Entries, grad: Float[Tensor, " n"], to: Gradients) -> None:
         if not self._prefers_whole_heads(entries):
-            softmax_entries.add_gradients(self.scores, self._first(self.values), self.beta, entries, grad, *to)
+            softmax_entries.add_gradients(
+                self.scores, self._first(self.values), self.beta, entries, grad, *to[:4],
+                None if to.scores is None else _adding_to(to.scores),
+            )  # fmt: skip
             return
         read, batch, head, place = self._of_heads(entries)
         out, free_energy, lse, _ = read.forward()
@@ -202,3 +205,10 @@ class FreeEnergyRead:
         beta = self.beta[0, 0, head][:, None, None].double()
         read = FreeEnergyRead.of(self.scores.of_heads(batch, head), v, beta)
         return read, batch, head, (place, entries[:, 2], torch.zeros_like(place), entries[:, 3])
+
+
+def _adding_to(ds: Float[Tensor, "b h tq t"]) -> softmax_entries.AddScores:
+    def add(batch: int, head: int, rows: Tensor, more: Tensor) -> None:
+        ds[batch, head, rows, : more.shape[1]] += more.to(ds.dtype)
+
+    return add

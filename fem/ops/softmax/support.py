@@ -1,4 +1,4 @@
-"""What each query may see, as one interval of keys: how causality, windows and documents reach a kernel."""
+"""What each query may see, as one interval of keys: how causality, windows and documents reach an implementation."""
 
 from __future__ import annotations
 
@@ -16,30 +16,23 @@ _DOCUMENT = 1 << 40  # more than any position
 class Intervals(NamedTuple):
     """Query t sees the keys first_t <= i < end_t. Neither end falls as t grows.
 
-    With masked tokens the keys meant are those listed in `order`: the `kept` ones first, in their order.
+    Masked keys inside an interval are not seen; in what `of_kept` returns they stand outside, in a new order.
     """
 
     first: Int[Tensor, "#b tq"]
     end: Int[Tensor, "#b tq"]
-    kept: Int[Tensor, " b"] | None = None
-    order: Int[Tensor, "b t"] | None = None
 
     def allowed(self, keys: int) -> Bool[Tensor, "#b tq t"]:
         """The same, pair by pair."""
         index = torch.arange(keys, device=self.first.device)
         return (self.first[..., None] <= index) & (index < self.end[..., None])
 
-    def rows_of_key_blocks(self, keys: int, key_block: int, query_block: int) -> Int[Tensor, "#b blocks 4"]:
-        """Per block of keys: where the queries that see any of it begin, where those begin and end that see all of it,
-        and where they end; the first three are multiples of query_block."""
-        top = torch.arange(0, keys, key_block, device=self.first.device, dtype=torch.int32).expand(len(self.first), -1)
-        top = top.contiguous()
-        bottom = top + key_block
-        begin = torch.searchsorted(self.end, top, right=True) // query_block * query_block
-        whole = -(torch.searchsorted(self.end, bottom) // -query_block) * query_block
-        whole_end = torch.searchsorted(self.first, top, right=True) // query_block * query_block
-        end = torch.searchsorted(self.first, bottom)
-        return torch.stack([begin, whole, torch.maximum(whole, whole_end), end], -1).int()
+    def of_kept(self, keep: Bool[Tensor, "b t"]) -> tuple[Intervals, Int[Tensor, " b"], Int[Tensor, "b t"]]:
+        """The same among keys in another order, kept ones first; how many these are, and that order."""
+        before = torch.nn.functional.pad(keep.cumsum(1), (1, 0))  # kept keys before each
+        first, end = (before.gather(1, x.expand(len(keep), -1).long()).int() for x in self)
+        order = keep.long().argsort(dim=1, descending=True, stable=True)
+        return Intervals(first, end), before[:, -1].int(), order
 
 
 def intervals(
@@ -64,9 +57,4 @@ def intervals(
             last = opening + _DOCUMENT - 1 if window is None else here + window - 1
             end = torch.searchsorted(place, last, right=True)
         end = end.expand_as(first)
-    if keep is None:
-        return Intervals(first.int(), end.int().contiguous())
-    before = torch.nn.functional.pad(keep.cumsum(1), (1, 0))  # kept keys before each
-    first, end = (before.gather(1, x.expand(len(keep), -1)).int() for x in (first, end))
-    order = keep.long().argsort(dim=1, descending=True, stable=True)
-    return Intervals(first, end, before[:, -1].int(), order)
+    return Intervals(first.int(), end.int().contiguous())

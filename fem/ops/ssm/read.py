@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.channel_scan.read import by_definition
-from fem.ops.common.backend import scan_backend
+from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import wide_dtype
 from fem.ops.common.read import Read, Terms, merge, nothing_read, read_of
 from fem.ops.common.scaled_sums import Streams, Sums, leave, nothing, state_of, state_parts
@@ -50,7 +50,8 @@ def ssm_read(
     logs: log delta, log B and log C, for those too small to be numbers.
     Training keeps the states of every 64th token and computes the others again: memory O(T d_v), not O(T d_v N).
     """
-    backend = scan_backend(backend, v.device)
+    dtype = widest(v, delta, A, B, C, D)
+    backend = scan_backend(backend, v.device, "ssm", dtype, A.shape[-1], beta is not None)
     if backend == "reference":
         loops = partial(naive_ssm_read, delta, A, B, C, D, v, beta)
         return by_definition(loops, v.dtype, causal, tokens, normalize, initial_state, return_state)

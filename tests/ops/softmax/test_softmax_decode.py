@@ -1,6 +1,7 @@
 """One token of a softmax read over a cache in pieces, and the cache itself."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from layers import FAMILIES, HEADS, WIDTH, make_layer, tokens
 
 from fem.functional import softmax_read
+from fem.ops.softmax import read as read_module
 from fem.ops.softmax.decode import softmax_step
 from fem.ops.softmax.read import cached_read
 from fem.priors import kv_cache
@@ -155,10 +157,126 @@ def test_a_state_is_not_changed_by_what_continues_it():
     assert not torch.equal(one[1].memory["recent value"], two[1].memory["recent value"])
 
 
-def test_a_cache_holds_d_for_a_key_and_d_over_2_for_a_value():
+def test_a_cache_holds_d_for_a_key_and_d_for_a_value_and_its_exponential():
     layer, x = make_layer(torch.float32, prior_type="softmax", use_conv=False), tokens(time=7, dtype=torch.float32)
     with torch.no_grad():
         _, state = layer(x[:, :4], return_state=True)
         _, longer = layer(x[:, 4:5], state=state, return_state=True)
-    assert longer.nbytes - state.nbytes == 2 * 4 * (WIDTH + WIDTH // 2)
+    assert longer.nbytes - state.nbytes == 2 * 4 * (WIDTH + WIDTH)
     assert longer.memory["recent key"].shape == (2, HEADS, 1, WIDTH // HEADS)
+
+
+@pytest.mark.parametrize("beta", [1e-6, 1e-3, 0.05, 0.2])
+@pytest.mark.parametrize("offset", [0.0, 3.0])
+def test_one_query_keeps_the_digits_of_a_small_beta_with_and_without_gradient(beta, offset):
+    q, k, v, _ = draw(61)
+    v, beta = v + offset, torch.full((2, 3), beta)
+    mean, free = definition(q, k, v, beta, None, 5**-0.5)
+    unit = 16 * torch.finfo(torch.float32).eps * (1 + v.abs().max())
+    arguments = q[:, None], k.transpose(1, 2), v.transpose(1, 2), beta
+    one, other = softmax_read(*arguments), softmax_read(q[:, None].requires_grad_(), *arguments[1:])
+    for read in (one, other):
+        assert (read.free_energy - free).abs().max() <= unit
+        assert (read.mean - mean).abs().max() <= unit
+    assert ((one.free_energy - other.free_energy) / (1 + v.abs().max())).abs().max() <= 1e-6
+
+
+def streamed(layer, x, mask=None, first=5):
+    """The outputs of tokens one by one after a first chunk, and the state at the end."""
+    cut = lambda a, b: None if mask is None else mask[:, a:b]  # noqa: E731
+    with torch.no_grad():
+        y, state = layer(x[:, :first], attention_mask=cut(0, first), return_state=True)
+        parts = [y]
+        for t in range(first, x.shape[1]):
+            y, state = layer(x[:, t : t + 1], attention_mask=cut(t, t + 1), state=state, return_state=True)
+            parts.append(y)
+    return torch.cat(parts, 1), state
+
+
+@pytest.fixture
+def exponentials(monkeypatch):
+    """How many tokens were read by the form that takes exponentials of the whole cache."""
+    taken = []
+    monkeypatch.setattr(read_module, "softmax_step", lambda *a: taken.append(1) or softmax_step(*a))
+    return taken
+
+
+@pytest.mark.parametrize("family", SOFTMAX)
+@pytest.mark.parametrize("beta_start", [1.8, -7.0])
+def test_a_step_over_ordinary_values_takes_no_exponential_of_the_cache(exponentials, family, beta_start):
+    layer = make_layer(torch.float32, **FAMILIES[family] | {"beta_max_init": beta_start})
+    x = tokens(time=40, dtype=torch.float32)
+    y, state = streamed(layer, x)
+    with torch.no_grad():
+        torch.testing.assert_close(y, layer(x), rtol=1e-5, atol=2e-5)
+    assert not exponentials
+    assert ("shift" in state.memory) == layer.config.use_lse
+
+
+def with_values(layer, change):
+    """The layer with its values changed by a function of them."""
+    whole = layer._values
+    layer._values = lambda x, features: change(whole(x, features))
+    return layer
+
+
+CHANGES = {
+    "offset": lambda v: v + 1000,
+    "wide": lambda v: 300 * v,
+    "spike in the prompt": lambda v: torch.where(v > v.amax() - 1e-6, v + 60, v) if v.shape[1] > 1 else v,
+    "spike in a step": lambda v: v if v.shape[1] > 1 else v + 60 * (v > 0.1),
+    "dip": lambda v: v if v.shape[1] > 1 else v - 60,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_stream_of_any_values_is_exact_and_leaves_the_packed_form_where_it_must(exponentials, name):
+    layer = with_values(make_layer(torch.float32, prior_type="softmax", use_conv=False), CHANGES[name])
+    exact = with_values(make_layer(torch.float32, prior_type="softmax", use_conv=False).double(), CHANGES[name])
+    x = tokens(time=24, dtype=torch.float32)
+    y, _ = streamed(layer, x)
+    steps, exponentials[:] = len(exponentials), []
+    wanted, _ = streamed(exact, x.double())
+    assert (y - wanted).abs().max() <= 2e-5 * (1 + wanted.abs().max())
+    assert (steps > 0) == (name not in ("offset", "dip"))  # far below the first tokens hides nothing
+
+
+def test_a_state_of_the_version_that_kept_values_alone_still_continues():
+    layer, x = make_layer(torch.float32, prior_type="softmax"), tokens(time=12, dtype=torch.float32)
+    with torch.no_grad():
+        _, state = layer(x[:, :7], return_state=True)
+        _, state = layer(x[:, 7:8], state=state, return_state=True)
+        old = {name: x for name, x in state.memory.items() if name not in kv_cache.PACKED}
+        channels = layer.config.value_width
+        old |= {name: x[..., :channels] for name, x in old.items() if name.endswith("value")}
+        before, after = (layer(x[:, 8:], state=s, return_state=True)[0] for s in (replace(state, memory=old), state))
+    torch.testing.assert_close(before, after, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["prompt", "step"])
+def test_nan_in_masked_tokens_of_a_cache_never_shows_and_in_visible_ones_always(where):
+    config = {"prior_type": "softmax", "use_conv": False, "use_rope": False}
+    layer, x = make_layer(torch.float32, **config), tokens(time=9, dtype=torch.float32)
+    at, mask = (2 if where == "prompt" else 7), torch.ones(2, 9, dtype=torch.long)
+    mask[:, at] = 0
+    clean, _ = streamed(layer, x, mask)
+    x[:, at] = torch.nan
+    y, _ = streamed(layer, x, mask)
+    kept = mask.bool()
+    torch.testing.assert_close(y[kept], clean[kept], rtol=0, atol=0)
+    y, _ = streamed(layer, x)
+    assert y[:, at:].isnan().all()
+
+
+@pytest.mark.parametrize("what", ["q", "k", "v"])
+@pytest.mark.parametrize("time", [3, 15, 16, 40])
+def test_a_visible_nan_shows_in_one_token_over_any_cache(what, time):
+    q, k, v, beta = draw(time)
+    {"q": q, "k": k[:, :, 1], "v": v[:, :, 1]}[what].fill_(torch.nan)
+    with torch.no_grad():
+        start = kv_cache._start(v, beta, None)
+        packed = kv_cache._packed(v, start, k)
+        for values, of in (([v], None), ([packed], (start["shift"], start["beta"]))):
+            read = cached_read(q[:, None], [k], values, beta, of)
+            assert read.mean.isnan().all()
+            assert read.free_energy.isnan().all()

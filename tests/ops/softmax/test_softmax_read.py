@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fem.functional import softmax_read
 from fem.ops.common.fallback_count import Suspects
-from fem.ops.softmax import read as softmax
+from fem.ops.softmax import op as softmax
 from fem.ops.softmax.naive import naive_softmax_read
 
 BATCH, HEADS, KEY, VALUE = 1, 2, 16, 8

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fem.ops.channel_scan.kernels.forward import load_three, store_three
+from fem.ops.channel_scan.kernels.forward import load_three, part_at, store_three
 from fem.ops.common.kernels.channel_states import EMPTY, part_of, past_of
 from fem.ops.common.kernels.decay_steps import chunk_of, load_channels
 
@@ -75,7 +75,7 @@ def channel_gradient_sums(
         place -= channels
     store_three(flows, of_chunk, size, inside, w, s, u)
     store_three(through, of_chunk, size, inside, lets, energy_lets, s_to_w)
-    tl.store(through + 3 * size + of_chunk, u_to_w, mask=inside)
+    tl.store(part_at(through, 3, size) + of_chunk, u_to_w, mask=inside)
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def channel_gradient_carry(through, flows, start, chunks, channels, size, start_
         place -= channels
         own_w, own_s, own_u = load_three(flows, place, size, inside)
         lets, energy_lets, s_to_w = load_three(through, place, size, inside)
-        u_to_w = load_channels(through + 3 * size + place, inside)
+        u_to_w = load_channels(part_at(through, 3, size) + place, inside)
         store_three(flows, place, size, inside, w, s, u)
         w = own_w + w * lets + s * s_to_w + u * u_to_w
         s, u = own_s + s * lets, own_u + u * energy_lets

@@ -16,18 +16,24 @@ from fem.ops.common.kernels.decay_steps import chunk_of, load_channels
 
 
 @triton.jit
+def part_at(states, number: tl.constexpr, size):
+    """A part of states; how far away it lies may need 64 bits."""
+    return states + tl.cast(size, tl.int64) * number
+
+
+@triton.jit
 def load_three(states, place, size, inside):
     return (
-        load_channels(states + place, inside), load_channels(states + size + place, inside),
-        load_channels(states + 2 * size + place, inside),
+        load_channels(states + place, inside), load_channels(part_at(states, 1, size) + place, inside),
+        load_channels(part_at(states, 2, size) + place, inside),
     )  # fmt: skip
 
 
 @triton.jit
 def store_three(states, place, size, inside, one, two, three):
     tl.store(states + place, one, mask=inside)
-    tl.store(states + size + place, two, mask=inside)
-    tl.store(states + 2 * size + place, three, mask=inside)
+    tl.store(part_at(states, 1, size) + place, two, mask=inside)
+    tl.store(part_at(states, 2, size) + place, three, mask=inside)
 
 
 @triton.jit
@@ -52,7 +58,7 @@ def channel_sums(
     tl.store(through + of_chunk, passed, mask=inside)
     store_three(states, of_chunk, size, inside, peak, total, weighted)
     if beta is not None:
-        store_three(states + 3 * size, of_chunk, size, inside, top, at, energy)
+        store_three(part_at(states, 3, size), of_chunk, size, inside, top, at, energy)
 
 
 @triton.jit
@@ -63,7 +69,7 @@ def channel_carry(beta, through, states, start, chunks, channels, size, start_si
     peak, total, weighted = load_three(start, of_row, start_size, inside)
     top, at, energy = peak, weighted, total
     if beta is not None:
-        top, at, energy = load_three(start + 3 * start_size, of_row, start_size, inside)
+        top, at, energy = load_three(part_at(start, 3, start_size), of_row, start_size, inside)
         rate = tl.load(beta + columns, mask=inside, other=1.0)
     for _ in range(chunks):
         a = load_channels(through + place, inside)
@@ -71,8 +77,8 @@ def channel_carry(beta, through, states, start, chunks, channels, size, start_si
         store_three(states, place, size, inside, peak, total, weighted)
         peak, total, weighted, _ = add_weights(peak, total, weighted, a, x, own, own_weighted)
         if beta is not None:
-            x, value, own = load_three(states + 3 * size, place, size, inside)
-            store_three(states + 3 * size, place, size, inside, top, at, energy)
+            x, value, own = load_three(part_at(states, 3, size), place, size, inside)
+            store_three(part_at(states, 3, size), place, size, inside, top, at, energy)
             top, at, energy, _ = add_energy(top, at, energy, a, rate, x, value, own)
         place += channels
 
@@ -87,7 +93,7 @@ def channel_reads(
     peak, total, weighted = load_three(entering, of_chunk, size, inside)
     top, at, energy = peak, weighted, total
     if beta is not None:
-        top, at, energy = load_three(entering + 3 * size, of_chunk, size, inside)
+        top, at, energy = load_three(part_at(entering, 3, size), of_chunk, size, inside)
         rate = tl.load(beta + columns, mask=inside, other=1.0)
     for _ in range(first, end):
         a, weight, value = token(log_decay, x, v, place, inside)
@@ -108,4 +114,4 @@ def channel_reads(
             joined = top + rate * at
             energy *= tl.exp((top - joined) + rate * at)
             top, lift = settled(joined, energy)
-            store_three(last + 3 * last_size, of_row, last_size, inside, top, tl.zeros_like(at), energy * lift)
+            store_three(part_at(last, 3, last_size), of_row, last_size, inside, top, tl.zeros_like(at), energy * lift)

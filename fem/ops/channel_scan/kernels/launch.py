@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fem.ops.channel_scan.kernels import backward as channel_backward
 from fem.ops.channel_scan.kernels import forward as channel_forward
+from fem.ops.common.kernels.launch import on_its_device
 from fem.ops.common.read import Terms
 from fem.ops.common.scaled_sums import Streams
 from fem.ops.decay_scan.kernels.launch import Cut, readable
@@ -51,6 +52,7 @@ def unpacked(state: Float[Tensor, "parts b c"]) -> Streams:
     mutates_args=(),
     schema="(Tensor? log_decay, Tensor? x, Tensor v, Tensor? beta, Tensor start) -> Tensor[]",
 )
+@on_its_device
 def _forward(log_decay, x, v, beta, start):
     """log weight, mean, shares, the state after the last token, and with a beta F and the shares of the energies."""
     outputs = _outputs(log_decay, x, v, beta, start)
@@ -87,6 +89,7 @@ def _outputs(log_decay, x, v, beta, start):
     "Tensor? x, Tensor v, Tensor? beta, Tensor start, Tensor mean, Tensor share, Tensor last, Tensor? free_energy, "
     "Tensor? energy_share) -> Tensor[]",
 )
+@on_its_device
 def _backward(
     d_log_weight, d_mean, d_free_energy, d_last, log_decay, x, v, beta, start, mean, share, last, free_energy,
     energy_share,

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import triton_interprets
+from fem.ops.common.kernels.launch import on_its_device
 from fem.ops.decay_scan.kernels import scan as kernels
 
 CHUNK = 64  # tokens of a program
@@ -57,6 +58,7 @@ class Cut(NamedTuple):
 @torch.library.custom_op(
     "fem::decay_scan_triton", mutates_args=(), schema="(Tensor log_decay, Tensor u, Tensor start) -> Tensor"
 )
+@on_its_device
 def _forward(log_decay, u, start):
     cut, sizes = Cut.of(*u.shape), u.shape[1:]
     entering = _entering(kernels.scan_sums, (log_decay, u), start, cut, sizes, backwards=False)
@@ -75,6 +77,7 @@ def _(log_decay, u, start):
     mutates_args=(),
     schema="(Tensor grad, Tensor log_decay, Tensor h, Tensor start) -> (Tensor d_decay, Tensor d_u, Tensor d_start)",
 )
+@on_its_device
 def _backward(grad, log_decay, h, start):
     cut, sizes, grad = Cut.of(*h.shape), h.shape[1:], grad.contiguous()
     behind = torch.zeros_like(start)

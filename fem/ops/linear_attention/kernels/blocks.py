@@ -1,12 +1,11 @@
-"""Tile sizes of the keyed scan's kernels: chosen ahead of time for sm_90 (docs/results/scan_kernels_aot.md), not tuned
-on a GPU yet."""
+"""Tile sizes of linear attention's kernels: such that every card that they are compiled for holds them
+(docs/results/scan_kernels.md); not tuned on a GPU yet."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 WIDEST_KEY = 256
-WIDEST_VALUE = 128
 CARRIED_KEYS = 16  # key channels of one program that carries the memory
 WARPS_OF_CARRY = 4
 
@@ -27,16 +26,16 @@ class Blocks(NamedTuple):
         }
 
 
-def blocks_for(kernel: str, keys: int, values: int, half_precision: bool) -> Blocks:
-    """keys, values: the widths of q and k, and of v, powers of two. The chunk is the same for all kernels."""
+def widest_value(half_precision: bool) -> int:
+    """Value channels that the kernels hold at once; wider heads are cut into heads of the same prior."""
+    return 64 if half_precision else 32
+
+
+def blocks_for(kernel: str, keys: int, values: int, half_precision: bool, warp: int = 32) -> Blocks:
+    """keys, values: the widths of q and k, and of v, powers of two; warp: threads of one. All have the same chunk."""
     if not half_precision:
-        return Blocks(32, min(keys, 32), min(values, 32), 4)
-    wide = values > 64
-    most = {
-        "read": 32 if wide else 64,
-        "memory_gradients": 32 if wide else 64,
-        "remember_gradients": 16 if wide else 64,
-        "channel_scores": 32,
-        "channel_scores_gradients": 16,
-    }
-    return Blocks(64, min(keys, most.get(kernel, 64)), min(values, 64), 8)
+        most = 16 if kernel == "channel_scores_gradients" else 32
+        return Blocks(32, min(keys, most), min(values, 32), 8 * 32 // warp)
+    gradients = kernel in ("remember_gradients", "channel_scores_gradients")
+    warps = 4 if kernel == "channel_scores_gradients" else 8 * 32 // warp
+    return Blocks(64, min(keys, 16 if gradients else 32), min(values, 32), warps)

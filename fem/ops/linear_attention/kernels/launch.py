@@ -1,8 +1,8 @@
 """The keyed scan by our kernels: what they are launched on, and the chunks that they cannot prove.
 
-Five steps, as in `keyed_scan_operator`: scores inside the chunks, what chunks add to the memory, the memory from chunk
-to chunk, and what the chunks read. Chunks in doubt take the plain way (`keyed_scan_tiers`). The backward pass keeps the
-inputs and the reads, and computes scores and memories again.
+Five steps, as in `fem.ops.linear_attention.plain`: scores inside the chunks, what chunks add to the memory, the memory
+from chunk to chunk, and what the chunks read. Chunks in doubt take the plain way (`fem.ops.linear_attention.fallback`).
+The backward pass keeps the inputs and the reads, and computes scores and memories again.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from fem.ops.common.backend import triton_interprets
 from fem.ops.common.fallback_count import suspects
+from fem.ops.common.kernels.launch import on_amd, on_its_device
 from fem.ops.common.read import Terms
 from fem.ops.linear_attention.chunk import Chunk, Memory
 from fem.ops.linear_attention.fallback import correct, settle
@@ -37,9 +39,9 @@ from fem.ops.linear_attention.kernels.blocks import (
     CARRIED_KEYS,
     WARPS_OF_CARRY,
     WIDEST_KEY,
-    WIDEST_VALUE,
     Blocks,
     blocks_for,
+    widest_value,
 )
 from fem.ops.linear_attention.plain import REMEMBER, Slab, read_way
 
@@ -47,22 +49,46 @@ from fem.ops.linear_attention.plain import REMEMBER, Slab, read_way
 def product_dtype(q: Tensor, v: Tensor) -> torch.dtype:
     """In which the kernels multiply: bfloat16 for bfloat16 values, else float32; sums are float32.
 
-    Raises ValueError on float64 and on heads wider than the kernels read.
+    Raises ValueError on float64 and on keys wider than the kernels read.
     """
     if v.dtype == torch.float64:
         raise ValueError("backend='triton' computes in float32, got float64 inputs; use backend='auto'.")
-    if q.shape[-1] > WIDEST_KEY or v.shape[-1] > WIDEST_VALUE:
+    if q.shape[-1] > WIDEST_KEY:
         raise ValueError(
-            f"backend='triton' reads key widths up to {WIDEST_KEY} and value widths up to {WIDEST_VALUE}, got "
-            f"{q.shape[-1]} and {v.shape[-1]}; use backend='auto'."
+            f"backend='triton' reads key widths up to {WIDEST_KEY}, got {q.shape[-1]}; use backend='auto'."
         )
     return torch.bfloat16 if v.dtype == torch.bfloat16 and not triton_interprets() else torch.float32
 
 
 def scan(q, k, v, beta, g, log_weight, mean, free_energy, present: bool):
-    """Reads (3) and the final state (3), as `keyed_scan_operator.scan` returns them."""
-    exact = (None if x is None else x.float().contiguous() for x in (beta, g, log_weight, mean, free_energy))
-    return _forward(q.contiguous(), k.contiguous(), v.contiguous(), *exact, present)
+    """Reads (3) and the final state (3), as `fem.ops.linear_attention.plain.scan` returns them.
+
+    Values wider than the kernels hold become several heads of the same prior.
+    """
+    heads, width = v.shape[2:]
+    parts = triton.cdiv(width, widest_value(q.dtype == torch.bfloat16))
+    size = triton.cdiv(width, parts)
+
+    def cut(x, filling, heads_at):
+        """(.., heads, .., width) as (.., heads * parts, .., size)."""
+        if x is None or parts == 1:
+            return x
+        x = F.pad(x, (0, parts * size - width), value=filling).unflatten(-1, (parts, size))
+        return x.movedim(-2, heads_at + 1).flatten(heads_at, heads_at + 1)
+
+    def joined(x, heads_at):
+        if parts == 1 or x.ndim == 1:  # or there is none
+            return x
+        return x.unflatten(heads_at, (heads, parts)).movedim(heads_at + 1, -2).flatten(-2)[..., :width]
+
+    q, k, g = (x if x is None or parts == 1 else x.repeat_interleave(parts, 2) for x in (q, k, g))
+    log_weight = log_weight if parts == 1 else log_weight.repeat_interleave(parts, 1)
+    exact = (cut(beta, 1, 0), g, log_weight, cut(mean, 0, 1), cut(free_energy, 0, 1))
+    exact = (None if x is None else x.float().contiguous() for x in exact)
+    found = _forward(q.contiguous(), k.contiguous(), cut(v, 0, 2).contiguous(), *exact, present)
+    log_z, mean, free_energy, last_weight, last_mean, last_free_energy = found[:6]
+    reads = log_z[:, :, ::parts], joined(mean, 2), joined(free_energy, 2)
+    return *reads, last_weight[:, ::parts], joined(last_mean, 1), joined(last_free_energy, 1)
 
 
 class Shape:
@@ -76,12 +102,12 @@ class Shape:
         self.chunks = triton.cdiv(self.time, self.chunk)
         self.slab = Slab(self.batch, self.heads, 0, self.time, self.chunk)
 
-    def blocks(self, kernel: str) -> Blocks:
-        return blocks_for(kernel, self.keys, self.values, self.half_precision)
+    def blocks(self, kernel: str, warp: int = 32) -> Blocks:
+        return blocks_for(kernel, self.keys, self.values, self.half_precision, warp)
 
     def launch(self, kernel, *arguments, **constants) -> None:
         """One program per chunk, head and row; constants: those that not all kernels have, by name."""
-        blocks = self.blocks(kernel.__name__)
+        blocks = self.blocks(kernel.__name__, 64 if on_amd() else 32)
         known = {"DK": self.dk, "DV": self.dv, "KEYS": self.keys, "VALUES": self.values} | blocks.launch()
         known |= {"SIZES": self.chunk.bit_length() - 1} | constants
         taken = {name: x for name, x in known.items() if name in kernel.arg_names or not name.isupper()}
@@ -162,15 +188,18 @@ def _work(shape: Shape, q, k, v, beta, g, start: Memory, present: bool, differen
 @torch.library.custom_op(
     "fem::keyed_scan_triton",
     mutates_args=(),
+    tags=[torch.Tag.cudagraph_unsafe],  # it asks the device whether a chunk is in doubt
     schema="(Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor log_weight, Tensor mean, "
     "Tensor? free_energy, bool present) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
     "Tensor)",
 )
+@on_its_device
 def _forward(q, k, v, beta, g, log_weight, mean, free_energy, present):
     """Reads (3) and the final state (3); for the backward pass Z, R, the shifts and the tiers."""
     shape = Shape(q, v, g)
     work = _work(shape, q, k, v, beta, g, Memory(log_weight, mean, free_energy), present, False)
     *reads, weight, total, shifts, tier = _reads(q, v, beta)
+    again = 0.0
     doubt = shape.of_chunks(q, shape.chunk, dtype=torch.int8)
     memory = (*work.along, work.peaks)
     shape.launch(keyed_read.read, work.left, work.pairs, v, beta, *memory, *reads, weight, total, shifts, doubt)
@@ -181,7 +210,7 @@ def _forward(q, k, v, beta, g, log_weight, mean, free_energy, present):
         tier.copy_(settle(read_way(present), terms, doubt.flatten(0, 2).bool(), chunk, work.before()))
         for out, x in zip(reads, (log_z, *others)):
             shape.slab.write(out, x)
-    again = int(tier.count_nonzero()) / max(1, len(tier))
+        again = int(tier.count_nonzero()) / max(1, len(tier))
     suspects.count(reads[1].numel(), round(again * reads[1].numel()))
     last = (None if x is None else x[:, :, -1].contiguous() for x in work.along)
     return *reads, *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in last), weight, total, shifts, tier
@@ -208,10 +237,12 @@ def _(q, k, v, beta, g, log_weight, mean, free_energy, present):
 @torch.library.custom_op(
     "fem::keyed_scan_triton_backward",
     mutates_args=(),
+    tags=[torch.Tag.cudagraph_unsafe],  # it asks the device whether a chunk is in doubt
     schema="(Tensor[] grads, Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor log_weight, Tensor mean, "
     "Tensor? free_energy, Tensor read_mean, Tensor weight, Tensor total, Tensor shifts, Tensor tier, bool present) "
     "-> Tensor[]",
 )
+@on_its_device
 def _backward(grads, q, k, v, beta, g, log_weight, mean, free_energy, read_mean, weight, total, shifts, tier, present):
     """Gradients of q, k, v, the initial state (2 or 3), beta and g, as far as there are any."""
     shape, free = Shape(q, v, g), beta is not None
@@ -256,7 +287,7 @@ def _backward(grads, q, k, v, beta, g, log_weight, mean, free_energy, read_mean,
     d_v = torch.empty_like(v)
     shape.launch(
         keyed_memory.remember_gradients, work.kept, v, beta, work.added.mean, work.total, work.peaks, work.tier,
-        *d_memory, d_v_read, d_kept, d_v, of_beta[2],
+        *d_memory, d_v_read, d_kept, d_v, of_beta[2], VALUES=shape.blocks("remember_gradients").values,
     )  # fmt: skip
     if work.tier.any():
         chunk = shape.records(q, k, v, beta, g)

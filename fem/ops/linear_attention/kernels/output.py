@@ -28,7 +28,6 @@ from fem.ops.linear_attention.kernels.tiles import (
     chunk_of,
     exponentials,
     load_tile,
-    log_or_nothing,
     rate_and_anchor,
     store_tile,
 )
@@ -115,15 +114,17 @@ def read(
 
     row_place = of_row + rows * heads
     inside = rows < end
-    some = (z > 0)[:, None]
+    some = (z != 0)[:, None]  # as NaN is
     over = tl.where(some, z[:, None], 1.0)
     lost = z < PROVEN
     tl.store(weight + row_place, z, mask=inside)
-    tl.store(read_weight + row_place, tl.where(z > 0, log_or_nothing(z) + scale, NOTHING), mask=inside)
+    tl.store(read_weight + row_place, tl.where(z != 0, tl.log(tl.where(z != 0, z, 1.0)) + scale, NOTHING), mask=inside)
     store_tile(read_mean + of_row * DV, rows, columns, heads * DV, end, tl.where(some, numerator / over, 0.0), DV)
     if beta is not None:
         lost |= tl.min(tl.where(columns[None, :] < DV, r, 1.0), 1) < PROVEN
-        f = anchor[None, :] + log2_shifted(tl.where(r > 0, r, 1.0) / over, 0.0, shift[None, :]) / rate[None, :]
+        ratio = tl.where(r != 0, r, 1.0) / over
+        f = anchor[None, :] + log2_shifted(ratio, 0.0, shift[None, :]) / rate[None, :]
+        f = tl.where(ratio == ratio, f, ratio)  # NaN has no such digits
         store_tile(total + of_row * DV, rows, columns, heads * DV, end, r, DV)
         store_tile(read_free + of_row * DV, rows, columns, heads * DV, end, tl.where(some, f, 0.0), DV)
     tl.store(doubt + place * CHUNK + rows, (lost & inside).to(tl.int8))

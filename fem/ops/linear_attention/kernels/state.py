@@ -85,52 +85,61 @@ def remember_gradients(
     DK: tl.constexpr, DV: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """From the gradients of log_weight, mean and free_energy: dkept (B, T, H, DK) and dbeta (B, H, N, DV); dv, to which
-    of_v is added. Nothing passes through chunks of another tier (B, H, N)."""
+    of_v is added. Nothing passes through chunks of another tier (B, H, N). VALUES: how many value channels at a time;
+    dkept, a sum over all of them, grows from one to the next."""
     place, of_row, end, heads = chunk_of(time, CHUNK)
-    rows, columns = tl.arange(0, CHUNK), tl.arange(0, VALUES)
+    rows = tl.arange(0, CHUNK)
     kept += of_row * DK
+    dkept += of_row * DK
     v += of_row * DV
     of_place = place * DK * DV
-    v_tile = load_tile(v, rows, columns, heads * DV, end, DV)
     ours = tl.load(tier + place) == 0
-    of_values = tl.zeros([CHUNK, VALUES], tl.float32)
-    if beta is not None:
-        peak = tl.load(peaks + place * DV + columns, mask=columns < DV, other=0.0)
-        rate, anchor = rate_and_anchor(beta + tl.program_id(1) * DV, v, columns, DV)
-        shift = tl.ceil((peak - anchor) * rate)
-        e = exponentials(v_tile, rate, anchor, shift).to(v_tile.dtype)
-        of_e = tl.zeros([CHUNK, VALUES], tl.float32)
-        of_beta = tl.zeros([VALUES], tl.float32)
-    for start in range(0, DK, BLOCK):
-        keys = start + tl.arange(0, BLOCK)
-        kept_tile = load_tile(kept, rows, keys, heads * DK, end, DK)
-        weight = tl.sum(kept_tile.to(tl.float32), 0)
-        sure = ours & (weight >= PROVEN)
-        over = 1.0 / tl.where(sure, weight, float("inf"))
-        g = load_tile(of_mean + of_place, keys, columns, DV, DK, DV)
-        mu = load_tile(mean + of_place, keys, columns, DV, DK, DV)
-        g = (g * over[:, None]).to(v_tile.dtype)
-        y = tl.load(of_weight + place * DK + keys, mask=keys < DK, other=0.0) * over
-        y -= tl.sum(g.to(tl.float32) * mu, 1)
-        of_kept = tl.dot(v_tile, tl.trans(g), input_precision="ieee")
-        of_values = tl.dot(kept_tile, g, of_values, input_precision="ieee")
+    for first in range(0, DV, VALUES):
+        columns = first + tl.arange(0, VALUES)
+        v_tile = load_tile(v, rows, columns, heads * DV, end, DV)
+        of_values = tl.zeros([CHUNK, VALUES], tl.float32)
         if beta is not None:
-            r = load_tile(total + of_place, keys, columns, DV, DK, DV)
-            settled = sure[:, None] & (r >= PROVEN)
-            per_nat = load_tile(of_free + of_place, keys, columns, DV, DK, DV) / (rate * LN_2)[None, :]
-            r = tl.where(settled, r, 1.0)
-            h = tl.where(settled, per_nat / r, 0.0).to(v_tile.dtype)
-            per_nat = h.to(tl.float32) * r
-            y -= tl.sum(per_nat, 1) * over
-            of_beta -= tl.sum(tl.where(settled, per_nat * tl.log2(r * over[:, None]), 0.0), 0) / rate
-            of_kept = tl.dot(e, tl.trans(h), of_kept, input_precision="ieee")
-            of_e = tl.dot(kept_tile, h, of_e, input_precision="ieee")
-        store_tile(dkept + of_row * DK, rows, keys, heads * DK, end, of_kept + y[None, :], DK)
-    if beta is not None:
-        posterior = of_e * e.to(tl.float32)
-        of_values += posterior * (rate * LN_2)[None, :]
-        distance = v_tile.to(tl.float32) - (anchor + shift / rate)[None, :]
-        of_beta += tl.sum(tl.where(rows[:, None] < end, posterior * distance, 0.0), 0)
-        tl.store(dbeta + place * DV + columns, of_beta, mask=columns < DV)
-    of_values += load_tile(of_v + of_row * DV, rows, columns, heads * DV, end, DV)
-    store_tile(dv + of_row * DV, rows, columns, heads * DV, end, of_values, DV)
+            peak = tl.load(peaks + place * DV + columns, mask=columns < DV, other=0.0)
+            rate, anchor = rate_and_anchor(beta + tl.program_id(1) * DV, v, columns, DV)
+            shift = tl.ceil((peak - anchor) * rate)
+            e = exponentials(v_tile, rate, anchor, shift).to(v_tile.dtype)
+            of_e = tl.zeros([CHUNK, VALUES], tl.float32)
+            of_beta = tl.zeros([VALUES], tl.float32)
+        for start in range(0, DK, BLOCK):
+            keys = start + tl.arange(0, BLOCK)
+            kept_tile = load_tile(kept, rows, keys, heads * DK, end, DK)
+            weight = tl.sum(kept_tile.to(tl.float32), 0)
+            sure = ours & (weight >= PROVEN)
+            over = 1.0 / tl.where(sure, weight, float("inf"))
+            g = load_tile(of_mean + of_place, keys, columns, DV, DK, DV)
+            mu = load_tile(mean + of_place, keys, columns, DV, DK, DV)
+            g = (g * over[:, None]).to(v_tile.dtype)
+            y = -tl.sum(g.to(tl.float32) * mu, 1)
+            if first == 0:
+                y += tl.load(of_weight + place * DK + keys, mask=keys < DK, other=0.0) * over
+            of_kept = tl.dot(v_tile, tl.trans(g), input_precision="ieee")
+            of_values = tl.dot(kept_tile, g, of_values, input_precision="ieee")
+            if beta is not None:
+                r = load_tile(total + of_place, keys, columns, DV, DK, DV)
+                settled = sure[:, None] & (r >= PROVEN)
+                per_nat = load_tile(of_free + of_place, keys, columns, DV, DK, DV) / (rate * LN_2)[None, :]
+                r = tl.where(settled, r, 1.0)
+                h = tl.where(settled, per_nat / r, 0.0).to(v_tile.dtype)
+                per_nat = h.to(tl.float32) * r
+                y -= tl.sum(per_nat, 1) * over
+                of_beta -= tl.sum(tl.where(settled, per_nat * tl.log2(r * over[:, None]), 0.0), 0) / rate
+                of_kept = tl.dot(e, tl.trans(h), of_kept, input_precision="ieee")
+                of_e = tl.dot(kept_tile, h, of_e, input_precision="ieee")
+            of_kept += y[None, :]
+            if first > 0:
+                of_kept += load_tile(dkept, rows, keys, heads * DK, end, DK)
+            store_tile(dkept, rows, keys, heads * DK, end, of_kept, DK)
+        if beta is not None:
+            posterior = of_e * e.to(tl.float32)
+            of_values += posterior * (rate * LN_2)[None, :]
+            distance = v_tile.to(tl.float32) - (anchor + shift / rate)[None, :]
+            of_beta += tl.sum(tl.where(rows[:, None] < end, posterior * distance, 0.0), 0)
+            tl.store(dbeta + place * DV + columns, of_beta, mask=columns < DV)
+        of_values += load_tile(of_v + of_row * DV, rows, columns, heads * DV, end, DV)
+        store_tile(dv + of_row * DV, rows, columns, heads * DV, end, of_values, DV)
+        tl.debug_barrier()  # other threads may add to what these have stored

@@ -49,9 +49,9 @@ def rate_and_anchor(beta, v, columns, WIDTH: tl.constexpr):
 
 @triton.jit
 def exponentials(v, rate, anchor, shift):
-    """E of tokens; at most 1, as tokens above the shift have no weight."""
+    """E of tokens; at most 1, as tokens above the shift have no weight, and NaN where the value is."""
     w = (v.to(tl.float32) - anchor[None, :]) * rate[None, :]
-    return exp2_shifted(tl.minimum(w, shift[None, :]), shift[None, :])
+    return exp2_shifted(tl.where(w > shift[None, :], shift[None, :], w), shift[None, :])
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from fem.ops.channel_scan.kernels.backward import excess, gradient_of
+from fem.ops.channel_scan.kernels.forward import load_three, part_at, store_three
 from fem.ops.common.kernels.channel_states import NOTHING, add_energy, add_weights, lowered, part_of, past_of
 from fem.ops.common.kernels.decay_steps import load_channels
 from fem.ops.ssm.kernels.forward import (
@@ -51,18 +52,15 @@ def ssm_gradients(
     of_states, all_inside, n, exists = states_of(columns, channels, N, PADDED)
     rates = load_channels(a + of_states, all_inside)
     of_row = row * N * channels + of_states
-    w, s, u = (
-        load_channels(behind + of_row, all_inside), load_channels(behind + start_size + of_row, all_inside),
-        load_channels(behind + 2 * start_size + of_row, all_inside),
-    )  # fmt: skip
+    w, s, u = load_three(behind, of_row, start_size, all_inside)
     of_a, zero = tl.zeros([BLOCK, PADDED], tl.float32), tl.zeros([BLOCK], tl.float32)
     of_beta, of_skip, own_skip = zero, zero, None
     if skip is not None:
         own_skip = load_channels(skip + columns, inside)
     if beta is not None:
         steep = tl.load(beta + columns, mask=inside, other=1.0)
-    d_b += tl.program_id(0) * d_b_size
-    d_c += tl.program_id(0) * d_b_size
+    d_b += tl.program_id(0).to(tl.int64) * d_b_size
+    d_c += tl.program_id(0).to(tl.int64) * d_b_size
     scratch += row * CHUNK * N * channels + of_states
     own_scratch += row * CHUNK * channels + columns
 
@@ -74,7 +72,7 @@ def ssm_gradients(
         peak, total, weighted = load_weights(entering, of_chunk, size, all_inside)
         top, at, energy = peak, weighted, total
         if beta is not None:
-            top, at, energy = load_energy(entering + 3 * size, of_chunk, size, all_inside)
+            top, at, energy = load_energy(part_at(entering, 3, size), of_chunk, size, all_inside)
         for t in range(first, end):
             token, place = row * time + t, (row * time + t) * channels + columns
             store, own_store = scratch + (t - first) * N * channels, own_scratch + (t - first) * channels
@@ -91,8 +89,8 @@ def ssm_gradients(
             nothing = x == float("-inf")
             share = tl.where(nothing, per_unit(-peak, total, peak), share)
             tl.store(store, share, mask=all_inside)
-            tl.store(store + scratch_size, average, mask=all_inside)
-            tl.store(store + 2 * scratch_size, part, mask=all_inside)
+            tl.store(part_at(store, 1, scratch_size), average, mask=all_inside)
+            tl.store(part_at(store, 2, scratch_size), part, mask=all_inside)
             tl.store(own_store, own, mask=inside)
             if beta is not None:
                 top, energy, _stays, _factor, _scale = lowered(top, energy, log_decay)
@@ -106,9 +104,9 @@ def ssm_gradients(
                     _r, exponent, own_exponent = measured(top, at, steep, value, skip)
                     _higher, _z, energy_part, energy_own = look(exponent, energy, seen, own_exponent, own_skip)
                 single = per_unit(steep[:, None] * (value[:, None] - at) - top, energy, top)
-                tl.store(store + 3 * scratch_size, tl.where(nothing, single, energy_share), mask=all_inside)
-                tl.store(store + 4 * scratch_size, energy_part, mask=all_inside)
-                tl.store(own_store + own_size, energy_own, mask=inside)
+                tl.store(part_at(store, 3, scratch_size), tl.where(nothing, single, energy_share), mask=all_inside)
+                tl.store(part_at(store, 4, scratch_size), energy_part, mask=all_inside)
+                tl.store(part_at(own_store, 1, own_size), energy_own, mask=inside)
         tl.debug_barrier()
 
         for ahead in range(first, end):
@@ -118,14 +116,14 @@ def ssm_gradients(
             rate, enters, _log_decay, x = entry(delta, rates, b, opens, place, token, inside, n, exists, N)
             seen, value = load_channels(c + token * N + n, exists), load_channels(v + place, inside)
             nothing = x == float("-inf")
-            share, average = load_channels(kept, all_inside), load_channels(kept + scratch_size, all_inside)
-            part, own = load_channels(kept + 2 * scratch_size, all_inside), load_channels(own_kept, inside)
+            share, average = load_channels(kept, all_inside), load_channels(part_at(kept, 1, scratch_size), all_inside)
+            part, own = load_channels(part_at(kept, 2, scratch_size), all_inside), load_channels(own_kept, inside)
             energy_share, energy_part, energy_own = share, part, own
             h = zero
             if beta is not None:
-                energy_share = load_channels(kept + 3 * scratch_size, all_inside)
-                energy_part = load_channels(kept + 4 * scratch_size, all_inside)
-                energy_own = load_channels(own_kept + own_size, inside)
+                energy_share = load_channels(part_at(kept, 3, scratch_size), all_inside)
+                energy_part = load_channels(part_at(kept, 4, scratch_size), all_inside)
+                energy_own = load_channels(part_at(own_kept, 1, own_size), inside)
                 h = gradient_of(d_free, place, inside, inside) / steep
                 of_beta -= h * load_channels(free_energy + place, inside)
             of_weight = gradient_of(d_log_weight, place, inside, inside)
@@ -180,6 +178,4 @@ def ssm_gradients(
         tl.store(d_skip + row * channels + columns, of_skip, mask=inside)
     if beta is not None:
         tl.store(d_beta + row * channels + columns, of_beta, mask=inside)
-    tl.store(d_start + of_row, w, mask=all_inside)
-    tl.store(d_start + start_size + of_row, s, mask=all_inside)
-    tl.store(d_start + 2 * start_size + of_row, u, mask=all_inside)
+    store_three(d_start, of_row, start_size, all_inside, w, s, u)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fem.ops.channel_scan.kernels.forward import load_three, store_three
+from fem.ops.channel_scan.kernels.forward import load_three, part_at, store_three
 from fem.ops.common.kernels.channel_states import NOTHING, add_energy, add_weights, lowered, settled
 from fem.ops.common.kernels.decay_steps import chunk_of, decayed, load_channels
 
@@ -122,7 +122,7 @@ def ssm_sums(
     tl.store(through + of_chunk, passed, mask=all_inside)
     store_three(states, of_chunk, size, all_inside, peak, total, weighted)
     if beta is not None:
-        store_three(states + 3 * size, of_chunk, size, all_inside, top, at, energy)
+        store_three(part_at(states, 3, size), of_chunk, size, all_inside, top, at, energy)
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def ssm_reads(
     if skip is not None:
         own_skip = load_channels(skip + columns, inside)
     if beta is not None:
-        top, at, energy = load_energy(entering + 3 * size, of_chunk, size, all_inside)
+        top, at, energy = load_energy(part_at(entering, 3, size), of_chunk, size, all_inside)
         steep = tl.load(beta + columns, mask=inside, other=1.0)
     for t in range(first, end):
         token = row * time + t
@@ -184,4 +184,6 @@ def ssm_reads(
             joined = top + steep[:, None] * at
             energy *= tl.exp((top - joined) + steep[:, None] * at)
             top, lift = settled(joined, energy)
-            store_three(last + 3 * last_size, of_row, last_size, all_inside, top, tl.zeros_like(at), energy * lift)
+            store_three(
+                part_at(last, 3, last_size), of_row, last_size, all_inside, top, tl.zeros_like(at), energy * lift
+            )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fem.ops.channel_scan.kernels import forward as channel_forward
 from fem.ops.channel_scan.kernels.launch import from_units, packed, to_units, unpacked
+from fem.ops.common.kernels.launch import on_its_device
 from fem.ops.common.read import Terms
 from fem.ops.common.scaled_sums import Streams
 from fem.ops.decay_scan.kernels import launch as decay_scan_triton
@@ -46,6 +47,7 @@ _INPUTS = "Tensor delta, Tensor a, Tensor b, Tensor c, Tensor? skip, Tensor v, T
 
 
 @torch.library.custom_op("fem::ssm_scan_triton", mutates_args=(), schema=f"({_INPUTS}, Tensor start) -> Tensor[]")
+@on_its_device
 def _forward(delta, a, b, c, skip, v, beta, opens, start):
     """log weight, mean, the states after the last token and before every chunk, and with a beta F."""
     outputs = _outputs(delta, a, b, c, skip, v, beta, opens, start)
@@ -85,6 +87,7 @@ def _outputs(delta, a, b, c, skip, v, beta, opens, start):
     schema=f"(Tensor? d_log_weight, Tensor? d_mean, Tensor? d_free_energy, Tensor? d_last, {_INPUTS}, Tensor start, "
     "Tensor mean, Tensor last, Tensor entering, Tensor? free_energy) -> Tensor[]",
 )
+@on_its_device
 def _backward(
     d_log_weight, d_mean, d_free_energy, d_last, delta, a, b, c, skip, v, beta, opens, start, mean, last, entering,
     free_energy,

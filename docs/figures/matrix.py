@@ -1,0 +1,71 @@
+"""Which prior can do what, found by trying: the table of the README.
+
+python docs/figures/matrix.py
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
+
+TIME = {"softmax": "T²"}
+WITHOUT_KERNELS = {"softmax"}  # torch's own attention reads it
+COLUMNS = ("cost", "stream", "both directions", "padding, documents", "window", "grouped heads", "Triton", "vLLM, ...")
+
+
+def layer(prior: str, **fields) -> FreeEnergyMixer:
+    return FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=32, n_head=4, prior_type=prior, **fields)).eval()
+
+
+def works(attempt) -> bool:
+    try:
+        attempt()
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def streams(prior: str) -> None:
+    x, mixer = torch.randn(2, 7, 32), layer(prior)
+    whole, (first, state) = mixer(x), mixer(x[:, :4], return_state=True)
+    rest, _ = mixer(x[:, 4:], state=state, return_state=True)
+    torch.testing.assert_close(torch.cat([first, rest], 1), whole, rtol=1e-4, atol=1e-5)
+
+
+def packs(prior: str) -> None:
+    x, mixer = torch.randn(1, 7, 32), layer(prior)
+    ids, mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1]]), torch.ones(1, 7, dtype=torch.bool)
+    packed = mixer(x, attention_mask=mask, segment_ids=ids)
+    torch.testing.assert_close(packed[:, 3:], mixer(x[:, 3:]), rtol=1e-4, atol=1e-5)
+
+
+def served(prior: str) -> bool:
+    from fem.models import FEMConfig
+    from fem.models.engines.support import obstacle
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 8}
+    return obstacle(FEMConfig(prior_type=prior, mixer={"use_conv": False}, **sizes)) is None
+
+
+def row(prior: str) -> list[str]:
+    x = torch.randn(1, 5, 32)
+    found = (
+        works(lambda: streams(prior)),
+        works(lambda: layer(prior, causal=False)(x)),
+        works(lambda: packs(prior)),
+        works(lambda: layer(prior, window=3)(x)),
+        works(lambda: layer(prior, n_kv_head=2)(x)),
+        prior not in WITHOUT_KERNELS,
+        served(prior),
+    )
+    return [f"`{prior}`", TIME.get(prior, "T"), *("yes" if can else "" for can in found)]
+
+
+def table() -> str:
+    lines = [("prior", *COLUMNS), ["---"] * (len(COLUMNS) + 1), *map(row, PRIORS)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    print(table())

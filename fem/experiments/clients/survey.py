@@ -1,0 +1,170 @@
+"""Every model type of transformers, made small and turned into FEM: the same function, or a refusal by name."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+from fem.models import replace_attention
+
+WIDTH, LAYERS, HEADS, VOCABULARY, TIME, SIDE = 32, 2, 4, 99, 7, 32
+LARGEST = 20_000_000  # parameters that a model made small may still have
+SMALL = (
+    (WIDTH, "hidden_size d_model n_embd dim embed_dim encoder_hidden_size decoder_hidden_size projection_dim emb_dim"),
+    (WIDTH, "embedding_size word_embed_proj_dim hidden_dim output_hidden_size encoder_dim decoder_dim width"),
+    (LAYERS, "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers num_encoder_layers"),
+    (LAYERS, "num_decoder_layers depth num_key_value_heads num_experts_per_tok"),
+    (HEADS, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads nhead"),
+    (HEADS, "num_local_experts num_experts n_routed_experts"),
+    (2 * WIDTH, "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim n_inner dim_feedforward d_ff mlp_dim"),
+    (2 * WIDTH, "moe_intermediate_size max_position_embeddings n_positions max_source_positions max_target_positions"),
+    (WIDTH // HEADS, "head_dim d_kv patch_size attention_head_dim"),
+    (VOCABULARY, "vocab_size"),
+    (SIDE, "image_size"),
+)
+SIZES = {name: size for size, names in SMALL for name in names.split()}
+DERIVED = {  # what a config works out from its sizes
+    *("layer_types", "per_layer_config", "mlp_layer_types", "stage_names", "out_features", "out_indices"),
+    *("transformers_version", "architectures", "model_type"),
+}
+LAMBDA = -20.0  # lambda = 2e-9: what is left of the difference is rounding
+ERROR = 1e-4  # of the spread of an output
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of a model type: "right", "refused", "wrong", "crashed", or "not built" here."""
+
+    model_type: str
+    result: str
+    reason: str = ""
+
+
+def survey(model_type: str) -> Finding:
+    """Build the model type small, run it, replace its attention, and run it again on the same input."""
+    failures = []
+    for seen in (True, False):  # with pictures, or text alone
+        try:
+            model = build(model_type)
+            inputs = example(model, seen)
+            with torch.no_grad():
+                expected, again = outputs(model, inputs), outputs(model, inputs)
+            if not expected or not all(map(torch.equal, expected, again)):
+                raise ValueError("its output is empty or random")
+            break
+        except Exception as error:
+            failures.append(said(error))
+    else:
+        return Finding(model_type, "not built", failures[0])
+    try:
+        replaced = replace_attention(copy.deepcopy(model), lambda_init=LAMBDA)
+        with torch.no_grad():
+            found = outputs(replaced, inputs)
+    except ValueError as error:
+        return Finding(model_type, "refused", said(error))
+    except Exception as error:
+        return Finding(model_type, "crashed", said(error))
+    worst = max(difference(a, b) for a, b in zip(found, expected, strict=True))
+    return Finding(model_type, "right" if worst < ERROR else "wrong", f"error {worst:.1e} of the spread")
+
+
+def model_types() -> list[str]:
+    """Those that AutoModel builds."""
+    return sorted(set(CONFIG_MAPPING) & set(MODEL_MAPPING_NAMES))
+
+
+def build(model_type: str) -> nn.Module:
+    config = CONFIG_MAPPING[model_type]
+    small = config(**shrink(config().to_dict()))
+    with torch.device("meta"):
+        weights = sum(parameter.numel() for parameter in AutoModel.from_config(small).parameters())
+    if weights > LARGEST:
+        raise MemoryError(f"{weights:,} parameters although made small")
+    torch.manual_seed(0)
+    model = AutoModel.from_config(small).eval().float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def shrink(fields: dict) -> dict:
+    """The fields of a config with small sizes, in its parts as well; layer lists are left to the config."""
+    kept = {}
+    for name, value in fields.items():
+        if isinstance(value, dict) and "model_type" in value:
+            kept[name] = shrink(value)
+        elif name == "vocab_size" or (name in SIZES and isinstance(value, int) and not isinstance(value, bool)):
+            kept[name] = min(SIZES[name], value or SIZES[name])
+        elif name.endswith("token_id") or name == "padding_idx":
+            kept[name] = min(value, 2) if isinstance(value, int) else value
+        elif name not in DERIVED:
+            kept[name] = value
+    return kept
+
+
+def example(model: nn.Module, seen: bool) -> dict[str, Tensor]:
+    """Inputs for whatever the forward asks for first, and what often comes with it."""
+    torch.manual_seed(1)
+    names = inspect.signature(model.forward).parameters
+    ids = torch.randint(3, VOCABULARY, (2, TIME))
+    side = _size(model.config, "image_size", SIDE)
+    mels, frames = _size(model.config, "num_mel_bins", 80), 2 * _size(model.config, "max_source_positions", 32)
+    offers = {
+        "input_ids": ids,
+        "decoder_input_ids": ids,
+        "bbox": torch.zeros(2, TIME, 4, dtype=torch.long),
+        "pixel_values": torch.randn(2, _size(model.config, "num_channels", 3), side, side),
+        "input_values": torch.randn(2, 4000),
+        "input_features": torch.randn(2, mels, frames),
+    }
+    unwanted = {"input_values", "input_features"} - {model.main_input_name}
+    if "input_ids" in names and not seen:
+        unwanted |= {"pixel_values"}
+    return {name: value for name, value in offers.items() if name in names and name not in unwanted}
+
+
+def _size(config: PreTrainedConfig, name: str, default: int) -> int:
+    for part in (config, *(getattr(config, key, None) for key in ("vision_config", "audio_config", "encoder"))):
+        value = getattr(part, name, None)
+        value = value[0] if isinstance(value, (list, tuple)) and value else value
+        if isinstance(value, int):
+            return value
+    return default
+
+
+def outputs(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """All floating tensors that a call returns, in order."""
+    uncached = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    return [x for x in _flat(model(**inputs, **uncached, return_dict=True)) if x.is_floating_point()]
+
+
+def _flat(value: object):
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _flat(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _flat(part)
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """The largest error, as a part of the spread of what is expected."""
+    finite = expected.isfinite()
+    if not torch.equal(finite, found.isfinite()):
+        return float("inf")
+    spread = (expected[finite].max() - expected[finite].min()).clamp_min(1e-3) if finite.any() else 1.0
+    return float((found - expected)[finite].abs().max() / spread) if finite.any() else 0.0
+
+
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

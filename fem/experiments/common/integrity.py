@@ -1,0 +1,62 @@
+"""Files that are what was written: digests listed beside them, and everything on disk before its name is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+from fem.experiments.common.run import sync, write_json
+
+MANIFEST = "complete.json"
+
+
+def digest(path: Path) -> str:
+    """BLAKE2b of a file's bytes, 128 bits in hexadecimal."""
+    found = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            found.update(part)
+    return found.hexdigest()
+
+
+def publish(staging: Path, target: Path) -> None:
+    """Make the files in `staging` the folder `target`: written out to disk, listed, then renamed in one step."""
+    files = sorted(path for path in staging.rglob("*") if path.is_file() and path.name != MANIFEST)
+    listed = {}
+    for path in files:
+        sync(path)
+        name = path.relative_to(staging).as_posix()
+        listed[name] = {"bytes": path.stat().st_size, "blake2b": digest(path)}
+    write_json(staging / MANIFEST, listed)
+    for folder in {path.parent for path in files} | {staging}:
+        sync(folder)
+    if target.exists():
+        shutil.rmtree(target)
+    os.replace(staging, target)
+    sync(target.parent)
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a published folder, as "model.safetensors has other bytes than were saved"; None: nothing.
+
+    Lists of earlier versions have sizes alone.
+    """
+    try:
+        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        for name, wanted in listed.items():
+            path = folder / name
+            size, known = (wanted, None) if isinstance(wanted, int) else (wanted["bytes"], wanted["blake2b"])
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes instead of {size}"
+            if known is not None and digest(path) != known:
+                return f"{name} has other bytes than were saved"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} cannot be read"
+    return None

@@ -1,0 +1,80 @@
+"""A Trainer whose checkpoints appear whole, and hold nothing that is not finite."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from fem.experiments.common.checkpoints import checkpoints, newest
+from fem.experiments.common.integrity import publish
+from fem.experiments.common.trainer import LanguageTrainer
+
+STAGING = ".saving"
+
+
+class NotFinite(ValueError):
+    """A loss, a gradient or a weight is infinite or no number, at `step`."""
+
+    def __init__(self, step: int, what: str, advice: str):
+        super().__init__(f"{what} at step {step}; {advice}")
+        self.step, self.what = step, what
+
+
+class SavingTrainer(LanguageTrainer):
+    """Writes checkpoints to a folder of their own, then renames them into `output`, where the newest `keep` stay.
+
+    `TrainingArguments.output_dir` must be `output`/.saving. A subclass adds files of its own in `leave`.
+    """
+
+    def __init__(self, *, output: Path, keep: int, **given):
+        super().__init__(**given)
+        self.output, self.keep = output, keep
+
+    def leave(self, checkpoint: Path) -> None:
+        """Add to the checkpoint before it is published; called on every process."""
+
+    def _save_checkpoint(self, model: nn.Module, trial) -> None:
+        name = f"checkpoint-{self.state.global_step}"
+        staging = Path(self.args.output_dir)
+        self.check_weights()
+        try:
+            super()._save_checkpoint(model, trial)
+            self.leave(staging / name)
+            self.accelerator.wait_for_everyone()
+            if self.args.process_index == 0:
+                publish(staging / name, self.output / name)
+                for old in checkpoints(self.output)[: -self.keep]:
+                    shutil.rmtree(old)
+            self.accelerator.wait_for_everyone()
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if self.args.world_size > 1 and not isinstance(error, OSError | SafetensorError):
+                raise
+            shutil.rmtree(staging, ignore_errors=True)
+            raise OSError(
+                f"{name} could not be saved in {str(self.output)!r}: {error}; {kept(self.output)}."
+            ) from error
+
+    @torch.no_grad()
+    def check_weights(self) -> None:
+        """Raises `NotFinite` where a weight of the model is not finite."""
+        for name, weight in self.model.named_parameters():
+            local = weight.to_local() if hasattr(weight, "to_local") else weight
+            if not local.isfinite().all():
+                raise NotFinite(self.state.global_step, f"{name} is not finite", kept(self.output))
+
+
+def kept(output: Path) -> str:
+    """Where a run that stops here can go on."""
+    last = newest(output)
+    return "no earlier one is there" if last is None else f"{last.name} is whole, --resume auto goes on from it"
+
+
+def read_state(checkpoint: Path, name: str) -> dict | None:
+    """The JSON that `leave` wrote, if it did."""
+    path = checkpoint / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

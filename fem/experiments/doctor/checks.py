@@ -1,0 +1,236 @@
+"""What can be checked on a GPU, or without one by Triton's interpreter: a table of rows from each function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
+from fem.functional import decay_scan, softmax_read
+from fem.ops.common.self_check import Kind, check, difference
+
+Row = dict[str, Any]
+SHIPS = "ok"
+
+
+def outcome(what: str, run: Callable[[], str | None], **more: Any) -> Row:
+    """A row: "ok", what `run` says is wrong, or how it failed."""
+    try:
+        found = run() or SHIPS
+    except Exception as error:  # the next check is to run, whatever this one met
+        found = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    return {"check": what, **more, "result": found}
+
+
+def assumptions(device: torch.device) -> Iterator[Row]:
+    """What the kernels take for granted of the hardware."""
+    import triton
+    import triton.language as tl
+
+    global _powers  # the compiler looks a kernel's name up in its module
+
+    @triton.jit
+    def _powers(x, out, SIZE: tl.constexpr):
+        at = tl.arange(0, SIZE)
+        tl.store(out + at, tl.exp2(tl.load(x + at)))
+
+    def powers() -> str | None:
+        x = torch.arange(-126, 128, device=device, dtype=torch.float32)
+        x = torch.cat([x, x.new_tensor([float("nan"), float("-inf")])])
+        out = torch.empty_like(x)
+        _powers[(1,)](x, out, SIZE=256)
+        exact = torch.equal(out[:254].double().cpu(), 2.0 ** x[:254].double().cpu())
+        special = out[254].isnan() and out[255] == 0
+        return None if exact and special else "2^n is not exact for every whole n, or NaN and -inf are lost"
+
+    yield outcome("exp2 of whole numbers is exact, and NaN stays NaN", powers)
+
+
+def kinds(device: torch.device) -> Iterator[Kind]:
+    """The kinds of scans that are checked: all that layers use on a card, one of each where the interpreter runs."""
+    if device.type == "cpu":
+        yield Kind("decay_scan", torch.float32)
+        yield Kind("linear_attention", torch.float32, (16, 16, "head", True))
+        return
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        yield Kind("decay_scan", dtype)
+        for given in ((True, True), (True, False), (False, True), (False, False)):
+            yield Kind("channel_scan", dtype, (*given, True))
+        for rank in (4, 16, 64):
+            yield Kind("ssm", dtype, (rank, True))
+        for widths in ((64, 32), (64, 64), (128, 64), (256, 128)):
+            for decay in (None, "head", "channel"):
+                yield Kind("linear_attention", dtype, (*widths, decay, True))
+    yield Kind("channel_scan", torch.float32, (True, True, False))
+    yield Kind("ssm", torch.float32, (16, False))
+    yield Kind("linear_attention", torch.float32, (64, 64, "head", False))
+
+
+def scans(device: torch.device) -> Iterator[Row]:
+    """Every kind of scan against the plain form in float64, outputs and gradients; on a card the verdict is kept."""
+    for kind in kinds(device):
+
+        def run(kind=kind):
+            return check(kind, device.index or 0)["why"] if device.type == "cuda" else difference(kind, device)
+
+        yield outcome(", ".join(map(str, kind.encoded())), run)
+
+
+def softmax(device: torch.device) -> Iterator[Row]:
+    """The softmax read against its definition in float64, outputs and gradients, and twice bit for bit."""
+    gpu = device.type == "cuda"
+    lengths, widths = ((1, 127, 129, 2049), (64, 128, 256)) if gpu else ((1, 129), (16,))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for time in lengths:
+            for width in widths:
+                for what in ("plain", "grouped", "window", "documents", "mask", "bias", "spike"):
+                    if what != "plain" and (time, width) != (lengths[-1 if not gpu else 2], widths[0]):
+                        continue
+                    yield outcome(f"softmax {what}", lambda s=(dtype, time, width, what): _softmax(device, *s),
+                                  dtype=str(dtype)[6:], tokens=time, width=width)  # fmt: skip
+
+
+def _softmax(device, dtype, time: int, width: int, what: str) -> str | None:
+    random = torch.Generator().manual_seed(0)
+    heads, groups = 4, 4 if what == "grouped" else 1
+    draw = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64)  # noqa: E731
+    inputs = {"q": draw(1, time, heads, width), "k": draw(1, time, heads // groups, width)}
+    inputs["v"] = draw(1, time, heads // groups, width // 2)
+    if what == "spike":
+        inputs["v"][:, time // 3] = 40.0
+    inputs = {name: x.to(dtype) for name, x in inputs.items()}
+    inputs["beta"] = torch.full((heads // groups, width // 2), 1.95)
+    options: dict[str, Any] = {}
+    if what == "window":
+        options["window"] = 50
+    if what == "documents":
+        options["segment_ids"] = (torch.arange(time) // 40)[None]
+    if what == "mask":
+        options["key_mask"] = (torch.arange(time) % 7 != 3)[None]
+    if what == "bias":
+        options["bias"] = -0.1 * (torch.arange(time)[:, None] - torch.arange(time)).abs()[None, None].float()
+
+    def run(device, wide: bool, backend: str) -> list[Tensor]:
+        move = lambda x: x.to(device) if isinstance(x, Tensor) else x  # noqa: E731
+        leaves = [(x.double() if wide else x).to(device).requires_grad_() for x in inputs.values()]
+        given = {name: move(x.double() if wide and name == "bias" else x) for name, x in options.items()}
+        read = softmax_read(*leaves, **given, backend=backend)
+        return [*read, *torch.autograd.grad(sum(x.double().sum() for x in read), leaves)]
+
+    got, again = run(device, False, "auto"), run(device, False, "auto")
+    if not all(map(torch.equal, got, again)):
+        return "two runs differ"
+    limit = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 4e-2}[dtype]
+    names = ("mean", "free energy", *(f"gradient of {name}" for name in inputs))
+    for name, one, other in zip(names, got, run("cpu", True, "plain")):
+        error = ((one.double().cpu() - other).norm() / other.norm().clamp_min(1e-3)).item()
+        if not error <= limit:
+            return f"{name} is off by {error:.2g} of its norm"
+    return None
+
+
+def situations(device: torch.device) -> Iterator[Row]:
+    """A layer of every prior where users run it: checkpointed, compiled, on a side stream, captured, on another GPU."""
+    gpu = device.type == "cuda"
+    for prior in PRIORS:
+        config = FreeEnergyMixerConfig(n_embd=64, n_head=2, prior_type=prior)
+        for what, run in SITUATIONS.items():
+            if gpu or what in ("checkpointing", "compile"):
+                yield outcome(what, lambda run=run, config=config: run(config, device), prior=prior)
+
+
+def _trained(layer: Callable, x: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    y = layer(x)
+    return [y, *torch.autograd.grad(y.float().square().sum(), parameters, materialize_grads=True)]
+
+
+def _same(config, device, change: Callable[[FreeEnergyMixer], Callable]) -> str | None:
+    torch.manual_seed(0)
+    layer, x = FreeEnergyMixer(config).to(device), torch.randn(2, 65, config.n_embd, device=device)
+    wanted = _trained(layer, x, list(layer.parameters()))
+    got = _trained(change(layer), x, list(layer.parameters()))
+    worst = max(((a - b).norm() / b.norm().clamp_min(1e-3)).item() for a, b in zip(got, wanted))
+    return None if worst <= 1e-3 else f"off by {worst:.2g} of the norm"
+
+
+def _checkpointed(config, device) -> str | None:
+    from torch.utils.checkpoint import checkpoint
+
+    return _same(config, device, lambda layer: lambda x: checkpoint(layer, x, use_reentrant=False))
+
+
+def _compiled(config, device, mode: str | None = None) -> str | None:
+    options = {"mode": mode} if device.type == "cuda" else {"backend": "aot_eager"}
+    return _same(config, device, lambda layer: torch.compile(layer, **options))
+
+
+def _on_a_side_stream(config, device) -> str | None:
+    def there(layer):
+        def run(x):
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                y = layer(x)
+            torch.cuda.current_stream(device).wait_stream(stream)
+            return y
+
+        return run
+
+    return _same(config, device, there)
+
+
+def _captured(config, device) -> str | None:
+    """Forward of one token after another, captured once and replayed."""
+    torch.manual_seed(0)
+    layer = FreeEnergyMixer(replace(config, dropout=0.0)).to(device).eval()
+    x = torch.randn(2, 1, config.n_embd, device=device)
+    with torch.no_grad():
+        for _ in range(3):
+            wanted = layer(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = layer(x)
+        graph.replay()
+    torch.cuda.synchronize()
+    return None if torch.allclose(got, wanted, rtol=1e-4, atol=1e-5) else "a replay differs"
+
+
+def _on_the_second_card(config, device) -> str | None:
+    if torch.cuda.device_count() < 2:
+        return "there is no second GPU"
+    torch.cuda.set_device(0)
+    return _same(config, torch.device("cuda:1"), lambda layer: layer)
+
+
+SITUATIONS: dict[str, Callable] = {
+    "checkpointing": _checkpointed,
+    "compile": _compiled,
+    "reduce-overhead": lambda config, device: _compiled(config, device, "reduce-overhead"),
+    "side stream": _on_a_side_stream,
+    "CUDA graph": _captured,
+    "second GPU": _on_the_second_card,
+}
+
+
+def large_offsets(device: torch.device) -> Iterator[Row]:
+    """Tokens that lie 2^31 numbers and more from the first."""
+
+    def run() -> str | None:
+        channels, time = 1024, 2**21 + 65
+        free, _ = torch.cuda.mem_get_info(device)
+        if free < 6 * 2 * channels * time:
+            return f"{free / 2**30:.0f} GiB free, {6 * 2 * channels * time / 2**30:.0f} needed"
+        decay = torch.full((1, time, channels), -0.1, dtype=torch.bfloat16, device=device)
+        u = torch.zeros_like(decay)
+        u[:, -65:] = 1.0
+        end = decay_scan(decay, u, backend="triton")[:, -65:]
+        wanted = decay_scan(decay[:, -65:].float(), u[:, -65:].float(), backend="plain")
+        return None if torch.allclose(end.float(), wanted, rtol=1e-2) else "the last tokens are wrong"
+
+    if device.type == "cuda":
+        yield outcome("the decaying sum of 2^31 numbers", run)

@@ -1,0 +1,87 @@
+"""How fast a layer trains and decodes here, beside plain attention."""
+
+from __future__ import annotations
+
+import time as clock
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch.utils.benchmark import Timer
+
+from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+
+PRIORS = ("softmax", "gla", "rnn_softmax", "mamba")
+
+
+def seconds(step) -> float:
+    """Median of a warm step."""
+    step()
+    return Timer("step()", globals={"step": step}).blocked_autorange(min_run_time=0.5).median
+
+
+def training(device: torch.device) -> Iterator[dict]:
+    """A train step of one layer of 16 heads (Table 7's GPT-2 blocks: 12 heads, 768 wide), bfloat16 on a card."""
+    gpu = device.type == "cuda"
+    for width, heads, times in ((1024, 16, (2048, 8192)), (768, 12, (1024,))) if gpu else ((64, 4, (128,)),):
+        for time in times:
+            dtype = torch.bfloat16 if gpu else torch.float32
+            x = torch.randn(2 if time > 4096 else 8 if gpu else 1, time, width, device=device, dtype=dtype)
+            attention = torch.nn.ModuleDict({n: torch.nn.Linear(width, width) for n in "qkvo"}).to(device, dtype)
+
+            def plain(x, attention=attention, heads=heads):
+                q, k, v = (attention[n](x).unflatten(-1, (heads, -1)).transpose(1, 2) for n in "qkv")
+                read = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                return attention["o"](read.transpose(1, 2).flatten(2))
+
+            layers = {"attention (SDPA)": plain}
+            for prior in PRIORS:
+                config = FreeEnergyMixerConfig.matched(n_embd=width, n_head=heads, prior_type=prior, use_conv=False)
+                layers[f"FEM, {prior}"] = FreeEnergyMixer(config).to(device, dtype)
+            base = None
+            for name, layer in layers.items():
+                row = {"layer": name, "width": width, "tokens": f"{x.shape[0]} x {time}"}
+                try:
+                    row |= _step(layer, x)
+                    base = base or row["ms"]
+                    row |= {"of attention": row["ms"] / base, "result": "ok"}
+                except Exception as error:
+                    row |= {"result": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+                yield row
+
+
+def _step(layer, x: torch.Tensor) -> dict:
+    def step():
+        layer(x).float().sum().backward()
+
+    taken = 1e3 * seconds(step)
+    if x.device.type != "cuda":
+        return {"ms": taken, "host ms": None, "peak MiB": None}
+    torch.cuda.reset_peak_memory_stats(x.device)
+    torch.cuda.synchronize(x.device)
+    started = clock.perf_counter()
+    step()
+    host = 1e3 * (clock.perf_counter() - started)
+    torch.cuda.synchronize(x.device)
+    return {"ms": taken, "host ms": host, "peak MiB": torch.cuda.max_memory_allocated(x.device) / 2**20}
+
+
+@torch.no_grad()
+def decoding(device: torch.device) -> Iterator[dict]:
+    """One token after 1k, 4k and 16k tokens."""
+    gpu = device.type == "cuda"
+    width, heads, dtype = (1024, 16, torch.bfloat16) if gpu else (64, 4, torch.float32)
+    for prior in PRIORS:
+        config = FreeEnergyMixerConfig.matched(n_embd=width, n_head=heads, prior_type=prior, use_conv=False)
+        layer = FreeEnergyMixer(config).to(device, dtype).eval()
+        for time in (1024, 4096, 16384) if gpu else (128,):
+            row = {"layer": f"FEM, {prior}", "tokens before": time}
+            try:
+                _, state = layer(torch.randn(1, time, width, device=device, dtype=dtype), return_state=True)
+                x = torch.randn(1, 1, width, device=device, dtype=dtype)
+                taken = seconds(partial(layer, x, state=state, return_state=True))
+                row |= {"ms a token": 1e3 * taken, "state MiB": state.nbytes / 2**20, "result": "ok"}
+            except Exception as error:
+                row |= {"result": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+            yield row

@@ -1,0 +1,77 @@
+"""Long texts in pieces, so that memory follows the piece and not the text.
+
+A piece ends before a single space or line's end between two visible characters, where byte-pair tokenizers part words
+in any case: their tokens are those of the whole text. Where there is no such place (white space alone, or a word
+without end) it ends anywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+PIECE = 1 << 16  # characters
+LONGEST_WORD = 1000  # characters of a word that a new tokenizer learns from
+ENDLESS = re.compile(rf"(\S{{{LONGEST_WORD}}})\S+")
+GAP = re.compile(r"\s(?=\S)")
+
+
+class Part(str):
+    """A piece of a document that goes on in the next one."""
+
+
+def pieces(text: str) -> Iterator[str]:
+    """The text as `Part`s, the last one a plain string."""
+    return _regrouped([text])
+
+
+def file_pieces(path: Path) -> Iterator[str]:
+    """The pieces of a file in UTF-8, a byte order mark at its beginning left out.
+
+    Raises ValueError on a file that is empty or binary.
+    """
+    return _regrouped(_read(path))
+
+
+def without_endless_words(documents: Iterable[str]) -> Iterator[str]:
+    """The documents with words cut off that no vocabulary needs; to count their pairs takes minutes."""
+    for document in documents:
+        yield ENDLESS.sub(r"\1", document)
+
+
+def _read(path: Path) -> Iterator[str]:
+    visible = False
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            while text := file.read(PIECE):
+                if "\0" in text:
+                    raise ValueError(f"text must be plain text, got {str(path)!r} with zero bytes: it looks binary.")
+                visible = visible or not text.isspace()
+                yield text
+    except UnicodeDecodeError as error:
+        raise ValueError(f"text must be UTF-8, got {str(path)!r} with other bytes.") from error
+    if not visible:
+        raise ValueError(f"text must not be empty, got {str(path)!r}, which holds nothing but white space.")
+
+
+def _regrouped(texts: Iterable[str]) -> Iterator[str]:
+    rest = ""
+    for text in texts:
+        rest += text
+        start = 0
+        while len(rest) - start > PIECE:
+            end = _cut(rest, start, start + PIECE)
+            yield Part(rest[start:end])
+            start = end
+        rest = rest[start:]
+    yield rest
+
+
+def _cut(text: str, start: int, end: int) -> int:
+    for back in (1 << 8, PIECE // 2):
+        found = [gap.start() for gap in GAP.finditer(text, max(start + 1, end - back), end)]
+        usable = [place for place in found if not text[place - 1].isspace()]
+        if usable:
+            return usable[-1]
+    return end

@@ -1,0 +1,132 @@
+"""The Trainer of `fem train`: rows that know where they are, steps that are finite, checkpoints that are whole."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from torch import Generator, nn
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+
+from fem.experiments.common.run import note, write_json
+from fem.experiments.common.saving import NotFinite, SavingTrainer, kept, read_state
+from fem.experiments.lm.packing import ShuffledRows, StreamedRows
+from fem.experiments.lm.place import copy_run
+
+ADVICE = "a smaller learning rate, more warm-up steps or float32 may help, --nonfinite skip leaves such steps out"
+
+
+class Milestones(TrainerCallback):
+    """Logs at every checkpoint, so that no kill loses a part of the losses summed up since; validates at the end."""
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == state.max_steps and args.eval_strategy != "no":
+            control.should_evaluate = True
+        control.should_log = control.should_log or control.should_save or control.should_evaluate
+
+
+class WrapperCheck(TrainerCallback):
+    """Raises RuntimeError where the model is not wrapped as the recipe says."""
+
+    def __init__(self, parallel: str):
+        self.parallel = parallel
+
+    def on_train_begin(self, args, state, control, model: nn.Module | None = None, **_):
+        from torch.distributed.fsdp import FSDPModule
+
+        if self.parallel == "fsdp" and not isinstance(model, FSDPModule):
+            raise RuntimeError(f"parallel='fsdp' must shard the model, got {type(model).__name__} that is not sharded.")
+
+
+class TextTrainer(SavingTrainer):
+    """Reads rows from where the checkpoint was; stops at a step that is not finite, or leaves it out.
+
+    skip: leave such steps out. extended: the schedule is longer than the checkpoint's.
+    """
+
+    def __init__(self, *, rows: ShuffledRows | StreamedRows, skip: bool, extended: bool, **given):
+        super().__init__(**given)
+        self.rows, self.skip, self.extended = rows, skip, extended
+        self.skipped, self.largest_norm = 0, 0.0  # since the last line of metrics
+        self.logged_at, self.losses_before = 0, None
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The process's own rows. A generator of its own keeps the loader's start out of the random state."""
+        return DataLoader(
+            self.rows,
+            batch_size=self.args.per_device_train_batch_size,
+            generator=Generator(),
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+
+    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial):
+        found = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
+        if checkpoint is not None:
+            self.logged_at = self.state.global_step
+            self.state.compute_steps(self.args, max_steps)  # the rhythms of this command, not of the checkpoint
+            self.rows.load_state_dict(self._place_in_rows(Path(checkpoint)), self.state.global_step)
+        return found
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.extended:
+            self.lr_scheduler.last_epoch -= 1
+            self.lr_scheduler.step()  # the same step, at its rate in the longer schedule
+
+    def _place_in_rows(self, checkpoint: Path) -> dict | None:
+        """What `leave` kept of the rows. Raises ValueError where a stream was read by other numbers of processes."""
+        known = len(list(checkpoint.glob("rows_*.json")))
+        if isinstance(self.rows, StreamedRows) and known != self.args.world_size:
+            raise ValueError(
+                f"a stream goes on with as many processes as it was read by, {known}, got {self.args.world_size}; local "
+                "data go on with any number."
+            )
+        return read_state(checkpoint, self._rows_name)
+
+    @property
+    def _rows_name(self) -> str:
+        return f"rows_{self.args.process_index}.json"
+
+    def training_step(self, *args, **given):
+        if self.losses_before is None:
+            self.losses_before = self._tr_loss.clone()
+        return super().training_step(*args, **given)
+
+    def _clip_grad_norm(self, model: nn.Module):
+        before, self.losses_before = self.losses_before, None
+        norm = super()._clip_grad_norm(model)
+        size = float(norm)
+        if math.isfinite(size):
+            self.largest_norm = max(self.largest_norm, size)
+            return norm
+        step = self.state.global_step + 1
+        if not self.skip:
+            loss = float(self._tr_loss)
+            what = f"the gradient is {size}" if math.isfinite(loss) else f"the loss is {loss}"
+            raise NotFinite(step, what, f"{ADVICE}; {kept(self.output)}")
+        if self.args.process_index == 0:
+            note(f"the gradient is {size} at step {step}; the step is left out.")
+        self.skipped += 1
+        done = self.state.global_step - self._globalstep_last_logged
+        self._tr_loss.copy_(before * (done + 1) / done if done else before)  # the others' average stands for it
+        model.zero_grad()
+        return norm
+
+    def log(self, logs: dict[str, float], *args, **given) -> None:
+        if "loss" in logs:
+            steps = self.state.global_step - self.logged_at
+            if self.skipped:
+                logs["skipped_steps"] = self.skipped
+            if self.skipped == steps:
+                del logs["loss"]
+            elif self.largest_norm:
+                logs["grad_norm_max"] = self.largest_norm
+            self.skipped, self.largest_norm, self.logged_at = 0, 0.0, self.state.global_step
+        super().log(logs, *args, **given)
+
+    def leave(self, checkpoint: Path) -> None:
+        if (state := self.rows.state_dict()) is not None:
+            write_json(checkpoint / self._rows_name, state)
+        if self.args.process_index == 0:
+            copy_run(self.output, checkpoint)

@@ -1,0 +1,157 @@
+"""The read of a softmax layer by another's attention and cache: one call over [v | e]."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fem.config import FreeEnergyMixerConfig
+from fem.models.configuration import FEMConfig
+from fem.models.engines.support import FULL, SLIDING, head_width, layer_type
+from fem.ops.common.read import Read
+from fem.ops.common.tokens import read_tokens
+from fem.ops.softmax.cached import REACH, exponents, pack, unpack
+
+EXACT = "exact"  # the attn_implementation of a model that reads with the library's own kernels and cache
+
+
+class EngineAttention(nn.Module):
+    """Mean and free energy from the attention that config._attn_implementation names, over its own cache.
+
+        e = exp(beta (v - c))        [mean | R] = softmax(q k / sqrt(d_k)) [v | e]        F = c + log(R) / beta
+
+    q (B, T, H, d_k), k (B, T, H_kv, d_k), v (B, T, H_kv, d_v), beta (H_kv, d_v), or None for the mean alone. Heads are
+    padded with zeros to `head_width(config)`. e is right while |beta (v - c)| <= REACH[v.dtype] nats and is clipped
+    there beyond, with a warning on a CPU; `largest` keeps the largest |beta (v - c)| since the model was loaded.
+    c is `shift`, (H_kv, d_v) in units of v; 0 unless `calibrate` has set it. attention_mask: the engine's, or
+    a dict of them by kind of layer; keywords: the engine's, handed on.
+    """
+
+    def __init__(self, config: FEMConfig, mixer: FreeEnergyMixerConfig, layer: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer
+        self.is_causal = True
+        self.scaling = mixer.key_width**-0.5
+        self.sliding_window = mixer.window
+        self.kind = layer_type(mixer)
+        self.num_key_value_groups = mixer.n_head // mixer.kv_heads
+        self.width = head_width(config)
+        self.shift = None
+        if config.value_shift:
+            self.shift = nn.Parameter(torch.zeros(mixer.kv_heads, mixer.value_width), requires_grad=False)
+        self.register_buffer("largest", torch.zeros(()), persistent=False)
+        self.warned = False
+
+    def reset_reach(self) -> None:
+        """Forget the largest |beta (v - c)|, as after loading."""
+        nn.init.zeros_(self.largest)
+        self.warned = False
+
+    def reset_parameters(self) -> None:
+        self.reset_reach()
+        if self.shift is not None:
+            nn.init.zeros_(self.shift)
+
+    def forward(
+        self,
+        q: Float[Tensor, "b t h dk"],
+        k: Float[Tensor, "b t hkv dk"],
+        v: Float[Tensor, "b t hkv dv"],
+        beta: Float[Tensor, "hkv dv"] | None,
+        attention_mask,
+        past_key_values: Cache | None,
+        **keywords,
+    ) -> Read:
+        batch, time, width = *v.shape[:2], v.shape[3]
+        values = v if beta is None else self._pack(v, beta)
+        q, k, values = (F.pad(x, (0, self.width - x.shape[3])).transpose(1, 2) for x in (q, k, values))
+        if past_key_values is not None:
+            k, values = past_key_values.update(k, values, self.layer_idx)
+        if isinstance(attention_mask, dict):
+            attention_mask = attention_mask[self.kind]
+        keywords["sliding_window"] = self.sliding_window
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager)
+        out, _ = attend(self, q, k, values, attention_mask, dropout=0.0, scaling=self.scaling, **keywords)
+        out = out.reshape(batch, time, -1, self.width)
+        if beta is None:
+            return Read(out[..., :width], None)
+        of_query = lambda x: x.repeat_interleave(self.num_key_value_groups, 0)  # noqa: E731
+        read = unpack(out[..., : 2 * width], of_query(beta), of_query(self._shift(beta)))
+        return Read(*(x.to(v.dtype) for x in read))
+
+    def _pack(self, v: Tensor, beta: Tensor) -> Float[Tensor, "b t hkv w"]:
+        shift = self._shift(beta)
+        torch.maximum(self.largest, exponents(v.detach(), beta.detach(), shift).abs().amax().float(), out=self.largest)
+        if v.device.type == "cpu" and not torch.compiler.is_compiling():
+            self._warn_beyond(REACH[v.dtype], v.dtype)
+        return pack(v, beta, shift)
+
+    def _warn_beyond(self, reach: float, dtype: torch.dtype) -> None:
+        if self.warned or self.largest <= reach:
+            return
+        self.warned = True
+        warnings.warn(
+            f"layer {self.layer_idx}: |beta (v - c)| reaches {self.largest:.1f} nats, but [v | e] in {dtype} holds "
+            f"{reach:g}: e is clipped there and F is wrong; fem.models.calibrate(model, ids) sets the shift c, and a "
+            "model without attn_implementation reads exactly.",
+            stacklevel=4,
+        )
+
+    def _shift(self, beta: Tensor) -> Tensor:
+        return torch.zeros_like(beta) if self.shift is None else self.shift.detach().to(beta)
+
+
+def _eager(module: EngineAttention, q, k, values, attention_mask, scaling, dropout=0.0, **keywords):
+    """softmax(scaling q k + mask) values, of weights that are formed."""
+    k, values = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (k, values))
+    scores = scaling * q @ k.mT
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    p = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return (p @ values).transpose(1, 2), p
+
+
+def positions_of(
+    config: FEMConfig,
+    x: Tensor,
+    attention_mask,
+    position_ids: Tensor | None,
+    segment_ids: Tensor | None,
+    past: int,
+) -> Int[Tensor, "b t"]:
+    """Positions of the new tokens: from 0 in each document, or counted over the tokens that a 2D mask keeps.
+
+    Positions that restart tell transformers' masks where documents begin. Raises ValueError where they would not.
+    """
+    if segment_ids is not None:
+        name = config._attn_implementation
+        if past or attention_mask is not None or ("flash" in name and len(x) > 1):
+            raise ValueError(
+                f"attn_implementation={name!r} reads packed documents (segment_ids) without a cache and without an "
+                "attention_mask, flash attention in one row alone; leave out attn_implementation for the rest."
+            )
+        return read_tokens(tuple(x.shape[:2]), x.device, None, segment_ids)[0].position
+    if position_ids is not None:
+        return position_ids
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, past:]
+    return torch.arange(past, past + x.shape[1], device=x.device)[None].expand(len(x), -1)
+
+
+def masks_of(
+    config: FEMConfig, kinds: set[str], x: Tensor, attention_mask, position_ids: Tensor, cache: Cache | None
+) -> dict:
+    """What the engine wants as a mask, for each kind of layer: transformers makes it by the engine's name."""
+    if isinstance(attention_mask, dict):
+        return attention_mask
+    make = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
+    how = {"attention_mask": attention_mask, "past_key_values": cache, "position_ids": position_ids}
+    return {kind: make[kind](config=config, inputs_embeds=x, **how) for kind in kinds}

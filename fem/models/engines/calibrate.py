@@ -1,0 +1,46 @@
+"""How far a model's values reach in an engine's cache, and the shift that brings them nearer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from fem.models.engines.support import obstacle
+from fem.ops.softmax.cached import exponents
+
+if TYPE_CHECKING:
+    from fem.models.modeling import FEMForCausalLM, FEMModel
+
+
+@torch.no_grad()
+def calibrate(model: FEMForCausalLM | FEMModel, input_ids: Int[Tensor, "b t"]) -> list[float]:
+    """Set the shift c of every value channel to the middle of what it takes on a text; tell what is left.
+
+    Returns the largest |beta (v - c)| of each layer in nats, for comparison with `fem.ops.softmax.cached.REACH` of the
+    dtype that serves: 80 in float32 and bfloat16, 11 in float16. The shift is saved with the model
+    (config.value_shift). Raises ValueError on a model that no engine serves.
+    """
+    reason = obstacle(model.config)
+    if reason is not None:
+        raise ValueError(f"calibrate is for models that an engine can serve: {reason}")
+    seen: list[Tensor] = []
+    blocks = model.get_decoder().layers
+    hooks = [block.mixer.value.register_forward_hook(lambda *call: seen.append(call[2])) for block in blocks]
+    try:
+        model(input_ids=input_ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    reaches = []
+    for block, values in zip(blocks, seen):
+        mixer, values = block.mixer, values.flatten(0, 1).unflatten(-1, (-1, block.mixer.config.value_width))
+        shift = (values.amin(0) + values.amax(0)) / 2
+        block.attention.shift = nn.Parameter(shift, requires_grad=False)
+        block.attention.reset_reach()
+        beta = torch.ones_like(shift) if mixer.beta is None else mixer.beta()
+        reaches.append(exponents(values, beta, shift).abs().amax().item() if mixer.config.use_lse else 0.0)
+    model.config.value_shift = True
+    return reaches

@@ -1,0 +1,50 @@
+"""How a model is split by heads over several devices, in the words of transformers and vLLM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fem.config import FreeEnergyMixerConfig
+
+if TYPE_CHECKING:
+    from fem.models.configuration import FEMConfig
+
+FEED_FORWARD = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+PER_HEAD = {  # what a prior computes per head from the features alone
+    "softmax": ("query", "key"),
+    "linear": ("query", "key"),
+    "gla": ("query", "key", "decay"),
+    "rnn_softmax": ("log_weight",),
+    "rnn_decay": ("decay",),
+}
+
+
+def tensor_plan(config: FEMConfig) -> dict[str, str]:
+    """base_model_tp_plan: heads by columns, the output by rows, the conditioner whole on every device.
+
+    Where some layer's heads share what is learnt (an SSM's B and C, one decay for all heads) the mixers stay whole on
+    every device, and the SwiGLUs alone are split.
+    """
+    mixers = config.mixer_configs()
+    plan = dict(FEED_FORWARD)
+    if all(_splits(mixer) for mixer in mixers):
+        for mixer in mixers:
+            plan |= _of_mixer(mixer)
+        if config.value_shift:
+            plan |= {"attention": "local_params", "attention.shift": "colwise"}
+    return {f"layers.*.{name}": style for name, style in plan.items()}
+
+
+def _splits(mixer: FreeEnergyMixerConfig) -> bool:
+    return mixer.prior_type in PER_HEAD and not (mixer.prior_type == "gla" and mixer.decay == "scalar")
+
+
+def _of_mixer(mixer: FreeEnergyMixerConfig) -> dict[str, str]:
+    up = ".up" if mixer.gate_rank else ""  # of a slim gate the first map is shared by the heads
+    columns = ["value", *(f"prior.{name}" for name in PER_HEAD[mixer.prior_type])]
+    columns += ["value_scale"] * mixer.use_conv
+    columns += [f"gate.inner{up}"] * mixer.use_temperature + [f"gate.outer{up}"] * mixer.use_outer_gate
+    plan = dict.fromkeys(columns, "colwise") | {"output": "rowwise"}
+    if mixer.use_temperature:
+        plan |= {"beta": "local_params", "beta.theta": "colwise"}
+    return {f"mixer.{name}": style for name, style in plan.items()}

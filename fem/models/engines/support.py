@@ -1,0 +1,55 @@
+"""Which models an engine's attention can serve, and what its cache has to be told of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fem.config import FreeEnergyMixerConfig
+
+if TYPE_CHECKING:
+    from fem.models.configuration import FEMConfig
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def obstacle(config: FEMConfig) -> str | None:
+    """Why no engine's attention can serve such a model, in one sentence; None: it can."""
+    mixers = config.mixer_configs()
+    for layer, mixer in enumerate(mixers):
+        reason = _obstacle(mixer)
+        if reason is not None:
+            return (
+                f"layer {layer} {reason}; leave out attn_implementation, and generate() streams the model in its exact "
+                "form, with a state of its own."
+            )
+    if {mixer.kv_heads for mixer in mixers} != {config.num_key_value_heads}:
+        return "its layers have several numbers of key heads, and an engine's cache has num_key_value_heads of them."
+    windows = {mixer.window for mixer in mixers} - {None}
+    if len(windows) > 1:
+        return f"its layers have windows of {' and '.join(map(str, sorted(windows)))} tokens, and an engine knows one."
+    return None
+
+
+def _obstacle(mixer: FreeEnergyMixerConfig) -> str | None:
+    if mixer.prior_type != "softmax":
+        return f"has the {mixer.prior_type!r} prior, a recurrence, and an attention's cache holds no state"
+    if mixer.use_conv:
+        return "has the conditioner (use_conv=True), a recurrence, and an attention's cache holds no state"
+    if mixer.value_logexp_cap is not None:
+        return "has a value_logexp_cap, and a cache of [v | e] has a range of its own"
+    return None
+
+
+def head_width(config: FEMConfig) -> int:
+    """Width of a head in an engine's cache, which has one for keys and values.
+
+    2 d_v = d_k in the paper's shape, and nothing is padded; elsewhere the wider one, rounded up to a multiple of 32.
+    """
+    mixers = config.mixer_configs()
+    widths = {mixer.key_width for mixer in mixers} | {(1 + mixer.use_lse) * mixer.value_width for mixer in mixers}
+    return max(widths) if len(widths) == 1 else -(-max(widths) // 32) * 32
+
+
+def layer_type(mixer: FreeEnergyMixerConfig) -> str:
+    """The name that transformers and vLLM have for a layer with a window, and without."""
+    return FULL if mixer.window is None else SLIDING

@@ -1,0 +1,12 @@
+"""vLLM's side of the entry point `vllm.general_plugins`: each of its processes calls `register`."""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Have vLLM serve FEM's checkpoints with its Transformers modelling backend, over its own paged attention."""
+    from vllm import ModelRegistry
+
+    import fem.models  # noqa: F401  (the Auto classes)
+
+    ModelRegistry.register_model("FEMForCausalLM", "fem.models.engines.vllm_model:FEMForCausalLM")

@@ -1,0 +1,24 @@
+"""The language model inside vLLM: its Transformers backend, and what that does not split by heads itself."""
+
+from __future__ import annotations
+
+from torch import nn
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
+from vllm.model_executor.models.transformers import TransformersForCausalLM
+from vllm.model_executor.utils import set_weight_attrs
+
+PER_HEAD = ("theta", "shift")  # parameters, heads first
+
+
+class FEMForCausalLM(TransformersForCausalLM):
+    def recursive_replace(self) -> None:
+        super().recursive_replace()
+        ranks = get_tensor_model_parallel_world_size()
+        for module in self.model.modules():
+            for name in PER_HEAD:
+                whole = module._parameters.get(name)
+                if whole is not None:
+                    local = whole.new_empty(len(whole) // ranks, *whole.shape[1:], device=self.device_config.device)
+                    setattr(module, name, nn.Parameter(local, requires_grad=False))
+                    set_weight_attrs(getattr(module, name), {"weight_loader": sharded_weight_loader(0)})

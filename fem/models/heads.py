@@ -1,0 +1,29 @@
+"""A `FEMModel` under the heads of transformers: sequences, tokens and answers, and rewards with num_labels=1."""
+
+from __future__ import annotations
+
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
+
+from fem.models.modeling import FEMPreTrainedModel
+
+
+class FEMForSequenceClassification(GenericForSequenceClassification, FEMPreTrainedModel):
+    """logits = W h_t at the last token that is not padding, (B, config.num_labels); a reward model where that is 1."""
+
+    accepts_loss_kwargs = False
+
+
+class FEMForTokenClassification(GenericForTokenClassification, FEMPreTrainedModel):
+    """logits = W h_t + b at every token, (B, T, config.num_labels). A causal model sees no token to the right."""
+
+    accepts_loss_kwargs = False
+
+
+class FEMForQuestionAnswering(GenericForQuestionAnswering, FEMPreTrainedModel):
+    """How likely an answer starts and ends at each token, two logits of shape (B, T)."""
+
+    accepts_loss_kwargs = False

@@ -1,0 +1,139 @@
+"""Checkpoints of replaced models: no host's class opens them, and the Auto classes open them as what they are."""
+
+from __future__ import annotations
+
+import copyreg
+from functools import cache
+from pathlib import Path
+
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from fem.models.opener import OpensWithFEM, offer
+from fem.models.surgery.replace import apply
+
+RECORD = "free_energy_mixer"  # the field of a config that holds the calls made on its model
+PREFIX = "FEM"
+REFUSAL = "this is no model of the host's class: open it by an Auto class after `import fem.models` or trust its code"
+
+
+class ReplacedConfig(OpensWithFEM, PreTrainedConfig):
+    """What is saved of a replaced model: the host's config, the calls of `replace_attention`, and who opens it.
+
+    `from_dict` returns the host's config, of a subclass that remembers the calls.
+    """
+
+    model_type = "fem_replaced"
+    auto_map = {"AutoConfig": "ReplacedConfig"}  # noqa: RUF012
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig | tuple[PreTrainedConfig, dict]:
+        host = config_dict["host_type"]
+        if host not in CONFIG_MAPPING:
+            raise ValueError(
+                f"the replaced model was of type {host!r}, which transformers does not know; import the package that "
+                "registers it, or pass its class: fem.models.load_replaced(folder, architecture=...)."
+            )
+        return remembering(CONFIG_MAPPING[host]).from_dict(config_dict, **kwargs)
+
+
+class Remembers(OpensWithFEM):
+    """Mixed into the config of a host: the same config, saved as a `ReplacedConfig`."""
+
+    auto_map = ReplacedConfig.auto_map
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig | tuple[PreTrainedConfig, dict]:
+        if "host" not in config_dict:
+            return super().from_dict(config_dict, **kwargs)
+        host = config_dict["host"]
+        given = {name: value for name, value in config_dict.items() if name.startswith("_")}  # where it was found
+        loaded = super().from_dict(host | given, **kwargs)
+        config = loaded[0] if isinstance(loaded, tuple) else loaded
+        setattr(config, RECORD, config_dict[RECORD])
+        config.architectures = config_dict["architectures"]
+        return loaded
+
+    def to_diff_dict(self) -> dict:
+        host = super().to_diff_dict()
+        architectures = [name.removeprefix(PREFIX) for name in host.get("architectures") or ()]
+        calls = host.pop(RECORD, None)
+        return {
+            "model_type": ReplacedConfig.model_type,
+            "architectures": [PREFIX + name for name in architectures],
+            "auto_map": host.pop("auto_map"),
+            RECORD: calls,
+            "id2label": {REFUSAL: ""},  # the config of every host wants integers here, and says what it got
+            "host_type": host.pop("model_type"),  # beside the host's config: inside, its class would find and take it
+            "host": host | {"architectures": architectures},
+        }
+
+
+class RememberingClass(type):
+    """The type of configs made by `remembering`, so that pickle can find them again."""
+
+
+copyreg.pickle(RememberingClass, lambda config: (remembering, (config.host,)))
+
+
+@cache
+def remembering(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """The subclass of a host's config that is saved as a `ReplacedConfig`; the Auto classes learn to build from it."""
+    if issubclass(host, Remembers):
+        return host
+    config = RememberingClass(PREFIX + host.__name__, (Remembers, host), {"host": host, "__module__": __name__})
+    for auto in vars(modeling_auto).values():
+        mapping = getattr(auto, "_model_mapping", None)
+        if mapping is None or host not in mapping:
+            continue
+        known = mapping[host]
+        replaced = tuple(replaced_class(each, config) for each in (known if isinstance(known, tuple) else (known,)))
+        mapping.register(config, replaced if isinstance(known, tuple) else replaced[0], exist_ok=True)
+        for each in replaced:
+            offer(each)
+    return config
+
+
+@cache
+def replaced_class(architecture: type[PreTrainedModel], config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+    """What builds the host and repeats the calls that its config remembers. Its models are of the host's class."""
+
+    def build(self, given, *args, **kwargs):
+        given.__class__ = config.host  # parts built through an Auto class are the host's
+        try:
+            architecture.__init__(self, given, *args, **kwargs)
+        finally:
+            given.__class__ = config
+        for call in getattr(given, RECORD):
+            apply(self, **call)
+        self.__class__ = architecture
+
+    members = {"__init__": build, "__module__": __name__, "config_class": config}
+    return type(PREFIX + architecture.__name__, (architecture,), members)
+
+
+def load_replaced(folder: str | Path, architecture: type[PreTrainedModel] | None = None, **options) -> PreTrainedModel:
+    """The model that `save_pretrained` wrote to `folder` after `replace_attention`; options are from_pretrained's.
+
+    architecture: the host's class, where transformers and its Auto classes do not know it. The Auto classes open such
+    a folder as well; the host's class refuses it. Raises ValueError on a model saved without the free energy.
+    """
+    saved, _ = PreTrainedConfig.get_config_dict(folder)
+    if not saved.get(RECORD):
+        raise ValueError(
+            f"folder must hold a model saved after replace_attention, got {str(folder)!r}; use from_pretrained."
+        )
+    if architecture is None:
+        config = remembering(type(transformers.AutoConfig.from_pretrained(folder)))
+        name = saved["architectures"][0].removeprefix(PREFIX)
+        architecture = getattr(transformers, name, None) or getattr(transformers, PREFIX + name, None)
+        if architecture is None:
+            raise ValueError(
+                f"transformers has no class {name!r}; pass it: load_replaced(folder, architecture={name})."
+            )
+        architecture = next(base for base in architecture.__mro__ if not base.__name__.startswith(PREFIX))
+    else:
+        config = remembering(architecture.config_class)
+    return replaced_class(architecture, config).from_pretrained(folder, **options)

@@ -1,0 +1,52 @@
+"""The softmax read in plain steps, pair by pair and channel by channel: what PyTorch can transform in any way."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fem.ops.softmax.support import Intervals
+
+
+def differentiable_read(
+    q: Float[Tensor, "b tq h dk"],
+    k: Float[Tensor, "b t hkv dk"],
+    v: Float[Tensor, "b t hkv dv"],
+    beta: Float[Tensor, "hkv dv"] | None,
+    bias: Float[Tensor, "#b #h #tq #t"] | None,
+    keep: Bool[Tensor, "b t"] | None,
+    first: Tensor | None,
+    end: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """The mean, and with a beta the free energy, in float64; time and memory grow with T_q T d_v.
+
+    mean_j = sum_i p_i v_ij        F_j = mean_j + (1 / beta_j) log sum_i p_i exp(beta_j (v_ij - mean_j))
+    """
+    queries, heads, time = q.shape[1], q.shape[2], k.shape[1]
+    per_head = lambda x, dim: x.double().repeat_interleave(heads // x.shape[dim], dim)  # noqa: E731
+    scores = torch.einsum("bthc,bihc->bhti", q.double(), per_head(k, 2)) * scale
+    if bias is not None:
+        scores = scores + bias.double()
+    seen = torch.ones(queries, time, dtype=torch.bool, device=q.device)
+    if first is not None:
+        seen = Intervals(first, end).allowed(time)[:, None]
+    elif causal:
+        seen = seen.tril(time - queries)
+    if keep is not None:
+        seen = seen & keep[:, None, None]
+    seen = seen & ~torch.isneginf(scores.detach())
+    empty = ~seen.any(-1, keepdim=True)
+    log_p = torch.where(seen, scores, -torch.inf).masked_fill(empty, 0.0).log_softmax(-1).masked_fill(~seen, -1e300)
+    p = log_p.exp()
+    v = per_head(v, 2).permute(0, 2, 1, 3)
+    v = v.masked_fill(~seen.any(-2)[..., None], 0.0)  # so that what nobody sees is multiplied by nothing but 0
+    mean = p @ v
+    if beta is None:
+        return (mean.transpose(1, 2),)
+    beta = per_head(beta, 0)[:, None]
+    away = beta[:, :, None] * (v[:, :, None] - mean[:, :, :, None])
+    free_energy = mean + (log_p[..., None] + away).logsumexp(-2) / beta
+    return mean.transpose(1, 2), free_energy.masked_fill(empty, 0.0).transpose(1, 2)

@@ -1,0 +1,115 @@
+"""The free-energy read across two sequences, and over a set: cross-attention and attention pooling, with FEM's read."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fem.config import FreeEnergyMixerConfig
+from fem.functional import softmax_read
+from fem.gates import Temperature, TwoLevelGate
+from fem.projection import Projection
+
+FIELDS = (
+    "fem_dim",
+    "qk_dim",
+    "n_kv_head",
+    "bias",
+    "dropout",
+    "eps",
+    "use_temperature",
+    "use_lse",
+    "use_outer_gate",
+    "gate_rank",
+    "beta_max_init",
+    "lambda_init",
+    "backend",
+)
+WIDTHS = ("fem_dim", "qk_dim")
+
+
+class FreeEnergyCrossMixer(nn.Module):
+    """Every query of x reads a memory; each of its channels picks tokens of its own.
+
+        p_t(i) = softmax_i(q_t . k_i / sqrt(d_k))      q from x_t, k and v from memory_i, no positions
+        o_t = W_O (g_t * ((1 - lambda_t) mean_t + lambda_t F_t))      mean and F as in Eq. 4, lambda and g from x_t
+
+    x (B, T_q, D), memory (B, T, D_m) -> (B, T_q, D). memory_mask (B, T), bool or 0/1, True/1 = keep: masking a token
+    equals deleting it, and a row without any token returns W_O's bias. The order of the memory does not matter.
+    n_embd: D; n_head: heads, a divisor of D; memory_dim: D_m, or None for D. fields: those of `FreeEnergyMixerConfig`
+    for widths, gates, beta and backend. Without a width the linear weights are 4 D^2, as in `matched` (of D_m = D).
+
+    Raises ValueError on shapes, TypeError on a float mask and on fields that a read across has no use for.
+    """
+
+    def __init__(self, n_embd: int, n_head: int, memory_dim: int | None = None, **fields):
+        super().__init__()
+        if unknown := [name for name in fields if name not in FIELDS]:
+            raise TypeError(f"a read across a memory has the fields {', '.join(FIELDS)}; got {', '.join(unknown)}.")
+        build = FreeEnergyMixerConfig if set(WIDTHS) & fields.keys() else FreeEnergyMixerConfig.matched
+        config = build(n_embd=n_embd, n_head=n_head, causal=False, use_conv=False, use_rope=False, **fields)
+        self.config = config
+        self.memory_dim = n_embd if memory_dim is None else memory_dim
+        self.query = Projection(n_embd, config.qk_dim, config.bias)
+        self.key = Projection(self.memory_dim, config.kv_heads * config.key_width, config.bias)
+        self.value = Projection(self.memory_dim, config.kv_heads * config.value_width, config.bias)
+        self.beta = Temperature(config, (config.kv_heads, config.value_width)) if config.use_temperature else None
+        self.gate = TwoLevelGate(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.output = Projection(config.fem_dim, n_embd, config.bias)
+
+    def forward(
+        self,
+        x: Float[Tensor, "b tq d"],
+        memory: Float[Tensor, "b t m"],
+        memory_mask: Tensor | None = None,
+    ) -> Float[Tensor, "b tq d"]:
+        self._check(x, memory)
+        q = self.query(x).unflatten(-1, (self.config.n_head, -1))
+        k, v = (part(memory).unflatten(-1, (self.config.kv_heads, -1)) for part in (self.key, self.value))
+        read = softmax_read(
+            q, k, v, self._temperature(v), causal=False, key_mask=memory_mask, backend=self.config.backend
+        )
+        return self.output(self.dropout(self.gate(x, read).flatten(-2)))
+
+    def _temperature(self, v: Tensor) -> Tensor | None:
+        if not self.config.use_lse:
+            return None
+        return v.new_ones(v.shape[2:]) if self.beta is None else self.beta()
+
+    def _check(self, x: Tensor, memory: Tensor) -> None:
+        for name, tensor, width in (("x", x, self.config.n_embd), ("memory", memory, self.memory_dim)):
+            if tensor.ndim != 3 or tensor.shape[-1] != width:
+                raise ValueError(f"{name} must have shape (batch, tokens, {width}), got {tuple(tensor.shape)}.")
+        if len(x) != len(memory):
+            raise ValueError(f"x and memory must have one batch size, got {len(x)} and {len(memory)}.")
+
+
+class FreeEnergyPooling(nn.Module):
+    """Learnt queries read a set: x (B, T, D_m) -> (B, Q, D), where attention pooling takes averages alone.
+
+        y_q = FreeEnergyCrossMixer(query_q, x)
+
+    queries: Q, how many vectors a set becomes; they start N(0, 1). attention_mask (B, T), bool or 0/1: a masked element
+    equals a deleted one, and an empty set becomes W_O's bias. The order of the elements does not matter.
+    n_embd, n_head, memory_dim and fields are those of `FreeEnergyCrossMixer`, and so is what it raises; ValueError
+    where queries is not positive.
+    """
+
+    def __init__(self, n_embd: int, n_head: int, queries: int = 1, memory_dim: int | None = None, **fields):
+        super().__init__()
+        if queries < 1:
+            raise ValueError(f"queries must be positive, got {queries}.")
+        self.query = nn.Parameter(torch.empty(queries, n_embd))
+        self.read = FreeEnergyCrossMixer(n_embd, n_head, memory_dim, **fields)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.query)
+
+    def forward(self, x: Float[Tensor, "b t m"], attention_mask: Tensor | None = None) -> Float[Tensor, "b q d"]:
+        if x.ndim != 3:
+            raise ValueError(f"x must have shape (batch, elements, {self.read.memory_dim}), got {tuple(x.shape)}.")
+        queries = self.query.to(x.dtype).expand(len(x), -1, -1)
+        return self.read(queries, x, attention_mask)

@@ -1,0 +1,155 @@
+"""Reading a memory or a set: the definition in loops, masks, order, empty sets, gradients."""
+
+import math
+
+import pytest
+import torch
+
+import fem
+from fem import FreeEnergyCrossMixer, FreeEnergyPooling
+
+ROWS = {
+    "published": {},
+    "slim": {"gate_rank": 2},
+    "gates per head": {"gate_rank": 0},
+    "grouped": {"n_kv_head": 1},
+    "-G": {"use_outer_gate": False},
+    "-G,T": {"use_outer_gate": False, "use_temperature": False},
+    "-G,T,L": {"use_outer_gate": False, "use_temperature": False, "use_lse": False},
+}
+rows = pytest.mark.parametrize("row", ROWS)
+MASK = torch.tensor([[1, 0, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
+
+
+def cross(memory_dim=6, seed=0, **fields) -> FreeEnergyCrossMixer:
+    torch.manual_seed(seed)
+    layer = FreeEnergyCrossMixer(8, 2, memory_dim, **fields).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return layer
+
+
+def inputs(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    return draw(3, 4, 8), draw(3, 5, 6)
+
+
+def in_loops(layer, x, memory, keep):
+    """o_t, one number at a time."""
+    config, out = layer.config, torch.zeros(x.shape[0], x.shape[1], layer.config.fem_dim, dtype=x.dtype)
+    d_k, d_v = config.key_width, config.value_width
+    lam, gate = layer.gate.factors(x)
+    for b in range(x.shape[0]):
+        seen = [i for i in range(memory.shape[1]) if keep[b, i]]
+        if not seen:
+            continue
+        for t in range(x.shape[1]):
+            q = layer.query(x[b, t])
+            for h in range(config.n_head):
+                group = h // (config.n_head // config.kv_heads)
+                key = lambda i, group=group: layer.key(memory[b, i])[group * d_k : (group + 1) * d_k]  # noqa: B023, E731
+                scores = [(q[h * d_k : (h + 1) * d_k] @ key(i)).item() / math.sqrt(d_k) for i in seen]
+                weights = [math.exp(score - max(scores)) for score in scores]
+                p = [weight / sum(weights) for weight in weights]
+                for j in range(d_v):
+                    v = [layer.value(memory[b, i])[group * d_v + j].item() for i in seen]
+                    mean = sum(a * c for a, c in zip(p, v))
+                    u = mean
+                    if config.use_lse:
+                        beta = 1.0 if layer.beta is None else layer.beta()[group, j].item()
+                        free = math.log(sum(a * math.exp(beta * c) for a, c in zip(p, v))) / beta
+                        share = 1.0 if lam is None else lam[b, t, h, j].item()
+                        u = (1 - share) * mean + share * free
+                    out[b, t, h * d_v + j] = u if gate is None else u * gate[b, t, h, j].item()
+    return layer.output(out)
+
+
+@rows
+def test_a_read_across_is_its_definition(row):
+    layer, (x, memory) = cross(**ROWS[row]), inputs()
+    for mask in (None, MASK):
+        keep = torch.ones_like(MASK) if mask is None else mask
+        torch.testing.assert_close(layer(x, memory, mask), in_loops(layer, x, memory, keep), rtol=1e-9, atol=1e-9)
+
+
+@rows
+def test_gradients_of_a_read_across_match_finite_differences(row):
+    layer, (x, memory) = cross(**ROWS[row]), inputs()
+    x.requires_grad_(), memory.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, memory: layer(x, memory, MASK), (x, memory))
+    layer(x, memory, MASK).square().sum().backward()
+    assert [name for name, p in layer.named_parameters() if p.grad is None or not p.grad.any()] == []
+    assert memory.grad[~MASK.bool()].abs().max() == 0
+
+
+def test_masking_equals_deleting_and_order_does_not_matter():
+    layer, (x, memory) = cross(), inputs()
+    kept = MASK[0].bool()
+    torch.testing.assert_close(layer(x, memory, MASK)[0], layer(x[:1], memory[:1, kept])[0])
+    torch.testing.assert_close(layer(x, memory[:, torch.randperm(5)]), layer(x, memory))
+
+
+def test_an_empty_set_is_the_outputs_bias():
+    torch.manual_seed(0)
+    layer, x = FreeEnergyPooling(8, 2, queries=3), torch.randn(3, 5, 8)
+    torch.nn.init.normal_(layer.read.output.bias)
+    y = layer(x, MASK)
+    assert y.shape == (3, 3, 8)
+    torch.testing.assert_close(y[2], layer.read.output.bias.expand(3, -1))
+    y[2].sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_pooling_is_a_read_of_learnt_queries():
+    torch.manual_seed(0)
+    layer, x = FreeEnergyPooling(8, 2, queries=3, memory_dim=5), torch.randn(2, 7, 5)
+    torch.testing.assert_close(layer(x)[1], layer.read(layer.query[None], x[1:])[0])
+    layer(x).square().sum().backward()
+    assert layer.query.grad.abs().max() > 0
+
+
+def test_pooling_follows_the_largest_element_as_beta_grows():
+    """With even weights, lambda = 1 and no gate, a channel's pool goes from its mean to its maximum."""
+    layer = FreeEnergyPooling(4, 2, lambda_init=50.0, use_outer_gate=False, fem_dim=4, qk_dim=4).double()
+    x = torch.randn(1, 9, 4, dtype=torch.float64)
+    with torch.no_grad():
+        for part in (layer.read.query, layer.read.key):
+            part.weight.zero_()
+        for part in (layer.read.value, layer.read.output):
+            part.weight.copy_(torch.eye(4))
+        layer.read.beta.theta.fill_(1000.0)
+    torch.testing.assert_close(layer(x)[:, 0], x.amax(1), atol=3e-3, rtol=0)
+    with torch.no_grad():
+        layer.read.beta.theta.fill_(-12.0)
+    torch.testing.assert_close(layer(x)[:, 0], x.mean(1), atol=1e-4, rtol=0)
+
+
+@pytest.mark.usefixtures("as_users_run")
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: FreeEnergyCrossMixer(8, 2, window=3), TypeError, "got window"),
+        (lambda: FreeEnergyCrossMixer(8, 2, prior_type="gla"), TypeError, "got prior_type"),
+        (lambda: FreeEnergyPooling(8, 2, queries=0), ValueError, "queries must be positive, got 0"),
+        (lambda: FreeEnergyPooling(8, 2)(torch.zeros(2, 8)), ValueError, "x must have shape"),
+        (lambda: FreeEnergyPooling(8, 2)(torch.zeros(2, 3, 9)), ValueError, "memory must have shape"),
+        (lambda: FreeEnergyPooling(8, 2)(torch.zeros(2, 3, 8), torch.ones(2, 3)), TypeError, "key_mask"),
+        (
+            lambda: FreeEnergyCrossMixer(8, 2)(torch.zeros(2, 3, 8), torch.zeros(3, 3, 8)),
+            ValueError,
+            "one batch size, got 2 and 3",
+        ),
+    ],
+)
+def test_wrong_calls_are_one_sentence(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_pooling_has_the_weights_of_attention():
+    layer = FreeEnergyPooling(64, 4)
+    maps = sum(p.numel() for name, p in layer.read.named_parameters() if name.endswith("weight"))
+    assert maps == pytest.approx(4 * 64**2, rel=5e-3)
+    assert fem.FreeEnergyPooling is FreeEnergyPooling

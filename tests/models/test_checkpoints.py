@@ -1,0 +1,193 @@
+"""Saved models in the hands of programs that never heard of fem: they open them rightly, or refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+import transformers
+from small_models import VOCABULARY, lively, small_config, tokens
+
+import fem
+from fem import replace_attention
+from fem.models import FEMForCausalLM, FEMForImageClassification, FEMImageConfig, load_replaced
+from fem.models.surgery.head import FreeEnergyHead
+
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+LLAMA = SIZES | {"intermediate_size": 48, "num_key_value_heads": 2, "pad_token_id": 0}
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
+HOSTS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)),
+}
+
+
+def awake(model: torch.nn.Module) -> torch.nn.Module:
+    """Far from the host: a model that lost its heads would answer otherwise."""
+    for head in model.modules():
+        if isinstance(head, FreeEnergyHead):
+            for parameter in head.parameters():
+                torch.nn.init.normal_(parameter, std=0.5)
+    return model.eval()
+
+
+@pytest.fixture(params=list(HOSTS))
+def replaced(request):
+    return awake(replace_attention(lively(HOSTS[request.param]())))
+
+
+def logits_elsewhere(folder, ids, program: str) -> torch.Tensor | str:
+    """What a fresh process that runs `program` makes of the folder: `model`'s logits, or its last line of complaint."""
+    script = f"""
+import sys, torch
+folder, ids = sys.argv[1], torch.tensor(eval(sys.argv[2]))
+{program}
+print([[round(x, 5) for x in row] for row in model(ids).logits.flatten(0, 1).tolist()])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(folder), repr(ids.tolist())],
+        capture_output=True, text=True, input="", env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    if done.returncode:
+        return done.stderr.strip().splitlines()[-1]
+    return torch.tensor(eval(done.stdout.strip().splitlines()[-1])).unflatten(0, ids.shape)
+
+
+# --- models of fem
+
+
+PROGRAMS = {
+    "code that is trusted": """
+from transformers import AutoModelForCausalLM
+assert "fem" not in sys.modules
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+""",
+    "fem imported behind transformers": """
+import transformers, fem
+model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+""",
+    "the class named by transformers": """
+import json, transformers
+config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+assert config.auto_map
+model = getattr(transformers, config.architectures[0]).from_pretrained(folder)
+""",
+}
+
+
+@pytest.mark.parametrize("kind", ["fem", "replaced"])
+@pytest.mark.parametrize("program", list(PROGRAMS))
+def test_fresh_process_opens_what_was_saved(kind, program, tmp_path):
+    model = lively(FEMForCausalLM(small_config())) if kind == "fem" else awake(replace_attention(HOSTS["llama"]()))
+    model.save_pretrained(tmp_path)
+    ids = tokens(1, 7)
+    found = logits_elsewhere(tmp_path, ids, PROGRAMS[program])
+    assert not isinstance(found, str), found
+    torch.testing.assert_close(found, model(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["fem", "replaced"])
+def test_untrusted_code_is_refused(kind, tmp_path):
+    model = FEMForCausalLM(small_config()) if kind == "fem" else replace_attention(HOSTS["llama"]())
+    model.save_pretrained(tmp_path)
+    program = "from transformers import AutoModelForCausalLM\nmodel = AutoModelForCausalLM.from_pretrained(folder)"
+    assert "trust_remote_code" in logits_elsewhere(tmp_path, tokens(1, 5), program)
+
+
+def test_trusted_code_needs_no_second_copy_of_the_library(tmp_path):
+    FEMForCausalLM(small_config()).save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    loaded.save_pretrained(tmp_path / "again")
+    assert type(loaded) is FEMForCausalLM
+    assert sorted(path.name for path in (tmp_path / "again").glob("*.py")) == ["open_with_fem.py"]
+    assert "auto_map" in json.loads((tmp_path / "again" / "config.json").read_text())
+
+
+def test_image_models_say_who_opens_them(tmp_path):
+    model = FEMForImageClassification(FEMImageConfig(image_size=8, patch_size=4, hidden_size=16, num_hidden_layers=1,
+                                                     num_attention_heads=2)).eval()  # fmt: skip
+    model.save_pretrained(tmp_path)
+    pixels = torch.randn(1, 3, 8, 8)
+    loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path, trust_remote_code=True)
+    torch.testing.assert_close(loaded(pixels).logits, model(pixels).logits)
+
+
+# --- replaced models
+
+
+def test_auto_classes_open_a_replaced_model_as_it_is(replaced, tmp_path):
+    replaced.save_pretrained(tmp_path)
+    ids = tokens(2, 9)
+    for loaded in (transformers.AutoModelForCausalLM.from_pretrained(tmp_path), load_replaced(tmp_path)):
+        assert type(loaded) is type(replaced)
+        torch.testing.assert_close(loaded(ids).logits, replaced(ids).logits)
+    body = transformers.AutoModel.from_pretrained(tmp_path)
+    torch.testing.assert_close(body(ids).last_hidden_state, replaced.base_model(ids).last_hidden_state)
+
+
+def test_saving_again_changes_nothing(replaced, tmp_path):
+    replaced.save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    first, second = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, tmp_path / "again"))
+    assert first == second
+
+
+def test_class_of_the_host_refuses_a_replaced_model(replaced, tmp_path):
+    replaced.save_pretrained(tmp_path)
+    with pytest.raises(Exception, match="no model of the host's class"):
+        type(replaced).from_pretrained(tmp_path)
+
+
+def test_other_heads_on_a_replaced_body_keep_its_free_energy(replaced, tmp_path):
+    replaced.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    ids = tokens(2, 9)
+    torch.testing.assert_close(loaded.base_model(ids).last_hidden_state, replaced.base_model(ids).last_hidden_state)
+    assert sum(isinstance(head, FreeEnergyHead) for head in loaded.modules()) == 2
+
+
+def test_config_of_a_replaced_model_builds_one(replaced):
+    built = transformers.AutoModelForCausalLM.from_config(replaced.config)
+    built.load_state_dict(replaced.state_dict())
+    torch.testing.assert_close(built.eval()(tokens(1, 5)).logits, replaced(tokens(1, 5)).logits)
+
+
+def test_replaced_models_travel_through_pickle(replaced):
+    other = pickle.loads(pickle.dumps(replaced))
+    assert type(other.config) is type(replaced.config)
+    assert other.config.model_type == replaced.config.model_type  # as peft and others look it up
+    torch.testing.assert_close(other(tokens(1, 5)).logits, replaced(tokens(1, 5)).logits)
+
+
+class OutsideConfig(transformers.LlamaConfig):
+    model_type = "outside"
+
+
+class OutsideModel(transformers.LlamaForCausalLM):
+    config_class = OutsideConfig
+
+
+def test_classes_outside_transformers_are_loaded_by_passing_them(tmp_path):
+    model = awake(replace_attention(lively(OutsideModel(OutsideConfig(**LLAMA)))))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"type 'outside'.*load_replaced\(folder, architecture=...\)"):
+        load_replaced(tmp_path)
+    loaded = load_replaced(tmp_path, architecture=OutsideModel)
+    assert type(loaded) is OutsideModel
+    torch.testing.assert_close(loaded(tokens(1, 5)).logits, model(tokens(1, 5)).logits)
+
+
+def test_fem_finds_transformers_when_it_comes_second():
+    """`import fem` alone stays light: it registers its models only where transformers is there already."""
+    light = "import sys, fem; assert 'transformers' not in sys.modules"
+    both = "import transformers, fem; assert 'fem' in transformers.models.auto.configuration_auto.CONFIG_MAPPING"
+    for program in (light, both):
+        subprocess.run([sys.executable, "-c", program], check=True)
+    assert fem.models is sys.modules["fem.models"]

@@ -1,0 +1,190 @@
+"""FEM in the hands of other libraries: peft's adapters, transformers' heads and generation, survey of model types."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+import transformers
+from small_models import VOCABULARY, lively, small_config, tokens
+from torch import nn
+
+from fem import PRIORS, replace_attention
+from fem.experiments.clients.survey import model_types, survey
+from fem.models import LORA, FEMForCausalLM, load_replaced
+
+LLAMA = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1} | {
+    "intermediate_size": 48,
+    "pad_token_id": 0,
+}
+
+
+def llama() -> nn.Module:
+    return lively(transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)))
+
+
+# --- peft
+
+
+def adapted(model: nn.Module, **options) -> nn.Module:
+    peft = pytest.importorskip("peft", reason="adapters need peft, of the extra 'dev'")
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="CAUSAL_LM", **options))
+
+
+def trained_step(model: nn.Module) -> nn.Module:
+    """One step of training that every trained parameter must feel, without a NaN."""
+    ids = tokens(2, 9)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, name
+            assert parameter.grad.isfinite().all(), name
+    optimizer.step()
+    return model.eval()
+
+
+@pytest.mark.parametrize("prior", list(PRIORS))
+def test_peft_knows_what_to_adapt(prior):
+    model = trained_step(adapted(FEMForCausalLM(small_config(prior_type=prior))))
+    changed = {name.split(".lora_")[0].rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad}
+    assert changed >= {"value", "output"}
+    assert changed <= {"query", "key", "value", "output"}
+
+
+@pytest.mark.parametrize("kind", ["fem", "replaced"])
+def test_adapters_with_beta_and_lambda_come_back(kind, tmp_path):
+    peft = pytest.importorskip("peft", reason="adapters need peft, of the extra 'dev'")
+    base = lively(FEMForCausalLM(small_config())) if kind == "fem" else replace_attention(llama(), lambda_init=-1.0)
+    base.save_pretrained(tmp_path / "base")
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    options = LORA if kind == "fem" else {"modules_to_save": LORA["modules_to_save"]}
+    model = trained_step(adapted(opened, **options))
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert any(".beta." in name for name in trained)
+    assert any(".inner." in name for name in trained)
+    model.save_pretrained(tmp_path / "adapter")
+    ids = tokens(1, 7)
+    other = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(other(input_ids=ids).logits, model(input_ids=ids).logits)
+    torch.testing.assert_close(model.merge_and_unload()(ids).logits, other(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["fem", "replaced"])
+def test_dora_divides_by_no_zero(kind):
+    model = FEMForCausalLM(small_config()) if kind == "fem" else replace_attention(llama())
+    trained_step(adapted(model, use_dora=True, target_modules="all-linear", exclude_modules=["value_scale"]))
+
+
+# --- heads and generation
+
+
+@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+def test_heads_of_transformers_learn_and_come_back(head, tmp_path):
+    auto = getattr(transformers, f"AutoModelFor{head}")
+    model = auto.from_config(small_config(num_labels=3, pad_token_id=0))
+    ids = tokens(2, 7).clamp_min(1)
+    labels = {
+        "SequenceClassification": {"labels": torch.tensor([0, 2])},
+        "TokenClassification": {"labels": ids % 3},
+        "QuestionAnswering": {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])},
+    }[head]
+    loss = model.train()(ids, **labels).loss
+    loss.backward()
+    assert loss.isfinite()
+    assert model.model.layers[0].mixer.value.weight.grad.any()
+    model.eval().save_pretrained(tmp_path)
+    found, expected = auto.from_pretrained(tmp_path)(ids), model(ids)
+    for name in expected:
+        if isinstance(expected[name], torch.Tensor):
+            torch.testing.assert_close(found[name], expected[name])
+
+
+def test_padding_changes_no_reward():
+    model = transformers.AutoModelForSequenceClassification.from_config(small_config(num_labels=1, pad_token_id=0))
+    ids = tokens(1, 7).clamp_min(1)
+    padded = torch.cat([ids, torch.zeros(1, 3, dtype=torch.long)], 1)
+    found = model.eval()(padded, attention_mask=(padded != 0).long()).logits
+    torch.testing.assert_close(found, model(ids).logits)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}], ids=["cached", "uncached", "beams"])
+def test_generation_stops_at_the_longest_row_with_its_text(options):
+    model = lively(FEMForCausalLM(small_config(max_position_embeddings=8)))
+    text = model.generate(tokens(1, 5), max_new_tokens=20, do_sample=False, pad_token_id=0, **options)
+    assert text.shape == (1, 8)
+
+
+def test_a_text_of_ones_own_may_outgrow_the_longest_row(caplog):
+    model = lively(FEMForCausalLM(small_config(max_position_embeddings=8)))
+    cache = model(tokens(1, 8), use_cache=True).past_key_values
+    assert model(tokens(1, 2), past_key_values=cache).logits.isfinite().all()
+
+
+def test_priors_of_fixed_state_have_no_longest_row_unless_asked():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    longest = lambda **fields: FEMForCausalLM.config_class(**sizes, **fields).max_position_embeddings  # noqa: E731
+    assert longest() == longest(layer_priors=["gla", "softmax"]) == 4096
+    assert longest(prior_type="gla") is None
+    assert longest(prior_type="gla", max_position_embeddings=16) == 16
+
+
+# --- surgery on whatever reads through transformers' attention functions
+
+
+RIGHT = ["opt", "bart", "marian", "clip", "wav2vec2", "phi", "phi3", "gpt_neox", "gpt_bigcode", "t5", "distilbert"]
+
+
+@pytest.mark.parametrize("model_type", [*RIGHT, "whisper", "modernbert"])
+def test_model_type_computes_what_it_did(model_type):
+    found = survey(model_type)
+    assert found.result == "right", found
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"), [("gemma2", "softcap"), ("gpt_oss", "sinks"), ("falcon", "attention functions")]
+)
+def test_model_type_is_refused_by_name(model_type, words):
+    found = survey(model_type)
+    assert found.result == "refused"
+    assert words in found.reason
+
+
+@pytest.mark.slow
+def test_no_model_type_crashes_or_computes_something_else():
+    for model_type in random.Random(0).sample(model_types(), 60):
+        assert survey(model_type).result not in ("crashed", "wrong"), model_type
+
+
+def test_encoder_decoder_generates_as_the_host_does():
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+    model = lively(transformers.T5ForConditionalGeneration(config))
+    options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 2}
+    expected = model.generate(tokens(2, 7), **options)
+    assert torch.equal(replace_attention(model, lambda_init=-20.0).generate(tokens(2, 7), **options), expected)
+
+
+def test_replacing_a_name_is_a_type_error(as_users_run):
+    with pytest.raises(TypeError, match="model must be a torch module, got 'gpt2'"):
+        replace_attention("gpt2")
+
+
+def test_fresh_mixer_refuses_a_call_it_does_not_know():
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": VOCABULARY}
+    model = transformers.T5EncoderModel(transformers.T5Config(**sizes))
+    with pytest.raises(ValueError, match="T5Attention is called in a way that no mixer knows; preserve=True"):
+        replace_attention(model, "gla", preserve=False)
+
+
+def test_saved_replacement_of_another_family_comes_back(tmp_path):
+    config = transformers.OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=32, word_embed_proj_dim=32, ffn_dim=48, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=32,
+    )  # fmt: skip
+    model = replace_attention(lively(transformers.OPTForCausalLM(config)), lambda_init=0.0).eval()
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(load_replaced(tmp_path)(tokens(1, 7)).logits, model(tokens(1, 7)).logits)

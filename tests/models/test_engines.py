@@ -1,0 +1,203 @@
+"""Models served by an engine's own attention and cache: what they read is what the exact form reads."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+from transformers import DynamicCache
+
+from fem.models import FEMCache, FEMConfig, FEMForCausalLM, calibrate
+from fem.ops.softmax.cached import REACH
+
+FAMILIES = {
+    "full": {},
+    "grouped": {"num_key_value_heads": 2},
+    "one_key_head": {"num_key_value_heads": 1},
+    "window": {"mixer": {"window": 5}},
+    "window_in_one_layer": {"layer_priors": [{"prior_type": "softmax", "window": 5}, "softmax"]},
+    "slim_gates": {"mixer": {"gate_rank": 4}},
+    "one_gate_a_head": {"mixer": {"gate_rank": 0}},
+    "no_rope": {"mixer": {"use_rope": False}},
+    "free_energy_alone": {"mixer": {"use_temperature": False, "use_lse": True}},
+    "plain_attention": {"mixer": {"use_temperature": False, "use_lse": False, "use_outer_gate": False}},
+}
+
+
+def small_model(mixer: dict | None = None, **fields) -> FEMForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    config = FEMConfig(
+        **{"vocab_size": 53, "max_position_embeddings": 64, **sizes, **fields},
+        mixer={"use_conv": False, **(mixer or {})},
+    )
+    model = FEMForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def tokens(batch: int, time: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(1, 53, (batch, time), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.stack([torch.arange(ids.shape[1]) >= ids.shape[1] - length for length in lengths]).long()
+
+
+def served(model: FEMForCausalLM, engine: str, *args, **how):
+    """model(*args, **how) by an engine; the model is in its exact form again afterwards."""
+    model.set_attn_implementation(engine)
+    try:
+        return model(*args, **how)
+    finally:
+        model.set_attn_implementation("exact")
+
+
+@pytest.mark.parametrize("engine", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_logits_and_tokens_of_an_engine_are_those_of_the_exact_read(family, engine):
+    model, ids = small_model(**FAMILIES[family]), tokens(3, 13)
+    mask = left_padded(ids, (13, 9, 1))
+    how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+    with torch.no_grad():
+        exact, written = model(ids, attention_mask=mask).logits, model.generate(ids, **how)
+        logits = served(model, engine, ids, attention_mask=mask).logits
+        model.set_attn_implementation(engine)
+        assert torch.equal(model.generate(ids, **how), written)
+    assert logits.isfinite().all()
+    torch.testing.assert_close(logits[mask.bool()], exact[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_reads_exactly_unless_an_engine_is_named():
+    model = small_model()
+    assert model.config._attn_implementation == "exact"
+    assert isinstance(model(tokens(1, 3), use_cache=True).past_key_values, FEMCache)
+    assert isinstance(served(model, "sdpa", tokens(1, 3), use_cache=True).past_key_values, DynamicCache)
+    with pytest.raises(TypeError, match="keeps a transformers cache"):
+        served(model, "sdpa", tokens(1, 3), past_key_values=model(tokens(1, 3), use_cache=True).past_key_values)
+
+
+def test_an_engine_is_chosen_when_a_model_is_loaded(tmp_path):
+    model, ids = small_model(), tokens(1, 9)
+    model.save_pretrained(tmp_path)
+    loaded = FEMForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    torch.testing.assert_close(loaded(ids).logits, served(model, "sdpa", ids).logits)
+    assert FEMForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "exact"
+
+
+def test_an_engine_of_ones_own_is_given_keys_and_values_of_one_width():
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+    calls = []
+
+    def of_mine(module, q, k, v, mask, **how):
+        calls.append((q.shape, k.shape, v.shape, module.layer_idx, how["scaling"]))
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, **how)
+
+    AttentionInterface.register("of_mine", of_mine)
+    model = small_model(num_key_value_heads=2)
+    ids = tokens(1, 7)
+    torch.testing.assert_close(served(model, "of_mine", ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    width, mixer = model.config.head_dim, model.model.layers[0].mixer.config
+    assert width == 32 > 2 * mixer.value_width > mixer.key_width  # grouped keys leave room for wider values
+    shapes = (1, 4, 7, width), (1, 2, 7, width), (1, 2, 7, width)
+    assert [(*map(tuple, call[:3]), *call[3:]) for call in calls] == [
+        (*shapes, layer, mixer.key_width**-0.5) for layer in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"mixer": {"use_conv": True}}, "layer 0 has the conditioner"),
+        ({"layer_priors": ["softmax", "gla"]}, "layer 1 has the 'gla' prior"),
+        ({"mixer": {"value_logexp_cap": 9.0}}, "value_logexp_cap"),
+        ({"layer_priors": [{"prior_type": "softmax", "window": 3 + i} for i in range(2)]}, "windows of 3 and 4"),
+        ({"layer_priors": ["softmax", {"prior_type": "softmax", "n_kv_head": 1}]}, "numbers of key heads"),
+    ],
+)
+def test_what_no_engine_serves_says_why_and_stays_exact(fields, reason):
+    model = small_model(**fields)
+    assert not model._supports_flash_attn
+    assert not model._supports_attention_backend
+    with pytest.raises(ValueError, match=f"cannot serve this model: .*{reason}"):
+        model.set_attn_implementation("sdpa")
+    assert model(tokens(1, 3)).logits.isfinite().all()
+
+
+def test_packed_documents_of_an_engine_equal_separate_runs():
+    model, ids = small_model(), tokens(2, 10)
+    segments = torch.tensor([[0] * 4 + [1] * 6, [5] * 7 + [2] * 3])
+    packed = served(model, "sdpa", ids, segment_ids=segments).logits
+    torch.testing.assert_close(packed, model(ids, segment_ids=segments).logits, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="packed documents"):
+        served(model, "sdpa", ids, segment_ids=segments, attention_mask=torch.ones_like(ids))
+
+
+def test_gradients_through_an_engine_are_those_of_the_exact_read():
+    model, ids = small_model(num_key_value_heads=2).train(), tokens(2, 12)
+    found = []
+    for engine in ("exact", "sdpa"):
+        model.zero_grad()
+        served(model, engine, ids, labels=ids).loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-4 * grad.abs().max().item(), msg=name)
+
+
+def shifted_values(reach: float, **fields) -> FEMForCausalLM:
+    """A model with biases on its values that bring beta v to about `reach` nats."""
+    model = small_model(**fields)
+    with torch.no_grad():
+        for block in model.model.layers:
+            beta = block.mixer.beta().repeat_interleave(1, 0)
+            block.mixer.value.bias.copy_((reach / beta).flatten() * torch.where(torch.rand(beta.numel()) < 0.5, -1, 1))
+    return model
+
+
+@pytest.mark.parametrize("reach", [20.0, 70.0])
+def test_an_engine_is_right_up_to_its_range(reach):
+    model, ids = shifted_values(reach), tokens(2, 12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logits = served(model, "sdpa", ids).logits
+    assert reach < model.model.layers[0].attention.largest < REACH[torch.float32]
+    torch.testing.assert_close(logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_beyond_the_range_the_clip_is_reported_and_a_shift_mends_it(tmp_path):
+    model, ids = shifted_values(150.0), tokens(2, 12)
+    exact = model(ids).logits
+    with pytest.warns(UserWarning, match="e is clipped there"):
+        clipped = served(model, "sdpa", ids).logits
+    assert (clipped - exact).abs().max() > 1e-2
+    reaches = calibrate(model, ids)
+    assert max(reaches) < REACH[torch.float32]
+    model.save_pretrained(tmp_path)
+    loaded = FEMForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(loaded(ids).logits, exact, rtol=1e-4, atol=1e-4)
+    assert loaded.model.layers[0].attention.largest == pytest.approx(reaches[0], rel=1e-4)
+
+
+def test_calibration_is_refused_where_no_engine_serves():
+    with pytest.raises(ValueError, match="the conditioner"):
+        calibrate(small_model(mixer={"use_conv": True}), tokens(1, 4))
+
+
+def test_bfloat16_of_an_engine_errs_at_most_twice_as_far_as_plain_attention():
+    """The "2x" rule over a whole model: both forms in bfloat16 against the exact one in float64."""
+    ids, errors = tokens(4, 40), []
+    for fields in ({}, FAMILIES["plain_attention"]):
+        model = small_model(**fields)
+        right = small_model(**fields).double()(ids).logits
+        half = served(model.bfloat16(), "sdpa", ids).logits
+        errors.append(((half - right).norm() / right.norm()).item())
+    assert errors[0] <= 2 * errors[1]

@@ -1,0 +1,53 @@
+"""Continuous batching, and models split over several processes: each equals one model that reads one row at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+from test_engines import FAMILIES, small_model
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("engine", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["full", "grouped", "window", "window_in_one_layer", "slim_gates"])
+def test_continuous_batching_writes_what_generate_writes(family, engine):
+    """Prompts of 1 to 30 tokens, prefilled in chunks of at most 24 tokens: rows join and end while others run."""
+    model, of = small_model(**FAMILIES[family]), torch.Generator().manual_seed(2)
+    prompts = [torch.randint(1, 53, (n,), generator=of).tolist() for n in (1, 17, 5, 30, 3, 11)]
+    how = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=7, pad_token_id=0)
+    written = [model.generate(torch.tensor([p]), generation_config=how)[0, len(p) :].tolist() for p in prompts]
+    model.set_attn_implementation(engine)
+    small = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=24)
+    done = model.generate_batch(prompts, generation_config=how, continuous_batching_config=small, progress_bar=False)
+    numbered = sorted(done.items(), key=lambda item: int(item[0].rsplit("_", 1)[1]))
+    assert [request.generated_tokens for _, request in numbered] == written
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_model_split_by_heads_reads_and_learns_as_one(processes, tmp_path):
+    script = Path(__file__).parents[1] / "support" / "tensor_parallel.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [*torchrun, str(script), str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, found in json.loads((tmp_path / "found.json").read_text()).items():
+        for what in ("logits", "loss", "weights"):
+            assert found[what] < 1e-5, (name, what, found)
+        assert found["same names"], name
+        whole = "mamba" in name  # its mixers share B and C, and stay whole
+        assert found["share"] < (0.95 if whole else 1 / processes + 0.15), (name, found)
