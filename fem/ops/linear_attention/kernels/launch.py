@@ -212,7 +212,7 @@ def _forward(q, k, v, beta, g, log_weight, mean, free_energy, present):
             shape.slab.write(out, x)
         again = int(tier.count_nonzero()) / max(1, len(tier))
     suspects.count(reads[1].numel(), round(again * reads[1].numel()))
-    last = (None if x is None else x[:, :, -1].contiguous() for x in work.along)
+    last = (None if x is None else x[:, :, -1].clone(memory_format=torch.contiguous_format) for x in work.along)
     return *reads, *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in last), weight, total, shifts, tier
 
 
