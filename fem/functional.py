@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.channel_scan import read as channel_scan
+from fem.ops.common.arguments import (
+    BIAS,
+    DECAY,
+    FEATURE,
+    FINITE_DECAY,
+    LOG_WEIGHT,
+    WEIGHT,
+    check_flags,
+    check_floating,
+    check_values,
+)
 from fem.ops.common.precision import wide_dtype
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import read_tokens
@@ -54,7 +63,7 @@ def softmax_read(
     A query that sees no key reads 0. Exact for any finite input: entries that one attention call cannot prove are
     computed again. Raises ValueError on shapes and values, TypeError on dtypes.
     """
-    _check_flags(causal=causal)
+    check_flags(causal=causal)
     _check_projections(q, k, v)
     batch, queries, heads, _ = q.shape
     time = k.shape[1]
@@ -66,7 +75,7 @@ def softmax_read(
         raise ValueError("k must hold at least one key, got none; a read of nothing has no value.")
     if window is not None and (type(window) is not int or window < 1):
         raise ValueError(
-            f"window must be a whole number of at least 1 (a token sees itself), got {window!r}; window=None sees everything."
+            f"window must be a whole number of at least 1 (a token sees itself), got {window!r}; None sees everything."
         )
     if queries > time and (causal or window is not None or segment_ids is not None):
         raise ValueError(
@@ -117,7 +126,7 @@ def channel_scan_read(
     With return_state the state comes back too; passed as initial_state, it continues the sequence.
     A row of no weight reads 0. Exact for any finite input. Raises ValueError on shapes and values, TypeError on dtypes.
     """
-    _check_flags(causal=causal, return_state=return_state, normalize=normalize)
+    check_flags(causal=causal, return_state=return_state, normalize=normalize)
     _check_scan(v, beta, causal, initial_state, return_state, {"log_weight": log_weight, "log_decay": log_decay})
     if initial_state is not None:
         _check_memory(
@@ -128,8 +137,8 @@ def channel_scan_read(
             beta,
             wide_dtype(log_weight, v, log_decay),
         )
-    _check_values("log_decay", log_decay, DECAY, key_mask)
-    _check_values("log_weight", log_weight, LOG_WEIGHT, key_mask)
+    check_values("log_decay", log_decay, DECAY, key_mask)
+    check_values("log_weight", log_weight, LOG_WEIGHT, key_mask)
     op = lambda **options: channel_scan.channel_scan_read(log_weight, v, beta, log_decay, backend=backend, **options)  # noqa: E731
     return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
 
@@ -159,13 +168,13 @@ def keyed_scan_read(
     Exact for any finite input, in time O(T d_k d_v) and memory O(T (d_k + d_v)). A row of no weight reads 0.
     Raises ValueError on shapes and values, TypeError on dtypes.
     """
-    _check_flags(causal=causal, return_state=return_state, normalize=normalize)
+    check_flags(causal=causal, return_state=return_state, normalize=normalize)
     _check_scan(v, beta, causal, initial_state, return_state, {})
     _check_projections(q, k, v)
     if q.shape != k.shape:
         raise ValueError(f"q and k must have one shape, got {tuple(q.shape)} and {tuple(k.shape)}.")
     if log_decay is not None:
-        _check_floating("v", v, log_decay=log_decay)
+        check_floating("v", v, log_decay=log_decay)
     if log_decay is not None and log_decay.shape not in (q.shape[:3], q.shape):
         raise ValueError(
             f"log_decay must have shape (batch, time, heads) = {tuple(q.shape[:3])} or that of q, {tuple(q.shape)}, "
@@ -180,9 +189,9 @@ def keyed_scan_read(
             beta,
             wide_dtype(v),
         )
-    _check_values("log_decay", log_decay, DECAY, key_mask)
+    check_values("log_decay", log_decay, DECAY, key_mask)
     for name, tensor in (("q", q), ("k", k)):
-        _check_values(name, tensor, FEATURE, key_mask)
+        check_values(name, tensor, FEATURE, key_mask)
     op = lambda **options: keyed_scan.keyed_scan_read(q, k, v, beta, log_decay, backend=backend, **options)  # noqa: E731
     return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
 
@@ -215,9 +224,9 @@ def ssm_read(
     Masks, documents, causal=False, states and normalize=False are those of `channel_scan_read`.
     Exact for any finite input, in memory O(T d_v). Raises ValueError on shapes and values, TypeError on dtypes.
     """
-    _check_flags(causal=causal, return_state=return_state, normalize=normalize)
+    check_flags(causal=causal, return_state=return_state, normalize=normalize)
     _check_scan(v, beta, causal, initial_state, return_state, {"delta": delta})
-    _check_floating("v", v, A=A, B=B, C=C, D=D)
+    check_floating("v", v, A=A, B=B, C=C, D=D)
     batch, time, heads, width = v.shape
     rank = max(1, A.shape[-1] if A.dim() else 1)
     for name, tensor, shape in (
@@ -237,10 +246,10 @@ def ssm_read(
             beta,
             wide_dtype(delta, A, B, C, D, v),
         )
-    _check_values("A", A, FINITE_DECAY, None)
-    _check_values("D", D, WEIGHT, None)
+    check_values("A", A, FINITE_DECAY, None)
+    check_values("D", D, WEIGHT, None)
     for name, tensor in (("delta", delta), ("B", B), ("C", C)):
-        _check_values(name, tensor, WEIGHT, key_mask)
+        check_values(name, tensor, WEIGHT, key_mask)
     op = lambda **options: ssm.ssm_read(delta, A, B, C, D, v, beta, backend=backend, **options)  # noqa: E731
     return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
 
@@ -259,42 +268,8 @@ def _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, nor
     return read, ScanState(memory, cursor)
 
 
-class Allowed(NamedTuple):
-    """Which values an argument may hold, in words and as a test; NaN is never among them."""
-
-    wanted: str
-    holds: Callable[[Tensor], Tensor]
-
-
-DECAY = Allowed("zero or negative (a decay in nats)", lambda x: x <= 0)
-FINITE_DECAY = Allowed("finite, and zero or negative (a decay in nats)", lambda x: (x <= 0) & (x > -torch.inf))
-LOG_WEIGHT = Allowed("below infinity and not NaN (a weight in nats)", lambda x: x < torch.inf)
-WEIGHT = Allowed("finite and non-negative", lambda x: (x >= 0) & (x < torch.inf))
-BIAS = Allowed("below infinity and not NaN (-inf forbids a pair)", lambda x: x < torch.inf)
-FEATURE = Allowed(
-    "finite and non-negative (it holds features; take a ReLU or exp first)", lambda x: (x >= 0) & (x < torch.inf)
-)
-
-
-def _check_flags(**flags: bool) -> None:
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}.")
-
-
-def _check_floating(beside: str, other: Tensor, **tensors: Tensor) -> None:
-    """Raise unless all are floating-point tensors on the device of `other`, which goes by the name `beside`."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a floating-point tensor, got a {type(tensor).__name__}.")
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} must be floating point, got dtype {tensor.dtype}.")
-        if tensor.device != other.device:
-            raise ValueError(f"{name} must be on the device of {beside}, {other.device}, got {tensor.device}.")
-
-
 def _check_scan(v, beta, causal, initial_state, return_state, like_v: dict[str, Tensor | None]) -> None:
-    _check_floating("v", v, v=v)
+    check_floating("v", v, v=v)
     if v.dim() != 4 or 0 in v.shape[1:]:
         raise ValueError(
             f"v must have shape (batch, time, heads, d_v), each but the batch at least 1, got {tuple(v.shape)}."
@@ -302,7 +277,7 @@ def _check_scan(v, beta, causal, initial_state, return_state, like_v: dict[str, 
     for name, tensor in like_v.items():
         if tensor is None:
             continue
-        _check_floating("v", v, **{name: tensor})
+        check_floating("v", v, **{name: tensor})
         if tensor.shape != v.shape:
             raise ValueError(f"{name} must have the shape of v, {tuple(v.shape)}, got {tuple(tensor.shape)}.")
     if beta is not None:
@@ -348,22 +323,9 @@ def _check_memory(
             )
 
 
-def _check_values(name: str, tensor: Tensor | None, allowed: Allowed, key_mask: Tensor | None) -> None:
-    """On a CPU, in eager mode: raise unless every entry is allowed, those of masked tokens apart."""
-    if tensor is None or tensor.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    wrong = ~allowed.holds(tensor)
-    if not bool(wrong.any()):
-        return
-    if isinstance(key_mask, Tensor) and key_mask.shape == tensor.shape[:2]:
-        wrong = wrong & key_mask.bool().view(*key_mask.shape, *(1,) * (tensor.dim() - 2))
-    if bool(wrong.any()):
-        raise ValueError(f"{name} must be {allowed.wanted} everywhere, got {tensor[wrong][0].item()}.")
-
-
 def check_beta(beta: Tensor, v: Tensor) -> None:
     """Raise unless beta is floating, shaped (H, d_v) like v's channels, and, on a CPU, positive and finite."""
-    _check_floating("v", v, beta=beta)
+    check_floating("v", v, beta=beta)
     if tuple(beta.shape) != tuple(v.shape[2:]):
         raise ValueError(
             f"beta must have one entry per value channel, shape (heads, d_v) = {tuple(v.shape[2:])}, "
@@ -380,8 +342,8 @@ def check_beta(beta: Tensor, v: Tensor) -> None:
 
 
 def _check_projections(q: Tensor, k: Tensor, v: Tensor) -> None:
-    _check_floating("q", q, q=q)
-    _check_floating("q", q, k=k, v=v)
+    check_floating("q", q, q=q)
+    check_floating("q", q, k=k, v=v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(
@@ -404,7 +366,7 @@ def _check_projections(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _check_bias(bias: Tensor, q: Tensor, scores: tuple[int, int, int, int]) -> None:
     if isinstance(bias, Tensor) and not bias.is_floating_point():
         raise TypeError(f"bias must be floating point, got dtype {bias.dtype}; for a mask of keys use key_mask.")
-    _check_floating("q", q, bias=bias)
+    check_floating("q", q, bias=bias)
     try:
         fits = torch.broadcast_shapes(bias.shape, scores) == torch.Size(scores)
     except RuntimeError:
@@ -413,4 +375,4 @@ def _check_bias(bias: Tensor, q: Tensor, scores: tuple[int, int, int, int]) -> N
         raise ValueError(
             f"bias must broadcast to (batch, heads, queries, keys) = {scores}, got shape {tuple(bias.shape)}."
         )
-    _check_values("bias", bias, BIAS, None)
+    check_values("bias", bias, BIAS, None)

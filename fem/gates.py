@@ -79,10 +79,10 @@ class TwoLevelGate(nn.Module):
         return Projection(config.n_embd, width, config.bias, config.context_width, start)
 
     def ignore_features(self) -> None:
-        """Start at lambda = sigmoid(lambda_init) and g = 1 for every token, up to 1e-6: DoRA divides by rows' norms."""
+        """Start at lambda = sigmoid(lambda_init) and g = 1 for every token, up to 1e-7: DoRA divides by rows' norms."""
         for gate in (self.inner, self.outer):
             if gate is not None:
-                nn.init.normal_(gate.up.weight if isinstance(gate, SlimProjection) else gate.weight, std=1e-6)
+                nn.init.normal_(gate.up.weight if isinstance(gate, SlimProjection) else gate.weight, std=1e-7)
 
     def logits(self, features: Float[Tensor, "b t f"]) -> tuple[Tensor | None, Tensor | None]:
         """W_lambda x and W_g x, (B, T, H, d_v) each, or (B, T, H, 1) of one number per head; None: the part is off."""

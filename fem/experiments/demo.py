@@ -113,10 +113,10 @@ def look_inside(model: FEMForCausalLM, corpus: Corpus, folder: Path) -> str:
     counts = [len(set(tables.read[each, :, -1].argmax(1))) for tables in layers for each in range(tables.heads)]
     favourites = counts[sum(tables.heads for tables in layers[:place]) + head]
     return (
-        f"Layer {place + 1}, head {head + 1} of the trained FEM model, at the last of {len(names)} held-out tokens: of all "
-        f"{len(counts)} heads the one whose channels differ most. Its {len(channels)} channels have {favourites} different "
-        f"favourite tokens, by which they are sorted; the median head has {median(counts):.0f}. Softmax attention reads "
-        "the top row in every channel. Every head, channel and token: open `inspect.html` in a browser."
+        f"Layer {place + 1}, head {head + 1} of the trained FEM model, at the last of {len(names)} held-out tokens: of "
+        f"all {len(counts)} heads the one whose channels differ most. Its {len(channels)} channels have {favourites} "
+        f"different favourite tokens, by which they are sorted; the median head has {median(counts):.0f}. Softmax "
+        "attention reads the top row in every channel. Every head, channel and token: open `inspect.html` in a browser."
     )
 
 

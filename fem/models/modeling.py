@@ -14,6 +14,7 @@ from transformers import (
     DynamicCache,
     GenerationMixin,
     MaxLengthCriteria,
+    PreTrainedConfig,
     PreTrainedModel,
     StoppingCriteriaList,
 )
@@ -98,7 +99,7 @@ class FEMPreTrainedModel(PreTrainedModel):
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     _is_stateful = True
 
-    def __init__(self, config: FEMConfig):
+    def __init__(self, config: PreTrainedConfig):
         if self._no_engine(config) is not None:
             self._supports_flash_attn = self._supports_flex_attn = self._supports_attention_backend = False
         super().__init__(config)

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from fem.experiments import argmax
 from fem.experiments.common import run as recipe
 from fem.experiments.common import tables
 from fem.experiments.common.run import open_run, option
+from fem.experiments.doctor import card
 from fem.plots import Panel, channel_reading, learning_curves
 
 
@@ -77,6 +79,17 @@ def test_options_change_the_chosen_recipe_and_nothing_else(monkeypatch, tmp_path
     monkeypatch.setattr(argmax, "run", lambda recipe, output: ran.append((recipe, output)))
     assert fem(monkeypatch, "argmax", "--output", str(tmp_path), *arguments) == 0
     assert ran == [(wanted, tmp_path)]
+
+
+def test_another_command_s_name_for_an_option_is_taken_with_a_hint(monkeypatch, capsys):
+    pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
+    from fem.experiments.lm import training
+
+    ran = []
+    monkeypatch.setattr(training, "run", lambda recipe, *_, **__: ran.append(recipe))
+    assert fem(monkeypatch, "train", "--steps", "70", "--batch", "3", "--text", "a.txt") == 0
+    assert (ran[0].max_steps, ran[0].batch_size, ran[0].data) == (70, 3, "a.txt")
+    assert "--steps is called --max-steps here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -230,3 +243,24 @@ def test_plots_are_written(tmp_path):
     channel_reading(tmp_path / "reading.png", "title", ["a", "$^$", "c", "<|end|>"], weights[0], weights)
     for name in ("curves.png", "reading.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_doctor_looks_at_the_card_and_keeps_a_page(tmp_path):
+    shown = CliRunner().invoke(cli.app, ["doctor", "--gpu", "--only", "software,offsets", "--output", str(tmp_path)])
+    assert shown.exit_code == 0, shown.output
+    assert "checks are well" in shown.output
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["verdict"] in (tmp_path / "report.md").read_text()
+    assert {name: step["ended"] for name, step in found["steps"].items()} == {"software": "ok", "offsets": "ok"}
+
+
+def test_doctor_stops_a_step_that_takes_too_long_and_keeps_what_it_had_found(tmp_path, monkeypatch):
+    def hangs(command, **options):
+        Path(command[-1]).write_text('{"check": "one", "result": "ok"}\n')
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(card.subprocess, "run", hangs)
+    found = card.examine(tmp_path, "scans,decoding", shown=lambda line: None)
+    assert [step["ended"].startswith("stopped after") for step in found["steps"].values()] == [True, True]
+    assert "1 of 1 kinds of scan pass" in found["verdict"]
+    assert "not finished: scans, decoding" in found["verdict"]

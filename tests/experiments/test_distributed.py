@@ -34,6 +34,19 @@ def test_two_processes_train_as_one(tmp_path):
     assert json.loads((tmp_path / "2" / "results.json").read_text())["train"]["step"] == 20
 
 
+@pytest.mark.parametrize("first, then", [(1, 2), (2, 1)])
+def test_local_data_go_on_with_another_number_of_processes(tmp_path, first, then):
+    recipe = tiny(write_corpus(tmp_path / "data.jsonl"))
+    whole = train(recipe, tmp_path / "whole", processes=first)
+    assert whole.returncode == 0, whole.stderr
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoint-12")
+    done = train(recipe, tmp_path / "cut", resume=True, processes=then)
+    assert done.returncode == 0, done.stderr
+    a, b = (weights(tmp_path / name, 12) for name in ("whole", "cut"))
+    assert max((a[name] - b[name]).abs().max().item() for name in a) < 1e-4
+
+
 @pytest.mark.parametrize("way", ["compile", "checkpointing"])
 def test_compiled_and_recomputed_training_tell_the_same_losses(tmp_path, way):
     if way == "compile" and not shutil.which("g++"):

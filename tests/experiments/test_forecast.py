@@ -1,6 +1,7 @@
 """Forecasting: the paper's host, its training, the command and its report."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ from fem import models
 from fem.experiments.common.run import progress
 from fem.experiments.forecast import report, training
 from fem.experiments.forecast.backbone import ForecastHost, build_host, width_for
+from fem.experiments.forecast.experiment import run
 from fem.experiments.forecast.series import Windows
 from fem.experiments.forecast.settings import LAPTOP, PAPER, ForecastRecipe
 
@@ -169,6 +171,49 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(monkeypatch, csv, tmp_path)
     torch.manual_seed(77)
     continued = run_job(recipe, tmp_path / "cut")
     assert {**continued, "seconds": 0} == {**whole, "seconds": 0}
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(monkeypatch, csv, tmp_path, capsys):
+    recipe = replace(LAPTOP, data=str(csv), models="none", **TINY | {"epochs": 3})
+    whole = run_job(recipe, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    folder = tmp_path / "cut" / "checkpoint.pt"
+    shutil.rmtree(folder / "checkpoint-3")
+    shutil.copytree(folder / "checkpoint-2", folder / "checkpoint-3")
+    state = folder / "checkpoint-3" / "state.pt"
+    state.write_bytes(bytes(state.stat().st_size))
+    continued = run_job(recipe, tmp_path / "cut")
+    assert "checkpoint-3 is damaged: state.pt has other bytes than were saved; going on from" in capsys.readouterr().err
+    assert {**continued, "seconds": 0} == {**whole, "seconds": 0}
+    for checkpoint in folder.glob("checkpoint-*"):
+        (checkpoint / "state.pt").unlink()
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole; remove that folder to train it again"):
+        run_job(recipe, tmp_path / "cut")
+
+
+def test_a_checkpoint_of_the_version_before_goes_on_or_is_refused(csv, tmp_path):
+    recipe = replace(LAPTOP, data=str(csv), models="none", **TINY | {"epochs": 3})
+    whole = run_job(recipe, tmp_path / "whole")
+    (tmp_path / "old").mkdir()
+    old = shutil.copy(
+        tmp_path / "whole" / "checkpoint.pt" / "checkpoint-2" / "state.pt", tmp_path / "old" / "checkpoint.pt.pt"
+    )
+    assert {**run_job(recipe, tmp_path / "old"), "seconds": 0} == {**whole, "seconds": 0}
+    shutil.rmtree(tmp_path / "old" / "checkpoint.pt")
+    old.write_bytes(b"PK cut off")
+    with pytest.raises(ValueError, match=r"is damaged, or another version's; remove it to train it again"):
+        run_job(recipe, tmp_path / "old")
+
+
+def test_a_damaged_record_is_run_again(csv, tmp_path, capsys):
+    recipe = replace(LAPTOP, data=str(csv), models="none", **TINY)
+    wanted = run(recipe, tmp_path)["forecast"]
+    (record,) = (tmp_path / "runs").glob("*.json")
+    record.write_bytes(b"\0" * 40)
+    for row in (found := run(recipe, tmp_path)["forecast"]) + wanted:
+        row.pop("cpu_seconds", None)
+    assert found == wanted
+    assert f"{record.name} is damaged; its training runs again" in capsys.readouterr().err
 
 
 def test_the_weights_of_the_lowest_validation_error_are_tested(monkeypatch, csv, tmp_path):

@@ -331,6 +331,18 @@ def test_a_streamed_run_resumes_bit_for_bit(data, tokenizer, tmp_path, monkeypat
     assert_same_run(tmp_path / "one", tmp_path / "other", 6)
 
 
+def test_a_stream_goes_on_with_the_processes_that_read_it(data, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(lm_data, "hub_documents", lambda name, subset, rank, world: stream(data, rank, world))
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    changes = {"data": "some/dataset", "tokenizer": str(tmp_path / "tokenizer"), "validation_rows": 0, "max_steps": 6}
+    training.run(tiny(data, **changes, save_steps=3), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
+    kept = tmp_path / "run" / "checkpoint-3"
+    shutil.copy(kept / "rows_0.json", kept / "rows_1.json")
+    with pytest.raises(ValueError, match="as many processes as it was read by, 2, got 1"):
+        training.run(tiny(data, **changes, save_steps=3), tmp_path / "run", resume=True)
+
+
 def test_a_dataset_that_is_nowhere_is_one_sentence(monkeypatch):
     def offline(*args, **given):
         raise ConnectionError("Couldn't reach the Hub\nand more")

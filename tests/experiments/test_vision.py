@@ -26,6 +26,7 @@ from rich.progress import Progress
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 
 from fem import PRIORS, cli
+from fem.experiments.common.checkpoints import checkpoints
 from fem.experiments.vision import experiment, images, pixels, report, training
 from fem.experiments.vision.experiment import PROFILES, VisionRecipe, run
 from fem.models import FEMForImageClassification, FEMImageConfig
@@ -538,6 +539,33 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(pictures, tmp_path,
     assert same(resumed[2], whole[2])
     assert not (tmp_path / "stopped" / "run").exists()
     assert not same(trained(replace(JOB, seed=1), pictures, tmp_path / "other")[2], whole[2])
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(pictures, tmp_path, monkeypatch, capsys, listed):
+    """listed: as they are now; else as the version before left them."""
+    whole = trained(JOB, pictures, tmp_path / "whole")
+
+    def stop(self, args, state, control, **_):
+        if state.global_step == args.max_steps:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.ImageWatch, "on_step_end", stop)
+        with pytest.raises(KeyboardInterrupt):
+            trained(JOB, pictures, tmp_path / "stopped")
+    before, newest = checkpoints(tmp_path / "stopped" / "run")
+    if listed:
+        (newest / "optimizer.pt").write_bytes(b"")
+    else:
+        for checkpoint in (before, newest):
+            (checkpoint / "complete.json").unlink()
+        (newest / training.TOTALS).write_text("")
+    resumed = trained(JOB, pictures, tmp_path / "stopped")
+    if listed:
+        assert f"{newest.name} is damaged: optimizer.pt has 0 bytes" in capsys.readouterr().err
+    assert resumed[0] == whole[0]
+    assert same(resumed[2], whole[2])
 
 
 def test_every_mixer_sees_the_same_pictures_in_the_same_order_and_new_crops_in_every_epoch(

@@ -28,6 +28,14 @@ for name, fields in families.items():
             for eager, whole in zip(*results, strict=True):
                 torch.testing.assert_close(whole, eager, rtol=1e-5, atol=1e-6)
         torch.compiler.reset()
+        if causal:
+            with torch.no_grad():
+                _, state = layer(x[:, :9], return_state=True)
+                step = torch.compile(layer, fullgraph=True, backend="eager")
+                for more in (x[:, 9:10], x[:, 9:]):
+                    steps = [run(more, state=state, return_state=True) for run in (layer, step)]
+                    torch.testing.assert_close(steps[1][0], steps[0][0], rtol=1e-5, atol=1e-6)
+            torch.compiler.reset()
     print("whole:", name, flush=True)
 """
 

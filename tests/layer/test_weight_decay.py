@@ -55,5 +55,5 @@ def test_other_trainers_find_their_marks():
 
 
 def test_a_negative_decay_is_refused():
-    with pytest.raises(ValueError, match="weight_decay must be 0 or positive, got -0.1"):
+    with pytest.raises(ValueError, match=r"weight_decay must be 0 or positive, got -0\.1"):
         fem.parameter_groups(torch.nn.Linear(2, 2), -0.1)

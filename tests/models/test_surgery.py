@@ -459,18 +459,22 @@ def test_multihead_attention_alone_comes_back_as_a_mixer():
         (lambda: nn.Linear(3, 3), "Linear"),
         (lambda: nn.MultiheadAttention(32, 4, kdim=16, vdim=16), "MultiheadAttention.*kdim"),
         (lambda: nn.MultiheadAttention(32, 4, add_bias_kv=True), "add_bias_kv"),
-        (lambda: transformers.T5Model(transformers.T5Config(d_model=32, num_layers=1, num_heads=2)), "T5Attention"),
+        (lambda: transformers.FalconModel(falcon()), "FalconAttention.*attention functions"),
         (lambda: decoder_of("GptOss"), "GptOssAttention"),
         (lambda: decoder_of("Gemma2", head_dim=8), "Gemma2Attention.*softcap"),
         (lambda: cross_attention_alone(), "cross-attention"),
         (lambda: nn.Sequential(Attention(gated=True)), "gate"),
     ],
-    ids=["nothing", "kdim", "bias_kv", "t5", "sinks", "softcap", "cross", "timm"],
+    ids=["nothing", "kdim", "bias_kv", "own_reads", "sinks", "softcap", "cross", "timm"],
 )
 @pytest.mark.parametrize("preserve", [True, False])
 def test_what_cannot_be_replaced_is_refused_by_name(build, name, preserve):
     with pytest.raises(ValueError, match=name):
         replace_attention(build(), preserve=preserve)
+
+
+def falcon() -> transformers.FalconConfig:
+    return transformers.FalconConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=VOCABULARY)
 
 
 def decoder_of(family: str, **fields) -> nn.Module:

@@ -72,13 +72,13 @@ def check(found: list[Compiled]) -> None:
 
 @needs_triton
 def test_every_kernel_compiles_fits_and_hardly_spills_as_it_is_launched():
-    check(compiled([["sm_80"], ["gfx942"], ["sm_90"], ["sm_120"], ["sm_89"]]))
+    check(compiled([["sm_80"], ["sm_90"], [], ["gfx942"], ["sm_120"], ["sm_89"]]))
 
 
 @needs_triton
 @pytest.mark.slow
 def test_every_kernel_compiles_fits_and_hardly_spills_on_every_card():
-    check(compiled([list(CARDS)] * 5))
+    check(compiled([list(CARDS)] * 6))
 
 
 def test_a_fault_is_what_does_not_compile_fit_or_stay_in_registers():

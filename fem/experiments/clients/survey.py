@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from fem.models import replace_attention
 
 WIDTH, LAYERS, HEADS, VOCABULARY, TIME, SIDE = 32, 2, 4, 99, 7, 32
-LARGEST = 60_000_000  # parameters that a model made small may still have
+LARGEST = 20_000_000  # parameters that a model made small may still have
 SMALL = (
     (WIDTH, "hidden_size d_model n_embd dim embed_dim encoder_hidden_size decoder_hidden_size projection_dim emb_dim"),
     (WIDTH, "embedding_size word_embed_proj_dim hidden_dim output_hidden_size encoder_dim decoder_dim width"),
@@ -30,10 +30,6 @@ SMALL = (
     (SIDE, "image_size"),
 )
 SIZES = {name: size for size, names in SMALL for name in names.split()}
-DEPTHS = {name: size for name, size in SIZES.items() if size in (LAYERS, VOCABULARY)}
-WAYS = [
-    (sizes, seen) for sizes in (SIZES, DEPTHS) for seen in (True, False)
-]  # small or shallow; pictures or text alone
 DERIVED = {  # what a config works out from its sizes
     *("layer_types", "per_layer_config", "mlp_layer_types", "stage_names", "out_features", "out_indices"),
     *("transformers_version", "architectures", "model_type"),
@@ -54,9 +50,9 @@ class Finding:
 def survey(model_type: str) -> Finding:
     """Build the model type small, run it, replace its attention, and run it again on the same input."""
     failures = []
-    for sizes, seen in WAYS:
+    for seen in (True, False):  # with pictures, or text alone
         try:
-            model = build(model_type, sizes)
+            model = build(model_type)
             inputs = example(model, seen)
             with torch.no_grad():
                 expected, again = outputs(model, inputs), outputs(model, inputs)
@@ -84,9 +80,9 @@ def model_types() -> list[str]:
     return sorted(set(CONFIG_MAPPING) & set(MODEL_MAPPING_NAMES))
 
 
-def build(model_type: str, sizes: dict[str, int]) -> nn.Module:
+def build(model_type: str) -> nn.Module:
     config = CONFIG_MAPPING[model_type]
-    small = config(**shrink(config().to_dict(), sizes))
+    small = config(**shrink(config().to_dict()))
     with torch.device("meta"):
         weights = sum(parameter.numel() for parameter in AutoModel.from_config(small).parameters())
     if weights > LARGEST:
@@ -99,14 +95,14 @@ def build(model_type: str, sizes: dict[str, int]) -> nn.Module:
     return model
 
 
-def shrink(fields: dict, sizes: dict[str, int]) -> dict:
+def shrink(fields: dict) -> dict:
     """The fields of a config with small sizes, in its parts as well; layer lists are left to the config."""
     kept = {}
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
-            kept[name] = shrink(value, sizes)
-        elif name == "vocab_size" or (name in sizes and isinstance(value, int) and not isinstance(value, bool)):
-            kept[name] = min(sizes[name], value or sizes[name])
+            kept[name] = shrink(value)
+        elif name == "vocab_size" or (name in SIZES and isinstance(value, int) and not isinstance(value, bool)):
+            kept[name] = min(SIZES[name], value or SIZES[name])
         elif name.endswith("token_id") or name == "padding_idx":
             kept[name] = min(value, 2) if isinstance(value, int) else value
         elif name not in DERIVED:

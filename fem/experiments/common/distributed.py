@@ -117,13 +117,25 @@ class Ranks:
         return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
+@contextmanager
+def joining() -> Iterator[None]:
+    """Within, processes that do not find one another are one sentence. Raises `Lost`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "RANK" not in os.environ:
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise Lost(f"the processes of the training did not find one another: {reason}") from None
+
+
 def end_with_parent() -> None:
     """Under torchrun: end when the agent that started this process is gone, however it went."""
     agent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == agent:
-            time.sleep(1)
+            time.sleep(0.2)
         os._exit(1)
 
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -10,6 +10,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from rich.markup import escape
 
+from fem.experiments.common.run import note
+
 Command = Callable[..., Any]
 
 
@@ -28,12 +30,22 @@ def recipe_options(recipe: Any) -> Callable[[Command], Command]:
         annotation = Annotated[types[field.name] | None, info]
         return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
+    def as_other_name(other: str, field) -> inspect.Parameter:
+        annotation = Annotated[types[field.name] | None, typer.Option(hidden=True)]
+        return inspect.Parameter(other, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
     def decorate(command: Command) -> Command:
         _, *own = inspect.signature(command, eval_str=True).parameters.values()
         options = [as_option(field) for field in fields(recipe)]
         names = {option.name for option in options}
+        others = {other: field for field in fields(recipe) for other in field.metadata.get("also", ())}
+        options += [as_other_name(other, field) for other, field in others.items()]
 
         def run(**given):
+            for other, field in others.items():
+                if (value := given.pop(other)) is not None:
+                    note(f"--{other.replace('_', '-')} is called --{field.name.replace('_', '-')} here.")
+                    given[field.name] = value
             changes = {name: value for name, value in given.items() if name in names and value is not None}
             return command(changes, **{name: value for name, value in given.items() if name not in names})
 

@@ -38,9 +38,12 @@ PACKAGES = (
 RESULTS, PAGE, CONFIG = "results.json", "report.md", "config.json"
 
 
-def option(default: Any, help: str) -> Any:
-    """A field of a recipe: its default and the line that explains it, on the command line too."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, also: tuple[str, ...] = ()) -> Any:
+    """A field of a recipe: its default and the line that explains it, on the command line too.
+
+    also: what other commands or versions call it; the command line takes these names with a hint.
+    """
+    return field(default=default, metadata={"help": help, "also": also})
 
 
 class Run:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 
 from fem.experiments.common.run import processor, versions
 from fem.experiments.common.tables import show_table
+from fem.experiments.doctor.card import examine
 from fem.extras import DISTRIBUTION, extras
 from fem.ops.common.backend import softmax_backend
+from fem.ops.common.self_check import verdicts
 
 WHY = {
     "sdpa": "torch's fused attention reads [v | exp(beta v)] in one call",
@@ -60,8 +65,42 @@ def _state(extra: str, package: str) -> str:
         return f"missing: pip install '{DISTRIBUTION}[{extra}]'"
 
 
-def command():
+def kernels() -> list[dict]:
+    """What the self-checks of the scans' kernels found, on any card of this user's."""
+    return [
+        {
+            "scan": ", ".join(map(str, found["kind"])),
+            "card": found["card"],
+            "torch, Triton": f"{found['torch']}, {found['triton']}",
+            "auto takes": "triton" if found["passed"] else f"plain: {found['why']}",
+        }
+        for found in verdicts()
+    ]
+
+
+def in_short() -> str:
+    """What runs here, in a sentence."""
+    cards = torch.cuda.device_count()
+    if not cards:
+        return "No GPU: every read runs on the processor, softmax by torch's attention and scans by their plain form."
+    passed = sum(found["passed"] for found in verdicts())
+    known = f"{passed} kinds of scan have passed their check" if passed else "no scan has been checked yet"
+    return f"{cards} GPU: softmax is read by torch's attention; {known}. Try `fem doctor --gpu`."
+
+
+def command(
+    gpu: Annotated[bool, typer.Option("--gpu", help="Check and time all of it: at most 10 minutes.")] = False,
+    only: Annotated[str | None, typer.Option(help="With --gpu: some of the steps, separated by commas.")] = None,
+    output: Annotated[Path, typer.Option(help="With --gpu: where the page and the figures go.")] = Path("runs/doctor"),
+):
     """What runs here, where, and why: versions, devices, backends and optional packages."""
+    if gpu:
+        print(examine(output, only)["verdict"])
+        print(f"Page: {output / 'report.md'}")
+        return
     show_table("Versions", [{"part": name, "state": found} for name, found in versions().items()] + [compiler()])
     show_table("Devices", devices())
+    if rows := kernels():
+        show_table("Kernels of the scans, checked", rows)
     show_table("Optional packages", packages())
+    print(in_short())

@@ -6,11 +6,12 @@ What decides how a kernel compiles is what varies: dtypes, widths, decays, what 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from fem.experiments.doctor.without_card import CARDS, Compiled, compiled_for
+from fem.experiments.doctor.without_card import Compiled, compiled_for
 from fem.ops.channel_scan.read import channel_scan_terms
 from fem.ops.decay_scan.read import decay_scan
 from fem.ops.linear_attention.read import keyed_scan_terms
@@ -81,9 +82,10 @@ def differentiate(*outputs: Tensor | None) -> None:
 
 
 def few() -> Iterator[Launch]:
-    """Every kernel at least once, and what has gone wrong before: no decay, no beta, one token, wide values."""
+    """Every kernel at least once, at the widest tiles of bfloat16 and float32."""
     yield linear_attention(BF16, 64, 32)
     yield linear_attention(BF16, 64, 64, "channel")
+    yield linear_attention(FP32, 64, 32, "channel")
     yield channel_scan(BF16)
     yield ssm(BF16)
     yield conditioner(BF16)
@@ -120,8 +122,6 @@ def every() -> Iterator[Launch]:
 
 def compile_all(launches: Iterator[Launch], cards: list[str]) -> Iterator[Compiled]:
     """What the compiler makes of the launches, for each card; each kernel and its figures once."""
-    from unittest import mock
-
     launches, seen = list(launches), set()
     for card in cards:
         for name, run in launches:
@@ -134,11 +134,3 @@ def compile_all(launches: Iterator[Launch], cards: list[str]) -> Iterator[Compil
                 if one._replace(case="") not in seen:
                     seen.add(one._replace(case=""))
                     yield one._replace(case=name)
-
-
-def main(cards: list[str], launches: str = "few") -> None:
-    """A line of JSON for every kernel."""
-    import json
-
-    for found in compile_all({"few": few, "every": every}[launches](), cards or list(CARDS)):
-        print(json.dumps(found._asdict()), flush=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time as clock
 from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -30,12 +33,18 @@ def training(device: torch.device) -> Iterator[dict]:
 
             def plain(x, attention=attention, heads=heads):
                 q, k, v = (attention[n](x).unflatten(-1, (heads, -1)).transpose(1, 2) for n in "qkv")
-                return attention["o"](F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+                read = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                return attention["o"](read.transpose(1, 2).flatten(2))
 
             layers = {"attention (SDPA)": plain}
             for prior in PRIORS:
                 config = FreeEnergyMixerConfig.matched(n_embd=width, n_head=heads, prior_type=prior, use_conv=False)
                 layers[f"FEM, {prior}"] = FreeEnergyMixer(config).to(device, dtype)
+            if gpu and find_spec("fla"):
+                from fla.layers import GatedLinearAttention
+
+                gla = GatedLinearAttention(hidden_size=width, num_heads=heads).to(device, dtype)
+                layers["GLA (flash-linear-attention)"] = lambda x, gla=gla: gla(x)[0]
             base = None
             for name, layer in layers.items():
                 row = {"layer": name, "width": width, "tokens": f"{x.shape[0]} x {time}"}
@@ -57,11 +66,9 @@ def _step(layer, x: torch.Tensor) -> dict:
         return {"ms": taken, "host ms": None, "peak MiB": None}
     torch.cuda.reset_peak_memory_stats(x.device)
     torch.cuda.synchronize(x.device)
-    import time
-
-    started = time.perf_counter()
+    started = clock.perf_counter()
     step()
-    host = 1e3 * (time.perf_counter() - started)
+    host = 1e3 * (clock.perf_counter() - started)
     torch.cuda.synchronize(x.device)
     return {"ms": taken, "host ms": host, "peak MiB": torch.cuda.max_memory_allocated(x.device) / 2**20}
 
@@ -79,7 +86,7 @@ def decoding(device: torch.device) -> Iterator[dict]:
             try:
                 _, state = layer(torch.randn(1, time, width, device=device, dtype=dtype), return_state=True)
                 x = torch.randn(1, 1, width, device=device, dtype=dtype)
-                taken = seconds(lambda: layer(x, state=state, return_state=True))
+                taken = seconds(partial(layer, x, state=state, return_state=True))
                 row |= {"ms a token": 1e3 * taken, "state MiB": state.nbytes / 2**20, "result": "ok"}
             except Exception as error:
                 row |= {"result": f"{type(error).__name__}: {str(error).splitlines()[0]}"}

@@ -42,7 +42,7 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
                     record = train_peer(job, bars) if job.is_peer else train(job, folder, bars)
                     write_json(path, record)
                 shutil.rmtree(folder)
-                (runs / f"{job.key}.pt").unlink(missing_ok=True)  # of versions before 0.2
+                (runs / f"{job.key}.pt").unlink(missing_ok=True)  # of earlier versions
             records.append(record)
     with open_run(output, "forecast", recipe) as under_way:
         for record in records:

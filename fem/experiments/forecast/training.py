@@ -158,16 +158,19 @@ class Training:
             raise ValueError(f"no checkpoint in {str(folder)!r} is whole; remove that folder to train it again.")
         for later in there[there.index(newest) + 1 :] if there else ():
             set_aside(later)
-        earlier = folder.with_name(folder.name + ".pt")  # of versions before 0.2
+        earlier = folder.with_name(folder.name + ".pt")  # of earlier versions
         if newest is None and not earlier.exists():
             return
         path = earlier if newest is None else newest / STATE
         try:
             known = torch.load(path, weights_only=True, map_location=next(self.parts["host"].parameters()).device)
-        except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{str(path)!r} is damaged; remove it to train it again.") from error
-        for name, part in self.parts.items():
-            part.load_state_dict(known[name])
+            for name, part in self.parts.items():
+                part.load_state_dict(known[name])
+        except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
+            place = path if newest is None else folder
+            raise ValueError(
+                f"{str(place)!r} is damaged, or another version's; remove it to train it again."
+            ) from error
         self.best, self.curve, self.seconds = known["best"], known["curve"], known["seconds"]
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import Progress
 
+from fem.experiments.common.jobs import digest_of
 from fem.experiments.common.mixers import file_name
 from fem.experiments.common.options import recipe_options
 from fem.experiments.common.paired import shown
@@ -100,7 +101,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        digest = hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=6).hexdigest()
+        digest = digest_of(asdict(self))
         return f"{file_name(self.row)}-lr{self.language.learning_rate:g}-seed{self.language.seed}-{digest}"
 
 

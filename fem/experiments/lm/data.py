@@ -57,7 +57,13 @@ def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast
         documents = islice(local_documents(files, recipe.field), TOKENIZER_DOCUMENTS)
         staging = own.with_name(".tokenizer")
         shutil.rmtree(staging, ignore_errors=True)
-        train_tokenizer(without_endless_words(documents), recipe.vocabulary).save_pretrained(staging)
+        trained = train_tokenizer(without_endless_words(documents), recipe.vocabulary)
+        try:
+            trained.save_pretrained(staging)
+        except Exception as error:
+            if type(error) is not Exception:  # tokenizers raises no other, whatever the disk says
+                raise
+            raise OSError(f"the tokenizer could not be written to {str(output)!r}: {error}.") from error
         publish(staging, own)
     name = str(own) if recipe.tokenizer is None else recipe.tokenizer
     try:
@@ -102,7 +108,7 @@ def write_data(
     files, folder = local_files(recipe.data), output / TOKENS
     known = source_of(folder)
     earlier = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    if known == earlier:  # the list of versions before 0.2
+    if known == earlier:  # the list of earlier versions
         adopt(folder, source)
     write_tokens(local_documents(files, recipe.field), tokenizer, folder, source, told)
 

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fem.experiments.common.checkpoints import load_language_model
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from transformers.generation import BaseStreamer
@@ -74,6 +72,8 @@ def command(
     """Continue a prompt, printing the text as it comes."""
     from transformers import TextStreamer
     from transformers.utils.logging import disable_progress_bar
+
+    from fem.experiments.common.checkpoints import load_language_model
 
     disable_progress_bar()
     network, tokenizer = load_language_model(model)

@@ -22,7 +22,7 @@ from fem.experiments.lm.throughput import flops_per_token, peak_flops, peak_memo
 from fem.experiments.lm.trainer import ADVICE
 from fem.gates import Temperature, TwoLevelGate
 from fem.models import FEMForCausalLM
-from fem.ops.softmax.read import suspects
+from fem.ops.common.fallback_count import suspects
 
 LOGGED = {"loss": "train_loss", "eval_loss": "val_loss"} | {
     name: name for name in ("grad_norm", "grad_norm_max", "skipped_steps", "learning_rate")

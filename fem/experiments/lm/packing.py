@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerFast
 
-from fem.experiments.common.integrity import damage, publish
+from fem.experiments.common.integrity import MANIFEST, damage, publish
 from fem.experiments.common.run import note
 from fem.experiments.lm.documents import text_of
 from fem.experiments.lm.pieces import Part
@@ -78,16 +78,17 @@ def write_tokens(
 ) -> TokenFile:
     """Write the documents' tokens to `folder`, whole or not at all, or open what an earlier call wrote there.
 
-    source: what tells the documents and their tokens apart. Tokens that are damaged are written again, with a sentence.
+    source: what tells the documents and their tokens apart. Tokens that are damaged are written again, with a sentence:
+    whether `source` is what a run began with, its config.json says.
     told: called with the count of tokens as it grows. Raises ValueError where the folder was written from another
     source, or where the documents have no text.
     """
     if folder.exists():
-        known = source_of(folder)
-        if known is not None and known != source:
-            raise ValueError(f"data have changed since {str(folder)!r} was written; give another --output.")
         problem = damage(folder)
-        if known is not None and problem is None:
+        listed = (folder / MANIFEST).exists()
+        if source_of(folder) != source and (problem is None or not listed):
+            raise ValueError(f"data have changed since {str(folder)!r} was written; give another --output.")
+        if problem is None:
             return TokenFile.open(folder)
         note(f"the tokens in {str(folder)!r} are damaged ({problem}); writing them again from the data.")
     staging = folder.with_name(f".{folder.name}")

@@ -65,7 +65,7 @@ class TextTrainer(SavingTrainer):
         if checkpoint is not None:
             self.logged_at = self.state.global_step
             self.state.compute_steps(self.args, max_steps)  # the rhythms of this command, not of the checkpoint
-            self.rows.load_state_dict(read_state(Path(checkpoint), self._rows_name), self.state.global_step)
+            self.rows.load_state_dict(self._place_in_rows(Path(checkpoint)), self.state.global_step)
         return found
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -73,6 +73,16 @@ class TextTrainer(SavingTrainer):
         if self.extended:
             self.lr_scheduler.last_epoch -= 1
             self.lr_scheduler.step()  # the same step, at its rate in the longer schedule
+
+    def _place_in_rows(self, checkpoint: Path) -> dict | None:
+        """What `leave` kept of the rows. Raises ValueError where a stream was read by other numbers of processes."""
+        known = len(list(checkpoint.glob("rows_*.json")))
+        if isinstance(self.rows, StreamedRows) and known != self.args.world_size:
+            raise ValueError(
+                f"a stream goes on with as many processes as it was read by, {known}, got {self.args.world_size}; "
+                "local data go on with any number."
+            )
+        return read_state(checkpoint, self._rows_name)
 
     @property
     def _rows_name(self) -> str:

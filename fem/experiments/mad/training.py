@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -12,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from fem.experiments.common.jobs import digest_of
 from fem.experiments.common.mixers import file_name
 from fem.experiments.mad.backbone import build_host
 from fem.experiments.mad.settings import Setting, Training
@@ -36,8 +35,7 @@ class Job:
     @property
     def key(self) -> str:
         """A file name of its own for every job: other values, other name."""
-        digest = hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=6).hexdigest()
-        return f"{self.setting.task}-{file_name(self.mixer)}-seed{self.seed}-{digest}"
+        return f"{self.setting.task}-{file_name(self.mixer)}-seed{self.seed}-{digest_of(asdict(self))}"
 
 
 def train(job: Job, device: torch.device) -> tuple[list[Point], int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
 from fem.experiments.common.blocks import EPS, Residual, SwiGLU, initialise
+from fem.experiments.common.jobs import digest_of
 from fem.experiments.common.mixers import file_name, mixer_config
 from fem.experiments.regimes.pools import POOLS, PoolModel
 from fem.experiments.regimes.real import DigitBags, ett_tasks
@@ -62,8 +61,7 @@ class Job:
     @property
     def key(self) -> str:
         """A file name of its own for every job."""
-        digest = hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=6).hexdigest()
-        return f"{self.task}-{file_name(self.mixer)}-seed{self.seed}-{digest}"
+        return f"{self.task}-{file_name(self.mixer)}-seed{self.seed}-{digest_of(asdict(self))}"
 
 
 class Model(nn.Module):

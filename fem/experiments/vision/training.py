@@ -141,7 +141,7 @@ def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Pat
 def newest(folder: Path) -> Path | None:
     """The newest checkpoint that is whole, with a sentence where a later one is damaged.
 
-    Versions before 0.2 listed no files: there the Trainer's state and the watch's, written last, say that it is whole.
+    Earlier versions listed no files: there the Trainer's state and the watch's, written last, say that it is whole.
     """
     there = checkpoints(folder)
     if any((checkpoint / MANIFEST).exists() for checkpoint in there):

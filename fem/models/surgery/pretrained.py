@@ -68,6 +68,9 @@ def find(module: nn.Module, path: str, parent: nn.Module | None) -> PretrainedSi
         raise Refused(
             f"its parts ({', '.join(sorted([*parts, *own]))}) are none that are known to make a plain softmax"
         )
+    maps = [getattr(module, name) for name in sorted(projections | parts & OUTPUTS)]
+    if any(getattr(part, "weight", None) is None or part.weight.dim() != 2 for part in maps):
+        raise Refused(f"its projections ({', '.join(sorted({type(part).__name__ for part in maps}))}) are no matrices")
     names = inspect.unwrap(type(module).forward).__code__.co_names
     if not {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"} <= set(names):
         raise Refused("it does not call transformers' attention functions; use a model class that does")
@@ -244,7 +247,7 @@ def free_energy_attention(
     if value.shape[1] * value.shape[3] != host.free_energy.value_width or features.numel() != rows * queries * width:
         raise ValueError(
             f"{type(host).__name__} cannot be read as a softmax prior: it hands its attention function "
-            f"values of {value.shape[1]} heads of {value.shape[3]}, and {heads} heads of {rows} x {queries} queries for "
+            f"values of {value.shape[1]} heads of {value.shape[3]}, and {heads} x {rows} x {queries} queries for "
             f"features {tuple(features.shape)}, which is not what its sizes say."
         )
     if attention_mask is not None and attention_mask.dim() != 4:

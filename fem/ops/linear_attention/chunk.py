@@ -51,15 +51,97 @@ class Chunk(NamedTuple):
     beta: Float[Tensor, "y 1 dv"] | None
 
 
+# --- items, and how scores mix them ---------------------------------------------------------------------------------
+
+
+def _items(v: Tensor, peak: Tensor | None, beta: Tensor | None) -> Tensor:
+    ones = torch.ones_like(v[..., :1])
+    if beta is None:
+        return torch.cat([ones, v], -1)
+    return torch.cat([ones, v, (beta * (v - peak)).exp()], -1)
+
+
+def mix_by_steps(
+    scores: Tensor, items: Tensor, beta: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Bool[Tensor, "y r"]]:
+    """Log-weight, mean and F - M of the items (y, i, .) under the scores (y, r, i), and the rows in doubt, which are 0.
+
+    scores are 0 for no weight.
+    """
+    return _quotients(scores @ items, _least(scores), beta)
+
+
+def _quotients(sums: Tensor, least: float, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    weight, numerator, partition = _columns(sums, beta)
+    doubt = weight < least
+    weight = torch.where(doubt, 1, weight)
+    log_weight = torch.where(doubt, NOTHING, weight.log()).squeeze(-1)
+    mean = torch.where(doubt, 0, numerator / weight)
+    if beta is None:
+        return log_weight, mean, None, doubt.squeeze(-1)
+    lost = doubt | (partition < least)
+    gain = torch.where(lost, 0, (torch.where(lost, 1, partition) / weight).log() / beta)
+    return log_weight, mean, gain, lost.any(-1)
+
+
+class _Mix(torch.autograd.Function):
+    """`mix_by_steps` with the gradient of a softmax: with p = s / Z that of a score is (raw - sum_i p_i raw_i) / Z.
+
+    Where one item has all the weight it is exactly 0, however small Z is. Rows in doubt pass none.
+    """
+
+    @staticmethod
+    def forward(scores, items, beta):
+        """With what the gradient needs of the sums behind it."""
+        sums = scores @ items
+        weight, _, partition = _columns(sums, beta)
+        return *_quotients(sums, _least(scores), beta), weight, partition
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs, *output[4:])
+        ctx.mark_non_differentiable(*(x for x in output[3:] if x is not None))
+
+    @staticmethod
+    def backward(ctx, d_log_weight, d_mean, d_gain, *_):
+        scores, items, beta, weight, partition = ctx.saved_tensors
+        least = _least(scores)
+        sure = weight >= least
+        weight = torch.where(sure, weight, torch.inf)
+        d_sums, d_beta = d_mean, None
+        if beta is not None:
+            sure = sure & (partition >= least)
+            per_nat = torch.where(sure, d_gain, 0) / beta
+            ratio = torch.where(sure, partition / weight, 1)
+            d_beta = -(per_nat * ratio.log() / beta).sum(1, keepdim=True)
+            d_sums = torch.cat([d_sums, per_nat / ratio], -1)
+        raw = d_sums @ items[..., 1:].mT
+        p = scores / weight
+        d_weight = d_log_weight.unsqueeze(-1) - torch.linalg.vecdot(p, raw).unsqueeze(-1)
+        d_items = p.mT @ torch.cat([d_weight, d_sums], -1)
+        return raw.addcmul_(d_weight, items[..., :1].mT).div_(weight), d_items, d_beta
+
+
+def _columns(sums: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    if beta is None:
+        return sums[..., :1], sums[..., 1:], None
+    width = (sums.shape[-1] - 1) // 2
+    return sums.split([1, width, width], -1)
+
+
+def _least(scores: Tensor) -> float:
+    return math.exp(PROOF[scores.dtype])
+
+
 # --- what a chunk adds -------------------------------------------------------------------------------------------
 
 
-def remember(chunk: Chunk) -> tuple[Memory, Bool[Tensor, "y dk"]]:
+def remember(chunk: Chunk, mix=_Mix.apply) -> tuple[Memory, Bool[Tensor, "y dk"]]:
     """The chunk's own contribution to the memory at its end, and the key channels in doubt."""
     kept = chunk.k if chunk.g is None else chunk.k * until_end(chunk.g).exp()
     peak = None if chunk.beta is None else chunk.v.detach().amax(1, keepdim=True)
-    terms, doubt = _mix(kept.mT, _items(chunk.v, peak, chunk.beta), peak, chunk.beta)
-    return Memory(*terms), doubt & (chunk.k.amax(1) > 0)
+    log_weight, mean, gain, doubt, *_ = mix(kept.mT, _items(chunk.v, peak, chunk.beta), chunk.beta)
+    return Memory(log_weight, mean, None if gain is None else peak + gain), doubt & (chunk.k.amax(1) > 0)
 
 
 def remember_exactly(chunk: Chunk) -> Memory:
@@ -71,11 +153,12 @@ def remember_exactly(chunk: Chunk) -> Memory:
 # --- what a chunk reads ------------------------------------------------------------------------------------------
 
 
-def read(chunk: Chunk, memory: Memory, present: bool) -> tuple[Terms, Bool[Tensor, "y c"]]:
+def read(chunk: Chunk, memory: Memory, present: bool, mix=_Mix.apply) -> tuple[Terms, Bool[Tensor, "y c"]]:
     """What each token of the chunk reads from memory and chunk, and the tokens in doubt."""
     scores, items, scale, peak = _visible(chunk, memory, present)
-    terms, doubt = _mix(scores, items, peak, chunk.beta)
-    return terms._replace(log_weight=terms.log_weight + scale.squeeze(-1)), doubt & (chunk.q.amax(2) > 0)
+    log_weight, mean, gain, doubt, *_ = mix(scores, items, chunk.beta)
+    terms = Terms(log_weight + scale.squeeze(-1), mean, None if gain is None else peak + gain)
+    return terms, doubt & (chunk.q.amax(2) > 0)
 
 
 def read_exactly(chunk: Chunk, memory: Memory, present: bool) -> Terms:
@@ -118,42 +201,6 @@ def _visible(chunk: Chunk, memory: Memory, present: bool) -> tuple:
     left = chunk.q if chunk.g is None else chunk.q * since_start(chunk.g).exp()
     pairs = pair_scores(chunk.q, chunk.k, chunk.g, present)
     return torch.cat([left, pairs], 2), items, scale, peak
-
-
-# --- items, and how scores mix them ---------------------------------------------------------------------------------
-
-
-def _items(v: Tensor, peak: Tensor | None, beta: Tensor | None) -> Tensor:
-    ones = torch.ones_like(v[..., :1])
-    if beta is None:
-        return torch.cat([ones, v], -1)
-    return torch.cat([ones, v, (beta * (v - peak)).exp()], -1)
-
-
-def _mix(scores: Tensor, items: Tensor, peak: Tensor | None, beta: Tensor | None) -> tuple[Terms, Tensor]:
-    """The read of the items (y, i, .) with the scores (y, r, i), zeros for no weight, and the rows in doubt."""
-    weight, numerator, partition = _columns(scores @ items, beta)
-    least = _least(scores)
-    doubt = weight < least
-    weight = torch.where(doubt, 1, weight)
-    log_weight = torch.where(doubt, NOTHING, weight.log()).squeeze(-1)
-    mean = torch.where(doubt, 0, numerator / weight)
-    if beta is None:
-        return Terms(log_weight, mean, None), doubt.squeeze(-1)
-    lost = doubt | (partition < least)
-    free_energy = torch.where(lost, 0, peak + (torch.where(lost, 1, partition) / weight).log() / beta)
-    return Terms(log_weight, mean, free_energy), lost.any(-1)
-
-
-def _columns(sums: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    if beta is None:
-        return sums[..., :1], sums[..., 1:], None
-    width = (sums.shape[-1] - 1) // 2
-    return sums.split([1, width, width], -1)
-
-
-def _least(scores: Tensor) -> float:
-    return math.exp(PROOF[scores.dtype])
 
 
 def _log_quotients(scores: Tensor, values: Tensor, energies: Tensor | None, beta: Tensor | None) -> Terms:

@@ -21,6 +21,7 @@ from fem.ops.linear_attention.chunk import (
     Chunk,
     Memory,
     adds,
+    mix_by_steps,
     read,
     read_exactly,
     remember,
@@ -110,10 +111,10 @@ def whole(q, k, v, beta, g, start: Memory, present: bool) -> tuple[Terms, Memory
     slab = Slab(batch, heads, 0, time, time)
     chunk = slab.inputs(*double(q, k, v), _rows_of(None if beta is None else beta.double(), batch), *double(g))
     memory = Memory(*double(*_flat(start)))
-    added = _proved(*remember(chunk), adds(chunk))
+    added = _proved(*remember(chunk, mix_by_steps), adds(chunk))
     last = carry(memory, slab.per_row(added), slab.through(chunk), chunk.beta)
     last = _each(last, lambda x: x[:, -1].unflatten(0, (batch, heads)).to(q.dtype))
-    terms = _proved(*read(chunk, memory, present), sees(chunk, memory, present))
+    terms = _proved(*read(chunk, memory, present, mix_by_steps), sees(chunk, memory, present))
     terms = terms._replace(log_weight=terms.log_weight.unsqueeze(-1))
     tokens = lambda x: x.unflatten(0, (batch, heads)).transpose(1, 2).to(q.dtype)  # noqa: E731
     return Terms(*(None if x is None else tokens(x) for x in terms)), last

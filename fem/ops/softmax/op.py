@@ -22,6 +22,8 @@ from fem.ops.softmax.scores import Scores
 from fem.ops.softmax.support import Intervals
 
 ROWS = 256  # queries of a block: few enough that a window of as many keys is most of what they see
+_HUGE_SCORES = 1e9
+_LARGE_SCORES = 200.0  # nats: exp(s - lse) from a rounded lse is then off by more than 2e-5
 _FEW_SCORES = 700  # of a head: little to compute, and of one or two likely keys a gradient is all rounding error
 
 
@@ -67,7 +69,7 @@ class _Block(NamedTuple):
 class _Call:
     """The tensors of a read, with as many key heads as query heads, and its blocks.
 
-    careful: some of them are not finite, or so large that only float64 holds their products.
+    careful: some of them are not finite, or so large that scores and sums want float64, and scores no rounded lse.
     """
 
     def __init__(self, q, k, v, beta, bias, keep, first, end, causal, scale, flash):
@@ -82,9 +84,9 @@ class _Call:
         self.q, self.k, self.v = q.to(dtype), k.to(dtype), v.to(dtype)
         self.beta = None if beta is None else self._per_head(beta, 0).to(dtype)[None, None]
         self.bias = None if bias is None else bias.to(dtype)
-        self.keep, self.causal, self.scale, self.flash = keep, causal, scale, flash
+        self.keep, self.causal, self.scale, self.flash = keep, causal, scale, flash and not double
         self.seen = None if first is None else Intervals(first, end)
-        if self.bad is not None and self.seen is None:  # whom a bad token reaches is a matter of pairs
+        if self.careful and self.seen is None:
             row = torch.arange(q.shape[1], device=q.device)[None]
             self.seen = Intervals(torch.zeros_like(row), row + 1 if causal else torch.full_like(row, k.shape[1]))
 
@@ -140,12 +142,12 @@ class _Call:
 
 
 def _harmless(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
-    """Whether all is finite, and small enough that no product or sum leaves the range of the dtype."""
+    """Whether all is finite, no score is so large that its rounding matters, and no sum can leave the dtype's range."""
     if not (q.numel() and k.numel() and v.numel()):
         return True
     of_q, of_k, of_v = (max(-low.item(), high.item()) for low, high in (x.aminmax() for x in (q, k, v)))
-    most = torch.finfo(q.dtype).max / 8
-    return of_q * of_k * q.shape[3] * max(1.0, abs(scale)) < most and of_v * k.shape[1] < most  # False of NaN
+    scores = of_q * of_k * q.shape[3] * max(1.0, abs(scale))
+    return scores < _HUGE_SCORES and of_v * k.shape[1] < torch.finfo(q.dtype).max / 8  # False of NaN
 
 
 def _set_aside(q, k, v, keep):
@@ -233,10 +235,11 @@ def _forward(q, k, v, beta, bias, keep, first, end, causal, scale, flash):
             out, free_energy, lse, recomputed = read.forward()
             suspects.count(free_energy.numel(), recomputed)
             return out, free_energy, lse, read.values, read.shift, read.span
-        out, free_energy, lse, values, shift, span = _empty(q, k, v, beta, first, flash)
+        empty = _empty(q, k, v, beta, first, flash)
+        out, free_energy, lse, values, shift, span = (x.zero_() for x in empty) if call.careful else empty
         channels = v.shape[3]
         if first is None:
-            values.zero_()[..., :channels] = call._per_head(v, 2)
+            values[..., :channels] = call._per_head(v, 2)
         for block in call.blocks():
             if beta is None:
                 o, weight = block.scores.attend(block.scores.padded(block.v))
@@ -244,7 +247,7 @@ def _forward(q, k, v, beta, bias, keep, first, end, causal, scale, flash):
                 o, free, weight, recomputed = FreeEnergyRead.of(block.scores, block.v, call.beta).forward()
                 suspects.count(free.numel(), recomputed)
                 free_energy[:, block.rows] = free
-            out[:, block.rows], lse[:, block.rows] = o, weight
+            out[:, block.rows, :, : o.shape[3]], lse[:, block.rows] = o, weight
             if block.poisoned is not None:
                 out[:, block.rows, :, :channels].masked_fill_(block.poisoned, torch.nan)
                 if beta is not None:
@@ -341,7 +344,8 @@ def _of_block(block: _Block, beta, grad_mean, grad_free_energy, known, stored, o
     else:
         values, shift, span = stored
         read = FreeEnergyRead(scores, values, beta, shift, span)
-    if scores.q.shape[1] * scores.k.shape[1] <= _FEW_SCORES:
+    few = scores.q.shape[1] * scores.k.shape[1] <= _FEW_SCORES
+    if few or (known is not None and bool(known[1].abs().amax() > _LARGE_SCORES)):
         read, known = read.in_float64(), None
     if known is None:
         out, _, lse, _ = read.forward()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from interpreter import DEVICE, INTERPRETED, patch_the_language_once
 from linear_attention import draw_memory
+from torch.library import opcheck
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.functional import keyed_scan_read
@@ -258,6 +259,21 @@ def test_half_precision_comes_back_in_its_dtype():
     for got, want in zip(read, exact):
         assert got.dtype == torch.bfloat16
         assert (got - want).abs().max() <= 2**-8 * want.abs().max()
+
+
+def test_the_operators_keep_to_what_they_are_registered_as():
+    q, k, v = (torch.rand(1, 5, 1, 4).requires_grad_() for _ in range(3))
+    memory = torch.rand(1, 1, 4), torch.rand(1, 1, 4, 4), torch.rand(1, 1, 4, 4)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for beta, g in ((torch.rand(1, 4), -torch.rand(1, 5, 1, 1)), (None, None)):
+        start = memory if beta is not None else (*memory[:2], None)
+        inputs = (q, k, v, beta, g, *start)
+        opcheck(keyed_scan_triton._forward, (*inputs, True), test_utils=checks)
+        outputs = [x.detach() for x in keyed_scan_triton._forward(*inputs, True)]
+        grads = [torch.ones_like(x) for x in outputs[:6]]
+        inputs = tuple(None if x is None else x.detach() for x in inputs)
+        backward = (grads, *inputs, outputs[1], *outputs[6:], True)
+        opcheck(keyed_scan_triton._backward, backward, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_what_the_kernels_cannot_read_is_named():

@@ -102,12 +102,12 @@ class Shape:
         self.chunks = triton.cdiv(self.time, self.chunk)
         self.slab = Slab(self.batch, self.heads, 0, self.time, self.chunk)
 
-    def blocks(self, kernel: str) -> Blocks:
-        return blocks_for(kernel, self.keys, self.values, self.half_precision, 64 if on_amd() else 32)
+    def blocks(self, kernel: str, warp: int = 32) -> Blocks:
+        return blocks_for(kernel, self.keys, self.values, self.half_precision, warp)
 
     def launch(self, kernel, *arguments, **constants) -> None:
         """One program per chunk, head and row; constants: those that not all kernels have, by name."""
-        blocks = self.blocks(kernel.__name__)
+        blocks = self.blocks(kernel.__name__, 64 if on_amd() else 32)
         known = {"DK": self.dk, "DV": self.dv, "KEYS": self.keys, "VALUES": self.values} | blocks.launch()
         known |= {"SIZES": self.chunk.bit_length() - 1} | constants
         taken = {name: x for name, x in known.items() if name in kernel.arg_names or not name.isupper()}

@@ -1,0 +1,129 @@
+"""Every scan read with its inputs, and its definition as one table of scores: what common promises are tested on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from fem import functional
+
+READS = ("linear", "gla", "gla by channel", "aft", "decay", "aft with decay", "ssm")
+SHARED = ("beta", "A", "D")
+
+
+@dataclass(frozen=True)
+class ScanCall:
+    """One read and its arguments by name."""
+
+    op: str
+    arguments: dict[str, Tensor | None]
+
+    def read(self, **options):
+        return getattr(functional, self.op)(**self.arguments, **options)
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x in self.arguments.values() if x is not None]
+
+    def map(self, change) -> ScanCall:
+        return replace(self, arguments={n: None if x is None else change(x) for n, x in self.arguments.items()})
+
+    def set(self, **tensors: Tensor) -> ScanCall:
+        return replace(self, arguments=self.arguments | tensors)
+
+    def at(self, piece: slice) -> ScanCall:
+        kept = {n: x if x is None or n in SHARED else x[:, piece] for n, x in self.arguments.items()}
+        return replace(self, arguments=kept)
+
+    def leaves(self, dtype: torch.dtype | None = None) -> ScanCall:
+        return self.map(lambda x: x.detach().to(dtype or x.dtype).clone().requires_grad_())
+
+    def in_pieces(self, *sizes: int):
+        """The joined reads of calls that hand the state on."""
+        reads, state, first = [], None, 0
+        for size in sizes:
+            piece = self.at(slice(first, first + size))
+            read, state = piece.read(initial_state=state, return_state=True)
+            reads.append(read)
+            first += size
+        return type(read)(*(torch.cat(parts, 1) for parts in zip(*reads)))
+
+    def definition(self):
+        """The causal read from a table of all scores' logarithms, in the dtype of the inputs."""
+        given = self.arguments
+        v, beta = given["v"], given["beta"]
+        if self.op == "keyed_scan_read":
+            scores = given["q"].log().unsqueeze(2) + given["k"].log().unsqueeze(1)
+            if given["log_decay"] is not None:
+                decay = given["log_decay"]
+                scores = scores + between(decay if decay.ndim == 4 else decay.unsqueeze(-1))
+            scores = scores.logsumexp(-1).unsqueeze(-1)
+        elif self.op == "channel_scan_read":
+            weight = torch.zeros_like(v) if given["log_weight"] is None else given["log_weight"]
+            scores = weight.unsqueeze(1)
+            scores = (
+                scores.expand(-1, v.shape[1], -1, -1, -1)
+                if given["log_decay"] is None
+                else scores + between(given["log_decay"])
+            )
+        else:
+            delta, B, C = given["delta"], given["B"], given["C"]
+            scores = between(delta.unsqueeze(-1) * given["A"]) + delta.log().unsqueeze(1).unsqueeze(-1)
+            scores = scores + B.log()[:, None, :, None, None] + C.log()[:, :, None, None, None]
+            scores = scores.logsumexp(-1)
+            itself = torch.eye(v.shape[1], dtype=torch.bool)[None, :, :, None, None]
+            skip = torch.where(itself, given["D"].log(), -torch.inf)
+            scores = torch.logaddexp(scores, skip)
+        later = torch.ones(v.shape[1], v.shape[1], dtype=torch.bool).triu(1)[None, :, :, None, None]
+        log_p = scores.masked_fill(later, -torch.inf).log_softmax(2)
+        v = v.unsqueeze(1)
+        mean = (log_p.exp() * v).sum(2)
+        return functional.Read(mean, (log_p + beta * v).logsumexp(2) / beta)
+
+
+def between(decay: Tensor) -> Tensor:
+    """sum_{i<r<=t} decay_r at (t, i), 0 for i >= t: summed, not subtracted."""
+    time = decay.shape[1]
+    later = torch.ones(time, time, dtype=torch.bool).tril(-1)
+    later = later.view(1, time, time, *(1,) * (decay.ndim - 2))
+    return torch.where(later, decay.unsqueeze(2), 0).cumsum(1)
+
+
+def scan_call(
+    name: str, time: int, batch=2, heads=2, width=3, keys=3, rank=2, beta=2.0, spread=1.0, weights=2.0, decay=0.1
+):
+    """Values of that spread, log-weights (or logarithms of features) of that size, decays of that many nats a token."""
+    normal = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
+    along = lambda *shape: normal(batch, time, *shape)  # noqa: E731
+    v = spread * along(heads, width)
+    temperature = beta * (0.5 + torch.rand(heads, width, dtype=torch.float64))
+    falls = lambda *shape: -2 * decay * torch.rand(batch, time, *shape, dtype=torch.float64)  # noqa: E731
+    if name == "ssm":
+        positive = lambda x: softplus(x) + 1e-3  # noqa: E731
+        arguments = {
+            "delta": positive(along(heads, width)), "A": -10 * decay * softplus(normal(heads, width, rank)),
+            "B": positive(along(rank)), "C": positive(along(rank)), "D": positive(normal(heads, width)),
+            "v": v, "beta": temperature,
+        }  # fmt: skip
+        return ScanCall("ssm_read", arguments)
+    if name in ("linear", "gla", "gla by channel"):
+        features = lambda: (weights / 2 * along(heads, keys)).exp()  # noqa: E731
+        fall = {"linear": None, "gla": (heads,), "gla by channel": (heads, keys)}[name]
+        arguments = {"q": features(), "k": features(), "v": v, "beta": temperature}
+        return ScanCall("keyed_scan_read", arguments | {"log_decay": None if fall is None else falls(*fall)})
+    arguments = {"log_weight": None if name == "decay" else weights * along(heads, width), "v": v, "beta": temperature}
+    return ScanCall("channel_scan_read", arguments | {"log_decay": None if name == "aft" else falls(heads, width)})
+
+
+def gradients_of(call: ScanCall, read, cotangents) -> dict[str, Tensor]:
+    names = [n for n, x in call.arguments.items() if x is not None]
+    loss = sum((part.double() * c).sum() for part, c in zip(read, cotangents))
+    return dict(zip(names, torch.autograd.grad(loss, call.tensors(), materialize_grads=True)))
+
+
+def relative(got: Tensor, wanted: Tensor) -> float:
+    """The largest error in units of the largest entry."""
+    wanted = wanted.double()
+    return ((got.double() - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)).item()
