@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help install demo test test-slow test-all test-docs mutants docs notebooks lint chaos bench clean
+.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs notebooks lint chaos bench clean
 
 help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
@@ -43,6 +43,9 @@ test-docs: install
 	$(PYTEST) tests/docs
 
 # Breaks the library in known ways, one at a time, and fails where no test notices.
+fuzz: install
+	FEM_FUZZ_SECONDS=600 $(PYTEST) -m slow -s tests/ops/test_fuzz.py
+
 mutants: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py
 

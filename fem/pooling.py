@@ -66,6 +66,12 @@ class FreeEnergyCrossMixer(nn.Module):
         memory_mask: Tensor | None = None,
     ) -> Float[Tensor, "b tq d"]:
         self._check(x, memory)
+        if memory_mask is not None and memory_mask.shape == memory.shape[:2]:
+            memory = memory.masked_fill(
+                ~memory_mask.bool()[..., None], 0
+            )  # what stands there, NaN too, reaches nothing
+        if not memory.shape[1]:
+            return self.output(x.new_zeros(*x.shape[:2], self.config.fem_dim))
         q = self.query(x).unflatten(-1, (self.config.n_head, -1))
         k, v = (part(memory).unflatten(-1, (self.config.kv_heads, -1)) for part in (self.key, self.value))
         read = softmax_read(

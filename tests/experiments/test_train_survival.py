@@ -297,6 +297,22 @@ def test_what_a_killed_writer_left_is_named_and_no_obstacle(tmp_path, capsys):
     assert not (tmp_path / ".writer.json").exists()
 
 
+def test_a_folder_that_another_training_filled_in_the_meantime_is_kept(whole, data, tmp_path, monkeypatch):
+    """Another process makes, fills and leaves the folder between our first look and our lock."""
+    output = tmp_path / "run"
+    mkdir = type(output).mkdir
+
+    def overtaken(self, *args, **given):
+        mkdir(self, *args, **given)
+        if self == output:
+            shutil.copytree(whole, output, dirs_exist_ok=True)
+
+    monkeypatch.setattr(type(output), "mkdir", overtaken)
+    with pytest.raises(ValueError, match="output holds checkpoint-12 already"):
+        training.run(tiny(data), output)
+    assert newest(output).name == "checkpoint-12"
+
+
 # What is damaged
 
 

@@ -102,6 +102,16 @@ def test_an_empty_set_is_the_outputs_bias():
     assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
 
 
+def test_what_stands_in_masked_elements_reaches_nothing_and_no_elements_are_an_empty_set():
+    layer, (x, memory) = cross(), inputs()
+    spoilt = memory.masked_fill(~MASK.bool()[..., None], torch.nan).requires_grad_()
+    y = layer(x, spoilt, MASK)
+    torch.testing.assert_close(y, layer(x, memory, MASK))
+    y.sum().backward()
+    assert spoilt.grad.isfinite().all()
+    torch.testing.assert_close(layer(x, memory[:, :0]), layer.output.bias.expand(3, 4, 8))
+
+
 def test_pooling_is_a_read_of_learnt_queries():
     torch.manual_seed(0)
     layer, x = FreeEnergyPooling(8, 2, queries=3, memory_dim=5), torch.randn(2, 7, 5)

@@ -166,6 +166,13 @@ def test_replaced_models_travel_through_pickle(replaced):
     torch.testing.assert_close(other(tokens(1, 5)).logits, replaced(tokens(1, 5)).logits)
 
 
+def test_folders_of_before_open_as_before(replaced, tmp_path):
+    """Version 0.1 noted the calls in the host's own config."""
+    replaced.config.__class__ = type(replaced.config).host
+    replaced.save_pretrained(tmp_path)
+    torch.testing.assert_close(load_replaced(tmp_path)(tokens(1, 5)).logits, replaced(tokens(1, 5)).logits)
+
+
 class OutsideConfig(transformers.LlamaConfig):
     model_type = "outside"
 

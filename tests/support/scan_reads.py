@@ -1,4 +1,4 @@
-"""Every scan read with its inputs and its definition as one table of scores: what their common promises are tested on."""
+"""Every scan read with its inputs, and its definition as one table of scores: what common promises are tested on."""
 
 from __future__ import annotations
 

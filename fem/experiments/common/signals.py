@@ -20,14 +20,14 @@ SLACK = 10.0  # seconds
 class SaveAndStop(TrainerCallback):
     """Between `with` and its end, a first SIGTERM, SIGUSR1, SIGHUP or SIGINT asks for a checkpoint and the end.
 
-    seconds: a limit of time, which asks for the same, early enough for one step and one save. A second SIGINT on a
+    deadline: of `time.monotonic`; it asks for the same, early enough for one step and two saves. A second SIGINT on a
     single process ends it at once.
     """
 
-    def __init__(self, ranks: Ranks, seconds: float | None = None):
-        self.ranks, self.seconds = ranks, seconds
+    def __init__(self, ranks: Ranks, deadline: float | None = None):
+        self.ranks, self.deadline = ranks, deadline
         self.asked = self.stopped_by = 0
-        self.began = self.last = time.monotonic()
+        self.last = time.monotonic()
         self.longest_step = self.longest_save = 0.0
 
     def __enter__(self) -> SaveAndStop:
@@ -50,7 +50,7 @@ class SaveAndStop(TrainerCallback):
         now = time.monotonic()
         self.longest_step = max(self.longest_step, now - self.last)
         need = self.longest_step + 2 * self.longest_save + SLACK
-        late = self.seconds is not None and now - self.began + need > self.seconds
+        late = self.deadline is not None and now + need > self.deadline
         self.stopped_by = self.ranks.largest(self.asked or (TIME_IS_UP if late else 0))
         if self.stopped_by:
             control.should_save = control.should_training_stop = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time as clock
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,11 @@ def training(device: torch.device) -> Iterator[dict]:
             for prior in PRIORS:
                 config = FreeEnergyMixerConfig.matched(n_embd=width, n_head=heads, prior_type=prior, use_conv=False)
                 layers[f"FEM, {prior}"] = FreeEnergyMixer(config).to(device, dtype)
+            if gpu and find_spec("fla"):
+                from fla.layers import GatedLinearAttention
+
+                gla = GatedLinearAttention(hidden_size=width, num_heads=heads).to(device, dtype)
+                layers["GLA (flash-linear-attention)"] = lambda x, gla=gla: gla(x)[0]
             base = None
             for name, layer in layers.items():
                 row = {"layer": name, "width": width, "tokens": f"{x.shape[0]} x {time}"}

@@ -79,8 +79,8 @@ class TextTrainer(SavingTrainer):
         known = len(list(checkpoint.glob("rows_*.json")))
         if isinstance(self.rows, StreamedRows) and known != self.args.world_size:
             raise ValueError(
-                f"a stream goes on with as many processes as it was read by, {known}, got {self.args.world_size}; local "
-                "data go on with any number."
+                f"a stream goes on with as many processes as it was read by, {known}, got {self.args.world_size}; "
+                "local data go on with any number."
             )
         return read_state(checkpoint, self._rows_name)
 

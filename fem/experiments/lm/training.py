@@ -16,7 +16,7 @@ from transformers import PrinterCallback, TrainingArguments
 
 from fem.experiments.common.checkpoints import load_language_model
 from fem.experiments.common.distributed import Paused, Ranks, end_process_group, end_with_parent, joining
-from fem.experiments.common.lock import one_writer
+from fem.experiments.common.lock import HOLDER, LOCK, one_writer
 from fem.experiments.common.run import RESULTS, Run, check_output, note, now, progress, write_json
 from fem.experiments.common.saving import STAGING, NotFinite
 from fem.experiments.common.signals import SaveAndStop
@@ -61,6 +61,7 @@ def run(
     Raises ValueError where output holds another run or data have changed, OSError where a checkpoint cannot be saved,
     `Paused` where a signal or the limit stopped it.
     """
+    deadline = None if seconds is None else time.monotonic() + seconds
     end_with_parent()
     check(recipe, output)
     with joining():
@@ -68,9 +69,8 @@ def run(
         ranks = Ranks(recipe.comm_timeout)
     with ExitStack() as held:
         held.enter_context(ranks.in_touch())
-        fresh = not output.exists()
-        place, finished = ranks.first(lambda: prepare(recipe, output, resume, allow_changed_data, held, fresh))
-        found = fit(recipe, output, args, place, ranks, seconds) if finished is None else finished
+        place, finished = ranks.first(lambda: prepare(recipe, output, resume, allow_changed_data, held))
+        found = fit(recipe, output, args, place, ranks, deadline) if finished is None else finished
     end_process_group()
     if isinstance(found, Paused):
         raise found
@@ -99,18 +99,19 @@ def check(recipe: TrainRecipe, output: Path) -> None:
 
 
 def prepare(
-    recipe: TrainRecipe, output: Path, resume: bool, allow_changed_data: bool, held: ExitStack, fresh: bool
+    recipe: TrainRecipe, output: Path, resume: bool, allow_changed_data: bool, held: ExitStack
 ) -> tuple[Place, dict | None]:
     """On the first process alone: hold the lock, decide where to begin, and write tokenizer and tokens.
 
     Returns the place, and the results where the run there is finished. A folder that this made is removed again
     where the data cannot be used.
     """
-    if not fresh:
+    if output.exists():
         look(recipe, output, resume)  # refuses before it writes so much as a lock
     made = [folder for folder in (output, *output.parents) if not folder.exists()]
     output.mkdir(parents=True, exist_ok=True)
     held.enter_context(one_writer(output))
+    fresh = output in made and {path.name for path in output.iterdir()} <= {LOCK, HOLDER}
     try:
         place = look(recipe, output, resume)
         if place.step >= recipe.max_steps:
@@ -185,7 +186,7 @@ def finished_results(recipe: TrainRecipe, output: Path, place: Place) -> dict:
 
 
 def fit(
-    recipe: TrainRecipe, output: Path, args: TrainingArguments, place: Place, ranks: Ranks, seconds: float | None
+    recipe: TrainRecipe, output: Path, args: TrainingArguments, place: Place, ranks: Ranks, deadline: float | None
 ) -> dict | Paused:
     """Train from the place's checkpoint, or from the beginning. What stops it early is returned: the processes' groups
     end while nobody holds the Trainer."""
@@ -196,7 +197,7 @@ def fit(
     with progress() if ranks.rank == 0 else nullcontext() as bars:
         under_way = Run(output, recipe.seed)
         journal = Journal(recipe, under_way, model, data.probe, bars)
-        stop = SaveAndStop(ranks, seconds)
+        stop = SaveAndStop(ranks, deadline)
         trainer = TextTrainer(
             output=output,
             rows=data.train,

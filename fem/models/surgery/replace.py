@@ -50,9 +50,9 @@ def replace_attention(
     preserve=False puts a fresh FreeEnergyMixer of any prior in place, with 4 D^2 linear weights
     (FreeEnergyMixerConfig.matched), causal where the host is, rotated at the host's rope_theta without its scaling.
 
-    Hosts: GPT-2, BERT, ViT and DeiT, Llama and everything built like it (Mistral, Qwen) of transformers, timm's ViT and
-    nn.MultiheadAttention as self-attention, alone or in nn.TransformerEncoder/DecoderLayer. Cross-attention beside
-    self-attention stays as it is. layers: indices of the self-attentions to replace, in the order of model.modules();
+    Hosts: what reads through transformers' attention functions (docs/results/clients.md lists the model types), timm's
+    ViT, and nn.MultiheadAttention as self-attention, alone or in nn.TransformerEncoder/DecoderLayer. Cross-attention
+    beside self-attention stays as it is. layers: indices of the self-attentions to replace, in the order of model.modules();
     None: all. config: fields of FreeEnergyMixerConfig, for the parts that the host does not decide.
 
     An optimizer made before knows nothing of the new parameters; those of lambda and beta start asleep and learn from a

@@ -27,6 +27,9 @@ def settle(
     scale: float,
 ) -> Float[Tensor, "b tq h dv"]:
     """The free energies, doubtful ones computed again; seen: what a query sees; None: all, or i <= t if causal."""
+    if not torch.compiler.is_compiling() and not bool(doubtful.any()):
+        suspects.count(doubtful.numel(), 0)
+        return free_energy
     first, end = (None, None) if seen is None else seen
     return torch.where(doubtful, _settle(doubtful, q, k, v, beta, bias, first, end, causal, scale), free_energy)
 

@@ -1,6 +1,6 @@
 """The kernels of the decaying sum and of the channel scan against float64.
 
-Run as kernels_softmax_read.py is:
+In the interpreter with TRITON_INTERPRET=1, or on a GPU:
 
 python -m pytest tests/ops/recurrent/kernels_channel_scan.py -o addopts=
 """

@@ -1,4 +1,4 @@
-"""The kernels of the state space scan against float64: run as tests/ops/softmax/kernels_softmax_read.py is.
+"""The kernels of the state space scan against float64: run as kernels_channel_scan.py is.
 
 python -m pytest tests/ops/recurrent/kernels_ssm.py -o addopts=
 """

@@ -271,7 +271,7 @@ def test_the_state_is_small_and_opaque(kind):
     inputs = case(kind, 50)
     _, state = inputs.read(return_state=True)
     assert isinstance(state, ScanState)
-    entries = 5 * 2 * HEADS * WIDTH * (4 if kind == "ssm" else 1)
+    entries = 4 * 2 * HEADS * WIDTH * (4 if kind == "ssm" else 1)
     assert sum(part.numel() for part in state.memory.values()) == entries
     held = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in state.memory.values()}
     assert sum(held.values()) == 4 * entries

@@ -1,16 +1,20 @@
 """The GPU's path, as far as a CPU runs it: attention over [v | e], and FlexAttention forward."""
 
+import shutil
 import subprocess
 import sys
 import warnings
 
 import pytest
+import test_softmax_read
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fem.functional import softmax_read
 from fem.ops.common.fallback_count import suspects
 from fem.ops.common.tokens import read_tokens
 from fem.ops.softmax import composed as softmax_composed
+from fem.ops.softmax import entries, settle
 from fem.ops.softmax.support import intervals
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -158,6 +162,138 @@ def test_bfloat16_keeps_its_digits():
     assert ((read.free_energy - wanted.free_energy) * beta.repeat_interleave(2, 0)).abs().max() <= 1.6e-2
 
 
+@pytest.mark.parametrize("case", ["normal", "span 50", "span 200", "spike 500", "beta 0.01", "scores"])
+def test_bfloat16_loses_at_most_twice_what_the_plain_form_loses(case):
+    arguments = [*test_softmax_read.inputs(case, 127, 127, torch.bfloat16)[:4], None]
+    weights = [torch.randn(1, 127, 2, 8).bfloat16() for _ in range(2)]
+    read = lambda q, k, v, beta, bias: composed(q, k, v, beta, by_blocks=False)  # noqa: E731
+    forms = (
+        (test_softmax_read.exact, torch.float64),
+        (read, torch.bfloat16),
+        (test_softmax_read.plain, torch.bfloat16),
+    )
+    found = [test_softmax_read.results(form, arguments, weights, dtype)[:6] for form, dtype in forms]
+    unit = 16 * torch.finfo(torch.bfloat16).eps * (1 + arguments[2].abs().max())
+    for want, own, plain in zip(*found):
+        error, allowed = ((x.double() - want).abs().max() for x in (own, plain))
+        assert error <= max(2 * allowed, unit)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operation makes."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        made = function(*arguments, **(options or {}))
+        for x in made if isinstance(made, (tuple, list)) else (made,):
+            if torch.is_tensor(x):
+                self.most = max(self.most, x.numel())
+        return made
+
+
+@pytest.mark.parametrize("spike", [0.0, 300.0])
+def test_no_tensor_is_quadratic_in_the_tokens_forward_or_backward(monkeypatch, spike):
+    monkeypatch.setattr(entries, "_ENTRIES_TIMES_KEYS", 1 << 13)
+    leaves = draw(512, heads=2, key_heads=1, batch=1)
+    leaves[2][:, 200, :, 0] += spike
+    suspects.reset()
+    with Largest() as seen:
+        read = composed(*(x.requires_grad_() for x in leaves), by_blocks=False)
+        (read.mean.sum() + read.free_energy.sum()).backward()
+    assert (suspects.recomputed > 0) == (spike > 0)
+    assert seen.most <= 512 * 2 * 16  # of q; a matrix of pairs has 512 * 512
+
+
+HALF, SINGLE = torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(("dtype", "inside", "groups"), [
+    (HALF, SINGLE, False), (SINGLE, SINGLE, False), (torch.bfloat16, torch.bfloat16, True),
+])  # fmt: skip
+@pytest.mark.parametrize(("key", "value"), [(16, 8), (24, 7), (8, 20)])
+def test_attention_is_asked_for_what_fused_kernels_have(monkeypatch, dtype, inside, groups, key, value):
+    asked = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def record(q, k, v, **how):
+        asked.append((q, k, v, how))
+        return attention(q, k, v, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    q, k, v, beta = draw(21, key=key, value=value)
+    read = composed(q.to(dtype), k.to(dtype), v.to(dtype), beta, by_blocks=False)
+    ((q, k, v, how),) = asked
+    assert q.dtype == k.dtype == v.dtype == inside
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert q.shape[-1] % 16 == 0
+    assert how["enable_gqa"] == groups
+    assert (q.shape[1] != k.shape[1]) == groups
+    assert read.mean.shape[-1] == value
+
+
+def test_flex_attention_is_compiled_for_any_length_or_not_at_all(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **how: how)
+    assert softmax_composed._flex.__wrapped__("cuda") == {"dynamic": True, "fullgraph": True}
+
+
+def test_reads_go_on_unfused_where_the_compiler_fails(monkeypatch):
+    def broken(*arguments):
+        raise KeyError("no such target")
+
+    monkeypatch.setattr(softmax_composed, "_compiled", lambda function: broken)
+    monkeypatch.setattr(softmax_composed, "_UNFUSED", set())
+    v, beta = torch.randn(1, 5, 1, 3), torch.ones(1, 3)
+    with pytest.warns(UserWarning, match="no such target"):
+        found = softmax_composed._fused(softmax_composed._prologue)(v, beta, None)
+    assert softmax_composed._fused(softmax_composed._prologue) is softmax_composed._prologue
+    assert all(torch.equal(a, b) for a, b in zip(found, softmax_composed._prologue(v, beta, None)))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_value_that_is_not_finite_shows_in_the_rows_that_see_it_alone(value):
+    q, k, v, beta = draw(20)
+    clean = composed(q, k, v, beta, by_blocks=False)
+    v[0, 9, 1, 3] = value
+    read = composed(q, k, v, beta, by_blocks=False)
+    hit = torch.zeros(2, 20, 4, 8, dtype=torch.bool)
+    hit[0, 9:, 2:, 3] = True
+    for got, want in zip(read, clean):
+        assert got[hit].isnan().all()
+        torch.testing.assert_close(got[~hit], want[~hit], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_bias_may_leave_a_row_nothing():
+    q, k, v, beta = draw(9)
+    bias = torch.zeros(1, 1, 9, 9)
+    bias[..., 4, :] = -torch.inf
+    read = composed(q, k, v, beta, bias=bias)
+    for own, other in zip(read, definition(q, k, v, beta, bias=bias)[0]):
+        torch.testing.assert_close(own.double(), other, rtol=1e-5, atol=2e-6)
+        assert own[:, 4].eq(0).all()
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 9, 9), (1, 4, 1, 9), (1, 1, 9, 1), (2, 1, 1, 1)])
+def test_settled_entries_have_the_gradients_of_the_definition(shape):
+    q, k, v, beta = draw(9)
+    bias = torch.randn(shape)
+    doubtful = torch.rand(2, 9, 4, 8) < 0.3
+    weight = torch.randn(2, 9, 4, 8)
+    leaves = [x.double().requires_grad_() for x in (q, k, v, beta, bias)]
+    found = settle.settle(torch.zeros(2, 9, 4, 8).double(), doubtful, *leaves, None, True, 16**-0.5)
+    wanted = softmax_read(*leaves[:4], bias=leaves[4], backend="reference").free_energy
+    torch.testing.assert_close(found[doubtful], wanted[doubtful], rtol=1e-9, atol=1e-9)
+    both = [torch.autograd.grad((x * weight)[doubtful].sum(), leaves) for x in (found, wanted)]
+    for own, other in zip(*both):
+        torch.testing.assert_close(own, other, rtol=1e-8, atol=1e-8)
+    arguments = (doubtful, *(x.detach() for x in leaves), None, None, True, 16**-0.5)
+    torch.library.opcheck(settle._settle, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        settle._settle_backward, (weight.double(), *arguments, True), test_utils=("test_schema", "test_faketensor")
+    )
+
+
 SCRIPT = """
 import torch
 from fem.ops.softmax.composed import composed_read
@@ -178,6 +314,67 @@ for spike in (0.0, 300.0):
         torch.testing.assert_close(whole, eager, rtol=1e-5, atol=1e-5 * (1 + spike))
 print("whole")
 """
+
+LAUNCHES = """
+import torch
+from torch._inductor import metrics
+from fem.ops.softmax import composed
+torch.set_num_threads(1)
+q, k, v = (torch.randn(1, 256, 4, d).bfloat16().requires_grad_() for d in (64, 64, 32))
+beta = torch.ones(4, 32, requires_grad=True)
+counts = []
+def launched(run):
+    metrics.reset()
+    out = run()
+    counts.append(metrics.generated_kernel_count)
+    return out
+prologue, epilogue = (torch.compile(f) for f in (composed._prologue, composed._epilogue))
+packed, shift, near = launched(lambda: prologue(v, beta, None))
+out = torch.randn(1, 256, 4, 64).bfloat16().requires_grad_()
+mean, free_energy, _ = launched(lambda: epilogue(out, beta, shift, near, None))
+launched(lambda: torch.autograd.backward([mean, free_energy], [mean.detach(), free_energy.detach()]))
+launched(lambda: packed.backward(packed.detach()))
+print(*counts)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the path")
+def test_prologue_and_epilogue_are_few_kernels():
+    """Of inductor for a CPU; attention and, in eager mode, the flag of doubtful entries are one launch each besides."""
+    done = subprocess.run([sys.executable, "-c", LAUNCHES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    before, after, after_backward, before_backward = map(int, done.stdout.split())
+    assert before + after <= 6
+    assert after_backward + before_backward <= 6
+
+
+GRAPHS = """
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from fem.ops.softmax.composed import composed_read
+torch.set_num_threads(1)
+most = []
+def collect(graph, inputs):
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(x, torch.Tensor):
+                most.append(x.numel())
+    return graph
+backend = aot_autograd(fw_compiler=collect, bw_compiler=collect)
+read = torch.compile(lambda *x: composed_read(*x, None, None, None, True, 0.3), backend=backend, fullgraph=True)
+leaves = [torch.randn(1, 512, 1, d).requires_grad_() for d in (16, 16, 8)] + [torch.ones(1, 8).requires_grad_()]
+mean, free_energy = read(*leaves)
+(mean.sum() + free_energy.sum()).backward()
+print(max(most))
+"""
+
+
+def test_compiled_training_holds_no_tensor_of_pairs():
+    done = subprocess.run([sys.executable, "-c", GRAPHS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) <= 512 * 16
 
 
 def test_prologue_attention_and_epilogue_are_one_graph():

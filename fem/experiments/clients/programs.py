@@ -1,0 +1,152 @@
+"""Other people's programs, each run small on a FEM model: what comes out, or what it says instead."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
+
+from fem.models import LORA, FEMConfig, FEMForCausalLM, replace_attention
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz .,;:"
+Client = Callable[[Path], str]
+CLIENTS: dict[str, tuple[str, Client]] = {}
+
+
+def client(library: str, item: str) -> Callable[[Client], Client]:
+    """Registers what to do with the folder of a saved model, and what to say of it."""
+    return lambda act: CLIENTS.setdefault(item, (library, act))[1]
+
+
+def run_clients() -> list[dict[str, str]]:
+    """A row per item: its library, the version, and the result."""
+    rows = []
+    for item, (library, act) in CLIENTS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            save(Path(folder))
+            try:
+                result = act(Path(folder))
+            except Exception as error:
+                result = f"fails: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        try:
+            found = version(library)
+        except PackageNotFoundError:
+            found, result = "", ""  # not installed here, so not run
+        rows.append({"library": library, "version": found, "item": item, "result": result})
+    return rows
+
+
+def small(**fields) -> FEMForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": len(LETTERS)}
+    return FEMForCausalLM(
+        FEMConfig(**sizes, max_position_embeddings=64, pad_token_id=0, eos_token_id=0, **fields)
+    ).eval()
+
+
+def save(folder: Path) -> None:
+    small().save_pretrained(folder)
+    spelling = Tokenizer(models.BPE({letter: i for i, letter in enumerate(LETTERS)}, []))
+    spelling.decoder = decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=spelling, pad_token="a", eos_token="a")
+    tokenizer.save_pretrained(folder)
+
+
+def ids() -> Tensor:
+    return torch.randint(1, len(LETTERS), (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+@client("transformers", "pipeline('text-generation')")
+def _(folder: Path) -> str:
+    text = transformers.pipeline("text-generation", str(folder))("a text", max_new_tokens=4)[0]["generated_text"]
+    return f"{len(text) - 6} letters"
+
+
+@client("peft", "LoRA with target_modules=None, and LoraConfig(**LORA)")
+def _(folder: Path) -> str:
+    import peft
+
+    counts = []
+    for options in ({}, LORA):
+        model = peft.get_peft_model(small(), peft.LoraConfig(task_type="CAUSAL_LM", **options))
+        model(input_ids=ids(), labels=ids()).loss.backward()
+        counts.append(sum(p.numel() for p in model.parameters() if p.requires_grad))
+    return f"{counts[0]:,} and {counts[1]:,} trained parameters"
+
+
+@client("trl", "SFTTrainer on a path, packed without padding")
+def _(folder: Path) -> str:
+    import trl
+    from datasets import Dataset
+
+    options = {"output_dir": folder / "out", "max_steps": 2, "report_to": [], "use_cpu": True, "bf16": False}
+    arguments = trl.SFTConfig(**options, padding_free=True, max_length=None, logging_steps=1, save_strategy="no")
+    data = Dataset.from_dict({"text": ["some words to learn.", "others, too."] * 8})
+    trainer = trl.SFTTrainer(str(folder), args=arguments, train_dataset=data)
+    trainer.train()
+    return f"loss {trainer.state.log_history[0]['loss']}"
+
+
+@client("trl", "RewardTrainer on AutoModelForSequenceClassification")
+def _(folder: Path) -> str:
+    import trl
+    from datasets import Dataset
+
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    options = {"output_dir": folder / "out", "max_steps": 2, "report_to": [], "use_cpu": True, "bf16": False}
+    arguments = trl.RewardConfig(**options, max_length=16, logging_steps=1, save_strategy="no")
+    data = Dataset.from_dict({"chosen": ["good words."] * 16, "rejected": ["bad ones."] * 16})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    trainer = trl.RewardTrainer(model, args=arguments, train_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    return f"loss {trainer.state.log_history[0]['loss']}"
+
+
+@client("lm_eval", "HFLM on the path of a replaced Llama")
+def _(folder: Path) -> str:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    host = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(LETTERS), **sizes))
+    model = replace_attention(host, lambda_init=0.0)
+    model.save_pretrained(folder)
+    harness = HFLM(pretrained=str(folder), device="cpu")
+    request = Instance("loglikelihood", {}, ("a text", " and more"), 0)
+    found = harness.loglikelihood([request], disable_tqdm=True)[0][0]
+    row = torch.tensor([harness.tok_encode("a text and more")])
+    expected = model(row[:, :-1]).logits.log_softmax(-1)[0].gather(1, row[0, 1:, None])[-9:].sum().item()
+    return f"log-likelihood {found:.4f}, the model's own {expected:.4f}"
+
+
+@client("onnx", "torch.onnx.export (dynamo), softmax prior")
+def _(folder: Path) -> str:
+    import onnxruntime
+
+    model, row, path = small(), ids(), folder / "model.onnx"
+    torch.onnx.export(model, (row,), path, kwargs={"use_cache": False}, dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(path)
+    found = session.run(None, {session.get_inputs()[0].name: row.numpy()})[0]
+    return f"logits within {(torch.tensor(found) - model(row).logits).abs().max():.1e} of torch"
+
+
+@client("torch", "torch.export, softmax prior, without gradient")
+def _(folder: Path) -> str:
+    model, row = small(), ids()
+    with torch.no_grad():
+        program = torch.export.export(model, (row,), {"use_cache": False}, strict=False)
+        return f"logits within {(program.module()(row, use_cache=False).logits - model(row).logits).abs().max():.1e}"
+
+
+@client("torch", "torch.ao dynamic quantisation")
+def _(folder: Path) -> str:
+    quantised = torch.ao.quantization.quantize_dynamic(small(), {torch.nn.Linear}, torch.qint8)
+    packed = [type(module).__module__.startswith("torch.ao") for module in quantised.modules()]
+    maps = [type(module).__name__ for module in quantised.modules() if isinstance(module, torch.nn.Linear)]
+    return f"{sum(packed)} maps quantised, {len(maps)} left ({', '.join(sorted(set(maps)))})"
