@@ -97,7 +97,7 @@ def examine(output: Path, only: str | None = None, shown: Callable[[str], None] 
     return results
 
 
-def _in_a_process(name: str, device: str, path: Path, limit: float, interpreted: bool) -> dict:
+def _in_a_process(name: str, device: str, path: Path, limit: int | float, interpreted: bool) -> dict:
     """What a step found before it ended, and how it ended."""
     path.unlink(missing_ok=True)
     environment = os.environ | {"TRITON_INTERPRET": "1" if interpreted else "0"}

@@ -122,6 +122,11 @@ class _Mix(torch.autograd.Function):
         return raw.addcmul_(d_weight, items[..., :1].mT).div_(weight), d_items, d_beta
 
 
+def _lifted(gain: Tensor | None, peak: Tensor | None, log_weight: Tensor) -> Tensor | None:
+    """F from F - M, 0 where nothing has weight."""
+    return None if gain is None else torch.where(log_weight.unsqueeze(-1) > NOTHING / 2, peak + gain, 0)
+
+
 def _columns(sums: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     if beta is None:
         return sums[..., :1], sums[..., 1:], None
@@ -141,7 +146,7 @@ def remember(chunk: Chunk, mix=_Mix.apply) -> tuple[Memory, Bool[Tensor, "y dk"]
     kept = chunk.k if chunk.g is None else chunk.k * until_end(chunk.g).exp()
     peak = None if chunk.beta is None else chunk.v.detach().amax(1, keepdim=True)
     log_weight, mean, gain, doubt, *_ = mix(kept.mT, _items(chunk.v, peak, chunk.beta), chunk.beta)
-    return Memory(log_weight, mean, None if gain is None else peak + gain), doubt & (chunk.k.amax(1) > 0)
+    return Memory(log_weight, mean, _lifted(gain, peak, log_weight)), doubt & (chunk.k.amax(1) > 0)
 
 
 def remember_exactly(chunk: Chunk) -> Memory:
@@ -157,7 +162,7 @@ def read(chunk: Chunk, memory: Memory, present: bool, mix=_Mix.apply) -> tuple[T
     """What each token of the chunk reads from memory and chunk, and the tokens in doubt."""
     scores, items, scale, peak = _visible(chunk, memory, present)
     log_weight, mean, gain, doubt, *_ = mix(scores, items, chunk.beta)
-    terms = Terms(log_weight + scale.squeeze(-1), mean, None if gain is None else peak + gain)
+    terms = Terms(log_weight + scale.squeeze(-1), mean, _lifted(gain, peak, log_weight))
     return terms, doubt & (chunk.q.amax(2) > 0)
 
 

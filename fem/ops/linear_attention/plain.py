@@ -254,8 +254,9 @@ def _(grads, q, k, v, beta, g, saved, present):
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.present = inputs
-    ctx.save_for_backward(*tensors, *output[6:])
+    q, k, v, beta, g, *start, ctx.present = inputs
+    ctx.continued = any(ctx.needs_input_grad[5:8])  # else the start is the first of the states at slabs' boundaries
+    ctx.save_for_backward(q, k, v, beta, g, *output[6:], *(start if ctx.continued else ()))
     ctx.shapes = [x.shape for x in output[:6]]
     ctx.set_materialize_grads(False)
 
@@ -267,9 +268,11 @@ def _of_tensors(present, q, k, v, beta, g, *start):
 
 def _differentiate(ctx, *grads):
     tensors = ctx.saved_tensors  # read once: checkpointing hands it out but once
-    q, k, v, beta, g, *start = tensors[:8]
-    saved = tensors[8:]
+    q, k, v, beta, g = tensors[:5]
+    saved, start = tensors[5:10], tensors[10:]
     if torch.is_grad_enabled():
+        if not ctx.continued:
+            start = [x[0].unflatten(0, (len(q), -1)) if x.numel() else None for x in saved[:3]]
         found = again_differentiable(partial(_of_tensors, ctx.present), (q, k, v, beta, g, *start), grads[:6])
         return *found, None
     grads = [q.new_zeros(shape) if x is None else x for x, shape in zip(grads, ctx.shapes)]

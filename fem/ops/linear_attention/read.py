@@ -91,7 +91,8 @@ def keyed_scan_terms(
         run, dtype = keyed_scan_triton.scan, keyed_scan_triton.product_dtype(q, v)
     q, k, v = (x.to(dtype) for x in (q, k, v))
     beta = None if beta is None else beta.to(wide)
-    g = None if log_decay is None else log_decay.to(wide).clamp_min(NOTHING)
+    g = None if log_decay is None else log_decay.to(wide)
+    g = None if g is None else g.masked_fill(g < NOTHING, NOTHING)  # keeps a bit an entry for the gradient
     g = g.unsqueeze(-1) if g is not None and g.ndim == 3 else g
     if tokens is not None:
         q, k, v, g = _only_kept(tokens, q, k, v, g)
