@@ -33,8 +33,8 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     no limit. "auto": 4096 with a softmax layer, None for priors whose state does not grow.
     prior_type: the prior of every layer, a key of `fem.PRIORS`. layer_priors: one entry per layer instead, a name
     or a dict of mixer fields, for hybrids such as 3 * ["gla"] + [{"prior_type": "softmax", "window": 512}].
-    mixer: fields of `FreeEnergyMixerConfig` that all layers share, such as {"use_conv": False}; one that not every prior
-    reads, such as ssm_rank, goes to the layers whose prior does.
+    mixer: fields of `FreeEnergyMixerConfig` that all layers share, such as {"use_conv": False}; one that not every
+    prior reads, such as ssm_rank, goes to the layers whose prior does.
     value_shift: whether the model holds a shift of its values for `EngineAttention` (`fem.models.calibrate`).
     A layer has the linear weights of plain attention (`FreeEnergyMixerConfig.matched`), unless its fields name a
     width: fem_dim, fem_ratio, qk_dim or p_t_to_fem_ratio.

@@ -262,7 +262,7 @@ def test_the_window_cache_keeps_the_window_only():
     assert sizes[-1] == sizes[3]
 
 
-def test_the_value_cache_is_half_as_wide_as_the_keys():
+def test_the_value_cache_holds_values_and_their_exponentials_as_wide_as_the_keys():
     layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=64, n_head=4))
     _, state = layer(torch.randn(1, 10, 64), return_state=True)
-    assert state.memory["value"].numel() * 2 == state.memory["key"].numel()
+    assert state.memory["value"].numel() == state.memory["key"].numel()

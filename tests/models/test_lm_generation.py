@@ -176,7 +176,7 @@ def test_bf16_model_generates(softmax_model):
         (lambda m, c: m(tokens(2, 1), past_key_values=DynamicCache()), TypeError, "must be the FEMCache.*of 2 layers"),
         (lambda m, c: m(tokens(2, 1), past_key_values=FEMCache(3)), TypeError, "must be the FEMCache.*of 2 layers"),
         (lambda m, c: m(tokens(3, 1), past_key_values=c), ValueError, "batch size: it has 2, this call has 3"),
-        (lambda m, c: m(tokens(2, 60), past_key_values=c), ValueError, "66 tokens, cached ones included"),
+        (lambda m, c: m(tokens(2, 66)), ValueError, "66 tokens, cached ones included"),
         (
             lambda m, c: m(tokens(2, 2), past_key_values=c, attention_mask=torch.ones(2, 2).long()),
             ValueError,

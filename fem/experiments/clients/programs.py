@@ -12,6 +12,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
+from fem.experiments.clients.survey import said
 from fem.models import LORA, FEMConfig, FEMForCausalLM, replace_attention
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,;:"
@@ -33,7 +34,7 @@ def run_clients() -> list[dict[str, str]]:
             try:
                 result = act(Path(folder))
             except Exception as error:
-                result = f"fails: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+                result = f"fails: {said(error)[:160]}"
         try:
             found = version(library)
         except PackageNotFoundError:

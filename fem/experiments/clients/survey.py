@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from dataclasses import dataclass
 
 import torch
@@ -167,4 +168,6 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def said(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    """One line: no colours, no paths of this machine."""
+    line = re.sub(r"\x1b\[\d+m|/\S*/(?=site-packages)", "", " ".join(str(error).split()))
+    return f"{type(error).__name__}: {line}"[:300]

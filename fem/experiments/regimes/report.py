@@ -107,7 +107,7 @@ def picture(path: Path, found: Found, recipe: RegimesRecipe) -> None:
     rows, floors = list(next(iter(found.values()))), constants(recipe.training, recipe.ett)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(1.9 * len(found) + 1.8, 0.26 * len(rows) + 1.2), layout="constrained")
-        figure.suptitle("Score on new examples: a dot per seed, a bar for their mean", x=0.01, ha="left", fontsize=10)
+        figure.suptitle("Score on new examples, a dot per seed", x=0.01, ha="left", fontsize=10)
         panels = figure.subplots(1, len(found), squeeze=False, sharey=True).flat
         for axes, (task, of_task) in zip(panels, found.items()):
             for height, records in enumerate(of_task.values()):

@@ -52,8 +52,8 @@ def replace_attention(
 
     Hosts: what reads through transformers' attention functions (docs/results/clients.md lists the model types), timm's
     ViT, and nn.MultiheadAttention as self-attention, alone or in nn.TransformerEncoder/DecoderLayer. Cross-attention
-    beside self-attention stays as it is. layers: indices of the self-attentions to replace, in the order of model.modules();
-    None: all. config: fields of FreeEnergyMixerConfig, for the parts that the host does not decide.
+    beside self-attention stays as it is. layers: indices of the self-attentions to replace, in the order of
+    model.modules(); None: all. config: fields of FreeEnergyMixerConfig, for the parts that the host does not decide.
 
     An optimizer made before knows nothing of the new parameters; those of lambda and beta start asleep and learn from a
     rate some 30 times the host's (FreeEnergyHead.temperature_parameters). A transformers model notes the call in its

@@ -112,7 +112,7 @@ def _one_way(log_weight, v, beta, log_decay, tokens, state, present: bool, backe
         last = after.weights
     else:
         terms, last = channel_scan(*(None if part is None else part.to(wide) for part in (a, x, v)), beta, start)
-    free_energy = None if beta is None else terms.free_energy[:, -1]
+    free_energy = None if beta is None else terms.free_energy[:, -1].clone()
     if not present:
         first = (start[0] + start[1][0].log(), start[1][1] / start[1][0], *start[2:])
         log_weight, *read = (None if part is None else last_step(part, f) for part, f in zip(terms, (*first, None)))

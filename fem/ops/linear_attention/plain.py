@@ -266,8 +266,9 @@ def _of_tensors(present, q, k, v, beta, g, *start):
 
 
 def _differentiate(ctx, *grads):
-    q, k, v, beta, g, *start = ctx.saved_tensors[:8]
-    saved = ctx.saved_tensors[8:]
+    tensors = ctx.saved_tensors  # read once: checkpointing hands it out but once
+    q, k, v, beta, g, *start = tensors[:8]
+    saved = tensors[8:]
     if torch.is_grad_enabled():
         found = again_differentiable(partial(_of_tensors, ctx.present), (q, k, v, beta, g, *start), grads[:6])
         return *found, None

@@ -337,7 +337,8 @@ def _of_block(block: _Block, beta, grad_mean, grad_free_energy, known, stored, o
     if beta is None:
         values = scores.padded(block.v)
         known = scores.attend(values) if known is None else known
-        dq, dk, dv, ds = scores.attend_backward(scores.padded(grad_mean), values, *known, of_bias)
+        grad = scores.padded(grad_mean.to(values.dtype))  # the scores may have asked for float64
+        dq, dk, dv, ds = scores.attend_backward(grad, values, *known, of_bias)
         return Gradients(dq, dk, dv[..., : grad_mean.shape[3]], None, ds)
     if stored is None:
         read = FreeEnergyRead.of(scores, block.v, beta)

@@ -414,7 +414,7 @@ def test_a_hundred_thousand_steps_drift_by_nothing(decay):
     "change, error, words",
     [
         ({"q": torch.rand(2, 67, 2, 5)}, ValueError, "width"),
-        ({"k": -torch.rand(2, 67, 2, 3)}, ValueError, "k must be non-negative"),
+        ({"k": -torch.rand(2, 67, 2, 3)}, ValueError, "k must be finite and non-negative"),
         ({"log_decay": torch.rand(2, 67, 2)}, ValueError, "log_decay must be zero or negative"),
         ({"log_decay": -torch.rand(2, 67, 2, 4)}, ValueError, "log_decay must have shape"),
         ({"beta": torch.zeros(2, 4)}, ValueError, "beta must be positive"),

@@ -117,12 +117,12 @@ def test_training_keeps_no_state_per_token():
 
 
 @pytest.mark.parametrize("name, change, message", [
-    ("delta", lambda x: -x, "delta must be non-negative"),
-    ("A", lambda x: -x, "A must be zero or negative"),
+    ("delta", lambda x: -x, "delta must be finite and non-negative"),
+    ("A", lambda x: -x, "A must be finite, and zero or negative"),
     ("A", lambda x: x[:1], "A must have shape"),
     ("B", lambda x: x[..., :2], "B must have shape"),
-    ("C", lambda x: -x, "C must be non-negative"),
-    ("D", lambda x: x * float("nan"), "D must be non-negative"),
+    ("C", lambda x: -x, "C must be finite and non-negative"),
+    ("D", lambda x: x * float("nan"), "D must be finite and non-negative"),
 ])  # fmt: skip
 def test_bad_arguments_are_refused_in_one_sentence(name, change, message):
     read = getattr(ssm_read, "__wrapped__", ssm_read)  # without the shape checks of the tests, as users call it
