@@ -38,8 +38,8 @@ def assumptions(device: torch.device) -> Iterator[Row]:
         tl.store(out + at, tl.exp2(tl.load(x + at)))
 
     def powers() -> str | None:
-        x = torch.arange(-126, 128, device=device, dtype=torch.float32)
-        x = torch.cat([x, x.new_tensor([float("nan"), float("-inf")])])
+        x = torch.arange(-126, 127, device=device, dtype=torch.float32)
+        x = torch.cat([x, x.new_tensor([0.0, float("nan"), float("-inf")])])
         out = torch.empty_like(x)
         _powers[(1,)](x, out, SIZE=256)
         exact = torch.equal(out[:254].double().cpu(), 2.0 ** x[:254].double().cpu())
