@@ -122,7 +122,7 @@ def page(records: Sequence[dict], recipe: VisionRecipe, profile: str, pictures: 
     )
 
 
-PAGE = """# Images: FEM in the place of DeiT's attention
+PAGE = """# {data}: FEM in the place of DeiT's attention
 
 {data}: {train:,} training and {test:,} held-out pictures of {classes} classes, {size} x {size} pixels in patches of
 {patch} x {patch}; learnt positions, {pooling}. All models have the same parameters, the MLP paying for what a mixer
