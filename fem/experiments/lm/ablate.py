@@ -247,7 +247,8 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
     source = "the sources and help topics of Python" if recipe.text is None else recipe.text.name
     write_page(
         folder,
-        f"What each part of FEM adds to a language model: {recipe.prior} prior, {recipe.layers} blocks of width {recipe.width}",
+        f"What each part of FEM adds to a language model: {recipe.prior} prior, "
+        f"{recipe.layers} blocks of width {recipe.width}",
         f"{recipe.layers} blocks of width {recipe.width} with {recipe.heads} heads; {recipe.steps} steps of "
         f"{recipe.batch} x {recipe.context} tokens of {source}, byte-pair vocabulary of {recipe.vocabulary}. C: "
         "conditioner, L: free energy, T: temperature gate (lambda), G: outer gate. All rows have the same parameters "
