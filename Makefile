@@ -44,7 +44,7 @@ test-docs: install
 
 # Breaks the library in known ways, one at a time, and fails where no test notices.
 fuzz: install
-	FEM_FUZZ_SECONDS=600 $(PYTEST) -m slow -s tests/ops/test_fuzz.py
+	OMP_NUM_THREADS=1 FEM_FUZZ_SECONDS=600 $(BIN)/python -m pytest -m slow -s tests/ops/test_fuzz.py
 
 mutants: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py
