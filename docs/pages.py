@@ -12,8 +12,13 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 DOCS = Path(__file__).parent
-FROM_THE_ROOT = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
-MOVED = {"../README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CITATION.cff": "faq.md#how-to-cite"}
+FROM_THE_ROOT = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+MOVED = {
+    "../README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "CITATION.cff": "faq.md#how-to-cite",
+}
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 

@@ -189,7 +189,7 @@ class _Read(torch.autograd.Function):
         if grad_free_energy is None:
             grad_free_energy = rest[5].new_zeros(shape if rest[0] is not None else 0)
         dq, dk, dv, dbeta, dbias = _backward(grad_mean, grad_free_energy, q, k, v, *rest, *ctx.how, of_bias)
-        if grad_values is not None:
+        if _kept(grad_values):
             dv = dv + _of_kept(grad_values, dv)
         return dq, dk, dv, dbeta if of_beta else None, dbias if of_bias else None, *[None] * 6
 
@@ -200,10 +200,15 @@ def _again(q, k, v, grad_mean, grad_free_energy, grad_values, beta, bias, keep, 
     grads = again_differentiable(read, (q, k, v, beta, bias), (grad_mean, grad_free_energy))
     if grads[2] is not None and k.shape[2] < v.shape[2]:
         grads[2] = grads[2].unflatten(2, (k.shape[2], -1)).sum(3)
-    if grad_values is not None:
+    if _kept(grad_values):
         of_v = _of_kept(grad_values, k.new_empty(*k.shape[:3], v.shape[3]))
         grads[2] = of_v if grads[2] is None else grads[2] + of_v
     return grads
+
+
+def _kept(grad_values: Tensor | None) -> bool:
+    """Whether anything was kept of v whose gradient there could be: nothing is where blocks are read apart."""
+    return grad_values is not None and grad_values.ndim == 4
 
 
 def _of_kept(grad_values: Tensor, dv: Tensor) -> Tensor:
