@@ -97,6 +97,6 @@ def test_the_reference_shows_every_public_name_with_its_docstring(site):
     headings = set(re.findall(r'<h[2-4] id="([\w.]+)" class="doc', reference))
     for module in (fem, fem.functional, fem.theory, fem.models):
         for name in module.__all__:
-            if name != "PRIORS":
+            if name not in ("PRIORS", "LORA"):  # dictionaries, which other pages show
                 assert any(heading.endswith(f".{name}") for heading in headings), f"{module.__name__}.{name}"
     assert "(Eq. 11)" in reference

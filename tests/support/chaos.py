@@ -100,11 +100,13 @@ class Training:
                 self.become(words, room)
 
     def become(self, words: list[str], room: int | None) -> None:
-        log = os.open(self.log, os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        """Train in this process and end with it, whatever happens: it is a fork of whoever called."""
         code = 70
         try:
+            log = open(self.log, "w", buffering=1)  # noqa: SIM115  (open until the process ends)
+            sys.stdout = sys.stderr = log  # pytest's own would be files that a small room does not hold
+            for stream in (1, 2):
+                os.dup2(log.fileno(), stream)
             from fem import cli
 
             if room is not None:
@@ -119,8 +121,8 @@ class Training:
             import traceback
 
             traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(code or 0)
+        finally:
+            os._exit(code or 0)
 
     def ranks(self) -> list[int]:
         """The processes that torchrun started."""
