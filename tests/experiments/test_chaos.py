@@ -18,7 +18,7 @@ def test_what_is_killed_stopped_or_damaged_goes_on_or_says_why(tmp_path):
     alone = [case for case in every if case.processes == 1]
     chosen = draw.sample([case for case in alone if case.kind in DAMAGES], 8)
     chosen += draw.sample([case for case in alone if case.kind not in DAMAGES], 8)
-    chosen += [case for case in every if case.processes == 2 and case.kind in ("SIGTERM", "SIGSTOP")][:2]
+    chosen += [case for case in every if case.processes == 2 and case.kind == "SIGTERM"][:1]
     found = [chaos.run(case, number) for number, case in enumerate(chosen)]
     assert [case for case in found if case["outcome"] in FAULTS] == []
     assert sum(case["outcome"] == "same" for case in found) >= len(found) - 4
