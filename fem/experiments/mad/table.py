@@ -116,15 +116,6 @@ def scored(records: Iterable[dict], score: str) -> Scores:
     return {row: task_scores(own, score) for row, own in by_row(records).items()}
 
 
-def of_summary(summary: dict, score: str) -> Scores:
-    """The same from what results.json keeps of a sweep."""
-    return {
-        (mixer, initialisation): {task: entry[score][task]["seeds"] for task in COLUMNS if task in entry[score]}
-        for initialisation, mixers in summary.items()
-        for mixer, entry in mixers.items()
-    }
-
-
 def table1(found: Scores) -> list[dict]:
     """Table 1 in percent: our mean over seeds, and the paper's figure in the column "paper" after it; blank: not run.
 

@@ -61,11 +61,6 @@ class Streams(NamedTuple):
         energy = sums[0] * (rounding + (lift - lift.detach())).exp()  # gradients flow through the sums alone
         return cls(Sums(peak, sums), Sums(top, energy.unsqueeze(0)))
 
-    @classmethod
-    def from_state(cls, state: dict[str, Tensor], beta: Tensor | None, dtype: torch.dtype) -> Streams:
-        """beta broadcasts against the state."""
-        return cls.after(*(None if x is None else x.to(dtype) for x in state_parts(state, beta)), beta)
-
     def last(self) -> Streams:
         """After the last token."""
         return Streams(*(stream and Sums(stream.peak[:, -1].clone(), stream.sums[:, :, -1].clone()) for stream in self))
