@@ -21,7 +21,7 @@ from fem.experiments.common import run as recipe
 from fem.experiments.common import tables
 from fem.experiments.common.run import open_run, option
 from fem.experiments.doctor import card
-from fem.plots import Panel, channel_reading, learning_curves
+from fem.plots import Panel, channel_readings, dots, learning_curves
 
 
 @dataclass(frozen=True)
@@ -236,12 +236,14 @@ def test_tables_are_blank_where_nothing_was_run(tmp_path):
 
 
 def test_plots_are_written(tmp_path):
-    series = {"fem, 0": ([0, 1], [1.0, 0.5]), "fem, 1": ([0, 1], [1.1, 0.6]), "other": ([0, 1], [1.0, 0.9])}
-    panels = [Panel("loss", "step", series, level=0.7, level_name="guessing"), Panel("again", "step", series)]
-    learning_curves(tmp_path / "curves.png", "title", panels)
+    series = {"FEM": [([0, 1], [1.0, 0.5]), ([0, 1], [1.1, 0.6])], "other": [([0, 1], [1.0, 0.9])]}
+    learning_curves(tmp_path / "curves.png", "title", [Panel("loss", "step", series)] * 2, {"FEM": "#1f5fbf"})
+    scores = {"one": {"FEM": [0.5, 0.6], "other": [0.4]}, "two": {"other": [1]}}
+    dots(tmp_path / "dots.png", "title", scores, {"FEM": "#1f5fbf"}, {"one": 0.3}, "guessing")
     weights = np.full((3, 4), 0.25)
-    channel_reading(tmp_path / "reading.png", "title", ["a", "$^$", "c", "<|end|>"], weights[0], weights)
-    for name in ("curves.png", "reading.png"):
+    heads = [("one", weights[0], weights), ("two", weights[0], weights)]
+    channel_readings(tmp_path / "reading.png", "title", ["a", "$^$", "c", "<|end|>"], heads)
+    for name in ("curves.png", "dots.png", "reading.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 
+from fem.experiments.common.names import KEY
 from fem.experiments.common.run import provenance
 from fem.experiments.common.tables import markdown_table
 from fem.experiments.mad.settings import PROFILES, Profile
@@ -51,6 +52,7 @@ def write_report(path: Path, records: Sequence[dict], profile: Profile, command:
         PAGE.format(
             tables=score_tables({score: scored(records, score) for score in SCORES}, profile.score, paper),
             steps=markdown_table(steps_table(records)),
+            key=KEY,
             about=WITH_PAPER if paper else SMALL,
             provenance=provenance(command),
             training=", ".join(f"{name} {value}" for name, value in asdict(profile.training).items()),
@@ -82,6 +84,7 @@ PAGE = """# MAD: six synthetic tasks
 Percent of the scored tokens of new sequences, mean over seeds; sd: of the average, over seeds; over its prior: the
 average's difference from the same prior without any part of FEM, seed by seed, ± its standard error. In every task all
 models have the same parameters, the SwiGLU paying for what a mixer adds, and all linear maps start by the same rule.
+{key} The paper names the parts that are missing: its FEM-SM(-G,T) is attention+CL here.
 {about}
 {tables}
 ## Steps to 90 %
