@@ -185,8 +185,8 @@ def caption(reading: Mapping) -> str:
     return f"""The FEM model reads, at the end of "{reading["sentence"]}", which it was not trained on. A row is a
 channel, a dot marks the word that it reads most; the pieces of a word are added up. Above: the head whose channels
 differ most; its {channels} channels read {first} different tokens most. Below: the median head, with {second}. In
-{more} of {len(counts)} heads the channels do not agree on one token. Softmax attention reads the row `prior` in every channel.
-Every head, channel and token: open `inspect.html` in a browser."""
+{more} of {len(counts)} heads the channels do not agree on one token. Softmax attention reads the row `prior` in every
+channel. Every head, channel and token: open `inspect.html` in a browser."""
 
 
 def generate(model: FEMForCausalLM, tokenizer: PreTrainedTokenizerFast, sentence: str, seed: int) -> str:

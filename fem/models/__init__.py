@@ -54,11 +54,11 @@ def __getattr__(name: str):
         if not find_spec("neuralforecast"):
             raise ImportError(
                 "fem.models.FEMForecaster needs neuralforecast; install it with "
-                "pip install 'free-energy-mixer[forecast]'."
+                "pip install '.[forecast]' in a copy of its repository."
             )
         from fem.models.forecast import FEMForecaster
 
         return FEMForecaster
     if name in __all__:
-        raise ImportError(f"fem.models.{name} needs transformers; install it with pip install 'free-energy-mixer[lm]'.")
+        raise ImportError(f"fem.models.{name} needs transformers; pip install '.[lm]' in a copy of its repository.")
     raise AttributeError(f"module 'fem.models' has no attribute {name!r}")

@@ -29,11 +29,12 @@ def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
 
 
 def _case(record: Mapping) -> Case:
-    return Case(record["part"], Size(**record["size"]), record["dtype"], tuple(record["contenders"]), record["layers"])
+    mixers = record.get("mixers") or record["contenders"]  # their name in results of 0.1
+    return Case(record["part"], Size(**record["size"]), record["dtype"], tuple(mixers), record["layers"])
 
 
 def curves(path: Path, part: str, results: Results) -> None:
-    """One panel per cost, one line per contender, both axes logarithmic."""
+    """One panel per cost, one line per mixer, both axes logarithmic."""
     names = list(dict.fromkeys(name for _, found in results for name in found))
     panels = []
     for label, field, scale, per_token in PANELS[part]:

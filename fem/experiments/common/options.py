@@ -48,7 +48,10 @@ def recipe_options(recipe: Any) -> Callable[[Command], Command]:
                     note(f"--{other.replace('_', '-')} is called --{called(field)} here.")
                     given[field.name] = value
             changes = {name: value for name, value in given.items() if name in names and value is not None}
-            return command(changes, **{name: value for name, value in given.items() if name not in names})
+            try:
+                return command(changes, **{name: value for name, value in given.items() if name not in names})
+            except ValueError as error:
+                raise ValueError(_as_typed(str(error), recipe)) from error
 
         keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
         parameters = [*keyword_only, *options]
@@ -58,6 +61,13 @@ def recipe_options(recipe: Any) -> Callable[[Command], Command]:
         return run
 
     return decorate
+
+
+def _as_typed(sentence: str, recipe: Any) -> str:
+    """A sentence about a field names the option that sets it."""
+    word, space, rest = sentence.partition(" ")
+    typed = {field.name: called(field).replace("-", "_") for field in fields(recipe)}
+    return typed.get(word, word) + space + rest
 
 
 def _keyword(name: str, kind: Any, info: Any) -> inspect.Parameter:
