@@ -318,7 +318,7 @@ def run(recipe: ArgmaxRecipe, output: Path) -> dict:
             "whose nearest value is the winner; it lets a reader say too much, so 100 in every channel has 100 %. "
             "Scored on examples that neither trained a reader nor decided when it stopped, mean over seeds. Both "
             "readers have the same parameters.",
-            markdown_table(table),
+            markdown_table(table, {"hits": max, "error": min}),
             "![validation error and hits over steps](argmax.png)",
             ended(curves, recipe),
             provenance(command_line("argmax", recipe, SMALL)),

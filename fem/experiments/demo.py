@@ -212,7 +212,7 @@ Each channel's largest value sits at a token of its own. Softmax attention reads
 FEM lets the values compete. Hits: the share of channels read within half the distance of their two largest values;
 error: mean squared error over the variance of the winners.
 
-{markdown_table(tables["argmax"])}
+{markdown_table(tables["argmax"], {"hits": max})}
 ![validation error and hits over steps](argmax.png)
 
 {ended}
@@ -223,7 +223,7 @@ error: mean squared error over the variance of the winners.
 from {source}; losses on its held-out end, in nats per token.
 Same data in the same order, same seeds, parameters within 1 %.
 
-{markdown_table(tables["lm"])}
+{markdown_table(tables["lm"], {"loss": min})}
 ![validation loss over steps](lm.png)
 
 ## Which word each channel reads

@@ -74,7 +74,7 @@ def read_run(path: Path) -> dict:
 
 
 def add_page(run: Path, output: Path) -> None:
-    """The run's page, pictures and numbers, named after its folder. "What it says" of an earlier page stays.
+    """The run's page, pictures and numbers, named after its folder. "What it says" of an earlier page stays, in front.
 
     Raises ValueError where `run` is not the folder of a run that has ended and has a page, `Broken` where its files
     cannot be read; neither leaves a page.
@@ -97,7 +97,8 @@ def add_page(run: Path, output: Path) -> None:
     text = PICTURE.sub(rf"]({name}_\1)", text)
     page = output / f"{name}.md"
     if page.exists() and (said := OURS.search(page.read_text(encoding="utf-8"))):
-        text = text.replace("## How this was made", f"{said[0].strip()}\n\n## How this was made")
+        title, _, rest = text.partition("\n")
+        text = f"{title}\n\n{said[0].strip()}\n\n## What was run\n{rest}"
     write_json(output / f"{name}.json", {"config": config, "results": results})
     page.write_text(text, encoding="utf-8")
 

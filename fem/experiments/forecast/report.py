@@ -91,7 +91,7 @@ def write(folder: Path, records: Sequence[dict], command: str) -> None:
     write_table(folder, "table4", table4(summary(records)))
     picture.forecasts(folder / "forecasts.png", records)
     page = PAGE.format(
-        table=markdown_table(table(records)),
+        table=markdown_table(table(records), {"MSE": min, "MAE": min}),
         note=TABLE_4_NOTE,
         table4=markdown_table(table4(summary(records))),
         provenance=provenance(command),

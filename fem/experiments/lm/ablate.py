@@ -271,7 +271,7 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
         "difference from that row on the same seeds, ± its standard error. "
         f"{recipe.steps * recipe.batch * recipe.context:,} tokens a training, about {flops(ablation, recipe):.2g} "
         "floating-point operations (6 a parameter and token).",
-        markdown_table(ablation.table()),
+        markdown_table(ablation.table(), {"loss": min}),
         "![last validation loss of every row, a dot per seed](loss.png)",
         "## Learning rates",
         f"Seed {recipe.seed}, validation loss after the last step.",

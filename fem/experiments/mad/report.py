@@ -12,6 +12,7 @@ from fem.experiments.common.run import provenance
 from fem.experiments.common.tables import markdown_table
 from fem.experiments.mad.settings import PROFILES, Profile
 from fem.experiments.mad.table import (
+    COLUMNS,
     SCORES,
     Scores,
     average,
@@ -70,10 +71,11 @@ def score_tables(found: dict[str, Scores], first: str, paper: bool) -> str:
         title, table = SCORES[score], table1(found[score])
         if not paper or score != first:
             table = [row for row in table if row["seeds"]]
-        parts.append(f"## {title[0].upper()}{title[1:]}\n\n{markdown_table(readable(table, paper))}")
+        parts.append(f"## {title[0].upper()}{title[1:]}\n\n{markdown_table(readable(table, paper), BEST)}")
     return "\n".join(parts)
 
 
+BEST = dict.fromkeys([*COLUMNS.values(), "Avg"], max)
 WITH_PAPER = """In brackets Table 1's figure, whose heads, widths and learning rates are not published. Blank: not run.
 """
 SMALL = """Sizes, steps and settings are a laptop's: 6 of 66 settings, an eighth of the epochs at most. Models are

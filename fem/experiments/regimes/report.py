@@ -126,7 +126,7 @@ def write_report(folder: Path, found: Found, recipe: RegimesRecipe, command: str
             f"## {task}: {about.about}",
             f"Asks for {about.wins}. Score: {about.measure} on {recipe.training.test_examples} new examples after the "
             f"last step; an answer that never looks: {floors[task]:.3f}. values: width of the values over all heads.",
-            markdown_table(table(rows)),
+            markdown_table(table(rows), {"score": max}),
         ]
     write_page(
         folder,
@@ -138,7 +138,7 @@ def write_report(folder: Path, found: Found, recipe: RegimesRecipe, command: str
         f"tested on other examples. {KEY} /r4: gates of "
         "rank 4, whose width goes to the values; /b8: beta starts at 8 instead of 1.95; /l6: lambda's bias at 6; "
         "/wide: values as wide as the model. ±: standard error of the difference, seed by seed.",
-        markdown_table(overview(found)),
+        markdown_table(overview(found), dict.fromkeys(found, max)),
         "\n".join(f"* {verdict(task, rows)}" for task, rows in found.items()),
         "![scores by task and mixer](scores.png)",
         *parts,
