@@ -104,14 +104,16 @@ def test_the_reference_shows_every_public_name_with_its_docstring(site):
 
 
 SEEN = """
-const text = getComputedStyle(document.querySelector("article")).color, page = getComputedStyle(document.body).backgroundColor;
+const text = getComputedStyle(document.querySelector("article")).color;
+const page = getComputedStyle(document.body).backgroundColor;
 const pictures = [...document.images].filter((image) => image.loading !== "lazy" || image.complete);
 return {
   wide: document.documentElement.scrollWidth, screen: innerWidth,
   missing: pictures.filter((image) => !image.naturalWidth).map((image) => image.src),
   unnamed: pictures.filter((image) => !image.hasAttribute("alt")).map((image) => image.src),
   colours: [text, page].map((colour) => colour.match(/[0-9.]+/g).slice(0, 3).reduce((sum, x) => sum + Number(x), 0)),
-  formulas: [...document.querySelectorAll("article p, article td")].filter((part) => part.textContent.includes("$`")).length,
+  formulas: [...document.querySelectorAll("article p, article td")].filter((part) => part.textContent.includes("$`"))
+    .length,
 }
 """
 

@@ -53,6 +53,8 @@ def look(driver, address, width=1400, height=900, dark=False):
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
     driver.get_log("browser")
+    if driver.current_url.startswith("http"):
+        driver.execute_script("localStorage.clear()")  # where a site keeps the colours of the last page
     driver.get(address)
 
 

@@ -1,4 +1,4 @@
-"""`make screens`: pictures of the site's pages and of fem inspect's, light and dark, wide and narrow, into runs/screens.
+"""`make screens`: pictures of the site's pages and of fem inspect's, light and dark, wide and narrow.
 
     python tests/support/screens.py SITE OUT [INSPECT_PAGE] [--axe axe.min.js]
 
