@@ -60,5 +60,7 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__, *_MODULES])
 
 
-if "transformers" in sys.modules:
-    import_module("fem.models")  # registers the models with transformers' Auto classes
+if {"transformers", "neuralforecast"} & sys.modules.keys():
+    import_module(
+        "fem.models"
+    )  # registers the models with transformers' Auto classes, the forecaster with NeuralForecast
