@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from fem.experiments.common.jobs import digest_of
 from fem.experiments.common.mixers import file_name
-from fem.experiments.common.names import by_name, colours, display
+from fem.experiments.common.names import KEY, by_name, colours, display
 from fem.experiments.common.options import recipe_options
 from fem.experiments.common.paired import shown
 from fem.experiments.common.run import (
@@ -271,12 +271,13 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
         f"What each part of FEM adds to a language model: {recipe.prior} prior, "
         f"{recipe.layers} blocks of width {recipe.width}",
         f"{recipe.layers} blocks of width {recipe.width} with {recipe.heads} heads; {recipe.steps} steps of "
-        f"{recipe.batch} x {recipe.context} tokens of {source}, byte-pair vocabulary of {recipe.vocabulary}. C: "
-        "conditioner, L: free energy, T: temperature gate (lambda), G: outer gate. All rows have the same parameters "
+        f"{recipe.batch} x {recipe.context} tokens of {source}, byte-pair vocabulary of {recipe.vocabulary}. "
+        f"{KEY} All rows have the same parameters "
         "within 1 %, the same initialisation, and per seed the same rows of text in the same order; each has the best "
         "of the learning rates on the first seed. /r8: gates of rank 8, whose width goes to the values. Loss: "
-        "validation, nats per token after the last step, mean over seeds; sd: over seeds; row: the paper's name, by the "
-        "parts that are missing (-) or alone (+); below ..., paired: the difference from that row on the same seeds, ± its standard error. "
+        "validation, nats per token after the last step, mean over seeds; sd: over seeds; row: the paper's name, by "
+        "the parts that are missing (-) or alone (+); below ..., paired: the difference from that row on the same "
+        "seeds, ± its standard error. "
         f"{recipe.steps * recipe.batch * recipe.context:,} tokens a training, about {flops(ablation, recipe):.2g} "
         "floating-point operations (6 a parameter and token).",
         markdown_table(ablation.table(), {"loss": min}),
