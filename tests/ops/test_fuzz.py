@@ -119,6 +119,8 @@ def excess(call, dtype, documents, marks, seed: int) -> dict[str, float]:
     if in_chunks:
         reads["chunks"] = mine.in_pieces(*cut, **marks)
     found = {}
+    sizes = {n: max(1.0, exact.arguments[n].abs().max().item()) for n in "qk"} if softmax else {}
+    units = {"q": sizes.get("k", 1.0), "k": sizes.get("q", 1.0)}  # of which gradients of scores are sums
     for how, read in reads.items():
         for part, got, want, theirs in zip(("mean", "F"), read, wanted, other):
             found[f"{part}, {how}"] = over(how, got[:, rows], want, theirs, of_mean if part == "mean" else floor)
@@ -127,7 +129,9 @@ def excess(call, dtype, documents, marks, seed: int) -> dict[str, float]:
             for part, gradient in gradients.items():
                 logarithm = part == "beta" or (part in FEATURES and not softmax)
                 unit = exact.arguments[part].detach() if logarithm else 1.0
-                found[f"d{part}, {how}"] = over(how, gradient, expected[part], of_plain[part], floor, unit)
+                found[f"d{part}, {how}"] = over(
+                    how, gradient, expected[part], of_plain[part], floor * units.get(part, 1.0), unit
+                )
     return found
 
 

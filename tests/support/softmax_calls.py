@@ -35,7 +35,7 @@ class SoftmaxCall:
         return self.map(lambda x: x.detach().to(dtype or x.dtype).clone().requires_grad_())
 
     def at(self, tokens: Tensor) -> SoftmaxCall:
-        q, k, v, beta, bias = self.arguments.values()
+        q, k, v, _, bias = self.arguments.values()
         bias = None if bias is None else bias[:, tokens][:, :, tokens]
         return self.set(q=q[:, tokens], k=k[:, tokens], v=v[:, tokens], bias=bias)
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fem.ops.common.read import LOG_ZERO
 from fem.ops.linear_attention.chunk import Memory
-from fem.ops.linear_attention.scores import NOTHING
 
 
 def carry(start: Memory, added: Memory, through: Tensor | None, beta: Tensor | None) -> Memory:
@@ -25,7 +25,7 @@ def carry(start: Memory, added: Memory, through: Tensor | None, beta: Tensor | N
     weights = [start.log_weight]
     for n in range(added.log_weight.shape[1]):
         left = weights[-1] if through is None else weights[-1] + through[:, n]
-        weights.append(torch.logaddexp(left, added.log_weight[:, n]).clamp_min(NOTHING))
+        weights.append(torch.logaddexp(left, added.log_weight[:, n]).clamp_min(LOG_ZERO))
     log_weight = torch.stack(weights, 1)
     fresh = _fresh(log_weight, added, through)
 

@@ -11,16 +11,15 @@ underflow is doubted, entry by entry; `keyed_scan_tiers` computes the chunk agai
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.read import Terms
+from fem.ops.common.precision import LEAST_PROVEN
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms
 from fem.ops.linear_attention.scores import (
-    NOTHING,
     Decay,
     log,
     log_pair_scores,
@@ -29,7 +28,6 @@ from fem.ops.linear_attention.scores import (
     until_end,
 )
 
-PROOF = {torch.float32: -60.0, torch.float64: -600.0}  # a sum above e^PROOF lost nothing that its digits would show
 LIGHT = 30.0  # the logarithm of weights that need no scaling
 
 
@@ -75,7 +73,7 @@ def _quotients(sums: Tensor, least: float, beta: Tensor | None) -> tuple[Tensor,
     weight, numerator, partition = _columns(sums, beta)
     doubt = weight < least
     weight = torch.where(doubt, 1, weight)
-    log_weight = torch.where(doubt, NOTHING, weight.log()).squeeze(-1)
+    log_weight = torch.where(doubt, LOG_ZERO, weight.log()).squeeze(-1)
     mean = torch.where(doubt, 0, numerator / weight)
     if beta is None:
         return log_weight, mean, None, doubt.squeeze(-1)
@@ -146,7 +144,7 @@ class MixForGradients(_Mix):
 
 def _lifted(gain: Tensor | None, peak: Tensor | None, log_weight: Tensor) -> Tensor | None:
     """F from F - M, 0 where nothing has weight."""
-    return None if gain is None else torch.where(log_weight.unsqueeze(-1) > NOTHING / 2, peak + gain, 0)
+    return None if gain is None else torch.where(log_weight.unsqueeze(-1) > NO_WEIGHT, peak + gain, 0)
 
 
 def _columns(sums: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -157,7 +155,7 @@ def _columns(sums: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor 
 
 
 def _least(scores: Tensor) -> float:
-    return math.exp(PROOF[scores.dtype])
+    return LEAST_PROVEN[scores.dtype]
 
 
 # --- what a chunk adds -------------------------------------------------------------------------------------------
@@ -203,13 +201,13 @@ def sees(chunk: Chunk, memory: Memory, present: bool) -> Bool[Tensor, "y c"]:
     scores = log_pair_scores(chunk.q, chunk.k, chunk.g, present).amax(2)
     left = log(chunk.q) + memory.log_weight.unsqueeze(1)
     left = left if chunk.g is None else left + since_start(chunk.g)
-    return torch.maximum(scores, left.amax(2)) > NOTHING / 2
+    return torch.maximum(scores, left.amax(2)) > NO_WEIGHT
 
 
 def adds(chunk: Chunk) -> Bool[Tensor, "y dk"]:
     """Which key channels the chunk has anything for."""
     scores = log(chunk.k) if chunk.g is None else log(chunk.k) + until_end(chunk.g)
-    return scores.amax(1) > NOTHING / 2
+    return scores.amax(1) > NO_WEIGHT
 
 
 def _visible(chunk: Chunk, memory: Memory, present: bool) -> tuple:
@@ -219,9 +217,9 @@ def _visible(chunk: Chunk, memory: Memory, present: bool) -> tuple:
     log_weight = memory.log_weight.unsqueeze(-1) - scale
     peak = energy = None
     if chunk.beta is not None:
-        lead = memory.free_energy + log_weight / chunk.beta
+        lead = memory.free_energy + log_weight.clamp_max(0) / chunk.beta  # M near F, or beta's gradient loses digits
         peak = torch.maximum(*(x.detach().amax(1, keepdim=True) for x in (chunk.v, lead)))
-        energy = (chunk.beta * (lead - peak)).exp()
+        energy = (chunk.beta * (memory.free_energy - peak) + log_weight).exp()
     weight = log_weight.exp()
     summaries = torch.cat([weight, weight * memory.mean] + ([] if energy is None else [energy]), 2)
     items = torch.cat([summaries, _items(chunk.v, peak, chunk.beta) * (-scale).exp()], 1)
@@ -233,11 +231,11 @@ def _visible(chunk: Chunk, memory: Memory, present: bool) -> tuple:
 def _log_quotients(scores: Tensor, values: Tensor, energies: Tensor | None, beta: Tensor | None) -> Terms:
     """scores (y, r, i) are logarithms."""
     log_weight = scores.logsumexp(2)
-    seen = (log_weight > NOTHING / 2).unsqueeze(-1)
+    seen = (log_weight > NO_WEIGHT).unsqueeze(-1)
     log_p = scores - log_weight.unsqueeze(-1)
     mean = torch.where(seen, log_p.exp() @ values, 0)
     free_energy = None
     if beta is not None:
         exponent = log_p.unsqueeze(-1) + (beta * energies).unsqueeze(1)
         free_energy = torch.where(seen, exponent.logsumexp(2) / beta, 0)
-    return Terms(log_weight.clamp_min(NOTHING), mean, free_energy)
+    return Terms(log_weight.clamp_min(LOG_ZERO), mean, free_energy)

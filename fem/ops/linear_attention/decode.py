@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fem.ops.common.read import Terms, log_average, merge
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, log_average, merge
 from fem.ops.linear_attention.chunk import Memory
-from fem.ops.linear_attention.scores import NOTHING, log
+from fem.ops.linear_attention.scores import log
 
 
 def step(
@@ -26,14 +26,14 @@ def step(
         Terms(log(k[:, 0]).unsqueeze(-1), value, value),
         per_channel,
     )
-    log_weight = log_weight.clamp_min(NOTHING)
+    log_weight = log_weight.clamp_min(LOG_ZERO)
     scores = log(q[:, 0]).unsqueeze(-1) + log_weight
     total = scores.logsumexp(2, keepdim=True)
-    seen = total > NOTHING / 2
+    seen = total > NO_WEIGHT
     log_p = scores - total
     reads = [torch.where(seen, log_p.exp().mT @ mean, 0)]
     if beta is not None:
         reads.append(torch.where(seen, log_average(log_p, per_channel * free_energy, 2) / per_channel, 0))
-    total = torch.where(seen, total, NOTHING)
+    total = torch.where(seen, total, LOG_ZERO)
     terms = (x.transpose(1, 2) for x in (total, *reads))
     return Terms(*terms, *(() if beta is not None else (None,))), Memory(log_weight.squeeze(-1), mean, free_energy)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fem.ops.common.backend import next_width, scan_backend, widest
 from fem.ops.common.precision import wide_dtype
-from fem.ops.common.read import Read, Terms, connected_zeros, merge, nothing_read, read_of
+from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, merge, nothing_read, read_of
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import differentiated, transformed
 from fem.ops.linear_attention.chunk import Memory
@@ -16,7 +16,6 @@ from fem.ops.linear_attention.decode import step
 from fem.ops.linear_attention.kernels.blocks import WIDEST_KEY
 from fem.ops.linear_attention.naive import naive_keyed_scan_read
 from fem.ops.linear_attention.plain import scan, whole
-from fem.ops.linear_attention.scores import NOTHING
 
 
 def keyed_scan_read(
@@ -92,7 +91,7 @@ def keyed_scan_terms(
     q, k, v = (x.to(dtype) for x in (q, k, v))
     beta = None if beta is None else beta.to(wide)
     g = None if log_decay is None else log_decay.to(wide)
-    g = None if g is None else g.masked_fill(g < NOTHING, NOTHING)  # keeps a bit an entry for the gradient
+    g = None if g is None else g.masked_fill(g < LOG_ZERO, LOG_ZERO)  # keeps a bit an entry for the gradient
     g = g.unsqueeze(-1) if g is not None and g.ndim == 3 else g
     if tokens is not None:
         q, k, v, g = _only_kept(tokens, q, k, v, g)
@@ -147,14 +146,14 @@ def _only_kept(tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None
         q, k, g = (None if x is None else torch.where(keep, x, 0) for x in (q, k, g))
     if tokens.start is not None:
         g = torch.zeros_like(q[..., :1]) if g is None else g
-        g = torch.where(tokens.start[:, :, None, None], NOTHING, g)
+        g = torch.where(tokens.start[:, :, None, None], LOG_ZERO, g)
     return q, k, v, g
 
 
 def _empty_state(k: Tensor, v: Tensor, beta: Tensor | None, wide: torch.dtype) -> dict[str, Tensor]:
     batch, _, heads, width = k.shape
     mean = v.new_zeros(batch, heads, width, v.shape[-1], dtype=wide)
-    state = {"log_weight": k.new_full((batch, heads, width), NOTHING, dtype=wide), "mean": mean}
+    state = {"log_weight": k.new_full((batch, heads, width), LOG_ZERO, dtype=wide), "mean": mean}
     return state if beta is None else state | {"free_energy": mean}
 
 

@@ -19,7 +19,7 @@ from fem.ops.common.read import Read
 
 SMALL_BETA = 0.1  # below it e is exp(beta v) - 1
 REACH = {torch.float64: 700.0, torch.float32: 80.0, torch.bfloat16: 80.0, torch.float16: 9.5}
-_PROVEN = 30.0  # nats
+_REACH_TO_PROVE = 30.0  # nats
 
 
 def exponents(v: Float[Tensor, "*n"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."]) -> Float[Tensor, "*n"]:
@@ -45,7 +45,7 @@ def pack_to_be_proven(
     """`pack`, with inf for an e so large that it could hide what a read over the cache loses: see `proven`."""
     packed = pack(v, beta, shift)
     e = packed[..., v.shape[-1] :]
-    e.masked_fill_(e > math.exp(_PROVEN), torch.inf)
+    e.masked_fill_(e > math.exp(_REACH_TO_PROVE), torch.inf)
     return packed
 
 
@@ -70,7 +70,7 @@ def proven(out: Float[Tensor, "*n w"], beta: Float[Tensor, "..."]) -> Bool[Tenso
     Where beta is small, R keeps the digits of F while it stays near 1.
     """
     total, small = wide(out).chunk(2, -1)[1], _small(beta)
-    fine = (total >= math.exp(-_PROVEN)) & (total < torch.inf) | (total == 0)
+    fine = (total >= math.exp(-_REACH_TO_PROVE)) & (total < torch.inf) | (total == 0)
     return fine if small is None else torch.where(small, (total > -0.75) & (total < 3.0), fine)
 
 

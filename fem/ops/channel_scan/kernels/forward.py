@@ -11,8 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fem.ops.common.kernels.channel_states import NOTHING, add_energy, add_weights, settled, token
+from fem.ops.common.kernels.channel_states import add_energy, add_weights, settled, token
 from fem.ops.common.kernels.decay_steps import chunk_of, load_channels
+from fem.ops.common.kernels.tiles import NOTHING
 
 
 @triton.jit
