@@ -68,7 +68,8 @@ class MetricsCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         self.steps += 1
         if self.bars is not None:
-            shown = "training" if self.loss is None else f"training, loss {self.loss:.3f}"
+            told = self.loss is not None and self.bars.console.is_terminal  # elsewhere on_log prints a line of its own
+            shown = f"training, loss {self.loss:.3f}" if told else "training"
             self.bars.update(self.bar, completed=state.global_step, description=shown)
 
     def on_log(self, args, state, control, logs, model, **_):

@@ -173,7 +173,7 @@ def tell_of_tokens():
 
 def finished_results(recipe: TrainRecipe, output: Path, place: Place) -> dict:
     """The results of a run that has reached its last step, written where a kill came before they were."""
-    note(f"the run in {str(output)!r} is finished, {place.step} of {recipe.max_steps} steps; --max-steps extends it.")
+    note(f"the run in {str(output)!r} is finished, {place.step} of {recipe.max_steps} steps; --steps extends it.")
     try:
         return json.loads((output / RESULTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
