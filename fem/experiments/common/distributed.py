@@ -46,6 +46,8 @@ class Ranks:
         if self.world > 1:
             self.patient = dist.new_group(backend="gloo", timeout=PATIENCE)
             self.prompt = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+            # The model's own group: on CPUs transformers begins it without `ddp_timeout`, with half an hour.
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
     def first(self, work: Callable[[], Found]) -> Found:
         """What `work` returns on rank 0, on every rank, however long it takes.

@@ -9,10 +9,11 @@ from torch import Tensor
 from fem.ops.common.backend import next_width, scan_backend, widest
 from fem.ops.common.precision import wide_dtype
 from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, merge, nothing_read, read_of
+from fem.ops.common.steps import portable
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import differentiated, transformed
 from fem.ops.linear_attention.chunk import Memory
-from fem.ops.linear_attention.decode import step
+from fem.ops.linear_attention.decode import by_steps, step
 from fem.ops.linear_attention.kernels.blocks import WIDEST_KEY
 from fem.ops.linear_attention.naive import naive_keyed_scan_read
 from fem.ops.linear_attention.plain import scan, whole
@@ -99,6 +100,8 @@ def keyed_scan_terms(
     if 0 in v.shape[:2]:
         zeros = connected_zeros(v.to(wide), v.shape, q, k, v, beta, g, *start)
         terms, last = nothing_read(zeros, beta)._replace(log_weight=zeros[..., :1]), start
+    elif portable():
+        terms, last = by_steps(*(x.to(wide) for x in (q, k, v)), beta, g, start, present)
     elif backend == "plain" and transformed(q, k, v, beta, g, *start):
         terms, last = whole(q, k, v, beta, g, start, present)
     elif q.shape[1] == 1 and present and not differentiated(q, k, v, beta, g, *start):

@@ -13,6 +13,7 @@ from fem.ops.common.read import Read, connected_zeros
 from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.composed import composed_read
 from fem.ops.softmax.decode import packed_step, softmax_step
+from fem.ops.softmax.exported import exported_read
 from fem.ops.softmax.naive import naive_softmax_read
 from fem.ops.softmax.op import compute_dtype, free_energy_read
 from fem.ops.softmax.support import Intervals, intervals
@@ -54,6 +55,9 @@ def softmax_read(
         bias = bias[(None,) * (4 - bias.dim())]
     by_pairs = window is not None or document is not None or (causal and 1 < queries < time)
     causal = causal and queries > 1
+    if torch.compiler.is_exporting():
+        seen = intervals(queries, time, causal, window, tokens, q.device) if by_pairs else None
+        return _as(dtype, exported_read(q, k, v, beta, bias, keep, seen, causal, scale))
     if backend == "sdpa" and q.is_cuda and q.numel() and v.numel():
         by_pairs = by_pairs or keep is not None or bias is not None
         seen = intervals(queries, time, causal, window, tokens, q.device) if by_pairs else None
