@@ -135,15 +135,15 @@ KERNELS = {  # one place of each kernel that is shifted, or whose mask is droppe
         ("remember", "store_tile(mean, keys, columns, DV, DK,", "store_tile(mean, keys + 1, columns, DV, DK,"),
         ("remember_gradients", "store_tile(dv + of_row * DV, rows,", "store_tile(dv + of_row * DV, rows + 1,"),
     ),
-    "linear_attention/kernels/carry.py": (
+    "linear_attention/kernels/state_passing.py": (
         f"{LINEAR}/kernels_linear_attention.py",
-        ("carry", "mu_added = load_tile(added_mean + source", "mu_added = load_tile(added_mean + place"),
-        ("carry_gradients", "free_energy + (place + 1) * DK * DV", "free_energy + place * DK * DV"),
+        ("pass_states", "mu_added = load_tile(added_mean + source", "mu_added = load_tile(added_mean + place"),
+        ("pass_states_gradients", "free_energy + (place + 1) * DK * DV", "free_energy + place * DK * DV"),
     ),
     "linear_attention/kernels/output.py": (
         f"{LINEAR}/kernels_linear_attention.py",
         ("read", "store_tile(read_mean + of_row * DV, rows,", "store_tile(read_mean + of_row * DV, rows + 1,"),
-        ("memory_gradients", "tl.store(dlog_weight + place * DK + keys,", "tl.store(dlog_weight + keys,"),
+        ("state_gradients", "tl.store(dlog_weight + place * DK + keys,", "tl.store(dlog_weight + keys,"),
         ("token_gradients", "y = tl.load(slopes + of_row + rows * heads,", "y = tl.load(slopes + of_row + rows,"),
     ),
     "channel_scan/kernels/forward.py": (

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fem.ops.common.precision import LEAST_PROVEN, wide
 from fem.ops.common.read import Read
-from fem.ops.softmax.settle import settle
+from fem.ops.softmax.recompute import recompute
 from fem.ops.softmax.support import Intervals
 
 _TILE = 128
@@ -62,7 +62,7 @@ def composed_read(
         packed, shift, near = fused(_prologue)(v, beta, kept)
         out = _attend(q, k, packed, bias, seen, causal, scale)
         mean, free_energy, doubtful = fused(_epilogue)(out, beta, shift, near, sees)
-        return Read(mean, settle(free_energy, doubtful, q, k, v, beta, bias, seen, causal, scale))
+        return Read(mean, recompute(free_energy, doubtful, q, k, v, beta, bias, seen, causal, scale))
 
 
 def _prologue(

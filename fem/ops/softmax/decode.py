@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.fallback_count import suspects
+from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.precision import wide
 from fem.ops.common.read import Read
 from fem.ops.softmax.cached import SMALL_BETA, proven, unpack
@@ -51,7 +51,7 @@ def packed_step(
         start = stop
     if not (math.isfinite(q.sum().item()) and bool(proven(out, beta).all())):
         return None
-    suspects.count(out.numel() // 2, 0)
+    fallbacks.count(out.numel() // 2, 0)
     return Read(*(x.view(batch, 1, heads, -1) for x in unpack(out, beta, shift)))
 
 
@@ -107,7 +107,7 @@ def softmax_step(
     total = _energies(parts, middle, beta if small else beta * math.log2(math.e), small)
     if not bool((total + mean).isfinite().all()):
         return None
-    suspects.count(total.numel(), 0)
+    fallbacks.count(total.numel(), 0)
     seen = prior.amax(-1, keepdim=True) > 0
     total = total.div_(_LIFT)
     free_energy = torch.where(seen, middle + (total.log1p_() if small else total.log_()).div_(beta), 0.0)

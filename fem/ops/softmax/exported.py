@@ -10,7 +10,7 @@ from torch import Tensor
 from fem.ops.common.precision import LEAST_PROVEN, wide
 from fem.ops.common.read import LOG_ZERO, Read
 from fem.ops.common.steps import along_time, portable, without_gradient
-from fem.ops.softmax.settle import settle
+from fem.ops.softmax.recompute import recompute
 from fem.ops.softmax.support import Intervals
 
 
@@ -50,10 +50,10 @@ def exported_read(
     logarithm = torch.where(near, close, far)
     free_energy = (logarithm + shift) / beta
     if portable():
-        free_energy = _settled(free_energy, doubtful, q, k, v, beta, mask, causal, scale)
+        free_energy = _recomputed(free_energy, doubtful, q, k, v, beta, mask, causal, scale)
     else:
         by_token = (x.transpose(1, 2) for x in (free_energy, doubtful, q, k, v))
-        free_energy = settle(*by_token, beta[:, 0], mask, None, causal and mask is None, scale).transpose(1, 2)
+        free_energy = recompute(*by_token, beta[:, 0], mask, None, causal and mask is None, scale).transpose(1, 2)
     return Read(_seen(mean, sees), _seen(free_energy, sees))
 
 
@@ -84,15 +84,15 @@ def _mask(
     return mask, allowed.any(-1, keepdim=True)
 
 
-def _settled(free_energy, doubtful, q, k, v, beta, mask, causal: bool, scale: float) -> Float[Tensor, "b h tq d"]:
+def _recomputed(free_energy, doubtful, q, k, v, beta, mask, causal: bool, scale: float) -> Float[Tensor, "b h tq d"]:
     """The free energies, and where any is doubtful all of these from the definition."""
     if mask is None:
         every = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool)
         mask = q.new_zeros(()).masked_fill(every.triu(1) if causal else ~every, LOG_ZERO)
-    settled = lambda *given: torch.where(doubtful, _definition(*given, scale), free_energy)  # noqa: E731
+    recomputed = lambda *given: torch.where(doubtful, _definition(*given, scale), free_energy)  # noqa: E731
     proven = lambda *given: free_energy.clone()  # noqa: E731
     with without_gradient():
-        return torch.cond(doubtful.any(), settled, proven, (q, k, v, beta, mask))
+        return torch.cond(doubtful.any(), recomputed, proven, (q, k, v, beta, mask))
 
 
 def _definition(q, k, v, beta, mask, scale: float) -> Float[Tensor, "b h tq d"]:

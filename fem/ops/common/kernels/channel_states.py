@@ -74,7 +74,7 @@ def add_energy(peak, at, energy, log_decay, rate, x, v, own):
 
 
 @triton.jit
-def settled(peak, total):
+def at_least_half(peak, total):
     """The peak by which the total is at least 1/2, as `scaled_sums` has it, and the factor of the sums."""
     octaves = tl.minimum(tl.floor(tl.log2(total)) + 1.0, 0.0)
     return peak + octaves * LN_2, tl.exp2(-octaves)

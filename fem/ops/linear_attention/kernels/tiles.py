@@ -1,4 +1,4 @@
-"""Tiles of the keyed scan, and what its kernels take of a chunk's values: E = 2^(rate (v - anchor) - shift).
+"""Tiles of linear attention, and what its kernels take of a chunk's values: E = 2^(rate (v - anchor) - shift).
 
 rate = beta log2(e). The anchor, the value of the chunk's first token, keeps the digits of values that share an offset;
 the shift is an integer, so that no digit of what a row reads depends on the tokens after it.

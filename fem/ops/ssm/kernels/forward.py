@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fem.ops.channel_scan.kernels.forward import load_three, part_at, store_three
-from fem.ops.common.kernels.channel_states import add_energy, add_weights, lowered, settled
+from fem.ops.common.kernels.channel_states import add_energy, add_weights, at_least_half, lowered
 from fem.ops.common.kernels.decay_steps import chunk_of, decayed, load_channels
 from fem.ops.common.kernels.tiles import NEARLY_NOTHING, NOTHING
 
@@ -192,12 +192,12 @@ def ssm_reads(
         place += channels
     if end == time:
         of_row = row * N * channels + of_states
-        peak, lift = settled(peak, total)
+        peak, lift = at_least_half(peak, total)
         store_three(last, of_row, last_size, all_inside, peak, total * lift, weighted * lift)
         if beta is not None:
             joined = top + steep[:, None] * at
             energy *= tl.exp((top - joined) + steep[:, None] * at)
-            top, lift = settled(joined, energy)
+            top, lift = at_least_half(joined, energy)
             store_three(
                 part_at(last, 3, last_size), of_row, last_size, all_inside, top, tl.zeros_like(at), energy * lift
             )
