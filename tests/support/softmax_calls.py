@@ -79,6 +79,11 @@ class SoftmaxCall:
             first += size
         return functional.Read(*(torch.cat(parts, 1) for parts in zip(*reads)))
 
+    def largest_score(self) -> float:
+        """At most."""
+        q, k = (self.arguments[name].detach().norm(dim=-1).amax().item() for name in "qk")
+        return q * k * self.arguments["q"].shape[-1] ** -0.5
+
     def definition(self):
         """The read from a table of all scores, in the dtype of the inputs; a query that sees no key reads 0."""
         q, k, v, beta, bias = self.arguments.values()
