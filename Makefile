@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs notebooks lint chaos bench clean
+.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs screens notebooks lint chaos bench clean
 
 help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
@@ -68,6 +68,10 @@ test-vllm: $(VLLM)/.installed
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "to read it: $(BIN)/python -m http.server --directory site, then http://localhost:8000"
+
+# Pictures of the site and of the page of `fem inspect`; with AXE=.../axe.min.js (npm pack axe-core) also its check.
+screens: docs
+	$(BIN)/python tests/support/screens.py site runs/screens $(wildcard runs/demo/inspect.html) $(if $(AXE),--axe $(AXE))
 
 # The notebooks are kept with their results: run them again when what they use has changed.
 notebooks: install

@@ -21,7 +21,7 @@ from fem.experiments.common import run as recipe
 from fem.experiments.common import tables
 from fem.experiments.common.run import open_run, option
 from fem.experiments.doctor import card
-from fem.plots import Panel, channel_reading, learning_curves
+from fem.plots import Panel, channel_readings, dots, learning_curves
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,11 @@ def test_another_command_s_name_for_an_option_is_taken_with_a_hint(monkeypatch, 
 
     ran = []
     monkeypatch.setattr(training, "run", lambda recipe, *_, **__: ran.append(recipe))
-    assert fem(monkeypatch, "train", "--steps", "70", "--batch", "3", "--text", "a.txt") == 0
+    assert fem(monkeypatch, "train", "--max-steps", "70", "--batch", "3", "--text", "a.txt", "--model", "{}") == 0
     assert (ran[0].max_steps, ran[0].batch_size, ran[0].data) == (70, 3, "a.txt")
-    assert "--steps is called --max-steps here" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--max-steps is called --steps here" in said
+    assert "--model is called --model-fields here" in said
 
 
 @pytest.mark.parametrize(
@@ -128,8 +130,9 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch, c
 
     monkeypatch.setattr(argmax, "run", missing)
     assert fem(monkeypatch, "argmax") == 2
-    sentence = "error: this needs transformers, which is not installed: pip install 'free-energy-mixer[lm]'.\n"
-    assert capsys.readouterr().err == sentence
+    said = capsys.readouterr().err
+    assert said.startswith("error: this needs transformers, which is not installed: pip install '.[lm]' in your copy")
+    assert said.count("\n") == 1
 
 
 def test_a_missing_module_of_our_own_is_no_missing_package():
@@ -236,12 +239,14 @@ def test_tables_are_blank_where_nothing_was_run(tmp_path):
 
 
 def test_plots_are_written(tmp_path):
-    series = {"fem, 0": ([0, 1], [1.0, 0.5]), "fem, 1": ([0, 1], [1.1, 0.6]), "other": ([0, 1], [1.0, 0.9])}
-    panels = [Panel("loss", "step", series, level=0.7, level_name="guessing"), Panel("again", "step", series)]
-    learning_curves(tmp_path / "curves.png", "title", panels)
+    series = {"FEM": [([0, 1], [1.0, 0.5]), ([0, 1], [1.1, 0.6])], "other": [([0, 1], [1.0, 0.9])]}
+    learning_curves(tmp_path / "curves.png", "title", [Panel("loss", "step", series)] * 2, {"FEM": "#1f5fbf"})
+    scores = {"one": {"FEM": [0.5, 0.6], "other": [0.4]}, "two": {"other": [1]}}
+    dots(tmp_path / "dots.png", "title", scores, {"FEM": "#1f5fbf"}, {"one": 0.3}, "guessing")
     weights = np.full((3, 4), 0.25)
-    channel_reading(tmp_path / "reading.png", "title", ["a", "$^$", "c", "<|end|>"], weights[0], weights)
-    for name in ("curves.png", "reading.png"):
+    heads = [("one", weights[0], weights), ("two", weights[0], weights)]
+    channel_readings(tmp_path / "reading.png", "title", ["a", "$^$", "c", "<|end|>"], heads)
+    for name in ("curves.png", "dots.png", "reading.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 

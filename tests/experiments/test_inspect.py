@@ -24,9 +24,9 @@ from fem.experiments.inspect import page as inspection_page
 from fem.experiments.inspect.experiment import InspectRecipe, encode
 from fem.experiments.inspect.layers import (
     LayerTables,
+    by_division,
     effective_tokens,
     layer_tables,
-    most_divided,
     readers,
     readings,
 )
@@ -133,7 +133,7 @@ def test_the_most_divided_head_is_the_one_whose_channels_part():
     read[2, 0, -1] = np.eye(TIME)[1]
     divided = LayerTables(**{**vars(even), "read": read})
     flat = LayerTables(**{**vars(even), "read": np.full_like(read, 1 / TIME)})
-    assert most_divided([flat, divided, flat]) == (1, 2)
+    assert by_division([flat, divided, flat])[0] == (1, 2)
 
 
 def test_a_layer_that_reads_nan_is_refused():

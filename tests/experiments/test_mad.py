@@ -1,4 +1,4 @@
-"""MAD apart from its data: names, hosts, one run, the sweep, and the table it ends in."""
+"""MAD apart from its data: names, originals, one run, the sweep, and the table it ends in."""
 
 import itertools
 import json
@@ -18,11 +18,13 @@ import torch
 
 from fem import PRIORS, FreeEnergyMixerConfig
 from fem.experiments.common.mixers import PUBLISHED, canonical, fields_of, known
+from fem.experiments.common.names import display
 from fem.experiments.common.sweep import finished, sweep
-from fem.experiments.mad.backbone import build_host, sinusoids
+from fem.experiments.mad.backbone import build_backbone, sinusoids
 from fem.experiments.mad.experiment import MADRecipe, run
 from fem.experiments.mad.settings import PROFILES, Profile, Setting, Training
 from fem.experiments.mad.table import (
+    NOT_OURS,
     TABLE1,
     average,
     best,
@@ -41,7 +43,8 @@ TINY = Training(
 MEMORIZE = Setting("memorization", {"vocab_size": 11, "seq_len": 8}, 16, 6)
 COMPRESS = Setting("compression", {"vocab_size": 6, "seq_len": 5}, 20, 6)
 MIXERS = sorted(
-    {name for _, name, _ in TABLE1 if name and name not in PUBLISHED} | {canonical(f"{prior}+CLTG") for prior in PRIORS}
+    {name for name, _ in TABLE1 if name not in (*PUBLISHED, *NOT_OURS)}
+    | {canonical(f"{prior}+CLTG") for prior in PRIORS}
 )
 
 
@@ -97,7 +100,7 @@ def test_parts_switch_what_the_paper_calls_by_their_letters():
 
 def test_the_papers_figures_average_to_the_papers_average():
     assert len(TABLE1) == 24
-    for label, _, figures in TABLE1:
+    for label, figures in TABLE1:
         printed = 76.2 if label == "FEM-GLA" else figures[6]  # the paper prints 74.9
         assert np.mean(figures[:6]) == pytest.approx(printed, abs=0.11), label
 
@@ -119,7 +122,7 @@ def test_all_mixers_have_the_parameters_of_softmax_attention(profile):
     sizes = {}
     for mixer in MIXERS:
         with torch.device("meta"):
-            model = build_host("in-context-recall", 16, mixer, PROFILES[profile].training, "normal")
+            model = build_backbone("in-context-recall", 16, mixer, PROFILES[profile].training, "normal")
         sizes[mixer] = sum(parameter.numel() for parameter in model.parameters())
     assert sizes["softmax"] == sizes["linear"]
     for mixer, size in sizes.items():
@@ -130,7 +133,7 @@ def test_all_mixers_have_the_parameters_of_softmax_attention(profile):
 def test_one_rule_starts_every_linear_map(mixer):
     sizes = replace(TINY, width=64, mlp_width=64)
     for rule, spread in (("normal", lambda inputs: 0.02), ("torch", lambda inputs: (3 * inputs) ** -0.5)):
-        model = build_host("compression", 32, mixer, sizes, rule)
+        model = build_backbone("compression", 32, mixer, sizes, rule)
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Linear):
                 inputs = module.in_features - getattr(module, "context", 0)
@@ -142,7 +145,7 @@ def test_one_rule_starts_every_linear_map(mixer):
                 assert module.bias is None or not module.bias.any()
 
 
-def test_a_published_mixer_keeps_its_biases_and_costs_the_host_its_size(monkeypatch):
+def test_a_published_mixer_keeps_its_biases_and_costs_the_backbone_its_size(monkeypatch):
     class DeltaNet(torch.nn.Module):
         def __init__(self, hidden_size, num_heads):
             super().__init__()
@@ -158,7 +161,9 @@ def test_a_published_mixer_keeps_its_biases_and_costs_the_host_its_size(monkeypa
     monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
     monkeypatch.setitem(sys.modules, "fla.layers", layers)
     sizes = replace(TINY, width=64, heads=16, mlp_width=96)
-    published, softmax = (build_host("memorization", 11, name, sizes, "normal") for name in ("fla:DeltaNet", "softmax"))
+    published, softmax = (
+        build_backbone("memorization", 11, name, sizes, "normal") for name in ("fla:DeltaNet", "softmax")
+    )
     own = [module for module in published.modules() if isinstance(module, DeltaNet)]
     assert len(own) == 2
     assert all((layer.project.bias == 0.7).all() and layer.num_heads == 2 for layer in own)
@@ -169,8 +174,8 @@ def test_a_published_mixer_keeps_its_biases_and_costs_the_host_its_size(monkeypa
     assert known("fla:DeltaNet") == "fla:DeltaNet"
 
 
-def test_the_language_host_sees_no_future():
-    model = build_host("memorization", 11, "softmax+CLTG", TINY, "torch")
+def test_the_language_backbone_sees_no_future():
+    model = build_backbone("memorization", 11, "softmax+CLTG", TINY, "torch")
     tokens = torch.randint(11, (2, 9))
     changed = tokens.clone()
     changed[:, 5:] = (changed[:, 5:] + 1) % 11
@@ -180,7 +185,7 @@ def test_the_language_host_sees_no_future():
 
 
 def test_the_auto_encoder_decodes_the_last_state_alone():
-    model = build_host("compression", 11, "softmax", TINY, "torch")
+    model = build_backbone("compression", 11, "softmax", TINY, "torch")
     tokens = torch.randint(11, (2, 7))
     states = []
     model.blocks.register_forward_hook(lambda module, inputs, output: states.append(output))
@@ -211,7 +216,7 @@ def test_accuracies_count_targets_and_classes_of_targets():
 @pytest.mark.parametrize("batch", [5, 12])
 def test_test_results_are_those_of_one_loop_over_scored_tokens(batch):
     data = Data.of(MEMORIZE, TINY, 3, torch.device("cpu"))
-    model = build_host("memorization", 11, "softmax", TINY, "torch").double()
+    model = build_backbone("memorization", 11, "softmax", TINY, "torch").double()
     losses, hits, classes = [], [], {}
     with torch.no_grad():
         for row, wanted in zip(data.test_inputs, data.test_targets):
@@ -278,14 +283,14 @@ def test_the_table_has_the_papers_rows_ours_beside_them_and_blanks():
     records = [record(task=task, score=0.1 * seed + 0.5, seed=seed) for task in tasks for seed in (0, 1, 2)]
     records += [record(mixer="softmax+G", task="memorization")]
     table = {row["model"]: row for row in table1(scored(records, "final"))}
-    assert list(table)[: len(TABLE1)] == [label for label, _, _ in TABLE1]
-    ours = next(row for label, row in table.items() if "(softmax attention)" in label)
+    assert list(table)[: len(TABLE1)] == [display(name) for name, _ in TABLE1]
+    ours = next(row for label, row in table.items() if label == "attention")
     assert (ours["Memorize"], ours["Memorize, paper"]) == (pytest.approx(60), 85.7)
     assert (ours["Avg"], ours["Avg, paper"], ours["Avg, sd over seeds"]) == (pytest.approx(60), 74.7, pytest.approx(10))
     assert ours["seeds"] == 3
     assert table["Hyena"]["Copy, paper"] == 93.0
     assert table["Hyena"]["Copy"] is None
-    control = table["softmax+G"]
+    control = table["attention+G"]
     assert (control["Memorize"], control["Copy"], control["Avg"]) == (pytest.approx(50), None, None)
     assert control["Memorize, paper"] is None
 
@@ -301,8 +306,8 @@ def test_differences_are_those_of_equal_seeds_and_papers_figures_stand_beside_pa
     ]
     table = table1(scored(records, "final"))
     laptop, paper = ({row["model"]: row for row in readable(table, brackets)} for brackets in (False, True))
-    assert laptop["softmax+CG"]["over its prior"] == "+13.3 ± 3.3"
-    plain = next(label for label in laptop if "(softmax attention)" in label)
+    assert laptop["attention+CG"]["over its prior"] == "+13.3 ± 3.3"
+    plain = next(label for label in laptop if label == "attention")
     assert laptop[plain]["over its prior"] == ""
     assert (laptop[plain]["Memorize"], paper[plain]["Memorize"]) == ("50.0", "50.0 (85.7)")
     assert paper["Hyena"]["Copy"] == "(93.0)"
@@ -311,7 +316,7 @@ def test_differences_are_those_of_equal_seeds_and_papers_figures_stand_beside_pa
 def test_initialisations_have_rows_of_their_own():
     table = table1(scored([record(initialisation=rule) for rule in ("normal", "torch")], "final"))
     shown = [row["model"] for row in table if row["seeds"]]
-    assert [name.rpartition(", ")[2] for name in shown] == ["normal init", "torch init"]
+    assert [name.rpartition(", ")[2] for name in shown] == ["normal start", "torch start"]
     assert len(table) == len(TABLE1) + 1
 
 
@@ -400,6 +405,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from fem.experiments.mad.settings import Setting, Training
+from fem.experiments.common.names import display
 from fem.experiments.common.sweep import sweep
 from fem.experiments.mad.training import Job, train
 

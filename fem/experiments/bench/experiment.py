@@ -16,6 +16,8 @@ from fem.experiments.common.options import recipe_options
 from fem.experiments.common.run import PAGE, command_line, cpu_threads, open_run, option, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_table
 
+PICTURED = ("decode", "context")
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRecipe:
@@ -45,7 +47,7 @@ class BenchRecipe:
 
 
 def measured(recipe: BenchRecipe, device: torch.device) -> Iterator[tuple[Case, dict[str, dict]]]:
-    """Every case with the costs of its contenders, as they come."""
+    """Every case with the costs of its mixers, as they come."""
     with progress() as bars:
         cases = recipe.cases()
         bar = bars.add_task("bench", total=len(cases))
@@ -59,6 +61,8 @@ def measured(recipe: BenchRecipe, device: torch.device) -> Iterator[tuple[Case, 
 
 def run(recipe: BenchRecipe, output: Path) -> dict:
     """The measurements, written to `output`; returns what results.json holds."""
+    from fem.experiments.bench import picture
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with cpu_threads(recipe.threads), open_run(output, "bench", recipe) as under_way:
         results = []
@@ -69,13 +73,13 @@ def run(recipe: BenchRecipe, output: Path) -> dict:
         page = report(under_way.folder, parts, provenance(command_line("bench", recipe, BenchRecipe())))
         (under_way.folder / PAGE).write_text(page, encoding="utf-8")
         records = [{**asdict(case), "device": device.type, "results": found} for case, found in results]
-        return under_way.finish({"bench": records})
+        found = under_way.finish({"bench": records})
+        picture.redraw(found, asdict(recipe), under_way.folder)
+        return found
 
 
 def report(folder: Path, parts: dict[str, tables.Results], how_made: str) -> str:
     """A page with a section a part; its tables and pictures are written to `folder`."""
-    from fem.experiments.bench import picture
-
     where = "a GPU" if torch.cuda.is_available() else "a CPU"
     page = [TITLE.format(what=tables.TITLES[next(iter(parts))] if len(parts) == 1 else "What FEM costs", where=where)]
     for part, results in parts.items():
@@ -85,15 +89,14 @@ def report(folder: Path, parts: dict[str, tables.Results], how_made: str) -> str
         blocks = f", {case.layers} block{'s' * (case.layers > 1)}" if case.layers else ""
         shape = f"Batch {case.size.batch}, width {case.size.width}, {case.size.heads} heads{blocks}."
         page += [f"## {title}\n", f"{shape} {tables.NOTES[part]}\n", markdown_table(rows)]
-        if part in picture.PANELS:
-            picture.draw(folder / f"{part}.png", part, title, results)
+        if part in PICTURED:
             page.append(f"![{title.lower()}]({part}.png)\n")
     return "\n".join([*page, how_made])
 
 
 TITLE = """# {what}, on {where}
 
-Medians of contenders that run in turn: process time on a CPU, time between two events on a GPU. A train step is forward
+Medians of mixers that run in turn: process time on a CPU, time between two events on a GPU. A train step is forward
 and backward; its memory is what it adds to what was held before. Blank is what was not run.
 """
 

@@ -1,9 +1,9 @@
-"""`fem forecast`: forecasters of equal size that differ in their mixer alone, and the peers of neuralforecast."""
+"""`fem forecast`: forecasters of equal size that differ in their mixer alone, and the baselines of neuralforecast."""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,12 +23,12 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
     Raises ValueError on data that cannot be trained on, before any training.
     """
     check_output(output, "forecast")
-    from fem.experiments.forecast import report
+    from fem.experiments.forecast import picture, report
     from fem.experiments.forecast.training import train
 
     jobs = recipe.jobs()
-    if any(job.is_peer for job in jobs):
-        from fem.experiments.forecast.baselines import train_peer
+    if any(job.is_baseline for job in jobs):
+        from fem.experiments.forecast.baselines import train_baseline
     runs = output / "runs"
     records = []
     with cpu_threads(recipe.threads), progress() as bars:
@@ -39,7 +39,7 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
                 folder = runs / job.key
                 folder.mkdir(parents=True, exist_ok=True)
                 with one_writer(folder):
-                    record = train_peer(job, bars) if job.is_peer else train(job, folder, bars)
+                    record = train_baseline(job, bars) if job.is_baseline else train(job, folder, bars)
                     write_json(path, record)
                 shutil.rmtree(folder)
                 (runs / f"{job.key}.pt").unlink(missing_ok=True)  # of earlier versions
@@ -52,6 +52,7 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
         write_table(under_way.folder, "table", report.table(records))
         report.write(under_way.folder, records, command_line("forecast", recipe, LAPTOP))
         results = under_way.finish({"forecast": report.summary(records)})
+        picture.redraw(results, asdict(recipe), under_way.folder)
     show_table("Forecasts of equal size: errors on scaled test data", report.short_table(records))
     return results
 

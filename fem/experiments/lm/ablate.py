@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -15,9 +15,11 @@ from rich.progress import Progress
 
 from fem.experiments.common.jobs import digest_of
 from fem.experiments.common.mixers import file_name
+from fem.experiments.common.names import by_name, colours
 from fem.experiments.common.options import recipe_options
 from fem.experiments.common.paired import shown
 from fem.experiments.common.run import (
+    check_output,
     command_line,
     cpu_threads,
     hardware,
@@ -30,7 +32,7 @@ from fem.experiments.common.run import (
     write_json,
 )
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
-from fem.experiments.lm.ablations import ROWS, remark, row_fields
+from fem.experiments.lm.ablations import ROWS, mixer_name, remark, row_fields
 
 if TYPE_CHECKING:
     from fem.experiments.lm.small import LanguageRecipe
@@ -44,9 +46,16 @@ PLAIN, GATED = "-C,G,T,L", "+G"
 class AblateRecipe:
     """Rows, their learning rates and seeds, and the model that all share. The defaults take a laptop some hours."""
 
-    text: Path | None = option(None, "UTF-8 text file; none: Python's sources and help topics.")  # noqa: RUF009
+    text: Path | None = option(  # noqa: RUF009
+        None, "UTF-8 text file; none: Python's sources and help topics.", also=("text",), called="text_file"
+    )
     prior: str = option("softmax", "Prior of every row.")
-    rows: str = option(" ".join(ROWS), "Rows, with spaces between them.")
+    rows: str = option(
+        " ".join(ROWS),
+        "Rows, with spaces between them: the parts that a mixer lacks (-C,G) or has (+G), or full.",
+        also=("rows",),
+        called="mixers",
+    )
     learning_rates: str = option("0.001,0.002,0.004", "Each row takes the best of these on the first seed.")
     seeds: int = option(3, "Seeds at the chosen learning rate.")
     seed: int = option(0, "First seed.")
@@ -57,7 +66,7 @@ class AblateRecipe:
     mlp_width: int = option(352, "Width of the prior's SwiGLU; rows with more parameters narrow theirs.")
     vocabulary: int = option(2048, "Entries of the byte-pair tokenizer.")
     context: int = option(128, "Tokens of one row.")
-    batch: int = option(4, "Rows a step.")
+    batch: int = option(4, "Rows a step.", also=("batch",), called="batch_size")
     steps: int = option(600, "Optimiser steps.")
     validations: int = option(6, "Validations, evenly spaced.")
     threads: int = option(1, "CPU threads.")
@@ -67,7 +76,7 @@ class AblateRecipe:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
         if not self.row_names() or not self.rates():
-            raise ValueError("rows and learning_rates must name at least one each.")
+            raise ValueError("mixers and learning_rates must name at least one each.")
         for row in self.row_names():
             row_fields(row, self.prior)
 
@@ -123,13 +132,13 @@ class Ablation:
         for row, records in self.chosen.items():
             losses = self._losses(row)
             over = {
-                f"below {other}, paired": shown(self._losses(other), losses) if other != row else ""
+                f"below {self.name(other)}, paired": shown(self._losses(other), losses) if other != row else ""
                 for other in (PLAIN, GATED)
                 if other in self.chosen
             }
             found.append(
                 {
-                    "row": row,
+                    "mixer": self.name(row),
                     "what": remark(row),
                     "loss": mean(losses),
                     "sd": stdev(losses) if len(losses) > 1 else None,
@@ -173,8 +182,12 @@ def ablate(recipe: AblateRecipe, measure: Callable[[str, float, int], dict]) -> 
 
 def run(recipe: AblateRecipe, output: Path) -> dict:
     """The ablation, written to `output`; a training that has ended there already is not run again."""
+    from fem.experiments.lm.small import model_config
     from fem.experiments.lm.text import build_corpus
 
+    check_output(output, "ablate")
+    for row in recipe.row_names():  # what cannot be built is said before the text is read
+        model_config(recipe.language(recipe.rates()[0], recipe.seed), row_fields(row, recipe.prior), recipe.vocabulary)
     with cpu_threads(recipe.threads), progress() as bars:
         corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)
         text = hashlib.blake2b(corpus.train["input_ids"][:].numpy(), digest_size=8).hexdigest()
@@ -196,7 +209,6 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
         table = ablation.table()
         write_table(under_way.folder, "table", table)
         write_table(under_way.folder, "learning_rates", ablation.tuning_table())
-        plot(ablation, recipe, under_way.folder / "loss.png")
         page(under_way.folder, ablation, recipe)
         results = under_way.finish(
             {
@@ -205,6 +217,7 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
                 "prior": recipe.prior,
             }
         )
+        redraw(results, asdict(recipe), under_way.folder)
     short = [{name: value for name, value in row.items() if name != "what"} for row in table]
     show_table(f"Validation loss, {recipe.prior} prior, equal parameters", short)
     return results
@@ -258,8 +271,8 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
         "difference from that row on the same seeds, ± its standard error. "
         f"{recipe.steps * recipe.batch * recipe.context:,} tokens a training, about {flops(ablation, recipe):.2g} "
         "floating-point operations (6 a parameter and token).",
-        markdown_table(ablation.table()),
-        "![validation loss over tokens](loss.png)",
+        markdown_table(ablation.table(), {"loss": min}),
+        "![last validation loss of every row, a dot per seed](loss.png)",
         "## Learning rates",
         f"Seed {recipe.seed}, validation loss after the last step.",
         markdown_table(ablation.tuning_table()),
@@ -272,13 +285,18 @@ def flops(ablation: Ablation, recipe: AblateRecipe) -> float:
     return 6.0 * parameters * recipe.steps * recipe.batch * recipe.context
 
 
-def plot(ablation: Ablation, recipe: AblateRecipe, path: Path) -> None:
-    from fem.plots import mean_curves
+def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
+    """loss.png, from what results.json holds: the last loss of every row, a dot per seed."""
+    from fem.plots import dots
 
-    line = lambda record: tuple([point[axis] for point in record["curve"]] for axis in ("tokens", "val_loss"))  # noqa: E731
-    rows = {row: [line(record) for record in records] for row, records in ablation.chosen.items()}
-    title = f"{recipe.prior} prior, equal parameters: mean of {recipe.seeds} seeds, and each of them"
-    mean_curves(path, title, "tokens", "validation loss, nats per token", rows)
+    losses = {mixer_name(row, results["prior"]): _numbers(found["by seed"]) for row, found in results["ablate"].items()}
+    ordered = dict(sorted(losses.items(), key=lambda pair: mean(pair[1])))
+    title = "Validation loss in nats per token, lowest first: a dot per seed"
+    dots(folder / "loss.png", title, {"equal parameters": by_name(ordered)}, colours(ordered))
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
 
 
 @recipe_options(AblateRecipe())

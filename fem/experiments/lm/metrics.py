@@ -30,7 +30,7 @@ LOGGED = {"loss": "train_loss", "eval_loss": "val_loss"} | {
 LOOKED_BACK, SPIKES = 20, {"train_loss": 1.2, "grad_norm_max": 5.0}  # lines, and how many times their median is a spike
 
 
-class Journal(TrainerCallback):
+class MetricsCallback(TrainerCallback):
     """Writes metrics.jsonl, TensorBoard's files where it is installed, and a progress bar; process 0 alone.
 
     A line has the step, the losses, and with them beta (smallest, mean, largest), the mean of lambda on the row
@@ -68,7 +68,8 @@ class Journal(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         self.steps += 1
         if self.bars is not None:
-            shown = "training" if self.loss is None else f"training, loss {self.loss:.3f}"
+            told = self.loss is not None and self.bars.console.is_terminal  # elsewhere on_log prints a line of its own
+            shown = f"training, loss {self.loss:.3f}" if told else "training"
             self.bars.update(self.bar, completed=state.global_step, description=shown)
 
     def on_log(self, args, state, control, logs, model, **_):

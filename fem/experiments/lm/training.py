@@ -25,7 +25,7 @@ from fem.experiments.common.saving import STAGING, NotFinite, kept
 from fem.experiments.common.signals import SaveAndStop
 from fem.experiments.lm.data import check_data, identity, load_data, load_tokenizer, write_data
 from fem.experiments.lm.documents import local_files
-from fem.experiments.lm.metrics import Journal, summary
+from fem.experiments.lm.metrics import MetricsCallback, summary
 from fem.experiments.lm.packing import Share
 from fem.experiments.lm.place import (
     FAILED,
@@ -189,7 +189,7 @@ def tell_of_tokens():
 
 def finished_results(recipe: TrainRecipe, output: Path, place: Place) -> dict:
     """The results of a run that has reached its last step, written where a kill came before they were."""
-    note(f"the run in {str(output)!r} is finished, {place.step} of {recipe.max_steps} steps; --max-steps extends it.")
+    note(f"the run in {str(output)!r} is finished, {place.step} of {recipe.max_steps} steps; --steps extends it.")
     try:
         return json.loads((output / RESULTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -212,7 +212,7 @@ def fit(
     model = build_model(model_config(recipe, len(tokenizer)), recipe.seed)
     with progress() if ranks.rank == 0 else nullcontext() as bars:
         under_way = Run(output, recipe.seed)
-        journal = Journal(recipe, under_way, model, data.probe, bars)
+        metrics = MetricsCallback(recipe, under_way, model, data.probe, bars)
         stop = SaveAndStop(ranks, deadline)
         trainer = TextTrainer(
             output=output,
@@ -225,7 +225,7 @@ def fit(
             train_dataset=data.train,
             eval_dataset=data.validation or None,
             processing_class=tokenizer,
-            callbacks=[stop, Milestones(), WrapperCheck(recipe.parallel), journal],
+            callbacks=[stop, Milestones(), WrapperCheck(recipe.parallel), metrics],
         )
         trainer.remove_callback(PrinterCallback)
         try:
@@ -240,7 +240,7 @@ def fit(
                 f"stopped by {stop.reason}; step {trainer.state.global_step} of {recipe.max_steps} is saved",
                 stop.code,
             )
-    facts = {"parameters": model.num_parameters(), "flops_per_token": journal.flops}
+    facts = {"parameters": model.num_parameters(), "flops_per_token": metrics.flops}
     results = {"train": summary(read_metrics(output)) | facts}
     if ranks.rank != 0:
         return results

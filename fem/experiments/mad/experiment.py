@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -134,9 +134,9 @@ def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
                 under_way.log(experiment="mad", task=record["job"]["setting"]["task"], **job, **point)
         write_table(folder, "table", table)
         picture.curves(folder / "curves.png", records)
-        picture.scores(folder / "scores.png", records, profile.score)
         write_report(folder / "report.md", records, profile, command_line("mad", recipe, MADRecipe()))
         results = under_way.finish({"mad": summary(records)})
+        picture.redraw(results, asdict(recipe), folder)
     measured = [row for row in table if row["seeds"]]
     show_table(f"MAD, {recipe.profile} profile: {SCORES[profile.score]}, percent", readable(measured, False))
     return results

@@ -18,10 +18,18 @@ def wide(x: Tensor) -> Tensor:
 
 
 SMALLEST_BETA, LARGEST_EXPONENT, LARGEST_LOG_WEIGHT = 0.1, 64.0, 16.0
+LARGEST_PRODUCT = 1e30  # of two features: leaves room for the sums over channels and tokens, and for values up to 640
 
 
 def double(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else x.double() for x in tensors]
+
+
+def products_overflow(q: Tensor, k: Tensor) -> bool:
+    """Whether sums of q_c k_c could leave float32. Reads a value back from the device."""
+    if q.dtype != torch.float32 or q.device.type == "mps" or q.numel() == 0:
+        return False
+    return bool(q.amax().double() * k.amax().double() > LARGEST_PRODUCT)
 
 
 def needs_float64(v: Tensor, beta: Tensor | None, *log_weights: Tensor) -> bool:
@@ -33,9 +41,16 @@ def needs_float64(v: Tensor, beta: Tensor | None, *log_weights: Tensor) -> bool:
     """
     if beta is None or v.dtype != torch.float32 or v.device.type == "mps" or v.numel() == 0:
         return False
-    low, high = v.aminmax()
-    largest = torch.maximum(-low, high) * beta.amax()
-    wide = (beta.amin() < SMALLEST_BETA) | (largest > LARGEST_EXPONENT)
-    for x in log_weights:
-        wide = wide | (torch.where(x.abs() < torch.inf, x, 0).abs().amax() > LARGEST_LOG_WEIGHT)
-    return bool(wide)
+    if bool((beta.amin() < SMALLEST_BETA) | (_largest(v) * beta.amax() > LARGEST_EXPONENT)):
+        return True
+    return any(bool(_largest_finite(x) > LARGEST_LOG_WEIGHT) for x in log_weights)
+
+
+def _largest(x: Tensor) -> Tensor:
+    low, high = x.aminmax()
+    return torch.maximum(-low, high)
+
+
+def _largest_finite(x: Tensor) -> Tensor:
+    largest = _largest(x)
+    return largest if bool(largest < torch.inf) else _largest(torch.where(x.abs() < torch.inf, x, 0))

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fem.ops.common.transforms import transformed
+
 _NEAR = 30.0  # exponents up to here are raised as numbers
 NO_WEIGHT = -1e29  # a logarithm below stands for no weight at all, however an op writes that
 
@@ -35,9 +37,14 @@ class Terms(NamedTuple):
     free_energy: Tensor | None
 
 
-def nothing_read(v: Tensor, beta: Tensor | None) -> Terms:
+def connected_zeros(like: Tensor, shape: tuple[int, ...], *inputs: Tensor | None) -> Tensor:
+    """Zeros that depend on the inputs, so that a call without a row or a token passes gradients of 0."""
+    return like.new_zeros(shape) + sum(x.flatten()[:0].sum().to(like.dtype) for x in inputs if x is not None)
+
+
+def nothing_read(zeros: Tensor, beta: Tensor | None) -> Terms:
     """The terms of a call without a row or without a token."""
-    return Terms(v, v, None if beta is None else v)
+    return Terms(zeros, zeros, None if beta is None else zeros)
 
 
 def merge(one: Terms, other: Terms, beta: Tensor | None) -> Terms:
@@ -70,9 +77,18 @@ def merge_energies(gain: Tensor, one: Tensor, other: Tensor, beta: Tensor) -> Te
     heavier = gain > 0
     base, rest = torch.where(heavier, other, one), torch.where(heavier, one, other)
     logit, lift = torch.where(heavier, -gain, gain), beta * (rest - base)
+    is_near = lift < _NEAR
     near = torch.log1p(torch.sigmoid(logit) * torch.expm1(lift.clamp(max=_NEAR)))
+    if _looks(lift) and bool(is_near.all()):
+        return base + near / beta
     far = log_add(F.logsigmoid(-logit), F.logsigmoid(logit) + lift)
-    return base + torch.where(lift < _NEAR, near, far) / beta
+    return base + torch.where(is_near, near, far) / beta
+
+
+def _looks(x: Tensor) -> bool:
+    """Whether a value may be read, to save work: of a token in generation, on a CPU."""
+    free = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed(x))
+    return free and x.device.type == "cpu"
 
 
 def log_average(log_p: Tensor, y: Tensor, dim: int) -> Tensor:
@@ -81,9 +97,12 @@ def log_average(log_p: Tensor, y: Tensor, dim: int) -> Tensor:
     top = torch.where(seen, y, -torch.inf).detach().amax(dim, keepdim=True)
     top = torch.where(top > -torch.inf, top, 0)
     z = torch.where(seen, y - top, 0)
+    is_near = (z >= -1).all(dim, keepdim=True)
     near = torch.log1p((log_p.exp() * torch.expm1(z.clamp(min=-1))).sum(dim, keepdim=True))
+    if _looks(z) and bool(is_near.all()):
+        return top + near
     far = torch.where(seen, log_p + z, NO_WEIGHT).logsumexp(dim, keepdim=True)
-    return top + torch.where((z >= -1).all(dim, keepdim=True), near, far)
+    return top + torch.where(is_near, near, far)
 
 
 def read_of(terms: Terms, beta: Tensor | None, normalize: bool, dtype: torch.dtype) -> Read:

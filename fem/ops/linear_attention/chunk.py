@@ -84,6 +84,14 @@ def _quotients(sums: Tensor, least: float, beta: Tensor | None) -> tuple[Tensor,
     return log_weight, mean, gain, lost.any(-1)
 
 
+def _sure_quotients(sums: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """`_quotients` where no row is in doubt."""
+    weight, numerator, partition = _columns(sums, beta)
+    gain = None if beta is None else (partition / weight).log_().div_(beta)
+    doubt = torch.zeros(weight.shape[:2], dtype=torch.bool, device=weight.device)
+    return weight.log().squeeze(-1), numerator / weight, gain, doubt
+
+
 class _Mix(torch.autograd.Function):
     """`mix_by_steps` with the gradient of a softmax: with p = s / Z that of a score is (raw - sum_i p_i raw_i) / Z.
 
@@ -95,6 +103,9 @@ class _Mix(torch.autograd.Function):
         """With what the gradient needs of the sums behind it."""
         sums = scores @ items
         weight, _, partition = _columns(sums, beta)
+        lightest = weight.amin() if beta is None else torch.minimum(weight.amin(), partition.amin())
+        if lightest >= _least(scores):
+            return *_sure_quotients(sums, beta), weight, partition
         return *_quotients(sums, _least(scores), beta), weight, partition
 
     @staticmethod
@@ -120,6 +131,17 @@ class _Mix(torch.autograd.Function):
         d_weight = d_log_weight.unsqueeze(-1) - torch.linalg.vecdot(p, raw).unsqueeze(-1)
         d_items = p.mT @ torch.cat([d_weight, d_sums], -1)
         return raw.addcmul_(d_weight, items[..., :1].mT).div_(weight), d_items, d_beta
+
+
+class MixForGradients(_Mix):
+    """Numbers of the right shape in place of what `_Mix` returns: only what its gradient needs is computed."""
+
+    @staticmethod
+    def forward(scores, items, beta):
+        weight, numerator, partition = _columns(scores @ items, beta)
+        doubt = torch.zeros(weight.shape[:2], dtype=torch.bool, device=weight.device)
+        gain = None if beta is None else partition[:]
+        return weight.squeeze(-1), numerator, gain, doubt, weight, partition
 
 
 def _lifted(gain: Tensor | None, peak: Tensor | None, log_weight: Tensor) -> Tensor | None:

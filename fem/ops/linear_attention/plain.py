@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from fem.ops.common.fallback_count import suspects
-from fem.ops.common.precision import double, needs_float64
+from fem.ops.common.precision import double, needs_float64, products_overflow
 from fem.ops.common.read import Terms
 from fem.ops.common.transforms import again_differentiable
 from fem.ops.linear_attention.carry import carry, carry_backward
 from fem.ops.linear_attention.chunk import (
     Chunk,
     Memory,
+    MixForGradients,
     adds,
     mix_by_steps,
     read,
@@ -34,12 +35,13 @@ CHUNK = 64
 CHUNK_OF_CHANNEL_DECAY = 16  # its pairs are weighed one by one, not by a matrix product
 TOKENS_AT_A_TIME = 2**12  # over rows and heads: what a slab computes stays in the cache
 
-REMEMBER = Way(remember, remember_exactly, adds)
+REMEMBER = Way(remember, partial(remember, mix=MixForGradients.apply), remember_exactly, adds)
 
 
 def read_way(present: bool) -> Way:
     return Way(
         lambda *records: read(*records, present),
+        lambda *records: read(*records, present, mix=MixForGradients.apply),
         lambda *records: read_exactly(*records, present),
         lambda *records: sees(*records, present),
     )
@@ -136,7 +138,7 @@ def _proved(found: Terms | Memory, doubt: Tensor, alive: Tensor) -> Terms | Memo
 def scan(q, k, v, beta, g, log_weight, mean, free_energy, present):
     """Reads (3), the final state (3); for the backward pass the memory at each slab's start (3) and the tiers (2)."""
     start = Memory(log_weight, mean, free_energy if beta is not None else None)
-    wide = needs_float64(v, beta)
+    wide = needs_float64(v, beta) or products_overflow(q, k)
     with torch.autocast(q.device.type, enabled=False):
         if not wide:
             return _scan(q, k, v, beta, g, start, present)
@@ -196,7 +198,7 @@ def _(q, k, v, beta, g, log_weight, mean, free_energy, present):
 )
 def scan_backward(grads, q, k, v, beta, g, saved, present):
     """Gradients of q, k, v, the initial state (2 or 3), beta and g, as far as there are any."""
-    wide = needs_float64(v, beta)
+    wide = needs_float64(v, beta) or products_overflow(q, k)
     with torch.autocast(q.device.type, enabled=False):
         if not wide:
             return _scan_backward(grads, q, k, v, beta, g, saved, present)

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from fem.ops.common.backend import next_width, scan_backend, widest
 from fem.ops.common.precision import wide_dtype
-from fem.ops.common.read import Read, Terms, merge, nothing_read, read_of
+from fem.ops.common.read import Read, Terms, connected_zeros, merge, nothing_read, read_of
+from fem.ops.common.steps import portable
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import differentiated, transformed
 from fem.ops.linear_attention.chunk import Memory
-from fem.ops.linear_attention.decode import step
+from fem.ops.linear_attention.decode import by_steps, step
 from fem.ops.linear_attention.kernels.blocks import WIDEST_KEY
 from fem.ops.linear_attention.naive import naive_keyed_scan_read
 from fem.ops.linear_attention.plain import scan, whole
@@ -47,7 +48,7 @@ def keyed_scan_read(
     A row of zero total weight reads 0, without gradient.
     """
     backend = _backend(backend, q, v, beta, log_decay, tokens)
-    if backend == "reference":
+    if backend == "reference" and 0 not in v.shape[:2]:
         read, state = _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, normalize)
         return (read, state) if return_state else read
     terms, state = keyed_scan_terms(
@@ -98,7 +99,10 @@ def keyed_scan_terms(
         q, k, v, g = _only_kept(tokens, q, k, v, g)
     start = Memory(**{"free_energy": None} | (initial_state or _empty_state(k, v, beta, wide)))
     if 0 in v.shape[:2]:
-        terms, last = nothing_read(v.to(wide), beta)._replace(log_weight=v[..., :1].to(wide)), start
+        zeros = connected_zeros(v.to(wide), v.shape, q, k, v, beta, g, *start)
+        terms, last = nothing_read(zeros, beta)._replace(log_weight=zeros[..., :1]), start
+    elif portable():
+        terms, last = by_steps(*(x.to(wide) for x in (q, k, v)), beta, g, start, present)
     elif backend == "plain" and transformed(q, k, v, beta, g, *start):
         terms, last = whole(q, k, v, beta, g, start, present)
     elif q.shape[1] == 1 and present and not differentiated(q, k, v, beta, g, *start):

@@ -65,9 +65,9 @@ def _attend(q, key, packed, mask, scale) -> tuple[Float[Tensor, "b hkv g w"], Fl
         return out, lse
     scores = (wide(q) * scale) @ wide(key).mT
     scores = scores if mask is None else scores + mask
-    lse = scores.logsumexp(-1)
-    p = (scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp_()
-    return p @ wide(packed), lse
+    p = torch.softmax(scores, -1)  # not exp(scores - lse): lse is rounded as coarsely as it is large
+    p = p if mask is None else p.masked_fill_(torch.isneginf(mask), 0.0)
+    return p @ wide(packed), scores.logsumexp(-1)
 
 
 def softmax_step(

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.fallback_count import suspects
+from fem.ops.common.precision import SMALLEST_BETA
 from fem.ops.common.read import Read
 from fem.ops.common.transforms import again_differentiable, transformed
 from fem.ops.softmax.differentiable import differentiable_read
@@ -350,8 +351,9 @@ def _of_block(block: _Block, beta, grad_mean, grad_free_energy, known, stored, o
     else:
         values, shift, span = stored
         read = FreeEnergyRead(scores, values, beta, shift, span)
-    few = scores.q.shape[1] * scores.k.shape[1] <= _FEW_SCORES
-    if few or (known is not None and bool(known[1].abs().amax() > _LARGE_SCORES)):
+    delicate = scores.q.shape[1] * scores.k.shape[1] <= _FEW_SCORES
+    delicate = delicate or (beta.dtype == torch.float32 and bool(beta.amin() < SMALLEST_BETA))
+    if delicate or (known is not None and bool(known[1].abs().amax() > _LARGE_SCORES)):
         read, known = read.in_float64(), None
     if known is None:
         out, _, lse, _ = read.forward()

@@ -5,7 +5,7 @@
 
 A program takes the states of BLOCK channels over one chunk of tokens. delta, v are (B, T, D), A (N, D), B and C
 (B, T, N), skip = D and beta (D), opens (B, T); states (6 or 3, B, .., N D). Without the skip a token does not read
-itself, only what stood before it.
+itself, only what stood before it. Where log_delta is given, B and C are logarithms too: delta itself then only decays.
 """
 
 from __future__ import annotations
@@ -40,39 +40,52 @@ def load_energy(states, place, size, inside):
 
 
 @triton.jit
-def entry(delta, a, b, opens, place, token, inside, n, exists, N: tl.constexpr):
-    """delta (BLOCK, 1), B (1, PADDED), log-decay and log-weight (BLOCK, PADDED) of one token."""
+def load_log(at, log_delta, exists):
+    """The logarithm of a number, or of what is a logarithm already; -inf where nothing is."""
+    if log_delta is None:
+        log = tl.log(load_channels(at, exists))
+    else:
+        log = tl.load(at, mask=exists, other=float("-inf"))
+    return log
+
+
+@triton.jit
+def entry(delta, log_delta, a, b, opens, place, token, inside, n, exists, N: tl.constexpr):
+    """delta (BLOCK, 1), log-decay and log-weight (BLOCK, PADDED) of one token."""
     rate = load_channels(delta + place, inside)[:, None]
-    enters = load_channels(b + token * N + n, exists)
     log_decay = rate * a
     if opens is not None:
         log_decay = tl.where(tl.load(opens + token) != 0, float("-inf"), log_decay)
-    return rate, enters, log_decay, tl.log(rate) + tl.log(enters)
+    if log_delta is None:
+        log_rate = tl.log(rate)
+    else:
+        log_rate = load_log(log_delta + place, log_delta, inside)[:, None]
+    return rate, log_decay, log_rate + load_log(b + token * N + n, log_delta, exists)
 
 
 @triton.jit
-def of_positive(weight, part):
+def of_positive(log_weight, part):
     """The part that a weight has, 0 where the weight is 0 and the part is that of one unit of it."""
-    return tl.where(weight > 0, part, 0.0)
+    return tl.where(log_weight > float("-inf"), part, 0.0)
 
 
 @triton.jit
-def look(exponent, sums, c, own_exponent, skip):
+def look(exponent, sums, log_c, own_exponent, skip):
     """sum_n C_n sums_n e^exponent_n + skip e^own_exponent as y e^top, and what part of it each term is.
 
     Where C_n or skip is 0, what part one unit of it would be.
     """
-    log_c, log_skip = tl.log(c), own_exponent
+    log_skip = own_exponent
     top = tl.maximum(tl.max(exponent + log_c, 1), NOTHING)
     if skip is not None:
         log_skip = tl.log(skip)
         top = tl.maximum(top, own_exponent + log_skip)
-    weight = tl.exp(tl.minimum(of_positive(c, log_c) + (exponent - top[:, None]), LARGEST)) * sums
-    y = tl.sum(of_positive(c, weight), 1)
+    weight = tl.exp(tl.minimum(of_positive(log_c, log_c) + (exponent - top[:, None]), LARGEST)) * sums
+    y = tl.sum(of_positive(log_c, weight), 1)
     own = y
     if skip is not None:
-        own = tl.exp(tl.minimum(of_positive(skip, log_skip) + (own_exponent - top), LARGEST))
-        y += of_positive(skip, own)
+        own = tl.exp(tl.minimum(of_positive(log_skip, log_skip) + (own_exponent - top), LARGEST))
+        y += of_positive(log_skip, own)
     seen = top > NOTHING / 2
     per = tl.where(seen, 1.0 / tl.where(seen, y, 1.0), 0.0)
     return top, tl.where(seen, y, 1.0), weight * per[:, None], own * per
@@ -97,7 +110,7 @@ def faded(peak, total, weighted, log_decay):
 
 @triton.jit
 def ssm_sums(
-    delta, a, b, v, beta, opens, through, states, time, channels, size,
+    delta, log_delta, a, b, v, beta, opens, through, states, time, channels, size,
     N: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of each chunk the sum of the log-decays, (B, chunks, N D), and the states of its tokens alone."""
@@ -112,7 +125,7 @@ def ssm_sums(
     if beta is not None:
         steep = tl.load(beta + columns, mask=inside, other=1.0)[:, None]
     for t in range(first, end):
-        _rate, _enters, log_decay, x = entry(delta, rates, b, opens, place, row * time + t, inside, n, exists, N)
+        _rate, log_decay, x = entry(delta, log_delta, rates, b, opens, place, row * time + t, inside, n, exists, N)
         value = load_channels(v + place, inside)[:, None]
         peak, total, weighted, _share = add_weights(peak, total, weighted, log_decay, x, 1.0, value)
         if beta is not None:
@@ -127,7 +140,7 @@ def ssm_sums(
 
 @triton.jit
 def ssm_reads(
-    delta, a, b, c, skip, v, beta, opens, entering, log_weight, mean, free_energy, last,
+    delta, log_delta, a, b, c, skip, v, beta, opens, entering, log_weight, mean, free_energy, last,
     time, channels, size, last_size,
     N: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -147,8 +160,8 @@ def ssm_reads(
         steep = tl.load(beta + columns, mask=inside, other=1.0)
     for t in range(first, end):
         token = row * time + t
-        _rate, _enters, log_decay, x = entry(delta, rates, b, opens, place, token, inside, n, exists, N)
-        seen = load_channels(c + token * N + n, exists)
+        _rate, log_decay, x = entry(delta, log_delta, rates, b, opens, place, token, inside, n, exists, N)
+        seen = load_log(c + token * N + n, log_delta, exists)
         value = load_channels(v + place, inside)
         peak, total, weighted = faded(peak, total, weighted, log_decay)
         if skip is not None:
@@ -158,7 +171,7 @@ def ssm_reads(
         if skip is None:
             peak, total, weighted, _share = add_weights(peak, total, weighted, None, x, 1.0, value[:, None])
         else:
-            average += of_positive(own_skip, own) * value
+            average += tl.where(own_skip > 0, own, 0.0) * value
         tl.store(log_weight + place, highest + tl.log(y), mask=inside)
         tl.store(mean + place, average, mask=inside)
         if beta is not None:
