@@ -13,6 +13,7 @@ help:
 	@echo "make test      the fast tests        make test-all   fast and slow tests"
 	@echo "make test-vllm the same tokens from vLLM as from transformers, in an environment of its own (10 minutes)"
 	@echo "make docs      the site, into site/  make test-docs  runs every tutorial, page and notebook, and builds the site"
+	@echo "make screens   pictures of the site's pages, light and dark, wide and narrow, into runs/screens"
 	@echo "make lint      style and import direction      make bench   what FEM costs on this machine"
 	@echo "make chaos     kills, stops and damages a hundred small trainings; what became of them, into docs/results"
 	@echo "make install   only install, into $(VENV)"
