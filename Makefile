@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
