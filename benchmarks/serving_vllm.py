@@ -172,7 +172,7 @@ def main(blank: bool) -> int:
     """Run every case, or those that the page leaves blank; the page is written after each."""
     rows = {name: row(name, None, None) for name in [*CASES, *SERVERS]}
     if blank:
-        known = json.loads(Path(f"{PAGE}.json").read_text(encoding="utf-8"))["rows"]
+        known = json.loads(Path(f"{PAGE}.json").read_text(encoding="utf-8"))["results"]["rows"]
         rows |= {one["server"]: one for one in known if one["server"] in rows}
     with tempfile.TemporaryDirectory() as scratch:
         written = {}
