@@ -8,7 +8,7 @@ TARGETS = ["query", "key", "value", "output"]  # those of them that a prior has
 
 LORA = {"target_modules": TARGETS, "modules_to_save": ["beta", "inner"]}
 """LoraConfig(**LORA): low-rank changes of the projections, and beta and lambda trained whole: they are small, and are
-what a free energy has beyond attention. After `replace_attention` the host's own targets and the same modules_to_save.
+what a free energy has beyond attention. After `replace_attention`: the original's targets and the same modules_to_save.
 """
 
 

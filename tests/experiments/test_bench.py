@@ -10,8 +10,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fem import cli
-from fem.experiments.bench import cases, decode, experiment, measure, paper, tables, workloads
-from fem.experiments.bench import mixers as contenders
+from fem.experiments.bench import cases, decode, experiment, measure, mixers, paper, tables, workloads
 from fem.experiments.bench.cases import PARTS, PROFILES, Case
 from fem.experiments.bench.mixers import BASELINE, Size
 from fem.experiments.common import baselines
@@ -37,13 +36,13 @@ def quickly(monkeypatch):
 
 def test_every_contender_of_every_profile_has_a_mixer():
     for case in (case for profile in PROFILES.values() for case in profile if case.part != "read"):
-        for name in case.contenders:
-            assert name == "DiffTrans" or name in baselines.PEERS or contenders.build_mixer(name, SMALL)
+        for name in case.mixers:
+            assert name == "DiffTrans" or name in baselines.BASELINES or mixers.build_mixer(name, SMALL)
 
 
 @pytest.mark.parametrize("name", ["attention", "FEM-SM without C", "FEM-GLA without C", "attention, plain", "GLA"])
 def test_contenders_have_equal_linear_weights(name):
-    mixer = contenders.build_mixer(name, Size(1, 4, 256, 4))
+    mixer = mixers.build_mixer(name, Size(1, 4, 256, 4))
     weights = sum(module.weight.numel() for module in mixer.modules() if isinstance(module, nn.Linear))
     assert abs(weights / (4 * 256**2) - 1) < 0.006
 
@@ -51,7 +50,7 @@ def test_contenders_have_equal_linear_weights(name):
 @pytest.mark.parametrize("name", ["attention", "FEM-SM", "FEM-GLA"])
 @torch.no_grad()
 def test_what_is_timed_token_by_token_is_what_the_layer_computes(name):
-    layer, tokens = contenders.build_mixer(name, SMALL), torch.randn(5, 2, 1, 32)
+    layer, tokens = mixers.build_mixer(name, SMALL), torch.randn(5, 2, 1, 32)
     prompt = torch.randn(2, 9, 32)
     generate, _ = decode.stream(layer, prompt, tokens)
     whole = layer(torch.cat([prompt, *tokens], 1))
@@ -60,7 +59,7 @@ def test_what_is_timed_token_by_token_is_what_the_layer_computes(name):
 
 
 def test_attention_and_fem_carry_2_d_a_token():
-    streams = {name: decode.stream(contenders.build_mixer(name, SMALL), *drawn()) for name in ("attention", "FEM-SM")}
+    streams = {name: decode.stream(mixers.build_mixer(name, SMALL), *drawn()) for name in ("attention", "FEM-SM")}
     assert streams["attention"][1] == 4 * 2 * 32 * 9
     assert 4 * 2 * 32 * 9 <= streams["FEM-SM"][1] <= 4 * 2 * 32 * 9 + 300  # and a shift, a beta and a place
 
@@ -92,7 +91,7 @@ def test_memory_is_the_peak_beyond_what_was_held():
 
 def test_memory_of_a_case_is_measured_in_a_process_of_its_own():
     case = Case("layer", Size(1, 512, 64, 2), "float32", ("attention", "FEM-SM without C, plain"))
-    found = measure.in_fresh_process(workloads.cpu_growths, case, list(case.contenders), 1)
+    found = measure.in_fresh_process(workloads.cpu_growths, case, list(case.mixers), 1)
     assert found["FEM-SM without C, plain"] > 2 * found["attention"] > 0
 
 

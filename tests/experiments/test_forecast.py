@@ -1,4 +1,4 @@
-"""Forecasting: the paper's host, its training, the command and its report."""
+"""Forecasting: the paper's backbone, its training, the command and its report."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from waves import command, ett, waves
 from fem import models
 from fem.experiments.common.run import progress
 from fem.experiments.forecast import report, training
-from fem.experiments.forecast.backbone import ForecastHost, build_host, width_for
+from fem.experiments.forecast.backbone import ForecastBackbone, build_backbone, width_for
 from fem.experiments.forecast.experiment import run
 from fem.experiments.forecast.series import Windows
 from fem.experiments.forecast.settings import LAPTOP, PAPER, ForecastRecipe
@@ -33,25 +33,25 @@ def csv(tmp_path):
     return path
 
 
-# The host
+# The backbone
 
 
-def bare_host(channels=3, lookback=23, horizon=5):
-    """The host without blocks, whose tokens never meet."""
-    host = ForecastHost(channels, lookback, horizon, 16, nn.Sequential(), 0.0).double()
+def bare_backbone(channels=3, lookback=23, horizon=5):
+    """The backbone without blocks, whose tokens never meet."""
+    backbone = ForecastBackbone(channels, lookback, horizon, 16, nn.Sequential(), 0.0).double()
     with torch.no_grad():
-        for parameter in host.parameters():
+        for parameter in backbone.parameters():
             parameter.normal_()
-    return host
+    return backbone
 
 
 def rms_norm(x, weight):
     return x / np.sqrt(np.mean(x**2) + 1e-5) * weight
 
 
-def test_the_host_is_the_recipe_of_the_paper():
-    host = bare_host()
-    weights = {name: parameter.detach().numpy() for name, parameter in host.named_parameters()}
+def test_the_backbone_is_the_recipe_of_the_paper():
+    backbone = bare_backbone()
+    weights = {name: parameter.detach().numpy() for name, parameter in backbone.named_parameters()}
     history, future = torch.randn(2, 23, 3).double() + 4, torch.randn(2, 5, 3).double()
 
     def token(kind, row, position, channel):
@@ -74,13 +74,13 @@ def test_the_host_is_the_recipe_of_the_paper():
                 if n < 4:
                     squared += list((successor - segments[n + 1, :, c]) ** 2)
             forecast[b, :, c] = successor * spread[c] + level[c]
-    assert np.allclose(host(history).detach(), forecast)
+    assert np.allclose(backbone(history).detach(), forecast)
     loss = np.mean((forecast - future.numpy()) ** 2) + np.mean(squared)
-    assert host.loss(history, future).item() == pytest.approx(loss)
+    assert backbone.loss(history, future).item() == pytest.approx(loss)
 
 
 def test_context_tokens_alone_know_the_other_channels():
-    tokens = bare_host().tokens
+    tokens = bare_backbone().tokens
     segments = torch.randn(1, 3, 5, 5).double()
     other = segments.clone()
     other[:, 2] += 1
@@ -93,15 +93,15 @@ def test_context_tokens_alone_know_the_other_channels():
 @given(scale=st.floats(0.1, 10), shift=st.floats(-10, 10))
 def test_forecasts_move_with_the_unit_of_measurement(scale, shift):
     torch.manual_seed(1)
-    host = build_host("softmax+CLTG", 2, 23, 5, **HOST).double().eval()
+    backbone = build_backbone("softmax+CLTG", 2, 23, 5, **HOST).double().eval()
     history = torch.randn(3, 23, 2).double()
-    assert torch.allclose(host(scale * history + shift), scale * host(history) + shift, atol=1e-5 * scale)
+    assert torch.allclose(backbone(scale * history + shift), scale * backbone(history) + shift, atol=1e-5 * scale)
 
 
 @pytest.mark.parametrize("mixer", ["none", "softmax+CLTG", "gla+CLTG", "mamba+CLTG", "rnn_softmax+CLTG", "gla-norm"])
-def test_every_mixer_stands_in_a_host_of_equal_parameters(mixer):
+def test_every_mixer_stands_in_a_backbone_of_equal_parameters(mixer):
     size = {"width": 64, "layers": 3, "heads": 8, "dropout": 0.1}
-    count = [sum(p.numel() for p in build_host(name, 7, 64, 8, **size).parameters()) for name in (mixer, "softmax")]
+    count = [sum(p.numel() for p in build_backbone(name, 7, 64, 8, **size).parameters()) for name in (mixer, "softmax")]
     assert count[0] == pytest.approx(count[1], rel=2e-3)
 
 
@@ -113,8 +113,8 @@ def test_without_a_mixer_the_forecast_sees_the_last_segment_alone():
     history = torch.randn(2, 25, 2)
     changed = torch.cat([history[:, :20].flip(1), history[:, 20:]], 1)
     for mixer, blind in (("none", True), ("softmax+CLTG", False)):
-        host = build_host(mixer, 2, 25, 5, **HOST).eval()
-        moved = (host(changed) - host(history)).abs().max()
+        backbone = build_backbone(mixer, 2, 25, 5, **HOST).eval()
+        moved = (backbone(changed) - backbone(history)).abs().max()
         assert (moved < 1e-5) == blind, (mixer, moved)
 
 
@@ -222,7 +222,7 @@ def test_the_weights_of_the_lowest_validation_error_are_tested(monkeypatch, csv,
     score, save = training.score, training.Training.save
 
     def keep(self, path):
-        tested[self.epoch] = {name: tensor.clone() for name, tensor in self.parts["host"].state_dict().items()}
+        tested[self.epoch] = {name: tensor.clone() for name, tensor in self.parts["backbone"].state_dict().items()}
         save(self, path)
 
     def scripted(forecast, data):
@@ -312,10 +312,15 @@ def test_other_values_or_other_data_are_another_run(csv, tmp_path):
 def test_lookbacks_are_the_paper_s_and_the_baselines_see_the_same_futures(tmp_path):
     ett(14400).to_csv(tmp_path / "ETTh1.csv", index=False)
     jobs = replace(PAPER, data=str(tmp_path / "ETTh1.csv"), models="fem-sm,dlinear").jobs()
-    assert {job.horizon: job.lookback for job in jobs if not job.is_peer} == {96: 1024, 192: 2048, 336: 2048, 720: 4096}
-    for ours, peer in zip(jobs[::2], jobs[1::2]):
-        assert peer.is_peer
-        assert len(ours.windows()["test"]) == len(peer.windows()["test"]) == 2880 - ours.horizon + 1
+    assert {job.horizon: job.lookback for job in jobs if not job.is_baseline} == {
+        96: 1024,
+        192: 2048,
+        336: 2048,
+        720: 4096,
+    }
+    for ours, baseline in zip(jobs[::2], jobs[1::2]):
+        assert baseline.is_baseline
+        assert len(ours.windows()["test"]) == len(baseline.windows()["test"]) == 2880 - ours.horizon + 1
 
 
 def test_solar_has_smaller_batches(tmp_path):

@@ -6,14 +6,14 @@ import torch
 
 from fem.experiments.common.run import progress
 from fem.experiments.forecast.series import Series
-from fem.experiments.forecast.settings import PEERS, ForecastRecipe, Job
+from fem.experiments.forecast.settings import BASELINES, ForecastRecipe, Job
 
 pytest.importorskip("neuralforecast", reason="needs neuralforecast: pip install 'free-energy-mixer[forecast]'")
 
 from neuralforecast import NeuralForecast
 from neuralforecast.losses.pytorch import MSE, DistributionLoss, MQLoss
 
-from fem.experiments.forecast.baselines import MODELS, QUIET, forecast, long_table, train_peer
+from fem.experiments.forecast.baselines import MODELS, QUIET, forecast, long_table, train_baseline
 from fem.models import FEMForecaster
 
 ROWS = np.stack([np.sin(np.arange(150) / 4), np.cos(np.arange(150) / 7) + 3], 1).astype(np.float32)
@@ -99,16 +99,16 @@ def test_bad_sizes_are_one_sentence():
         FEMForecaster(**SMALL, prior_type="lstm")
 
 
-@pytest.mark.parametrize("model", PEERS)
+@pytest.mark.parametrize("model", BASELINES)
 def test_every_peer_trains_on_train_rows_and_is_tested_on_all_windows(model):
-    assert MODELS.keys() == set(PEERS)
+    assert MODELS.keys() == set(BASELINES)
     splits = {"train": (0, 100), "validation": (100, 120), "test": (120, 150)}
     series = Series("waves", ("a", "b"), ROWS.astype(np.float64), splits)
     recipe = ForecastRecipe(peer_lookback=23, peer_steps=4)
 
     def error(rows):
         with progress() as bars:
-            return train_peer(Job(Series("waves", ("a", "b"), rows, splits), 5, 0, model, recipe), bars)
+            return train_baseline(Job(Series("waves", ("a", "b"), rows, splits), 5, 0, model, recipe), bars)
 
     found = error(series.values)
     assert found["mse"] > 0

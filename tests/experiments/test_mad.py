@@ -1,4 +1,4 @@
-"""MAD apart from its data: names, hosts, one run, the sweep, and the table it ends in."""
+"""MAD apart from its data: names, originals, one run, the sweep, and the table it ends in."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ import torch
 from fem import PRIORS, FreeEnergyMixerConfig
 from fem.experiments.common.mixers import PUBLISHED, canonical, fields_of, known
 from fem.experiments.common.sweep import finished, sweep
-from fem.experiments.mad.backbone import build_host, sinusoids
+from fem.experiments.mad.backbone import build_backbone, sinusoids
 from fem.experiments.mad.experiment import MADRecipe, run
 from fem.experiments.mad.settings import PROFILES, Profile, Setting, Training
 from fem.experiments.mad.table import (
@@ -119,7 +119,7 @@ def test_all_mixers_have_the_parameters_of_softmax_attention(profile):
     sizes = {}
     for mixer in MIXERS:
         with torch.device("meta"):
-            model = build_host("in-context-recall", 16, mixer, PROFILES[profile].training, "normal")
+            model = build_backbone("in-context-recall", 16, mixer, PROFILES[profile].training, "normal")
         sizes[mixer] = sum(parameter.numel() for parameter in model.parameters())
     assert sizes["softmax"] == sizes["linear"]
     for mixer, size in sizes.items():
@@ -130,7 +130,7 @@ def test_all_mixers_have_the_parameters_of_softmax_attention(profile):
 def test_one_rule_starts_every_linear_map(mixer):
     sizes = replace(TINY, width=64, mlp_width=64)
     for rule, spread in (("normal", lambda inputs: 0.02), ("torch", lambda inputs: (3 * inputs) ** -0.5)):
-        model = build_host("compression", 32, mixer, sizes, rule)
+        model = build_backbone("compression", 32, mixer, sizes, rule)
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Linear):
                 inputs = module.in_features - getattr(module, "context", 0)
@@ -142,7 +142,7 @@ def test_one_rule_starts_every_linear_map(mixer):
                 assert module.bias is None or not module.bias.any()
 
 
-def test_a_published_mixer_keeps_its_biases_and_costs_the_host_its_size(monkeypatch):
+def test_a_published_mixer_keeps_its_biases_and_costs_the_backbone_its_size(monkeypatch):
     class DeltaNet(torch.nn.Module):
         def __init__(self, hidden_size, num_heads):
             super().__init__()
@@ -158,7 +158,9 @@ def test_a_published_mixer_keeps_its_biases_and_costs_the_host_its_size(monkeypa
     monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
     monkeypatch.setitem(sys.modules, "fla.layers", layers)
     sizes = replace(TINY, width=64, heads=16, mlp_width=96)
-    published, softmax = (build_host("memorization", 11, name, sizes, "normal") for name in ("fla:DeltaNet", "softmax"))
+    published, softmax = (
+        build_backbone("memorization", 11, name, sizes, "normal") for name in ("fla:DeltaNet", "softmax")
+    )
     own = [module for module in published.modules() if isinstance(module, DeltaNet)]
     assert len(own) == 2
     assert all((layer.project.bias == 0.7).all() and layer.num_heads == 2 for layer in own)
@@ -169,8 +171,8 @@ def test_a_published_mixer_keeps_its_biases_and_costs_the_host_its_size(monkeypa
     assert known("fla:DeltaNet") == "fla:DeltaNet"
 
 
-def test_the_language_host_sees_no_future():
-    model = build_host("memorization", 11, "softmax+CLTG", TINY, "torch")
+def test_the_language_backbone_sees_no_future():
+    model = build_backbone("memorization", 11, "softmax+CLTG", TINY, "torch")
     tokens = torch.randint(11, (2, 9))
     changed = tokens.clone()
     changed[:, 5:] = (changed[:, 5:] + 1) % 11
@@ -180,7 +182,7 @@ def test_the_language_host_sees_no_future():
 
 
 def test_the_auto_encoder_decodes_the_last_state_alone():
-    model = build_host("compression", 11, "softmax", TINY, "torch")
+    model = build_backbone("compression", 11, "softmax", TINY, "torch")
     tokens = torch.randint(11, (2, 7))
     states = []
     model.blocks.register_forward_hook(lambda module, inputs, output: states.append(output))
@@ -211,7 +213,7 @@ def test_accuracies_count_targets_and_classes_of_targets():
 @pytest.mark.parametrize("batch", [5, 12])
 def test_test_results_are_those_of_one_loop_over_scored_tokens(batch):
     data = Data.of(MEMORIZE, TINY, 3, torch.device("cpu"))
-    model = build_host("memorization", 11, "softmax", TINY, "torch").double()
+    model = build_backbone("memorization", 11, "softmax", TINY, "torch").double()
     losses, hits, classes = [], [], {}
     with torch.no_grad():
         for row, wanted in zip(data.test_inputs, data.test_targets):

@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from fem.experiments.common import checkpoints, integrity
 from fem.experiments.common.checkpoints import load_language_model, newest
 from fem.experiments.lm import data as lm_data
-from fem.experiments.lm import documents, packing, train, trainer, training
-from fem.experiments.lm import metrics as journal
+from fem.experiments.lm import documents, metrics, packing, train, trainer, training
 from fem.experiments.lm.recipe import differences
 from fem.experiments.lm.text import train_tokenizer
 from fem.models import preset
@@ -80,7 +79,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path, monkeypatch, p
         if state.global_step == (7 if place == "in a step" else 10):
             raise Stopped
 
-    owner, name = (journal.Journal, "on_step_begin") if place == "in a step" else (trainer.TextTrainer, "_save_scaler")
+    owner, name = (
+        (metrics.MetricsCallback, "on_step_begin") if place == "in a step" else (trainer.TextTrainer, "_save_scaler")
+    )
     original = getattr(owner, name)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, lambda self, *a, **k: (stop(self, *a, **k), original(self, *a, **k))[1])
@@ -384,7 +385,7 @@ def test_beta_and_lambda_in_the_journal_are_the_layers(whole, data):
     model, _ = load_language_model(whole)
     row = packing.TokenFile.open(whole / "tokens").row(3, 24)
     layers = [block.mixer for block in model.model.layers]
-    found = journal.read_statistics(model, row)
+    found = metrics.read_statistics(model, row)
     betas = torch.cat([layer.inspect(torch.zeros(1, 2, 32)).beta.flatten() for layer in layers])
     assert found["beta_mean"] == pytest.approx(betas.mean().item())
     assert found["beta_max"] == pytest.approx(betas.max().item())

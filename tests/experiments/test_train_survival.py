@@ -25,8 +25,7 @@ from fem.experiments.common.checkpoints import checkpoints, load_language_model,
 from fem.experiments.common.distributed import Paused
 from fem.experiments.common.lock import one_writer
 from fem.experiments.common.signals import SaveAndStop, seconds_of
-from fem.experiments.lm import metrics as journal
-from fem.experiments.lm import place, trainer, training
+from fem.experiments.lm import metrics, place, trainer, training
 
 SLOW = pytest.mark.slow
 
@@ -183,21 +182,21 @@ def test_a_step_that_is_not_finite_is_left_out_if_asked(data, whole, tmp_path, m
 
 
 def test_weights_that_are_not_finite_never_become_a_checkpoint(data, tmp_path, monkeypatch):
-    original = journal.Journal.on_step_end
+    original = metrics.MetricsCallback.on_step_end
 
     def spoil(self, args, state, control, model=None, **given):
         original(self, args, state, control, **given)
         if state.global_step == 10:
             next(model.parameters()).data.view(-1)[0] = math.inf
 
-    monkeypatch.setattr(journal.Journal, "on_step_end", spoil)
+    monkeypatch.setattr(metrics.MetricsCallback, "on_step_end", spoil)
     with pytest.raises(ValueError, match="at step 10"):
         training.run(tiny(data, eval_steps=50), tmp_path / "run")
     assert newest(tmp_path / "run").name == "checkpoint-5"
 
 
 def test_a_spike_is_told_from_the_lines_before_it():
-    found = journal.Journal.spikes
+    found = metrics.MetricsCallback.spikes
     lines = [{"train_loss": 2.0, "grad_norm_max": 1.0}] * 5
     told = lambda **now: found(type("Told", (), {"lines": lines})(), now)  # noqa: E731
     assert told(train_loss=2.1, grad_norm_max=4.0) == {}
@@ -224,7 +223,7 @@ def test_a_signal_saves_at_the_end_of_the_step(data, whole, tmp_path, monkeypatc
 
     before = signal.getsignal(signal.Signals[name])
     with monkeypatch.context() as patch:
-        patch.setattr(journal.Journal, "on_step_begin", send)
+        patch.setattr(metrics.MetricsCallback, "on_step_begin", send)
         with pytest.raises(Paused, match=f"stopped by {name}; step 7 of 12 is saved") as stopped:
             training.run(tiny(data), tmp_path / "run")
     assert stopped.value.code == code

@@ -30,7 +30,7 @@ HOSTS = {
 
 
 def awake(model: torch.nn.Module) -> torch.nn.Module:
-    """Far from the host: a model that lost its heads would answer otherwise."""
+    """Far from the original: a model that lost its heads would answer otherwise."""
     for head in model.modules():
         if isinstance(head, FreeEnergyHead):
             for parameter in head.parameters():
@@ -139,9 +139,9 @@ def test_saving_again_changes_nothing(replaced, tmp_path):
     assert first == second
 
 
-def test_class_of_the_host_refuses_a_replaced_model(replaced, tmp_path):
+def test_class_of_the_original_refuses_a_replaced_model(replaced, tmp_path):
     replaced.save_pretrained(tmp_path)
-    with pytest.raises(Exception, match="no model of the host's class"):
+    with pytest.raises(Exception, match="no model of the original's class"):
         type(replaced).from_pretrained(tmp_path)
 
 
@@ -167,8 +167,8 @@ def test_replaced_models_travel_through_pickle(replaced):
 
 
 def test_folders_of_before_open_as_before(replaced, tmp_path):
-    """Version 0.1 noted the calls in the host's own config."""
-    replaced.config.__class__ = type(replaced.config).host
+    """Version 0.1 noted the calls in the original's own config."""
+    replaced.config.__class__ = type(replaced.config).original
     replaced.save_pretrained(tmp_path)
     torch.testing.assert_close(load_replaced(tmp_path)(tokens(1, 5)).logits, replaced(tokens(1, 5)).logits)
 

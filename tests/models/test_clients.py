@@ -159,7 +159,7 @@ def test_no_model_type_crashes_or_computes_something_else():
         assert survey(model_type).result not in ("crashed", "wrong"), model_type
 
 
-def test_encoder_decoder_generates_as_the_host_does():
+def test_encoder_decoder_generates_as_the_original_does():
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
     config = transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
     model = lively(transformers.T5ForConditionalGeneration(config))

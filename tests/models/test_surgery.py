@@ -16,7 +16,7 @@ import fem
 from fem import FreeEnergyMixer, replace_attention
 from fem.models.surgery.head import FreeEnergyHead
 
-transformers = pytest.importorskip("transformers", reason="hosts of transformers need the extra 'lm'")
+transformers = pytest.importorskip("transformers", reason="originals of transformers need the extra 'lm'")
 
 VOCABULARY = 61
 TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 60, "pad_token_id": 0}
@@ -223,7 +223,7 @@ def test_replaced_timm_block_computes_what_it_did(mask):
 # --- the parameters: kept by name and identity, new ones trainable
 
 
-def test_host_keeps_its_parameters_and_their_names(causal_model):
+def test_original_keeps_its_parameters_and_their_names(causal_model):
     before = dict(causal_model.named_parameters())
     after = dict(replace_attention(causal_model).named_parameters())
     assert all(after[name] is parameter for name, parameter in before.items())
@@ -249,7 +249,7 @@ def test_lambda_starts_small_and_the_gate_at_one():
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_slim_gates_start_as_the_host_and_learn(rank):
+def test_slim_gates_start_as_the_original_and_learn(rank):
     model = decoder("llama")
     before = model(tokens()).logits
     replace_attention(model, gate_rank=rank, lambda_init=-6.0)
@@ -270,7 +270,7 @@ def test_switches_leave_parts_out():
     assert head.gate.outer is not None
 
 
-def test_new_parameters_take_dtype_and_mode_of_the_host():
+def test_new_parameters_take_dtype_and_mode_of_the_original():
     model = replace_attention(decoder("llama").bfloat16().train())
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert all(module.training for module in model.modules())
@@ -326,7 +326,7 @@ def test_copy_is_a_model_of_its_own(build, make_copy, preserve, prior):
 
 
 @pytest.mark.parametrize("preserve, prior", [(True, "softmax"), (False, "mamba")])
-def test_saved_model_loads_into_a_fresh_host(preserve, prior):
+def test_saved_model_loads_into_a_fresh_original(preserve, prior):
     model = awake(replace_attention(decoder("qwen3"), prior, preserve=preserve))
     other = replace_attention(type(model)(copy.deepcopy(model.config)), prior, preserve=preserve).eval()
     assert not other.load_state_dict(model.state_dict()).missing_keys
@@ -366,9 +366,9 @@ def test_load_replaced_wants_a_replaced_model(tmp_path):
 
 
 @pytest.mark.parametrize("prior", ["softmax", "gla", "rnn_softmax", "mamba"])
-@pytest.mark.parametrize("host", ["gpt2", "mistral"])
-def test_fresh_mixers_generate_with_the_cache_of_the_host(host, prior):
-    model = lively(replace_attention(decoder(host), prior, preserve=False))
+@pytest.mark.parametrize("original", ["gpt2", "mistral"])
+def test_fresh_mixers_generate_with_the_cache_of_the_original(original, prior):
+    model = lively(replace_attention(decoder(original), prior, preserve=False))
     for beams in (1, 2):
         options = {"max_new_tokens": 4, "do_sample": False, "num_beams": beams, "attention_mask": PADDED}
         torch.testing.assert_close(
@@ -378,7 +378,7 @@ def test_fresh_mixers_generate_with_the_cache_of_the_host(host, prior):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("prior", ["softmax", "gla", "mamba"])
-def test_fresh_mixers_see_padding_and_documents_in_the_mask_of_the_host(prior, implementation):
+def test_fresh_mixers_see_padding_and_documents_in_the_mask_of_the_original(prior, implementation):
     model = lively(replace_attention(decoder("llama"), prior, preserve=False))
     model.set_attn_implementation(implementation)
     ids = tokens(2, 11)

@@ -1,4 +1,4 @@
-"""Hosts trained on real text, then replaced: the same model at first, and one that goes on learning."""
+"""Originals trained on real text, then replaced: the same model at first, and one that goes on learning."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="hosts of transformers need the extra 'lm'")
+pytest.importorskip("transformers", reason="originals of transformers need the extra 'lm'")
 pytest.importorskip("datasets", reason="training on text needs the extra 'lm'")
 
 from fem import replace_attention
-from fem.experiments.lm.finetune import FinetuneRecipe, finetune, train_host, validate
+from fem.experiments.lm.finetune import FinetuneRecipe, finetune, train_original, validate
 from fem.experiments.lm.text import build_corpus
 from fem.models import load_replaced
 
@@ -32,31 +32,31 @@ def corpus():
 
 
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
-def host(request, corpus):
+def original(request, corpus):
     torch.set_num_threads(1)
-    return train_host(replace(RECIPE, host=request.param), corpus)
+    return train_original(replace(RECIPE, original=request.param), corpus)
 
 
-def test_replaced_host_keeps_logits_and_loss(host, corpus):
-    assert validate(host, corpus) < 5.0  # it has learnt: a uniform guess costs 6.2
-    model = replace_attention(copy.deepcopy(host))
+def test_replaced_original_keeps_logits_and_loss(original, corpus):
+    assert validate(original, corpus) < 5.0  # it has learnt: a uniform guess costs 6.2
+    model = replace_attention(copy.deepcopy(original))
     ids = corpus.validation["input_ids"][:64]
-    torch.testing.assert_close(model(ids).logits, host(ids).logits, atol=1e-3, rtol=0)
-    assert validate(model, corpus) == pytest.approx(validate(host, corpus), rel=1e-3)
+    torch.testing.assert_close(model(ids).logits, original(ids).logits, atol=1e-3, rtol=0)
+    assert validate(model, corpus) == pytest.approx(validate(original, corpus), rel=1e-3)
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_replaced_host_generates_as_the_host_does_cached_and_uncached(host, corpus, beams):
-    model = replace_attention(copy.deepcopy(host))
+def test_replaced_original_generates_as_the_original_does_cached_and_uncached(original, corpus, beams):
+    model = replace_attention(copy.deepcopy(original))
     prompt = corpus.validation["input_ids"][:3][:, :16]
     options = {"max_new_tokens": 32, "do_sample": False, "num_beams": beams}
     cached = model.generate(prompt, **options)
     torch.testing.assert_close(cached, model.generate(prompt, use_cache=False, **options))
-    torch.testing.assert_close(cached, host.generate(prompt, **options))
+    torch.testing.assert_close(cached, original.generate(prompt, **options))
 
 
-def test_replaced_host_comes_back_from_its_folder(host, corpus, tmp_path):
-    model = replace_attention(copy.deepcopy(host), lambda_init=-1.0)
+def test_replaced_original_comes_back_from_its_folder(original, corpus, tmp_path):
+    model = replace_attention(copy.deepcopy(original), lambda_init=-1.0)
     model.save_pretrained(tmp_path)
     ids = corpus.validation["input_ids"][:8]
     torch.testing.assert_close(load_replaced(tmp_path)(ids).logits, model(ids).logits)
@@ -64,7 +64,7 @@ def test_replaced_host_comes_back_from_its_folder(host, corpus, tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_fem_learns_at_least_as_well_as_the_continued_original(name, corpus):
-    found = finetune(replace(RECIPE, host=name, arms="original,fem"), corpus)
+    found = finetune(replace(RECIPE, original=name, arms="original,fem"), corpus)
     original, fem = found["original"], found["fem"]
     assert fem["before"] == pytest.approx(original["before"], rel=1e-3)
     assert original["after"][0] < original["before"]

@@ -71,13 +71,14 @@ def main(recipe, output, resume, death):
     """death: ["step", n]; ["save", n], in which the optimiser's state is already there; ["room", n]: from step 10 on
     no file may grow beyond n bytes, as on a full disk; or None."""
     torch.set_num_threads(1)
-    from fem.experiments.lm import metrics as journal
-    from fem.experiments.lm import trainer, training
+    from fem.experiments.lm import metrics, trainer, training
     from fem.experiments.lm.recipe import TrainRecipe
 
     if death is not None:
         place, step = death
-        owner, name = (trainer.TextTrainer, "_save_rng_state") if place == "save" else (journal.Journal, "on_step_end")
+        owner, name = (
+            (trainer.TextTrainer, "_save_rng_state") if place == "save" else (metrics.MetricsCallback, "on_step_end")
+        )
         method = getattr(owner, name)
 
         def dying(self, *args, **given):

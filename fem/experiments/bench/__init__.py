@@ -1,6 +1,6 @@
 """What FEM costs: time, memory and operations beside attention of equal weights, and beside Tables 5 and 7.
 
-cases.py says what a profile measures, contenders.py builds the mixers, workloads.py makes steps of them, measure.py
+cases.py says what a profile measures, mixers.py builds the mixers, workloads.py makes steps of them, measure.py
 times them, decode.py generates, tables.py and picture.py show, paper.py holds the paper's figures,
 experiment.py is `fem bench`.
 """

@@ -12,17 +12,17 @@ READS = (BASELINE, "FEM", "FEM, plain")
 LAYERS = (BASELINE, "FEM-SM without C", "FEM-SM", "FEM-SM without C, plain", "FEM-GLA without C", "FEM-GLA")
 DECODES = (BASELINE, "FEM-SM without C", "FEM-SM", "FEM-GLA")
 CONTEXTS = (BASELINE, "FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT")
-PEERS_AT_LENGTH = ("GLA (fla)", "Mamba (mamba-ssm)")
+BASELINES_AT_LENGTH = ("GLA (fla)", "Mamba (mamba-ssm)")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: contenders that run in turn on the same input. layers: blocks of the host; 0: none."""
+    """One comparison: mixers that run in turn on the same input. layers: blocks of the model; 0: none."""
 
     part: str
     size: Size
     dtype: str
-    contenders: tuple[str, ...]
+    mixers: tuple[str, ...]
     layers: int = 0
 
     @property
@@ -56,7 +56,7 @@ def _paper() -> list[Case]:
     for time in (1024, 4096, 16384, 65536):
         cases.append(Case("decode", Size(1, time, 1024, 16), "bfloat16", DECODES))
     for time in (2048, 8192, 32768, 131072):
-        cases.append(Case("context", Size(1, time, 1024, 16), "bfloat16", CONTEXTS + PEERS_AT_LENGTH))
+        cases.append(Case("context", Size(1, time, 1024, 16), "bfloat16", CONTEXTS + BASELINES_AT_LENGTH))
     return cases
 
 

@@ -20,13 +20,13 @@ Stream = tuple[Callable[[], list[Tensor]], int]  # the outputs of a stretch, and
 
 
 def measure(case: Case, device: torch.device, seconds: float) -> dict[str, dict[str, float | int]]:
-    """Median seconds of a token after `time` tokens, and bytes of the state there, of every contender."""
+    """Median seconds of a token after `time` tokens, and bytes of the state there, of every mixer."""
     dtype, size = getattr(torch, case.dtype), case.size
     prompt = torch.randn(size.batch, size.time, size.width, device=device, dtype=dtype)
     tokens = torch.randn(STRETCH, size.batch, 1, size.width, device=device, dtype=dtype)
     streams = {}
     with torch.no_grad():
-        for name in case.contenders:
+        for name in case.mixers:
             layer = build_mixer(name, size).to(device, dtype).eval()
             streams[name] = stream(layer, prompt, tokens)
         taken = alternate({name: generate for name, (generate, _) in streams.items()}, seconds, device)

@@ -45,7 +45,7 @@ class BenchRecipe:
 
 
 def measured(recipe: BenchRecipe, device: torch.device) -> Iterator[tuple[Case, dict[str, dict]]]:
-    """Every case with the costs of its contenders, as they come."""
+    """Every case with the costs of its mixers, as they come."""
     with progress() as bars:
         cases = recipe.cases()
         bar = bars.add_task("bench", total=len(cases))
@@ -93,7 +93,7 @@ def report(folder: Path, parts: dict[str, tables.Results], how_made: str) -> str
 
 TITLE = """# {what}, on {where}
 
-Medians of contenders that run in turn: process time on a CPU, time between two events on a GPU. A train step is forward
+Medians of mixers that run in turn: process time on a CPU, time between two events on a GPU. A train step is forward
 and backward; its memory is what it adds to what was held before. Blank is what was not run.
 """
 

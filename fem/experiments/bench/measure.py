@@ -1,4 +1,4 @@
-"""Ratios that hold on a busy machine: contenders in turn, medians; memory in fresh processes."""
+"""Ratios that hold on a busy machine: mixers in turn, medians; memory in fresh processes."""
 
 from __future__ import annotations
 

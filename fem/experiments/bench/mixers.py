@@ -1,4 +1,4 @@
-"""The mixers that are measured, (B, T, D) -> (B, T, D), and the host of Tables 5 and 7."""
+"""The mixers that are measured, (B, T, D) -> (B, T, D), and the model of Tables 5 and 7."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ class Size:
 
 
 def build_mixer(name: str, size: Size) -> nn.Module:
-    """Raises ModuleNotFoundError where the library of a peer is not installed."""
+    """Raises ModuleNotFoundError where the library of a baseline is not installed."""
     if name == BASELINE:
         return Attention(size.width, size.heads)
-    if name in baselines.PEERS:
+    if name in baselines.BASELINES:
         return baselines.build(name, size.width, size.heads)
     config = FreeEnergyMixerConfig.matched(n_embd=size.width, n_head=size.heads, **FIELDS[name])
     return FreeEnergyMixer(config)

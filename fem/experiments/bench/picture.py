@@ -20,7 +20,7 @@ PANELS = {
 
 
 def draw(path: Path, part: str, title: str, results: Results) -> None:
-    """One panel per cost, one line per contender, both axes logarithmic."""
+    """One panel per cost, one line per mixer, both axes logarithmic."""
     names = list(dict.fromkeys(name for _, found in results for name in found))
     panels = []
     for label, field, scale, per_token in PANELS[part]:

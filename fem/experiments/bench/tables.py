@@ -1,4 +1,4 @@
-"""Tables of a benchmark: every contender beside attention in the same turns, and beside the paper's figures."""
+"""Tables of a benchmark: every mixer beside attention in the same turns, and beside the paper's figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TITLES = {
 NOTES = {
     "read": "Attention reads values as wide as its keys; FEM reads [v | exp(beta v)] of values half as wide.",
     "layer": "Equal linear weights, 4 D^2; the conditioner C adds its own.",
-    "gpt2": "Blocks without embeddings and head; peers need a GPU and their library. In brackets the paper's own "
+    "gpt2": "Blocks without embeddings and head; baselines need a GPU and their library. In brackets the paper's own "
     "ratio to its flash attention: 12 blocks, T 1024, batch 8, FP32 on one L40S. Operations are those of matrix "
     "products as torch's profiler counts them; flash attention's own are not in it, the plain form's are.",
     "table5": "Ratios are to FEM-SM -G,T,L,C, softmax attention in FEM's own layer. In brackets the paper's own ratio "
@@ -33,9 +33,9 @@ NOTES = {
 
 
 def rows(part: str, results: Results) -> list[dict]:
-    """The table of one part, one row for every contender of every case; None where nothing was run."""
+    """The table of one part, one row for every mixer of every case; None where nothing was run."""
     make = _decode if part == "decode" else _costs
-    return [make(part, case, name, found) for case, found in results for name in case.contenders if _shown(name, found)]
+    return [make(part, case, name, found) for case, found in results for name in case.mixers if _shown(name, found)]
 
 
 def _shown(name: str, found: dict) -> bool:

@@ -1,4 +1,4 @@
-"""A forward and a train step of every contender, and what they cost."""
+"""A forward and a train step of every mixer, and what they cost."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Workload(NamedTuple):
 
 
 def runs(case: Case, name: str, device: torch.device) -> bool:
-    """Whether the contender can be measured here."""
-    if name in baselines.PEERS:
+    """Whether the mixer can be measured here."""
+    if name in baselines.BASELINES:
         return baselines.available(name, device)
     return name != "DiffTrans"  # of no library
 
@@ -78,8 +78,8 @@ def _steps(output: Callable[[], Tensor], leaves: list[nn.Parameter | Tensor], pa
 
 
 def measure(case: Case, device: torch.device, seconds: float) -> dict[str, Result]:
-    """Costs of every contender that runs here: seconds, operations, bytes beyond those held before a train step."""
-    built = {name: prepared(case, name, device) for name in case.contenders if runs(case, name, device)}
+    """Costs of every mixer that runs here: seconds, operations, bytes beyond those held before a train step."""
+    built = {name: prepared(case, name, device) for name in case.mixers if runs(case, name, device)}
     work = {name: steps for name, steps in built.items() if steps is not None}
     forward = alternate({name: steps.forward for name, steps in work.items()}, seconds / 3, device)
     train = alternate({name: steps.train for name, steps in work.items()}, seconds, device)
@@ -98,7 +98,7 @@ def measure(case: Case, device: torch.device, seconds: float) -> dict[str, Resul
 
 
 def prepared(case: Case, name: str, device: torch.device) -> Workload | None:
-    """The contender's steps after a first train step; None, with a warning, where memory or a library fails it."""
+    """The mixer's steps after a first train step; None, with a warning, where memory or a library fails it."""
     try:
         steps = workload(case, name, device)
         steps.train()
@@ -107,7 +107,7 @@ def prepared(case: Case, name: str, device: torch.device) -> Workload | None:
         torch.cuda.empty_cache()
         why = "the GPU's memory does not suffice"
     except Exception as error:
-        if name not in baselines.PEERS:
+        if name not in baselines.BASELINES:
             raise
         why = f"{type(error).__name__}: {error}"
     warnings.warn(f"{name} is left out of {case.name}: {why}.", stacklevel=2)

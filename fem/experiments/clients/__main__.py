@@ -55,7 +55,7 @@ def page(clients: list[dict[str, str]], findings: list[Finding]) -> str:
         "## Model types turned into FEM",
         "",
         f"Every model type that `AutoModel` of transformers {transformers.__version__} builds, made small with random "
-        "weights, run, given to `replace_attention`, and run again. Right: all outputs equal the host's to 1e-4 of "
+        "weights, run, given to `replace_attention`, and run again. Right: all outputs equal the original's to 1e-4 of "
         "their spread. Refused: a sentence says why, when it is replaced or first called. Not built: this survey could "
         "not make it small or guess its inputs; nothing is known about it.",
         "",

@@ -115,8 +115,8 @@ def _(folder: Path) -> str:
     from lm_eval.models.huggingface import HFLM
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    host = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(LETTERS), **sizes))
-    model = replace_attention(host, lambda_init=0.0)
+    original = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(LETTERS), **sizes))
+    model = replace_attention(original, lambda_init=0.0)
     model.save_pretrained(folder)
     harness = HFLM(pretrained=str(folder), device="cpu")
     request = Instance("loglikelihood", {}, ("a text", " and more"), 0)

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 
-class Peer(NamedTuple):
+class Baseline(NamedTuple):
     module: str
     layer: str
     arguments: Callable[[int, int], dict]  # of width and heads
@@ -22,33 +22,33 @@ def _by_heads(width: int, heads: int) -> dict:
     return {"hidden_size": width, "num_heads": heads}
 
 
-PEERS = {
-    "RWKV6": Peer("fla.layers", "RWKV6Attention", _by_heads),
-    "RWKV7": Peer(  # every layer as the first one, which needs nothing of another
+BASELINES = {
+    "RWKV6": Baseline("fla.layers", "RWKV6Attention", _by_heads),
+    "RWKV7": Baseline(  # every layer as the first one, which needs nothing of another
         "fla.layers",
         "RWKV7Attention",
         lambda d, h: {"hidden_size": d, "head_dim": 64, "layer_idx": 0, "num_hidden_layers": 2},
     ),
-    "LinAttn": Peer("fla.layers", "LinearAttention", _by_heads),
-    "HGRN2": Peer("fla.layers", "HGRN2Attention", lambda d, h: {"hidden_size": d, "expand_ratio": d // h}),
-    "PaTHAttention": Peer("fla.layers", "PaTHAttention", _by_heads),
-    "GatedSlotAttention": Peer("fla.layers", "GatedSlotAttention", _by_heads),
-    "DeltaNet": Peer("fla.layers", "DeltaNet", _by_heads),
-    "GatedDeltaNet": Peer(
+    "LinAttn": Baseline("fla.layers", "LinearAttention", _by_heads),
+    "HGRN2": Baseline("fla.layers", "HGRN2Attention", lambda d, h: {"hidden_size": d, "expand_ratio": d // h}),
+    "PaTHAttention": Baseline("fla.layers", "PaTHAttention", _by_heads),
+    "GatedSlotAttention": Baseline("fla.layers", "GatedSlotAttention", _by_heads),
+    "DeltaNet": Baseline("fla.layers", "DeltaNet", _by_heads),
+    "GatedDeltaNet": Baseline(
         "fla.layers",
         "GatedDeltaNet",
         lambda d, h: {"hidden_size": d, "num_heads": h, "head_dim": d // h, "expand_v": 1},
     ),
-    "Mamba2": Peer("fla.layers", "Mamba2", lambda d, h: {"hidden_size": d, "num_heads": d // 32, "head_dim": 64}),
-    "Mamba (fla)": Peer("fla.layers", "Mamba", lambda d, h: {"hidden_size": d, "intermediate_size": 2 * d}),
-    "GLA (fla)": Peer("fla.layers", "GatedLinearAttention", _by_heads),
-    "Mamba (mamba-ssm)": Peer("mamba_ssm", "Mamba", lambda d, h: {"d_model": d}),
+    "Mamba2": Baseline("fla.layers", "Mamba2", lambda d, h: {"hidden_size": d, "num_heads": d // 32, "head_dim": 64}),
+    "Mamba (fla)": Baseline("fla.layers", "Mamba", lambda d, h: {"hidden_size": d, "intermediate_size": 2 * d}),
+    "GLA (fla)": Baseline("fla.layers", "GatedLinearAttention", _by_heads),
+    "Mamba (mamba-ssm)": Baseline("mamba_ssm", "Mamba", lambda d, h: {"d_model": d}),
 }
 
 
 def available(name: str, device: torch.device) -> bool:
-    """Whether a peer can run here; their kernels run on GPUs alone."""
-    return device.type == "cuda" and find_spec(PEERS[name].module.partition(".")[0]) is not None
+    """Whether a baseline can run here; their kernels run on GPUs alone."""
+    return device.type == "cuda" and find_spec(BASELINES[name].module.partition(".")[0]) is not None
 
 
 class Published(nn.Module):
@@ -64,5 +64,5 @@ class Published(nn.Module):
 
 
 def build(name: str, width: int, heads: int) -> nn.Module:
-    peer = PEERS[name]
-    return Published(getattr(import_module(peer.module), peer.layer)(**peer.arguments(width, heads)))
+    baseline = BASELINES[name]
+    return Published(getattr(import_module(baseline.module), baseline.layer)(**baseline.arguments(width, heads)))

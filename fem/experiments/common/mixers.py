@@ -10,7 +10,7 @@ import math
 import re
 
 from fem.config import FreeEnergyMixerConfig
-from fem.experiments.common.baselines import PEERS
+from fem.experiments.common.baselines import BASELINES
 from fem.priors import PRIORS
 
 PARTS = {"C": "use_conv", "L": "use_lse", "T": "use_temperature", "G": "use_outer_gate"}
@@ -25,7 +25,7 @@ ALIASES = {
 UNNORMALISED = "-norm"
 OPTION = re.compile(r"r\d+|b\d+(\.\d+)?|l-?\d+(\.\d+)?|wide|norm")
 PUBLISHED_UNNORMALISED = ("gla", "mamba")
-PUBLISHED = {f"fla:{peer.layer}": name for name, peer in PEERS.items() if peer.module == "fla.layers"}
+PUBLISHED = {f"fla:{baseline.layer}": name for name, baseline in BASELINES.items() if baseline.module == "fla.layers"}
 
 
 def known(name: str) -> str:

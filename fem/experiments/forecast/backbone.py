@@ -55,7 +55,7 @@ class SegmentTokens(nn.Module):
         return self.norm(self.dropout(pairs) + self.position + self.channel)
 
 
-class ForecastHost(nn.Module):
+class ForecastBackbone(nn.Module):
     """The next `horizon` rows of all channels, from the tokens of the past.
 
         x = (history - level) / spread       level: mean of the last segment, spread: deviation of the whole history
@@ -106,7 +106,7 @@ def one_name(mixer: str) -> str:
     return NONE if mixer == NONE else canonical(mixer)
 
 
-def build_host(
+def build_backbone(
     mixer: str,
     channels: int,
     lookback: int,
@@ -117,7 +117,7 @@ def build_host(
     heads: int,
     dropout: float,
     **fields,
-) -> ForecastHost:
+) -> ForecastBackbone:
     """The forecaster around a mixer, with the parameters of the one around softmax attention: the MLP pays.
 
     fields: further fields of `FreeEnergyMixerConfig`. Linear weights start N(0, 0.02), those that write into the
@@ -136,9 +136,9 @@ def build_host(
             parts.append(FreeEnergyMixer(config(mixer)))
         parts.append(nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width)))
     blocks = nn.Sequential(*(Residual(width, part, dropout) for part in parts))
-    host = ForecastHost(channels, lookback, horizon, width, blocks, dropout)
-    _initialise(host, parts, STD / math.sqrt(2 * layers))
-    return host
+    backbone = ForecastBackbone(channels, lookback, horizon, width, blocks, dropout)
+    _initialise(backbone, parts, STD / math.sqrt(2 * layers))
+    return backbone
 
 
 def _parameters(config: FreeEnergyMixerConfig) -> int:
@@ -147,8 +147,8 @@ def _parameters(config: FreeEnergyMixerConfig) -> int:
 
 
 @torch.no_grad()
-def _initialise(host: ForecastHost, parts: list[nn.Module], residual_std: float) -> None:
-    for module in host.modules():
+def _initialise(backbone: ForecastBackbone, parts: list[nn.Module], residual_std: float) -> None:
+    for module in backbone.modules():
         if isinstance(module, nn.Linear):
             module.weight[:, : module.in_features - getattr(module, "context", 0)].normal_(std=STD)
             if module.bias is not None:

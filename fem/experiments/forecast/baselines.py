@@ -60,7 +60,7 @@ class Steps(Callback):
             self.curve.append({"step": trainer.global_step, "validation_mse": loss.item()})
 
 
-def train_peer(job: Job, bars: Progress) -> dict:
+def train_baseline(job: Job, bars: Progress) -> dict:
     """Train one of `MODELS` through `NeuralForecast.fit`; returns its record, as `training.train`.
 
     It stops early on validation as neuralforecast does, which keeps the last weights.

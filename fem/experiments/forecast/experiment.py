@@ -1,4 +1,4 @@
-"""`fem forecast`: forecasters of equal size that differ in their mixer alone, and the peers of neuralforecast."""
+"""`fem forecast`: forecasters of equal size that differ in their mixer alone, and the baselines of neuralforecast."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
     from fem.experiments.forecast.training import train
 
     jobs = recipe.jobs()
-    if any(job.is_peer for job in jobs):
-        from fem.experiments.forecast.baselines import train_peer
+    if any(job.is_baseline for job in jobs):
+        from fem.experiments.forecast.baselines import train_baseline
     runs = output / "runs"
     records = []
     with cpu_threads(recipe.threads), progress() as bars:
@@ -39,7 +39,7 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
                 folder = runs / job.key
                 folder.mkdir(parents=True, exist_ok=True)
                 with one_writer(folder):
-                    record = train_peer(job, bars) if job.is_peer else train(job, folder, bars)
+                    record = train_baseline(job, bars) if job.is_baseline else train(job, folder, bars)
                     write_json(path, record)
                 shutil.rmtree(folder)
                 (runs / f"{job.key}.pt").unlink(missing_ok=True)  # of earlier versions

@@ -35,7 +35,7 @@ def forecasts(path: Path, records: Sequence[dict], names: dict[str, str]) -> Non
 
 
 def curves(path: Path, records: Sequence[dict], names: dict[str, str]) -> None:
-    """Validation error over the epochs of the host, a line per seed."""
+    """Validation error over the epochs of the backbone, a line per seed."""
 
     def draw(axes: Axes, record: dict, look: dict) -> None:
         name = names.get(record["model"], record["model"])

@@ -115,12 +115,13 @@ def write(folder: Path, records: Sequence[dict], command: str) -> None:
     (folder / "report.md").write_text(page, encoding="utf-8")
 
 
-PAGE = """# Forecasting: FEM in the paper's host
+PAGE = """# Forecasting: FEM in the paper's backbone
 
 MSE and MAE on scaled data over all test windows, steps and channels; nothing is dropped. Scaling, splits and windows
-are the same for all. Mixers stand in one host of equal parameters, the MLP paying for what a mixer adds; "no mixer" is
-that host with the mixers' parameters in its MLPs, so that no token sees another. DLinear, PatchTST, iTransformer and
-FEMForecaster are trained by neuralforecast. CPU s: of training one seed, its validation included; sd: over seeds.
+are the same for all. Mixers stand in one backbone of equal parameters, the MLP paying for what a mixer adds; "no
+mixer" is that backbone with the mixers' parameters in its MLPs, so that no token sees another. DLinear, PatchTST,
+iTransformer and FEMForecaster are trained by neuralforecast. CPU s: of training one seed, its validation included;
+sd: over seeds.
 
 {table}
 ![one test window and its forecasts](forecasts.png)

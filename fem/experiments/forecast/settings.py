@@ -12,7 +12,7 @@ from fem.experiments.common.run import option
 from fem.experiments.forecast.backbone import one_name, width_for
 from fem.experiments.forecast.series import Series, Windows, windows
 
-PEERS = ("dlinear", "patchtst", "itransformer", "femforecaster")
+BASELINES = ("dlinear", "patchtst", "itransformer", "femforecaster")
 LOOKBACKS = {96: 1024, 336: 2048, 720: 4096}  # up to this horizon, this many rows of history
 MANY_CHANNELS = 100
 NO_PART_IN_A_RUN = ("data", "horizon", "models", "seeds", "seed", "threads")
@@ -24,19 +24,19 @@ class ForecastRecipe:
 
     data: str = option("", "CSV files (.csv or .csv.gz): a column date, then the channels.")
     horizon: str = option("96", "Rows to forecast.")
-    models: str = option("softmax,fem-sm,none", f"Mixers, such as softmax, fem-gla, gla; none; {', '.join(PEERS)}.")
+    models: str = option("softmax,fem-sm,none", f"Mixers, such as softmax, fem-gla, gla; none; {', '.join(BASELINES)}.")
     seeds: int = option(2, "How many seeds; every model has the same.")
     seed: int = option(0, "First seed: of weights, order and dropout.")
     lookback: int | None = option(None, "Rows of history; default: 1024 to 4096, by horizon.")
-    width: int | None = option(None, "Width of the host; default: 32 floor(sqrt(channels)).")
-    layers: int = option(3, "Blocks of the host.")
+    width: int | None = option(None, "Width of the backbone; default: 32 floor(sqrt(channels)).")
+    layers: int = option(3, "Blocks of the backbone.")
     heads: int = option(8, "Heads of every mixer.")
     dropout: float = option(0.1, "Dropout of tokens and branches.")
     beta_max_init: float = option(1.8, "Where FEM's inverse temperature starts, before the softplus.")
-    epochs: int = option(3, "Most epochs of the host, over all windows.")
+    epochs: int = option(3, "Most epochs of the backbone, over all windows.")
     patience: int = option(12, "Stop after so many epochs without a lower validation error.")
     batch: int | None = option(None, "Windows a step; default: 32, or 8 from 100 channels on.")
-    learning_rate: float = option(6e-4, "Peak learning rate of AdamW for the host.")
+    learning_rate: float = option(6e-4, "Peak learning rate of AdamW for the backbone.")
     weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
     peer_lookback: int = option(512, "Rows of history of neuralforecast's models.")
     peer_steps: int = option(500, "Most optimiser steps of neuralforecast's models.")
@@ -57,13 +57,13 @@ class ForecastRecipe:
         if not _listed(self.models):
             raise ValueError("models must name at least one model, got an empty list.")
         for name in _listed(self.models):
-            if name not in PEERS:
+            if name not in BASELINES:
                 one_name(name)
 
     @property
     def model_names(self) -> list[str]:
         """Each model's one name, in the order given."""
-        return list(dict.fromkeys(name if name in PEERS else one_name(name) for name in _listed(self.models)))
+        return list(dict.fromkeys(name if name in BASELINES else one_name(name) for name in _listed(self.models)))
 
     @property
     def horizons(self) -> list[int]:
@@ -98,12 +98,12 @@ class Job:
     recipe: ForecastRecipe
 
     @property
-    def is_peer(self) -> bool:
-        return self.model in PEERS
+    def is_baseline(self) -> bool:
+        return self.model in BASELINES
 
     @property
     def lookback(self) -> int:
-        if self.is_peer:
+        if self.is_baseline:
             return self.recipe.peer_lookback
         longest = next((rows for horizon, rows in LOOKBACKS.items() if self.horizon <= horizon), 6 * self.horizon)
         return self.recipe.lookback or longest
@@ -129,7 +129,7 @@ class Job:
 
     def windows(self, device: torch.device | str = "cpu") -> dict[str, Windows]:
         """The windows of every split. Raises ValueError where one is too short for any."""
-        if not self.is_peer and self.lookback <= self.horizon:
+        if not self.is_baseline and self.lookback <= self.horizon:
             raise ValueError(f"lookback must be longer than the horizon {self.horizon}, got {self.lookback}.")
         return windows(self.series, self.lookback, self.horizon, device)
 

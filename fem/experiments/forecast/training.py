@@ -1,4 +1,4 @@
-"""One run of the paper's host: trained on all windows, judged on validation after every epoch, tested once.
+"""One run of the paper's backbone: trained on all windows, judged on validation after every epoch, tested once.
 
 A plain loop: two losses, validation on all windows and exact resumption take more code around a trainer than this.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fem.experiments.common.checkpoints import checkpoints, set_aside, to_go_on_from
 from fem.experiments.common.integrity import publish
 from fem.experiments.common.saving import STAGING
-from fem.experiments.forecast.backbone import build_host
+from fem.experiments.forecast.backbone import build_backbone
 from fem.experiments.forecast.series import Windows
 from fem.experiments.forecast.settings import Job
 from fem.optim import parameter_groups
@@ -41,7 +41,7 @@ class Score(NamedTuple):
 
 
 def train(job: Job, folder: Path, bars: Progress) -> dict:
-    """Train the job's host from the end of the last whole epoch in `folder`, if there is one; returns its record.
+    """Train the job's backbone from the end of the last whole epoch in `folder`, if there is one; returns its record.
 
     The weights of the lowest validation error are tested. Raises ValueError where no epoch has a finite one.
     """
@@ -50,7 +50,7 @@ def train(job: Job, folder: Path, bars: Progress) -> dict:
     split = job.windows(device)
     with torch.random.fork_rng():
         torch.manual_seed(job.seed)
-        host = build_host(
+        backbone = build_backbone(
             job.model,
             len(job.series.channels),
             job.lookback,
@@ -62,37 +62,37 @@ def train(job: Job, folder: Path, bars: Progress) -> dict:
             beta_max_init=recipe.beta_max_init,
         ).to(device)
     batches = -(-len(split["train"]) // job.batch)
-    groups = parameter_groups(host, recipe.weight_decay)
+    groups = parameter_groups(backbone, recipe.weight_decay)
     optimiser = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: one_cycle(step / (recipe.epochs * batches)))
-    training = Training(host, optimiser, schedule)
+    training = Training(backbone, optimiser, schedule)
     training.resume(folder)
     bar = bars.add_task(job.title, total=recipe.epochs * batches, completed=training.epoch * batches)
     while training.epoch < recipe.epochs and training.epoch - training.best_epoch < recipe.patience:
         started, total = time.process_time(), 0.0
         with torch.random.fork_rng():
             torch.manual_seed((job.seed << 16) + training.epoch)
-            host.train()
+            backbone.train()
             for history, future in shuffled(split["train"], job.batch):
-                loss = host.loss(history, future)
+                loss = backbone.loss(history, future)
                 optimiser.zero_grad()
                 loss.backward()
-                nn.utils.clip_grad_norm_(host.parameters(), CLIP)
+                nn.utils.clip_grad_norm_(backbone.parameters(), CLIP)
                 optimiser.step()
                 schedule.step()
                 total += loss.item()
                 bars.advance(bar)
-        host.eval()
-        validation = score(host, split["validation"])
+        backbone.eval()
+        validation = score(backbone, split["validation"])
         training.close_epoch(total / batches, validation, time.process_time() - started)
         training.save(folder)
         bars.update(bar, description=f"{job.title}, validation MSE {validation.mse:.4f}")
     bars.update(bar, completed=recipe.epochs * batches)
     if training.best_epoch == 0:
         raise ValueError(f"{job.title}: no epoch has a finite validation error; lower the learning rate.")
-    host.load_state_dict(training.best)
-    host.eval()
-    return record(job, host, host, split["test"], training.seconds, training.curve)
+    backbone.load_state_dict(training.best)
+    backbone.eval()
+    return record(job, backbone, backbone, split["test"], training.seconds, training.curve)
 
 
 def record(job: Job, model: nn.Module, forecast: Forecast, test: Windows, seconds: float, curve: list[dict]) -> dict:
@@ -115,9 +115,9 @@ class Training:
     """What a run knows between two epochs, kept in one checkpoint."""
 
     def __init__(
-        self, host: nn.Module, optimiser: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler
+        self, backbone: nn.Module, optimiser: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler
     ):
-        self.parts = {"host": host, "optimiser": optimiser, "schedule": schedule}
+        self.parts = {"backbone": backbone, "optimiser": optimiser, "schedule": schedule}
         self.best = {}
         self.curve: list[dict] = []
         self.seconds = 0.0
@@ -135,7 +135,7 @@ class Training:
         self.seconds += seconds
         self.curve.append({"epoch": self.epoch + 1, "train_loss": loss, "validation_mse": validation.mse})
         if self.best_epoch == self.epoch:
-            self.best = {name: tensor.detach().clone() for name, tensor in self.parts["host"].state_dict().items()}
+            self.best = {name: tensor.detach().clone() for name, tensor in self.parts["backbone"].state_dict().items()}
 
     def save(self, folder: Path) -> None:
         """Publish `folder`/checkpoint-EPOCH; the one before it stays."""
@@ -163,7 +163,7 @@ class Training:
             return
         path = earlier if newest is None else newest / STATE
         try:
-            known = torch.load(path, weights_only=True, map_location=next(self.parts["host"].parameters()).device)
+            known = torch.load(path, weights_only=True, map_location=next(self.parts["backbone"].parameters()).device)
             for name, part in self.parts.items():
                 part.load_state_dict(known[name])
         except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:

@@ -1,4 +1,4 @@
-"""Does FEM help a model that exists? Train a small host, then go on with it as it is and with FEM in its attention."""
+"""Does FEM help a model that exists? Train a small model, then go on with it as it is and with FEM in its attention."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ if TYPE_CHECKING:
     from fem.experiments.lm.text import Corpus
 
 
-HOSTS = ("gpt2", "llama")
+ARCHITECTURES = ("gpt2", "llama")
 ARMS: dict[str, dict | None] = {
-    "original": None,  # the host as it is
+    "original": None,  # the original as it is
     "gate": {"use_temperature": False},  # the outer gate alone, no free energy
-    "slim": {"gate_rank": 4},  # nearly the host's parameters
+    "slim": {"gate_rank": 4},  # nearly the original's parameters
     "fem": {},
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneRecipe:
-    """A host, its training, and the equal further training of both. The defaults are a laptop's: some minutes."""
+    """A model, its training, and the equal further training of both. The defaults are a laptop's: some minutes."""
 
     text: Path | None = option(None, "Text to train on; the sources of Python where none is given.")  # noqa: RUF009
-    host: str = option("gpt2", "Host: gpt2, or llama with grouped heads.")
+    architecture: str = option("gpt2", "gpt2, or llama with grouped heads.")
     arms: str = option(
-        ",".join(ARMS), "The host as it is, and copies with the outer gate alone, slim gates, all of FEM."
+        ",".join(ARMS), "The original as it is, and copies with the outer gate alone, slim gates, all of FEM."
     )
-    layers: int = option(3, "Blocks of the host.")
-    width: int = option(96, "Width of the host.")
-    heads: int = option(4, "Heads of the host; llama has half as many key heads.")
+    layers: int = option(3, "Blocks of the original.")
+    width: int = option(96, "Width of the original.")
+    heads: int = option(4, "Heads of the original; llama has half as many key heads.")
     vocabulary: int = option(1024, "Entries of the byte-pair tokenizer.")
     context: int = option(64, "Tokens of one row.")
     batch: int = option(16, "Rows a step.")
-    steps: int = option(600, "Steps that train the host.")
+    steps: int = option(600, "Steps that train the original.")
     further_steps: int = option(300, "Steps that both go on for.")
-    learning_rate: float = option(2e-3, "Peak learning rate of AdamW for the host.")
+    learning_rate: float = option(2e-3, "Peak learning rate of AdamW for the original.")
     further_learning_rate: float = option(1e-3, "Peak learning rate of AdamW for both afterwards.")
     awakening: float = option(30.0, "Learning rate of lambda and beta as a multiple: lambda starts at 5e-5.")
     runs: int = option(3, "Orders of the data, each gone through by both.")
     seed: int = option(0, "Seed of the weights and of the first order of the data.")
 
     def __post_init__(self):
-        if self.host not in HOSTS:
-            raise ValueError(f"host must be {' or '.join(HOSTS)}, got {self.host!r}.")
+        if self.architecture not in ARCHITECTURES:
+            raise ValueError(f"architecture must be {' or '.join(ARCHITECTURES)}, got {self.architecture!r}.")
         if not {"original"} <= set(self.arm_names) <= ARMS.keys():
             raise ValueError(f"arms must be original and some of {', '.join(ARMS)}, got {self.arms!r}.")
         for name in ("layers", "width", "heads", "batch", "steps", "further_steps", "runs"):
@@ -69,13 +69,13 @@ class FinetuneRecipe:
         return [arm.strip() for arm in self.arms.split(",")]
 
 
-def build_host(recipe: FinetuneRecipe, vocabulary: int) -> nn.Module:
-    """A new host."""
+def build_model(recipe: FinetuneRecipe, vocabulary: int) -> nn.Module:
+    """A new model."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     text = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True}
     torch.manual_seed(recipe.seed)
-    if recipe.host == "gpt2":
+    if recipe.architecture == "gpt2":
         sizes = {
             "n_embd": recipe.width,
             "n_layer": recipe.layers,
@@ -91,7 +91,7 @@ def build_host(recipe: FinetuneRecipe, vocabulary: int) -> nn.Module:
 def parameter_groups(model: nn.Module, rate: float, awakening: float) -> list[dict]:
     """Parameters for an optimiser: lambda and beta of a replaced attention learn `awakening` times as fast.
 
-    A gradient reaches W_lambda through sigmoid'(lambda_init) = 5e-5, so at the host's rate lambda stays where it is,
+    A gradient reaches W_lambda through sigmoid'(lambda_init) = 5e-5, so at its usual rate lambda stays where it is,
     and AdamW's usual eps of 1e-8 is as large as what it divides.
     """
     from fem.models.surgery.head import FreeEnergyHead
@@ -122,10 +122,10 @@ def train(
     return model.eval()
 
 
-def train_host(recipe: FinetuneRecipe, corpus: Corpus, advance: Callable[[], None] = lambda: None) -> nn.Module:
-    host = build_host(recipe, len(corpus.tokenizer))
-    groups = parameter_groups(host, recipe.learning_rate, recipe.awakening)
-    return train(host, corpus, groups, recipe.steps, recipe.batch, recipe.seed, advance)
+def train_original(recipe: FinetuneRecipe, corpus: Corpus, advance: Callable[[], None] = lambda: None) -> nn.Module:
+    original = build_model(recipe, len(corpus.tokenizer))
+    groups = parameter_groups(original, recipe.learning_rate, recipe.awakening)
+    return train(original, corpus, groups, recipe.steps, recipe.batch, recipe.seed, advance)
 
 
 @torch.no_grad()
@@ -140,9 +140,9 @@ def finetune(recipe: FinetuneRecipe, corpus: Corpus, advance: Callable[[], None]
     """Every arm's {"parameters", "before", "after"}: its loss before the further training, and after each order."""
     from fem.models import replace_attention
 
-    host = train_host(recipe, corpus, advance)
+    original = train_original(recipe, corpus, advance)
     starts = {
-        arm: host if ARMS[arm] is None else replace_attention(copy.deepcopy(host), **ARMS[arm])
+        arm: original if ARMS[arm] is None else replace_attention(copy.deepcopy(original), **ARMS[arm])
         for arm in recipe.arm_names
     }
     found: dict = {
@@ -182,14 +182,14 @@ def run(recipe: FinetuneRecipe, output: Path) -> dict:
     source = "the sources and help topics of Python" if recipe.text is None else recipe.text.name
     with open_run(output, "finetune", recipe) as under_way, progress() as bars:
         bar = bars.add_task(
-            recipe.host, total=recipe.steps + len(recipe.arm_names) * recipe.runs * recipe.further_steps
+            recipe.architecture, total=recipe.steps + len(recipe.arm_names) * recipe.runs * recipe.further_steps
         )
         found = finetune(recipe, corpus, lambda: bars.advance(bar))
         table = rows(found)
         write_table(under_way.folder, "table", table)
         write_page(
             under_way.folder,
-            f"FEM in a {recipe.host} that was trained without it",
+            f"FEM in a {recipe.architecture} that was trained without it",
             f"{recipe.layers} blocks of width {recipe.width}, {recipe.steps} steps of {recipe.batch} x "
             f"{recipe.context} tokens of {source}; then {recipe.further_steps} further steps of the model as it is and "
             "of copies after `replace_attention(preserve=True)`, on the same rows in the same order: gate, the outer "
@@ -200,7 +200,7 @@ def run(recipe: FinetuneRecipe, output: Path) -> dict:
             provenance(command_line("finetune", recipe, FinetuneRecipe())),
         )
         results = under_way.finish({"finetune": found})
-    show_table(f"{recipe.host}: validation loss, nats per token", table)
+    show_table(f"{recipe.architecture}: validation loss, nats per token", table)
     return results
 
 
@@ -211,6 +211,6 @@ def command(
 ) -> None:
     """Go on training a small GPT-2 or Llama as it is and with FEM in its attention, on the same rows."""
     recipe = replace(FinetuneRecipe(), **changes)
-    output = output or Path(f"runs/finetune-{recipe.host}")
+    output = output or Path(f"runs/finetune-{recipe.architecture}")
     run(recipe, output)
     typer.echo(f"written to {output}: report.md, results.json, table.csv")

@@ -30,7 +30,7 @@ LOGGED = {"loss": "train_loss", "eval_loss": "val_loss"} | {
 LOOKED_BACK, SPIKES = 20, {"train_loss": 1.2, "grad_norm_max": 5.0}  # lines, and how many times their median is a spike
 
 
-class Journal(TrainerCallback):
+class MetricsCallback(TrainerCallback):
     """Writes metrics.jsonl, TensorBoard's files where it is installed, and a progress bar; process 0 alone.
 
     A line has the step, the losses, and with them beta (smallest, mean, largest), the mean of lambda on the row

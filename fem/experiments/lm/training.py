@@ -22,7 +22,7 @@ from fem.experiments.common.saving import STAGING, NotFinite
 from fem.experiments.common.signals import SaveAndStop
 from fem.experiments.lm.data import check_data, identity, load_data, load_tokenizer, write_data
 from fem.experiments.lm.documents import local_files
-from fem.experiments.lm.metrics import Journal, summary
+from fem.experiments.lm.metrics import MetricsCallback, summary
 from fem.experiments.lm.packing import Share
 from fem.experiments.lm.place import (
     FAILED,
@@ -196,7 +196,7 @@ def fit(
     model = build_model(model_config(recipe, len(tokenizer)), recipe.seed)
     with progress() if ranks.rank == 0 else nullcontext() as bars:
         under_way = Run(output, recipe.seed)
-        journal = Journal(recipe, under_way, model, data.probe, bars)
+        metrics = MetricsCallback(recipe, under_way, model, data.probe, bars)
         stop = SaveAndStop(ranks, deadline)
         trainer = TextTrainer(
             output=output,
@@ -209,7 +209,7 @@ def fit(
             train_dataset=data.train,
             eval_dataset=data.validation or None,
             processing_class=tokenizer,
-            callbacks=[stop, Milestones(), WrapperCheck(recipe.parallel), journal],
+            callbacks=[stop, Milestones(), WrapperCheck(recipe.parallel), metrics],
         )
         trainer.remove_callback(PrinterCallback)
         try:
@@ -224,7 +224,7 @@ def fit(
                 f"stopped by {stop.reason}; step {trainer.state.global_step} of {recipe.max_steps} is saved",
                 stop.code,
             )
-    facts = {"parameters": model.num_parameters(), "flops_per_token": journal.flops}
+    facts = {"parameters": model.num_parameters(), "flops_per_token": metrics.flops}
     results = {"train": summary(read_metrics(output)) | facts}
     if ranks.rank != 0:
         return results

@@ -15,7 +15,7 @@ from fem.mixer import FreeEnergyMixer
 NARROWEST = 32  # channels of a head that the kernels of published mixers take
 
 
-class LanguageHost(nn.Module):
+class LanguageBackbone(nn.Module):
     """Tokens (B, T) -> logits (B, T, V): embedding, blocks, norm, head."""
 
     def __init__(self, vocab_size: int, width: int, blocks: nn.Sequential):
@@ -28,7 +28,7 @@ class LanguageHost(nn.Module):
         return self.head(self.blocks(self.embedding(tokens)))
 
 
-class AutoEncoderHost(nn.Module):
+class AutoEncoderBackbone(nn.Module):
     """Tokens (B, T) -> logits (B, T, V), all from the last position's state h: logits_t = head(decode(h + pos_t))."""
 
     def __init__(self, vocab_size: int, width: int, blocks: nn.Sequential):
@@ -53,8 +53,8 @@ def sinusoids(length: int, like: Float[Tensor, "*_ d"]) -> Float[Tensor, "t d"]:
     return torch.cat([angles.sin(), angles.cos()], -1).to(like.dtype)
 
 
-def build_host(task: str, vocab_size: int, mixer: str, training: Training, initialisation: str) -> nn.Module:
-    """The task's host around a mixer, with the parameters of the host of softmax attention, whatever the mixer adds.
+def build_backbone(task: str, vocab_size: int, mixer: str, training: Training, initialisation: str) -> nn.Module:
+    """The task's backbone around a mixer, with as many parameters as softmax attention's, whatever the mixer adds.
 
     Every linear map of the model, the mixer's own included, starts by one rule: "normal", N(0, 0.02), or "torch",
     uniform within 1 / sqrt(inputs). Biases start at 0, embeddings N(0, 0.02), the conditioner's columns at 0; what a
@@ -67,8 +67,8 @@ def build_host(task: str, vocab_size: int, mixer: str, training: Training, initi
         for _ in range(training.blocks)
         for layer in (_mixer(mixer, training), SwiGLU(training.width, inner))
     ]
-    host = AutoEncoderHost if task == "compression" else LanguageHost
-    model = host(vocab_size, training.width, nn.Sequential(*layers))
+    backbone = AutoEncoderBackbone if task == "compression" else LanguageBackbone
+    model = backbone(vocab_size, training.width, nn.Sequential(*layers))
     initialise(model, initialisation)
     return model
 

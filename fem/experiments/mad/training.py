@@ -1,4 +1,4 @@
-"""One run: a mixer in its host, trained on one setting of a task and tested at evenly spaced steps."""
+"""One run: a mixer in its backbone, trained on one setting of a task and tested at evenly spaced steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fem.experiments.common.jobs import digest_of
 from fem.experiments.common.mixers import file_name
-from fem.experiments.mad.backbone import build_host
+from fem.experiments.mad.backbone import build_backbone
 from fem.experiments.mad.settings import Setting, Training
 from fem.experiments.mad.tasks import IGNORED, build, generate
 from fem.optim import parameter_groups
@@ -49,7 +49,7 @@ def train(job: Job, device: torch.device) -> tuple[list[Point], int]:
     vocab_size = build(setting.task, setting.settings).vocab_size
     with torch.random.fork_rng():
         torch.manual_seed(job.seed)
-        model = build_host(setting.task, vocab_size, job.mixer, training, job.initialisation).to(device)
+        model = build_backbone(setting.task, vocab_size, job.mixer, training, job.initialisation).to(device)
     optimiser = torch.optim.AdamW(parameter_groups(model, job.weight_decay), lr=job.learning_rate, fused=True)
     rise = max(1, round(training.warmup * setting.steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / rise))

@@ -1,4 +1,4 @@
-"""Checkpoints of replaced models: no host's class opens them, and the Auto classes open them as what they are."""
+"""Checkpoints of replaced models: the original's class refuses them, Auto classes open them as what they are."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from fem.models.surgery.replace import apply
 
 RECORD = "free_energy_mixer"  # the field of a config that holds the calls made on its model
 PREFIX = "FEM"
-REFUSAL = "this is no model of the host's class: open it by an Auto class after `import fem.models` or trust its code"
+REFUSAL = (
+    "this is no model of the original's class: open it by an Auto class after `import fem.models` or trust its code"
+)
 
 
 class ReplacedConfig(OpensWithFEM, PreTrainedConfig):
-    """What is saved of a replaced model: the host's config, the calls of `replace_attention`, and who opens it.
+    """What is saved of a replaced model: the original's config, the calls of `replace_attention`, and who opens it.
 
-    `from_dict` returns the host's config, of a subclass that remembers the calls.
+    `from_dict` returns the original's config, of a subclass that remembers the calls.
     """
 
     model_type = "fem_replaced"
@@ -30,44 +32,45 @@ class ReplacedConfig(OpensWithFEM, PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig | tuple[PreTrainedConfig, dict]:
-        host = config_dict["host_type"]
-        if host not in CONFIG_MAPPING:
+        original = config_dict["original_type"]
+        if original not in CONFIG_MAPPING:
             raise ValueError(
-                f"the replaced model was of type {host!r}, which transformers does not know; import the package that "
+                f"the replaced model was of type {original!r}, unknown to transformers; import the package that "
                 "registers it, or pass its class: fem.models.load_replaced(folder, architecture=...)."
             )
-        return remembering(CONFIG_MAPPING[host]).from_dict(config_dict, **kwargs)
+        return remembering(CONFIG_MAPPING[original]).from_dict(config_dict, **kwargs)
 
 
 class Remembers(OpensWithFEM):
-    """Mixed into the config of a host: the same config, saved as a `ReplacedConfig`."""
+    """Mixed into the config of the original: the same config, saved as a `ReplacedConfig`."""
 
     auto_map = ReplacedConfig.auto_map
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig | tuple[PreTrainedConfig, dict]:
-        if "host" not in config_dict:
+        if "original" not in config_dict:
             return super().from_dict(config_dict, **kwargs)
-        host = config_dict["host"]
+        original = config_dict["original"]
         given = {name: value for name, value in config_dict.items() if name.startswith("_")}  # where it was found
-        loaded = super().from_dict(host | given, **kwargs)
+        loaded = super().from_dict(original | given, **kwargs)
         config = loaded[0] if isinstance(loaded, tuple) else loaded
         setattr(config, RECORD, config_dict[RECORD])
         config.architectures = config_dict["architectures"]
         return loaded
 
     def to_diff_dict(self) -> dict:
-        host = super().to_diff_dict()
-        architectures = [name.removeprefix(PREFIX) for name in host.get("architectures") or ()]
-        calls = host.pop(RECORD, None)
+        original = super().to_diff_dict()
+        architectures = [name.removeprefix(PREFIX) for name in original.get("architectures") or ()]
+        calls = original.pop(RECORD, None)
         return {
             "model_type": ReplacedConfig.model_type,
             "architectures": [PREFIX + name for name in architectures],
-            "auto_map": host.pop("auto_map"),
+            "auto_map": original.pop("auto_map"),
             RECORD: calls,
-            "id2label": {REFUSAL: ""},  # the config of every host wants integers here, and says what it got
-            "host_type": host.pop("model_type"),  # beside the host's config: inside, its class would find and take it
-            "host": host | {"architectures": architectures},
+            "id2label": {REFUSAL: ""},  # every config wants integers here, and says what it got
+            # Beside the original's config: inside, its class would find and take it.
+            "original_type": original.pop("model_type"),
+            "original": original | {"architectures": architectures},
         }
 
 
@@ -75,20 +78,22 @@ class RememberingClass(type):
     """The type of configs made by `remembering`, so that pickle can find them again."""
 
 
-copyreg.pickle(RememberingClass, lambda config: (remembering, (config.host,)))
+copyreg.pickle(RememberingClass, lambda config: (remembering, (config.original,)))
 
 
 @cache
-def remembering(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """The subclass of a host's config that is saved as a `ReplacedConfig`; the Auto classes learn to build from it."""
-    if issubclass(host, Remembers):
-        return host
-    config = RememberingClass(PREFIX + host.__name__, (Remembers, host), {"host": host, "__module__": __name__})
+def remembering(original: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """The original config's subclass that is saved as a `ReplacedConfig`; the Auto classes learn to build from it."""
+    if issubclass(original, Remembers):
+        return original
+    config = RememberingClass(
+        PREFIX + original.__name__, (Remembers, original), {"original": original, "__module__": __name__}
+    )
     for auto in vars(modeling_auto).values():
         mapping = getattr(auto, "_model_mapping", None)
-        if mapping is None or host not in mapping:
+        if mapping is None or original not in mapping:
             continue
-        known = mapping[host]
+        known = mapping[original]
         replaced = tuple(replaced_class(each, config) for each in (known if isinstance(known, tuple) else (known,)))
         mapping.register(config, replaced if isinstance(known, tuple) else replaced[0], exist_ok=True)
         for each in replaced:
@@ -98,10 +103,10 @@ def remembering(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
 
 @cache
 def replaced_class(architecture: type[PreTrainedModel], config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
-    """What builds the host and repeats the calls that its config remembers. Its models are of the host's class."""
+    """What builds the original and repeats the calls that its config remembers. Its models are of that class."""
 
     def build(self, given, *args, **kwargs):
-        given.__class__ = config.host  # parts built through an Auto class are the host's
+        given.__class__ = config.original  # parts built through an Auto class are the original's
         try:
             architecture.__init__(self, given, *args, **kwargs)
         finally:
@@ -117,8 +122,8 @@ def replaced_class(architecture: type[PreTrainedModel], config: type[PreTrainedC
 def load_replaced(folder: str | Path, architecture: type[PreTrainedModel] | None = None, **options) -> PreTrainedModel:
     """The model that `save_pretrained` wrote to `folder` after `replace_attention`; options are from_pretrained's.
 
-    architecture: the host's class, where transformers and its Auto classes do not know it. The Auto classes open such
-    a folder as well; the host's class refuses it. Raises ValueError on a model saved without the free energy.
+    architecture: the original's class, where transformers and its Auto classes do not know it. The Auto classes open
+    such a folder as well; the original's class refuses it. Raises ValueError on a model saved without the free energy.
     """
     saved, _ = PreTrainedConfig.get_config_dict(folder)
     if not saved.get(RECORD):

@@ -32,7 +32,7 @@ class FreeEnergyHead(nn.Module):
         super().__init__()
         self.backend = config.backend
         self.value_width = config.kv_heads * config.value_width
-        self.features: Tensor | None = None  # of the call that runs, where a host cannot hand them on
+        self.features: Tensor | None = None  # of the call that runs, where the original cannot hand them on
         self.beta = Temperature(config, (config.kv_heads, config.value_width)) if config.use_temperature else None
         self.gate = TwoLevelGate(config)
         self.gate.ignore_features()
@@ -40,7 +40,7 @@ class FreeEnergyHead(nn.Module):
 
     def temperature_parameters(self) -> Iterator[nn.Parameter]:
         """Those of lambda and beta. Gradients reach them through sigmoid', as small as lambda: let them learn 30 times
-        as fast as the host, or they stay where they start.
+        as fast as the original, or they stay where they start.
         """
         for part in (self.beta, self.gate.inner):
             if part is not None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fem.mixer import FreeEnergyMixer
 from fem.models.surgery.head import FreeEnergyHead, as_bias
-from fem.models.surgery.host import CrossAttention, Refused, Site
+from fem.models.surgery.site import CrossAttention, Refused, Site
 
 
 def find(module: nn.Module, path: str, parent: nn.Module | None) -> MultiheadSite | None:
@@ -37,12 +37,12 @@ class MultiheadSite(Site):
 
     @property
     def fields(self) -> dict:
-        host = self.module
+        attention = self.module
         return {
-            "n_embd": host.embed_dim,
-            "n_head": host.num_heads,
+            "n_embd": attention.embed_dim,
+            "n_head": attention.num_heads,
             "causal": False,
-            "dropout": host.dropout,
+            "dropout": attention.dropout,
             "use_rope": False,
         }
 
@@ -51,11 +51,11 @@ class MultiheadSite(Site):
         return {"fem_dim": self.module.embed_dim, "qk_dim": self.module.embed_dim}
 
     def graft(self, head: FreeEnergyHead) -> nn.Module:
-        host = self.module
-        host.__class__ = FreeEnergyMultiheadAttention
-        host._qkv_same_embed_dim = False  # TransformerEncoderLayer then calls forward instead of its fused kernel
-        host.free_energy = head
-        return host
+        attention = self.module
+        attention.__class__ = FreeEnergyMultiheadAttention
+        attention._qkv_same_embed_dim = False  # TransformerEncoderLayer then calls forward instead of its fused kernel
+        attention.free_energy = head
+        return attention
 
     def swap(self, mixer: FreeEnergyMixer) -> nn.Module:
         return MixerMultiheadAttention(mixer, self.module.batch_first)

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from fem.mixer import FreeEnergyMixer
 from fem.models.cache import MixerMemory
 from fem.models.surgery.head import FreeEnergyHead, as_bias
-from fem.models.surgery.host import CrossAttention, Refused, Site
+from fem.models.surgery.site import CrossAttention, Refused, Site
 
 FREE_ENERGY = "free_energy"
 QUERIES = (  # the projections that make queries, keys and values: three maps, two, or one
@@ -147,24 +147,27 @@ class PretrainedSite(Site):
         return {"n_kv_head": self.kv_heads, "fem_dim": self.query_width, "qk_dim": self.query_width}
 
     def graft(self, head: FreeEnergyHead) -> nn.Module:
-        host = self.module
-        host.is_causal = _is_causal(host)
-        host.config = copy.deepcopy(host.config)
-        host.config._attn_implementation = FREE_ENERGY
-        host.free_energy = head
-        host.register_forward_pre_hook(_hand_on_features, with_kwargs=True)
-        return host
+        attention = self.module
+        attention.is_causal = _is_causal(attention)
+        attention.config = copy.deepcopy(attention.config)
+        attention.config._attn_implementation = FREE_ENERGY
+        attention.free_energy = head
+        attention.register_forward_pre_hook(_hand_on_features, with_kwargs=True)
+        return attention
 
     def swap(self, mixer: FreeEnergyMixer) -> nn.Module:
-        host = self.module
+        attention = self.module
         if self.projections and self.projections not in SWAPPED:
-            raise ValueError(f"{type(host).__name__} is called in a way that no mixer knows; preserve=True keeps it.")
-        if not any(hasattr(host, name) for name in OUTPUTS):  # BERT keeps it in the module around; the mixer brings one
+            raise ValueError(
+                f"{type(attention).__name__} is called in a way that no mixer knows; preserve=True keeps it."
+            )
+        # BERT keeps its output projection in the module around; the mixer brings one.
+        if not any(hasattr(attention, name) for name in OUTPUTS):
             output = getattr(self.parent, "output", None)
             if not isinstance(getattr(output, "dense", None), nn.Linear):
-                raise ValueError(f"{type(host).__name__} has no output projection; pass the module around it.")
+                raise ValueError(f"{type(attention).__name__} has no output projection; pass the module around it.")
             output.dense = nn.Identity()
-        return MixerAttention(mixer, host)
+        return MixerAttention(mixer, attention)
 
 
 def _first(thing: object, names: Iterable[str]) -> int | None:
@@ -183,44 +186,44 @@ def _out(projection: nn.Module) -> int:
     return projection.out_features if isinstance(projection, nn.Linear) else projection.weight.shape[1]
 
 
-def _is_causal(host: nn.Module) -> bool:
+def _is_causal(attention: nn.Module) -> bool:
     """As transformers' own attention functions have it; eager ones know no causality but their mask's."""
-    return bool(getattr(host, "is_causal", host.config._attn_implementation != "eager"))
+    return bool(getattr(attention, "is_causal", attention.config._attn_implementation != "eager"))
 
 
-def _rope_theta(host: nn.Module) -> float | None:
-    rope = getattr(host.config, "rope_parameters", None) or {}
-    return rope.get(getattr(host, "layer_type", None), rope).get("rope_theta")
+def _rope_theta(attention: nn.Module) -> float | None:
+    rope = getattr(attention.config, "rope_parameters", None) or {}
+    return rope.get(getattr(attention, "layer_type", None), rope).get("rope_theta")
 
 
-def _dropout(host: nn.Module) -> float:
+def _dropout(attention: nn.Module) -> float:
     for name in ("attn_dropout", "dropout", "attention_dropout", "dropout_prob"):
-        found = getattr(host, name, None)
+        found = getattr(attention, name, None)
         rate = getattr(found, "p", found)
         if isinstance(rate, (int, float)):
             return float(rate)
     return 0.0
 
 
-def _hand_on_features(host: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The gates read what the projections read: an argument that the host hands on, or else a note to its head."""
-    name, hands_on = _call_of(type(host))
+def _hand_on_features(attention: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The gates read what the projections read: an argument that the original hands on, or else a note to its head."""
+    name, hands_on = _call_of(type(attention))
     features = args[0] if args else kwargs[name]
     if hands_on:
         return args, kwargs | {"features": features}
-    host.free_energy.features = features
+    attention.free_energy.features = features
     return args, kwargs
 
 
 @cache
-def _call_of(host: type[nn.Module]) -> tuple[str, bool]:
-    """The name of what the host projects, and whether its further arguments reach its attention function."""
-    _, _, call = inspect.getsource(host.forward).rpartition("attention_interface(")
-    return list(inspect.signature(host.forward).parameters)[1], "**kwargs" in call
+def _call_of(attention: type[nn.Module]) -> tuple[str, bool]:
+    """The name of what the original projects, and whether its further arguments reach its attention function."""
+    _, _, call = inspect.getsource(attention.forward).rpartition("attention_interface(")
+    return list(inspect.signature(attention.forward).parameters)[1], "**kwargs" in call
 
 
 def free_energy_attention(
-    host: nn.Module,
+    attention: nn.Module,
     query: Float[Tensor, "b h tq dk"],
     key: Float[Tensor, "b hkv t dk"],
     value: Float[Tensor, "b hkv t dv"],
@@ -232,21 +235,24 @@ def free_energy_attention(
     position_bias: Tensor | None = None,
     **kwargs,
 ) -> tuple[Float[Tensor, "b tq h dv"], None]:
-    """transformers' attention function of a grafted host: its prior, read by `host.free_energy` (Eq. 11).
+    """transformers' attention function of an attention with a head, which reads its prior (Eq. 11).
 
-    attention_mask is the host's, broadcastable to (B, H, T_q, T): True = attend, or added to the scores, as
+    attention_mask is the original's, broadcastable to (B, H, T_q, T): True = attend, or added to the scores, as
     position_bias is (T5's). Dropout falls on the mixed output. Raises ValueError on what a softmax read cannot express.
     """
     for name, reason in UNREADABLE.items():
         if kwargs.get(name) is not None:
-            raise ValueError(f"{type(host).__name__} cannot be read as a softmax prior: {reason}.")
+            raise ValueError(f"{type(attention).__name__} cannot be read as a softmax prior: {reason}.")
     if features is None:
-        features, host.free_energy.features = host.free_energy.features, None
+        features, attention.free_energy.features = attention.free_energy.features, None
     rows, heads, queries, _ = query.shape
     width = features.shape[-1]
-    if value.shape[1] * value.shape[3] != host.free_energy.value_width or features.numel() != rows * queries * width:
+    if (
+        value.shape[1] * value.shape[3] != attention.free_energy.value_width
+        or features.numel() != rows * queries * width
+    ):
         raise ValueError(
-            f"{type(host).__name__} cannot be read as a softmax prior: it hands its attention function "
+            f"{type(attention).__name__} cannot be read as a softmax prior: it hands its attention function "
             f"values of {value.shape[1]} heads of {value.shape[3]}, and {heads} x {rows} x {queries} queries for "
             f"features {tuple(features.shape)}, which is not what its sizes say."
         )
@@ -256,7 +262,7 @@ def free_energy_attention(
             "call model.set_attn_implementation('sdpa'), whose masks a free energy can be read under."
         )
     features = features.reshape(rows, queries, width)  # of images, rows and columns; of packed rows, no batch
-    causal = attention_mask is None and queries > 1 and (_is_causal(host) if is_causal is None else is_causal)
+    causal = attention_mask is None and queries > 1 and (_is_causal(attention) if is_causal is None else is_causal)
     if causal:  # without a mask the first query meets the first key: the rest of a static cache is still empty
         key, value = key[:, :, :queries], value[:, :, :queries]
     bias = None if attention_mask is None else as_bias(attention_mask, query.dtype)
@@ -264,7 +270,7 @@ def free_energy_attention(
         position_bias = position_bias[..., : key.shape[2]]
         bias = position_bias if bias is None else bias + position_bias
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    o = host.free_energy(features, q, k, v, bias, causal, scaling)
+    o = attention.free_energy(features, q, k, v, bias, causal, scaling)
     return F.dropout(o, dropout), None
 
 
@@ -274,15 +280,15 @@ AttentionInterface.register(FREE_ENERGY, free_energy_attention)
 class MixerAttention(nn.Module):
     """A FreeEnergyMixer that is called as an attention of transformers.
 
-    hidden_states (B, T, D) -> ((B, T, D), None). Padding and packed documents are read off the host's 4-dimensional
-    mask; the state is kept in the host's cache. Raises ValueError on a cache of fixed size and on another mask.
+    hidden_states (B, T, D) -> ((B, T, D), None). Padding and packed documents are read off the original's 4-dimensional
+    mask; the state is kept in the original's cache. Raises ValueError on a cache of fixed size and on another mask.
     """
 
-    def __init__(self, mixer: FreeEnergyMixer, host: nn.Module):
+    def __init__(self, mixer: FreeEnergyMixer, attention: nn.Module):
         super().__init__()
         self.mixer = mixer
-        self.layer_idx = getattr(host, "layer_idx", None)
-        self.resid_dropout = getattr(host, "resid_dropout", nn.Identity())
+        self.layer_idx = getattr(attention, "layer_idx", None)
+        self.resid_dropout = getattr(attention, "resid_dropout", nn.Identity())
 
     def forward(
         self,

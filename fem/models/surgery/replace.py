@@ -12,22 +12,11 @@ from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
 from fem.models.surgery import multihead, timm
 from fem.models.surgery.head import LAMBDA_INIT, FreeEnergyHead
-from fem.models.surgery.host import CrossAttention, Refused, Site
+from fem.models.surgery.site import CrossAttention, Refused, Site
 
-HOSTS_FIELDS = (
-    *(
-        "n_embd",
-        "n_head",
-        "n_kv_head",
-        "fem_dim",
-        "fem_ratio",
-        "qk_dim",
-        "p_t_to_fem_ratio",
-        "causal",
-        "window",
-        "bias",
-    ),
-    *("dropout", "use_rope", "rope_theta", "normalize", "mamba_normalize", "decay", "ssm_rank"),
+DECIDED = (
+    *("n_embd", "n_head", "n_kv_head", "fem_dim", "fem_ratio", "qk_dim", "p_t_to_fem_ratio", "causal", "window"),
+    *("bias", "dropout", "use_rope", "rope_theta", "normalize", "mamba_normalize", "decay", "ssm_rank"),
 )
 
 
@@ -45,23 +34,23 @@ def replace_attention(
 
     preserve=True keeps q, k, v, o, their parameters and their names, and adds lambda, beta and g under `free_energy`.
     They start at lambda = 5e-5 (lambda_init = -10) and g = 1, so the model computes what it did, and fine-tuning turns
-    it into FEM. The host's masks, rotary embeddings, caches and `generate` stay at work; dropout of the attention's
+    it into FEM. The original's masks, rotary embeddings, caches and `generate` stay at work; dropout of the attention's
     weights falls on the mixed output instead. It needs prior_type="softmax", the prior that was there.
     preserve=False puts a fresh FreeEnergyMixer of any prior in place, with 4 D^2 linear weights
-    (FreeEnergyMixerConfig.matched), causal where the host is, rotated at the host's rope_theta without its scaling.
+    (FreeEnergyMixerConfig.matched), causal where the original is, rotated at its rope_theta without its scaling.
 
-    Hosts: what reads through transformers' attention functions (docs/results/clients.md lists the model types), timm's
-    ViT, and nn.MultiheadAttention as self-attention, alone or in nn.TransformerEncoder/DecoderLayer. Cross-attention
-    beside self-attention stays as it is. layers: indices of the self-attentions to replace, in the order of
-    model.modules(); None: all. config: fields of FreeEnergyMixerConfig, for the parts that the host does not decide.
+    Replaced: what reads through transformers' attention functions (docs/results/clients.md lists the model types),
+    timm's ViT, and nn.MultiheadAttention as self-attention, alone or in nn.TransformerEncoder/DecoderLayer.
+    Cross-attention beside self-attention stays as it is. layers: indices of the self-attentions to replace, in the
+    order of model.modules(); None: all. config: fields of FreeEnergyMixerConfig, where the original does not decide.
 
     An optimizer made before knows nothing of the new parameters; those of lambda and beta start asleep and learn from a
-    rate some 30 times the host's (FreeEnergyHead.temperature_parameters). A transformers model notes the call in its
-    config: save it with save_pretrained, load it with an Auto class or `fem.models.load_replaced`; the host's own class
-    refuses such a folder. Any other model: build, replace, load_state_dict.
+    rate some 30 times the original's (FreeEnergyHead.temperature_parameters). A transformers model notes the call in
+    its config: save it with save_pretrained, load it with an Auto class or `fem.models.load_replaced`; its original
+    class refuses such a folder. Any other model: build, replace, load_state_dict.
 
     Raises ValueError on attention that cannot be replaced, by name, on layers out of range or replaced before, and on
-    fields that the host decides; TypeError on unknown fields.
+    fields that the original decides; TypeError on unknown fields.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, got {model!r}; load it first, by from_pretrained for instance.")
@@ -95,20 +84,22 @@ def apply(model: nn.Module, prior_type: str, preserve: bool, layers: list[int] |
 def _head(site: Site, prior_type: str, config: dict) -> FreeEnergyHead:
     if prior_type != "softmax":
         raise ValueError(
-            f"preserve=True keeps the softmax prior of the host, got prior_type={prior_type!r}; "
+            f"preserve=True keeps the softmax prior of the original, got prior_type={prior_type!r}; "
             "pass preserve=False for a fresh mixer of that prior."
         )
-    for name in HOSTS_FIELDS:
+    for name in DECIDED:
         if name in config:
             raise ValueError(
-                f"{name} is the host's with preserve=True, got {config[name]!r}; leave it out or preserve=False."
+                f"{name} is the original's with preserve=True, got {config[name]!r}; leave it out or preserve=False."
             )
     if config.get("use_conv") or config.get("value_logexp_cap") is not None:
         raise ValueError(
-            "use_conv and value_logexp_cap change what the host computes; leave them out or pass preserve=False."
+            "use_conv and value_logexp_cap change what the original computes; leave them out or pass preserve=False."
         )
     if config.get("use_lse", False) and not config.get("use_temperature", True):
-        raise ValueError("use_lse without use_temperature drops the host's mean; leave it out or pass preserve=False.")
+        raise ValueError(
+            "use_lse without use_temperature drops the original's mean; leave it out or pass preserve=False."
+        )
     start = {"use_conv": False, "lambda_init": LAMBDA_INIT}
     if not config.get("use_temperature", True):
         start["use_lse"] = False

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fem.mixer import FreeEnergyMixer
 from fem.models.surgery.head import FreeEnergyHead, as_bias
-from fem.models.surgery.host import Refused, Site
+from fem.models.surgery.site import Refused, Site
 
 PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "norm", "proj", "proj_drop")
 
@@ -31,8 +31,8 @@ class BlockSite(Site):
 
     @property
     def fields(self) -> dict:
-        host = self.module
-        sizes = {"n_embd": host.qkv.in_features, "n_head": host.num_heads, "dropout": host.attn_drop.p}
+        attention = self.module
+        sizes = {"n_embd": attention.qkv.in_features, "n_head": attention.num_heads, "dropout": attention.attn_drop.p}
         return sizes | {"causal": False, "use_rope": False}
 
     @property
@@ -47,16 +47,16 @@ class BlockSite(Site):
 
 
 class BlockAttention(nn.Module):
-    """timm's attention whose heads read a free energy (Eq. 11), with the host's parts under the host's names.
+    """timm's attention whose heads read a free energy (Eq. 11), with the original's parts under the original's names.
 
     attn_mask broadcasts to (B, H, T, T): True = attend, or added to the scores. Dropout falls on the mixed output.
     """
 
-    def __init__(self, host: nn.Module, head: FreeEnergyHead):
+    def __init__(self, attention: nn.Module, head: FreeEnergyHead):
         super().__init__()
-        self.num_heads, self.scale = host.num_heads, host.scale
+        self.num_heads, self.scale = attention.num_heads, attention.scale
         for name in PARTS:
-            setattr(self, name, getattr(host, name))
+            setattr(self, name, getattr(attention, name))
         self.free_energy = head
 
     def forward(

@@ -30,22 +30,22 @@ class Site(ABC):
     @property
     @abstractmethod
     def weight(self) -> Tensor:
-        """One of the host's weights: new ones take its device and dtype."""
+        """One of the original's weights: new ones take its device and dtype."""
 
     @property
     @abstractmethod
     def fields(self) -> dict:
-        """The fields of a FreeEnergyMixerConfig that the host decides, whatever mixer replaces it."""
+        """The fields of a FreeEnergyMixerConfig that the original decides, whatever mixer replaces it."""
 
     @property
     def softmax_fields(self) -> dict:
-        """The fields that the host decides of a mixer with a softmax prior alone."""
+        """The fields that the original decides of a mixer with a softmax prior alone."""
         return {}
 
     @property
     @abstractmethod
     def widths(self) -> dict:
-        """The fields that a head which keeps the host's projections needs besides."""
+        """The fields that a head which keeps the original's projections needs besides."""
 
     @property
     def replaced(self) -> bool:
@@ -53,11 +53,11 @@ class Site(ABC):
 
     @abstractmethod
     def graft(self, head: FreeEnergyHead) -> nn.Module:
-        """The host with `head` in the place of its attention function, its parameters kept."""
+        """The original with `head` in the place of its attention function, its parameters kept."""
 
     @abstractmethod
     def swap(self, mixer: FreeEnergyMixer) -> nn.Module:
-        """A module that is called as the host is, and answers with `mixer`."""
+        """A module that is called as the original is, and answers with `mixer`."""
 
     def put(self, module: nn.Module) -> None:
         if self.parent is not None:
