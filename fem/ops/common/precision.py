@@ -14,7 +14,7 @@ def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 def wide(x: Tensor) -> Tensor:
     """x itself in float64, else in float32."""
-    return x.to(wide_dtype(x))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 SMALLEST_BETA, LARGEST_EXPONENT, LARGEST_LOG_WEIGHT = 0.1, 64.0, 16.0

@@ -97,15 +97,14 @@ def read_tokens(
 
 def _all_of_one_document(batch: int, time: int, device: torch.device, cursor: Cursor | None) -> tuple[Tokens, Cursor]:
     """The plain case, in few operations: it is a part of every token in generation."""
-    place = torch.arange(time, device=device)
+    before = Cursor.zero(batch, device) if cursor is None else cursor
+    after = replace(before, position=before.position + time, started=before.started | (time > 0))
     if cursor is None:
-        after = Cursor.zero(batch, device)
-        return Tokens(None, None, None, place), replace(
-            after, position=after.position + time, started=after.started | (time > 0)
-        )
-    document = cursor.document[:, None].expand(batch, time)
-    after = replace(cursor, position=cursor.position + time, started=cursor.started | (time > 0))
-    return Tokens(None, None, document, cursor.position[:, None] + place), after
+        return Tokens(None, None, None, torch.arange(time, device=device)), after
+    position = cursor.position[:, None]
+    if time != 1:
+        position = position + torch.arange(time, device=device)
+    return Tokens(None, None, cursor.document[:, None].expand(batch, time), position), after
 
 
 def _check_marks(name: str, marks: Tensor | None, device: torch.device) -> None:
