@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
 from fem.models import FEMConfig, FEMForCausalLM
-from fem.models.engines.context import context_parallel, own_part
+from fem.models.context import context_parallel, own_part
 from fem.models.loss import next_tokens
 
 SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 4096}
@@ -108,9 +108,9 @@ def main() -> None:
                     rows.append({"prior": prior, "split": way, "processes": processes, **shown})
     note = (
         f"MiB of the process that holds most, over gloo on a CPU, float32: {SIZES['num_hidden_layers']} layers of "
-        f"width {SIZES['hidden_size']}, {SIZES['num_attention_heads']} heads, {SIZES['vocab_size']} entries, {ROWS} row "
-        f"of {TIME} tokens, AdamW; seed 0. Tensor: heads are split (`tp_plan`), every process reads whole rows; embeddings "
-        "are split by transformers. Context: rows are split (`context_parallel`), every process has all weights; "
+        f"width {SIZES['hidden_size']}, {SIZES['num_attention_heads']} heads, {SIZES['vocab_size']} entries, {ROWS} "
+        f"row of {TIME} tokens, AdamW; seed 0. Tensor: heads are split (`tp_plan`), every process reads whole rows; "
+        "embeddings are split by transformers. Context: rows are split (`context_parallel`), every process has all weights; "
         "recomputed: with gradient checkpointing. Kept for the backward pass: every block of memory that autograd "
         "saves in a forward pass, counted exactly. Peak of a step: by how much the process's resident memory rises in "
         "the second step, gradients included; gloo's buffers and the allocator are in it. Softmax layers keep the keys "

@@ -15,7 +15,7 @@ from fem.experiments.common.saving import NotFinite, SavingTrainer, kept, read_s
 from fem.experiments.lm.packing import ShuffledRows, StreamedRows
 from fem.experiments.lm.place import copy_run
 from fem.experiments.lm.sharding import shard
-from fem.models.engines.context import context_parallel, own_part
+from fem.models.context import context_parallel, own_part
 from fem.models.loss import next_tokens
 
 ADVICE = "a smaller learning rate, more warm-up steps or float32 may help, --nonfinite skip leaves such steps out"
