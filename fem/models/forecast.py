@@ -173,7 +173,7 @@ class AutoFEMForecaster(BaseAuto):
 
     def __init__(self, h: int, loss=None, valid_loss=None, config=None, backend: str = "ray", **search):
         """h: rows to forecast. config: a search space of its own, or None for `default_config`. search: num_samples,
-        search_alg, refit_with_val, cpus, gpus and whatever else neuralforecast's BaseAuto takes."""
+        search_alg, refit_with_val, ray_options and whatever else neuralforecast's BaseAuto takes."""
         config = self.get_default_config(h, backend) if config is None else config
         loss = MAE() if loss is None else loss
         what = {"cls_model": FEMForecaster, "h": h, "loss": loss, "valid_loss": valid_loss, "config": config}

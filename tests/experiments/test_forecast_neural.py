@@ -118,7 +118,7 @@ def test_the_search_finds_settings_and_is_saved_as_the_forecaster(backend, tmp_p
         config = {**space, "input_size": 23, "step_size": 1, "batch_size": 8, "windows_batch_size": 8, "max_steps": 2}
     else:
         config = lambda trial: {**SMALL, "hidden_size": trial.suggest_categorical("hidden_size", [16])}  # noqa: E731
-    model = AutoFEMForecaster(h=5, config=config, backend=backend, num_samples=1, cpus=1, gpus=0)
+    model = AutoFEMForecaster(h=5, config=config, backend=backend, num_samples=1)
     forecaster = NeuralForecast(models=[model], freq=1)
     forecaster.fit(long_table(ROWS), val_size=20)
     forecaster.save(str(tmp_path), overwrite=True)

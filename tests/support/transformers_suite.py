@@ -80,8 +80,8 @@ def page(rows: list[dict]) -> str:
         "# transformers' own tests on our models",
         "",
         f"The model tests in the source distribution of transformers {transformers.__version__}, on small models of "
-        "two layers, with the base model and its four heads; Llama beside them. What a model cannot have is skipped: for "
-        "FEM the maps of attention, and for priors with a state what needs keys and values.",
+        "two layers, with the base model and its four heads; Llama beside them. What a model cannot have is skipped: "
+        "for FEM the maps of attention, and for priors with a state what needs keys and values.",
         "",
         "| model | passed | failed | skipped |",
         "| --- | ---: | ---: | ---: |",

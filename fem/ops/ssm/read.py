@@ -12,8 +12,8 @@ from torch import Tensor
 from fem.ops.channel_scan.read import by_definition
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import wide_dtype
-from fem.ops.common.read import Read, Terms, connected_zeros, merge, nothing_read, read_of
-from fem.ops.common.scaled_sums import Streams, Sums, leave, nothing, state_of, state_parts
+from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, merge, nothing_read, read_of
+from fem.ops.common.scaled_sums import Streams, Sums, leave, state_of, state_parts
 from fem.ops.common.tokens import Tokens
 from fem.ops.ssm.naive import naive_ssm_read
 from fem.ops.ssm.plain import Inputs, ssm_scan
@@ -133,7 +133,7 @@ def _one_way(
         (log_weight, *read), end = ssm_scan(inputs, start, alone)
     log_weight, mean, free_energy = (None if part is None else part.view(shape) for part in (log_weight, *read))
     if tokens is not None and tokens.keep is not None:  # a masked token does not even see itself through D
-        log_weight = log_weight.where(tokens.keep[..., None, None], nothing(wide))
+        log_weight = log_weight.where(tokens.keep[..., None, None], LOG_ZERO)
     terms = Terms(log_weight, mean, free_energy)
     if not return_state:
         return terms, None
