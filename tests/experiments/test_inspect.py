@@ -19,6 +19,7 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fem import cli
+from fem.experiments.common.tables import show_table
 from fem.experiments.inspect import experiment as inspect
 from fem.experiments.inspect import page as inspection_page
 from fem.experiments.inspect.experiment import InspectRecipe, encode
@@ -125,6 +126,15 @@ def test_parts_that_a_layer_lacks_are_none(name):
         np.testing.assert_array_equal(found.read, found.posterior)
     rows = inspect.head_rows([found]) + inspect.channel_rows([found], ["a"] * TIME)
     assert len(rows) == config.n_head * (1 + config.value_width)
+
+
+def test_the_table_of_heads_fits_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = inspect.short(inspect.head_rows([tables(make_layer())]))
+    show_table("heads", rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(rows) + 5  # a title and four borders or headings: no cell is broken
+    assert "…" not in "".join(lines)
 
 
 def test_the_most_divided_head_is_the_one_whose_channels_part():

@@ -11,7 +11,7 @@ from torch import Tensor
 from fem import functional
 from fem.ops.common.tokens import read_tokens
 from fem.ops.softmax.read import cached_read
-from fem.priors.kv_cache import KEPT, PACKED, append, pieces, within_window
+from fem.priors.kv_cache import KEPT, PACKED, append, within_window
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class SoftmaxCall:
             marks = (None if mark is None else mark[:, piece] for mark in (key_mask, segment_ids))
             tokens, cursor = read_tokens((1, size), v.device, *marks, cursor, "key_mask")
             memory = append(memory, k[:, piece], v[:, piece], beta, tokens, with_position=self.window is not None)
-            keys, values = (pieces(memory, name) for name in KEPT)
+            keys, values = (memory[name] for name in KEPT)
             start = tuple(memory[name] for name in PACKED) if "shift" in memory else None
             seen = type(tokens)(memory.get("keep"), None, memory.get("document"), memory.get("position"))
             reads.append(cached_read(q[:, piece], keys, values, beta, start, window=self.window, tokens=seen))

@@ -33,6 +33,11 @@ class Lost(Exception):
     """The processes have lost touch: one hangs or has ended."""
 
 
+def lost_touch(error: BaseException) -> bool:
+    """Whether an operation failed for want of another process."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in COMMUNICATION)
+
+
 class Ranks:
     """The processes of a training, over gloo, so that no GPU is waited for.
 
@@ -88,7 +93,7 @@ class Ranks:
         except Exception as error:
             if self.world == 1:
                 raise
-            lost = isinstance(error, RuntimeError) and any(word in str(error) for word in COMMUNICATION)
+            lost = lost_touch(error)
             missing = self.missing() if lost else []
             if self.store().add(f"{self.key}/said", 1) > 1:
                 raise SystemExit(2) from None

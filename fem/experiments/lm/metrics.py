@@ -150,9 +150,9 @@ def summary(metrics: list[dict]) -> dict:
 def read_statistics(model: FEMForCausalLM, row: Row | None) -> dict[str, float]:
     """beta over all channels, lambda over all channels and the row's tokens, and how many free energies were redone."""
     found: dict[str, float] = {}
-    betas = [module().flatten() for module in model.modules() if isinstance(module, Temperature)]
+    betas = [module() for module in model.modules() if isinstance(module, Temperature)]
     if betas:
-        beta = torch.cat([beta.full_tensor() if isinstance(beta, DTensor) else beta for beta in betas])
+        beta = torch.cat([(beta.full_tensor() if isinstance(beta, DTensor) else beta).flatten() for beta in betas])
         found |= {"beta_min": beta.min().item(), "beta_mean": beta.mean().item(), "beta_max": beta.max().item()}
     if fallbacks.entries:
         found["recomputed_share"] = fallbacks.recomputed / fallbacks.entries

@@ -16,7 +16,7 @@ def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 def wide(x: Tensor) -> Tensor:
     """x itself in float64, else in float32."""
-    return x.to(wide_dtype(x))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 # A sum of terms up to 1, of which at most e^-87 is lost a term (e^-700), lost nothing that its digits would show.
