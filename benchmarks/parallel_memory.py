@@ -113,8 +113,8 @@ def main() -> None:
         "embeddings are split by transformers. Context: rows are split (`context_parallel`), every process has all "
         "weights; recomputed: with gradient checkpointing. Kept for the backward pass: every block of memory that "
         "autograd saves in a forward pass, counted exactly. Peak of a step: by how much the process's resident memory "
-        "rises in the second step, gradients included; gloo's buffers and the allocator are in it. Softmax layers keep the "
-        "keys and values of all parts up to their own. Made by `python benchmarks/parallel_memory.py`."
+        "rises in the second step, gradients included; gloo's buffers and the allocator are in it. Softmax layers "
+        "keep the keys and values of all parts up to their own. Made by `python benchmarks/parallel_memory.py`."
     )
     save("docs/results/parallel_cpu", "Memory of split models", results, rows, note)
 
