@@ -8,7 +8,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -26,10 +26,13 @@ class Ended:
 
 def arguments(recipe, output: Path, resume: bool) -> list[str]:
     """The command's words."""
+    from fem.experiments.common.run import called
+
     words = ["train", "--output", str(output), *(["--resume", "auto"] if resume else [])]
-    for name, value in asdict(recipe).items():
+    for part in fields(recipe):
+        value = getattr(recipe, part.name)
         if value is not None and not isinstance(value, bool):
-            words += [f"--{name.replace('_', '-')}", str(value)]
+            words += [f"--{called(part)}", str(value)]
     return words
 
 

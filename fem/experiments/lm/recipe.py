@@ -66,6 +66,8 @@ class TrainRecipe:
         for name in ("validation_rows", "warmup_steps", "weight_decay", "seed"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+        if self.context < 2:
+            raise ValueError(f"context must be at least 2 tokens, of which one predicts, got {self.context}.")
         if not 0 <= self.beta2 < 1:
             raise ValueError(f"beta2 must lie in [0, 1), got {self.beta2}.")
         if self.warmup_steps > self.max_steps:
