@@ -14,7 +14,7 @@ help:
 	@echo "make test-vllm the same tokens from vLLM as from transformers, in an environment of its own (10 minutes)"
 	@echo "make docs      the site, into site/  make test-docs  runs every tutorial, page and notebook, and builds the site"
 	@echo "make lint      style and import direction      make bench   what FEM costs on this machine"
-	@echo "make chaos     kills, stops and damages a hundred small trainings; what became of them, into docs/results"
+	@echo "make chaos     kills, stops and damages 140 small trainings; what became of them, into docs/results"
 	@echo "make install   only install, into $(VENV)"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -82,7 +82,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-# Trainings that are killed, stopped, starved of disk and damaged: minutes on two idle cores.
+# Trainings that are killed, stopped, starved of disk and damaged: ten minutes on two idle cores. Goes on after a stop.
 chaos: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/chaos.py
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -14,7 +15,14 @@ from pathlib import Path
 
 SERVER = get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["torch.distributed.launcher.api", "transformers.trainer", "fem.cli", "fem.experiments.lm.training"]
+    [
+        "torch.distributed.launcher.api",
+        "torch.utils.tensorboard",
+        "transformers.trainer",
+        "fem.cli",
+        "fem.experiments.lm.train",
+        "fem.experiments.lm.training",
+    ]
 )
 
 
@@ -64,6 +72,7 @@ class Training:
 
 
 def _train(log: Path, words: list[str], processes: int | None, before: Callable[[], None] | None) -> None:
+    gc.freeze()  # a collection would touch, and so copy, all that the server has imported
     with open(log, "a", buffering=1) as file:
         sys.stdout = sys.stderr = file
         for stream in (1, 2):

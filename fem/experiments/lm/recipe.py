@@ -47,7 +47,7 @@ class TrainRecipe:
     dtype: str = option("float32", f"Arithmetic: {' or '.join(DTYPES)}; weights and optimiser stay float32.")
     compile: bool = option(False, "torch.compile the model.")
     checkpointing: bool = option(False, "Recompute activations in the backward pass: slower, in less memory.")
-    parallel: str = option("ddp", "Under torchrun: ddp, or fsdp to shard weights and optimiser over GPUs.")
+    parallel: str = option("ddp", "Under torchrun: ddp, or fsdp to shard weights and optimiser over them.")
     validation_rows: int = option(64, "Rows held out, the last of local data, a tenth at most; a stream has none.")
     eval_steps: int = option(200, "Steps between validations.")
     log_steps: int = option(10, "Steps between lines of metrics.jsonl.")
