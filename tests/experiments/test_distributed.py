@@ -118,6 +118,17 @@ def test_shards_in_bfloat16_compute_what_copies_do(tmp_path):
         assert a == pytest.approx(b, rel=1e-3)
 
 
+@pytest.mark.parametrize("changes", [{"preset": "no"}, {"batch_size": 3}, {"field": "no"}])
+def test_a_mistake_is_said_once_by_all_processes(tmp_path, changes):
+    recipe = tiny(write_corpus(tmp_path / "data.jsonl"), **changes)
+    ended = Training(recipe, tmp_path / "run", 2).end(300)
+    assert ended.code == 1
+    assert [line.split(" must")[0] for line in ended.said.splitlines() if line.startswith("error: ")] == [
+        {"preset": "error: preset", "batch_size": "error: batch_size", "field": "error: data.jsonl, record 1"}[name]
+        for name in changes
+    ]
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_rank_that_hangs_is_named(lost):
     """As in a training: the default group has another timeout, and one rank stops within a step."""
