@@ -11,10 +11,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fem import functional as functional
+    from fem import models as models
+    from fem import priors as priors
+    from fem import theory as theory
     from fem.config import FreeEnergyMixerConfig
     from fem.mixer import FreeEnergyMixer
     from fem.models import replace_attention as replace_attention
     from fem.optim import parameter_groups
+    from fem.pooling import FreeEnergyCrossMixer, FreeEnergyPooling
     from fem.priors import PRIORS
     from fem.state import MixerState
 

@@ -58,9 +58,9 @@ def __getattr__(name: str):
     if name in ("FEMForecaster", "AutoFEMForecaster"):
         if not find_spec("neuralforecast"):
             raise ImportError(
-                f"fem.models.{name} needs neuralforecast; install it with pip install 'free-energy-mixer[forecast]'."
+                f"fem.models.{name} needs neuralforecast; pip install '.[forecast]' in a copy of its repository."
             )
         return getattr(import_module("fem.models.forecast"), name)
     if name in __all__:
-        raise ImportError(f"fem.models.{name} needs transformers; install it with pip install 'free-energy-mixer[lm]'.")
+        raise ImportError(f"fem.models.{name} needs transformers; pip install '.[lm]' in a copy of its repository.")
     raise AttributeError(f"module 'fem.models' has no attribute {name!r}")

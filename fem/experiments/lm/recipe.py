@@ -20,9 +20,16 @@ class TrainRecipe:
     """What is trained on what, and how. A batch is counted over all processes: one recipe fits any number of GPUs."""
 
     preset: str = option("fem-sm-tiny", "Model, such as fem-sm-340m, fem-gla-small, transformer-tiny.")
-    model: str = option("{}", 'Other model fields than the preset\'s, as JSON: {"mixer": {"use_conv": false}}.')
+    model: str = option(
+        "{}",
+        'Other model fields than the preset\'s, as JSON: {"mixer": {"use_conv": false}}.',
+        also=("model",),
+        called="model_fields",
+    )
     data: str = option(
-        "", "Text, .jsonl, .parquet, a folder of them, or a dataset of the hub, which is streamed.", also=("text",)
+        "",
+        "Text, .jsonl, .parquet, a folder of them, or a dataset of the hub, which is streamed.",
+        also=("text", "text_file"),
     )
     subset: str | None = option(None, "Configuration of the hub dataset.")
     field: str = option("text", "Where a record has its text.")
@@ -31,7 +38,7 @@ class TrainRecipe:
     context: int = option(512, "Tokens of a row.")
     batch_size: int = option(16, "Rows of a step, over all processes.", also=("batch",))
     micro_batch: int | None = option(None, "Rows of one forward on one process; none: as many as the step gives it.")
-    max_steps: int = option(1000, "Optimiser steps; more extend a finished run.", also=("steps",))
+    max_steps: int = option(1000, "Optimiser steps; more extend a finished run.", also=("max_steps",), called="steps")
     warmup_steps: int = option(50, "Steps in which the learning rate rises; a cosine takes it to zero.")
     learning_rate: float = option(1e-3, "Peak learning rate of AdamW.")
     beta2: float = option(0.95, "AdamW's second moment.")
@@ -41,6 +48,7 @@ class TrainRecipe:
     compile: bool = option(False, "torch.compile the model.")
     checkpointing: bool = option(False, "Recompute activations in the backward pass: slower, in less memory.")
     parallel: str = option("ddp", "Under torchrun: ddp, or fsdp to shard weights and optimiser over GPUs.")
+    context_parallel: int = option(1, "Processes that share a row, each with a part of its tokens; fits longer rows.")
     validation_rows: int = option(64, "Rows held out, the last of local data, a tenth at most; a stream has none.")
     eval_steps: int = option(200, "Steps between validations.")
     log_steps: int = option(10, "Steps between lines of metrics.jsonl.")
@@ -52,7 +60,7 @@ class TrainRecipe:
 
     def __post_init__(self):
         counts = ("context", "batch_size", "max_steps", "log_steps", "save_steps", "eval_steps", "keep")
-        for name in (*counts, "micro_batch", "learning_rate", "clip", "comm_timeout"):
+        for name in (*counts, "micro_batch", "learning_rate", "clip", "comm_timeout", "context_parallel"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be positive, got {value}.")
@@ -68,6 +76,12 @@ class TrainRecipe:
         for name, known in (("dtype", DTYPES), ("parallel", PARALLEL), ("nonfinite", NONFINITE)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {' or '.join(known)}, got {getattr(self, name)!r}.")
+        if self.context % self.context_parallel:
+            raise ValueError(
+                f"context must be a multiple of context_parallel = {self.context_parallel}, got {self.context}."
+            )
+        if self.compile and self.context_parallel > 1:
+            raise ValueError("compile has no messages between processes; leave it out, or context_parallel.")
         self.model_fields()
 
     def model_fields(self) -> dict:
@@ -75,9 +89,9 @@ class TrainRecipe:
         try:
             fields = json.loads(self.model)
         except json.JSONDecodeError as error:
-            raise ValueError(f"model must be a JSON object of model fields, got {self.model!r}.") from error
+            raise ValueError(f"model_fields must be a JSON object, got {self.model!r}.") from error
         if not isinstance(fields, dict):
-            raise ValueError(f"model must be a JSON object of model fields, got {self.model!r}.")
+            raise ValueError(f"model_fields must be a JSON object, got {self.model!r}.")
         return fields
 
 
@@ -121,7 +135,7 @@ def differences(stored: dict, recipe: TrainRecipe) -> list[str]:
 
     max_steps may rise.
     """
-    given = asdict(recipe)
+    given, stored = asdict(recipe), {"context_parallel": 1} | stored  # which runs of version 0.1 do not say
     changed = [name for name in given if name not in FREE and stored.get(name) != given[name]]
     if "max_steps" in changed and stored.get("max_steps", 0) < recipe.max_steps:
         changed.remove("max_steps")

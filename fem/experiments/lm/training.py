@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import os
 import shutil
 import time
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PrinterCallback, TrainingArguments
+from transformers.training_args import ParallelMode
 
 from fem.experiments.common.checkpoints import load_language_model
 from fem.experiments.common.distributed import Paused, Ranks, end_process_group, end_with_parent, joining
 from fem.experiments.common.lock import HOLDER, LOCK, one_writer
 from fem.experiments.common.run import RESULTS, Run, check_output, note, now, progress, write_json
-from fem.experiments.common.saving import STAGING, NotFinite
+from fem.experiments.common.saving import STAGING, NotFinite, kept
 from fem.experiments.common.signals import SaveAndStop
 from fem.experiments.lm.data import check_data, identity, load_data, load_tokenizer, write_data
 from fem.experiments.lm.documents import local_files
@@ -35,6 +41,7 @@ from fem.experiments.lm.place import (
     said_of_failure,
 )
 from fem.experiments.lm.recipe import TrainRecipe
+from fem.experiments.lm.sharding import FSDP
 from fem.experiments.lm.small import build_model
 from fem.experiments.lm.throughput import flops_per_token
 from fem.experiments.lm.trainer import Milestones, TextTrainer, WrapperCheck
@@ -69,12 +76,24 @@ def run(
         ranks = Ranks(recipe.comm_timeout)
     with ExitStack() as held:
         held.enter_context(ranks.in_touch())
+        held.enter_context(told_of_a_full_disk(output))
         place, finished = ranks.first(lambda: prepare(recipe, output, resume, allow_changed_data, held))
         found = fit(recipe, output, args, place, ranks, deadline) if finished is None else finished
     end_process_group()
     if isinstance(found, Paused):
         raise found
     return found
+
+
+@contextmanager
+def told_of_a_full_disk(output: Path) -> Iterator[None]:
+    """The system's own words name neither the folder nor what is left of the run."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(f"{str(output)!r} could not be written to: {error.strerror}; {kept(output)}.") from error
 
 
 def check(recipe: TrainRecipe, output: Path) -> None:
@@ -173,7 +192,7 @@ def tell_of_tokens():
 
 def finished_results(recipe: TrainRecipe, output: Path, place: Place) -> dict:
     """The results of a run that has reached its last step, written where a kill came before they were."""
-    note(f"the run in {str(output)!r} is finished, {place.step} of {recipe.max_steps} steps; --max-steps extends it.")
+    note(f"the run in {str(output)!r} is finished, {place.step} of {recipe.max_steps} steps; --steps extends it.")
     try:
         return json.loads((output / RESULTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -190,7 +209,9 @@ def fit(
 ) -> dict | Paused:
     """Train from the place's checkpoint, or from the beginning. What stops it early is returned: the processes' groups
     end while nobody holds the Trainer."""
-    share = Share(recipe.batch_size, args.per_device_train_batch_size, ranks.rank, ranks.world)
+    parts = parts_of_rows(recipe)
+    rank, world = (number // recipe.context_parallel for number in (ranks.rank, ranks.world))
+    share = Share(recipe.batch_size, args.per_device_train_batch_size, rank, world)
     tokenizer = load_tokenizer(recipe, output)
     data = load_data(recipe, output, tokenizer, share)
     model = build_model(model_config(recipe, len(tokenizer)), recipe.seed)
@@ -201,6 +222,7 @@ def fit(
         trainer = TextTrainer(
             output=output,
             rows=data.train,
+            parts=parts,
             keep=recipe.keep,
             skip=recipe.nonfinite == "skip",
             extended=place.checkpoint is not None and trained_for(place.checkpoint) != recipe.max_steps,
@@ -252,8 +274,6 @@ def model_config(recipe: TrainRecipe, vocabulary: int) -> FEMConfig:
 
 def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
     cuda = torch.cuda.is_available()
-    if recipe.parallel == "fsdp" and not cuda:
-        raise ValueError("parallel='fsdp' needs GPUs: without them transformers trains with ddp and does not say so.")
     args = TrainingArguments(
         output_dir=str(output / STAGING),
         max_steps=recipe.max_steps,
@@ -279,13 +299,30 @@ def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
         use_cpu=not cuda,
         ddp_timeout=recipe.comm_timeout,
         fsdp=True if recipe.parallel == "fsdp" else None,
+        fsdp_config=dict(FSDP) if recipe.parallel == "fsdp" else None,
         dataloader_pin_memory=cuda,
         use_cache=True,
         report_to="none",
         disable_tqdm=True,
         log_level="error",
+        log_level_replica="error",
     )
-    given = recipe.micro_batch or max(1, recipe.batch_size // args.world_size)
+    if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED:
+        raise ValueError("parallel='fsdp' needs torchrun, with one process or more.")
+    readers, rest = divmod(args.world_size, recipe.context_parallel)  # of rows of their own
+    if rest:
+        raise ValueError(
+            f"context_parallel must divide the number of processes, {args.world_size}, got {recipe.context_parallel}."
+        )
+    given = recipe.micro_batch or max(1, recipe.batch_size // readers)
     args.per_device_train_batch_size = args.per_device_eval_batch_size = given
-    args.gradient_accumulation_steps = Share(recipe.batch_size, given, args.process_index, args.world_size).accumulation
+    args.gradient_accumulation_steps = Share(recipe.batch_size, given, world=readers).accumulation
     return args
+
+
+def parts_of_rows(recipe: TrainRecipe) -> DeviceMesh | None:
+    """The processes that share this one's rows; None where it reads rows of its own."""
+    if recipe.context_parallel == 1:
+        return None
+    group, _ = dist.new_subgroups(recipe.context_parallel, timeout=timedelta(seconds=recipe.comm_timeout))
+    return DeviceMesh.from_group(group, "cuda" if torch.cuda.is_available() else "cpu")

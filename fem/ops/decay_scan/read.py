@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import wide_dtype
+from fem.ops.common.read import connected_zeros
 from fem.ops.common.recurrence import running_sums
 from fem.ops.common.steps import along_time, portable
 from fem.ops.common.transforms import transformed
@@ -33,7 +34,7 @@ def decay_scan(
     backend = scan_backend(backend, u.device, "decay_scan", widest(u, log_decay, initial_state))
     wide = wide_dtype(log_decay, u)
     if u.numel() == 0:
-        return u
+        return connected_zeros(u, u.shape, log_decay, u, initial_state)
     if initial_state is None:
         initial_state = torch.zeros_like(u[:, 0], dtype=wide)
     flat = [log_decay.flatten(2), u.flatten(2), initial_state.flatten(1)]
