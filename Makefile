@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs screens notebooks lint chaos bench clean
+.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs screens notebooks lint chaos suite bench clean
 
 help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
@@ -89,6 +89,10 @@ lint: install
 # Trainings that are killed, stopped, starved of disk and damaged: ten minutes on two idle cores. Goes on after a stop.
 chaos: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/chaos.py
+
+# transformers' own tests of models on ours: its source distribution is downloaded once.
+suite: install
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/transformers_suite.py
 
 bench: install
 	OMP_NUM_THREADS=1 $(BIN)/fem bench
