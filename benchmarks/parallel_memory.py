@@ -106,15 +106,15 @@ def main() -> None:
                     largest = {name: max(one[name] for one in found) for name in found[0]}
                     shown = {name: f"{nbytes / 2**20:,.0f}" for name, nbytes in largest.items()}
                     rows.append({"prior": prior, "split": way, "processes": processes, **shown})
+    sizes = "{num_hidden_layers} layers of width {hidden_size}, {num_attention_heads} heads, {vocab_size} entries"
     note = (
-        f"MiB of the process that holds most, over gloo on a CPU, float32: {SIZES['num_hidden_layers']} layers of width "
-        f"{SIZES['hidden_size']}, {SIZES['num_attention_heads']} heads, {SIZES['vocab_size']} entries, {ROWS} row of "
-        f"{TIME} tokens, AdamW; seed 0. Tensor: heads are split (`tp_plan`), every process reads whole rows; embeddings "
-        "are split by transformers. Context: rows are split (`context_parallel`), every process has all weights; "
-        "recomputed: with gradient checkpointing. Kept for the backward pass: every block of memory that autograd "
-        "saves in a forward pass, counted exactly. Peak of a step: by how much the process's resident memory rises in "
-        "the second step, gradients included; gloo's buffers and the allocator are in it. Softmax layers keep the keys "
-        "and values of all parts up to their own. Made by `python benchmarks/parallel_memory.py`."
+        f"MiB of the process that holds most, over gloo on a CPU, float32: {sizes.format(**SIZES)}, {ROWS} row of "
+        f"{TIME} tokens, AdamW; seed 0. Tensor: heads are split (`tp_plan`), every process reads whole rows. Context: "
+        "rows are split (`context_parallel`), every process has all weights; recomputed: with gradient checkpointing. "
+        "Kept for the backward pass: every block of memory that autograd saves in a forward pass, counted exactly; "
+        "softmax layers keep the keys and values of all parts up to their own. Peak of a step: by how much the "
+        "process's resident memory rises in the second step, gradients, gloo's buffers and what the allocator keeps "
+        "included. Made by `python benchmarks/parallel_memory.py`."
     )
     save("docs/results/parallel_cpu", "Memory of split models", results, rows, note)
 
