@@ -7,13 +7,14 @@ STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs notebooks lint chaos bench clean
+.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs screens notebooks lint chaos bench clean
 
 help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
 	@echo "make test      the fast tests        make test-all   fast and slow tests"
 	@echo "make test-vllm the same tokens from vLLM as from transformers, in an environment of its own (10 minutes)"
 	@echo "make docs      the site, into site/  make test-docs  runs every tutorial, page and notebook, and builds the site"
+	@echo "make screens   pictures of the site's pages, light and dark, wide and narrow, into runs/screens"
 	@echo "make lint      style and import direction      make bench   what FEM costs on this machine"
 	@echo "make chaos     kills, stops and damages a hundred small trainings; what became of them, into docs/results"
 	@echo "make install   only install, into $(VENV)"
@@ -71,6 +72,10 @@ test-vllm: $(VLLM)/.installed
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "to read it: $(BIN)/python -m http.server --directory site, then http://localhost:8000"
+
+# Pictures of the site and of the page of `fem inspect`; with AXE=.../axe.min.js (npm pack axe-core) also its check.
+screens: docs
+	$(BIN)/python tests/support/screens.py site runs/screens $(wildcard runs/demo/inspect.html) $(if $(AXE),--axe $(AXE))
 
 # The notebooks are kept with their results: run them again when what they use has changed.
 notebooks: install

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
 from fem.models import FEMConfig, FEMForCausalLM
-from fem.models.engines.context import context_parallel, own_part
+from fem.models.context import context_parallel, own_part
 from fem.models.loss import next_tokens
 
 SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 4096}

@@ -56,6 +56,13 @@ def on_page_markdown(markdown: str, **_) -> str:
     return re.sub(r"\$`([^`]+)`\$", lambda span: formula(span[1], "inline"), blocks)
 
 
+def on_post_page(output: str, **_) -> str:
+    """The theme's search is a dialogue without a name, which screen readers need."""
+    return output.replace(
+        'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
+    )
+
+
 def formula(source: str, display: str) -> str:
     return convert(source, display=display)
 

@@ -11,10 +11,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fem import functional as functional
+    from fem import models as models
+    from fem import priors as priors
+    from fem import theory as theory
     from fem.config import FreeEnergyMixerConfig
     from fem.mixer import FreeEnergyMixer
     from fem.models import replace_attention as replace_attention
     from fem.optim import parameter_groups
+    from fem.pooling import FreeEnergyCrossMixer, FreeEnergyPooling
     from fem.priors import PRIORS
     from fem.state import MixerState
 
@@ -55,5 +60,7 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__, *_MODULES])
 
 
-if "transformers" in sys.modules:
-    import_module("fem.models")  # registers the models with transformers' Auto classes
+if {"transformers", "neuralforecast"} & sys.modules.keys():
+    import_module(
+        "fem.models"
+    )  # registers the models with transformers' Auto classes, the forecaster with NeuralForecast

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from difflib import get_close_matches
+from functools import wraps
 from importlib import import_module
 from typing import Annotated
 
@@ -35,6 +37,8 @@ COMMANDS = {
     "report": ("fem.experiments.report", "Turn finished runs into pages beside the paper's tables."),
 }
 
+GOES_ON = ("ablate", "mad", "regimes", "forecast", "vision")
+
 
 class Commands(TyperGroup):
     """Commands whose modules are imported when they are called: `fem --help` waits for no library."""
@@ -56,9 +60,25 @@ class Commands(TyperGroup):
 
 def load(name: str) -> TyperCommand:
     """The command itself, with its options."""
+    command = import_module(COMMANDS[name][0]).command
+
+    @wraps(command)
+    def stopped_in_a_line(*args, **options):
+        try:
+            return command(*args, **options)
+        except KeyboardInterrupt:
+            print(stopped(name), file=sys.stderr)
+            raise typer.Exit(130) from None
+
     alone = typer.Typer(add_completion=False)
-    alone.command(name)(import_module(COMMANDS[name][0]).command)
+    alone.command(name)(stopped_in_a_line)
     return typer.main.get_command(alone)
+
+
+def stopped(name: str) -> str:
+    """What to say of Ctrl-C."""
+    kept = "what had ended is kept, and the same command goes on" if name in GOES_ON else "to begin again"
+    return f"stopped; {kept}: {shlex.join(['fem', *sys.argv[1:]])}"
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)

@@ -23,11 +23,16 @@ def extras() -> dict[str, list[str]]:
     return found
 
 
+def how_to_install(extra: str) -> str:
+    """The library is on no index yet, so its extras are installed from a copy of the repository."""
+    return f"pip install '.[{extra}]' in your copy of the repository"
+
+
 def missing_package(error: ModuleNotFoundError) -> str:
     """One sentence: which package is missing and what installs it. Raises `error` again where no extra brings it."""
     module = (error.name or "").partition(".")[0]
     wanted = PACKAGE_OF.get(module, module)
     for extra, packages in extras().items():
         if wanted in (package.replace("-", "_") for package in packages):
-            return f"this needs {module}, which is not installed: pip install '{DISTRIBUTION}[{extra}]'."
+            return f"this needs {module}, which is not installed: {how_to_install(extra)}."
     raise error

@@ -26,7 +26,7 @@ from fem.ops.common.precision import wide_dtype
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import read_tokens
 from fem.ops.decay_scan.read import decay_scan
-from fem.ops.linear_attention import read as keyed_scan
+from fem.ops.linear_attention import read as linear_attention
 from fem.ops.softmax import read as softmax
 from fem.ops.ssm import read as ssm
 from fem.state import Cursor
@@ -60,8 +60,8 @@ def softmax_read(
     bias: float, broadcastable to (B, H, T_q, T), differentiable; -inf forbids the pair.
     key_mask (B, T): bool or 0/1 integers, 1 = keep; a masked token counts as deleted. segment_ids (B, T): integers,
     any change between kept tokens starts a document that sees itself alone.
-    A query that sees no key reads 0. Exact for any finite input: entries that one attention call cannot prove are
-    computed again. Raises ValueError on shapes and values, TypeError on dtypes.
+    A query that sees no key, of none too, reads 0, without gradient. Exact for any finite input: entries that one
+    attention call cannot prove are computed again. Raises ValueError on shapes and values, TypeError on dtypes.
     """
     check_flags(causal=causal)
     _check_projections(q, k, v)
@@ -71,8 +71,6 @@ def softmax_read(
         check_beta(beta, v)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale)):
         raise ValueError(f"scale must be a finite number or None (1/sqrt(d_k)), got {scale!r}.")
-    if time == 0:
-        raise ValueError("k must hold at least one key, got none; a read of nothing has no value.")
     if window is not None and (type(window) is not int or window < 1):
         raise ValueError(
             f"window must be a whole number of at least 1 (a token sees itself), got {window!r}; None sees everything."
@@ -192,7 +190,7 @@ def keyed_scan_read(
     check_values("log_decay", log_decay, DECAY, key_mask)
     for name, tensor in (("q", q), ("k", k)):
         check_values(name, tensor, FEATURE, key_mask)
-    op = lambda **options: keyed_scan.keyed_scan_read(q, k, v, beta, log_decay, backend=backend, **options)  # noqa: E731
+    op = lambda **options: linear_attention.linear_attention_read(q, k, v, beta, log_decay, backend=backend, **options)  # noqa: E731
     return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
 
 
@@ -270,9 +268,9 @@ def _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, nor
 
 def _check_scan(v, beta, causal, initial_state, return_state, like_v: dict[str, Tensor | None]) -> None:
     check_floating("v", v, v=v)
-    if v.dim() != 4 or 0 in v.shape[1:]:
+    if v.dim() != 4 or 0 in v.shape[2:]:
         raise ValueError(
-            f"v must have shape (batch, time, heads, d_v), each but the batch at least 1, got {tuple(v.shape)}."
+            f"v must have shape (batch, time, heads, d_v), heads and d_v at least 1, got {tuple(v.shape)}."
         )
     for name, tensor in like_v.items():
         if tensor is None:

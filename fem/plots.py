@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +10,8 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
-COLOURS = {"fem": "#1f5fbf", "softmax": "#e07b39"}
-OTHERS = ("#3a9d6b", "#8b5fbf", "#c2477f", "#6b7280", "#b8972f", "#2aa5b8")
-NAMES = {"fem": "FEM", "softmax": "softmax attention"}
 STYLE = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -34,102 +31,115 @@ STYLE = {
     "legend.frameon": False,
 }
 
+GREY = "#9ca3af"
+
 Numbers = Sequence[int | float]
 Line = tuple[Numbers, Numbers]
-Series = dict[str, Line]
+Colours = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: a line per series, its name a run's; `level` draws a horizontal line to compare with.
-
-    logarithmic: both axes, the lower one by powers of two.
-    """
+    """One pair of axes: by name, a line per seed. logarithmic: both axes, the lower one by powers of two."""
 
     title: str
     x_label: str
-    series: Series
-    level: float | None = None
-    level_name: str = ""
+    series: Mapping[str, Sequence[Line]]
     logarithmic: bool = False
 
 
-def learning_curves(path: Path, title: str, panels: Sequence[Panel]) -> None:
-    """One line per run in each panel, side by side; a name such as "fem, seed 1" takes the colour of "fem"."""
+def learning_curves(path: Path, title: str, panels: Sequence[Panel], colours: Colours) -> None:
+    """One line per run in each panel, side by side, and one key for all panels."""
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(4.2 * len(panels), 3.1), layout="constrained")
+        figure = Figure(figsize=(4.0 * len(panels) + 1.5, 3.1), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+        key = {}
         for axes, panel in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels):
-            families = list(dict.fromkeys(_family(name) for name in panel.series))
-            for name, (x, y) in panel.series.items():
-                family = _family(name)
-                colour = COLOURS.get(family, OTHERS[families.index(family) % len(OTHERS)])
-                seen = any(line.get_label() == NAMES.get(family, family) for line in axes.lines)
-                axes.plot(x, y, color=colour, label="_" if seen else NAMES.get(family, family))
-            if panel.level is not None:
-                axes.axhline(panel.level, color="#9ca3af", linewidth=1, linestyle=(0, (4, 3)), label=panel.level_name)
+            for name, lines in panel.series.items():
+                for x, y in lines:
+                    key[name] = axes.plot(x, y, color=colours.get(name, GREY))[0]
             axes.set(title=panel.title, xlabel=panel.x_label)
             axes.margins(x=0.02)
             if panel.logarithmic:
                 axes.set_xscale("log", base=2)
                 axes.set_yscale("log")
-                axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
                 axes.yaxis.set_major_formatter(LogFormatter())
                 axes.yaxis.set_minor_formatter(LogFormatter())
-            else:
-                axes.legend()
-        if panel.logarithmic:
-            figure.legend(*axes.get_legend_handles_labels(), loc="outside right center")
+            axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        figure.legend(key.values(), key.keys(), loc="outside right center")
         _save(figure, path)
 
 
-def mean_curves(path: Path, title: str, x_label: str, y_label: str, groups: dict[str, Sequence[Line]]) -> None:
-    """A group's runs thin, their mean thick; the legend is in the order in which the means end, the highest first."""
-    ends = {name: float(np.mean([y[-1] for _, y in lines])) for name, lines in groups.items()}
+def dots(
+    path: Path,
+    title: str,
+    panels: Mapping[str, Mapping[str, Numbers]],
+    colours: Colours,
+    floors: Mapping[str, float] | None = None,
+    floor: str = "",
+) -> None:
+    """Scores, {panel: {name: a number per seed}}: a dot for each, a bar for their mean, a line of the picture per name.
+
+    floors: by panel, a score to compare with, drawn as a dashed line; `floor` says what it is.
+    """
+    names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
+    label = max(map(len, names)) * 0.085
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+        width = max(1.9 * len(panels) + label + 0.4, 0.075 * len(title) + 0.3)
+        figure = Figure(figsize=(width, 0.27 * len(names) + 1.0), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-        axes = figure.subplots()
-        colours = mpl.colormaps["tab10" if len(groups) <= 10 else "tab20"].colors
-        for rank, name in enumerate(sorted(groups, key=ends.get, reverse=True)):
-            colour = colours[rank % len(colours)]
-            for x, y in groups[name]:
-                axes.plot(x, y, color=colour, linewidth=0.6, alpha=0.35)
-            mean = np.mean([y for _, y in groups[name]], axis=0)
-            axes.plot(groups[name][0][0], mean, color=colour, label=f"{name}  {ends[name]:.3f}")
-        axes.set(xlabel=x_label, ylabel=y_label)
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-        axes.margins(x=0.02)
-        figure.legend(loc="outside right center")
+        for axes, (panel, scores) in zip(
+            figure.subplots(1, len(panels), squeeze=False, sharey=True).flat, panels.items()
+        ):
+            for height, name in enumerate(names):
+                found = list(scores.get(name, ()))
+                if found:
+                    look = {"color": colours.get(name, GREY)}
+                    axes.plot(found, [height] * len(found), "o", markersize=4.5, alpha=0.55, **look)
+                    axes.vlines(np.mean(found), height - 0.36, height + 0.36, linewidth=2.4, **look)
+            if floors and panel in floors:
+                line = axes.axvline(floors[panel], color=GREY, linewidth=1, linestyle=(0, (4, 3)))
+                line.set_label(floor)
+            axes.set_title(panel)
+            axes.xaxis.set_major_locator(MaxNLocator(4))
+            axes.set_yticks(range(len(names)), names)
+            axes.set_ylim(len(names) - 0.5, -0.5)
+        if floors and floor:
+            figure.legend(handles=[line], loc="outside lower right")
         _save(figure, path)
 
 
-def _family(name: str) -> str:
-    return name.partition(",")[0]
+Table = tuple[str, np.ndarray, np.ndarray]
 
 
-def channel_reading(path: Path, title: str, tokens: Sequence[str], mean: np.ndarray, channels: np.ndarray) -> None:
-    """What one position reads: the shared prior p(i) above, the weight of token i in each channel below.
+def channel_readings(path: Path, title: str, tokens: Sequence[str], heads: Sequence[Table]) -> None:
+    """What one position reads in each head, (title, mean, channels): the prior p(i) above, the weight of token i in
+    each channel below, a dot at each channel's largest.
 
     mean (T,): the prior, which is all that an average reads; channels (d, T): one row per channel, drawn in the order
     of the token that each reads most.
     """
-    order = np.lexsort((-channels.max(1), channels.argmax(1)))
-    top = max(channels.max(), mean.max())
     with mpl.rc_context(STYLE | {"axes.grid": False}):
-        size = (0.32 * len(tokens) + 1.9, 0.16 * len(channels) + 1.9)
+        rows = [size for _, _, channels in heads for size in (1.5, len(channels))]
+        size = (0.32 * len(tokens) + 1.9, 0.16 * sum(rows) + 0.5 * len(heads) + 1.3)
         figure = Figure(figsize=size, layout="constrained")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=9)
-        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1.4, len(channels)))
-        look = {"cmap": "Blues", "vmin": 0.0, "vmax": top, "aspect": "auto", "interpolation": "nearest"}
-        above.imshow(mean[None], **look)
-        image = below.imshow(channels[order], **look)
-        above.set_yticks([0], ["prior"])
-        above.tick_params(axis="x", length=0)
-        below.set_ylabel(f"{len(channels)} channels")
-        below.set_yticks([])
-        below.set_xticks(range(len(tokens)), tokens, rotation=90, family="monospace", fontsize=8, parse_math=False)
-        figure.colorbar(image, ax=[above, below], label="weight of the token", shrink=0.8, pad=0.02)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+        panels = figure.subplots(len(rows), 1, sharex=True, height_ratios=rows)
+        for (name, mean, channels), above, below in zip(heads, panels[::2], panels[1::2]):
+            top = max(channels.max(), mean.max())
+            look = {"cmap": "Blues", "vmin": 0.0, "vmax": top, "aspect": "auto", "interpolation": "nearest"}
+            order = np.lexsort((-channels.max(1), channels.argmax(1)))
+            above.imshow(mean[None], **look)
+            above.set(title=name, yticks=[0], yticklabels=["prior"])
+            image = below.imshow(channels[order], **look)
+            best = channels[order].argmax(1)
+            ink = ["white" if weight > 0.6 * top else "#1e3a5f" for weight in channels[order].max(1)]
+            below.scatter(best, range(len(best)), s=7, c=ink)
+            below.set(ylabel=f"{len(channels)} channels", yticks=[])
+            for axes in (above, below):
+                axes.tick_params(axis="x", length=0)
+            figure.colorbar(image, ax=[above, below], label="weight", shrink=0.8, pad=0.02)
+        below.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=9, parse_math=False)
         _save(figure, path)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 
@@ -24,3 +26,38 @@ class Projection(nn.Linear):
             self.weight[:, self.in_features - self.context :] = 0
         if self.bias is not None:
             nn.init.constant_(self.bias, self.start)
+
+    @property
+    def qconfig(self):
+        """How torch.ao is to quantise the map. It tells every module, and quantises none but exactly nn.Linear."""
+        return self._qconfig
+
+    @qconfig.setter
+    def qconfig(self, how) -> None:
+        self._qconfig = how
+        if how is None:
+            warnings.warn(
+                "torch.ao leaves the projections of FEM layers as they are; to quantise them too, name their class: "
+                "quantize_dynamic(model, {nn.Linear, fem.projection.Projection}).",
+                stacklevel=2,
+            )
+        else:
+            from torch.ao.quantization.quantization_mappings import DEFAULT_DYNAMIC_QUANT_MODULE_MAPPINGS
+
+            DEFAULT_DYNAMIC_QUANT_MODULE_MAPPINGS.setdefault(Projection, _Quantised)
+
+    @qconfig.deleter
+    def qconfig(self) -> None:
+        del self._qconfig
+
+
+class _Quantised:
+    """Where torch.ao looks for what a projection becomes."""
+
+    @staticmethod
+    def from_float(projection: Projection, use_precomputed_fake_quant: bool = False) -> nn.Module:
+        from torch.ao.nn.quantized.dynamic import Linear
+
+        plain = nn.Linear(projection.in_features, projection.out_features, projection.bias is not None, device="meta")
+        plain.weight, plain.bias, plain.qconfig = projection.weight, projection.bias, projection.qconfig
+        return Linear.from_float(plain)

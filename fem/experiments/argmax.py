@@ -5,7 +5,7 @@ wins.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -20,6 +20,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
+from fem.experiments.common.names import by_name, colours, display
 from fem.experiments.common.options import recipe_options
 from fem.experiments.common.run import Run, command_line, cpu_threads, open_run, option, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
@@ -49,7 +50,7 @@ class ArgmaxRecipe:
     train_examples: int = option(200_000, "Training examples.")
     validation_examples: int = option(1_000, "Examples that decide when a reader stops.")
     test_examples: int = option(1_000, "Other examples, which the last reader is scored on.")
-    batch: int = option(32, "Examples a step.")
+    batch: int = option(32, "Examples a step.", also=("batch",), called="batch_size")
     steps: int = option(4_000, "Most optimiser steps of each reader.")
     enough: float = option(0.999, "Stop a reader at this share of hits on the validation.")
     learning_rate: float = option(2e-2, "Learning rate of AdamW.")
@@ -209,12 +210,12 @@ def compare(recipe: ArgmaxRecipe, run: Run, bars: Progress) -> Curves:
     curves: Curves = {"fem": [], "softmax": []}
     for seed in range(recipe.seed, recipe.seed + recipe.seeds):
         for name, found in curves.items():
-            bar = bars.add_task(f"argmax: {name}, seed {seed}", total=recipe.steps)
+            bar = bars.add_task(f"argmax: {display(name)}, seed {seed}", total=recipe.steps)
             found.append([])
             for score in train(replace(recipe, seed=seed), name == "fem", device):
                 found[-1].append(score)
                 run.log(experiment="argmax", model=name, seed=seed, **score)
-                shown = f"argmax: {name}, seed {seed}, hits {score['hits']:.1%}"
+                shown = f"argmax: {display(name)}, seed {seed}, hits {score['hits']:.1%}"
                 bars.update(bar, completed=score["step"], description=shown)
             bars.update(bar, total=found[-1][-1]["step"])
     return curves
@@ -237,7 +238,7 @@ def rows(curves: Curves, recipe: ArgmaxRecipe) -> list[dict]:
             parameters = sum(p.numel() for p in Reader(recipe.channels, recipe.heads, name == "fem").parameters())
         lines.append(
             {
-                "read": name,
+                "read": display(name),
                 "hits": f"{mean(score['hits']):.1%}",
                 "by seed": ", ".join(f"{hits:.1%}" for hits in score["hits"]),
                 "error": mean(score["error"]),
@@ -262,23 +263,33 @@ def rows(curves: Curves, recipe: ArgmaxRecipe) -> list[dict]:
     ]
 
 
-def plot(curves: Curves, recipe: ArgmaxRecipe, path: Path) -> None:
-    """Error and index accuracy over steps, as Figure 3."""
+def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
+    """argmax.png, from what results.json holds: error and hits over steps, as Figure 3."""
     from fem.plots import Panel, learning_curves
 
-    series = lambda metric: {  # noqa: E731
-        f"{name}, {index}": ([score["step"] for score in curve], [score[metric] for score in curve])
-        for name, seeds in curves.items()
-        for index, curve in enumerate(seeds)
+    curves = results["curves"]
+    lines = lambda metric: {  # noqa: E731
+        name: [([point["step"] for point in curve], [point[metric] for point in curve]) for curve in seeds]
+        for name, seeds in by_name(curves).items()
     }
     learning_curves(
-        path,
-        f"Every channel's maximum in one read: T = {recipe.tokens}, D = {recipe.channels}, {recipe.heads} heads",
+        folder / "argmax.png",
+        "Every channel's maximum in one read: T = {tokens}, D = {channels}, {heads} heads".format(**recipe),
         [
-            Panel("validation error (1: a constant)", "step", series("error")),
-            Panel("hits", "step", series("hits")),
+            Panel("validation error (1: a constant)", "step", lines("error")),
+            Panel("hits", "step", lines("hits")),
         ],
+        colours(curves),
     )
+
+
+def ended(curves: Curves, recipe: ArgmaxRecipe) -> str:
+    """Where the lines of the picture end, and why."""
+    ends = {name: [seed[-1]["step"] for seed in seeds] for name, seeds in curves.items()}
+    early = {name: [f"{step:,}" for step in steps if step < recipe.steps] for name, steps in ends.items()}
+    said = [f"{display(name)} after {', '.join(steps)}" for name, steps in early.items() if steps]
+    rule = f"A reader stops when it hits {recipe.enough:.1%} of the channels of the validation: it has converged"
+    return f"{rule}, so its line ends there ({'; '.join(said)} steps)." if said else f"{rule}; here none did."
 
 
 ABOUT = {
@@ -297,7 +308,6 @@ def run(recipe: ArgmaxRecipe, output: Path) -> dict:
             curves = compare(recipe, under_way, bars)
         table = rows(curves, recipe)
         write_table(under_way.folder, "table", table)
-        plot(curves, recipe, under_way.folder / "argmax.png")
         write_page(
             under_way.folder,
             "Every channel's maximum in one read",
@@ -308,11 +318,14 @@ def run(recipe: ArgmaxRecipe, output: Path) -> dict:
             "whose nearest value is the winner; it lets a reader say too much, so 100 in every channel has 100 %. "
             "Scored on examples that neither trained a reader nor decided when it stopped, mean over seeds. Both "
             "readers have the same parameters.",
-            markdown_table(table),
+            markdown_table(table, {"hits": max, "error": min}),
             "![validation error and hits over steps](argmax.png)",
+            ended(curves, recipe),
             provenance(command_line("argmax", recipe, SMALL)),
         )
-        results = under_way.finish({"argmax": scores(curves), "baselines": baselines(recipe)})
+        found = {"argmax": scores(curves), "baselines": baselines(recipe), "curves": curves}
+        results = under_way.finish(found)
+        redraw(results, asdict(recipe), under_way.folder)
     show_table("Every channel's maximum in one read", table)
     return results
 

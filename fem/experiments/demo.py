@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
 import torch
 import typer
 from rich.console import Console
@@ -17,17 +19,26 @@ from fem.experiments.common.run import command_line, cpu_threads, open_run, opti
 from fem.experiments.common.tables import markdown_table, show_table, write_table
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from fem.experiments.inspect.layers import LayerTables
+    from fem.experiments.lm.small import LanguageRecipe
     from fem.experiments.lm.text import Corpus
     from fem.models import FEMForCausalLM
 
-PICTURE_TOKENS, PROMPT_TOKENS, SAMPLE_TOKENS = 24, 16, 80
+WORDS = (12, 24)  # of the sentence that is looked into
+LEAST_CONTEXT = 24
+PROMPT_WORDS, SAMPLE_TOKENS = 6, 60
+PLAIN = re.compile(r"[A-Z][A-Za-z ,;'-]+[.!?]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoRecipe:
     """The demo's sizes. The defaults take under eight minutes on two cores."""
 
-    text: Path | None = option(None, "Your own UTF-8 text file, instead of Python's sources and help topics.")  # noqa: RUF009
+    text_file: Path | None = option(  # noqa: RUF009
+        None, "Your own UTF-8 text, instead of the help topics of this Python.", also=("text",)
+    )
     seeds: int = option(1, "How many seeds the language models are trained with.")
     seed: int = option(0, "First seed.")
     argmax_steps: int = option(4_000, "Most steps of each argmax reader.")
@@ -38,113 +49,161 @@ class DemoRecipe:
     mlp_width: int = option(352, "Width of softmax attention's SwiGLU.")
     vocabulary: int = option(2048, "Entries of the byte-pair tokenizer.")
     context: int = option(128, "Tokens of one row.")
-    batch: int = option(16, "Rows a step.")
+    batch_size: int = option(16, "Rows a step.", also=("batch",))
     threads: int = option(1, "CPU threads; more help where the machine is idle, and hurt where it is busy.")
 
     def __post_init__(self):
         for name, value in asdict(self).items():
-            if name not in ("text", "seed") and value < 1:
+            if name not in ("text_file", "seed") and value < 1:
                 raise ValueError(f"{name} must be positive, got {value}.")
-        if self.context < PICTURE_TOKENS:
-            raise ValueError(f"context must be at least {PICTURE_TOKENS} tokens for the picture, got {self.context}.")
+        if self.context < LEAST_CONTEXT:
+            raise ValueError(f"context must be at least {LEAST_CONTEXT} tokens for the picture, got {self.context}.")
 
-    def language(self) -> dict:
-        """The fields that a `LanguageRecipe` has too."""
-        own = ("text", "seeds", "argmax_steps", "threads")
-        return {name: value for name, value in asdict(self).items() if name not in own}
+    def language(self) -> LanguageRecipe:
+        """What both language models share."""
+        from fem.experiments.lm.small import LanguageRecipe
+
+        own = ("text_file", "seeds", "argmax_steps", "threads", "batch_size")
+        shared = {name: value for name, value in asdict(self).items() if name not in own}
+        return LanguageRecipe(**shared, batch=self.batch_size)
+
+    def documents(self) -> Path | list[str]:
+        from fem.experiments.lm.text import help_topics
+
+        if self.text_file is None and not help_topics():
+            raise ValueError("text_file must be given: this Python comes without its help topics.")
+        return self.text_file or ["\n\n\n".join(help_topics())]
 
 
 def run(recipe: DemoRecipe, output: Path) -> dict:
     """The whole demo, written to `output`; returns what results.json holds."""
+    from fem.experiments.inspect.experiment import MOST_TOKENS
     from fem.experiments.lm.compare import compare
-    from fem.experiments.lm.small import MIXERS, LanguageRecipe, model_config
+    from fem.experiments.lm.small import MIXERS, model_config
     from fem.experiments.lm.text import build_corpus
 
     task = replace(argmax.SMALL, steps=recipe.argmax_steps, seed=recipe.seed, seeds=1)
-    seeds, language = range(recipe.seed, recipe.seed + recipe.seeds), LanguageRecipe(**recipe.language())
+    seeds, language = range(recipe.seed, recipe.seed + recipe.seeds), recipe.language()
     for mixer in MIXERS.values():  # what cannot be built is said before the first minute of work
         model_config(language, mixer, recipe.vocabulary)
     with cpu_threads(recipe.threads), open_run(output, "demo", recipe) as under_way:
         folder = under_way.folder
         with progress() as bars:
             reading_text = bars.add_task("text and tokenizer", total=1)
-            corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)
+            corpus = build_corpus(recipe.documents(), recipe.vocabulary, recipe.context)
             bars.update(reading_text, completed=1)
             curves = argmax.compare(task, under_way, bars)
             models = compare(MIXERS, language, seeds, corpus, under_way, bars)
         tables = {"argmax": argmax.rows(curves, task), "lm": models.rows(corpus.bytes_per_token)}
         for name, rows in tables.items():
             write_table(folder, name, rows)
-        argmax.plot(curves, task, folder / "argmax.png")
-        models.plot(folder / "lm.png")
         fem = models.models["fem"]
-        caption = look_inside(fem, corpus, folder)
-        sample = generate(fem, corpus, recipe.seed)
+        sentence = plain_sentence(held_out(corpus))
+        room = min(recipe.context // 2, MOST_TOKENS)
+        sentence = corpus.tokenizer.decode(corpus.tokenizer(sentence)["input_ids"][:room])
+        reading = look_inside(fem, corpus.tokenizer, sentence, folder)
+        sample = generate(fem, corpus.tokenizer, sentence, recipe.seed)
         for part in (fem, corpus.tokenizer):
             part.save_pretrained(folder / "model")
-        text = report(recipe, tables, caption, sample)
+        found = {"argmax": argmax.scores(curves), "curves": curves, "lm": models.scores(), "lm_curves": models.curves}
+        results = under_way.finish(found | {"reading": reading})
+        redraw(results, asdict(recipe), folder)
+        text = report(recipe, tables, argmax.ended(curves, task), caption(reading), sample)
         (folder / "report.md").write_text(text, encoding="utf-8")
-        results = under_way.finish({"argmax": argmax.scores(curves), "lm": models.scores()})
     show_table("Every channel's maximum in one read", tables["argmax"])
     show_table("Language models of equal size", tables["lm"])
     Console().print(sample, markup=False, highlight=False)
     return results
 
 
-def look_inside(model: FEMForCausalLM, corpus: Corpus, folder: Path) -> str:
-    """The page of `fem inspect` on a few held-out tokens, and a picture of the head whose channels differ most.
+def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
+    """argmax.png, lm.png and reading.png, from what results.json holds."""
+    from fem.experiments.lm import compare
+    from fem.plots import channel_readings
 
-    Returns the picture's caption.
+    argmax.redraw(results, asdict(argmax.SMALL), folder)
+    compare.redraw(results, folder / "lm.png")
+    words, heads = results["reading"]["words"], results["reading"]["shown"]
+    tables = [(head["title"], np.array(head["prior"]), np.array(head["channels"])) for head in heads]
+    channel_readings(folder / "reading.png", "What each channel reads at the end of the sentence", words, tables)
+
+
+def held_out(corpus: Corpus) -> str:
+    """The beginning of the text that no model was trained on."""
+    rows = corpus.validation[: min(64, len(corpus.validation))]["input_ids"]
+    return corpus.tokenizer.decode(rows.flatten())
+
+
+def plain_sentence(text: str) -> str:
+    """The first sentence of `text` of 12 to 24 words with no signs but commas and the like; where there is none, its
+    first words.
     """
-    from fem.experiments.inspect.layers import layer_tables, most_divided, readings
+    parts = (" ".join(part.split()) for part in re.split(r"(?<=[.!?])\s+|\n\s*\n", text))
+    least, most = WORDS
+    plain = (part for part in parts if PLAIN.fullmatch(part) and least <= len(part.split()) <= most)
+    return next(plain, " ".join(text.split()[:most]))
+
+
+def look_inside(model: FEMForCausalLM, tokenizer: PreTrainedTokenizerFast, sentence: str, folder: Path) -> dict:
+    """The page of `fem inspect` on the sentence, and what two heads read at its end: the one whose channels differ
+    most, and the median one.
+    """
+    from fem.experiments.inspect.experiment import encode
+    from fem.experiments.inspect.layers import by_division, layer_tables, readings
     from fem.experiments.inspect.page import write_page
-    from fem.plots import channel_reading
 
-    ids = held_out(corpus)[:PICTURE_TOKENS]
-    found = readings(model, ids[None].to(model.device))
+    ids, tokens = encode(tokenizer, sentence)
+    found = readings(model, torch.tensor([ids], device=model.device))
     layers = [layer_tables(number, "softmax", reading) for number, reading in enumerate(found, start=1)]
-    place, head = most_divided(layers)
-    prior, channels = layers[place].prior[head, 0, -1], layers[place].read[head, :, -1]
-    tokens = [corpus.tokenizer.decode([token]) for token in ids.tolist()]
-    names = [label(token) for token in tokens]
-    title = f"Layer {place + 1}, head {head + 1}: what each channel reads at the last token"
-    channel_reading(folder / "reading.png", title, names, prior, channels)
-    write_page(folder / "inspect.html", "the demo's FEM model", tokens, layers, (place, head))
-    counts = [len(set(tables.read[each, :, -1].argmax(1))) for tables in layers for each in range(tables.heads)]
-    favourites = counts[sum(tables.heads for tables in layers[:place]) + head]
-    return (
-        f"Layer {place + 1}, head {head + 1} of the trained FEM model, at the last of {len(names)} held-out tokens: of "
-        f"all {len(counts)} heads the one whose channels differ most. Its {len(channels)} channels have {favourites} "
-        f"different favourite tokens, by which they are sorted; the median head has {median(counts):.0f}. Softmax "
-        "attention reads the top row in every channel. Every head, channel and token: open `inspect.html` in a browser."
-    )
-
-
-def label(token: str) -> str:
-    """A token as an axis can show it: white space made visible, the middle of a long one left out."""
-    shown = token.replace("\n", "⏎").replace(" ", "·")
-    return shown if len(shown) <= 9 else f"{shown[:4]}…{shown[-4:]}"
-
-
-def generate(model: FEMForCausalLM, corpus: Corpus, seed: int) -> str:
-    """A held-out beginning and what the model makes of it, by sampling."""
-    prompt = held_out(corpus)[None, :PROMPT_TOKENS].to(model.device)
-    room = model.config.max_position_embeddings - prompt.shape[1]
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        tokens = model.generate(
-            prompt, max_new_tokens=min(SAMPLE_TOKENS, room), do_sample=True, temperature=0.8, top_k=50
+    ranked = by_division(layers)
+    write_page(folder / "inspect.html", "the demo's FEM model", tokens, layers, ranked[0])
+    starts = [index for index, token in enumerate(tokens) if index == 0 or token[:1].isspace()]
+    shown = []
+    for what, (place, head) in (("most divided", ranked[0]), ("median", ranked[len(ranked) // 2])):
+        prior, channels = layers[place].prior[head, 0, -1], layers[place].read[head, :, -1]
+        shown.append(
+            {
+                "title": f"the {what} of {len(ranked)} heads: layer {place + 1}, head {head + 1}",
+                "favourites": favourites(layers[place], head),
+                "prior": np.add.reduceat(prior, starts).round(5).tolist(),
+                "channels": np.add.reduceat(channels, starts, axis=1).round(5).tolist(),
+            }
         )
-    begin, rest = tokens[0].tensor_split([prompt.shape[1]])
-    return f"{corpus.tokenizer.decode(begin)} >>> {corpus.tokenizer.decode(rest, skip_special_tokens=True)}"
+    counts = [favourites(layers[place], head) for place, head in ranked]
+    words = ["".join(tokens[begin:end]).strip() for begin, end in zip(starts, [*starts[1:], None])]
+    return {"sentence": sentence, "words": words, "shown": shown, "favourites": counts}
 
 
-def held_out(corpus: Corpus) -> torch.Tensor:
-    return corpus.validation[len(corpus.validation) // 2]["input_ids"]
+def favourites(tables: LayerTables, head: int) -> int:
+    return len(set(tables.read[head, :, -1].argmax(1)))
 
 
-def report(recipe: DemoRecipe, tables: dict[str, list[dict]], caption: str, sample: str) -> str:
-    source = "the sources and help topics of this Python" if recipe.text is None else recipe.text.name
+def caption(reading: Mapping) -> str:
+    first, second = (head["favourites"] for head in reading["shown"])
+    channels, counts = len(reading["shown"][0]["channels"]), reading["favourites"]
+    more = sum(count > 1 for count in counts)
+    return f"""The FEM model reads, at the end of "{reading["sentence"]}", which it was not trained on. A row is a
+channel, a dot marks the word that it reads most; the pieces of a word are added up. Above: the head whose channels
+differ most; its {channels} channels read {first} different tokens most. Below: the median head, with {second}. In
+{more} of {len(counts)} heads the channels do not agree on one token. Softmax attention reads the row `prior` in every
+channel. Every head, channel and token: open `inspect.html` in a browser."""
+
+
+def generate(model: FEMForCausalLM, tokenizer: PreTrainedTokenizerFast, sentence: str, seed: int) -> str:
+    """The sentence's first words and what the model makes of them, by sampling."""
+    from fem.experiments.lm.generate import continue_prompt
+
+    begin = " ".join(sentence.split()[:PROMPT_WORDS])
+    new = min(SAMPLE_TOKENS, model.config.max_position_embeddings - len(tokenizer(begin)["input_ids"]))
+    return f"{begin} >>>{continue_prompt(model, tokenizer, begin, max_new_tokens=new, seed=seed)}"
+
+
+def report(recipe: DemoRecipe, tables: dict[str, list[dict]], ended: str, caption: str, sample: str) -> str:
+    source = (
+        "what `help()` says of Python's own subjects, half a megabyte of English"
+        if recipe.text_file is None
+        else recipe.text_file.name
+    )
     return f"""# What the Free Energy Mixer does
 
 ## Every channel's maximum in one read
@@ -153,27 +212,29 @@ Each channel's largest value sits at a token of its own. Softmax attention reads
 FEM lets the values compete. Hits: the share of channels read within half the distance of their two largest values;
 error: mean squared error over the variance of the winners.
 
-{markdown_table(tables["argmax"])}
+{markdown_table(tables["argmax"], {"hits": max})}
 ![validation error and hits over steps](argmax.png)
+
+{ended}
 
 ## Language models of equal size
 
-{recipe.layers} blocks of width {recipe.width}, {recipe.steps} steps of {recipe.batch} x {recipe.context} tokens
-from {source}; losses on held-out text, in nats per token.
+{recipe.layers} blocks of width {recipe.width}, {recipe.steps} steps of {recipe.batch_size} x {recipe.context} tokens
+from {source}; losses on its held-out end, in nats per token.
 Same data in the same order, same seeds, parameters within 1 %.
 
-{markdown_table(tables["lm"])}
+{markdown_table(tables["lm"], {"loss": min})}
 ![validation loss over steps](lm.png)
 
-## Which token each channel reads
+## Which word each channel reads
 
-![weights of the tokens in each channel of one head](reading.png)
+![weights of the words in each channel of two heads](reading.png)
 
 {caption}
 
 ## A sample
 
-Held-out beginning, then `>>>`, then what the FEM model made of it:
+The beginning of that sentence, then `>>>`, then what the FEM model made of it:
 
 ```text
 {sample}
@@ -196,7 +257,7 @@ def command(
     run(replace(DemoRecipe(), **changes), output)
     typer.echo(
         f"""written to {output}: report.md, inspect.html, results.json, plots, and the model. Next:
-  fem generate --model {output}/model --prompt "def "    what the model writes
-  fem inspect {output}/model --text "import os"          which token each channel reads, in a text of yours
-  fem train --data FILE --output runs/mine             a model of your own text"""
+  fem generate --model {output} --prompt "The class"             what the model writes
+  fem inspect --model {output} --text "A list is a sequence."    which token each channel reads, in a text of yours
+  fem train --data FILE --output runs/mine                      a model of your own text"""
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -37,10 +39,23 @@ ITEMS = (
     Item("Table 4", "forecasting", "forecast", "fem forecast --profile paper --data FILES"),
     Item("Tables 5, 7", "speed and memory", "bench", "fem bench --profile paper"),
     Item("Appendix P", "every channel's maximum in one read", "argmax", "fem argmax --full"),
+    Item("", "the demo: argmax, two language models, a look inside", "demo", "fem demo"),
     Item("", "what each part adds to a language model", "ablate", "fem ablate"),
     Item("", "where the free energy pays", "regimes", "fem regimes"),
     Item("", "FEM in a model that was trained without it", "finetune", "fem finetune"),
 )
+
+
+DRAWN_BY = {
+    "argmax": "fem.experiments.argmax",
+    "ablate": "fem.experiments.lm.ablate",
+    "bench": "fem.experiments.bench.picture",
+    "demo": "fem.experiments.demo",
+    "forecast": "fem.experiments.forecast.picture",
+    "mad": "fem.experiments.mad.picture",
+    "regimes": "fem.experiments.regimes.report",
+    "vision": "fem.experiments.vision.report",
+}
 
 
 class Broken(Exception):
@@ -59,7 +74,7 @@ def read_run(path: Path) -> dict:
 
 
 def add_page(run: Path, output: Path) -> None:
-    """The run's page, pictures and numbers, named after its folder. "What it says" of an earlier page stays.
+    """The run's page, pictures and numbers, named after its folder. "What it says" of an earlier page stays, in front.
 
     Raises ValueError where `run` is not the folder of a run that has ended and has a page, `Broken` where its files
     cannot be read; neither leaves a page.
@@ -82,9 +97,32 @@ def add_page(run: Path, output: Path) -> None:
     text = PICTURE.sub(rf"]({name}_\1)", text)
     page = output / f"{name}.md"
     if page.exists() and (said := OURS.search(page.read_text(encoding="utf-8"))):
-        text = text.replace("## How this was made", f"{said[0].strip()}\n\n## How this was made")
+        title, _, rest = text.partition("\n")
+        text = f"{title}\n\n{said[0].strip()}\n\n## What was run\n{rest}"
     write_json(output / f"{name}.json", {"config": config, "results": results})
     page.write_text(text, encoding="utf-8")
+
+
+def redraw(output: Path) -> list[str]:
+    """The pictures of all pages once more, from the numbers beside them; returns their names.
+
+    What a page's numbers do not hold, such as the curves of early runs, is left as it is.
+    """
+    drawn = []
+    for name, data in found_results(output).items():
+        module = DRAWN_BY.get(data["config"].get("experiment"))
+        if module is None:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                import_module(module).redraw(data["results"], data["config"]["recipe"], Path(folder))
+            except KeyError as missing:
+                note(f"{name}.json has no {missing}; its pictures are left as they are.")
+                continue
+            for picture in sorted(Path(folder).glob("*.png")):
+                shutil.copyfile(picture, output / f"{name}_{picture.name}")
+                drawn.append(f"{name}_{picture.name}")
+    return drawn
 
 
 def found_results(output: Path) -> dict[str, dict]:
@@ -166,9 +204,15 @@ def command(
         list[Path] | None, typer.Argument(help="Folders of runs; default: all in runs/ that have ended.")
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder of the pages.")] = Path("docs/results"),
+    redraw_only: Annotated[
+        bool, typer.Option("--redraw", help="Draw the pictures of all pages again, from their numbers; run nothing.")
+    ] = False,
 ):
     """Join finished runs into pages beside the paper's tables, blank where nothing was run."""
     check_output(output)
+    if redraw_only:
+        typer.echo("\n".join(redraw(output)))
+        return
     if not runs:
         runs = [path.parent for path in sorted(Path("runs").glob(f"*/{PAGE}")) if (path.parent / RESULTS).exists()]
     output.mkdir(parents=True, exist_ok=True)

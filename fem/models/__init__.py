@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from importlib.util import find_spec
 
 from fem.models.surgery import replace_attention
@@ -48,17 +50,17 @@ if find_spec("transformers"):
                 getattr(transformers, auto).register(config, globals()[name])
                 offer(globals()[name])
 
+if "neuralforecast" in sys.modules:
+    import_module("fem.models.forecast")  # NeuralForecast.load then knows the forecaster
+
 
 def __getattr__(name: str):
-    if name == "FEMForecaster":
+    if name in ("FEMForecaster", "AutoFEMForecaster"):
         if not find_spec("neuralforecast"):
             raise ImportError(
-                "fem.models.FEMForecaster needs neuralforecast; install it with "
-                "pip install 'free-energy-mixer[forecast]'."
+                f"fem.models.{name} needs neuralforecast; pip install '.[forecast]' in a copy of its repository."
             )
-        from fem.models.forecast import FEMForecaster
-
-        return FEMForecaster
+        return getattr(import_module("fem.models.forecast"), name)
     if name in __all__:
-        raise ImportError(f"fem.models.{name} needs transformers; install it with pip install 'free-energy-mixer[lm]'.")
+        raise ImportError(f"fem.models.{name} needs transformers; pip install '.[lm]' in a copy of its repository.")
     raise AttributeError(f"module 'fem.models' has no attribute {name!r}")

@@ -11,23 +11,49 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fem.state import MixerState
 
+RECORDED = 64  # states at most, more than any draft of tokens is long
+
 
 class MixerMemory(CacheLayerMixin):
-    """The state of one layer's mixer, and how many tokens, masked ones included, it has been shown."""
+    """The state of one layer's mixer, and how many tokens, masked ones included, it has been shown.
+
+    Where the past is recorded, the states after each of the last tokens, so that `crop` can forget these: assisted
+    decoding does, of any prior.
+    """
 
     is_sliding = False
+    is_croppable = True
     supports_early_init = False
+    record_past = False
 
     def __init__(self):
         super().__init__()
         self.reset()
 
     def reset(self) -> None:
-        self.state: MixerState | None = None
+        self.past: list[MixerState | None] = [None]  # the last is the present
         self.tokens = 0
 
+    @property
+    def state(self) -> MixerState | None:
+        return self.past[-1]
+
+    @state.setter
+    def state(self, state: MixerState | None) -> None:
+        self.past = [*self.past[:-1], state]
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    def pieces(self, tokens: int) -> list[slice]:
+        """How a call's tokens are to be shown: all at once, or the last ones each by itself."""
+        if not self.record_past:
+            return [slice(None)]
+        first = max(0, tokens - RECORDED)
+        return [slice(0, first)] * (first > 0) + [slice(t, t + 1) for t in range(first, tokens)]
+
     def remember(self, state: MixerState, tokens: int) -> None:
-        self.state = state
+        self.past = [*self.past[1 - RECORDED :], state] if self.record_past else [state]
         self.tokens += tokens
         self.is_initialized = True
 
@@ -44,8 +70,7 @@ class MixerMemory(CacheLayerMixin):
         return self.tokens + query_length, 0
 
     def reorder_cache(self, beam_idx: Int[Tensor, " rows"]) -> None:
-        if self.state is not None:
-            self.state = self.state.reorder(beam_idx)
+        self.past = [None if state is None else state.reorder(beam_idx) for state in self.past]
 
     def batch_select_indices(self, indices: Int[Tensor, " rows"]) -> None:
         self.reorder_cache(indices)
@@ -56,11 +81,16 @@ class MixerMemory(CacheLayerMixin):
             self.reorder_cache(rows.repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove:
+        """Forget the last -tokens_to_remove tokens, as many as were recorded."""
+        if tokens_to_remove > 0 or -tokens_to_remove >= len(self.past):
             raise ValueError(
-                f"crop({tokens_to_remove}) would make a recurrent state forget its last tokens, which it cannot; "
-                "keep a copy.deepcopy of the cache from before them."
+                f"crop({tokens_to_remove}) must be a negative number of tokens to forget, of which this cache has "
+                f"recorded {len(self.past) - 1}; call activate_past_recording() before the tokens come (at most "
+                f"{RECORDED - 1} can be forgotten), or keep a copy.deepcopy of the cache from before them."
             )
+        if tokens_to_remove:
+            self.past = self.past[:tokens_to_remove]
+            self.tokens += tokens_to_remove
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.update(key_states, value_states)
@@ -81,5 +111,5 @@ class FEMCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states."""
+        """Bytes of all present states."""
         return sum(layer.state.nbytes for layer in self.layers if layer.state is not None)

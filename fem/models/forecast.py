@@ -7,9 +7,11 @@ from typing import Any, no_type_check
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
+from neuralforecast.common._base_auto import BaseAuto
 from neuralforecast.common._base_model import BaseModel
 from neuralforecast.core import MODEL_FILENAME_DICT
 from neuralforecast.losses.pytorch import MAE
+from ray import tune
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
@@ -34,10 +36,12 @@ TRAINING = {
 class FEMForecaster(BaseModel):
     """Direct forecasts of every series by itself, from the patches of its history.
 
-        z_n = W x_n + position_n         x_n: `patch_len` rows, the last patch ending now
-        y = W_o [z_1, ..., z_N] + b_o    behind `n_layers` blocks  z + mixer(norm(z)),  z + MLP(norm(z))
+        z_n = W [y_n, x_n, f_n] + V s + position_n         n: `patch_len` rows, the last patch ending now
+        z_m = W_f f_m + V s + position_m                   m: rows to forecast, where the future of f is known
+        y = W_o [z_1, ..., z_M] + b_o    behind `n_layers` blocks  z + mixer(norm(z)),  z + MLP(norm(z))
 
     h: rows to forecast; input_size: rows of history. hidden_size, n_heads, n_layers, patch_len, dropout: the model.
+    hist_exog_list, futr_exog_list, stat_exog_list: columns x of the history, f of history and future, s of the series.
     prior_type, mixer: the mixers' prior and further fields of `FreeEnergyMixerConfig`; they have the linear weights of
     plain attention unless a width is named. loss: any of neuralforecast's; MQLoss for quantiles.
     training: what all models of neuralforecast take, such as max_steps, scaler_type (here "standard": each window by
@@ -46,7 +50,7 @@ class FEMForecaster(BaseModel):
     Raises ValueError on sizes that no model can have, TypeError on unknown mixer fields.
     """
 
-    EXOGENOUS_FUTR = EXOGENOUS_HIST = EXOGENOUS_STAT = False
+    EXOGENOUS_FUTR = EXOGENOUS_HIST = EXOGENOUS_STAT = True
     MULTIVARIATE = False
     RECURRENT = False
 
@@ -80,8 +84,15 @@ class FEMForecaster(BaseModel):
         build = FreeEnergyMixerConfig if WIDTHS & fields.keys() else FreeEnergyMixerConfig.matched
         config = build(**fields)
         self.patch_len = patch_len
+        columns = 1 + self.hist_exog_size + self.futr_exog_size
         patches = -(-input_size // patch_len)
-        self.embedding = nn.Linear(patch_len, hidden_size)
+        self.embedding = nn.Linear(columns * patch_len, hidden_size)
+        self.future = self.static = None
+        if self.futr_exog_size:
+            patches += -(-h // patch_len)
+            self.future = nn.Linear(self.futr_exog_size * patch_len, hidden_size)
+        if self.stat_exog_size:
+            self.static = nn.Linear(self.stat_exog_size, hidden_size, bias=False)
         self.position = nn.Parameter(0.02 * torch.randn(patches, hidden_size))
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(PatchBlock(config, dropout) for _ in range(n_layers))
@@ -89,19 +100,38 @@ class FEMForecaster(BaseModel):
         self.head = nn.Linear(patches * hidden_size, h * self.loss.outputsize_multiplier)
 
     def forward(self, windows_batch: dict[str, Tensor | None]) -> Float[Tensor, "b h outputs"]:
-        x = windows_batch["insample_y"].squeeze(-1)
-        seen = windows_batch.get("insample_mask")
-        seen = torch.ones_like(x) if seen is None else seen.view_as(x)
-        seen = self._patches(seen)
-        observed = (seen > 0).any(-1)
-        z = self.dropout(self.embedding(self._patches(x) * seen) + self.position)
+        z, observed = self._tokens(windows_batch)
+        z = self.dropout(z + self.position)
         for block in self.blocks:
             z = block(z, observed)
         z = self.norm(z) * observed[..., None]
         return self.head(z.flatten(1)).unflatten(1, (self.h, -1))
 
-    def _patches(self, rows: Float[Tensor, "b l"]) -> Float[Tensor, "b n p"]:
-        return F.pad(rows, (-rows.shape[1] % self.patch_len, 0)).unflatten(1, (-1, self.patch_len))
+    def _tokens(self, windows_batch: dict[str, Tensor | None]) -> tuple[Float[Tensor, "b n d"], Bool[Tensor, "b n"]]:
+        """The embedded patches of history and of a known future, and which of them have an observed row."""
+        y, seen = windows_batch["insample_y"], windows_batch.get("insample_mask")
+        rows = [y, *(windows_batch[name] for name in self._of_history)]
+        rows = torch.cat([x[:, : y.shape[1]] for x in rows], -1)
+        seen = torch.ones_like(y) if seen is None else seen.view_as(y)
+        observed = (self._patches(seen) > 0).any(-1)
+        z = self.embedding(self._patches(rows * seen))
+        if self.future is not None:
+            future = F.pad(windows_batch["futr_exog"][:, y.shape[1] :], (0, 0, 0, -self.h % self.patch_len))
+            future = self.future(future.unflatten(1, (-1, self.patch_len)).flatten(2))
+            z = torch.cat([z, future], 1)
+            observed = F.pad(observed, (0, future.shape[1]), value=True)
+        if self.static is not None:
+            z = z + self.static(windows_batch["stat_exog"]).unsqueeze(1)
+        return z, observed
+
+    @property
+    def _of_history(self) -> list[str]:
+        sizes = {"hist_exog": self.hist_exog_size, "futr_exog": self.futr_exog_size}
+        return [name for name, size in sizes.items() if size]
+
+    def _patches(self, rows: Float[Tensor, "b l c"]) -> Float[Tensor, "b n p"]:
+        """Rows side by side, from the last row back."""
+        return F.pad(rows, (0, 0, -rows.shape[1] % self.patch_len, 0)).unflatten(1, (-1, self.patch_len)).flatten(2)
 
 
 class PatchBlock(nn.Module):
@@ -122,4 +152,41 @@ class PatchBlock(nn.Module):
         return z + self.mlp(z)
 
 
-MODEL_FILENAME_DICT[FEMForecaster.__name__.lower()] = FEMForecaster  # what NeuralForecast.save and .load look up
+class AutoFEMForecaster(BaseAuto):
+    """`FEMForecaster` with its hyperparameters searched, as neuralforecast's other Auto models."""
+
+    default_config = {  # noqa: RUF012  (neuralforecast's name and type)
+        "input_size_multiplier": [1, 2, 3, 5],
+        "hidden_size": tune.choice([32, 64, 128]),
+        "n_heads": tune.choice([4, 8]),
+        "n_layers": tune.choice([1, 2, 3]),
+        "patch_len": tune.choice([8, 16, 24]),
+        "prior_type": tune.choice(["softmax", "gla"]),
+        "dropout": tune.choice([0.0, 0.1, 0.2]),
+        "learning_rate": tune.loguniform(1e-4, 1e-2),
+        "scaler_type": tune.choice([None, "robust", "standard"]),
+        "max_steps": tune.choice([500, 1000]),
+        "batch_size": tune.choice([32, 64, 128]),
+        "windows_batch_size": tune.choice([128, 256, 512]),
+        "random_seed": tune.randint(1, 20),
+    }
+
+    def __init__(self, h: int, loss=None, valid_loss=None, config=None, backend: str = "ray", **search):
+        """h: rows to forecast. config: a search space of its own, or None for `default_config`. search: num_samples,
+        search_alg, refit_with_val, ray_options and whatever else neuralforecast's BaseAuto takes."""
+        config = self.get_default_config(h, backend) if config is None else config
+        loss = MAE() if loss is None else loss
+        what = {"cls_model": FEMForecaster, "h": h, "loss": loss, "valid_loss": valid_loss, "config": config}
+        super().__init__(**what, backend=backend, **{"num_samples": 10} | search)
+
+    @classmethod
+    def get_default_config(cls, h: int, backend: str, n_series: int | None = None):
+        space = {"h": None, "loss": None, **cls.default_config}
+        space["input_size"] = tune.choice([h * x for x in space.pop("input_size_multiplier")])
+        space["step_size"] = tune.choice([1, h])
+        return cls._ray_config_to_optuna(space) if backend == "optuna" else space
+
+
+# What NeuralForecast.save and .load look up.
+for _name in (FEMForecaster.__name__, AutoFEMForecaster.__name__):
+    MODEL_FILENAME_DICT[_name.lower()] = FEMForecaster

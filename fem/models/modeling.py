@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteriaList,
 )
+from transformers.generation import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
@@ -79,10 +80,13 @@ class FEMBlock(GradientCheckpointingLayer):
     ) -> Tensor:
         if cache is None:
             return self.mixer(x, attention_mask, segment_ids)
-        memory = cache.layers[self.index]
-        y, state = self.mixer(x, attention_mask, segment_ids, state=memory.state, return_state=True)
-        memory.remember(state, tokens=x.shape[1])
-        return y
+        memory, rows = cache.layers[self.index], []
+        for piece in memory.pieces(x.shape[1]):
+            given = (None if part is None else part[:, piece] for part in (x, attention_mask, segment_ids))
+            y, state = self.mixer(*given, state=memory.state, return_state=True)
+            memory.remember(state, tokens=y.shape[1])
+            rows.append(y)
+        return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
     def _mix_in_engine(self, x: Tensor, past: Cache | None, position_ids: Tensor, **keywords) -> Tensor:
         attention = functools.partial(self.attention, past_key_values=past, **keywords)
@@ -97,7 +101,7 @@ class FEMPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["FEMBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
-    _is_stateful = True
+    _is_stateful = False  # a cache that records its past can forget the last tokens
 
     def __init__(self, config: PreTrainedConfig):
         if self._no_engine(config) is not None:
@@ -249,9 +253,10 @@ class FEMModel(FEMPreTrainedModel):
     def _wants_cache(self, use_cache: bool | None) -> bool:
         return self.config.use_cache and not self.training if use_cache is None else use_cache
 
-    def _check_length(self, past: int, length: int, packed: bool) -> None:
+    def _check_length(self, past: int | Tensor, length: int | Tensor, packed: bool) -> None:
+        """A static cache counts on its device: nothing is read back for it."""
         longest = self.config.max_position_embeddings
-        if longest is None or length <= longest or packed:
+        if longest is None or packed or isinstance(past, Tensor) or length <= longest:
             return
         if past:  # a text that was begun is not lost
             logger.warning_once(f"the row grows beyond config.max_position_embeddings = {longest}.")
@@ -267,9 +272,10 @@ def _mask_of_new_tokens(attention_mask: Tensor | None, past: int, x: Tensor) -> 
         return None
     wanted = (x.shape[0], past + x.shape[1])
     if tuple(attention_mask.shape) != wanted:
+        by_pairs = " A mask of pairs needs attn_implementation='sdpa'." if attention_mask.dim() == 4 else ""
         raise ValueError(
             f"attention_mask must have shape (batch, cached + new tokens) = {wanted}, "
-            f"got {tuple(attention_mask.shape)}."
+            f"got {tuple(attention_mask.shape)}.{by_pairs}"
         )
     mask = attention_mask[:, past:]
     if torch.compiler.is_compiling() or mask.is_floating_point() or not bool((mask == 1).all()):
@@ -298,9 +304,16 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # the model makes its own FEMCache
+    def _supports_default_dynamic_cache(self) -> bool:
+        return self.config._attn_implementation != EXACT  # else the model makes its own FEMCache
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *sizes) -> None:
+        """transformers' own; and for assisted decoding, whose drafts are forgotten again, a cache that records them."""
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
+        drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+        if drafts and generation_config.use_cache is not False and self.config._attn_implementation == EXACT:
+            cache = model_kwargs.setdefault("past_key_values", FEMCache(self.config.num_hidden_layers))
+            cache.activate_past_recording()
 
     def _get_stopping_criteria(self, *args, **kwargs) -> StoppingCriteriaList:
         """transformers' own, and the longest row: generation stops there, with what it has."""

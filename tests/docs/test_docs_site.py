@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 import pytest
+from browser import chromium, errors, look, served
 
 pytest.importorskip("material", reason="the site needs the extra 'docs'")
 pytestmark = pytest.mark.slow
@@ -100,3 +101,41 @@ def test_the_reference_shows_every_public_name_with_its_docstring(site):
             if name not in ("PRIORS", "LORA"):  # dictionaries, which other pages show
                 assert any(heading.endswith(f".{name}") for heading in headings), f"{module.__name__}.{name}"
     assert "(Eq. 11)" in reference
+
+
+SEEN = """
+const text = getComputedStyle(document.querySelector("article")).color;
+const page = getComputedStyle(document.body).backgroundColor;
+const pictures = [...document.images].filter((image) => image.loading !== "lazy" || image.complete);
+return {
+  wide: document.documentElement.scrollWidth, screen: innerWidth,
+  missing: pictures.filter((image) => !image.naturalWidth).map((image) => image.src),
+  unnamed: pictures.filter((image) => !image.hasAttribute("alt")).map((image) => image.src),
+  colours: [text, page].map((colour) => colour.match(/[0-9.]+/g).slice(0, 3).reduce((sum, x) => sum + Number(x), 0)),
+  formulas: [...document.querySelectorAll("article p, article td")].filter((part) => part.textContent.includes("$`"))
+    .length,
+}
+"""
+
+
+def test_every_page_fits_wide_and_narrow_screens_light_and_dark_without_a_console_error(site):
+    """At 1400 and 390 px. `make screens` takes the pictures."""
+    pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html"))
+    wrong = []
+    with served(site) as address, chromium() as driver:
+        for number, page in enumerate(pages):
+            for width, dark in ((1400, number % 2 == 0), (390, number % 2 == 1)):
+                look(driver, f"{address}/{page}", width, dark=dark)
+                seen = driver.execute_script(SEEN)
+                text, background = seen["colours"]
+                found = {
+                    "wider than the screen": seen["wide"] > seen["screen"],
+                    "pictures missing": seen["missing"],
+                    "pictures without a text": seen["unnamed"],
+                    "light where it is dark, or dark where it is light": (background < text) != dark,
+                    "formulas not set": seen["formulas"],
+                    "console": errors(driver),
+                }
+                wrong += [f"{page} at {width} px, {name}: {value}" for name, value in found.items() if value]
+    assert len(pages) > 40
+    assert wrong == []

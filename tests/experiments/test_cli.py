@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from fem.experiments.common import run as recipe
 from fem.experiments.common import tables
 from fem.experiments.common.run import open_run, option
 from fem.experiments.doctor import card
-from fem.plots import Panel, channel_reading, learning_curves
+from fem.plots import Panel, channel_readings, dots, learning_curves
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,11 @@ def test_another_command_s_name_for_an_option_is_taken_with_a_hint(monkeypatch, 
 
     ran = []
     monkeypatch.setattr(training, "run", lambda recipe, *_, **__: ran.append(recipe))
-    assert fem(monkeypatch, "train", "--steps", "70", "--batch", "3", "--text", "a.txt") == 0
+    assert fem(monkeypatch, "train", "--max-steps", "70", "--batch", "3", "--text", "a.txt", "--model", "{}") == 0
     assert (ran[0].max_steps, ran[0].batch_size, ran[0].data) == (70, 3, "a.txt")
-    assert "--steps is called --max-steps here" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--max-steps is called --steps here" in said
+    assert "--model is called --model-fields here" in said
 
 
 @pytest.mark.parametrize(
@@ -115,6 +118,54 @@ def test_an_unknown_option_or_command_is_status_2(monkeypatch, capsys, arguments
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_a_refusal_names_the_option_as_it_is_typed(monkeypatch, capsys):
+    assert fem(monkeypatch, "argmax", "--batch-size", "0") == 2
+    assert capsys.readouterr().err == "error: batch_size must be positive, got 0.\n"
+
+
+def test_help_shows_brackets_and_values(monkeypatch):
+    pytest.importorskip("sklearn", reason="needs free-energy-mixer[vision]")
+    shown = CliRunner().invoke(cli.app, ["regimes", "--help"], env={"COLUMNS": "200"}).output
+    assert "[mixer, SwiGLU]" in shown
+    assert "[default: ]" not in shown
+    assert "None" not in shown
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("argmax", "to begin again: fem argmax --seed 3"), ("mad", "the same command goes on: fem mad --seed 3")],
+)
+def test_ctrl_c_says_what_to_type(monkeypatch, capsys, command, said):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    module = import_module(cli.COMMANDS[command][0])
+    monkeypatch.setattr(sys.modules[module.command.__module__], "run", interrupted)
+    assert fem(monkeypatch, command, "--seed", "3") == 130
+    assert capsys.readouterr().err.splitlines()[-1].endswith(said)
+
+
+def test_without_a_terminal_progress_is_a_line_per_evaluation(capsys):
+    with recipe.progress() as bars:
+        bar = bars.add_task("reading", total=4)
+        for step, description in (
+            (1, "reading"),
+            (2, "reading, loss 2.5"),
+            (3, "reading, loss 2.5"),
+            (4, "reading, [x]"),
+        ):
+            bars.update(bar, completed=step, description=description)
+    assert capsys.readouterr().err == "reading, loss 2.5 (2/4)\nreading, [x] (4/4)\n"
+
+
+def test_the_best_of_a_column_is_bold():
+    rows = [{"mixer": "a", "loss": "5.1 (5.0)", "hits": 3}, {"mixer": "b", "loss": "4.9", "hits": None}]
+    table = tables.markdown_table([*rows, {"mixer": "c", "loss": "", "hits": 1200}], {"loss": min, "hits": max})
+    assert "| b | **4.9** |  |" in table
+    assert "**1,200**" in table
+    assert table.count("**") == 4
+
+
 def test_an_output_that_is_a_file_is_refused_before_anything_runs(monkeypatch, tmp_path, capsys):
     (tmp_path / "taken").write_text("mine")
     assert fem(monkeypatch, "argmax", "--output", str(tmp_path / "taken")) == 2
@@ -128,8 +179,9 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch, c
 
     monkeypatch.setattr(argmax, "run", missing)
     assert fem(monkeypatch, "argmax") == 2
-    sentence = "error: this needs transformers, which is not installed: pip install 'free-energy-mixer[lm]'.\n"
-    assert capsys.readouterr().err == sentence
+    said = capsys.readouterr().err
+    assert said.startswith("error: this needs transformers, which is not installed: pip install '.[lm]' in your copy")
+    assert said.count("\n") == 1
 
 
 def test_a_missing_module_of_our_own_is_no_missing_package():
@@ -236,12 +288,14 @@ def test_tables_are_blank_where_nothing_was_run(tmp_path):
 
 
 def test_plots_are_written(tmp_path):
-    series = {"fem, 0": ([0, 1], [1.0, 0.5]), "fem, 1": ([0, 1], [1.1, 0.6]), "other": ([0, 1], [1.0, 0.9])}
-    panels = [Panel("loss", "step", series, level=0.7, level_name="guessing"), Panel("again", "step", series)]
-    learning_curves(tmp_path / "curves.png", "title", panels)
+    series = {"FEM": [([0, 1], [1.0, 0.5]), ([0, 1], [1.1, 0.6])], "other": [([0, 1], [1.0, 0.9])]}
+    learning_curves(tmp_path / "curves.png", "title", [Panel("loss", "step", series)] * 2, {"FEM": "#1f5fbf"})
+    scores = {"one": {"FEM": [0.5, 0.6], "other": [0.4]}, "two": {"other": [1]}}
+    dots(tmp_path / "dots.png", "title", scores, {"FEM": "#1f5fbf"}, {"one": 0.3}, "guessing")
     weights = np.full((3, 4), 0.25)
-    channel_reading(tmp_path / "reading.png", "title", ["a", "$^$", "c", "<|end|>"], weights[0], weights)
-    for name in ("curves.png", "reading.png"):
+    heads = [("one", weights[0], weights), ("two", weights[0], weights)]
+    channel_readings(tmp_path / "reading.png", "title", ["a", "$^$", "c", "<|end|>"], heads)
+    for name in ("curves.png", "dots.png", "reading.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 

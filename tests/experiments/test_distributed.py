@@ -3,19 +3,24 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
+from forked import Training
 from test_resume import train
 from trainings import losses, tiny, weights, write_corpus
 
-from fem.experiments.common.distributed import end_process_group
+from fem.experiments.common.checkpoints import load_language_model
+from fem.experiments.common.distributed import Lost, Ranks, end_process_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -42,25 +47,100 @@ def test_processes_that_share_rows_train_as_one(tmp_path, processes):
     hybrid = json.dumps(sizes | {"layer_priors": ["softmax", "gla"]})
     for name, count, parts in (("whole", 1, 1), ("split", processes, 2)):
         recipe = tiny(data, model=hybrid, micro_batch=1, context_parallel=parts)
-        done = train(recipe, tmp_path / name, processes=count)
-        assert done.returncode == 0, done.stderr
+        ended = Training(recipe, tmp_path / name, count).end(300)
+        assert ended.code == 0, ended.said
     for a, b in zip(losses(tmp_path / "whole"), losses(tmp_path / "split"), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
-    a, b = (weights(tmp_path / name, 12) for name in ("whole", "split"))
-    assert max((a[name] - b[name]).abs().max().item() for name in a) < 1e-4
+    assert apart(tmp_path / "whole", tmp_path / "split") < 1e-4
 
 
-@pytest.mark.parametrize("first, then", [(1, 2), (2, 1)])
-def test_local_data_go_on_with_another_number_of_processes(tmp_path, first, then):
-    recipe = tiny(write_corpus(tmp_path / "data.jsonl"))
-    whole = train(recipe, tmp_path / "whole", processes=first)
-    assert whole.returncode == 0, whole.stderr
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / "checkpoint-12")
-    done = train(recipe, tmp_path / "cut", resume=True, processes=then)
-    assert done.returncode == 0, done.stderr
-    a, b = (weights(tmp_path / name, 12) for name in ("whole", "cut"))
-    assert max((a[name] - b[name]).abs().max().item() for name in a) < 1e-4
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Makes runs once: (processes, parallel) to the run's recipe and folder."""
+    data = write_corpus(tmp_path_factory.mktemp("data") / "data.jsonl")
+    made = {}
+
+    def run(processes, parallel):
+        if (processes, parallel) not in made:
+            recipe, output = tiny(data, parallel=parallel), tmp_path_factory.mktemp(parallel) / "run"
+            ended = Training(recipe, output, processes).end(300)
+            assert ended.code == 0, ended.said
+            made[processes, parallel] = recipe, output
+        return made[processes, parallel]
+
+    return run
+
+
+def gone_on(recipe, whole, output, processes):
+    """The run without its last checkpoint, gone on to its end."""
+    shutil.copytree(whole, output)
+    shutil.rmtree(output / "checkpoint-12")
+    (output / "results.json").unlink()
+    ended = Training(recipe, output, processes, resume=True).end(300)
+    assert ended.code == 0, ended.said
+    return output
+
+
+def apart(one, other):
+    a, b = weights(one, 12), weights(other, 12)
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("first, then", [(1, 2), (2, 1), (2, 4)])
+def test_local_data_go_on_with_another_number_of_processes(finished, tmp_path, parallel, first, then):
+    recipe, whole = finished(first, parallel)
+    output = gone_on(recipe, whole, tmp_path / "run", then)
+    assert apart(output, whole) < 1e-6
+    for a, b in zip(losses(output), losses(whole), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+def test_checkpoints_in_shards_go_on_bit_for_bit_and_open_anywhere(finished, tmp_path):
+    recipe, whole = finished(2, "fsdp")
+    parts = {path.relative_to(whole / "checkpoint-12").as_posix() for path in whole.glob("checkpoint-12/*/*.distcp")}
+    assert parts == {f"{part}/__{rank}_0.distcp" for part in ("optimizer_0", "pytorch_model_fsdp_0") for rank in (0, 1)}
+    assert apart(gone_on(recipe, whole, tmp_path / "run", 2), whole) == 0
+    assert apart(whole, finished(1, "ddp")[1]) < 1e-6
+    model, tokenizer = load_language_model(whole)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert len(tokenizer) == model.config.vocab_size
+
+
+def test_shards_in_bfloat16_compute_what_copies_do(tmp_path):
+    data = write_corpus(tmp_path / "data.jsonl")
+    for parallel in ("ddp", "fsdp"):
+        recipe = tiny(data, parallel=parallel, dtype="bfloat16", max_steps=6)
+        ended = Training(recipe, tmp_path / parallel, 2).end(300)
+        assert ended.code == 0, ended.said
+    for a, b in zip(losses(tmp_path / "ddp"), losses(tmp_path / "fsdp"), strict=True):
+        assert a == pytest.approx(b, rel=1e-3)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_hangs_is_named(lost):
+    """As in a training: the default group has another timeout, and one rank stops within a step."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared = os.environ | place | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, "hang", str(lost)],
+            env=shared | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said, _ = ranks[1 - lost].communicate(timeout=120)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert said.splitlines()[-1] == f"rank {lost} hangs or has ended: no answer within 10 s (--comm-timeout)"
 
 
 @pytest.mark.parametrize("way", ["compile", "checkpointing"])
@@ -132,6 +212,25 @@ def test_fsdp2_shards_every_weight_and_trains_as_one_process():
     assert done.returncode == 0, done.stderr
 
 
+def hang(lost):
+    """Run by two processes, of which one stops within its third step."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ranks = Ranks(10)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(100, 100))
+    try:
+        with ranks.in_touch():
+            for step in range(4):
+                if (step, ranks.rank) == (2, lost):
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                model(torch.ones(2, 100)).sum().backward()
+    except Lost as error:
+        print(error, flush=True)
+    os._exit(0)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        hang(int(sys.argv[2]))
     sharded()
     end_process_group()

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.experiments import demo
-from fem.experiments.inspect.layers import layer_tables, most_divided, readings
+from fem.experiments.inspect.layers import by_division, layer_tables, readings
 from fem.experiments.lm import small as lm
 from fem.experiments.lm.text import END, build_corpus, python_documents, train_tokenizer
 
@@ -212,12 +212,12 @@ def test_channel_weights_are_the_derivative_of_the_read_by_the_values():
     np.testing.assert_allclose(tables.read[:, :, -1].reshape(6, 5), derivative, rtol=1e-6, atol=1e-8)
     np.testing.assert_allclose(tables.prior[:, 0, -1], reading.prior[0, :, -1])
     parted = [(w.argmax(-1).unique().numel(), (w - w.mean(0)).abs().sum()) for w in derivative.unflatten(0, (2, 3))]
-    assert most_divided([tables]) == (0, int(parted[1] > parted[0]))
+    assert by_division([tables])[0] == (0, int(parted[1] > parted[0]))
 
 
 def test_the_demo_writes_everything_it_promises(text, tmp_path):
     recipe = demo.DemoRecipe(
-        text=text,
+        text_file=text,
         seeds=2,
         argmax_steps=2,
         steps=4,
@@ -227,12 +227,13 @@ def test_the_demo_writes_everything_it_promises(text, tmp_path):
         mlp_width=88,
         vocabulary=300,
         context=32,
-        batch=4,
+        batch_size=4,
     )
     folder = tmp_path / "runs" / "demo"
     demo.run(recipe, folder)
     results = json.loads((folder / "results.json").read_text())
-    assert {"argmax", "lm", "versions", "seed", "seconds"} == results.keys()
+    drawn_from = {"curves", "lm_curves", "reading"}
+    assert {"argmax", "lm", "versions", "seed", "seconds"} | drawn_from == results.keys()
     for name in ("fem", "softmax"):
         assert {"index_accuracy", "mse"} <= results["argmax"][name].keys()
         language = results["lm"][name]

@@ -261,7 +261,7 @@ def test_a_run_that_diverges_says_so(monkeypatch, csv, tmp_path):
         ([], "data must name at least one CSV file, got none; give --data PATH."),
         (["--data", "nowhere.csv"], "data must be a CSV file (.csv or .csv.gz), got no such file: 'nowhere.csv'."),
         (["--horizon", "soon"], "horizon must be a positive number, or several with commas, got 'soon'."),
-        (["--models", "transformer"], "mixer must be a prior"),
+        (["--mixers", "transformer"], "mixer must be a prior"),
         (["--profile", "phone"], "profile must be laptop or paper, got 'phone'."),
         (["--epochs", "0"], "epochs must be positive, got 0."),
     ],
@@ -280,15 +280,15 @@ def test_a_lookback_that_holds_no_past_segment_is_refused(monkeypatch, csv, caps
 
 def test_the_command_leaves_a_whole_run_folder_and_trains_nothing_twice(monkeypatch, csv, tmp_path):
     options = [word for name, value in TINY.items() for word in (f"--{name}", value)]
-    given = ["--data", csv, "--models", "fem-sm,none", "--output", tmp_path / "out", *options]
+    given = ["--data", csv, "--mixers", "fem-sm,none", "--output", tmp_path / "out", *options]
     assert command(monkeypatch, *given) == 0
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names >= {"config.json", "metrics.jsonl", "results.json", "table.csv", "table4.md", "report.md"}
-    assert names >= {"forecasts.png", "curves.png"}
+    assert names >= {"forecasts.png", "errors.png"}
     rows = json.loads((tmp_path / "out/results.json").read_text())["forecast"]
     assert [row["model"] for row in rows] == ["softmax+CLTG", "none"]
     page = (tmp_path / "out/report.md").read_text()
-    assert "FEM-SM" in page
+    assert "| FEM |" in page
     assert str(tmp_path) not in page
     monkeypatch.setattr(training, "train", lambda *_: pytest.fail("trained again"))
     assert command(monkeypatch, *given) == 0
@@ -338,7 +338,7 @@ def test_table_4_has_the_paper_s_figures_and_ours_where_all_horizons_were_run():
     runs = [made_up("ETTh1", horizon, "softmax+CLTG", 0.4 + horizon / 10000) for horizon in (96, 192, 336, 720)]
     runs += [made_up("ETTh1", horizon, "dlinear", 0.5) for horizon in (96, 192, 336)]
     row = next(row for row in report.table4(report.summary(runs)) if row["dataset"] == "ETTh1")
-    assert row["FEM-SM"] == "0.434 (0.419)"
+    assert row["FEM"] == "0.434 (0.419)"
     assert row["DLinear"] == "(0.413)"
     assert report.table4([])[0]["FEM-AFT"] == "(0.223)"
 

@@ -1,6 +1,10 @@
 """`FEMForecaster` in neuralforecast, and neuralforecast's own models on our windows."""
 
+import subprocess
+import sys
+
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -14,7 +18,7 @@ from neuralforecast import NeuralForecast
 from neuralforecast.losses.pytorch import MSE, DistributionLoss, MQLoss
 
 from fem.experiments.forecast.baselines import MODELS, QUIET, forecast, long_table, train_baseline
-from fem.models import FEMForecaster
+from fem.models import AutoFEMForecaster, FEMForecaster
 
 ROWS = np.stack([np.sin(np.arange(150) / 4), np.cos(np.arange(150) / 7) + 3], 1).astype(np.float32)
 SMALL = {"h": 5, "input_size": 23, "hidden_size": 16, "n_heads": 2, "n_layers": 1, "patch_len": 4, "max_steps": 3}
@@ -50,6 +54,77 @@ def test_a_saved_forecaster_forecasts_the_same(tmp_path):
     assert isinstance(after.models[0], FEMForecaster)
     assert after.models[0].blocks[0].mixer.config == before.models[0].blocks[0].mixer.config
     assert np.array_equal(after.predict()["FEMForecaster"], before.predict()["FEMForecaster"])
+
+
+def with_exogenous(series=2, seed=0):
+    """Daily series with a column of the history, one whose future is known, and one of the series."""
+    table = long_table(np.random.default_rng(seed).standard_normal((60, series)).astype(np.float32))
+    table["past"], table["known"] = np.random.default_rng(seed + 1).standard_normal((2, len(table)))
+    return table, pd.DataFrame({"unique_id": table["unique_id"].unique(), "size": np.arange(series) + 1.0})
+
+
+EXOGENOUS = {"hist_exog_list": ["past"], "futr_exog_list": ["known"], "stat_exog_list": ["size"]}
+
+
+@pytest.mark.parametrize("column", ["past", "known before", "known after", "size", "y"])
+def test_every_exogenous_input_reaches_the_forecast(column):
+    table, static = with_exogenous()
+    rows, future = table[table["ds"] < 55], table[table["ds"] >= 55].drop(columns=["y", "past"])
+    forecaster = NeuralForecast(models=[FEMForecaster(**SMALL | EXOGENOUS)], freq=1)
+    forecaster.fit(rows, static_df=static)
+    before = forecaster.predict(df=rows, static_df=static, futr_df=future)["FEMForecaster"]
+    changed = {"size": static, "known after": future}.get(column, rows)
+    recent = slice(None) if column == "size" else changed["ds"] >= 50
+    changed.loc[recent, column.split()[0]] += 1.0
+    after = forecaster.predict(df=rows, static_df=static, futr_df=future)["FEMForecaster"]
+    assert not np.allclose(before, after)
+
+
+@pytest.mark.slow
+def test_neuralforecasts_own_checks_of_a_model():
+    from neuralforecast.common._model_checks import check_model
+
+    check_model(FEMForecaster, ["airpassengers", "losses"])
+
+
+def test_a_forecaster_with_exogenous_inputs_is_loaded_in_a_fresh_process(tmp_path):
+    table, static = with_exogenous()
+    rows, future = table[table["ds"] < 55], table[table["ds"] >= 55].drop(columns=["y", "past"])
+    forecaster = NeuralForecast(models=[FEMForecaster(**SMALL | EXOGENOUS)], freq=1)
+    forecaster.fit(rows, static_df=static)
+    forecaster.save(str(tmp_path / "saved"), overwrite=True)
+    future.to_csv(tmp_path / "future.csv", index=False)
+    program = (
+        "import sys, pandas, neuralforecast, fem; folder = sys.argv[1]\n"
+        "future = pandas.read_csv(f'{folder}/future.csv', dtype={'unique_id': str})\n"
+        "table = neuralforecast.NeuralForecast.load(f'{folder}/saved').predict(futr_df=future)\n"
+        "table.to_csv(f'{folder}/found.csv', index=False)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+    found = pd.read_csv(tmp_path / "found.csv")["FEMForecaster"]
+    assert np.allclose(found, forecaster.predict(futr_df=future)["FEMForecaster"], atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ray", "optuna"])
+def test_the_search_finds_settings_and_is_saved_as_the_forecaster(backend, tmp_path):
+    if backend == "optuna":
+        pytest.importorskip("optuna", reason="neuralforecast's other search needs optuna")
+    space = AutoFEMForecaster.get_default_config(5, backend)
+    if backend == "ray":
+        assert {"input_size", "step_size", "prior_type"} <= space.keys()
+        space |= SMALL | {"n_heads": 2}
+        del space["h"]
+        config = {**space, "input_size": 23, "step_size": 1, "batch_size": 8, "windows_batch_size": 8, "max_steps": 2}
+    else:
+        config = lambda trial: {**SMALL, "hidden_size": trial.suggest_categorical("hidden_size", [16])}  # noqa: E731
+    model = AutoFEMForecaster(h=5, config=config, backend=backend, num_samples=1)
+    forecaster = NeuralForecast(models=[model], freq=1)
+    forecaster.fit(long_table(ROWS), val_size=20)
+    forecaster.save(str(tmp_path), overwrite=True)
+    loaded = NeuralForecast.load(str(tmp_path))
+    assert isinstance(loaded.models[0], FEMForecaster)
+    assert np.allclose(loaded.predict().iloc[:, -1], forecaster.predict().iloc[:, -1])
 
 
 def test_quantiles_and_distributions_have_their_columns():

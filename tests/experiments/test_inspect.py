@@ -19,14 +19,15 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fem import cli
+from fem.experiments.common.tables import show_table
 from fem.experiments.inspect import experiment as inspect
 from fem.experiments.inspect import page as inspection_page
 from fem.experiments.inspect.experiment import InspectRecipe, encode
 from fem.experiments.inspect.layers import (
     LayerTables,
+    by_division,
     effective_tokens,
     layer_tables,
-    most_divided,
     readers,
     readings,
 )
@@ -127,13 +128,22 @@ def test_parts_that_a_layer_lacks_are_none(name):
     assert len(rows) == config.n_head * (1 + config.value_width)
 
 
+def test_the_table_of_heads_fits_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = inspect.short(inspect.head_rows([tables(make_layer())]))
+    show_table("heads", rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(rows) + 5  # a title and four borders or headings: no cell is broken
+    assert "…" not in "".join(lines)
+
+
 def test_the_most_divided_head_is_the_one_whose_channels_part():
     even = tables(make_layer())
     read = np.full_like(even.read, 1 / TIME)
     read[2, 0, -1] = np.eye(TIME)[1]
     divided = LayerTables(**{**vars(even), "read": read})
     flat = LayerTables(**{**vars(even), "read": np.full_like(read, 1 / TIME)})
-    assert most_divided([flat, divided, flat]) == (1, 2)
+    assert by_division([flat, divided, flat])[0] == (1, 2)
 
 
 def test_a_layer_that_reads_nan_is_refused():

@@ -1,13 +1,11 @@
 """The page of `fem inspect` in a real browser, Debian's Chromium without a screen."""
 
-import os
 import re
-import shutil
 from dataclasses import replace
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from browser import chromium, errors, look, require
 from layers import ABLATIONS, TIME, make_layer
 from layers import tokens as make_tokens
 
@@ -26,37 +24,10 @@ LAYERS = {
 }
 
 
-def require(missing: list[str]):
-    if not missing:
-        return
-    remedy = "pip install selenium and, on Debian, apt-get install chromium chromium-driver"
-    sentence = f"the page's test needs {' and '.join(missing)}, not found here: {remedy}."
-    if os.environ.get("CI") == "true":
-        pytest.fail(sentence)
-    pytest.skip(sentence)
-
-
 @pytest.fixture(scope="module")
 def browser():
-    programs = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
-    selenium = [] if find_spec("selenium") else ["selenium"]
-    require(selenium + [name for name, path in programs.items() if path is None])
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = programs["chromium"]
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for switch in (
-        "headless=new",
-        "no-sandbox",
-        "disable-gpu",
-        "disable-dev-shm-usage",
-        "disable-background-networking",
-    ):
-        options.add_argument(f"--{switch}")
-    driver = webdriver.Chrome(options, webdriver.ChromeService(programs["chromedriver"]))
-    yield driver
-    driver.quit()
+    with chromium() as driver:
+        yield driver
 
 
 def made(name="softmax"):
@@ -66,16 +37,11 @@ def made(name="softmax"):
 
 
 class Page:
-    def __init__(self, browser, path, layers, width=1280, dark=False):
-        write_page(path, "made-up", NAMES, layers, (0, HEAD))
+    def __init__(self, browser, path, layers, width=1280, dark=False, first=(0, HEAD)):
+        write_page(path, "made-up", NAMES, layers, first)
         self.browser, self.layers = browser, layers
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         browser.get("about:blank")
-        browser.get_log("browser")
-        browser.get(path.as_uri())
+        look(browser, path.as_uri(), width, dark=dark)
         self.settle()
 
     def settle(self):
@@ -112,7 +78,7 @@ class Page:
         return self.each("tbody tr", "[...element.children].map((cell) => cell.textContent)")
 
     def errors(self):
-        return self.browser.get_log("browser")
+        return errors(self.browser)
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +172,28 @@ def test_arrow_keys_move_through_the_text(page):
         page.browser.switch_to.active_element.send_keys(key)
         page.settle()
         assert f"token {token}:" in page.text("#which")
+
+
+def test_the_heads_are_one_tab_stop_and_arrow_keys_move_among_them(page):
+    assert page.each(".head", "element.tabIndex").count(0) == 1
+    page.click(page.find(".head")[HEAD])
+    for key, layer, head in (("\ue014", 1, 3), ("\ue015", 2, 3), ("\ue012", 2, 2), ("\ue013", 1, 2), ("\ue010", 2, 4)):
+        page.browser.switch_to.active_element.send_keys(key)
+        page.settle()
+        assert page.text("#which").startswith(f"Layer {layer}, head {head}")
+    assert page.each(".head", "element.tabIndex") == [-1] * 7 + [0]
+
+
+def test_the_page_opens_with_its_head_in_view_and_says_how_it_is_read(browser, tmp_path):
+    layers = [replace(made()[0], layer=number) for number in range(1, 13)]
+    page = Page(browser, tmp_path / "page.html", layers, width=1400, first=(10, HEAD))
+    card = page.each(
+        ".head[aria-pressed=true]", "[element.getBoundingClientRect().top, element.getBoundingClientRect().bottom]"
+    )
+    assert 0 < card[0][0] < card[0][1] < 900
+    assert page.each("details", "element.open") == [False]
+    for word in ("λ", "β*", "KL gap"):
+        assert word in page.each("dt", "element.textContent")
 
 
 def test_prior_posterior_and_read_are_different_pictures(page):

@@ -1,5 +1,6 @@
 """What a training promises around its steps: where it ends, whose data it has, who writes, what stops it."""
 
+import errno
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from chaos import damaged
 from trainings import assert_same_run, losses, tiny, weights, write_corpus
 
 from fem import cli
-from fem.experiments.common import integrity
+from fem.experiments.common import integrity, run
 from fem.experiments.common.checkpoints import checkpoints, load_language_model, newest
 from fem.experiments.common.distributed import Paused
 from fem.experiments.common.lock import one_writer
@@ -376,6 +377,19 @@ def test_results_of_nobody_knows_what_are_left_alone(tmp_path, data):
     with pytest.raises(ValueError, match="must be empty or a training's"):
         training.run(tiny(data), tmp_path)
     assert (tmp_path / "results.json").read_text() == "{}"
+
+
+def test_a_disk_that_is_full_between_saves_is_told_with_what_is_left(data, tmp_path, monkeypatch):
+    def full(self, step, **_):
+        if step > 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run.Run, "log", full)
+    told = (
+        r"run' could not be written to: No space left on device; checkpoint-5 is whole, --resume auto goes on from it"
+    )
+    with pytest.raises(OSError, match=told):
+        training.run(tiny(data), tmp_path / "run")
 
 
 # Settings, and what changes the arithmetic from outside

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
-from fem.models.engines.context import context_parallel, own_part
+from fem.models.context import context_parallel, own_part
 from fem.models.loss import next_tokens
 from fem.priors import OperatorPrior
 

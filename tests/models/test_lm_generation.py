@@ -165,6 +165,37 @@ def test_no_cache_is_built_unless_it_can_be_of_use(softmax_model):
     assert softmax_model.train()(ids).past_key_values is None
 
 
+@pytest.mark.parametrize("draft", ["prompt lookup", "another model", "the model itself"])
+def test_assisted_decoding_writes_the_same_text(model, draft):
+    options = {"prompt_lookup_num_tokens": 3}
+    if draft != "prompt lookup":
+        options = {"assistant_model": FEMForCausalLM(model.config).eval() if draft == "another model" else model}
+    ids = tokens(1, 4).repeat(1, 2)  # so that a lookup finds something
+    assert torch.equal(generate(model, ids, **options), generate(model, ids))
+
+
+@pytest.mark.parametrize("cache", ["static", "dynamic", "prompt lookup"])
+def test_an_engine_generates_over_the_caches_of_transformers(cache):
+    model = small_model(mixer={"use_conv": False})
+    expected = generate(model, tokens(1, 6))
+    model.set_attn_implementation("sdpa")
+    options = {"prompt_lookup_num_tokens": 2} if cache == "prompt lookup" else {"cache_implementation": cache}
+    assert torch.equal(generate(model, tokens(1, 6), **options), expected)
+
+
+def test_a_recorded_cache_forgets_its_last_tokens(model):
+    cache = FEMCache(len(model.model.layers))
+    cache.activate_past_recording()
+    ids = tokens(2, 9)
+    model(ids[:, :5], past_key_values=cache)
+    model(tokens(2, 4, seed=7), past_key_values=cache)
+    cache.crop(-3)
+    cache.crop(-1)
+    assert cache.get_seq_length() == 5
+    found = model(ids[:, 5:], past_key_values=cache).logits
+    close(found, model(ids).logits[:, 5:])
+
+
 def test_bf16_model_generates(softmax_model):
     low = softmax_model.bfloat16()
     assert generate(low, tokens(2, 5)).shape == (2, 11)
@@ -182,7 +213,8 @@ def test_bf16_model_generates(softmax_model):
             ValueError,
             r"cached \+ new tokens\) = \(2, 8\), got \(2, 2\)",
         ),
-        (lambda m, c: c.crop(-1), ValueError, r"crop\(-1\)"),
+        (lambda m, c: c.crop(-2), ValueError, r"crop\(-2\).*recorded 0; call activate_past"),
+        (lambda m, c: m(tokens(2, 2), attention_mask=torch.ones(2, 1, 2, 2)), ValueError, "attn_implementation='sdpa'"),
         (lambda m, c: c.update(torch.zeros(1), torch.zeros(1), 0), TypeError, "states of FEM layers"),
         (lambda m, c: small_model(prior_type="linear")(tokens(2, 1), past_key_values=c), ValueError, "another layer"),
     ],

@@ -68,6 +68,22 @@ def test_a_spike_of_three_hundred_leaves_the_gradient_of_the_queries_exact(name)
     assert relative(gradients_of(mine, mine.read(), cotangents)["q"], expected["q"]) < 1e-5
 
 
+@pytest.mark.parametrize("name", READS[:3])
+@pytest.mark.parametrize("size", [1e-22, 1e22])
+def test_features_whose_products_no_float32_holds_are_read_exactly(name, size):
+    call = scan_call(name, 80, decay=20.0)
+    call = call.set(**{n: call.arguments[n] * size for n in "qk"}).map(lambda x: x.float())
+    mine, exact = call.leaves(), call.leaves(torch.float64)
+    wanted = exact.definition()
+    cotangents = [torch.randn_like(part) for part in wanted]
+    expected = gradients_of(exact, wanted, cotangents)
+    read = mine.read()
+    for one, other in zip(read, wanted):
+        assert relative(one, other) < 1e-5  # was NaN
+    for part, gradient in gradients_of(mine, read, cotangents).items():
+        assert relative(gradient, expected[part]) < 1e-4, part
+
+
 @pytest.mark.parametrize("decay", [None, "head", "channel"])
 def test_a_key_of_nothing_has_its_gradient_however_large_its_value(decay):
     q, k, v, beta = (

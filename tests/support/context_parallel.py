@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fem import PRIORS
 from fem.models import FEMConfig, FEMForCausalLM
-from fem.models.engines.context import context_parallel, own_part
+from fem.models.context import context_parallel, own_part
 from fem.models.loss import IGNORED, next_tokens
 
 warnings.filterwarnings("ignore")

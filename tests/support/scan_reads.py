@@ -33,19 +33,20 @@ class ScanCall:
     def set(self, **tensors: Tensor) -> ScanCall:
         return replace(self, arguments=self.arguments | tensors)
 
-    def at(self, piece: slice) -> ScanCall:
+    def at(self, piece: slice | Tensor) -> ScanCall:
         kept = {n: x if x is None or n in SHARED else x[:, piece] for n, x in self.arguments.items()}
         return replace(self, arguments=kept)
 
     def leaves(self, dtype: torch.dtype | None = None) -> ScanCall:
         return self.map(lambda x: x.detach().to(dtype or x.dtype).clone().requires_grad_())
 
-    def in_pieces(self, *sizes: int):
-        """The joined reads of calls that hand the state on."""
+    def in_pieces(self, *sizes: int, **marks: Tensor):
+        """The joined reads of calls that hand the state on; marks: masks and documents."""
         reads, state, first = [], None, 0
         for size in sizes:
-            piece = self.at(slice(first, first + size))
-            read, state = piece.read(initial_state=state, return_state=True)
+            piece = slice(first, first + size)
+            here = {name: mark[:, piece] for name, mark in marks.items()}
+            read, state = self.at(piece).read(initial_state=state, return_state=True, **here)
             reads.append(read)
             first += size
         return type(read)(*(torch.cat(parts, 1) for parts in zip(*reads)))
@@ -77,10 +78,17 @@ class ScanCall:
             skip = torch.where(itself, given["D"].log(), -torch.inf)
             scores = torch.logaddexp(scores, skip)
         later = torch.ones(v.shape[1], v.shape[1], dtype=torch.bool).triu(1)[None, :, :, None, None]
-        log_p = scores.masked_fill(later, -torch.inf).log_softmax(2)
-        v = v.unsqueeze(1)
-        mean = (log_p.exp() * v).sum(2)
-        return functional.Read(mean, (log_p + beta * v).logsumexp(2) / beta)
+        return free_energies(scores.masked_fill(later, -torch.inf).log_softmax(2), v.unsqueeze(1), beta)
+
+
+def free_energies(log_p: Tensor, v: Tensor, beta: Tensor) -> functional.Read:
+    """Mean and free energy along dim 2: of e^z - 1 where z = beta (v - mean) is small, so that F keeps its digits."""
+    p = log_p.exp()
+    mean = (p * v).sum(2)
+    z = beta * (v - mean.detach().unsqueeze(2))
+    near = torch.log1p((p * torch.expm1(z.clamp(max=1))).sum(2)) / beta + mean.detach()
+    far = (log_p + beta * v).logsumexp(2) / beta
+    return functional.Read(mean, torch.where(((z.abs() < 1) | (p == 0)).all(2), near, far))
 
 
 def between(decay: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from fem.experiments.common.options import recipe_options
 from fem.experiments.common.run import PAGE, command_line, cpu_threads, open_run, option, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_table
 
+PICTURED = ("decode", "context")
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRecipe:
@@ -59,6 +61,8 @@ def measured(recipe: BenchRecipe, device: torch.device) -> Iterator[tuple[Case, 
 
 def run(recipe: BenchRecipe, output: Path) -> dict:
     """The measurements, written to `output`; returns what results.json holds."""
+    from fem.experiments.bench import picture
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with cpu_threads(recipe.threads), open_run(output, "bench", recipe) as under_way:
         results = []
@@ -69,13 +73,13 @@ def run(recipe: BenchRecipe, output: Path) -> dict:
         page = report(under_way.folder, parts, provenance(command_line("bench", recipe, BenchRecipe())))
         (under_way.folder / PAGE).write_text(page, encoding="utf-8")
         records = [{**asdict(case), "device": device.type, "results": found} for case, found in results]
-        return under_way.finish({"bench": records})
+        found = under_way.finish({"bench": records})
+        picture.redraw(found, asdict(recipe), under_way.folder)
+        return found
 
 
 def report(folder: Path, parts: dict[str, tables.Results], how_made: str) -> str:
     """A page with a section a part; its tables and pictures are written to `folder`."""
-    from fem.experiments.bench import picture
-
     where = "a GPU" if torch.cuda.is_available() else "a CPU"
     page = [TITLE.format(what=tables.TITLES[next(iter(parts))] if len(parts) == 1 else "What FEM costs", where=where)]
     for part, results in parts.items():
@@ -85,8 +89,7 @@ def report(folder: Path, parts: dict[str, tables.Results], how_made: str) -> str
         blocks = f", {case.layers} block{'s' * (case.layers > 1)}" if case.layers else ""
         shape = f"Batch {case.size.batch}, width {case.size.width}, {case.size.heads} heads{blocks}."
         page += [f"## {title}\n", f"{shape} {tables.NOTES[part]}\n", markdown_table(rows)]
-        if part in picture.PANELS:
-            picture.draw(folder / f"{part}.png", part, title, results)
+        if part in PICTURED:
             page.append(f"![{title.lower()}]({part}.png)\n")
     return "\n".join([*page, how_made])
 

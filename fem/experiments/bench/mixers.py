@@ -8,33 +8,43 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fem.config import FreeEnergyMixerConfig
 from fem.experiments.common import baselines
+from fem.experiments.common.mixers import mixer_config
+from fem.experiments.common.names import colour, display
 from fem.mixer import FreeEnergyMixer
 from fem.ops.common.rope import rotate
 
 BASELINE = "attention"
-OFF = {"use_conv": False, "use_lse": False, "use_temperature": False, "use_outer_gate": False}
-PUBLISHED = OFF | {"normalize": False}
-WITHOUT_C = {"use_conv": False}
-
-FIELDS: dict[str, dict] = {
-    "attention, plain": OFF | {"backend": "plain"},
-    "FEM-SM": {},
-    "FEM-SM without C": WITHOUT_C,
-    "FEM-SM without C, plain": WITHOUT_C | {"backend": "plain"},
-    "FEM-SM -G": {"use_outer_gate": False},
-    "FEM-SM -G,T": {"use_outer_gate": False, "use_temperature": False},
-    "FEM-SM -G,T,L": {"use_outer_gate": False, "use_temperature": False, "use_lse": False},
-    "FEM-SM -G,T,L,C": OFF,
-    "GLA": PUBLISHED | {"prior_type": "gla"},
-    "FEM-GLA": {"prior_type": "gla"},
-    "FEM-GLA without C": WITHOUT_C | {"prior_type": "gla"},
-    "Mamba": PUBLISHED | {"prior_type": "mamba"},
-    "FEM-Mamba": {"prior_type": "mamba"},
-    "FEM-Mamba without C": WITHOUT_C | {"prior_type": "mamba"},
-    "FEM-AFT": {"prior_type": "rnn_softmax"},
+PLAIN = ", plain"  # the plain backend
+MIXERS = {
+    "attention": "softmax",
+    "FEM-SM": "softmax+CLTG",
+    "FEM-SM without C": "softmax+LTG",
+    "FEM-SM -G": "softmax+CLT",
+    "FEM-SM -G,T": "softmax+CL",
+    "FEM-SM -G,T,L": "softmax+C",
+    "FEM-SM -G,T,L,C": "softmax",
+    "GLA": "gla",
+    "FEM-GLA": "gla+CLTG",
+    "FEM-GLA without C": "gla+LTG",
+    "Mamba": "mamba",
+    "FEM-Mamba": "mamba+CLTG",
+    "FEM-Mamba without C": "mamba+LTG",
+    "FEM-AFT": "rnn_softmax+CLTG",
 }
+OWN_LAYER = "attention, FEM's layer"
+
+
+def shown(name: str) -> str:
+    """What tables and pictures call it: "FEM", "attention+LTG, plain"; "attention" is torch's own."""
+    mixer = name.removesuffix(PLAIN)
+    if mixer == "FEM-SM -G,T,L,C":
+        return OWN_LAYER
+    return (display(MIXERS[mixer]) if mixer in MIXERS else mixer) + name[len(mixer) :]
+
+
+def colour_of(name: str) -> str:
+    return colour(MIXERS.get(name, name))
 
 
 class Attention(nn.Module):
@@ -73,8 +83,10 @@ def build_mixer(name: str, size: Size) -> nn.Module:
         return Attention(size.width, size.heads)
     if name in baselines.BASELINES:
         return baselines.build(name, size.width, size.heads)
-    config = FreeEnergyMixerConfig.matched(n_embd=size.width, n_head=size.heads, **FIELDS[name])
-    return FreeEnergyMixer(config)
+    mixer = name.removesuffix(PLAIN)
+    return FreeEnergyMixer(
+        mixer_config(MIXERS[mixer], size.width, size.heads, backend="plain" if mixer != name else "auto")
+    )
 
 
 class Block(nn.Module):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from fem.experiments.bench.mixers import BASELINE
-from fem.experiments.bench.tables import Results
+from fem.experiments.bench.cases import Case
+from fem.experiments.bench.mixers import Size, colour_of, shown
+from fem.experiments.bench.tables import TITLES, Results
 from fem.plots import Panel, learning_curves
 
-COLOUR_OF = {BASELINE: "softmax", "FEM-SM": "fem"}
 PANELS = {
     "decode": (("milliseconds a token", "token_s", 1e3, False), ("MiB of state", "state_bytes", 2**-20, False)),
     "context": (
@@ -19,7 +20,20 @@ PANELS = {
 }
 
 
-def draw(path: Path, part: str, title: str, results: Results) -> None:
+def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
+    """A picture for each part where context grows, from what results.json holds."""
+    cases = [(_case(record), record["results"]) for record in results["bench"]]
+    for part in PANELS:
+        if found := [pair for pair in cases if pair[0].part == part]:
+            curves(folder / f"{part}.png", part, found)
+
+
+def _case(record: Mapping) -> Case:
+    mixers = record.get("mixers") or record["contenders"]  # their name in results of 0.1
+    return Case(record["part"], Size(**record["size"]), record["dtype"], tuple(mixers), record["layers"])
+
+
+def curves(path: Path, part: str, results: Results) -> None:
     """One panel per cost, one line per mixer, both axes logarithmic."""
     names = list(dict.fromkeys(name for _, found in results for name in found))
     panels = []
@@ -32,6 +46,6 @@ def draw(path: Path, part: str, title: str, results: Results) -> None:
                 if found.get(name, {}).get(field)
             ]
             if points:
-                series[COLOUR_OF.get(name, name)] = tuple(zip(*points))
+                series[shown(name)] = [tuple(zip(*points))]
         panels.append(Panel(label, "context (tokens)", series, logarithmic=True))
-    learning_curves(path, title, panels)
+    learning_curves(path, TITLES[part], panels, {shown(name): colour_of(name) for name in names})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fem.experiments.bench.cases import Case
-from fem.experiments.bench.mixers import BASELINE
+from fem.experiments.bench.mixers import BASELINE, OWN_LAYER, shown
 from fem.experiments.bench.paper import TABLE5, TABLE7, Cost
 
 Results = list[tuple[Case, dict[str, dict]]]
@@ -24,10 +24,9 @@ NOTES = {
     "gpt2": "Blocks without embeddings and head; baselines need a GPU and their library. In brackets the paper's own "
     "ratio to its flash attention: 12 blocks, T 1024, batch 8, FP32 on one L40S. Operations are those of matrix "
     "products as torch's profiler counts them; flash attention's own are not in it, the plain form's are.",
-    "table5": "Ratios are to FEM-SM -G,T,L,C, softmax attention in FEM's own layer. In brackets the paper's own ratio "
+    "table5": f"Ratios are to {OWN_LAYER}: FEM without any of its parts. In brackets the paper's own ratio "
     "to that row: 8 blocks, T 2048, batch 4 on one L40S.",
-    "decode": "Attention of equal weights keeps a KV cache, allocated at full length; FEM-SM's values are half as "
-    "wide.",
+    "decode": "Attention of equal weights keeps a KV cache, allocated at full length; FEM's values are half as wide.",
     "context": "Microseconds a token; extra memory is of a train step.",
 }
 
@@ -47,7 +46,7 @@ def _costs(part: str, case: Case, name: str, found: dict[str, dict]) -> dict:
     tokens = case.size.batch * case.size.time
     unit, scale = ("us/token", 1e6 / tokens) if part == "context" else ("ms", 1e3)
     several_dtypes = {"dtype": case.dtype} if part in ("read", "layer") else {}
-    row = {"T": case.size.time, **several_dtypes, "model": name}
+    row = {"T": case.size.time, **several_dtypes, "model": shown(name)}
     for label, field in (("forward", "forward_s"), ("train", "train_s")):
         row[f"{label} {unit}"] = None if field not in own else scale * own[field]
         row[f"{label} ratio"] = _ratio(own.get(field), base.get(field), part, name, label)
@@ -80,7 +79,7 @@ def _decode(part: str, case: Case, name: str, found: dict[str, dict]) -> dict:
     return {
         "context": case.size.time,
         "dtype": case.dtype,
-        "model": name,
+        "model": shown(name),
         "ms/token": 1e3 * own["token_s"],
         "time ratio": f"{own['token_s'] / base['token_s']:.2f}",
         "state bytes": own["state_bytes"],

@@ -16,7 +16,7 @@ import transformers
 from fem.experiments.clients.programs import run_clients
 from fem.experiments.clients.survey import Finding, model_types, survey
 
-RESULTS = ("right", "refused", "wrong", "crashed", "not built")
+RESULTS = ("right", "refused", "wrong", "crashed", "not run", "not built")
 
 
 def main(folder: Path, wanted: list[str]) -> None:

@@ -6,6 +6,7 @@ import copy
 import inspect
 import re
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +16,27 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from fem.models import replace_attention
 
-WIDTH, LAYERS, HEADS, VOCABULARY, TIME, SIDE = 32, 2, 4, 99, 7, 32
+WIDTH, LAYERS, HEADS, KEY_HEADS, VOCABULARY, TIME, SIDE = 32, 2, 4, 2, 99, 7, 32
 LARGEST = 20_000_000  # parameters that a model made small may still have
 SMALL = (
     (WIDTH, "hidden_size d_model n_embd dim embed_dim encoder_hidden_size decoder_hidden_size projection_dim emb_dim"),
     (WIDTH, "embedding_size word_embed_proj_dim hidden_dim output_hidden_size encoder_dim decoder_dim width"),
     (LAYERS, "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers num_encoder_layers"),
-    (LAYERS, "num_decoder_layers depth num_key_value_heads num_experts_per_tok"),
+    (LAYERS, "num_decoder_layers depth"),
+    (KEY_HEADS, "num_key_value_heads num_experts_per_tok linear_num_key_heads"),
     (HEADS, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads nhead"),
-    (HEADS, "num_local_experts num_experts n_routed_experts"),
+    (HEADS, "num_local_experts num_experts n_routed_experts mamba_n_heads mamba_num_heads linear_num_value_heads"),
     (2 * WIDTH, "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim n_inner dim_feedforward d_ff mlp_dim"),
     (2 * WIDTH, "moe_intermediate_size max_position_embeddings n_positions max_source_positions max_target_positions"),
-    (WIDTH // HEADS, "head_dim d_kv patch_size attention_head_dim"),
+    (WIDTH // HEADS, "head_dim d_kv patch_size attention_head_dim rotary_dim qk_nope_head_dim qk_rope_head_dim"),
+    (WIDTH // HEADS, "v_head_dim linear_key_head_dim linear_value_head_dim mamba_d_state index_head_dim"),
+    (2 * WIDTH // HEADS, "mamba_d_head mamba_head_dim q_lora_rank kv_lora_rank"),
     (VOCABULARY, "vocab_size"),
     (SIDE, "image_size"),
 )
 SIZES = {name: size for size, names in SMALL for name in names.split()}
+ALL_LAYERS = {name: size for name, size in SIZES.items() if not any(name in names for size, names in SMALL[2:4])}
+ATTEMPTS = (SIZES, ALL_LAYERS, SIZES | {"num_key_value_heads": HEADS})  # a hybrid shows all its kinds in all its layers
 DERIVED = {  # what a config works out from its sizes
     *("layer_types", "per_layer_config", "mlp_layer_types", "stage_names", "out_features", "out_indices"),
     *("transformers_version", "architectures", "model_type"),
@@ -41,7 +47,7 @@ ERROR = 1e-4  # of the spread of an output
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of a model type: "right", "refused", "wrong", "crashed", or "not built" here."""
+    """What became of a model type: "right", "refused", "wrong", "crashed"; "not run" or "not built" here."""
 
     model_type: str
     result: str
@@ -51,9 +57,9 @@ class Finding:
 def survey(model_type: str) -> Finding:
     """Build the model type small, run it, replace its attention, and run it again on the same input."""
     failures = []
-    for seen in (True, False):  # with pictures, or text alone
+    for sizes, seen in product(ATTEMPTS, (True, False)):  # with pictures, or text alone
         try:
-            model = build(model_type)
+            model = build(model_type, sizes)
             inputs = example(model, seen)
             with torch.no_grad():
                 expected, again = outputs(model, inputs), outputs(model, inputs)
@@ -63,7 +69,7 @@ def survey(model_type: str) -> Finding:
         except Exception as error:
             failures.append(said(error))
     else:
-        return Finding(model_type, "not built", failures[0])
+        return without_inputs(model_type, next((text for text in failures if "validat" not in text), failures[0]))
     try:
         replaced = replace_attention(copy.deepcopy(model), lambda_init=LAMBDA)
         with torch.no_grad():
@@ -81,9 +87,31 @@ def model_types() -> list[str]:
     return sorted(set(CONFIG_MAPPING) & set(MODEL_MAPPING_NAMES))
 
 
-def build(model_type: str) -> nn.Module:
-    config = CONFIG_MAPPING[model_type]
-    small = config(**shrink(config().to_dict()))
+def without_inputs(model_type: str, failure: str) -> Finding:
+    """What is known of a model type that could not be run: whether its attention is taken, on meta tensors."""
+    for fields in (shrink(_default(model_type), ALL_LAYERS), {}, shrink(_default(model_type), SIZES)):
+        try:
+            with torch.device("meta"):
+                model = AutoModel.from_config(CONFIG_MAPPING[model_type](**fields))
+        except Exception:
+            continue
+        try:
+            with torch.device("meta"):
+                replace_attention(model)
+        except ValueError as error:
+            return Finding(model_type, "refused", said(error))
+        except Exception as error:
+            return Finding(model_type, "not run", f"{failure}; on meta tensors {said(error)}"[:300])
+        return Finding(model_type, "not run", failure)
+    return Finding(model_type, "not built", failure)
+
+
+def _default(model_type: str) -> dict:
+    return CONFIG_MAPPING[model_type]().to_dict()
+
+
+def build(model_type: str, sizes: dict[str, int] = SIZES) -> nn.Module:
+    small = CONFIG_MAPPING[model_type](**shrink(_default(model_type), sizes))
     with torch.device("meta"):
         weights = sum(parameter.numel() for parameter in AutoModel.from_config(small).parameters())
     if weights > LARGEST:
@@ -96,19 +124,28 @@ def build(model_type: str) -> nn.Module:
     return model
 
 
-def shrink(fields: dict) -> dict:
+def shrink(fields: dict, sizes: dict[str, int]) -> dict:
     """The fields of a config with small sizes, in its parts as well; layer lists are left to the config."""
     kept = {}
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
-            kept[name] = shrink(value)
-        elif name == "vocab_size" or (name in SIZES and isinstance(value, int) and not isinstance(value, bool)):
-            kept[name] = min(SIZES[name], value or SIZES[name])
+            kept[name] = shrink(value, sizes) | {"model_type": value["model_type"]}
+        elif isinstance(value, dict) and "mrope_section" in value:
+            kept[name] = value | {"mrope_section": _sections(value, fields, sizes)}
+        elif name == "vocab_size" or (name in sizes and isinstance(value, int) and not isinstance(value, bool)):
+            kept[name] = min(sizes[name], value or sizes[name])
         elif name.endswith("token_id") or name == "padding_idx":
-            kept[name] = min(value, 2) if isinstance(value, int) else value
+            kept[name] = min(value, 2) if isinstance(value, int) else 0 if name == "pad_token_id" else value
         elif name not in DERIVED:
             kept[name] = value
     return kept
+
+
+def _sections(rope: dict, fields: dict, sizes: dict[str, int]) -> list[int]:
+    """How many of the rotated pairs of a small head tell time, height and width."""
+    share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor")) or 1.0
+    pairs, parts = int(sizes["head_dim"] * share) // 2, len(rope["mrope_section"])
+    return [pairs // parts + (part < pairs % parts) for part in range(parts)]
 
 
 def example(model: nn.Module, seen: bool) -> dict[str, Tensor]:

@@ -56,7 +56,7 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def model_folder(folder: str | Path) -> Path:
-    """Where the weights are: `folder` itself, or its newest complete checkpoint.
+    """Where the weights are: `folder` itself, its newest complete checkpoint, or its folder `model`.
 
     Raises ValueError where neither holds a model in safetensors.
     """
@@ -68,6 +68,8 @@ def model_folder(folder: str | Path) -> Path:
             f"model must be a folder with config.json and safetensors, got {what} {str(folder)!r}.{pickle}"
         )
     found = folder if _of_a_model(folder) else newest(folder)
+    if found is None and _of_a_model(folder / "model"):
+        found = folder / "model"  # of `fem demo`
     if found is None:
         cut_off = ", but only checkpoints that were cut off" if checkpoints(folder) else ""
         raise ValueError(f"model must hold config.json and safetensors, got {str(folder)!r} without them{cut_off}.")

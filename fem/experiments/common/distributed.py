@@ -33,6 +33,11 @@ class Lost(Exception):
     """The processes have lost touch: one hangs or has ended."""
 
 
+def lost_touch(error: BaseException) -> bool:
+    """Whether an operation failed for want of another process."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in COMMUNICATION)
+
+
 class Ranks:
     """The processes of a training, over gloo, so that no GPU is waited for.
 
@@ -46,6 +51,8 @@ class Ranks:
         if self.world > 1:
             self.patient = dist.new_group(backend="gloo", timeout=PATIENCE)
             self.prompt = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+            # The model's own group: on CPUs transformers begins it without `ddp_timeout`, with half an hour.
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
     def first(self, work: Callable[[], Found]) -> Found:
         """What `work` returns on rank 0, on every rank, however long it takes.
@@ -86,7 +93,7 @@ class Ranks:
         except Exception as error:
             if self.world == 1:
                 raise
-            lost = isinstance(error, RuntimeError) and any(word in str(error) for word in COMMUNICATION)
+            lost = lost_touch(error)
             missing = self.missing() if lost else []
             if self.store().add(f"{self.key}/said", 1) > 1:
                 raise SystemExit(2) from None

@@ -14,13 +14,15 @@ from fem.experiments.common.baselines import BASELINES
 from fem.priors import PRIORS
 
 PARTS = {"C": "use_conv", "L": "use_lse", "T": "use_temperature", "G": "use_outer_gate"}
+SHOWN = {"softmax": "attention", "gla": "GLA", "rnn_softmax": "AFT", "mamba": "Mamba", "mamba_interactive": "Mamba-i"}
 ALIASES = {
     "sm": "softmax",
-    "aft": "rnn_softmax",
     "laser": "softmax+L",
-    **{f"fem-{prior}": f"{prior}+CLTG" for prior in PRIORS},
+    "fem": "softmax+CLTG",
     "fem-sm": "softmax+CLTG",
-    "fem-aft": "rnn_softmax+CLTG",
+    **{f"fem-{prior}": f"{prior}+CLTG" for prior in PRIORS},
+    **{shown.lower(): prior for prior, shown in SHOWN.items()},
+    **{f"fem-{shown.lower()}": f"{prior}+CLTG" for prior, shown in SHOWN.items()},
 }
 UNNORMALISED = "-norm"
 OPTION = re.compile(r"r\d+|b\d+(\.\d+)?|l-?\d+(\.\d+)?|wide|norm")
@@ -48,7 +50,7 @@ def canonical(name: str) -> str:
     whole, *options = name.split("/")
     plain = whole.removesuffix(UNNORMALISED)
     head, plus, tail = plain.partition("+")
-    prior, _, parts = ALIASES.get(head, head).partition("+")
+    prior, _, parts = ALIASES.get(head.lower(), head).partition("+")
     parts += tail
     if (
         prior not in PRIORS
@@ -60,8 +62,8 @@ def canonical(name: str) -> str:
     ):
         raise ValueError(
             f"mixer must be a prior ({', '.join(PRIORS)}), alone or with '+' and some of the letters {''.join(PARTS)} "
-            f"(T needs L), or one of {', '.join(ALIASES)}, then options such as /r4, /wide, /b8, /l6, /norm; "
-            f"got {name!r}."
+            "(T needs L), or a name such as attention, FEM, FEM-GLA, AFT, then options such as /r4, /wide, /b8, /l6, "
+            f"/norm; got {name!r}."
         )
     if prior == "softmax" and plain != whole:
         raise ValueError(f"the softmax prior is normalised by definition; leave out {UNNORMALISED!r}, got {name!r}.")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.markup import escape
 
-from fem.experiments.common.run import note
+from fem.experiments.common.run import called, note
 
 Command = Callable[..., Any]
 
@@ -23,37 +23,55 @@ def recipe_options(recipe: Any) -> Callable[[Command], Command]:
     """
     types = get_type_hints(type(recipe))
 
-    def as_option(field) -> inspect.Parameter:
-        default = getattr(recipe, field.name)
-        shown = "" if default is None else escape(f" [default: {default}]")
-        info = typer.Option(help=field.metadata["help"] + shown, show_default=False)
-        annotation = Annotated[types[field.name] | None, info]
-        return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-    def as_other_name(other: str, field) -> inspect.Parameter:
-        annotation = Annotated[types[field.name] | None, typer.Option(hidden=True)]
-        return inspect.Parameter(other, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    def as_option(field: Field) -> inspect.Parameter:
+        default, name = getattr(recipe, field.name), called(field)
+        if isinstance(default, bool):
+            flag, default = f"--{name}/--no-{name}", f"{'' if default else 'no-'}{name}"
+        else:
+            flag = f"--{name}"
+        shown = "" if default in (None, "") else f" [default: {default}]"
+        info = typer.Option(flag, help=escape(field.metadata["help"] + shown), show_default=False)
+        return _keyword(field.name, types[field.name], info)
 
     def decorate(command: Command) -> Command:
         _, *own = inspect.signature(command, eval_str=True).parameters.values()
         options = [as_option(field) for field in fields(recipe)]
         names = {option.name for option in options}
-        others = {other: field for field in fields(recipe) for other in field.metadata.get("also", ())}
-        options += [as_other_name(other, field) for other, field in others.items()]
+        old = {other: field for field in fields(recipe) for other in field.metadata.get("also", ())}
+        for other, field in old.items():
+            hidden = typer.Option(f"--{other.replace('_', '-')}", hidden=True)
+            options.append(_keyword(f"old_{other}", types[field.name], hidden))
 
         def run(**given):
-            for other, field in others.items():
-                if (value := given.pop(other)) is not None:
-                    note(f"--{other.replace('_', '-')} is called --{field.name.replace('_', '-')} here.")
+            for other, field in old.items():
+                if (value := given.pop(f"old_{other}")) is not None:
+                    note(f"--{other.replace('_', '-')} is called --{called(field)} here.")
                     given[field.name] = value
             changes = {name: value for name, value in given.items() if name in names and value is not None}
-            return command(changes, **{name: value for name, value in given.items() if name not in names})
+            try:
+                return command(changes, **{name: value for name, value in given.items() if name not in names})
+            except ValueError as error:
+                raise ValueError(_as_typed(str(error), recipe)) from error
 
         keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
         parameters = [*keyword_only, *options]
-        run.__name__, run.__doc__ = command.__name__, inspect.cleandoc(command.__doc__ or "")
+        run.__name__, run.__module__ = command.__name__, command.__module__
+        run.__doc__ = inspect.cleandoc(command.__doc__ or "")
         run.__signature__ = inspect.Signature(parameters)
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
 
     return decorate
+
+
+def _as_typed(sentence: str, recipe: Any) -> str:
+    """A sentence about a field names the option that sets it."""
+    word, space, rest = sentence.partition(" ")
+    typed = {field.name: called(field).replace("-", "_") for field in fields(recipe)}
+    return typed.get(word, word) + space + rest
+
+
+def _keyword(name: str, kind: Any, info: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
+    )

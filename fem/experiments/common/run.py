@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, field, fields, is_dataclass
+from dataclasses import Field, asdict, field, fields, is_dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,7 +23,15 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 PACKAGES = (
     "free-energy-mixer",
@@ -38,12 +46,18 @@ PACKAGES = (
 RESULTS, PAGE, CONFIG = "results.json", "report.md", "config.json"
 
 
-def option(default: Any, help: str, also: tuple[str, ...] = ()) -> Any:
+def option(default: Any, help: str, also: tuple[str, ...] = (), called: str | None = None) -> Any:
     """A field of a recipe: its default and the line that explains it, on the command line too.
 
-    also: what other commands or versions call it; the command line takes these names with a hint.
+    called: its name on the command line, where that is not the field's. also: what other commands or versions call it;
+    the command line takes these names with a hint.
     """
-    return field(default=default, metadata={"help": help, "also": also})
+    return field(default=default, metadata={"help": help, "also": also, "called": called})
+
+
+def called(part: Field) -> str:
+    """The name of a recipe's field on the command line, without dashes in front."""
+    return (part.metadata.get("called") or part.name).replace("_", "-")
 
 
 class Run:
@@ -115,7 +129,7 @@ def command_line(experiment: str, recipe, start, profile: str | None = None) -> 
     """The command that runs `recipe`: what differs from `start`, where the options start. Files by their names."""
     words = ["fem", experiment] if profile is None else ["fem", experiment, "--profile", profile]
     for part in fields(recipe):
-        value, name = getattr(recipe, part.name), part.name.replace("_", "-")
+        value, name = getattr(recipe, part.name), called(part)
         if value is None or value == getattr(start, part.name):
             continue
         if isinstance(value, bool):
@@ -206,13 +220,30 @@ def cpu_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+class Lines(Progress):
+    """Progress that nobody watches: a line whenever a task is described anew, which is what evaluations do."""
+
+    def update(self, task_id: TaskID, *, description: str | None = None, **changes) -> None:
+        task = next(task for task in self.tasks if task.id == task_id)
+        news = description is not None and description != task.description
+        super().update(task_id, description=description, **changes)
+        if news:
+            where = f"({task.completed:.0f}/{task.total or 0:.0f})"
+            self.console.print(f"{description} {where}", soft_wrap=True, markup=False, highlight=False)
+
+
 def progress() -> Progress:
-    """A progress bar with steps, time taken and time left, on standard error."""
+    """Steps, time taken and time left on standard error: a bar on a terminal, else a line per evaluation."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return Lines(console=console, disable=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TextColumn("taken,"),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        TextColumn("left"),
+        console=console,
     )

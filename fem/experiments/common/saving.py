@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from fem.experiments.common.checkpoints import checkpoints, newest
+from fem.experiments.common.distributed import lost_touch
 from fem.experiments.common.integrity import publish
 from fem.experiments.common.trainer import LanguageTrainer
 
@@ -51,13 +53,15 @@ class SavingTrainer(LanguageTrainer):
                 for old in checkpoints(self.output)[: -self.keep]:
                     shutil.rmtree(old)
             self.accelerator.wait_for_everyone()
-        except (OSError, RuntimeError, SafetensorError) as error:
-            if self.args.world_size > 1 and not isinstance(error, OSError | SafetensorError):
+        except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+            if lost_touch(error):
                 raise
             shutil.rmtree(staging, ignore_errors=True)
-            raise OSError(
-                f"{name} could not be saved in {str(self.output)!r}: {error}; {kept(self.output)}."
-            ) from error
+            reason = str(error).strip().splitlines()[-1]
+            if isinstance(error, RuntimeError):  # torch's writer says where it is, and not what it met
+                reason = f"a file could not be written whole, as on a full disk ({reason})"
+            told = f"{name} could not be saved in {str(self.output)!r}: {reason}; {kept(self.output)}."
+            raise OSError(told) from error
 
     @torch.no_grad()
     def check_weights(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -91,6 +92,7 @@ def _run(train: Train, job: Job, device: str, folder: Path) -> dict:
 
 
 def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its workers
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

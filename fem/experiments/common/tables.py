@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 Rows = Sequence[Mapping[str, Any]]
+Best = Mapping[str, Callable[[list[float]], float]]
 
 
 def cell(value: Any) -> str:
@@ -26,12 +27,28 @@ def cell(value: Any) -> str:
     return str(value)
 
 
-def markdown_table(rows: Rows) -> str:
-    """The rows as a Markdown table, numbers to the right. Columns are those of the first row."""
+def markdown_table(rows: Rows, best: Best | None = None) -> str:
+    """The rows as a Markdown table, numbers to the right. Columns are those of the first row.
+
+    best: by column, max or min: the cells that begin with that number are bold.
+    """
     columns = list(rows[0])
     align = ["---:" if any(_is_number(row[column]) for row in rows) else "---" for column in columns]
-    lines = [columns, align, *([_plain(cell(row[column])) for column in columns] for row in rows)]
+    cells = [{column: _plain(cell(row[column])) for column in columns} for row in rows]
+    for column, which in (best or {}).items():
+        numbers = [_leading(row.get(column, "")) for row in cells]
+        found = [number for number in numbers if number is not None]
+        for row, number in zip(cells, numbers):
+            if len(found) > 1 and number == which(found):
+                row[column] = f"**{row[column]}**"
+    lines = [columns, align, *(row.values() for row in cells)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _leading(text: str) -> float | None:
+    """The number that a cell begins with."""
+    match = re.match(r"-?[\d,]+\.?\d*", text)
+    return float(match[0].replace(",", "")) if match else None
 
 
 def _plain(text: str) -> str:

@@ -14,7 +14,7 @@ import typer
 from fem.experiments.common.run import processor, versions
 from fem.experiments.common.tables import show_table
 from fem.experiments.doctor.card import examine
-from fem.extras import DISTRIBUTION, extras
+from fem.extras import extras
 from fem.ops.common.backend import softmax_backend
 from fem.ops.common.self_check import verdicts
 
@@ -62,7 +62,7 @@ def _state(extra: str, package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return f"missing: pip install '{DISTRIBUTION}[{extra}]'"
+        return f"missing: pip install '.[{extra}]'"
 
 
 def kernels() -> list[dict]:

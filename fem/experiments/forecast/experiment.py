@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +23,7 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
     Raises ValueError on data that cannot be trained on, before any training.
     """
     check_output(output, "forecast")
-    from fem.experiments.forecast import report
+    from fem.experiments.forecast import picture, report
     from fem.experiments.forecast.training import train
 
     jobs = recipe.jobs()
@@ -52,6 +52,7 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
         write_table(under_way.folder, "table", report.table(records))
         report.write(under_way.folder, records, command_line("forecast", recipe, LAPTOP))
         results = under_way.finish({"forecast": report.summary(records)})
+        picture.redraw(results, asdict(recipe), under_way.folder)
     show_table("Forecasts of equal size: errors on scaled test data", report.short_table(records))
     return results
 

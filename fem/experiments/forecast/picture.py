@@ -1,67 +1,66 @@
-"""Pictures of the runs: forecasts of one test window, and validation errors. A row per series, a column per horizon."""
+"""Pictures of the runs: every seed's error, and forecasts of one test window."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fem.plots import COLOURS, OTHERS, STYLE
+from fem.experiments.common.names import colour, display
+from fem.plots import STYLE, dots
 
-OWN_LOOKS = {"softmax+CLTG": (COLOURS["fem"], "-"), "softmax": (COLOURS["softmax"], "-")}
-OTHER_LOOKS = [(colour, line) for line in ("-", "--", ":") for colour in OTHERS]
+NAMES = {
+    "itransformer": "iTransformer",
+    "patchtst": "PatchTST",
+    "dlinear": "DLinear",
+    "femforecaster": "FEMForecaster",
+    "none": "no mixer",
+}
+OWN_COLOURS = {"itransformer": "#64748b", "patchtst": "#a8a29e", "dlinear": "#c4b5a5", "none": "#111827"}
 
-Draw = Callable[[Axes, dict, dict], None]
+
+def name_of(model: str) -> str:
+    return NAMES.get(model) or display(model)
 
 
-def forecasts(path: Path, records: Sequence[dict], names: dict[str, str]) -> None:
-    """The truth in the last channel of the middle test window, and every model's forecast of it by its first seed."""
+def colour_of(model: str) -> str:
+    return OWN_COLOURS.get(model) or colour("fem" if model == "femforecaster" else model)
+
+
+def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
+    """errors.png, from what results.json holds: the test error of every model, a dot per seed."""
+    panels: dict[str, dict] = {}
+    for row in results["forecast"]:
+        panels.setdefault(f"{row['data']}, {row['horizon']}", {})[name_of(row["model"])] = row["mses"]
+    colours = {name_of(row["model"]): colour_of(row["model"]) for row in results["forecast"]}
+    dots(folder / "errors.png", "Test MSE by data and horizon: a dot per seed", panels, colours)
+
+
+def forecasts(path: Path, records: Sequence[dict]) -> None:
+    """The truth in the last channel of the middle test window, and every model's forecast of it by its first seed. A
+    row per series, a column per horizon.
+    """
     first: dict[tuple, dict] = {}
     for record in records:
         first.setdefault((record["data"], record["horizon"], record["model"]), record)
-
-    def draw(axes: Axes, record: dict, look: dict) -> None:
-        shown = record["example"]
-        past, future = range(-len(shown["history"]), 0), range(record["horizon"])
-        if not axes.lines:
-            axes.plot([*past, *future], shown["history"] + shown["future"], color="#111827", linewidth=1, label="truth")
-        axes.plot(future, shown["forecast"], **look, label=names.get(record["model"], record["model"]))
-        axes.set_xlabel("rows from now")
-
-    _grid(path, "Last channel in the middle of the test rows, scaled", list(first.values()), draw)
-
-
-def curves(path: Path, records: Sequence[dict], names: dict[str, str]) -> None:
-    """Validation error over the epochs of the backbone, a line per seed."""
-
-    def draw(axes: Axes, record: dict, look: dict) -> None:
-        name = names.get(record["model"], record["model"])
-        seen = any(line.get_label() == name for line in axes.lines)
-        points = record["curve"]
-        epochs, errors = ([point[key] for point in points] for key in ("epoch", "validation_mse"))
-        axes.plot(epochs, errors, **look, marker=".", label="_" if seen else name)
-        axes.set_xlabel("epoch")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-
-    _grid(path, "Validation MSE", records, draw)
-
-
-def _grid(path: Path, title: str, records: Sequence[dict], draw: Draw) -> None:
     data, horizons = (list(dict.fromkeys(record[name] for record in records)) for name in ("data", "horizon"))
-    others = iter(OTHER_LOOKS * len(records))
-    models = dict.fromkeys(record["model"] for record in records)
-    looks = {model: OWN_LOOKS.get(model) or next(others) for model in models}
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(4.6 * len(horizons) + 1.6, 3.0 * len(data) + 0.3), layout="constrained")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+        figure.suptitle("Last channel in the middle of the test rows, scaled", x=0.01, ha="left", fontsize=10)
         panels = figure.subplots(len(data), len(horizons), squeeze=False)
-        for record in records:
+        for record in first.values():
             axes = panels[data.index(record["data"])][horizons.index(record["horizon"])]
-            colour, line = looks[record["model"]]
-            draw(axes, record, {"color": colour, "linestyle": line, "linewidth": 1.4})
+            shown = record["example"]
+            past, future = range(-len(shown["history"]), 0), range(record["horizon"])
+            if not axes.lines:
+                axes.plot(
+                    [*past, *future], shown["history"] + shown["future"], color="black", linewidth=1, label="truth"
+                )
+            look = {"color": colour_of(record["model"]), "linewidth": 1.4}
+            axes.plot(future, shown["forecast"], **look, label=name_of(record["model"]))
+            axes.set_xlabel("rows from now")
             axes.set_title(f"{record['data']}, horizon {record['horizon']}")
         labelled = {label: line for axes in panels.flat for line, label in zip(*axes.get_legend_handles_labels())}
         figure.legend(labelled.values(), labelled.keys(), loc="outside right upper")

@@ -10,19 +10,7 @@ from fem.experiments.common.run import provenance
 from fem.experiments.common.tables import markdown_table, write_table
 from fem.experiments.forecast import picture
 
-NAMES = {
-    "softmax+CLTG": "FEM-SM",
-    "gla+CLTG": "FEM-GLA",
-    "mamba+CLTG": "FEM-Mamba",
-    "rnn_softmax+CLTG": "FEM-AFT",
-    "gla-norm": "GLA",
-    "itransformer": "iTransformer",
-    "patchtst": "PatchTST",
-    "dlinear": "DLinear",
-    "femforecaster": "FEMForecaster",
-    "none": "no mixer",
-}
-TABLE_4_MODELS = ("FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "GLA", "iTransformer", "PatchTST", "DLinear")
+TABLE_4_MODELS = ("FEM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "GLA", "iTransformer", "PatchTST", "DLinear")
 TABLE_4 = {
     "Weather": (0.222, 0.223, 0.218, 0.223, 0.221, 0.232, 0.221, 0.233),
     "Solar": (0.189, 0.188, 0.193, 0.186, 0.204, 0.198, 0.219, 0.202),
@@ -65,7 +53,7 @@ def table(records: Sequence[dict]) -> list[dict]:
         {
             "data": row["data"],
             "horizon": row["horizon"],
-            "model": NAMES.get(row["model"], row["model"]),
+            "model": picture.name_of(row["model"]),
             "MSE": row["mse"],
             "sd": stdev(row["mses"]) if len(row["mses"]) > 1 else None,
             "MSE by seed": ", ".join(f"{error:.4f}" for error in row["mses"]),
@@ -87,7 +75,7 @@ def table4(summaries: Sequence[dict]) -> list[dict]:
     """Table 4 from rows of `summary`: "ours (the paper's)"; ours blank unless all four horizons were run."""
     ours: dict[tuple, dict[int, float]] = {}
     for row in summaries:
-        ours.setdefault((row["data"].lower(), NAMES.get(row["model"])), {})[row["horizon"]] = row["mse"]
+        ours.setdefault((row["data"].lower(), picture.name_of(row["model"])), {})[row["horizon"]] = row["mse"]
     rows = []
     for data, figures in TABLE_4.items():
         rows.append({"dataset": data})
@@ -99,15 +87,11 @@ def table4(summaries: Sequence[dict]) -> list[dict]:
 
 
 def write(folder: Path, records: Sequence[dict], command: str) -> None:
-    """table4.csv and .md, forecasts.png, curves.png and report.md in `folder`."""
+    """table4.csv and .md, forecasts.png and report.md in `folder`."""
     write_table(folder, "table4", table4(summary(records)))
-    picture.forecasts(folder / "forecasts.png", records, NAMES)
-    curves = [record for record in records if "epoch" in record["curve"][0]]
-    if curves:
-        picture.curves(folder / "curves.png", curves, NAMES)
+    picture.forecasts(folder / "forecasts.png", records)
     page = PAGE.format(
-        table=markdown_table(table(records)),
-        curves="\n![validation error over epochs](curves.png)\n" if curves else "",
+        table=markdown_table(table(records), {"MSE": min, "MAE": min}),
         note=TABLE_4_NOTE,
         table4=markdown_table(table4(summary(records))),
         provenance=provenance(command),
@@ -124,8 +108,10 @@ iTransformer and FEMForecaster are trained by neuralforecast. CPU s: of training
 sd: over seeds.
 
 {table}
+![test error of every model, a dot per seed](errors.png)
+
 ![one test window and its forecasts](forecasts.png)
-{curves}
+
 ## Table 4
 
 {note}

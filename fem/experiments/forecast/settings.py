@@ -24,7 +24,12 @@ class ForecastRecipe:
 
     data: str = option("", "CSV files (.csv or .csv.gz): a column date, then the channels.")
     horizon: str = option("96", "Rows to forecast.")
-    models: str = option("softmax,fem-sm,none", f"Mixers, such as softmax, fem-gla, gla; none; {', '.join(BASELINES)}.")
+    models: str = option(
+        "softmax,fem-sm,none",
+        f"Mixers, such as softmax, fem-gla, gla; none; {', '.join(BASELINES)}.",
+        also=("models",),
+        called="mixers",
+    )
     seeds: int = option(2, "How many seeds; every model has the same.")
     seed: int = option(0, "First seed: of weights, order and dropout.")
     lookback: int | None = option(None, "Rows of history; default: 1024 to 4096, by horizon.")
@@ -35,7 +40,9 @@ class ForecastRecipe:
     beta_max_init: float = option(1.8, "Where FEM's inverse temperature starts, before the softplus.")
     epochs: int = option(3, "Most epochs of the backbone, over all windows.")
     patience: int = option(12, "Stop after so many epochs without a lower validation error.")
-    batch: int | None = option(None, "Windows a step; default: 32, or 8 from 100 channels on.")
+    batch: int | None = option(
+        None, "Windows a step; default: 32, or 8 from 100 channels on.", also=("batch",), called="batch_size"
+    )
     learning_rate: float = option(6e-4, "Peak learning rate of AdamW for the backbone.")
     weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
     peer_lookback: int = option(512, "Rows of history of neuralforecast's models.")

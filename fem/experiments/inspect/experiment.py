@@ -11,14 +11,16 @@ import numpy as np
 import torch
 import typer
 
-from fem.experiments.common.run import open_run
+from fem.experiments.common.run import check_output, note, open_run
 from fem.experiments.common.tables import show_table, write_table
-from fem.experiments.inspect.layers import LayerTables, layer_tables, most_divided, readers, readings
+from fem.experiments.inspect.layers import LayerTables, by_division, layer_tables, readers, readings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MOST_TOKENS = 64
+IN_CSV_ALONE = ("prior", "beta", "hidden beta")  # the table on a terminal has room for 80 letters
+SHORT = {"tokens in prior": "tokens p", "tokens in posterior": "tokens q", "read most at the end": "differ"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,11 @@ def head_rows(layers: Sequence[LayerTables]) -> list[dict]:
         for tables in layers
         for head in range(tables.heads)
     ]
+
+
+def short(rows: Sequence[dict]) -> list[dict]:
+    """`head_rows` for a terminal of 80 columns."""
+    return [{SHORT.get(name, name): value for name, value in row.items() if name not in IN_CSV_ALONE} for row in rows]
 
 
 def channel_rows(layers: Sequence[LayerTables], tokens: Sequence[str]) -> list[dict]:
@@ -142,40 +149,47 @@ def run(folder: str, recipe: InspectRecipe, output: Path) -> dict:
     """Tables, picture and page of what the model in `folder` reads, written to `output`; returns results.json."""
     from fem.experiments.common.checkpoints import load_language_model
     from fem.experiments.inspect.page import write_page
-    from fem.plots import channel_reading
+    from fem.plots import channel_readings
 
+    check_output(output, "inspect")
+    model, tokenizer = load_language_model(folder)
+    ids, tokens = encode(tokenizer, recipe.text)
+    layers = read_layers(model, ids, recipe)
     with open_run(output, "inspect", recipe) as under_way:
-        model, tokenizer = load_language_model(folder)
-        ids, tokens = encode(tokenizer, recipe.text)
-        layers = read_layers(model, ids, recipe)
-        place, head = most_divided(layers)
+        place, head = by_division(layers)[0]
         most = layers[place]
         rows = head_rows(layers)
         write_table(under_way.folder, "heads", rows)
         write_table(under_way.folder, "channels", channel_rows(layers, tokens))
-        title = f"Layer {most.layer}, head {head + 1}: what each channel reads at the last token"
-        channel_reading(
+        name = f"layer {most.layer}, head {head + 1}: the head whose channels differ most"
+        channel_readings(
             under_way.folder / "inspect.png",
-            title,
+            "What each channel reads at the last token",
             [visible(token) for token in tokens],
-            most.prior[head, :, -1].mean(0),
-            most.read[head, :, -1],
+            [(name, most.prior[head, :, -1].mean(0), most.read[head, :, -1])],
         )
         write_page(under_way.folder / "inspect.html", str(folder), tokens, layers, (place, head))
         results = under_way.finish({"model": folder, "tokens": tokens, "heads": rows})
-    show_table(f"What {len(tokens)} tokens read: means over channels and tokens", rows)
+    show_table(f"What {len(tokens)} tokens read: means over channels and tokens; p: prior, q: posterior", short(rows))
     return results
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="Folder of a model and its tokenizer, as `fem train` saves.")],
-    text: Annotated[str, typer.Option(help=f"The text to read, of at most {MOST_TOKENS} tokens.")],
+    model: Annotated[
+        str | None, typer.Option(help="Folder of a model, or the output of fem train or fem demo. [required]")
+    ] = None,
+    text: Annotated[str, typer.Option(help=f"The text to read, of at most {MOST_TOKENS} tokens.")] = "",
     layers: Annotated[str | None, typer.Option(help='Layers to show, such as "1,4"; all by default.')] = None,
     output: Annotated[Path, typer.Option(help="Folder of page, picture and tables.")] = Path("runs/inspect"),
+    folder: Annotated[str | None, typer.Argument(hidden=True)] = None,
 ):
     """What each channel of each head reads from a text: a page to explore, a picture, and tables."""
     from transformers.utils.logging import disable_progress_bar
 
+    if folder is not None:
+        note("the model is given as --model here.")
+    if (model := model or folder) is None:
+        raise ValueError("model must be given: --model with the folder of a model or of a training.")
     disable_progress_bar()
     run(model, InspectRecipe(text=text, layers=layers), output)
     typer.echo(f"written to {output}: open inspect.html in a browser; inspect.png, heads.csv, channels.csv")

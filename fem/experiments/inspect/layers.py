@@ -130,8 +130,8 @@ def _by_head(part: Float[Tensor, "b t h d"] | None) -> np.ndarray | None:
     return None if part is None else _numpy(part.permute(0, 2, 3, 1))
 
 
-def most_divided(layers: Sequence[LayerTables]) -> tuple[int, int]:
-    """The head whose channels part most at the last token: (place of its layer, place in the layer).
+def by_division(layers: Sequence[LayerTables]) -> list[tuple[int, int]]:
+    """All heads, (place of its layer, place in the layer), the one whose channels part most at the last token first.
 
     First by how many different tokens they read most, then by the total variation between a channel's weights and the
     average channel's.
@@ -141,4 +141,5 @@ def most_divided(layers: Sequence[LayerTables]) -> tuple[int, int]:
         weights = layers[place[0]].read[place[1], :, -1]
         return len(set(weights.argmax(-1))), np.abs(weights - weights.mean(0)).sum()
 
-    return max(((i, head) for i, tables in enumerate(layers) for head in range(tables.heads)), key=difference)
+    places = [(i, head) for i, tables in enumerate(layers) for head in range(tables.heads)]
+    return sorted(places, key=difference, reverse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -15,9 +15,11 @@ from rich.progress import Progress
 
 from fem.experiments.common.jobs import digest_of
 from fem.experiments.common.mixers import file_name
+from fem.experiments.common.names import KEY, by_name, colours, display
 from fem.experiments.common.options import recipe_options
 from fem.experiments.common.paired import shown
 from fem.experiments.common.run import (
+    check_output,
     command_line,
     cpu_threads,
     hardware,
@@ -30,7 +32,7 @@ from fem.experiments.common.run import (
     write_json,
 )
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
-from fem.experiments.lm.ablations import ROWS, remark, row_fields
+from fem.experiments.lm.ablations import ROWS, mixer_name, remark, row_fields, row_of
 
 if TYPE_CHECKING:
     from fem.experiments.lm.small import LanguageRecipe
@@ -44,9 +46,16 @@ PLAIN, GATED = "-C,G,T,L", "+G"
 class AblateRecipe:
     """Rows, their learning rates and seeds, and the model that all share. The defaults take a laptop some hours."""
 
-    text: Path | None = option(None, "UTF-8 text file; none: Python's sources and help topics.")  # noqa: RUF009
+    text: Path | None = option(  # noqa: RUF009
+        None, "UTF-8 text file; none: Python's sources and help topics.", also=("text",), called="text_file"
+    )
     prior: str = option("softmax", "Prior of every row.")
-    rows: str = option(" ".join(ROWS), "Rows, with spaces between them.")
+    rows: str = option(
+        " ".join(ROWS),
+        "Mixers of this prior with commas, such as attention,attention+LT,FEM; or the paper's rows with spaces.",
+        also=("rows",),
+        called="mixers",
+    )
     learning_rates: str = option("0.001,0.002,0.004", "Each row takes the best of these on the first seed.")
     seeds: int = option(3, "Seeds at the chosen learning rate.")
     seed: int = option(0, "First seed.")
@@ -57,7 +66,7 @@ class AblateRecipe:
     mlp_width: int = option(352, "Width of the prior's SwiGLU; rows with more parameters narrow theirs.")
     vocabulary: int = option(2048, "Entries of the byte-pair tokenizer.")
     context: int = option(128, "Tokens of one row.")
-    batch: int = option(4, "Rows a step.")
+    batch: int = option(4, "Rows a step.", also=("batch",), called="batch_size")
     steps: int = option(600, "Optimiser steps.")
     validations: int = option(6, "Validations, evenly spaced.")
     threads: int = option(1, "CPU threads.")
@@ -67,12 +76,14 @@ class AblateRecipe:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
         if not self.row_names() or not self.rates():
-            raise ValueError("rows and learning_rates must name at least one each.")
+            raise ValueError("mixers and learning_rates must name at least one each.")
         for row in self.row_names():
             row_fields(row, self.prior)
 
     def row_names(self) -> list[str]:
-        return list(dict.fromkeys(self.rows.split()))
+        if any(word.partition("/")[0] in ROWS for word in self.rows.split()):
+            return list(dict.fromkeys(self.rows.split()))
+        return list(dict.fromkeys(row_of(name.strip(), self.prior) for name in self.rows.split(",") if name.strip()))
 
     def rates(self) -> list[float]:
         try:
@@ -109,8 +120,12 @@ class Job:
 class Ablation:
     """What was measured: every row's records by learning rate on the first seed, and by seed at the best of them."""
 
+    prior: str
     tuning: dict[str, dict[float, dict]]
     chosen: dict[str, list[dict]]
+
+    def name(self, row: str) -> str:
+        return display(mixer_name(row, self.prior))
 
     def best(self, row: str) -> float:
         return best_rate(self.tuning[row])
@@ -123,12 +138,13 @@ class Ablation:
         for row, records in self.chosen.items():
             losses = self._losses(row)
             over = {
-                f"below {other}, paired": shown(self._losses(other), losses) if other != row else ""
+                f"below {self.name(other)}, paired": shown(self._losses(other), losses) if other != row else ""
                 for other in (PLAIN, GATED)
                 if other in self.chosen
             }
             found.append(
                 {
+                    "mixer": self.name(row),
                     "row": row,
                     "what": remark(row),
                     "loss": mean(losses),
@@ -148,7 +164,8 @@ class Ablation:
     def tuning_table(self) -> list[dict]:
         """A row per row, a column per learning rate."""
         return [
-            {"row": row} | {f"{rate:g}": record["val_loss"] for rate, record in records.items()}
+            {"mixer": self.name(row), "row": row}
+            | {f"{rate:g}": record["val_loss"] for rate, record in records.items()}
             for row, records in self.tuning.items()
         ]
 
@@ -163,7 +180,7 @@ def ablate(recipe: AblateRecipe, measure: Callable[[str, float, int], dict]) -> 
 
     measure(row, learning_rate, seed): the record of one training.
     """
-    ablation = Ablation({}, {})
+    ablation = Ablation(recipe.prior, {}, {})
     for row in recipe.row_names():
         ablation.tuning[row] = {rate: measure(row, rate, recipe.seed) for rate in recipe.rates()}
         best = ablation.best(row)
@@ -173,8 +190,12 @@ def ablate(recipe: AblateRecipe, measure: Callable[[str, float, int], dict]) -> 
 
 def run(recipe: AblateRecipe, output: Path) -> dict:
     """The ablation, written to `output`; a training that has ended there already is not run again."""
+    from fem.experiments.lm.small import model_config
     from fem.experiments.lm.text import build_corpus
 
+    check_output(output, "ablate")
+    for row in recipe.row_names():  # what cannot be built is said before the text is read
+        model_config(recipe.language(recipe.rates()[0], recipe.seed), row_fields(row, recipe.prior), recipe.vocabulary)
     with cpu_threads(recipe.threads), progress() as bars:
         corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)
         text = hashlib.blake2b(corpus.train["input_ids"][:].numpy(), digest_size=8).hexdigest()
@@ -196,7 +217,6 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
         table = ablation.table()
         write_table(under_way.folder, "table", table)
         write_table(under_way.folder, "learning_rates", ablation.tuning_table())
-        plot(ablation, recipe, under_way.folder / "loss.png")
         page(under_way.folder, ablation, recipe)
         results = under_way.finish(
             {
@@ -205,7 +225,8 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
                 "prior": recipe.prior,
             }
         )
-    short = [{name: value for name, value in row.items() if name != "what"} for row in table]
+        redraw(results, asdict(recipe), under_way.folder)
+    short = [{name: value for name, value in row.items() if name not in ("what", "row")} for row in table]
     show_table(f"Validation loss, {recipe.prior} prior, equal parameters", short)
     return results
 
@@ -250,16 +271,17 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
         f"What each part of FEM adds to a language model: {recipe.prior} prior, "
         f"{recipe.layers} blocks of width {recipe.width}",
         f"{recipe.layers} blocks of width {recipe.width} with {recipe.heads} heads; {recipe.steps} steps of "
-        f"{recipe.batch} x {recipe.context} tokens of {source}, byte-pair vocabulary of {recipe.vocabulary}. C: "
-        "conditioner, L: free energy, T: temperature gate (lambda), G: outer gate. All rows have the same parameters "
+        f"{recipe.batch} x {recipe.context} tokens of {source}, byte-pair vocabulary of {recipe.vocabulary}. "
+        f"{KEY} All rows have the same parameters "
         "within 1 %, the same initialisation, and per seed the same rows of text in the same order; each has the best "
         "of the learning rates on the first seed. /r8: gates of rank 8, whose width goes to the values. Loss: "
-        "validation, nats per token after the last step, mean over seeds; sd: over seeds; below ..., paired: the "
-        "difference from that row on the same seeds, ± its standard error. "
+        "validation, nats per token after the last step, mean over seeds; sd: over seeds; row: the paper's name, by "
+        "the parts that are missing (-) or alone (+); below ..., paired: the difference from that row on the same "
+        "seeds, ± its standard error. "
         f"{recipe.steps * recipe.batch * recipe.context:,} tokens a training, about {flops(ablation, recipe):.2g} "
         "floating-point operations (6 a parameter and token).",
-        markdown_table(ablation.table()),
-        "![validation loss over tokens](loss.png)",
+        markdown_table(ablation.table(), {"loss": min}),
+        "![last validation loss of every row, a dot per seed](loss.png)",
         "## Learning rates",
         f"Seed {recipe.seed}, validation loss after the last step.",
         markdown_table(ablation.tuning_table()),
@@ -272,13 +294,18 @@ def flops(ablation: Ablation, recipe: AblateRecipe) -> float:
     return 6.0 * parameters * recipe.steps * recipe.batch * recipe.context
 
 
-def plot(ablation: Ablation, recipe: AblateRecipe, path: Path) -> None:
-    from fem.plots import mean_curves
+def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
+    """loss.png, from what results.json holds: the last loss of every row, a dot per seed."""
+    from fem.plots import dots
 
-    line = lambda record: tuple([point[axis] for point in record["curve"]] for axis in ("tokens", "val_loss"))  # noqa: E731
-    rows = {row: [line(record) for record in records] for row, records in ablation.chosen.items()}
-    title = f"{recipe.prior} prior, equal parameters: mean of {recipe.seeds} seeds, and each of them"
-    mean_curves(path, title, "tokens", "validation loss, nats per token", rows)
+    losses = {mixer_name(row, results["prior"]): _numbers(found["by seed"]) for row, found in results["ablate"].items()}
+    ordered = dict(sorted(losses.items(), key=lambda pair: mean(pair[1])))
+    title = "Validation loss in nats per token, lowest first: a dot per seed"
+    dots(folder / "loss.png", title, {"equal parameters": by_name(ordered)}, colours(ordered))
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
 
 
 @recipe_options(AblateRecipe())

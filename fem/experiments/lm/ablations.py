@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fem.experiments.common.mixers import canonical, fields_of
+from fem.experiments.common.mixers import UNNORMALISED, canonical, fields_of
 
 ROWS = {
     "full": "CLTG",
@@ -28,17 +28,34 @@ REMARKS = {
 
 
 def row_fields(row: str, prior: str) -> dict:
-    """The fields of `FreeEnergyMixerConfig` that make this row of this prior; "-C/r8": with gates of rank 8, and other
-    options of `canonical`.
+    """The fields of `FreeEnergyMixerConfig` that make this row of this prior. Raises ValueError as `mixer_name`."""
+    return fields_of(mixer_name(row, prior))
+
+
+def mixer_name(row: str, prior: str) -> str:
+    """The mixer of a row, such as "softmax+LTG"; "-C/r8": with gates of rank 8, and other options of `canonical`.
 
     Without L, gla and mamba keep the scores they were published with, unnormalised (Table 1). Raises ValueError on an
     unknown row or prior.
     """
     name, slash, options = row.partition("/")
     if name not in ROWS:
-        raise ValueError(f"rows must be from {'; '.join(ROWS)}, with options such as /r8, got {row!r}.")
+        raise ValueError(f"mixers must be rows from {'; '.join(ROWS)}, with options such as /r8, got {row!r}.")
     parts = ROWS[name]
-    return fields_of(canonical((f"{prior}+{parts}" if parts else prior) + slash + options))
+    return canonical((f"{prior}+{parts}" if parts else prior) + slash + options)
+
+
+def row_of(mixer: str, prior: str) -> str:
+    """The row of a mixer, such as "-C/r8" of "attention+LTG/r8". Raises ValueError on a mixer of another prior and on
+    parts that are no row.
+    """
+    name, *options = canonical(mixer).split("/")
+    own, _, parts = name.removesuffix(UNNORMALISED).partition("+")
+    row = {parts: row for row, parts in ROWS.items()}.get(parts)
+    if own != prior or row is None:
+        known = ", ".join(prior + (f"+{parts}" if parts else "") for parts in ROWS.values())
+        raise ValueError(f"mixers must be from {known}, with options such as /r8, got {mixer!r}; see --prior.")
+    return "/".join([row, *options])
 
 
 def remark(row: str) -> str:

@@ -10,6 +10,7 @@ from statistics import mean, stdev
 
 from rich.progress import Progress
 
+from fem.experiments.common.names import by_name, colours, display
 from fem.experiments.common.run import Run
 from fem.experiments.common.trainer import Score
 from fem.experiments.lm.small import LanguageRecipe, build_model, model_config, train
@@ -38,7 +39,7 @@ class Comparison:
         """A table: validation loss in nats per token, its standard deviation over seeds, and in bits per byte."""
         return [
             {
-                "mixer": name,
+                "mixer": display(name),
                 "loss": score["val_loss"],
                 "sd": stdev(score["val_losses"]) if len(score["val_losses"]) > 1 else None,
                 "seeds": len(score["val_losses"]),
@@ -49,21 +50,22 @@ class Comparison:
             for name, score in self.scores().items()
         ]
 
-    def plot(self, path: Path) -> None:
-        """Validation loss over steps and over training time, a line per seed."""
 
-        def lines(x: str) -> dict:
-            return {
-                f"{name}, {index}": ([point[x] for point in curve], [point["val_loss"] for point in curve])
-                for name, curves in self.curves.items()
-                for index, curve in enumerate(curves)
-            }
+def redraw(results: Mapping, path: Path) -> None:
+    """Validation loss over steps and over training time, a line per seed, from what results.json holds."""
+    curves = results["lm_curves"]
 
-        panels = [
-            Panel("validation loss (nats per token)", "step", lines("step")),
-            Panel("the same over time", "seconds of training on this machine", lines("seconds")),
-        ]
-        learning_curves(path, "Language models of equal size", panels)
+    def lines(x: str) -> dict:
+        return {
+            name: [([point[x] for point in curve], [point["val_loss"] for point in curve]) for curve in seeds]
+            for name, seeds in by_name(curves).items()
+        }
+
+    panels = [
+        Panel("validation loss (nats per token)", "step", lines("step")),
+        Panel("the same over time", "seconds of training on this machine", lines("seconds")),
+    ]
+    learning_curves(path, "Language models of equal size", panels, colours(curves))
 
 
 def compare(
@@ -76,7 +78,7 @@ def compare(
             seeded = replace(recipe, seed=seed)
             model = build_model(model_config(seeded, mixer, len(corpus.tokenizer)), seed)
             curve: list[Score] = []
-            shown = f"language model: {name}" + (f", seed {seed}" if len(seeds) > 1 else "")
+            shown = f"language model: {display(name)}" + (f", seed {seed}" if len(seeds) > 1 else "")
             bar = bars.add_task(shown, total=recipe.steps)
 
             def log(metrics, name=name, seed=seed, curve=curve):

@@ -16,7 +16,7 @@ from torch import nn
 
 from fem.experiments.common.options import recipe_options
 from fem.experiments.common.paired import shown
-from fem.experiments.common.run import command_line, open_run, option, progress, provenance
+from fem.experiments.common.run import check_output, command_line, open_run, option, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
 
 if TYPE_CHECKING:
@@ -36,8 +36,10 @@ ARMS: dict[str, dict | None] = {
 class FinetuneRecipe:
     """A model, its training, and the equal further training of both. The defaults are a laptop's: some minutes."""
 
-    text: Path | None = option(None, "Text to train on; the sources of Python where none is given.")  # noqa: RUF009
-    architecture: str = option("gpt2", "gpt2, or llama with grouped heads.")
+    text: Path | None = option(  # noqa: RUF009
+        None, "UTF-8 text file; none: Python's sources and help topics.", also=("text",), called="text_file"
+    )
+    architecture: str = option("gpt2", "gpt2, or llama with grouped heads.", also=("host",))
     arms: str = option(
         ",".join(ARMS), "The original as it is, and copies with the outer gate alone, slim gates, all of FEM."
     )
@@ -46,13 +48,13 @@ class FinetuneRecipe:
     heads: int = option(4, "Heads of the original; llama has half as many key heads.")
     vocabulary: int = option(1024, "Entries of the byte-pair tokenizer.")
     context: int = option(64, "Tokens of one row.")
-    batch: int = option(16, "Rows a step.")
+    batch: int = option(16, "Rows a step.", also=("batch",), called="batch_size")
     steps: int = option(600, "Steps that train the original.")
     further_steps: int = option(300, "Steps that both go on for.")
     learning_rate: float = option(2e-3, "Peak learning rate of AdamW for the original.")
     further_learning_rate: float = option(1e-3, "Peak learning rate of AdamW for both afterwards.")
     awakening: float = option(30.0, "Learning rate of lambda and beta as a multiple: lambda starts at 5e-5.")
-    runs: int = option(3, "Orders of the data, each gone through by both.")
+    runs: int = option(3, "Orders of the data, each gone through by all.", also=("runs",), called="seeds")
     seed: int = option(0, "Seed of the weights and of the first order of the data.")
 
     def __post_init__(self):
@@ -178,6 +180,8 @@ def run(recipe: FinetuneRecipe, output: Path) -> dict:
     """The comparison, written to `output`; returns what results.json holds."""
     from fem.experiments.lm.text import build_corpus
 
+    check_output(output, "finetune")
+    build_model(recipe, recipe.vocabulary)  # what cannot be built is said before the text is read
     corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)
     source = "the sources and help topics of Python" if recipe.text is None else recipe.text.name
     with open_run(output, "finetune", recipe) as under_way, progress() as bars:

@@ -22,7 +22,7 @@ from fem.experiments.lm.throughput import flops_per_token, peak_flops, peak_memo
 from fem.experiments.lm.trainer import ADVICE
 from fem.gates import Temperature, TwoLevelGate
 from fem.models import FEMForCausalLM
-from fem.ops.common.fallback_count import suspects
+from fem.ops.common.fallback_count import fallbacks
 
 LOGGED = {"loss": "train_loss", "eval_loss": "val_loss"} | {
     name: name for name in ("grad_norm", "grad_norm_max", "skipped_steps", "learning_rate")
@@ -44,7 +44,7 @@ class MetricsCallback(TrainerCallback):
         self.loss: float | None = None
 
     def on_train_begin(self, args, state, control, **_):
-        suspects.reset()
+        fallbacks.reset()
         self.start_clock()
         self.processes, self.writer = args.world_size, None
         self.lines = read_metrics(self.run.folder) if self.bars is not None else []
@@ -68,7 +68,8 @@ class MetricsCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         self.steps += 1
         if self.bars is not None:
-            shown = "training" if self.loss is None else f"training, loss {self.loss:.3f}"
+            told = self.loss is not None and self.bars.console.is_terminal  # elsewhere on_log prints a line of its own
+            shown = f"training, loss {self.loss:.3f}" if told else "training"
             self.bars.update(self.bar, completed=state.global_step, description=shown)
 
     def on_log(self, args, state, control, logs, model, **_):
@@ -149,15 +150,15 @@ def summary(metrics: list[dict]) -> dict:
 def read_statistics(model: FEMForCausalLM, row: Row | None) -> dict[str, float]:
     """beta over all channels, lambda over all channels and the row's tokens, and how many free energies were redone."""
     found: dict[str, float] = {}
-    betas = [module().flatten() for module in model.modules() if isinstance(module, Temperature)]
+    betas = [module() for module in model.modules() if isinstance(module, Temperature)]
     if betas:
-        beta = torch.cat([beta.full_tensor() if isinstance(beta, DTensor) else beta for beta in betas])
+        beta = torch.cat([(beta.full_tensor() if isinstance(beta, DTensor) else beta).flatten() for beta in betas])
         found |= {"beta_min": beta.min().item(), "beta_mean": beta.mean().item(), "beta_max": beta.max().item()}
-    if suspects.entries:
-        found["recomputed_share"] = suspects.recomputed / suspects.entries
+    if fallbacks.entries:
+        found["recomputed_share"] = fallbacks.recomputed / fallbacks.entries
     if row is not None:
         found |= gate_statistics(model, row)
-    suspects.reset()
+    fallbacks.reset()
     return found
 
 

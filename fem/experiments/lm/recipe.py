@@ -20,9 +20,16 @@ class TrainRecipe:
     """What is trained on what, and how. A batch is counted over all processes: one recipe fits any number of GPUs."""
 
     preset: str = option("fem-sm-tiny", "Model, such as fem-sm-340m, fem-gla-small, transformer-tiny.")
-    model: str = option("{}", 'Other model fields than the preset\'s, as JSON: {"mixer": {"use_conv": false}}.')
+    model: str = option(
+        "{}",
+        'Other model fields than the preset\'s, as JSON: {"mixer": {"use_conv": false}}.',
+        also=("model",),
+        called="model_fields",
+    )
     data: str = option(
-        "", "Text, .jsonl, .parquet, a folder of them, or a dataset of the hub, which is streamed.", also=("text",)
+        "",
+        "Text, .jsonl, .parquet, a folder of them, or a dataset of the hub, which is streamed.",
+        also=("text", "text_file"),
     )
     subset: str | None = option(None, "Configuration of the hub dataset.")
     field: str = option("text", "Where a record has its text.")
@@ -31,7 +38,7 @@ class TrainRecipe:
     context: int = option(512, "Tokens of a row.")
     batch_size: int = option(16, "Rows of a step, over all processes.", also=("batch",))
     micro_batch: int | None = option(None, "Rows of one forward on one process; none: as many as the step gives it.")
-    max_steps: int = option(1000, "Optimiser steps; more extend a finished run.", also=("steps",))
+    max_steps: int = option(1000, "Optimiser steps; more extend a finished run.", also=("max_steps",), called="steps")
     warmup_steps: int = option(50, "Steps in which the learning rate rises; a cosine takes it to zero.")
     learning_rate: float = option(1e-3, "Peak learning rate of AdamW.")
     beta2: float = option(0.95, "AdamW's second moment.")
@@ -82,9 +89,9 @@ class TrainRecipe:
         try:
             fields = json.loads(self.model)
         except json.JSONDecodeError as error:
-            raise ValueError(f"model must be a JSON object of model fields, got {self.model!r}.") from error
+            raise ValueError(f"model_fields must be a JSON object, got {self.model!r}.") from error
         if not isinstance(fields, dict):
-            raise ValueError(f"model must be a JSON object of model fields, got {self.model!r}.")
+            raise ValueError(f"model_fields must be a JSON object, got {self.model!r}.")
         return fields
 
 

@@ -38,12 +38,14 @@ class Corpus:
     bytes_per_token: float  # of the held-out text
 
 
-def build_corpus(text: Path | None, vocabulary: int, context: int) -> Corpus:
-    """A corpus from a text file, or from the sources and help topics of the running Python where text is None.
+def build_corpus(text: Path | list[str] | None, vocabulary: int, context: int) -> Corpus:
+    """A corpus from a text file, from documents, or from the sources and help topics of the running Python where text
+    is None.
 
     The tokenizer sees the training part alone. Raises ValueError on a text that is missing, empty, binary or too short.
     """
-    train, held_out = _split([read_text(text)] if text is not None else list(python_documents()))
+    documents = list(python_documents()) if text is None else text if isinstance(text, list) else [read_text(text)]
+    train, held_out = _split(documents)
     tokenizer = train_tokenizer(train, vocabulary)
     streams = [_tokens(part, tokenizer) for part in (train, held_out)]
     for name, stream in zip(("training", "held-out"), streams):
@@ -62,11 +64,16 @@ def python_documents() -> Iterator[str]:
     for path in sorted(library.rglob("*.py")):
         if not set(path.relative_to(library).parts) & set(NO_SOURCES):
             yield path.read_text(encoding="utf-8", errors="replace")
+    yield from help_topics()
+
+
+def help_topics() -> list[str]:
+    """What `help()` says of Python's own subjects: half a megabyte of English. Empty where a Python comes without."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        return
-    yield from topics.values()
+        return []
+    return list(topics.values())
 
 
 def train_tokenizer(documents: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:

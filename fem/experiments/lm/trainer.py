@@ -14,7 +14,8 @@ from fem.experiments.common.run import note, write_json
 from fem.experiments.common.saving import NotFinite, SavingTrainer, kept, read_state
 from fem.experiments.lm.packing import ShuffledRows, StreamedRows
 from fem.experiments.lm.place import copy_run
-from fem.models.engines.context import context_parallel, own_part
+from fem.experiments.lm.sharding import shard
+from fem.models.context import context_parallel, own_part
 from fem.models.loss import next_tokens
 
 ADVICE = "a smaller learning rate, more warm-up steps or float32 may help, --nonfinite skip leaves such steps out"
@@ -56,6 +57,23 @@ class TextTrainer(SavingTrainer):
         self.rows, self.parts, self.skip, self.extended = rows, parts, skip, extended
         self.skipped, self.largest_norm = 0, 0.0  # since the last line of metrics
         self.logged_at, self.losses_before = 0, None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp:
+            shard(self.accelerator, self.args.fsdp_plugin_args)
+            self.is_fsdp_enabled = True
+
+    def compute_loss_context_manager(self):
+        return self.accelerator.autocast() if self.args.fsdp else super().compute_loss_context_manager()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Beside a checkpoint in shards, the model for `from_pretrained`."""
+        super().save_model(output_dir, _internal_call)
+        if self.args.fsdp:  # for which it writes nothing
+            whole = self.accelerator.get_state_dict(self.model)  # on the first process; tied weights come apart
+            tied = self.model.all_tied_weights_keys
+            self._save(output_dir, {name: whole[name] for name in whole if name not in tied})
 
     def get_train_dataloader(self) -> DataLoader:
         """The process's own rows. A generator of its own keeps the loader's start out of the random state."""

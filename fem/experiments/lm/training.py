@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import os
 import shutil
 import time
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -16,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PrinterCallback, TrainingArguments
+from transformers.training_args import ParallelMode
 
 from fem.experiments.common.checkpoints import load_language_model
 from fem.experiments.common.distributed import Paused, Ranks, end_process_group, end_with_parent, joining
 from fem.experiments.common.lock import HOLDER, LOCK, one_writer
 from fem.experiments.common.run import RESULTS, Run, check_output, note, now, progress, write_json
-from fem.experiments.common.saving import STAGING, NotFinite
+from fem.experiments.common.saving import STAGING, NotFinite, kept
 from fem.experiments.common.signals import SaveAndStop
 from fem.experiments.lm.data import check_data, identity, load_data, load_tokenizer, write_data
 from fem.experiments.lm.documents import local_files
@@ -38,6 +41,7 @@ from fem.experiments.lm.place import (
     said_of_failure,
 )
 from fem.experiments.lm.recipe import TrainRecipe
+from fem.experiments.lm.sharding import FSDP
 from fem.experiments.lm.small import build_model
 from fem.experiments.lm.throughput import flops_per_token
 from fem.experiments.lm.trainer import Milestones, TextTrainer, WrapperCheck
@@ -72,12 +76,24 @@ def run(
         ranks = Ranks(recipe.comm_timeout)
     with ExitStack() as held:
         held.enter_context(ranks.in_touch())
+        held.enter_context(told_of_a_full_disk(output))
         place, finished = ranks.first(lambda: prepare(recipe, output, resume, allow_changed_data, held))
         found = fit(recipe, output, args, place, ranks, deadline) if finished is None else finished
     end_process_group()
     if isinstance(found, Paused):
         raise found
     return found
+
+
+@contextmanager
+def told_of_a_full_disk(output: Path) -> Iterator[None]:
+    """The system's own words name neither the folder nor what is left of the run."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(f"{str(output)!r} could not be written to: {error.strerror}; {kept(output)}.") from error
 
 
 def check(recipe: TrainRecipe, output: Path) -> None:
@@ -176,7 +192,7 @@ def tell_of_tokens():
 
 def finished_results(recipe: TrainRecipe, output: Path, place: Place) -> dict:
     """The results of a run that has reached its last step, written where a kill came before they were."""
-    note(f"the run in {str(output)!r} is finished, {place.step} of {recipe.max_steps} steps; --max-steps extends it.")
+    note(f"the run in {str(output)!r} is finished, {place.step} of {recipe.max_steps} steps; --steps extends it.")
     try:
         return json.loads((output / RESULTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -258,8 +274,6 @@ def model_config(recipe: TrainRecipe, vocabulary: int) -> FEMConfig:
 
 def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
     cuda = torch.cuda.is_available()
-    if recipe.parallel == "fsdp" and not cuda:
-        raise ValueError("parallel='fsdp' needs GPUs: without them transformers trains with ddp and does not say so.")
     args = TrainingArguments(
         output_dir=str(output / STAGING),
         max_steps=recipe.max_steps,
@@ -285,12 +299,16 @@ def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
         use_cpu=not cuda,
         ddp_timeout=recipe.comm_timeout,
         fsdp=True if recipe.parallel == "fsdp" else None,
+        fsdp_config=dict(FSDP) if recipe.parallel == "fsdp" else None,
         dataloader_pin_memory=cuda,
         use_cache=True,
         report_to="none",
         disable_tqdm=True,
         log_level="error",
+        log_level_replica="error",
     )
+    if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED:
+        raise ValueError("parallel='fsdp' needs torchrun, with one process or more.")
     readers, rest = divmod(args.world_size, recipe.context_parallel)  # of rows of their own
     if rest:
         raise ValueError(

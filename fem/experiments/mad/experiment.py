@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ from fem.experiments.common.baselines import available
 from fem.experiments.common.blocks import INITIALISATIONS
 from fem.experiments.common.mixers import PUBLISHED, known
 from fem.experiments.common.options import recipe_options
-from fem.experiments.common.run import command_line, open_run, option, progress
+from fem.experiments.common.run import check_output, command_line, open_run, option, progress
 from fem.experiments.common.sweep import finished, sweep
 from fem.experiments.common.tables import show_table, write_table
 from fem.experiments.mad.settings import PROFILES, Profile
@@ -114,6 +114,7 @@ def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
     from fem.experiments.mad import picture
     from fem.experiments.mad.report import summary, write_report
 
+    check_output(output, "mad")
     jobs = recipe.jobs()
     done = finished(jobs, output / "runs")
     missing = [job for job in jobs if job.key not in done]
@@ -134,9 +135,9 @@ def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
                 under_way.log(experiment="mad", task=record["job"]["setting"]["task"], **job, **point)
         write_table(folder, "table", table)
         picture.curves(folder / "curves.png", records)
-        picture.scores(folder / "scores.png", records, profile.score)
         write_report(folder / "report.md", records, profile, command_line("mad", recipe, MADRecipe()))
         results = under_way.finish({"mad": summary(records)})
+        picture.redraw(results, asdict(recipe), folder)
     measured = [row for row in table if row["seeds"]]
     show_table(f"MAD, {recipe.profile} profile: {SCORES[profile.score]}, percent", readable(measured, False))
     return results

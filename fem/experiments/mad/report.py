@@ -7,10 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 
+from fem.experiments.common.names import KEY
 from fem.experiments.common.run import provenance
 from fem.experiments.common.tables import markdown_table
 from fem.experiments.mad.settings import PROFILES, Profile
 from fem.experiments.mad.table import (
+    COLUMNS,
     SCORES,
     Scores,
     average,
@@ -51,6 +53,7 @@ def write_report(path: Path, records: Sequence[dict], profile: Profile, command:
         PAGE.format(
             tables=score_tables({score: scored(records, score) for score in SCORES}, profile.score, paper),
             steps=markdown_table(steps_table(records)),
+            key=KEY,
             about=WITH_PAPER if paper else SMALL,
             provenance=provenance(command),
             training=", ".join(f"{name} {value}" for name, value in asdict(profile.training).items()),
@@ -68,10 +71,11 @@ def score_tables(found: dict[str, Scores], first: str, paper: bool) -> str:
         title, table = SCORES[score], table1(found[score])
         if not paper or score != first:
             table = [row for row in table if row["seeds"]]
-        parts.append(f"## {title[0].upper()}{title[1:]}\n\n{markdown_table(readable(table, paper))}")
+        parts.append(f"## {title[0].upper()}{title[1:]}\n\n{markdown_table(readable(table, paper), BEST)}")
     return "\n".join(parts)
 
 
+BEST = dict.fromkeys([*COLUMNS.values(), "Avg"], max)
 WITH_PAPER = """In brackets Table 1's figure, whose heads, widths and learning rates are not published. Blank: not run.
 """
 SMALL = """Sizes, steps and settings are a laptop's: 6 of 66 settings, an eighth of the epochs at most. Models are
@@ -82,6 +86,7 @@ PAGE = """# MAD: six synthetic tasks
 Percent of the scored tokens of new sequences, mean over seeds; sd: of the average, over seeds; over its prior: the
 average's difference from the same prior without any part of FEM, seed by seed, ± its standard error. In every task all
 models have the same parameters, the SwiGLU paying for what a mixer adds, and all linear maps start by the same rule.
+{key} The paper names the parts that are missing: its FEM-SM(-G,T) is attention+CL here.
 {about}
 {tables}
 ## Steps to 90 %

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,12 +11,12 @@ from typing import Annotated
 import typer
 
 from fem.experiments.common.options import recipe_options
-from fem.experiments.common.run import command_line, open_run, progress
+from fem.experiments.common.run import check_output, command_line, open_run, progress
 from fem.experiments.common.sweep import finished, sweep
 from fem.experiments.common.tables import show_table, write_table
-from fem.experiments.regimes.report import overview, picture, summary, write_report
+from fem.experiments.regimes.report import overview, redraw, summary, write_report
 from fem.experiments.regimes.settings import RegimesRecipe
-from fem.experiments.regimes.training import train
+from fem.experiments.regimes.training import constants, train
 
 
 def measure(recipe: RegimesRecipe, folder: Path, workers: int | None) -> Iterator[tuple[str, dict[str, list[dict]]]]:
@@ -40,6 +40,7 @@ def measure(recipe: RegimesRecipe, folder: Path, workers: int | None) -> Iterato
 
 def run(recipe: RegimesRecipe, output: Path, workers: int | None = None) -> dict:
     """Run what `output`/runs does not have yet, then write table, page and plots; returns what results.json holds."""
+    check_output(output, "regimes")
     found = dict(measure(recipe, output / "runs", workers))
     with open_run(output, "regimes", recipe) as under_way:
         folder = under_way.folder
@@ -50,10 +51,13 @@ def run(recipe: RegimesRecipe, output: Path, workers: int | None = None) -> dict
                     for point in record["curve"]:
                         under_way.log(experiment="regimes", **job, **point)
         write_table(folder, "table", overview(found))
-        picture(folder / "scores.png", found, recipe)
         write_report(folder, found, recipe, command_line("regimes", recipe, RegimesRecipe()))
         tuned = {task: finished(recipe.tuning(task), output / "runs") for task in found}
-        results = under_way.finish({"regimes": summary(found, tuned)})
+        floors = constants(recipe.training, recipe.ett)
+        results = under_way.finish(
+            {"regimes": summary(found, tuned), "constants": {task: floors[task] for task in found}}
+        )
+        redraw(results, asdict(recipe), folder)
     show_table("Scores by task, mean over seeds", overview(found))
     return results
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean, stdev
 
 from fem.experiments.common.mixers import mixer_config
+from fem.experiments.common.names import KEY, by_name, colours, display
 from fem.experiments.common.paired import paired, shown
 from fem.experiments.common.run import provenance
 from fem.experiments.common.tables import markdown_table, write_page
@@ -31,7 +33,9 @@ def reference(rows: dict[str, list[dict]]) -> str | None:
 def overview(found: Found) -> list[dict]:
     """A row per mixer, a column per task: mean over seeds."""
     rows = next(iter(found.values()))
-    return [{"mixer": row} | {task: mean(tests(of_task[row])) for task, of_task in found.items()} for row in rows]
+    return [
+        {"mixer": display(row)} | {task: mean(tests(of_task[row])) for task, of_task in found.items()} for row in rows
+    ]
 
 
 def table(rows: dict[str, list[dict]]) -> list[dict]:
@@ -42,14 +46,14 @@ def table(rows: dict[str, list[dict]]) -> list[dict]:
         scores, training = tests(records), records[0]["job"]["training"]
         lines.append(
             {
-                "mixer": row,
+                "mixer": display(row),
                 "values": None if row in POOLS else mixer_config(row, training["width"], training["heads"]).fem_dim,
                 "score": mean(scores),
                 "sd": stdev(scores) if len(scores) > 1 else None,
                 **(
                     {}
                     if other is None
-                    else {f"over {other}": shown(scores, tests(rows[other])) if row != other else ""}
+                    else {f"over {display(other)}": shown(scores, tests(rows[other])) if row != other else ""}
                 ),
                 "by seed": ", ".join(f"{score:.3f}" for score in scores),
                 "learning rate": f"{records[0]['job']['learning_rate']:g}",
@@ -64,12 +68,12 @@ def verdict(task: str, rows: dict[str, list[dict]]) -> str:
     """One sentence: which row wins, by how much over plain attention, and against the next one."""
     ranked = sorted(rows, key=lambda row: -mean(tests(rows[row])))
     best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
-    said = f"{task}: {best} ({mean(tests(rows[best])):.3f})"
+    said = f"{task}: {display(best)} ({mean(tests(rows[best])):.3f})"
     other = reference(rows)
     if other not in (None, best):
-        said += f", {shown(tests(rows[best]), tests(rows[other]))} over {other}"
+        said += f", {shown(tests(rows[best]), tests(rows[other]))} over {display(other)}"
     if second is not None:
-        said += f"; next {second}, {shown(tests(rows[best]), tests(rows[second]))} behind"
+        said += f"; next {display(second)}, {shown(tests(rows[best]), tests(rows[second]))} behind"
     return said + "."
 
 
@@ -97,28 +101,20 @@ def summary(found: Found, tuned: dict[str, dict[str, dict]]) -> dict:
     return whole
 
 
-def picture(path: Path, found: Found, recipe: RegimesRecipe) -> None:
-    """A dot per seed of every row in every task; the bar is their mean, the dashed line an answer that never looks."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
+def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
+    """scores.png, from what results.json holds: a dot per seed of every row in every task."""
+    from fem.plots import dots
 
-    from fem.plots import COLOURS, OTHERS, STYLE
-
-    rows, floors = list(next(iter(found.values()))), constants(recipe.training, recipe.ett)
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(1.9 * len(found) + 1.8, 0.26 * len(rows) + 1.2), layout="constrained")
-        figure.suptitle("Score on new examples, a dot per seed", x=0.01, ha="left", fontsize=10)
-        panels = figure.subplots(1, len(found), squeeze=False, sharey=True).flat
-        for axes, (task, of_task) in zip(panels, found.items()):
-            for height, records in enumerate(of_task.values()):
-                scores = tests(records)
-                axes.plot(scores, [height] * len(scores), "o", color=OTHERS[3], markersize=4, alpha=0.7)
-                axes.vlines(mean(scores), height - 0.35, height + 0.35, color=COLOURS["fem"], linewidth=2)
-            axes.axvline(floors[task], color="#9ca3af", linewidth=1, linestyle=(0, (4, 3)))
-            axes.set_title(task)
-            axes.set_yticks(range(len(rows)), rows)
-            axes.set_ylim(len(rows) - 0.5, -0.5)
-        figure.savefig(path)
+    panels = {task: {row: found["test"] for row, found in rows.items()} for task, rows in results["regimes"].items()}
+    rows = next(iter(panels.values()))
+    dots(
+        folder / "scores.png",
+        "Score on new examples: a dot per seed",
+        {task: by_name(of_task) for task, of_task in panels.items()},
+        colours(rows),
+        results.get("constants"),
+        "an answer that never looks",
+    )
 
 
 def write_report(folder: Path, found: Found, recipe: RegimesRecipe, command: str) -> None:
@@ -130,7 +126,7 @@ def write_report(folder: Path, found: Found, recipe: RegimesRecipe, command: str
             f"## {task}: {about.about}",
             f"Asks for {about.wins}. Score: {about.measure} on {recipe.training.test_examples} new examples after the "
             f"last step; an answer that never looks: {floors[task]:.3f}. values: width of the values over all heads.",
-            markdown_table(table(rows)),
+            markdown_table(table(rows), {"score": max}),
         ]
     write_page(
         folder,
@@ -139,10 +135,10 @@ def write_report(folder: Path, found: Found, recipe: RegimesRecipe, command: str
         f"{recipe.heads} heads, {recipe.steps} steps of {recipe.batch} examples, AdamW with cosine decay, no weight "
         "decay, the same start and the same examples for every row of a seed; equal parameters (the SwiGLU pays for "
         "what a mixer adds). Every row takes the learning rate that is best on the first seed's validation, and is "
-        "tested on other examples. C: conditioner, L: free energy, T: temperature gate, G: outer gate; /r4: gates of "
+        f"tested on other examples. {KEY} /r4: gates of "
         "rank 4, whose width goes to the values; /b8: beta starts at 8 instead of 1.95; /l6: lambda's bias at 6; "
         "/wide: values as wide as the model. ±: standard error of the difference, seed by seed.",
-        markdown_table(overview(found)),
+        markdown_table(overview(found), dict.fromkeys(found, max)),
         "\n".join(f"* {verdict(task, rows)}" for task, rows in found.items()),
         "![scores by task and mixer](scores.png)",
         *parts,

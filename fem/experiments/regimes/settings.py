@@ -32,10 +32,10 @@ class RegimesRecipe:
     ett: Path | None = option(None, "ETTm1.csv or .csv.gz, for the tasks of ETT.")  # noqa: RUF009
     width: int = option(64, "Width of a model.")
     heads: int = option(4, "Heads of every mixer.")
-    blocks: int = option(1, "Blocks of [mixer, SwiGLU].")
+    blocks: int = option(1, "Blocks of [mixer, SwiGLU].", also=("blocks",), called="layers")
     mlp_width: int = option(176, "Width of softmax attention's SwiGLU; others pay with it for what they add.")
     initialisation: str = option("torch", f"How linear maps start, for all alike: {' or '.join(INITIALISATIONS)}.")
-    batch: int = option(16, "Examples a step.")
+    batch: int = option(16, "Examples a step.", also=("batch",), called="batch_size")
     steps: int = option(500, "Optimiser steps.")
 
     def __post_init__(self):

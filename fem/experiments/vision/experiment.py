@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -56,10 +56,10 @@ def run(recipe: VisionRecipe, output: Path, profile: str = "digits") -> dict:
             for point in record["curve"]:
                 under_way.log(experiment="vision", mixer=record["mixer"], seed=record["seed"], **point)
         write_table(under_way.folder, "table", rows)
-        report.plot(under_way.folder / "vision.png", records, recipe)
         page = report.page(records, recipe, profile, pictures)
         (under_way.folder / "report.md").write_text(page, encoding="utf-8")
         results = under_way.finish({"vision": report.summary(records)})
+        report.redraw(results, asdict(recipe), under_way.folder)
     show_table(f"Image classifiers of equal size: {Path(recipe.data).name}", rows)
     return results
 

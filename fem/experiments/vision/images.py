@@ -12,7 +12,10 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 from datasets import ClassLabel, Dataset, Features, Image, load_dataset
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from PIL import Image as Pillow
+
+from fem.experiments.common.hub import way_to_the_hub
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm")
 HELD_OUT = ("validation", "val", "test")
@@ -139,7 +142,11 @@ def _laid_out(source: str, names: list[str], read: Callable[[str], dict]) -> Pic
 
 
 def _of_the_hub(name: str) -> Pictures:
+    if "/" not in name:
+        raise ValueError(f"{SOURCES} (OWNER/NAME), got {name!r}, which is no file or folder here.")
     try:
+        if not HF_HUB_OFFLINE:
+            way_to_the_hub()
         splits = load_dataset(name)
     except Exception as error:  # what the hub raises differs by connection, name and version
         reason = str(error).strip().partition("\n")[0]

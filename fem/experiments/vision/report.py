@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
+from fem.experiments.common.names import by_name, colours, display
 from fem.experiments.common.paired import shown
 from fem.experiments.common.run import command_line, provenance
 from fem.experiments.common.tables import markdown_table
 from fem.experiments.vision.images import Pictures
 from fem.experiments.vision.settings import PROFILES, VisionRecipe
-from fem.plots import Panel, learning_curves
+from fem.plots import dots
 
-NAMES = {"softmax": "DeiT", "softmax+CLTG": "FEM-SM", "gla+CLTG": "FEM-GLA"}
-COLOURS_OF = {"softmax": "softmax", "softmax+CLTG": "fem"}
+IN_TABLE_3 = {"softmax": "DeiT", "softmax+CLTG": "FEM", "gla+CLTG": "FEM-GLA"}
 TABLE_3 = {  # top-1 accuracy and millions of parameters on ImageNet-1K
     "deit-tiny": {
         "DeiT": (72.20, 5.7),
         "TNN": (72.29, 6.4),
         "HGRN": (74.40, 6.1),
         "HGRN2": (75.39, 6.1),
-        "FEM-SM": (76.70, 5.8),
+        "FEM": (76.70, 5.8),
         "FEM-GLA": (75.80, 5.8),
     },
     "deit-small": {
@@ -29,7 +29,7 @@ TABLE_3 = {  # top-1 accuracy and millions of parameters on ImageNet-1K
         "TNN": (79.20, 23.4),
         "HGRN": (80.09, 23.7),
         "HGRN2": (80.12, 23.8),
-        "FEM-SM": (80.45, 22.3),
+        "FEM": (80.45, 22.3),
         "FEM-GLA": (80.20, 22.3),
     },
 }
@@ -53,11 +53,10 @@ def table(records: Sequence[dict]) -> list[dict]:
     first = next(iter(scores))
     return [
         {
-            "mixer": mixer,
-            "model": NAMES.get(mixer),
+            "mixer": display(mixer),
             "top-1, %": 100 * score["accuracy"],
             "sd": 100 * stdev(score["accuracies"]) if len(score["accuracies"]) > 1 else None,
-            f"over {first}, paired": ""
+            f"over {display(first)}, paired": ""
             if mixer == first
             else shown(score["accuracies"], scores[first]["accuracies"], 100, 2),
             "seeds": ", ".join(f"{100 * accuracy:.1f}" for accuracy in score["accuracies"]),
@@ -71,7 +70,7 @@ def table(records: Sequence[dict]) -> list[dict]:
 
 def table3(records: Sequence[dict], profile: str) -> list[dict]:
     """Table 3, the paper's figures beside ours; blank where not run."""
-    ours = {NAMES.get(mixer): score for mixer, score in summary(records).items()}
+    ours = {IN_TABLE_3.get(mixer): score for mixer, score in summary(records).items()}
     rows = []
     for name in TABLE_3["deit-tiny"]:
         row = {"model": name}
@@ -84,26 +83,11 @@ def table3(records: Sequence[dict], profile: str) -> list[dict]:
     return rows
 
 
-def plot(path: Path, records: Sequence[dict], recipe: VisionRecipe) -> None:
-    """Held-out accuracy and loss over steps, a line per seed."""
-
-    def lines(metric: str, scale: float) -> dict:
-        return {
-            f"{COLOURS_OF.get(record['mixer'], record['mixer'])}, {record['seed']}": (
-                [point["step"] for point in record["curve"]],
-                [scale * point[metric] for point in record["curve"]],
-            )
-            for record in records
-        }
-
-    learning_curves(
-        path,
-        f"Image classifiers of equal size: {Path(recipe.data).name}",
-        [
-            Panel("held-out accuracy (%)", "step", lines("val_accuracy", 100.0)),
-            Panel("held-out loss (nats)", "step", lines("val_loss", 1.0)),
-        ],
-    )
+def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
+    """vision.png, from what results.json holds: held-out accuracy after the last step, a dot per seed."""
+    accuracies = {mixer: [100 * share for share in found["accuracies"]] for mixer, found in results["vision"].items()}
+    title = "Held-out accuracy in percent: a dot per seed"
+    dots(folder / "vision.png", title, {Path(recipe["data"]).name: by_name(accuracies)}, colours(accuracies))
 
 
 def page(records: Sequence[dict], recipe: VisionRecipe, profile: str, pictures: Pictures) -> str:
@@ -116,7 +100,7 @@ def page(records: Sequence[dict], recipe: VisionRecipe, profile: str, pictures: 
         size=recipe.image_size,
         patch=recipe.patch_size,
         pooling="class token" if recipe.pooling == "cls" else "mean over patches",
-        table=markdown_table(table(records)),
+        table=markdown_table(table(records), {"top-1, %": max, "loss, nats": min}),
         table3=markdown_table(table3(records, profile)),
         provenance=provenance(command_line("vision", recipe, PROFILES[profile], profile)),
     )
@@ -131,7 +115,7 @@ over seeds; sd: over seeds; paired: the difference seed by seed, ± its standard
 the clock, so whatever else ran on the machine slows them.
 
 {table}
-![held-out accuracy and loss over steps](vision.png)
+![held-out accuracy, a dot per seed](vision.png)
 
 ## Table 3: ImageNet-1K
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +14,13 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fem.config import FreeEnergyMixerConfig
-from fem.models.configuration import FEMConfig
 from fem.models.engines.support import FULL, SLIDING, head_width, layer_type
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import read_tokens
 from fem.ops.softmax.cached import REACH, exponents, pack, unpack
+
+if TYPE_CHECKING:
+    from fem.models.configuration import FEMConfig
 
 EXACT = "exact"  # the attn_implementation of a model that reads with the library's own kernels and cache
 
@@ -125,7 +128,7 @@ def positions_of(
     attention_mask,
     position_ids: Tensor | None,
     segment_ids: Tensor | None,
-    past: int,
+    past: int | Tensor,
 ) -> Int[Tensor, "b t"]:
     """Positions of the new tokens: from 0 in each document, or counted over the tokens that a 2D mask keeps.
 

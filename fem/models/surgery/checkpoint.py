@@ -12,7 +12,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fem.models.opener import OpensWithFEM, offer
-from fem.models.surgery.replace import apply
+from fem.models.surgery.graft import apply
 
 RECORD = "free_energy_mixer"  # the field of a config that holds the calls made on its model
 PREFIX = "FEM"

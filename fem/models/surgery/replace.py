@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from importlib.util import find_spec
-from types import ModuleType
+from collections.abc import Iterable
 
 from torch import nn
 
-from fem.config import FreeEnergyMixerConfig
-from fem.mixer import FreeEnergyMixer
-from fem.models.surgery import multihead, timm
-from fem.models.surgery.head import LAMBDA_INIT, FreeEnergyHead
-from fem.models.surgery.site import CrossAttention, Refused, Site
-
-DECIDED = (
-    *("n_embd", "n_head", "n_kv_head", "fem_dim", "fem_ratio", "qk_dim", "p_t_to_fem_ratio", "causal", "window"),
-    *("bias", "dropout", "use_rope", "rope_theta", "normalize", "mamba_normalize", "decay", "ssm_rank"),
-)
+from fem.models.surgery.graft import apply
 
 
 def replace_attention(
@@ -63,107 +52,3 @@ def replace_attention(
         setattr(model.config, RECORD, [*getattr(model.config, RECORD, ()), call])
         model.config.__class__ = remembering(type(model.config))
     return model
-
-
-def apply(model: nn.Module, prior_type: str, preserve: bool, layers: list[int] | None, config: dict) -> nn.Module:
-    """`replace_attention` without a note in the model's config."""
-    sites = _chosen(model, layers)
-    build = _head if preserve else _mixer
-    parts = [build(site, prior_type, config).train(site.module.training) for site in sites]
-    for site, part in zip(sites, parts):
-        module = site.graft(part) if preserve else site.swap(part)
-        site.put(module)
-        if site.parent is None:
-            model = module
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = module.enable_nested_tensor = False
-    return model
-
-
-def _head(site: Site, prior_type: str, config: dict) -> FreeEnergyHead:
-    if prior_type != "softmax":
-        raise ValueError(
-            f"preserve=True keeps the softmax prior of the original, got prior_type={prior_type!r}; "
-            "pass preserve=False for a fresh mixer of that prior."
-        )
-    for name in DECIDED:
-        if name in config:
-            raise ValueError(
-                f"{name} is the original's with preserve=True, got {config[name]!r}; leave it out or preserve=False."
-            )
-    if config.get("use_conv") or config.get("value_logexp_cap") is not None:
-        raise ValueError(
-            "use_conv and value_logexp_cap change what the original computes; leave them out or pass preserve=False."
-        )
-    if config.get("use_lse", False) and not config.get("use_temperature", True):
-        raise ValueError(
-            "use_lse without use_temperature drops the original's mean; leave it out or pass preserve=False."
-        )
-    start = {"use_conv": False, "lambda_init": LAMBDA_INIT}
-    if not config.get("use_temperature", True):
-        start["use_lse"] = False
-    return FreeEnergyHead(FreeEnergyMixerConfig(**site.fields | site.widths | start | config), site.weight)
-
-
-def _mixer(site: Site, prior_type: str, config: dict) -> FreeEnergyMixer:
-    fields = site.fields | (site.softmax_fields if prior_type == "softmax" else {}) | config
-    return FreeEnergyMixer(FreeEnergyMixerConfig.matched(prior_type=prior_type, **fields)).to(site.weight)
-
-
-def _chosen(model: nn.Module, layers: list[int] | None) -> list[Site]:
-    sites, refused = _survey(model)
-    unknown = [reason for reason, is_cross in refused if not is_cross]
-    if not sites or (unknown and layers is None):
-        found = "; ".join(reason for reason, _ in refused) or "no attention was found in it"
-        raise ValueError(
-            f"{type(model).__name__} cannot be replaced: {found}. Pass the part that holds GPT-2, Llama, BERT or ViT "
-            "attention or nn.MultiheadAttention, name layers=[...] to replace the others, or build the model on fem."
-        )
-    wanted = range(len(sites)) if layers is None else layers
-    for index in wanted:
-        if isinstance(index, bool) or not isinstance(index, int) or not -len(sites) <= index < len(sites):
-            raise ValueError(
-                f"layers must be indices below {len(sites)}, the number of self-attentions, got {index!r}."
-            )
-    chosen = [sites[index] for index in sorted({index % len(sites) for index in wanted})]
-    for site in chosen:
-        if site.replaced:
-            raise ValueError(f"layers must not name what was replaced before, got {site.path or 'the model itself'!r}.")
-    return chosen
-
-
-def _survey(model: nn.Module) -> tuple[list[Site], list[tuple[str, bool]]]:
-    """All self-attentions of the model, and for every other attention why not, and whether it is cross-attention."""
-    families = list(_families())
-    modules = dict(model.named_modules())
-    sites, refused = [], []
-    for path, module in modules.items():
-        if not _is_attention(module) or any(_is_attention(part) for part in module.modules() if part is not module):
-            continue
-        parent = modules[path.rpartition(".")[0]] if path else None
-        try:
-            sites.append(_site(families, module, path, parent))
-        except Refused as reason:
-            refused.append((f"{path or 'it'} ({type(module).__name__}): {reason}", isinstance(reason, CrossAttention)))
-    return sites, refused
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("Attention") or isinstance(module, nn.MultiheadAttention)
-
-
-def _site(families: list[ModuleType], module: nn.Module, path: str, parent: nn.Module | None) -> Site:
-    for family in families:
-        site = family.find(module, path, parent)
-        if site is not None:
-            return site
-    raise Refused("this kind of attention is unknown here")
-
-
-def _families() -> Iterator[ModuleType]:
-    yield from (multihead, timm)
-    if find_spec("transformers"):
-        from fem.models.surgery import pretrained
-
-        yield pretrained

@@ -18,6 +18,7 @@ from fem.ops.common.scaled_sums import (
     leave_backward,
     start_backward,
 )
+from fem.ops.common.steps import along_time, portable
 from fem.ops.common.transforms import again_differentiable, differentiated, transformed
 
 
@@ -31,7 +32,7 @@ def channel_scan(
     x = v.new_zeros(()).expand_as(v) if x is None else x
     given = (log_decay, x, v, beta, *start)
     one = v.shape[1] == 1 and not differentiated(*given)
-    run = step_by_step if one or transformed(*given) else _channel_scan
+    run = step_by_step if portable() or one or transformed(*given) else _channel_scan
     reads = len(start)
     outputs = run(log_decay, x, v, beta, start)
     terms = Terms(*outputs[:reads], *([None] if beta is None else []))
@@ -40,13 +41,15 @@ def channel_scan(
 
 def step_by_step(log_decay, x, v, beta, start) -> list[Tensor]:
     """The reads, the last peak and the last sums, by steps that PyTorch can differentiate any number of times."""
-    peak, sums, *free_energy = start
-    rows = []
-    for t in range(v.shape[1]):
-        left = peak if log_decay is None else peak + log_decay[:, t]
-        peak, sums, *free_energy = add_token(left, sums, *free_energy, x=x[:, t], v=v[:, t], beta=beta)
-        rows.append((peak + sums[0].log(), sums[1] / sums[0], *free_energy))
-    return [*(torch.stack(parts, 1) for parts in zip(*rows)), peak, sums]
+
+    def step(before, log_decay, x, v):
+        peak, *memory = before
+        left = peak if log_decay is None else peak + log_decay
+        peak, sums, *free_energy = after = add_token(left, *memory, x=x, v=v, beta=beta)
+        return after, [peak + sums[0].log(), sums[1] / sums[0], *free_energy]
+
+    (peak, sums, *_), reads = along_time(step, start, log_decay, x, v)
+    return [*reads, peak, sums]
 
 
 def _reads_and_sums(log_decay, x, v, beta, *start):
@@ -138,11 +141,14 @@ def _save(ctx, inputs, output):
     reads = len(start)
     ctx.save_for_backward(log_decay, x, v, beta, *start, *output[1:reads], *output[reads + 2 :])
     ctx.reads = reads
+    ctx.shapes = [part.shape for part in output[: reads + 2]]
+    ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grads):
     log_decay, x, v, beta, *rest = ctx.saved_tensors
     start, saved = rest[: ctx.reads], rest[ctx.reads :]
+    grads = [v.new_zeros(shape) if grad is None else grad for grad, shape in zip(grads, ctx.shapes)]
     given = [*grads[: ctx.reads], grads[ctx.reads + 1]]
     if torch.is_grad_enabled():
         found = again_differentiable(_reads_and_sums, (log_decay, x, v, beta, *start), given)

@@ -13,7 +13,7 @@ from fem.ops.channel_scan.naive import naive_channel_scan_read
 from fem.ops.channel_scan.plain import channel_scan
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import wide_dtype
-from fem.ops.common.read import NO_WEIGHT, Read, Terms, merge, nothing_read, read_of
+from fem.ops.common.read import NO_WEIGHT, Read, Terms, connected_zeros, merge, nothing_read, read_of
 from fem.ops.common.scaled_sums import Streams, Sums, last_step, state_of, state_parts
 from fem.ops.common.tokens import Tokens
 
@@ -46,7 +46,7 @@ def channel_scan_read(
     """
     given = (x is not None for x in (log_weight, log_decay, beta))
     backend = scan_backend(backend, v.device, "channel_scan", widest(v, log_weight, log_decay), *given)
-    if backend == "reference":
+    if backend == "reference" and 0 not in v.shape[:2]:
         loops = partial(naive_channel_scan_read, log_weight, v, beta, log_decay)
         return by_definition(loops, v.dtype, causal, tokens, normalize, initial_state, return_state)
     terms, state = channel_scan_terms(
@@ -102,7 +102,7 @@ def _one_way(log_weight, v, beta, log_decay, tokens, state, present: bool, backe
     if 0 in shape[:2]:
         state = state_of(Sums(*start[:2]), *(start[2:] or [None]))
         state = {name: part.unflatten(-1, shape[2:]) for name, part in state.items()}
-        return nothing_read(v.view(shape).to(wide), beta), state
+        return nothing_read(connected_zeros(v.to(wide), shape, x, v, a, beta, *start), beta), state
     if backend == "triton":
         from fem.ops.channel_scan.kernels import launch as channel_scan_triton
 

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.precision import wide
+from fem.ops.common.steps import portable
 from fem.ops.common.transforms import again_differentiable, transformed
 
 Heads = Float[Tensor, "b t h d"]
@@ -35,7 +36,7 @@ def gated_read(mean: Heads, free_energy: Heads | None, inner: Heads | None, oute
         return mean
     free_energy = free_energy if inner is not None else None
     small = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and mean.numel() <= _BLOCK
-    if small or transformed(mean, free_energy, inner, outer):  # a token in generation is not worth the op's own time
+    if small or portable() or transformed(mean, free_energy, inner, outer):  # a token is not worth the op's own time
         return _gate(mean, free_energy, inner, outer, eps)
     return _gated_read(mean, free_energy, inner, outer, eps)
 

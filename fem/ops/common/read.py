@@ -8,8 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fem.ops.common.transforms import transformed
+
 _NEAR = 30.0  # exponents up to here are raised as numbers
-NO_WEIGHT = -1e29  # a logarithm below stands for no weight at all, however an op writes that
+LOG_ZERO = -1e30  # the logarithm of no weight; finite, so that differences of two of them are
+NO_WEIGHT = LOG_ZERO / 10  # a logarithm below stands for no weight
 
 
 class Read(NamedTuple):
@@ -35,9 +38,14 @@ class Terms(NamedTuple):
     free_energy: Tensor | None
 
 
-def nothing_read(v: Tensor, beta: Tensor | None) -> Terms:
+def connected_zeros(like: Tensor, shape: tuple[int, ...], *inputs: Tensor | None) -> Tensor:
+    """Zeros that depend on the inputs, so that a call without a row or a token passes gradients of 0."""
+    return like.new_zeros(shape) + sum(x.flatten()[:0].sum().to(like.dtype) for x in inputs if x is not None)
+
+
+def nothing_read(zeros: Tensor, beta: Tensor | None) -> Terms:
     """The terms of a call without a row or without a token."""
-    return Terms(v, v, None if beta is None else v)
+    return Terms(zeros, zeros, None if beta is None else zeros)
 
 
 def merge(one: Terms, other: Terms, beta: Tensor | None) -> Terms:
@@ -46,8 +54,7 @@ def merge(one: Terms, other: Terms, beta: Tensor | None) -> Terms:
     share = w_2 / (w_1 + w_2)        mean = (1 - share) mean_1 + share mean_2
     F = (1/beta) log((1 - share) e^{beta F_1} + share e^{beta F_2})
     """
-    lowest = torch.finfo(one.log_weight.dtype).min / 4
-    gain = other.log_weight.clamp_min(lowest) - one.log_weight.clamp_min(lowest)
+    gain = other.log_weight.clamp_min(LOG_ZERO) - one.log_weight.clamp_min(LOG_ZERO)
     weight = log_add(one.log_weight, other.log_weight)
     mean = torch.lerp(one.mean, other.mean, torch.sigmoid(gain).expand_as(one.mean))
     if beta is None:
@@ -70,9 +77,18 @@ def merge_energies(gain: Tensor, one: Tensor, other: Tensor, beta: Tensor) -> Te
     heavier = gain > 0
     base, rest = torch.where(heavier, other, one), torch.where(heavier, one, other)
     logit, lift = torch.where(heavier, -gain, gain), beta * (rest - base)
+    is_near = lift < _NEAR
     near = torch.log1p(torch.sigmoid(logit) * torch.expm1(lift.clamp(max=_NEAR)))
+    if _looks(lift) and bool(is_near.all()):
+        return base + near / beta
     far = log_add(F.logsigmoid(-logit), F.logsigmoid(logit) + lift)
-    return base + torch.where(lift < _NEAR, near, far) / beta
+    return base + torch.where(is_near, near, far) / beta
+
+
+def _looks(x: Tensor) -> bool:
+    """Whether a value may be read, to save work: of a token in generation, on a CPU."""
+    free = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed(x))
+    return free and x.device.type == "cpu"
 
 
 def log_average(log_p: Tensor, y: Tensor, dim: int) -> Tensor:
@@ -81,9 +97,12 @@ def log_average(log_p: Tensor, y: Tensor, dim: int) -> Tensor:
     top = torch.where(seen, y, -torch.inf).detach().amax(dim, keepdim=True)
     top = torch.where(top > -torch.inf, top, 0)
     z = torch.where(seen, y - top, 0)
+    is_near = (z >= -1).all(dim, keepdim=True)
     near = torch.log1p((log_p.exp() * torch.expm1(z.clamp(min=-1))).sum(dim, keepdim=True))
+    if _looks(z) and bool(is_near.all()):
+        return top + near
     far = torch.where(seen, log_p + z, NO_WEIGHT).logsumexp(dim, keepdim=True)
-    return top + torch.where((z >= -1).all(dim, keepdim=True), near, far)
+    return top + torch.where(is_near, near, far)
 
 
 def read_of(terms: Terms, beta: Tensor | None, normalize: bool, dtype: torch.dtype) -> Read:
@@ -105,13 +124,12 @@ def mix_channels(mixing: Tensor, terms: Terms, beta: Tensor | None) -> Terms:
     mixing (H, d_v, d_v) > 0; terms (B, T, H, d_v); beta (H, 1) or (H, d_v), equal within a head.
     """
     over_channels = lambda x: torch.einsum("hjk,bthk->bthj", mixing, x)  # noqa: E731
-    lowest = torch.finfo(terms.log_weight.dtype).min / 4
-    log_weight = terms.log_weight.clamp_min(lowest)
+    log_weight = terms.log_weight.clamp_min(LOG_ZERO)
     peak = log_weight.detach().amax(-1, keepdim=True)
     weight = (log_weight - peak).exp()
     total = over_channels(weight)
     mean = over_channels(weight * terms.mean) / total
-    log_total = torch.where(peak > lowest, total.log() + peak, -torch.inf)
+    log_total = torch.where(peak > NO_WEIGHT, total.log() + peak, -torch.inf)
     if beta is None:
         return Terms(log_total, mean, None)
     lift = beta * terms.free_energy

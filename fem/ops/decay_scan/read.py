@@ -8,7 +8,9 @@ from torch import Tensor
 
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import wide_dtype
+from fem.ops.common.read import connected_zeros
 from fem.ops.common.recurrence import running_sums
+from fem.ops.common.steps import along_time, portable
 from fem.ops.common.transforms import transformed
 from fem.ops.decay_scan.naive import naive_decay_scan
 
@@ -32,7 +34,7 @@ def decay_scan(
     backend = scan_backend(backend, u.device, "decay_scan", widest(u, log_decay, initial_state))
     wide = wide_dtype(log_decay, u)
     if u.numel() == 0:
-        return u
+        return connected_zeros(u, u.shape, log_decay, u, initial_state)
     if initial_state is None:
         initial_state = torch.zeros_like(u[:, 0], dtype=wide)
     flat = [log_decay.flatten(2), u.flatten(2), initial_state.flatten(1)]
@@ -44,7 +46,8 @@ def decay_scan(
         h = naive_decay_scan(*flat)
     else:
         flat = [tensor.to(wide) for tensor in flat]
-        h = _step_by_step(*flat) if transformed(*flat) else _decay_scan(*flat, False)
+        steps = portable() or transformed(*flat)
+        h = _step_by_step(*flat) if steps else _decay_scan(*flat, False)
     return h.view(u.shape).to(u.dtype)
 
 
@@ -60,12 +63,13 @@ def _check(log_decay: Tensor, u: Tensor, initial_state: Tensor | None) -> None:
 
 
 def _step_by_step(log_decay: Tensor, u: Tensor, state: Tensor) -> Tensor:
-    """By steps that PyTorch can transform."""
-    factor, rows = log_decay.exp(), []
-    for t in range(u.shape[1]):
-        state = torch.addcmul(u[:, t], factor[:, t], state)
-        rows.append(state)
-    return torch.stack(rows, 1)
+    """By steps that PyTorch can transform and export."""
+
+    def step(before, factor, u):
+        h = torch.addcmul(u, factor, before[0])
+        return [h], [h]
+
+    return along_time(step, [state], log_decay.exp(), u)[1][0]
 
 
 def next_step(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.fallback_count import suspects
+from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.precision import wide
 from fem.ops.common.read import Read
 from fem.ops.softmax.cached import PROVEN, SMALL_BETA, proven, small_beta, unpack
@@ -49,7 +49,7 @@ def packed_step(
         read = unpack(out, beta, shift)
     else:
         return None
-    suspects.count(out.numel() // 2, 0)
+    fallbacks.count(out.numel() // 2, 0)
     return Read(*(x.reshape(batch, 1, heads, -1) for x in read))
 
 
@@ -101,7 +101,7 @@ def softmax_step(
     total = _energies(prior, v, middle, beta if small else beta * math.log2(math.e), small)
     if not bool((total + mean).isfinite().all()):
         return None
-    suspects.count(total.numel(), 0)
+    fallbacks.count(total.numel(), 0)
     seen = prior.amax(-1, keepdim=True) > 0
     total = total.div_(_LIFT)
     free_energy = torch.where(seen, middle + (total.log1p_() if small else total.log_()).div_(beta), 0.0)

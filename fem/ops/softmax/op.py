@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.fallback_count import suspects
+from fem.ops.common.fallback_count import fallbacks
+from fem.ops.common.precision import SMALLEST_BETA
 from fem.ops.common.read import Read
 from fem.ops.common.transforms import again_differentiable, transformed
 from fem.ops.softmax.differentiable import differentiable_read
@@ -238,7 +239,7 @@ def _forward(q, k, v, beta, bias, keep, first, end, causal, scale, flash):
                 return out, out.new_empty(0), lse, values, out.new_empty(0), out.new_empty(0)
             read = FreeEnergyRead.of(block.scores, block.v, call.beta)
             out, free_energy, lse, recomputed = read.forward()
-            suspects.count(free_energy.numel(), recomputed)
+            fallbacks.count(free_energy.numel(), recomputed)
             return out, free_energy, lse, read.values, read.shift, read.span
         empty = _empty(q, k, v, beta, first, flash)
         out, free_energy, lse, values, shift, span = (x.zero_() for x in empty) if call.careful else empty
@@ -250,7 +251,7 @@ def _forward(q, k, v, beta, bias, keep, first, end, causal, scale, flash):
                 o, weight = block.scores.attend(block.scores.padded(block.v))
             else:
                 o, free, weight, recomputed = FreeEnergyRead.of(block.scores, block.v, call.beta).forward()
-                suspects.count(free.numel(), recomputed)
+                fallbacks.count(free.numel(), recomputed)
                 free_energy[:, block.rows] = free
             out[:, block.rows, :, : o.shape[3]], lse[:, block.rows] = o, weight
             if block.poisoned is not None:
@@ -350,8 +351,9 @@ def _of_block(block: _Block, beta, grad_mean, grad_free_energy, known, stored, o
     else:
         values, shift, span = stored
         read = FreeEnergyRead(scores, values, beta, shift, span)
-    few = scores.q.shape[1] * scores.k.shape[1] <= _FEW_SCORES
-    if few or (known is not None and bool(known[1].abs().amax() > _LARGE_SCORES)):
+    delicate = scores.q.shape[1] * scores.k.shape[1] <= _FEW_SCORES
+    delicate = delicate or (beta.dtype == torch.float32 and bool(beta.amin() < SMALLEST_BETA))
+    if delicate or (known is not None and bool(known[1].abs().amax() > _LARGE_SCORES)):
         read, known = read.in_float64(), None
     if known is None:
         out, _, lse, _ = read.forward()

@@ -7,10 +7,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import softmax_backend
-from fem.ops.common.read import Read
+from fem.ops.common.read import Read, connected_zeros
 from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.composed import composed_read
 from fem.ops.softmax.decode import packed_step, softmax_step
+from fem.ops.softmax.exported import exported_read
 from fem.ops.softmax.naive import naive_softmax_read
 from fem.ops.softmax.op import compute_dtype, free_energy_read
 from fem.ops.softmax.support import Intervals, intervals
@@ -42,16 +43,19 @@ def softmax_read(
     backend = softmax_backend(backend, q.device, dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     keep, document = (None, None) if tokens is None else (tokens.keep, tokens.document)
+    queries, time = q.shape[1], k.shape[1]
+    if q.shape[0] * queries * time == 0:
+        zeros = connected_zeros(v.to(dtype), (*q.shape[:3], v.shape[3]), q, k, v, beta, bias)
+        return Read(zeros, None if beta is None else zeros)
     if backend == "reference":
         return _as(dtype, naive_softmax_read(q, k, v, beta, causal, scale, window, bias, keep, document))
-    queries, time = q.shape[1], k.shape[1]
-    if q.shape[0] * queries == 0:
-        nothing = v.new_zeros(*q.shape[:3], v.shape[3], dtype=dtype)
-        return Read(nothing, None if beta is None else nothing)
     if bias is not None:
         bias = bias[(None,) * (4 - bias.dim())]
     by_pairs = window is not None or document is not None or (causal and 1 < queries < time)
     causal = causal and queries > 1
+    if torch.compiler.is_exporting():
+        seen = intervals(queries, time, causal, window, tokens, q.device) if by_pairs else None
+        return _as(dtype, exported_read(q, k, v, beta, bias, keep, seen, causal, scale))
     if backend == "sdpa" and q.is_cuda and q.numel() and v.numel():
         by_pairs = by_pairs or keep is not None or bias is not None
         seen = intervals(queries, time, causal, window, tokens, q.device) if by_pairs else None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fem.ops.common.precision import double, needs_float64
-from fem.ops.common.read import NO_WEIGHT, Terms, log_average
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, log_average
 from fem.ops.common.scaled_sums import (
     Memory,
     Streams,
@@ -23,9 +23,9 @@ from fem.ops.common.scaled_sums import (
     end_backward,
     leave,
     leave_backward,
-    nothing,
     start_backward,
 )
+from fem.ops.common.steps import along_time, portable
 from fem.ops.common.transforms import again_differentiable, differentiated, transformed
 from fem.ops.ssm import numbers as ssm_direct
 from fem.ops.ssm.logarithms import Segment, advance, backward, observe
@@ -106,7 +106,8 @@ def ssm_scan(inputs: Inputs, start: list[Tensor], alone: bool) -> tuple[Terms, l
     alone: nothing came before the first token and nobody wants the states after the last, which may be wrong then.
     """
     v, reads = inputs.v, len(start)
-    if transformed(*inputs, *start) or (v.shape[1] == 1 and not differentiated(*inputs, *start)):
+    one = v.shape[1] == 1 and not differentiated(*inputs, *start)
+    if portable() or one or transformed(*inputs, *start):
         outputs = step_by_step(*inputs, *start)
     elif _splits(v, inputs.a):
         rows = max(1, ENTRIES // (min(v.shape[1], SEGMENT) * inputs.a.numel()))
@@ -131,25 +132,27 @@ def step_by_step(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, 
     """The reads and the last states, by steps that PyTorch can differentiate any number of times."""
     rank, channels = a.shape
     log_delta, log_b, log_c = (delta.log(), b.log(), c.log()) if log_delta is None else (log_delta, log_b, log_c)
-    peak, sums, *free_energy = (part.unflatten(-1, (rank, channels)) for part in start)
-    rows = []
-    for t in range(v.shape[1]):
-        decay = delta[:, t].unsqueeze(-2) * a
-        decay = decay if opens is None else decay.masked_fill(opens[:, t, None, None], -math.inf)
-        value = v[:, t].unsqueeze(-2).expand_as(decay)
-        log_input = log_delta[:, t].unsqueeze(-2) + log_b[:, t].unsqueeze(-1)
-        left = (peak + decay).clamp(min=nothing(v.dtype))
-        before = [left, sums, *free_energy]
-        peak, sums, *free_energy = add_token(left, sums, *free_energy, x=log_input, v=value, beta=beta)
-        seen_peak, seen_sums, *seen_energy = before if skip is None else (peak, sums, *free_energy)
-        scores = seen_peak + seen_sums[0].log() + log_c[:, t].unsqueeze(-1)
+    log_skip = None if skip is None else skip.log()
+
+    def step(before, delta, v, opens, log_delta, log_b, log_c):
+        peak, *memory = before
+        decay = delta.unsqueeze(-2) * a
+        decay = decay if opens is None else decay.masked_fill(opens[:, None, None], -math.inf)
+        value = v.unsqueeze(-2).expand_as(decay)
+        left = (peak + decay).clamp(min=LOG_ZERO)
+        log_input = log_delta.unsqueeze(-2) + log_b.unsqueeze(-1)
+        after = add_token(left, *memory, x=log_input, v=value, beta=beta)
+        seen_peak, seen_sums, *seen_energy = [left, *memory] if skip is None else after
+        scores = seen_peak + seen_sums[0].log() + log_c.unsqueeze(-1)
         items = [seen_sums[1] / seen_sums[0], *seen_energy]
         if skip is not None:
-            scores = torch.cat([scores, skip.log().expand_as(scores[:, :1])], 1)
+            scores = torch.cat([scores, log_skip.expand_as(scores[:, :1])], 1)
             items = [torch.cat([item, value[:, :1]], 1) for item in items]
-        rows.append(_read_items(scores.clamp(min=nothing(v.dtype) / 2), items, beta))
-    last = [part.flatten(-2) for part in (peak, sums, *free_energy)]
-    return [*(torch.stack(parts, 1) for parts in zip(*rows)), *last]
+        return after, _read_items(scores.clamp(min=LOG_ZERO), items, beta)
+
+    states = [part.unflatten(-1, (rank, channels)) for part in start]
+    last, reads = along_time(step, states, delta, v, opens, log_delta, log_b, log_c)
+    return [*reads, *(part.flatten(-2) for part in last)]
 
 
 def _read_items(scores: Tensor, items: list[Tensor], beta: Tensor | None) -> list[Tensor]:
@@ -159,7 +162,7 @@ def _read_items(scores: Tensor, items: list[Tensor], beta: Tensor | None) -> lis
     read = [total, (log_p.exp() * items[0]).sum(1, keepdim=True)]
     if beta is not None:
         read.append(log_average(log_p, beta * items[1], 1) / beta)
-    empty = total < nothing(total.dtype) / 4
+    empty = total < NO_WEIGHT
     return [total.squeeze(1), *(torch.where(empty, 0, part).squeeze(1) for part in read[1:])]
 
 
@@ -410,11 +413,14 @@ def _save(ctx, inputs, output):
     *tensors, start, ctx.alone = inputs
     ctx.reads = reads = len(start)
     ctx.save_for_backward(*tensors, *start, *output[1:reads], *output[2 * reads :])
+    ctx.shapes = [part.shape for part in output[: 2 * reads]]
+    ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grads):
     saved, reads = ctx.saved_tensors, ctx.reads  # read once: checkpointing hands it out but once
     tensors, start, outputs = saved[:11], list(saved[11 : 11 + reads]), saved[11 + reads :]
+    grads = [start[0].new_zeros(shape) if grad is None else grad for grad, shape in zip(grads, ctx.shapes)]
     if torch.is_grad_enabled():
         given = [*grads[:reads], None, *grads[reads + 1 : 2 * reads]]
         found = again_differentiable(step_by_step, (*tensors, *start), given)

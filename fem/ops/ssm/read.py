@@ -12,8 +12,8 @@ from torch import Tensor
 from fem.ops.channel_scan.read import by_definition
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import wide_dtype
-from fem.ops.common.read import Read, Terms, merge, nothing_read, read_of
-from fem.ops.common.scaled_sums import Streams, Sums, leave, nothing, state_of, state_parts
+from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, merge, nothing_read, read_of
+from fem.ops.common.scaled_sums import Streams, Sums, leave, state_of, state_parts
 from fem.ops.common.tokens import Tokens
 from fem.ops.ssm.naive import naive_ssm_read
 from fem.ops.ssm.plain import Inputs, ssm_scan
@@ -52,7 +52,7 @@ def ssm_read(
     """
     dtype = widest(v, delta, A, B, C, D)
     backend = scan_backend(backend, v.device, "ssm", dtype, A.shape[-1], beta is not None)
-    if backend == "reference":
+    if backend == "reference" and 0 not in v.shape[:2]:
         loops = partial(naive_ssm_read, delta, A, B, C, D, v, beta)
         return by_definition(loops, v.dtype, causal, tokens, normalize, initial_state, return_state)
     options = {"causal": causal, "tokens": tokens, "initial_state": initial_state, "return_state": return_state}
@@ -79,7 +79,7 @@ def ssm_terms(
 ) -> tuple[Terms, dict[str, Tensor] | None]:
     """The normalised read with the logarithm of its total weight, and the state after the last token, if wanted.
 
-    logs: of delta, B and C, where these may be too small for numbers; our kernels take the numbers alone.
+    logs: of delta, B and C, where these may be too small for numbers.
     """
     past, state = _one_way(delta, A, B, C, D, v, beta, tokens, initial_state, return_state, backend, logs)
     if causal:
@@ -104,6 +104,10 @@ def _one_way(
         opens = tokens.start
         if tokens.keep is not None:
             delta, B, C, v = (torch.where(tokens.keep[..., None], x, 0) for x in (delta, B, C, v))
+    if logs is not None:
+        logs = [log.to(wide).flatten(2) for log in logs]
+        if tokens is not None and tokens.keep is not None:
+            logs = [torch.where(tokens.keep[..., None], log, -math.inf) for log in logs]
     A = A.to(wide).flatten(0, 1).T.contiguous()
     D, beta = (None if x is None else x.to(wide).flatten() for x in (D, beta))
     alone = state is None and not return_state
@@ -114,24 +118,22 @@ def _one_way(
         parts = state_parts(state, None if beta is None else beta.view(shape[2:]))
         start = [part.to(wide).flatten(-3) for part in parts if part is not None]
     if 0 in shape[:2]:
-        log_weight, *read = nothing_read(v.to(wide), beta)
+        log_weight, *read = nothing_read(connected_zeros(v.to(wide), v.shape, delta, A, B, C, D, v, beta, *start), beta)
         end = start
     elif backend == "triton":
         from fem.ops.ssm.kernels import launch as ssm_triton
 
         per_state = None if beta is None else beta.repeat(rank)
         begin = Streams.after(*start, *([None] if beta is None else []), per_state)
-        (log_weight, *read), after = ssm_triton.ssm_scan(delta, A, B, C, D, v, beta, opens, begin)
+        (log_weight, *read), after = ssm_triton.ssm_scan(delta, A, B, C, D, v, beta, opens, begin, logs)
         end = [*after.weights, *([] if beta is None else [leave(after, per_state).free_energy])]
     else:
         delta, B, C, v = (x.to(wide) for x in (delta, B, C, v))
-        logs = [None] * 3 if logs is None else [log.to(wide).flatten(2) for log in logs]
-        if tokens is not None and tokens.keep is not None and logs[0] is not None:
-            logs = [torch.where(tokens.keep[..., None], log, -math.inf) for log in logs]
-        (log_weight, *read), end = ssm_scan(Inputs(delta, A, B, C, D, v, beta, opens, *logs), start, alone)
+        inputs = Inputs(delta, A, B, C, D, v, beta, opens, *(logs or [None] * 3))
+        (log_weight, *read), end = ssm_scan(inputs, start, alone)
     log_weight, mean, free_energy = (None if part is None else part.view(shape) for part in (log_weight, *read))
     if tokens is not None and tokens.keep is not None:  # a masked token does not even see itself through D
-        log_weight = log_weight.where(tokens.keep[..., None, None], nothing(wide))
+        log_weight = log_weight.where(tokens.keep[..., None, None], LOG_ZERO)
     terms = Terms(log_weight, mean, free_energy)
     if not return_state:
         return terms, None

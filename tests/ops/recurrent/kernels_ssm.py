@@ -7,6 +7,7 @@ import pytest
 import torch
 from interpreter import DEVICE, patch_the_language_once
 from recurrences import (
+    Case,
     case,
     check_gradients_through_the_state,
     check_that_backends_continue_each_other,
@@ -19,6 +20,7 @@ from torch.library import opcheck
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.ops.decay_scan.kernels import launch as decay_scan_triton
 from fem.ops.ssm.kernels import launch as ssm_triton
+from fem.ops.ssm.read import ssm_terms
 
 CHUNK = 4
 patch_the_language_once()
@@ -173,13 +175,58 @@ def test_the_operators_keep_to_what_they_are_registered_as():
     rate, some, opens = -torch.rand(2, 3), torch.rand(3), torch.zeros(1, 5, dtype=torch.int8)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for skip, beta, opens_, parts in ((some, some, None, 6), (None, None, opens, 3)):
-        arguments = (v, rate, b, b, skip, v, beta, opens_, torch.ones(parts, 1, 6))
-        opcheck(ssm_triton._forward, arguments, test_utils=checks)
+        for log_delta in (None, v):
+            arguments = (v, rate, b, b, skip, v, beta, opens_, log_delta, torch.ones(parts, 1, 6))
+            opcheck(ssm_triton._forward, arguments, test_utils=checks)
 
 
 def test_float64_is_refused():
     with pytest.raises(ValueError, match="computes in float32, got float64"):
         case("ssm", 3, dtype=torch.float64).read(backend="triton")
+
+
+def by_logarithms(inputs, backend, **options):
+    given = inputs.tensors()
+    numbers = (given[name].exp() for name in ("log_delta", "log_B", "log_C"))
+    delta, b, c = (x.detach() for x in numbers)
+    logs = tuple(given[name] for name in ("log_delta", "log_B", "log_C"))
+    terms, state = ssm_terms(
+        delta, given["A"], b, c, given["D"], given["v"], given["beta"], logs=logs, backend=backend, **options
+    )
+    return [*terms, *((state or {}).values())]
+
+
+@pytest.mark.parametrize("options", [{}, {"return_state": True}, {"causal": False}])
+def test_logarithms_of_weights_that_no_number_holds(options):
+    inputs = case("ssm", 11, batch=1)
+    along, shared = inputs.along, inputs.shared
+    faint = torch.zeros(11)
+    faint[2:6] = -200.0  # less than any float32
+    logs = {f"log_{name}": along[name].log() + faint.view(1, 11, *[1] * (along[name].ndim - 2)) for name in ("B", "C")}
+    logs["log_delta"] = along["delta"].log() + 2 * faint.view(1, 11, 1, 1)
+    inputs = Case("ssm_read", (), logs | {"v": along["v"]}, shared | {"D": torch.full_like(shared["D"], 1e-30)})
+    mine, exact = inputs.leaves(), inputs.map(lambda x: x.double()).leaves()
+    got, wanted = by_logarithms(mine, "triton", **options), by_logarithms(exact, "plain", **options)
+    for one, other in zip(got[:3], wanted[:3], strict=True):
+        assert error(one, other) < 5e-6
+    weights = [torch.randn_like(part) for part in wanted[:3]]
+    expected = gradients(wanted[:3], exact, weights)
+    for name, gradient in gradients(got[:3], mine, weights).items():
+        if name != "D":  # is 1 / 1e-30, but for rounding
+            assert error(gradient, expected[name], along["v"].abs().max() + 0.1) < 2e-5, name
+
+
+def test_an_outlier_token_leaves_no_trace_in_a_mamba_layer():
+    config = {"n_embd": 16, "n_head": 2, "prior_type": "mamba", "ssm_rank": 4, "use_conv": False}
+    layer = FreeEnergyMixer(FreeEnergyMixerConfig(**config, backend="triton"))
+    exact = FreeEnergyMixer(FreeEnergyMixerConfig(**config, backend="plain")).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    exact.load_state_dict(layer.state_dict())
+    x = torch.randn(1, 12, 16)
+    x[:, 3] += 300.0
+    torch.testing.assert_close(layer(x).double(), exact(x.double()), rtol=1e-4, atol=1e-4)
 
 
 def test_a_mamba_layer_reads_by_the_kernels():

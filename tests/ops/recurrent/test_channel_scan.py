@@ -102,7 +102,8 @@ def test_the_total_weight_comes_with_the_terms():
 
 @pytest.mark.parametrize("name, change, message", [
     ("v", lambda x: x[0], "v must have shape"),
-    ("v", lambda x: x[:, :0], "each but the batch at least 1"),
+    ("v", lambda x: x[:, :0], "log_weight must have the shape of v"),
+    ("v", lambda x: x[..., :0], "heads and d_v at least 1"),
     ("log_weight", lambda x: x[..., :2], "log_weight must have the shape of v"),
     ("log_decay", lambda x: -x, "log_decay must be zero or negative"),
     ("log_decay", lambda x: x * float("nan"), "log_decay must be zero or negative"),

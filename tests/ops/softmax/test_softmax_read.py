@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from softmax_calls import softmax_call
 
 from fem.functional import softmax_read
-from fem.ops.common.fallback_count import Suspects
+from fem.ops.common.fallback_count import FallbackCount
 from fem.ops.softmax import op as softmax
 from fem.ops.softmax.naive import naive_softmax_read
 
@@ -340,29 +341,29 @@ def test_autocast_leaves_the_read_in_the_dtype_of_its_inputs():
 
 
 def test_recomputed_entries_are_counted_and_warned_of_once(monkeypatch):
-    monkeypatch.setattr(softmax, "suspects", Suspects())
+    monkeypatch.setattr(softmax, "fallbacks", FallbackCount())
     q, k, v, beta, _ = inputs("normal", 20, 20)
     softmax_read(q, k, v, beta)
-    assert (softmax.suspects.entries, softmax.suspects.recomputed) == (20 * HEADS * VALUE, 0)
+    assert (softmax.fallbacks.entries, softmax.fallbacks.recomputed) == (20 * HEADS * VALUE, 0)
     v[:, 10] += 500
     with pytest.warns(UserWarning, match="computed again"):
         softmax_read(q, k, v, beta)
-    assert softmax.suspects.recomputed == 10 * HEADS * VALUE
+    assert softmax.fallbacks.recomputed == 10 * HEADS * VALUE
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         softmax_read(q, k, v, beta)
-    softmax.suspects.reset()
-    assert (softmax.suspects.entries, softmax.suspects.recomputed) == (0, 0)
+    softmax.fallbacks.reset()
+    assert (softmax.fallbacks.entries, softmax.fallbacks.recomputed) == (0, 0)
 
 
 def test_hidden_keys_cause_no_recomputation(monkeypatch):
-    monkeypatch.setattr(softmax, "suspects", Suspects())
+    monkeypatch.setattr(softmax, "fallbacks", FallbackCount())
     q, k, v, beta, _ = inputs("normal", 20, 20)
     v[:, :5] = 1e4
     mask = (torch.arange(20) >= 5)[None]
     softmax_read(q, k, v, beta, key_mask=mask)
     softmax_read(q, k, v, beta, bias=torch.zeros(20, 20).masked_fill(~mask, -torch.inf))
-    assert softmax.suspects.recomputed == 0
+    assert softmax.fallbacks.recomputed == 0
 
 
 def test_a_gradient_can_be_taken_twice():
@@ -404,6 +405,15 @@ def test_inductor_computes_the_same():
     run_compiled("inductor")
 
 
+@pytest.mark.parametrize("beta", [1e-2, 1e-4, 1e-6])
+def test_a_small_beta_has_its_gradient(beta):
+    exact = softmax_call(64, beta=beta).map(lambda x: x.float()).leaves(torch.float64)
+    mine, weights = exact.leaves(torch.float32), torch.rand(1, 64, 2, 3)
+    gradient = lambda call, read: torch.autograd.grad((read[1] * weights).sum(), call.arguments["beta"])[0]  # noqa: E731
+    wanted, got = gradient(exact, exact.definition()), gradient(mine, mine.read())
+    assert ((got - wanted).abs().max() / wanted.abs().max()) < 1e-4  # 1e-1 at 1e-4 in float32
+
+
 BAD = {
     "q of 3 dimensions": (ValueError, {"q": torch.randn(2, 5, 8)}, "q must have 4 dimensions"),
     "integer k": (TypeError, {"k": torch.ones(2, 5, 2, 8, dtype=torch.long)}, "k must be floating point, got dtype"),
@@ -411,7 +421,11 @@ BAD = {
     "batch": (ValueError, {"q": torch.randn(3, 5, 4, 8)}, "q and k must agree in batch, got 3 and 2"),
     "key width": (ValueError, {"q": torch.randn(2, 5, 4, 6)}, "q and k must agree in width, got 6 and 8"),
     "heads": (ValueError, {"q": torch.randn(2, 5, 3, 8)}, "multiple of the heads of k, got 3 and 2"),
-    "no keys": (ValueError, {"k": torch.randn(2, 0, 2, 8), "v": torch.randn(2, 0, 2, 3)}, "at least one key"),
+    "no keys": (
+        ValueError,
+        {"k": torch.randn(2, 0, 2, 8), "v": torch.randn(2, 0, 2, 3)},
+        "5 queries and k only 0 keys",
+    ),
     "beta shape": (ValueError, {"beta": torch.ones(4, 3)}, r"shape \(heads, d_v\) = \(2, 3\), got \(4, 3\)"),
     "integer beta": (TypeError, {"beta": torch.ones(2, 3, dtype=torch.long)}, "beta must be floating point"),
     "zero beta": (ValueError, {"beta": torch.zeros(2, 3)}, "beta must be positive, finite and not NaN, got 0.0"),

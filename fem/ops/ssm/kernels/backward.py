@@ -6,7 +6,8 @@ the shares p, q and the gradients w, s, u of `fem.ops.channel_scan.kernels.backw
     w_n += theta_n (dL + dmean (mean_n - mean)) + (phi_n - theta_n) h        s_n += theta_n dmean        u_n += phi_n h
     dlog(delta B_n) = p w_n + g_n        dlog_decay_n = (1 - p) w_n - g_n        g_n = p (v - mean_n) s_n + (q - p) u_n
 
-A factor 0 is differentiated as it is, by e^{-m} / S in place of p / 0. Parts of sums over channels or batches are
+A factor 0 is differentiated as it is, by e^{-m} / S in place of p / 0; a logarithm, where log_delta is given, as a
+logarithm. Parts of sums over channels or batches are
 stored apart. Per program the scratch holds what one chunk needs: shares, means, and parts of the reads.
 """
 
@@ -17,13 +18,15 @@ import triton.language as tl
 
 from fem.ops.channel_scan.kernels.backward import excess, gradient_of
 from fem.ops.channel_scan.kernels.forward import load_three, part_at, store_three
-from fem.ops.common.kernels.channel_states import NOTHING, add_energy, add_weights, lowered, part_of, past_of
+from fem.ops.common.kernels.channel_states import add_energy, add_weights, lowered, part_of, past_of
 from fem.ops.common.kernels.decay_steps import load_channels
+from fem.ops.common.kernels.tiles import NEARLY_NOTHING
 from fem.ops.ssm.kernels.forward import (
     LARGEST,
     entry,
     faded,
     load_energy,
+    load_log,
     load_weights,
     look,
     measured,
@@ -35,18 +38,18 @@ from fem.ops.ssm.kernels.forward import (
 @triton.jit
 def per_unit(exponent, sums, peak):
     """What of a sum one unit of input is, for states that hold something."""
-    return tl.where(peak > NOTHING / 2, tl.exp(tl.minimum(exponent, LARGEST)) / sums, 0.0)
+    return tl.where(peak > NEARLY_NOTHING, tl.exp(tl.minimum(exponent, LARGEST)) / sums, 0.0)
 
 
 @triton.jit
 def ssm_gradients(
-    d_log_weight, d_mean, d_free, delta, a, b, c, skip, v, beta, opens, entering, behind, mean, free_energy,
-    scratch, own_scratch, d_delta, d_a, d_b, d_c, d_skip, d_v, d_beta, d_start,
+    d_log_weight, d_mean, d_free, delta, log_delta, a, b, c, skip, v, beta, opens, entering, behind, mean, free_energy,
+    scratch, own_scratch, d_delta, d_log_delta, d_a, d_b, d_c, d_skip, d_v, d_beta, d_start,
     time, chunks, channels, size, start_size, scratch_size, own_size, d_b_size,
     N: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """d_delta, d_v (B, T, D); of each row d_a (B, N D), d_skip, d_beta (B, D); of each block of channels d_b, d_c
-    (blocks, B, T, N); w, s, u of the start from those behind the last token, (3, B, N D)."""
+    """d_delta, d_log_delta, d_v (B, T, D); of each row d_a (B, N D), d_skip, d_beta (B, D); of each block of channels
+    d_b, d_c (blocks, B, T, N); w, s, u of the start from those behind the last token, (3, B, N D)."""
     columns, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     inside = columns < channels
     of_states, all_inside, n, exists = states_of(columns, channels, N, PADDED)
@@ -76,8 +79,8 @@ def ssm_gradients(
         for t in range(first, end):
             token, place = row * time + t, (row * time + t) * channels + columns
             store, own_store = scratch + (t - first) * N * channels, own_scratch + (t - first) * channels
-            _rate, _enters, log_decay, x = entry(delta, rates, b, opens, place, token, inside, n, exists, N)
-            seen, value = load_channels(c + token * N + n, exists), load_channels(v + place, inside)
+            _rate, log_decay, x = entry(delta, log_delta, rates, b, opens, place, token, inside, n, exists, N)
+            seen, value = load_log(c + token * N + n, log_delta, exists), load_channels(v + place, inside)
             peak, total, weighted = faded(peak, total, weighted, log_decay)
             if skip is None:
                 _highest, _y, part, own = look(peak, total, seen, zero, own_skip)
@@ -113,8 +116,8 @@ def ssm_gradients(
             t = first + end - 1 - ahead
             token, place = row * time + t, (row * time + t) * channels + columns
             kept, own_kept = scratch + (t - first) * N * channels, own_scratch + (t - first) * channels
-            rate, enters, _log_decay, x = entry(delta, rates, b, opens, place, token, inside, n, exists, N)
-            seen, value = load_channels(c + token * N + n, exists), load_channels(v + place, inside)
+            rate, _log_decay, x = entry(delta, log_delta, rates, b, opens, place, token, inside, n, exists, N)
+            seen, value = load_log(c + token * N + n, log_delta, exists), load_channels(v + place, inside)
             nothing = x == float("-inf")
             share, average = load_channels(kept, all_inside), load_channels(part_at(kept, 1, scratch_size), all_inside)
             part, own = load_channels(part_at(kept, 2, scratch_size), all_inside), load_channels(own_kept, inside)
@@ -131,7 +134,11 @@ def ssm_gradients(
             mu = load_channels(mean + place, inside)
             read = part * (of_weight[:, None] + of_mean[:, None] * (average - mu[:, None]))
             read += (energy_part - part) * h[:, None]
-            of_c = tl.where(all_inside, read / tl.where(seen > 0, seen, 1.0), 0.0)
+            if log_delta is None:
+                weight = load_channels(c + token * N + n, exists)
+                of_c = tl.where(all_inside, read / tl.where(weight > 0, weight, 1.0), 0.0)
+            else:
+                of_c = tl.where(all_inside, of_positive(seen, read), 0.0)
             tl.store(d_c + token * N + n, tl.sum(of_c, 0)[None, :], mask=exists)
             own_w, own_s = of_positive(seen, read), of_positive(seen, part) * of_mean[:, None]
             own_u = of_positive(seen, energy_part) * h[:, None]
@@ -143,9 +150,9 @@ def ssm_gradients(
             if skip is not None:
                 w, s, u = w + own_w, s + own_s, u + own_u
                 of_skip += own * (of_weight + of_mean * (value - mu)) + (energy_own - own) * h
-                of_v += of_positive(own_skip, own) * of_mean
+                of_v += tl.where(own_skip > 0, own, 0.0) * of_mean
                 if beta is not None:
-                    of_z = of_positive(own_skip, energy_own) * h
+                    of_z = tl.where(own_skip > 0, energy_own, 0.0) * h
                     of_v += steep * of_z
                     of_beta += of_z * value
             else:
@@ -165,8 +172,14 @@ def ssm_gradients(
                 goes_on = tl.load(opens + token) == 0
                 w, s, u = tl.where(goes_on, w, 0.0), tl.where(goes_on, s, 0.0), tl.where(goes_on, u, 0.0)
             of_a += w * rate
-            of_enters = tl.where(nothing, single * rate, of_x / enters)
-            of_rate = tl.where(nothing, single * enters, of_x / rate) + w * rates
+            if log_delta is None:
+                enters = load_channels(b + token * N + n, exists)
+                of_enters = tl.where(nothing, single * rate, of_x / enters)
+                of_rate = tl.where(nothing, single * enters, of_x / rate) + w * rates
+            else:
+                of_enters, of_rate = tl.where(nothing, 0.0, of_x), w * rates
+                of_log_rate = tl.sum(tl.where(all_inside, of_enters, 0.0), 1)
+                tl.store(d_log_delta + place, of_log_rate, mask=inside)
             tl.store(d_b + token * N + n, tl.sum(tl.where(all_inside, of_enters, 0.0), 0)[None, :], mask=exists)
             tl.store(d_delta + place, tl.sum(tl.where(all_inside, of_rate, 0.0), 1), mask=inside)
             tl.store(d_v + place, of_v, mask=inside)

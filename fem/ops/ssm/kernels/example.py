@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from fem.ops.common.precision import wide
 from fem.ops.common.self_check import TOKENS, Example
 from fem.ops.ssm.read import ssm_terms
 
 
 def example(uniform, rank: int, free: bool) -> Example:
-    """Two rows of 34 channels, read both ways: with the present token, and without."""
+    """Two rows of 34 channels, read both ways, with the present token and without, and by logarithms of the weights."""
     heads, width = 2, 17
     tokens = {"delta": 0.1 + uniform(2, TOKENS, heads, width), "v": 2 * uniform(2, TOKENS, heads, width) - 1}
     tokens |= {name: 0.1 + uniform(2, TOKENS, rank) for name in "BC"}
@@ -20,6 +21,8 @@ def example(uniform, rank: int, free: bool) -> Example:
         terms, state = ssm_terms(*arguments, return_state=True, backend=backend)
         both, _ = ssm_terms(*arguments, initial_state=state, return_state=True, backend=backend)
         ways, _ = ssm_terms(*arguments, causal=False, backend=backend)
-        return [x for x in (*terms, *both, *ways) if x is not None]
+        logs = tuple(wide(inputs[name]).log() for name in ("delta", "B", "C"))
+        by_logs, _ = ssm_terms(*arguments, backend=backend, logs=logs)
+        return [x for x in (*terms, *both, *ways, *by_logs) if x is not None]
 
     return Example(tokens, exact, read)

@@ -5,7 +5,7 @@
 
 A program takes the states of BLOCK channels over one chunk of tokens. delta, v are (B, T, D), A (N, D), B and C
 (B, T, N), skip = D and beta (D), opens (B, T); states (6 or 3, B, .., N D). Without the skip a token does not read
-itself, only what stood before it.
+itself, only what stood before it. Where log_delta is given, B and C are logarithms too: delta itself then only decays.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from fem.ops.channel_scan.kernels.forward import load_three, part_at, store_three
-from fem.ops.common.kernels.channel_states import NOTHING, add_energy, add_weights, lowered, settled
+from fem.ops.common.kernels.channel_states import add_energy, add_weights, at_least_half, lowered
 from fem.ops.common.kernels.decay_steps import chunk_of, decayed, load_channels
+from fem.ops.common.kernels.tiles import NEARLY_NOTHING, NOTHING
 
 LARGEST = tl.constexpr(50.0)  # a greater exponent belongs to a factor 0, whose derivative would reach no sum
 
@@ -40,40 +41,53 @@ def load_energy(states, place, size, inside):
 
 
 @triton.jit
-def entry(delta, a, b, opens, place, token, inside, n, exists, N: tl.constexpr):
-    """delta (BLOCK, 1), B (1, PADDED), log-decay and log-weight (BLOCK, PADDED) of one token."""
+def load_log(at, log_delta, exists):
+    """The logarithm of a number, or of what is a logarithm already; -inf where nothing is."""
+    if log_delta is None:
+        log = tl.log(load_channels(at, exists))
+    else:
+        log = tl.load(at, mask=exists, other=float("-inf"))
+    return log
+
+
+@triton.jit
+def entry(delta, log_delta, a, b, opens, place, token, inside, n, exists, N: tl.constexpr):
+    """delta (BLOCK, 1), log-decay and log-weight (BLOCK, PADDED) of one token."""
     rate = load_channels(delta + place, inside)[:, None]
-    enters = load_channels(b + token * N + n, exists)
     log_decay = rate * a
     if opens is not None:
         log_decay = tl.where(tl.load(opens + token) != 0, float("-inf"), log_decay)
-    return rate, enters, log_decay, tl.log(rate) + tl.log(enters)
+    if log_delta is None:
+        log_rate = tl.log(rate)
+    else:
+        log_rate = load_log(log_delta + place, log_delta, inside)[:, None]
+    return rate, log_decay, log_rate + load_log(b + token * N + n, log_delta, exists)
 
 
 @triton.jit
-def of_positive(weight, part):
+def of_positive(log_weight, part):
     """The part that a weight has, 0 where the weight is 0 and the part is that of one unit of it."""
-    return tl.where(weight > 0, part, 0.0)
+    return tl.where(log_weight > float("-inf"), part, 0.0)
 
 
 @triton.jit
-def look(exponent, sums, c, own_exponent, skip):
+def look(exponent, sums, log_c, own_exponent, skip):
     """sum_n C_n sums_n e^exponent_n + skip e^own_exponent as y e^top, and what part of it each term is.
 
     Where C_n or skip is 0, what part one unit of it would be.
     """
-    log_c, log_skip = tl.log(c), own_exponent
+    log_skip = own_exponent
     top = tl.maximum(tl.max(exponent + log_c, 1), NOTHING)
     if skip is not None:
         log_skip = tl.log(skip)
         top = tl.maximum(top, own_exponent + log_skip)
-    weight = tl.exp(tl.minimum(of_positive(c, log_c) + (exponent - top[:, None]), LARGEST)) * sums
-    y = tl.sum(of_positive(c, weight), 1)
+    weight = tl.exp(tl.minimum(of_positive(log_c, log_c) + (exponent - top[:, None]), LARGEST)) * sums
+    y = tl.sum(of_positive(log_c, weight), 1)
     own = y
     if skip is not None:
-        own = tl.exp(tl.minimum(of_positive(skip, log_skip) + (own_exponent - top), LARGEST))
-        y += of_positive(skip, own)
-    seen = top > NOTHING / 2
+        own = tl.exp(tl.minimum(of_positive(log_skip, log_skip) + (own_exponent - top), LARGEST))
+        y += of_positive(log_skip, own)
+    seen = top > NEARLY_NOTHING
     per = tl.where(seen, 1.0 / tl.where(seen, y, 1.0), 0.0)
     return top, tl.where(seen, y, 1.0), weight * per[:, None], own * per
 
@@ -81,11 +95,11 @@ def look(exponent, sums, c, own_exponent, skip):
 @triton.jit
 def measured(peak, at, steep, value, skip):
     """The highest value that any energy is kept by, and the exponents of the energies and of the token beside it."""
-    some = peak > NOTHING / 2
+    some = peak > NEARLY_NOTHING
     r = tl.max(tl.where(some, at, NOTHING), 1)
     if skip is not None:
         r = tl.maximum(r, value)
-    r = tl.where(r > NOTHING / 2, r, 0.0)
+    r = tl.where(r > NEARLY_NOTHING, r, 0.0)
     return r, tl.where(some, peak + steep[:, None] * (at - r[:, None]), NOTHING), steep * (value - r)
 
 
@@ -97,7 +111,7 @@ def faded(peak, total, weighted, log_decay):
 
 @triton.jit
 def ssm_sums(
-    delta, a, b, v, beta, opens, through, states, time, channels, size,
+    delta, log_delta, a, b, v, beta, opens, through, states, time, channels, size,
     N: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of each chunk the sum of the log-decays, (B, chunks, N D), and the states of its tokens alone."""
@@ -112,7 +126,7 @@ def ssm_sums(
     if beta is not None:
         steep = tl.load(beta + columns, mask=inside, other=1.0)[:, None]
     for t in range(first, end):
-        _rate, _enters, log_decay, x = entry(delta, rates, b, opens, place, row * time + t, inside, n, exists, N)
+        _rate, log_decay, x = entry(delta, log_delta, rates, b, opens, place, row * time + t, inside, n, exists, N)
         value = load_channels(v + place, inside)[:, None]
         peak, total, weighted, _share = add_weights(peak, total, weighted, log_decay, x, 1.0, value)
         if beta is not None:
@@ -127,7 +141,7 @@ def ssm_sums(
 
 @triton.jit
 def ssm_reads(
-    delta, a, b, c, skip, v, beta, opens, entering, log_weight, mean, free_energy, last,
+    delta, log_delta, a, b, c, skip, v, beta, opens, entering, log_weight, mean, free_energy, last,
     time, channels, size, last_size,
     N: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -147,8 +161,8 @@ def ssm_reads(
         steep = tl.load(beta + columns, mask=inside, other=1.0)
     for t in range(first, end):
         token = row * time + t
-        _rate, _enters, log_decay, x = entry(delta, rates, b, opens, place, token, inside, n, exists, N)
-        seen = load_channels(c + token * N + n, exists)
+        _rate, log_decay, x = entry(delta, log_delta, rates, b, opens, place, token, inside, n, exists, N)
+        seen = load_log(c + token * N + n, log_delta, exists)
         value = load_channels(v + place, inside)
         peak, total, weighted = faded(peak, total, weighted, log_decay)
         if skip is not None:
@@ -158,7 +172,7 @@ def ssm_reads(
         if skip is None:
             peak, total, weighted, _share = add_weights(peak, total, weighted, None, x, 1.0, value[:, None])
         else:
-            average += of_positive(own_skip, own) * value
+            average += tl.where(own_skip > 0, own, 0.0) * value
         tl.store(log_weight + place, highest + tl.log(y), mask=inside)
         tl.store(mean + place, average, mask=inside)
         if beta is not None:
@@ -174,16 +188,16 @@ def ssm_reads(
                     top, at, energy, None, steep[:, None], x, value[:, None], 1.0
                 )
             gain = (tl.log(z / y) + (higher - highest)) / steep
-            tl.store(free_energy + place, tl.where(highest > NOTHING / 2, r + gain, 0.0), mask=inside)
+            tl.store(free_energy + place, tl.where(highest > NEARLY_NOTHING, r + gain, 0.0), mask=inside)
         place += channels
     if end == time:
         of_row = row * N * channels + of_states
-        peak, lift = settled(peak, total)
+        peak, lift = at_least_half(peak, total)
         store_three(last, of_row, last_size, all_inside, peak, total * lift, weighted * lift)
         if beta is not None:
             joined = top + steep[:, None] * at
             energy *= tl.exp((top - joined) + steep[:, None] * at)
-            top, lift = settled(joined, energy)
+            top, lift = at_least_half(joined, energy)
             store_three(
                 part_at(last, 3, last_size), of_row, last_size, all_inside, top, tl.zeros_like(at), energy * lift
             )

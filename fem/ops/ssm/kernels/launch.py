@@ -29,28 +29,34 @@ def ssm_scan(
     beta: Tensor | None,
     opens: Tensor | None,
     start: Streams,
+    logs: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Terms, Streams]:
     """The read of every token with the logarithm of its total weight, (B, T, D), and the states after the last one.
 
     The arguments of `fem.ops.ssm.plain`; delta, b, c and v in any of float32, bfloat16 and float16, sums in float32.
+    logs: of delta, b and c, in float32, which stand for b and c then, and for what delta lets in.
     Training keeps the inputs, the reads and the states of every 64th token. Gradients repeat bit by bit.
     Raises ValueError on float64.
     """
-    delta, b, c, v = readable(delta, b, c, v)
+    delta, v = readable(delta, v)
+    log_delta, b, c = readable(*((None, b, c) if logs is None else (x.float() for x in logs)))
     a, skip, beta = (None if part is None else part.float().contiguous() for part in (a, skip, beta))
     opens = None if opens is None else opens.to(torch.int8)
-    log_weight, mean, last, _, *free_energy = _forward(delta, a, b, c, skip, v, beta, opens, packed(start))
+    inputs = (delta, a, b, c, skip, v, beta, opens, log_delta)
+    log_weight, mean, last, _, *free_energy = _forward(*inputs, packed(start))
     return Terms(log_weight, mean, free_energy[0] if free_energy else None), unpacked(last)
 
 
-_INPUTS = "Tensor delta, Tensor a, Tensor b, Tensor c, Tensor? skip, Tensor v, Tensor? beta, Tensor? opens"
+_INPUTS = (
+    "Tensor delta, Tensor a, Tensor b, Tensor c, Tensor? skip, Tensor v, Tensor? beta, Tensor? opens, Tensor? log_delta"
+)
 
 
 @torch.library.custom_op("fem::ssm_scan_triton", mutates_args=(), schema=f"({_INPUTS}, Tensor start) -> Tensor[]")
 @on_its_device
-def _forward(delta, a, b, c, skip, v, beta, opens, start):
+def _forward(delta, a, b, c, skip, v, beta, opens, log_delta, start):
     """log weight, mean, the states after the last token and before every chunk, and with a beta F."""
-    outputs = _outputs(delta, a, b, c, skip, v, beta, opens, start)
+    outputs = _outputs(delta, a, b, c, skip, v, beta, opens, log_delta, start)
     log_weight, mean, last, entering, free_energy = outputs if beta is not None else [*outputs, None]
     (batch, time, channels), rank = v.shape, len(a)
     grid, blocks = cut(v, rank)
@@ -60,21 +66,23 @@ def _forward(delta, a, b, c, skip, v, beta, opens, start):
         entering.copy_(start.view_as(entering))
     else:
         through = torch.empty_like(entering[0])
-        ssm_forward.ssm_sums[grid](delta, a, b, v, beta, opens, through, entering, time, channels, size, **blocks)
+        ssm_forward.ssm_sums[grid](
+            delta, log_delta, a, b, v, beta, opens, through, entering, time, channels, size, **blocks
+        )
         carry = Cut.of(batch, time, states)
         steep = None if beta is None else beta.repeat(rank)
         channel_forward.channel_carry[carry.carry_grid](
             steep, through, entering, start, chunks, states, size, start_size, **carry.carry_blocks
         )
     ssm_forward.ssm_reads[grid](
-        delta, a, b, c, skip, v, beta, opens, entering, log_weight, mean, free_energy, last,
+        delta, log_delta, a, b, c, skip, v, beta, opens, entering, log_weight, mean, free_energy, last,
         time, channels, size, start_size, **blocks,
     )  # fmt: skip
     return outputs
 
 
 @_forward.register_fake
-def _outputs(delta, a, b, c, skip, v, beta, opens, start):
+def _outputs(delta, a, b, c, skip, v, beta, opens, log_delta, start):
     whole = lambda: v.new_empty(v.shape, dtype=torch.float32)  # noqa: E731
     chunks = triton.cdiv(v.shape[1], decay_scan_triton.CHUNK)
     entering = start.new_empty(len(start), v.shape[0], chunks, start.shape[-1])
@@ -89,10 +97,10 @@ def _outputs(delta, a, b, c, skip, v, beta, opens, start):
 )
 @on_its_device
 def _backward(
-    d_log_weight, d_mean, d_free_energy, d_last, delta, a, b, c, skip, v, beta, opens, start, mean, last, entering,
-    free_energy,
+    d_log_weight, d_mean, d_free_energy, d_last, delta, a, b, c, skip, v, beta, opens, log_delta, start, mean, last,
+    entering, free_energy,
 ):  # fmt: skip
-    """Gradients of the start, delta, a, b, c, v and, where there are any, of skip and beta."""
+    """Gradients of the start, delta, a, b, c, v and, where there are any, of skip, beta and log_delta."""
     given = [None if grad is None else grad.contiguous() for grad in (d_log_weight, d_mean, d_free_energy)]
     (batch, time, channels), rank = v.shape, len(a)
     (blocks_of_channels, chunks, _), blocks = cut(v, rank)
@@ -100,24 +108,27 @@ def _backward(
     scratch = start.new_empty(3 if beta is None else 5, batch, decay_scan_triton.CHUNK, rank * channels)
     own_scratch = start.new_empty(2, batch, decay_scan_triton.CHUNK, channels)
     d_delta, d_v, d_start = torch.empty_like(delta), torch.empty_like(v), torch.empty_like(behind)
+    d_log_delta = None if log_delta is None else torch.empty_like(log_delta)
     d_a, (d_skip, d_beta) = start.new_empty(batch, rank, channels), start.new_empty(2, batch, channels)
     d_b, d_c = start.new_empty(2, blocks_of_channels, *b.shape)
     ssm_backward.ssm_gradients[(blocks_of_channels, batch)](
-        *given, delta, a, b, c, skip, v, beta, opens, entering, behind, mean, free_energy, scratch, own_scratch,
-        d_delta, d_a, d_b, d_c, d_skip, d_v, d_beta, d_start, time, chunks, channels,
+        *given, delta, log_delta, a, b, c, skip, v, beta, opens, entering, behind, mean, free_energy, scratch,
+        own_scratch, d_delta, d_log_delta, d_a, d_b, d_c, d_skip, d_v, d_beta, d_start, time, chunks, channels,
         entering[0].numel(), start[0].numel(), scratch[0].numel(), own_scratch[0].numel(), b.numel(), **blocks,
     )  # fmt: skip
     of_rows = [x.sum(0) for x, there in ((d_skip, skip), (d_beta, beta)) if there is not None]
     d_b, d_c = d_b.sum(0).to(b.dtype), d_c.sum(0).to(c.dtype)
+    of_rows += [] if log_delta is None else [d_log_delta]
     return [from_units(d_start, start), d_delta, d_a.sum(0), d_b, d_c, d_v, *of_rows]
 
 
 @_backward.register_fake
 def _(
-    d_log_weight, d_mean, d_free_energy, d_last, delta, a, b, c, skip, v, beta, opens, start, mean, last, entering,
-    free_energy,
+    d_log_weight, d_mean, d_free_energy, d_last, delta, a, b, c, skip, v, beta, opens, log_delta, start, mean, last,
+    entering, free_energy,
 ):  # fmt: skip
-    return [torch.empty_like(part) for part in (start, delta, a, b, c, v, skip, beta) if part is not None]
+    like = (start, delta, a, b, c, v, skip, beta, log_delta)
+    return [torch.empty_like(part) for part in like if part is not None]
 
 
 def _save(ctx, inputs, output):
@@ -132,8 +143,8 @@ def _differentiate(ctx, grads):
     given = (d_log_weight, d_mean, d_free_energy[0] if d_free_energy else None, d_last)
     d_start, d_delta, d_a, d_b, d_c, d_v, *rest = _backward(*given, *saved)
     rest = iter(rest)
-    d_skip, d_beta = (None if saved[index] is None else next(rest) for index in (4, 6))
-    return d_delta, d_a, d_b, d_c, d_skip, d_v, d_beta, None, d_start
+    d_skip, d_beta, d_log_delta = (None if saved[index] is None else next(rest) for index in (4, 6, 8))
+    return d_delta, d_a, d_b, d_c, d_skip, d_v, d_beta, None, d_log_delta, d_start
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,91 @@
+"""How tables and pictures call a mixer, and its colour: one of each for all experiments.
+
+A prior alone has its usual name, with "+" the parts of FEM that it is given; with all four it is FEM. What is shown can
+be typed: `canonical(display(name)) == name`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from fem.experiments.common.mixers import PARTS, PUBLISHED_UNNORMALISED, SHOWN, UNNORMALISED, known
+
+Values = TypeVar("Values")
+
+FULL = "".join(PARTS)
+KEY = (
+    "C: conditioner, L: free energy, T: temperature gate (lambda), G: outer gate; FEM has all four. attention: softmax "
+    "attention."
+)
+GREYS = {"softmax": "#4b5563", "linear": "#9ca3af", "gla": "#7c8594", "rnn_softmax": "#a8a29e", "rnn_decay": "#b8bec8"}
+GREYS |= {"mamba": "#6b7280", "mamba_interactive": "#8d8379"}
+OTHER_GREY = "#9ca3af"
+FULL_COLOURS = {"softmax": "#1f5fbf", "linear": "#0f9488", "gla": "#2f9e5b", "rnn_softmax": "#b8860b"}
+FULL_COLOURS |= {"rnn_decay": "#a16207", "mamba": "#b83280", "mamba_interactive": "#d1495b"}
+PART_COLOURS = {
+    "G": "#e07b39",
+    "L": "#3a9d6b",
+    "LG": "#5f8d2f",
+    "LT": "#2aa5b8",
+    "LTG": "#8b5fbf",
+    "C": "#b8972f",
+    "CG": "#a0522d",
+    "CL": "#7da33a",
+    "CLG": "#c08497",
+    "CLT": "#c2477f",
+    "CLTG": "#1f5fbf",
+}
+
+
+def display(name: str) -> str:
+    """The mixer as a reader sees it: "attention", "attention+LT", "FEM", "GLA", "FEM-GLA/r8"; of fla, "DeltaNet (fla)".
+
+    Without L, gla and mamba are shown as they were published, unnormalised, and "/norm" says where they are not.
+    What is no mixer's name is shown as it is.
+    """
+    try:
+        name = known(name)
+    except ValueError:
+        return name
+    if name.startswith("fla:"):
+        return f"{name.removeprefix('fla:')} (fla)"
+    prior, parts, raw, options = _taken_apart(name)
+    title = SHOWN.get(prior, prior)
+    if parts == FULL:
+        shown = "FEM" if prior == "softmax" else f"FEM-{title}"
+    else:
+        shown = title + (f"+{parts}" if parts else "")
+    as_published = prior in PUBLISHED_UNNORMALISED and "L" not in parts
+    return "/".join([shown + (UNNORMALISED if raw and not as_published else ""), *options])
+
+
+def colour(name: str) -> str:
+    """The mixer's colour: greys for what has no part of FEM."""
+    try:
+        name = known(name)
+    except ValueError:
+        return OTHER_GREY
+    if name.startswith("fla:"):
+        return OTHER_GREY
+    prior, parts, *_ = _taken_apart(name)
+    if not parts:
+        return GREYS.get(prior, OTHER_GREY)
+    return FULL_COLOURS.get(prior, PART_COLOURS[FULL]) if parts == FULL else PART_COLOURS[parts]
+
+
+def by_name(by_mixer: Mapping[str, Values]) -> dict[str, Values]:
+    """The same by the names that a reader sees."""
+    return {display(name): values for name, values in by_mixer.items()}
+
+
+def colours(mixers: Iterable[str]) -> dict[str, str]:
+    """Colours by the names that a reader sees."""
+    return {display(name): colour(name) for name in mixers}
+
+
+def _taken_apart(name: str) -> tuple[str, str, bool, list[str]]:
+    """Prior, parts, whether "-norm" says that the score stays as it is, and options."""
+    whole, *options = name.split("/")
+    prior, _, parts = whole.removesuffix(UNNORMALISED).partition("+")
+    return prior, parts, whole.endswith(UNNORMALISED), options

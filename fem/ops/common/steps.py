@@ -1,0 +1,63 @@
+"""A recurrence one step after another: in a loop, which PyTorch can transform in any way, or as `torch.export` asks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Step = Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]
+
+
+def portable() -> bool:
+    """Whether `torch.export` is at work and no operator of ours may stand in its graph.
+
+    It is so for inference, that is under torch.no_grad(), and for ONNX. What is exported with gradients keeps the
+    operators, which have some.
+    """
+    return torch.compiler.is_exporting() and (not torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
+
+
+def without_gradient() -> contextlib.AbstractContextManager:
+    """For a part of a `portable` graph that would be slow to differentiate."""
+    return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
+
+
+def along_time(step: Step, state: Sequence[Tensor], *inputs: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+    """state, rows = step(state, *tokens) for every token: the state after the last, and the rows, (B, T, ...).
+
+    inputs (B, T, ...), of which a step gets (B, ...); None stays None. A `portable` graph holds one step, under torch's
+    scan, and takes any T.
+    """
+    if portable():
+        return _exported(step, state, *inputs)
+    rows = []
+    for tokens in zip(*(x.unbind(1) for x in inputs if x is not None)):
+        state, row = step(state, *_in_place(tokens, inputs))
+        rows.append(row)
+    return list(state), [torch.stack(parts, 1) for parts in zip(*rows)]
+
+
+def _in_place(tokens: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    tokens = iter(tokens)
+    return [None if x is None else next(tokens) for x in inputs]
+
+
+def _exported(step: Step, state: Sequence[Tensor], *inputs: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+    from torch._higher_order_ops.scan import scan
+
+    def body(state, tokens):
+        state, rows = step(state, *_in_place(tokens, inputs))
+        return [_own(x) for x in state], [_own(x) for x in rows]
+
+    given = [x.movedim(1, 0) for x in inputs if x is not None]
+    with without_gradient():
+        last, rows = scan(body, [_own(x) for x in state], given, dim=0)
+    return list(last), [x.movedim(0, 1) for x in rows]
+
+
+def _own(x: Tensor) -> Tensor:
+    """In memory of its own: the scan takes no views."""
+    return x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,121 @@
+"""`fem train` in forks of a server that has imported everything: seconds less a training than a fresh command."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+SERVER = get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["torch.distributed.launcher.api", "transformers.trainer", "fem.cli", "fem.experiments.lm.training"]
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    said: str
+
+
+def arguments(recipe, output: Path, resume: bool) -> list[str]:
+    """The command's words."""
+    words = ["train", "--output", str(output), *(["--resume", "auto"] if resume else [])]
+    for name, value in asdict(recipe).items():
+        if value is not None and not isinstance(value, bool):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return words
+
+
+class Training:
+    """One process, or torchrun's agent and its ranks. What they say goes to a file of its own.
+
+    processes: None is one without torchrun. before: called in every rank before it trains, as with a fault of its own.
+    """
+
+    def __init__(self, recipe, output: Path, processes: int | None = None, resume: bool = False, before=None):
+        self.log = output.with_name(f"{output.name}-{time.monotonic_ns()}.log")
+        given = (self.log, arguments(recipe, output, resume), processes, before)
+        self.process = SERVER.Process(target=_train, args=given)
+        self.process.start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def end(self, seconds: float = 600.0) -> Ended:
+        """Wait for the end, at most so long: then it is killed."""
+        self.process.join(seconds)
+        hung = self.process.exitcode is None
+        if hung:
+            self.process.kill()
+            self.process.join()
+        said = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return Ended(self.process.exitcode, said + ("\nFAULT: hung\n" if hung else ""))
+
+
+def _train(log: Path, words: list[str], processes: int | None, before: Callable[[], None] | None) -> None:
+    with open(log, "a", buffering=1) as file:
+        sys.stdout = sys.stderr = file
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+        if processes is None:
+            os._exit(_code_of(_command, words, before))
+        os._exit(_code_of(_torchrun, processes, words, before))
+
+
+def _code_of(work: Callable, *given) -> int:
+    """The exit status of a process that does this work and no other."""
+    import torch
+
+    try:
+        torch.set_num_threads(1)
+        work(*given)
+        return 0
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(bool(ended.code))
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+
+def _command(words: list[str], before: Callable[[], None] | None) -> None:
+    from fem import cli
+
+    if before is not None:
+        before()
+    sys.argv = ["fem", *words]
+    cli.main()
+
+
+def _torchrun(processes: int, words: list[str], before: Callable[[], None] | None) -> None:
+    """What torchrun --standalone does, with forks of this process instead of fresh ones."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="fork",
+    )
+    try:
+        elastic_launch(config, _rank)(words, before)
+    except (ChildFailedError, SignalException) as ended:
+        raise SystemExit(1) from ended
+
+
+def _rank(words: list[str], before: Callable[[], None] | None) -> None:
+    if code := _code_of(_command, words, before):
+        os._exit(code)  # the agent waits for what a function returns, and for nothing else

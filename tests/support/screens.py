@@ -1,0 +1,68 @@
+"""`make screens`: pictures of the site's pages and of fem inspect's, light and dark, wide and narrow.
+
+    python tests/support/screens.py SITE OUT [INSPECT_PAGE] [--axe axe.min.js]
+
+With axe-core's axe.min.js, which `npm pack axe-core` brings, every page is checked for faults of accessibility, and
+serious ones end with status 1.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from browser import chromium, errors, look, served
+
+SHOWN = ("index", "results/mad_laptop", "results/README", "configuration", "equations", "inspect")
+SERIOUS = ("serious", "critical")
+AXE = "const done = arguments[0]; axe.run(document).then((found) => done(found.violations))"
+
+
+def pictures(driver, addresses: dict[str, str], folder: Path) -> None:
+    for name, address in addresses.items():
+        for width in (1400, 390):
+            for dark in (False, True):
+                look(driver, address, width, dark=dark)
+                driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+                shot = folder / f"{Path(name).name}_{width}_{'dark' if dark else 'light'}.png"
+                driver.save_screenshot(str(shot))
+
+
+def faults(driver, addresses: dict[str, str], axe: str) -> list[str]:
+    """ "page: rule (impact, how often): the first element", of every page in the light and in the dark."""
+    found = []
+    for name, address in addresses.items():
+        for dark in (False, True):
+            look(driver, address, dark=dark)
+            found += [f"{name}: the console says {message}" for message in errors(driver)]
+            driver.execute_script(axe)
+            for fault in driver.execute_async_script(AXE):
+                where = fault["nodes"][0]["html"][:100]
+                how = "dark" if dark else "light"
+                found.append(f"{name} ({how}): {fault['id']} ({fault['impact']}, {len(fault['nodes'])}x): {where}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("site", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("inspect", type=Path, nargs="?")
+    parser.add_argument("--axe", type=Path)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    with served(given.site) as address, chromium() as driver:
+        pages = {
+            page.relative_to(given.site).with_suffix("").as_posix(): f"{address}/{page.relative_to(given.site)}"
+            for page in sorted(given.site.rglob("*.html"))
+        }
+        own = {} if given.inspect is None else {"inspect_page": given.inspect.resolve().as_uri()}
+        pictures(driver, {name: pages[name] for name in SHOWN} | own, given.out)
+        if given.axe is None:
+            return
+        found = faults(driver, pages | own, given.axe.read_text(encoding="utf-8"))
+    print("\n".join(found) or "no fault")
+    sys.exit(any(f"({impact}," in fault for fault in found for impact in SERIOUS))
+
+
+if __name__ == "__main__":
+    main()

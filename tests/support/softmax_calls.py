@@ -1,0 +1,120 @@
+"""The softmax read with its inputs, and its definition as one table of scores, in any dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from scan_reads import free_energies
+from torch import Tensor
+
+from fem import functional
+from fem.ops.common.tokens import read_tokens
+from fem.ops.softmax.read import cached_read
+from fem.priors.kv_cache import KEPT, PACKED, append, within_window
+
+
+@dataclass(frozen=True)
+class SoftmaxCall:
+    """A query per key: q (B, T, H, d_k), k, v (B, T, H_kv, .), beta (H_kv, d_v), bias (H, T, T) or None."""
+
+    arguments: dict[str, Tensor | None]
+    causal: bool = True
+    window: int | None = None
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x in self.arguments.values() if x is not None]
+
+    def map(self, change) -> SoftmaxCall:
+        return replace(self, arguments={n: None if x is None else change(x) for n, x in self.arguments.items()})
+
+    def set(self, **tensors: Tensor) -> SoftmaxCall:
+        return replace(self, arguments=self.arguments | tensors)
+
+    def leaves(self, dtype: torch.dtype | None = None) -> SoftmaxCall:
+        return self.map(lambda x: x.detach().to(dtype or x.dtype).clone().requires_grad_())
+
+    def at(self, tokens: Tensor) -> SoftmaxCall:
+        q, k, v, _, bias = self.arguments.values()
+        bias = None if bias is None else bias[:, tokens][:, :, tokens]
+        return self.set(q=q[:, tokens], k=k[:, tokens], v=v[:, tokens], bias=bias)
+
+    def rows(self, rows: slice, keys: slice, marks: dict[str, Tensor]):
+        """The read of some queries over some keys."""
+        q, k, v, beta, bias = self.arguments.values()
+        bias = None if bias is None else bias[:, rows, keys]
+        marks = {name: mark[:, keys] for name, mark in marks.items()}
+        q, k, v = q[:, rows], k[:, keys], v[:, keys]
+        return functional.softmax_read(q, k, v, beta, self.causal, window=self.window, bias=bias, **marks)
+
+    def read(self, **marks: Tensor):
+        return self.rows(slice(None), slice(None), marks)
+
+    def in_pieces(self, *sizes: int, **marks: Tensor):
+        """Queries by pieces: of a causal read over the keys up to them, of any other over all keys."""
+        reads, first = [], 0
+        for size in sizes:
+            keys = slice(0, first + size if self.causal else None)
+            reads.append(self.rows(slice(first, first + size), keys, marks))
+            first += size
+        return functional.Read(*(torch.cat(parts, 1) for parts in zip(*reads)))
+
+    def streams(self) -> bool:
+        return self.causal and self.arguments["bias"] is None
+
+    def streamed(self, *sizes: int, key_mask=None, segment_ids=None):
+        """The causal read by the cache that a layer keeps, without gradients."""
+        q, k, v, beta, _ = self.arguments.values()
+        memory, cursor, reads, first = {}, None, [], 0
+        for size in sizes:
+            piece = slice(first, first + size)
+            marks = (None if mark is None else mark[:, piece] for mark in (key_mask, segment_ids))
+            tokens, cursor = read_tokens((1, size), v.device, *marks, cursor, "key_mask")
+            memory = append(memory, k[:, piece], v[:, piece], beta, tokens, with_position=self.window is not None)
+            keys, values = (memory[name] for name in KEPT)
+            start = tuple(memory[name] for name in PACKED) if "shift" in memory else None
+            seen = type(tokens)(memory.get("keep"), None, memory.get("document"), memory.get("position"))
+            reads.append(cached_read(q[:, piece], keys, values, beta, start, window=self.window, tokens=seen))
+            memory = memory if self.window is None else within_window(memory, self.window)
+            first += size
+        return functional.Read(*(torch.cat(parts, 1) for parts in zip(*reads)))
+
+    def largest_score(self) -> float:
+        """At most."""
+        q, k = (self.arguments[name].detach().norm(dim=-1).amax().item() for name in "qk")
+        return q * k * self.arguments["q"].shape[-1] ** -0.5
+
+    def definition(self):
+        """The read from a table of all scores, in the dtype of the inputs; a query that sees no key reads 0."""
+        q, k, v, beta, bias = self.arguments.values()
+        groups, time = q.shape[2] // k.shape[2], q.shape[1]
+        k, v, beta = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2), beta.repeat_interleave(groups, 0)
+        scores = (q.unsqueeze(2) * k.unsqueeze(1)).sum(-1) * q.shape[-1] ** -0.5
+        if bias is not None:
+            scores = scores + bias.permute(1, 2, 0)
+        place = torch.arange(time)
+        away = place[:, None] - place
+        seen = away < (self.window or time)
+        seen &= (away >= 0) if self.causal else (away > -(self.window or time))
+        seen = seen[None, :, :, None] & (scores.detach() > -torch.inf)
+        empty = ~seen.any(2, keepdim=True)
+        log_p = torch.where(seen, scores, -torch.inf).masked_fill(empty, 0.0).log_softmax(2).unsqueeze(-1)
+        read = free_energies(log_p, v.unsqueeze(1), beta)
+        return functional.Read(*(part.masked_fill(empty[:, :, 0, :, None], 0.0) for part in read))
+
+
+def softmax_call(
+    time: int, heads=2, groups=1, keys=3, width=3, beta=2.0, spread=1.0, scores=1.0, bias=None, causal=True, window=None
+):
+    """Values of that spread, scores of that size and, where `bias` is a share, a bias that forbids such a part."""
+    normal = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
+    q, k = normal(1, time, heads, keys), normal(1, time, heads // groups, keys)
+    q = q * (scores / (q.norm(dim=-1).amax() * k.norm(dim=-1).amax() * keys**-0.5))
+    forbids = None
+    if bias is not None:
+        forbids = normal(heads, time, time).masked_fill(torch.rand(heads, time, time) < bias, -torch.inf)
+    arguments = {
+        "q": q, "k": k, "v": spread * normal(1, time, heads // groups, width),
+        "beta": beta * (0.5 + torch.rand(heads // groups, width, dtype=torch.float64)), "bias": forbids,
+    }  # fmt: skip
+    return SoftmaxCall(arguments, causal, window)
