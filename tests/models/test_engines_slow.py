@@ -1,4 +1,4 @@
-"""Continuous batching, FlexAttention, and models or rows split over several processes: each equals one model that reads whole rows."""
+"""Continuous batching, FlexAttention, models and rows split over processes: each equals one model over whole rows."""
 
 from __future__ import annotations
 
