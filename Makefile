@@ -44,10 +44,11 @@ test-all: test test-slow
 test-docs: install
 	$(PYTEST) tests/docs
 
-# Breaks the library in known ways, one at a time, and fails where no test notices.
+# Random calls of the scans against their definitions, for ten minutes.
 fuzz: install
 	OMP_NUM_THREADS=1 FEM_FUZZ_SECONDS=600 $(BIN)/python -m pytest -m slow -s tests/ops/test_fuzz.py
 
+# Breaks the library in known ways, one at a time, and fails where no test notices.
 mutants: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py
 
