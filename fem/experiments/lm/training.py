@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import inspect
 import json
 import os
 import shutil
@@ -261,6 +262,11 @@ def trained_for(checkpoint: Path) -> int:
 
 def model_config(recipe: TrainRecipe, vocabulary: int) -> FEMConfig:
     """The preset with the recipe's changes, for rows of the recipe's context."""
+    known = inspect.signature(FEMConfig).parameters
+    if unknown := [name for name in recipe.model_fields() if name not in known]:
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        raise ValueError(f"model_fields must be fields of FEMConfig, got {unknown[0]!r}{hint}")
     fields = {"vocab_size": vocabulary, "max_position_embeddings": recipe.context} | recipe.model_fields()
     config = preset(recipe.preset, **fields)
     if config.vocab_size < vocabulary:
