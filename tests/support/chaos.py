@@ -179,7 +179,7 @@ class Chaos:
             return self.hung(start(comm_timeout=10, before=partial(stop_for_good, case.what)), case.what), ""
         training = start()
         time.sleep(float(case.what))
-        os.kill(training.pid, signal.Signals[case.kind])
+        training.send(signal.Signals[case.kind])
         ended = training.end()
         if (output / ".lock").exists():
             try:
@@ -197,9 +197,9 @@ class Chaos:
     def halted(self, training: Training, output: Path, seconds: float) -> tuple[Ended, str]:
         """SIGSTOP, another training into the same folder, SIGCONT."""
         time.sleep(seconds)
-        os.kill(training.pid, signal.SIGSTOP)
+        training.send(signal.SIGSTOP)
         other = self.training(ONE, output, resume=True).end() if (output / ".writer.json").exists() else None
-        os.kill(training.pid, signal.SIGCONT)
+        training.send(signal.SIGCONT)
         ended = training.end()
         if other is None or "another training writes" in other.said:
             return ended, "" if other is None else other.said.strip()
