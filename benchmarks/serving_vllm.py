@@ -1,6 +1,7 @@
 """Servers against `generate`, on this machine's CPU: the same greedy tokens from the same checkpoints.
 
 make test-vllm          # builds an environment of its own and writes docs/results/serving_vllm.{json,md}
+.venv-vllm/bin/python benchmarks/serving_vllm.py --blank        # only the rows that the page leaves blank
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+PAGE = "docs/results/serving_vllm"
 VOCABULARY, NEW, SEED = 512, 16, 0
 LENGTHS = (1, 2, 5, 17, 63, 64, 65, 130, 257, 500)
 SHARED = 96  # tokens that the prompts of prefix caching begin with
@@ -166,26 +168,32 @@ SERVERS = {
 }
 
 
-def main() -> int:
-    """Run every case; the page is written after each, blank where nothing was run yet."""
+def main(blank: bool) -> int:
+    """Run every case, or those that the page leaves blank; the page is written after each."""
     rows = {name: row(name, None, None) for name in [*CASES, *SERVERS]}
+    if blank:
+        known = json.loads(Path(f"{PAGE}.json").read_text(encoding="utf-8"))["results"]["rows"]
+        rows |= {one["server"]: one for one in known if one["server"] in rows}
     with tempfile.TemporaryDirectory() as scratch:
         written = {}
-        for name, (fields, options) in CASES.items():
+        for name in [name for name, found in rows.items() if found["of"] is None]:
+            fields, options = CASES.get(name, ({}, None))
             model = json.dumps(fields)
             if model not in written:
                 folder = Path(scratch, f"model{len(written)}")
-                written[model] = folder, write_checkpoint(folder, fields)
+                written[model] = str(folder), write_checkpoint(folder, fields)
             folder, wanted = written[model]
-            asked = [sys.executable, __file__, json.dumps([str(folder), options])]
-            done = subprocess.run(asked, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"{name}: vLLM failed.\n{done.stderr[-3000:]}")
-            report(rows, name, wanted, json.loads(done.stdout.splitlines()[-1]))
-        folder, wanted = written["{}"]
-        for name, server in SERVERS.items():
-            report(rows, name, wanted, [server(str(folder))])
+            passes = [SERVERS[name](folder)] if name in SERVERS else in_a_process(name, folder, options)
+            report(rows, name, wanted, passes)
     return any(row["equal"] != row["of"] for row in rows.values())
+
+
+def in_a_process(name: str, folder: str, options: dict) -> list[list[list[int]]]:
+    asked = [sys.executable, __file__, json.dumps([folder, options])]
+    done = subprocess.run(asked, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{name}: vLLM failed.\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def report(rows: dict[str, dict], name: str, wanted: list[list[int]], passes: list[list[list[int]]]) -> None:
@@ -204,7 +212,7 @@ def report(rows: dict[str, dict], name: str, wanted: list[list[int]], passes: li
         f"what was not run. {', '.join(f'{package} {number}' for package, number in versions.items())}."
     )
     results = {"versions": versions, "cases": CASES, "rows": list(rows.values())}
-    save("docs/results/serving_vllm", "FEM in servers", results, list(rows.values()), note)
+    save(PAGE, "FEM in servers", results, list(rows.values()), note)
 
 
 def row(name: str, wanted: list[list[int]] | None, passes: list[list[list[int]]] | None) -> dict:
@@ -215,8 +223,8 @@ def row(name: str, wanted: list[list[int]] | None, passes: list[list[list[int]]]
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if sys.argv[1:] not in ([], ["--blank"]):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         print("\n" + json.dumps(in_vllm(*json.loads(sys.argv[1]))))
     else:
-        sys.exit(main())
+        sys.exit(main(blank=len(sys.argv) > 1))

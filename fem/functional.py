@@ -26,7 +26,7 @@ from fem.ops.common.precision import wide_dtype
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import read_tokens
 from fem.ops.decay_scan.read import decay_scan
-from fem.ops.linear_attention import read as keyed_scan
+from fem.ops.linear_attention import read as linear_attention
 from fem.ops.softmax import read as softmax
 from fem.ops.ssm import read as ssm
 from fem.state import Cursor
@@ -190,7 +190,7 @@ def keyed_scan_read(
     check_values("log_decay", log_decay, DECAY, key_mask)
     for name, tensor in (("q", q), ("k", k)):
         check_values(name, tensor, FEATURE, key_mask)
-    op = lambda **options: keyed_scan.keyed_scan_read(q, k, v, beta, log_decay, backend=backend, **options)  # noqa: E731
+    op = lambda **options: linear_attention.linear_attention_read(q, k, v, beta, log_decay, backend=backend, **options)  # noqa: E731
     return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
 
 

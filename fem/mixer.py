@@ -93,7 +93,10 @@ class FreeEnergyMixer(nn.Module):
         read, memory = self._read(features, v, tokens, memory)
         o = self.gate(features, read)
         y = self.output(self.dropout(o.flatten(-2)))
-        return (y, MixerState(self._kind, x.dtype, memory, hidden, cursor).compact()) if return_state else y
+        if not return_state:
+            return y
+        state = MixerState(self._kind, x.dtype, memory, hidden, cursor)
+        return y, state if x.shape[1] == 1 else state.compact()  # what one token leaves behind is small already
 
     def _read_nothing(self, x: Tensor, state: MixerState | None, return_state: bool):
         """A call without rows or without tokens: what one masked token gives, without that token."""
@@ -179,7 +182,7 @@ class FreeEnergyMixer(nn.Module):
             raise TypeError(f"x must have the layer's dtype, {weight.dtype}, got {x.dtype}; cast one, or use autocast.")
 
     def _check_state(self, state: MixerState) -> None:
-        if state.layer in (self._kind, _kind_before_0_2(self.config, self.prior.name)):
+        if state.layer == self._kind or state.layer == _kind_before_0_2(self.config, self.prior.name):
             return
         if "=" not in state.layer:
             raise another("layer", state.layer, self._kind)

@@ -210,12 +210,12 @@ def compare(recipe: ArgmaxRecipe, run: Run, bars: Progress) -> Curves:
     curves: Curves = {"fem": [], "softmax": []}
     for seed in range(recipe.seed, recipe.seed + recipe.seeds):
         for name, found in curves.items():
-            bar = bars.add_task(f"argmax: {name}, seed {seed}", total=recipe.steps)
+            bar = bars.add_task(f"argmax: {display(name)}, seed {seed}", total=recipe.steps)
             found.append([])
             for score in train(replace(recipe, seed=seed), name == "fem", device):
                 found[-1].append(score)
                 run.log(experiment="argmax", model=name, seed=seed, **score)
-                shown = f"argmax: {name}, seed {seed}, hits {score['hits']:.1%}"
+                shown = f"argmax: {display(name)}, seed {seed}, hits {score['hits']:.1%}"
                 bars.update(bar, completed=score["step"], description=shown)
             bars.update(bar, total=found[-1][-1]["step"])
     return curves

@@ -253,9 +253,10 @@ class FEMModel(FEMPreTrainedModel):
     def _wants_cache(self, use_cache: bool | None) -> bool:
         return self.config.use_cache and not self.training if use_cache is None else use_cache
 
-    def _check_length(self, past: int, length: int, packed: bool) -> None:
+    def _check_length(self, past: int | Tensor, length: int | Tensor, packed: bool) -> None:
+        """A static cache counts on its device: nothing is read back for it."""
         longest = self.config.max_position_embeddings
-        if longest is None or length <= longest or packed:
+        if longest is None or packed or isinstance(past, Tensor) or length <= longest:
             return
         if past:  # a text that was begun is not lost
             logger.warning_once(f"the row grows beyond config.max_position_embeddings = {longest}.")

@@ -7,22 +7,22 @@ in float16, whose range e would leave, the values stand alone.
 
 from __future__ import annotations
 
-from math import isfinite, isqrt
+from math import isfinite
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fem.ops.common.precision import wide
 from fem.ops.common.tokens import Tokens
+from fem.ops.common.transforms import transformed
 from fem.ops.softmax.cached import pack_to_be_proven
 from fem.state import CACHED as KEPT  # (B, H, T, d) each: a row of queries reads them at the speed of memory
 
 Memory = dict[str, Tensor]
 
 PACKED = ("shift", "beta")  # (B, H, 1, d_v) each, where the values are [v | e]
-RECENT = "recent "
-_MOST_RECENT = 256
 
 
 def append(
@@ -33,11 +33,8 @@ def append(
     tokens: Tokens,
     with_position: bool,
 ) -> Memory:
-    """The memory with the tokens behind it, and, only once a call brought them, their mask, document and position.
-
-    The last tokens lie in a piece of their own, so that one token more does not copy all before: at most 256 of them,
-    and about as many as make both copies cheap.
-    """
+    """The memory with the tokens behind it, and, only once a call brought them, their mask, document and position."""
+    memory = _in_one_piece(memory)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     marks = _marks(memory, k, tokens, with_position)
     if tokens.keep is not None:
@@ -46,29 +43,67 @@ def append(
     if beta is not None and v.dtype != torch.float16:
         if memory and "shift" not in memory:  # written by a version that kept v alone
             memory = memory | _start(memory["value"], beta, memory.get("keep"))
-            memory |= {name: _packed(memory[name], memory) for name in ("value", RECENT + "value") if name in memory}
+            memory |= {"value": _packed(memory["value"], memory)}
         start = memory if memory else _start(v, beta, tokens.keep)
         v = _packed(v, start, k)
         marks |= {name: start[name] for name in PACKED}
     elif "shift" in memory:  # of a stream in a wider dtype
-        memory = {name: x[..., : v.shape[3]] if name.endswith("value") else x for name, x in memory.items()}
+        memory = memory | {"value": memory["value"][..., : v.shape[3]]}
     if not memory:
         return {"key": k.contiguous(), "value": v.contiguous()} | marks
-    kept, old = {}, memory["key"].shape[2]
-    recent = memory[RECENT + "key"].shape[2] if RECENT + "key" in memory else 0
-    grows = not with_position and recent + k.shape[2] <= min(_MOST_RECENT, max(16, isqrt(2 * old)))
-    for name, tensor in zip(KEPT, (k, v)):
-        long, *short = pieces(memory, name)
-        if grows:
-            kept |= {name: long, RECENT + name: torch.cat([*short, tensor], 2) if short else tensor.contiguous()}
-        else:
-            kept[name] = torch.cat([long, *short, tensor], 2)
-    return kept | marks
+    extend = _joined if with_position else _extended
+    return {name: extend(memory[name], tensor) for name, tensor in zip(KEPT, (k, v))} | marks
 
 
-def pieces(memory: Memory, name: str) -> list[Float[Tensor, "b h _t d"]]:
-    """The keys or the values, oldest first."""
-    return [memory[part] for part in (name, RECENT + name) if part in memory]
+class _Room:
+    """Memory that begins with a cache and has room for an eighth more tokens, which one continuation may take."""
+
+    def __init__(self, cache: Float[Tensor, "b h t d"], end: int):
+        rows, heads, time, width = cache.shape
+        self.buffer = cache.new_empty(rows, heads, end + end // 8, width)
+        self.buffer[:, :, :time] = cache
+        self.free: set[int] = set()
+
+    def claim(self, time: int, end: int) -> bool:
+        """Whether the places from `time` to `end` are there, and were nobody's until now."""
+        if end > self.buffer.shape[2] or (self.buffer.is_inference() and not torch.is_inference_mode_enabled()):
+            return False
+        try:
+            self.free.remove(time)  # by one thread alone
+        except KeyError:
+            return False
+        return True
+
+
+_rooms = WeakTensorKeyDictionary()  # by the cache that a room begins with
+
+
+def _extended(old: Float[Tensor, "b h t d"], new: Float[Tensor, "b h n d"]) -> Float[Tensor, "b h _m d"]:
+    """`_joined`, without a copy of `old` where there is room behind it. `old` stays as it is."""
+    if torch.is_grad_enabled() or old.dtype != new.dtype or torch.compiler.is_compiling() or transformed(old, new):
+        return _joined(old, new)
+    time, end = old.shape[2], old.shape[2] + new.shape[2]
+    room = _rooms.get(old)
+    if room is None or not room.claim(time, end):
+        room = _Room(old, end)
+    room.buffer[:, :, time:end] = new
+    whole = room.buffer[:, :, :end]
+    room.free.add(end)
+    _rooms[whole] = room
+    return whole
+
+
+def _joined(old: Float[Tensor, "b h t d"], new: Float[Tensor, "b h n d"]) -> Float[Tensor, "b h _m d"]:
+    return torch.cat([old, new], 2)
+
+
+def _in_one_piece(memory: Memory) -> Memory:
+    """Version 0.1 kept the last tokens apart."""
+    recent = {name: memory[f"recent {name}"] for name in KEPT if f"recent {name}" in memory}
+    if not recent:
+        return memory
+    whole = {name: tensor for name, tensor in memory.items() if not name.startswith("recent ")}
+    return whole | {name: _joined(memory[name], tensor) for name, tensor in recent.items()}
 
 
 @torch.no_grad()
@@ -102,7 +137,7 @@ def _marks(memory: Memory, k: Float[Tensor, "b h t d"], tokens: Tokens, with_pos
         incoming["position"] = tokens.position.expand(rows, -1)
     if not memory or not incoming:
         return incoming
-    old = sum(piece.shape[2] for piece in pieces(memory, "key"))
+    old = memory["key"].shape[2]
     plain = {"keep": lambda: k.new_ones(rows, old, dtype=torch.bool)}
     plain["document"] = lambda: k.new_zeros(rows, old, dtype=torch.long)
     before = lambda name: memory[name] if name in memory else plain[name]()  # noqa: E731

@@ -12,7 +12,7 @@ from fem.config import FreeEnergyMixerConfig, Widths
 from fem.ops.common.precision import wide
 from fem.ops.common.rope import rotate
 from fem.ops.common.tokens import Tokens
-from fem.ops.linear_attention.read import keyed_scan_read
+from fem.ops.linear_attention.read import linear_attention_read
 from fem.priors.base import Prior
 
 
@@ -30,7 +30,7 @@ class KeyedPrior(Prior):
 
     def read(self, features, v, beta, tokens, memory):
         q, k = (self._positive(projection(features), tokens) for projection in (self.query, self.key))
-        return self.scan(keyed_scan_read, q, k, v, beta, self.log_decay(features), tokens=tokens, memory=memory)
+        return self.scan(linear_attention_read, q, k, v, beta, self.log_decay(features), tokens=tokens, memory=memory)
 
     def _positive(self, x: Tensor, tokens: Tokens) -> Float[Tensor, "b t h d"]:
         x = wide(x.unflatten(-1, (-1, self.config.key_width)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fem.config import FreeEnergyMixerConfig, Widths
-from fem.ops.common.precision import wide
+from fem.ops.common.precision import LEAST_PROVEN, wide
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import Tokens
 from fem.priors.base import Prior
@@ -69,7 +69,7 @@ class OperatorPrior(Prior):
         energy = self._over_documents(torch.exp((beta * (v - shift)).clamp(max=0)), tokens)
         _check_weights(energy, weight)
         ratio = energy / total
-        if not torch.compiler.is_compiling() and bool((~empty & (ratio < math.exp(-60))).any()):
+        if not torch.compiler.is_compiling() and bool((~empty & (ratio < LEAST_PROVEN[torch.float32])).any()):
             raise ValueError(
                 "v spreads too far for an operator prior: exp(beta v) underflows at a row that comes before a far "
                 "larger value; keep beta (max v - v) under 60, or use a prior of PRIORS, which has no such bound."

@@ -10,7 +10,7 @@ from fem.ops.common.rope import rotate_all
 from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.read import cached_read, softmax_read
 from fem.priors.base import Prior
-from fem.priors.kv_cache import KEPT, PACKED, append, pieces, within_window
+from fem.priors.kv_cache import PACKED, append, within_window
 
 
 class SoftmaxPrior(Prior):
@@ -48,10 +48,10 @@ class SoftmaxPrior(Prior):
             how = {"causal": config.causal, "window": config.window, "tokens": tokens, "backend": config.backend}
             return softmax_read(q, k, v, beta, **how), None
         memory = append(memory, k, v, beta, tokens, with_position=config.window is not None)
-        keys, values = (pieces(memory, name) for name in KEPT)
         tokens = Tokens(memory.get("keep"), None, memory.get("document"), memory.get("position"))
         start = tuple(memory[name] for name in PACKED) if "shift" in memory else None
-        read = cached_read(q, keys, values, beta, start, window=config.window, tokens=tokens, backend=config.backend)
+        how = {"window": config.window, "tokens": tokens, "backend": config.backend}
+        read = cached_read(q, memory["key"], memory["value"], beta, start, **how)
         if config.window is not None:
             memory = within_window(memory, config.window)
         return read, memory

@@ -93,7 +93,8 @@ def test_every_row_takes_its_own_best_rate_on_the_first_seed_alone():
     table = {row["row"]: row for row in ablation.table()}
     assert table["full"]["loss"] == pytest.approx((2.0 + 7.0) / 2)
     assert table["full"]["sd"] == pytest.approx(5 / math.sqrt(2))
-    assert [list(row) for row in ablation.tuning_table()] == [["row", "0.001", "0.01"]] * 2
+    assert [list(row) for row in ablation.tuning_table()] == [["mixer", "row", "0.001", "0.01"]] * 2
+    assert [row["mixer"] for row in ablation.table()] == ["FEM", "attention+G"]
 
 
 def test_an_ablation_writes_what_it_promises_and_goes_on(text, tmp_path, monkeypatch):
@@ -122,10 +123,17 @@ def test_an_ablation_writes_what_it_promises_and_goes_on(text, tmp_path, monkeyp
         assert again[row]["loss"] == results[row]["loss"]
 
 
+def test_rows_are_called_by_the_paper_s_names_or_by_the_mixers():
+    rows = "attention, FEM,attention+LTG/r8,softmax+L"
+    assert ablate.AblateRecipe(rows=rows).row_names() == ["-C,G,T,L", "full", "-C/r8", "-C,G,T"]
+    assert ablate.AblateRecipe(rows="GLA,FEM-GLA", prior="gla").row_names() == ["-C,G,T,L", "full"]
+
+
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        ({"rows": "full +X"}, "rows must be from full; -G; .*got '\\+X'"),
+        ({"rows": "attention,GLA"}, "mixers must be from softmax\\+CLTG, .*got 'GLA'; see --prior"),
+        ({"rows": "full +X"}, "mixers must be rows from full; -G; .*got '\\+X'"),
         ({"rows": ""}, "must name at least one"),
         ({"prior": "nothing"}, "got 'nothing"),
         ({"learning_rates": "fast"}, "learning_rates must be numbers"),

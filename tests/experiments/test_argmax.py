@@ -173,7 +173,7 @@ def test_a_run_writes_its_recipe_scores_table_and_plot(tmp_path):
         (model, seed, step) for seed in (0, 1) for model in ("fem", "softmax") for step in (0, 4, 8)
     ]
     with open(folder / "table.csv", newline="") as file:
-        assert [row["read"] for row in csv.DictReader(file)] == ["fem", "softmax", *results["baselines"]]
+        assert [row["read"] for row in csv.DictReader(file)] == ["FEM", "attention", *results["baselines"]]
     assert (folder / "argmax.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["argmax"]
 

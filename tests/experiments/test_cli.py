@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,54 @@ def test_a_mistake_is_answered_by_one_sentence_and_status_2(monkeypatch, tmp_pat
 def test_an_unknown_option_or_command_is_status_2(monkeypatch, capsys, arguments):
     assert fem(monkeypatch, *arguments) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_refusal_names_the_option_as_it_is_typed(monkeypatch, capsys):
+    assert fem(monkeypatch, "argmax", "--batch-size", "0") == 2
+    assert capsys.readouterr().err == "error: batch_size must be positive, got 0.\n"
+
+
+def test_help_shows_brackets_and_values(monkeypatch):
+    pytest.importorskip("sklearn", reason="needs free-energy-mixer[vision]")
+    shown = CliRunner().invoke(cli.app, ["regimes", "--help"], env={"COLUMNS": "200"}).output
+    assert "[mixer, SwiGLU]" in shown
+    assert "[default: ]" not in shown
+    assert "None" not in shown
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("argmax", "to begin again: fem argmax --seed 3"), ("mad", "the same command goes on: fem mad --seed 3")],
+)
+def test_ctrl_c_says_what_to_type(monkeypatch, capsys, command, said):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    module = import_module(cli.COMMANDS[command][0])
+    monkeypatch.setattr(sys.modules[module.command.__module__], "run", interrupted)
+    assert fem(monkeypatch, command, "--seed", "3") == 130
+    assert capsys.readouterr().err.splitlines()[-1].endswith(said)
+
+
+def test_without_a_terminal_progress_is_a_line_per_evaluation(capsys):
+    with recipe.progress() as bars:
+        bar = bars.add_task("reading", total=4)
+        for step, description in (
+            (1, "reading"),
+            (2, "reading, loss 2.5"),
+            (3, "reading, loss 2.5"),
+            (4, "reading, [x]"),
+        ):
+            bars.update(bar, completed=step, description=description)
+    assert capsys.readouterr().err == "reading, loss 2.5 (2/4)\nreading, [x] (4/4)\n"
+
+
+def test_the_best_of_a_column_is_bold():
+    rows = [{"mixer": "a", "loss": "5.1 (5.0)", "hits": 3}, {"mixer": "b", "loss": "4.9", "hits": None}]
+    table = tables.markdown_table([*rows, {"mixer": "c", "loss": "", "hits": 1200}], {"loss": min, "hits": max})
+    assert "| b | **4.9** |  |" in table
+    assert "**1,200**" in table
+    assert table.count("**") == 4
 
 
 def test_an_output_that_is_a_file_is_refused_before_anything_runs(monkeypatch, tmp_path, capsys):

@@ -39,6 +39,21 @@ def test_two_processes_train_as_one(tmp_path):
     assert json.loads((tmp_path / "2" / "results.json").read_text())["train"]["step"] == 20
 
 
+@pytest.mark.parametrize("processes, parallel", [(2, "ddp"), (4, "fsdp")])
+def test_processes_that_share_rows_train_as_one(tmp_path, processes, parallel):
+    """Every row is split over two processes; of four, two pairs read rows of their own, and all share the weights."""
+    data = write_corpus(tmp_path / "data.jsonl")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 88}
+    hybrid = json.dumps(sizes | {"layer_priors": ["softmax", "gla"]})
+    for name, count, way in (("whole", 1, {}), ("split", processes, {"parallel": parallel, "context_parallel": 2})):
+        recipe = tiny(data, model=hybrid, micro_batch=1, **way)
+        ended = Training(recipe, tmp_path / name, count).end(300)
+        assert ended.code == 0, ended.said
+    for a, b in zip(losses(tmp_path / "whole"), losses(tmp_path / "split"), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+    assert apart(tmp_path / "whole", tmp_path / "split") < 1e-4
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """Makes runs once: (processes, parallel) to the run's recipe and folder."""

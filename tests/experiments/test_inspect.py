@@ -19,6 +19,7 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fem import cli
+from fem.experiments.common.tables import show_table
 from fem.experiments.inspect import experiment as inspect
 from fem.experiments.inspect import page as inspection_page
 from fem.experiments.inspect.experiment import InspectRecipe, encode
@@ -125,6 +126,15 @@ def test_parts_that_a_layer_lacks_are_none(name):
         np.testing.assert_array_equal(found.read, found.posterior)
     rows = inspect.head_rows([found]) + inspect.channel_rows([found], ["a"] * TIME)
     assert len(rows) == config.n_head * (1 + config.value_width)
+
+
+def test_the_table_of_heads_fits_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = inspect.short(inspect.head_rows([tables(make_layer())]))
+    show_table("heads", rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(rows) + 5  # a title and four borders or headings: no cell is broken
+    assert "…" not in "".join(lines)
 
 
 def test_the_most_divided_head_is_the_one_whose_channels_part():
@@ -280,11 +290,20 @@ def test_a_mistake_is_answered_by_one_sentence(monkeypatch, capsys, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     given = {"model": model, "text": "the sun"} | changes
     options = [word for name in ("text", "layers") if name in given for word in (f"--{name}", given[name])]
-    assert fem(monkeypatch, "inspect", given["model"], *options) == 2
+    assert fem(monkeypatch, "inspect", "--model", given["model"], *options) == 2
     answer = capsys.readouterr().err.strip()
     assert re.match(f"error: {sentence}", answer)
     assert answer.count("\n") == 0
     assert not (tmp_path / "runs" / "inspect").exists()
+
+
+def test_a_model_without_its_option_is_taken_with_a_hint(monkeypatch, capsys):
+    taken = []
+    monkeypatch.setattr(inspect, "run", lambda *given: taken.append(given))
+    assert fem(monkeypatch, "inspect", "runs/a", "--text", "the") == 0
+    assert (taken[0][0], capsys.readouterr().err) == ("runs/a", "note: the model is given as --model here.\n")
+    assert fem(monkeypatch, "inspect", "--text", "the") == 2
+    assert "model must be given: --model" in capsys.readouterr().err
 
 
 def test_a_model_without_fem_is_refused(monkeypatch, capsys, tmp_path, tokenizer):

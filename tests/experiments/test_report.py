@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("typer", reason="needs free-energy-mixer[cli]")
 
 from fem.experiments.common.tables import markdown_table, write_page
-from fem.experiments.report import add_page, command, index, table2
+from fem.experiments.report import add_page, command, index, redraw, table2
 
 
 def made_up_run(folder, experiment="ablate", results=None, recipe=None, body="A table.\n\n![a plot](loss.png)"):
@@ -37,10 +37,26 @@ def test_what_was_said_of_a_run_survives_its_repetition(tmp_path, output):
     add_page(run, output)
     page = output / "argmax.md"
     page.write_text(page.read_text().replace("## How", "## What it says\n\nFEM wins.\n\n## How"))
+    add_page(run, output)
     said = page.read_text()
-    for _ in range(2):
-        add_page(run, output)
-        assert page.read_text() == said
+    parts = [
+        said.index(part) for part in ("# A run", "FEM wins.", "## What was run", "A table.", "## How this was made")
+    ]
+    assert parts == sorted(parts)
+    add_page(run, output)
+    assert page.read_text() == said
+
+
+def test_pictures_are_drawn_again_from_the_numbers_beside_them(output, capsys):
+    row = {"by seed": "4.986, 4.967", "loss": 4.976}
+    results = {"prior": "gla", "ablate": {"full": row, "-C,G,T,L": row, "-C/r8": row}}
+    pages = {"ablate_old": ("ablate", results), "argmax_old": ("argmax", {"argmax": {}}), "made_up": ("none", {})}
+    for name, (experiment, found) in pages.items():
+        data = {"config": {"experiment": experiment, "recipe": {}}, "results": found}
+        (output / f"{name}.json").write_text(json.dumps(data))
+    assert redraw(output) == ["ablate_old_loss.png"]
+    assert (output / "ablate_old_loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "argmax_old.json has no 'curves'; its pictures are left as they are" in capsys.readouterr().err
 
 
 def test_the_index_links_what_was_run_and_says_what_runs_the_rest(tmp_path, output):

@@ -1,9 +1,10 @@
-"""Continuous batching, and models split over several processes: each equals one model that reads one row at a time."""
+"""Continuous batching, FlexAttention, models and rows split over processes: each equals one model over whole rows."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
-from test_engines import FAMILIES, small_model
+from test_engines import FAMILIES, left_padded, served, small_model, tokens
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -33,21 +34,41 @@ def test_continuous_batching_writes_what_generate_writes(family, engine):
     assert [request.generated_tokens for _, request in numbered] == written
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_a_model_split_by_heads_reads_and_learns_as_one(processes, tmp_path):
-    script = Path(__file__).parents[1] / "support" / "tensor_parallel.py"
+@pytest.mark.skipif(not shutil.which("g++"), reason="FlexAttention on a CPU is compiled by g++")
+def test_flex_attention_reads_what_the_exact_form_reads():
+    model, ids = small_model(), tokens(2, 13)
+    mask = left_padded(ids, (13, 9))
+    with torch.no_grad():
+        exact, flex = model(ids, attention_mask=mask).logits, served(model, "flex_attention", ids, attention_mask=mask)
+    torch.testing.assert_close(flex.logits[mask.bool()], exact[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+def on_processes(script: str, processes: int, folder: Path) -> dict:
+    """What a script of tests/support finds under torchrun."""
+    tests = Path(__file__).parents[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    root = str(Path(__file__).parents[2])
     done = subprocess.run(
-        [*torchrun, str(script), str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root},
+        [*torchrun, str(tests / "support" / script), str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tests.parent)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for name, found in json.loads((tmp_path / "found.json").read_text()).items():
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_model_split_by_heads_reads_and_learns_as_one(processes, tmp_path):
+    for name, found in on_processes("tensor_parallel.py", processes, tmp_path).items():
         for what in ("logits", "loss", "weights"):
             assert found[what] < 1e-5, (name, what, found)
         assert found["same names"], name
         whole = "mamba" in name  # its mixers share B and C, and stay whole
         assert found["share"] < (0.95 if whole else 1 / processes + 0.15), (name, found)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_rows_split_over_processes_are_read_and_learnt_from_as_whole_ones(processes, tmp_path):
+    """Every prior, with the conditioner and without; padding, documents, a window, recomputed activations."""
+    for name, found in on_processes("context_parallel.py", processes, tmp_path).items():
+        assert max(found.values()) < 1e-5, (name, found)

@@ -84,13 +84,16 @@ def excess(call, dtype, documents, marks, seed: int) -> dict[str, float]:
     """Errors of reads and gradients over what is allowed: twice the plain form's, or 16 eps (1 + max|v|).
 
     In chunks twice that: states are rounded where they are handed on, and so are the gradients that come back by them.
-    In float64, which no wider type helps, 1e-11 (1 + max|v|), and F and gradients that over beta where beta < 1.
+    Scores of softmax beyond 16 cost what rounding them in float32 does. In float64, which no wider type helps,
+    1e-11 (1 + max|v|), and F and gradients that over beta where beta < 1.
     """
     exact, mine, plain = call.leaves(torch.float64), call.leaves(), call.leaves()
     wanted, other = by_definition(exact, documents), by_definition(plain, documents)
     rows = torch.cat(documents)
     largest = call.arguments["v"].double().abs().max().item()
-    floor = 16 * torch.finfo(dtype).eps * (1 + largest)
+    length, softmax = call.arguments["v"].shape[1], isinstance(call, SoftmaxCall)
+    score = exact.largest_score() if softmax else 0.0
+    floor = max(16 * torch.finfo(dtype).eps, score * torch.finfo(torch.float32).eps) * (1 + largest)
     of_mean = floor
     if dtype == torch.float64:
         of_mean = 1e-11 * (1 + largest)
@@ -106,7 +109,6 @@ def excess(call, dtype, documents, marks, seed: int) -> dict[str, float]:
         allowed = max(2 * theirs if math.isfinite(theirs) else 0.0, floor * scale) * (2 if how == "chunks" else 1)
         return error / allowed if math.isfinite(error) else math.inf
 
-    length, softmax = call.arguments["v"].shape[1], isinstance(call, SoftmaxCall)
     cut = pieces(length, seed)
     in_chunks = not softmax or call.causal or not (call.window or marks)  # else queries are the last of the keys
     with torch.no_grad():
@@ -119,6 +121,8 @@ def excess(call, dtype, documents, marks, seed: int) -> dict[str, float]:
     if in_chunks:
         reads["chunks"] = mine.in_pieces(*cut, **marks)
     found = {}
+    sizes = {n: max(1.0, exact.arguments[n].abs().max().item()) for n in "qk"} if softmax else {}
+    units = {"q": sizes.get("k", 1.0), "k": sizes.get("q", 1.0)}  # of which gradients of scores are sums
     for how, read in reads.items():
         for part, got, want, theirs in zip(("mean", "F"), read, wanted, other):
             found[f"{part}, {how}"] = over(how, got[:, rows], want, theirs, of_mean if part == "mean" else floor)
@@ -127,7 +131,9 @@ def excess(call, dtype, documents, marks, seed: int) -> dict[str, float]:
             for part, gradient in gradients.items():
                 logarithm = part == "beta" or (part in FEATURES and not softmax)
                 unit = exact.arguments[part].detach() if logarithm else 1.0
-                found[f"d{part}, {how}"] = over(how, gradient, expected[part], of_plain[part], floor, unit)
+                found[f"d{part}, {how}"] = over(
+                    how, gradient, expected[part], of_plain[part], floor * units.get(part, 1.0), unit
+                )
     return found
 
 

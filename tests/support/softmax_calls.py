@@ -11,7 +11,7 @@ from torch import Tensor
 from fem import functional
 from fem.ops.common.tokens import read_tokens
 from fem.ops.softmax.read import cached_read
-from fem.priors.kv_cache import KEPT, PACKED, append, pieces, within_window
+from fem.priors.kv_cache import KEPT, PACKED, append, within_window
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SoftmaxCall:
         return self.map(lambda x: x.detach().to(dtype or x.dtype).clone().requires_grad_())
 
     def at(self, tokens: Tensor) -> SoftmaxCall:
-        q, k, v, beta, bias = self.arguments.values()
+        q, k, v, _, bias = self.arguments.values()
         bias = None if bias is None else bias[:, tokens][:, :, tokens]
         return self.set(q=q[:, tokens], k=k[:, tokens], v=v[:, tokens], bias=bias)
 
@@ -71,13 +71,18 @@ class SoftmaxCall:
             marks = (None if mark is None else mark[:, piece] for mark in (key_mask, segment_ids))
             tokens, cursor = read_tokens((1, size), v.device, *marks, cursor, "key_mask")
             memory = append(memory, k[:, piece], v[:, piece], beta, tokens, with_position=self.window is not None)
-            keys, values = (pieces(memory, name) for name in KEPT)
+            keys, values = (memory[name] for name in KEPT)
             start = tuple(memory[name] for name in PACKED) if "shift" in memory else None
             seen = type(tokens)(memory.get("keep"), None, memory.get("document"), memory.get("position"))
             reads.append(cached_read(q[:, piece], keys, values, beta, start, window=self.window, tokens=seen))
             memory = memory if self.window is None else within_window(memory, self.window)
             first += size
         return functional.Read(*(torch.cat(parts, 1) for parts in zip(*reads)))
+
+    def largest_score(self) -> float:
+        """At most."""
+        q, k = (self.arguments[name].detach().norm(dim=-1).amax().item() for name in "qk")
+        return q * k * self.arguments["q"].shape[-1] ** -0.5
 
     def definition(self):
         """The read from a table of all scores, in the dtype of the inputs; a query that sees no key reads 0."""

@@ -55,7 +55,8 @@ def recipe_options(recipe: Any) -> Callable[[Command], Command]:
 
         keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
         parameters = [*keyword_only, *options]
-        run.__name__, run.__doc__ = command.__name__, inspect.cleandoc(command.__doc__ or "")
+        run.__name__, run.__module__ = command.__name__, command.__module__
+        run.__doc__ = inspect.cleandoc(command.__doc__ or "")
         run.__signature__ = inspect.Signature(parameters)
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run

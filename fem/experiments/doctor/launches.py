@@ -14,7 +14,7 @@ from torch import Tensor
 from fem.experiments.doctor.without_card import Compiled, compiled_for
 from fem.ops.channel_scan.read import channel_scan_terms
 from fem.ops.decay_scan.read import decay_scan
-from fem.ops.linear_attention.read import keyed_scan_terms
+from fem.ops.linear_attention.read import linear_attention_terms
 from fem.ops.ssm.read import ssm_terms
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -26,7 +26,7 @@ def linear_attention(dtype, keys, values, decay=None, free=True, present=True, t
         q, k, v = (leaf(1, time, 4, width, dtype=dtype) for width in (keys, keys, values))
         g = {None: None, "head": leaf(1, time, 4), "channel": leaf(1, time, 4, keys)}[decay]
         beta = leaf(4, values) if free else None
-        terms, state = keyed_scan_terms(q, k, v, beta, g, present=present, backend="triton")
+        terms, state = linear_attention_terms(q, k, v, beta, g, present=present, backend="triton")
         differentiate(*terms, *state.values())
 
     kind = "no decay" if decay is None else f"decay per {decay}"

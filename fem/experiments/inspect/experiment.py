@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MOST_TOKENS = 64
-IN_CSV_ALONE = ("prior", "hidden beta")  # the table on a terminal has room for 80 letters
+IN_CSV_ALONE = ("prior", "beta", "hidden beta")  # the table on a terminal has room for 80 letters
 SHORT = {"tokens in prior": "tokens p", "tokens in posterior": "tokens q", "read most at the end": "differ"}
 
 
@@ -67,6 +67,11 @@ def head_rows(layers: Sequence[LayerTables]) -> list[dict]:
         for tables in layers
         for head in range(tables.heads)
     ]
+
+
+def short(rows: Sequence[dict]) -> list[dict]:
+    """`head_rows` for a terminal of 80 columns."""
+    return [{SHORT.get(name, name): value for name, value in row.items() if name not in IN_CSV_ALONE} for row in rows]
 
 
 def channel_rows(layers: Sequence[LayerTables], tokens: Sequence[str]) -> list[dict]:
@@ -165,8 +170,7 @@ def run(folder: str, recipe: InspectRecipe, output: Path) -> dict:
         )
         write_page(under_way.folder / "inspect.html", str(folder), tokens, layers, (place, head))
         results = under_way.finish({"model": folder, "tokens": tokens, "heads": rows})
-    short = [{SHORT.get(name, name): value for name, value in row.items() if name not in IN_CSV_ALONE} for row in rows]
-    show_table(f"What {len(tokens)} tokens read: means over channels and tokens; p: prior, q: posterior", short)
+    show_table(f"What {len(tokens)} tokens read: means over channels and tokens; p: prior, q: posterior", short(rows))
     return results
 
 

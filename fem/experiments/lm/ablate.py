@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from fem.experiments.common.jobs import digest_of
 from fem.experiments.common.mixers import file_name
-from fem.experiments.common.names import by_name, colours
+from fem.experiments.common.names import KEY, by_name, colours, display
 from fem.experiments.common.options import recipe_options
 from fem.experiments.common.paired import shown
 from fem.experiments.common.run import (
@@ -32,7 +32,7 @@ from fem.experiments.common.run import (
     write_json,
 )
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
-from fem.experiments.lm.ablations import ROWS, mixer_name, remark, row_fields
+from fem.experiments.lm.ablations import ROWS, mixer_name, remark, row_fields, row_of
 
 if TYPE_CHECKING:
     from fem.experiments.lm.small import LanguageRecipe
@@ -52,7 +52,7 @@ class AblateRecipe:
     prior: str = option("softmax", "Prior of every row.")
     rows: str = option(
         " ".join(ROWS),
-        "Rows, with spaces between them: the parts that a mixer lacks (-C,G) or has (+G), or full.",
+        "Mixers of this prior with commas, such as attention,attention+LT,FEM; or the paper's rows with spaces.",
         also=("rows",),
         called="mixers",
     )
@@ -81,7 +81,9 @@ class AblateRecipe:
             row_fields(row, self.prior)
 
     def row_names(self) -> list[str]:
-        return list(dict.fromkeys(self.rows.split()))
+        if any(word.partition("/")[0] in ROWS for word in self.rows.split()):
+            return list(dict.fromkeys(self.rows.split()))
+        return list(dict.fromkeys(row_of(name.strip(), self.prior) for name in self.rows.split(",") if name.strip()))
 
     def rates(self) -> list[float]:
         try:
@@ -118,8 +120,12 @@ class Job:
 class Ablation:
     """What was measured: every row's records by learning rate on the first seed, and by seed at the best of them."""
 
+    prior: str
     tuning: dict[str, dict[float, dict]]
     chosen: dict[str, list[dict]]
+
+    def name(self, row: str) -> str:
+        return display(mixer_name(row, self.prior))
 
     def best(self, row: str) -> float:
         return best_rate(self.tuning[row])
@@ -139,6 +145,7 @@ class Ablation:
             found.append(
                 {
                     "mixer": self.name(row),
+                    "row": row,
                     "what": remark(row),
                     "loss": mean(losses),
                     "sd": stdev(losses) if len(losses) > 1 else None,
@@ -157,7 +164,8 @@ class Ablation:
     def tuning_table(self) -> list[dict]:
         """A row per row, a column per learning rate."""
         return [
-            {"row": row} | {f"{rate:g}": record["val_loss"] for rate, record in records.items()}
+            {"mixer": self.name(row), "row": row}
+            | {f"{rate:g}": record["val_loss"] for rate, record in records.items()}
             for row, records in self.tuning.items()
         ]
 
@@ -172,7 +180,7 @@ def ablate(recipe: AblateRecipe, measure: Callable[[str, float, int], dict]) -> 
 
     measure(row, learning_rate, seed): the record of one training.
     """
-    ablation = Ablation({}, {})
+    ablation = Ablation(recipe.prior, {}, {})
     for row in recipe.row_names():
         ablation.tuning[row] = {rate: measure(row, rate, recipe.seed) for rate in recipe.rates()}
         best = ablation.best(row)
@@ -218,7 +226,7 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
             }
         )
         redraw(results, asdict(recipe), under_way.folder)
-    short = [{name: value for name, value in row.items() if name != "what"} for row in table]
+    short = [{name: value for name, value in row.items() if name not in ("what", "row")} for row in table]
     show_table(f"Validation loss, {recipe.prior} prior, equal parameters", short)
     return results
 
@@ -263,12 +271,13 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
         f"What each part of FEM adds to a language model: {recipe.prior} prior, "
         f"{recipe.layers} blocks of width {recipe.width}",
         f"{recipe.layers} blocks of width {recipe.width} with {recipe.heads} heads; {recipe.steps} steps of "
-        f"{recipe.batch} x {recipe.context} tokens of {source}, byte-pair vocabulary of {recipe.vocabulary}. C: "
-        "conditioner, L: free energy, T: temperature gate (lambda), G: outer gate. All rows have the same parameters "
+        f"{recipe.batch} x {recipe.context} tokens of {source}, byte-pair vocabulary of {recipe.vocabulary}. "
+        f"{KEY} All rows have the same parameters "
         "within 1 %, the same initialisation, and per seed the same rows of text in the same order; each has the best "
         "of the learning rates on the first seed. /r8: gates of rank 8, whose width goes to the values. Loss: "
-        "validation, nats per token after the last step, mean over seeds; sd: over seeds; below ..., paired: the "
-        "difference from that row on the same seeds, ± its standard error. "
+        "validation, nats per token after the last step, mean over seeds; sd: over seeds; row: the paper's name, by "
+        "the parts that are missing (-) or alone (+); below ..., paired: the difference from that row on the same "
+        "seeds, ± its standard error. "
         f"{recipe.steps * recipe.batch * recipe.context:,} tokens a training, about {flops(ablation, recipe):.2g} "
         "floating-point operations (6 a parameter and token).",
         markdown_table(ablation.table(), {"loss": min}),

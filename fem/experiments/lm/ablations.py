@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fem.experiments.common.mixers import canonical, fields_of
+from fem.experiments.common.mixers import UNNORMALISED, canonical, fields_of
 
 ROWS = {
     "full": "CLTG",
@@ -43,6 +43,19 @@ def mixer_name(row: str, prior: str) -> str:
         raise ValueError(f"mixers must be rows from {'; '.join(ROWS)}, with options such as /r8, got {row!r}.")
     parts = ROWS[name]
     return canonical((f"{prior}+{parts}" if parts else prior) + slash + options)
+
+
+def row_of(mixer: str, prior: str) -> str:
+    """The row of a mixer, such as "-C/r8" of "attention+LTG/r8". Raises ValueError on a mixer of another prior and on
+    parts that are no row.
+    """
+    name, *options = canonical(mixer).split("/")
+    own, _, parts = name.removesuffix(UNNORMALISED).partition("+")
+    row = {parts: row for row, parts in ROWS.items()}.get(parts)
+    if own != prior or row is None:
+        known = ", ".join(prior + (f"+{parts}" if parts else "") for parts in ROWS.values())
+        raise ValueError(f"mixers must be from {known}, with options such as /r8, got {mixer!r}; see --prior.")
+    return "/".join([row, *options])
 
 
 def remark(row: str) -> str:

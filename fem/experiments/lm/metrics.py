@@ -22,7 +22,7 @@ from fem.experiments.lm.throughput import flops_per_token, peak_flops, peak_memo
 from fem.experiments.lm.trainer import ADVICE
 from fem.gates import Temperature, TwoLevelGate
 from fem.models import FEMForCausalLM
-from fem.ops.common.fallback_count import suspects
+from fem.ops.common.fallback_count import fallbacks
 
 LOGGED = {"loss": "train_loss", "eval_loss": "val_loss"} | {
     name: name for name in ("grad_norm", "grad_norm_max", "skipped_steps", "learning_rate")
@@ -44,7 +44,7 @@ class MetricsCallback(TrainerCallback):
         self.loss: float | None = None
 
     def on_train_begin(self, args, state, control, **_):
-        suspects.reset()
+        fallbacks.reset()
         self.start_clock()
         self.processes, self.writer = args.world_size, None
         self.lines = read_metrics(self.run.folder) if self.bars is not None else []
@@ -154,11 +154,11 @@ def read_statistics(model: FEMForCausalLM, row: Row | None) -> dict[str, float]:
     if betas:
         beta = torch.cat([(beta.full_tensor() if isinstance(beta, DTensor) else beta).flatten() for beta in betas])
         found |= {"beta_min": beta.min().item(), "beta_mean": beta.mean().item(), "beta_max": beta.max().item()}
-    if suspects.entries:
-        found["recomputed_share"] = suspects.recomputed / suspects.entries
+    if fallbacks.entries:
+        found["recomputed_share"] = fallbacks.recomputed / fallbacks.entries
     if row is not None:
         found |= gate_statistics(model, row)
-    suspects.reset()
+    fallbacks.reset()
     return found
 
 

@@ -48,6 +48,7 @@ class TrainRecipe:
     compile: bool = option(False, "torch.compile the model.")
     checkpointing: bool = option(False, "Recompute activations in the backward pass: slower, in less memory.")
     parallel: str = option("ddp", "Under torchrun: ddp, or fsdp to shard weights and optimiser over them.")
+    context_parallel: int = option(1, "Processes that share a row, each with a part of its tokens; fits longer rows.")
     validation_rows: int = option(64, "Rows held out, the last of local data, a tenth at most; a stream has none.")
     eval_steps: int = option(200, "Steps between validations.")
     log_steps: int = option(10, "Steps between lines of metrics.jsonl.")
@@ -59,7 +60,7 @@ class TrainRecipe:
 
     def __post_init__(self):
         counts = ("context", "batch_size", "max_steps", "log_steps", "save_steps", "eval_steps", "keep")
-        for name in (*counts, "micro_batch", "learning_rate", "clip", "comm_timeout"):
+        for name in (*counts, "micro_batch", "learning_rate", "clip", "comm_timeout", "context_parallel"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be positive, got {value}.")
@@ -77,6 +78,12 @@ class TrainRecipe:
         for name, known in (("dtype", DTYPES), ("parallel", PARALLEL), ("nonfinite", NONFINITE)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {' or '.join(known)}, got {getattr(self, name)!r}.")
+        if self.context % self.context_parallel:
+            raise ValueError(
+                f"context must be a multiple of context_parallel = {self.context_parallel}, got {self.context}."
+            )
+        if self.compile and self.context_parallel > 1:
+            raise ValueError("compile has no messages between processes; leave it out, or context_parallel.")
         self.model_fields()
 
     def model_fields(self) -> dict:
@@ -130,7 +137,7 @@ def differences(stored: dict, recipe: TrainRecipe) -> list[str]:
 
     max_steps may rise.
     """
-    given = asdict(recipe)
+    given, stored = asdict(recipe), {"context_parallel": 1} | stored  # which runs of version 0.1 do not say
     changed = [name for name in given if name not in FREE and stored.get(name) != given[name]]
     if "max_steps" in changed and stored.get("max_steps", 0) < recipe.max_steps:
         changed.remove("max_steps")

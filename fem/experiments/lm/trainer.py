@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
@@ -14,6 +15,8 @@ from fem.experiments.common.saving import NotFinite, SavingTrainer, kept, read_s
 from fem.experiments.lm.packing import ShuffledRows, StreamedRows
 from fem.experiments.lm.place import copy_run
 from fem.experiments.lm.sharding import shard
+from fem.models.context import context_parallel, own_part
+from fem.models.loss import next_tokens
 
 ADVICE = "a smaller learning rate, more warm-up steps or float32 may help, --nonfinite skip leaves such steps out"
 
@@ -43,12 +46,15 @@ class WrapperCheck(TrainerCallback):
 class TextTrainer(SavingTrainer):
     """Reads rows from where the checkpoint was; stops at a step that is not finite, or leaves it out.
 
+    parts: the processes that read the same rows, each a part of their tokens; rows of validation are read whole.
     skip: leave such steps out. extended: the schedule is longer than the checkpoint's.
     """
 
-    def __init__(self, *, rows: ShuffledRows | StreamedRows, skip: bool, extended: bool, **given):
+    def __init__(
+        self, *, rows: ShuffledRows | StreamedRows, parts: DeviceMesh | None, skip: bool, extended: bool, **given
+    ):
         super().__init__(**given)
-        self.rows, self.skip, self.extended = rows, skip, extended
+        self.rows, self.parts, self.skip, self.extended = rows, parts, skip, extended
         self.skipped, self.largest_norm = 0, 0.0  # since the last line of metrics
         self.logged_at, self.losses_before = 0, None
 
@@ -106,10 +112,19 @@ class TextTrainer(SavingTrainer):
     def _rows_name(self) -> str:
         return f"rows_{self.args.process_index}.json"
 
-    def training_step(self, *args, **given):
+    def get_batch_samples(self, *args):
+        batches, targets = super().get_batch_samples(*args)
+        return batches, targets if self.parts is None else targets / self.parts.size()  # each counts whole rows
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Tensor], *args):
         if self.losses_before is None:
             self.losses_before = self._tr_loss.clone()
-        return super().training_step(*args, **given)
+        if self.parts is None:
+            return super().training_step(model, inputs, *args)
+        labels = inputs.pop("labels")
+        part = {name: own_part(x, self.parts) for name, x in (inputs | {"shift_labels": next_tokens(labels)}).items()}
+        with context_parallel(self.model, self.parts):
+            return super().training_step(model, part, *args)
 
     def _clip_grad_norm(self, model: nn.Module):
         before, self.losses_before = self.losses_before, None

@@ -12,9 +12,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PrinterCallback, TrainingArguments
 from transformers.training_args import ParallelMode
 
@@ -214,7 +217,9 @@ def fit(
 ) -> dict | Paused:
     """Train from the place's checkpoint, or from the beginning. What stops it early is returned: the processes' groups
     end while nobody holds the Trainer."""
-    share = Share(recipe.batch_size, args.per_device_train_batch_size, ranks.rank, ranks.world)
+    parts = parts_of_rows(recipe)
+    rank, world = (number // recipe.context_parallel for number in (ranks.rank, ranks.world))
+    share = Share(recipe.batch_size, args.per_device_train_batch_size, rank, world)
     tokenizer = load_tokenizer(recipe, output)
     data = load_data(recipe, output, tokenizer, share)
     model = build_model(model_config(recipe, len(tokenizer)), recipe.seed)
@@ -225,6 +230,7 @@ def fit(
         trainer = TextTrainer(
             output=output,
             rows=data.train,
+            parts=parts,
             keep=recipe.keep,
             skip=recipe.nonfinite == "skip",
             extended=place.checkpoint is not None and trained_for(place.checkpoint) != recipe.max_steps,
@@ -316,7 +322,20 @@ def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
     )
     if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED:
         raise ValueError("parallel='fsdp' needs torchrun, with one process or more.")
-    given = recipe.micro_batch or max(1, recipe.batch_size // args.world_size)
+    readers, rest = divmod(args.world_size, recipe.context_parallel)  # of rows of their own
+    if rest:
+        raise ValueError(
+            f"context_parallel must divide the number of processes, {args.world_size}, got {recipe.context_parallel}."
+        )
+    given = recipe.micro_batch or max(1, recipe.batch_size // readers)
     args.per_device_train_batch_size = args.per_device_eval_batch_size = given
-    args.gradient_accumulation_steps = Share(recipe.batch_size, given, args.process_index, args.world_size).accumulation
+    args.gradient_accumulation_steps = Share(recipe.batch_size, given, world=readers).accumulation
     return args
+
+
+def parts_of_rows(recipe: TrainRecipe) -> DeviceMesh | None:
+    """The processes that share this one's rows; None where it reads rows of its own."""
+    if recipe.context_parallel == 1:
+        return None
+    group, _ = dist.new_subgroups(recipe.context_parallel, timeout=timedelta(seconds=recipe.comm_timeout))
+    return DeviceMesh.from_group(group, "cuda" if torch.cuda.is_available() else "cpu")

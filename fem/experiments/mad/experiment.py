@@ -15,7 +15,7 @@ from fem.experiments.common.baselines import available
 from fem.experiments.common.blocks import INITIALISATIONS
 from fem.experiments.common.mixers import PUBLISHED, known
 from fem.experiments.common.options import recipe_options
-from fem.experiments.common.run import command_line, open_run, option, progress
+from fem.experiments.common.run import check_output, command_line, open_run, option, progress
 from fem.experiments.common.sweep import finished, sweep
 from fem.experiments.common.tables import show_table, write_table
 from fem.experiments.mad.settings import PROFILES, Profile
@@ -114,6 +114,7 @@ def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
     from fem.experiments.mad import picture
     from fem.experiments.mad.report import summary, write_report
 
+    check_output(output, "mad")
     jobs = recipe.jobs()
     done = finished(jobs, output / "runs")
     missing = [job for job in jobs if job.key not in done]

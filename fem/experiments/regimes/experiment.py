@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from fem.experiments.common.options import recipe_options
-from fem.experiments.common.run import command_line, open_run, progress
+from fem.experiments.common.run import check_output, command_line, open_run, progress
 from fem.experiments.common.sweep import finished, sweep
 from fem.experiments.common.tables import show_table, write_table
 from fem.experiments.regimes.report import overview, redraw, summary, write_report
@@ -40,6 +40,7 @@ def measure(recipe: RegimesRecipe, folder: Path, workers: int | None) -> Iterato
 
 def run(recipe: RegimesRecipe, output: Path, workers: int | None = None) -> dict:
     """Run what `output`/runs does not have yet, then write table, page and plots; returns what results.json holds."""
+    check_output(output, "regimes")
     found = dict(measure(recipe, output / "runs", workers))
     with open_run(output, "regimes", recipe) as under_way:
         folder = under_way.folder

@@ -128,7 +128,7 @@ def positions_of(
     attention_mask,
     position_ids: Tensor | None,
     segment_ids: Tensor | None,
-    past: int,
+    past: int | Tensor,
 ) -> Int[Tensor, "b t"]:
     """Positions of the new tokens: from 0 in each document, or counted over the tokens that a 2D mask keeps.
 

@@ -141,11 +141,14 @@ def _save(ctx, inputs, output):
     reads = len(start)
     ctx.save_for_backward(log_decay, x, v, beta, *start, *output[1:reads], *output[reads + 2 :])
     ctx.reads = reads
+    ctx.shapes = [part.shape for part in output[: reads + 2]]
+    ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grads):
     log_decay, x, v, beta, *rest = ctx.saved_tensors
     start, saved = rest[: ctx.reads], rest[ctx.reads :]
+    grads = [v.new_zeros(shape) if grad is None else grad for grad, shape in zip(grads, ctx.shapes)]
     given = [*grads[: ctx.reads], grads[ctx.reads + 1]]
     if torch.is_grad_enabled():
         found = again_differentiable(_reads_and_sums, (log_decay, x, v, beta, *start), given)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 
 
-class Suspects:
+class FallbackCount:
     """Entries of the free energy that were read, and those of them that were computed again, by every op together.
 
-    An entry is suspect where underflow cannot be ruled out; see docs/equations.md. Warns once when more than 1 % are.
+    It is where underflow cannot be ruled out; see docs/equations.md. Warns once when more than 1 % are.
     """
 
     def __init__(self):
@@ -30,4 +30,4 @@ class Suspects:
             )
 
 
-suspects = Suspects()
+fallbacks = FallbackCount()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,10 +16,13 @@ def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 def wide(x: Tensor) -> Tensor:
     """x itself in float64, else in float32."""
-    return x.to(wide_dtype(x))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-SMALLEST_BETA, LARGEST_EXPONENT, LARGEST_LOG_WEIGHT = 0.1, 64.0, 16.0
+# A sum of terms up to 1, of which at most e^-87 is lost a term (e^-700), lost nothing that its digits would show.
+LEAST_PROVEN = {torch.float32: math.exp(-60.0), torch.float64: math.exp(-600.0)}
+
+SMALLEST_BETA, SMALLEST_SPAN, LARGEST_EXPONENT, LARGEST_LOG_WEIGHT = 0.1, 1.0, 64.0, 16.0
 LARGEST_PRODUCT = 1e30  # of two features: leaves room for the sums over channels and tokens, and for values up to 640
 
 
@@ -36,12 +41,15 @@ def needs_float64(v: Tensor, beta: Tensor | None, *log_weights: Tensor) -> bool:
     """Whether float32 would lose digits of the free energy, or of its gradients, that its result could show.
 
     F divides a logarithm by beta, and a gradient of F differences of beta F: a small beta magnifies the rounding of the
-    one, a large beta v that of the other, and beta v is added to a log-weight, as coarse as that is large. Reads a
-    value back from the device.
+    one, values that hardly differ and a large beta v that of the other, and beta v is added to a log-weight, as coarse
+    as that is large. Reads a value back from the device.
     """
     if beta is None or v.dtype != torch.float32 or v.device.type == "mps" or v.numel() == 0:
         return False
-    if bool((beta.amin() < SMALLEST_BETA) | (_largest(v) * beta.amax() > LARGEST_EXPONENT)):
+    low, high = v.aminmax()
+    least, most = beta.aminmax()
+    narrow = (least < SMALLEST_BETA) | ((high - low) * least < SMALLEST_SPAN)
+    if bool(narrow | (torch.maximum(-low, high) * most > LARGEST_EXPONENT)):
         return True
     return any(bool(_largest_finite(x) > LARGEST_LOG_WEIGHT) for x in log_weights)
 

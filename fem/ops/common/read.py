@@ -11,7 +11,8 @@ from torch import Tensor
 from fem.ops.common.transforms import transformed
 
 _NEAR = 30.0  # exponents up to here are raised as numbers
-NO_WEIGHT = -1e29  # a logarithm below stands for no weight at all, however an op writes that
+LOG_ZERO = -1e30  # the logarithm of no weight; finite, so that differences of two of them are
+NO_WEIGHT = LOG_ZERO / 10  # a logarithm below stands for no weight
 
 
 class Read(NamedTuple):
@@ -53,8 +54,7 @@ def merge(one: Terms, other: Terms, beta: Tensor | None) -> Terms:
     share = w_2 / (w_1 + w_2)        mean = (1 - share) mean_1 + share mean_2
     F = (1/beta) log((1 - share) e^{beta F_1} + share e^{beta F_2})
     """
-    lowest = torch.finfo(one.log_weight.dtype).min / 4
-    gain = other.log_weight.clamp_min(lowest) - one.log_weight.clamp_min(lowest)
+    gain = other.log_weight.clamp_min(LOG_ZERO) - one.log_weight.clamp_min(LOG_ZERO)
     weight = log_add(one.log_weight, other.log_weight)
     mean = torch.lerp(one.mean, other.mean, torch.sigmoid(gain).expand_as(one.mean))
     if beta is None:
@@ -124,13 +124,12 @@ def mix_channels(mixing: Tensor, terms: Terms, beta: Tensor | None) -> Terms:
     mixing (H, d_v, d_v) > 0; terms (B, T, H, d_v); beta (H, 1) or (H, d_v), equal within a head.
     """
     over_channels = lambda x: torch.einsum("hjk,bthk->bthj", mixing, x)  # noqa: E731
-    lowest = torch.finfo(terms.log_weight.dtype).min / 4
-    log_weight = terms.log_weight.clamp_min(lowest)
+    log_weight = terms.log_weight.clamp_min(LOG_ZERO)
     peak = log_weight.detach().amax(-1, keepdim=True)
     weight = (log_weight - peak).exp()
     total = over_channels(weight)
     mean = over_channels(weight * terms.mean) / total
-    log_total = torch.where(peak > lowest, total.log() + peak, -torch.inf)
+    log_total = torch.where(peak > NO_WEIGHT, total.log() + peak, -torch.inf)
     if beta is None:
         return Terms(log_total, mean, None)
     lift = beta * terms.free_energy

@@ -4,7 +4,7 @@
 
 so that S_t e^{m_t} = sum_{i <= t} exp(x_i + sum_{i<r<=t} a_r) (1, v_i). A read keeps two such streams: the weights
 x with the payload (1, v), and the energies x + beta v. The peak m falls with the decays, so a spike that has decayed
-away starves nothing. Where nothing was added yet, m is the lowest finite number, v averages to 0, and S stands for
+away starves nothing. Where nothing was added yet, m is LOG_ZERO, v averages to 0, and S stands for
 nothing. Gradients flow through S at a fixed m, which is exact for whatever depends on S e^m alone.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fem.ops.common.read import NO_WEIGHT, merge_energies
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, merge_energies
 from fem.ops.common.recurrence import adjoint_sums, running_peaks, running_sums
 
 
@@ -27,7 +27,7 @@ class Sums(NamedTuple):
 
     def rounded(self, dtype: torch.dtype) -> Sums:
         """In another precision, in which the sums make up for the rounding of the peak."""
-        peak = self.peak.clamp(min=nothing(dtype)).to(dtype)
+        peak = self.peak.clamp(min=LOG_ZERO).to(dtype)
         return Sums(peak, (self.sums * (self.peak - peak).clamp(-1, 1).exp()).to(dtype))
 
 
@@ -40,7 +40,7 @@ class Streams(NamedTuple):
     @classmethod
     def nothing(cls, like: Tensor, beta: Tensor | None) -> Streams:
         """Before the first token."""
-        peak, zero = torch.full_like(like, nothing(like.dtype)), torch.zeros_like(like)
+        peak, zero = torch.full_like(like, LOG_ZERO), torch.zeros_like(like)
         weights = Sums(peak, torch.stack([zero + 1, zero]))
         return cls(weights) if beta is None else cls(weights, Sums(peak.clone(), zero.unsqueeze(0) + 1))
 
@@ -117,15 +117,10 @@ def added(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return total, torch.where(one > NO_WEIGHT, rounding, 0)
 
 
-def nothing(dtype: torch.dtype) -> float:
-    """The peak of no weight at all."""
-    return torch.finfo(dtype).min
-
-
 def accumulate(log_decay: Tensor | None, x: Tensor, v: Tensor | None, start: Sums) -> Sums:
     """The stream of the log-weights x and the payload v, which follows `start`."""
     peak = running_peaks(x.new_zeros(()).expand_as(x) if log_decay is None else log_decay, x, start.peak)
-    peak.clamp_(min=nothing(x.dtype))
+    peak.clamp_(min=LOG_ZERO)
     terms = x.new_empty(1 if v is None else 2, *x.shape)
     torch.sub(x, peak, out=terms[0]).exp_()
     if v is not None:
@@ -156,14 +151,13 @@ def add_token(
     peak: Tensor, sums: Tensor, free_energy: Tensor | None = None, *, x: Tensor, v: Tensor, beta: Tensor | None
 ) -> list[Tensor]:
     """The peak, the sums and the free energy with one token of log-weight x and value v more. Differentiable."""
-    lowest = nothing(x.dtype)
-    top = torch.maximum(peak, x).detach().clamp(min=lowest)
+    top = torch.maximum(peak, x).detach().clamp(min=LOG_ZERO)
     before, own = sums * (peak - top).exp(), (x - top).exp()
     total = (before[0] + own).clamp(min=0.5)  # at least about 1 unless nothing was added
     after = [top, torch.stack([total, torch.addcmul(before[1], own, v)])]
     if beta is None:
         return after
-    gain = (x.clamp(min=lowest / 4) - peak.clamp(min=lowest / 4)) - sums[0].log()
+    gain = (x.clamp(min=LOG_ZERO) - peak.clamp(min=LOG_ZERO)) - sums[0].log()
     return [*after, merge_energies(gain, free_energy, v, beta)]
 
 

@@ -5,7 +5,7 @@ A masked token counts as deleted: it takes no position and opens no document.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Int
@@ -58,6 +58,8 @@ def read_tokens(
     keep = None if mask is None else _as_bool(mask, shape, mask_name)
     if segment_ids is not None:
         _check_ids(segment_ids, shape)
+    if keep is None and segment_ids is None:
+        return _all_of_one_document(batch, time, device, cursor)
     before = Cursor.zero(batch, device) if cursor is None else cursor
     ones = torch.ones(batch, time, dtype=torch.bool, device=device) if keep is None else keep
     count = ones.long().cumsum(1)
@@ -70,8 +72,6 @@ def read_tokens(
             document = before.document[:, None].expand(batch, time)
         position = (count - 1 - first).clamp_min(0)
         after = Cursor(before.position + total, before.document, before.segment, before.started | (total > 0))
-        if cursor is None and keep is None:
-            position = torch.arange(time, device=device)
         return Tokens(keep, start, document, position), after
 
     last = _last_kept_before(ones)  # (B, T + 1): column of the last kept token before t, -1 for none
@@ -93,6 +93,18 @@ def read_tokens(
         started=before.started | seen,
     )
     return Tokens(keep, start, document, position), after
+
+
+def _all_of_one_document(batch: int, time: int, device: torch.device, cursor: Cursor | None) -> tuple[Tokens, Cursor]:
+    """The plain case, in few operations: it is a part of every token in generation."""
+    before = Cursor.zero(batch, device) if cursor is None else cursor
+    after = replace(before, position=before.position + time, started=before.started | (time > 0))
+    if cursor is None:
+        return Tokens(None, None, None, torch.arange(time, device=device)), after
+    position = cursor.position[:, None]
+    if time != 1:
+        position = position + torch.arange(time, device=device)
+    return Tokens(None, None, cursor.document[:, None].expand(batch, time), position), after
 
 
 def _check_marks(name: str, marks: Tensor | None, device: torch.device) -> None:

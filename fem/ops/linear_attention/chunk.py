@@ -1,26 +1,25 @@
-"""What a chunk of tokens adds to the memory, and what it reads from the memory and from itself.
+"""What a chunk of tokens adds to the state, and what it reads from the state and from itself.
 
-The memory of a key channel c is itself a read: the weight, mean and free energy of all tokens before, under the
+The state of a key channel c is itself a read: the weight, mean and free energy of all tokens before, under the
 weights with which c kept them. To a query it is one more item beside the chunk's own tokens, so both steps are
 
     Z_r = sum_i s_ri        mean_rj = sum_i s_ri v_ij / Z_r        F_rj = M_j + (1/beta_j) log(sum_i s_ri e_ij / Z_r)
 
 with e_ij = exp(beta_j (F_ij - M_j)): one matrix product of scores and items [1 | v | e]. What it may have lost by
-underflow is doubted, entry by entry; `keyed_scan_tiers` computes the chunk again. y counts chunks, c tokens.
+underflow is doubted, entry by entry; `fallback` computes the chunk again. y counts chunks, c tokens.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.read import Terms
+from fem.ops.common.precision import LEAST_PROVEN
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms
 from fem.ops.linear_attention.scores import (
-    NOTHING,
     Decay,
     log,
     log_pair_scores,
@@ -29,11 +28,10 @@ from fem.ops.linear_attention.scores import (
     until_end,
 )
 
-PROOF = {torch.float32: -60.0, torch.float64: -600.0}  # a sum above e^PROOF lost nothing that its digits would show
 LIGHT = 30.0  # the logarithm of weights that need no scaling
 
 
-class Memory(NamedTuple):
+class State(NamedTuple):
     """What each key channel has kept: the read of all tokens before, (y, dk) and twice (y, dk, dv)."""
 
     log_weight: Float[Tensor, "y dk"]
@@ -75,7 +73,7 @@ def _quotients(sums: Tensor, least: float, beta: Tensor | None) -> tuple[Tensor,
     weight, numerator, partition = _columns(sums, beta)
     doubt = weight < least
     weight = torch.where(doubt, 1, weight)
-    log_weight = torch.where(doubt, NOTHING, weight.log()).squeeze(-1)
+    log_weight = torch.where(doubt, LOG_ZERO, weight.log()).squeeze(-1)
     mean = torch.where(doubt, 0, numerator / weight)
     if beta is None:
         return log_weight, mean, None, doubt.squeeze(-1)
@@ -146,7 +144,7 @@ class MixForGradients(_Mix):
 
 def _lifted(gain: Tensor | None, peak: Tensor | None, log_weight: Tensor) -> Tensor | None:
     """F from F - M, 0 where nothing has weight."""
-    return None if gain is None else torch.where(log_weight.unsqueeze(-1) > NOTHING / 2, peak + gain, 0)
+    return None if gain is None else torch.where(log_weight.unsqueeze(-1) > NO_WEIGHT, peak + gain, 0)
 
 
 def _columns(sums: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -157,73 +155,73 @@ def _columns(sums: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor 
 
 
 def _least(scores: Tensor) -> float:
-    return math.exp(PROOF[scores.dtype])
+    return LEAST_PROVEN[scores.dtype]
 
 
 # --- what a chunk adds -------------------------------------------------------------------------------------------
 
 
-def remember(chunk: Chunk, mix=_Mix.apply) -> tuple[Memory, Bool[Tensor, "y dk"]]:
-    """The chunk's own contribution to the memory at its end, and the key channels in doubt."""
+def remember(chunk: Chunk, mix=_Mix.apply) -> tuple[State, Bool[Tensor, "y dk"]]:
+    """The chunk's own contribution to the state at its end, and the key channels in doubt."""
     kept = chunk.k if chunk.g is None else chunk.k * until_end(chunk.g).exp()
     peak = None if chunk.beta is None else chunk.v.detach().amax(1, keepdim=True)
     log_weight, mean, gain, doubt, *_ = mix(kept.mT, _items(chunk.v, peak, chunk.beta), chunk.beta)
-    return Memory(log_weight, mean, _lifted(gain, peak, log_weight)), doubt & (chunk.k.amax(1) > 0)
+    return State(log_weight, mean, _lifted(gain, peak, log_weight)), doubt & (chunk.k.amax(1) > 0)
 
 
-def remember_exactly(chunk: Chunk) -> Memory:
+def remember_exactly(chunk: Chunk) -> State:
     """`remember` by logarithms: slow, and right wherever the numbers are."""
     scores = log(chunk.k) if chunk.g is None else log(chunk.k) + until_end(chunk.g)
-    return Memory(*_log_quotients(scores.mT, chunk.v, chunk.v, chunk.beta))
+    return State(*_log_quotients(scores.mT, chunk.v, chunk.v, chunk.beta))
 
 
 # --- what a chunk reads ------------------------------------------------------------------------------------------
 
 
-def read(chunk: Chunk, memory: Memory, present: bool, mix=_Mix.apply) -> tuple[Terms, Bool[Tensor, "y c"]]:
-    """What each token of the chunk reads from memory and chunk, and the tokens in doubt."""
-    scores, items, scale, peak = _visible(chunk, memory, present)
+def read(chunk: Chunk, state: State, present: bool, mix=_Mix.apply) -> tuple[Terms, Bool[Tensor, "y c"]]:
+    """What each token of the chunk reads from state and chunk, and the tokens in doubt."""
+    scores, items, scale, peak = _visible(chunk, state, present)
     log_weight, mean, gain, doubt, *_ = mix(scores, items, chunk.beta)
     terms = Terms(log_weight + scale.squeeze(-1), mean, _lifted(gain, peak, log_weight))
     return terms, doubt & (chunk.q.amax(2) > 0)
 
 
-def read_exactly(chunk: Chunk, memory: Memory, present: bool) -> Terms:
+def read_exactly(chunk: Chunk, state: State, present: bool) -> Terms:
     """`read` by logarithms: slow, and right wherever the numbers are."""
-    left = log(chunk.q) + memory.log_weight.unsqueeze(1)
+    left = log(chunk.q) + state.log_weight.unsqueeze(1)
     left = left if chunk.g is None else left + since_start(chunk.g)
     scores = torch.cat([left, log_pair_scores(chunk.q, chunk.k, chunk.g, present)], 2)
-    values = torch.cat([memory.mean, chunk.v], 1)
-    energies = None if chunk.beta is None else torch.cat([memory.free_energy, chunk.v], 1)
+    values = torch.cat([state.mean, chunk.v], 1)
+    energies = None if chunk.beta is None else torch.cat([state.free_energy, chunk.v], 1)
     return _log_quotients(scores, values, energies, chunk.beta)
 
 
-def sees(chunk: Chunk, memory: Memory, present: bool) -> Bool[Tensor, "y c"]:
+def sees(chunk: Chunk, state: State, present: bool) -> Bool[Tensor, "y c"]:
     """Which tokens of the chunk have anything to read."""
     scores = log_pair_scores(chunk.q, chunk.k, chunk.g, present).amax(2)
-    left = log(chunk.q) + memory.log_weight.unsqueeze(1)
+    left = log(chunk.q) + state.log_weight.unsqueeze(1)
     left = left if chunk.g is None else left + since_start(chunk.g)
-    return torch.maximum(scores, left.amax(2)) > NOTHING / 2
+    return torch.maximum(scores, left.amax(2)) > NO_WEIGHT
 
 
 def adds(chunk: Chunk) -> Bool[Tensor, "y dk"]:
     """Which key channels the chunk has anything for."""
     scores = log(chunk.k) if chunk.g is None else log(chunk.k) + until_end(chunk.g)
-    return scores.amax(1) > NOTHING / 2
+    return scores.amax(1) > NO_WEIGHT
 
 
-def _visible(chunk: Chunk, memory: Memory, present: bool) -> tuple:
+def _visible(chunk: Chunk, state: State, present: bool) -> tuple:
     """Scores and items of all that the tokens may see, divided by e^scale, the peak M, and the chunk's own pairs."""
-    heaviest = memory.log_weight.detach().amax(1, keepdim=True).unsqueeze(-1)
+    heaviest = state.log_weight.detach().amax(1, keepdim=True).unsqueeze(-1)
     scale = torch.where(heaviest > LIGHT, heaviest, 0)
-    log_weight = memory.log_weight.unsqueeze(-1) - scale
+    log_weight = state.log_weight.unsqueeze(-1) - scale
     peak = energy = None
     if chunk.beta is not None:
-        lead = memory.free_energy + log_weight / chunk.beta
+        lead = state.free_energy + log_weight.clamp_max(0) / chunk.beta  # M near F, or beta's gradient loses digits
         peak = torch.maximum(*(x.detach().amax(1, keepdim=True) for x in (chunk.v, lead)))
-        energy = (chunk.beta * (lead - peak)).exp()
+        energy = (chunk.beta * (state.free_energy - peak) + log_weight).exp()
     weight = log_weight.exp()
-    summaries = torch.cat([weight, weight * memory.mean] + ([] if energy is None else [energy]), 2)
+    summaries = torch.cat([weight, weight * state.mean] + ([] if energy is None else [energy]), 2)
     items = torch.cat([summaries, _items(chunk.v, peak, chunk.beta) * (-scale).exp()], 1)
     left = chunk.q if chunk.g is None else chunk.q * since_start(chunk.g).exp()
     pairs = pair_scores(chunk.q, chunk.k, chunk.g, present)
@@ -233,11 +231,11 @@ def _visible(chunk: Chunk, memory: Memory, present: bool) -> tuple:
 def _log_quotients(scores: Tensor, values: Tensor, energies: Tensor | None, beta: Tensor | None) -> Terms:
     """scores (y, r, i) are logarithms."""
     log_weight = scores.logsumexp(2)
-    seen = (log_weight > NOTHING / 2).unsqueeze(-1)
+    seen = (log_weight > NO_WEIGHT).unsqueeze(-1)
     log_p = scores - log_weight.unsqueeze(-1)
     mean = torch.where(seen, log_p.exp() @ values, 0)
     free_energy = None
     if beta is not None:
         exponent = log_p.unsqueeze(-1) + (beta * energies).unsqueeze(1)
         free_energy = torch.where(seen, exponent.logsumexp(2) / beta, 0)
-    return Terms(log_weight.clamp_min(NOTHING), mean, free_energy)
+    return Terms(log_weight.clamp_min(LOG_ZERO), mean, free_energy)

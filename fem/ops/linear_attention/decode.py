@@ -1,55 +1,55 @@
-"""One token of a keyed scan, for generation: the memory takes it in, and is read."""
+"""One token of linear attention, for generation: the state takes it in, and is read."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fem.ops.common.read import Terms, log_average, merge
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, log_average, merge
 from fem.ops.common.steps import along_time
-from fem.ops.linear_attention.chunk import Memory
-from fem.ops.linear_attention.scores import NOTHING, log
+from fem.ops.linear_attention.chunk import State
+from fem.ops.linear_attention.scores import log
 
 
 def step(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, memory: Memory, present: bool = True
-) -> tuple[Terms, Memory]:
-    """What a scan of one token returns; q, k, v, g are (B, 1, H, d), the memory (B, H, ...). Without gradients.
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, state: State, present: bool = True
+) -> tuple[Terms, State]:
+    """What a scan of one token returns; q, k, v, g are (B, 1, H, d), the state (B, H, ...). Without gradients.
 
     Without `present` the token reads what stood before it.
 
     w'_c = e^{g_c} w_c + k_c        mean'_c, F'_c: the reads of channel c and of the token, merged
     Z = sum_c q_c w'_c      mean = sum_c q_c w'_c mean'_c / Z      F = (1/beta) log(sum_c q_c w'_c e^{beta F'_c} / Z)
     """
-    value = v.transpose(1, 2).expand_as(memory.mean)
-    left = memory.log_weight if g is None else memory.log_weight + g[:, 0]
+    value = v.transpose(1, 2).expand_as(state.mean)
+    left = state.log_weight if g is None else state.log_weight + g[:, 0]
     per_channel = None if beta is None else beta.unsqueeze(1)
-    before = Terms(left.unsqueeze(-1), memory.mean, memory.free_energy)
+    before = Terms(left.unsqueeze(-1), state.mean, state.free_energy)
     after = merge(before, Terms(log(k[:, 0]).unsqueeze(-1), value, value), per_channel)
-    after = after._replace(log_weight=after.log_weight.clamp_min(NOTHING))
+    after = after._replace(log_weight=after.log_weight.clamp_min(LOG_ZERO))
     log_weight, mean, free_energy = after if present else before
     scores = log(q[:, 0]).unsqueeze(-1) + log_weight
     total = scores.logsumexp(2, keepdim=True)
-    seen = total > NOTHING / 2
+    seen = total > NO_WEIGHT
     log_p = scores - total
     reads = [torch.where(seen, log_p.exp().mT @ mean, 0)]
     if beta is not None:
         reads.append(torch.where(seen, log_average(log_p, per_channel * free_energy, 2) / per_channel, 0))
-    total = torch.where(seen, total, NOTHING)
+    total = torch.where(seen, total, LOG_ZERO)
     terms = (x.transpose(1, 2) for x in (total, *reads))
-    return Terms(*terms, *(() if beta is not None else (None,))), Memory(after.log_weight.squeeze(-1), *after[1:])
+    return Terms(*terms, *(() if beta is not None else (None,))), State(after.log_weight.squeeze(-1), *after[1:])
 
 
 def by_steps(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, start: Memory, present: bool
-) -> tuple[Terms, Memory]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, start: State, present: bool
+) -> tuple[Terms, State]:
     """The scan of (B, T, H, d), one `step` after another, for `torch.export`; the present token is read where asked."""
 
     def token(before, *parts):
         q, k, v, g = (None if x is None else x.unsqueeze(1) for x in parts)
-        terms, after = step(q, k, v, beta, g, Memory(*before, *unused), present)
+        terms, after = step(q, k, v, beta, g, State(*before, *unused), present)
         return [x for x in after if x is not None], [x[:, 0] for x in terms if x is not None]
 
     unused = [None] if beta is None else []
     last, rows = along_time(token, [x for x in start if x is not None], q, k, v, g)
-    return Terms(*rows, *unused), Memory(*last, *unused)
+    return Terms(*rows, *unused), State(*last, *unused)

@@ -30,14 +30,14 @@ class Way(NamedTuple):
 
 
 def compute(way: Way, *arguments: Record) -> tuple[Record, Tensor]:
-    """The results, and the tier that each chunk took: 0, 1 (float64) or 2 (logarithms)."""
+    """The results, and which fallback each chunk took: 0 (none), 1 (float64) or 2 (logarithms)."""
     result, doubt = way.fast(*arguments)
-    return result, settle(way, result, doubt, *arguments)
+    return result, recompute(way, result, doubt, *arguments)
 
 
-def settle(way: Way, result: Record, doubt: Tensor, *arguments: Record) -> Tensor:
-    """Computes the chunks in doubt again, in place; the tier that each chunk took."""
-    tier = torch.zeros(len(doubt), dtype=torch.uint8, device=doubt.device)
+def recompute(way: Way, result: Record, doubt: Tensor, *arguments: Record) -> Tensor:
+    """Computes the chunks in doubt again, in place; which fallback each took."""
+    fallback = torch.zeros(len(doubt), dtype=torch.uint8, device=doubt.device)
     chunks = doubt.any(1).nonzero().squeeze(1)
     if len(chunks):
         chunks = chunks[(doubt[chunks] & way.alive(*_take(arguments, chunks))).any(1)]
@@ -46,30 +46,30 @@ def settle(way: Way, result: Record, doubt: Tensor, *arguments: Record) -> Tenso
         wide = _take(arguments, chunks, torch.float64)
         better, doubt = way.fast(*wide)
         _put(result, chunks, better)
-        tier[chunks] = 1
+        fallback[chunks] = 1
         chunks = chunks[(doubt & way.alive(*wide)).any(1)]
     if len(chunks):
-        tier[chunks] = 2
+        fallback[chunks] = 2
         for part in _groups(chunks, entries * result.mean.shape[1]):
             _put(result, part, way.exact(*_take(arguments, part, torch.float64)))
-    return tier
+    return fallback
 
 
-def differentiate(way: Way, tier: Tensor, grad: Record, *arguments: Record) -> tuple[Record, ...]:
+def differentiate(way: Way, fallback: Tensor, grad: Record, *arguments: Record) -> tuple[Record, ...]:
     """Gradients of the arguments."""
     result = _backward(way.unproved, grad, *arguments)
-    correct(way, result, tier, grad, *arguments)
+    correct(way, result, fallback, grad, *arguments)
     return result
 
 
-def correct(way: Way, result: tuple[Record, ...], tier: Tensor, grad: Record, *arguments: Record) -> None:
-    """Computes the gradients of the chunks of higher tiers again, in place."""
-    wide = (tier == 1).nonzero().squeeze(1)
+def correct(way: Way, result: tuple[Record, ...], fallback: Tensor, grad: Record, *arguments: Record) -> None:
+    """Computes the gradients of the chunks that took a fallback again, in place."""
+    wide = (fallback == 1).nonzero().squeeze(1)
     if len(wide):
         better = _backward(way.unproved, *_take((grad, *arguments), wide, torch.float64))
         for record, with_ in zip(result, better):
             _put(record, wide, with_)
-    exact = (tier == 2).nonzero().squeeze(1)
+    exact = (fallback == 2).nonzero().squeeze(1)
     for part in _groups(exact, grad.mean[0].numel() * grad.mean.shape[1]):
         better = _backward(way.exact, *_take((grad, *arguments), part, torch.float64))
         for record, with_ in zip(result, better):

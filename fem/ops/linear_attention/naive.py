@@ -12,7 +12,7 @@ from torch import Tensor
 from fem.ops.common.read import Read
 
 
-def naive_keyed_scan_read(
+def naive_linear_attention_read(
     q: Float[Tensor, "b t h dk"],
     k: Float[Tensor, "b t h dk"],
     v: Float[Tensor, "b t h dv"],

@@ -1,8 +1,8 @@
-"""The keyed scan as one differentiable operator.
+"""Linear attention as one differentiable operator.
 
-Time is cut into slabs, and slabs into chunks. Within a slab all chunks add what they have to the memory
-(`keyed_scan_chunks.remember`), the memory is carried from chunk to chunk (`keyed_scan_carry`), and all chunks read
-(`keyed_scan_chunks.read`). The backward pass keeps the memory at the slabs' boundaries alone, and does the rest again.
+Time is cut into slabs, and slabs into chunks. Within a slab all chunks add what they have to the state
+(`chunk.remember`), the state is passed on from chunk to chunk (`state_passing`), and all chunks read
+(`chunk.read`). The backward pass keeps the state at the slabs' boundaries alone, and does the rest again.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fem.ops.common.fallback_count import suspects
+from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.precision import double, needs_float64, products_overflow
 from fem.ops.common.read import Terms
 from fem.ops.common.transforms import again_differentiable
-from fem.ops.linear_attention.carry import carry, carry_backward
 from fem.ops.linear_attention.chunk import (
     Chunk,
-    Memory,
     MixForGradients,
+    State,
     adds,
     mix_by_steps,
     read,
@@ -30,6 +29,7 @@ from fem.ops.linear_attention.chunk import (
     sees,
 )
 from fem.ops.linear_attention.fallback import Way, compute, differentiate
+from fem.ops.linear_attention.state_passing import pass_states, pass_states_backward
 
 CHUNK = 64
 CHUNK_OF_CHANNEL_DECAY = 16  # its pairs are weighed one by one, not by a matrix product
@@ -75,8 +75,8 @@ class Slab:
     def through(self, chunk: Chunk) -> Tensor | None:
         return None if chunk.g is None else chunk.g.sum(1).unflatten(0, (-1, self.chunks))
 
-    def per_row(self, memory: Memory) -> Memory:
-        return _each(memory, lambda x: x.unflatten(0, (-1, self.chunks)))
+    def per_row(self, state: State) -> State:
+        return _each(state, lambda x: x.unflatten(0, (-1, self.chunks)))
 
 
 def _sizes(q: Tensor, g: Tensor | None) -> tuple[int, int]:
@@ -92,19 +92,19 @@ def _slabs(q: Tensor, g: Tensor | None) -> list[Slab]:
     return [Slab(batch, heads, start, min(start + step, time), min(chunk, time)) for start in range(0, time, step)]
 
 
-def _each(memory: Memory, change) -> Memory:
-    return Memory(*(None if x is None else change(x) for x in memory))
+def _each(state: State, change) -> State:
+    return State(*(None if x is None else change(x) for x in state))
 
 
-def _flat(memory: Memory) -> Memory:
-    return _each(memory, lambda x: x.flatten(0, 1))
+def _flat(state: State) -> State:
+    return _each(state, lambda x: x.flatten(0, 1))
 
 
 def _rows_of(beta: Tensor | None, batch: int) -> Tensor | None:
     return None if beta is None else beta.unsqueeze(1).repeat(batch, 1, 1)
 
 
-def whole(q, k, v, beta, g, start: Memory, present: bool) -> tuple[Terms, Memory]:
+def whole(q, k, v, beta, g, start: State, present: bool) -> tuple[Terms, State]:
     """Reads and final state, the sequence as one chunk: in float64, with T^2 pairs, as differentiable as PyTorch is.
 
     A row that spans more than 600 nats, which the matrix products cannot prove, is NaN.
@@ -112,66 +112,66 @@ def whole(q, k, v, beta, g, start: Memory, present: bool) -> tuple[Terms, Memory
     batch, time, heads, _ = q.shape
     slab = Slab(batch, heads, 0, time, time)
     chunk = slab.inputs(*double(q, k, v), _rows_of(None if beta is None else beta.double(), batch), *double(g))
-    memory = Memory(*double(*_flat(start)))
+    state = State(*double(*_flat(start)))
     added = _proved(*remember(chunk, mix_by_steps), adds(chunk))
-    last = carry(memory, slab.per_row(added), slab.through(chunk), chunk.beta)
+    last = pass_states(state, slab.per_row(added), slab.through(chunk), chunk.beta)
     last = _each(last, lambda x: x[:, -1].unflatten(0, (batch, heads)).to(q.dtype))
-    terms = _proved(*read(chunk, memory, present, mix_by_steps), sees(chunk, memory, present))
+    terms = _proved(*read(chunk, state, present, mix_by_steps), sees(chunk, state, present))
     terms = terms._replace(log_weight=terms.log_weight.unsqueeze(-1))
     tokens = lambda x: x.unflatten(0, (batch, heads)).transpose(1, 2).to(q.dtype)  # noqa: E731
     return Terms(*(None if x is None else tokens(x) for x in terms)), last
 
 
-def _proved(found: Terms | Memory, doubt: Tensor, alive: Tensor) -> Terms | Memory:
+def _proved(found: Terms | State, doubt: Tensor, alive: Tensor) -> Terms | State:
     lost = doubt & alive
     mark = lambda x: torch.where(lost.view(lost.shape + (1,) * (x.ndim - 2)), torch.nan, x)  # noqa: E731
     return type(found)(*(None if x is None else mark(x) for x in found))
 
 
 @torch.library.custom_op(
-    "fem::keyed_scan",
+    "fem::linear_attention",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor log_weight, Tensor mean, "
     "Tensor? free_energy, bool present) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def scan(q, k, v, beta, g, log_weight, mean, free_energy, present):
-    """Reads (3), the final state (3); for the backward pass the memory at each slab's start (3) and the tiers (2)."""
-    start = Memory(log_weight, mean, free_energy if beta is not None else None)
+    """Reads (3), the final state (3); for the backward pass the states where slabs begin (3) and the fallbacks (2)."""
+    start = State(log_weight, mean, free_energy if beta is not None else None)
     wide = needs_float64(v, beta) or products_overflow(q, k)
     with torch.autocast(q.device.type, enabled=False):
         if not wide:
             return _scan(q, k, v, beta, g, start, present)
-        results = _scan(*double(q, k, v, beta, g), Memory(*double(*start)), present)
+        results = _scan(*double(q, k, v, beta, g), State(*double(*start)), present)
         return tuple(x.to(q.dtype) if x.is_floating_point() else x for x in results)
 
 
-def _scan(q, k, v, beta, g, start: Memory, present: bool) -> tuple[Tensor, ...]:
+def _scan(q, k, v, beta, g, start: State, present: bool) -> tuple[Tensor, ...]:
     reads = Terms(*_empty_reads(q, v, beta))
     rows = _rows_of(beta, len(q))
-    memory = _flat(start)
-    entering, tiers_added, tiers_read = [], [], []
+    state = _flat(start)
+    entering, fallbacks_added, fallbacks_read = [], [], []
     for slab in _slabs(q, g):
-        entering.append(memory)
+        entering.append(state)
         chunk = slab.inputs(q, k, v, rows, g)
-        added, tier_added = compute(REMEMBER, chunk)
-        along = carry(memory, slab.per_row(added), slab.through(chunk), rows)
+        added, fallback_added = compute(REMEMBER, chunk)
+        along = pass_states(state, slab.per_row(added), slab.through(chunk), rows)
         before = _flat(_each(along, lambda x: x[:, :-1]))
-        memory = _each(along, lambda x: x[:, -1])
-        terms, tier_read = compute(read_way(present), chunk, before)
+        state = _each(along, lambda x: x[:, -1])
+        terms, fallback_read = compute(read_way(present), chunk, before)
         for out, x in zip(reads, terms):
             if x is not None:
                 slab.write(out, x)
-        tiers_added.append(tier_added)
-        tiers_read.append(tier_read)
-    tier_read = torch.cat(tiers_read)
-    again = int(tier_read.count_nonzero()) / max(1, len(tier_read))
-    suspects.count(reads.mean.numel(), round(again * reads.mean.numel()))
-    last = _each(memory, lambda x: x.unflatten(0, start.log_weight.shape[:2]).contiguous())
-    entering.append(memory)  # so that there are never as few as one, which would make a compiled graph of its own
+        fallbacks_added.append(fallback_added)
+        fallbacks_read.append(fallback_read)
+    fallback_read = torch.cat(fallbacks_read)
+    again = int(fallback_read.count_nonzero()) / max(1, len(fallback_read))
+    fallbacks.count(reads.mean.numel(), round(again * reads.mean.numel()))
+    last = _each(state, lambda x: x.unflatten(0, start.log_weight.shape[:2]).contiguous())
+    entering.append(state)  # so that there are never as few as one, which would make a compiled graph of its own
     entering = (None if parts[0] is None else torch.stack(parts) for parts in zip(*entering))
     results = (q.new_empty(0) if x is None else x for x in (*last, *entering))
-    return *reads, *results, torch.cat(tiers_added), tier_read
+    return *reads, *results, torch.cat(fallbacks_added), fallback_read
 
 
 def _empty_reads(q: Tensor, v: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,12 +186,12 @@ def _(q, k, v, beta, g, log_weight, mean, free_energy, present):
     slabs = (time + step - 1) // step + 1
     shapes = [(slabs, rows, *shape[2:]) for shape in (log_weight.shape, mean.shape)]
     entering = [q.new_empty(shape) for shape in (*shapes, shapes[1] if free else 0)]
-    tiers = [q.new_empty(rows * ((time + chunk - 1) // chunk), dtype=torch.uint8) for _ in range(2)]
-    return *_empty_reads(q, v, beta), *last, *entering, *tiers
+    fallbacks = [q.new_empty(rows * ((time + chunk - 1) // chunk), dtype=torch.uint8) for _ in range(2)]
+    return *_empty_reads(q, v, beta), *last, *entering, *fallbacks
 
 
 @torch.library.custom_op(
-    "fem::keyed_scan_backward",
+    "fem::linear_attention_backward",
     mutates_args=(),
     schema="(Tensor[] grads, Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor[] saved, bool present) "
     "-> Tensor[]",
@@ -202,8 +202,8 @@ def scan_backward(grads, q, k, v, beta, g, saved, present):
     with torch.autocast(q.device.type, enabled=False):
         if not wide:
             return _scan_backward(grads, q, k, v, beta, g, saved, present)
-        *entering, tier_added, tier_read = saved
-        saved = [*double(*entering), tier_added, tier_read]
+        *entering, fallback_added, fallback_read = saved
+        saved = [*double(*entering), fallback_added, fallback_read]
         results = _scan_backward(double(*grads), *double(q, k, v, beta, g), saved, present)
         return [x.to(q.dtype) for x in results]
 
@@ -212,28 +212,28 @@ def _scan_backward(grads, q, k, v, beta, g, saved, present: bool) -> list[Tensor
     free = beta is not None
     rows = _rows_of(beta, len(q))
     slabs = _slabs(q, g)
-    *entering, tiers_added, tiers_read = saved
+    *entering, fallbacks_added, fallbacks_read = saved
     counts = [slab.batch * slab.heads * slab.chunks for slab in slabs]
-    tiers = list(zip(tiers_added.split(counts), tiers_read.split(counts)))
+    fallbacks = list(zip(fallbacks_added.split(counts), fallbacks_read.split(counts)))
     d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     d_g = None if g is None else torch.empty_like(g, memory_format=torch.contiguous_format)
     d_rows = None if beta is None else torch.zeros_like(rows)
-    d_memory = _flat(Memory(grads[3], grads[4], grads[5] if free else None))
+    d_state = _flat(State(grads[3], grads[4], grads[5] if free else None))
     for n in reversed(range(len(slabs))):
-        slab, (tier_added, tier_read) = slabs[n], tiers[n]
+        slab, (fallback_added, fallback_read) = slabs[n], fallbacks[n]
         chunk = slab.inputs(q, k, v, rows, g)
-        start = Memory(entering[0][n], entering[1][n], entering[2][n] if free else None)
+        start = State(entering[0][n], entering[1][n], entering[2][n] if free else None)
         added, through = slab.per_row(compute(REMEMBER, chunk)[0]), slab.through(chunk)
-        along = carry(start, added, through, rows)
+        along = pass_states(start, added, through, rows)
         before = _flat(_each(along, lambda x: x[:, :-1]))
 
         d_terms = [slab.split(x) for x in grads[: 3 if free else 2]]
         d_terms = Terms(d_terms[0].squeeze(-1), d_terms[1], d_terms[2] if free else None)
-        d_chunk, d_before = differentiate(read_way(present), tier_read, d_terms, chunk, before)
-        d_memory, d_added, d_through, d_beta = carry_backward(
-            slab.per_row(d_before), d_memory, along, added, through, rows
+        d_chunk, d_before = differentiate(read_way(present), fallback_read, d_terms, chunk, before)
+        d_state, d_added, d_through, d_beta = pass_states_backward(
+            slab.per_row(d_before), d_state, along, added, through, rows
         )
-        (d_more,) = differentiate(REMEMBER, tier_added, _flat(d_added), chunk)
+        (d_more,) = differentiate(REMEMBER, fallback_added, _flat(d_added), chunk)
 
         slab.write(d_q, d_chunk.q)
         slab.write(d_k, d_chunk.k + d_more.k)
@@ -243,7 +243,7 @@ def _scan_backward(grads, q, k, v, beta, g, saved, present: bool) -> list[Tensor
         if g is not None:
             d_through = d_through if d_through.shape[-1] == g.shape[-1] else d_through.sum(-1, keepdim=True)
             slab.write(d_g, d_chunk.g + d_more.g + d_through.flatten(0, 1).unsqueeze(1))
-    d_start = [x.unflatten(0, (len(q), -1)).contiguous() for x in d_memory if x is not None]
+    d_start = [x.unflatten(0, (len(q), -1)).contiguous() for x in d_state if x is not None]
     d_beta = None if beta is None else d_rows.unflatten(0, (len(q), -1)).sum((0, 2))
     return [x for x in (d_q, d_k, d_v, *d_start, d_beta, d_g) if x is not None]
 
@@ -264,7 +264,7 @@ def _save(ctx, inputs, output):
 
 
 def _of_tensors(present, q, k, v, beta, g, *start):
-    terms, last = whole(q, k, v, beta, g, Memory(*start), present)
+    terms, last = whole(q, k, v, beta, g, State(*start), present)
     return [q.new_zeros(0) if x is None else x for x in (*terms, *last)]
 
 

@@ -1,4 +1,4 @@
-"""The keyed scan: linear attention with decays (linear, GLA), read as a free energy."""
+"""Linear attention with decays (linear, GLA), read as a free energy."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from torch import Tensor
 
 from fem.ops.common.backend import next_width, scan_backend, widest
 from fem.ops.common.precision import wide_dtype
-from fem.ops.common.read import Read, Terms, connected_zeros, merge, nothing_read, read_of
+from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, merge, nothing_read, read_of
 from fem.ops.common.steps import portable
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import differentiated, transformed
-from fem.ops.linear_attention.chunk import Memory
+from fem.ops.linear_attention.chunk import State
 from fem.ops.linear_attention.decode import by_steps, step
 from fem.ops.linear_attention.kernels.blocks import WIDEST_KEY
-from fem.ops.linear_attention.naive import naive_keyed_scan_read
+from fem.ops.linear_attention.naive import naive_linear_attention_read
 from fem.ops.linear_attention.plain import scan, whole
-from fem.ops.linear_attention.scores import NOTHING
 
 
-def keyed_scan_read(
+def linear_attention_read(
     q: Float[Tensor, "b t h dk"],
     k: Float[Tensor, "b t h dk"],
     v: Float[Tensor, "b t h dv"],
@@ -51,11 +50,11 @@ def keyed_scan_read(
     if backend == "reference" and 0 not in v.shape[:2]:
         read, state = _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, normalize)
         return (read, state) if return_state else read
-    terms, state = keyed_scan_terms(
+    terms, state = linear_attention_terms(
         q, k, v, beta, log_decay, tokens=tokens, initial_state=initial_state, backend=backend
     )
     if not causal:
-        later = keyed_scan_terms(
+        later = linear_attention_terms(
             *(_reversed(x) for x in (q, k, v)),
             beta,
             _reversed(log_decay),
@@ -68,7 +67,7 @@ def keyed_scan_read(
     return (read, state) if return_state else read
 
 
-def keyed_scan_terms(
+def linear_attention_terms(
     q: Float[Tensor, "b t h dk"],
     k: Float[Tensor, "b t h dk"],
     v: Float[Tensor, "b t h dv"],
@@ -87,17 +86,17 @@ def keyed_scan_terms(
     wide = dtype = wide_dtype(v)
     run = scan
     if backend == "triton":
-        from fem.ops.linear_attention.kernels import launch as keyed_scan_triton
+        from fem.ops.linear_attention.kernels import launch as linear_attention_triton
 
-        run, dtype = keyed_scan_triton.scan, keyed_scan_triton.product_dtype(q, v)
+        run, dtype = linear_attention_triton.scan, linear_attention_triton.product_dtype(q, v)
     q, k, v = (x.to(dtype) for x in (q, k, v))
     beta = None if beta is None else beta.to(wide)
     g = None if log_decay is None else log_decay.to(wide)
-    g = None if g is None else g.masked_fill(g < NOTHING, NOTHING)  # keeps a bit an entry for the gradient
+    g = None if g is None else g.masked_fill(g < LOG_ZERO, LOG_ZERO)  # keeps a bit an entry for the gradient
     g = g.unsqueeze(-1) if g is not None and g.ndim == 3 else g
     if tokens is not None:
         q, k, v, g = _only_kept(tokens, q, k, v, g)
-    start = Memory(**{"free_energy": None} | (initial_state or _empty_state(k, v, beta, wide)))
+    start = State(**{"free_energy": None} | (initial_state or _empty_state(k, v, beta, wide)))
     if 0 in v.shape[:2]:
         zeros = connected_zeros(v.to(wide), v.shape, q, k, v, beta, g, *start)
         terms, last = nothing_read(zeros, beta)._replace(log_weight=zeros[..., :1]), start
@@ -109,7 +108,7 @@ def keyed_scan_terms(
         terms, last = step(*(x.to(wide) for x in (q, k, v)), beta, g, start)
     else:
         results = run(q, k, v, beta, g, *start, present)
-        terms, last = Terms(*results[:3]), Memory(*results[3:6])
+        terms, last = Terms(*results[:3]), State(*results[3:6])
     if beta is None:
         terms, last = terms._replace(free_energy=None), last._replace(free_energy=None)
     return terms, {name: x for name, x in last._asdict().items() if x is not None}
@@ -133,7 +132,7 @@ def _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, norm
         first = torch.ones_like(tokens.start) if keep is None else keep
         anew = (tokens.start & (first.cumsum(1) == 1)).any(1)[:, None, None]
         initial_state = initial_state | {"log_weight": torch.where(anew, -torch.inf, initial_state["log_weight"])}
-    read, state = naive_keyed_scan_read(
+    read, state = naive_linear_attention_read(
         q, k, v, beta, log_decay, causal, keep, document, initial_state or None, normalize
     )
     wide = wide_dtype(v)
@@ -142,7 +141,7 @@ def _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, norm
 
 
 def _only_kept(tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None):
-    """Masked tokens ask nothing, add nothing, decay nothing; at the start of a document the memory forgets."""
+    """Masked tokens ask nothing, add nothing, decay nothing; at the start of a document the state forgets."""
     if tokens.keep is not None:
         keep = tokens.keep[:, :, None, None]
         lowest = torch.where(keep, v.detach(), torch.inf).amin(1, keepdim=True)  # that is no peak of any chunk
@@ -150,14 +149,14 @@ def _only_kept(tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None
         q, k, g = (None if x is None else torch.where(keep, x, 0) for x in (q, k, g))
     if tokens.start is not None:
         g = torch.zeros_like(q[..., :1]) if g is None else g
-        g = torch.where(tokens.start[:, :, None, None], NOTHING, g)
+        g = torch.where(tokens.start[:, :, None, None], LOG_ZERO, g)
     return q, k, v, g
 
 
 def _empty_state(k: Tensor, v: Tensor, beta: Tensor | None, wide: torch.dtype) -> dict[str, Tensor]:
     batch, _, heads, width = k.shape
     mean = v.new_zeros(batch, heads, width, v.shape[-1], dtype=wide)
-    state = {"log_weight": k.new_full((batch, heads, width), NOTHING, dtype=wide), "mean": mean}
+    state = {"log_weight": k.new_full((batch, heads, width), LOG_ZERO, dtype=wide), "mean": mean}
     return state if beta is None else state | {"free_energy": mean}
 
 

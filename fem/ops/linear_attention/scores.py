@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-NOTHING = -1e30  # the logarithm of no weight; finite, so that differences of two of them are
+from fem.ops.common.read import LOG_ZERO
+
 GROUP = 2**16  # features of the pairs that are in the cache at a time
 
 Decay = Float[Tensor, "y c dk"] | Float[Tensor, "y c 1"]
@@ -31,7 +32,7 @@ def until_end(g: Decay) -> Decay:
 
 def log(x: Tensor) -> Tensor:
     positive = x > 0
-    return torch.where(positive, torch.where(positive, x, 1).log(), NOTHING)
+    return torch.where(positive, torch.where(positive, x, 1).log(), LOG_ZERO)
 
 
 def segments(g: Float[Tensor, "y c *d"]) -> Float[Tensor, "y c c *d"]:
@@ -57,7 +58,7 @@ def log_pair_scores(q: Tensor, k: Tensor, g: Decay | None, present: bool) -> Pai
     else:
         scores = log(q @ k.mT)
         scores = scores if g is None else scores + segments(g.squeeze(-1))
-    return scores.masked_fill(forbidden, NOTHING)
+    return scores.masked_fill(forbidden, LOG_ZERO)
 
 
 def _groups(*tensors: Tensor):

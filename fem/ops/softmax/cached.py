@@ -19,12 +19,15 @@ from fem.ops.common.read import Read
 
 SMALL_BETA = 0.1  # below it e is exp(beta v) - 1
 REACH = {torch.float64: 700.0, torch.float32: 80.0, torch.bfloat16: 80.0, torch.float16: 9.5}
-_PROVEN = 30.0  # nats
+PROVEN = 30.0  # nats
 
 
 def exponents(v: Float[Tensor, "*n"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."]) -> Float[Tensor, "*n"]:
     """z = beta (v - c) in float32 at least, c = 0 where beta is small. Beyond +-REACH[v.dtype], `pack` clips."""
-    small = _small(beta)
+    return _exponents(v, beta, shift, small_beta(beta))
+
+
+def _exponents(v: Tensor, beta: Tensor, shift: Tensor, small: Tensor | None) -> Tensor:
     return (wide(v) - (shift if small is None else shift.masked_fill(small, 0.0))) * beta
 
 
@@ -34,7 +37,8 @@ def pack(v: Float[Tensor, "*n d"], beta: Float[Tensor, "..."], shift: Float[Tens
     e is right while |beta (v - c)| <= REACH[v.dtype] nats, and clipped there beyond; v never is. In bfloat16 e, the
     attention's weights and R keep 8 binary digits each, so that F is off by up to 4 * 2^-9 / beta.
     """
-    z, small = exponents(v, beta, shift).clamp_(-REACH[v.dtype], REACH[v.dtype]), _small(beta)
+    small = small_beta(beta)
+    z = _exponents(v, beta, shift, small).clamp_(-REACH[v.dtype], REACH[v.dtype])
     e = z.exp() if small is None else torch.where(small, z.expm1(), z.exp())
     return torch.cat([v, e.to(v.dtype)], -1)
 
@@ -45,7 +49,7 @@ def pack_to_be_proven(
     """`pack`, with inf for an e so large that it could hide what a read over the cache loses: see `proven`."""
     packed = pack(v, beta, shift)
     e = packed[..., v.shape[-1] :]
-    e.masked_fill_(e > math.exp(_PROVEN), torch.inf)
+    e.masked_fill_(e > math.exp(PROVEN), torch.inf)
     return packed
 
 
@@ -54,7 +58,7 @@ def unpack(out: Float[Tensor, "*n w"], beta: Float[Tensor, "..."], shift: Float[
 
     A row that sees no key, whose attention gives 0, reads 0.
     """
-    (mean, total), small = wide(out).chunk(2, -1), _small(beta)
+    (mean, total), small = wide(out).chunk(2, -1), small_beta(beta)
     sees = total != 0  # NaN does
     logarithm = total.where(sees, 1.0).log_()
     if small is not None:
@@ -69,13 +73,12 @@ def proven(out: Float[Tensor, "*n w"], beta: Float[Tensor, "..."]) -> Bool[Tenso
     No e exceeds e^30, so what underflow takes from p takes at most T e^-57 from R, nothing beside R >= e^-30.
     Where beta is small, R keeps the digits of F while it stays near 1.
     """
-    total, small = wide(out).chunk(2, -1)[1], _small(beta)
-    fine = (total >= math.exp(-_PROVEN)) & (total < torch.inf) | (total == 0)
+    total, small = wide(out).chunk(2, -1)[1], small_beta(beta)
+    fine = (total >= math.exp(-PROVEN)) & (total < torch.inf) | (total == 0)
     return fine if small is None else torch.where(small, (total > -0.75) & (total < 3.0), fine)
 
 
-def _small(beta: Tensor) -> Bool[Tensor, "..."] | None:
+def small_beta(beta: Tensor) -> Bool[Tensor, "..."] | None:
     """Where beta is small; None where that is known to be nowhere, which is looked at on a CPU."""
-    small = beta < SMALL_BETA
-    looks = beta.device.type == "cpu" and not torch.compiler.is_compiling()
-    return None if looks and not bool(small.any()) else small
+    looks = beta.device.type == "cpu" and not torch.compiler.is_compiling() and beta.numel() > 0
+    return None if looks and beta.amin().item() >= SMALL_BETA else beta < SMALL_BETA

@@ -14,13 +14,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fem.ops.common.precision import wide
+from fem.ops.common.precision import LEAST_PROVEN, wide
 from fem.ops.common.read import Read
-from fem.ops.softmax.settle import settle
+from fem.ops.softmax.recompute import recompute
 from fem.ops.softmax.support import Intervals
 
 _TILE = 128
-_PROVEN = math.exp(-60.0)
 _NOT_FINITE = 2.0**100  # stands for an e that is not: R shows it to the rows that see it, and no other
 _FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
@@ -63,7 +62,7 @@ def composed_read(
         packed, shift, near = fused(_prologue)(v, beta, kept)
         out = _attend(q, k, packed, bias, seen, causal, scale)
         mean, free_energy, doubtful = fused(_epilogue)(out, beta, shift, near, sees)
-        return Read(mean, settle(free_energy, doubtful, q, k, v, beta, bias, seen, causal, scale))
+        return Read(mean, recompute(free_energy, doubtful, q, k, v, beta, bias, seen, causal, scale))
 
 
 def _prologue(
@@ -100,7 +99,7 @@ def _epilogue(
     rate = wide(beta) * math.log2(math.e)
     shift, near, rate = (x.repeat_interleave(out.shape[2] // x.shape[-2], -2) for x in (shift, near, rate))
     at = rate.detach()
-    doubtful = (total < _PROVEN) & ~near
+    doubtful = (total < LEAST_PROVEN[torch.float32]) & ~near
     if sees is not None:
         doubtful = doubtful & sees
     total = torch.where(doubtful, 1.0, total)

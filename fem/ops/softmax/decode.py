@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.fallback_count import suspects
+from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.precision import wide
 from fem.ops.common.read import Read
-from fem.ops.softmax.cached import SMALL_BETA, proven, unpack
+from fem.ops.softmax.cached import PROVEN, SMALL_BETA, proven, small_beta, unpack
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BLOCK = 1 << 18  # values at a time on a CPU, so that their exponentials stay in the cache
@@ -21,8 +20,8 @@ _LIFT = 2.0**40  # carried by p, so that what underflows in it is nothing even b
 
 def packed_step(
     q: Float[Tensor, "b h dk"],
-    keys: Sequence[Float[Tensor, "b hkv _t dk"]],
-    values: Sequence[Float[Tensor, "b hkv _t w"]],
+    keys: Float[Tensor, "b hkv t dk"],
+    values: Float[Tensor, "b hkv t w"],
     shift: Float[Tensor, "b hkv 1 dv"],
     beta: Float[Tensor, "b hkv 1 dv"],
     mask: Float[Tensor, "#b #h t"] | None,
@@ -30,55 +29,51 @@ def packed_step(
 ) -> Read | None:
     """`softmax_step` over values [v | e] of `pack_to_be_proven`; None where R does not prove an entry.
 
-    Pieces are attended to one by one and merged by their log-sum-exp. Results are (B, 1, H, d_v), without gradients.
+    Results are (B, 1, H, d_v), without gradients.
     """
     batch, heads, width = q.shape
-    key_heads = keys[0].shape[1]
+    key_heads = keys.shape[1]
     q = q.view(batch, key_heads, -1, width)
     if mask is not None:
         mask = mask.expand(batch, -1, -1)
         one = mask.shape[1] == 1
         mask = mask[:, :, None] if one else mask.expand(-1, heads, -1).unflatten(1, (key_heads, -1))
-    out, weight, start = None, None, 0
-    for key, packed in zip(keys, values):
-        stop = start + key.shape[2]
-        part, lse = _attend(q, key, packed, None if mask is None else mask[..., start:stop], scale)
-        if out is None:
-            out, weight = part, lse
-        else:
-            share = torch.sigmoid(lse - weight) if mask is None else torch.sigmoid((lse - weight).nan_to_num_(0.0))
-            out, weight = torch.lerp(out, part, share[..., None]), torch.logaddexp(weight, lse)
-        start = stop
-    if not (math.isfinite(q.sum().item()) and bool(proven(out, beta).all())):
+    out = _attend(q, keys, values, mask, scale)
+    if mask is None and small_beta(beta) is None:  # every row sees a key, so R = 0 proves nothing
+        mean, total = out.chunk(2, -1)
+        low, high = total.aminmax()
+        if not (low.item() >= math.exp(-PROVEN) and high.item() < math.inf):
+            return None
+        read = Read(mean, shift + total.log() / beta)
+    elif math.isfinite(q.sum().item()) and bool(proven(out, beta).all()):
+        read = unpack(out, beta, shift)
+    else:
         return None
-    suspects.count(out.numel() // 2, 0)
-    return Read(*(x.view(batch, 1, heads, -1) for x in unpack(out, beta, shift)))
+    fallbacks.count(out.numel() // 2, 0)
+    return Read(*(x.reshape(batch, 1, heads, -1) for x in read))
 
 
-def _attend(q, key, packed, mask, scale) -> tuple[Float[Tensor, "b hkv g w"], Float[Tensor, "b hkv g"]]:
-    """p @ [v | e] and lse over one piece, in float32 at least; 0 and -inf where nothing is seen."""
-    if q.device.type == "cpu" and key.shape[-1] == packed.shape[-1] and q.dtype == key.dtype == packed.dtype:
-        out, lse = _flash(q, key, packed, 0.0, False, attn_mask=None if mask is None else mask.to(q.dtype), scale=scale)
-        out = wide(out)
-        if mask is not None:
-            lse = lse.masked_fill(torch.isneginf(mask.amax(-1)), -torch.inf)
-        return out, lse
-    scores = (wide(q) * scale) @ wide(key).mT
+def _attend(q, keys, values, mask, scale) -> Float[Tensor, "b hkv g w"]:
+    """p @ [v | e], in float32 at least; 0 where nothing is seen."""
+    if q.device.type == "cpu" and keys.shape[-1] == values.shape[-1] and q.dtype == keys.dtype == values.dtype:
+        mask = None if mask is None else mask.to(q.dtype)
+        return wide(_flash(q, keys, values, 0.0, False, attn_mask=mask, scale=scale)[0])
+    scores = (wide(q) * scale) @ wide(keys).mT
     scores = scores if mask is None else scores + mask
-    p = torch.softmax(scores, -1)  # not exp(scores - lse): lse is rounded as coarsely as it is large
-    p = p if mask is None else p.masked_fill_(torch.isneginf(mask), 0.0)
-    return p @ wide(packed), scores.logsumexp(-1)
+    peak = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
+    weight = (scores - peak).exp_()
+    return (weight @ wide(values)) / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
 
 
 def softmax_step(
     q: Float[Tensor, "b h dk"],
-    keys: Sequence[Float[Tensor, "b hkv _t dk"]],
-    values: Sequence[Float[Tensor, "b hkv _t dv"]],
+    keys: Float[Tensor, "b hkv t dk"],
+    values: Float[Tensor, "b hkv t dv"],
     beta: Float[Tensor, "hkv dv"] | None,
     mask: Float[Tensor, "#b #h t"] | None,
     scale: float,
 ) -> Read | None:
-    """Mean and free energy of one query per head, over keys and values that lie in pieces, in their order.
+    """Mean and free energy of one query per head, over a cache.
 
         mean_j = sum_i p_i v_ij        F_j = m_j + (1 / beta_j) log sum_i p_i e^{beta_j (v_ij - m_j)},   m_j <= mean_j
 
@@ -89,25 +84,24 @@ def softmax_step(
     least. A row that sees no key reads 0. Without gradients.
     """
     batch, heads, width = q.shape
-    key_heads, channels = values[0].shape[1], values[0].shape[3]
-    lengths = [piece.shape[2] for piece in keys]
+    key_heads, channels = values.shape[1], values.shape[3]
     q = wide(q).view(batch, key_heads, heads // key_heads, width) * scale
-    scores = torch.cat([q @ wide(piece).mT for piece in keys], -1)
+    scores = q @ wide(keys).mT
     if mask is not None:
         scores += mask.expand(batch, heads, -1).reshape(scores.shape)
     prior = _lifted_softmax(scores)
-    parts = list(zip(prior.split(lengths, -1), (wide(piece) for piece in values)))
-    mean = sum(p @ v for p, v in parts).div_(_LIFT)
+    v = wide(values)
+    mean = (prior @ v).div_(_LIFT)
     per_head = lambda x: x.view(batch, 1, heads, channels)  # noqa: E731
     if beta is None:
         return Read(per_head(mean), None) if bool(mean.isfinite().all()) else None
     beta = beta[:, None].to(mean.dtype)
     middle = mean.amin(2, keepdim=True)
     small = bool((beta < SMALL_BETA).any())
-    total = _energies(parts, middle, beta if small else beta * math.log2(math.e), small)
+    total = _energies(prior, v, middle, beta if small else beta * math.log2(math.e), small)
     if not bool((total + mean).isfinite().all()):
         return None
-    suspects.count(total.numel(), 0)
+    fallbacks.count(total.numel(), 0)
     seen = prior.amax(-1, keepdim=True) > 0
     total = total.div_(_LIFT)
     free_energy = torch.where(seen, middle + (total.log1p_() if small else total.log_()).div_(beta), 0.0)
@@ -123,16 +117,16 @@ def _lifted_softmax(scores: Float[Tensor, "b hkv g t"]) -> Float[Tensor, "b hkv 
 
 
 def _energies(
-    parts: list[tuple[Tensor, Tensor]],
+    prior: Float[Tensor, "b hkv g t"],
+    v: Float[Tensor, "b hkv t dv"],
     middle: Float[Tensor, "b hkv 1 dv"],
     rate: Float[Tensor, "hkv 1 dv"],
     small: bool,
 ) -> Float[Tensor, "b hkv g dv"]:
     """sum_i p_i 2^(rate (v_i - middle)), or sum_i p_i (e^(rate (v_i - middle)) - 1) if small, by blocks of tokens."""
     total, offset = 0.0, -rate * middle
-    for prior, v in parts:
-        room = v.shape[2] if v.is_cuda else max(1, _BLOCK // (v.shape[0] * v.shape[1] * v.shape[3]))
-        for p, block in zip(prior.split(room, -1), v.split(room, 2)):
-            z = (block - middle).mul_(rate).expm1_() if small else torch.addcmul(offset, block, rate).exp2_()
-            total = total + p @ z
+    room = v.shape[2] if v.is_cuda else max(1, _BLOCK // (v.shape[0] * v.shape[1] * v.shape[3]))
+    for p, block in zip(prior.split(room, -1), v.split(room, 2)):
+        z = (block - middle).mul_(rate).expm1_() if small else torch.addcmul(offset, block, rate).exp2_()
+        total = total + p @ z
     return total

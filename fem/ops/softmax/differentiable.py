@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fem.ops.common.read import LOG_ZERO
 from fem.ops.softmax.support import Intervals
 
 
@@ -39,7 +40,7 @@ def differentiable_read(
         seen = seen & keep[:, None, None]
     seen = seen & ~torch.isneginf(scores.detach())
     empty = ~seen.any(-1, keepdim=True)
-    log_p = torch.where(seen, scores, -torch.inf).masked_fill(empty, 0.0).log_softmax(-1).masked_fill(~seen, -1e300)
+    log_p = torch.where(seen, scores, -torch.inf).masked_fill(empty, 0.0).log_softmax(-1).masked_fill(~seen, LOG_ZERO)
     p = log_p.exp()
     v = per_head(v, 2).permute(0, 2, 1, 3)
     v = v.masked_fill(~seen.any(-2)[..., None], 0.0)  # so that what nobody sees is multiplied by nothing but 0

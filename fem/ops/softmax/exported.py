@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.precision import wide
-from fem.ops.common.read import Read
+from fem.ops.common.precision import LEAST_PROVEN, wide
+from fem.ops.common.read import LOG_ZERO, Read
 from fem.ops.common.steps import along_time, portable, without_gradient
-from fem.ops.softmax.settle import settle
+from fem.ops.softmax.recompute import recompute
 from fem.ops.softmax.support import Intervals
-
-_PROVEN = math.exp(-60.0)
-_NEVER = -1e30  # the logarithm of no weight; finite, so that differences of two of them are
 
 
 def exported_read(
@@ -50,15 +45,15 @@ def exported_read(
     shift = torch.where(near, 0.0, high)
     e = torch.where(near, torch.expm1(torch.where(near, level, 0.0)), torch.exp(level - shift))
     mean, total = _attend(q, k, torch.cat([v, e], -1), mask, causal, scale).chunk(2, -1)
-    doubtful = ~near & (total < _PROVEN)
+    doubtful = ~near & (total < LEAST_PROVEN[torch.float32])
     close, far = torch.where(near, total, 0.0).log1p(), torch.where(near | doubtful, 1.0, total).log()
     logarithm = torch.where(near, close, far)
     free_energy = (logarithm + shift) / beta
     if portable():
-        free_energy = _settled(free_energy, doubtful, q, k, v, beta, mask, causal, scale)
+        free_energy = _recomputed(free_energy, doubtful, q, k, v, beta, mask, causal, scale)
     else:
         by_token = (x.transpose(1, 2) for x in (free_energy, doubtful, q, k, v))
-        free_energy = settle(*by_token, beta[:, 0], mask, None, causal and mask is None, scale).transpose(1, 2)
+        free_energy = recompute(*by_token, beta[:, 0], mask, None, causal and mask is None, scale).transpose(1, 2)
     return Read(_seen(mean, sees), _seen(free_energy, sees))
 
 
@@ -85,26 +80,26 @@ def _mask(
         allowed = allowed & keep[:, None, None]
     if bias is not None:
         allowed = allowed & ~torch.isneginf(bias)
-    mask = torch.where(allowed, q.new_zeros(()) if bias is None else wide(bias), _NEVER)
+    mask = torch.where(allowed, q.new_zeros(()) if bias is None else wide(bias), LOG_ZERO)
     return mask, allowed.any(-1, keepdim=True)
 
 
-def _settled(free_energy, doubtful, q, k, v, beta, mask, causal: bool, scale: float) -> Float[Tensor, "b h tq d"]:
+def _recomputed(free_energy, doubtful, q, k, v, beta, mask, causal: bool, scale: float) -> Float[Tensor, "b h tq d"]:
     """The free energies, and where any is doubtful all of these from the definition."""
     if mask is None:
         every = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool)
-        mask = q.new_zeros(()).masked_fill(every.triu(1) if causal else ~every, _NEVER)
-    settled = lambda *given: torch.where(doubtful, _definition(*given, scale), free_energy)  # noqa: E731
+        mask = q.new_zeros(()).masked_fill(every.triu(1) if causal else ~every, LOG_ZERO)
+    recomputed = lambda *given: torch.where(doubtful, _definition(*given, scale), free_energy)  # noqa: E731
     proven = lambda *given: free_energy.clone()  # noqa: E731
     with without_gradient():
-        return torch.cond(doubtful.any(), settled, proven, (q, k, v, beta, mask))
+        return torch.cond(doubtful.any(), recomputed, proven, (q, k, v, beta, mask))
 
 
 def _definition(q, k, v, beta, mask, scale: float) -> Float[Tensor, "b h tq d"]:
     """F = (log sum_i e^{s_i + beta v_i} - log sum_i e^{s_i}) / beta, one key after another, in float64."""
     scores = scale * q.double() @ k.double().mT + mask.double()
     level = beta.double() * v.double()  # (B, H, T, d)
-    start = scores.new_full((*scores.shape[:3], v.shape[3]), _NEVER)
+    start = scores.new_full((*scores.shape[:3], v.shape[3]), LOG_ZERO)
     add = lambda total, s, y: ([torch.logaddexp(total[0], s + y)], [])  # noqa: E731
     (total,), _ = along_time(add, [start], scores.permute(0, 3, 1, 2)[..., None], level.transpose(1, 2)[:, :, :, None])
     return ((total - scores.logsumexp(-1, keepdim=True)) / beta.double()).to(q.dtype)

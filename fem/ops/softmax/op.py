@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.fallback_count import suspects
+from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.precision import SMALLEST_BETA
 from fem.ops.common.read import Read
 from fem.ops.common.transforms import again_differentiable, transformed
@@ -239,7 +239,7 @@ def _forward(q, k, v, beta, bias, keep, first, end, causal, scale, flash):
                 return out, out.new_empty(0), lse, values, out.new_empty(0), out.new_empty(0)
             read = FreeEnergyRead.of(block.scores, block.v, call.beta)
             out, free_energy, lse, recomputed = read.forward()
-            suspects.count(free_energy.numel(), recomputed)
+            fallbacks.count(free_energy.numel(), recomputed)
             return out, free_energy, lse, read.values, read.shift, read.span
         empty = _empty(q, k, v, beta, first, flash)
         out, free_energy, lse, values, shift, span = (x.zero_() for x in empty) if call.careful else empty
@@ -251,7 +251,7 @@ def _forward(q, k, v, beta, bias, keep, first, end, causal, scale, flash):
                 o, weight = block.scores.attend(block.scores.padded(block.v))
             else:
                 o, free, weight, recomputed = FreeEnergyRead.of(block.scores, block.v, call.beta).forward()
-                suspects.count(free.numel(), recomputed)
+                fallbacks.count(free.numel(), recomputed)
                 free_energy[:, block.rows] = free
             out[:, block.rows, :, : o.shape[3]], lse[:, block.rows] = o, weight
             if block.poisoned is not None:

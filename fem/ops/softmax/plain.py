@@ -9,18 +9,17 @@ beta (max v - min v) is small, e is exp(.) - 1 and log(R) is log(1 + R): they ke
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fem.ops.common.precision import LEAST_PROVEN
 from fem.ops.softmax import entries as softmax_entries
 from fem.ops.softmax.scores import Scores
 
 _SMALL_SPAN = 1.0
-_PROVEN = {torch.float32: math.exp(-60.0), torch.float64: math.exp(-600.0)}
 
 Entries = Int[Tensor, "n 4"]  # (batch, head, row, channel) of each, ascending
 
@@ -157,9 +156,9 @@ class FreeEnergyRead:
 
     def _unproven(self, total: Float[Tensor, "b tq h dv"]) -> Entries | None:
         """The entries that R does not prove; None: there are none."""
-        if total.numel() == 0 or total.amin(1).amin() >= _PROVEN[total.dtype]:
+        if total.numel() == 0 or total.amin(1).amin() >= LEAST_PROVEN[total.dtype]:
             return None
-        unproven = total < _PROVEN[total.dtype]
+        unproven = total < LEAST_PROVEN[total.dtype]
         for settled in (self.small, self.empty):
             if settled is not None:
                 unproven &= ~settled

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -66,7 +64,7 @@ def softmax_read(
     seen = intervals(queries, time, causal, window, tokens, q.device) if by_pairs else None
     if queries == 1 and backend == "sdpa" and _free(q, k, v, beta, bias):
         mask = _mask(keep, seen, bias, time)
-        read = softmax_step(q[:, 0], [k.transpose(1, 2)], [v.transpose(1, 2)], beta, mask, scale)
+        read = softmax_step(q[:, 0], k.transpose(1, 2), v.transpose(1, 2), beta, mask, scale)
         if read is not None:
             return _as(dtype, read)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -75,8 +73,8 @@ def softmax_read(
 
 def cached_read(
     q: Float[Tensor, "b tq h dk"],
-    keys: Sequence[Float[Tensor, "b hkv _t dk"]],
-    values: Sequence[Float[Tensor, "b hkv _t w"]],
+    keys: Float[Tensor, "b hkv t dk"],
+    values: Float[Tensor, "b hkv t w"],
     beta: Float[Tensor, "hkv dv"] | None,
     start: tuple[Float[Tensor, "b hkv 1 dv"], Float[Tensor, "b hkv 1 dv"]] | None = None,
     *,
@@ -84,15 +82,15 @@ def cached_read(
     tokens: Tokens | None = None,
     backend: str = "auto",
 ) -> Read:
-    """`softmax_read` of the last tokens over a cache: keys and values with the heads first, in pieces, oldest first.
+    """`softmax_read` of the last tokens over a cache, which has the heads first.
 
     start: the shift and the beta with which values of twice the width were packed as [v | e]: one token is then read by
     one attention over them, where that is proven to be exact. Otherwise v is read, with `beta`.
     """
-    time = sum(piece.shape[2] for piece in keys)
-    dtype = torch.promote_types(q.dtype, torch.promote_types(keys[0].dtype, values[0].dtype))
-    alone = values if start is None else [piece[..., : start[0].shape[-1]] for piece in values]
-    if q.shape[1] == 1 and softmax_backend(backend, q.device, dtype) == "sdpa" and _free(q, *keys, *values, beta):
+    time = keys.shape[2]
+    dtype = torch.promote_types(q.dtype, torch.promote_types(keys.dtype, values.dtype))
+    alone = values if start is None else values[..., : start[0].shape[-1]]
+    if q.shape[1] == 1 and softmax_backend(backend, q.device, dtype) == "sdpa" and _free(q, keys, values, beta):
         by_pairs = window is not None or (tokens is not None and tokens.document is not None)
         seen = intervals(1, time, False, window, tokens, q.device) if by_pairs else None
         mask = _mask(None if tokens is None else tokens.keep, seen, None, time)
@@ -102,7 +100,7 @@ def cached_read(
             read = softmax_step(q[:, 0], keys, alone, beta, mask, scale)
         if read is not None:
             return _as(dtype, read)
-    k, v = (torch.cat(tuple(x), 2).transpose(1, 2) for x in (keys, alone))
+    k, v = keys.transpose(1, 2), alone.transpose(1, 2)
     return softmax_read(q, k, v, beta, window=window, tokens=tokens, backend=backend)
 
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fem.ops.common.scaled_sums import Sums, accumulate, accumulate_backward, last_step, nothing
+from fem.ops.common.read import LOG_ZERO
+from fem.ops.common.scaled_sums import Sums, accumulate, accumulate_backward, last_step
 
 
 class Segment(NamedTuple):
@@ -119,7 +120,7 @@ def _look(
     if segment.log_skip is not None:
         own = segment.log_skip + z
         top = torch.maximum(top, own)
-    top.clamp_(min=nothing(top.dtype))
+    top.clamp_(min=LOG_ZERO)
     own = None if own is None else own.sub_(top).exp_()
     return peak, sums.view(-1, *shape), top, heights.sub_(top.unsqueeze(-2)).exp_(), own
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fem.ops.common.precision import double, needs_float64
-from fem.ops.common.read import NO_WEIGHT, Terms, log_average
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, log_average
 from fem.ops.common.scaled_sums import (
     Memory,
     Streams,
@@ -23,7 +23,6 @@ from fem.ops.common.scaled_sums import (
     end_backward,
     leave,
     leave_backward,
-    nothing,
     start_backward,
 )
 from fem.ops.common.steps import along_time, portable
@@ -140,7 +139,7 @@ def step_by_step(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, 
         decay = delta.unsqueeze(-2) * a
         decay = decay if opens is None else decay.masked_fill(opens[:, None, None], -math.inf)
         value = v.unsqueeze(-2).expand_as(decay)
-        left = (peak + decay).clamp(min=nothing(v.dtype))
+        left = (peak + decay).clamp(min=LOG_ZERO)
         log_input = log_delta.unsqueeze(-2) + log_b.unsqueeze(-1)
         after = add_token(left, *memory, x=log_input, v=value, beta=beta)
         seen_peak, seen_sums, *seen_energy = [left, *memory] if skip is None else after
@@ -149,7 +148,7 @@ def step_by_step(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, 
         if skip is not None:
             scores = torch.cat([scores, log_skip.expand_as(scores[:, :1])], 1)
             items = [torch.cat([item, value[:, :1]], 1) for item in items]
-        return after, _read_items(scores.clamp(min=nothing(v.dtype) / 2), items, beta)
+        return after, _read_items(scores.clamp(min=LOG_ZERO), items, beta)
 
     states = [part.unflatten(-1, (rank, channels)) for part in start]
     last, reads = along_time(step, states, delta, v, opens, log_delta, log_b, log_c)
@@ -163,7 +162,7 @@ def _read_items(scores: Tensor, items: list[Tensor], beta: Tensor | None) -> lis
     read = [total, (log_p.exp() * items[0]).sum(1, keepdim=True)]
     if beta is not None:
         read.append(log_average(log_p, beta * items[1], 1) / beta)
-    empty = total < nothing(total.dtype) / 4
+    empty = total < NO_WEIGHT
     return [total.squeeze(1), *(torch.where(empty, 0, part).squeeze(1) for part in read[1:])]
 
 
@@ -414,11 +413,14 @@ def _save(ctx, inputs, output):
     *tensors, start, ctx.alone = inputs
     ctx.reads = reads = len(start)
     ctx.save_for_backward(*tensors, *start, *output[1:reads], *output[2 * reads :])
+    ctx.shapes = [part.shape for part in output[: 2 * reads]]
+    ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grads):
     saved, reads = ctx.saved_tensors, ctx.reads  # read once: checkpointing hands it out but once
     tensors, start, outputs = saved[:11], list(saved[11 : 11 + reads]), saved[11 + reads :]
+    grads = [start[0].new_zeros(shape) if grad is None else grad for grad, shape in zip(grads, ctx.shapes)]
     if torch.is_grad_enabled():
         given = [*grads[:reads], None, *grads[reads + 1 : 2 * reads]]
         found = again_differentiable(step_by_step, (*tensors, *start), given)

@@ -12,8 +12,8 @@ from torch import Tensor
 from fem.ops.channel_scan.read import by_definition
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import wide_dtype
-from fem.ops.common.read import Read, Terms, connected_zeros, merge, nothing_read, read_of
-from fem.ops.common.scaled_sums import Streams, Sums, leave, nothing, state_of, state_parts
+from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, merge, nothing_read, read_of
+from fem.ops.common.scaled_sums import Streams, Sums, leave, state_of, state_parts
 from fem.ops.common.tokens import Tokens
 from fem.ops.ssm.naive import naive_ssm_read
 from fem.ops.ssm.plain import Inputs, ssm_scan
@@ -86,7 +86,7 @@ def ssm_terms(
         return past, state
     back = None if tokens is None else tokens.reversed()
     delta, B, C, v = (x.flip(1) for x in (delta, B, C, v))
-    logs = None if logs is None else [log.flip(1) for log in logs]
+    logs = None if logs is None else tuple(log.flip(1) for log in logs)
     future, _ = _one_way(delta, A, B, C, None, v, beta, back, None, False, backend, logs)
     future = Terms(*(None if part is None else part.flip(1) for part in future))
     return merge(past, future, None if beta is None else beta.to(past.mean.dtype)), state
@@ -105,9 +105,9 @@ def _one_way(
         if tokens.keep is not None:
             delta, B, C, v = (torch.where(tokens.keep[..., None], x, 0) for x in (delta, B, C, v))
     if logs is not None:
-        logs = [log.to(wide).flatten(2) for log in logs]
+        logs = tuple(log.to(wide).flatten(2) for log in logs)
         if tokens is not None and tokens.keep is not None:
-            logs = [torch.where(tokens.keep[..., None], log, -math.inf) for log in logs]
+            logs = tuple(torch.where(tokens.keep[..., None], log, -math.inf) for log in logs)
     A = A.to(wide).flatten(0, 1).T.contiguous()
     D, beta = (None if x is None else x.to(wide).flatten() for x in (D, beta))
     alone = state is None and not return_state
@@ -133,7 +133,7 @@ def _one_way(
         (log_weight, *read), end = ssm_scan(inputs, start, alone)
     log_weight, mean, free_energy = (None if part is None else part.view(shape) for part in (log_weight, *read))
     if tokens is not None and tokens.keep is not None:  # a masked token does not even see itself through D
-        log_weight = log_weight.where(tokens.keep[..., None, None], nothing(wide))
+        log_weight = log_weight.where(tokens.keep[..., None, None], LOG_ZERO)
     terms = Terms(log_weight, mean, free_energy)
     if not return_state:
         return terms, None

@@ -1,4 +1,4 @@
-"""The Triton kernels of the keyed scan against float64: interpreted, run so by tests/ops/test_kernels.py, or on a GPU.
+"""The Triton kernels of linear attention against float64: interpreted (tests/ops/test_kernels.py), or on a GPU.
 
 python -m pytest tests/ops/linear_attention/kernels_linear_attention.py -o addopts=
 """
@@ -14,11 +14,11 @@ from torch.library import opcheck
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.functional import keyed_scan_read
-from fem.ops.common.fallback_count import suspects
-from fem.ops.linear_attention.kernels import launch as keyed_scan_triton
+from fem.ops.common.fallback_count import fallbacks
+from fem.ops.linear_attention.kernels import launch as linear_attention_triton
 from fem.ops.linear_attention.kernels.blocks import blocks_for
-from fem.ops.linear_attention.naive import naive_keyed_scan_read
-from fem.ops.linear_attention.read import keyed_scan_terms
+from fem.ops.linear_attention.naive import naive_linear_attention_read
+from fem.ops.linear_attention.read import linear_attention_terms
 
 DECAYS = [None, "head", "channel"]
 patch_the_language_once()
@@ -57,7 +57,7 @@ def check(tensors, memory=None, key_mask=None, segment_ids=None, **options):
     state = started(memory, len(tensors["q"])) if memory else None
     got = keyed_scan_read(**tensors, **supports, **options, initial_state=state, return_state=causal, backend="triton")
     read, last = (got[0], got[1].memory) if causal else (got, {})
-    wanted, end = naive_keyed_scan_read(**tensors, **supports, **options, initial_state=memory or None)
+    wanted, end = naive_linear_attention_read(**tensors, **supports, **options, initial_state=memory or None)
     pairs = {name: (x, y) for name, x, y in zip(("mean", "free_energy"), read, wanted) if x is not None}
     if key_mask is not None:
         pairs = {name: (x * key_mask[..., None, None], y * key_mask[..., None, None]) for name, (x, y) in pairs.items()}
@@ -105,15 +105,15 @@ def test_any_decay(rate, decay):
 @pytest.mark.parametrize("decay", DECAYS[1:])
 @pytest.mark.parametrize(("rate", "spike"), [(40.0, 500.0), (0.3, 300.0)])
 def test_a_spike_that_has_decayed_away_starves_no_other_token(rate, spike, decay):
-    suspects.reset()
+    fallbacks.reset()
     check(draw(decay, rate=rate, spike=spike))
-    assert suspects.recomputed > 0
+    assert fallbacks.recomputed > 0
 
 
 def test_ordinary_values_are_never_computed_again():
-    suspects.reset()
+    fallbacks.reset()
     keyed_scan_read(**draw("channel", rate=5.0), backend="triton")
-    assert suspects.recomputed == 0
+    assert fallbacks.recomputed == 0
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -161,7 +161,7 @@ def test_rows_that_see_nothing_read_zero_without_gradient():
 def test_a_number_that_is_none_is_read_as_none(where):
     tensors = draw("head", time=6)
     tensors[where][0, 3] = torch.nan
-    terms, _ = keyed_scan_terms(*tensors.values(), backend="triton")
+    terms, _ = linear_attention_terms(*tensors.values(), backend="triton")
     for part in terms[1:]:
         assert part[:, 3].isnan().all()
 
@@ -204,7 +204,7 @@ def test_a_backward_of_the_weight_alone():
     sides = []
     for backend in ("triton", "plain"):
         leaves = {n: x.clone().requires_grad_() for n, x in tensors.items()}
-        terms, _ = keyed_scan_terms(*leaves.values(), backend=backend, present=False)
+        terms, _ = linear_attention_terms(*leaves.values(), backend=backend, present=False)
         weight = terms.log_weight[:, 1:].square().sum()
         sides.append(torch.autograd.grad(weight, list(leaves.values()), materialize_grads=True))
     for (name, _), one, other in zip(tensors.items(), *sides):
@@ -231,7 +231,9 @@ def half_precision(monkeypatch):
     rounded = lambda x: TensorHandle(torch.tensor(x.data, device="cpu").bfloat16().float().numpy(), x.dtype)  # noqa: E731
     product = lambda self, a, b, *rest: exact(self, rounded(a), rounded(b), *rest)  # noqa: E731
     monkeypatch.setattr(InterpreterBuilder, "create_dot", product)
-    monkeypatch.setattr(keyed_scan_triton, "blocks_for", lambda *sizes: blocks_for(*sizes[:3], half_precision=True))
+    monkeypatch.setattr(
+        linear_attention_triton, "blocks_for", lambda *sizes: blocks_for(*sizes[:3], half_precision=True)
+    )
     return torch.float32
 
 
@@ -241,7 +243,7 @@ def test_half_precision_costs_the_rounding_of_products_alone(decay, monkeypatch)
     tensors = draw(decay, time=70, dk=16, dv=16, spike=20.5)
     tensors = {name: x if name in ("beta", "log_decay") else x.bfloat16().to(dtype) for name, x in tensors.items()}
     sides, weights = [], torch.randn(2, *tensors["v"].shape)
-    for read in (lambda **x: keyed_scan_read(**x, backend="triton"), lambda **x: naive_keyed_scan_read(**x)[0]):
+    for read in (lambda **x: keyed_scan_read(**x, backend="triton"), lambda **x: naive_linear_attention_read(**x)[0]):
         leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
         reads = read(**leaves)
         loss = sum((x * weight).sum() for x, weight in zip(reads, weights))
@@ -255,7 +257,7 @@ def test_half_precision_costs_the_rounding_of_products_alone(decay, monkeypatch)
 
 def test_half_precision_comes_back_in_its_dtype():
     tensors = {name: x.bfloat16() for name, x in draw("head").items()}
-    read, exact = keyed_scan_read(**tensors, backend="triton"), naive_keyed_scan_read(**tensors)[0]
+    read, exact = keyed_scan_read(**tensors, backend="triton"), naive_linear_attention_read(**tensors)[0]
     for got, want in zip(read, exact):
         assert got.dtype == torch.bfloat16
         assert (got - want).abs().max() <= 2**-8 * want.abs().max()
@@ -268,12 +270,12 @@ def test_the_operators_keep_to_what_they_are_registered_as():
     for beta, g in ((torch.rand(1, 4), -torch.rand(1, 5, 1, 1)), (None, None)):
         start = memory if beta is not None else (*memory[:2], None)
         inputs = (q, k, v, beta, g, *start)
-        opcheck(keyed_scan_triton._forward, (*inputs, True), test_utils=checks)
-        outputs = [x.detach() for x in keyed_scan_triton._forward(*inputs, True)]
+        opcheck(linear_attention_triton._forward, (*inputs, True), test_utils=checks)
+        outputs = [x.detach() for x in linear_attention_triton._forward(*inputs, True)]
         grads = [torch.ones_like(x) for x in outputs[:6]]
         inputs = tuple(None if x is None else x.detach() for x in inputs)
         backward = (grads, *inputs, outputs[1], *outputs[6:], True)
-        opcheck(keyed_scan_triton._backward, backward, test_utils=("test_schema", "test_faketensor"))
+        opcheck(linear_attention_triton._backward, backward, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_what_the_kernels_cannot_read_is_named():

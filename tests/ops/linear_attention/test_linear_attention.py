@@ -1,4 +1,4 @@
-"""The keyed scan against float64 loops over its definition, and the promises it makes."""
+"""Linear attention against float64 loops over its definition, and the promises it makes."""
 
 import math
 import shutil
@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from linear_attention import draw, draw_memory
 
 from fem.functional import keyed_scan_read
-from fem.ops.common.fallback_count import Suspects
-from fem.ops.linear_attention.naive import naive_keyed_scan_read
+from fem.ops.common.fallback_count import FallbackCount
+from fem.ops.linear_attention.naive import naive_linear_attention_read
 
 DECAYS = [None, "head", "channel"]
 CASES = {
@@ -76,7 +76,9 @@ def test_reads_states_and_gradients_are_those_of_the_definition(case, decay, dty
 
     got = scan(tensors, memory or None, **call, return_state=causal, key_mask=mask, segment_ids=ids)
     read, state = (got[0], got[1].memory) if causal else (got, {})
-    wanted, end = naive_keyed_scan_read(**tensors, **call, key_mask=mask, segment_ids=ids, initial_state=memory or None)
+    wanted, end = naive_linear_attention_read(
+        **tensors, **call, key_mask=mask, segment_ids=ids, initial_state=memory or None
+    )
     kept = torch.ones(batch, time, 1, 1) if mask is None else mask[..., None, None].float()
     pairs = [(x * kept, y * kept) for x, y in zip(read, wanted) if x is not None]
     pairs += [(state[name], end[name]) for name in state]
@@ -111,7 +113,7 @@ def plain(q, k, v, beta, log_decay):
 def test_half_precision_errs_at_most_twice_as_much_as_the_plain_form(dtype, span):
     tensors = {n: x.to(dtype).requires_grad_() for n, x in draw("head", time=41, span=span).items()}
     wide = {n: x.detach().double().requires_grad_() for n, x in tensors.items()}
-    exact = naive_keyed_scan_read(**wide)[0]
+    exact = naive_linear_attention_read(**wide)[0]
     cotangent = torch.randn(exact.mean.shape).to(dtype)
     results = []
     for (mean, free), leaves in (
@@ -369,18 +371,18 @@ def test_training_keeps_no_state_per_token():
 
 
 def test_entries_computed_again_are_counted_and_said_once(monkeypatch):
-    suspects = Suspects()
-    monkeypatch.setattr("fem.ops.linear_attention.plain.suspects", suspects)
+    fallbacks = FallbackCount()
+    monkeypatch.setattr("fem.ops.linear_attention.plain.fallbacks", fallbacks)
     keyed_scan_read(**draw("head"))
-    assert suspects.entries == 2 * 67 * 2 * 4
-    assert suspects.recomputed == 0
+    assert fallbacks.entries == 2 * 67 * 2 * 4
+    assert fallbacks.recomputed == 0
     tensors = draw("head", span=2000.0)
     with pytest.warns(UserWarning, match="computed again"):
         keyed_scan_read(**tensors)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         keyed_scan_read(**tensors)
-    assert suspects.recomputed > 0
+    assert fallbacks.recomputed > 0
 
 
 def stream(tensors, size):

@@ -7,7 +7,7 @@ import torch
 from thresholds import flushed, one_spike_behind_two_tokens
 
 from fem.functional import keyed_scan_read
-from fem.ops.linear_attention.naive import naive_keyed_scan_read
+from fem.ops.linear_attention.naive import naive_linear_attention_read
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -20,5 +20,5 @@ def test_nothing_is_lost_where_the_processor_flushes_small_numbers_to_zero(log_w
     k[0, 0] = math.exp(log_weight)
     with flushed():
         found = keyed_scan_read(q, k, v, beta).free_energy
-    wanted, _ = naive_keyed_scan_read(q, k, v, beta)
+    wanted, _ = naive_linear_attention_read(q, k, v, beta)
     assert (found - wanted.free_energy).abs().max() <= 1e-5 * v.abs().max()

@@ -11,10 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fem.functional import softmax_read
-from fem.ops.common.fallback_count import suspects
+from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.tokens import read_tokens
 from fem.ops.softmax import composed as softmax_composed
-from fem.ops.softmax import entries, settle
+from fem.ops.softmax import entries, recompute
 from fem.ops.softmax.support import intervals
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -71,9 +71,9 @@ def test_reads_and_gradients_equal_the_definition(time, case):
 def test_entries_that_attention_cannot_prove_are_computed_again():
     q, k, v, beta = draw(33)
     v[:, 20, :, 0] += 300
-    suspects.reset()
+    fallbacks.reset()
     read = composed(q, k, v, beta, by_blocks=False)
-    assert suspects.recomputed > 0
+    assert fallbacks.recomputed > 0
     torch.testing.assert_close(
         read.free_energy.double(), definition(q, k, v, beta)[0].free_energy, rtol=1e-5, atol=1e-4
     )
@@ -197,11 +197,11 @@ def test_no_tensor_is_quadratic_in_the_tokens_forward_or_backward(monkeypatch, s
     monkeypatch.setattr(entries, "_ENTRIES_TIMES_KEYS", 1 << 13)
     leaves = draw(512, heads=2, key_heads=1, batch=1)
     leaves[2][:, 200, :, 0] += spike
-    suspects.reset()
+    fallbacks.reset()
     with Largest() as seen:
         read = composed(*(x.requires_grad_() for x in leaves), by_blocks=False)
         (read.mean.sum() + read.free_energy.sum()).backward()
-    assert (suspects.recomputed > 0) == (spike > 0)
+    assert (fallbacks.recomputed > 0) == (spike > 0)
     assert seen.most <= 512 * 2 * 16  # of q; a matrix of pairs has 512 * 512
 
 
@@ -275,22 +275,24 @@ def test_a_bias_may_leave_a_row_nothing():
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 9, 9), (1, 4, 1, 9), (1, 1, 9, 1), (2, 1, 1, 1)])
-def test_settled_entries_have_the_gradients_of_the_definition(shape):
+def test_recomputed_entries_have_the_gradients_of_the_definition(shape):
     q, k, v, beta = draw(9)
     bias = torch.randn(shape)
     doubtful = torch.rand(2, 9, 4, 8) < 0.3
     weight = torch.randn(2, 9, 4, 8)
     leaves = [x.double().requires_grad_() for x in (q, k, v, beta, bias)]
-    found = settle.settle(torch.zeros(2, 9, 4, 8).double(), doubtful, *leaves, None, True, 16**-0.5)
+    found = recompute.recompute(torch.zeros(2, 9, 4, 8).double(), doubtful, *leaves, None, True, 16**-0.5)
     wanted = softmax_read(*leaves[:4], bias=leaves[4], backend="reference").free_energy
     torch.testing.assert_close(found[doubtful], wanted[doubtful], rtol=1e-9, atol=1e-9)
     both = [torch.autograd.grad((x * weight)[doubtful].sum(), leaves) for x in (found, wanted)]
     for own, other in zip(*both):
         torch.testing.assert_close(own, other, rtol=1e-8, atol=1e-8)
     arguments = (doubtful, *(x.detach() for x in leaves), None, None, True, 16**-0.5)
-    torch.library.opcheck(settle._settle, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(recompute._recompute, arguments, test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(
-        settle._settle_backward, (weight.double(), *arguments, True), test_utils=("test_schema", "test_faketensor")
+        recompute._recompute_backward,
+        (weight.double(), *arguments, True),
+        test_utils=("test_schema", "test_faketensor"),
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from softmax_calls import softmax_call
 
 from fem.functional import softmax_read
-from fem.ops.common.fallback_count import Suspects
+from fem.ops.common.fallback_count import FallbackCount
 from fem.ops.softmax import op as softmax
 from fem.ops.softmax.naive import naive_softmax_read
 
@@ -341,29 +341,29 @@ def test_autocast_leaves_the_read_in_the_dtype_of_its_inputs():
 
 
 def test_recomputed_entries_are_counted_and_warned_of_once(monkeypatch):
-    monkeypatch.setattr(softmax, "suspects", Suspects())
+    monkeypatch.setattr(softmax, "fallbacks", FallbackCount())
     q, k, v, beta, _ = inputs("normal", 20, 20)
     softmax_read(q, k, v, beta)
-    assert (softmax.suspects.entries, softmax.suspects.recomputed) == (20 * HEADS * VALUE, 0)
+    assert (softmax.fallbacks.entries, softmax.fallbacks.recomputed) == (20 * HEADS * VALUE, 0)
     v[:, 10] += 500
     with pytest.warns(UserWarning, match="computed again"):
         softmax_read(q, k, v, beta)
-    assert softmax.suspects.recomputed == 10 * HEADS * VALUE
+    assert softmax.fallbacks.recomputed == 10 * HEADS * VALUE
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         softmax_read(q, k, v, beta)
-    softmax.suspects.reset()
-    assert (softmax.suspects.entries, softmax.suspects.recomputed) == (0, 0)
+    softmax.fallbacks.reset()
+    assert (softmax.fallbacks.entries, softmax.fallbacks.recomputed) == (0, 0)
 
 
 def test_hidden_keys_cause_no_recomputation(monkeypatch):
-    monkeypatch.setattr(softmax, "suspects", Suspects())
+    monkeypatch.setattr(softmax, "fallbacks", FallbackCount())
     q, k, v, beta, _ = inputs("normal", 20, 20)
     v[:, :5] = 1e4
     mask = (torch.arange(20) >= 5)[None]
     softmax_read(q, k, v, beta, key_mask=mask)
     softmax_read(q, k, v, beta, bias=torch.zeros(20, 20).masked_fill(~mask, -torch.inf))
-    assert softmax.suspects.recomputed == 0
+    assert softmax.fallbacks.recomputed == 0
 
 
 def test_a_gradient_can_be_taken_twice():

@@ -11,8 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fem.ops.common.kernels.channel_states import NOTHING, add_energy, add_weights, settled, token
+from fem.ops.common.kernels.channel_states import add_energy, add_weights, at_least_half, token
 from fem.ops.common.kernels.decay_steps import chunk_of, load_channels
+from fem.ops.common.kernels.tiles import NOTHING
 
 
 @triton.jit
@@ -108,10 +109,10 @@ def channel_reads(
         place += channels
     if end == time:
         of_row = tl.program_id(2).to(tl.int64) * channels + columns
-        peak, lift = settled(peak, total)
+        peak, lift = at_least_half(peak, total)
         store_three(last, of_row, last_size, inside, peak, total * lift, weighted * lift)
         if beta is not None:
             joined = top + rate * at
             energy *= tl.exp((top - joined) + rate * at)
-            top, lift = settled(joined, energy)
+            top, lift = at_least_half(joined, energy)
             store_three(part_at(last, 3, last_size), of_row, last_size, inside, top, tl.zeros_like(at), energy * lift)

@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 
 from fem.ops.common.kernels.decay_steps import decay_of, decayed, load_channels
-from fem.ops.common.kernels.tiles import LN_2
+from fem.ops.common.kernels.tiles import LN_2, NEARLY_NOTHING, NOTHING
 
-NOTHING = tl.constexpr(-3.4028234663852886e38)
 FAR = tl.constexpr(-16.0)  # a decay that goes to the peak at once
 FAINT = tl.constexpr(2.0**-20)
 LIFT = tl.constexpr(2.0**20)
@@ -41,7 +40,7 @@ def share_of(own, before, peak):
     """What `own` is of own + before; of the greater part minus the rest, so that both keep all their digits."""
     per_total = 1.0 / (own + before)
     share = tl.where(own > before, -tl.maximum(before * per_total, 1e-37), own * per_total)
-    return tl.where(peak < NOTHING / 2, EMPTY, share)
+    return tl.where(peak < NEARLY_NOTHING, EMPTY, share)
 
 
 @triton.jit
@@ -55,7 +54,7 @@ def add_weights(peak, total, weighted, log_decay, x, own, own_weighted):
     higher = gain > 0
     peak, shrink, own_scale = tl.where(higher, x, peak), tl.where(higher, fall, 1.0), tl.where(higher, 1.0, fall)
     total, own = total * shrink, own * own_scale
-    some = peak > NOTHING / 2
+    some = peak > NEARLY_NOTHING
     weighted = tl.where(some, weighted * shrink + own_weighted * own_scale, 0.0)
     return peak, tl.where(some, total + own, 1.0), weighted, share_of(own, total, peak)
 
@@ -70,12 +69,12 @@ def add_energy(peak, at, energy, log_decay, rate, x, v, own):
     higher = gain > 0
     peak, at = tl.where(higher, x, peak), tl.where(higher, v, at)
     energy, own = energy * tl.where(higher, fall, 1.0), own * tl.where(higher, 1.0, fall)
-    some = peak > NOTHING / 2
+    some = peak > NEARLY_NOTHING
     return peak, tl.where(some, at, 0.0), tl.where(some, energy + own, 1.0), share_of(own, energy, peak)
 
 
 @triton.jit
-def settled(peak, total):
+def at_least_half(peak, total):
     """The peak by which the total is at least 1/2, as `scaled_sums` has it, and the factor of the sums."""
     octaves = tl.minimum(tl.floor(tl.log2(total)) + 1.0, 0.0)
     return peak + octaves * LN_2, tl.exp2(-octaves)

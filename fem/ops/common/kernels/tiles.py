@@ -1,10 +1,14 @@
-"""Powers of two that keep their digits: what all kernels share."""
+"""The logarithm of no weight, and powers of two that keep their digits: what all kernels share."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT
+
+NOTHING = tl.constexpr(LOG_ZERO)
+NEARLY_NOTHING = tl.constexpr(NO_WEIGHT)  # a logarithm below stands for no weight
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 WIDEST_KEY = 256
-CARRIED_KEYS = 16  # key channels of one program that carries the memory
-WARPS_OF_CARRY = 4
+PASSING_KEYS = 16  # key channels of one program that passes the state on
+WARPS_OF_PASSING = 4
 
 
 class Blocks(NamedTuple):

@@ -1,6 +1,6 @@
-"""The keyed scan by our kernels: what they are launched on, and the chunks that they cannot prove.
+"""Linear attention by our kernels: what they are launched on, and the chunks that they cannot prove.
 
-Five steps, as in `fem.ops.linear_attention.plain`: scores inside the chunks, what chunks add to the memory, the memory
+Five steps, as in `fem.ops.linear_attention.plain`: scores inside the chunks, what chunks add to the state, the state
 from chunk to chunk, and what the chunks read. Chunks in doubt take the plain way (`fem.ops.linear_attention.fallback`).
 The backward pass keeps the inputs and the reads, and computes scores and memories again.
 """
@@ -15,29 +15,29 @@ import triton
 from torch import Tensor
 
 from fem.ops.common.backend import triton_interprets
-from fem.ops.common.fallback_count import suspects
+from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.kernels.launch import on_amd, on_its_device
 from fem.ops.common.read import Terms
-from fem.ops.linear_attention.chunk import Chunk, Memory
-from fem.ops.linear_attention.fallback import correct, settle
+from fem.ops.linear_attention.chunk import Chunk, State
+from fem.ops.linear_attention.fallback import correct, recompute
 from fem.ops.linear_attention.kernels import (
-    carry as keyed_carry,
+    channel_scores as channel_score_kernels,
 )
 from fem.ops.linear_attention.kernels import (
-    channel_scores as keyed_channel_scores,
+    output as output_kernels,
 )
 from fem.ops.linear_attention.kernels import (
-    output as keyed_read,
+    scores as score_kernels,
 )
 from fem.ops.linear_attention.kernels import (
-    scores as keyed_scores,
+    state as state_kernels,
 )
 from fem.ops.linear_attention.kernels import (
-    state as keyed_memory,
+    state_passing as passing_kernels,
 )
 from fem.ops.linear_attention.kernels.blocks import (
-    CARRIED_KEYS,
-    WARPS_OF_CARRY,
+    PASSING_KEYS,
+    WARPS_OF_PASSING,
     WIDEST_KEY,
     Blocks,
     blocks_for,
@@ -113,24 +113,24 @@ class Shape:
         taken = {name: x for name, x in known.items() if name in kernel.arg_names or not name.isupper()}
         kernel[(self.chunks, self.heads, self.batch)](*arguments, self.time, **taken)
 
-    def carry(self, kernel, *arguments) -> None:
+    def along_chunks(self, kernel, *arguments) -> None:
         """One program per block of key channels, head and row."""
-        kernel[(self.carried_blocks, self.heads, self.batch)](
-            *arguments, self.chunks, DK=self.dk, DV=self.dv, VALUES=self.values, BLOCK=CARRIED_KEYS,
-            SHARED=self.shared, num_warps=WARPS_OF_CARRY, enable_fp_fusion=True,
+        kernel[(self.blocks_of_keys, self.heads, self.batch)](
+            *arguments, self.chunks, DK=self.dk, DV=self.dv, VALUES=self.values, BLOCK=PASSING_KEYS,
+            SHARED=self.shared, num_warps=WARPS_OF_PASSING, enable_fp_fusion=True,
         )  # fmt: skip
 
     @property
-    def carried_blocks(self) -> int:
-        return triton.cdiv(self.dk, CARRIED_KEYS)
+    def blocks_of_keys(self) -> int:
+        return triton.cdiv(self.dk, PASSING_KEYS)
 
     def of_chunks(self, like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return like.new_empty(self.batch, self.heads, self.chunks, *shape, dtype=dtype)
 
-    def memory(self, like: Tensor, chunks: int, free: bool) -> Memory:
+    def state(self, like: Tensor, chunks: int, free: bool) -> State:
         empty = lambda *shape: like.new_empty(self.batch, self.heads, chunks, *shape, dtype=torch.float32)  # noqa: E731
         matrix = (self.dk, self.dv)
-        return Memory(empty(self.dk), empty(*matrix), empty(*matrix) if free else None)
+        return State(empty(self.dk), empty(*matrix), empty(*matrix) if free else None)
 
     def records(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None) -> Chunk:
         """The chunks as the plain path takes them."""
@@ -151,42 +151,42 @@ class Work(NamedTuple):
     kept: Tensor
     through: Tensor | None
     pairs: Tensor
-    added: Memory
+    added: State
     total: Tensor | None
     peaks: Tensor
-    along: Memory  # at all chunk boundaries
-    tier: Tensor
+    along: State  # at all chunk boundaries
+    fallback: Tensor
 
-    def before(self) -> Memory:
-        """The memory that each chunk reads, one row per chunk."""
-        return Memory(*(None if x is None else x[:, :, :-1].flatten(0, 2) for x in self.along))
+    def before(self) -> State:
+        """The state that each chunk reads, one row per chunk."""
+        return State(*(None if x is None else x[:, :, :-1].flatten(0, 2) for x in self.along))
 
 
-def _work(shape: Shape, q, k, v, beta, g, start: Memory, present: bool, differentiable: bool) -> Work:
+def _work(shape: Shape, q, k, v, beta, g, start: State, present: bool, differentiable: bool) -> Work:
     pairs = shape.of_chunks(q, shape.chunk, shape.chunk, dtype=q.dtype)
     left, kept, through = q, k, None
     if g is not None:
         left, kept = torch.empty_like(q), torch.empty_like(k)
         through = shape.of_chunks(q, g.shape[-1])
-    kernel = keyed_scores.scores if shape.shared else keyed_channel_scores.channel_scores
+    kernel = score_kernels.scores if shape.shared else channel_score_kernels.channel_scores
     shape.launch(kernel, q, k, g, left, kept, through, pairs, PRESENT=present)
 
     free = beta is not None
-    added, along = shape.memory(q, shape.chunks, free), shape.memory(q, shape.chunks + 1, free)
+    added, along = shape.state(q, shape.chunks, free), shape.state(q, shape.chunks + 1, free)
     total = torch.empty_like(added.mean) if free and differentiable else None
     peaks = shape.of_chunks(q, shape.dv)
     doubt = shape.of_chunks(q, shape.dk, dtype=torch.int8)
-    shape.launch(keyed_memory.remember, k, kept, v, beta, *added, total, peaks, doubt)
-    tier = shape.of_chunks(q, dtype=torch.uint8).zero_()
+    shape.launch(state_kernels.remember, k, kept, v, beta, *added, total, peaks, doubt)
+    fallback = shape.of_chunks(q, dtype=torch.uint8).zero_()
     if doubt.any():
-        flat = Memory(*(None if x is None else x.flatten(0, 2) for x in added))
-        tier.view(-1).copy_(settle(REMEMBER, flat, doubt.flatten(0, 2).bool(), shape.records(q, k, v, beta, g)))
-    shape.carry(keyed_carry.carry, *start, *added, through, beta, *along)
-    return Work(left, kept, through, pairs, added, total, peaks, along, tier)
+        flat = State(*(None if x is None else x.flatten(0, 2) for x in added))
+        fallback.view(-1).copy_(recompute(REMEMBER, flat, doubt.flatten(0, 2).bool(), shape.records(q, k, v, beta, g)))
+    shape.along_chunks(passing_kernels.pass_states, *start, *added, through, beta, *along)
+    return Work(left, kept, through, pairs, added, total, peaks, along, fallback)
 
 
 @torch.library.custom_op(
-    "fem::keyed_scan_triton",
+    "fem::linear_attention_triton",
     mutates_args=(),
     tags=[torch.Tag.cudagraph_unsafe],  # it asks the device whether a chunk is in doubt
     schema="(Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor log_weight, Tensor mean, "
@@ -195,29 +195,36 @@ def _work(shape: Shape, q, k, v, beta, g, start: Memory, present: bool, differen
 )
 @on_its_device
 def _forward(q, k, v, beta, g, log_weight, mean, free_energy, present):
-    """Reads (3) and the final state (3); for the backward pass Z, R, the shifts and the tiers."""
+    """Reads (3) and the final state (3); for the backward pass Z, R, the shifts and the fallbacks."""
     shape = Shape(q, v, g)
-    work = _work(shape, q, k, v, beta, g, Memory(log_weight, mean, free_energy), present, False)
-    *reads, weight, total, shifts, tier = _reads(q, v, beta)
+    work = _work(shape, q, k, v, beta, g, State(log_weight, mean, free_energy), present, False)
+    *reads, weight, total, shifts, fallback = _reads(q, v, beta)
     again = 0.0
     doubt = shape.of_chunks(q, shape.chunk, dtype=torch.int8)
-    memory = (*work.along, work.peaks)
-    shape.launch(keyed_read.read, work.left, work.pairs, v, beta, *memory, *reads, weight, total, shifts, doubt)
+    state = (*work.along, work.peaks)
+    shape.launch(output_kernels.read, work.left, work.pairs, v, beta, *state, *reads, weight, total, shifts, doubt)
     if doubt.any():
         log_z, *others = (shape.slab.split(x) for x in reads[: 2 if beta is None else 3])
         terms = Terms(log_z.squeeze(-1), others[0], None if beta is None else others[1])
         chunk = shape.records(q, k, v, beta, g)
-        tier.copy_(settle(read_way(present), terms, doubt.flatten(0, 2).bool(), chunk, work.before()))
+        fallback.copy_(recompute(read_way(present), terms, doubt.flatten(0, 2).bool(), chunk, work.before()))
         for out, x in zip(reads, (log_z, *others)):
             shape.slab.write(out, x)
-        again = int(tier.count_nonzero()) / max(1, len(tier))
-    suspects.count(reads[1].numel(), round(again * reads[1].numel()))
+        again = int(fallback.count_nonzero()) / max(1, len(fallback))
+    fallbacks.count(reads[1].numel(), round(again * reads[1].numel()))
     last = (None if x is None else x[:, :, -1].clone(memory_format=torch.contiguous_format) for x in work.along)
-    return *reads, *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in last), weight, total, shifts, tier
+    return (
+        *reads,
+        *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in last),
+        weight,
+        total,
+        shifts,
+        fallback,
+    )
 
 
 def _reads(q: Tensor, v: Tensor, beta: Tensor | None) -> tuple[Tensor, ...]:
-    """Empty: log Z, mean, F, Z, R, the shifts and the tiers."""
+    """Empty: log Z, mean, F, Z, R, the shifts and the fallbacks."""
     full = lambda *shape: q.new_empty(shape, dtype=torch.float32)  # noqa: E731
     free = (0,) if beta is None else v.shape
     shape = Shape(q, v, None)
@@ -228,80 +235,82 @@ def _reads(q: Tensor, v: Tensor, beta: Tensor | None) -> tuple[Tensor, ...]:
 
 @_forward.register_fake
 def _(q, k, v, beta, g, log_weight, mean, free_energy, present):
-    *reads, weight, total, shifts, tier = _reads(q, v, beta)
+    *reads, weight, total, shifts, fallback = _reads(q, v, beta)
     last = (torch.empty_like(log_weight), torch.empty_like(mean))
     last += (torch.empty_like(mean) if beta is not None else mean.new_empty(0),)
-    return *reads, *last, weight, total, shifts, tier
+    return *reads, *last, weight, total, shifts, fallback
 
 
 @torch.library.custom_op(
-    "fem::keyed_scan_triton_backward",
+    "fem::linear_attention_triton_backward",
     mutates_args=(),
     tags=[torch.Tag.cudagraph_unsafe],  # it asks the device whether a chunk is in doubt
     schema="(Tensor[] grads, Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor log_weight, Tensor mean, "
-    "Tensor? free_energy, Tensor read_mean, Tensor weight, Tensor total, Tensor shifts, Tensor tier, bool present) "
+    "Tensor? free_energy, Tensor read_mean, Tensor weight, Tensor total, Tensor shifts, Tensor fallback, bool present) "
     "-> Tensor[]",
 )
 @on_its_device
-def _backward(grads, q, k, v, beta, g, log_weight, mean, free_energy, read_mean, weight, total, shifts, tier, present):
+def _backward(
+    grads, q, k, v, beta, g, log_weight, mean, free_energy, read_mean, weight, total, shifts, fallback, present
+):
     """Gradients of q, k, v, the initial state (2 or 3), beta and g, as far as there are any."""
     shape, free = Shape(q, v, g), beta is not None
-    start = Memory(log_weight, mean, free_energy if free else None)
+    start = State(log_weight, mean, free_energy if free else None)
     work = _work(shape, q, k, v, beta, g, start, present, True)
     grads = [x.contiguous() for x in grads]
     full = lambda like: torch.empty_like(like, dtype=torch.float32)  # noqa: E731
 
     d_left, d_kept, d_v_read, d_pairs = full(q), full(k), full(v), full(work.pairs)
-    d_memory = shape.memory(q, shape.chunks, free)
+    d_state = shape.state(q, shape.chunks, free)
     of_beta = [shape.of_chunks(q, shape.dv) for _ in range(3)]
     slopes = torch.empty_like(weight)
     shape.launch(
-        keyed_read.memory_gradients, work.left, v, beta, *work.along, shifts, tier, read_mean, weight, total,
-        *grads[:3], slopes, d_left, *d_memory, of_beta[0],
+        output_kernels.state_gradients, work.left, v, beta, *work.along, shifts, fallback, read_mean, weight, total,
+        *grads[:3], slopes, d_left, *d_state, of_beta[0],
     )  # fmt: skip
     shape.launch(
-        keyed_read.token_gradients, work.pairs, v, beta, work.along.log_weight, shifts, tier, weight, total, slopes,
-        *grads[1:3], d_pairs, d_v_read, of_beta[1], VALUES=shape.blocks("token_gradients").values,
+        output_kernels.token_gradients, work.pairs, v, beta, work.along.log_weight, shifts, fallback, weight, total,
+        slopes, *grads[1:3], d_pairs, d_v_read, of_beta[1], VALUES=shape.blocks("token_gradients").values,
     )  # fmt: skip
     doubted = []
-    if tier.any():
+    if fallback.any():
         chunk = shape.records(q, k, v, beta, g)
         d_terms = [shape.slab.split(x) for x in grads[: 3 if free else 2]]
         d_terms = Terms(d_terms[0].squeeze(-1), d_terms[1], d_terms[2] if free else None)
         d_chunk, d_before = _zeros(chunk), _zeros(work.before())
-        correct(read_way(present), (d_chunk, d_before), tier, d_terms, chunk, work.before())
-        for out, more in zip(d_memory, d_before):
+        correct(read_way(present), (d_chunk, d_before), fallback, d_terms, chunk, work.before())
+        for out, more in zip(d_state, d_before):
             if out is not None:
                 out += more.view_as(out)
         doubted.append(d_chunk)
 
-    d_start = Memory(*(None if x is None else torch.empty_like(x) for x in start))
+    d_start = State(*(None if x is None else torch.empty_like(x) for x in start))
     d_through = shape.of_chunks(q, shape.dk)
-    of_beta.append(q.new_empty(shape.batch, shape.heads, shape.carried_blocks, shape.dv, dtype=torch.float32))
-    last = Memory(grads[3], grads[4], grads[5] if free else None)
-    shape.carry(
-        keyed_carry.carry_gradients, *last, *d_memory, *work.along, *work.added, work.through, beta, *d_start,
+    of_beta.append(q.new_empty(shape.batch, shape.heads, shape.blocks_of_keys, shape.dv, dtype=torch.float32))
+    last = State(grads[3], grads[4], grads[5] if free else None)
+    shape.along_chunks(
+        passing_kernels.pass_states_gradients, *last, *d_state, *work.along, *work.added, work.through, beta, *d_start,
         d_through, of_beta[3],
     )  # fmt: skip
 
     d_v = torch.empty_like(v)
     shape.launch(
-        keyed_memory.remember_gradients, work.kept, v, beta, work.added.mean, work.total, work.peaks, work.tier,
-        *d_memory, d_v_read, d_kept, d_v, of_beta[2], VALUES=shape.blocks("remember_gradients").values,
+        state_kernels.remember_gradients, work.kept, v, beta, work.added.mean, work.total, work.peaks, work.fallback,
+        *d_state, d_v_read, d_kept, d_v, of_beta[2], VALUES=shape.blocks("remember_gradients").values,
     )  # fmt: skip
-    if work.tier.any():
+    if work.fallback.any():
         chunk = shape.records(q, k, v, beta, g)
-        d_added = Memory(*(None if x is None else x.flatten(0, 2) for x in d_memory))
+        d_added = State(*(None if x is None else x.flatten(0, 2) for x in d_state))
         doubted.append(_zeros(chunk))
-        correct(REMEMBER, (doubted[-1],), work.tier.view(-1), d_added, chunk)
+        correct(REMEMBER, (doubted[-1],), work.fallback.view(-1), d_added, chunk)
 
     d_q, d_k = torch.empty_like(q), torch.empty_like(k)
     d_g = None if g is None else torch.empty_like(g)
     of_scores = d_left, d_kept, d_pairs, d_through, d_q, d_k, d_g
     if shape.shared:
-        shape.launch(keyed_scores.scores_gradients, q, k, g, work.pairs, *of_scores, PRESENT=present)
+        shape.launch(score_kernels.scores_gradients, q, k, g, work.pairs, *of_scores, PRESENT=present)
     else:
-        shape.launch(keyed_channel_scores.channel_scores_gradients, q, k, g, *of_scores, PRESENT=present)
+        shape.launch(channel_score_kernels.channel_scores_gradients, q, k, g, *of_scores, PRESENT=present)
     d_beta = sum(x.sum((0, 2)) for x in of_beta) if free else None
     for more in doubted:
         d_q, d_k, d_v = (shape.plus(*pair) for pair in ((d_q, more.q), (d_k, more.k), (d_v, more.v)))
@@ -311,7 +320,7 @@ def _backward(grads, q, k, v, beta, g, log_weight, mean, free_energy, read_mean,
 
 
 @_backward.register_fake
-def _(grads, q, k, v, beta, g, log_weight, mean, free_energy, read_mean, weight, total, shifts, tier, present):
+def _(grads, q, k, v, beta, g, log_weight, mean, free_energy, read_mean, weight, total, shifts, fallback, present):
     start = (log_weight, mean, free_energy) if beta is not None else (log_weight, mean)
     return [torch.empty_like(x) for x in (q, k, v, *start, beta, g) if x is not None]
 

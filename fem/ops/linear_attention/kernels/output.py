@@ -1,6 +1,6 @@
-"""What each token of a chunk reads from the memory before the chunk and from the chunk itself, and its gradient.
+"""What each token of a chunk reads from the state before the chunk and from the chunk itself, and its gradient.
 
-Items are the key channels c of the memory, of weight W_c and energy X_cj, and the tokens i of the chunk:
+Items are the key channels c of the state, of weight W_c and energy X_cj, and the tokens i of the chunk:
 
     Z_t = sum_c left_tc W_c + sum_i A_ti        mean_tj = (sum_c left_tc W_c mean_cj + sum_i A_ti v_ij) / Z_t
     R_tj = sum_c left_tc X_cj + sum_i A_ti E_ij        F_tj = anchor_j + (log2(R_tj / Z_t) + shift_j) / rate_j
@@ -42,8 +42,8 @@ def scale_of(log_weight, DK: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
-def memory_before(place):
-    """Of the memory that the chunk reads, where rows hold one more than there are chunks."""
+def state_before(place):
+    """Of the state that the chunk reads, where rows hold one more than there are chunks."""
     return place + place // tl.num_programs(0)
 
 
@@ -69,19 +69,19 @@ def read(
     DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """left (B, T, H, DK), pairs = A (B, H, N, CHUNK, CHUNK), v (B, T, H, DV), beta (H, DV) or None; the memory at the
+    """left (B, T, H, DK), pairs = A (B, H, N, CHUNK, CHUNK), v (B, T, H, DV), beta (H, DV) or None; the state at the
     boundaries (B, H, N + 1, ...), peaks (B, H, N, DV).
 
     Out: read_weight = log Z and weight = Z (B, T, H), read_mean, read_free and total = R (B, T, H, DV); shifts
     (B, H, N, DV), doubt (B, H, N, CHUNK).
     """
     place, of_row, end, heads = chunk_of(time, CHUNK)
-    of_memory = memory_before(place)
+    of_state = state_before(place)
     rows, columns = tl.arange(0, CHUNK), tl.arange(0, VALUES)
     left += of_row * DK
     v += of_row * DV
-    log_weight += of_memory * DK
-    mean += of_memory * DK * DV
+    log_weight += of_state * DK
+    mean += of_state * DK * DV
     v_tile = load_tile(v, rows, columns, heads * DV, end, DV)
     dtype = v_tile.dtype
 
@@ -92,7 +92,7 @@ def read(
     z = tl.sum(a.to(tl.float32), 1)
     numerator = tl.dot(a, v_tile, input_precision="ieee")
     if beta is not None:
-        free_energy += of_memory * DK * DV
+        free_energy += of_state * DK * DV
         rate, anchor = rate_and_anchor(beta + tl.program_id(1) * DV, v, columns, DV)
         shift = shift_of(
             peaks + place * DV, log_weight, free_energy, scale, rate, anchor, columns, DK, DV, VALUES, BLOCK
@@ -132,49 +132,49 @@ def read(
 
 @triton.jit
 def _row_operands(
-    place, of_row, rows, columns, rate, tier, weight, total, of_mean, of_free, heads, end,
+    place, of_row, rows, columns, rate, fallback, weight, total, of_mean, of_free, heads, end,
     DV: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """g and h in the dtype that they are multiplied in, 1 / Z, and R, 1 where h is 0 for doubt; h and R None without a
     rate."""
     z = tl.load(weight + of_row + rows * heads, mask=rows < end, other=0.0)
-    sure = (z >= PROVEN) & (tl.load(tier + place) == 0)
+    sure = (z >= PROVEN) & (tl.load(fallback + place) == 0)
     over = 1.0 / tl.where(sure, z, float("inf"))
     g = (load_tile(of_mean + of_row * DV, rows, columns, heads * DV, end, DV) * over[:, None]).to(DTYPE)
     h, r = None, None
     if rate is not None:
         r = load_tile(total + of_row * DV, rows, columns, heads * DV, end, DV)
-        settled = sure[:, None] & (r >= PROVEN)
-        r = tl.where(settled, r, 1.0)
+        proven = sure[:, None] & (r >= PROVEN)
+        r = tl.where(proven, r, 1.0)
         per_nat = load_tile(of_free + of_row * DV, rows, columns, heads * DV, end, DV) / (rate * LN_2)[None, :]
-        h = tl.where(settled, per_nat / r, 0.0).to(DTYPE)
+        h = tl.where(proven, per_nat / r, 0.0).to(DTYPE)
     return g, h, over, r
 
 
 @triton.jit
-def memory_gradients(
-    left, v, beta, log_weight, mean, free_energy, shifts, tier, read_mean, weight, total, of_weight, of_mean, of_free,
-    slopes, dleft, dlog_weight, dmean, dfree_energy, dbeta, time,
+def state_gradients(
+    left, v, beta, log_weight, mean, free_energy, shifts, fallback, read_mean, weight, total, of_weight, of_mean,
+    of_free, slopes, dleft, dlog_weight, dmean, dfree_energy, dbeta, time,
     DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """From the gradients of_weight (B, T, H) of log Z, of_mean and of_free (B, T, H, DV): slopes = y (B, T, H), dleft
-    (B, T, H, DK), of the memory before each chunk dlog_weight, dmean and dfree_energy (B, H, N, ...), and the part of
-    dbeta (B, H, N, DV) that is not the tokens'. Nothing passes through chunks of another tier (B, H, N)."""
+    (B, T, H, DK), of the state before each chunk dlog_weight, dmean and dfree_energy (B, H, N, ...), and the part of
+    dbeta (B, H, N, DV) that is not the tokens'. Nothing passes through chunks of another fallback (B, H, N)."""
     place, of_row, end, heads = chunk_of(time, CHUNK)
-    of_memory = memory_before(place)
+    of_state = state_before(place)
     rows, columns = tl.arange(0, CHUNK), tl.arange(0, VALUES)
     dtype: tl.constexpr = v.dtype.element_ty
-    log_weight += of_memory * DK
-    mean += of_memory * DK * DV
+    log_weight += of_state * DK
+    mean += of_state * DK * DV
     scale = scale_of(log_weight, DK, KEYS)
     rate = None
     if beta is not None:
-        free_energy += of_memory * DK * DV
+        free_energy += of_state * DK * DV
         rate, anchor = rate_and_anchor(beta + tl.program_id(1) * DV, v + of_row * DV, columns, DV)
         shift = tl.load(shifts + place * DV + columns, mask=columns < DV, other=0.0)
     g, h, over, r = _row_operands(
-        place, of_row, rows, columns, rate, tier, weight, total, of_mean, of_free, heads, end, DV, dtype
+        place, of_row, rows, columns, rate, fallback, weight, total, of_mean, of_free, heads, end, DV, dtype
     )
     inside = rows < end
     y = tl.load(of_weight + of_row + rows * heads, mask=inside, other=0.0) * over
@@ -211,7 +211,7 @@ def memory_gradients(
 
 @triton.jit
 def token_gradients(
-    pairs, v, beta, log_weight, shifts, tier, weight, total, slopes, of_mean, of_free, dpairs, dv, dbeta, time,
+    pairs, v, beta, log_weight, shifts, fallback, weight, total, slopes, of_mean, of_free, dpairs, dv, dbeta, time,
     DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """From the same gradients and y: dpairs (B, H, N, CHUNK, CHUNK), dv (B, T, H, DV) and dbeta (B, H, N, DV) of the
@@ -221,7 +221,7 @@ def token_gradients(
     inside = rows < end
     dtype: tl.constexpr = v.dtype.element_ty
     v += of_row * DV
-    shrink = tl.exp(-scale_of(log_weight + memory_before(place) * DK, DK, KEYS))
+    shrink = tl.exp(-scale_of(log_weight + state_before(place) * DK, DK, KEYS))
     a = load_tile(pairs + place * CHUNK * CHUNK, rows, rows, CHUNK, CHUNK, CHUNK)
     a = (a.to(tl.float32) * shrink).to(dtype)
     y = tl.load(slopes + of_row + rows * heads, mask=inside, other=0.0)
@@ -232,7 +232,7 @@ def token_gradients(
         if beta is not None:
             rate, anchor = rate_and_anchor(beta + tl.program_id(1) * DV, v, columns, DV)
         g, h, _, _ = _row_operands(
-            place, of_row, rows, columns, rate, tier, weight, total, of_mean, of_free, heads, end, DV, dtype
+            place, of_row, rows, columns, rate, fallback, weight, total, of_mean, of_free, heads, end, DV, dtype
         )
         v_tile = load_tile(v, rows, columns, heads * DV, end, DV)
         of_a = tl.dot(g, tl.trans(v_tile), of_a, input_precision="ieee")

@@ -1,4 +1,4 @@
-"""What a chunk of tokens adds to the memory of each key channel, and its gradient.
+"""What a chunk of tokens adds to the state of each key channel, and its gradient.
 
     w_c = sum_i kept_ic        mean_cj = sum_i kept_ic v_ij / w_c        R_cj = sum_i kept_ic E_ij
     F_cj = anchor_j + (log2(R_cj / w_c) + shift_j) / rate_j
@@ -81,19 +81,19 @@ def remember(
 
 @triton.jit
 def remember_gradients(
-    kept, v, beta, mean, total, peaks, tier, of_weight, of_mean, of_free, of_v, dkept, dv, dbeta, time,
+    kept, v, beta, mean, total, peaks, fallback, of_weight, of_mean, of_free, of_v, dkept, dv, dbeta, time,
     DK: tl.constexpr, DV: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """From the gradients of log_weight, mean and free_energy: dkept (B, T, H, DK) and dbeta (B, H, N, DV); dv, to which
-    of_v is added. Nothing passes through chunks of another tier (B, H, N). VALUES: how many value channels at a time;
-    dkept, a sum over all of them, grows from one to the next."""
+    of_v is added. Nothing passes through chunks that took a fallback (B, H, N). VALUES: how many value channels at a
+    time; dkept, a sum over all of them, grows from one to the next."""
     place, of_row, end, heads = chunk_of(time, CHUNK)
     rows = tl.arange(0, CHUNK)
     kept += of_row * DK
     dkept += of_row * DK
     v += of_row * DV
     of_place = place * DK * DV
-    ours = tl.load(tier + place) == 0
+    ours = tl.load(fallback + place) == 0
     for first in range(0, DV, VALUES):
         columns = first + tl.arange(0, VALUES)
         v_tile = load_tile(v, rows, columns, heads * DV, end, DV)
@@ -121,13 +121,13 @@ def remember_gradients(
             of_values = tl.dot(kept_tile, g, of_values, input_precision="ieee")
             if beta is not None:
                 r = load_tile(total + of_place, keys, columns, DV, DK, DV)
-                settled = sure[:, None] & (r >= PROVEN)
+                proven = sure[:, None] & (r >= PROVEN)
                 per_nat = load_tile(of_free + of_place, keys, columns, DV, DK, DV) / (rate * LN_2)[None, :]
-                r = tl.where(settled, r, 1.0)
-                h = tl.where(settled, per_nat / r, 0.0).to(v_tile.dtype)
+                r = tl.where(proven, r, 1.0)
+                h = tl.where(proven, per_nat / r, 0.0).to(v_tile.dtype)
                 per_nat = h.to(tl.float32) * r
                 y -= tl.sum(per_nat, 1) * over
-                of_beta -= tl.sum(tl.where(settled, per_nat * tl.log2(r * over[:, None]), 0.0), 0) / rate
+                of_beta -= tl.sum(tl.where(proven, per_nat * tl.log2(r * over[:, None]), 0.0), 0) / rate
                 of_kept = tl.dot(e, tl.trans(h), of_kept, input_precision="ieee")
                 of_e = tl.dot(kept_tile, h, of_e, input_precision="ieee")
             of_kept += y[None, :]

@@ -1,4 +1,4 @@
-"""Tiles of the keyed scan, and what its kernels take of a chunk's values: E = 2^(rate (v - anchor) - shift).
+"""Tiles of linear attention, and what its kernels take of a chunk's values: E = 2^(rate (v - anchor) - shift).
 
 rate = beta log2(e). The anchor, the value of the chunk's first token, keeps the digits of values that share an offset;
 the shift is an integer, so that no digit of what a row reads depends on the tokens after it.
@@ -6,13 +6,14 @@ the shift is an integer, so that no digit of what a row reads depends on the tok
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from fem.ops.common.kernels.tiles import LOG2_E, exp2_shifted
+from fem.ops.common.kernels.tiles import LOG2_E, NOTHING, exp2_shifted
+from fem.ops.common.precision import LEAST_PROVEN
 
-NOTHING = tl.constexpr(-1e30)  # the logarithm of no weight; finite, so that differences of two of them are
-PROVEN = tl.constexpr(8.75651076269652e-27)  # e^-60: a sum above lost nothing that its digits would show
+PROVEN = tl.constexpr(LEAST_PROVEN[torch.float32])
 LIGHT = tl.constexpr(30.0)  # the logarithm of weights that need no scaling
 
 

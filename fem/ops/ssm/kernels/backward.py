@@ -18,8 +18,9 @@ import triton.language as tl
 
 from fem.ops.channel_scan.kernels.backward import excess, gradient_of
 from fem.ops.channel_scan.kernels.forward import load_three, part_at, store_three
-from fem.ops.common.kernels.channel_states import NOTHING, add_energy, add_weights, lowered, part_of, past_of
+from fem.ops.common.kernels.channel_states import add_energy, add_weights, lowered, part_of, past_of
 from fem.ops.common.kernels.decay_steps import load_channels
+from fem.ops.common.kernels.tiles import NEARLY_NOTHING
 from fem.ops.ssm.kernels.forward import (
     LARGEST,
     entry,
@@ -37,7 +38,7 @@ from fem.ops.ssm.kernels.forward import (
 @triton.jit
 def per_unit(exponent, sums, peak):
     """What of a sum one unit of input is, for states that hold something."""
-    return tl.where(peak > NOTHING / 2, tl.exp(tl.minimum(exponent, LARGEST)) / sums, 0.0)
+    return tl.where(peak > NEARLY_NOTHING, tl.exp(tl.minimum(exponent, LARGEST)) / sums, 0.0)
 
 
 @triton.jit
@@ -47,8 +48,8 @@ def ssm_gradients(
     time, chunks, channels, size, start_size, scratch_size, own_size, d_b_size,
     N: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """d_delta, d_log_delta, d_v (B, T, D); of each row d_a (B, N D), d_skip, d_beta (B, D); of each block of channels d_b, d_c
-    (blocks, B, T, N); w, s, u of the start from those behind the last token, (3, B, N D)."""
+    """d_delta, d_log_delta, d_v (B, T, D); of each row d_a (B, N D), d_skip, d_beta (B, D); of each block of channels
+    d_b, d_c (blocks, B, T, N); w, s, u of the start from those behind the last token, (3, B, N D)."""
     columns, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     inside = columns < channels
     of_states, all_inside, n, exists = states_of(columns, channels, N, PADDED)

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from fem.ops.channel_scan.kernels.forward import load_three, part_at, store_three
-from fem.ops.common.kernels.channel_states import NOTHING, add_energy, add_weights, lowered, settled
+from fem.ops.common.kernels.channel_states import add_energy, add_weights, at_least_half, lowered
 from fem.ops.common.kernels.decay_steps import chunk_of, decayed, load_channels
+from fem.ops.common.kernels.tiles import NEARLY_NOTHING, NOTHING
 
 LARGEST = tl.constexpr(50.0)  # a greater exponent belongs to a factor 0, whose derivative would reach no sum
 
@@ -86,7 +87,7 @@ def look(exponent, sums, log_c, own_exponent, skip):
     if skip is not None:
         own = tl.exp(tl.minimum(of_positive(log_skip, log_skip) + (own_exponent - top), LARGEST))
         y += of_positive(log_skip, own)
-    seen = top > NOTHING / 2
+    seen = top > NEARLY_NOTHING
     per = tl.where(seen, 1.0 / tl.where(seen, y, 1.0), 0.0)
     return top, tl.where(seen, y, 1.0), weight * per[:, None], own * per
 
@@ -94,11 +95,11 @@ def look(exponent, sums, log_c, own_exponent, skip):
 @triton.jit
 def measured(peak, at, steep, value, skip):
     """The highest value that any energy is kept by, and the exponents of the energies and of the token beside it."""
-    some = peak > NOTHING / 2
+    some = peak > NEARLY_NOTHING
     r = tl.max(tl.where(some, at, NOTHING), 1)
     if skip is not None:
         r = tl.maximum(r, value)
-    r = tl.where(r > NOTHING / 2, r, 0.0)
+    r = tl.where(r > NEARLY_NOTHING, r, 0.0)
     return r, tl.where(some, peak + steep[:, None] * (at - r[:, None]), NOTHING), steep * (value - r)
 
 
@@ -187,16 +188,16 @@ def ssm_reads(
                     top, at, energy, None, steep[:, None], x, value[:, None], 1.0
                 )
             gain = (tl.log(z / y) + (higher - highest)) / steep
-            tl.store(free_energy + place, tl.where(highest > NOTHING / 2, r + gain, 0.0), mask=inside)
+            tl.store(free_energy + place, tl.where(highest > NEARLY_NOTHING, r + gain, 0.0), mask=inside)
         place += channels
     if end == time:
         of_row = row * N * channels + of_states
-        peak, lift = settled(peak, total)
+        peak, lift = at_least_half(peak, total)
         store_three(last, of_row, last_size, all_inside, peak, total * lift, weighted * lift)
         if beta is not None:
             joined = top + steep[:, None] * at
             energy *= tl.exp((top - joined) + steep[:, None] * at)
-            top, lift = settled(joined, energy)
+            top, lift = at_least_half(joined, energy)
             store_three(
                 part_at(last, 3, last_size), of_row, last_size, all_inside, top, tl.zeros_like(at), energy * lift
             )

@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.fallback_count import suspects
+from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.precision import wide
 from fem.ops.softmax import entries as softmax_entries
 from fem.ops.softmax.support import Intervals
 
 
-def settle(
+def recompute(
     free_energy: Float[Tensor, "b tq h dv"],
     doubtful: Bool[Tensor, "b tq h dv"],
     q: Float[Tensor, "b tq h dk"],
@@ -28,10 +28,10 @@ def settle(
 ) -> Float[Tensor, "b tq h dv"]:
     """The free energies, doubtful ones computed again; seen: what a query sees; None: all, or i <= t if causal."""
     if not torch.compiler.is_compiling() and not bool(doubtful.any()):
-        suspects.count(doubtful.numel(), 0)
+        fallbacks.count(doubtful.numel(), 0)
         return free_energy
     first, end = (None, None) if seen is None else seen
-    return torch.where(doubtful, _settle(doubtful, q, k, v, beta, bias, first, end, causal, scale), free_energy)
+    return torch.where(doubtful, _recompute(doubtful, q, k, v, beta, bias, first, end, causal, scale), free_energy)
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,17 @@ def _definition(q, k, v, beta, bias, first, end, causal, scale):
 
 
 @torch.library.custom_op(
-    "fem::softmax_settle",
+    "fem::softmax_recompute",
     mutates_args=(),
     schema="(Tensor doubtful, Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? bias, Tensor? first, Tensor? end, "
     "bool causal, float scale) -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),  # how many there are is read on the host
 )
-def _settle(doubtful, q, k, v, beta, bias, first, end, causal, scale):
+def _recompute(doubtful, q, k, v, beta, bias, first, end, causal, scale):
     """The free energy where it is doubtful, anything finite elsewhere."""
     found = torch.zeros(doubtful.shape, dtype=wide(q).dtype, device=q.device)
     entries = _listed(doubtful)
-    suspects.count(doubtful.numel(), len(entries))
+    fallbacks.count(doubtful.numel(), len(entries))
     if len(entries):
         exact = softmax_entries.free_energies(*_definition(q, k, v, beta, bias, first, end, causal, scale), entries)
         b, head, row, channel = entries.unbind(1)
@@ -86,7 +86,7 @@ def _settle(doubtful, q, k, v, beta, bias, first, end, causal, scale):
     return found
 
 
-@_settle.register_fake
+@_recompute.register_fake
 def _(doubtful, q, k, v, beta, bias, first, end, causal, scale):
     return torch.empty(doubtful.shape, dtype=wide(q).dtype, device=q.device)
 
@@ -97,13 +97,13 @@ def _listed(doubtful: Tensor) -> softmax_entries.Entries:
 
 
 @torch.library.custom_op(
-    "fem::softmax_settle_backward",
+    "fem::softmax_recompute_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor doubtful, Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? bias, Tensor? first, "
     "Tensor? end, bool causal, float scale, bool of_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
-def _settle_backward(grad, doubtful, q, k, v, beta, bias, first, end, causal, scale, of_bias):
+def _recompute_backward(grad, doubtful, q, k, v, beta, bias, first, end, causal, scale, of_bias):
     zeros = lambda x: torch.zeros(x.shape, dtype=wide(x).dtype, device=x.device)  # noqa: E731
     dbias = zeros(bias) if of_bias else grad.new_empty(0)
     entries = _listed(doubtful)
@@ -130,7 +130,7 @@ def _settle_backward(grad, doubtful, q, k, v, beta, bias, first, end, causal, sc
     return dq.to(q.dtype), dk, dv, dbeta, dbias.to(bias.dtype) if of_bias else dbias
 
 
-@_settle_backward.register_fake
+@_recompute_backward.register_fake
 def _(grad, doubtful, q, k, v, beta, bias, first, end, causal, scale, of_bias):
     whole = lambda x: x.new_empty(x.shape)  # noqa: E731
     return whole(q), whole(k), whole(v), whole(beta), whole(bias) if of_bias else grad.new_empty(0)
@@ -143,8 +143,8 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, grad):
     of_bias = ctx.needs_input_grad[5]
-    *gradients, dbias = _settle_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale, of_bias)
+    *gradients, dbias = _recompute_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale, of_bias)
     return None, *gradients, dbias if of_bias else None, *[None] * 4
 
 
-_settle.register_autograd(_differentiate, setup_context=_save)
+_recompute.register_autograd(_differentiate, setup_context=_save)

@@ -1,4 +1,4 @@
-"""The memory between chunks: each chunk lets some of it through and adds its own.
+"""The state between chunks: each chunk lets some of it through and adds its own.
 
     w' = e^g w + x        fresh = log(x / (e^g w))        share = sigmoid(fresh), keep = 1 - share
     mean' = keep mean + share mean_x        F' = (1 / beta) log(keep e^{beta F} + share e^{beta F_x})
@@ -50,13 +50,13 @@ def let_through(through, place, keys, DK: tl.constexpr, SHARED: tl.constexpr):
 
 
 @triton.jit
-def carry(
+def pass_states(
     first_weight, first_mean, first_free, added_weight, added_mean, added_free, through, beta,
     log_weight, mean, free_energy, chunks,
     DK: tl.constexpr, DV: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """first_weight (B, H, DK), first_mean and first_free (B, H, DK, DV); what chunks add, (B, H, N, ...); through
-    (B, H, N, DK or 1) or None; beta (H, DV) or None. Out: the memory at all boundaries, (B, H, N + 1, ...)."""
+    (B, H, N, DK or 1) or None; beta (H, DV) or None. Out: the state at all boundaries, (B, H, N + 1, ...)."""
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     of_row = batch * tl.num_programs(1) + head
     keys, columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, VALUES)
@@ -91,13 +91,13 @@ def carry(
 
 
 @triton.jit
-def carry_gradients(
+def pass_states_gradients(
     last_weight, last_mean, last_free, of_weight, of_mean, of_free, log_weight, mean, free_energy,
     added_weight, added_mean, added_free, through, beta, dfirst_weight, dfirst_mean, dfirst_free, dthrough, dbeta,
     chunks,
     DK: tl.constexpr, DV: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients last_* arrive at the final memory, of_* (B, H, N, ...) at the one that each chunk reads. These become
+    """Gradients last_* arrive at the final state, of_* (B, H, N, ...) at the one that each chunk reads. These become
     the gradients of what the chunks add, in place. Out besides: dfirst_*, dthrough (B, H, N, DK) and dbeta
     (B, H, blocks of key channels, DV)."""
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)

@@ -1,9 +1,9 @@
-"""The memory between chunks: each chunk lets some of it through and adds its own.
+"""The state between chunks: each chunk lets some of it through and adds its own.
 
     w' = e^g w + x            keep = e^g w / w'
     mean' = keep mean + (1 - keep) mean_x        F' = (1/beta) log(keep e^{beta F} + (1 - keep) e^{beta F_x})
 
-All of it as logarithms and averages, so that nothing over- or underflows, and what a chunk adds to a memory of
+All of it as logarithms and averages, so that nothing over- or underflows, and what a chunk adds to a state of
 a hundred thousand tokens is not rounded away. r counts rows and heads, n chunks.
 """
 
@@ -13,19 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fem.ops.linear_attention.chunk import Memory
-from fem.ops.linear_attention.scores import NOTHING
+from fem.ops.common.read import LOG_ZERO
+from fem.ops.linear_attention.chunk import State
 
 
-def carry(start: Memory, added: Memory, through: Tensor | None, beta: Tensor | None) -> Memory:
-    """The memory at all chunk boundaries, (r, n + 1, ...), from the first, (r, ...), and what chunks add, (r, n, ...).
+def pass_states(start: State, added: State, through: Tensor | None, beta: Tensor | None) -> State:
+    """The state at all chunk boundaries, (r, n + 1, ...), from the first, (r, ...), and what chunks add, (r, n, ...).
 
     through: (r, n, dk or 1), the whole chunk's decay as a logarithm; beta: (r, 1, dv).
     """
     weights = [start.log_weight]
     for n in range(added.log_weight.shape[1]):
         left = weights[-1] if through is None else weights[-1] + through[:, n]
-        weights.append(torch.logaddexp(left, added.log_weight[:, n]).clamp_min(NOTHING))
+        weights.append(torch.logaddexp(left, added.log_weight[:, n]).clamp_min(LOG_ZERO))
     log_weight = torch.stack(weights, 1)
     fresh = _fresh(log_weight, added, through)
 
@@ -34,7 +34,7 @@ def carry(start: Memory, added: Memory, through: Tensor | None, beta: Tensor | N
     for n in range(share.shape[1]):
         means.append(torch.lerp(means[-1], added.mean[:, n], share[:, n]))
     if beta is None:
-        return Memory(log_weight, torch.stack(means, 1), None)
+        return State(log_weight, torch.stack(means, 1), None)
 
     energies = [start.free_energy]
     heavier = fresh.unsqueeze(-1) > 0
@@ -44,25 +44,25 @@ def carry(start: Memory, added: Memory, through: Tensor | None, beta: Tensor | N
         base = torch.where(heavier[:, n], new, before)
         gain = torch.logaddexp(staying[:, n] + beta * (before - base), entering[:, n] + beta * (new - base))
         energies.append(base + gain / beta)
-    return Memory(log_weight, torch.stack(means, 1), torch.stack(energies, 1))
+    return State(log_weight, torch.stack(means, 1), torch.stack(energies, 1))
 
 
-def carry_backward(
-    grad: Memory, last: Memory, memory: Memory, added: Memory, through: Tensor | None, beta: Tensor | None
-) -> tuple[Memory, Memory, Tensor, Tensor | None]:
+def pass_states_backward(
+    grad: State, last: State, state: State, added: State, through: Tensor | None, beta: Tensor | None
+) -> tuple[State, State, Tensor, Tensor | None]:
     """Gradients of start, added, through and beta.
 
-    grad (r, n, ...) arrives at the memory that each chunk reads, last (r, ...) at the final one.
+    grad (r, n, ...) arrives at the state that each chunk reads, last (r, ...) at the final one.
     """
-    fresh = _fresh(memory.log_weight, added, through)
+    fresh = _fresh(state.log_weight, added, through)
     share = torch.sigmoid(fresh).unsqueeze(-1)
     keep = torch.sigmoid(-fresh).unsqueeze(-1)
     d_mean, d_mean_after = _descend(grad.mean, last.mean, keep)
-    d_fresh = ((d_mean_after * (added.mean - memory.mean[:, :-1])).sum(-1, keepdim=True) * keep * share).squeeze(-1)
+    d_fresh = ((d_mean_after * (added.mean - state.mean[:, :-1])).sum(-1, keepdim=True) * keep * share).squeeze(-1)
     d_added_mean = share * d_mean_after
     d_energy = d_added_energy = d_beta = None
     if beta is not None:
-        before, after, added_energy = memory.free_energy[:, :-1], memory.free_energy[:, 1:], added.free_energy
+        before, after, added_energy = state.free_energy[:, :-1], state.free_energy[:, 1:], added.free_energy
         temperature = beta.unsqueeze(1)
         gain = fresh.unsqueeze(-1) + temperature * (added_energy - before)
         stays, enters = torch.sigmoid(-gain), torch.sigmoid(gain)
@@ -80,13 +80,13 @@ def carry_backward(
         d_weight.append(through_n[-1] + grad.log_weight[:, n])
     d_through = torch.stack(through_n[::-1], 1)
     d_after = torch.stack(d_weight[-2::-1], 1)
-    d_start = Memory(d_weight[-1], d_mean[:, 0], None if beta is None else d_energy[:, 0])
-    d_added = Memory(share * d_after + d_fresh, d_added_mean, d_added_energy)
+    d_start = State(d_weight[-1], d_mean[:, 0], None if beta is None else d_energy[:, 0])
+    d_added = State(share * d_after + d_fresh, d_added_mean, d_added_energy)
     return d_start, d_added, d_through, d_beta
 
 
-def _fresh(log_weight: Tensor, added: Memory, through: Tensor | None) -> Tensor:
-    """log of what each chunk adds, over what is left of the memory before."""
+def _fresh(log_weight: Tensor, added: State, through: Tensor | None) -> Tensor:
+    """log of what each chunk adds, over what is left of the state before."""
     left = log_weight[:, :-1] if through is None else log_weight[:, :-1] + through
     return added.log_weight - left
 

@@ -1,0 +1,231 @@
+"""Rows that are split over several processes: each holds one part of every row and reads all that came before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from fem.conditioner import TimeDecayConditioner
+from fem.mixer import FreeEnergyMixer
+from fem.models.engines.attention import EXACT
+from fem.models.modeling import FEMForCausalLM, FEMModel
+from fem.ops.common.read import Read
+from fem.ops.common.tokens import Tokens, read_tokens
+from fem.ops.softmax.read import softmax_read
+from fem.priors import OperatorPrior, Prior
+from fem.priors.softmax import SoftmaxPrior
+from fem.state import Cursor, MixerState
+
+
+def own_part(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
+    """This process's part of what every process has whole: token ids (B, T), targets, masks, segment ids.
+
+    Raises ValueError where the parts would not be of one length.
+    """
+    if x.shape[dim] % mesh.size():
+        raise ValueError(f"{x.shape[dim]} tokens cannot be cut into {mesh.size()} equal parts; pad or cut the rows.")
+    return x.chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous()
+
+
+@contextmanager
+def context_parallel(model: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
+    """Within, the model takes this process's part of every row, and gives that part of what whole rows would give.
+
+    model: a `FreeEnergyMixer`, `FEMModel` or `FEMForCausalLM` in its exact form, of the same weights everywhere.
+    mesh: of one dimension; the parts lie in its order and have one length (`own_part`). Softmax layers gather keys and
+    values; states of scans and of the conditioner are handed from process to process, their gradients the other way.
+    Gradients of weights are those of this part's loss: to be summed over the mesh, as data parallel does. The loss
+    takes shift_labels, as the target of a part's last token lies in the next; documents are segment_ids.
+    Raises ValueError on a prior without a state, causal=False, an engine's form, labels, position_ids and caches.
+    """
+    mixers = [module for module in model.modules() if isinstance(module, FreeEnergyMixer)]
+    _check_model(model, mixers)
+    ring = _Ring(mesh)
+    with ExitStack() as undo:
+
+        def hook(register, function, **how) -> None:
+            undo.callback(register(function, **how).remove)
+
+        hook(model.register_forward_pre_hook, _check_call, with_kwargs=True)
+        for mixer in mixers:
+            hook(mixer.register_forward_pre_hook, partial(_go_on, ring), with_kwargs=True)
+            if mixer.conditioner is not None:
+                hook(mixer.conditioner.register_forward_pre_hook, partial(_take_hidden, ring))
+                hook(mixer.conditioner.register_forward_hook, partial(_give_hidden, ring))
+            read = _read_gathered if isinstance(mixer.prior, SoftmaxPrior) else _read_handed_on
+            mixer.prior.read = partial(read, ring, mixer.prior)
+            undo.callback(delattr, mixer.prior, "read")
+        yield
+
+
+def _check_model(model: nn.Module, mixers: list[FreeEnergyMixer]) -> None:
+    if not isinstance(model, (FreeEnergyMixer, FEMModel, FEMForCausalLM)):
+        raise ValueError(
+            f"model must be a FreeEnergyMixer, FEMModel or FEMForCausalLM, got a {type(model).__name__}, which may mix "
+            "tokens elsewhere than in its mixers."
+        )
+    for mixer in mixers:
+        if isinstance(mixer.prior, OperatorPrior):
+            raise ValueError("an operator prior has no state to hand on, so its rows cannot be split.")
+        if not mixer.config.causal:
+            raise ValueError("causal=False reads what comes after as well; only rows of causal layers can be split.")
+
+
+def _check_call(model: nn.Module, args: tuple, given: dict) -> None:
+    if isinstance(model, FreeEnergyMixer):
+        return
+    if model.config._attn_implementation != EXACT:
+        raise ValueError(
+            f"context_parallel reads in the exact form, got attn_implementation={model.config._attn_implementation!r}; "
+            'call model.set_attn_implementation("exact") first.'
+        )
+    if given.get("labels") is not None:
+        raise ValueError("labels lack the next part's first token; give shift_labels, own_part(next_tokens, mesh).")
+    for name in ("position_ids", "cu_seq_lens_q"):
+        if given.get(name) is not None:
+            raise ValueError(f"{name} count the tokens of whole rows; give segment_ids where rows hold documents.")
+
+
+class _Ring:
+    """The processes before and after this one.
+
+    In the forward pass every message goes to the process after, in the backward pass to the one before: no two wait
+    for each other, and a process is in its next layer while the one after is in this.
+    """
+
+    def __init__(self, mesh: DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(f"mesh must have one dimension, got {mesh.ndim}; take one by its name, mesh['context'].")
+        self.mesh, self.group, self.rank = mesh, mesh.get_group(), mesh.get_local_rank()
+        self.first, self.last = self.rank == 0, self.rank == mesh.size() - 1
+
+    def send(self, x: Tensor, step: int) -> None:
+        dist.send(x.contiguous(), group=self.group, group_dst=self.rank + step)
+
+    def receive(self, into: Tensor, step: int) -> Tensor:
+        dist.recv(into, group=self.group, group_src=self.rank + step)
+        return into
+
+    def gather(self, x: Tensor, **how) -> Tensor:
+        """All parts of x (B, T, ..) up to this one."""
+        whole = DTensor.from_local(x, self.mesh, [Shard(1)]).full_tensor(**how)
+        return whole[:, : (self.rank + 1) * x.shape[1]]
+
+    def take(self, like: list[Tensor]) -> list[Tensor]:
+        """What the process before gives: tensors like these."""
+        flat = _Take.apply(_learning(), torch.cat([x.detach().flatten() for x in like]), self)
+        return [part.view_as(x).to(x.dtype) for part, x in zip(flat.split([x.numel() for x in like]), like)]
+
+    def give(self, tensors: list[Tensor], *outputs: Tensor) -> tuple[Tensor, ...]:
+        """The outputs, once the tensors are with the process after."""
+        return _Give.apply(_learning(), self, torch.cat([x.flatten() for x in tensors]), *outputs)
+
+
+class _Take(Function):
+    @staticmethod
+    def forward(ctx, learning: Tensor, into: Tensor, ring: _Ring) -> Tensor:
+        ctx.ring = ring
+        return ring.receive(torch.empty_like(into), -1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ctx.ring.send(grad, -1)
+        return None, None, None
+
+
+class _Give(Function):
+    @staticmethod
+    def forward(ctx, learning: Tensor, ring: _Ring, x: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.ring, ctx.like = ring, x.to("meta")
+        ring.send(x, 1)
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        grad = torch.empty_like(ctx.like, device=grads[0].device)
+        return None, None, ctx.ring.receive(grad, 1), *grads
+
+
+def _learning() -> Tensor:
+    """Has autograd call `backward` on both sides of a message, also where only one of them has a gradient to give."""
+    return torch.zeros((), requires_grad=True)
+
+
+def _go_on(ring: _Ring, mixer: FreeEnergyMixer, args: tuple, given: dict) -> tuple[tuple, dict]:
+    """The call begins at the positions and in the documents where the process before ended."""
+    call = dict(zip(("x", "attention_mask", "segment_ids", "state", "return_state"), args)) | given
+    if call.pop("state", None) is not None or call.pop("return_state", False):
+        raise ValueError("rows that are split keep no cache; call with use_cache=False, or without a state.")
+    x = call["x"]
+    cursor = Cursor.zero(x.shape[0], x.device)
+    if not ring.first:
+        position, document, segment, started = ring.receive(cursor.position.new_empty(4, x.shape[0]), -1)
+        cursor = Cursor(position, document, segment, started.bool())
+    if not ring.last:
+        marks = call.get("attention_mask"), call.get("segment_ids")
+        _, after = read_tokens(tuple(x.shape[:2]), x.device, *marks, cursor)
+        ring.send(torch.stack([after.position, after.document, after.segment, after.started]), 1)
+    return (), call | {"state": MixerState(mixer._kind, x.dtype, {}, None, cursor)}
+
+
+def _first(tokens: Tokens) -> Tokens:
+    marks = tokens.keep, tokens.start, tokens.document, tokens.position
+    return Tokens(*(None if x is None else x[..., :1] for x in marks))
+
+
+def _take_hidden(ring: _Ring, conditioner: TimeDecayConditioner, args: tuple) -> tuple | None:
+    if ring.first:
+        return None
+    x, tokens, _ = args
+    with torch.no_grad():
+        _, like = conditioner.forward(x[:, :1], _first(tokens))
+    return x, tokens, *ring.take([like])
+
+
+def _give_hidden(ring: _Ring, conditioner: TimeDecayConditioner, args: tuple, found: tuple[Tensor, Tensor]) -> tuple:
+    h, hidden = found
+    return found if ring.last else (*ring.give([hidden], h), hidden)
+
+
+def _read_handed_on(
+    ring: _Ring, prior: Prior, features: Tensor, v: Tensor, beta: Tensor | None, tokens: Tokens, memory: dict | None
+) -> tuple[Read, dict]:
+    """`Prior.read` from the memory of the process before."""
+    read, before = partial(type(prior).read, prior), {}
+    if not ring.first:
+        with torch.no_grad():  # a token tells which tensors a memory has
+            _, like = read(features[:, :1], v[:, :1], beta, _first(tokens), {})
+        before = dict(zip(like, ring.take(list(like.values()))))
+    found, after = read(features, v, beta, tokens, before)
+    if not ring.last:
+        outputs = ring.give(list(after.values()), *(x for x in found if x is not None))
+        found = Read(*outputs, *[None] * (beta is None))
+    return found, {}
+
+
+def _read_gathered(
+    ring: _Ring,
+    prior: SoftmaxPrior,
+    features: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    tokens: Tokens,
+    memory: dict | None,
+) -> tuple[Read, dict]:
+    """`SoftmaxPrior.read` of the own queries over the keys and values of all parts up to this one."""
+    q, k = prior.queries_and_keys(features, tokens.position)
+    both = ring.gather(torch.cat([k, v], -1), grad_placements=[Partial()])
+    keep = torch.ones_like(tokens.document) if tokens.keep is None else tokens.keep
+    marks = torch.stack([keep, tokens.document, tokens.position.expand_as(keep)], -1)
+    keep, document, position = ring.gather(marks).unbind(-1)
+    k, v = both.split([k.shape[-1], v.shape[-1]], -1)
+    how = {"window": prior.config.window, "backend": prior.config.backend}
+    return softmax_read(q, k, v, beta, tokens=Tokens(keep.bool(), None, document, position), **how), {}

@@ -1,0 +1,136 @@
+"""`torch.export` and ONNX: the same function at any length, of torch's own operations where it is to leave torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+import transformers
+from small_models import VOCABULARY, lively, small_config, tokens
+from torch import nn
+from torch.export import Dim, export
+
+from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, replace_attention
+from fem.functional import softmax_read
+from fem.models import FEMForCausalLM
+
+pytestmark = pytest.mark.usefixtures("as_users_run")  # shapes of an export are symbols
+ANY = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+QUICK = "rnn_decay"  # an exported step is slow to trace
+EVERY_PRIOR = [prior if prior == QUICK else pytest.param(prior, marks=pytest.mark.slow) for prior in PRIORS]
+
+
+def own_operators(program) -> set[str]:
+    """Of this library, in the graph and in the graphs below it."""
+    modules = [m for m in program.graph_module.modules() if hasattr(m, "graph")]
+    return {str(node.target) for m in modules for node in m.graph.nodes if str(node.target).startswith("fem")}
+
+
+def exported(layer: nn.Module, *inputs: torch.Tensor):
+    return export(layer, inputs, dynamic_shapes=tuple(ANY for _ in inputs), strict=False)
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("prior", EVERY_PRIOR)
+def test_a_layer_exported_for_inference_is_torchs_own_operations_at_any_length(prior):
+    config = FreeEnergyMixerConfig(n_embd=16, n_head=2, prior_type=prior, use_conv=prior == "softmax")
+    layer = lively(FreeEnergyMixer(config))
+    with torch.no_grad():
+        program = exported(layer, torch.randn(2, 7, 16))
+    assert not own_operators(program)
+    for rows, time in ((1, 2), (3, 7), (2, 33)):
+        x = torch.randn(rows, time, 16)
+        close(program.module()(x), layer(x))
+
+
+@pytest.mark.parametrize("prior", list(PRIORS))
+def test_a_layer_exported_with_gradients_has_those_of_the_layer(prior):
+    layer = lively(FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=16, n_head=2, prior_type=prior)))
+    program = exported(layer, torch.randn(2, 7, 16)).module()
+    x = torch.randn(3, 12, 16)
+    found = torch.autograd.grad(program(x).square().mean(), tuple(program.parameters()))
+    expected = torch.autograd.grad(layer(x).square().mean(), tuple(layer.parameters()))
+    for (name, _), a, b in zip(layer.named_parameters(), found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(b.abs().max()), msg=lambda m, n=name: f"{n}: {m}")
+
+
+class Read(nn.Module):
+    def __init__(self, **how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, q, k, v, keep):
+        read = softmax_read(q, k, v, torch.full(v.shape[2:], 3.0), key_mask=keep, **self.how)
+        return read.mean, read.free_energy
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, pytest.param({"window": 4}, marks=pytest.mark.slow), pytest.param({"causal": False}, marks=pytest.mark.slow)],
+)
+def test_an_exported_read_is_exact_where_a_later_value_drowns_all_others(how):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 9, 2, 4, generator=generator) for _ in range(3))
+    v[:, 6] += 300.0  # of the shift of a whole row, nothing is left before it
+    keep = torch.ones(2, 9, dtype=torch.bool)
+    keep[0, :3] = False
+    with torch.no_grad():
+        program = exported(Read(**how), q, k, v, keep).module()
+        for cut in (9, 5):
+            given = [x[:, -cut:] for x in (q, k, v, keep)]
+            for found, expected in zip(program(*given), Read(**how)(*given)):
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def in_onnx(model: nn.Module, path, *inputs: torch.Tensor, names: tuple[str, ...]):
+    """The model as onnxruntime runs it."""
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package, reason="needs the extra 'onnx'")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra 'onnx'")
+    shapes = dict.fromkeys(names, ANY) | {"use_cache": None}
+    options = {"kwargs": {"use_cache": False}, "dynamo": True, "verbose": False}
+    torch.onnx.export(model, inputs, path, dynamic_shapes=shapes, **options)
+    session = onnxruntime.InferenceSession(path)
+    keys = [entry.name for entry in session.get_inputs()]
+    return lambda *given: torch.tensor(session.run(None, dict(zip(keys, (x.numpy() for x in given))))[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prior", ["softmax", "gla", "rnn_softmax", "mamba"])
+def test_onnxruntime_finds_the_logits(prior, tmp_path):
+    fields = {"num_hidden_layers": 1, "mixer": {"use_conv": prior == "rnn_softmax"}}
+    model = lively(FEMForCausalLM(small_config(prior_type=prior, **fields)))
+    mask = torch.ones(2, 9, dtype=torch.long)
+    run = in_onnx(model, tmp_path / "m.onnx", tokens(2, 9), mask, names=("input_ids", "attention_mask"))
+    for time in (2, 9, 21):
+        ids, mask = tokens(3, time), torch.ones(3, time, dtype=torch.long)
+        mask[0, : time // 2] = 0
+        found, expected = run(ids, mask), model(ids, mask, use_cache=False).logits
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+SIZES = {"vocab_size": VOCABULARY, "pad_token_id": 0}
+CONVERTED = {
+    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, **SIZES)),
+    "bert": lambda: transformers.BertModel(
+        transformers.BertConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, **SIZES
+        )
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(CONVERTED))
+def test_a_converted_model_exports_as_it_did_before(kind, tmp_path):
+    model = replace_attention(lively(CONVERTED[kind]()), lambda_init=-1.0).eval()
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    with torch.no_grad():
+        run = in_onnx(model, tmp_path / "m.onnx", ids, mask, names=("input_ids", "attention_mask"))
+        for time in (3, 12):
+            ids, mask = tokens(2, time), torch.ones(2, time, dtype=torch.long)
+            torch.testing.assert_close(run(ids, mask), model(ids, mask, use_cache=False)[0], rtol=1e-4, atol=1e-4)
