@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
-from forked import Ended, Training  # noqa: E402
+from forked import Ended, Training, ready  # noqa: E402
 from trainings import tiny, weights, write_corpus  # noqa: E402
 
 DAMAGES = ("truncated", "zeroed", "flipped", "deleted")
@@ -124,6 +124,7 @@ class Chaos:
         if not self.data.exists():
             write_corpus(self.data)
         self.whole, self.files, self.seconds = {}, {}, {}
+        ready()
         for number, processes in enumerate(ways):
             output, clock = folder / f"whole-{number}", folder / f"seconds-{number}.json"
             if not clock.exists():
