@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
@@ -18,7 +17,7 @@ from test_resume import train
 from trainings import losses, tiny, weights, write_corpus
 
 from fem.experiments.common.checkpoints import load_language_model
-from fem.experiments.common.distributed import Ranks, end_process_group
+from fem.experiments.common.distributed import end_process_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -127,20 +126,6 @@ def test_a_mistake_is_said_once_by_all_processes(tmp_path, changes):
     ]
 
 
-def test_ranks_wait_for_one_another_no_longer_than_they_are_told():
-    """transformers begins the default group with half an hour on CPUs, whatever it is told."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    shared = os.environ | place | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, "wait"], env=shared | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    assert [process.communicate(timeout=300)[0] for process in ranks] == ["0:00:10\n", "0:00:10\n"]
-
-
 @pytest.mark.parametrize("way", ["compile", "checkpointing"])
 def test_compiled_and_recomputed_training_tell_the_same_losses(tmp_path, way):
     if way == "compile" and not shutil.which("g++"):
@@ -210,15 +195,6 @@ def test_fsdp2_shards_every_weight_and_trains_as_one_process():
     assert done.returncode == 0, done.stderr
 
 
-def wait():
-    """Run by two processes: the timeout of the group that the model's gradients are summed in."""
-    dist.init_process_group("gloo")
-    Ranks(10)
-    group = dist.distributed_c10d._get_default_group()
-    print(group._get_backend(torch.device("cpu")).options._timeout, flush=True)
-    end_process_group()
-
-
 if __name__ == "__main__":
-    wait() if sys.argv[1:] else sharded()
+    sharded()
     end_process_group()
