@@ -84,7 +84,7 @@ def test_every_exogenous_input_reaches_the_forecast(column):
 def test_neuralforecasts_own_checks_of_a_model():
     from neuralforecast.common._model_checks import check_model
 
-    check_model(FEMForecaster, ["airpassengers", "losses"])
+    check_model(FEMForecaster, ["airpassengers"])
 
 
 def test_a_forecaster_with_exogenous_inputs_is_loaded_in_a_fresh_process(tmp_path):
