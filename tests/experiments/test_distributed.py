@@ -39,14 +39,14 @@ def test_two_processes_train_as_one(tmp_path):
     assert json.loads((tmp_path / "2" / "results.json").read_text())["train"]["step"] == 20
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_processes_that_share_rows_train_as_one(tmp_path, processes):
-    """Every row is split over two processes; of four, two pairs read rows of their own."""
+@pytest.mark.parametrize("processes, parallel", [(2, "ddp"), (4, "fsdp")])
+def test_processes_that_share_rows_train_as_one(tmp_path, processes, parallel):
+    """Every row is split over two processes; of four, two pairs read rows of their own, and all share the weights."""
     data = write_corpus(tmp_path / "data.jsonl")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 88}
     hybrid = json.dumps(sizes | {"layer_priors": ["softmax", "gla"]})
-    for name, count, parts in (("whole", 1, 1), ("split", processes, 2)):
-        recipe = tiny(data, model=hybrid, micro_batch=1, context_parallel=parts)
+    for name, count, way in (("whole", 1, {}), ("split", processes, {"parallel": parallel, "context_parallel": 2})):
+        recipe = tiny(data, model=hybrid, micro_batch=1, **way)
         ended = Training(recipe, tmp_path / name, count).end(300)
         assert ended.code == 0, ended.said
     for a, b in zip(losses(tmp_path / "whole"), losses(tmp_path / "split"), strict=True):
@@ -116,6 +116,17 @@ def test_shards_in_bfloat16_compute_what_copies_do(tmp_path):
         assert ended.code == 0, ended.said
     for a, b in zip(losses(tmp_path / "ddp"), losses(tmp_path / "fsdp"), strict=True):
         assert a == pytest.approx(b, rel=1e-3)
+
+
+@pytest.mark.parametrize("changes", [{"preset": "no"}, {"batch_size": 3}, {"field": "no"}])
+def test_a_mistake_is_said_once_by_all_processes(tmp_path, changes):
+    recipe = tiny(write_corpus(tmp_path / "data.jsonl"), **changes)
+    ended = Training(recipe, tmp_path / "run", 2).end(300)
+    assert ended.code == 1
+    assert [line.split(" must")[0] for line in ended.said.splitlines() if line.startswith("error: ")] == [
+        {"preset": "error: preset", "batch_size": "error: batch_size", "field": "error: data.jsonl, record 1"}[name]
+        for name in changes
+    ]
 
 
 @pytest.mark.parametrize("lost", [0, 1])

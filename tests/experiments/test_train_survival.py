@@ -400,7 +400,7 @@ def test_a_disk_that_is_full_between_saves_is_told_with_what_is_left(data, tmp_p
     [
         *(("clip", -1.0), ("clip", 0.0), ("warmup_steps", 13), ("warmup_steps", -1), ("learning_rate", 0.0)),
         *(("beta2", 1.0), ("weight_decay", -0.1), ("seed", -1), ("vocabulary", 10), ("nonfinite", "ignore")),
-        ("comm_timeout", 0),
+        *(("comm_timeout", 0), ("context", 1)),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(data, field, value):
@@ -411,6 +411,11 @@ def test_settings_that_make_no_sense_are_refused(data, field, value):
 def test_the_nearest_preset_is_named(data, tmp_path):
     with pytest.raises(ValueError, match=r"preset must be one of .*got 'fem-sm-tny'; did you mean fem-sm-tiny\?"):
         training.run(tiny(data, preset="fem-sm-tny"), tmp_path / "run")
+
+
+def test_a_model_field_that_is_none_is_named(data, tmp_path):
+    with pytest.raises(ValueError, match=r"model_fields must be .*got 'hiden_size'; did you mean hidden_size\?"):
+        training.run(tiny(data, model='{"hiden_size": 32}'), tmp_path / "run")
 
 
 @pytest.mark.parametrize(

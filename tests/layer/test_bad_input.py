@@ -343,7 +343,7 @@ TABLE = [
     (keyed, {"initial_state": scan_state(channel)}, ValueError, "initial_state must hold"),
     (keyed, {"initial_state": scan_state(beta=None)}, ValueError, "with beta given both times or neither"),
     (keyed, {"backend": "sdpa"}, ValueError, "a scan has no such form"),
-    (keyed, {"v": normal(1, 0, 2, 3)}, ValueError, "v must have shape"),
+    (keyed, {"v": normal(1, 0, 2, 3)}, ValueError, "k and v must agree in batch, time and heads"),
     (channel, {"log_weight": some(NAN, 1, 5, 2, 3)}, ValueError, "log_weight must be below infinity .* got nan"),
     (channel, {"log_weight": some(INF, 1, 5, 2, 3)}, ValueError, "log_weight must be below infinity .* got inf"),
     (channel, {"log_weight": normal(1, 5, 2)}, ValueError, "log_weight must have the shape of v"),

@@ -86,7 +86,7 @@ def ssm_terms(
         return past, state
     back = None if tokens is None else tokens.reversed()
     delta, B, C, v = (x.flip(1) for x in (delta, B, C, v))
-    logs = None if logs is None else [log.flip(1) for log in logs]
+    logs = None if logs is None else tuple(log.flip(1) for log in logs)
     future, _ = _one_way(delta, A, B, C, None, v, beta, back, None, False, backend, logs)
     future = Terms(*(None if part is None else part.flip(1) for part in future))
     return merge(past, future, None if beta is None else beta.to(past.mean.dtype)), state
@@ -105,9 +105,9 @@ def _one_way(
         if tokens.keep is not None:
             delta, B, C, v = (torch.where(tokens.keep[..., None], x, 0) for x in (delta, B, C, v))
     if logs is not None:
-        logs = [log.to(wide).flatten(2) for log in logs]
+        logs = tuple(log.to(wide).flatten(2) for log in logs)
         if tokens is not None and tokens.keep is not None:
-            logs = [torch.where(tokens.keep[..., None], log, -math.inf) for log in logs]
+            logs = tuple(torch.where(tokens.keep[..., None], log, -math.inf) for log in logs)
     A = A.to(wide).flatten(0, 1).T.contiguous()
     D, beta = (None if x is None else x.to(wide).flatten() for x in (D, beta))
     alone = state is None and not return_state
