@@ -93,7 +93,8 @@ def in_onnx(model: nn.Module, path, **inputs: torch.Tensor):
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra 'onnx'")
     shapes = {name: {1: Dim.DYNAMIC} for name in inputs} | {"use_cache": None}
     options = {"dynamo": True, "verbose": False, "dynamic_shapes": shapes}
-    torch.onnx.export(model, (), path, kwargs={**inputs, "use_cache": False}, **options)
+    with torch.no_grad():
+        torch.onnx.export(model, (), path, kwargs={**inputs, "use_cache": False}, **options)
     session = onnxruntime.InferenceSession(path)
     return lambda **given: torch.tensor(session.run(None, {name: x.numpy() for name, x in given.items()})[0])
 
@@ -128,9 +129,8 @@ CONVERTED = {
 def test_a_converted_model_exports_as_it_did_before(kind, tmp_path):
     model = replace_attention(lively(CONVERTED[kind]()), lambda_init=-1.0).eval()
     given = {"input_ids": tokens(2, 9), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
-    with torch.no_grad():
-        run = in_onnx(model, tmp_path / "m.onnx", **given)
-        for time in (3, 12):
-            given = {"input_ids": tokens(2, time), "attention_mask": torch.ones(2, time, dtype=torch.long)}
-            expected = model(**given, use_cache=False)[0]
-            torch.testing.assert_close(run(**given), expected, rtol=1e-4, atol=1e-4)
+    run = in_onnx(model, tmp_path / "m.onnx", **given)
+    for time in (3, 12):
+        given = {"input_ids": tokens(2, time), "attention_mask": torch.ones(2, time, dtype=torch.long)}
+        expected = model(**given, use_cache=False)[0]
+        torch.testing.assert_close(run(**given), expected, rtol=1e-4, atol=1e-4)
