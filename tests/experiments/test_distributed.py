@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
@@ -20,7 +18,7 @@ from test_resume import train
 from trainings import losses, tiny, weights, write_corpus
 
 from fem.experiments.common.checkpoints import load_language_model
-from fem.experiments.common.distributed import Lost, Ranks, end_process_group
+from fem.experiments.common.distributed import Ranks, end_process_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -129,29 +127,18 @@ def test_a_mistake_is_said_once_by_all_processes(tmp_path, changes):
     ]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_rank_that_hangs_is_named(lost):
-    """As in a training: the default group has another timeout, and one rank stops within a step."""
+def test_ranks_wait_for_one_another_no_longer_than_they_are_told():
+    """transformers begins the default group with half an hour on CPUs, whatever it is told."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     shared = os.environ | place | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, "hang", str(lost)],
-            env=shared | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            [sys.executable, __file__, "wait"], env=shared | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
         )
         for rank in range(2)
     ]
-    try:
-        said, _ = ranks[1 - lost].communicate(timeout=120)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
-    assert said.splitlines()[-1] == f"rank {lost} hangs or has ended: no answer within 10 s (--comm-timeout)"
+    assert [process.communicate(timeout=300)[0] for process in ranks] == ["0:00:10\n", "0:00:10\n"]
 
 
 @pytest.mark.parametrize("way", ["compile", "checkpointing"])
@@ -223,25 +210,15 @@ def test_fsdp2_shards_every_weight_and_trains_as_one_process():
     assert done.returncode == 0, done.stderr
 
 
-def hang(lost):
-    """Run by two processes, of which one stops within its third step."""
-    torch.set_num_threads(1)
+def wait():
+    """Run by two processes: the timeout of the group that the model's gradients are summed in."""
     dist.init_process_group("gloo")
-    ranks = Ranks(10)
-    model = nn.parallel.DistributedDataParallel(nn.Linear(100, 100))
-    try:
-        with ranks.in_touch():
-            for step in range(4):
-                if (step, ranks.rank) == (2, lost):
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                model(torch.ones(2, 100)).sum().backward()
-    except Lost as error:
-        print(error, flush=True)
-    os._exit(0)
+    Ranks(10)
+    group = dist.distributed_c10d._get_default_group()
+    print(group._get_backend(torch.device("cpu")).options._timeout, flush=True)
+    end_process_group()
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        hang(int(sys.argv[2]))
-    sharded()
+    wait() if sys.argv[1:] else sharded()
     end_process_group()
