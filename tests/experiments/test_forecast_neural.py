@@ -83,13 +83,6 @@ def test_every_exogenous_input_reaches_the_forecast(column):
     assert not np.allclose(before, after)
 
 
-@pytest.mark.slow
-def test_neuralforecasts_own_checks_of_a_model():
-    from neuralforecast.common._model_checks import check_model
-
-    check_model(FEMForecaster, ["airpassengers"])
-
-
 def test_a_forecaster_with_exogenous_inputs_is_loaded_in_a_fresh_process(tmp_path):
     table, static = with_exogenous()
     rows, future = table[table["ds"] < 55], table[table["ds"] >= 55].drop(columns=["y", "past"])
