@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from chaos import damaged
 from trainings import assert_same_run, losses, tiny, weights, write_corpus
 
 from fem import cli
-from fem.experiments.common import integrity, run
+from fem.experiments.common import distributed, integrity, run
 from fem.experiments.common.checkpoints import checkpoints, load_language_model, newest
 from fem.experiments.common.distributed import Paused
 from fem.experiments.common.lock import one_writer
@@ -263,6 +264,17 @@ def test_ctrl_c_says_what_to_type(data, tmp_path, monkeypatch, capsys):
     assert ended.value.code == 130
     last = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch(rf"stopped by SIGINT; .* to go on: fem {' '.join(words)} --resume auto", last)
+
+
+def test_the_group_of_the_model_waits_no_longer_than_told(monkeypatch):
+    """On CPUs transformers begins it with half an hour."""
+    told = []
+    found = {"is_initialized": True, "get_rank": 0, "get_world_size": 2, "new_group": None}
+    for name, value in found.items():
+        monkeypatch.setattr(distributed.dist, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(distributed.dist.distributed_c10d, "_set_pg_timeout", told.append)
+    distributed.Ranks(10)
+    assert told == [timedelta(seconds=10)]
 
 
 # Who writes

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import time
 import traceback
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,6 +26,13 @@ SERVER.set_forkserver_preload(
         "fem.experiments.lm.training",
     ]
 )
+
+
+def ready() -> None:
+    """Wait until the server has imported everything, so that trainings can be timed."""
+    process = SERVER.Process(target=time.sleep, args=(0,))
+    process.start()
+    process.join()
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,11 @@ class Training:
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, if there still is a process."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     def end(self, seconds: float = 600.0) -> Ended:
         """Wait for the end, at most so long: then it is killed."""

@@ -53,7 +53,7 @@ def page(clients: list[dict[str, str]], findings: list[Finding]) -> str:
     lines = [
         "# What works with what",
         "",
-        "A `FEMForCausalLM` of one layer in the hands of other libraries. Blank: not installed, so not run. Commands "
+        "A `FEMForCausalLM` of one layer in the hands of other libraries. Blank: not run. Commands "
         "run in a process of their own that does not import fem: the checkpoint's `auto_map` does, where they are told "
         "to trust its code. transformers' own tests of models have [a page](transformers_suite.md).",
         "",
