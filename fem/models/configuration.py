@@ -84,6 +84,12 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
             if name in MIXER_FIELDS:
                 remedy = MODEL_NAMES.get(name, f"mixer={{{name!r}: {given[name]!r}}}")
                 raise ValueError(f"FEMConfig has no field {name!r}, which belongs to the mixers; pass {remedy}.")
+        for name in ("rope_scaling", "rope_parameters"):
+            if given.get(name) is not None:
+                raise ValueError(
+                    f"{name} is not read here, got {given[name]!r}: rotary angles are not scaled; leave it out, or set "
+                    "their base by mixer={'rope_theta': ...}."
+                )
         self._check_sizes()
         if self.intermediate_size is None:
             self.intermediate_size = 256 * -(-8 * self.hidden_size // (3 * 256))

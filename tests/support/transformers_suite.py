@@ -106,12 +106,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args()
     record = options.output / "transformers_suite.json"
-    known = json.loads(record.read_text(encoding="utf-8")) if record.exists() else []
+    known = json.loads(record.read_text(encoding="utf-8"))["suite"] if record.exists() else []
     rows = {row["prior"]: row for row in known} | {prior: run(prior, options.only) for prior in options.priors}
     text = page([rows[prior] for prior in sorted(rows, key=[*PRIORS, *rows].index)])
     print(text)
     if not options.only:
-        record.write_text(json.dumps(list(rows.values()), indent=1) + "\n", encoding="utf-8")
+        record.write_text(json.dumps({"suite": list(rows.values())}, indent=1) + "\n", encoding="utf-8")
         record.with_suffix(".md").write_text(text, encoding="utf-8")
 
 
