@@ -105,9 +105,9 @@ def _one_way(
         if tokens.keep is not None:
             delta, B, C, v = (torch.where(tokens.keep[..., None], x, 0) for x in (delta, B, C, v))
     if logs is not None:
-        logs = [log.to(wide).flatten(2) for log in logs]
+        logs = tuple(log.to(wide).flatten(2) for log in logs)
         if tokens is not None and tokens.keep is not None:
-            logs = [torch.where(tokens.keep[..., None], log, -math.inf) for log in logs]
+            logs = tuple(torch.where(tokens.keep[..., None], log, -math.inf) for log in logs)
     A = A.to(wide).flatten(0, 1).T.contiguous()
     D, beta = (None if x is None else x.to(wide).flatten() for x in (D, beta))
     alone = state is None and not return_state
