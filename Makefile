@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs screens notebooks lint chaos bench clean
+.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs screens notebooks lint chaos suite bench clean
 
 help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
@@ -16,7 +16,7 @@ help:
 	@echo "make docs      the site, into site/  make test-docs  runs every tutorial, page and notebook, and builds the site"
 	@echo "make screens   pictures of the site's pages, light and dark, wide and narrow, into runs/screens"
 	@echo "make lint      style and import direction      make bench   what FEM costs on this machine"
-	@echo "make chaos     kills, stops and damages a hundred small trainings; what became of them, into docs/results"
+	@echo "make chaos     kills, stops and damages 140 small trainings; what became of them, into docs/results"
 	@echo "make install   only install, into $(VENV)"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -44,10 +44,11 @@ test-all: test test-slow
 test-docs: install
 	$(PYTEST) tests/docs
 
-# Breaks the library in known ways, one at a time, and fails where no test notices.
+# Random calls of the scans against their definitions, for ten minutes.
 fuzz: install
 	OMP_NUM_THREADS=1 FEM_FUZZ_SECONDS=600 $(BIN)/python -m pytest -m slow -s tests/ops/test_fuzz.py
 
+# Breaks the library in known ways, one at a time, and fails where no test notices.
 mutants: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py
 
@@ -86,9 +87,13 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-# Trainings that are killed, stopped, starved of disk and damaged: minutes on two idle cores.
+# Trainings that are killed, stopped, starved of disk and damaged: ten minutes on two idle cores. Goes on after a stop.
 chaos: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/chaos.py
+
+# transformers' own tests of models on ours: its source distribution is downloaded once.
+suite: install
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/transformers_suite.py
 
 bench: install
 	OMP_NUM_THREADS=1 $(BIN)/fem bench

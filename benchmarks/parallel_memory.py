@@ -6,10 +6,12 @@ OMP_NUM_THREADS=1 python benchmarks/parallel_memory.py       # writes docs/resul
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -23,8 +25,9 @@ from fem.models.context import context_parallel, own_part
 from fem.models.loss import next_tokens
 
 SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 4096}
-TIME, ROWS, STEPS = 1024, 1, 2
+TIME, ROWS, STEPS = 512, 1, 2
 PRIORS = {"softmax": {"mixer": {"use_conv": False}}, "gla": {"prior_type": "gla"}}
+MEASURED = ("weights and optimiser", "kept for the backward pass", "peak of a step")
 WAYS = ("tensor", "context", "context, recomputed")
 
 
@@ -59,7 +62,7 @@ def resident(field: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def on_this_process(folder: str, way: str) -> dict[str, int]:
+def measure(folder: str, way: str) -> dict[str, int]:
     """Bytes of weights with AdamW's state, of what a forward keeps, and by how much a training step peaks."""
     split = {"tp_plan": "auto"} if way == "tensor" and dist.get_world_size() > 1 else {}
     model = FEMForCausalLM.from_pretrained(folder, **split).train()
@@ -86,35 +89,36 @@ def on_this_process(folder: str, way: str) -> dict[str, int]:
             peak = resident("VmHWM") - before
     state = [x for state in optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
     held = sum(local(x).nbytes for x in [*model.parameters(), *state])
-    return {"weights and optimiser": held, "kept for the backward pass": nbytes, "peak of a step": peak}
+    return dict(zip(MEASURED, (held, nbytes, peak)))
 
 
 def main() -> None:
-    results, rows = {}, []
+    results = {}
     with tempfile.TemporaryDirectory() as scratch:
         for prior, fields in PRIORS.items():
             torch.manual_seed(0)
-            folder = str(Path(scratch, prior))
-            FEMForCausalLM(FEMConfig(**SIZES, **fields)).save_pretrained(folder)
-            for way in WAYS:
-                for processes in (1, 2, 4):
-                    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-                    asked = [*torchrun, "--nproc-per-node", str(processes), __file__, folder, way, scratch]
-                    subprocess.run(asked, check=True)
-                    found = json.loads(Path(scratch, "found.json").read_text())
-                    results[f"{prior}, {way}, {processes}"] = found
-                    largest = {name: max(one[name] for one in found) for name in found[0]}
-                    shown = {name: f"{nbytes / 2**20:,.0f}" for name, nbytes in largest.items()}
-                    rows.append({"prior": prior, "split": way, "processes": processes, **shown})
+            FEMForCausalLM(FEMConfig(**SIZES, **fields)).save_pretrained(Path(scratch, prior))
+        for processes in (1, 2, 4):
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            # every large block goes back to the system when it is freed
+            how = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
+            subprocess.run([*torchrun, "--nproc-per-node", str(processes), __file__, scratch], check=True, env=how)
+            results[processes] = json.loads(Path(scratch, "found.json").read_text())
+    rows = []
+    for prior, way in product(PRIORS, WAYS):
+        for processes, ranks in results.items():
+            most = {name: max(rank[f"{prior}, {way}"][name] for rank in ranks) for name in MEASURED}
+            shown = {name: f"{nbytes / 2**20:,.0f}" for name, nbytes in most.items()}
+            rows.append({"prior": prior, "split": way, "processes": processes, **shown})
+    sizes = "{num_hidden_layers} layers of width {hidden_size}, {num_attention_heads} heads, {vocab_size} entries"
     note = (
-        f"MiB of the process that holds most, over gloo on a CPU, float32: {SIZES['num_hidden_layers']} layers of "
-        f"width {SIZES['hidden_size']}, {SIZES['num_attention_heads']} heads, {SIZES['vocab_size']} entries, {ROWS} "
-        f"row of {TIME} tokens, AdamW; seed 0. Tensor: heads are split (`tp_plan`), every process reads whole rows; "
-        "embeddings are split by transformers. Context: rows are split (`context_parallel`), every process has all "
-        "weights; recomputed: with gradient checkpointing. Kept for the backward pass: every block of memory that autograd "
-        "saves in a forward pass, counted exactly. Peak of a step: by how much the process's resident memory rises in "
-        "the second step, gradients included; gloo's buffers and the allocator are in it. Softmax layers keep the keys "
-        "and values of all parts up to their own. Made by `python benchmarks/parallel_memory.py`."
+        f"MiB of the process that holds most, over gloo on a CPU, float32: {sizes.format(**SIZES)}, {ROWS} row of "
+        f"{TIME} tokens, AdamW; seed 0. Tensor: heads are split (`tp_plan`), every process reads whole rows. Context: "
+        "rows are split (`context_parallel`), every process has all weights; recomputed: with gradient checkpointing. "
+        "Kept for the backward pass: every block of memory that autograd saves in a forward pass, counted exactly; "
+        "softmax layers keep the keys and values of all parts up to their own. Peak of a step: by how much the "
+        "process's resident memory rises in the second step, gradients, gloo's buffers and what the allocator keeps "
+        "included; 60 MiB of it are gradients, where all weights are. Made by `python benchmarks/parallel_memory.py`."
     )
     save("docs/results/parallel_cpu", "Memory of split models", results, rows, note)
 
@@ -123,10 +127,11 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if len(sys.argv) > 1:
         dist.init_process_group("gloo")
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, on_this_process(*sys.argv[1:3]))
+        folder, found = Path(sys.argv[1]), [None] * dist.get_world_size()
+        own = {f"{prior}, {way}": measure(str(folder / prior), way) for prior, way in product(PRIORS, WAYS)}
+        dist.all_gather_object(found, own)
         if dist.get_rank() == 0:
-            Path(sys.argv[3], "found.json").write_text(json.dumps(found))
+            (folder / "found.json").write_text(json.dumps(found))
         dist.barrier()
         dist.destroy_process_group()
     else:

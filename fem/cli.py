@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
@@ -110,8 +111,18 @@ def main() -> None:
 
 
 def _say(sentence: str) -> int:
-    print(f"error: {sentence}", file=sys.stderr)
+    if _first_to_say():
+        print(f"error: {sentence}", file=sys.stderr)
     return 2
+
+
+def _first_to_say() -> bool:
+    """Under torchrun, whether no other process has met an error before: what is wrong for one is wrong for all."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return True
+    from fem.experiments.common.distributed import store_key, torchrun_store
+
+    return torchrun_store().add(f"{store_key()}/error", 1) == 1
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from fem.experiments.common.tables import markdown_table, show_table, write_tabl
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from fem.experiments.inspect.layers import LayerTables
     from fem.experiments.lm.small import LanguageRecipe
     from fem.experiments.lm.text import Corpus
     from fem.models import FEMForCausalLM
@@ -145,48 +144,46 @@ def plain_sentence(text: str) -> str:
 
 
 def look_inside(model: FEMForCausalLM, tokenizer: PreTrainedTokenizerFast, sentence: str, folder: Path) -> dict:
-    """The page of `fem inspect` on the sentence, and what two heads read at its end: the one whose channels differ
-    most, and the median one.
+    """The page of `fem inspect` on the sentence, and what two heads read at its end: the one whose channels read most
+    different words, and the median one.
     """
     from fem.experiments.inspect.experiment import encode
-    from fem.experiments.inspect.layers import by_division, layer_tables, readings
+    from fem.experiments.inspect.layers import division, layer_tables, readings
     from fem.experiments.inspect.page import write_page
 
     ids, tokens = encode(tokenizer, sentence)
     found = readings(model, torch.tensor([ids], device=model.device))
     layers = [layer_tables(number, "softmax", reading) for number, reading in enumerate(found, start=1)]
-    ranked = by_division(layers)
-    write_page(folder / "inspect.html", "the demo's FEM model", tokens, layers, ranked[0])
     starts = [index for index, token in enumerate(tokens) if index == 0 or token[:1].isspace()]
-    shown = []
-    for what, (place, head) in (("most divided", ranked[0]), ("median", ranked[len(ranked) // 2])):
-        prior, channels = layers[place].prior[head, 0, -1], layers[place].read[head, :, -1]
-        shown.append(
-            {
-                "title": f"the {what} of {len(ranked)} heads: layer {place + 1}, head {head + 1}",
-                "favourites": favourites(layers[place], head),
-                "prior": np.add.reduceat(prior, starts).round(5).tolist(),
-                "channels": np.add.reduceat(channels, starts, axis=1).round(5).tolist(),
-            }
-        )
-    counts = [favourites(layers[place], head) for place, head in ranked]
     words = ["".join(tokens[begin:end]).strip() for begin, end in zip(starts, [*starts[1:], None])]
+
+    def channels(place: tuple[int, int]) -> np.ndarray:
+        """Weights of the words, (d, words): the sums of their pieces."""
+        return np.add.reduceat(layers[place[0]].read[place[1], :, -1], starts, axis=1)
+
+    places = [(layer, head) for layer, tables in enumerate(layers) for head in range(tables.heads)]
+    ranked = sorted(places, key=lambda place: division(channels(place)), reverse=True)
+    write_page(folder / "inspect.html", "the demo's FEM model", tokens, layers, ranked[0])
+    shown = [
+        {
+            "title": f"the {what} of {len(ranked)} heads: layer {layer + 1}, head {head + 1}",
+            "prior": np.add.reduceat(layers[layer].prior[head, 0, -1], starts).round(5).tolist(),
+            "channels": channels((layer, head)).round(5).tolist(),
+        }
+        for what, (layer, head) in (("most divided", ranked[0]), ("median", ranked[len(ranked) // 2]))
+    ]
+    counts = [division(channels(place))[0] for place in ranked]
     return {"sentence": sentence, "words": words, "shown": shown, "favourites": counts}
 
 
-def favourites(tables: LayerTables, head: int) -> int:
-    return len(set(tables.read[head, :, -1].argmax(1)))
-
-
 def caption(reading: Mapping) -> str:
-    first, second = (head["favourites"] for head in reading["shown"])
     channels, counts = len(reading["shown"][0]["channels"]), reading["favourites"]
     more = sum(count > 1 for count in counts)
-    return f"""The FEM model reads, at the end of "{reading["sentence"]}", which it was not trained on. A row is a
-channel, a dot marks the word that it reads most; the pieces of a word are added up. Above: the head whose channels
-differ most; its {channels} channels read {first} different tokens most. Below: the median head, with {second}. In
-{more} of {len(counts)} heads the channels do not agree on one token. Softmax attention reads the row `prior` in every
-channel. Every head, channel and token: open `inspect.html` in a browser."""
+    return f"""The FEM model reads, at the end of "{reading["sentence"]}",
+which it was not trained on. A row is a channel, a dot marks the word that it reads most; pieces of a word are added up.
+Above: the head whose {channels} channels read most different words, {counts[0]}. Below: the median head, with
+{counts[len(counts) // 2]}. In {more} of {len(counts)} heads the channels do not agree on one word. Attention reads the
+row `prior` in every channel. Every head, channel and token: open `inspect.html` in a browser."""
 
 
 def generate(model: FEMForCausalLM, tokenizer: PreTrainedTokenizerFast, sentence: str, seed: int) -> str:

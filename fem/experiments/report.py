@@ -183,7 +183,7 @@ Every page says at its end what was run, when and on what. Where the paper has a
 run it yet: the command does. Figures of the paper are marked as such and never stand in the place of ours.
 
 {items}
-Measured by the scripts in `benchmarks/`:
+Measured by the scripts in `benchmarks/` and `tests/support/`:
 
 {others}
 

@@ -50,7 +50,7 @@ if find_spec("transformers"):
                 getattr(transformers, auto).register(config, globals()[name])
                 offer(globals()[name])
 
-if "neuralforecast" in sys.modules:
+if hasattr(sys.modules.get("neuralforecast"), "NeuralForecast"):  # not while it is being imported itself
     import_module("fem.models.forecast")  # NeuralForecast.load then knows the forecaster
 
 

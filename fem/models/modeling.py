@@ -82,8 +82,11 @@ class FEMBlock(GradientCheckpointingLayer):
             return self.mixer(x, attention_mask, segment_ids)
         memory, rows = cache.layers[self.index], []
         for piece in memory.pieces(x.shape[1]):
-            given = (None if part is None else part[:, piece] for part in (x, attention_mask, segment_ids))
-            y, state = self.mixer(*given, state=memory.state, return_state=True)
+            marks = (  # of another shape the mixer refuses them
+                mark if mark is None or mark.shape != x.shape[:2] else mark[:, piece]
+                for mark in (attention_mask, segment_ids)
+            )
+            y, state = self.mixer(x[:, piece], *marks, state=memory.state, return_state=True)
             memory.remember(state, tokens=y.shape[1])
             rows.append(y)
         return rows[0] if len(rows) == 1 else torch.cat(rows, 1)

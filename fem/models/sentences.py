@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
 from sentence_transformers.base.modules import Module
-from torch import Tensor
 
 from fem.pooling import FreeEnergyPooling
 
@@ -26,9 +26,10 @@ class FreeEnergySentencePooling(Module):
         self.n_embd, self.n_head, self.memory_dim, self.fields = n_embd, n_head, memory_dim, fields or {}
         self.pooling = FreeEnergyPooling(n_embd, n_head, memory_dim=memory_dim, **self.fields)
 
-    def forward(self, features: dict[str, Tensor], **_) -> dict[str, Tensor]:
+    def forward(self, features: MutableMapping[str, Any], **_) -> MutableMapping[str, Any]:
         pooled = self.pooling(features["token_embeddings"], features["attention_mask"].bool())
-        return features | {"sentence_embedding": pooled.squeeze(1)}
+        features["sentence_embedding"] = pooled.squeeze(1)
+        return features
 
     def get_sentence_embedding_dimension(self) -> int:
         return self.n_embd

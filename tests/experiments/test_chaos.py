@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
-from chaos import DAMAGES, FAULTS, ONE, TWO, Chaos, cases
+from chaos import DAMAGES, FAULTS, ONE, SHARDS, TWO, Chaos, cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -19,6 +19,7 @@ def test_what_is_killed_stopped_or_damaged_goes_on_or_says_why(tmp_path):
     chosen = draw.sample([case for case in alone if case.kind in DAMAGES], 8)
     chosen += draw.sample([case for case in alone if case.kind not in DAMAGES], 8)
     chosen += [case for case in every if case.processes == TWO and case.kind == "SIGTERM"][:1]
+    chosen += [case for case in every if case.processes == SHARDS and case.kind == "SIGKILL"][:1]
     found = [chaos.run(case, number) for number, case in enumerate(chosen)]
     assert [case for case in found if case["outcome"] in FAULTS] == []
     assert sum(case["outcome"] == "same" for case in found) >= len(found) - 4

@@ -348,7 +348,7 @@ def test_table_4_has_the_paper_s_figures_and_ours_where_all_horizons_were_run():
 
 def test_without_neuralforecast_one_sentence_names_the_extra(monkeypatch):
     monkeypatch.setattr(models, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'free-energy-mixer\[forecast\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[forecast\]'"):
         _ = models.FEMForecaster
 
 

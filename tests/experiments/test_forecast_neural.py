@@ -1,5 +1,6 @@
 """`FEMForecaster` in neuralforecast, and neuralforecast's own models on our windows."""
 
+import inspect
 import subprocess
 import sys
 
@@ -15,10 +16,12 @@ from fem.experiments.forecast.settings import BASELINES, ForecastRecipe, Job
 pytest.importorskip("neuralforecast", reason="needs neuralforecast: pip install 'free-energy-mixer[forecast]'")
 
 from neuralforecast import NeuralForecast
+from neuralforecast.core import MODEL_FILENAME_DICT
 from neuralforecast.losses.pytorch import MSE, DistributionLoss, MQLoss
 
 from fem.experiments.forecast.baselines import MODELS, QUIET, forecast, long_table, train_baseline
 from fem.models import AutoFEMForecaster, FEMForecaster
+from fem.models.forecast import TRAINING
 
 ROWS = np.stack([np.sin(np.arange(150) / 4), np.cos(np.arange(150) / 7) + 3], 1).astype(np.float32)
 SMALL = {"h": 5, "input_size": 23, "hidden_size": 16, "n_heads": 2, "n_layers": 1, "patch_len": 4, "max_steps": 3}
@@ -80,13 +83,6 @@ def test_every_exogenous_input_reaches_the_forecast(column):
     assert not np.allclose(before, after)
 
 
-@pytest.mark.slow
-def test_neuralforecasts_own_checks_of_a_model():
-    from neuralforecast.common._model_checks import check_model
-
-    check_model(FEMForecaster, ["airpassengers", "losses"])
-
-
 def test_a_forecaster_with_exogenous_inputs_is_loaded_in_a_fresh_process(tmp_path):
     table, static = with_exogenous()
     rows, future = table[table["ds"] < 55], table[table["ds"] >= 55].drop(columns=["y", "past"])
@@ -105,26 +101,13 @@ def test_a_forecaster_with_exogenous_inputs_is_loaded_in_a_fresh_process(tmp_pat
     assert np.allclose(found, forecaster.predict(futr_df=future)["FEMForecaster"], atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ray", "optuna"])
-def test_the_search_finds_settings_and_is_saved_as_the_forecaster(backend, tmp_path):
-    if backend == "optuna":
-        pytest.importorskip("optuna", reason="neuralforecast's other search needs optuna")
-    space = AutoFEMForecaster.get_default_config(5, backend)
-    if backend == "ray":
-        assert {"input_size", "step_size", "prior_type"} <= space.keys()
-        space |= SMALL | {"n_heads": 2}
-        del space["h"]
-        config = {**space, "input_size": 23, "step_size": 1, "batch_size": 8, "windows_batch_size": 8, "max_steps": 2}
-    else:
-        config = lambda trial: {**SMALL, "hidden_size": trial.suggest_categorical("hidden_size", [16])}  # noqa: E731
-    model = AutoFEMForecaster(h=5, config=config, backend=backend, num_samples=1)
-    forecaster = NeuralForecast(models=[model], freq=1)
-    forecaster.fit(long_table(ROWS), val_size=20)
-    forecaster.save(str(tmp_path), overwrite=True)
-    loaded = NeuralForecast.load(str(tmp_path))
-    assert isinstance(loaded.models[0], FEMForecaster)
-    assert np.allclose(loaded.predict().iloc[:, -1], forecaster.predict().iloc[:, -1])
+def test_the_search_has_a_space_of_the_forecasters_own_arguments():
+    space = AutoFEMForecaster.get_default_config(5, "ray")
+    assert {"input_size", "step_size", "hidden_size", "prior_type"} <= space.keys()
+    assert space.keys() - {"h", "loss"} <= {*inspect.signature(FEMForecaster).parameters, *TRAINING, "step_size"}
+    model = AutoFEMForecaster(h=5, num_samples=1)
+    assert model.cls_model is FEMForecaster
+    assert MODEL_FILENAME_DICT["autofemforecaster"] is FEMForecaster
 
 
 def test_quantiles_and_distributions_have_their_columns():

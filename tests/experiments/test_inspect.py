@@ -290,11 +290,20 @@ def test_a_mistake_is_answered_by_one_sentence(monkeypatch, capsys, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     given = {"model": model, "text": "the sun"} | changes
     options = [word for name in ("text", "layers") if name in given for word in (f"--{name}", given[name])]
-    assert fem(monkeypatch, "inspect", given["model"], *options) == 2
+    assert fem(monkeypatch, "inspect", "--model", given["model"], *options) == 2
     answer = capsys.readouterr().err.strip()
     assert re.match(f"error: {sentence}", answer)
     assert answer.count("\n") == 0
     assert not (tmp_path / "runs" / "inspect").exists()
+
+
+def test_a_model_without_its_option_is_taken_with_a_hint(monkeypatch, capsys):
+    taken = []
+    monkeypatch.setattr(inspect, "run", lambda *given: taken.append(given))
+    assert fem(monkeypatch, "inspect", "runs/a", "--text", "the") == 0
+    assert (taken[0][0], capsys.readouterr().err) == ("runs/a", "note: the model is given as --model here.\n")
+    assert fem(monkeypatch, "inspect", "--text", "the") == 2
+    assert "model must be given: --model" in capsys.readouterr().err
 
 
 def test_a_model_without_fem_is_refused(monkeypatch, capsys, tmp_path, tokenizer):

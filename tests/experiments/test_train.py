@@ -178,13 +178,14 @@ def test_a_run_is_not_overwritten(whole, data, changes, resume, sentence):
         ({"model": '{"vocab_size": 8}'}, "vocab_size must cover"),
         ({"tokenizer": "no/such/tokenizer"}, "tokenizer 'no/such/tokenizer' cannot be read"),
         ({"field": "content"}, "must have text in 'content', got the fields text"),
-        ({"parallel": "fsdp"}, "needs GPUs"),
+        ({"parallel": "fsdp"}, "needs torchrun"),
+        ({"context": 25, "context_parallel": 2}, "context must be a multiple of context_parallel = 2, got 25"),
+        ({"compile": True, "context_parallel": 2}, "compile has no messages between processes"),
+        ({"context_parallel": 2}, "context_parallel must divide the number of processes, 1, got 2"),
         ({"preset": "nothing"}, "preset must be one of"),
     ],
 )
 def test_mistakes_are_one_sentence(data, tmp_path, as_users_run, changes, sentence):
-    if changes.get("parallel") == "fsdp" and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match=sentence):
         training.run(tiny(data, **changes), tmp_path / "run")
     assert not checkpoints.checkpoints(tmp_path / "run")

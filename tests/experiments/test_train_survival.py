@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from chaos import damaged
 from trainings import assert_same_run, losses, tiny, weights, write_corpus
 
 from fem import cli
-from fem.experiments.common import integrity, run
+from fem.experiments.common import distributed, integrity, run
 from fem.experiments.common.checkpoints import checkpoints, load_language_model, newest
 from fem.experiments.common.distributed import Paused
 from fem.experiments.common.lock import one_writer
@@ -265,6 +266,17 @@ def test_ctrl_c_says_what_to_type(data, tmp_path, monkeypatch, capsys):
     assert re.fullmatch(rf"stopped by SIGINT; .* to go on: fem {' '.join(words)} --resume auto", last)
 
 
+def test_the_group_of_the_model_waits_no_longer_than_told(monkeypatch):
+    """On CPUs transformers begins it with half an hour."""
+    told = []
+    found = {"is_initialized": True, "get_rank": 0, "get_world_size": 2, "new_group": None}
+    for name, value in found.items():
+        monkeypatch.setattr(distributed.dist, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(distributed.dist.distributed_c10d, "_set_pg_timeout", told.append)
+    distributed.Ranks(10)
+    assert told == [timedelta(seconds=10)]
+
+
 # Who writes
 
 
@@ -400,7 +412,7 @@ def test_a_disk_that_is_full_between_saves_is_told_with_what_is_left(data, tmp_p
     [
         *(("clip", -1.0), ("clip", 0.0), ("warmup_steps", 13), ("warmup_steps", -1), ("learning_rate", 0.0)),
         *(("beta2", 1.0), ("weight_decay", -0.1), ("seed", -1), ("vocabulary", 10), ("nonfinite", "ignore")),
-        ("comm_timeout", 0),
+        *(("comm_timeout", 0), ("context", 1)),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(data, field, value):
@@ -411,6 +423,11 @@ def test_settings_that_make_no_sense_are_refused(data, field, value):
 def test_the_nearest_preset_is_named(data, tmp_path):
     with pytest.raises(ValueError, match=r"preset must be one of .*got 'fem-sm-tny'; did you mean fem-sm-tiny\?"):
         training.run(tiny(data, preset="fem-sm-tny"), tmp_path / "run")
+
+
+def test_a_model_field_that_is_none_is_named(data, tmp_path):
+    with pytest.raises(ValueError, match=r"model_fields must be .*got 'hiden_size'; did you mean hidden_size\?"):
+        training.run(tiny(data, model='{"hiden_size": 32}'), tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import nn
 from fem import PRIORS, replace_attention
 from fem.experiments.clients.survey import model_types, survey
 from fem.models import LORA, FEMForCausalLM, load_replaced
+from fem.projection import Projection
 
 LLAMA = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1} | {
     "intermediate_size": 48,
@@ -130,6 +131,50 @@ def test_priors_of_fixed_state_have_no_longest_row_unless_asked():
     assert longest() == longest(layer_priors=["gla", "softmax"]) == 4096
     assert longest(prior_type="gla") is None
     assert longest(prior_type="gla", max_position_embeddings=16) == 16
+
+
+# --- quantisation and sentence embeddings
+
+
+def quantised(model: nn.Module, *kinds: type) -> nn.Module:
+    return torch.ao.quantization.quantize_dynamic(model, set(kinds), torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore:torch.")
+@pytest.mark.parametrize("prior", ["softmax", "mamba"])
+def test_dynamic_quantisation_takes_projections_where_it_is_told(prior):
+    model = lively(FEMForCausalLM(small_config(prior_type=prior, mixer={"gate_rank": 4})))
+    low = quantised(model, nn.Linear, Projection)
+    assert not any(isinstance(module, nn.Linear) for module in low.modules())
+    found, expected = low(tokens(2, 9)).logits, model(tokens(2, 9)).logits
+    assert 0 < (found - expected).norm() / expected.norm() < 0.2
+
+
+@pytest.mark.filterwarnings("ignore:torch.")
+def test_dynamic_quantisation_leaves_no_projection_silently():
+    with pytest.warns(UserWarning, match=r"name their class: quantize_dynamic\(model, {nn.Linear, fem.projection"):
+        low = quantised(FEMForCausalLM(small_config()), nn.Linear)
+    assert any(type(module) is Projection for module in low.modules())
+
+
+def test_sentences_are_embedded_by_a_free_energy_and_come_back(tmp_path):
+    library = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers, of the extra 'dev'")
+    from sentence_transformers.base.modules import Transformer
+
+    from fem.experiments.clients.programs import save
+    from fem.models.sentences import FreeEnergySentencePooling
+
+    save(tmp_path / "fem")
+    pooling = lively(FreeEnergySentencePooling(8, 2, memory_dim=16, fields={"fem_dim": 8}))
+    model = library.SentenceTransformer(modules=[Transformer(str(tmp_path / "fem")), pooling], device="cpu")
+    texts = ["a text", "another, and longer"]
+    together = model.encode(texts)
+    assert together.shape == (2, 8)
+    for text, row in zip(texts, together):  # padding is no token
+        torch.testing.assert_close(torch.tensor(model.encode([text])[0]), torch.tensor(row), rtol=1e-4, atol=1e-5)
+    model.save(str(tmp_path / "saved"))
+    again = library.SentenceTransformer(str(tmp_path / "saved"), trust_remote_code=True, device="cpu")
+    torch.testing.assert_close(torch.tensor(again.encode(texts)), torch.tensor(together))
 
 
 # --- surgery on whatever reads through transformers' attention functions

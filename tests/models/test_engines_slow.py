@@ -1,9 +1,10 @@
-"""Continuous batching, and models or rows split over several processes: each equals one model that reads whole rows."""
+"""Continuous batching, FlexAttention, models and rows split over processes: each equals one model over whole rows."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
-from test_engines import FAMILIES, small_model
+from test_engines import FAMILIES, left_padded, served, small_model, tokens
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -31,6 +32,15 @@ def test_continuous_batching_writes_what_generate_writes(family, engine):
     done = model.generate_batch(prompts, generation_config=how, continuous_batching_config=small, progress_bar=False)
     numbered = sorted(done.items(), key=lambda item: int(item[0].rsplit("_", 1)[1]))
     assert [request.generated_tokens for _, request in numbered] == written
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="FlexAttention on a CPU is compiled by g++")
+def test_flex_attention_reads_what_the_exact_form_reads():
+    model, ids = small_model(), tokens(2, 13)
+    mask = left_padded(ids, (13, 9))
+    with torch.no_grad():
+        exact, flex = model(ids, attention_mask=mask).logits, served(model, "flex_attention", ids, attention_mask=mask)
+    torch.testing.assert_close(flex.logits[mask.bool()], exact[mask.bool()], rtol=1e-4, atol=1e-4)
 
 
 def on_processes(script: str, processes: int, folder: Path) -> dict:

@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
-from forked import Ended, Training  # noqa: E402
+from forked import Ended, Training, ready  # noqa: E402
 from trainings import tiny, weights, write_corpus  # noqa: E402
 
 DAMAGES = ("truncated", "zeroed", "flipped", "deleted")
@@ -124,6 +124,7 @@ class Chaos:
         if not self.data.exists():
             write_corpus(self.data)
         self.whole, self.files, self.seconds = {}, {}, {}
+        ready()
         for number, processes in enumerate(ways):
             output, clock = folder / f"whole-{number}", folder / f"seconds-{number}.json"
             if not clock.exists():
@@ -179,7 +180,7 @@ class Chaos:
             return self.hung(start(comm_timeout=10, before=partial(stop_for_good, case.what)), case.what), ""
         training = start()
         time.sleep(float(case.what))
-        os.kill(training.pid, signal.Signals[case.kind])
+        training.send(signal.Signals[case.kind])
         ended = training.end()
         if (output / ".lock").exists():
             try:
@@ -197,9 +198,9 @@ class Chaos:
     def halted(self, training: Training, output: Path, seconds: float) -> tuple[Ended, str]:
         """SIGSTOP, another training into the same folder, SIGCONT."""
         time.sleep(seconds)
-        os.kill(training.pid, signal.SIGSTOP)
+        training.send(signal.SIGSTOP)
         other = self.training(ONE, output, resume=True).end() if (output / ".writer.json").exists() else None
-        os.kill(training.pid, signal.SIGCONT)
+        training.send(signal.SIGCONT)
         ended = training.end()
         if other is None or "another training writes" in other.said:
             return ended, "" if other is None else other.said.strip()

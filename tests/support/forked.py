@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import sys
 import time
 import traceback
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from multiprocessing import get_context
 from pathlib import Path
 
 SERVER = get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["torch.distributed.launcher.api", "transformers.trainer", "fem.cli", "fem.experiments.lm.training"]
+    [
+        "torch.distributed.launcher.api",
+        "torch.utils.tensorboard",
+        "transformers.trainer",
+        "fem.cli",
+        "fem.experiments.lm.train",
+        "fem.experiments.lm.training",
+    ]
 )
+
+
+def ready() -> None:
+    """Wait until the server has imported everything, so that trainings can be timed."""
+    process = SERVER.Process(target=time.sleep, args=(0,))
+    process.start()
+    process.join()
 
 
 @dataclass(frozen=True)
@@ -26,10 +43,13 @@ class Ended:
 
 def arguments(recipe, output: Path, resume: bool) -> list[str]:
     """The command's words."""
+    from fem.experiments.common.run import called
+
     words = ["train", "--output", str(output), *(["--resume", "auto"] if resume else [])]
-    for name, value in asdict(recipe).items():
+    for part in fields(recipe):
+        value = getattr(recipe, part.name)
         if value is not None and not isinstance(value, bool):
-            words += [f"--{name.replace('_', '-')}", str(value)]
+            words += [f"--{called(part)}", str(value)]
     return words
 
 
@@ -49,6 +69,11 @@ class Training:
     def pid(self) -> int:
         return self.process.pid
 
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, if there still is a process."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
     def end(self, seconds: float = 600.0) -> Ended:
         """Wait for the end, at most so long: then it is killed."""
         self.process.join(seconds)
@@ -61,6 +86,7 @@ class Training:
 
 
 def _train(log: Path, words: list[str], processes: int | None, before: Callable[[], None] | None) -> None:
+    gc.freeze()  # a collection would touch, and so copy, all that the server has imported
     with open(log, "a", buffering=1) as file:
         sys.stdout = sys.stderr = file
         for stream in (1, 2):

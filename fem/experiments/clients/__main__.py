@@ -1,8 +1,9 @@
-"""Both surveys as a page: python -m fem.experiments.clients [FOLDER] [MODEL_TYPE ...]"""
+"""Both surveys as a page: python -m fem.experiments.clients [FOLDER] [programs | MODEL_TYPE ...]"""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import warnings
 from collections import Counter
@@ -13,24 +14,33 @@ from pathlib import Path
 import torch
 import transformers
 
+from fem.experiments.clients import commands  # noqa: F401  (registers its clients)
 from fem.experiments.clients.programs import run_clients
 from fem.experiments.clients.survey import Finding, model_types, survey
 
 RESULTS = ("right", "refused", "wrong", "crashed", "not run", "not built")
 
 
+WHY = {  # what an error message says about a model type that was not run
+    "a package that is not installed": r"requires the \w+ library|pip install",
+    "inputs that the survey does not guess": r"missing \d|specif|provided|must be|NoneType|Could not find",
+    "too large although made small": r"MemoryError",
+}
+OTHER = "sizes that do not fit each other once made small"
+
+
 def main(folder: Path, wanted: list[str]) -> None:
-    """Everything; or the model types named, beside what the record in the folder says of the rest."""
+    """Everything; or what is named, the programs or model types, beside what the record in the folder says."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     record = folder / "clients.json"
     known = json.loads(record.read_text(encoding="utf-8")) if wanted and record.exists() else {"model_types": []}
     findings = {row["model_type"]: Finding(**row) for row in known["model_types"]}
-    for model_type in wanted or model_types():
+    for model_type in [name for name in wanted if name != "programs"] or ([] if wanted else model_types()):
         found = findings[model_type] = survey(model_type)
         print(f"{model_type:32} {found.result:10} {found.reason[:120]}", file=sys.stderr, flush=True)
-    clients = known.get("clients") or run_clients()
+    clients = run_clients() if "programs" in wanted or "clients" not in known else known["clients"]
     rows = [findings[model_type] for model_type in sorted(findings)]
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"clients": clients, "model_types": [asdict(row) for row in rows]}, indent=1)
@@ -43,7 +53,9 @@ def page(clients: list[dict[str, str]], findings: list[Finding]) -> str:
     lines = [
         "# What works with what",
         "",
-        "A `FEMForCausalLM` of one layer in the hands of other libraries. Blank: not installed, so not run.",
+        "A `FEMForCausalLM` of one layer in the hands of other libraries. Blank: not run. Commands "
+        "run in a process of their own that does not import fem: the checkpoint's `auto_map` does, where they are told "
+        "to trust its code. transformers' own tests of models have [a page](transformers_suite.md).",
         "",
         "| library | version | item | result |",
         "| --- | --- | --- | --- |",
@@ -56,8 +68,8 @@ def page(clients: list[dict[str, str]], findings: list[Finding]) -> str:
         "",
         f"Every model type that `AutoModel` of transformers {transformers.__version__} builds, made small with random "
         "weights, run, given to `replace_attention`, and run again. Right: all outputs equal the original's to 1e-4 of "
-        "their spread. Refused: a sentence says why, when it is replaced or first called. Not built: this survey could "
-        "not make it small or guess its inputs; nothing is known about it.",
+        "their spread. Refused: a sentence says why, when it is replaced or first called. Not run: its attention "
+        "is taken, but the survey could not run the model small. Not built: nothing is known about it.",
         "",
         f"`python -m fem.experiments.clients docs/results`, torch {torch.__version__}, CPU, {date.today()}.",
         "",
@@ -66,14 +78,24 @@ def page(clients: list[dict[str, str]], findings: list[Finding]) -> str:
         *(f"| {result} | {counts[result]} |" for result in RESULTS),
         "",
     ]
-    for result in RESULTS:
+    for result in RESULTS[:4]:
         names = [found.model_type for found in findings if found.result == result]
         if names:
             lines += [f"**{result}**: {', '.join(f'`{name}`' for name in names)}", ""]
+    lines += ["### Not run and not built", "", "| why | model types |", "| --- | --- |"]
+    for why in (*WHY, OTHER):
+        names = [found.model_type for found in findings if found.result in RESULTS[4:] and reason_of(found) == why]
+        lines.append(f"| {why} | {len(names)}: {', '.join(f'`{name}`' for name in names)} |")
+    lines.append("")
     refused = [found for found in findings if found.result in ("refused", "wrong", "crashed")]
     lines += ["### Why", "", "| model type | |", "| --- | --- |"]
     lines += [f"| `{found.model_type}` | {found.reason.replace('|', '/')} |" for found in refused]
     return "\n".join(lines) + "\n"
+
+
+def reason_of(found: Finding) -> str:
+    """Which of the groups a model type that was not run belongs to."""
+    return next((why for why, words in WHY.items() if re.search(words, found.reason)), OTHER)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from fem.experiments.clients.survey import said
 from fem.models import LORA, FEMConfig, FEMForCausalLM, replace_attention
+from fem.projection import Projection
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,;:"
+ANY = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
 Client = Callable[[Path], str]
 CLIENTS: dict[str, tuple[str, Client]] = {}
 
@@ -52,6 +54,7 @@ def small(**fields) -> FEMForCausalLM:
 
 
 def save(folder: Path) -> None:
+    """A small model and a tokenizer of letters."""
     small().save_pretrained(folder)
     spelling = Tokenizer(models.BPE({letter: i for i, letter in enumerate(LETTERS)}, []))
     spelling.decoder = decoders.Fuse()
@@ -126,28 +129,55 @@ def _(folder: Path) -> str:
     return f"log-likelihood {found:.4f}, the model's own {expected:.4f}"
 
 
-@client("onnx", "torch.onnx.export (dynamo), softmax prior")
+@client("onnx", "torch.onnx.export (dynamo) at any length, softmax and gla priors")
 def _(folder: Path) -> str:
     import onnxruntime
 
-    model, row, path = small(), ids(), folder / "model.onnx"
-    torch.onnx.export(model, (row,), path, kwargs={"use_cache": False}, dynamo=True, verbose=False)
-    session = onnxruntime.InferenceSession(path)
-    found = session.run(None, {session.get_inputs()[0].name: row.numpy()})[0]
-    return f"logits within {(torch.tensor(found) - model(row).logits).abs().max():.1e} of torch"
+    worst, path = 0.0, folder / "model.onnx"
+    for prior in ("softmax", "gla"):
+        model, kinds = small(prior_type=prior), {"input_ids": {1: ANY[1]}, "use_cache": None}
+        options = {"kwargs": {"use_cache": False}, "dynamo": True, "verbose": False, "dynamic_shapes": kinds}
+        with torch.no_grad():
+            torch.onnx.export(model, (ids(),), path, **options)
+        session = onnxruntime.InferenceSession(path)
+        for row in (ids(), ids()[:, :4]):
+            found = session.run(None, {session.get_inputs()[0].name: row.numpy()})[0]
+            worst = max(worst, float((torch.tensor(found) - model(row).logits).abs().max()))
+    return f"onnxruntime's logits within {worst:.1e} of torch"
 
 
-@client("torch", "torch.export, softmax prior, without gradient")
+@client("torch", "torch.export at any length, softmax prior, for inference")
 def _(folder: Path) -> str:
-    model, row = small(), ids()
+    model, kinds = small(), {"input_ids": ANY, "use_cache": None}
     with torch.no_grad():
-        program = torch.export.export(model, (row,), {"use_cache": False}, strict=False)
-        return f"logits within {(program.module()(row, use_cache=False).logits - model(row).logits).abs().max():.1e}"
+        program = torch.export.export(model, (ids(),), {"use_cache": False}, dynamic_shapes=kinds, strict=False)
+        found = [program.module()(row, use_cache=False).logits for row in (ids(), ids()[:1, :4])]
+        errors = [(a - model(row).logits).abs().max() for a, row in zip(found, (ids(), ids()[:1, :4]))]
+    own = [node for node in program.graph.nodes if str(node.target).startswith("fem")]
+    return f"logits within {max(errors):.1e}, {len(own)} operators of fem in the graph"
 
 
-@client("torch", "torch.ao dynamic quantisation")
+@client("torch", "torch.ao dynamic quantisation of {nn.Linear, fem.projection.Projection}")
 def _(folder: Path) -> str:
-    quantised = torch.ao.quantization.quantize_dynamic(small(), {torch.nn.Linear}, torch.qint8)
-    packed = [type(module).__module__.startswith("torch.ao") for module in quantised.modules()]
-    maps = [type(module).__name__ for module in quantised.modules() if isinstance(module, torch.nn.Linear)]
-    return f"{sum(packed)} maps quantised, {len(maps)} left ({', '.join(sorted(set(maps)))})"
+    kinds = {torch.nn.Linear, Projection}
+    quantised = torch.ao.quantization.quantize_dynamic(small(), kinds, torch.qint8)
+    left = sum(isinstance(module, torch.nn.Linear) for module in quantised.modules())
+    error = (quantised(ids()).logits - small()(ids()).logits).norm() / small()(ids()).logits.norm()
+    return f"{left} maps left as they were, logits within {error:.1%}; {{nn.Linear}} alone warns"
+
+
+@client("sentence-transformers", "FreeEnergySentencePooling behind a FEM, saved and opened")
+def _(folder: Path) -> str:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Transformer
+
+    from fem.models.sentences import FreeEnergySentencePooling
+
+    pooling = FreeEnergySentencePooling(8, 2, memory_dim=16, fields={"fem_dim": 8})
+    model = SentenceTransformer(modules=[Transformer(str(folder)), pooling], device="cpu")
+    model.save(str(folder / "saved"))
+    again = SentenceTransformer(str(folder / "saved"), trust_remote_code=True, device="cpu")
+    texts = ["a text", "another, and longer"]
+    return (
+        f"embeddings {model.encode(texts).shape}, opened within {abs(model.encode(texts) - again.encode(texts)).max()}"
+    )

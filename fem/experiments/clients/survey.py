@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from fem.models import replace_attention
 
 WIDTH, LAYERS, HEADS, KEY_HEADS, VOCABULARY, TIME, SIDE = 32, 2, 4, 2, 99, 7, 32
-LARGEST = 20_000_000  # parameters that a model made small may still have
+LARGEST = 30_000_000  # parameters that a model made small may still have
 SMALL = (
     (WIDTH, "hidden_size d_model n_embd dim embed_dim encoder_hidden_size decoder_hidden_size projection_dim emb_dim"),
     (WIDTH, "embedding_size word_embed_proj_dim hidden_dim output_hidden_size encoder_dim decoder_dim width"),
@@ -28,10 +28,14 @@ SMALL = (
     (HEADS, "num_local_experts num_experts n_routed_experts mamba_n_heads mamba_num_heads linear_num_value_heads"),
     (2 * WIDTH, "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim n_inner dim_feedforward d_ff mlp_dim"),
     (2 * WIDTH, "moe_intermediate_size max_position_embeddings n_positions max_source_positions max_target_positions"),
-    (WIDTH // HEADS, "head_dim d_kv patch_size attention_head_dim rotary_dim qk_nope_head_dim qk_rope_head_dim"),
+    (
+        WIDTH // HEADS,
+        "head_dim d_kv patch_size attention_head_dim rotary_dim qk_nope_head_dim qk_rope_head_dim shape_size",
+    ),
     (WIDTH // HEADS, "v_head_dim linear_key_head_dim linear_value_head_dim mamba_d_state index_head_dim"),
     (2 * WIDTH // HEADS, "mamba_d_head mamba_head_dim q_lora_rank kv_lora_rank"),
-    (VOCABULARY, "vocab_size"),
+    (WIDTH // 8, "coordinate_size"),
+    (VOCABULARY, "vocab_size vocab_size_per_layer_input"),
     (SIDE, "image_size"),
 )
 SIZES = {name: size for size, names in SMALL for name in names.split()}
@@ -55,12 +59,16 @@ class Finding:
 
 
 def survey(model_type: str) -> Finding:
-    """Build the model type small, run it, replace its attention, and run it again on the same input."""
+    """Build the model type small, run it, replace its attention, and run it again on the same input.
+
+    Tensors without numbers show first whether its attention is taken at all.
+    """
+    known = on_meta(model_type)
+    if known.result == "refused":
+        return known
     failures = []
-    for sizes, seen in product(ATTEMPTS, (True, False)):  # with pictures, or text alone
+    for model, inputs in _ways(model_type, failures):
         try:
-            model = build(model_type, sizes)
-            inputs = example(model, seen)
             with torch.no_grad():
                 expected, again = outputs(model, inputs), outputs(model, inputs)
             if not expected or not all(map(torch.equal, expected, again)):
@@ -69,7 +77,8 @@ def survey(model_type: str) -> Finding:
         except Exception as error:
             failures.append(said(error))
     else:
-        return without_inputs(model_type, next((text for text in failures if "validat" not in text), failures[0]))
+        reasons = [*(text for text in failures if "validat" not in text), *failures, known.reason]
+        return Finding(model_type, known.result, reasons[0])
     try:
         replaced = replace_attention(copy.deepcopy(model), lambda_init=LAMBDA)
         with torch.no_grad():
@@ -87,23 +96,39 @@ def model_types() -> list[str]:
     return sorted(set(CONFIG_MAPPING) & set(MODEL_MAPPING_NAMES))
 
 
-def without_inputs(model_type: str, failure: str) -> Finding:
-    """What is known of a model type that could not be run: whether its attention is taken, on meta tensors."""
-    for fields in (shrink(_default(model_type), ALL_LAYERS), {}, shrink(_default(model_type), SIZES)):
+def _ways(model_type: str, failures: list[str]) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+    """Small models of the type, and inputs that it may take; what could not be built is said in `failures`."""
+    for sizes in ATTEMPTS:
         try:
+            model = build(model_type, sizes)
+            ways = [example(model), example(model, "text alone"), example(model, "frames first")]
+        except Exception as error:
+            failures.append(said(error))
+            continue
+        kinds = [{name: x.shape for name, x in inputs.items()} for inputs in ways]
+        yield from ((model, inputs) for n, inputs in enumerate(ways) if kinds.index(kinds[n]) == n)
+
+
+def on_meta(model_type: str) -> Finding:
+    """Whether its attention is taken, of tensors without numbers: "refused", else "not run"; or "not built"."""
+    failures = []
+    for sizes in (ALL_LAYERS, None, SIZES):
+        try:
+            fields = {} if sizes is None else shrink(_default(model_type), sizes)
             with torch.device("meta"):
                 model = AutoModel.from_config(CONFIG_MAPPING[model_type](**fields))
-        except Exception:
+        except Exception as error:
+            failures.append(said(error))
             continue
         try:
             with torch.device("meta"):
                 replace_attention(model)
         except ValueError as error:
             return Finding(model_type, "refused", said(error))
-        except Exception as error:
-            return Finding(model_type, "not run", f"{failure}; on meta tensors {said(error)}"[:300])
-        return Finding(model_type, "not run", failure)
-    return Finding(model_type, "not built", failure)
+        except Exception as error:  # real numbers may do
+            return Finding(model_type, "not run", said(error))
+        return Finding(model_type, "not run")
+    return Finding(model_type, "not built", failures[0])
 
 
 def _default(model_type: str) -> dict:
@@ -130,9 +155,11 @@ def shrink(fields: dict, sizes: dict[str, int]) -> dict:
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
             kept[name] = shrink(value, sizes) | {"model_type": value["model_type"]}
-        elif isinstance(value, dict) and "mrope_section" in value:
+        elif isinstance(value, dict) and "rope_type" in value:
             kept[name] = value | {"mrope_section": _sections(value, fields, sizes)}
-        elif name == "vocab_size" or (name in sizes and isinstance(value, int) and not isinstance(value, bool)):
+        elif name.startswith("vocab_size") or (
+            name in sizes and isinstance(value, int) and not isinstance(value, bool)
+        ):
             kept[name] = min(sizes[name], value or sizes[name])
         elif name.endswith("token_id") or name == "padding_idx":
             kept[name] = min(value, 2) if isinstance(value, int) else 0 if name == "pad_token_id" else value
@@ -144,12 +171,15 @@ def shrink(fields: dict, sizes: dict[str, int]) -> dict:
 def _sections(rope: dict, fields: dict, sizes: dict[str, int]) -> list[int]:
     """How many of the rotated pairs of a small head tell time, height and width."""
     share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor")) or 1.0
-    pairs, parts = int(sizes["head_dim"] * share) // 2, len(rope["mrope_section"])
+    pairs, parts = int(sizes["head_dim"] * share) // 2, len(rope.get("mrope_section", "thw"))
     return [pairs // parts + (part < pairs % parts) for part in range(parts)]
 
 
-def example(model: nn.Module, seen: bool) -> dict[str, Tensor]:
-    """Inputs for whatever the forward asks for first, and what often comes with it."""
+def example(model: nn.Module, how: str = "") -> dict[str, Tensor]:
+    """Inputs for whatever the forward asks for first, and what often comes with it.
+
+    how: "text alone", without pictures; "frames first", sounds as (B, time, frequencies).
+    """
     torch.manual_seed(1)
     names = inspect.signature(model.forward).parameters
     ids = torch.randint(3, VOCABULARY, (2, TIME))
@@ -161,10 +191,17 @@ def example(model: nn.Module, seen: bool) -> dict[str, Tensor]:
         "bbox": torch.zeros(2, TIME, 4, dtype=torch.long),
         "pixel_values": torch.randn(2, _size(model.config, "num_channels", 3), side, side),
         "input_values": torch.randn(2, 4000),
-        "input_features": torch.randn(2, mels, frames),
+        "input_features": torch.randn(2, *((frames, mels) if how == "frames first" else (mels, frames))),
+        "past_values": torch.randn(
+            2, _size(model.config, "context_length", 32), _size(model.config, "num_input_channels", 1)
+        ),
     }
+    if "grid_thw" in names:  # pictures as rows of patches: one of 4 x 4
+        patch = _size(model.config, "in_channels", 3) * _size(model.config, "temporal_patch_size", 2)
+        offers["hidden_states"] = torch.randn(16, patch * _size(model.config, "patch_size", 8) ** 2)
+        offers["grid_thw"] = torch.tensor([[1, 4, 4]])
     unwanted = {"input_values", "input_features"} - {model.main_input_name}
-    if "input_ids" in names and not seen:
+    if "input_ids" in names and how == "text alone":
         unwanted |= {"pixel_values"}
     return {name: value for name, value in offers.items() if name in names and name not in unwanted}
 

@@ -95,7 +95,7 @@ class Ranks:
                 raise
             lost = lost_touch(error)
             missing = self.missing() if lost else []
-            if self.store().add(f"{self.key}/said", 1) > 1:
+            if torchrun_store().add(f"{store_key()}/said", 1) > 1:
                 raise SystemExit(2) from None
             if missing:
                 names = ", ".join(f"rank {rank}" for rank in missing)
@@ -107,21 +107,23 @@ class Ranks:
 
     def missing(self) -> list[int]:
         """The ranks that do not answer a roll call within seconds."""
-        store = self.store()
-        here = [f"{self.key}/rank{rank}" for rank in range(self.world)]
+        store = torchrun_store()
+        here = [f"{store_key()}/rank{rank}" for rank in range(self.world)]
         store.set(here[self.rank], "here")
         until = time.monotonic() + ROLL_CALL
         while time.monotonic() < until and not store.check(here):
             time.sleep(0.1)
         return [rank for rank, key in enumerate(here) if not store.check([key])]
 
-    @property
-    def key(self) -> str:
-        return f"fem/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 
-    def store(self) -> dist.TCPStore:
-        """torchrun's own store, which needs none of the broken groups."""
-        return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+def store_key() -> str:
+    """What every key of this start of the processes begins with."""
+    return f"fem/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+
+
+def torchrun_store() -> dist.TCPStore:
+    """torchrun's own store, which needs none of the groups."""
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
 @contextmanager

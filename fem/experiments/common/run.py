@@ -173,8 +173,9 @@ def sync(path: Path) -> None:
 
 
 def note(sentence: str) -> None:
-    """Say what is worth knowing and stops nothing, on standard error."""
-    print(f"note: {sentence}", file=sys.stderr)
+    """Say what is worth knowing and stops nothing, on standard error; of torchrun's processes, the first alone."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note: {sentence}", file=sys.stderr)
 
 
 def versions() -> dict[str, str]:

@@ -131,15 +131,13 @@ def _by_head(part: Float[Tensor, "b t h d"] | None) -> np.ndarray | None:
 
 
 def by_division(layers: Sequence[LayerTables]) -> list[tuple[int, int]]:
-    """All heads, (place of its layer, place in the layer), the one whose channels part most at the last token first.
-
-    First by how many different tokens they read most, then by the total variation between a channel's weights and the
-    average channel's.
-    """
-
-    def difference(place: tuple[int, int]) -> tuple[int, float]:
-        weights = layers[place[0]].read[place[1], :, -1]
-        return len(set(weights.argmax(-1))), np.abs(weights - weights.mean(0)).sum()
-
+    """All heads, (place of its layer, place in the layer), the one whose channels part most at the last token first."""
     places = [(i, head) for i, tables in enumerate(layers) for head in range(tables.heads)]
-    return sorted(places, key=difference, reverse=True)
+    return sorted(places, key=lambda place: division(layers[place[0]].read[place[1], :, -1]), reverse=True)
+
+
+def division(weights: np.ndarray) -> tuple[int, float]:
+    """How far channels part, (d, T): how many different tokens they read most, then the total variation between a
+    channel's weights and the average channel's.
+    """
+    return len(set(weights.argmax(-1).tolist())), float(np.abs(weights - weights.mean(0)).sum())

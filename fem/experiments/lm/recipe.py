@@ -47,7 +47,7 @@ class TrainRecipe:
     dtype: str = option("float32", f"Arithmetic: {' or '.join(DTYPES)}; weights and optimiser stay float32.")
     compile: bool = option(False, "torch.compile the model.")
     checkpointing: bool = option(False, "Recompute activations in the backward pass: slower, in less memory.")
-    parallel: str = option("ddp", "Under torchrun: ddp, or fsdp to shard weights and optimiser over GPUs.")
+    parallel: str = option("ddp", "Under torchrun: ddp, or fsdp to shard weights and optimiser over them.")
     context_parallel: int = option(1, "Processes that share a row, each with a part of its tokens; fits longer rows.")
     validation_rows: int = option(64, "Rows held out, the last of local data, a tenth at most; a stream has none.")
     eval_steps: int = option(200, "Steps between validations.")
@@ -67,6 +67,8 @@ class TrainRecipe:
         for name in ("validation_rows", "warmup_steps", "weight_decay", "seed"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+        if self.context < 2:
+            raise ValueError(f"context must be at least 2 tokens, of which one predicts, got {self.context}.")
         if not 0 <= self.beta2 < 1:
             raise ValueError(f"beta2 must lie in [0, 1), got {self.beta2}.")
         if self.warmup_steps > self.max_steps:

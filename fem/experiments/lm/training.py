@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import inspect
 import json
 import os
 import shutil
@@ -49,8 +50,15 @@ from fem.models import FEMConfig, preset
 from fem.models.presets import PRESETS
 
 # What changes the arithmetic from outside of the recipe.
-REFUSED = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
-RECORDED = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "ACCELERATE_")
+REFUSED = (
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_DYNAMO_BACKEND",
+    *(f"ACCELERATE_USE_{what}" for what in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG", "SAGEMAKER")),
+)
+RECORDED = (
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "ATEN_CPU_CAPABILITY"),
+    *("ACCELERATE_", "FSDP_", "ONEDNN_", "DNNL_", "MKL_"),
+)
 SECONDS_A_LINE = 10.0
 
 
@@ -261,6 +269,11 @@ def trained_for(checkpoint: Path) -> int:
 
 def model_config(recipe: TrainRecipe, vocabulary: int) -> FEMConfig:
     """The preset with the recipe's changes, for rows of the recipe's context."""
+    known = inspect.signature(FEMConfig).parameters
+    if unknown := [name for name in recipe.model_fields() if name not in known]:
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        raise ValueError(f"model_fields must be fields of FEMConfig, got {unknown[0]!r}{hint}")
     fields = {"vocab_size": vocabulary, "max_position_embeddings": recipe.context} | recipe.model_fields()
     config = preset(recipe.preset, **fields)
     if config.vocab_size < vocabulary:

@@ -48,10 +48,8 @@ def _in_place(tokens: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> list
 def _exported(step: Step, state: Sequence[Tensor], *inputs: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
     from torch._higher_order_ops.scan import scan
 
-    def body(state, tokens):
-        state, rows = step(state, *_in_place(tokens, inputs))
-        return [_own(x) for x in state], [_own(x) for x in rows]
-
+    own = lambda parts: [_own(x) for x in parts]  # noqa: E731
+    body = lambda state, tokens: tuple(map(own, step(state, *_in_place(tokens, inputs))))  # noqa: E731
     given = [x.movedim(1, 0) for x in inputs if x is not None]
     with without_gradient():
         last, rows = scan(body, [_own(x) for x in state], given, dim=0)

@@ -48,12 +48,12 @@ def exported_read(
     doubtful = ~near & (total < LEAST_PROVEN[torch.float32])
     close, far = torch.where(near, total, 0.0).log1p(), torch.where(near | doubtful, 1.0, total).log()
     logarithm = torch.where(near, close, far)
-    free_energy = (logarithm + shift) / beta
+    lift = logarithm + shift
     if portable():
-        free_energy = _recomputed(free_energy, doubtful, q, k, v, beta, mask, causal, scale)
-    else:
-        by_token = (x.transpose(1, 2) for x in (free_energy, doubtful, q, k, v))
-        free_energy = recompute(*by_token, beta[:, 0], mask, None, causal and mask is None, scale).transpose(1, 2)
+        lift = _recomputed(lift, doubtful, q, k, level, mask, causal, scale)
+        return Read(_seen(mean, sees), _seen(lift / beta, sees))
+    by_token = (x.transpose(1, 2) for x in (lift / beta, doubtful, q, k, v))
+    free_energy = recompute(*by_token, beta[:, 0], mask, None, causal and mask is None, scale).transpose(1, 2)
     return Read(_seen(mean, sees), _seen(free_energy, sees))
 
 
@@ -84,22 +84,24 @@ def _mask(
     return mask, allowed.any(-1, keepdim=True)
 
 
-def _recomputed(free_energy, doubtful, q, k, v, beta, mask, causal: bool, scale: float) -> Float[Tensor, "b h tq d"]:
-    """The free energies, and where any is doubtful all of these from the definition."""
+def _recomputed(lift, doubtful, q, k, level, mask, causal: bool, scale: float) -> Float[Tensor, "b h tq d"]:
+    """beta F; where any is doubtful, all of these from the definition. Tensors of whole shapes: none is broadcast."""
+    queries, keys = q.shape[2], k.shape[2]
     if mask is None:
-        every = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool)
+        every = q.new_ones(queries, keys, dtype=torch.bool)
         mask = q.new_zeros(()).masked_fill(every.triu(1) if causal else ~every, LOG_ZERO)
-    recomputed = lambda *given: torch.where(doubtful, _definition(*given, scale), free_energy)  # noqa: E731
-    proven = lambda *given: free_energy.clone()  # noqa: E731
+    mask = mask.expand(q.shape[0], q.shape[1], queries, keys)
+    recomputed = lambda *given: torch.where(doubtful, _definition(*given, scale), lift)  # noqa: E731
+    proven = lambda *given: lift.clone()  # noqa: E731
     with without_gradient():
-        return torch.cond(doubtful.any(), recomputed, proven, (q, k, v, beta, mask))
+        return torch.cond(doubtful.any(), recomputed, proven, (q, k, level, mask))
 
 
-def _definition(q, k, v, beta, mask, scale: float) -> Float[Tensor, "b h tq d"]:
-    """F = (log sum_i e^{s_i + beta v_i} - log sum_i e^{s_i}) / beta, one key after another, in float64."""
+def _definition(q, k, level, mask, scale: float) -> Float[Tensor, "b h tq d"]:
+    """beta F = log sum_i e^{s_i + beta v_i} - log sum_i e^{s_i}, one key after another, in float64."""
     scores = scale * q.double() @ k.double().mT + mask.double()
-    level = beta.double() * v.double()  # (B, H, T, d)
-    start = scores.new_full((*scores.shape[:3], v.shape[3]), LOG_ZERO)
+    start = scores.new_full((*scores.shape[:3], level.shape[3]), LOG_ZERO)
     add = lambda total, s, y: ([torch.logaddexp(total[0], s + y)], [])  # noqa: E731
-    (total,), _ = along_time(add, [start], scores.permute(0, 3, 1, 2)[..., None], level.transpose(1, 2)[:, :, :, None])
-    return ((total - scores.logsumexp(-1, keepdim=True)) / beta.double()).to(q.dtype)
+    each = scores.permute(0, 3, 1, 2)[..., None], level.double().transpose(1, 2)[:, :, :, None]
+    (total,), _ = along_time(add, [start], *each)
+    return (total - scores.logsumexp(-1, keepdim=True)).to(q.dtype)

@@ -86,7 +86,7 @@ def ssm_terms(
         return past, state
     back = None if tokens is None else tokens.reversed()
     delta, B, C, v = (x.flip(1) for x in (delta, B, C, v))
-    logs = None if logs is None else [log.flip(1) for log in logs]
+    logs = None if logs is None else tuple(log.flip(1) for log in logs)
     future, _ = _one_way(delta, A, B, C, None, v, beta, back, None, False, backend, logs)
     future = Terms(*(None if part is None else part.flip(1) for part in future))
     return merge(past, future, None if beta is None else beta.to(past.mean.dtype)), state
