@@ -60,7 +60,6 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__, *_MODULES])
 
 
+# fem.models registers the models with transformers' Auto classes, and the forecaster with NeuralForecast.
 if {"transformers", "neuralforecast"} & sys.modules.keys():
-    import_module(
-        "fem.models"
-    )  # registers the models with transformers' Auto classes, the forecaster with NeuralForecast
+    import_module("fem.models")
