@@ -34,7 +34,7 @@ def corpus():
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
 def original(request, corpus):
     torch.set_num_threads(1)
-    return train_original(replace(RECIPE, original=request.param), corpus)
+    return train_original(replace(RECIPE, architecture=request.param), corpus)
 
 
 def test_replaced_original_keeps_logits_and_loss(original, corpus):
@@ -64,7 +64,7 @@ def test_replaced_original_comes_back_from_its_folder(original, corpus, tmp_path
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_fem_learns_at_least_as_well_as_the_continued_original(name, corpus):
-    found = finetune(replace(RECIPE, original=name, arms="original,fem"), corpus)
+    found = finetune(replace(RECIPE, architecture=name, arms="original,fem"), corpus)
     original, fem = found["original"], found["fem"]
     assert fem["before"] == pytest.approx(original["before"], rel=1e-3)
     assert original["after"][0] < original["before"]
