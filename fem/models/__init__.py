@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 
+from fem.extras import how_to_install
 from fem.models.surgery import replace_attention
 
 __all__ = [
@@ -57,10 +58,8 @@ if hasattr(sys.modules.get("neuralforecast"), "NeuralForecast"):  # not while it
 def __getattr__(name: str):
     if name in ("FEMForecaster", "AutoFEMForecaster"):
         if not find_spec("neuralforecast"):
-            raise ImportError(
-                f"fem.models.{name} needs neuralforecast; pip install '.[forecast]' in a copy of its repository."
-            )
+            raise ImportError(f"fem.models.{name} needs neuralforecast; {how_to_install('forecast')}.")
         return getattr(import_module("fem.models.forecast"), name)
     if name in __all__:
-        raise ImportError(f"fem.models.{name} needs transformers; pip install '.[lm]' in a copy of its repository.")
+        raise ImportError(f"fem.models.{name} needs transformers; {how_to_install('lm')}.")
     raise AttributeError(f"module 'fem.models' has no attribute {name!r}")

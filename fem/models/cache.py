@@ -38,10 +38,6 @@ class MixerMemory(CacheLayerMixin):
     def state(self) -> MixerState | None:
         return self.past[-1]
 
-    @state.setter
-    def state(self, state: MixerState | None) -> None:
-        self.past = [*self.past[:-1], state]
-
     def activate_past_recording(self) -> None:
         self.record_past = True
 

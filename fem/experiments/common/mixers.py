@@ -79,12 +79,18 @@ def canonical(name: str) -> str:
     return "/".join([prior + (f"+{shown}" if shown else "") + (UNNORMALISED if raw else ""), *sorted(options)])
 
 
-def fields_of(name: str) -> dict:
-    """The fields of `FreeEnergyMixerConfig` that make the mixer with this canonical name."""
+def taken_apart(name: str) -> tuple[str, str, bool, list[str]]:
+    """Of a canonical name: prior, parts, whether "-norm" says that the score stays as it is, and options."""
     whole, *options = name.split("/")
     prior, _, parts = whole.removesuffix(UNNORMALISED).partition("+")
+    return prior, parts, whole.endswith(UNNORMALISED), options
+
+
+def fields_of(name: str) -> dict:
+    """The fields of `FreeEnergyMixerConfig` that make the mixer with this canonical name."""
+    prior, parts, raw, options = taken_apart(name)
     fields: dict = {"prior_type": prior} | {field: letter in parts for letter, field in PARTS.items()}
-    if whole.endswith(UNNORMALISED):
+    if raw:
         fields["normalize"] = False
     for option in options:
         if option == "wide":

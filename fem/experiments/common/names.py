@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from fem.experiments.common.mixers import PARTS, PUBLISHED_UNNORMALISED, SHOWN, UNNORMALISED, known
+from fem.experiments.common.mixers import PARTS, PUBLISHED_UNNORMALISED, SHOWN, UNNORMALISED, known, taken_apart
 
 Values = TypeVar("Values")
 
@@ -50,7 +50,7 @@ def display(name: str) -> str:
         return name
     if name.startswith("fla:"):
         return f"{name.removeprefix('fla:')} (fla)"
-    prior, parts, raw, options = _taken_apart(name)
+    prior, parts, raw, options = taken_apart(name)
     title = SHOWN.get(prior, prior)
     if parts == FULL:
         shown = "FEM" if prior == "softmax" else f"FEM-{title}"
@@ -68,7 +68,7 @@ def colour(name: str) -> str:
         return OTHER_GREY
     if name.startswith("fla:"):
         return OTHER_GREY
-    prior, parts, *_ = _taken_apart(name)
+    prior, parts, *_ = taken_apart(name)
     if not parts:
         return GREYS.get(prior, OTHER_GREY)
     return FULL_COLOURS.get(prior, PART_COLOURS[FULL]) if parts == FULL else PART_COLOURS[parts]
@@ -82,10 +82,3 @@ def by_name(by_mixer: Mapping[str, Values]) -> dict[str, Values]:
 def colours(mixers: Iterable[str]) -> dict[str, str]:
     """Colours by the names that a reader sees."""
     return {display(name): colour(name) for name in mixers}
-
-
-def _taken_apart(name: str) -> tuple[str, str, bool, list[str]]:
-    """Prior, parts, whether "-norm" says that the score stays as it is, and options."""
-    whole, *options = name.split("/")
-    prior, _, parts = whole.removesuffix(UNNORMALISED).partition("+")
-    return prior, parts, whole.endswith(UNNORMALISED), options

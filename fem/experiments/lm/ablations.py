@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fem.experiments.common.mixers import UNNORMALISED, canonical, fields_of
+from fem.experiments.common.mixers import canonical, fields_of, taken_apart
 
 ROWS = {
     "full": "CLTG",
@@ -49,8 +49,7 @@ def row_of(mixer: str, prior: str) -> str:
     """The row of a mixer, such as "-C/r8" of "attention+LTG/r8". Raises ValueError on a mixer of another prior and on
     parts that are no row.
     """
-    name, *options = canonical(mixer).split("/")
-    own, _, parts = name.removesuffix(UNNORMALISED).partition("+")
+    own, parts, _, options = taken_apart(canonical(mixer))
     row = {parts: row for row, parts in ROWS.items()}.get(parts)
     if own != prior or row is None:
         known = ", ".join(prior + (f"+{parts}" if parts else "") for parts in ROWS.values())

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
@@ -104,6 +104,12 @@ def told_of_a_full_disk(output: Path) -> Iterator[None]:
         raise OSError(f"{str(output)!r} could not be written to: {error.strerror}; {kept(output)}.") from error
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence that refuses a name."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]}?" if near else "."
+
+
 def check(recipe: TrainRecipe, output: Path) -> None:
     """Raises ValueError on what no training can begin with; writes nothing."""
     check_output(output)
@@ -111,11 +117,9 @@ def check(recipe: TrainRecipe, output: Path) -> None:
     if recipe.preset not in PRESETS:
         families = ", ".join(dict.fromkeys(name.rpartition("-")[0] for name in PRESETS))
         sizes = ", ".join(dict.fromkeys(name.rpartition("-")[2] for name in PRESETS))
-        near = difflib.get_close_matches(recipe.preset, PRESETS, 1)
-        hint = f"; did you mean {near[0]}?" if near else "."
         raise ValueError(
             f"preset must be one of FAMILY-SIZE with a family of {families} and a size of {sizes}; got "
-            f"{recipe.preset!r}{hint}"
+            f"{recipe.preset!r}{nearest(recipe.preset, PRESETS)}"
         )
     model_config(recipe, recipe.model_fields().get("vocab_size", recipe.vocabulary))
     for name in REFUSED:
@@ -271,9 +275,7 @@ def model_config(recipe: TrainRecipe, vocabulary: int) -> FEMConfig:
     """The preset with the recipe's changes, for rows of the recipe's context."""
     known = inspect.signature(FEMConfig).parameters
     if unknown := [name for name in recipe.model_fields() if name not in known]:
-        near = difflib.get_close_matches(unknown[0], known, 1)
-        hint = f"; did you mean {near[0]}?" if near else "."
-        raise ValueError(f"model_fields must be fields of FEMConfig, got {unknown[0]!r}{hint}")
+        raise ValueError(f"model_fields must be fields of FEMConfig, got {unknown[0]!r}{nearest(unknown[0], known)}")
     fields = {"vocab_size": vocabulary, "max_position_embeddings": recipe.context} | recipe.model_fields()
     config = preset(recipe.preset, **fields)
     if config.vocab_size < vocabulary:
