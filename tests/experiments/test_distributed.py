@@ -85,7 +85,7 @@ def apart(one, other):
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("first, then", [(1, 2), (2, 1), (2, 4)])
+@pytest.mark.parametrize("first, then", [(1, 2), (1, 4), (2, 1), (2, 4), (4, 1), (4, 2)])
 def test_local_data_go_on_with_another_number_of_processes(finished, tmp_path, parallel, first, then):
     recipe, whole = finished(first, parallel)
     output = gone_on(recipe, whole, tmp_path / "run", then)
