@@ -21,12 +21,9 @@ class Way(NamedTuple):
     """The ways to compute something for a number of chunks; arguments and results are tuples of tensors or None."""
 
     fast: Callable  # -> results, and the rows in doubt
-    gradients: Callable  # -> the same, whose gradients alone are right
+    backward: Callable  # the gradients of the results, then the arguments -> theirs; of rows that are not in doubt
     exact: Callable  # -> results
     alive: Callable  # -> rows that are not empty, where doubt means something
-
-    def unproved(self, *arguments: Record) -> Record:
-        return self.gradients(*arguments)[0]
 
 
 def compute(way: Way, *arguments: Record) -> tuple[Record, Tensor]:
@@ -57,7 +54,7 @@ def recompute(way: Way, result: Record, doubt: Tensor, *arguments: Record) -> Te
 
 def differentiate(way: Way, fallback: Tensor, grad: Record, *arguments: Record) -> tuple[Record, ...]:
     """Gradients of the arguments."""
-    result = _backward(way.unproved, grad, *arguments)
+    result = way.backward(grad, *arguments)
     correct(way, result, fallback, grad, *arguments)
     return result
 
@@ -66,7 +63,7 @@ def correct(way: Way, result: tuple[Record, ...], fallback: Tensor, grad: Record
     """Computes the gradients of the chunks that took a fallback again, in place."""
     wide = (fallback == 1).nonzero().squeeze(1)
     if len(wide):
-        better = _backward(way.unproved, *_take((grad, *arguments), wide, torch.float64))
+        better = way.backward(*_take((grad, *arguments), wide, torch.float64))
         for record, with_ in zip(result, better):
             _put(record, wide, with_)
     exact = (fallback == 2).nonzero().squeeze(1)
