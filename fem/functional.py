@@ -22,14 +22,14 @@ from fem.ops.common.arguments import (
     check_floating,
     check_values,
 )
-from fem.ops.common.precision import wide_dtype
+from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import read_tokens
 from fem.ops.decay_scan.read import decay_scan
 from fem.ops.linear_attention import read as linear_attention
 from fem.ops.softmax import read as softmax
 from fem.ops.ssm import read as ssm
-from fem.state import Cursor
+from fem.state import CachePosition
 
 __all__ = ["Read", "ScanState", "channel_scan_read", "decay_scan", "keyed_scan_read", "softmax_read", "ssm_read"]
 
@@ -95,7 +95,7 @@ class ScanState:
     """What a scan remembers between two calls: its sums, and where each row stands in its documents. Opaque."""
 
     memory: dict[str, Tensor]
-    cursor: Cursor
+    cache_position: CachePosition
 
 
 def channel_scan_read(
@@ -133,7 +133,7 @@ def channel_scan_read(
             {"free_energy"},
             (v.shape[0], *v.shape[2:]),
             beta,
-            wide_dtype(log_weight, v, log_decay),
+            compute_dtype(log_weight, v, log_decay),
         )
     check_values("log_decay", log_decay, DECAY, key_mask)
     check_values("log_weight", log_weight, LOG_WEIGHT, key_mask)
@@ -185,7 +185,7 @@ def keyed_scan_read(
             {"free_energy"},
             (q.shape[0], *q.shape[2:], v.shape[3]),
             beta,
-            wide_dtype(v),
+            compute_dtype(v),
         )
     check_values("log_decay", log_decay, DECAY, key_mask)
     for name, tensor in (("q", q), ("k", k)):
@@ -242,7 +242,7 @@ def ssm_read(
             {"free_energy"},
             (batch, rank, heads, width),
             beta,
-            wide_dtype(delta, A, B, C, D, v),
+            compute_dtype(delta, A, B, C, D, v),
         )
     check_values("A", A, FINITE_DECAY, None)
     check_values("D", D, WEIGHT, None)
@@ -254,16 +254,16 @@ def ssm_read(
 
 def _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize):
     """Run a scan on tokens instead of masks, and keep its state together with the place in the sequence."""
-    tokens, cursor = None, None
+    tokens, cache_position = None, None
     if return_state or initial_state is not None or key_mask is not None or segment_ids is not None:
-        before = None if initial_state is None else initial_state.cursor
-        tokens, cursor = read_tokens(tuple(v.shape[:2]), v.device, key_mask, segment_ids, before, "key_mask")
+        before = None if initial_state is None else initial_state.cache_position
+        tokens, cache_position = read_tokens(tuple(v.shape[:2]), v.device, key_mask, segment_ids, before, "key_mask")
     memory = None if initial_state is None else initial_state.memory
     read = op(causal=causal, tokens=tokens, initial_state=memory, return_state=return_state, normalize=normalize)
     if not return_state:
         return read
     read, memory = read
-    return read, ScanState(memory, cursor)
+    return read, ScanState(memory, cache_position)
 
 
 def _check_scan(v, beta, causal, initial_state, return_state, like_v: dict[str, Tensor | None]) -> None:
@@ -286,15 +286,14 @@ def _check_scan(v, beta, causal, initial_state, return_state, like_v: dict[str, 
         return
     if not isinstance(initial_state, ScanState):
         raise TypeError(f"initial_state must be the state that a scan returned, got a {type(initial_state).__name__}.")
-    if initial_state.cursor.position.shape[0] != v.shape[0]:
+    position = initial_state.cache_position.position
+    if len(position) != len(v):
         raise ValueError(
-            f"initial_state belongs to a batch of {initial_state.cursor.position.shape[0]}, v has {v.shape[0]}; "
+            f"initial_state belongs to a batch of {len(position)}, v has {len(v)}; "
             "pass the state returned for the same rows, or None to start anew."
         )
-    if initial_state.cursor.position.device != v.device:
-        raise ValueError(
-            f"initial_state must be on the device of v, {v.device}, got {initial_state.cursor.position.device}."
-        )
+    if position.device != v.device:
+        raise ValueError(f"initial_state must be on the device of v, {v.device}, got {position.device}.")
 
 
 def _check_memory(

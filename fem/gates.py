@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.gated_read import gated_read, outer_gate
-from fem.ops.common.precision import wide
+from fem.ops.common.precision import upcast
 from fem.ops.common.read import Read
 from fem.optim import mark_undecayed
 from fem.projection import Projection
@@ -35,7 +35,7 @@ class Temperature(nn.Module):
         nn.init.zeros_(self.theta)
 
     def forward(self) -> Tensor:
-        return F.softplus(wide(self.theta) + self.start)
+        return F.softplus(upcast(self.theta) + self.start)
 
 
 class SlimProjection(nn.Module):
@@ -112,4 +112,4 @@ class TwoLevelGate(nn.Module):
 
 def head_gate(logits: Float[Tensor, "b t h 1"]) -> Float[Tensor, "b t h 1"]:
     """g = softplus(logits) / log 2: one number per head, 1 at logits of 0, in float32 at least."""
-    return F.softplus(wide(logits)) / math.log(2)
+    return F.softplus(upcast(logits)) / math.log(2)

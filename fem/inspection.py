@@ -51,10 +51,10 @@ def read_tables(
     else:
         heads = scores.shape[2] // beta.shape[0]
         beta = beta.repeat_interleave(heads, 0)
-        wide = beta.double().reshape(beta.shape[0], -1)
-        q = per_token(posterior(p, values, wide))
+        per_head = beta.double().reshape(beta.shape[0], -1)
+        q = per_token(posterior(p, values, per_head))
         lam = torch.ones_like(read.mean) if lambda_ is None else lambda_
-        hidden = hidden_temperature(p, values, lam.double(), wide.expand(lam.shape)).to(scores.dtype)
+        hidden = hidden_temperature(p, values, lam.double(), per_head.expand(lam.shape)).to(scores.dtype)
     return Reading(
         prior=shown if per_channel else shown[:, :, 0],
         posterior=q,

@@ -81,8 +81,8 @@ class FreeEnergyMixer(nn.Module):
         return_state: bool = False,
     ) -> Float[Tensor, "b t d"] | tuple[Float[Tensor, "b t d"], MixerState]:
         self._check(x, state, return_state)
-        tokens, cursor = read_tokens(
-            tuple(x.shape[:2]), x.device, attention_mask, segment_ids, None if state is None else state.cursor
+        tokens, cache_position = read_tokens(
+            tuple(x.shape[:2]), x.device, attention_mask, segment_ids, None if state is None else state.cache_position
         )
         if 0 in x.shape[:2]:
             return self._read_nothing(x, state, return_state)
@@ -95,7 +95,7 @@ class FreeEnergyMixer(nn.Module):
         y = self.output(self.dropout(o.flatten(-2)))
         if not return_state:
             return y
-        state = MixerState(self._kind, x.dtype, memory, hidden, cursor)
+        state = MixerState(self._kind, x.dtype, memory, hidden, cache_position)
         return y, state if x.shape[1] == 1 else state.compact()  # what one token leaves behind is small already
 
     def _read_nothing(self, x: Tensor, state: MixerState | None, return_state: bool):

@@ -14,7 +14,7 @@ _SLACK = 1.125  # times its own bytes that a tensor may keep alive as a view bef
 
 
 @dataclass(frozen=True)
-class Cursor:
+class CachePosition:
     """Where each row of a batch stands after the tokens seen so far.
 
     position: the position that the next kept token of the row's document takes.
@@ -29,7 +29,7 @@ class Cursor:
     started: Bool[Tensor, " b"]
 
     @classmethod
-    def zero(cls, batch: int, device: torch.device | str) -> Cursor:
+    def zero(cls, batch: int, device: torch.device | str) -> CachePosition:
         none = torch.zeros(batch, dtype=torch.long, device=device)
         return cls(position=none, document=none, segment=none, started=none.bool())
 
@@ -46,29 +46,37 @@ class MixerState:
     dtype: torch.dtype  # of the layer's input
     memory: dict[str, Tensor]  # the prior's own
     conditioner: Tensor | None  # the conditioner's hidden state, (B, H_c)
-    cursor: Cursor
+    cache_position: CachePosition
+
+    def __setstate__(self, saved: dict) -> None:
+        vars(self).update({_now(name): value for name, value in saved.items()})
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"memory.{name}", tensor) for name, tensor in self.memory.items())
         if self.conditioner is not None:
             yield "conditioner", self.conditioner
-        yield from ((f"cursor.{field.name}", getattr(self.cursor, field.name)) for field in fields(self.cursor))
+        yield from (
+            (f"cache_position.{field.name}", getattr(self.cache_position, field.name))
+            for field in fields(self.cache_position)
+        )
 
     @staticmethod
     def _of(layer: str, dtype: torch.dtype, tensors: dict[str, Tensor]) -> MixerState:
         part = lambda prefix: {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}  # noqa: E731
-        return MixerState(layer, dtype, part("memory."), tensors.get("conditioner"), Cursor(**part("cursor.")))
+        return MixerState(
+            layer, dtype, part("memory."), tensors.get("conditioner"), CachePosition(**part("cache_position."))
+        )
 
     def _map(self, change) -> MixerState:
         return self._of(self.layer, self.dtype, {name: change(tensor) for name, tensor in self._named()})
 
     @property
     def batch(self) -> int:
-        return self.cursor.position.shape[0]
+        return self.cache_position.position.shape[0]
 
     @property
     def device(self) -> torch.device:
-        return self.cursor.position.device
+        return self.cache_position.position.device
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +125,8 @@ class MixerState:
     @classmethod
     def from_state_dict(cls, tensors: dict[str, Tensor]) -> MixerState:
         """The state that `state_dict` wrote. Raises ValueError on a dict that is none."""
-        wanted = {"layer", "dtype", *(f"cursor.{field.name}" for field in fields(Cursor))}
+        tensors = {_now(name): tensor for name, tensor in tensors.items()}
+        wanted = {"layer", "dtype", *(f"cache_position.{field.name}" for field in fields(CachePosition))}
         if missing := sorted(wanted - tensors.keys()):
             raise ValueError(f"tensors must be what MixerState.state_dict returned, got none named {missing[0]!r}.")
         return cls._of(bytes(tensors["layer"].tolist()).decode(), tensors["dtype"].dtype, tensors)
@@ -141,4 +150,10 @@ def another(what: str, got, wanted) -> ValueError:
     )
 
 
-torch.serialization.add_safe_globals([MixerState, Cursor])
+def _now(name: str) -> str:
+    """The name of a saved part, which was `cursor` in version 0.1 where it is `cache_position` now."""
+    return "cache_position" + name.removeprefix("cursor") if name.startswith("cursor") else name
+
+
+Cursor = CachePosition  # its name in states saved by version 0.1
+torch.serialization.add_safe_globals([MixerState, CachePosition, (CachePosition, "fem.state.Cursor")])

@@ -22,7 +22,7 @@ from fem.ops.common.tokens import Tokens, read_tokens
 from fem.ops.softmax.read import softmax_read
 from fem.priors import OperatorPrior, Prior
 from fem.priors.softmax import SoftmaxPrior
-from fem.state import Cursor, MixerState
+from fem.state import CachePosition, MixerState
 
 
 def own_part(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
@@ -165,15 +165,15 @@ def _go_on(ring: _Ring, mixer: FreeEnergyMixer, args: tuple, given: dict) -> tup
     if call.pop("state", None) is not None or call.pop("return_state", False):
         raise ValueError("rows that are split keep no cache; call with use_cache=False, or without a state.")
     x = call["x"]
-    cursor = Cursor.zero(x.shape[0], x.device)
+    cache_position = CachePosition.zero(x.shape[0], x.device)
     if not ring.first:
-        position, document, segment, started = ring.receive(cursor.position.new_empty(4, x.shape[0]), -1)
-        cursor = Cursor(position, document, segment, started.bool())
+        position, document, segment, started = ring.receive(cache_position.position.new_empty(4, x.shape[0]), -1)
+        cache_position = CachePosition(position, document, segment, started.bool())
     if not ring.last:
         marks = call.get("attention_mask"), call.get("segment_ids")
-        _, after = read_tokens(tuple(x.shape[:2]), x.device, *marks, cursor)
+        _, after = read_tokens(tuple(x.shape[:2]), x.device, *marks, cache_position)
         ring.send(torch.stack([after.position, after.document, after.segment, after.started]), 1)
-    return (), call | {"state": MixerState(mixer._kind, x.dtype, {}, None, cursor)}
+    return (), call | {"state": MixerState(mixer._kind, x.dtype, {}, None, cache_position)}
 
 
 def _first(tokens: Tokens) -> Tokens:

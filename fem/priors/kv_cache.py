@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fem.ops.common.precision import wide
+from fem.ops.common.precision import upcast
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import transformed
 from fem.ops.softmax.cached import pack_to_be_proven
@@ -109,7 +109,7 @@ def _in_one_piece(memory: Memory) -> Memory:
 @torch.no_grad()
 def _start(v: Float[Tensor, "b h t d"], beta: Float[Tensor, "h d"], keep: Tensor | None) -> Memory:
     """The shift of a stream, the mean of its first values, and its beta."""
-    v = wide(v)
+    v = upcast(v)
     count = v.shape[2] if keep is None else keep[:, : v.shape[2]].sum(1).clamp_min(1)[:, None, None, None]
     shift = (v.sum(2, keepdim=True) / count).nan_to_num(0.0, 0.0, 0.0)
     return {"shift": shift, "beta": beta.to(v.dtype)[:, None].expand_as(shift).contiguous()}

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.config import FreeEnergyMixerConfig, Widths
-from fem.ops.common.precision import wide
+from fem.ops.common.precision import upcast
 from fem.ops.common.rope import rotate
 from fem.ops.common.tokens import Tokens
 from fem.ops.linear_attention.read import linear_attention_read
@@ -33,7 +33,7 @@ class KeyedPrior(Prior):
         return self.scan(linear_attention_read, q, k, v, beta, self.log_decay(features), tokens=tokens, memory=memory)
 
     def _positive(self, x: Tensor, tokens: Tokens) -> Float[Tensor, "b t h d"]:
-        x = wide(x.unflatten(-1, (-1, self.config.key_width)))
+        x = upcast(x.unflatten(-1, (-1, self.config.key_width)))
         if self.config.use_rope:
             x = rotate(x, tokens.position, self.config.rope_theta)
         return F.relu(x) + self.config.eps
@@ -83,4 +83,4 @@ class GatedLinearPrior(KeyedPrior):
 
 def log_decay(logits: Tensor) -> Tensor:
     """g = logsigmoid(logits) / 16 <= 0, in at least fp32."""
-    return F.logsigmoid(wide(logits)) / 16
+    return F.logsigmoid(upcast(logits)) / 16

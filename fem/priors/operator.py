@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fem.config import FreeEnergyMixerConfig, Widths
-from fem.ops.common.precision import LEAST_PROVEN, wide
+from fem.ops.common.precision import LEAST_PROVEN, upcast
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import Tokens
 from fem.priors.base import Prior
@@ -56,7 +56,7 @@ class OperatorPrior(Prior):
             raise ValueError(
                 "an operator prior keeps no state; call the layer on whole sequences, without state and return_state."
             )
-        v = wide(v)
+        v = upcast(v)
         weight = self._over_documents(torch.ones_like(v), tokens)
         _check_weights(weight, None)
         empty = weight <= 0

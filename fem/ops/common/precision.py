@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 
-def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """float64 if any of the tensors is, else float32."""
     double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
     return torch.float64 if double else torch.float32
 
 
-def wide(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     """x itself in float64, else in float32."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from fem.state import Cursor
+from fem.state import CachePosition
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,24 @@ def read_tokens(
     device: torch.device,
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
-    cursor: Cursor | None = None,
+    cache_position: CachePosition | None = None,
     mask_name: str = "attention_mask",
-) -> tuple[Tokens, Cursor]:
-    """Tokens of a (batch, time) call that follows `cursor`, and the cursor after it.
+) -> tuple[Tokens, CachePosition]:
+    """Tokens of a (batch, time) call that follows `cache_position`, and the position after it.
 
     mask (B, T) is bool or 0/1 integers, True/1 = keep. segment_ids (B, T) are integers; any change of id between
     kept tokens is a boundary. Without segment_ids the tokens continue the row's document.
     Raises ValueError on another shape or device, TypeError on a float mask, float ids and what is no tensor.
     """
     batch, time = shape
+    before = cache_position or CachePosition.zero(batch, device)
     for name, marks in ((mask_name, mask), ("segment_ids", segment_ids)):
         _check_marks(name, marks, device)
     keep = None if mask is None else _as_bool(mask, shape, mask_name)
     if segment_ids is not None:
         _check_ids(segment_ids, shape)
     if keep is None and segment_ids is None:
-        return _all_of_one_document(batch, time, device, cursor)
-    before = Cursor.zero(batch, device) if cursor is None else cursor
+        return _all_of_one_document(time, before, cache_position is not None)
     ones = torch.ones(batch, time, dtype=torch.bool, device=device) if keep is None else keep
     count = ones.long().cumsum(1)
     total = ones.sum(1)
@@ -68,10 +68,10 @@ def read_tokens(
     if segment_ids is None:
         first = -before.position[:, None]
         start = document = None
-        if cursor is not None:
+        if cache_position is not None:
             document = before.document[:, None].expand(batch, time)
         position = (count - 1 - first).clamp_min(0)
-        after = Cursor(before.position + total, before.document, before.segment, before.started | (total > 0))
+        after = CachePosition(before.position + total, before.document, before.segment, before.started | (total > 0))
         return Tokens(keep, start, document, position), after
 
     last = _last_kept_before(ones)  # (B, T + 1): column of the last kept token before t, -1 for none
@@ -86,7 +86,7 @@ def read_tokens(
     end = last[:, -1]
     seen = end >= 0
     at_end = lambda values: values.gather(1, end.clamp_min(0)[:, None])[:, 0]  # noqa: E731
-    after = Cursor(
+    after = CachePosition(
         position=torch.where(seen, at_end(position) + 1, before.position) if time else before.position,
         document=torch.where(seen, at_end(document), before.document) if time else before.document,
         segment=torch.where(seen, at_end(ids), before.segment) if time else before.segment,
@@ -95,16 +95,15 @@ def read_tokens(
     return Tokens(keep, start, document, position), after
 
 
-def _all_of_one_document(batch: int, time: int, device: torch.device, cursor: Cursor | None) -> tuple[Tokens, Cursor]:
+def _all_of_one_document(time: int, before: CachePosition, continues: bool) -> tuple[Tokens, CachePosition]:
     """The plain case, in few operations: it is a part of every token in generation."""
-    before = Cursor.zero(batch, device) if cursor is None else cursor
     after = replace(before, position=before.position + time, started=before.started | (time > 0))
-    if cursor is None:
-        return Tokens(None, None, None, torch.arange(time, device=device)), after
-    position = cursor.position[:, None]
+    if not continues:
+        return Tokens(None, None, None, torch.arange(time, device=before.position.device)), after
+    position = before.position[:, None]
     if time != 1:
-        position = position + torch.arange(time, device=device)
-    return Tokens(None, None, cursor.document[:, None].expand(batch, time), position), after
+        position = position + torch.arange(time, device=position.device)
+    return Tokens(None, None, before.document[:, None].expand(-1, time), position), after
 
 
 def _check_marks(name: str, marks: Tensor | None, device: torch.device) -> None:

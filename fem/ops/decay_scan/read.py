@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import scan_backend, widest
-from fem.ops.common.precision import wide_dtype
+from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import connected_zeros
 from fem.ops.common.recurrence import running_sums
 from fem.ops.common.steps import along_time, portable
@@ -32,11 +32,11 @@ def decay_scan(
     """
     _check(log_decay, u, initial_state)
     backend = scan_backend(backend, u.device, "decay_scan", widest(u, log_decay, initial_state))
-    wide = wide_dtype(log_decay, u)
+    dtype = compute_dtype(log_decay, u)
     if u.numel() == 0:
         return connected_zeros(u, u.shape, log_decay, u, initial_state)
     if initial_state is None:
-        initial_state = torch.zeros_like(u[:, 0], dtype=wide)
+        initial_state = torch.zeros_like(u[:, 0], dtype=dtype)
     flat = [log_decay.flatten(2), u.flatten(2), initial_state.flatten(1)]
     if backend == "triton":
         from fem.ops.decay_scan.kernels import launch as decay_scan_triton  # needs Triton
@@ -45,7 +45,7 @@ def decay_scan(
     elif backend == "reference":
         h = naive_decay_scan(*flat)
     else:
-        flat = [tensor.to(wide) for tensor in flat]
+        flat = [tensor.to(dtype) for tensor in flat]
         steps = portable() or transformed(*flat)
         h = _step_by_step(*flat) if steps else _decay_scan(*flat, False)
     return h.view(u.shape).to(u.dtype)

@@ -43,11 +43,11 @@ def recompute(way: Way, result: Record, doubt: Tensor, *arguments: Record) -> Te
         chunks = chunks[(doubt[chunks] & way.alive(*_take(arguments, chunks))).any(1)]
     entries = result.mean[0].numel()
     if len(chunks) and doubt.numel() and result.mean.dtype != torch.float64:
-        wide = _take(arguments, chunks, torch.float64)
-        better, doubt = way.fast(*wide)
+        doubled = _take(arguments, chunks, torch.float64)
+        better, doubt = way.fast(*doubled)
         _put(result, chunks, better)
         fallback[chunks] = 1
-        chunks = chunks[(doubt & way.alive(*wide)).any(1)]
+        chunks = chunks[(doubt & way.alive(*doubled)).any(1)]
     if len(chunks):
         fallback[chunks] = 2
         for part in _groups(chunks, entries * result.mean.shape[1]):
@@ -64,11 +64,11 @@ def differentiate(way: Way, fallback: Tensor, grad: Record, *arguments: Record) 
 
 def correct(way: Way, result: tuple[Record, ...], fallback: Tensor, grad: Record, *arguments: Record) -> None:
     """Computes the gradients of the chunks that took a fallback again, in place."""
-    wide = (fallback == 1).nonzero().squeeze(1)
-    if len(wide):
-        better = _backward(way.unproved, *_take((grad, *arguments), wide, torch.float64))
+    doubled = (fallback == 1).nonzero().squeeze(1)
+    if len(doubled):
+        better = _backward(way.unproved, *_take((grad, *arguments), doubled, torch.float64))
         for record, with_ in zip(result, better):
-            _put(record, wide, with_)
+            _put(record, doubled, with_)
     exact = (fallback == 2).nonzero().squeeze(1)
     for part in _groups(exact, grad.mean[0].numel() * grad.mean.shape[1]):
         better = _backward(way.exact, *_take((grad, *arguments), part, torch.float64))

@@ -138,9 +138,9 @@ def _proved(found: Terms | State, doubt: Tensor, alive: Tensor) -> Terms | State
 def scan(q, k, v, beta, g, log_weight, mean, free_energy, present):
     """Reads (3), the final state (3); for the backward pass the states where slabs begin (3) and the fallbacks (2)."""
     start = State(log_weight, mean, free_energy if beta is not None else None)
-    wide = needs_float64(v, beta) or products_overflow(q, k)
+    in_float64 = needs_float64(v, beta) or products_overflow(q, k)
     with torch.autocast(q.device.type, enabled=False):
-        if not wide:
+        if not in_float64:
             return _scan(q, k, v, beta, g, start, present)
         results = _scan(*double(q, k, v, beta, g), State(*double(*start)), present)
         return tuple(x.to(q.dtype) if x.is_floating_point() else x for x in results)
@@ -198,9 +198,9 @@ def _(q, k, v, beta, g, log_weight, mean, free_energy, present):
 )
 def scan_backward(grads, q, k, v, beta, g, saved, present):
     """Gradients of q, k, v, the initial state (2 or 3), beta and g, as far as there are any."""
-    wide = needs_float64(v, beta) or products_overflow(q, k)
+    in_float64 = needs_float64(v, beta) or products_overflow(q, k)
     with torch.autocast(q.device.type, enabled=False):
-        if not wide:
+        if not in_float64:
             return _scan_backward(grads, q, k, v, beta, g, saved, present)
         *entering, fallback_added, fallback_read = saved
         saved = [*double(*entering), fallback_added, fallback_read]

@@ -132,12 +132,12 @@ class FreeEnergyRead:
             self._add_again(entries, grad_free[batch, row, head, channel].double(), gradients)
         return gradients
 
-    def _first(self, wide: Tensor) -> Tensor:
-        return wide[..., : self.shift.shape[-1]]
+    def _first(self, both: Tensor) -> Tensor:
+        return both[..., : self.shift.shape[-1]]
 
-    def _second(self, wide: Tensor) -> Tensor:
+    def _second(self, both: Tensor) -> Tensor:
         channels = self.shift.shape[-1]
-        return wide[..., channels : 2 * channels]
+        return both[..., channels : 2 * channels]
 
     def _exp_(self, z: Tensor) -> Tensor:
         """e from z, in place."""

@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
     log_b: Tensor | None
     log_c: Tensor | None
 
-    def widened(self) -> Inputs:
+    def in_double(self) -> Inputs:
         return Inputs(*(x if x is self.opens else None if x is None else x.double() for x in self))
 
     def logs(self, piece: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,17 +219,17 @@ def _start(start: list[Tensor], a: Tensor, beta: Tensor | None) -> tuple[Streams
 
 def _found(inputs: Inputs, start: list[Tensor], alone: bool) -> tuple[Found, bool, bool]:
     """With it, whether it is in plain numbers and whether it is in float64."""
-    wide = needs_float64(inputs.v, inputs.beta)
-    inputs = inputs.widened() if wide else inputs
-    start = double(*start) if wide else start
+    in_float64 = needs_float64(inputs.v, inputs.beta)
+    inputs = inputs.in_double() if in_float64 else inputs
+    start = double(*start) if in_float64 else start
     states, _ = _start(start, inputs.a, inputs.beta)
     found = _in_plain_numbers(inputs, states) if alone and inputs.skip is not None else None
     if found is not None:
-        return found, True, wide
+        return found, True, in_float64
     if needs_float64(inputs.v, inputs.beta, *inputs.logs(slice(None))[:2]):
-        wide, inputs = True, inputs.widened()
+        in_float64, inputs = True, inputs.in_double()
         states, _ = _start(double(*start), inputs.a, inputs.beta)
-    return _by_logarithms(inputs, states), False, wide
+    return _by_logarithms(inputs, states), False, in_float64
 
 
 @torch.library.custom_op(
@@ -343,11 +343,11 @@ def _ssm_scan_backward(grads, delta, a, b, c, skip, v, beta, opens, log_delta, l
     logarithms."""
     inputs, dtype, reads = Inputs(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c), v.dtype, len(start)
     read, of_read, (how, *borders) = saved[: reads - 1], saved[reads - 1 : 2 * reads - 1], saved[2 * reads - 1 :]
-    plain, wide = how.tolist()
-    if wide:  # what was saved is rounded
-        inputs, start, grads = inputs.widened(), double(*start), double(*grads)
+    plain, in_float64 = how.tolist()
+    if in_float64:  # what was saved is rounded
+        inputs, start, grads = inputs.in_double(), double(*start), double(*grads)
     before, per_state = _start(start, inputs.a, inputs.beta)
-    if wide:
+    if in_float64:
         seen, borders, after = _in_plain_numbers(inputs, before) if plain else _by_logarithms(inputs, before)
         memory, energy = leave(seen, inputs.beta), None if beta is None else seen.energies.sums[0]
         borders = [torch.stack(x) for x in zip(*borders)]
