@@ -17,6 +17,7 @@ from fem.experiments.common.sweep import finished
 from fem.experiments.regimes import TASKS, RegimesRecipe, experiment, run
 from fem.experiments.regimes.pools import POOLS
 from fem.experiments.regimes.real import HELD_OUT, WINDOW, DailyExtremes, Exceeded, digits, rows
+from fem.experiments.regimes.report import over, reference, table, title
 from fem.experiments.regimes.settings import ROWS
 from fem.experiments.regimes.tasks import NOT_ASKED, HighWater, PeakHold, Recall, SetStatistics, Snapshot
 from fem.experiments.regimes.training import Training, build, train
@@ -195,6 +196,39 @@ def test_a_run_writes_its_page_and_goes_on_where_it_was(tmp_path, monkeypatch):
     assert len(trained) == 7
     jobs = recipe.tuning("peak")
     assert finished(jobs, tmp_path / "regimes" / "runs").keys() == {job.key for job in jobs}
+
+
+def scored(*scores):
+    training = {"width": 16, "heads": 2}
+    return [
+        {"job": {"training": training, "learning_rate": 0.01}, "curve": [{"test": s}], "parameters": 1, "seconds": 1.0}
+        for s in scores
+    ]
+
+
+def test_a_row_is_compared_with_attention_or_with_the_papers_start_of_the_same_mixer():
+    starts = {"softmax+LTG/b8/r4": scored(0.5, 0.7), "softmax+LTG/r4": scored(0.4, 0.5)}
+    for row, other, said in (("softmax", None, ""), ("softmax+LTG/b8/r4", "softmax", "+0.350 ± 0.050")):
+        rows = starts | {"softmax": scored(0.2, 0.3)}
+        assert (reference(row, rows), over(row, rows)) == (other, said)
+    lines = {line["mixer"]: line["over the paper's start"] for line in table(starts)}
+    assert lines == {"attention+LTG/b8/r4": "+0.150 ± 0.050", "attention+LTG/r4": ""}
+    assert "over attention" in table({"softmax": scored(0.1), "softmax+G": scored(0.2)})[0]
+    assert not any(name.startswith("over") for name in table({"softmax+G": scored(0.1)})[0])
+
+
+@pytest.mark.parametrize(
+    "wanted, options",
+    [
+        ("Where the free energy pays", {}),
+        ("Where the free energy pays: peak", {"tasks": "peak"}),
+        ("Where the free energy pays: starts of beta and lambda", {"mixers": "softmax+LTG,softmax+LTG/b8"}),
+        ("Where the free energy pays: values as wide as the model", {"mixers": "softmax,softmax+LTG/wide"}),
+        ("Pooling a set: the free energy beside mean, maximum and attention", {"tasks": "bags", "mixers": "pool:fem"}),
+    ],
+)
+def test_pages_of_different_questions_have_different_titles(wanted, options):
+    assert title(RegimesRecipe(**options)) == wanted
 
 
 def test_rows_of_a_seed_see_the_same_examples(monkeypatch):
