@@ -13,9 +13,8 @@ from fem.experiments.common.paired import paired, shown
 from fem.experiments.common.run import provenance
 from fem.experiments.common.tables import markdown_table, write_page
 from fem.experiments.regimes.pools import POOLS
-from fem.experiments.regimes.real import ett_tasks
 from fem.experiments.regimes.settings import RegimesRecipe
-from fem.experiments.regimes.training import TASKS, constants
+from fem.experiments.regimes.training import TASKS
 
 Found = dict[str, dict[str, list[dict]]]
 REFERENCES = ("softmax", "pool:attention")
@@ -139,11 +138,10 @@ def title(recipe: RegimesRecipe) -> str:
     )
 
 
-def write_report(folder: Path, found: Found, recipe: RegimesRecipe, command: str) -> None:
-    tasks, floors = TASKS | ett_tasks(recipe.ett), constants(recipe.training, recipe.ett)
+def write_report(folder: Path, found: Found, floors: dict[str, float], recipe: RegimesRecipe, command: str) -> None:
     parts = []
     for task, rows in found.items():
-        about = tasks[task]
+        about = recipe.known_tasks[task]
         parts += [
             f"## {task}: {about.about}",
             f"Asks for {about.wins}. Score: {about.measure} on {recipe.training.test_examples} new examples after the "

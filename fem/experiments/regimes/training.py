@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
-from pathlib import Path
 
 import torch
 from jaxtyping import Float
@@ -14,7 +14,7 @@ from fem.experiments.common.blocks import EPS, Residual, SwiGLU, initialise
 from fem.experiments.common.jobs import digest_of
 from fem.experiments.common.mixers import file_name, mixer_config
 from fem.experiments.regimes.pools import POOLS, PoolModel
-from fem.experiments.regimes.real import DigitBags, ett_tasks
+from fem.experiments.regimes.real import DigitBags
 from fem.experiments.regimes.tasks import HighWater, PeakHold, Recall, SetStatistics, Snapshot, Task
 from fem.gates import Temperature
 from fem.mixer import FreeEnergyMixer
@@ -103,12 +103,12 @@ def _parameters(mixer: str, training: Training) -> int:
     return sum(parameter.numel() for parameter in layer.parameters())
 
 
-def train(job: Job, device: torch.device, ett: Path | None = None) -> tuple[list[dict], int]:
+def train(job: Job, device: torch.device, tasks: Mapping[str, Task] = TASKS) -> tuple[list[dict], int]:
     """Run the job; returns its tests, {"step", "train_loss", "validation", "test", "beta"}, and the model's size.
 
     AdamW without weight decay, linear warm-up, cosine to 0, gradients clipped at norm 1; every batch is new.
     """
-    task, training = (TASKS | ett_tasks(ett))[job.task], job.training
+    task, training = tasks[job.task], job.training
     with torch.random.fork_rng():
         torch.manual_seed(job.seed)
         model = build(task, job.mixer, training).to(device)
@@ -158,14 +158,14 @@ def temperatures(model: nn.Module) -> dict[str, float]:
 
 
 def sizes(task: str) -> dict[str, int | float]:
-    """The task's own sizes; those of ETT have none."""
+    """The task's own sizes; those of files have none."""
     return asdict(TASKS[task]) if is_dataclass(TASKS.get(task)) else {}
 
 
-def constants(training: Training, ett: Path | None = None) -> dict[str, float]:
+def constants(training: Training, tasks: Mapping[str, Task]) -> dict[str, float]:
     """Each task's score of the best answer that does not look at the inputs, on the test of seed 0."""
     found = {}
-    for name, task in (TASKS | ett_tasks(ett)).items():
+    for name, task in tasks.items():
         _, targets = task.draw(Generator().manual_seed(STREAMS["test"]), training.test_examples, "test")
         found[name] = task.constant(targets)
     return found
