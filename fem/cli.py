@@ -38,6 +38,7 @@ COMMANDS = {
     "report": ("fem.experiments.report", "Turn finished runs into pages beside the paper's tables."),
 }
 
+WrongCall = typer.BadParameter.__base__  # what typer raises for options and commands that do not exist, too
 GOES_ON = ("ablate", "mad", "regimes", "forecast", "vision")
 
 
@@ -103,7 +104,9 @@ def main() -> None:
     """Run a command. An error of the user's making is one sentence on standard error and exit status 2."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        app()
+        sys.exit(app(standalone_mode=not _under_torchrun()))
+    except WrongCall as error:
+        sys.exit(_say(error.format_message()))
     except ModuleNotFoundError as error:
         sys.exit(_say(missing_package(error)))
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -116,9 +119,14 @@ def _say(sentence: str) -> int:
     return 2
 
 
+def _under_torchrun() -> bool:
+    """Whether this is one of several processes that torchrun started."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def _first_to_say() -> bool:
-    """Under torchrun, whether no other process has met an error before: what is wrong for one is wrong for all."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
+    """Whether no other process has met an error before: what is wrong for one is wrong for all."""
+    if not _under_torchrun():
         return True
     from fem.experiments.common.distributed import store_key, torchrun_store
 
