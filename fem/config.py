@@ -39,6 +39,7 @@ RANGES = {  # inclusive
     "p_t_to_fem_ratio": (SMALLEST, math.inf),
     "eps": (SMALLEST, math.inf),
     "rope_theta": (SMALLEST, math.inf),
+    "rope_factor": (SMALLEST, math.inf),
     "value_logexp_cap": (SMALLEST, math.inf),
     "beta_max_init": (-87.0, 1e30),  # softplus of it is a normal number of float32
     "lambda_init": (-math.inf, math.inf),
@@ -81,6 +82,9 @@ class FreeEnergyMixerConfig:
     gate_rank: lambda and g come from full maps D x d (None, the paper's), from two maps D x r and r x d (r), or are
     one number per head (0). A slim gate leaves `matched` more width for the values.
     beta_max_init: beta starts at softplus(beta_max_init); lambda_init: bias of the lambda projection at the start.
+    rope_theta: rotary plane j turns by theta^(-2 j / d_k) a position; rope_frequencies: by these instead, one for each
+    of the d_k / 2 planes; rope_factor: what rotated queries and keys are multiplied by. Scaled angles need the two
+    (`FEMConfig.rope_parameters` fills them in).
     value_logexp_cap: clip |beta v| in the log-sum-exp branch (None: exact, no clip).
     conv_hidden: width H_c of the conditioner (None: d / 16, at least 8).
     backend: which implementation reads ("auto", "plain", "sdpa", "triton", "reference").
@@ -116,6 +120,8 @@ class FreeEnergyMixerConfig:
     value_logexp_cap: float | None = None
     use_rope: bool = True
     rope_theta: float = 10000.0
+    rope_frequencies: tuple[float, ...] | None = None
+    rope_factor: float = 1.0
     use_conv: bool = True
     conv_hidden: int | None = None
     conv_norm_first: bool = True
@@ -204,6 +210,12 @@ class FreeEnergyMixerConfig:
             raise ValueError(f"n_kv_head must divide n_head = {self.n_head}, got {self.n_kv_head}.")
         if self.prior_type == "softmax" and not self.normalize:
             raise ValueError("normalize=False is for scan priors; the softmax prior is normalised by definition.")
+        if self.rope_frequencies is not None:
+            self._set(rope_frequencies=tuple(self.rope_frequencies))
+            planes = self.key_width / 2
+            if not self.use_rope or len(self.rope_frequencies) != planes:
+                wanted = f"one number for each of the {planes:g} planes of a head" if self.use_rope else "use_rope=True"
+                raise ValueError(f"rope_frequencies needs {wanted}, got {len(self.rope_frequencies)} numbers.")
         if self.value_logexp_cap is not None and not self.use_lse:
             raise ValueError(
                 f"value_logexp_cap clips the log-sum-exp, which is off; leave it out, got {self.value_logexp_cap!r}."

@@ -251,7 +251,8 @@ def _only_kept(x: Tensor, tokens: Tokens) -> Tensor:
 def _kind(config: FreeEnergyMixerConfig, prior: str) -> str:
     """What a state must have been written by: every field of the configuration that the state depends on."""
     named = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in NOT_IN_STATES}
-    return ", ".join(f"{name}={value}" for name, value in ({"prior": prior} | named).items())
+    written = lambda value: ";".join(map(str, value)) if isinstance(value, tuple) else value  # noqa: E731
+    return ", ".join(f"{name}={written(value)}" for name, value in ({"prior": prior} | named).items())
 
 
 def _kind_before_0_2(config: FreeEnergyMixerConfig, prior: str) -> str:

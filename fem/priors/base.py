@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig, Widths
 from fem.ops.common.read import Read
+from fem.ops.common.rope import rotate_all
 from fem.ops.common.tokens import Tokens
 from fem.projection import Projection
+
+ROTARY = ("rope_frequencies", "rope_factor")  # what a prior that calls `rotated` adds to its `uses`
 
 
 class Prior(nn.Module, ABC):
@@ -79,6 +82,14 @@ class Prior(nn.Module, ABC):
     def project(self, width: int) -> Projection:
         """A linear map from the features to `width` channels."""
         return Projection(self.config.n_embd, width, self.config.bias, self.config.context_width)
+
+    def rotated(self, tensors: tuple[Tensor, ...], position: Tensor) -> tuple[Tensor, ...]:
+        """Queries and keys (B, T, H, d_k) turned by position (T) or (B, T), as the configuration says."""
+        config = self.config
+        if not config.use_rope:
+            return tensors
+        angles = (config.rope_theta, config.rope_frequencies, config.rope_factor)
+        return tuple(rotate_all(tensors, position, *angles))
 
     def scan(self, op, *inputs: Tensor | None, tokens: Tokens, memory: dict[str, Tensor] | None):
         """One of the scans of `fem.ops` with this prior's configuration and memory."""

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from fem.config import FreeEnergyMixerConfig, Widths
 from fem.ops.common.precision import upcast
-from fem.ops.common.rope import rotate
 from fem.ops.common.tokens import Tokens
 from fem.ops.linear_attention.read import linear_attention_read
-from fem.priors.base import Prior
+from fem.priors.base import ROTARY, Prior
 
 
 class KeyedPrior(Prior):
     """s_t(i) = sum_c phi(q_t)_c exp(sum_{i<r<=t} g_rc) phi(k_i)_c,   phi = ReLU(RoPE(.)) + eps            (Eq. 28)"""
+
+    uses = ROTARY
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
@@ -34,8 +35,7 @@ class KeyedPrior(Prior):
 
     def _positive(self, x: Tensor, tokens: Tokens) -> Float[Tensor, "b t h d"]:
         x = upcast(x.unflatten(-1, (-1, self.config.key_width)))
-        if self.config.use_rope:
-            x = rotate(x, tokens.position, self.config.rope_theta)
+        (x,) = self.rotated((x,), tokens.position)
         return F.relu(x) + self.config.eps
 
 
@@ -59,7 +59,7 @@ class GatedLinearPrior(KeyedPrior):
     """
 
     name = "gla"
-    uses = ("decay",)
+    uses = ("decay", *ROTARY)
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)

@@ -47,11 +47,13 @@ class ForecastRecipe:
     weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
     peer_lookback: int = option(512, "Rows of history of neuralforecast's models.")
     peer_steps: int = option(500, "Most optimiser steps of neuralforecast's models.")
+    peer_stride: int = option(1, "Rows between the windows that neuralforecast's models train and validate on.")
     threads: int = option(1, "CPU threads; more help where the machine is idle, and hurt where it is busy.")
 
     def __post_init__(self):
-        counts = ("seeds", "layers", "heads", "epochs", "patience", "peer_lookback", "peer_steps", "threads")
-        for name in (*counts, "learning_rate", "lookback", "width", "batch"):
+        counts = ("seeds", "layers", "heads", "epochs", "patience", "threads")
+        sizes = ("lookback", "width", "batch", "peer_lookback", "peer_steps", "peer_stride")
+        for name in (*counts, "learning_rate", *sizes):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}.")

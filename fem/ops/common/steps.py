@@ -25,6 +25,14 @@ def without_gradient() -> contextlib.AbstractContextManager:
     return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
 
 
+def running_maximum(x: Tensor) -> Tensor:
+    """max_{i <= t} x_ti along the last axis. A `portable` graph compares all pairs, as ONNX has no such operator."""
+    if not portable():
+        return x.cummax(-1).values
+    time = torch.arange(x.shape[-1], device=x.device)
+    return torch.where(time[:, None] >= time, x[..., None, :], torch.iinfo(x.dtype).min).amax(-1)
+
+
 def along_time(step: Step, state: Sequence[Tensor], *inputs: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
     """state, rows = step(state, *tokens) for every token: the state after the last, and the rows, (B, T, ...).
 

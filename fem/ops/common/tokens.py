@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from fem.ops.common.steps import running_maximum
 from fem.state import CachePosition
 
 
@@ -81,7 +82,7 @@ def read_tokens(
     previous = torch.where(last[:, :-1] >= 0, previous, before.segment[:, None])
     start = ones & known & (ids != previous)
     document = before.document[:, None] + start.long().cumsum(1)
-    base = torch.where(start, count - 1, -before.position[:, None]).cummax(1).values
+    base = running_maximum(torch.where(start, count - 1, -before.position[:, None]))
     position = (count - 1 - base).clamp_min(0)
     end = last[:, -1]
     seen = end >= 0
@@ -142,7 +143,7 @@ def _last_kept_before(keep: Tensor) -> Tensor:
     column = torch.arange(keep.shape[1], device=keep.device)
     seen = torch.where(keep, column, -1)
     nothing = seen.new_full((keep.shape[0], 1), -1)
-    return torch.cat([nothing, seen.cummax(1).values], 1) if keep.shape[1] else nothing
+    return torch.cat([nothing, running_maximum(seen)], 1) if keep.shape[1] else nothing
 
 
 def _first_of_each_document(keep: Tensor | None, document: Tensor) -> Tensor:
