@@ -38,6 +38,7 @@ COMMANDS = {
     "report": ("fem.experiments.report", "Turn finished runs into pages beside the paper's tables."),
 }
 
+UsageError = typer.BadParameter.__base__  # typer raises it for unknown options and commands, too
 RESUMABLE = ("ablate", "mad", "regimes", "forecast", "vision")
 
 
@@ -103,7 +104,9 @@ def main() -> None:
     """Run a command. An error of the user's making is one sentence on standard error and exit status 2."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        app()
+        sys.exit(app(standalone_mode=not _under_torchrun()))
+    except UsageError as error:
+        sys.exit(_say(error.format_message()))
     except ModuleNotFoundError as error:
         sys.exit(_say(missing_package(error)))
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -116,9 +119,14 @@ def _say(sentence: str) -> int:
     return 2
 
 
+def _under_torchrun() -> bool:
+    """Whether this is one of several processes that torchrun started."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def _first_to_say() -> bool:
     """Whether this process is to print the error: under torchrun, where all meet the same one, the first does."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not _under_torchrun():
         return True
     from fem.experiments.common.distributed import store_key, torchrun_store
 
