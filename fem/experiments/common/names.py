@@ -1,4 +1,4 @@
-"""How tables and pictures call a mixer, and its colour: one of each for all experiments.
+"""The name and the colour of a mixer in tables and pictures, the same in all experiments.
 
 A prior alone has its usual name, with "+" the parts of FEM that it is given; with all four it is FEM. What is shown can
 be typed, `canonical(display(name)) == name`, but for pools.
@@ -82,10 +82,10 @@ def colour(name: str) -> str:
 
 
 def by_name(by_mixer: Mapping[str, Values]) -> dict[str, Values]:
-    """The same by the names that a reader sees."""
+    """The same values, by the names that a reader sees."""
     return {display(name): values for name, values in by_mixer.items()}
 
 
 def colours(mixers: Iterable[str]) -> dict[str, str]:
-    """Colours by the names that a reader sees."""
+    """The mixers' colours, by the names that a reader sees."""
     return {display(name): colour(name) for name in mixers}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 from fem.experiments.common.mixers import mixer_config
 from fem.experiments.common.names import KEY, by_name, colours, display
-from fem.experiments.common.paired import paired, shown
+from fem.experiments.common.paired import paired, shown, spread
 from fem.experiments.common.run import provenance
 from fem.experiments.common.tables import markdown_table, write_page
 from fem.experiments.regimes.pools import POOLS
@@ -63,7 +63,7 @@ def table(rows: dict[str, list[dict]]) -> list[dict]:
                 "mixer": display(row),
                 "values": None if row in POOLS else mixer_config(row, training["width"], training["heads"]).fem_dim,
                 "score": mean(scores),
-                "sd": stdev(scores) if len(scores) > 1 else None,
+                "sd": spread(scores),
                 **({f"over {compared(rows)}": ahead[row]} if any(ahead.values()) else {}),
                 "by seed": ", ".join(f"{score:.3f}" for score in scores),
                 "learning rate": f"{records[0]['job']['learning_rate']:g}",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fem.experiments.common.blocks import INITIALISATIONS
 from fem.experiments.common.mixers import canonical
+from fem.experiments.common.recipes import listed, numbers, require_one_of, require_positive
 from fem.experiments.common.run import option
 from fem.experiments.regimes.pools import POOLS
 from fem.experiments.regimes.real import tasks_of_files
@@ -44,9 +45,7 @@ class RegimesRecipe:
     steps: int = option(500, "Optimiser steps.")
 
     def __post_init__(self):
-        for name in ("seeds", "width", "heads", "blocks", "mlp_width", "batch", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+        require_positive(self, "seeds", "width", "heads", "blocks", "mlp_width", "batch", "steps")
         known = [*TASKS, *OF_FILES]
         if unknown := [task for task in self.task_names if task not in known]:
             raise ValueError(f"tasks must be from {', '.join(known)}; got {', '.join(unknown)}.")
@@ -57,14 +56,13 @@ class RegimesRecipe:
             raise ValueError(
                 f"mixers such as {POOLS[0]} pool a set; they need --tasks bags or speakers, got {self.tasks!r}."
             )
-        if self.initialisation not in INITIALISATIONS:
-            raise ValueError(f"initialisation must be from {', '.join(INITIALISATIONS)}, got {self.initialisation!r}.")
+        require_one_of("initialisation", self.initialisation, INITIALISATIONS)
         if not (self.task_names and self.rows and self.rates):
             raise ValueError("tasks, mixers and learning_rates must name at least one each.")
 
     @property
     def task_names(self) -> list[str]:
-        return _listed(self.tasks)
+        return listed(self.tasks)
 
     @property
     def known_tasks(self) -> dict[str, Task]:
@@ -73,14 +71,11 @@ class RegimesRecipe:
 
     @property
     def rows(self) -> list[str]:
-        return list(dict.fromkeys(name if name in POOLS else canonical(name) for name in _listed(self.mixers)))
+        return list(dict.fromkeys(name if name in POOLS else canonical(name) for name in listed(self.mixers)))
 
     @property
-    def rates(self) -> list[float]:
-        try:
-            return [float(rate) for rate in _listed(self.learning_rates)]
-        except ValueError:
-            raise ValueError(f"learning_rates must be numbers with commas, got {self.learning_rates!r}.") from None
+    def rates(self) -> tuple[float, ...]:
+        return numbers("learning_rates", self.learning_rates)
 
     @property
     def training(self) -> Training:
@@ -102,7 +97,3 @@ class RegimesRecipe:
 
     def _job(self, task: str, mixer: str, rate: float, seed: int) -> Job:
         return Job(task=task, sizes=sizes(task), mixer=mixer, learning_rate=rate, seed=seed, training=self.training)
-
-
-def _listed(text: str) -> list[str]:
-    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
