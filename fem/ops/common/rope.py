@@ -30,9 +30,11 @@ def rotate_all(
     width = x.shape[-1]
     if width % 2:
         raise ValueError(f"rotate pairs the channels of x, so its width must be even, got {width}.")
-    frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float64, device=x.device) / width)
+    frequency = theta ** (torch.arange(0, -width, -2, dtype=torch.float64, device=x.device) / width)
     angle = position.double()[..., None, None] * frequency
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    if len(tensors) > 1 and x.shape[1] == 1:  # of one token the calls cost more than the copy
+        return list(_turned(torch.cat(tensors, 2), cos, sin).split([x.shape[2] for x in tensors], 2))
     return [_turned(x, cos, sin) for x in tensors]
 
 

@@ -5,7 +5,7 @@ A masked token counts as deleted: it takes no position and opens no document.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Int
@@ -98,7 +98,8 @@ def read_tokens(
 def _all_of_one_document(batch: int, time: int, device: torch.device, cursor: Cursor | None) -> tuple[Tokens, Cursor]:
     """The plain case, in few operations: it is a part of every token in generation."""
     before = Cursor.zero(batch, device) if cursor is None else cursor
-    after = replace(before, position=before.position + time, started=before.started | (time > 0))
+    started = torch.ones_like(before.started) if time else before.started
+    after = Cursor(before.position + time, before.document, before.segment, started)
     if cursor is None:
         return Tokens(None, None, None, torch.arange(time, device=device)), after
     position = cursor.position[:, None]
