@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fem.config import FreeEnergyMixerConfig
 from fem.experiments.common.names import by_name, colours, display
 from fem.experiments.common.options import recipe_options
+from fem.experiments.common.recipes import require_one_of, require_positive
 from fem.experiments.common.run import Run, command_line, cpu_threads, open_run, option, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
 from fem.functional import softmax_read
@@ -60,11 +61,8 @@ class ArgmaxRecipe:
     threads: int = option(1, "CPU threads; more help where the machine is idle, and hurt where it is busy.")
 
     def __post_init__(self):
-        for name, value in asdict(self).items():
-            if name not in ("enough", "seed", "form") and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}.")
-        if self.form not in FORMS:
-            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}.")
+        require_positive(self, *(name for name in asdict(self) if name not in ("enough", "seed", "form")))
+        require_one_of("form", self.form, FORMS)
         if self.channels % self.heads:
             raise ValueError(f"heads must divide channels = {self.channels}, got heads = {self.heads}.")
         if self.train_examples < self.batch:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from fem.experiments import argmax
 from fem.experiments.common.options import recipe_options
+from fem.experiments.common.recipes import require_positive
 from fem.experiments.common.run import command_line, cpu_threads, open_run, option, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_table
 
@@ -52,9 +53,7 @@ class DemoRecipe:
     threads: int = option(1, "CPU threads; more help where the machine is idle, and hurt where it is busy.")
 
     def __post_init__(self):
-        for name, value in asdict(self).items():
-            if name not in ("text_file", "seed") and value < 1:
-                raise ValueError(f"{name} must be positive, got {value}.")
+        require_positive(self, *(name for name in asdict(self) if name not in ("text_file", "seed")))
         if self.context < LEAST_CONTEXT:
             raise ValueError(f"context must be at least {LEAST_CONTEXT} tokens for the picture, got {self.context}.")
 

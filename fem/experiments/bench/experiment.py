@@ -13,6 +13,7 @@ import typer
 from fem.experiments.bench import decode, tables, workloads
 from fem.experiments.bench.cases import PARTS, PROFILES, Case
 from fem.experiments.common.options import recipe_options
+from fem.experiments.common.recipes import listed, require_one_of, require_positive
 from fem.experiments.common.run import PAGE, command_line, cpu_threads, open_run, option, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_table
 
@@ -30,17 +31,15 @@ class BenchRecipe:
     seed: int = option(0, "Seed of weights and inputs.")
 
     def __post_init__(self):
-        if self.profile not in PROFILES:
-            raise ValueError(f"profile must be one of {', '.join(PROFILES)}, got {self.profile!r}.")
+        require_one_of("profile", self.profile, PROFILES)
         unknown = [name for name in self.part_names if name not in PARTS]
         if unknown or not self.part_names:
             raise ValueError(f"parts must be from {', '.join(PARTS)}; got {', '.join(map(repr, unknown)) or 'none'}.")
-        if not self.seconds > 0 or self.threads < 1:
-            raise ValueError(f"seconds and threads must be positive, got {self.seconds} and {self.threads}.")
+        require_positive(self, "seconds", "threads")
 
     @property
     def part_names(self) -> list[str]:
-        return list(dict.fromkeys(name.strip() for name in self.parts.split(",") if name.strip()))
+        return listed(self.parts)
 
     def cases(self) -> list[Case]:
         return [case for case in PROFILES[self.profile] if case.part in self.part_names]

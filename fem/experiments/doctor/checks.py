@@ -113,10 +113,10 @@ def _softmax(device, dtype, time: int, width: int, what: str) -> str | None:
     if what == "bias":
         options["bias"] = -0.1 * (torch.arange(time)[:, None] - torch.arange(time)).abs()[None, None].float()
 
-    def run(device, wide: bool, backend: str) -> list[Tensor]:
+    def run(device, in_float64: bool, backend: str) -> list[Tensor]:
         move = lambda x: x.to(device) if isinstance(x, Tensor) else x  # noqa: E731
-        leaves = [(x.double() if wide else x).to(device).requires_grad_() for x in inputs.values()]
-        given = {name: move(x.double() if wide and name == "bias" else x) for name, x in options.items()}
+        leaves = [(x.double() if in_float64 else x).to(device).requires_grad_() for x in inputs.values()]
+        given = {name: move(x.double() if in_float64 and name == "bias" else x) for name, x in options.items()}
         read = softmax_read(*leaves, **given, backend=backend)
         return [*read, *torch.autograd.grad(sum(x.double().sum() for x in read), leaves)]
 

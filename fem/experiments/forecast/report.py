@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
+from fem.experiments.common.paired import spread
 from fem.experiments.common.run import provenance
 from fem.experiments.common.tables import markdown_table, write_table
 from fem.experiments.forecast import picture
@@ -55,7 +56,7 @@ def table(records: Sequence[dict]) -> list[dict]:
             "horizon": row["horizon"],
             "model": picture.name_of(row["model"]),
             "MSE": row["mse"],
-            "sd": stdev(row["mses"]) if len(row["mses"]) > 1 else None,
+            "sd": spread(row["mses"]),
             "MSE by seed": ", ".join(f"{error:.4f}" for error in row["mses"]),
             "MAE": row["mae"],
             "lookback": row["lookback"],

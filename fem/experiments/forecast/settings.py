@@ -8,6 +8,7 @@ from itertools import product
 import torch
 
 from fem.experiments.common.jobs import digest_of
+from fem.experiments.common.recipes import listed, require_not_negative, require_positive
 from fem.experiments.common.run import option
 from fem.experiments.forecast.backbone import one_name, width_for
 from fem.experiments.forecast.series import Series, Windows, windows
@@ -47,51 +48,45 @@ class ForecastRecipe:
     weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
     peer_lookback: int = option(512, "Rows of history of neuralforecast's models.")
     peer_steps: int = option(500, "Most optimiser steps of neuralforecast's models.")
+    peer_stride: int = option(1, "Rows between the windows that neuralforecast's models train and validate on.")
     threads: int = option(1, "CPU threads; more help where the machine is idle, and hurt where it is busy.")
 
     def __post_init__(self):
-        counts = ("seeds", "layers", "heads", "epochs", "patience", "peer_lookback", "peer_steps", "threads")
-        for name in (*counts, "learning_rate", "lookback", "width", "batch"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}.")
-        if not self.seed >= 0 or not self.weight_decay >= 0:
-            raise ValueError(f"seed and weight_decay must not be negative, got {self.seed} and {self.weight_decay}.")
+        counts = ("seeds", "layers", "heads", "epochs", "patience", "threads")
+        sizes = ("lookback", "width", "batch", "peer_lookback", "peer_steps", "peer_stride")
+        require_positive(self, *counts, "learning_rate", *sizes)
+        require_not_negative(self, "seed", "weight_decay")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}.")
-        if not all(text.isdecimal() and int(text) > 0 for text in _listed(self.horizon)) or not _listed(self.horizon):
+        if not all(text.isdecimal() and int(text) > 0 for text in listed(self.horizon)) or not listed(self.horizon):
             raise ValueError(f"horizon must be a positive number, or several with commas, got {self.horizon!r}.")
-        if not _listed(self.models):
+        if not listed(self.models):
             raise ValueError("models must name at least one model, got an empty list.")
-        for name in _listed(self.models):
+        for name in listed(self.models):
             if name not in BASELINES:
                 one_name(name)
 
     @property
     def model_names(self) -> list[str]:
         """Each model's one name, in the order given."""
-        return list(dict.fromkeys(name if name in BASELINES else one_name(name) for name in _listed(self.models)))
+        return list(dict.fromkeys(name if name in BASELINES else one_name(name) for name in listed(self.models)))
 
     @property
     def horizons(self) -> list[int]:
-        return [int(text) for text in _listed(self.horizon)]
+        return [int(text) for text in listed(self.horizon)]
 
     def jobs(self) -> list[Job]:
         """All runs, seed after seed. Raises ValueError on data that cannot be trained on, before any training."""
         from fem.experiments.forecast.tables import load_series
 
-        if not _listed(self.data):
+        if not listed(self.data):
             raise ValueError("data must name at least one CSV file, got none; give --data PATH.")
-        series = [load_series(path) for path in _listed(self.data)]
+        series = [load_series(path) for path in listed(self.data)]
         seeds = range(self.seed, self.seed + self.seeds)
         jobs = [Job(*found, self) for found in product(series, self.horizons, seeds, self.model_names)]
         for job in jobs:
             job.windows()
         return jobs
-
-
-def _listed(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 @dataclass(frozen=True)

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import Progress
 
-from fem.experiments.common.jobs import digest_of
+from fem.experiments.common.jobs import digest_of, keep, record_of
 from fem.experiments.common.mixers import file_name
 from fem.experiments.common.names import KEY, by_name, colours, display
 from fem.experiments.common.options import recipe_options
-from fem.experiments.common.paired import shown
+from fem.experiments.common.paired import shown, spread
+from fem.experiments.common.recipes import listed, numbers, require_positive
 from fem.experiments.common.run import (
     check_output,
     command_line,
     cpu_threads,
-    hardware,
-    now,
     open_run,
     option,
     progress,
     provenance,
-    versions,
-    write_json,
+    steps_bar,
 )
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
 from fem.experiments.lm.ablations import ROWS, mixer_name, remark, row_fields, row_of
@@ -72,9 +69,8 @@ class AblateRecipe:
     threads: int = option(1, "CPU threads.")
 
     def __post_init__(self):
-        for name in ("seeds", "layers", "width", "heads", "mlp_width", "vocabulary", "batch", "steps", "validations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+        require_positive(self, "seeds", "layers", "width", "heads", "mlp_width", "vocabulary", "context")
+        require_positive(self, "batch", "steps", "validations", "threads")
         if not self.row_names() or not self.rates():
             raise ValueError("mixers and learning_rates must name at least one each.")
         for row in self.row_names():
@@ -83,15 +79,10 @@ class AblateRecipe:
     def row_names(self) -> list[str]:
         if any(word.partition("/")[0] in ROWS for word in self.rows.split()):
             return list(dict.fromkeys(self.rows.split()))
-        return list(dict.fromkeys(row_of(name.strip(), self.prior) for name in self.rows.split(",") if name.strip()))
+        return list(dict.fromkeys(row_of(name, self.prior) for name in listed(self.rows)))
 
-    def rates(self) -> list[float]:
-        try:
-            return [float(rate) for rate in dict.fromkeys(self.learning_rates.split(",")) if rate.strip()]
-        except ValueError:
-            raise ValueError(
-                f"learning_rates must be numbers with commas between them, got {self.learning_rates!r}."
-            ) from None
+    def rates(self) -> tuple[float, ...]:
+        return numbers("learning_rates", self.learning_rates)
 
     def language(self, learning_rate: float, seed: int) -> LanguageRecipe:
         from fem.experiments.lm.small import LanguageRecipe
@@ -108,7 +99,7 @@ class Job:
     row: str
     mixer: dict
     language: LanguageRecipe
-    text: str  # a digest
+    text: str  # a digest of its tokens
 
     @property
     def key(self) -> str:
@@ -148,7 +139,7 @@ class Ablation:
                     "row": row,
                     "what": remark(row),
                     "loss": mean(losses),
-                    "sd": stdev(losses) if len(losses) > 1 else None,
+                    "sd": spread(losses),
                     **over,
                     "by seed": ", ".join(f"{loss:.3f}" for loss in losses),
                     "learning rate": f"{self.best(row):g}",
@@ -204,7 +195,7 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
         def measure(row: str, rate: float, seed: int) -> dict:
             mixer = row_fields(row, recipe.prior) | {"lambda_init": recipe.lambda_init}
             job = Job(row=row, mixer=mixer, language=recipe.language(rate, seed), text=text)
-            record = finished(job, output / "runs") or train_job(job, corpus, output / "runs", bars)
+            record = record_of(job, output / "runs") or train_job(job, corpus, output / "runs", bars)
             bars.advance(bar)
             return record
 
@@ -231,21 +222,12 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
     return results
 
 
-def finished(job: Job, folder: Path) -> dict | None:
-    try:
-        record = json.loads((folder / f"{job.key}.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return record if record.get("job") == asdict(job) else None
-
-
 def train_job(job: Job, corpus: Corpus, folder: Path, bars: Progress) -> dict:
     """Train, and keep {"job", "val_loss", "parameters", "tokens_per_second", "curve"} in a file of its own."""
     from fem.experiments.lm.small import build_model, model_config, train
 
     recipe = job.language
-    shown = f"{job.row}, rate {recipe.learning_rate:g}, seed {recipe.seed}"
-    bar = bars.add_task(shown, total=recipe.steps)
+    bar, advance = steps_bar(bars, f"{job.row}, rate {recipe.learning_rate:g}, seed {recipe.seed}", recipe.steps)
     curve: list[dict] = []
 
     def log(metrics: dict) -> None:
@@ -253,14 +235,10 @@ def train_job(job: Job, corpus: Corpus, folder: Path, bars: Progress) -> dict:
             tokens = metrics["step"] * recipe.batch * recipe.context
             curve.append({"step": metrics["step"], "tokens": tokens, "val_loss": metrics["val_loss"]})
 
-    def advance(step: int, loss: float | None) -> None:
-        bars.update(bar, completed=step, description=shown if loss is None else f"{shown}, loss {loss:.3f}")
-
     model = build_model(model_config(recipe, job.mixer, len(corpus.tokenizer)), recipe.seed)
     record = {"job": asdict(job), **train(model, corpus, recipe, log, advance), "curve": curve}
     bars.remove_task(bar)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / f"{job.key}.json", record | {"versions": versions(), "hardware": hardware(), "date": now()})
+    keep(job, folder, record)
     return record
 
 

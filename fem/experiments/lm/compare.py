@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 from rich.progress import Progress
 
 from fem.experiments.common.names import by_name, colours, display
-from fem.experiments.common.run import Run
+from fem.experiments.common.paired import spread
+from fem.experiments.common.run import Run, steps_bar
 from fem.experiments.common.trainer import Score
 from fem.experiments.lm.small import LanguageRecipe, build_model, model_config, train
 from fem.experiments.lm.text import Corpus
@@ -41,7 +42,7 @@ class Comparison:
             {
                 "mixer": display(name),
                 "loss": score["val_loss"],
-                "sd": stdev(score["val_losses"]) if len(score["val_losses"]) > 1 else None,
+                "sd": spread(score["val_losses"]),
                 "seeds": len(score["val_losses"]),
                 "bits/byte": score["val_loss"] / math.log(2) / bytes_per_token,
                 "parameters": score["parameters"],
@@ -79,15 +80,12 @@ def compare(
             model = build_model(model_config(seeded, mixer, len(corpus.tokenizer)), seed)
             curve: list[Score] = []
             shown = f"language model: {display(name)}" + (f", seed {seed}" if len(seeds) > 1 else "")
-            bar = bars.add_task(shown, total=recipe.steps)
+            _, advance = steps_bar(bars, shown, recipe.steps)
 
             def log(metrics, name=name, seed=seed, curve=curve):
                 run.log(experiment="lm", model=name, seed=seed, **metrics)
                 if "val_loss" in metrics:
                     curve.append(metrics)
-
-            def advance(step, loss, bar=bar, shown=shown):
-                bars.update(bar, completed=step, description=shown if loss is None else f"{shown}, loss {loss:.3f}")
 
             comparison.results[name].append(train(model, corpus, seeded, log, advance))
             comparison.curves[name].append(curve)

@@ -11,6 +11,7 @@ import typer
 
 from fem.experiments.common.checkpoints import load_language_model, model_folder
 from fem.experiments.common.options import recipe_options
+from fem.experiments.common.recipes import listed, require_one_of, require_positive
 from fem.experiments.common.run import command_line, open_run, option, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
 from fem.experiments.lm.suites import SUITES, paper_row
@@ -33,13 +34,11 @@ class EvalRecipe:
     def __post_init__(self):
         if not self.model:
             raise ValueError("model must be given: --model with the folder of a model or of a training.")
-        if self.suite is not None and self.suite not in SUITES:
-            raise ValueError(f"suite must be one of {', '.join(SUITES)}, got {self.suite!r}.")
+        if self.suite is not None:
+            require_one_of("suite", self.suite, SUITES)
         if not self.task_names():
             raise ValueError("tasks must be given: --suite with a suite, or --tasks with names.")
-        for name in ("batch_size", "limit"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+        require_positive(self, "batch_size", "limit")
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise ValueError(f"include_path must be a folder of task files, got {self.include_path!r}.")
         if self.include_path is not None and not self.allow_code:
@@ -51,7 +50,7 @@ class EvalRecipe:
 
     def task_names(self) -> list[str]:
         suite = [score.task for score in SUITES.get(self.suite, ())]
-        return list(dict.fromkeys(suite + [name.strip() for name in self.tasks.split(",") if name.strip()]))
+        return list(dict.fromkeys(suite + listed(self.tasks)))
 
 
 def evaluate(recipe: EvalRecipe) -> dict[str, dict[str, float]]:

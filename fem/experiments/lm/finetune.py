@@ -16,6 +16,7 @@ from torch import nn
 
 from fem.experiments.common.options import recipe_options
 from fem.experiments.common.paired import shown
+from fem.experiments.common.recipes import listed, require_one_of, require_positive
 from fem.experiments.common.run import check_output, command_line, open_run, option, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
 
@@ -58,17 +59,14 @@ class FinetuneRecipe:
     seed: int = option(0, "Seed of the weights and of the first order of the data.")
 
     def __post_init__(self):
-        if self.architecture not in ARCHITECTURES:
-            raise ValueError(f"architecture must be {' or '.join(ARCHITECTURES)}, got {self.architecture!r}.")
+        require_one_of("architecture", self.architecture, ARCHITECTURES)
         if not {"original"} <= set(self.arm_names) <= ARMS.keys():
             raise ValueError(f"arms must be original and some of {', '.join(ARMS)}, got {self.arms!r}.")
-        for name in ("layers", "width", "heads", "batch", "steps", "further_steps", "runs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+        require_positive(self, "layers", "width", "heads", "context", "batch", "steps", "further_steps", "runs")
 
     @property
     def arm_names(self) -> list[str]:
-        return [arm.strip() for arm in self.arms.split(",")]
+        return listed(self.arms)
 
 
 def build_model(recipe: FinetuneRecipe, vocabulary: int) -> nn.Module:

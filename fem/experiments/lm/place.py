@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fem.experiments.common.checkpoints import checkpoints, complete, set_aside, step_of, to_go_on_from
-from fem.experiments.common.run import CONFIG, RESULTS, check_output, hardware, note, now, sync, versions, write_json
+from fem.experiments.common.run import CONFIG, RESULTS, check_output, circumstances, note, now, sync, write_json
 from fem.experiments.common.saving import STAGING
 from fem.experiments.lm.recipe import TrainRecipe, differences
 
@@ -81,7 +81,7 @@ def new_config(recipe: TrainRecipe) -> dict:
 
 
 def remember(output: Path, config: dict) -> None:
-    write_json(output / CONFIG, config | {"versions": versions(), "hardware": hardware(), "date": now()})
+    write_json(output / CONFIG, config | circumstances())
 
 
 def event(config: dict, what: str, step: int) -> None:

@@ -99,7 +99,7 @@ class TextTrainer(SavingTrainer):
             self.lr_scheduler.step()  # the same step, at its rate in the longer schedule
 
     def _place_in_rows(self, checkpoint: Path) -> dict | None:
-        """What `leave` kept of the rows. Raises ValueError where a stream was read by other numbers of processes."""
+        """Where the rows were at the checkpoint. Raises ValueError where another number of processes read a stream."""
         known = len(list(checkpoint.glob("rows_*.json")))
         if isinstance(self.rows, StreamedRows) and known != self.args.world_size:
             raise ValueError(
@@ -158,7 +158,7 @@ class TextTrainer(SavingTrainer):
             self.skipped, self.largest_norm, self.logged_at = 0, 0.0, self.state.global_step
         super().log(logs, *args, **given)
 
-    def leave(self, checkpoint: Path) -> None:
+    def add_files(self, checkpoint: Path) -> None:
         if (state := self.rows.state_dict()) is not None:
             write_json(checkpoint / self._rows_name, state)
         if self.args.process_index == 0:

@@ -21,7 +21,7 @@ from fem.experiments.regimes.training import constants, train
 
 def measure(recipe: RegimesRecipe, folder: Path, workers: int | None) -> Iterator[tuple[str, dict[str, list[dict]]]]:
     """Task by task, the records of every row in the order of the seeds; what `folder` holds is not run again."""
-    run = partial(train, ett=recipe.ett)
+    run = partial(train, tasks=recipe.known_tasks)
     with progress() as bars:
         bar = bars.add_task("regimes", total=None)
         for task in recipe.task_names:
@@ -51,12 +51,10 @@ def run(recipe: RegimesRecipe, output: Path, workers: int | None = None) -> dict
                     for point in record["curve"]:
                         under_way.log(experiment="regimes", **job, **point)
         write_table(folder, "table", overview(found))
-        write_report(folder, found, recipe, command_line("regimes", recipe, RegimesRecipe()))
+        floors = constants(recipe.training, {task: recipe.known_tasks[task] for task in found})
+        write_report(folder, found, floors, recipe, command_line("regimes", recipe, RegimesRecipe()))
         tuned = {task: finished(recipe.tuning(task), output / "runs") for task in found}
-        floors = constants(recipe.training, recipe.ett)
-        results = under_way.finish(
-            {"regimes": summary(found, tuned), "constants": {task: floors[task] for task in found}}
-        )
+        results = under_way.finish({"regimes": summary(found, tuned), "constants": floors})
         redraw(results, asdict(recipe), folder)
     show_table("Scores by task, mean over seeds", overview(found))
     return results

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fem.experiments.common.blocks import EPS, Residual, SwiGLU, initialise
+from fem.experiments.common.blocks import EPS, Residual, SwiGLU, count_parameters, initialise, narrowed
 from fem.gates import Temperature
 from fem.mixer import FreeEnergyMixerConfig
 from fem.pooling import FreeEnergyPooling
@@ -56,10 +56,8 @@ class PoolModel(nn.Module):
 
     def __init__(self, channels: int, outputs: int, name: str, width: int, heads: int, mlp: int, initialisation: str):
         super().__init__()
-        count = lambda part: sum(parameter.numel() for parameter in part.parameters())  # noqa: E731
-        inner = mlp - round(
-            (count(pool(name, width, heads)) - count(pool("pool:attention", width, heads))) / (6 * width)
-        )
+        own, attention = (count_parameters(pool(one, width, heads)) for one in (name, "pool:attention"))
+        inner = narrowed(mlp, own - attention, 6 * width, name)
         self.encode = nn.Sequential(
             nn.Linear(channels, width), Residual(width, SwiGLU(width, inner)), nn.RMSNorm(width, EPS)
         )

@@ -1,8 +1,10 @@
-"""Tasks on real data: bags of the digits that scikit-learn ships, and the channels of ETT."""
+"""Tasks on real data: bags of the digits that scikit-learn ships, the channels of ETT, the speakers of a play."""
 
 from __future__ import annotations
 
 import functools
+import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from fem.experiments.regimes.tasks import NOT_ASKED, Classes, Numbers
 
 HELD_OUT = {"train": slice(0, 1200), "validation": slice(1200, 1400), "test": slice(1400, None)}
 WINDOW = 96  # rows of ETTm1 in a day
+WORDS = 32
 
 
 @functools.lru_cache(maxsize=1)
@@ -129,5 +132,71 @@ class Exceeded(DayOfETT, Classes):
         return x, self.ask((days.amax(-1) > limit).long(), NOT_ASKED)
 
 
-def ett_tasks(path: Path | None) -> dict:
-    return {} if path is None else {"ett-extremes": DailyExtremes(str(path)), "ett-events": Exceeded(str(path))}
+@functools.lru_cache(maxsize=1)
+def speeches(path: str) -> tuple[int, dict[str, list[Int[Tensor, " n"]]]]:
+    """How many words are known, and what each of the ten speakers with most words says: the first 60 % of it, the next
+    20 and the last 20, as numbers of words. Known are the 1,000 most frequent words of the first part; all others are
+    one word more.
+
+    Speeches are paragraphs behind a line "NAME:". Raises ValueError on a text of fewer than ten such speakers.
+    """
+    said: dict[str, list[str]] = {}
+    for name, speech in re.findall(
+        r"^([^\n:]+):\n(.+?)(?:\n\n|\Z)", Path(path).read_text(encoding="utf-8"), re.M | re.S
+    ):
+        said.setdefault(name, []).extend(re.findall(r"[a-z']+", speech.lower()))
+    speakers = sorted(said, key=lambda name: -len(said[name]))[:10]
+    if len(speakers) < 10 or len(said[speakers[-1]]) < 10 * WORDS:
+        raise ValueError(f"play must have ten speakers of {10 * WORDS} words or more, named 'NAME:'; {path!r} has not.")
+    ends = {name: [0, *(round(share * len(said[name])) for share in (0.6, 0.8, 1.0))] for name in speakers}
+    frequent = Counter(word for name in speakers for word in said[name][: ends[name][1]]).most_common(1000)
+    number = {word: index for index, (word, _) in enumerate(frequent)}
+    told = {name: torch.tensor([number.get(word, len(number)) for word in said[name]]) for name in speakers}
+    return len(number) + 1, {
+        split: [told[name][ends[name][part] : ends[name][part + 1]] for name in speakers]
+        for part, split in enumerate(HELD_OUT)
+    }
+
+
+class Speakers(Classes):
+    """32 words in a row of one of ten speakers, and an empty last token, which is asked: who says this?
+
+    The words of the test are said later in the plays than those of training.
+    """
+
+    about = "which of ten speakers says these 32 words"
+    wins = "the words that give a speaker away"
+
+    def __init__(self, path: str):
+        self.path = path
+
+    @property
+    def channels(self):
+        return speeches(self.path)[0] + 1
+
+    @property
+    def classes(self):
+        return 10
+
+    @property
+    def questions(self):
+        return 1
+
+    def draw(self, generator, size, split="train"):
+        said = speeches(self.path)[1][split]
+        speaker = torch.randint(len(said), (size,), generator=generator)
+        longest = torch.tensor([len(said[index]) - WORDS + 1 for index in speaker])
+        start = (torch.rand(size, generator=generator) * longest).long()
+        words = torch.stack([said[who][first : first + WORDS] for who, first in zip(speaker, start)])
+        x = torch.zeros(size, WORDS + 1, self.channels)
+        x[:, :-1].scatter_(2, words[..., None], 1.0)
+        x[:, -1, -1] = 1
+        targets = torch.full((size, WORDS + 1, 1), NOT_ASKED)
+        targets[:, -1, 0] = speaker
+        return x, targets
+
+
+def tasks_of_files(ett: Path | None, play: Path | None) -> dict:
+    """The tasks whose data were given."""
+    found = {} if ett is None else {"ett-extremes": DailyExtremes(str(ett)), "ett-events": Exceeded(str(ett))}
+    return found | ({} if play is None else {"speakers": Speakers(str(play))})

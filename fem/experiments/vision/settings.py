@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from fem.experiments.common.jobs import digest_of
 from fem.experiments.common.mixers import canonical
+from fem.experiments.common.recipes import listed, require_not_negative, require_one_of, require_positive
 from fem.experiments.common.run import option
 
 DTYPES = ("float32", "bfloat16")
@@ -45,13 +46,8 @@ class VisionRecipe:
     threads: int = option(1, "CPU threads; more help where the machine is idle, and hurt where it is busy.")
 
     def __post_init__(self):
-        counts = ("seeds", "layers", "epochs", "batch", "validations", "threads", "learning_rate")
-        for name in counts:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
-        for name in ("seed", "mixup", "cutmix", "workers", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+        require_positive(self, "seeds", "layers", "epochs", "batch", "validations", "threads", "learning_rate")
+        require_not_negative(self, "seed", "mixup", "cutmix", "workers", "weight_decay")
         for name in ("min_area", "central_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in (0, 1], got {getattr(self, name)}.")
@@ -60,15 +56,14 @@ class VisionRecipe:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}.")
         if self.channels not in (1, 3):
             raise ValueError(f"channels must be 1 (grey) or 3 (RGB), got {self.channels}.")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be {' or '.join(DTYPES)}, got {self.dtype!r}.")
+        require_one_of("dtype", self.dtype, DTYPES)
         if not self.mixer_names:
             raise ValueError("mixers must name at least one mixer, got an empty list.")
 
     @property
     def mixer_names(self) -> list[str]:
         """Each mixer's one name, in the order given."""
-        return list(dict.fromkeys(canonical(name.strip()) for name in self.mixers.split(",") if name.strip()))
+        return list(dict.fromkeys(canonical(name) for name in listed(self.mixers)))
 
     def jobs(self) -> Iterator[tuple[str, VisionRecipe]]:
         """Every run and the name of its record, seed after seed: a recipe of one mixer and one seed."""

@@ -71,7 +71,7 @@ class ImageTrainer(SavingTrainer):
         super().__init__(callbacks=[watch], **given)
         self.watch = watch
 
-    def leave(self, checkpoint: Path) -> None:
+    def add_files(self, checkpoint: Path) -> None:
         if self.args.process_index == 0:
             write_json(checkpoint / TOTALS, {"seconds": self.watch.seconds, "curve": self.watch.curve})
 
