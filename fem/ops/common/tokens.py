@@ -5,7 +5,7 @@ A masked token counts as deleted: it takes no position and opens no document.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Int
@@ -99,7 +99,8 @@ def read_tokens(
 
 def _all_of_one_document(time: int, before: CachePosition, continues: bool) -> tuple[Tokens, CachePosition]:
     """`read_tokens` without mask and ids, in few operations: generation calls it for every token."""
-    after = replace(before, position=before.position + time, started=before.started | (time > 0))
+    started = torch.ones_like(before.started) if time else before.started
+    after = CachePosition(before.position + time, before.document, before.segment, started)
     if not continues:
         return Tokens(None, None, None, torch.arange(time, device=before.position.device)), after
     position = before.position[:, None]
