@@ -372,7 +372,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(tmp_path):
 
 
 def test_a_sweep_ends_in_table_report_and_plots(tmp_path, monkeypatch):
-    tiny = Profile((MEMORIZE, COMPRESS), (1e-3, 1e-2), (0.0,), TINY, "mean")
+    tiny = Profile("two tasks", "Tiny.", (MEMORIZE, COMPRESS), (1e-3, 1e-2), (0.0,), TINY, "mean")
     monkeypatch.setitem(PROFILES, "tiny", tiny)
     recipe = MADRecipe(profile="tiny", mixers="softmax,softmax+G", seeds=1)
     results = run(recipe, tmp_path / "mad", workers=1)

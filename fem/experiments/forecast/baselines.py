@@ -75,6 +75,7 @@ def train_baseline(job: Job, bars: Progress) -> dict:
         val_check_steps=max(1, job.recipe.peer_steps // CHECKS),
         early_stop_patience_steps=PATIENCE,
         batch_size=len(job.series.channels),
+        step_size=job.recipe.peer_stride,
         random_seed=job.seed,
         callbacks=[steps],
         accelerator="auto",

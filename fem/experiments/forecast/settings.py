@@ -48,11 +48,13 @@ class ForecastRecipe:
     weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
     peer_lookback: int = option(512, "Rows of history for neuralforecast's models.")
     peer_steps: int = option(500, "Most optimiser steps for neuralforecast's models.")
+    peer_stride: int = option(1, "Rows between the windows that neuralforecast's models train and validate on.")
     threads: int = option(1, "CPU threads; more of them are faster on an idle machine, and slower on a busy one.")
 
     def __post_init__(self):
-        counts = ("seeds", "layers", "heads", "epochs", "patience", "peer_lookback", "peer_steps", "threads")
-        require_positive(self, *counts, "learning_rate", "lookback", "width", "batch")
+        counts = ("seeds", "layers", "heads", "epochs", "patience", "threads")
+        sizes = ("lookback", "width", "batch", "peer_lookback", "peer_steps", "peer_stride")
+        require_positive(self, *counts, "learning_rate", *sizes)
         require_not_negative(self, "seed", "weight_decay")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}.")

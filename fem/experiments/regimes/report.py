@@ -128,7 +128,7 @@ def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
 
 def title(recipe: RegimesRecipe) -> str:
     if all(row in POOLS for row in recipe.rows):
-        return "Pooling a set: the free energy beside mean, maximum and attention"
+        return f"Pooling a set: {', '.join(recipe.task_names)}"
     if all(STARTS.sub("", row) in recipe.rows for row in recipe.rows) and any(map(STARTS.search, recipe.rows)):
         return "Where the free energy pays: starts of beta and lambda"
     if any("/wide" in row for row in recipe.rows):

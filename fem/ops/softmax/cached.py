@@ -18,8 +18,8 @@ from fem.ops.common.precision import upcast
 from fem.ops.common.read import Read
 
 SMALL_BETA = 0.1  # below it e is exp(beta v) - 1
-REACH = {torch.float64: 700.0, torch.float32: 80.0, torch.bfloat16: 80.0, torch.float16: 9.5}
-PROVEN = 30.0  # nats
+REACH = {torch.float64: 700.0, torch.float32: 80.0, torch.bfloat16: 80.0, torch.float16: 9.5}  # largest |z|, in nats
+PROVEN = 30.0  # nats: see `proven`
 
 
 def exponents(v: Float[Tensor, "*n"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."]) -> Float[Tensor, "*n"]:

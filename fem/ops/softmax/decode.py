@@ -15,7 +15,7 @@ from fem.ops.softmax.cached import PROVEN, SMALL_BETA, proven, small_beta, unpac
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BLOCK = 1 << 18  # values at a time on a CPU, so that their exponentials stay in the cache
-_LIFT = 2.0**40  # carried by p, so that what underflows in it is nothing even beside the largest finite e
+_LIFT = 2.0**40  # p is scaled by it, so that terms which underflow are negligible even times the largest finite e
 
 
 def packed_step(

@@ -47,7 +47,7 @@ def ssm_read(
     the mean alone. causal=False adds the same scores of the sequence read backwards, the present token once.
     normalize=False leaves s as it is: mean = sum s v, F = (1 / beta) log sum s e^{beta v}.
     The state is that of `channel_scan_read` for each of the N states, (B, N, H, d_v).
-    logs: log delta, log B and log C, for those too small to be numbers.
+    logs: log delta, log B and log C, exact where delta, B or C themselves have underflowed.
     Training keeps the states of every 64th token and computes the others again: memory O(T d_v), not O(T d_v N).
     """
     dtype = widest(v, delta, A, B, C, D)
@@ -79,7 +79,7 @@ def ssm_terms(
 ) -> tuple[Terms, dict[str, Tensor] | None]:
     """The normalised read with the logarithm of its total weight, and the state after the last token, if wanted.
 
-    logs: of delta, B and C, where these may be too small for numbers.
+    logs: as in `ssm_read`.
     """
     past, state = _one_way(delta, A, B, C, D, v, beta, tokens, initial_state, return_state, backend, logs)
     if causal:
@@ -95,7 +95,7 @@ def ssm_terms(
 def _one_way(
     delta, A, B, C, D, v, beta, tokens, state, return_state: bool, backend: str, logs
 ) -> tuple[Terms, dict[str, Tensor] | None]:
-    """The read of what stands before each token and of the token itself; without D, of what stands before alone."""
+    """The read of the tokens up to each, the present one included; without D, of the tokens before it alone."""
     dtype = compute_dtype(delta, A, B, C, D, v)
     shape, rank = v.shape, A.shape[-1]
     delta, v = delta.flatten(2), v.flatten(2)
@@ -126,7 +126,7 @@ def _one_way(
         from fem.ops.ssm.kernels import launch as ssm_triton
 
         per_state = None if beta is None else beta.repeat(rank)
-        begin = Streams.after(*start, *([None] if beta is None else []), per_state)
+        begin = Streams.after(*start, beta=per_state)
         (log_weight, *read), after = ssm_triton.ssm_scan(delta, A, B, C, D, v, beta, opens, begin, logs)
         end = [*after.weights, *([] if beta is None else [leave(after, per_state).free_energy])]
     else:
@@ -140,4 +140,4 @@ def _one_way(
     if not return_state:
         return terms, None
     peak, sums, *free_energy = (part.unflatten(-1, (rank, *shape[2:])) for part in end)
-    return terms, state_of(Sums(peak, sums), *(free_energy or [None]))
+    return terms, state_of(Sums(peak, sums), *free_energy)
