@@ -1,4 +1,4 @@
-"""`fem ablate`: the rows, equal sizes and starts, the choice of the learning rate, and going on."""
+"""`fem ablate`: the rows, equal sizes and starts, the choice of the learning rate, and resuming."""
 
 import csv
 import json

@@ -37,7 +37,7 @@ def csv(tmp_path):
 
 
 def bare_backbone(channels=3, lookback=23, horizon=5):
-    """The backbone without blocks, whose tokens never meet."""
+    """The backbone without blocks, in which no token sees another."""
     backbone = ForecastBackbone(channels, lookback, horizon, 16, nn.Sequential(), 0.0).double()
     with torch.no_grad():
         for parameter in backbone.parameters():

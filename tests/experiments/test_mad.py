@@ -1,4 +1,4 @@
-"""MAD apart from its data: names, originals, one run, the sweep, and the table it ends in."""
+"""`fem mad` without its data: names of mixers, models, one run, the sweep, and the table of results."""
 
 import itertools
 import json
