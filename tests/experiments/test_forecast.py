@@ -262,7 +262,7 @@ def test_a_run_that_diverges_says_so(monkeypatch, csv, tmp_path):
         (["--data", "nowhere.csv"], "data must be a CSV file (.csv or .csv.gz), got no such file: 'nowhere.csv'."),
         (["--horizon", "soon"], "horizon must be a positive number, or several with commas, got 'soon'."),
         (["--mixers", "transformer"], "mixer must be a prior"),
-        (["--profile", "phone"], "profile must be laptop or paper, got 'phone'."),
+        (["--profile", "phone"], "profile must be one of laptop, paper; got 'phone'."),
         (["--epochs", "0"], "epochs must be positive, got 0."),
     ],
 )

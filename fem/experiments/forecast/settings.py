@@ -46,9 +46,18 @@ class ForecastRecipe:
     )
     learning_rate: float = option(6e-4, "Peak learning rate of AdamW for the backbone.")
     weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
-    peer_lookback: int = option(512, "Rows of history for neuralforecast's models.")
-    peer_steps: int = option(500, "Most optimiser steps for neuralforecast's models.")
-    peer_stride: int = option(1, "Rows between the windows that neuralforecast's models train and validate on.")
+    peer_lookback: int = option(
+        512, "Rows of history for neuralforecast's models.", also=("peer_lookback",), called="baseline_lookback"
+    )
+    peer_steps: int = option(
+        500, "Most optimiser steps for neuralforecast's models.", also=("peer_steps",), called="baseline_steps"
+    )
+    peer_stride: int = option(
+        1,
+        "Rows between the windows that neuralforecast's models train and validate on.",
+        also=("peer_stride",),
+        called="baseline_stride",
+    )
     threads: int = option(1, "CPU threads; more of them are faster on an idle machine, and slower on a busy one.")
 
     def __post_init__(self):
@@ -126,6 +135,8 @@ class Job:
     def key(self) -> str:
         """A file name that differs between runs which differ in any value or in their data."""
         decides = {name: value for name, value in asdict(self.recipe).items() if name not in NOT_IN_THE_KEY}
+        if self.recipe.peer_stride == 1:  # records from before there was a stride stay valid
+            del decides["peer_stride"]
         found = digest_of(decides, self.series.values.tobytes())
         return f"{self.series.name}-{self.horizon}-{self.model}-seed{self.seed}-{found}"
 

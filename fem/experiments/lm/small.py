@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PrinterCallback, TrainingArguments
 
 from fem.experiments.common.run import option
-from fem.experiments.common.trainer import LanguageTrainer, Score, Watch
+from fem.experiments.common.trainer import Score, Watch, WeightDecayTrainer
 from fem.experiments.lm.text import Corpus
 from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.presets import preset
@@ -85,7 +85,7 @@ def train(
     """
     watch = Watch(log, advance)
     with tempfile.TemporaryDirectory() as nothing_is_saved:
-        trainer = LanguageTrainer(
+        trainer = WeightDecayTrainer(
             model=model,
             args=training_arguments(recipe, nothing_is_saved),
             train_dataset=corpus.train,

@@ -52,7 +52,6 @@ class PoolModel(nn.Module):
 
     A linear map and a SwiGLU encode every element, the pool makes one vector of them, and another SwiGLU and a linear
     map answer. All models have as many parameters as the one with attention pooling, by the widths of their SwiGLUs.
-    Raises ValueError where `mlp` is too narrow for that.
     """
 
     def __init__(self, channels: int, outputs: int, name: str, width: int, heads: int, mlp: int, initialisation: str):
