@@ -1,4 +1,4 @@
-"""What tables and pictures call a mixer can be typed, and no two mixers of a picture share name or colour."""
+"""The names of mixers in tables and pictures can be typed; no two mixers of a picture share a name or a colour."""
 
 from itertools import product
 

@@ -119,6 +119,11 @@ def test_scores_are_1_for_the_truth_and_constants_for_what_never_looks(name):
     assert not torch.equal(draw(task, 200, "test", seed=1)[0], x)
 
 
+def test_an_mlp_too_narrow_to_make_up_for_a_mixer_is_one_sentence():
+    with pytest.raises(ValueError, match=r"^\S+ has [\d,]+ parameters more than its baseline, .* at least \d+ wide\.$"):
+        build(TASKS["peak"], "softmax+CLTG", Training(mlp_width=1))
+
+
 def test_all_rows_have_the_same_parameters():
     training = Training()
     count = lambda name: sum(p.numel() for p in build(TASKS["bags"], canonical(name), training).parameters())  # noqa: E731

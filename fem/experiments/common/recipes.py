@@ -1,8 +1,10 @@
-"""What the fields of recipes have in common: lists written with commas, and limits."""
+"""What the fields of recipes have in common: lists with commas, limits, and names to choose from."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -38,3 +40,9 @@ def require_one_of(name: str, value: str, known: Any) -> None:
     """Raises ValueError where the field's value is none of those known."""
     if value not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}.")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence that refuses a name: "; did you mean fem-sm-tiny?", or "." where none is near."""
+    near = get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]}?" if near else "."

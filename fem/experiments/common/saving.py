@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fem.experiments.common.checkpoints import checkpoints, newest
 from fem.experiments.common.distributed import lost_touch
 from fem.experiments.common.integrity import publish
-from fem.experiments.common.trainer import LanguageTrainer
+from fem.experiments.common.trainer import WeightDecayTrainer
 
 STAGING = ".saving"
 
@@ -27,7 +27,7 @@ class NotFinite(ValueError):
         self.step, self.what = step, what
 
 
-class SavingTrainer(LanguageTrainer):
+class SavingTrainer(WeightDecayTrainer):
     """Writes checkpoints to a staging folder, then renames them into `output`, where the newest `keep` stay.
 
     `TrainingArguments.output_dir` must be `output`/.saving. A subclass adds files of its own in `add_files`.

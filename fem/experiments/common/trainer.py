@@ -21,7 +21,7 @@ LOGGED = {
 Score = dict[str, int | float]
 
 
-class LanguageTrainer(Trainer):
+class WeightDecayTrainer(Trainer):
     """The Trainer, with weight decay on weights only: not on beta, norms and biases."""
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""`fem ablate`: what each part of FEM adds to a language model of equal size, on the same tokens, win or lose."""
+"""`fem ablate`: what each part of FEM adds to a language model of equal size, trained on the same tokens."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ PLAIN, GATED = "-C,G,T,L", "+G"
 
 @dataclass(frozen=True, kw_only=True)
 class AblateRecipe:
-    """Rows, their learning rates and seeds, and the model that all share. The defaults take a laptop some hours."""
+    """The mixers, learning rates and seeds to compare, and the model that all share. Takes a laptop some hours."""
 
     text: Path | None = option(  # noqa: RUF009
-        None, "UTF-8 text file; none: Python's sources and help topics.", also=("text",), called="text_file"
+        None, "UTF-8 text file; default: Python's sources and help topics.", also=("text",), called="text_file"
     )
-    prior: str = option("softmax", "Prior of every row.")
+    prior: str = option("softmax", "Prior of all mixers.")
     rows: str = option(
         " ".join(ROWS),
         "Mixers of this prior with commas, such as attention,attention+LT,FEM; or the paper's rows with spaces.",
         also=("rows",),
         called="mixers",
     )
-    learning_rates: str = option("0.001,0.002,0.004", "Each row takes the best of these on the first seed.")
+    learning_rates: str = option("0.001,0.002,0.004", "Each mixer takes the best of these on the first seed.")
     seeds: int = option(3, "Seeds at the chosen learning rate.")
     seed: int = option(0, "First seed.")
     lambda_init: float = option(0.0, "Bias of the lambda projection at the start; the paper's is 0.")
     layers: int = option(4, "Blocks of a model.")
     width: int = option(128, "Width of a model.")
     heads: int = option(4, "Heads of every mixer.")
-    mlp_width: int = option(352, "Width of the prior's SwiGLU; rows with more parameters narrow theirs.")
+    mlp_width: int = option(352, "Width of the prior's SwiGLU; mixers with more parameters get narrower ones.")
     vocabulary: int = option(2048, "Entries of the byte-pair tokenizer.")
-    context: int = option(128, "Tokens of one row.")
-    batch: int = option(4, "Rows a step.", also=("batch",), called="batch_size")
+    context: int = option(128, "Tokens per sequence.")
+    batch: int = option(4, "Sequences per step.", also=("batch",), called="batch_size")
     steps: int = option(600, "Optimiser steps.")
     validations: int = option(6, "Validations, evenly spaced.")
     threads: int = option(1, "CPU threads.")
@@ -94,7 +94,7 @@ class AblateRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that decides what one training finds."""
+    """Everything that decides the result of one training."""
 
     row: str
     mixer: dict
@@ -109,7 +109,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ablation:
-    """What was measured: every row's records by learning rate on the first seed, and by seed at the best of them."""
+    """The records of every row: by learning rate on the first seed, and by seed at the best learning rate."""
 
     prior: str
     tuning: dict[str, dict[float, dict]]
@@ -122,8 +122,8 @@ class Ablation:
         return best_rate(self.tuning[row])
 
     def table(self) -> list[dict]:
-        """Validation loss in nats per token: mean and standard deviation over the seeds, and what the row gains over
-        the prior alone and over the outer gate alone, seed by seed, with the standard error.
+        """Validation loss in nats per token: mean and standard deviation over the seeds, and how far it is below the
+        prior alone and the outer gate alone, seed by seed, with the standard error.
         """
         found = []
         for row, records in self.chosen.items():
@@ -153,7 +153,7 @@ class Ablation:
         return [record["val_loss"] for record in self.chosen[row]]
 
     def tuning_table(self) -> list[dict]:
-        """A row per row, a column per learning rate."""
+        """A line per row of the ablation, a column per learning rate."""
         return [
             {"mixer": self.name(row), "row": row}
             | {f"{rate:g}": record["val_loss"] for rate, record in records.items()}
@@ -180,12 +180,12 @@ def ablate(recipe: AblateRecipe, measure: Callable[[str, float, int], dict]) -> 
 
 
 def run(recipe: AblateRecipe, output: Path) -> dict:
-    """The ablation, written to `output`; a training that has ended there already is not run again."""
+    """The ablation, written to `output`; trainings with a record there do not run again."""
     from fem.experiments.lm.small import model_config
     from fem.experiments.lm.text import build_corpus
 
     check_output(output, "ablate")
-    for row in recipe.row_names():  # what cannot be built is said before the text is read
+    for row in recipe.row_names():  # an error here comes before the text is read
         model_config(recipe.language(recipe.rates()[0], recipe.seed), row_fields(row, recipe.prior), recipe.vocabulary)
     with cpu_threads(recipe.threads), progress() as bars:
         corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)
@@ -223,7 +223,7 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
 
 
 def train_job(job: Job, corpus: Corpus, folder: Path, bars: Progress) -> dict:
-    """Train, and keep {"job", "val_loss", "parameters", "tokens_per_second", "curve"} in a file of its own."""
+    """Train, and write {"job", "val_loss", "parameters", "tokens_per_second", "curve"} to a file in `folder`."""
     from fem.experiments.lm.small import build_model, model_config, train
 
     recipe = job.language
@@ -243,14 +243,15 @@ def train_job(job: Job, corpus: Corpus, folder: Path, bars: Progress) -> dict:
 
 
 def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
-    source = "the sources and help topics of Python" if recipe.text is None else recipe.text.name
+    from fem.experiments.lm.text import source_name
+
     write_page(
         folder,
         f"What each part of FEM adds to a language model: {recipe.prior} prior, "
         f"{recipe.layers} blocks of width {recipe.width}",
         f"{recipe.layers} blocks of width {recipe.width} with {recipe.heads} heads; {recipe.steps} steps of "
-        f"{recipe.batch} x {recipe.context} tokens of {source}, byte-pair vocabulary of {recipe.vocabulary}. "
-        f"{KEY} All rows have the same parameters "
+        f"{recipe.batch} x {recipe.context} tokens of {source_name(recipe.text)}, "
+        f"byte-pair vocabulary of {recipe.vocabulary}. {KEY} All rows have the same parameters "
         "within 1 %, the same initialisation, and per seed the same rows of text in the same order; each has the best "
         "of the learning rates on the first seed. /r8: gates of rank 8, whose width goes to the values. Loss: "
         "validation, nats per token after the last step, mean over seeds; sd: over seeds; row: the paper's name, by "
@@ -291,7 +292,7 @@ def command(
     changes: dict,
     output: Annotated[Path | None, typer.Option(help="Folder of the ablation; default: runs/ablate-PRIOR.")] = None,
 ):
-    """What each part of FEM adds to a language model: the paper's rows, and controls. A stopped one goes on."""
+    """What each part of FEM adds to a language model: the paper's rows, and controls. The same command resumes it."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

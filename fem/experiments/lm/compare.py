@@ -22,7 +22,7 @@ from fem.plots import Panel, learning_curves
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured, by mixer and in the order of the seeds, and each mixer's model of the first seed."""
+    """Results and curves of every mixer in the order of the seeds, and its model of the first seed."""
 
     results: dict[str, list[Score]]
     curves: dict[str, list[list[Score]]]
@@ -72,7 +72,7 @@ def redraw(results: Mapping, path: Path) -> None:
 def compare(
     mixers: Mapping[str, dict], recipe: LanguageRecipe, seeds: Sequence[int], corpus: Corpus, run: Run, bars: Progress
 ) -> Comparison:
-    """Train a model of every mixer with every seed; measurements go to the run's metrics.jsonl as they come."""
+    """Train a model of every mixer with every seed; measurements are appended to the run's metrics.jsonl."""
     comparison = Comparison({name: [] for name in mixers}, {name: [] for name in mixers}, {})
     for seed in seeds:
         for name, mixer in mixers.items():

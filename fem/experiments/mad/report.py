@@ -26,7 +26,7 @@ from fem.experiments.mad.table import (
 
 
 def summary(records: Sequence[dict]) -> dict:
-    """Every score of every mixer and task, by initialisation: a figure per seed, and their means."""
+    """Every score of every mixer in every task, by initialisation: a figure per seed, and their mean."""
     found: dict = {}
     for (mixer, initialisation), own in by_row(records).items():
         found.setdefault(initialisation, {})[mixer] = {
@@ -81,7 +81,8 @@ PAGE = """# MAD: {title}
 
 Percent of the scored tokens of new sequences, mean over seeds; sd: of the average, over seeds; over its prior: the
 average's difference from the same prior without any part of FEM, seed by seed, ± its standard error. In every task all
-models have the same parameters, the SwiGLU paying for what a mixer adds, and all linear maps start by the same rule.
+models have the same number of parameters (a mixer that has more gets a narrower SwiGLU), and all linear maps start by
+the same rule.
 {key} The paper names the parts that are missing: its FEM-SM(-G,T) is attention+CL here.
 
 {about}

@@ -1,4 +1,4 @@
-"""Which settings of the tasks are trained on, and how: MAD's own protocol, and one that a laptop finishes."""
+"""Which settings of the tasks are trained on, and how: MAD's own protocol, and one small enough for a laptop."""
 
 from __future__ import annotations
 

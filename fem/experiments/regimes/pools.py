@@ -28,7 +28,7 @@ class Maximum(nn.Module):
 
 
 class LogSumExp(nn.Module):
-    """F_j = (1 / beta_j) log mean_i exp(beta_j x_ij), beta learnt per channel from 1.95 on."""
+    """F_j = (1 / beta_j) log mean_i exp(beta_j x_ij), with a learnt beta per channel that starts at 1.95."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -48,10 +48,10 @@ def pool(name: str, width: int, heads: int) -> nn.Module:
 
 
 class PoolModel(nn.Module):
-    """Bags (B, T, C), an empty last token behind them -> answers (B, T, outputs), 0 before the last token.
+    """Bags (B, T, C) whose last token is empty -> answers (B, T, outputs), 0 before the last token.
 
-    Every element passes a linear map and a SwiGLU, the pool makes one vector of them, another SwiGLU and a linear map
-    answer. Models have the parameters of attention pooling's: the SwiGLU pays for what a pool adds or saves.
+    A linear map and a SwiGLU encode every element, the pool makes one vector of them, and another SwiGLU and a linear
+    map answer. All models have as many parameters as the one with attention pooling, by the widths of their SwiGLUs.
     """
 
     def __init__(self, channels: int, outputs: int, name: str, width: int, heads: int, mlp: int, initialisation: str):

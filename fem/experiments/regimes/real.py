@@ -32,25 +32,14 @@ def digits() -> tuple[Float[Tensor, "n 64"], Int[Tensor, " n"]]:
 
 @dataclass(frozen=True)
 class DigitBags(Classes):
-    """Bags of 7 pictures and an empty last token, which is asked: is digit 0, ... 9 in the bag (10 questions), which is
-    the largest, how many different ones. Pictures of the test are never seen in training.
+    """Bags of 7 pictures, and an empty last token that is asked 12 questions: is digit 0, ... 9 in the bag, which is
+    the largest, how many different ones are there. No picture of the test is seen in training.
     """
 
     pictures: int = 7
     about = "bags of 7 real digits: which are in it, the largest, how many different"
     wins = "extremes"
-
-    @property
-    def channels(self):
-        return 65
-
-    @property
-    def classes(self):
-        return 10
-
-    @property
-    def questions(self):
-        return 12
+    channels, classes, questions = 65, 10, 12
 
     def draw(self, generator, size, split="train"):
         pictures, labels = (tensor[HELD_OUT[split]] for tensor in digits())
@@ -66,7 +55,8 @@ class DigitBags(Classes):
 
 @functools.lru_cache(maxsize=1)
 def rows(path: str) -> dict[str, Float[Tensor, "t c"]]:
-    """The first 60 % of an ETT file's rows, the next 20 and the last 20, scaled by mean and spread of the first."""
+    """The first 60 % of an ETT file's rows, the next 20 % and the last 20 %, standardised by the first part's mean and
+    standard deviation."""
     import pandas as pd
 
     table = torch.from_numpy(pd.read_csv(path).drop(columns="date").to_numpy("float32"))
@@ -76,14 +66,13 @@ def rows(path: str) -> dict[str, Float[Tensor, "t c"]]:
 
 
 class DayOfETT:
-    """Two days of the 7 channels, cut anywhere in a split; the second day's rows are asked about the last 96."""
+    """Two days of the 7 channels from anywhere in a split; every row of the second day is asked about the 96 rows up to
+    it."""
+
+    channels = 7
 
     def __init__(self, path: str):
         self.path = path
-
-    @property
-    def channels(self):
-        return 7
 
     def cut(self, generator, size, split) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "b day c w"]]:
         table = rows(self.path)[split]
@@ -93,7 +82,7 @@ class DayOfETT:
 
     @staticmethod
     def ask(answers: Tensor, nothing: int | float) -> Tensor:
-        """The answers behind a first day of which nothing is asked."""
+        """The answers, after a first day in which nothing is asked."""
         return torch.cat([torch.full_like(answers, nothing), answers], 1)
 
 
@@ -102,10 +91,7 @@ class DailyExtremes(DayOfETT, Numbers):
 
     about = "extremes of the last day in ETT, 7 channels"
     wins = "extremes"
-
-    @property
-    def outputs(self):
-        return 14
+    outputs = 14
 
     def draw(self, generator, size, split="train"):
         x, days = self.cut(generator, size, split)
@@ -117,14 +103,7 @@ class Exceeded(DayOfETT, Classes):
 
     about = "did a channel of ETT exceed its quantile of .9 in the last day"
     wins = "extremes"
-
-    @property
-    def classes(self):
-        return 2
-
-    @property
-    def questions(self):
-        return 7
+    classes, questions = 2, 7
 
     def draw(self, generator, size, split="train"):
         x, days = self.cut(generator, size, split)
@@ -134,11 +113,11 @@ class Exceeded(DayOfETT, Classes):
 
 @functools.lru_cache(maxsize=1)
 def speeches(path: str) -> tuple[int, dict[str, list[Int[Tensor, " n"]]]]:
-    """How many words are known, and what each of the ten speakers with most words says: the first 60 % of it, the next
-    20 and the last 20, as numbers of words. Known are the 1,000 most frequent words of the first part; all others are
-    one word more.
+    """The size of the vocabulary, and, by split, the words of the ten speakers with most words, as indices into it: the
+    first 60 % of what each says, the next 20 % and the last 20 %. The vocabulary has the 1,000 most frequent words of
+    the first part, and one entry for all others.
 
-    Speeches are paragraphs behind a line "NAME:". Raises ValueError on a text of fewer than ten such speakers.
+    Speeches are paragraphs after a line "NAME:". Raises ValueError on a text of fewer than ten such speakers.
     """
     said: dict[str, list[str]] = {}
     for name, speech in re.findall(
@@ -159,13 +138,14 @@ def speeches(path: str) -> tuple[int, dict[str, list[Int[Tensor, " n"]]]]:
 
 
 class Speakers(Classes):
-    """32 words in a row of one of ten speakers, and an empty last token, which is asked: who says this?
+    """32 successive words of one of ten speakers, and an empty last token, which is asked who says them.
 
-    The words of the test are said later in the plays than those of training.
+    A speaker's words in the test come later in the play than those in training.
     """
 
     about = "which of ten speakers says these 32 words"
     wins = "the words that give a speaker away"
+    classes, questions = 10, 1
 
     def __init__(self, path: str):
         self.path = path
@@ -173,14 +153,6 @@ class Speakers(Classes):
     @property
     def channels(self):
         return speeches(self.path)[0] + 1
-
-    @property
-    def classes(self):
-        return 10
-
-    @property
-    def questions(self):
-        return 1
 
     def draw(self, generator, size, split="train"):
         said = speeches(self.path)[1][split]
@@ -197,6 +169,6 @@ class Speakers(Classes):
 
 
 def tasks_of_files(ett: Path | None, play: Path | None) -> dict:
-    """The tasks whose data were given."""
+    """The tasks whose data files are given."""
     found = {} if ett is None else {"ett-extremes": DailyExtremes(str(ett)), "ett-events": Exceeded(str(ett))}
     return found | ({} if play is None else {"speakers": Speakers(str(play))})

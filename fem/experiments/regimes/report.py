@@ -1,4 +1,4 @@
-"""What a run of regimes adds up to: one table over tasks, one per task, a picture and a page."""
+"""The results of `fem regimes`: a table over all tasks, one for each task, a picture and a page."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ STARTS = re.compile(r"/(b[\d.]+|l-?[\d.]+)")
 
 
 def tests(records: list[dict]) -> list[float]:
-    """The last test of every seed."""
+    """The last test score of every seed."""
     return [record["curve"][-1]["test"] for record in records]
 
 
 def reference(row: str, rows: dict[str, list[dict]]) -> str | None:
-    """What a row is compared with: plain attention, or, without it, the same mixer with the paper's starts."""
+    """What a row is compared with: plain attention; where that was not run, the same mixer with the paper's starts."""
     found = next((row for row in (*REFERENCES, STARTS.sub("", row)) if row in rows), None)
     return None if found == row else found
 
@@ -39,7 +39,7 @@ def over(row: str, rows: dict[str, list[dict]]) -> str:
 
 
 def compared(rows: dict[str, list[dict]]) -> str:
-    """What the rows of a table are compared with, in words."""
+    """The name of what the rows of a table are compared with."""
     plain = next((row for row in REFERENCES if row in rows), None)
     return "the paper's start" if plain is None else display(plain)
 
@@ -153,8 +153,8 @@ def write_report(folder: Path, found: Found, floors: dict[str, float], recipe: R
         title(recipe),
         f"{recipe.blocks} block{'s' if recipe.blocks > 1 else ''} of [mixer, SwiGLU], width {recipe.width}, "
         f"{recipe.heads} heads, {recipe.steps} steps of {recipe.batch} examples, AdamW with cosine decay, no weight "
-        "decay, the same start and the same examples for every row of a seed; equal parameters (the SwiGLU pays for "
-        "what a mixer adds). Every row takes the learning rate that is best on the first seed's validation, and is "
+        "decay, the same start and the same examples for every row of a seed; equal parameters (a mixer with more gets "
+        "a narrower SwiGLU). Every row takes the learning rate that is best on the first seed's validation, and is "
         f"tested on other examples. {KEY} /r4: gates of "
         "rank 4, whose width goes to the values; /b8: beta starts at 8 instead of 1.95; /l6: lambda's bias at 6; "
         "/wide: values as wide as the model. ±: standard error of the difference, seed by seed.",

@@ -24,14 +24,14 @@ POOLED = ("bags", "speakers")
 
 @dataclass(frozen=True, kw_only=True)
 class RegimesRecipe:
-    """Tasks, rows and the training that all share. Lists are written with commas."""
+    """Tasks, mixers and the training that all share. Lists are names or numbers with commas between them."""
 
     tasks: str = option("peak,high-water,snapshot,statistics,recall,bags", f"From {', '.join([*TASKS, *OF_FILES])}.")
     mixers: str = option(
         ROWS,
         f"Priors with parts and options, such as softmax+LTG/r4; for {' and '.join(POOLED)} also {', '.join(POOLS)}.",
     )
-    learning_rates: str = option("0.003,0.006,0.012", "Every row takes the best on the first seed's validation.")
+    learning_rates: str = option("0.003,0.006,0.012", "Each mixer takes the best on the first seed's validation.")
     seeds: int = option(3, "How many seeds; each draws its own weights and data.")
     seed: int = option(0, "First seed.")
     ett: Path | None = option(None, "ETTm1.csv or .csv.gz, for the tasks of ETT.")  # noqa: RUF009
@@ -39,9 +39,9 @@ class RegimesRecipe:
     width: int = option(64, "Width of a model.")
     heads: int = option(4, "Heads of every mixer.")
     blocks: int = option(1, "Blocks of [mixer, SwiGLU].", also=("blocks",), called="layers")
-    mlp_width: int = option(176, "Width of softmax attention's SwiGLU; others pay with it for what they add.")
-    initialisation: str = option("torch", f"How linear maps start, for all alike: {' or '.join(INITIALISATIONS)}.")
-    batch: int = option(16, "Examples a step.", also=("batch",), called="batch_size")
+    mlp_width: int = option(176, "Width of softmax attention's SwiGLU; mixers with more parameters get narrower ones.")
+    initialisation: str = option("torch", f"How the linear maps of all models start: {' or '.join(INITIALISATIONS)}.")
+    batch: int = option(16, "Examples per step.", also=("batch",), called="batch_size")
     steps: int = option(500, "Optimiser steps.")
 
     def __post_init__(self):
@@ -66,7 +66,7 @@ class RegimesRecipe:
 
     @property
     def known_tasks(self) -> dict[str, Task]:
-        """All tasks whose data there are."""
+        """The tasks that need no file, and those whose file is given."""
         return TASKS | tasks_of_files(self.ett, self.play)
 
     @property
@@ -83,11 +83,11 @@ class RegimesRecipe:
         return Training(**{name: getattr(self, name) for name in shared})
 
     def tuning(self, task: str) -> list[Job]:
-        """Every row at every learning rate, on the first seed."""
+        """Every mixer at every learning rate, on the first seed."""
         return [self._job(task, row, rate, self.seed) for row in self.rows for rate in self.rates]
 
     def chosen(self, task: str, tuned: dict[str, dict]) -> dict[str, list[Job]]:
-        """Every row at the learning rate of the best last validation, on every seed."""
+        """Every mixer on every seed, at the learning rate whose last validation score on the first seed is best."""
         found = {}
         for row in self.rows:
             score = lambda rate: tuned[self._job(task, row, rate, self.seed).key]["curve"][-1]["validation"]  # noqa: B023, E731

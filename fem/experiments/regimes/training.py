@@ -48,10 +48,10 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that decides what a run finds."""
+    """Everything that decides the result of a run."""
 
     task: str
-    sizes: dict[str, int | float]  # the task's own
+    sizes: dict[str, int | float]  # of the task
     mixer: str
     learning_rate: float
     seed: int
@@ -59,7 +59,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        """A file name of its own for every job."""
+        """A file name that differs between jobs which differ in any value."""
         return f"{self.task}-{file_name(self.mixer)}-seed{self.seed}-{digest_of(asdict(self))}"
 
 
@@ -131,7 +131,7 @@ def evaluate(model: nn.Module, task: Task, examples: tuple[Tensor, Tensor], devi
 
 @torch.no_grad()
 def temperatures(model: nn.Module) -> dict[str, float]:
-    """Where the first beta stands: {} without one."""
+    """Mean, smallest and largest of the first layer's beta; {} where there is none."""
     found = next((part for part in model.modules() if isinstance(part, Temperature)), None)
     if found is None:
         return {}
@@ -140,12 +140,12 @@ def temperatures(model: nn.Module) -> dict[str, float]:
 
 
 def sizes(task: str) -> dict[str, int | float]:
-    """The task's own sizes; those of files have none."""
+    """The task's own sizes; tasks on data from files have none."""
     return asdict(TASKS[task]) if is_dataclass(TASKS.get(task)) else {}
 
 
 def constants(training: Training, tasks: Mapping[str, Task]) -> dict[str, float]:
-    """Each task's score of the best answer that does not look at the inputs, on the test of seed 0."""
+    """Each task's score of the best answer that does not depend on the inputs, on the test of seed 0."""
     found = {}
     for name, task in tasks.items():
         _, targets = task.draw(Generator().manual_seed(STREAMS["test"]), training.test_examples, "test")
