@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.gated_read import gated_read, outer_gate
-from fem.ops.common.precision import wide
+from fem.ops.common.precision import upcast
 from fem.ops.common.read import Read
 from fem.optim import mark_undecayed
 from fem.projection import Projection
@@ -35,13 +35,13 @@ class Temperature(nn.Module):
         nn.init.zeros_(self.theta)
 
     def forward(self) -> Tensor:
-        return F.softplus(wide(self.theta) + self.start)
+        return F.softplus(upcast(self.theta) + self.start)
 
 
 class SlimProjection(nn.Module):
     """y = U (W x + W_c h) + b, U (width x rank): a map of low rank, which starts as spread as a full one.
 
-    Split by heads, U is split by its rows and W is not.
+    Where a model is split by heads over devices, U is split by its rows and W is whole on each.
     """
 
     def __init__(self, inputs: int, rank: int, width: int, bias: bool, context: int, start: float = 0.0):
@@ -79,7 +79,10 @@ class TwoLevelGate(nn.Module):
         return Projection(config.n_embd, width, config.bias, config.context_width, start)
 
     def ignore_features(self) -> None:
-        """Start at lambda = sigmoid(lambda_init) and g = 1 for every token, up to 1e-7: DoRA divides by rows' norms."""
+        """Start with lambda = sigmoid(lambda_init) and g = 1 for every token.
+
+        The weights start N(0, 1e-7) and not at 0, as DoRA divides by the norms of their rows.
+        """
         for gate in (self.inner, self.outer):
             if gate is not None:
                 nn.init.normal_(gate.up.weight if isinstance(gate, SlimProjection) else gate.weight, std=1e-7)
@@ -112,4 +115,4 @@ class TwoLevelGate(nn.Module):
 
 def head_gate(logits: Float[Tensor, "b t h 1"]) -> Float[Tensor, "b t h 1"]:
     """g = softplus(logits) / log 2: one number per head, 1 at logits of 0, in float32 at least."""
-    return F.softplus(wide(logits)) / math.log(2)
+    return F.softplus(upcast(logits)) / math.log(2)

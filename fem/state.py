@@ -10,11 +10,11 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 CACHED = ("key", "value")  # tokens of a cache, in the dtype of the layer's input; all other sums are float32 at least
-_SLACK = 1.125  # times its own bytes that a tensor may keep alive as a view before it is copied
+_SLACK = 1.125  # a view is copied where the storage that it keeps alive has more than this many times its bytes
 
 
 @dataclass(frozen=True)
-class Cursor:
+class CachePosition:
     """Where each row of a batch stands after the tokens seen so far.
 
     position: the position that the next kept token of the row's document takes.
@@ -29,7 +29,7 @@ class Cursor:
     started: Bool[Tensor, " b"]
 
     @classmethod
-    def zero(cls, batch: int, device: torch.device | str) -> Cursor:
+    def zero(cls, batch: int, device: torch.device | str) -> CachePosition:
         none = torch.zeros(batch, dtype=torch.long, device=device)
         return cls(position=none, document=none, segment=none, started=none.bool())
 
@@ -42,33 +42,41 @@ class MixerState:
     it and `torch.load` reads it; `state_dict` is for other formats, such as safetensors.
     """
 
-    layer: str  # the configuration of what wrote it, "name=value, .."; another kind of layer refuses it
+    layer: str  # the configuration of the layer that wrote it, "name=value, .."; layers of another kind refuse it
     dtype: torch.dtype  # of the layer's input
     memory: dict[str, Tensor]  # the prior's own
     conditioner: Tensor | None  # the conditioner's hidden state, (B, H_c)
-    cursor: Cursor
+    cache_position: CachePosition
+
+    def __setstate__(self, saved: dict) -> None:
+        vars(self).update({_now(name): value for name, value in saved.items()})
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"memory.{name}", tensor) for name, tensor in self.memory.items())
         if self.conditioner is not None:
             yield "conditioner", self.conditioner
-        yield from ((f"cursor.{field.name}", getattr(self.cursor, field.name)) for field in fields(self.cursor))
+        yield from (
+            (f"cache_position.{field.name}", getattr(self.cache_position, field.name))
+            for field in fields(self.cache_position)
+        )
 
     @staticmethod
     def _of(layer: str, dtype: torch.dtype, tensors: dict[str, Tensor]) -> MixerState:
         part = lambda prefix: {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}  # noqa: E731
-        return MixerState(layer, dtype, part("memory."), tensors.get("conditioner"), Cursor(**part("cursor.")))
+        return MixerState(
+            layer, dtype, part("memory."), tensors.get("conditioner"), CachePosition(**part("cache_position."))
+        )
 
     def _map(self, change) -> MixerState:
         return self._of(self.layer, self.dtype, {name: change(tensor) for name, tensor in self._named()})
 
     @property
     def batch(self) -> int:
-        return self.cursor.position.shape[0]
+        return self.cache_position.position.shape[0]
 
     @property
     def device(self) -> torch.device:
-        return self.cursor.position.device
+        return self.cache_position.position.device
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +125,8 @@ class MixerState:
     @classmethod
     def from_state_dict(cls, tensors: dict[str, Tensor]) -> MixerState:
         """The state that `state_dict` wrote. Raises ValueError on a dict that is none."""
-        wanted = {"layer", "dtype", *(f"cursor.{field.name}" for field in fields(Cursor))}
+        tensors = {_now(name): tensor for name, tensor in tensors.items()}
+        wanted = {"layer", "dtype", *(f"cache_position.{field.name}" for field in fields(CachePosition))}
         if missing := sorted(wanted - tensors.keys()):
             raise ValueError(f"tensors must be what MixerState.state_dict returned, got none named {missing[0]!r}.")
         return cls._of(bytes(tensors["layer"].tolist()).decode(), tensors["dtype"].dtype, tensors)
@@ -130,15 +139,21 @@ class MixerState:
             ("device", self.device, device),
         ):
             if got != wanted:
-                raise another(what, got, wanted)
+                raise foreign_state(what, got, wanted)
 
 
-def another(what: str, got, wanted) -> ValueError:
-    """What to raise on a state that belongs elsewhere."""
+def foreign_state(what: str, got, wanted) -> ValueError:
+    """The error for a state of another layer, batch size, dtype or device (`what`)."""
     return ValueError(
         f"state belongs to another {what}: it has {got}, this call has {wanted}; "
         "pass the state that this layer returned for the same rows, or state=None to start anew."
     )
 
 
-torch.serialization.add_safe_globals([MixerState, Cursor])
+def _now(name: str) -> str:
+    """Today's name of a saved tensor: version 0.1 said `cursor` for `cache_position`."""
+    return "cache_position" + name.removeprefix("cursor") if name.startswith("cursor") else name
+
+
+Cursor = CachePosition  # its name in states saved by version 0.1
+torch.serialization.add_safe_globals([MixerState, CachePosition, (CachePosition, "fem.state.Cursor")])

@@ -1,4 +1,4 @@
-"""What callers of transformers' models pass besides tokens, read as documents or set aside."""
+"""What callers of transformers' models pass besides tokens: arguments that mark documents, and those to ignore."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
-# Nothing that a mixer does not know: its cache counts the tokens, and cu_seq_lens_q holds the sizes of documents.
+from fem.ops.common.steps import running_maximum
+
+# Ignored, as a mixer knows this already: its cache counts the tokens, cu_seq_lens_q has the sizes of documents.
 SET_ASIDE = {
     "token_type_ids",
     "cache_position",
@@ -77,7 +79,7 @@ def _restarts(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         return F.pad(position_ids.diff(dim=-1) != 1, (1, 0))
     keep = attention_mask.bool()
     seen = torch.where(keep, position_ids, -1)
-    places = torch.where(keep, torch.arange(keep.shape[1], device=keep.device), -1).cummax(-1).values
+    places = running_maximum(torch.where(keep, torch.arange(keep.shape[1], device=keep.device), -1))
     before = F.pad(places, (1, 0), value=-1)[:, :-1]
     previous = torch.where(before < 0, -1, seen.gather(-1, before.clamp_min(0)))
     return keep & (before >= 0) & (seen <= previous)

@@ -7,23 +7,25 @@ from typing import no_type_check
 
 from transformers import PreTrainedConfig
 
-from fem.config import PRIORS, FreeEnergyMixerConfig
+from fem.config import PRIORS, FreeEnergyMixerConfig, build_config
 from fem.models.engines.parallel import tensor_plan
 from fem.models.engines.support import head_width, layer_type, obstacle
 from fem.models.opener import OpensWithFEM
 from fem.models.peft import teach_peft
+from fem.models.rope import read_rope, scaled
+from fem.priors.base import ROTARY
 
 MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
-WIDTHS = {"fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio"}
 MODEL_NAMES = {
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",
     "n_kv_head": "num_key_value_heads",
     "prior_type": "prior_type",
+    **dict.fromkeys(ROTARY, "rope_parameters"),
 }
 
 
-@no_type_check  # shape checks read a constructor from its fields, and transformers' takes more
+@no_type_check  # the tests' shape checks take a constructor's arguments from the fields, but transformers' has more
 class FEMConfig(OpensWithFEM, PreTrainedConfig):
     """Sizes and mixers of a `FEMForCausalLM`: pre-norm blocks of a Free Energy Mixer and a SwiGLU.
 
@@ -35,6 +37,8 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     or a dict of mixer fields, for hybrids such as 3 * ["gla"] + [{"prior_type": "softmax", "window": 512}].
     mixer: fields of `FreeEnergyMixerConfig` that all layers share, such as {"use_conv": False}; one that not every
     prior reads, such as ssm_rank, goes to the layers whose prior does.
+    rope_parameters: scaled rotary angles, in transformers' words, such as {"rope_type": "yarn", "factor": 4.0,
+    "original_max_position_embeddings": 4096}: linear, yarn, llama3 or proportional, by transformers' own functions.
     value_shift: whether the model holds a shift of its values for `EngineAttention` (`fem.models.calibrate`).
     A layer has the linear weights of plain attention (`FreeEnergyMixerConfig.matched`), unless its fields name a
     width: fem_dim, fem_ratio, qk_dim or p_t_to_fem_ratio.
@@ -69,6 +73,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     prior_type: str = "softmax"
     layer_priors: list | None = None
     mixer: dict | None = None
+    rope_parameters: dict | None = None
     value_shift: bool = False
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
@@ -80,17 +85,13 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     def __post_init__(self, **given):
         given.pop("auto_map", None)  # the class knows it
+        rope_theta = given.pop("rope_theta", None)
         for name in given:
             if name in MIXER_FIELDS:
                 remedy = MODEL_NAMES.get(name, f"mixer={{{name!r}: {given[name]!r}}}")
                 raise ValueError(f"FEMConfig has no field {name!r}, which belongs to the mixers; pass {remedy}.")
-        for name in ("rope_scaling", "rope_parameters"):
-            if given.get(name) is not None:
-                raise ValueError(
-                    f"{name} is not read here, got {given[name]!r}: rotary angles are not scaled; leave it out, or set "
-                    "their base by mixer={'rope_theta': ...}."
-                )
         self._check_sizes()
+        read_rope(self, given.pop("rope_scaling", None), rope_theta)
         if self.intermediate_size is None:
             self.intermediate_size = 256 * -(-8 * self.hidden_size // (3 * 256))
         if self.num_key_value_heads is None:
@@ -103,8 +104,11 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         self.base_model_tp_plan = tensor_plan(self)
         super().__post_init__(**given)
 
+    def convert_rope_params_to_dict(self, **given) -> dict:
+        return given  # `read_rope` did
+
     def to_dict(self) -> dict:
-        teach_peft()  # which asks for this dict, and then for the names of its model type
+        teach_peft()  # peft calls this method, then looks the model type up in the table that this fills
         return super().to_dict()
 
     def mixer_configs(self) -> list[FreeEnergyMixerConfig]:
@@ -115,7 +119,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         return [built[layer] for layer in first]
 
     def _layer_fields(self, layer: int) -> dict:
-        """Fields of a layer's own, and those of all layers but what the priors of other layers alone read."""
+        """The layer's own fields, and the shared ones, without those that only the priors of other layers read."""
         own = self._own_fields(layer)
         reads = lambda fields: set(getattr(PRIORS.get(fields["prior_type"]), "uses", ()))  # noqa: E731
         elsewhere = set().union(*(reads(self._own_fields(i)) for i in range(self.num_hidden_layers))) - reads(own)
@@ -147,8 +151,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         return self.num_key_value_heads != self.num_attention_heads
 
     def _build(self, fields: dict) -> FreeEnergyMixerConfig:
-        build = FreeEnergyMixerConfig if WIDTHS & fields.keys() else FreeEnergyMixerConfig.matched
-        return build(**{"n_embd": self.hidden_size, "n_head": self.num_attention_heads, **fields})
+        return scaled(self, build_config(**{"n_embd": self.hidden_size, "n_head": self.num_attention_heads, **fields}))
 
     def _check_sizes(self):
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):

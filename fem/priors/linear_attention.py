@@ -9,15 +9,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.config import FreeEnergyMixerConfig, Widths
-from fem.ops.common.precision import wide
-from fem.ops.common.rope import rotate
+from fem.ops.common.precision import upcast
 from fem.ops.common.tokens import Tokens
 from fem.ops.linear_attention.read import linear_attention_read
-from fem.priors.base import Prior
+from fem.priors.base import ROTARY, Prior
 
 
-class KeyedPrior(Prior):
+class FeatureMapPrior(Prior):
     """s_t(i) = sum_c phi(q_t)_c exp(sum_{i<r<=t} g_rc) phi(k_i)_c,   phi = ReLU(RoPE(.)) + eps            (Eq. 28)"""
+
+    uses = ROTARY
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
@@ -26,20 +27,19 @@ class KeyedPrior(Prior):
 
     @abstractmethod
     def log_decay(self, features: Float[Tensor, "b t f"]) -> Tensor | None:
-        """g <= 0, per head (B, T, H) or per key channel (B, T, H, d_k); None: nothing decays."""
+        """g <= 0, per head (B, T, H) or per key channel (B, T, H, d_k); None: no decay."""
 
     def read(self, features, v, beta, tokens, memory):
-        q, k = (self._positive(projection(features), tokens) for projection in (self.query, self.key))
+        q, k = (self._feature_map(projection(features), tokens) for projection in (self.query, self.key))
         return self.scan(linear_attention_read, q, k, v, beta, self.log_decay(features), tokens=tokens, memory=memory)
 
-    def _positive(self, x: Tensor, tokens: Tokens) -> Float[Tensor, "b t h d"]:
-        x = wide(x.unflatten(-1, (-1, self.config.key_width)))
-        if self.config.use_rope:
-            x = rotate(x, tokens.position, self.config.rope_theta)
+    def _feature_map(self, x: Tensor, tokens: Tokens) -> Float[Tensor, "b t h d"]:
+        x = upcast(x.unflatten(-1, (-1, self.config.key_width)))
+        (x,) = self.rotated((x,), tokens.position)
         return F.relu(x) + self.config.eps
 
 
-class LinearPrior(KeyedPrior):
+class LinearPrior(FeatureMapPrior):
     """Linear attention: keys never decay.                                                (Appendix H.2 with g = 0)"""
 
     name = "linear"
@@ -52,14 +52,14 @@ class LinearPrior(KeyedPrior):
         return None
 
 
-class GatedLinearPrior(KeyedPrior):
+class GatedLinearPrior(FeatureMapPrior):
     """GLA: g = logsigmoid(W x + b) / 16, one per token ("scalar"), head ("head") or key channel ("channel").
 
-    At the start half of a memory is gone after 16 tokens.                                              (Appendix H.2)
+    A new layer starts with g = log(1/2) / 16: half of a memory is gone after 16 tokens.                (Appendix H.2)
     """
 
     name = "gla"
-    uses = ("decay",)
+    uses = ("decay", *ROTARY)
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
@@ -83,4 +83,4 @@ class GatedLinearPrior(KeyedPrior):
 
 def log_decay(logits: Tensor) -> Tensor:
     """g = logsigmoid(logits) / 16 <= 0, in at least fp32."""
-    return F.logsigmoid(wide(logits)) / 16
+    return F.logsigmoid(upcast(logits)) / 16

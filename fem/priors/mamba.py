@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig, Widths
 from fem.ops.common.backend import scan_backend
-from fem.ops.common.precision import wide
+from fem.ops.common.precision import upcast
 from fem.ops.common.read import mix_channels, read_of
 from fem.ops.ssm.read import ssm_read, ssm_terms
 from fem.optim import mark_undecayed
@@ -54,11 +54,11 @@ class SelectiveSSM(nn.Module):
     def forward(self, features: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor]]:
         """Delta (B, T, H, d_v), A (H, d_v, N), B and C (B, T, N), D (H, d_v), and the logarithms of Delta, B and C.
 
-        An outlier of a token's features can make a softplus too small to be a number, but not its logarithm.
+        Features far out make a softplus underflow to 0 in float32, while its logarithm is still exact.
         """
-        logits = [wide(project(features)) for project in (self.delta, self.b, self.c)]
+        logits = [upcast(project(features)) for project in (self.delta, self.b, self.c)]
         logits[0] = logits[0].unflatten(-1, self.d.shape)
-        (delta, b, c), a, d = map(F.softplus, logits), F.softplus(wide(self.a)), F.softplus(wide(self.d))
+        (delta, b, c), a, d = map(F.softplus, logits), F.softplus(upcast(self.a)), F.softplus(upcast(self.d))
         return (delta, -a, b, c, d), tuple(map(_log_softplus, logits))
 
 
@@ -118,7 +118,7 @@ class InteractiveMambaPrior(Prior):
     def read(self, features, v, beta, tokens, memory):
         per_channel = None if beta is None else beta[:, None].expand(-1, v.shape[-1])
         terms, after = self._terms(features, v, per_channel, tokens, memory)
-        terms = mix_channels(F.softplus(wide(self.mixing)), terms, per_channel)
+        terms = mix_channels(F.softplus(upcast(self.mixing)), terms, per_channel)
         return read_of(terms, per_channel, self.config.normalize, v.dtype), after
 
     def _terms(self, features, v, beta, tokens, memory=None):
@@ -129,17 +129,17 @@ class InteractiveMambaPrior(Prior):
         return ssm_terms(*numbers, v, beta, tokens=tokens, logs=logs, **options)
 
     def selection(self, features, v, tokens):
-        mixing = F.softplus(wide(self.mixing))
-        alone = torch.stack([self._terms(features, one, None, tokens)[0].mean for one in indicators(v)], -1)
+        mixing = F.softplus(upcast(self.mixing))
+        within = torch.stack([self._terms(features, one, None, tokens)[0].mean for one in indicators(v)], -1)
         weight = self._terms(features, v, None, tokens)[0].log_weight[..., None, :] + mixing.log()
         pairs = weight.softmax(-1) if self.config.normalize else weight.exp()
-        pairs = torch.einsum("bthjk,bthki->bthjik", pairs, alone).flatten(-2)
+        pairs = torch.einsum("bthjk,bthki->bthjik", pairs, within).flatten(-2)
         values = v.permute(0, 2, 1, 3).flatten(2)
         return pairs, values[:, None, :, None].expand_as(pairs)
 
 
 def _log_softplus(x: Tensor) -> Tensor:
-    """log softplus(x), which is x below the rounding of e^x."""
+    """log softplus(x); below x = -30 that is x itself, to the last digit."""
     faint = x < -30
     return torch.where(faint, x, F.softplus(torch.where(faint, 0, x)).log())
 

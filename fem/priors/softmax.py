@@ -6,10 +6,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.config import FreeEnergyMixerConfig, Widths
-from fem.ops.common.rope import rotate_all
 from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.read import cached_read, softmax_read
-from fem.priors.base import Prior
+from fem.priors.base import ROTARY, Prior
 from fem.priors.kv_cache import PACKED, append, within_window
 
 
@@ -20,7 +19,7 @@ class SoftmaxPrior(Prior):
     """
 
     name = "softmax"
-    uses = ("window", "n_kv_head")
+    uses = ("window", "n_kv_head", *ROTARY)
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
@@ -37,9 +36,7 @@ class SoftmaxPrior(Prior):
         """q and k, rotated by position (T) or (B, T)."""
         config = self.config
         q, k = (to(features).unflatten(-1, (-1, config.key_width)) for to in (self.query, self.key))
-        if config.use_rope:
-            q, k = rotate_all((q, k), position, config.rope_theta)
-        return q, k
+        return self.rotated((q, k), position)
 
     def read(self, features, v, beta, tokens, memory):
         config = self.config
@@ -49,7 +46,7 @@ class SoftmaxPrior(Prior):
             return softmax_read(q, k, v, beta, **how), None
         memory = append(memory, k, v, beta, tokens, with_position=config.window is not None)
         tokens = Tokens(memory.get("keep"), None, memory.get("document"), memory.get("position"))
-        start = tuple(memory[name] for name in PACKED) if "shift" in memory else None
+        start = tuple(memory.get(name) for name in PACKED) if "shift" in memory else None
         how = {"window": config.window, "tokens": tokens, "backend": config.backend}
         read = cached_read(q, memory["key"], memory["value"], beta, start, **how)
         if config.window is not None:

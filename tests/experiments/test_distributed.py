@@ -1,4 +1,4 @@
-"""Other ways to the same training: two processes, weights sharded over them, compiled, activations recomputed."""
+"""The same training on two processes, with sharded weights, compiled, and with activations recomputed."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from fem.experiments.common.distributed import end_process_group
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_two_processes_train_as_one(tmp_path):
+def test_two_processes_train_the_same_model_as_one(tmp_path):
     recipe = tiny(write_corpus(tmp_path / "data.jsonl"), max_steps=20)
     for processes in (1, 2):
         done = train(recipe, tmp_path / str(processes), processes=processes)
@@ -69,7 +69,7 @@ def finished(tmp_path_factory):
 
 
 def gone_on(recipe, whole, output, processes):
-    """The run without its last checkpoint, gone on to its end."""
+    """The run without its last checkpoint, resumed to its end."""
     shutil.copytree(whole, output)
     shutil.rmtree(output / "checkpoint-12")
     (output / "results.json").unlink()

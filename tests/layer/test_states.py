@@ -23,7 +23,7 @@ def prompt(family, dtype=torch.float64, **fields):
 
 
 def storage(state):
-    tensors = [*state.memory.values(), *vars(state.cursor).values()]
+    tensors = [*state.memory.values(), *vars(state.cache_position).values()]
     tensors += [] if state.conditioner is None else [state.conditioner]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
@@ -93,7 +93,7 @@ def test_detached_it_ends_the_graph(family):
     layer, rest, state = prompt(family)
     assert any(x.requires_grad for x in state.memory.values())
     cut = state.detach()
-    assert not any(x.requires_grad for x in [*cut.memory.values(), *vars(cut.cursor).values()])
+    assert not any(x.requires_grad for x in [*cut.memory.values(), *vars(cut.cache_position).values()])
     torch.testing.assert_close(layer(rest, state=cut), layer(rest, state=state), rtol=0, atol=0)
 
 
@@ -102,7 +102,7 @@ def test_detached_it_ends_the_graph(family):
 def test_cast_it_serves_a_layer_of_that_dtype(family, dtype):
     layer, rest, state = prompt(family)
     cast = state.to(dtype)
-    assert all(not x.is_floating_point() for x in vars(cast.cursor).values())
+    assert all(not x.is_floating_point() for x in vars(cast.cache_position).values())
     sums = [x for name, x in cast.memory.items() if x.is_floating_point() and not name.endswith(("key", "value"))]
     assert all(x.dtype == torch.float32 for x in sums)
     wanted = layer(rest, state=state)
@@ -117,7 +117,9 @@ def test_integers_are_no_dtype_for_a_state():
 
 
 def test_a_dict_that_is_no_state_is_refused():
-    with pytest.raises(ValueError, match=r"what MixerState\.state_dict returned, got none named 'cursor\.document'"):
+    with pytest.raises(
+        ValueError, match=r"what MixerState\.state_dict returned, got none named 'cache_position\.document'"
+    ):
         MixerState.from_state_dict({"layer": torch.zeros(1)})
 
 

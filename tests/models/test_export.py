@@ -87,30 +87,44 @@ def test_an_exported_read_is_exact_where_a_later_value_drowns_all_others(how):
 
 
 def in_onnx(model: nn.Module, path, **inputs: torch.Tensor):
-    """The model as onnxruntime runs it, at any length."""
+    """The model as onnxruntime runs it, at any batch and length."""
     for package in ("onnx", "onnxscript"):
         pytest.importorskip(package, reason="needs the extra 'onnx'")
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra 'onnx'")
-    shapes = {name: {1: Dim.DYNAMIC} for name in inputs} | {"use_cache": None}
-    options = {"dynamo": True, "verbose": False, "dynamic_shapes": shapes}
+    fixed = {"use_cache": False} if "input_ids" in inputs else {}
+    shapes = dict.fromkeys(inputs, ANY) | dict.fromkeys(fixed)
     with torch.no_grad():
-        torch.onnx.export(model, (), path, kwargs={**inputs, "use_cache": False}, **options)
+        options = {"dynamo": True, "verbose": False, "dynamic_shapes": shapes}
+        torch.onnx.export(model, (), path, kwargs=inputs | fixed, **options)
     session = onnxruntime.InferenceSession(path)
     return lambda **given: torch.tensor(session.run(None, {name: x.numpy() for name, x in given.items()})[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prior", ["softmax", "gla", "rnn_softmax", "mamba"])
-def test_onnxruntime_finds_the_logits(prior, tmp_path):
-    fields = {"num_hidden_layers": 1, "mixer": {"use_conv": prior == "rnn_softmax"}}
-    model = lively(FEMForCausalLM(small_config(prior_type=prior, **fields)))
+@pytest.mark.parametrize("kind", ["softmax", "window", "gla", "rnn_softmax", "mamba"])
+def test_onnxruntime_finds_the_logits_at_any_batch_and_length(kind, tmp_path):
+    mixer = {"use_conv": kind == "rnn_softmax"} | ({"window": 4} if kind == "window" else {})
+    prior = kind if kind in PRIORS else "softmax"
+    model = lively(FEMForCausalLM(small_config(prior_type=prior, num_hidden_layers=1, mixer=mixer)))
     mask = torch.ones(2, 9, dtype=torch.long)
     run = in_onnx(model, tmp_path / "m.onnx", input_ids=tokens(2, 9), attention_mask=mask)
-    for time in (2, 9, 21):
-        ids, mask = tokens(2, time), torch.ones(2, time, dtype=torch.long)
+    for rows, time in ((1, 2), (2, 9), (5, 21)):
+        ids, mask = tokens(rows, time), torch.ones(rows, time, dtype=torch.long)
         mask[0, : time // 2] = 0
         found, expected = run(input_ids=ids, attention_mask=mask), model(ids, mask, use_cache=False).logits
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_onnxruntime_reads_both_ways_at_any_batch_and_length(tmp_path):
+    config = FreeEnergyMixerConfig(n_embd=16, n_head=2, causal=False, window=3, use_conv=False)
+    layer = lively(FreeEnergyMixer(config)).eval()
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    run = in_onnx(layer, tmp_path / "m.onnx", x=torch.randn(2, 9, 16), attention_mask=mask)
+    for rows, time in ((1, 4), (3, 14)):
+        x, mask = torch.randn(rows, time, 16), torch.ones(rows, time, dtype=torch.bool)
+        mask[0, 1] = False
+        torch.testing.assert_close(run(x=x, attention_mask=mask), layer(x, mask), rtol=1e-4, atol=1e-4)
 
 
 SIZES = {"vocab_size": VOCABULARY, "pad_token_id": 0}
@@ -130,7 +144,7 @@ def test_a_converted_model_exports_as_it_did_before(kind, tmp_path):
     model = replace_attention(lively(CONVERTED[kind]()), lambda_init=-1.0).eval()
     given = {"input_ids": tokens(2, 9), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
     run = in_onnx(model, tmp_path / "m.onnx", **given)
-    for time in (3, 12):
-        given = {"input_ids": tokens(2, time), "attention_mask": torch.ones(2, time, dtype=torch.long)}
+    for rows, time in ((1, 3), (4, 12)):
+        given = {"input_ids": tokens(rows, time), "attention_mask": torch.ones(rows, time, dtype=torch.long)}
         expected = model(**given, use_cache=False)[0]
         torch.testing.assert_close(run(**given), expected, rtol=1e-4, atol=1e-4)

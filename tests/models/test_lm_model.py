@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, T
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from fem import PRIORS
+from fem.extras import how_to_install
 from fem.models import FEMConfig, FEMForCausalLM, FEMModel, loss, preset, write_model_card
 from fem.models.presets import FAMILIES, PRESETS, TRANSFORMER, count_parameters, with_parameters
 
@@ -350,8 +351,11 @@ def test_swiglu_follows_the_width_unless_given():
         ({"num_hidden_layers": -1}, ValueError, "num_hidden_layers must be positive, got -1"),
         ({"intermediate_size": 0}, ValueError, "intermediate_size must be positive"),
         ({"max_position_embeddings": 0}, ValueError, "max_position_embeddings must be positive or None"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ValueError, "rotary angles are not scaled"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ValueError, "rope_parameters is not read"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ValueError, "rope_type='dynamic', whose angles"),
+        ({"rope_parameters": {"rope_type": "yran", "factor": 4.0}}, ValueError, "proportional; got 'yran'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, ValueError, "cannot be read by transformers.*factor"),
+        ({"rope_parameters": {"rope_theta": 5.0}, "mixer": {"rope_theta": 6.0}}, ValueError, "rope_theta is given"),
+        ({"mixer": {"rope_factor": 2.0}}, ValueError, "rope_parameters"),
     ],
 )
 def test_impossible_configurations_are_refused_in_one_sentence(fields, error, words):
@@ -431,3 +435,4 @@ def test_model_card_tells_the_layers_and_the_results(softmax_model, tmp_path):
     assert "| layers, by prior | 2 softmax |" in card
     assert "| validation loss (nats) | 3.25 |" in card
     assert 'from_pretrained("my-model")' in card
+    assert how_to_install("lm") in card  # the library is on no index yet

@@ -255,7 +255,7 @@ def test_a_state_from_before_it_held_the_free_energy_is_continued(name):
     op = state_space_read if name == "ssm" else channel_read
     arguments = dict(rest.arguments)
     got = op(**arguments, initial_state=memory)
-    for one, other in zip(got, rest.read(initial_state=ScanState(state.memory, state.cursor))):
+    for one, other in zip(got, rest.read(initial_state=ScanState(state.memory, state.cache_position))):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 

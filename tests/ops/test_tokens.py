@@ -34,10 +34,12 @@ def kept(tokens, cell):
 def test_any_split_of_a_row_gives_the_same_tokens(row, cut):
     keep = torch.tensor([[k for k, _ in row]])
     ids = torch.tensor([[i for _, i in row]])
-    seen, cursor = [], None
+    seen, cache_position = [], None
     for part in (slice(None, cut), slice(cut, None)):
         if keep[:, part].shape[1]:
-            tokens, cursor = read_tokens(tuple(keep[:, part].shape), keep.device, keep[:, part], ids[:, part], cursor)
+            tokens, cache_position = read_tokens(
+                tuple(keep[:, part].shape), keep.device, keep[:, part], ids[:, part], cache_position
+            )
             seen += [kept(tokens, (0, t)) if keep[0, part][t] else None for t in range(keep[:, part].shape[1])]
     assert seen == by_loop(row)
 
@@ -56,7 +58,7 @@ def test_reversed_documents_open_at_their_last_kept_token(row):
 
 
 def test_plain_tokens_cost_nothing():
-    tokens, cursor = read_tokens((2, 5), torch.device("cpu"))
+    tokens, cache_position = read_tokens((2, 5), torch.device("cpu"))
     assert tokens.keep is tokens.start is tokens.document is None
     assert tokens.position.tolist() == [0, 1, 2, 3, 4]
-    assert cursor.position.tolist() == [5, 5]
+    assert cache_position.position.tolist() == [5, 5]

@@ -12,7 +12,10 @@ from pathlib import Path
 
 from browser import chromium, errors, look, served
 
-SHOWN = ("index", "results/mad_laptop", "results/README", "configuration", "equations", "inspect")
+SHOWN = (
+    *("index", "faq", "architecture", "limits", "configuration", "equations", "inspect", "results/index"),
+    *("results/mad_laptop", "results/ablate_softmax", "results/regimes", "results/clients", "results/serving_vllm"),
+)
 SERIOUS = ("serious", "critical")
 AXE = "const done = arguments[0]; axe.run(document).then((found) => done(found.violations))"
 
@@ -23,7 +26,7 @@ def pictures(driver, addresses: dict[str, str], folder: Path) -> None:
             for dark in (False, True):
                 look(driver, address, width, dark=dark)
                 driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
-                shot = folder / f"{Path(name).name}_{width}_{'dark' if dark else 'light'}.png"
+                shot = folder / f"{name.replace('/', '_')}_{width}_{'dark' if dark else 'light'}.png"
                 driver.save_screenshot(str(shot))
 
 

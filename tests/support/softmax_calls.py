@@ -65,14 +65,14 @@ class SoftmaxCall:
     def streamed(self, *sizes: int, key_mask=None, segment_ids=None):
         """The causal read by the cache that a layer keeps, without gradients."""
         q, k, v, beta, _ = self.arguments.values()
-        memory, cursor, reads, first = {}, None, [], 0
+        memory, cache_position, reads, first = {}, None, [], 0
         for size in sizes:
             piece = slice(first, first + size)
             marks = (None if mark is None else mark[:, piece] for mark in (key_mask, segment_ids))
-            tokens, cursor = read_tokens((1, size), v.device, *marks, cursor, "key_mask")
+            tokens, cache_position = read_tokens((1, size), v.device, *marks, cache_position, "key_mask")
             memory = append(memory, k[:, piece], v[:, piece], beta, tokens, with_position=self.window is not None)
             keys, values = (memory[name] for name in KEPT)
-            start = tuple(memory[name] for name in PACKED) if "shift" in memory else None
+            start = tuple(memory.get(name) for name in PACKED) if "shift" in memory else None
             seen = type(tokens)(memory.get("keep"), None, memory.get("document"), memory.get("position"))
             reads.append(cached_read(q[:, piece], keys, values, beta, start, window=self.window, tokens=seen))
             memory = memory if self.window is None else within_window(memory, self.window)

@@ -1,33 +1,47 @@
-"""What a run of regimes adds up to: one table over tasks, one per task, a picture and a page."""
+"""The results of `fem regimes`: a table over all tasks, one for each task, a picture and a page."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 from fem.experiments.common.mixers import mixer_config
 from fem.experiments.common.names import KEY, by_name, colours, display
-from fem.experiments.common.paired import paired, shown
+from fem.experiments.common.paired import paired, shown, spread
 from fem.experiments.common.run import provenance
 from fem.experiments.common.tables import markdown_table, write_page
 from fem.experiments.regimes.pools import POOLS
-from fem.experiments.regimes.real import ett_tasks
 from fem.experiments.regimes.settings import RegimesRecipe
-from fem.experiments.regimes.training import TASKS, constants
+from fem.experiments.regimes.training import TASKS
 
 Found = dict[str, dict[str, list[dict]]]
 REFERENCES = ("softmax", "pool:attention")
+STARTS = re.compile(r"/(b[\d.]+|l-?[\d.]+)")
 
 
 def tests(records: list[dict]) -> list[float]:
-    """The last test of every seed."""
+    """The last test score of every seed."""
     return [record["curve"][-1]["test"] for record in records]
 
 
-def reference(rows: dict[str, list[dict]]) -> str | None:
-    """Plain attention, which the others are compared with."""
-    return next((row for row in REFERENCES if row in rows), None)
+def reference(row: str, rows: dict[str, list[dict]]) -> str | None:
+    """What a row is compared with: plain attention; where that was not run, the same mixer with the paper's starts."""
+    found = next((row for row in (*REFERENCES, STARTS.sub("", row)) if row in rows), None)
+    return None if found == row else found
+
+
+def over(row: str, rows: dict[str, list[dict]]) -> str:
+    """By how much the row is ahead of its reference, on the same seeds; empty where it has none."""
+    other = reference(row, rows)
+    return "" if other is None else shown(tests(rows[row]), tests(rows[other]))
+
+
+def compared(rows: dict[str, list[dict]]) -> str:
+    """The name of what the rows of a table are compared with."""
+    plain = next((row for row in REFERENCES if row in rows), None)
+    return "the paper's start" if plain is None else display(plain)
 
 
 def overview(found: Found) -> list[dict]:
@@ -39,9 +53,9 @@ def overview(found: Found) -> list[dict]:
 
 
 def table(rows: dict[str, list[dict]]) -> list[dict]:
-    """One task: mean and spread over seeds, and the difference from plain attention on the same seeds."""
-    other = reference(rows)
+    """One task: mean and spread over seeds, and the difference from what a row is compared with, on the same seeds."""
     lines = []
+    ahead = {row: over(row, rows) for row in rows}
     for row, records in rows.items():
         scores, training = tests(records), records[0]["job"]["training"]
         lines.append(
@@ -49,12 +63,8 @@ def table(rows: dict[str, list[dict]]) -> list[dict]:
                 "mixer": display(row),
                 "values": None if row in POOLS else mixer_config(row, training["width"], training["heads"]).fem_dim,
                 "score": mean(scores),
-                "sd": stdev(scores) if len(scores) > 1 else None,
-                **(
-                    {}
-                    if other is None
-                    else {f"over {display(other)}": shown(scores, tests(rows[other])) if row != other else ""}
-                ),
+                "sd": spread(scores),
+                **({f"over {compared(rows)}": ahead[row]} if any(ahead.values()) else {}),
                 "by seed": ", ".join(f"{score:.3f}" for score in scores),
                 "learning rate": f"{records[0]['job']['learning_rate']:g}",
                 "parameters": records[0]["parameters"],
@@ -65,24 +75,23 @@ def table(rows: dict[str, list[dict]]) -> list[dict]:
 
 
 def verdict(task: str, rows: dict[str, list[dict]]) -> str:
-    """One sentence: which row wins, by how much over plain attention, and against the next one."""
+    """One sentence: which row wins, by how much over what it is compared with, and against the next one."""
     ranked = sorted(rows, key=lambda row: -mean(tests(rows[row])))
     best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
     said = f"{task}: {display(best)} ({mean(tests(rows[best])):.3f})"
-    other = reference(rows)
-    if other not in (None, best):
-        said += f", {shown(tests(rows[best]), tests(rows[other]))} over {display(other)}"
+    if ahead := over(best, rows):
+        said += f", {ahead} over {compared(rows)}"
     if second is not None:
         said += f"; next {display(second)}, {shown(tests(rows[best]), tests(rows[second]))} behind"
     return said + "."
 
 
 def summary(found: Found, tuned: dict[str, dict[str, dict]]) -> dict:
-    """Every score of every row, by task: by seed, by learning rate, and paired with plain attention."""
+    """Every score of every row, by task: by seed, by learning rate, and paired with what it is compared with."""
     whole: dict = {}
     for task, rows in found.items():
-        other = reference(rows)
         for row, records in rows.items():
+            other = reference(row, rows)
             difference = None if other is None else paired(tests(records), tests(rows[other]))
             rates = {
                 f"{record['job']['learning_rate']:g}": record["curve"][-1]["validation"]
@@ -91,7 +100,7 @@ def summary(found: Found, tuned: dict[str, dict[str, dict]]) -> dict:
             }
             whole.setdefault(task, {})[row] = {
                 "test": tests(records),
-                "over_attention": None if difference is None else {"mean": difference[0], "error": difference[1]},
+                "over": None if difference is None else {"row": other, "mean": difference[0], "error": difference[1]},
                 "learning_rate": records[0]["job"]["learning_rate"],
                 "validation_by_rate": rates,
                 "beta": [{k: v for k, v in r["curve"][-1].items() if k.startswith("beta")} for r in records],
@@ -117,11 +126,22 @@ def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
     )
 
 
-def write_report(folder: Path, found: Found, recipe: RegimesRecipe, command: str) -> None:
-    tasks, floors = TASKS | ett_tasks(recipe.ett), constants(recipe.training, recipe.ett)
+def title(recipe: RegimesRecipe) -> str:
+    if all(row in POOLS for row in recipe.rows):
+        return f"Pooling a set: {', '.join(recipe.task_names)}"
+    if all(STARTS.sub("", row) in recipe.rows for row in recipe.rows) and any(map(STARTS.search, recipe.rows)):
+        return "Where the free energy pays: starts of beta and lambda"
+    if any("/wide" in row for row in recipe.rows):
+        return "Where the free energy pays: values as wide as the model"
+    return "Where the free energy pays" + (
+        "" if set(TASKS) <= set(recipe.task_names) else f": {', '.join(recipe.task_names)}"
+    )
+
+
+def write_report(folder: Path, found: Found, floors: dict[str, float], recipe: RegimesRecipe, command: str) -> None:
     parts = []
     for task, rows in found.items():
-        about = tasks[task]
+        about = recipe.known_tasks[task]
         parts += [
             f"## {task}: {about.about}",
             f"Asks for {about.wins}. Score: {about.measure} on {recipe.training.test_examples} new examples after the "
@@ -130,11 +150,11 @@ def write_report(folder: Path, found: Found, recipe: RegimesRecipe, command: str
         ]
     write_page(
         folder,
-        "Where the free energy pays",
+        title(recipe),
         f"{recipe.blocks} block{'s' if recipe.blocks > 1 else ''} of [mixer, SwiGLU], width {recipe.width}, "
         f"{recipe.heads} heads, {recipe.steps} steps of {recipe.batch} examples, AdamW with cosine decay, no weight "
-        "decay, the same start and the same examples for every row of a seed; equal parameters (the SwiGLU pays for "
-        "what a mixer adds). Every row takes the learning rate that is best on the first seed's validation, and is "
+        "decay, the same start and the same examples for every row of a seed; equal parameters (a mixer with more gets "
+        "a narrower SwiGLU). Every row takes the learning rate that is best on the first seed's validation, and is "
         f"tested on other examples. {KEY} /r4: gates of "
         "rank 4, whose width goes to the values; /b8: beta starts at 8 instead of 1.95; /l6: lambda's bias at 6; "
         "/wide: values as wide as the model. ±: standard error of the difference, seed by seed.",

@@ -1,4 +1,4 @@
-"""The channel scan as one differentiable operator, and as steps of one token that PyTorch can differentiate."""
+"""The channel scan as one operator with its gradient, and token by token in steps that PyTorch differentiates."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def channel_scan(
     run = step_by_step if portable() or one or transformed(*given) else _channel_scan
     reads = len(start)
     outputs = run(log_decay, x, v, beta, start)
-    terms = Terms(*outputs[:reads], *([None] if beta is None else []))
-    return terms, Sums(*outputs[reads : reads + 2])
+    return Terms(*outputs[:reads]), Sums(*outputs[reads : reads + 2])
 
 
 def step_by_step(log_decay, x, v, beta, start) -> list[Tensor]:
@@ -75,7 +74,7 @@ def _channel_scan(log_decay, x, v, beta, start):
     dtype = v.dtype
     if needs_float64(v, beta, x):
         log_decay, x, v, beta, *start = double(log_decay, x, v, beta, *start)
-    streams = _streams(log_decay, x, v, beta, Streams.after(*start, *([None] if beta is None else []), beta))
+    streams = _streams(log_decay, x, v, beta, Streams.after(*start, beta=beta))
     peak, total, *read = leave(streams, beta).parts()
     last = streams.last().weights.rounded(dtype)
     made_of = [] if beta is None else [streams.energies.peak, streams.energies.sums[0]]
@@ -102,7 +101,7 @@ def _channel_scan_backward(d_log_weight, grads, log_decay, x, v, beta, start, sa
     if again:
         d_log_weight, log_decay, x, v, beta = double(d_log_weight, log_decay, x, v, beta)
         start, grads = double(*start), double(*grads)
-    before = Streams.after(*start, *([None] if beta is None else []), beta)
+    before = Streams.after(*start, beta=beta)
     if again:  # what was saved is rounded
         streams = _streams(log_decay, x, v, beta, before)
         memory, energies = leave(streams, beta), streams.energies

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.precision import wide
+from fem.ops.common.precision import upcast
 from fem.ops.common.steps import portable
 from fem.ops.common.transforms import again_differentiable, transformed
 
@@ -36,14 +36,14 @@ def gated_read(mean: Heads, free_energy: Heads | None, inner: Heads | None, oute
         return mean
     free_energy = free_energy if inner is not None else None
     small = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and mean.numel() <= _BLOCK
-    if small or portable() or transformed(mean, free_energy, inner, outer):  # a token is not worth the op's own time
+    if small or portable() or transformed(mean, free_energy, inner, outer):  # small: calling an op costs more than it
         return _gate(mean, free_energy, inner, outer, eps)
     return _gated_read(mean, free_energy, inner, outer, eps)
 
 
 def _gate(mean: Heads, free_energy: Heads | None, inner: Heads | None, outer: Heads | None, eps: float) -> Heads:
-    u = wide(mean) if inner is None else torch.lerp(wide(mean), wide(free_energy), wide(inner).sigmoid())
-    return (u if outer is None else u * outer_gate(wide(outer), eps)).to(mean.dtype)
+    u = upcast(mean) if inner is None else torch.lerp(upcast(mean), upcast(free_energy), upcast(inner).sigmoid())
+    return (u if outer is None else u * outer_gate(upcast(outer), eps)).to(mean.dtype)
 
 
 @torch.library.custom_op(
@@ -75,11 +75,11 @@ def _gated_read_backward(grad, mean, free_energy, inner, outer, eps):
     inputs = (grad, mean, free_energy, inner, outer)
     outputs = (gradients[0], of(1, free_energy), of(2, inner), of(3, outer))
     for o, m, f, a, b, dm, df, da, db in _blocks(*inputs, *outputs):
-        o, m = wide(o), wide(m)
-        lam = None if a is None else wide(a).sigmoid()
+        o, m = upcast(o), upcast(m)
+        lam = None if a is None else upcast(a).sigmoid()
         if b is not None:
-            u = m if a is None else torch.lerp(m, wide(f), lam)
-            b = wide(b)
+            u = m if a is None else torch.lerp(m, upcast(f), lam)
+            b = upcast(b)
             g = F.softplus(b)
             scale = torch.rsqrt(g.square().mean(-1, keepdim=True) + eps)
             dg = u.mul_(o) if a is not None else u * o
@@ -92,7 +92,7 @@ def _gated_read_backward(grad, mean, free_energy, inner, outer, eps):
         through = o * lam
         dm.copy_(o - through)
         df.copy_(through)
-        da.copy_(through.mul_(1 - lam).mul_(wide(f) - m))
+        da.copy_(through.mul_(1 - lam).mul_(upcast(f) - m))
     return gradients
 
 
@@ -123,7 +123,7 @@ _gated_read.register_autograd(_differentiate, setup_context=_save)
 
 
 def _blocks(*tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
-    """The tensors (B, T, H, d) by runs of tokens: all at once on a GPU, cache-sized on a CPU."""
+    """The tensors (B, T, H, d) in parts by rows and tokens: cache-sized on a CPU, all at once on a GPU."""
     first = tensors[0]
     rows, time, width = first.shape[0], first.shape[1], first.shape[2] * first.shape[3]
     room = _BLOCK if first.device.type == "cpu" else max(1, first.numel())

@@ -23,16 +23,31 @@ def rotate(
 
 
 def rotate_all(
-    tensors: Sequence[Tensor], position: Int[Tensor, " t"] | Int[Tensor, "b t"], theta: float = 10000.0
+    tensors: Sequence[Tensor],
+    position: Int[Tensor, " t"] | Int[Tensor, "b t"],
+    theta: float = 10000.0,
+    frequencies: Sequence[float] | None = None,
+    factor: float = 1.0,
 ) -> list[Tensor]:
-    """`rotate` of tensors of one width and dtype: q and k turn by the same angles."""
+    """`rotate` of tensors of one width and dtype: q and k turn by the same angles.
+
+    frequencies: radians per position of every plane, instead of theta's; factor: what cos and sin are multiplied by.
+    """
     x = tensors[0]
     width = x.shape[-1]
     if width % 2:
         raise ValueError(f"rotate pairs the channels of x, so its width must be even, got {width}.")
-    frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float64, device=x.device) / width)
+    if frequencies is None:
+        frequency = theta ** (torch.arange(0, -width, -2, dtype=torch.float64, device=x.device) / width)
+    else:
+        frequency = torch.tensor(frequencies, dtype=torch.float64, device=x.device)
     angle = position.double()[..., None, None] * frequency
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    cos, sin = angle.cos(), angle.sin()
+    if factor != 1.0:
+        cos, sin = factor * cos, factor * sin
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    if len(tensors) > 1 and x.shape[1] == 1:  # of one token the calls cost more than the copy
+        return list(_turned(torch.cat(tensors, 2), cos, sin).split([x.shape[2] for x in tensors], 2))
     return [_turned(x, cos, sin) for x in tensors]
 
 

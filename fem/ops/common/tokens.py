@@ -5,13 +5,15 @@ A masked token counts as deleted: it takes no position and opens no document.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from fem.state import Cursor
+from fem.ops.common.steps import running_maximum
+from fem.state import CachePosition
 
 
 @dataclass(frozen=True)
@@ -21,13 +23,17 @@ class Tokens:
     keep: which tokens exist; None: all.
     start: kept tokens that open a new document, at which a memory forgets; None: none does.
     document: number of each token's document within its row; None: all of the row's one document.
-    position: place among the kept tokens of its own document, shared by the rows or per row; None: where no one asks.
+    position: place among the kept tokens of its own document, shared by the rows or per row; None: not needed.
     """
 
     keep: Bool[Tensor, "b t"] | None
     start: Bool[Tensor, "b t"] | None
     document: Int[Tensor, "b t"] | None
     position: Int[Tensor, " t"] | Int[Tensor, "b t"] | None
+
+    def zero_masked(self, x: Tensor) -> Tensor:
+        """x (B, T, d) with 0 for masked tokens: what stood there, NaN too, reaches neither an output nor a gradient."""
+        return x if self.keep is None else x.masked_fill(~self.keep[..., None], 0)
 
     def reversed(self) -> Tokens:
         """The same tokens read backwards; documents open at what was their last kept token."""
@@ -43,36 +49,33 @@ def read_tokens(
     device: torch.device,
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
-    cursor: Cursor | None = None,
+    cache_position: CachePosition | None = None,
     mask_name: str = "attention_mask",
-) -> tuple[Tokens, Cursor]:
-    """Tokens of a (batch, time) call that follows `cursor`, and the cursor after it.
+) -> tuple[Tokens, CachePosition]:
+    """Tokens of a (batch, time) call that follows `cache_position`, and the position after it.
 
     mask (B, T) is bool or 0/1 integers, True/1 = keep. segment_ids (B, T) are integers; any change of id between
     kept tokens is a boundary. Without segment_ids the tokens continue the row's document.
     Raises ValueError on another shape or device, TypeError on a float mask, float ids and what is no tensor.
     """
     batch, time = shape
+    before = cache_position or CachePosition.zero(batch, device)
     for name, marks in ((mask_name, mask), ("segment_ids", segment_ids)):
         _check_marks(name, marks, device)
     keep = None if mask is None else _as_bool(mask, shape, mask_name)
     if segment_ids is not None:
         _check_ids(segment_ids, shape)
     if keep is None and segment_ids is None:
-        return _all_of_one_document(batch, time, device, cursor)
-    before = Cursor.zero(batch, device) if cursor is None else cursor
+        return _all_of_one_document(time, before, cache_position is not None)
     ones = torch.ones(batch, time, dtype=torch.bool, device=device) if keep is None else keep
     count = ones.long().cumsum(1)
     total = ones.sum(1)
 
     if segment_ids is None:
-        first = -before.position[:, None]
-        start = document = None
-        if cursor is not None:
-            document = before.document[:, None].expand(batch, time)
-        position = (count - 1 - first).clamp_min(0)
-        after = Cursor(before.position + total, before.document, before.segment, before.started | (total > 0))
-        return Tokens(keep, start, document, position), after
+        document = None if cache_position is None else before.document[:, None].expand(batch, time)
+        position = (before.position[:, None] + count - 1).clamp_min(0)
+        after = CachePosition(before.position + total, before.document, before.segment, before.started | (total > 0))
+        return Tokens(keep, None, document, position), after
 
     last = _last_kept_before(ones)  # (B, T + 1): column of the last kept token before t, -1 for none
     ids = segment_ids.long()
@@ -81,30 +84,30 @@ def read_tokens(
     previous = torch.where(last[:, :-1] >= 0, previous, before.segment[:, None])
     start = ones & known & (ids != previous)
     document = before.document[:, None] + start.long().cumsum(1)
-    base = torch.where(start, count - 1, -before.position[:, None]).cummax(1).values
+    base = running_maximum(torch.where(start, count - 1, -before.position[:, None]))
     position = (count - 1 - base).clamp_min(0)
     end = last[:, -1]
     seen = end >= 0
-    at_end = lambda values: values.gather(1, end.clamp_min(0)[:, None])[:, 0]  # noqa: E731
-    after = Cursor(
-        position=torch.where(seen, at_end(position) + 1, before.position) if time else before.position,
-        document=torch.where(seen, at_end(document), before.document) if time else before.document,
-        segment=torch.where(seen, at_end(ids), before.segment) if time else before.segment,
+    at_end = lambda x: F.pad(x, (0, 1)).gather(1, end.clamp_min(0)[:, None])[:, 0]  # noqa: E731  (padded for T = 0)
+    after = CachePosition(
+        position=torch.where(seen, at_end(position) + 1, before.position),
+        document=torch.where(seen, at_end(document), before.document),
+        segment=torch.where(seen, at_end(ids), before.segment),
         started=before.started | seen,
     )
     return Tokens(keep, start, document, position), after
 
 
-def _all_of_one_document(batch: int, time: int, device: torch.device, cursor: Cursor | None) -> tuple[Tokens, Cursor]:
-    """The plain case, in few operations: it is a part of every token in generation."""
-    before = Cursor.zero(batch, device) if cursor is None else cursor
-    after = replace(before, position=before.position + time, started=before.started | (time > 0))
-    if cursor is None:
-        return Tokens(None, None, None, torch.arange(time, device=device)), after
-    position = cursor.position[:, None]
+def _all_of_one_document(time: int, before: CachePosition, continues: bool) -> tuple[Tokens, CachePosition]:
+    """`read_tokens` without mask and ids, in few operations: generation calls it for every token."""
+    started = torch.ones_like(before.started) if time else before.started
+    after = CachePosition(before.position + time, before.document, before.segment, started)
+    if not continues:
+        return Tokens(None, None, None, torch.arange(time, device=before.position.device)), after
+    position = before.position[:, None]
     if time != 1:
-        position = position + torch.arange(time, device=device)
-    return Tokens(None, None, cursor.document[:, None].expand(batch, time), position), after
+        position = position + torch.arange(time, device=position.device)
+    return Tokens(None, None, before.document[:, None].expand(-1, time), position), after
 
 
 def _check_marks(name: str, marks: Tensor | None, device: torch.device) -> None:
@@ -119,7 +122,8 @@ def _check_marks(name: str, marks: Tensor | None, device: torch.device) -> None:
 def _as_bool(mask: Tensor, shape: tuple[int, int], name: str) -> Tensor:
     if mask.is_floating_point() or mask.is_complex():
         raise TypeError(
-            f"{name} must be bool or integers 0/1 with 1 = keep, got dtype {mask.dtype}; for additive scores use bias."
+            f"{name} must be bool or integers 0/1 with 1 = keep, got dtype {mask.dtype}; a bias that is added to the "
+            "scores is an argument of softmax_read."
         )
     if tuple(mask.shape) != shape:
         raise ValueError(f"{name} must have shape (batch, time) = {shape}, got {tuple(mask.shape)}.")
@@ -143,7 +147,7 @@ def _last_kept_before(keep: Tensor) -> Tensor:
     column = torch.arange(keep.shape[1], device=keep.device)
     seen = torch.where(keep, column, -1)
     nothing = seen.new_full((keep.shape[0], 1), -1)
-    return torch.cat([nothing, seen.cummax(1).values], 1) if keep.shape[1] else nothing
+    return torch.cat([nothing, running_maximum(seen)], 1) if keep.shape[1] else nothing
 
 
 def _first_of_each_document(keep: Tensor | None, document: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ weights with which c kept them. To a query it is one more item beside the chunk'
 
     Z_r = sum_i s_ri        mean_rj = sum_i s_ri v_ij / Z_r        F_rj = M_j + (1/beta_j) log(sum_i s_ri e_ij / Z_r)
 
-with e_ij = exp(beta_j (F_ij - M_j)): one matrix product of scores and items [1 | v | e]. What it may have lost by
-underflow is doubted, entry by entry; `fallback` computes the chunk again. y counts chunks, c tokens.
+with e_ij = exp(beta_j (F_ij - M_j)): one matrix product of scores and items [1 | v | e]. Rows in which underflow may
+have lost digits are reported as in doubt; `fallback` computes their chunk again. y counts chunks, c tokens.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from fem.ops.linear_attention.scores import (
     until_end_backward,
 )
 
-LIGHT = 30.0  # the logarithm of weights that need no scaling
+LIGHT = 30.0  # weights up to e^30 need no scaling
 
 
 class State(NamedTuple):
-    """What each key channel has kept: the read of all tokens before, (y, dk) and twice (y, dk, dv)."""
+    """What each key channel has kept: the read of all tokens before."""
 
     log_weight: Float[Tensor, "y dk"]
     mean: Float[Tensor, "y dk dv"]
-    free_energy: Float[Tensor, "y dk dv"] | None
+    free_energy: Float[Tensor, "y dk dv"] | None = None
 
 
 class Chunk(NamedTuple):
@@ -77,9 +77,9 @@ def _items_backward(
 def mix_by_steps(
     scores: Tensor, items: Tensor, beta: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Bool[Tensor, "y r"]]:
-    """Log-weight, mean and F - M of the items (y, i, .) under the scores (y, r, i), and the rows in doubt, which are 0.
+    """Log-weight, mean and F - M of the items (y, i, .) under the scores (y, r, i), and which rows are in doubt.
 
-    scores are 0 for no weight.
+    Those rows are 0. By steps that PyTorch can differentiate any number of times.
     """
     return _quotients(scores @ items, _least(scores), beta)
 
@@ -142,7 +142,7 @@ def _mix_backward(
 
 
 def _lifted(gain: Tensor | None, peak: Tensor | None, log_weight: Tensor) -> Tensor | None:
-    """F from F - M, 0 where nothing has weight."""
+    """F from F - M; 0 in rows without weight."""
     return None if gain is None else torch.where(log_weight.unsqueeze(-1) > NO_WEIGHT, peak + gain, 0)
 
 
@@ -181,7 +181,7 @@ def remember_backward(grad: State, chunk: Chunk) -> tuple[Chunk]:
 
 
 def remember_exactly(chunk: Chunk) -> State:
-    """`remember` by logarithms: slow, and right wherever the numbers are."""
+    """`remember` by logarithms: slow, but exact at any magnitude."""
     scores = log(chunk.k) if chunk.g is None else log(chunk.k) + until_end(chunk.g)
     return State(*_log_quotients(scores.mT, chunk.v, chunk.v, chunk.beta))
 
@@ -223,7 +223,7 @@ def read_backward(grad: Terms, chunk: Chunk, state: State, present: bool) -> tup
 
 
 def read_exactly(chunk: Chunk, state: State, present: bool) -> Terms:
-    """`read` by logarithms: slow, and right wherever the numbers are."""
+    """`read` by logarithms: slow, but exact at any magnitude."""
     left = log(chunk.q) + state.log_weight.unsqueeze(1)
     left = left if chunk.g is None else left + since_start(chunk.g)
     scores = torch.cat([left, log_pair_scores(chunk.q, chunk.k, chunk.g, present)], 2)
@@ -233,7 +233,7 @@ def read_exactly(chunk: Chunk, state: State, present: bool) -> Terms:
 
 
 def sees(chunk: Chunk, state: State, present: bool) -> Bool[Tensor, "y c"]:
-    """Which tokens of the chunk have anything to read."""
+    """Which tokens of the chunk see any weight."""
     scores = log_pair_scores(chunk.q, chunk.k, chunk.g, present).amax(2)
     left = log(chunk.q) + state.log_weight.unsqueeze(1)
     left = left if chunk.g is None else left + since_start(chunk.g)
@@ -241,19 +241,19 @@ def sees(chunk: Chunk, state: State, present: bool) -> Bool[Tensor, "y c"]:
 
 
 def adds(chunk: Chunk) -> Bool[Tensor, "y dk"]:
-    """Which key channels the chunk has anything for."""
+    """Which key channels get any weight from the chunk."""
     scores = log(chunk.k) if chunk.g is None else log(chunk.k) + until_end(chunk.g)
     return scores.amax(1) > NO_WEIGHT
 
 
 def _visible(chunk: Chunk, state: State, present: bool) -> tuple:
-    """Scores and items of all that the tokens may see, divided by e^scale, and the peak M."""
+    """Scores and items of all that the tokens may see, the items divided by e^scale; scale; and the peak M."""
     heaviest = state.log_weight.detach().amax(1, keepdim=True).unsqueeze(-1)
     scale = torch.where(heaviest > LIGHT, heaviest, 0)
     log_weight = state.log_weight.unsqueeze(-1) - scale
     peak = energy = None
     if chunk.beta is not None:
-        lead = state.free_energy + log_weight.clamp_max(0) / chunk.beta  # M near F, or beta's gradient loses digits
+        lead = state.free_energy + log_weight.clamp_max(0) / chunk.beta  # M has to be near F for beta's gradient
         peak = torch.maximum(*(x.detach().amax(1, keepdim=True) for x in (chunk.v, lead)))
         energy = (chunk.beta * (state.free_energy - peak) + log_weight).exp()
     weight = log_weight.exp()

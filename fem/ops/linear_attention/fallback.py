@@ -1,8 +1,8 @@
-"""The fast computation of a chunk where it is proved exact, a wider or slower one where it is not.
+"""The fast computation of a chunk where it is proven exact, and two slower ones where it is not.
 
-Every chunk is computed by matrix products in its own precision. Chunks in which a row is in doubt are computed again
-in float64, and those still in doubt by logarithms, in float64 too. A backward pass takes for each chunk the way that
-the forward pass took.
+Every chunk is computed by matrix products in the dtype of its inputs. Chunks in which a row is in doubt are computed
+again in float64, and those still in doubt by logarithms, in float64 too. A backward pass computes each chunk in the way
+that the forward pass took for it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Way(NamedTuple):
     """The ways to compute something for a number of chunks; arguments and results are tuples of tensors or None."""
 
     fast: Callable  # -> results, and the rows in doubt
-    backward: Callable  # the gradients of the results, then the arguments -> theirs; of rows that are not in doubt
-    exact: Callable  # -> results
-    alive: Callable  # -> rows that are not empty, where doubt means something
+    backward: Callable  # gradients of the results, and the arguments -> gradients of these; rows in doubt pass none
+    exact: Callable  # -> results, at any magnitude
+    alive: Callable  # -> rows that see any weight: the others are in doubt for no reason
 
 
 def compute(way: Way, *arguments: Record) -> tuple[Record, Tensor]:
@@ -33,18 +33,18 @@ def compute(way: Way, *arguments: Record) -> tuple[Record, Tensor]:
 
 
 def recompute(way: Way, result: Record, doubt: Tensor, *arguments: Record) -> Tensor:
-    """Computes the chunks in doubt again, in place; which fallback each took."""
+    """Compute the chunks in doubt again, in place, and return which fallback each chunk took, as `compute` does."""
     fallback = torch.zeros(len(doubt), dtype=torch.uint8, device=doubt.device)
     chunks = doubt.any(1).nonzero().squeeze(1)
     if len(chunks):
         chunks = chunks[(doubt[chunks] & way.alive(*_take(arguments, chunks))).any(1)]
     entries = result.mean[0].numel()
     if len(chunks) and doubt.numel() and result.mean.dtype != torch.float64:
-        wide = _take(arguments, chunks, torch.float64)
-        better, doubt = way.fast(*wide)
+        doubled = _take(arguments, chunks, torch.float64)
+        better, doubt = way.fast(*doubled)
         _put(result, chunks, better)
         fallback[chunks] = 1
-        chunks = chunks[(doubt & way.alive(*wide)).any(1)]
+        chunks = chunks[(doubt & way.alive(*doubled)).any(1)]
     if len(chunks):
         fallback[chunks] = 2
         for part in _groups(chunks, entries * result.mean.shape[1]):
@@ -60,12 +60,12 @@ def differentiate(way: Way, fallback: Tensor, grad: Record, *arguments: Record) 
 
 
 def correct(way: Way, result: tuple[Record, ...], fallback: Tensor, grad: Record, *arguments: Record) -> None:
-    """Computes the gradients of the chunks that took a fallback again, in place."""
-    wide = (fallback == 1).nonzero().squeeze(1)
-    if len(wide):
-        better = way.backward(*_take((grad, *arguments), wide, torch.float64))
+    """Compute the gradients of the chunks that took a fallback again, in place."""
+    doubled = (fallback == 1).nonzero().squeeze(1)
+    if len(doubled):
+        better = way.backward(*_take((grad, *arguments), doubled, torch.float64))
         for record, with_ in zip(result, better):
-            _put(record, wide, with_)
+            _put(record, doubled, with_)
     exact = (fallback == 2).nonzero().squeeze(1)
     for part in _groups(exact, grad.mean[0].numel() * grad.mean.shape[1]):
         better = _backward(way.exact, *_take((grad, *arguments), part, torch.float64))
@@ -74,7 +74,7 @@ def correct(way: Way, result: tuple[Record, ...], fallback: Tensor, grad: Record
 
 
 def _backward(compute: Callable, grad: Record, *arguments: Record) -> tuple[Record, ...]:
-    """Gradients of the arguments of what computes results alone."""
+    """Gradients of the arguments of `compute`, from those of its results."""
     tensors = [tensor for record in arguments for tensor in record if tensor is not None]
 
     def of_tensors(*tensors):

@@ -1,4 +1,4 @@
-"""Linear attention with decays (linear, GLA), read as a free energy."""
+"""The read of the priors `linear` and `gla`: linear attention, gated by a decay where there is one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import next_width, scan_backend, widest
-from fem.ops.common.precision import wide_dtype
+from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, merge, nothing_read, read_of
 from fem.ops.common.steps import portable
 from fem.ops.common.tokens import Tokens
@@ -83,29 +83,29 @@ def linear_attention_terms(
 
     Without `present` a token sees those before it alone.
     """
-    wide = dtype = wide_dtype(v)
+    sums = dtype = compute_dtype(v)
     run = scan
     if backend == "triton":
         from fem.ops.linear_attention.kernels import launch as linear_attention_triton
 
         run, dtype = linear_attention_triton.scan, linear_attention_triton.product_dtype(q, v)
     q, k, v = (x.to(dtype) for x in (q, k, v))
-    beta = None if beta is None else beta.to(wide)
-    g = None if log_decay is None else log_decay.to(wide)
-    g = None if g is None else g.masked_fill(g < LOG_ZERO, LOG_ZERO)  # keeps a bit an entry for the gradient
+    beta = None if beta is None else beta.to(sums)
+    g = None if log_decay is None else log_decay.to(sums)
+    g = None if g is None else g.masked_fill(g < LOG_ZERO, LOG_ZERO)  # clamp would keep g itself for the gradient
     g = g.unsqueeze(-1) if g is not None and g.ndim == 3 else g
     if tokens is not None:
         q, k, v, g = _only_kept(tokens, q, k, v, g)
-    start = State(**{"free_energy": None} | (initial_state or _empty_state(k, v, beta, wide)))
+    start = State(**{"free_energy": None} | (initial_state or _empty_state(k, v, beta, sums)))
     if 0 in v.shape[:2]:
-        zeros = connected_zeros(v.to(wide), v.shape, q, k, v, beta, g, *start)
+        zeros = connected_zeros(v.to(sums), v.shape, q, k, v, beta, g, *start)
         terms, last = nothing_read(zeros, beta)._replace(log_weight=zeros[..., :1]), start
     elif portable():
-        terms, last = by_steps(*(x.to(wide) for x in (q, k, v)), beta, g, start, present)
+        terms, last = by_steps(*(x.to(sums) for x in (q, k, v)), beta, g, start, present)
     elif backend == "plain" and transformed(q, k, v, beta, g, *start):
         terms, last = whole(q, k, v, beta, g, start, present)
     elif q.shape[1] == 1 and present and not differentiated(q, k, v, beta, g, *start):
-        terms, last = step(*(x.to(wide) for x in (q, k, v)), beta, g, start)
+        terms, last = step(*(x.to(sums) for x in (q, k, v)), beta, g, start)
     else:
         results = run(q, k, v, beta, g, *start, present)
         terms, last = Terms(*results[:3]), State(*results[3:6])
@@ -117,7 +117,7 @@ def linear_attention_terms(
 def _backend(backend: str, q: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, tokens) -> str:
     if backend == "auto" and q.shape[-1] > WIDEST_KEY:
         return "plain"
-    decay = None if tokens is None or tokens.start is None else "head"  # documents end by decays
+    decay = None if tokens is None or tokens.start is None else "head"  # a document's start is a decay to nothing
     if log_decay is not None:
         decay = "head" if log_decay.ndim == 3 else "channel"
     widths = next_width(q.shape[-1]), next_width(v.shape[-1])
@@ -125,7 +125,7 @@ def _backend(backend: str, q: Tensor, v: Tensor, beta: Tensor | None, log_decay:
 
 
 def _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, normalize):
-    """The float64 loops, told of masks and documents."""
+    """The read by the loops over the definition, in `naive`, which take masks and document numbers."""
     keep = None if tokens is None else tokens.keep
     document = None if tokens is None else tokens.document
     if initial_state and tokens is not None and tokens.start is not None:
@@ -135,16 +135,16 @@ def _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, norm
     read, state = naive_linear_attention_read(
         q, k, v, beta, log_decay, causal, keep, document, initial_state or None, normalize
     )
-    wide = wide_dtype(v)
+    sums = compute_dtype(v)
     read = Read(*(None if x is None else x.to(v.dtype) for x in read))
-    return read, {name: x.to(wide) for name, x in state.items()}
+    return read, {name: x.to(sums) for name, x in state.items()}
 
 
 def _only_kept(tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None):
-    """Masked tokens ask nothing, add nothing, decay nothing; at the start of a document the state forgets."""
+    """Inputs in which masked tokens read, add and decay nothing, and the state is forgotten where a document starts."""
     if tokens.keep is not None:
         keep = tokens.keep[:, :, None, None]
-        lowest = torch.where(keep, v.detach(), torch.inf).amin(1, keepdim=True)  # that is no peak of any chunk
+        lowest = torch.where(keep, v.detach(), torch.inf).amin(1, keepdim=True)  # so that it raises no chunk's peak
         v = torch.where(keep, v, torch.where(lowest < torch.inf, lowest, 0))
         q, k, g = (None if x is None else torch.where(keep, x, 0) for x in (q, k, g))
     if tokens.start is not None:
@@ -153,10 +153,10 @@ def _only_kept(tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None
     return q, k, v, g
 
 
-def _empty_state(k: Tensor, v: Tensor, beta: Tensor | None, wide: torch.dtype) -> dict[str, Tensor]:
+def _empty_state(k: Tensor, v: Tensor, beta: Tensor | None, sums: torch.dtype) -> dict[str, Tensor]:
     batch, _, heads, width = k.shape
-    mean = v.new_zeros(batch, heads, width, v.shape[-1], dtype=wide)
-    state = {"log_weight": k.new_full((batch, heads, width), LOG_ZERO, dtype=wide), "mean": mean}
+    mean = v.new_zeros(batch, heads, width, v.shape[-1], dtype=sums)
+    state = {"log_weight": k.new_full((batch, heads, width), LOG_ZERO, dtype=sums), "mean": mean}
     return state if beta is None else state | {"free_energy": mean}
 
 

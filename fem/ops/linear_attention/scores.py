@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fem.ops.common.read import LOG_ZERO
 
-GROUP = 2**16  # features of the pairs that are in the cache at a time
+GROUP = 2**16  # numbers at a time, so that they stay in the CPU's cache
 
 Decay = Float[Tensor, "y c dk"] | Float[Tensor, "y c 1"]
 Pairs = Float[Tensor, "y c c"]
@@ -81,7 +81,7 @@ def _across(pairs: Pairs) -> Decay:
 
 
 def log_pair_scores(q: Tensor, k: Tensor, g: Decay | None, present: bool) -> Pairs:
-    """The logarithms, where the scores may be too small to be numbers."""
+    """log A, exact also where the scores themselves would underflow."""
     forbidden = ~torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril(0 if present else -1)
     if g is not None and g.shape[-1] > 1:
         scores = (log(q).unsqueeze(2) + segments(g) + log(k).unsqueeze(1)).logsumexp(-1)

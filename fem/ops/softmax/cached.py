@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.precision import wide
+from fem.ops.common.precision import upcast
 from fem.ops.common.read import Read
 
 SMALL_BETA = 0.1  # below it e is exp(beta v) - 1
-REACH = {torch.float64: 700.0, torch.float32: 80.0, torch.bfloat16: 80.0, torch.float16: 9.5}
-PROVEN = 30.0  # nats
+REACH = {torch.float64: 700.0, torch.float32: 80.0, torch.bfloat16: 80.0, torch.float16: 9.5}  # largest |z|, in nats
+PROVEN = 30.0  # nats: see `proven`
 
 
 def exponents(v: Float[Tensor, "*n"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."]) -> Float[Tensor, "*n"]:
@@ -28,7 +28,7 @@ def exponents(v: Float[Tensor, "*n"], beta: Float[Tensor, "..."], shift: Float[T
 
 
 def _exponents(v: Tensor, beta: Tensor, shift: Tensor, small: Tensor | None) -> Tensor:
-    return (wide(v) - (shift if small is None else shift.masked_fill(small, 0.0))) * beta
+    return (upcast(v) - (shift if small is None else shift.masked_fill(small, 0.0))) * beta
 
 
 def pack(v: Float[Tensor, "*n d"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."]) -> Float[Tensor, "*n w"]:
@@ -44,13 +44,15 @@ def pack(v: Float[Tensor, "*n d"], beta: Float[Tensor, "..."], shift: Float[Tens
 
 
 def pack_to_be_proven(
-    v: Float[Tensor, "*n d"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."]
+    v: Float[Tensor, "*n d"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."], small: Bool[Tensor, "..."] | None
 ) -> Float[Tensor, "*n w"]:
-    """`pack`, with inf for an e so large that it could hide what a read over the cache loses: see `proven`."""
-    packed = pack(v, beta, shift)
-    e = packed[..., v.shape[-1] :]
-    e.masked_fill_(e > math.exp(PROVEN), torch.inf)
-    return packed
+    """`pack`, with inf for an e so large that it could hide what a read over the cache loses: see `proven`.
+
+    small: `small_beta(beta)`, which a stream looks for once.
+    """
+    z = _exponents(v, beta, shift, small)
+    e = z.exp() if small is None else torch.where(small, z.expm1(), z.exp())
+    return torch.cat([v, e.masked_fill_(z > PROVEN, torch.inf).to(v.dtype)], -1)
 
 
 def unpack(out: Float[Tensor, "*n w"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."]) -> Read:
@@ -58,7 +60,7 @@ def unpack(out: Float[Tensor, "*n w"], beta: Float[Tensor, "..."], shift: Float[
 
     A row that sees no key, whose attention gives 0, reads 0.
     """
-    (mean, total), small = wide(out).chunk(2, -1), small_beta(beta)
+    (mean, total), small = upcast(out).chunk(2, -1), small_beta(beta)
     sees = total != 0  # NaN does
     logarithm = total.where(sees, 1.0).log_()
     if small is not None:
@@ -73,7 +75,7 @@ def proven(out: Float[Tensor, "*n w"], beta: Float[Tensor, "..."]) -> Bool[Tenso
     No e exceeds e^30, so what underflow takes from p takes at most T e^-57 from R, nothing beside R >= e^-30.
     Where beta is small, R keeps the digits of F while it stays near 1.
     """
-    total, small = wide(out).chunk(2, -1)[1], small_beta(beta)
+    total, small = upcast(out).chunk(2, -1)[1], small_beta(beta)
     fine = (total >= math.exp(-PROVEN)) & (total < torch.inf) | (total == 0)
     return fine if small is None else torch.where(small, (total > -0.75) & (total < 3.0), fine)
 

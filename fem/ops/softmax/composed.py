@@ -14,13 +14,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fem.ops.common.precision import LEAST_PROVEN, wide
+from fem.ops.common.precision import LEAST_PROVEN, upcast
 from fem.ops.common.read import Read
 from fem.ops.softmax.recompute import recompute
 from fem.ops.softmax.support import Intervals
 
 _TILE = 128
-_NOT_FINITE = 2.0**100  # stands for an e that is not: R shows it to the rows that see it, and no other
+_NOT_FINITE = 2.0**100  # in place of an e that is not finite: only rows that see it have an R this large
 _FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
@@ -45,7 +45,7 @@ def composed_read(
     by blocks; None: all, or i <= t if causal, which scaled dot product attention knows. bfloat16 is read as it is,
     float16 in float32. A row that sees no key reads 0.
     """
-    dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else wide(q).dtype
+    dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else upcast(q).dtype
     kept = None
     if keep is not None:
         seen, kept, order = seen.of_kept(keep)
@@ -69,7 +69,7 @@ def _prologue(
     v: Float[Tensor, "b t h d"], beta: Float[Tensor, "h d"], kept: Int[Tensor, " b"] | None
 ) -> tuple[Float[Tensor, "b t h w"], Float[Tensor, "b 1 h d"], Bool[Tensor, "b 1 h d"]]:
     """[v | e], the shift, and where a channel is so near 0 that e is 2^w - 1."""
-    w, rate = wide(v), wide(beta) * math.log2(math.e)
+    w, rate = upcast(v), upcast(beta) * math.log2(math.e)
     at = rate.detach()
     level = at * w.detach()
     visible = finite = level.isfinite()
@@ -95,8 +95,8 @@ def _epilogue(
 ) -> tuple[Float[Tensor, "b tq h d"], Float[Tensor, "b tq h d"], Bool[Tensor, "b tq h d"]]:
     """Mean, free energy, and where it is not proven."""
     mean, total = out.chunk(2, -1)
-    total = wide(total)
-    rate = wide(beta) * math.log2(math.e)
+    total = upcast(total)
+    rate = upcast(beta) * math.log2(math.e)
     shift, near, rate = (x.repeat_interleave(out.shape[2] // x.shape[-2], -2) for x in (shift, near, rate))
     at = rate.detach()
     doubtful = (total < LEAST_PROVEN[torch.float32]) & ~near
@@ -172,7 +172,7 @@ def _flex(device: str):
 def _biased(bias: Float[Tensor, "#b #h #tq #t"]):
     """The score_mod that adds a bias, which is broadcast where it has but one entry."""
     whole = [int(size > 1) for size in bias.shape]
-    return lambda score, *place: score + bias[tuple(index * wide for index, wide in zip(place, whole))]
+    return lambda score, *place: score + bias[tuple(index * varies for index, varies in zip(place, whole))]
 
 
 def block_mask(seen: Intervals, keys: int):

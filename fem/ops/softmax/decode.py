@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.fallback_count import fallbacks
-from fem.ops.common.precision import wide
+from fem.ops.common.precision import upcast
 from fem.ops.common.read import Read
-from fem.ops.softmax.cached import PROVEN, SMALL_BETA, proven, small_beta, unpack
+from fem.ops.softmax.cached import PROVEN, SMALL_BETA, proven, unpack
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BLOCK = 1 << 18  # values at a time on a CPU, so that their exponentials stay in the cache
-_LIFT = 2.0**40  # carried by p, so that what underflows in it is nothing even beside the largest finite e
+_LIFT = 2.0**40  # p is scaled by it, so that terms which underflow are negligible even times the largest finite e
 
 
 def packed_step(
@@ -24,27 +24,28 @@ def packed_step(
     values: Float[Tensor, "b hkv t w"],
     shift: Float[Tensor, "b hkv 1 dv"],
     beta: Float[Tensor, "b hkv 1 dv"],
+    small: Bool[Tensor, "b hkv 1 dv"] | None,
     mask: Float[Tensor, "#b #h t"] | None,
     scale: float,
 ) -> Read | None:
     """`softmax_step` over values [v | e] of `pack_to_be_proven`; None where R does not prove an entry.
 
-    Results are (B, 1, H, d_v), without gradients.
+    shift, beta, small: those that the values were packed with. Results are (B, 1, H, d_v), without gradients.
     """
     batch, heads, width = q.shape
-    key_heads = keys.shape[1]
-    q = q.view(batch, key_heads, -1, width)
+    kv_heads = keys.shape[1]
+    q = q.view(batch, kv_heads, -1, width)
     if mask is not None:
         mask = mask.expand(batch, -1, -1)
         one = mask.shape[1] == 1
-        mask = mask[:, :, None] if one else mask.expand(-1, heads, -1).unflatten(1, (key_heads, -1))
+        mask = mask[:, :, None] if one else mask.expand(-1, heads, -1).unflatten(1, (kv_heads, -1))
     out = _attend(q, keys, values, mask, scale)
-    if mask is None and small_beta(beta) is None:  # every row sees a key, so R = 0 proves nothing
+    if mask is None and small is None:  # every row sees a key, so R = 0 proves nothing
         mean, total = out.chunk(2, -1)
         low, high = total.aminmax()
         if not (low.item() >= math.exp(-PROVEN) and high.item() < math.inf):
             return None
-        read = Read(mean, shift + total.log() / beta)
+        read = Read(mean, torch.addcdiv(shift, total.log(), beta))
     elif math.isfinite(q.sum().item()) and bool(proven(out, beta).all()):
         read = unpack(out, beta, shift)
     else:
@@ -57,12 +58,12 @@ def _attend(q, keys, values, mask, scale) -> Float[Tensor, "b hkv g w"]:
     """p @ [v | e], in float32 at least; 0 where nothing is seen."""
     if q.device.type == "cpu" and keys.shape[-1] == values.shape[-1] and q.dtype == keys.dtype == values.dtype:
         mask = None if mask is None else mask.to(q.dtype)
-        return wide(_flash(q, keys, values, 0.0, False, attn_mask=mask, scale=scale)[0])
-    scores = (wide(q) * scale) @ wide(keys).mT
+        return upcast(_flash(q, keys, values, 0.0, False, attn_mask=mask, scale=scale)[0])
+    scores = (upcast(q) * scale) @ upcast(keys).mT
     scores = scores if mask is None else scores + mask
     peak = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
     weight = (scores - peak).exp_()
-    return (weight @ wide(values)) / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
+    return (weight @ upcast(values)) / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
 
 
 def softmax_step(
@@ -84,13 +85,13 @@ def softmax_step(
     least. A row that sees no key reads 0. Without gradients.
     """
     batch, heads, width = q.shape
-    key_heads, channels = values.shape[1], values.shape[3]
-    q = wide(q).view(batch, key_heads, heads // key_heads, width) * scale
-    scores = q @ wide(keys).mT
+    kv_heads, channels = values.shape[1], values.shape[3]
+    q = upcast(q).view(batch, kv_heads, heads // kv_heads, width) * scale
+    scores = q @ upcast(keys).mT
     if mask is not None:
         scores += mask.expand(batch, heads, -1).reshape(scores.shape)
     prior = _lifted_softmax(scores)
-    v = wide(values)
+    v = upcast(values)
     mean = (prior @ v).div_(_LIFT)
     per_head = lambda x: x.view(batch, 1, heads, channels)  # noqa: E731
     if beta is None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.precision import LEAST_PROVEN, wide
+from fem.ops.common.precision import LEAST_PROVEN, upcast
 from fem.ops.common.read import LOG_ZERO, Read
 from fem.ops.common.steps import along_time, portable, without_gradient
 from fem.ops.softmax.recompute import recompute
@@ -28,11 +28,11 @@ def exported_read(
     """Mean and free energy by one attention over [v | e], e = exp(beta v - c), as `composed_read`.
 
     Pairs are restricted by a T x T mask. Where R < e^-60 does not prove an entry, all of these are computed from the
-    definition, under `torch.cond` where the graph is to be `portable`. Tokens that hold NaN are not set apart.
+    definition, under `torch.cond` where the graph is to be `portable`. A NaN may reach rows that do not see its token.
     """
     heads = q.shape[2]
-    per_head = lambda x, dim: wide(x).repeat_interleave(heads // x.shape[dim], dim)  # noqa: E731
-    q, k, v = (x.transpose(1, 2) for x in (wide(q), per_head(k, 2), per_head(v, 2)))
+    per_head = lambda x, dim: upcast(x).repeat_interleave(heads // x.shape[dim], dim)  # noqa: E731
+    q, k, v = (x.transpose(1, 2) for x in (upcast(q), per_head(k, 2), per_head(v, 2)))
     if keep is not None:
         v = v.masked_fill(~keep[:, None, :, None], 0.0)
     mask, sees = _mask(q, k, bias, keep, seen, causal)
@@ -80,7 +80,7 @@ def _mask(
         allowed = allowed & keep[:, None, None]
     if bias is not None:
         allowed = allowed & ~torch.isneginf(bias)
-    mask = torch.where(allowed, q.new_zeros(()) if bias is None else wide(bias), LOG_ZERO)
+    mask = torch.where(allowed, q.new_zeros(()) if bias is None else upcast(bias), LOG_ZERO)
     return mask, allowed.any(-1, keepdim=True)
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.fallback_count import fallbacks
-from fem.ops.common.precision import wide
+from fem.ops.common.precision import upcast
 from fem.ops.softmax import entries as softmax_entries
 from fem.ops.softmax.support import Intervals
 
@@ -63,8 +63,8 @@ def _definition(q, k, v, beta, bias, first, end, causal, scale):
         first, end = torch.zeros_like(row), row + k.shape[1] - q.shape[1] + 1 if causal else row * 0 + k.shape[1]
     if bias is not None:
         bias = bias.expand(len(q), q.shape[2], q.shape[1], k.shape[1])
-    v = wide(v).nan_to_num(0.0, 0.0, 0.0)
-    return _Rows(q, per_head(k, 2), bias, first, end, scale), per_head(v, 2), per_head(wide(beta), 0)[None, None]
+    v = upcast(v).nan_to_num(0.0, 0.0, 0.0)
+    return _Rows(q, per_head(k, 2), bias, first, end, scale), per_head(v, 2), per_head(upcast(beta), 0)[None, None]
 
 
 @torch.library.custom_op(
@@ -76,7 +76,7 @@ def _definition(q, k, v, beta, bias, first, end, causal, scale):
 )
 def _recompute(doubtful, q, k, v, beta, bias, first, end, causal, scale):
     """The free energy where it is doubtful, anything finite elsewhere."""
-    found = torch.zeros(doubtful.shape, dtype=wide(q).dtype, device=q.device)
+    found = torch.zeros(doubtful.shape, dtype=upcast(q).dtype, device=q.device)
     entries = _listed(doubtful)
     fallbacks.count(doubtful.numel(), len(entries))
     if len(entries):
@@ -88,7 +88,7 @@ def _recompute(doubtful, q, k, v, beta, bias, first, end, causal, scale):
 
 @_recompute.register_fake
 def _(doubtful, q, k, v, beta, bias, first, end, causal, scale):
-    return torch.empty(doubtful.shape, dtype=wide(q).dtype, device=q.device)
+    return torch.empty(doubtful.shape, dtype=upcast(q).dtype, device=q.device)
 
 
 def _listed(doubtful: Tensor) -> softmax_entries.Entries:
@@ -104,7 +104,7 @@ def _listed(doubtful: Tensor) -> softmax_entries.Entries:
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 def _recompute_backward(grad, doubtful, q, k, v, beta, bias, first, end, causal, scale, of_bias):
-    zeros = lambda x: torch.zeros(x.shape, dtype=wide(x).dtype, device=x.device)  # noqa: E731
+    zeros = lambda x: torch.zeros(x.shape, dtype=upcast(x).dtype, device=x.device)  # noqa: E731
     dbias = zeros(bias) if of_bias else grad.new_empty(0)
     entries = _listed(doubtful)
     if not len(entries):

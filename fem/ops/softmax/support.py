@@ -1,4 +1,4 @@
-"""What each query may see, as one interval of keys: how causality, windows and documents reach an implementation."""
+"""The keys that each query sees, as one interval: the form in which causality, windows and documents are passed on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from fem.ops.common.steps import portable, running_maximum
 from fem.ops.common.tokens import Tokens
 
 _DOCUMENT = 1 << 40  # more than any position
@@ -16,7 +17,7 @@ _DOCUMENT = 1 << 40  # more than any position
 class Intervals(NamedTuple):
     """Query t sees the keys first_t <= i < end_t. Neither end falls as t grows.
 
-    Masked keys inside an interval are not seen; in what `of_kept` returns they stand outside, in a new order.
+    Masked keys inside an interval are not seen; `of_kept` reorders the keys so that none is inside.
     """
 
     first: Int[Tensor, "#b tq"]
@@ -35,6 +36,13 @@ class Intervals(NamedTuple):
         return Intervals(first, end), before[:, -1].int(), order
 
 
+def _count_before(place: Int[Tensor, "#b t"], bound: Int[Tensor, "#b tq"]) -> Int[Tensor, "b tq"]:
+    """How many places, which never fall along a row, lie below each bound."""
+    if portable():  # ONNX has no search
+        return (place[:, None] < bound[..., None]).sum(-1)
+    return torch.searchsorted(place, bound)
+
+
 def intervals(
     queries: int, keys: int, causal: bool, window: int | None, tokens: Tokens | None, device: torch.device
 ) -> Intervals:
@@ -51,10 +59,10 @@ def intervals(
         if keep is not None:
             place = torch.where(keep, place, -1)
             here, opening = (x.expand(len(place), -1).contiguous() for x in (here, opening))
-        place = place.cummax(1).values  # a masked key stands where the kept one before it does
-        first = torch.searchsorted(place, opening if window is None else torch.maximum(here - window + 1, opening))
+        place = running_maximum(place)  # a masked key stands where the kept one before it does
+        first = _count_before(place, opening if window is None else torch.maximum(here - window + 1, opening))
         if not causal:
             last = opening + _DOCUMENT - 1 if window is None else here + window - 1
-            end = torch.searchsorted(place, last, right=True)
+            end = _count_before(place, last + 1)
         end = end.expand_as(first)
     return Intervals(first.int(), end.int().contiguous())

@@ -37,7 +37,7 @@ def started(memory, batch):
     one = torch.ones(batch, 1, 1, 1)
     free = one[0, 0] if "free_energy" in memory else None
     state = keyed_scan_read(one, one, one, free, return_state=True)[1]
-    return type(state)(memory, type(state.cursor).zero(batch, DEVICE))
+    return type(state)(memory, type(state.cache_position).zero(batch, DEVICE))
 
 
 def close(got, wanted, floor, name):

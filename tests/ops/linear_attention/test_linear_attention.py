@@ -49,7 +49,7 @@ def scan(tensors, memory=None, **options):
     _, empty = keyed_scan_read(
         **{n: x if n == "beta" or x is None else x[:, :1] for n, x in tensors.items()}, return_state=True
     )
-    state = None if memory is None else type(empty)(memory, type(empty.cursor).zero(len(tensors["q"]), "cpu"))
+    state = None if memory is None else type(empty)(memory, type(empty.cache_position).zero(len(tensors["q"]), "cpu"))
     return keyed_scan_read(**tensors, initial_state=state, **options)
 
 

@@ -297,7 +297,7 @@ def test_the_state_of_another_read_is_refused(kind):
         inputs.set(beta=None).read(initial_state=state)
     with pytest.raises(ValueError, match="initial_state must hold"):
         case("ssm" if kind == "aft" else "aft", 5).read(
-            initial_state=ScanState({"mean": torch.zeros(2, 1)}, state.cursor)
+            initial_state=ScanState({"mean": torch.zeros(2, 1)}, state.cache_position)
         )
 
 

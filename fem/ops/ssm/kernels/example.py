@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fem.ops.common.precision import wide
+from fem.ops.common.precision import upcast
 from fem.ops.common.self_check import TOKENS, Example
 from fem.ops.ssm.read import ssm_terms
 
@@ -21,7 +21,7 @@ def example(uniform, rank: int, free: bool) -> Example:
         terms, state = ssm_terms(*arguments, return_state=True, backend=backend)
         both, _ = ssm_terms(*arguments, initial_state=state, return_state=True, backend=backend)
         ways, _ = ssm_terms(*arguments, causal=False, backend=backend)
-        logs = tuple(wide(inputs[name]).log() for name in ("delta", "B", "C"))
+        logs = tuple(upcast(inputs[name]).log() for name in ("delta", "B", "C"))
         by_logs, _ = ssm_terms(*arguments, backend=backend, logs=logs)
         return [x for x in (*terms, *both, *ways, *by_logs) if x is not None]
 

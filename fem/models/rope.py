@@ -1,0 +1,71 @@
+"""Scaled rotary angles of a language model: transformers' own frequencies, handed to the mixers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from fem.config import PRIORS, FreeEnergyMixerConfig
+from fem.priors.base import ROTARY
+
+if TYPE_CHECKING:
+    from fem.models.configuration import FEMConfig
+
+BY_LENGTH = ("dynamic", "longrope")
+
+
+def read_rope(config: FEMConfig, rope_scaling: dict | None, rope_theta: float | None) -> None:
+    """config.rope_parameters in the words of transformers 5, from those of older versions too.
+
+    Raises ValueError on a kind of scaling that is unknown, or that changes with the length of the row.
+    """
+    given = rope_scaling or config.rope_parameters
+    if not given and rope_theta is None:
+        return
+    rope = {"rope_theta": rope_theta or config.mixer.get("rope_theta", 10000.0), **(given or {})}
+    rope["rope_type"] = kind = rope.pop("type", None) or rope.get("rope_type", "default")
+    if kind in BY_LENGTH:
+        raise ValueError(
+            f"rope_parameters must have angles that stay, got rope_type={kind!r}, whose angles change with the length "
+            "of the row, so that a cached key would be wrong later; use 'yarn', 'llama3' or 'linear'."
+        )
+    if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+        known = [name for name in ROPE_INIT_FUNCTIONS if name not in BY_LENGTH]
+        raise ValueError(f"rope_parameters must have a rope_type of default, {', '.join(known)}; got {kind!r}.")
+    if config.mixer.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
+        raise ValueError(
+            f"rope_theta is given twice, rope_parameters={rope['rope_theta']} and mixer={config.mixer['rope_theta']}; "
+            "leave it out of mixer."
+        )
+    config.mixer["rope_theta"] = rope["rope_theta"]
+    config.rope_parameters = rope
+
+
+def scaled(config: FEMConfig, mixer: FreeEnergyMixerConfig) -> FreeEnergyMixerConfig:
+    """The mixer with the angles of config.rope_parameters, as a Llama of its key width would turn by.
+
+    Raises ValueError on parameters that transformers refuses, or that turn a part of a head alone.
+    """
+    rope = config.rope_parameters
+    turns = mixer.use_rope and ROTARY[0] in PRIORS[mixer.prior_type].uses
+    if not rope or rope["rope_type"] == "default" or not turns:
+        return mixer
+    longest = config.max_position_embeddings
+    longest = longest if isinstance(longest, int) else rope.get("original_max_position_embeddings", 4096)
+    try:
+        llama = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=mixer.key_width,
+            max_position_embeddings=longest,
+            rope_parameters={**rope, "rope_theta": mixer.rope_theta},
+        )
+        with torch.device("cpu"):  # whatever device a model is being built on
+            frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](llama, "cpu")
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"rope_parameters cannot be read by transformers, got {rope!r}: {error}") from error
+    return replace(mixer, rope_frequencies=tuple(frequencies.tolist()), rope_factor=float(factor))

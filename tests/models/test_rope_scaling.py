@@ -1,0 +1,89 @@
+"""Scaled rotary angles: those of transformers' Llama, the same in a cache, a checkpoint and an engine."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+from small_models import lively, small_config, tokens
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from fem import FreeEnergyMixerConfig
+from fem.models import FEMConfig, FEMForCausalLM
+
+SCALED = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"original_max_position_embeddings": 8},
+}
+kinds = pytest.mark.parametrize("kind", SCALED)
+PLAIN = {"mixer": {"use_conv": False}}
+KEYS = {"gla": {"prior_type": "gla"}, "softmax": PLAIN, "grouped": PLAIN | {"num_key_value_heads": 1}}
+
+
+@kinds
+@pytest.mark.parametrize("layer", KEYS)
+def test_queries_and_keys_turn_by_the_angles_of_a_llama(kind, layer):
+    rope = SCALED[kind] | {"rope_theta": 500.0}
+    config = small_config(rope_parameters=rope, **KEYS[layer])
+    prior = FEMForCausalLM(config).model.layers[0].mixer.prior
+    heads, width = 2, prior.config.key_width
+    sizes = {"hidden_size": heads * width, "num_attention_heads": heads, "max_position_embeddings": 32}
+    rotary = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=dict(rope)))
+    x, position = torch.randn(1, 32, heads, width), torch.arange(32)
+    cos, sin = rotary(x, position[None])
+    wanted, _ = apply_rotary_pos_emb(x.transpose(1, 2), x.transpose(1, 2), cos, sin)
+    (got,) = prior.rotated((x,), position)
+    torch.testing.assert_close(got.transpose(1, 2), wanted, rtol=1e-5, atol=1e-5)
+    (unscaled,) = FEMForCausalLM(small_config(**KEYS[layer])).model.layers[0].mixer.prior.rotated((x,), position)
+    assert (unscaled - got).abs().max() > 0.1
+
+
+@kinds
+@pytest.mark.parametrize("layer", KEYS)
+def test_a_scaled_model_says_the_same_token_by_token_reopened_and_in_an_engine(kind, layer, tmp_path):
+    model = lively(FEMForCausalLM(small_config(rope_parameters=SCALED[kind], **KEYS[layer]))).eval()
+    ids = tokens(2, 20)
+    whole = model(ids).logits
+    past, rows = None, []
+    for piece in ids.split([13, 1, 6], 1):
+        out = model(piece, past_key_values=past, use_cache=True)
+        past, rows = out.past_key_values, [*rows, out.logits]
+    torch.testing.assert_close(torch.cat(rows, 1), whole, rtol=1e-4, atol=1e-5)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(FEMForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, whole)
+    unscaled = FEMForCausalLM(small_config(**KEYS[layer])).eval()
+    unscaled.load_state_dict(model.state_dict())
+    assert (unscaled(ids).logits - whole).abs().max() > 1e-3
+    if layer != "gla":
+        served = FEMForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").eval()
+        torch.testing.assert_close(served(ids).logits, whole, rtol=1e-3, atol=1e-4)
+
+
+def test_older_names_mean_the_same():
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
+    old = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 500.0}
+    assert small_config(**old).mixer_configs() == small_config(rope_parameters=rope).mixer_configs()
+    base = small_config(rope_parameters={"rope_theta": 500.0})
+    assert base.mixer_configs() == small_config(mixer={"rope_theta": 500.0}).mixer_configs()
+    assert FEMConfig.from_dict(base.to_dict()).mixer_configs() == base.mixer_configs()
+
+
+def test_a_layer_without_rotation_stays_without():
+    config = small_config(rope_parameters=SCALED["yarn"], layer_priors=["mamba", {"use_rope": False}])
+    assert [mixer.rope_frequencies for mixer in config.mixer_configs()] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rope_frequencies": [1.0, 0.1, 0.01]}, r"one number for each of the 2 planes of a head, got 3"),
+        ({"rope_frequencies": [1.0, 0.1], "use_rope": False}, "rope_frequencies needs use_rope=True"),
+        ({"rope_frequencies": [1.0, 0.1], "prior_type": "mamba"}, "rope_frequencies needs prior_type="),
+        ({"rope_factor": 0.0}, "rope_factor must be positive"),
+    ],
+)
+def test_angles_that_fit_no_head_are_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        FreeEnergyMixerConfig(n_embd=8, n_head=2, **fields)
