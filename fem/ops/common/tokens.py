@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -87,11 +88,11 @@ def read_tokens(
     position = (count - 1 - base).clamp_min(0)
     end = last[:, -1]
     seen = end >= 0
-    at_end = lambda values: values.gather(1, end.clamp_min(0)[:, None])[:, 0]  # noqa: E731
+    at_end = lambda x: F.pad(x, (0, 1)).gather(1, end.clamp_min(0)[:, None])[:, 0]  # noqa: E731  (padded for T = 0)
     after = CachePosition(
-        position=torch.where(seen, at_end(position) + 1, before.position) if time else before.position,
-        document=torch.where(seen, at_end(document), before.document) if time else before.document,
-        segment=torch.where(seen, at_end(ids), before.segment) if time else before.segment,
+        position=torch.where(seen, at_end(position) + 1, before.position),
+        document=torch.where(seen, at_end(document), before.document),
+        segment=torch.where(seen, at_end(ids), before.segment),
         started=before.started | seen,
     )
     return Tokens(keep, start, document, position), after
