@@ -19,6 +19,7 @@ import torch.distributed as dist
 from measure import save
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
+from transformers.distributed import DistributedConfig
 
 from fem.experiments.bench.measure import resident
 from fem.models import FEMConfig, FEMForCausalLM
@@ -63,7 +64,8 @@ def storage(x):
 
 def measure(folder: str, way: str) -> dict[str, int]:
     """Bytes of weights and AdamW's state, of what a forward pass keeps, and of what a training step adds at most."""
-    split = {"tp_plan": "auto"} if way == "tensor" and dist.get_world_size() > 1 else {}
+    ranks = dist.get_world_size()
+    split = {"distributed_config": DistributedConfig(tp_size=ranks)} if way == "tensor" and ranks > 1 else {}
     model = FEMForCausalLM.from_pretrained(folder, **split).train()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     ids = torch.randint(4096, (ROWS, TIME), generator=torch.Generator().manual_seed(0))

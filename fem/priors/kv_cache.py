@@ -17,12 +17,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fem.ops.common.precision import upcast
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import transformed
-from fem.ops.softmax.cached import pack_to_be_proven
+from fem.ops.softmax.cached import pack_to_be_proven, small_beta
 from fem.state import CACHED as KEPT  # (B, H, T, d) each: a row of queries reads them at the speed of memory
 
 Memory = dict[str, Tensor]
 
-PACKED = ("shift", "beta")  # (B, H, 1, d_v) each, where the values are [v | e]
+PACKED = ("shift", "beta", "small")  # (B, H, 1, d_v) each, where the values are [v | e]; small: only if some beta is
 
 
 def append(
@@ -46,7 +46,7 @@ def append(
             memory |= {"value": _packed(memory["value"], memory)}
         start = memory if memory else _start(v, beta, tokens.keep)
         v = _packed(v, start, k)
-        marks |= {name: start[name] for name in PACKED}
+        marks |= {name: start[name] for name in PACKED if name in start}
     elif "shift" in memory:  # of a stream in a wider dtype
         memory = memory | {"value": memory["value"][..., : v.shape[3]]}
     if not memory:
@@ -112,13 +112,15 @@ def _start(v: Float[Tensor, "b h t d"], beta: Float[Tensor, "h d"], keep: Tensor
     v = upcast(v)
     count = v.shape[2] if keep is None else keep[:, : v.shape[2]].sum(1).clamp_min(1)[:, None, None, None]
     shift = (v.sum(2, keepdim=True) / count).nan_to_num(0.0, 0.0, 0.0)
-    return {"shift": shift, "beta": beta.to(v.dtype)[:, None].expand_as(shift).contiguous()}
+    beta = beta.to(v.dtype)[:, None].expand_as(shift).contiguous()
+    small = small_beta(beta)
+    return {"shift": shift, "beta": beta} | ({} if small is None else {"small": small})
 
 
 def _packed(v: Float[Tensor, "b h t d"], start: Memory, k: Tensor | None = None) -> Float[Tensor, "b h t w"]:
     """[v | e]. e has no gradient: reads with gradients start from v. NaN where the key is not finite."""
     with torch.no_grad():
-        packed = pack_to_be_proven(v, start["beta"], start["shift"])
+        packed = pack_to_be_proven(v, start["beta"], start["shift"], start.get("small"))
         looks = k is not None and k.device.type == "cpu" and not torch.compiler.is_compiling()
         if k is not None and not (looks and isfinite(k.sum().item())):
             packed.masked_fill_(~k.isfinite().all(-1, keepdim=True), torch.nan)

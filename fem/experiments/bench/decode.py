@@ -14,16 +14,20 @@ from fem.experiments.bench.measure import alternate
 from fem.experiments.bench.mixers import Attention, build_mixer
 from fem.mixer import FreeEnergyMixer
 
-STRETCH = 256  # tokens generated per measurement, always after the same context; a FEM cache joins its parts once in it
+STRETCH = 512  # tokens generated at a time, at most, from the same context each time
 
 Stream = tuple[Callable[[], list[Tensor]], int]  # what generates a stretch, and bytes of the state before it
 
 
 def measure(case: Case, device: torch.device, seconds: float) -> dict[str, dict[str, float | int]]:
-    """Every mixer's median seconds per token after a context of `size.time` tokens, and bytes of the state then."""
+    """Every mixer's median seconds per token after a context of `size.time` tokens, and bytes of the state then.
+
+    A stretch is an eighth of the context, for which a FEM cache is copied once, to make room: that copy is in its time.
+    """
     dtype, size = getattr(torch, case.dtype), case.size
+    stretch = min(STRETCH, max(1, size.time // 8))
     prompt = torch.randn(size.batch, size.time, size.width, device=device, dtype=dtype)
-    tokens = torch.randn(STRETCH, size.batch, 1, size.width, device=device, dtype=dtype)
+    tokens = torch.randn(stretch, size.batch, 1, size.width, device=device, dtype=dtype)
     streams = {}
     with torch.no_grad():
         for name in case.mixers:
@@ -31,7 +35,7 @@ def measure(case: Case, device: torch.device, seconds: float) -> dict[str, dict[
             streams[name] = stream(layer, prompt, tokens)
         taken = alternate({name: generate for name, (generate, _) in streams.items()}, seconds, device)
     return {
-        name: {"token_s": taken[name] / STRETCH, "state_bytes": state_bytes}
+        name: {"token_s": taken[name] / stretch, "state_bytes": state_bytes}
         for name, (_, state_bytes) in streams.items()
     }
 

@@ -141,6 +141,8 @@ def page(results: dict, chosen: dict[str, Step]) -> str:
         columns = list(dict.fromkeys(column for row in step["rows"] for column in row))
         if columns:
             parts.append(markdown_table([{column: row.get(column) for column in columns} for row in step["rows"]]))
+        elif results["device"] == "cpu":
+            parts.append("It needs a GPU: nothing was run.\n")
     return "\n".join([*parts, provenance("fem doctor --gpu")])
 
 

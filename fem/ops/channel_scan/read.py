@@ -14,7 +14,7 @@ from fem.ops.channel_scan.plain import channel_scan
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import NO_WEIGHT, Read, Terms, connected_zeros, merge, nothing_read, read_of
-from fem.ops.common.scaled_sums import Streams, Sums, last_step, state_of, state_parts
+from fem.ops.common.scaled_sums import Streams, Sums, last_step, start_of, state_of
 from fem.ops.common.tokens import Tokens
 
 Heads = Float[Tensor, "b t h d"]
@@ -93,12 +93,8 @@ def _one_way(log_weight, v, beta, log_decay, tokens, state, present: bool, backe
     shape, dtype = v.shape, compute_dtype(log_weight, v, log_decay)
     x, v, a = (None if part is None else part.flatten(2) for part in _seen(log_weight, v, log_decay, tokens))
     beta = None if beta is None else beta.to(dtype).flatten()
-    if state is None:
-        start = Streams.nothing(v.new_empty(shape[0], v.shape[2], dtype=dtype), None).parts()
-        start += [] if beta is None else [torch.zeros_like(start[0])]
-    else:
-        parts = state_parts(state, beta if beta is None else beta.view(shape[2:]))
-        start = [part.to(dtype).flatten(-2) for part in parts if part is not None]
+    like = v.new_empty(shape[0], v.shape[2], dtype=dtype)
+    start = start_of(state, None if beta is None else beta.view(shape[2:]), like)
     if 0 in shape[:2]:
         state = state_of(Sums(*start[:2]), *start[2:])
         state = {name: part.unflatten(-1, shape[2:]) for name, part in state.items()}

@@ -38,13 +38,6 @@ class Streams(NamedTuple):
     energies: Sums | None = None
 
     @classmethod
-    def nothing(cls, like: Tensor, beta: Tensor | None) -> Streams:
-        """Before the first token."""
-        peak, zero = torch.full_like(like, LOG_ZERO), torch.zeros_like(like)
-        weights = Sums(peak, torch.stack([zero + 1, zero]))
-        return cls(weights) if beta is None else cls(weights, Sums(peak.clone(), zero.unsqueeze(0) + 1))
-
-    @classmethod
     def of(cls, parts: list[Tensor]) -> Streams:
         return cls(*(Sums(*stream) for stream in zip(parts[::2], parts[1::2])))
 
@@ -64,6 +57,18 @@ class Streams(NamedTuple):
     def last(self) -> Streams:
         """After the last token."""
         return Streams(*(stream and Sums(stream.peak[:, -1].clone(), stream.sums[:, :, -1].clone()) for stream in self))
+
+
+def start_of(state: dict[str, Tensor] | None, beta: Tensor | None, like: Tensor) -> list[Tensor]:
+    """What comes before the first token: the peak (B, C), the sums (2, B, C) and, with a beta, the free energy (B, C).
+
+    like (B, C): of the shape and dtype wanted. state: None at the start of a sequence.
+    """
+    if state is None:
+        zero = torch.zeros_like(like)
+        return [torch.full_like(like, LOG_ZERO), torch.stack([zero + 1, zero]), *([] if beta is None else [zero])]
+    dims = state["peak"].ndim - 1
+    return [part.to(like.dtype).flatten(-dims) for part in state_parts(state, beta) if part is not None]
 
 
 def state_parts(state: dict[str, Tensor], beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

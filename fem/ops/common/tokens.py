@@ -5,9 +5,10 @@ A masked token counts as deleted: it takes no position and opens no document.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -87,11 +88,11 @@ def read_tokens(
     position = (count - 1 - base).clamp_min(0)
     end = last[:, -1]
     seen = end >= 0
-    at_end = lambda values: values.gather(1, end.clamp_min(0)[:, None])[:, 0]  # noqa: E731
+    at_end = lambda x: F.pad(x, (0, 1)).gather(1, end.clamp_min(0)[:, None])[:, 0]  # noqa: E731  (padded for T = 0)
     after = CachePosition(
-        position=torch.where(seen, at_end(position) + 1, before.position) if time else before.position,
-        document=torch.where(seen, at_end(document), before.document) if time else before.document,
-        segment=torch.where(seen, at_end(ids), before.segment) if time else before.segment,
+        position=torch.where(seen, at_end(position) + 1, before.position),
+        document=torch.where(seen, at_end(document), before.document),
+        segment=torch.where(seen, at_end(ids), before.segment),
         started=before.started | seen,
     )
     return Tokens(keep, start, document, position), after
@@ -99,7 +100,8 @@ def read_tokens(
 
 def _all_of_one_document(time: int, before: CachePosition, continues: bool) -> tuple[Tokens, CachePosition]:
     """`read_tokens` without mask and ids, in few operations: generation calls it for every token."""
-    after = replace(before, position=before.position + time, started=before.started | (time > 0))
+    started = torch.ones_like(before.started) if time else before.started
+    after = CachePosition(before.position + time, before.document, before.segment, started)
     if not continues:
         return Tokens(None, None, None, torch.arange(time, device=before.position.device)), after
     position = before.position[:, None]

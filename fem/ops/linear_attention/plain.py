@@ -278,11 +278,15 @@ def _differentiate(ctx, *grads):
         found = again_differentiable(partial(_of_tensors, ctx.present), (q, k, v, beta, g, *start), grads[:6])
         return *found, None
     grads = [q.new_zeros(shape) if x is None else x for x, shape in zip(grads, ctx.shapes)]
-    result = iter(scan_backward(grads, q, k, v, beta, g, saved, ctx.present))
-    d_q, d_k, d_v, d_weight, d_mean = (next(result) for _ in range(5))
-    d_free_energy, d_beta = (None, None) if beta is None else (next(result), next(result))
-    d_g = None if g is None else next(result)
-    return d_q, d_k, d_v, d_beta, d_g, d_weight, d_mean, d_free_energy, None
+    return by_input(scan_backward(grads, q, k, v, beta, g, saved, ctx.present), beta, g)
+
+
+def by_input(gradients: list[Tensor], beta: Tensor | None, g: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What `scan_backward` returns, in the order of the inputs of `scan`, with None for those that are not given."""
+    found = iter(gradients)
+    d_q, d_k, d_v, d_weight, d_mean = (next(found) for _ in range(5))
+    d_free_energy, d_beta = (None, None) if beta is None else (next(found), next(found))
+    return d_q, d_k, d_v, d_beta, None if g is None else next(found), d_weight, d_mean, d_free_energy, None
 
 
 scan.register_autograd(_differentiate, setup_context=_save)

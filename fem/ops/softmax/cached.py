@@ -44,13 +44,15 @@ def pack(v: Float[Tensor, "*n d"], beta: Float[Tensor, "..."], shift: Float[Tens
 
 
 def pack_to_be_proven(
-    v: Float[Tensor, "*n d"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."]
+    v: Float[Tensor, "*n d"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."], small: Bool[Tensor, "..."] | None
 ) -> Float[Tensor, "*n w"]:
-    """`pack`, with inf for an e so large that it could hide what a read over the cache loses: see `proven`."""
-    packed = pack(v, beta, shift)
-    e = packed[..., v.shape[-1] :]
-    e.masked_fill_(e > math.exp(PROVEN), torch.inf)
-    return packed
+    """`pack`, with inf for an e so large that it could hide what a read over the cache loses: see `proven`.
+
+    small: `small_beta(beta)`, which a stream looks for once.
+    """
+    z = _exponents(v, beta, shift, small)
+    e = z.exp() if small is None else torch.where(small, z.expm1(), z.exp())
+    return torch.cat([v, e.masked_fill_(z > PROVEN, torch.inf).to(v.dtype)], -1)
 
 
 def unpack(out: Float[Tensor, "*n w"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."]) -> Read:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.backend import softmax_backend
@@ -76,7 +76,8 @@ def cached_read(
     keys: Float[Tensor, "b hkv t dk"],
     values: Float[Tensor, "b hkv t w"],
     beta: Float[Tensor, "hkv dv"] | None,
-    start: tuple[Float[Tensor, "b hkv 1 dv"], Float[Tensor, "b hkv 1 dv"]] | None = None,
+    start: tuple[Float[Tensor, "b hkv 1 dv"], Float[Tensor, "b hkv 1 dv"], Bool[Tensor, "b hkv 1 dv"] | None]
+    | None = None,
     *,
     window: int | None = None,
     tokens: Tokens | None = None,
@@ -84,12 +85,12 @@ def cached_read(
 ) -> Read:
     """`softmax_read` of the last tokens over a cache, which has the heads first.
 
-    start: the shift and the beta with which values of twice the width were packed as [v | e]: one token is then read by
-    one attention over them, where that is proven to be exact. Otherwise v is read, with `beta`.
+    start: the shift, the beta and `small_beta(beta)` with which values of twice the width were packed as [v | e]: one
+    token is then read by one attention over them, where that is proven to be exact. Otherwise v is read, with `beta`.
     """
     time = keys.shape[2]
     dtype = torch.promote_types(q.dtype, torch.promote_types(keys.dtype, values.dtype))
-    alone = values if start is None else values[..., : start[0].shape[-1]]
+    alone = lambda: values if start is None else values[..., : start[0].shape[-1]]  # noqa: E731
     if q.shape[1] == 1 and softmax_backend(backend, q.device, dtype) == "sdpa" and _free(q, keys, values, beta):
         by_pairs = window is not None or (tokens is not None and tokens.document is not None)
         seen = intervals(1, time, False, window, tokens, q.device) if by_pairs else None
@@ -97,10 +98,10 @@ def cached_read(
         scale = q.shape[-1] ** -0.5
         read = None if start is None else packed_step(q[:, 0], keys, values, *start, mask, scale)
         if read is None:
-            read = softmax_step(q[:, 0], keys, alone, beta, mask, scale)
+            read = softmax_step(q[:, 0], keys, alone(), beta, mask, scale)
         if read is not None:
             return _as(dtype, read)
-    k, v = keys.transpose(1, 2), alone.transpose(1, 2)
+    k, v = keys.transpose(1, 2), alone().transpose(1, 2)
     return softmax_read(q, k, v, beta, window=window, tokens=tokens, backend=backend)
 
 

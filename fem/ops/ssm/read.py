@@ -13,7 +13,7 @@ from fem.ops.channel_scan.read import by_definition
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, merge, nothing_read, read_of
-from fem.ops.common.scaled_sums import Streams, Sums, leave, state_of, state_parts
+from fem.ops.common.scaled_sums import Streams, Sums, leave, start_of, state_of
 from fem.ops.common.tokens import Tokens
 from fem.ops.ssm.naive import naive_ssm_read
 from fem.ops.ssm.plain import Inputs, ssm_scan
@@ -111,12 +111,8 @@ def _one_way(
     A = A.to(dtype).flatten(0, 1).T.contiguous()
     D, beta = (None if x is None else x.to(dtype).flatten() for x in (D, beta))
     alone = state is None and not return_state
-    if state is None:
-        start = Streams.nothing(v.new_empty(shape[0], A.numel(), dtype=dtype), None).parts()
-        start += [] if beta is None else [torch.zeros_like(start[0])]
-    else:
-        parts = state_parts(state, None if beta is None else beta.view(shape[2:]))
-        start = [part.to(dtype).flatten(-3) for part in parts if part is not None]
+    like = v.new_empty(shape[0], A.numel(), dtype=dtype)
+    start = start_of(state, None if beta is None else beta.view(shape[2:]), like)
     if 0 in shape[:2]:
         log_weight, *read = nothing_read(
             connected_zeros(v.to(dtype), v.shape, delta, A, B, C, D, v, beta, *start), beta

@@ -30,8 +30,8 @@ def channel_scan(
     """
     log_decay, x, v = readable(log_decay, x, v)
     beta = None if beta is None else beta.float().contiguous()
-    log_weight, mean, _, last, *free_energy = _forward(log_decay, x, v, beta, packed(start))
-    return Terms(log_weight, mean, *free_energy), unpacked(last)
+    log_weight, mean, _, last, *energies = _forward(log_decay, x, v, beta, packed(start))
+    return Terms(log_weight, mean, *energies[:1]), unpacked(last)
 
 
 def packed(streams: Streams) -> Float[Tensor, "parts b c"]:

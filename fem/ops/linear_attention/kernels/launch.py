@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from fem.ops.common.backend import triton_interprets
+from fem.ops.common.backend import next_width, triton_interprets
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.kernels.launch import on_amd, on_its_device
 from fem.ops.common.read import Terms
@@ -34,7 +34,7 @@ from fem.ops.linear_attention.kernels.output import read, state_gradients, token
 from fem.ops.linear_attention.kernels.scores import scores, scores_gradients
 from fem.ops.linear_attention.kernels.state import remember, remember_gradients
 from fem.ops.linear_attention.kernels.state_passing import pass_states, pass_states_gradients
-from fem.ops.linear_attention.plain import REMEMBER, Slab, read_way, rows_of
+from fem.ops.linear_attention.plain import REMEMBER, Slab, by_input, read_way, rows_of
 
 
 def product_dtype(q: Tensor, v: Tensor) -> torch.dtype:
@@ -87,7 +87,7 @@ class Shape:
 
     def __init__(self, q: Tensor, v: Tensor, g: Tensor | None):
         (self.batch, self.time, self.heads, self.dk), self.dv = q.shape, v.shape[-1]
-        self.keys, self.values = _padded(self.dk), _padded(self.dv)
+        self.keys, self.values = next_width(self.dk), next_width(self.dv)
         self.half_precision, self.shared = q.dtype == torch.bfloat16, g is None or g.shape[-1] == 1
         self.chunk = self.blocks("").chunk
         self.chunks = triton.cdiv(self.time, self.chunk)
@@ -326,11 +326,7 @@ def _differentiate(ctx, *grads):
     saved = ctx.saved_tensors
     q, beta, g = saved[0], saved[3], saved[4]
     grads = [q.new_zeros(shape, dtype=torch.float32) if x is None else x for x, shape in zip(grads, ctx.shapes)]
-    result = iter(_backward(grads, *saved, ctx.present))
-    d_q, d_k, d_v, d_weight, d_mean = (next(result) for _ in range(5))
-    d_free_energy, d_beta = (None, None) if beta is None else (next(result), next(result))
-    d_g = None if g is None else next(result)
-    return d_q, d_k, d_v, d_beta, d_g, d_weight, d_mean, d_free_energy, None
+    return by_input(_backward(grads, *saved, ctx.present), beta, g)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -338,7 +334,3 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 def _zeros(record):
     return type(record)(*(None if x is None else torch.zeros_like(x) for x in record))
-
-
-def _padded(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
