@@ -331,7 +331,7 @@ def test_steps_are_told_for_every_seed():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"profile": "desktop"}, "profile must be from"),
+        ({"profile": "desktop"}, "profile must be one of"),
         ({"tasks": "copying"}, "tasks must be from"),
         ({"tasks": ""}, "tasks must be from"),
         ({"initialisations": "zero"}, "initialisations must be from"),

@@ -290,7 +290,7 @@ def _watched(draw, seen, *arguments):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tasks": "peaks"}, "tasks must be from .*got peaks"),
+        ({"tasks": "peaks"}, "tasks must be from .*got 'peaks'"),
         ({"tasks": "ett-events"}, "give --ett"),
         ({"tasks": "speakers"}, "give --play"),
         ({"mixers": "softmax+X"}, "mixer must be"),

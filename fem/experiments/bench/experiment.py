@@ -13,7 +13,7 @@ import typer
 from fem.experiments.bench import decode, tables, workloads
 from fem.experiments.bench.cases import PARTS, PROFILES, Case
 from fem.experiments.common.options import recipe_options
-from fem.experiments.common.recipes import listed, require_one_of, require_positive
+from fem.experiments.common.recipes import listed, require_one_of, require_positive, require_some_of
 from fem.experiments.common.run import PAGE, command_line, cpu_threads, open_run, option, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_table
 
@@ -32,9 +32,7 @@ class BenchRecipe:
 
     def __post_init__(self):
         require_one_of("profile", self.profile, PROFILES)
-        unknown = [name for name in self.part_names if name not in PARTS]
-        if unknown or not self.part_names:
-            raise ValueError(f"parts must be from {', '.join(PARTS)}; got {', '.join(map(repr, unknown)) or 'none'}.")
+        require_some_of("parts", self.part_names, PARTS)
         require_positive(self, "seconds", "threads")
 
     @property

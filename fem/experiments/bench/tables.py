@@ -23,7 +23,7 @@ NOTES = {
     "layer": "Equal linear weights, 4 D^2; the conditioner C adds its own.",
     "gpt2": "Blocks without embeddings and head; baselines need a GPU and their library. In brackets the paper's own "
     "ratio to its flash attention: 12 blocks, T 1024, batch 8, FP32 on one L40S. Operations are those of matrix "
-    "products as torch's profiler counts them, without flash attention's own, which it does not see.",
+    "products as torch's profiler counts them: it sees those of the plain form, and not those inside flash attention.",
     "table5": f"Ratios are to {OWN_LAYER}: FEM without any of its parts. In brackets the paper's own ratio "
     "to that row: 8 blocks, T 2048, batch 4 on one L40S.",
     "decode": "Attention of equal weights keeps a KV cache, allocated at full length; FEM's values are half as wide.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -36,10 +36,17 @@ def require_not_negative(recipe: Any, *names: str) -> None:
             raise ValueError(f"{name} must not be negative, got {getattr(recipe, name)}.")
 
 
-def require_one_of(name: str, value: str, known: Any) -> None:
+def require_one_of(name: str, value: str, known: Collection[str]) -> None:
     """Raises ValueError where the field's value is none of those known."""
     if value not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}.")
+
+
+def require_some_of(name: str, given: Sequence[str], known: Collection[str]) -> None:
+    """Raises ValueError where a list is empty or names anything that is not known."""
+    unknown = [value for value in given if value not in known]
+    if unknown or not given:
+        raise ValueError(f"{name} must be from {', '.join(known)}; got {', '.join(map(repr, unknown)) or 'none'}.")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -125,10 +125,8 @@ def compile_all(launches: Iterator[Launch], cards: list[str]) -> Iterator[Compil
     launches, seen = list(launches), set()
     for card in cards:
         for name, run in launches:
-            with (
-                compiled_for(card) as found,
-                mock.patch("fem.ops.common.backend._check"),
-            ):  # which would refuse CPU tensors
+            # the check of backends would refuse CPU tensors
+            with compiled_for(card) as found, mock.patch("fem.ops.common.backend._check"):
                 try:
                     run()
                 except Exception as error:

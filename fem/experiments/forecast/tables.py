@@ -13,7 +13,7 @@ DATE = "date"
 ETT_CHANNELS = ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")
 ETT_HOURS = {"train": (0, 8640), "validation": (8640, 11520), "test": (11520, 14400)}
 CHANNELS = {"weather": 21, "solar": 137}
-UNEVEN = ("weather",)  # the published file lacks 8 of 52,704 rows, and is used as if evenly spaced everywhere
+UNEVEN = ("weather",)  # the published file lacks 8 of its 52,704 rows; everybody uses it as evenly spaced
 
 
 def load_series(path: str | Path) -> Series:

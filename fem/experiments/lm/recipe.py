@@ -56,7 +56,7 @@ class TrainRecipe:
     log_steps: int = option(10, "Steps between lines of metrics.jsonl.")
     save_steps: int = option(200, "Steps between checkpoints; there is one at the end.")
     keep: int = option(2, "Checkpoints to keep, the newest.")
-    nonfinite: str = option("stop", "Where a gradient is not finite: stop the run, or skip the step.")
+    nonfinite: str = option("stop", "Where a gradient is not finite: stop the run, or skip the step (stop, skip).")
     comm_timeout: int = option(300, "Seconds that processes wait for one another in a step before they give up.")
     seed: int = option(42, "Seed of the weights and of the order of the rows.")
 

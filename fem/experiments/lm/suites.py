@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Score:
     """One column of Table 2: its heading, the harness's task, and the metric that is reported.
 
-    The paper reports accuracy or normalised accuracy "as standard" (Appendix L); which of them per task is our guess.
+    The paper reports accuracy or normalised accuracy "as standard" (Appendix L); which of them per task is our choice.
     """
 
     column: str

@@ -88,9 +88,7 @@ class TextTrainer(SavingTrainer):
         found = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
         if checkpoint is not None:
             self.logged_at = self.state.global_step
-            self.state.compute_steps(
-                self.args, max_steps
-            )  # logging, saving and evaluation intervals of this command, not of the checkpoint
+            self.state.compute_steps(self.args, max_steps)  # the intervals of this command, not of the checkpoint
             self.rows.load_state_dict(self._place_in_rows(Path(checkpoint)), self.state.global_step)
         return found
 
@@ -116,10 +114,8 @@ class TextTrainer(SavingTrainer):
 
     def get_batch_samples(self, *args):
         batches, targets = super().get_batch_samples(*args)
-        return (
-            batches,
-            targets if self.parts is None else targets / self.parts.size(),
-        )  # each process counts the targets of whole rows
+        # Processes that share rows all count the targets of the whole rows.
+        return batches, targets if self.parts is None else targets / self.parts.size()
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], *args):
         if self.losses_before is None:
@@ -147,9 +143,8 @@ class TextTrainer(SavingTrainer):
             note(f"the gradient is {size} at step {step}; the step is left out.")
         self.skipped += 1
         done = self.state.global_step - self._globalstep_last_logged
-        self._tr_loss.copy_(
-            before * (done + 1) / done if done else before
-        )  # as if the step had the average loss of the others
+        # As if this step had the average loss of the others.
+        self._tr_loss.copy_(before * (done + 1) / done if done else before)
         model.zero_grad()
         return norm
 

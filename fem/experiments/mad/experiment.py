@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -15,7 +14,14 @@ from fem.experiments.common.baselines import available
 from fem.experiments.common.blocks import INITIALISATIONS
 from fem.experiments.common.mixers import PUBLISHED, known
 from fem.experiments.common.options import recipe_options
-from fem.experiments.common.recipes import listed, numbers, require_not_negative, require_positive
+from fem.experiments.common.recipes import (
+    listed,
+    numbers,
+    require_not_negative,
+    require_one_of,
+    require_positive,
+    require_some_of,
+)
 from fem.experiments.common.run import check_output, command_line, open_run, option, progress
 from fem.experiments.common.sweep import finished, sweep
 from fem.experiments.common.tables import show_table, write_table
@@ -44,9 +50,9 @@ class MADRecipe:
     seed: int = option(0, "First seed.")
 
     def __post_init__(self):
-        _known("profile", [self.profile], PROFILES)
-        _known("tasks", self.task_names, TASKS)
-        _known("initialisations", listed(self.initialisations), INITIALISATIONS)
+        require_one_of("profile", self.profile, PROFILES)
+        require_some_of("tasks", self.task_names, TASKS)
+        require_some_of("initialisations", listed(self.initialisations), INITIALISATIONS)
         require_positive(self, "seeds")
         require_not_negative(self, "seed")
         self.jobs()
@@ -91,12 +97,6 @@ class MADRecipe:
                 profile.weight_decays,
             )
         ]
-
-
-def _known(name: str, given: Sequence[str], known) -> None:
-    unknown = [value for value in given if value not in known]
-    if unknown or not given:
-        raise ValueError(f"{name} must be from {', '.join(known)}; got {', '.join(map(repr, unknown)) or 'none'}.")
 
 
 def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:

@@ -1,7 +1,7 @@
 """The six tasks of MAD (Poli et al., 2024), with generators written here.
 
 A sequence of tokens 0..V-1 comes with a target at every position, -100 where nothing is scored. The recall tasks score
-every next token in training, and in testing every token that the sequence before it determines.
+every next token in training, and in testing only those that the sequence before them determines.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class DigitBags(Classes):
 
     pictures: int = 7
     about = "bags of 7 real digits: which are in it, the largest, how many different"
-    wins = "extremes"
+    asks_for = "extremes"
     channels, classes, questions = 65, 10, 12
 
     def draw(self, generator, size, split="train"):
@@ -90,7 +90,7 @@ class DailyExtremes(DayOfETT, Numbers):
     """Maximum and minimum of every channel over the last 96 rows."""
 
     about = "extremes of the last day in ETT, 7 channels"
-    wins = "extremes"
+    asks_for = "extremes"
     outputs = 14
 
     def draw(self, generator, size, split="train"):
@@ -102,7 +102,7 @@ class Exceeded(DayOfETT, Classes):
     """Did a channel exceed its training quantile of .9 within the last 96 rows? One question per channel."""
 
     about = "did a channel of ETT exceed its quantile of .9 in the last day"
-    wins = "extremes"
+    asks_for = "extremes"
     classes, questions = 2, 7
 
     def draw(self, generator, size, split="train"):
@@ -144,7 +144,7 @@ class Speakers(Classes):
     """
 
     about = "which of ten speakers says these 32 words"
-    wins = "the words that give a speaker away"
+    asks_for = "the words that give a speaker away"
     classes, questions = 10, 1
 
     def __init__(self, path: str):

@@ -144,8 +144,8 @@ def write_report(folder: Path, found: Found, floors: dict[str, float], recipe: R
         about = recipe.known_tasks[task]
         parts += [
             f"## {task}: {about.about}",
-            f"Asks for {about.wins}. Score: {about.measure} on {recipe.training.test_examples} new examples after the "
-            f"last step; an answer that never looks: {floors[task]:.3f}. values: width of the values over all heads.",
+            f"Asks for {about.asks_for}. Score: {about.measure} on {recipe.training.test_examples} new examples after "
+            f"the last step; an answer that never looks: {floors[task]:.3f}. values: their width over all heads.",
             markdown_table(table(rows), {"score": max}),
         ]
     write_page(

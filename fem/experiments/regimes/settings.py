@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fem.experiments.common.blocks import INITIALISATIONS
 from fem.experiments.common.mixers import canonical
-from fem.experiments.common.recipes import listed, numbers, require_one_of, require_positive
+from fem.experiments.common.recipes import listed, numbers, require_one_of, require_positive, require_some_of
 from fem.experiments.common.run import option
 from fem.experiments.regimes.pools import POOLS
 from fem.experiments.regimes.real import tasks_of_files
@@ -46,9 +46,7 @@ class RegimesRecipe:
 
     def __post_init__(self):
         require_positive(self, "seeds", "width", "heads", "blocks", "mlp_width", "batch", "steps")
-        known = [*TASKS, *OF_FILES]
-        if unknown := [task for task in self.task_names if task not in known]:
-            raise ValueError(f"tasks must be from {', '.join(known)}; got {', '.join(unknown)}.")
+        require_some_of("tasks", self.task_names, [*TASKS, *OF_FILES])
         for task in self.task_names:
             if task in OF_FILES and getattr(self, OF_FILES[task]) is None:
                 raise ValueError(f"the task {task} needs its data: give --{OF_FILES[task]} FILE.")
@@ -57,8 +55,8 @@ class RegimesRecipe:
                 f"mixers such as {POOLS[0]} pool a set; they need --tasks bags or speakers, got {self.tasks!r}."
             )
         require_one_of("initialisation", self.initialisation, INITIALISATIONS)
-        if not (self.task_names and self.rows and self.rates):
-            raise ValueError("tasks, mixers and learning_rates must name at least one each.")
+        if not (self.rows and self.rates):
+            raise ValueError("mixers and learning_rates must name at least one each.")
 
     @property
     def task_names(self) -> list[str]:

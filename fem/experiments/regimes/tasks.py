@@ -25,7 +25,7 @@ class Task(ABC):
 
     about: ClassVar[str]
     measure: ClassVar[str]
-    wins: ClassVar[str] = "one average"  # what the task asks for: "extremes", "one average", "one token"
+    asks_for: ClassVar[str] = "one average"  # what the task asks for: "extremes", "one average", "one token"
 
     @property
     @abstractmethod
@@ -111,7 +111,7 @@ class PeakHold(Numbers):
     sensors: int = 16
     tokens: int = 32
     about = "running maximum and minimum of 16 sensors"
-    wins = "extremes"
+    asks_for = "extremes"
 
     @property
     def channels(self):
@@ -163,7 +163,7 @@ class HighWater(EventStream):
     """The largest value of every field so far."""
 
     about = "largest value so far of each of 8 fields"
-    wins = "extremes"
+    asks_for = "extremes"
 
     def answers(self, events):
         return events.cummax(1).values
@@ -173,7 +173,7 @@ class Snapshot(EventStream):
     """The latest value of every field."""
 
     about = "latest value of each of 8 fields"
-    wins = "one token per channel"
+    asks_for = "one token per channel"
 
     def answers(self, events):
         at = torch.arange(self.tokens)[None, :, None].where(events >= 0, -1).cummax(1).values
@@ -220,7 +220,7 @@ class Recall(Classes):
     values: int = 16
     queries: int = 32
     about = "the value that a key was shown with, 16 pairs"
-    wins = "one token"
+    asks_for = "one token"
     questions = 1
 
     @property
