@@ -1,22 +1,15 @@
-"""Fresh processes to measure in, and pages of results. Ratios and memory are `fem.experiments.bench.measure`'s."""
+"""Pages of results for the scripts beside this file, which measure with `fem.experiments.bench.measure`."""
 
 from __future__ import annotations
 
 import json
 import platform
-import subprocess
-import sys
 import time
 
 import torch
 
 from fem.experiments.common.run import processor
 from fem.experiments.common.tables import markdown_table
-
-
-def in_fresh_process(script: str, *arguments: str) -> str:
-    """What `python script arguments` prints."""
-    return subprocess.run([sys.executable, script, *arguments], check=True, capture_output=True, text=True).stdout
 
 
 def environment() -> dict[str, str]:
@@ -30,7 +23,7 @@ def environment() -> dict[str, str]:
 
 
 def save(path: str, title: str, results: object, rows: list[dict[str, str]], note: str) -> None:
-    """`path`.json with everything measured, and `path`.md with the table that a reader wants."""
+    """Write `path`.json with everything measured, and `path`.md with `rows` as a table."""
     facts = environment()
     with open(f"{path}.json", "w") as file:
         json.dump({"environment": facts, "results": results}, file, indent=1)

@@ -1,4 +1,4 @@
-"""What each process holds when heads (tensor parallel) or rows (context parallel) are split: 1, 2 and 4 over gloo.
+"""Memory per process when heads (tensor parallel) or rows (context parallel) are split over 1, 2 and 4 processes.
 
 OMP_NUM_THREADS=1 python benchmarks/parallel_memory.py       # writes docs/results/parallel_cpu.{json,md}
 """
@@ -19,7 +19,9 @@ import torch.distributed as dist
 from measure import save
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
+from transformers.distributed import DistributedConfig
 
+from fem.experiments.bench.measure import resident
 from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.context import context_parallel, own_part
 from fem.models.loss import next_tokens
@@ -32,7 +34,7 @@ WAYS = ("tensor", "context", "context, recomputed")
 
 
 class Kept:
-    """Bytes that a forward pass keeps for the backward pass, the weights apart; every block of memory once."""
+    """Bytes that a forward pass keeps for the backward pass, without weights; every block of memory counts once."""
 
     def __init__(self, model):
         self.weights = {storage(weight).data_ptr() for weight in model.parameters()}
@@ -41,7 +43,10 @@ class Kept:
     def pack(self, x):
         block = storage(x)
         if block.data_ptr() not in self.weights:
-            self.blocks[block.data_ptr()] = block.nbytes(), x  # the tensor lives on, so that no address comes twice
+            self.blocks[block.data_ptr()] = (
+                block.nbytes(),
+                x,
+            )  # keeping the tensor alive keeps its address from being reused
         return x
 
     @property
@@ -57,14 +62,10 @@ def storage(x):
     return local(x).untyped_storage()
 
 
-def resident(field: str) -> int:
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
 def measure(folder: str, way: str) -> dict[str, int]:
-    """Bytes of weights with AdamW's state, of what a forward keeps, and by how much a training step peaks."""
-    split = {"tp_plan": "auto"} if way == "tensor" and dist.get_world_size() > 1 else {}
+    """Bytes of weights and AdamW's state, of what a forward pass keeps, and of what a training step adds at most."""
+    ranks = dist.get_world_size()
+    split = {"distributed_config": DistributedConfig(tp_size=ranks)} if way == "tensor" and ranks > 1 else {}
     model = FEMForCausalLM.from_pretrained(folder, **split).train()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     ids = torch.randint(4096, (ROWS, TIME), generator=torch.Generator().manual_seed(0))
@@ -100,7 +101,7 @@ def main() -> None:
             FEMForCausalLM(FEMConfig(**SIZES, **fields)).save_pretrained(Path(scratch, prior))
         for processes in (1, 2, 4):
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            # every large block goes back to the system when it is freed
+            # the allocator returns every large block to the system when it is freed
             how = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
             subprocess.run([*torchrun, "--nproc-per-node", str(processes), __file__, scratch], check=True, env=how)
             results[processes] = json.loads(Path(scratch, "found.json").read_text())

@@ -1,7 +1,7 @@
-"""The Triton kernels of the scans as their launchers launch them, compiled for cards that are not here.
+"""The Triton kernels of the scans, compiled as their launchers launch them, for GPUs that need not be there.
 
 python benchmarks/scan_kernels.py                # writes docs/results/scan_kernels.{json,md}
-python benchmarks/scan_kernels.py every          # prints all that a layer can ask for: half an hour of one core
+python benchmarks/scan_kernels.py every          # prints all launches that a layer can make: half an hour on one core
 """
 
 from __future__ import annotations

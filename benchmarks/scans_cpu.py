@@ -6,14 +6,13 @@ python benchmarks/scans_cpu.py            # writes docs/results/scans_cpu.{json,
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 
 import torch
-from measure import in_fresh_process, save
+from measure import save
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
-from fem.experiments.bench.measure import alternate, cpu_growth
+from fem.experiments.bench.measure import alternate, cpu_growth, in_fresh_process
 from fem.functional import channel_scan_read
 from fem.ops.common.read import Read
 
@@ -33,6 +32,13 @@ def train_step(name: str, length: int):
         layer(x).square().sum().backward()
 
     return step
+
+
+def train_growth(name: str, length: int) -> int | None:
+    """Bytes of memory that a train step adds, after a short one that loads all code."""
+    torch.set_num_threads(1)
+    train_step(name, 64)()
+    return cpu_growth(train_step(name, length))
 
 
 def state_bytes(name: str) -> int:
@@ -57,7 +63,7 @@ def growth() -> tuple[dict, list[dict]]:
     results, rows = {}, []
     for name in LINEAR:
         seconds = alternate({t: train_step(name, t) for t in (SHORT, LONG)}, SECONDS, CPU)
-        memory = {t: int(in_fresh_process(__file__, "memory", name, str(t))) for t in (SHORT, LONG)}
+        memory = {t: in_fresh_process(train_growth, name, t) for t in (SHORT, LONG)}
         first, last = streamed(name)
         results[name] = {
             "train_s": seconds,
@@ -81,7 +87,7 @@ def growth() -> tuple[dict, list[dict]]:
 
 
 def materialised_gla(q, k, v, beta, decay):
-    """GLA's read by its states, all T of them in memory, as cumulative sums under an envelope."""
+    """GLA's read with all T states in memory, as cumulative sums scaled by the accumulated decay."""
     envelope = decay.cumsum(1)
     keys = k * (-envelope)[..., None].exp()
     mix = torch.cat([v, (beta * v).exp(), torch.ones_like(v[..., :1])], -1)
@@ -92,7 +98,7 @@ def materialised_gla(q, k, v, beta, decay):
 
 
 class MaterialisedGLA(FreeEnergyMixer):
-    """The same layer with `materialised_gla` for a read."""
+    """The same layer, whose read is `materialised_gla`."""
 
     def _read(self, features, v, tokens, memory):
         prior = self.prior
@@ -110,7 +116,7 @@ def against_materialised() -> dict[str, float]:
 
 
 def against_cumulative_sums() -> dict[str, float]:
-    """Forward and backward of the AFT read, and of exp(k - max), two cumulative sums and a division, in place of it."""
+    """Forward and backward of the AFT read, and of its formula: exp(k - max), two cumulative sums and a division."""
     shape = (1, 2048, HEADS, WIDTH // HEADS)
     k, v = (torch.randn(shape, requires_grad=True) for _ in range(2))
     decay = (-torch.rand(shape)).requires_grad_()
@@ -142,7 +148,7 @@ def main() -> None:
     ratio = lambda name: f"{sums[name] / sums[name + ' by cumulative sums']:.2f}"  # noqa: E731
     note = (
         f"Batch 1, width {WIDTH}, {HEADS} heads, fp32, without the conditioner; process CPU time of one thread, "
-        "medians of alternating runs. State: what a layer carries from token to token, for one row.\n\n"
+        "medians of alternating runs. State: what a layer keeps from token to token, for one sequence.\n\n"
         f"A `gla` layer (width 512, 8 heads, T 2048) trains {gla['materialised'] / gla['chunked']:.1f}x faster than "
         "the same layer with its states materialised. Against exp, two cumulative sums and a division for mean and "
         "free energy (inexact: it underflows and leaks the future), the exact read takes "
@@ -152,9 +158,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    if sys.argv[1:2] == ["memory"]:
-        train_step(sys.argv[2], 64)()
-        print(cpu_growth(train_step(sys.argv[2], int(sys.argv[3]))))
-    else:
-        main()
+    main()

@@ -1,4 +1,4 @@
-"""Servers against `generate`, on this machine's CPU: the same greedy tokens from the same checkpoints.
+"""Do servers generate the same greedy tokens as `generate` from the same checkpoints, on a CPU?
 
 make test-vllm          # builds an environment of its own and writes docs/results/serving_vllm.{json,md}
 .venv-vllm/bin/python benchmarks/serving_vllm.py --blank        # only the rows that the page leaves blank
@@ -51,7 +51,7 @@ ENVIRONMENT = {
 
 
 def prompts() -> list[list[int]]:
-    """Lengths from 1 to 500, and four prompts with a beginning in common."""
+    """Prompts of 1 to 500 tokens, and four with the same beginning."""
     import torch
 
     of = torch.Generator().manual_seed(SEED)
@@ -61,7 +61,7 @@ def prompts() -> list[list[int]]:
 
 
 def write_checkpoint(folder: Path, fields: dict) -> list[list[int]]:
-    """A model of random weights and its tokenizer; what transformers' generate writes in the exact form."""
+    """Save a model of random weights and its tokenizer; returns what transformers' `generate` writes with it."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -93,7 +93,7 @@ def write_checkpoint(folder: Path, fields: dict) -> list[list[int]]:
 
 
 def in_vllm(folder: str, options: dict) -> list[list[list[int]]]:
-    """Run in a process of its own: what vLLM writes, twice, so that the second pass finds the first's cache."""
+    """What vLLM writes, twice, so that the second pass finds the first one's cache. Call it in a process of its own."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(model=folder, dtype="float32", enforce_eager=True, max_model_len=640, seed=SEED, **options)
@@ -104,7 +104,7 @@ def in_vllm(folder: str, options: dict) -> list[list[list[int]]]:
 
 
 def through_vllm_serve(folder: str) -> list[list[int]]:
-    """All prompts in one request of OpenAI's completions, to `vllm serve` on loopback."""
+    """What `vllm serve` answers to one request for completions, in OpenAI's format, of all prompts."""
     command = [str(Path(sys.executable).with_name("vllm")), "serve", folder, "--max-num-seqs", "8"]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "640"]
     body = {"prompt": prompts(), "max_tokens": NEW, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -114,7 +114,7 @@ def through_vllm_serve(folder: str) -> list[list[int]]:
 
 
 def through_transformers_serve(folder: str) -> list[list[int]]:
-    """A request for each prompt, 8 at a time, to `transformers serve` with continuous batching."""
+    """What `transformers serve` with continuous batching answers to a request for each prompt, 8 at a time."""
     command = [str(Path(sys.executable).with_name("transformers")), "serve", folder, "--trust-remote-code"]
     command += ["--attn-implementation", "sdpa"]
     command += ["--continuous-batching", "--cb-num-blocks", "128", "--cb-max-batch-tokens", "256", "--device", "cpu"]
@@ -126,7 +126,7 @@ def through_transformers_serve(folder: str) -> list[list[int]]:
 
 @contextmanager
 def serving(command: list[str], folder: str):
-    """A server on loopback while the block runs; gives a function that asks it for completions."""
+    """A local server while the block runs; yields a function that asks it for completions."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -38,11 +38,12 @@ COMMANDS = {
     "report": ("fem.experiments.report", "Turn finished runs into pages beside the paper's tables."),
 }
 
-GOES_ON = ("ablate", "mad", "regimes", "forecast", "vision")
+UsageError = typer.BadParameter.__base__  # typer raises it for unknown options and commands, too
+RESUMABLE = ("ablate", "mad", "regimes", "forecast", "vision")
 
 
 class Commands(TyperGroup):
-    """Commands whose modules are imported when they are called: `fem --help` waits for no library."""
+    """Commands whose modules are imported only when they are called, so that `fem --help` answers at once."""
 
     def list_commands(self, context) -> list[str]:
         return list(COMMANDS)
@@ -64,21 +65,21 @@ def load(name: str) -> TyperCommand:
     command = import_module(COMMANDS[name][0]).command
 
     @wraps(command)
-    def stopped_in_a_line(*args, **options):
+    def interruptible(*args, **options):
         try:
             return command(*args, **options)
         except KeyboardInterrupt:
             print(stopped(name), file=sys.stderr)
             raise typer.Exit(130) from None
 
-    alone = typer.Typer(add_completion=False)
-    alone.command(name)(stopped_in_a_line)
-    return typer.main.get_command(alone)
+    single = typer.Typer(add_completion=False)
+    single.command(name)(interruptible)
+    return typer.main.get_command(single)
 
 
 def stopped(name: str) -> str:
-    """What to say of Ctrl-C."""
-    kept = "what had ended is kept, and the same command goes on" if name in GOES_ON else "to begin again"
+    """The message after Ctrl-C: whether anything is kept, and the command that continues."""
+    kept = "what had ended is kept, and the same command goes on" if name in RESUMABLE else "to begin again"
     return f"stopped; {kept}: {shlex.join(['fem', *sys.argv[1:]])}"
 
 
@@ -103,7 +104,9 @@ def main() -> None:
     """Run a command. An error of the user's making is one sentence on standard error and exit status 2."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        app()
+        sys.exit(app(standalone_mode=not _under_torchrun()))
+    except UsageError as error:
+        sys.exit(_say(error.format_message()))
     except ModuleNotFoundError as error:
         sys.exit(_say(missing_package(error)))
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -116,9 +119,14 @@ def _say(sentence: str) -> int:
     return 2
 
 
+def _under_torchrun() -> bool:
+    """Whether this is one of several processes that torchrun started."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def _first_to_say() -> bool:
-    """Under torchrun, whether no other process has met an error before: what is wrong for one is wrong for all."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
+    """Whether this process is to print the error: under torchrun, where all meet the same one, the first does."""
+    if not _under_torchrun():
         return True
     from fem.experiments.common.distributed import store_key, torchrun_store
 

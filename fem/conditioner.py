@@ -37,7 +37,7 @@ class TimeDecayConditioner(nn.Module):
         state = self._scan(-F.softplus(decay), u, tokens, hidden)
         shortcut = F.normalize(F.softplus(shortcut), dim=-1) * shortcut.shape[-1] ** 0.5
         h = F.silu(shortcut) * self.norm(state.to(shortcut.dtype))
-        if x.shape[1] == 0:  # no token, no change
+        if x.shape[1] == 0:  # no token: the hidden state is what it was, or the sum of nothing, 0
             return h, state.sum(1) if hidden is None else hidden
         return h.to(x.dtype), state[:, -1].clone()
 

@@ -21,19 +21,20 @@ class Widths(NamedTuple):
 # The priors by name, each a class of fem.priors, which fills this on import: a configuration asks the class what it
 # costs (`widths`) and which fields it reads (`uses`).
 PRIORS: dict[str, type] = {}
-PRIOR_WIDTHS: dict = {}  # where priors had to register besides before 0.2; nothing reads it
+PRIOR_WIDTHS: dict = {}  # read by nothing: version 0.1 had priors register here as well, and such code still runs
 
 BACKENDS = ("auto", "plain", "sdpa", "triton", "reference")
 AUTHORS_BACKENDS = {"auto": "auto", "naive": "plain", "flash": "sdpa", **{name: name for name in BACKENDS}}
 DECAYS = ("scalar", "head", "channel")
 
+WIDTHS = ("fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio")
 WHOLE = ("n_embd", "n_head", "ssm_rank")
 WHOLE_OR_NONE = ("fem_dim", "qk_dim", "n_kv_head", "window", "conv_hidden")
 SWITCHES = (
     *("causal", "bias", "use_temperature", "use_lse", "use_outer_gate", "use_rope", "use_conv"),
     *("conv_norm_first", "conv_bidirectional", "mamba_normalize"),
 )
-SMALLEST = 1.1754943508222875e-38  # of float32's normal numbers; what is smaller may be 0 in a product
+SMALLEST = 1.1754943508222875e-38  # the smallest normal float32; smaller numbers may be flushed to 0
 RANGES = {  # inclusive
     "fem_ratio": (SMALLEST, math.inf),
     "p_t_to_fem_ratio": (SMALLEST, math.inf),
@@ -178,7 +179,10 @@ class FreeEnergyMixerConfig:
                 f"and softmax_backend={self.softmax_backend!r}."
             )
         if self.normalize is True and not self.mamba_normalize:
-            raise ValueError("mamba_normalize is the authors' name of normalize: give one, got True and False.")
+            raise ValueError(
+                "mamba_normalize is the authors' name of normalize: give one, got normalize=True and "
+                "mamba_normalize=False."
+            )
         normalize = self.mamba_normalize if self.normalize is None else self.normalize
         self._set(
             backend=AUTHORS_BACKENDS[self.backend or self.softmax_backend],
@@ -272,37 +276,39 @@ class FreeEnergyMixerConfig:
 
             D d (value + output + lambda + gate) + prior = 4 D^2        a gate of rank r counts r (D + d), not D d
 
-        Keys keep the width of the paper (D, or 2 D / 3 where the decay is as wide); the nearest whole-head widths
-        win. `config.linear_weights` tells the total. Raises what the configuration raises, and ValueError where
-        fem_dim or qk_dim are given as well.
+        Keys have the paper's width (D, or 2 D / 3 where the decay is as wide as they are). Of all widths that the heads
+        divide, those that come nearest to the total are taken; `config.linear_weights` is the total reached. Raises
+        what the configuration raises, and ValueError where fields name a width.
         """
-        for name in ("fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio"):
+        for name in WIDTHS:
             if name in fields:
                 raise ValueError(
                     f"matched solves the widths; leave out {name}, or build FreeEnergyMixerConfig directly."
                 )
         start = cls(n_embd=n_embd, n_head=n_head, prior_type=prior_type, **fields)
-        open_fields = {"conv_hidden": fields.get("conv_hidden")}  # follows fem_dim unless given
-        key_maps = PRIORS[prior_type].widths(start).key_maps
-        step = start._key_step
+        conv_hidden = fields.get("conv_hidden")  # None: resolved anew, as it follows fem_dim
+        key_maps, step = PRIORS[prior_type].widths(start).key_maps, start._key_step
         nominal = _nearest_multiple(2 * n_embd / max(key_maps, 2), step)
-        around = (
-            (nominal,) if key_maps <= 2 else tuple(nominal + step * k for k in (0, -1, 1) if nominal + step * k > 0)
+        around = (0,) if key_maps <= 2 else (0, -step, step)
+        candidates = (
+            replace(start, fem_dim=fem_dim, qk_dim=nominal + offset, conv_hidden=conv_hidden)
+            for offset in around
+            if nominal + offset > 0
+            for fem_dim in range(n_head, 4 * n_embd + 1, n_head)
         )
-
-        def candidates():
-            for qk_dim in around:
-                for fem_dim in range(n_head, 4 * n_embd + 1, n_head):
-                    yield replace(start, fem_dim=fem_dim, qk_dim=qk_dim, **open_fields)
-
-        return min(candidates(), key=lambda config: abs(config.linear_weights - 4 * n_embd**2))
+        return min(candidates, key=lambda config: abs(config.linear_weights - 4 * n_embd**2))
 
 
 _DEFAULTS = {field.name: field.default for field in fields(FreeEnergyMixerConfig) if field.default is not MISSING}
 
 
+def build_config(**fields) -> FreeEnergyMixerConfig:
+    """`FreeEnergyMixerConfig.matched`, unless fields name a width: then the configuration of these widths."""
+    return FreeEnergyMixerConfig(**fields) if set(WIDTHS) & fields.keys() else FreeEnergyMixerConfig.matched(**fields)
+
+
 def _readers() -> dict[str, list[str]]:
-    """The priors that read each of the fields which not all priors read."""
+    """For each field that only some priors read, the names of these priors."""
     names = dict.fromkeys(name for prior in PRIORS.values() for name in prior.uses)
     return {name: [key for key, prior in PRIORS.items() if name in prior.uses] for name in names}
 

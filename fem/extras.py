@@ -6,7 +6,7 @@ import re
 from importlib.metadata import PackageNotFoundError, requires
 
 DISTRIBUTION = "free-energy-mixer"
-PACKAGE_OF = {"PIL": "pillow", "sklearn": "scikit_learn"}
+PACKAGE_OF = {"PIL": "pillow", "sklearn": "scikit_learn"}  # modules that are not named after their package
 
 
 def extras() -> dict[str, list[str]]:

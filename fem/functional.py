@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 
 import torch
@@ -90,9 +91,12 @@ def softmax_read(
     )
 
 
+SUMS = {"weighted", "peak", "total"}  # what the states of the channel scan and of the SSM hold
+
+
 @dataclass(frozen=True)
 class ScanState:
-    """What a scan remembers between two calls: its sums, and where each row stands in its documents. Opaque."""
+    """What a scan carries from one call to the next: its sums, and each row's position and document. Opaque."""
 
     memory: dict[str, Tensor]
     cache_position: CachePosition
@@ -126,18 +130,11 @@ def channel_scan_read(
     """
     check_flags(causal=causal, return_state=return_state, normalize=normalize)
     _check_scan(v, beta, causal, initial_state, return_state, {"log_weight": log_weight, "log_decay": log_decay})
-    if initial_state is not None:
-        _check_memory(
-            initial_state,
-            {"weighted", "peak", "total"},
-            {"free_energy"},
-            (v.shape[0], *v.shape[2:]),
-            beta,
-            compute_dtype(log_weight, v, log_decay),
-        )
+    dtype = compute_dtype(log_weight, v, log_decay)
+    _check_memory(initial_state, SUMS, (v.shape[0], *v.shape[2:]), beta, dtype)
     check_values("log_decay", log_decay, DECAY, key_mask)
     check_values("log_weight", log_weight, LOG_WEIGHT, key_mask)
-    op = lambda **options: channel_scan.channel_scan_read(log_weight, v, beta, log_decay, backend=backend, **options)  # noqa: E731
+    op = partial(channel_scan.channel_scan_read, log_weight, v, beta, log_decay, backend=backend)
     return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
 
 
@@ -173,24 +170,17 @@ def keyed_scan_read(
         raise ValueError(f"q and k must have one shape, got {tuple(q.shape)} and {tuple(k.shape)}.")
     if log_decay is not None:
         check_floating("v", v, log_decay=log_decay)
-    if log_decay is not None and log_decay.shape not in (q.shape[:3], q.shape):
-        raise ValueError(
-            f"log_decay must have shape (batch, time, heads) = {tuple(q.shape[:3])} or that of q, {tuple(q.shape)}, "
-            f"got {tuple(log_decay.shape)}."
-        )
-    if initial_state is not None:
-        _check_memory(
-            initial_state,
-            {"log_weight", "mean"},
-            {"free_energy"},
-            (q.shape[0], *q.shape[2:], v.shape[3]),
-            beta,
-            compute_dtype(v),
-        )
+        if log_decay.shape not in (q.shape[:3], q.shape):
+            raise ValueError(
+                f"log_decay must have shape (batch, time, heads) = {tuple(q.shape[:3])} or that of q, "
+                f"{tuple(q.shape)}, got {tuple(log_decay.shape)}."
+            )
+    shape = (q.shape[0], *q.shape[2:], v.shape[3])
+    _check_memory(initial_state, {"log_weight", "mean"}, shape, beta, compute_dtype(v))
     check_values("log_decay", log_decay, DECAY, key_mask)
     for name, tensor in (("q", q), ("k", k)):
         check_values(name, tensor, FEATURE, key_mask)
-    op = lambda **options: linear_attention.linear_attention_read(q, k, v, beta, log_decay, backend=backend, **options)  # noqa: E731
+    op = partial(linear_attention.linear_attention_read, q, k, v, beta, log_decay, backend=backend)
     return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
 
 
@@ -235,25 +225,17 @@ def ssm_read(
     ):
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} for this v and the rank of A, got {tuple(tensor.shape)}.")
-    if initial_state is not None:
-        _check_memory(
-            initial_state,
-            {"weighted", "peak", "total"},
-            {"free_energy"},
-            (batch, rank, heads, width),
-            beta,
-            compute_dtype(delta, A, B, C, D, v),
-        )
+    _check_memory(initial_state, SUMS, (batch, rank, heads, width), beta, compute_dtype(delta, A, B, C, D, v))
     check_values("A", A, FINITE_DECAY, None)
     check_values("D", D, WEIGHT, None)
     for name, tensor in (("delta", delta), ("B", B), ("C", C)):
         check_values(name, tensor, WEIGHT, key_mask)
-    op = lambda **options: ssm.ssm_read(delta, A, B, C, D, v, beta, backend=backend, **options)  # noqa: E731
+    op = partial(ssm.ssm_read, delta, A, B, C, D, v, beta, backend=backend)
     return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
 
 
 def _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize):
-    """Run a scan on tokens instead of masks, and keep its state together with the place in the sequence."""
+    """Run a scan, which takes `Tokens` instead of masks; its state is returned with each row's position in it."""
     tokens, cache_position = None, None
     if return_state or initial_state is not None or key_mask is not None or segment_ids is not None:
         before = None if initial_state is None else initial_state.cache_position
@@ -297,15 +279,15 @@ def _check_scan(v, beta, causal, initial_state, return_state, like_v: dict[str, 
 
 
 def _check_memory(
-    state: ScanState,
-    names: set[str],
-    with_beta: set[str],
-    shape: tuple[int, ...],
-    beta: Tensor | None,
-    dtype: torch.dtype,
+    state: ScanState | None, names: set[str], shape: tuple[int, ...], beta: Tensor | None, dtype: torch.dtype
 ) -> None:
-    names = names if beta is None else names | with_beta
-    memory = state.memory
+    """Raise ValueError unless a state holds the tensors of these names, one of them of this shape, all of this dtype.
+
+    With a beta it has to hold `free_energy` as well.
+    """
+    if state is None:
+        return
+    names, memory = names if beta is None else names | {"free_energy"}, state.memory
     if set(memory) != names or shape not in {tuple(tensor.shape) for tensor in memory.values()}:
         described = {name: tuple(tensor.shape) for name, tensor in memory.items()}
         raise ValueError(

@@ -41,7 +41,7 @@ class Temperature(nn.Module):
 class SlimProjection(nn.Module):
     """y = U (W x + W_c h) + b, U (width x rank): a map of low rank, which starts as spread as a full one.
 
-    Split by heads, U is split by its rows and W is not.
+    Where a model is split by heads over devices, U is split by its rows and W is whole on each.
     """
 
     def __init__(self, inputs: int, rank: int, width: int, bias: bool, context: int, start: float = 0.0):
@@ -79,7 +79,10 @@ class TwoLevelGate(nn.Module):
         return Projection(config.n_embd, width, config.bias, config.context_width, start)
 
     def ignore_features(self) -> None:
-        """Start at lambda = sigmoid(lambda_init) and g = 1 for every token, up to 1e-7: DoRA divides by rows' norms."""
+        """Start with lambda = sigmoid(lambda_init) and g = 1 for every token.
+
+        The weights start N(0, 1e-7) and not at 0, as DoRA divides by the norms of their rows.
+        """
         for gate in (self.inner, self.outer):
             if gate is not None:
                 nn.init.normal_(gate.up.weight if isinstance(gate, SlimProjection) else gate.weight, std=1e-7)

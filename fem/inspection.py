@@ -16,8 +16,8 @@ from fem.theory import hidden_temperature, posterior
 class Reading:
     """Everything between the values and the output gate of one layer, for small T. Rows are t, columns i.
 
-    prior p_t(i): (B, H, T, T), or (B, H, d_v, T, T) where every channel has its own; posterior q_tj(i) at the hidden
-    temperature beta_max: (B, H, d_v, T, T). mean, free_energy, lambda_, gate and hidden_beta (the beta* of Eq. 8, in
+    prior p_t(i): (B, H, T, T), or (B, H, d_v, T, T) where every channel has its own; posterior q_tj(i) at beta, the
+    beta_max of Eq. 7: (B, H, d_v, T, T). mean, free_energy, lambda_, gate and hidden_beta (the beta* of Eq. 8, in
     nats per unit of v): (B, T, H, d_v). beta: one per head and channel, (H, d_v). Parts that the layer lacks are None.
     """
 

@@ -17,11 +17,11 @@ from fem.ops.common.read import Read
 from fem.ops.common.tokens import Tokens, read_tokens
 from fem.optim import undecayed_names
 from fem.priors import PRIORS, OperatorPrior, Prior
-from fem.priors.base import unsaved
+from fem.priors.base import buffer_error
 from fem.projection import Projection
-from fem.state import MixerState, another
+from fem.state import MixerState, foreign_state
 
-# Fields that change nothing which a state holds: how the layer starts, what it does after the read, what reads.
+# Fields that no state depends on: how the layer starts, what it does after the read, which implementation reads.
 NOT_IN_STATES = frozenset(
     [
         "prior_type",
@@ -86,7 +86,7 @@ class FreeEnergyMixer(nn.Module):
         )
         if 0 in x.shape[:2]:
             return self._read_nothing(x, state, return_state)
-        x = _only_kept(x, tokens)
+        x = tokens.zero_masked(x)
         features, hidden = self._features(x, tokens, state)
         v = self._values(x, features)
         memory = state.memory if state is not None else {} if return_state else None
@@ -96,10 +96,10 @@ class FreeEnergyMixer(nn.Module):
         if not return_state:
             return y
         state = MixerState(self._kind, x.dtype, memory, hidden, cache_position)
-        return y, state if x.shape[1] == 1 else state.compact()  # what one token leaves behind is small already
+        return y, state if x.shape[1] == 1 else state.compact()  # the activations of one token pin little memory
 
     def _read_nothing(self, x: Tensor, state: MixerState | None, return_state: bool):
-        """A call without rows or without tokens: what one masked token gives, without that token."""
+        """A call without rows or without tokens: run one masked token instead, and drop what it returns."""
         rows, time = x.shape[:2]
         one = F.pad(x, (0, 0, 0, 1 - min(time, 1), 0, 1 - min(rows, 1)))
         masked = torch.zeros(one.shape[:2], dtype=torch.bool, device=x.device)
@@ -111,9 +111,9 @@ class FreeEnergyMixer(nn.Module):
         return y[:rows, :time], state
 
     def served(self, x: Float[Tensor, "b t d"], position: Tensor, attention) -> Float[Tensor, "b t d"]:
-        """The layer at `position` (B, T), read by attention(q, k, v, beta), which has a memory of its own.
+        """The layer for an engine: read by attention(q, k, v, beta), which keeps a cache of its own.
 
-        For the softmax prior without a conditioner.
+        position (B, T): where the tokens stand. For the softmax prior without a conditioner.
         """
         v = self._values(x, x)
         q, k = self.prior.queries_and_keys(x, position)
@@ -144,7 +144,7 @@ class FreeEnergyMixer(nn.Module):
         beta, cap = self._temperature(v), self.config.value_logexp_cap
         if beta is None or cap is None:
             return self.prior.read(features, v, beta, tokens, memory)
-        per_channel = beta.reshape(beta.shape[0], -1)  # of a head that has one for all, too
+        per_channel = beta.reshape(beta.shape[0], -1)  # (H, d_v), or (H, 1) of a prior with one beta per head
         clipped = ((per_channel * v).clamp(-cap, cap) / per_channel).to(v.dtype)
         mean, of_mean = self.prior.read(features, v, None, tokens, _part(memory, "mean."))
         free, of_free = self.prior.read(features, clipped, beta, tokens, _part(memory, "free."))
@@ -170,7 +170,7 @@ class FreeEnergyMixer(nn.Module):
             state.check(x.shape[0], x.dtype, x.device)
 
     def _check_place(self, x: Tensor) -> None:
-        """Raise unless x lies where the weights do, in their dtype; where another library keeps them, it knows."""
+        """Raise unless x has the device and dtype of the weights, where no other library manages these."""
         if type(self.value) is not Projection or hasattr(self.value, "_hf_hook"):
             return
         weight = self.value.weight
@@ -185,12 +185,12 @@ class FreeEnergyMixer(nn.Module):
         if state.layer == self._kind or state.layer == _kind_before_0_2(self.config, self.prior.name):
             return
         if "=" not in state.layer:
-            raise another("layer", state.layer, self._kind)
+            raise foreign_state("layer", state.layer, self._kind)
         got, wanted = (dict(item.split("=") for item in kind.split(", ")) for kind in (state.layer, self._kind))
         shown = lambda kind: ", ".join(f"{name}={kind[name]}" for name in differing)  # noqa: E731
         differing = [name for name in wanted if name in got and got[name] != wanted[name]]
         if differing:
-            raise another("layer", shown(got), shown(wanted))
+            raise foreign_state("layer", shown(got), shown(wanted))
 
     @torch.no_grad()
     def inspect(
@@ -201,7 +201,7 @@ class FreeEnergyMixer(nn.Module):
         tokens, _ = read_tokens(tuple(x.shape[:2]), x.device, attention_mask, segment_ids)
         if 0 in x.shape[:2]:
             raise ValueError(f"inspect needs at least one row and one token, got x of shape {tuple(x.shape)}.")
-        x = _only_kept(x, tokens)
+        x = tokens.zero_masked(x)
         features, _ = self._features(x, tokens, None)
         v = self._values(x, features)
         read, _ = self._read(features, v, tokens, None)
@@ -243,20 +243,15 @@ def _part(memory: dict[str, Tensor] | None, prefix: str) -> dict[str, Tensor] | 
     return {name.removeprefix(prefix): tensor for name, tensor in memory.items() if name.startswith(prefix)}
 
 
-def _only_kept(x: Tensor, tokens: Tokens) -> Tensor:
-    """x with 0 for masked tokens: whatever stood there, NaN too, reaches neither an output nor a gradient."""
-    return x if tokens.keep is None else x.masked_fill(~tokens.keep[..., None], 0)
-
-
 def _kind(config: FreeEnergyMixerConfig, prior: str) -> str:
-    """What a state must have been written by: every field of the configuration that the state depends on."""
+    """The prior and every configuration field that a state depends on: a state is for layers of its own kind alone."""
     named = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in NOT_IN_STATES}
     written = lambda value: ";".join(map(str, value)) if isinstance(value, tuple) else value  # noqa: E731
     return ", ".join(f"{name}={written(value)}" for name, value in ({"prior": prior} | named).items())
 
 
 def _kind_before_0_2(config: FreeEnergyMixerConfig, prior: str) -> str:
-    """What states saved by version 0.1 say."""
+    """The same as version 0.1 wrote it into saved states."""
     return (
         f"{prior} prior of {config.n_head} heads, keys {config.qk_dim}, values {config.fem_dim}, "
         f"{config.kv_heads} key heads, window {config.window}, decay {config.decay}, rank {config.ssm_rank}, "
@@ -273,7 +268,7 @@ def _check_parts(config: FreeEnergyMixerConfig, prior: Prior | None) -> None:
 
 
 def _check_buffers(prior: Prior) -> None:
-    """Raise unless every buffer below the prior is saved; an operator of the user's own is nobody's to rebuild."""
+    """Raise unless every buffer of the prior is saved, but for an OperatorPrior: from_pretrained builds none."""
     lost = {name for name, _ in prior.named_buffers()} - prior.state_dict().keys()
     if lost and not isinstance(prior, OperatorPrior):
-        raise ValueError(unsaved(min(lost)))
+        raise buffer_error(min(lost))

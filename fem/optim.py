@@ -21,7 +21,7 @@ def undecayed_names(model: nn.Module) -> set[str]:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """The model's parameters for an optimiser of torch: those that decay, and those that never should.
+    """The model's parameters for an optimiser of torch, in two groups: those that decay and those that do not.
 
         torch.optim.AdamW(fem.parameter_groups(model, weight_decay=0.1), lr=3e-4)
 
@@ -38,6 +38,6 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def mark_undecayed(module: nn.Module) -> None:
-    """Mark the parameters that the module lists as `undecayed` as other trainers look for it, by `_no_weight_decay`."""
+    """Mark the parameters that a module lists as `undecayed` with `_no_weight_decay`, which other trainers look for."""
     for name in module.undecayed:
         module.get_parameter(name)._no_weight_decay = True

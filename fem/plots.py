@@ -40,7 +40,7 @@ Colours = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: by name, a line per seed. logarithmic: both axes, the lower one by powers of two."""
+    """One pair of axes. series: by name, one line (x, y) per seed. logarithmic: both axes, x in powers of two."""
 
     title: str
     x_label: str
@@ -78,9 +78,9 @@ def dots(
     floors: Mapping[str, float] | None = None,
     floor: str = "",
 ) -> None:
-    """Scores, {panel: {name: a number per seed}}: a dot for each, a bar for their mean, a line of the picture per name.
+    """Scores, {panel: {name: a number per seed}}: one row per name, a dot for each number and a bar at their mean.
 
-    floors: by panel, a score to compare with, drawn as a dashed line; `floor` says what it is.
+    floors: by panel, a score to compare with, drawn as a dashed line; floor: what it is, for the key.
     """
     names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
     label = max(map(len, names)) * 0.085

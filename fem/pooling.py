@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fem.config import FreeEnergyMixerConfig
+from fem.config import build_config
 from fem.functional import softmax_read
 from fem.gates import Temperature, TwoLevelGate
+from fem.ops.common.tokens import read_tokens
 from fem.projection import Projection
 
 FIELDS = (
@@ -26,7 +27,6 @@ FIELDS = (
     "lambda_init",
     "backend",
 )
-WIDTHS = ("fem_dim", "qk_dim")
 
 
 class FreeEnergyCrossMixer(nn.Module):
@@ -40,15 +40,14 @@ class FreeEnergyCrossMixer(nn.Module):
     n_embd: D; n_head: heads, a divisor of D; memory_dim: D_m, or None for D. fields: those of `FreeEnergyMixerConfig`
     for widths, gates, beta and backend. Without a width the linear weights are 4 D^2, as in `matched` (of D_m = D).
 
-    Raises ValueError on shapes, TypeError on a float mask and on fields that a read across has no use for.
+    Raises ValueError on wrong shapes, TypeError on a float mask and on other fields.
     """
 
     def __init__(self, n_embd: int, n_head: int, memory_dim: int | None = None, **fields):
         super().__init__()
         if unknown := [name for name in fields if name not in FIELDS]:
-            raise TypeError(f"a read across a memory has the fields {', '.join(FIELDS)}; got {', '.join(unknown)}.")
-        build = FreeEnergyMixerConfig if set(WIDTHS) & fields.keys() else FreeEnergyMixerConfig.matched
-        config = build(n_embd=n_embd, n_head=n_head, causal=False, use_conv=False, use_rope=False, **fields)
+            raise TypeError(f"fields must be among {', '.join(FIELDS)} for a read across; got {', '.join(unknown)}.")
+        config = build_config(n_embd=n_embd, n_head=n_head, causal=False, use_conv=False, use_rope=False, **fields)
         self.config = config
         self.memory_dim = n_embd if memory_dim is None else memory_dim
         self.query = Projection(n_embd, config.qk_dim, config.bias)
@@ -65,17 +64,18 @@ class FreeEnergyCrossMixer(nn.Module):
         memory: Float[Tensor, "b t m"],
         memory_mask: Tensor | None = None,
     ) -> Float[Tensor, "b tq d"]:
-        self._check(x, memory)
-        if memory_mask is not None and memory_mask.shape == memory.shape[:2]:
-            memory = memory.masked_fill(
-                ~memory_mask.bool()[..., None], 0
-            )  # what stands there, NaN too, reaches nothing
+        _check_shape("x", x, self.config.n_embd)
+        _check_shape("memory", memory, self.memory_dim)
+        if len(x) != len(memory):
+            raise ValueError(f"x and memory must have one batch size, got {len(x)} and {len(memory)}.")
+        tokens, _ = read_tokens(tuple(memory.shape[:2]), memory.device, memory_mask, mask_name="memory_mask")
+        memory = tokens.zero_masked(memory)
         if not memory.shape[1]:
             return self.output(x.new_zeros(*x.shape[:2], self.config.fem_dim))
         q = self.query(x).unflatten(-1, (self.config.n_head, -1))
         k, v = (part(memory).unflatten(-1, (self.config.kv_heads, -1)) for part in (self.key, self.value))
         read = softmax_read(
-            q, k, v, self._temperature(v), causal=False, key_mask=memory_mask, backend=self.config.backend
+            q, k, v, self._temperature(v), causal=False, key_mask=tokens.keep, backend=self.config.backend
         )
         return self.output(self.dropout(self.gate(x, read).flatten(-2)))
 
@@ -83,13 +83,6 @@ class FreeEnergyCrossMixer(nn.Module):
         if not self.config.use_lse:
             return None
         return v.new_ones(v.shape[2:]) if self.beta is None else self.beta()
-
-    def _check(self, x: Tensor, memory: Tensor) -> None:
-        for name, tensor, width in (("x", x, self.config.n_embd), ("memory", memory, self.memory_dim)):
-            if tensor.ndim != 3 or tensor.shape[-1] != width:
-                raise ValueError(f"{name} must have shape (batch, tokens, {width}), got {tuple(tensor.shape)}.")
-        if len(x) != len(memory):
-            raise ValueError(f"x and memory must have one batch size, got {len(x)} and {len(memory)}.")
 
 
 class FreeEnergyPooling(nn.Module):
@@ -115,7 +108,12 @@ class FreeEnergyPooling(nn.Module):
         nn.init.normal_(self.query)
 
     def forward(self, x: Float[Tensor, "b t m"], attention_mask: Tensor | None = None) -> Float[Tensor, "b q d"]:
-        if x.ndim != 3:
-            raise ValueError(f"x must have shape (batch, elements, {self.read.memory_dim}), got {tuple(x.shape)}.")
+        _check_shape("x", x, self.read.memory_dim)
+        tokens, _ = read_tokens(tuple(x.shape[:2]), x.device, attention_mask)  # which names this mask in its errors
         queries = self.query.to(x.dtype).expand(len(x), -1, -1)
-        return self.read(queries, x, attention_mask)
+        return self.read(queries, x, tokens.keep)
+
+
+def _check_shape(name: str, x: Tensor, width: int) -> None:
+    if x.ndim != 3 or x.shape[-1] != width:
+        raise ValueError(f"{name} must have shape (batch, tokens, {width}), got {tuple(x.shape)}.")

@@ -29,7 +29,7 @@ class Projection(nn.Linear):
 
     @property
     def qconfig(self):
-        """How torch.ao is to quantise the map. It tells every module, and quantises none but exactly nn.Linear."""
+        """How torch.ao is to quantise the map. It sets this on every module, but knows nn.Linear itself alone."""
         return self._qconfig
 
     @qconfig.setter
@@ -52,7 +52,7 @@ class Projection(nn.Linear):
 
 
 class _Quantised:
-    """Where torch.ao looks for what a projection becomes."""
+    """The entry for `Projection` in torch.ao's table of quantised classes: it becomes torch's dynamic Linear."""
 
     @staticmethod
     def from_float(projection: Projection, use_precomputed_fake_quant: bool = False) -> nn.Module:

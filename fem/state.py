@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 CACHED = ("key", "value")  # tokens of a cache, in the dtype of the layer's input; all other sums are float32 at least
-_SLACK = 1.125  # times its own bytes that a tensor may keep alive as a view before it is copied
+_SLACK = 1.125  # a view is copied where the storage that it keeps alive has more than this many times its bytes
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class MixerState:
     it and `torch.load` reads it; `state_dict` is for other formats, such as safetensors.
     """
 
-    layer: str  # the configuration of what wrote it, "name=value, .."; another kind of layer refuses it
+    layer: str  # the configuration of the layer that wrote it, "name=value, .."; layers of another kind refuse it
     dtype: torch.dtype  # of the layer's input
     memory: dict[str, Tensor]  # the prior's own
     conditioner: Tensor | None  # the conditioner's hidden state, (B, H_c)
@@ -139,11 +139,11 @@ class MixerState:
             ("device", self.device, device),
         ):
             if got != wanted:
-                raise another(what, got, wanted)
+                raise foreign_state(what, got, wanted)
 
 
-def another(what: str, got, wanted) -> ValueError:
-    """What to raise on a state that belongs elsewhere."""
+def foreign_state(what: str, got, wanted) -> ValueError:
+    """The error for a state of another layer, batch size, dtype or device (`what`)."""
     return ValueError(
         f"state belongs to another {what}: it has {got}, this call has {wanted}; "
         "pass the state that this layer returned for the same rows, or state=None to start anew."
@@ -151,7 +151,7 @@ def another(what: str, got, wanted) -> ValueError:
 
 
 def _now(name: str) -> str:
-    """The name of a saved part, which was `cursor` in version 0.1 where it is `cache_position` now."""
+    """Today's name of a saved tensor: version 0.1 said `cursor` for `cache_position`."""
     return "cache_position" + name.removeprefix("cursor") if name.startswith("cursor") else name
 
 

@@ -1,5 +1,5 @@
-"""Can one read fetch every channel's maximum, each from a token of its own? Appendix P, and a form that no constant
-wins.
+"""`fem argmax`: can one read fetch every channel's maximum, each from another token? The task of Appendix P, and a form
+of it that no constant answer solves.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fem.config import FreeEnergyMixerConfig
 from fem.experiments.common.names import by_name, colours, display
 from fem.experiments.common.options import recipe_options
+from fem.experiments.common.recipes import require_one_of, require_positive
 from fem.experiments.common.run import Run, command_line, cpu_threads, open_run, option, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
 from fem.functional import softmax_read
@@ -48,23 +49,20 @@ class ArgmaxRecipe:
     channels: int = option(64, "Channels D of an example.")
     heads: int = option(4, "Heads of both readers.")
     train_examples: int = option(200_000, "Training examples.")
-    validation_examples: int = option(1_000, "Examples that decide when a reader stops.")
-    test_examples: int = option(1_000, "Other examples, which the last reader is scored on.")
-    batch: int = option(32, "Examples a step.", also=("batch",), called="batch_size")
+    validation_examples: int = option(1_000, "Examples that decide when the training of a reader stops.")
+    test_examples: int = option(1_000, "Further examples, on which the trained readers are scored.")
+    batch: int = option(32, "Examples per step.", also=("batch",), called="batch_size")
     steps: int = option(4_000, "Most optimiser steps of each reader.")
-    enough: float = option(0.999, "Stop a reader at this share of hits on the validation.")
+    enough: float = option(0.999, "Share of hits on the validation at which training stops.")
     learning_rate: float = option(2e-2, "Learning rate of AdamW.")
     eval_every: int = option(250, "Steps between two validations.")
     seeds: int = option(3, "How many seeds.")
     seed: int = option(0, "First seed, of the data and of both readers.")
-    threads: int = option(1, "CPU threads; more help where the machine is idle, and hurt where it is busy.")
+    threads: int = option(1, "CPU threads; more of them are faster on an idle machine, and slower on a busy one.")
 
     def __post_init__(self):
-        for name, value in asdict(self).items():
-            if name not in ("enough", "seed", "form") and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}.")
-        if self.form not in FORMS:
-            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}.")
+        require_positive(self, *(name for name in asdict(self) if name not in ("enough", "seed", "form")))
+        require_one_of("form", self.form, FORMS)
         if self.channels % self.heads:
             raise ValueError(f"heads must divide channels = {self.channels}, got heads = {self.heads}.")
         if self.train_examples < self.batch:
@@ -87,11 +85,11 @@ class Examples(NamedTuple):
 
 
 def draw(recipe: ArgmaxRecipe, split: str, number: int, size: int) -> Examples:
-    """Batch `number` of a split, of `size` examples: the same at every call.
+    """Batch `number` of a split, with `size` examples; every call draws the same.
 
     spread: V_ij = c_j + s_j n_ij,   V_{a_j j} = c_j + 2 s_j,   c_j ~ N(0, 1),   n_ij uniform in [-1, 1], log s_j
-            uniform in [log .25, log 2], a_j uniform; c and s are new in every example, so the winner's value is as
-            spread as any other, and so is its distance from the mean
+            uniform in [log .25, log 2], a_j uniform; c and s are new in every example, so the winner's value varies
+            as much as any other, and so does its distance from the mean
     paper:  V_ij ~ N(0, 0.05^2),   V_{a_j j} = 1 + eps_j, eps_j ~ N(0, 0.05^2),   a_j uniform           (Appendix P)
     """
     stream = np.random.default_rng([recipe.seed, SPLITS.index(split), number])
@@ -108,12 +106,12 @@ def draw(recipe: ArgmaxRecipe, split: str, number: int, size: int) -> Examples:
 
 
 class Reader(nn.Module):
-    """The last token's read of raw values: V (B, T, D) -> y (B, D), the values themselves neither projected nor gated.
+    """The last token's read of raw values: V (B, T, D) -> y (B, D); the values are neither projected nor gated.
 
         y_j = (1 - lambda_j) mean_j + lambda_j F_j        under p = softmax(q_T . k_i / sqrt(d_k)), q, k learnt from V
 
-    Without free energy the read is the mean alone: softmax attention, whose queries and keys are wider by what lambda
-    and beta cost, so that both readers have the same parameters.
+    Without free energy the read is the mean alone: softmax attention, whose queries and keys are wider, so that both
+    readers have as many parameters.
     """
 
     def __init__(self, channels: int, heads: int, free_energy: bool):
@@ -142,8 +140,8 @@ class Reader(nn.Module):
 
 
 def train(recipe: ArgmaxRecipe, free_energy: bool, device: torch.device) -> Iterator[Score]:
-    """Train one reader; yields "step" and `METRICS` of every validation, step 0 and the last included; the last has
-    those of the test as well, as "test_mse" and so on.
+    """Train one reader; yields "step" and `METRICS` of every validation, from step 0 to the last, which has those of
+    the test too, as "test_mse" and so on.
     """
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
@@ -170,9 +168,11 @@ Predict = Callable[[Tensor], Tensor]
 
 @torch.no_grad()
 def evaluate(predict: Predict, recipe: ArgmaxRecipe, split: str, device: torch.device) -> Score:
-    """Over all examples of a split: mean squared error; `error`, the same over the variance of the targets, which is
-    what the best constant has; index accuracy, the share of channels whose nearest value is the winner, for which
-    saying too much is free; and hits, the share within half the distance of the two largest values of the winner.
+    """Scores over all examples of a split.
+
+    mse: mean squared error. error: mse over the variance of the targets, 1 for the best constant. index_accuracy: the
+    share of channels whose nearest value is the winner, where too large an answer counts as right. hits: the share of
+    answers within half the distance between the two largest values.
     """
     total = recipe.validation_examples if split == "validation" else recipe.test_examples
     predictions, targets, gaps, accuracy = [], [], [], 0.0
@@ -190,7 +190,7 @@ def evaluate(predict: Predict, recipe: ArgmaxRecipe, split: str, device: torch.d
 
 
 def baselines(recipe: ArgmaxRecipe) -> dict[str, Score]:
-    """The same scores of what reads nothing, or each channel's mean: a reader has to beat all three."""
+    """The scores of three predictors without training, a constant and means, which a reader has to beat."""
     seen = [
         draw(recipe, "train", number, recipe.batch) for number in range(min(8, recipe.train_examples // recipe.batch))
     ]
@@ -205,7 +205,7 @@ def baselines(recipe: ArgmaxRecipe) -> dict[str, Score]:
 
 
 def compare(recipe: ArgmaxRecipe, run: Run, bars: Progress) -> Curves:
-    """Train FEM and softmax attention on the task; every validation of both, by name, logged to the run as well."""
+    """Train FEM and softmax attention on the task; every validation of both by name, which the run logs too."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     curves: Curves = {"fem": [], "softmax": []}
     for seed in range(recipe.seed, recipe.seed + recipe.seeds):
@@ -222,7 +222,7 @@ def compare(recipe: ArgmaxRecipe, run: Run, bars: Progress) -> Curves:
 
 
 def scores(curves: Curves) -> dict[str, dict]:
-    """The test of every reader, a figure per seed, and the steps that it took."""
+    """The test scores of every reader, a figure per seed, and the steps of its training."""
     return {
         name: {metric: [curve[-1][f"test_{metric}"] for curve in seeds] for metric in METRICS}
         | {"steps": [curve[-1]["step"] for curve in seeds]}
@@ -231,7 +231,7 @@ def scores(curves: Curves) -> dict[str, dict]:
 
 
 def rows(curves: Curves, recipe: ArgmaxRecipe) -> list[dict]:
-    """Readers and predictors that read nothing, on the test."""
+    """The readers and the untrained predictors, on the test."""
     lines = []
     for name, score in scores(curves).items():
         with torch.device("meta"):
@@ -284,7 +284,7 @@ def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
 
 
 def ended(curves: Curves, recipe: ArgmaxRecipe) -> str:
-    """Where the lines of the picture end, and why."""
+    """The sentences that say where the lines of the picture end, and why."""
     ends = {name: [seed[-1]["step"] for seed in seeds] for name, seeds in curves.items()}
     early = {name: [f"{step:,}" for step in steps if step < recipe.steps] for name, steps in ends.items()}
     said = [f"{display(name)} after {', '.join(steps)}" for name, steps in early.items() if steps]
@@ -315,7 +315,7 @@ def run(recipe: ArgmaxRecipe, output: Path) -> dict:
             + ABOUT[recipe.form],
             "Hits: the share of channels read within half the distance of the two largest values. Error: mean squared "
             "error over the variance of the winners, 1 for the best constant. Index accuracy, the paper's: the share "
-            "whose nearest value is the winner; it lets a reader say too much, so 100 in every channel has 100 %. "
+            "whose nearest value is the winner; too large an answer counts as right, so 100 everywhere has 100 %. "
             "Scored on examples that neither trained a reader nor decided when it stopped, mean over seeds. Both "
             "readers have the same parameters.",
             markdown_table(table, {"hits": max, "error": min}),

@@ -1,4 +1,4 @@
-"""What FEM does, in a few minutes: the argmax task, two language models on real text, and a look inside."""
+"""`fem demo`: what FEM does, in a few minutes: the argmax task, two language models, and a look inside one."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.console import Console
 
 from fem.experiments import argmax
 from fem.experiments.common.options import recipe_options
+from fem.experiments.common.recipes import require_positive
 from fem.experiments.common.run import command_line, cpu_threads, open_run, option, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_table
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from fem.experiments.lm.text import Corpus
     from fem.models import FEMForCausalLM
 
-WORDS = (12, 24)  # of the sentence that is looked into
+WORDS = (12, 24)  # fewest and most words of the sentence that the model reads for the picture
 LEAST_CONTEXT = 24
 PROMPT_WORDS, SAMPLE_TOKENS = 6, 60
 PLAIN = re.compile(r"[A-Z][A-Za-z ,;'-]+[.!?]")
@@ -40,21 +41,19 @@ class DemoRecipe:
     )
     seeds: int = option(1, "How many seeds the language models are trained with.")
     seed: int = option(0, "First seed.")
-    argmax_steps: int = option(4_000, "Most steps of each argmax reader.")
-    steps: int = option(500, "Steps of each language model.")
+    argmax_steps: int = option(4_000, "Most training steps of each argmax reader.")
+    steps: int = option(500, "Training steps of each language model.")
     layers: int = option(4, "Blocks of a language model.")
     width: int = option(128, "Width of a language model.")
     heads: int = option(4, "Heads of a language model.")
     mlp_width: int = option(352, "Width of softmax attention's SwiGLU.")
     vocabulary: int = option(2048, "Entries of the byte-pair tokenizer.")
-    context: int = option(128, "Tokens of one row.")
-    batch_size: int = option(16, "Rows a step.", also=("batch",))
-    threads: int = option(1, "CPU threads; more help where the machine is idle, and hurt where it is busy.")
+    context: int = option(128, "Tokens per sequence.")
+    batch_size: int = option(16, "Sequences per step.", also=("batch",))
+    threads: int = option(1, "CPU threads; more of them are faster on an idle machine, and slower on a busy one.")
 
     def __post_init__(self):
-        for name, value in asdict(self).items():
-            if name not in ("text_file", "seed") and value < 1:
-                raise ValueError(f"{name} must be positive, got {value}.")
+        require_positive(self, *(name for name in asdict(self) if name not in ("text_file", "seed")))
         if self.context < LEAST_CONTEXT:
             raise ValueError(f"context must be at least {LEAST_CONTEXT} tokens for the picture, got {self.context}.")
 
@@ -83,7 +82,7 @@ def run(recipe: DemoRecipe, output: Path) -> dict:
 
     task = replace(argmax.SMALL, steps=recipe.argmax_steps, seed=recipe.seed, seeds=1)
     seeds, language = range(recipe.seed, recipe.seed + recipe.seeds), recipe.language()
-    for mixer in MIXERS.values():  # what cannot be built is said before the first minute of work
+    for mixer in MIXERS.values():  # an error here comes before the first minute of work
         model_config(language, mixer, recipe.vocabulary)
     with cpu_threads(recipe.threads), open_run(output, "demo", recipe) as under_way:
         folder = under_way.folder
@@ -134,9 +133,7 @@ def held_out(corpus: Corpus) -> str:
 
 
 def plain_sentence(text: str) -> str:
-    """The first sentence of `text` of 12 to 24 words with no signs but commas and the like; where there is none, its
-    first words.
-    """
+    """The first sentence of `text` with 12 to 24 words and plain punctuation; its first words where there is none."""
     parts = (" ".join(part.split()) for part in re.split(r"(?<=[.!?])\s+|\n\s*\n", text))
     least, most = WORDS
     plain = (part for part in parts if PLAIN.fullmatch(part) and least <= len(part.split()) <= most)
@@ -158,7 +155,7 @@ def look_inside(model: FEMForCausalLM, tokenizer: PreTrainedTokenizerFast, sente
     words = ["".join(tokens[begin:end]).strip() for begin, end in zip(starts, [*starts[1:], None])]
 
     def channels(place: tuple[int, int]) -> np.ndarray:
-        """Weights of the words, (d, words): the sums of their pieces."""
+        """Weights of the words, (d, words): sums over their tokens."""
         return np.add.reduceat(layers[place[0]].read[place[1], :, -1], starts, axis=1)
 
     places = [(layer, head) for layer, tables in enumerate(layers) for head in range(tables.heads)]
@@ -180,14 +177,14 @@ def caption(reading: Mapping) -> str:
     channels, counts = len(reading["shown"][0]["channels"]), reading["favourites"]
     more = sum(count > 1 for count in counts)
     return f"""The FEM model reads, at the end of "{reading["sentence"]}",
-which it was not trained on. A row is a channel, a dot marks the word that it reads most; pieces of a word are added up.
+which it was not trained on. A row is a channel, a dot marks the word that it reads most; a word's tokens are summed.
 Above: the head whose {channels} channels read most different words, {counts[0]}. Below: the median head, with
 {counts[len(counts) // 2]}. In {more} of {len(counts)} heads the channels do not agree on one word. Attention reads the
 row `prior` in every channel. Every head, channel and token: open `inspect.html` in a browser."""
 
 
 def generate(model: FEMForCausalLM, tokenizer: PreTrainedTokenizerFast, sentence: str, seed: int) -> str:
-    """The sentence's first words and what the model makes of them, by sampling."""
+    """The sentence's first words and a sampled continuation."""
     from fem.experiments.lm.generate import continue_prompt
 
     begin = " ".join(sentence.split()[:PROMPT_WORDS])

@@ -1,4 +1,4 @@
-"""`fem report`: finished runs become pages of docs/results, with an index of what was run and what was not."""
+"""`fem report`: finished runs become pages in docs/results, with an index of what was run and what was not."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def read_run(path: Path) -> dict:
 
 
 def add_page(run: Path, output: Path) -> None:
-    """The run's page, pictures and numbers, named after its folder. "What it says" of an earlier page stays, in front.
+    """Copy the run's page, pictures and numbers, named after its folder. "What it says" of an earlier page is kept.
 
     Raises ValueError where `run` is not the folder of a run that has ended and has a page, `Broken` where its files
     cannot be read; neither leaves a page.
@@ -104,9 +104,9 @@ def add_page(run: Path, output: Path) -> None:
 
 
 def redraw(output: Path) -> list[str]:
-    """The pictures of all pages once more, from the numbers beside them; returns their names.
+    """Draw the pictures of all pages again, from the numbers beside them; returns their names.
 
-    What a page's numbers do not hold, such as the curves of early runs, is left as it is.
+    A picture whose numbers are not kept, such as the curves of early runs, is left as it is.
     """
     drawn = []
     for name, data in found_results(output).items():

@@ -1,4 +1,4 @@
-"""What callers of transformers' models pass besides tokens, read as documents or set aside."""
+"""What callers of transformers' models pass besides tokens: arguments that mark documents, and those to ignore."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fem.ops.common.steps import running_maximum
 
-# Nothing that a mixer does not know: its cache counts the tokens, and cu_seq_lens_q holds the sizes of documents.
+# Ignored, as a mixer knows this already: its cache counts the tokens, cu_seq_lens_q has the sizes of documents.
 SET_ASIDE = {
     "token_type_ids",
     "cache_position",

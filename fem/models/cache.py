@@ -1,4 +1,4 @@
-"""What a language model remembers between two calls: one `MixerState` per layer, as transformers asks for it."""
+"""The cache of a language model, in the form that transformers asks for: one `MixerState` per layer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fem.state import MixerState
 
-RECORDED = 64  # states at most, more than any draft of tokens is long
+RECORDED = 64  # states kept at most; drafts of assisted decoding are shorter
 
 
 class MixerMemory(CacheLayerMixin):
-    """The state of one layer's mixer, and how many tokens, masked ones included, it has been shown.
+    """The state of one layer's mixer, and the number of tokens that it has seen, masked ones included.
 
-    Where the past is recorded, the states after each of the last tokens, so that `crop` can forget these: assisted
-    decoding does, of any prior.
+    Where the past is recorded, it also holds the states after each of the last tokens, so that `crop` can forget some
+    of them, as assisted decoding does, under any prior.
     """
 
     is_sliding = False
@@ -42,7 +42,7 @@ class MixerMemory(CacheLayerMixin):
         self.record_past = True
 
     def pieces(self, tokens: int) -> list[slice]:
-        """How a call's tokens are to be shown: all at once, or the last ones each by itself."""
+        """The parts in which the mixer reads a call's tokens: all at once, or the last `RECORDED` one by one."""
         if not self.record_past:
             return [slice(None)]
         first = max(0, tokens - RECORDED)
@@ -77,7 +77,7 @@ class MixerMemory(CacheLayerMixin):
             self.reorder_cache(rows.repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens, as many as were recorded."""
+        """Forget the last -tokens_to_remove tokens. Raises ValueError where fewer states were recorded."""
         if tokens_to_remove > 0 or -tokens_to_remove >= len(self.past):
             raise ValueError(
                 f"crop({tokens_to_remove}) must be a negative number of tokens to forget, of which this cache has "

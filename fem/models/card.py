@@ -1,4 +1,4 @@
-"""The model card: what a stranger needs to know to use saved weights."""
+"""The model card of saved weights: how to load them, and what the model is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from itertools import groupby
 from pathlib import Path
 
 from transformers import PreTrainedModel
+
+from fem.extras import how_to_install
 
 TEMPLATE = """---
 library_name: transformers
@@ -20,7 +22,7 @@ A language model whose layers are Free Energy Mixers (Lu & Yang, ICLR 2026): eve
 token by a free energy over the values.
 
 ```python
-import fem.models  # registers the architecture; pip install 'free-energy-mixer[lm]'
+import fem.models  # registers the architecture; {install}
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}")
@@ -51,6 +53,7 @@ def write_model_card(model: PreTrainedModel, folder: str | Path, results: Mappin
     }
     card = TEMPLATE.format(
         name=folder.name,
+        install=how_to_install("lm"),
         priors=", ".join(dict.fromkeys(priors)),
         rows="\n".join(f"| {fact} | {value} |" for fact, value in facts.items()),
     )

@@ -7,7 +7,7 @@ from typing import no_type_check
 
 from transformers import PreTrainedConfig
 
-from fem.config import PRIORS, FreeEnergyMixerConfig
+from fem.config import PRIORS, FreeEnergyMixerConfig, build_config
 from fem.models.engines.parallel import tensor_plan
 from fem.models.engines.support import head_width, layer_type, obstacle
 from fem.models.opener import OpensWithFEM
@@ -16,7 +16,6 @@ from fem.models.rope import read_rope, scaled
 from fem.priors.base import ROTARY
 
 MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
-WIDTHS = {"fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio"}
 MODEL_NAMES = {
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",
@@ -26,7 +25,7 @@ MODEL_NAMES = {
 }
 
 
-@no_type_check  # shape checks read a constructor from its fields, and transformers' takes more
+@no_type_check  # the tests' shape checks take a constructor's arguments from the fields, but transformers' has more
 class FEMConfig(OpensWithFEM, PreTrainedConfig):
     """Sizes and mixers of a `FEMForCausalLM`: pre-norm blocks of a Free Energy Mixer and a SwiGLU.
 
@@ -108,7 +107,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         return given  # `read_rope` did
 
     def to_dict(self) -> dict:
-        teach_peft()  # which asks for this dict, and then for the names of its model type
+        teach_peft()  # peft calls this method, then looks the model type up in the table that this fills
         return super().to_dict()
 
     def mixer_configs(self) -> list[FreeEnergyMixerConfig]:
@@ -119,7 +118,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         return [built[layer] for layer in first]
 
     def _layer_fields(self, layer: int) -> dict:
-        """Fields of a layer's own, and those of all layers but what the priors of other layers alone read."""
+        """The layer's own fields, and the shared ones, without those that only the priors of other layers read."""
         own = self._own_fields(layer)
         reads = lambda fields: set(getattr(PRIORS.get(fields["prior_type"]), "uses", ()))  # noqa: E731
         elsewhere = set().union(*(reads(self._own_fields(i)) for i in range(self.num_hidden_layers))) - reads(own)
@@ -151,8 +150,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         return self.num_key_value_heads != self.num_attention_heads
 
     def _build(self, fields: dict) -> FreeEnergyMixerConfig:
-        build = FreeEnergyMixerConfig if WIDTHS & fields.keys() else FreeEnergyMixerConfig.matched
-        return scaled(self, build(**{"n_embd": self.hidden_size, "n_head": self.num_attention_heads, **fields}))
+        return scaled(self, build_config(**{"n_embd": self.hidden_size, "n_head": self.num_attention_heads, **fields}))
 
     def _check_sizes(self):
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):

@@ -1,4 +1,4 @@
-"""Rows that are split over several processes: each holds one part of every row and reads all that came before it."""
+"""Context parallelism: each process holds one part of every row, and reads all parts up to its own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def own_part(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
 
 @contextmanager
 def context_parallel(model: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
-    """Within, the model takes this process's part of every row, and gives that part of what whole rows would give.
+    """Within it, a call takes this process's part of every row, and returns that part of the result for whole rows.
 
     model: a `FreeEnergyMixer`, `FEMModel` or `FEMForCausalLM` in its exact form, of the same weights everywhere.
     mesh: of one dimension; the parts lie in its order and have one length (`own_part`). Softmax layers gather keys and
@@ -95,10 +95,10 @@ def _check_call(model: nn.Module, args: tuple, given: dict) -> None:
 
 
 class _Ring:
-    """The processes before and after this one.
+    """Messages between neighbouring processes.
 
-    In the forward pass every message goes to the process after, in the backward pass to the one before: no two wait
-    for each other, and a process is in its next layer while the one after is in this.
+    In the forward pass they all go to the next process, in the backward pass to the previous one: no two wait for each
+    other, and a process computes its next layer while the next process computes this one.
     """
 
     def __init__(self, mesh: DeviceMesh):
@@ -120,12 +120,12 @@ class _Ring:
         return whole[:, : (self.rank + 1) * x.shape[1]]
 
     def take(self, like: list[Tensor]) -> list[Tensor]:
-        """What the process before gives: tensors like these."""
+        """Receive tensors of these shapes from the previous process."""
         flat = _Take.apply(_learning(), torch.cat([x.detach().flatten() for x in like]), self)
         return [part.view_as(x).to(x.dtype) for part, x in zip(flat.split([x.numel() for x in like]), like)]
 
     def give(self, tensors: list[Tensor], *outputs: Tensor) -> tuple[Tensor, ...]:
-        """The outputs, once the tensors are with the process after."""
+        """Send the tensors to the next process; returns the outputs, whose backward receives the tensors' gradients."""
         return _Give.apply(_learning(), self, torch.cat([x.flatten() for x in tensors]), *outputs)
 
 
@@ -155,12 +155,12 @@ class _Give(Function):
 
 
 def _learning() -> Tensor:
-    """Has autograd call `backward` on both sides of a message, also where only one of them has a gradient to give."""
+    """An input that makes autograd call `backward` on both sides of a message, even where one needs no gradient."""
     return torch.zeros((), requires_grad=True)
 
 
 def _go_on(ring: _Ring, mixer: FreeEnergyMixer, args: tuple, given: dict) -> tuple[tuple, dict]:
-    """The call begins at the positions and in the documents where the process before ended."""
+    """A call that begins at the positions and in the documents where the previous process ended."""
     call = dict(zip(("x", "attention_mask", "segment_ids", "state", "return_state"), args)) | given
     if call.pop("state", None) is not None or call.pop("return_state", False):
         raise ValueError("rows that are split keep no cache; call with use_cache=False, or without a state.")
@@ -198,10 +198,10 @@ def _give_hidden(ring: _Ring, conditioner: TimeDecayConditioner, args: tuple, fo
 def _read_handed_on(
     ring: _Ring, prior: Prior, features: Tensor, v: Tensor, beta: Tensor | None, tokens: Tokens, memory: dict | None
 ) -> tuple[Read, dict]:
-    """`Prior.read` from the memory of the process before."""
+    """`Prior.read` that starts from the memory of the previous process, and hands its own on to the next."""
     read, before = partial(type(prior).read, prior), {}
     if not ring.first:
-        with torch.no_grad():  # a token tells which tensors a memory has
+        with torch.no_grad():  # one token shows which tensors a memory has, and their shapes
             _, like = read(features[:, :1], v[:, :1], beta, _first(tokens), {})
         before = dict(zip(like, ring.take(list(like.values()))))
     found, after = read(features, v, beta, tokens, before)

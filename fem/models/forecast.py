@@ -14,9 +14,8 @@ from neuralforecast.losses.pytorch import MAE
 from ray import tune
 from torch import Tensor, nn
 
-from fem.config import FreeEnergyMixerConfig
+from fem.config import FreeEnergyMixerConfig, build_config
 from fem.mixer import FreeEnergyMixer
-from fem.models.configuration import WIDTHS
 
 TRAINING = {
     "valid_loss": None,
@@ -45,7 +44,7 @@ class FEMForecaster(BaseModel):
     prior_type, mixer: the mixers' prior and further fields of `FreeEnergyMixerConfig`; they have the linear weights of
     plain attention unless a width is named. loss: any of neuralforecast's; MQLoss for quantiles.
     training: what all models of neuralforecast take, such as max_steps, scaler_type (here "standard": each window by
-    its own mean and deviation) or accelerator. A patch without an observed row is no token.
+    its own mean and deviation) or accelerator. A patch without any observed row is masked.
 
     Raises ValueError on sizes that no model can have, TypeError on unknown mixer fields.
     """
@@ -81,8 +80,7 @@ class FEMForecaster(BaseModel):
             **TRAINING | training,
         )
         fields = {"n_embd": hidden_size, "n_head": n_heads, "prior_type": prior_type, **(mixer or {})}
-        build = FreeEnergyMixerConfig if WIDTHS & fields.keys() else FreeEnergyMixerConfig.matched
-        config = build(**fields)
+        config = build_config(**fields)
         self.patch_len = patch_len
         columns = 1 + self.hist_exog_size + self.futr_exog_size
         patches = -(-input_size // patch_len)
@@ -135,7 +133,7 @@ class FEMForecaster(BaseModel):
 
 
 class PatchBlock(nn.Module):
-    """z + mixer(norm(z)), then z + MLP(norm(z)): tokens (B, N, D), of which `observed` (B, N) are there."""
+    """z + mixer(norm(z)), then z + MLP(norm(z)): tokens (B, N, D); `observed` (B, N) is the mixer's mask."""
 
     def __init__(self, config: FreeEnergyMixerConfig, dropout: float):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A `FEMModel` under the heads of transformers: sequences, tokens and answers, and rewards with num_labels=1."""
+"""`FEMModel` with transformers' heads: for sequences (a reward model with num_labels=1), tokens and answers."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ def next_token_loss(
     """-(1 / N) sum_t log softmax(W h_t)[label_{t+1}], in nats; labels of -100 are no targets.
 
     N: the number of targets, or `num_items` (transformers' num_items_in_batch). Equal to transformers'
-    ForCausalLMLoss; at most 2^24 logits exist at a time, and gradients are made with them, so no logit is kept or
-    computed twice. Sums run in float32 at least.
+    ForCausalLMLoss; at most 2^24 logits exist at a time, and their gradients are computed right away, so that no logit
+    is kept or computed twice. Sums run in float32 at least.
     """
     return cross_entropy(hidden, weight, next_tokens(labels), num_items)
 

@@ -82,7 +82,7 @@ class FEMBlock(GradientCheckpointingLayer):
             return self.mixer(x, attention_mask, segment_ids)
         memory, rows = cache.layers[self.index], []
         for piece in memory.pieces(x.shape[1]):
-            marks = (  # of another shape the mixer refuses them
+            marks = (  # those of a wrong shape are passed on whole, and the mixer raises
                 mark if mark is None or mark.shape != x.shape[:2] else mark[:, piece]
                 for mark in (attention_mask, segment_ids)
             )
@@ -133,7 +133,7 @@ class FEMPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Mixers' parts keep the start of the layer, everything else takes transformers'; what was loaded stays."""
+        """The parts of mixers initialise themselves, transformers all else; loaded parameters are kept."""
         if type(module).__module__.startswith("torch.") or not hasattr(module, "reset_parameters"):
             super()._init_weights(module)
             return
@@ -257,11 +257,11 @@ class FEMModel(FEMPreTrainedModel):
         return self.config.use_cache and not self.training if use_cache is None else use_cache
 
     def _check_length(self, past: int | Tensor, length: int | Tensor, packed: bool) -> None:
-        """A static cache counts on its device: nothing is read back for it."""
+        """Raise ValueError on too long a row. A static cache counts its tokens on the device, so it is not checked."""
         longest = self.config.max_position_embeddings
         if longest is None or packed or isinstance(past, Tensor) or length <= longest:
             return
-        if past:  # a text that was begun is not lost
+        if past:  # a warning alone: generation goes on with the text so far
             logger.warning_once(f"the row grows beyond config.max_position_embeddings = {longest}.")
         else:
             raise ValueError(
@@ -283,14 +283,14 @@ def _mask_of_new_tokens(attention_mask: Tensor | None, past: int, x: Tensor) -> 
     mask = attention_mask[:, past:]
     if torch.compiler.is_compiling() or mask.is_floating_point() or not bool((mask == 1).all()):
         return mask
-    return None  # nothing is masked, and the plain case is the fastest
+    return None  # nothing is masked: a call without mask is the fastest
 
 
 class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
     """`FEMModel` with a head over the vocabulary, tied to the embeddings unless config.tie_word_embeddings is False.
 
-    labels (B, T): the input_ids, -100 where nothing is to be predicted; the loss shifts them, and no document predicts
-    the next one's first token. shift_labels (B, T): what each token is to predict, instead. The loss is
+    labels (B, T): the input_ids, -100 where nothing is to be predicted; the loss shifts them, and the first token of a
+    document is no target. shift_labels (B, T): what each token is to predict, instead. The loss is
     `next_token_loss`: its logits exist in chunks. logits_to_keep: the last n positions, an index, or 0 for all; None:
     all, except in training with labels, where metrics that need them ask by logits_to_keep=0.
     num_items_in_batch: what the summed loss is divided by (the Trainer passes it). With labels no cache is built,
@@ -311,7 +311,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         return self.config._attn_implementation != EXACT  # else the model makes its own FEMCache
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *sizes) -> None:
-        """transformers' own; and for assisted decoding, whose drafts are forgotten again, a cache that records them."""
+        """As transformers; for assisted decoding, which drops rejected drafts, the cache records its past."""
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
         drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
         if drafts and generation_config.use_cache is not False and self.config._attn_implementation == EXACT:
@@ -319,7 +319,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
             cache.activate_past_recording()
 
     def _get_stopping_criteria(self, *args, **kwargs) -> StoppingCriteriaList:
-        """transformers' own, and the longest row: generation stops there, with what it has."""
+        """Those of transformers, and one more: generation stops at config.max_position_embeddings tokens."""
         criteria = super()._get_stopping_criteria(*args, **kwargs)
         if self.config.max_position_embeddings is not None:
             criteria.append(MaxLengthCriteria(self.config.max_position_embeddings))
@@ -344,10 +344,10 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        shift_labels = kwargs.pop("shift_labels", None)  # no named argument, or the Trainer waits for it in its batches
+        shift_labels = kwargs.pop("shift_labels", None)  # not by name, or the Trainer looks for it in its batches
         trained = labels is not None or shift_labels is not None
         tokens = input_ids if inputs_embeds is None else inputs_embeds
-        if trained and tokens is not None and past_key_values is None:  # the loss must know them as well
+        if trained and tokens is not None and past_key_values is None:  # the loss needs the documents, too
             segment_ids = read_documents(tokens, attention_mask, position_ids, 0, segment_ids, seq_idx, cu_seq_lens_q)
         outputs = self.model(
             input_ids=input_ids,

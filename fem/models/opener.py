@@ -1,4 +1,4 @@
-"""What lets a checkpoint be opened by programs that never import fem."""
+"""Checkpoints that programs can open without importing fem themselves."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from pathlib import Path
 
 import transformers
 
+from fem.extras import how_to_install
+
 OPENER = "open_with_fem"
-SOURCE = '''"""Opens this checkpoint with the library that defines its model."""
+SOURCE = f'''"""Opens this checkpoint with the library that defines its model."""
 
 try:
     import fem.models
 except ImportError as missing:
-    raise ImportError("this checkpoint needs free-energy-mixer: pip install 'free-energy-mixer[lm]'.") from missing
+    raise ImportError("this checkpoint needs free-energy-mixer: {how_to_install("lm")}.") from missing
 
 
 def __getattr__(name):
@@ -27,7 +29,7 @@ class OpensWithFEM:
     classes already and run nothing from the folder.
     """
 
-    auto_map: dict  # no annotation of a subclass: it is no field of the config
+    auto_map: dict  # annotated here and not in the subclasses, where it would become a field of the config
 
     def to_diff_dict(self) -> dict:
         return super().to_diff_dict() | {"auto_map": {auto: f"{OPENER}.{name}" for auto, name in self.auto_map.items()}}
@@ -43,8 +45,8 @@ class OpensWithFEM:
 
 
 def offer(model_class: type) -> None:
-    """Make a class an attribute of transformers, where trl and `transformers serve` look for what a config names.
+    """Make a class an attribute of transformers, where trl and `transformers serve` look up what a config names.
 
-    On the type of that module: its init may run twice, and programs hold either of the two modules.
+    It is set on the type of that module, as its __init__ may run twice, and programs then hold two module objects.
     """
     setattr(type(transformers), model_class.__name__, model_class)

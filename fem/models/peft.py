@@ -1,14 +1,14 @@
-"""What peft trains of a FEM model unless it is told: low-rank changes of what attention has, too."""
+"""Which parameters of a FEM model peft trains by default: low-rank updates of the projections, as in attention."""
 
 from __future__ import annotations
 
 import sys
 
-TARGETS = ["query", "key", "value", "output"]  # those of them that a prior has
+TARGETS = ["query", "key", "value", "output"]  # priors without queries have the last two alone
 
 LORA = {"target_modules": TARGETS, "modules_to_save": ["beta", "inner"]}
-"""LoraConfig(**LORA): low-rank changes of the projections, and beta and lambda trained whole: they are small, and are
-what a free energy has beyond attention. After `replace_attention`: the original's targets and the same modules_to_save.
+"""LoraConfig(**LORA): low-rank updates of the projections; beta and lambda, which are small and which attention lacks,
+are trained whole. After `replace_attention`: the original's targets and the same modules_to_save.
 """
 
 

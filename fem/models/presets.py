@@ -1,4 +1,4 @@
-"""Language models by name, such as "fem-sm-340m": a family, at a size that its Transformer sets."""
+"""Language models by name, such as "fem-sm-340m": a family, with as many parameters as the Transformer of that size."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ FAMILIES = {"transformer": TRANSFORMER} | {
 }
 FAMILIES["fem-sm-slim"] = {"prior_type": "softmax", "mixer": {"gate_rank": 8}}
 PRESETS = tuple(f"{family}-{size}" for size in SIZES for family in FAMILIES)
-OF_THE_MIXERS = ("prior_type", "layer_priors", "mixer")
+FIELDS_OF_MIXERS = ("prior_type", "layer_priors", "mixer")
 
 
 def preset(name: str, **changes) -> FEMConfig:
-    """The configuration called `name`, one of `PRESETS`, with other fields than its own where `changes` says so.
+    """The configuration called `name`, one of `PRESETS`, with the fields in `changes` replaced.
 
     Its SwiGLU is narrowed until the model has the parameters of the Transformer of the same size and changes, within
     0.5 %, conditioner included. mixer={...} changes single mixer fields, as ablations do. Raises ValueError on
@@ -66,8 +66,8 @@ def preset(name: str, **changes) -> FEMConfig:
     if name not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}.")
     family, size = name.rsplit("-", 1)
-    sizes = SIZES[size] | {field: value for field, value in changes.items() if field not in OF_THE_MIXERS}
-    mixers = FAMILIES[family] | {field: value for field, value in changes.items() if field in OF_THE_MIXERS}
+    sizes = SIZES[size] | {field: value for field, value in changes.items() if field not in FIELDS_OF_MIXERS}
+    mixers = FAMILIES[family] | {field: value for field, value in changes.items() if field in FIELDS_OF_MIXERS}
     mixers["mixer"] = FAMILIES[family]["mixer"] | changes.get("mixer", {})
     return with_parameters(FEMConfig(**sizes, **mixers), count_parameters(FEMConfig(**sizes, **TRANSFORMER)))
 
@@ -82,7 +82,7 @@ def count_parameters(config: FEMConfig) -> int:
 def with_parameters(config: FEMConfig, parameters: int) -> FEMConfig:
     """`config` with the SwiGLU width that brings the model nearest to so many parameters, within 0.5 %.
 
-    Widths go by hidden_size / 32. Raises ValueError where the rest of the model is larger already.
+    Widths change in steps of hidden_size / 32. Raises ValueError where the rest of the model is larger already.
     """
     step = max(1, config.hidden_size // 32)
     per_step = 3 * config.hidden_size * config.num_hidden_layers * step

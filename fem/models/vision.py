@@ -13,9 +13,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, ImageClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
-from fem.config import FreeEnergyMixerConfig
+from fem.config import FreeEnergyMixerConfig, build_config
 from fem.mixer import FreeEnergyMixer
-from fem.models.configuration import WIDTHS
 from fem.models.modeling import FEMPreTrainedModel
 from fem.models.opener import OpensWithFEM
 from fem.models.presets import TRANSFORMER
@@ -26,19 +25,21 @@ POOLINGS = ("cls", "mean")
 COUNTS = ("image_size", "patch_size", "num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
-@no_type_check  # shape checks read a constructor from its fields, and transformers' takes more
+@no_type_check  # the tests' shape checks take a constructor's arguments from the fields, but transformers' has more
 class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
     """Sizes and mixers of a `FEMForImageClassification`. The defaults are DeiT-Tiny's; DeiT-Small has hidden_size 384
     and 6 heads.
 
     image_size, patch_size: side of the square images and of their patches, in pixels.
     prior_type: the prior of every layer, a key of `fem.PRIORS`; mixer: further fields of `FreeEnergyMixerConfig`.
-    Mixers see the whole image (causal=False) and neither RoPE nor a one-way conditioner, unless `mixer` says so.
+    Mixers see the whole image (causal=False), without RoPE and with a conditioner in both directions, unless `mixer`
+    says otherwise.
     A mixer has the linear weights of plain attention (`FreeEnergyMixerConfig.matched`), unless its fields name a width.
-    intermediate_size: width of the MLP; None: 4 hidden_size, less what the mixer has more parameters than attention,
-    so that the model has DeiT's.
+    intermediate_size: width of the MLP; None: 4 hidden_size, narrowed by as many parameters as the mixer has more than
+    attention, so that the model has as many as DeiT.
     pooling: "cls" classifies by a class token, as DeiT; "mean" by the mean over patches, without such a token.
-    drop_path_rate: how often the last block skips a branch of a sample in training; earlier ones less, in proportion.
+    drop_path_rate: how often, in training, the last block skips a branch for a sample; it grows linearly from 0 in the
+    first block.
 
     Raises ValueError on sizes that no model can have, TypeError on unknown mixer fields.
     """
@@ -83,8 +84,7 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
         return (self.image_size // self.patch_size) ** 2 + (self.pooling == "cls")
 
     def _build(self, fields: dict) -> FreeEnergyMixerConfig:
-        build = FreeEnergyMixerConfig if WIDTHS & fields.keys() else FreeEnergyMixerConfig.matched
-        return build(**{"n_embd": self.hidden_size, "n_head": self.num_attention_heads, **ENCODER, **fields})
+        return build_config(**{"n_embd": self.hidden_size, "n_head": self.num_attention_heads, **ENCODER, **fields})
 
     def _matching_mlp(self, mixer: FreeEnergyMixerConfig) -> int:
         attention = self._build({"prior_type": TRANSFORMER["prior_type"], **TRANSFORMER["mixer"]})
@@ -92,7 +92,10 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
         step = max(1, self.hidden_size // 32)
         width = 4 * self.hidden_size - step * round(excess / (step * (2 * self.hidden_size + 1)))
         if width < 1:
-            raise ValueError(f"the mixer has {excess} parameters more than attention, which no MLP can pay for.")
+            raise ValueError(
+                f"mixer has {excess} parameters more than attention, more than the MLP has; narrow the mixer, or give "
+                "intermediate_size."
+            )
         return width
 
     def _check_sizes(self):
@@ -196,7 +199,7 @@ class FEMImagePreTrainedModel(FEMPreTrainedModel):
 
     @staticmethod
     def _no_engine(config: FEMImageConfig) -> str:
-        return "a picture's tokens are read in both directions and never cached; leave out attn_implementation."
+        return "the tokens of an image are read in both directions and never cached; leave out attn_implementation."
 
 
 class FEMImageModel(FEMImagePreTrainedModel):

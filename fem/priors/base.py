@@ -21,8 +21,8 @@ ROTARY = ("rope_frequencies", "rope_factor")  # what a prior that calls `rotated
 class Prior(nn.Module, ABC):
     """A non-negative score s_t(i), normalised over the tokens a row may see: p_t(i) = s_t(i) / sum_r s_t(r).
 
-    Final subclasses hold the score, its parameters and its memory, and nothing of gates or conditioning. Buffers are
-    saved with the weights. Features are [x, h], (B, T, D + H_c); values v are (B, T, H, d_v).        (Section 2.3.3)
+    A subclass holds the score, its parameters and its memory, and nothing of gates or conditioning. Buffers are saved
+    with the weights. Features are [x, h], (B, T, D + H_c); values v are (B, T, H, d_v).        (Section 2.3.3)
     """
 
     name: ClassVar[str]
@@ -34,9 +34,9 @@ class Prior(nn.Module, ABC):
         self.config = config
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """A tensor that is saved with the weights. Raises ValueError on one that is not."""
+        """Register a tensor that is saved with the weights. Raises ValueError on persistent=False."""
         if not persistent:
-            raise ValueError(unsaved(name))
+            raise buffer_error(name)
         super().register_buffer(name, tensor)
 
     def check(self, config: FreeEnergyMixerConfig) -> None:
@@ -58,7 +58,8 @@ class Prior(nn.Module, ABC):
     ) -> tuple[Read, dict[str, Tensor] | None]:
         """Mean and free energy of the values under the prior, and the memory after them.
 
-        memory: every tensor has the batch first; {} has seen nothing; None: keep none, and return None.
+        memory: what the call before returned, every tensor with the batch first; {} at the start of a sequence; None:
+        no memory is kept, and None is returned.
         beta has `beta_shape`, or is None for the mean alone.
         """
 
@@ -106,9 +107,9 @@ def indicators(v: Float[Tensor, "b t h d"]):
         yield token[:, None, None].expand_as(v).contiguous()
 
 
-def unsaved(buffer: str) -> str:
-    """One sentence about a buffer that is not saved."""
-    return (
+def buffer_error(buffer: str) -> ValueError:
+    """The error for a buffer that is not saved with the weights."""
+    return ValueError(
         f"buffer {buffer!r} of a prior must be persistent, got persistent=False: transformers' from_pretrained builds "
         "a model without values, and nothing would fill in what was not saved."
     )

@@ -17,12 +17,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fem.ops.common.precision import upcast
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import transformed
-from fem.ops.softmax.cached import pack_to_be_proven
+from fem.ops.softmax.cached import pack_to_be_proven, small_beta
 from fem.state import CACHED as KEPT  # (B, H, T, d) each: a row of queries reads them at the speed of memory
 
 Memory = dict[str, Tensor]
 
-PACKED = ("shift", "beta")  # (B, H, 1, d_v) each, where the values are [v | e]
+PACKED = ("shift", "beta", "small")  # (B, H, 1, d_v) each, where the values are [v | e]; small: only if some beta is
 
 
 def append(
@@ -46,7 +46,7 @@ def append(
             memory |= {"value": _packed(memory["value"], memory)}
         start = memory if memory else _start(v, beta, tokens.keep)
         v = _packed(v, start, k)
-        marks |= {name: start[name] for name in PACKED}
+        marks |= {name: start[name] for name in PACKED if name in start}
     elif "shift" in memory:  # of a stream in a wider dtype
         memory = memory | {"value": memory["value"][..., : v.shape[3]]}
     if not memory:
@@ -56,7 +56,7 @@ def append(
 
 
 class _Room:
-    """Memory that begins with a cache and has room for an eighth more tokens, which one continuation may take."""
+    """A buffer that starts with a cache and has room for an eighth more tokens; one continuation alone may use it."""
 
     def __init__(self, cache: Float[Tensor, "b h t d"], end: int):
         rows, heads, time, width = cache.shape
@@ -65,7 +65,7 @@ class _Room:
         self.free: set[int] = set()
 
     def claim(self, time: int, end: int) -> bool:
-        """Whether the places from `time` to `end` are there, and were nobody's until now."""
+        """Whether the caller may write the places from `time` to `end`: they exist, and nobody else has taken them."""
         if end > self.buffer.shape[2] or (self.buffer.is_inference() and not torch.is_inference_mode_enabled()):
             return False
         try:
@@ -79,7 +79,7 @@ _rooms = WeakTensorKeyDictionary()  # by the cache that a room begins with
 
 
 def _extended(old: Float[Tensor, "b h t d"], new: Float[Tensor, "b h n d"]) -> Float[Tensor, "b h _m d"]:
-    """`_joined`, without a copy of `old` where there is room behind it. `old` stays as it is."""
+    """`_joined`, in place where the buffer of `old` has room behind it. `old` itself is not changed."""
     if torch.is_grad_enabled() or old.dtype != new.dtype or torch.compiler.is_compiling() or transformed(old, new):
         return _joined(old, new)
     time, end = old.shape[2], old.shape[2] + new.shape[2]
@@ -98,7 +98,7 @@ def _joined(old: Float[Tensor, "b h t d"], new: Float[Tensor, "b h n d"]) -> Flo
 
 
 def _in_one_piece(memory: Memory) -> Memory:
-    """Version 0.1 kept the last tokens apart."""
+    """The memory as one tensor per name; version 0.1 saved the last tokens apart, under "recent ..."."""
     recent = {name: memory[f"recent {name}"] for name in KEPT if f"recent {name}" in memory}
     if not recent:
         return memory
@@ -112,13 +112,15 @@ def _start(v: Float[Tensor, "b h t d"], beta: Float[Tensor, "h d"], keep: Tensor
     v = upcast(v)
     count = v.shape[2] if keep is None else keep[:, : v.shape[2]].sum(1).clamp_min(1)[:, None, None, None]
     shift = (v.sum(2, keepdim=True) / count).nan_to_num(0.0, 0.0, 0.0)
-    return {"shift": shift, "beta": beta.to(v.dtype)[:, None].expand_as(shift).contiguous()}
+    beta = beta.to(v.dtype)[:, None].expand_as(shift).contiguous()
+    small = small_beta(beta)
+    return {"shift": shift, "beta": beta} | ({} if small is None else {"small": small})
 
 
 def _packed(v: Float[Tensor, "b h t d"], start: Memory, k: Tensor | None = None) -> Float[Tensor, "b h t w"]:
-    """[v | e], e without gradient: who wants one reads v itself. NaN where the key is not finite."""
+    """[v | e]. e has no gradient: reads with gradients start from v. NaN where the key is not finite."""
     with torch.no_grad():
-        packed = pack_to_be_proven(v, start["beta"], start["shift"])
+        packed = pack_to_be_proven(v, start["beta"], start["shift"], start.get("small"))
         looks = k is not None and k.device.type == "cpu" and not torch.compiler.is_compiling()
         if k is not None and not (looks and isfinite(k.sum().item())):
             packed.masked_fill_(~k.isfinite().all(-1, keepdim=True), torch.nan)

@@ -15,7 +15,7 @@ from fem.ops.linear_attention.read import linear_attention_read
 from fem.priors.base import ROTARY, Prior
 
 
-class KeyedPrior(Prior):
+class FeatureMapPrior(Prior):
     """s_t(i) = sum_c phi(q_t)_c exp(sum_{i<r<=t} g_rc) phi(k_i)_c,   phi = ReLU(RoPE(.)) + eps            (Eq. 28)"""
 
     uses = ROTARY
@@ -27,19 +27,19 @@ class KeyedPrior(Prior):
 
     @abstractmethod
     def log_decay(self, features: Float[Tensor, "b t f"]) -> Tensor | None:
-        """g <= 0, per head (B, T, H) or per key channel (B, T, H, d_k); None: nothing decays."""
+        """g <= 0, per head (B, T, H) or per key channel (B, T, H, d_k); None: no decay."""
 
     def read(self, features, v, beta, tokens, memory):
-        q, k = (self._positive(projection(features), tokens) for projection in (self.query, self.key))
+        q, k = (self._feature_map(projection(features), tokens) for projection in (self.query, self.key))
         return self.scan(linear_attention_read, q, k, v, beta, self.log_decay(features), tokens=tokens, memory=memory)
 
-    def _positive(self, x: Tensor, tokens: Tokens) -> Float[Tensor, "b t h d"]:
+    def _feature_map(self, x: Tensor, tokens: Tokens) -> Float[Tensor, "b t h d"]:
         x = upcast(x.unflatten(-1, (-1, self.config.key_width)))
         (x,) = self.rotated((x,), tokens.position)
         return F.relu(x) + self.config.eps
 
 
-class LinearPrior(KeyedPrior):
+class LinearPrior(FeatureMapPrior):
     """Linear attention: keys never decay.                                                (Appendix H.2 with g = 0)"""
 
     name = "linear"
@@ -52,10 +52,10 @@ class LinearPrior(KeyedPrior):
         return None
 
 
-class GatedLinearPrior(KeyedPrior):
+class GatedLinearPrior(FeatureMapPrior):
     """GLA: g = logsigmoid(W x + b) / 16, one per token ("scalar"), head ("head") or key channel ("channel").
 
-    At the start half of a memory is gone after 16 tokens.                                              (Appendix H.2)
+    A new layer starts with g = log(1/2) / 16: half of a memory is gone after 16 tokens.                (Appendix H.2)
     """
 
     name = "gla"

@@ -54,7 +54,7 @@ class SelectiveSSM(nn.Module):
     def forward(self, features: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor]]:
         """Delta (B, T, H, d_v), A (H, d_v, N), B and C (B, T, N), D (H, d_v), and the logarithms of Delta, B and C.
 
-        An outlier of a token's features can make a softplus too small to be a number, but not its logarithm.
+        Features far out make a softplus underflow to 0 in float32, while its logarithm is still exact.
         """
         logits = [upcast(project(features)) for project in (self.delta, self.b, self.c)]
         logits[0] = logits[0].unflatten(-1, self.d.shape)
@@ -130,16 +130,16 @@ class InteractiveMambaPrior(Prior):
 
     def selection(self, features, v, tokens):
         mixing = F.softplus(upcast(self.mixing))
-        alone = torch.stack([self._terms(features, one, None, tokens)[0].mean for one in indicators(v)], -1)
+        within = torch.stack([self._terms(features, one, None, tokens)[0].mean for one in indicators(v)], -1)
         weight = self._terms(features, v, None, tokens)[0].log_weight[..., None, :] + mixing.log()
         pairs = weight.softmax(-1) if self.config.normalize else weight.exp()
-        pairs = torch.einsum("bthjk,bthki->bthjik", pairs, alone).flatten(-2)
+        pairs = torch.einsum("bthjk,bthki->bthjik", pairs, within).flatten(-2)
         values = v.permute(0, 2, 1, 3).flatten(2)
         return pairs, values[:, None, :, None].expand_as(pairs)
 
 
 def _log_softplus(x: Tensor) -> Tensor:
-    """log softplus(x), which is x below the rounding of e^x."""
+    """log softplus(x); below x = -30 that is x itself, to within 5e-14."""
     faint = x < -30
     return torch.where(faint, x, F.softplus(torch.where(faint, 0, x)).log())
 

@@ -14,7 +14,7 @@ from fem.ops.common.read import Read
 from fem.ops.common.tokens import Tokens
 from fem.priors.base import Prior
 
-_ROUNDING = 1e-4  # of the largest sum of weights: what an operator computed by FFT, say, may be off by
+_ROUNDING = 1e-4  # allowed error of an operator (by FFT, for instance), relative to the largest sum of weights
 
 
 class OperatorPrior(Prior):
@@ -25,9 +25,9 @@ class OperatorPrior(Prior):
     every document runs on its own, so masks and segments are exact. It keeps no state.
 
     The numerator has one shift for the whole row, so a value may exceed what a row sees by 60 / beta at most; beyond
-    that (in eager mode) a ValueError says so. Raises ValueError where op changes the shape, where (in eager mode) what
-    it does to ones and to exp(beta (v - m)) <= 1 shows a negative weight, and on a configuration with causal=False,
-    normalize=False, n_kv_head or window, none of which an operator can follow; TypeError on an op that is no function.
+    that (in eager mode) a ValueError says so. Raises ValueError where op changes the shape, where (in eager mode) its
+    results for ones and for exp(beta (v - m)) <= 1 show a negative weight, and on a configuration with causal=False,
+    normalize=False, n_kv_head or window, which an operator cannot follow; TypeError on an op that cannot be called.
     """
 
     name = "operator"
@@ -41,7 +41,7 @@ class OperatorPrior(Prior):
 
     @staticmethod
     def widths(config) -> Widths:
-        raise TypeError("an operator prior is no key of PRIORS: its weights are the operator's own.")
+        raise TypeError("an operator prior has no widths to solve for: its weights are the operator's own.")
 
     def check(self, config: FreeEnergyMixerConfig) -> None:
         for name, wanted in (("causal", True), ("normalize", True), ("n_kv_head", None), ("window", None)):

@@ -46,7 +46,7 @@ class SoftmaxPrior(Prior):
             return softmax_read(q, k, v, beta, **how), None
         memory = append(memory, k, v, beta, tokens, with_position=config.window is not None)
         tokens = Tokens(memory.get("keep"), None, memory.get("document"), memory.get("position"))
-        start = tuple(memory[name] for name in PACKED) if "shift" in memory else None
+        start = tuple(memory.get(name) for name in PACKED) if "shift" in memory else None
         how = {"window": config.window, "tokens": tokens, "backend": config.backend}
         read = cached_read(q, memory["key"], memory["value"], beta, start, **how)
         if config.window is not None:

@@ -18,8 +18,8 @@ def index_accuracy(
 
         a_j = argmin_i (v_ij - y_j)^2        accuracy = mean of [a_j = winner_j]                        (Appendix P)
 
-    prediction (.., D), values (.., T, D), winner (.., D). Another token at the winner's very distance does not count
-    against it. Raises ValueError on mismatched shapes and tokens that are none, TypeError on other dtypes.
+    prediction (.., D), values (.., T, D), winner (.., D): the index of a token. Ties count as the winner's. Raises
+    ValueError on mismatched shapes and on indices out of range, TypeError on other dtypes.
     """
     check_tensors(prediction=prediction, values=values)
     if values.ndim < 2 or values.shape[-2] == 0:

@@ -12,7 +12,7 @@ from fem.theory.rows import Along, PerRead, as_given, check_distribution, check_
 
 
 def free_energy_slope(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Along:
-    """How fast the free energy grows with beta; mind the direction, it is KL(q || p) here and KL(p || q) in `kl_gap`.
+    """How fast the free energy grows with beta. It is KL(q || p) here, but KL(p || q) in `kl_gap`.
 
         dF / dbeta = KL(q || p) / beta^2 >= 0,    Var_p(v) / 2 at beta = 0                            (Eq. 20, Eq. 24)
 
@@ -34,7 +34,7 @@ def small_beta_expansion(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Al
 
 
 def kl_divergence(q: Along, p: Along, dim: int = -1) -> Along:
-    """Nats that it costs to believe q when p holds.
+    """Nats of information that turn the prior p into q.
 
         KL(q || p) = sum_i q_i log(q_i / p_i),    0 log 0 = 0
 
@@ -75,8 +75,8 @@ def prior_gradient(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Along:
 
         dF / dp_i = exp(beta v_i) / (beta sum_r p_r exp(beta v_r)) = exp(beta (v_i - F)) / beta      (Prop. E.6 iii)
 
-    beta > 0: the constant 1 / beta in it, which nothing on the simplex can feel, diverges at 0. Zero outside the
-    support. F is concave in p.
+    beta > 0: at 0 the term 1 / beta diverges, which is the same for all i and so moves nothing on the simplex. Zero
+    outside the support. F is concave in p.
     """
     rows, beta = prepare(p, v, dim, beta=beta)
     positive("beta", beta)
@@ -88,7 +88,7 @@ def logit_gradient(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Along:
 
         dF / db_i = (q_i - p_i) / beta,    p_i (v_i - mean) at beta = 0                               (Prop. E.6 iv)
 
-    A step uphill moves the prior towards the posterior.
+    Gradient ascent moves the prior towards the posterior.
     """
     rows, beta = prepare(p, v, dim, beta=beta)
     flat, beta_or_one = rows.divisor(beta)

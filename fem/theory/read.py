@@ -15,7 +15,7 @@ def free_energy(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Along:
         F(beta) = (1 / beta) log sum_i p_i exp(beta v_i) = mean + KL(p || q) / beta                (Eq. 4, Eq. 6)
 
     Raises ValueError on a negative or NaN p or beta, on p that does not sum to 1 along dim (or to 0: no support), and
-    on shapes that do not broadcast; TypeError on what is no floating-point tensor.
+    on shapes that do not broadcast; TypeError unless p and v are floating-point tensors.
     """
     rows, beta = prepare(p, v, dim, beta=beta)
     return as_given(rows.mean + rows.gain(beta), p, v)

@@ -20,8 +20,8 @@ Along = Float[Tensor, "..."]
 PerRead = Real[Tensor, "..."] | float | int
 
 COLD = 1e150  # stands for beta = inf where a product must stay finite
-_FLAT = 1e-75
-_EXP_MAX = 700.0
+_FLAT = 1e-75  # where all exponents are below it, the limit beta -> 0 is taken, before p z^2 can underflow
+_EXP_MAX = 700.0  # exp of it is a finite float64
 
 
 class Peak(NamedTuple):
@@ -29,7 +29,7 @@ class Peak(NamedTuple):
 
     best: Tensor
     mass: Tensor  # their prior weight
-    rest: Tensor  # everybody else's
+    rest: Tensor  # the prior weight of all other tokens
     margin: Tensor  # from the largest value to the next smaller one; 0 if there is none
 
 

@@ -47,7 +47,7 @@ def temperature_for_budget(p: Along, v: Along, kl: PerRead, dim: int = -1) -> Al
     limit = torch.where(peak.mass < 0.5, -peak.mass.log(), -torch.log1p(-peak.rest))
     hard = (kl >= limit) | (peak.margin == 0)
     inside = ~hard & (kl > 0)
-    decided = 800 / peak.margin  # the rivals' posterior is below e^-800 / p: the budget's limit, to the last digit
+    decided = 800 / peak.margin  # there all other tokens have a posterior below e^-800 / p: hard selection in float64
 
     def spent(beta: Tensor) -> tuple[Tensor, Tensor]:
         q = rows.posterior(beta)

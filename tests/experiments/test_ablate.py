@@ -1,4 +1,4 @@
-"""`fem ablate`: the rows, equal sizes and starts, the choice of the learning rate, and going on."""
+"""`fem ablate`: the rows, equal sizes and starts, the choice of the learning rate, and resuming."""
 
 import csv
 import json
@@ -138,6 +138,8 @@ def test_rows_are_called_by_the_paper_s_names_or_by_the_mixers():
         ({"prior": "nothing"}, "got 'nothing"),
         ({"learning_rates": "fast"}, "learning_rates must be numbers"),
         ({"seeds": 0}, "seeds must be positive"),
+        ({"threads": 0}, "threads must be positive"),
+        ({"context": 0}, "context must be positive"),
     ],
 )
 def test_mistakes_are_one_sentence(changes, sentence):

@@ -34,14 +34,14 @@ def quickly(monkeypatch):
     monkeypatch.setattr(decode, "STRETCH", 3)
 
 
-def test_every_contender_of_every_profile_has_a_mixer():
+def test_every_mixer_of_every_profile_is_known():
     for case in (case for profile in PROFILES.values() for case in profile if case.part != "read"):
         for name in case.mixers:
             assert name == "DiffTrans" or name in baselines.BASELINES or mixers.build_mixer(name, SMALL)
 
 
 @pytest.mark.parametrize("name", ["attention", "FEM-SM without C", "FEM-GLA without C", "attention, plain", "GLA"])
-def test_contenders_have_equal_linear_weights(name):
+def test_mixers_have_equal_linear_weights(name):
     mixer = mixers.build_mixer(name, Size(1, 4, 256, 4))
     weights = sum(module.weight.numel() for module in mixer.modules() if isinstance(module, nn.Linear))
     assert abs(weights / (4 * 256**2) - 1) < 0.006
@@ -58,7 +58,7 @@ def test_what_is_timed_token_by_token_is_what_the_layer_computes(name):
         torch.testing.assert_close(torch.cat(generate(), 1), whole[:, 9:], rtol=1e-5, atol=1e-5)
 
 
-def test_attention_and_fem_carry_2_d_a_token():
+def test_attention_and_fem_keep_2_d_numbers_per_token():
     streams = {name: decode.stream(mixers.build_mixer(name, SMALL), *drawn()) for name in ("attention", "FEM-SM")}
     assert streams["attention"][1] == 4 * 2 * 32 * 9
     assert 4 * 2 * 32 * 9 <= streams["FEM-SM"][1] <= 4 * 2 * 32 * 9 + 300  # and a shift, a beta and a place
@@ -107,7 +107,7 @@ def test_the_papers_ratios_stand_beside_ours():
     assert rows["RWKV7"]["forward ms"] is None
 
 
-def test_a_peer_needs_a_gpu_and_its_library(monkeypatch):
+def test_a_baseline_needs_a_gpu_and_its_library(monkeypatch):
     case = Case("gpt2", SMALL, "float32", tuple(paper.TABLE7), layers=1)
     assert not workloads.runs(case, "RWKV7", CPU)
     monkeypatch.setattr(baselines, "find_spec", lambda name: None)
@@ -119,7 +119,7 @@ def test_a_peer_needs_a_gpu_and_its_library(monkeypatch):
 @pytest.mark.parametrize(
     "name, error", [("FEM-SM", torch.cuda.OutOfMemoryError("full")), ("HGRN2", TypeError("another version"))]
 )
-def test_a_contender_that_memory_or_its_own_library_fails_is_left_out(monkeypatch, quickly, name, error):
+def test_a_mixer_that_runs_out_of_memory_or_whose_library_fails_is_left_out(monkeypatch, quickly, name, error):
     def fail():
         raise error
 
@@ -157,7 +157,7 @@ def test_every_part_has_a_section_a_table_and_its_picture(monkeypatch, tmp_path,
 @pytest.mark.parametrize(
     "wrong, sentence",
     [
-        ({"profile": "phone"}, "profile must be one of laptop, paper, got 'phone'"),
+        ({"profile": "phone"}, "profile must be one of laptop, paper; got 'phone'"),
         ({"parts": "read,write"}, "parts must be from .*; got 'write'"),
         ({"parts": ""}, "got none"),
         ({"seconds": 0.0}, "must be positive"),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch.distributed import TCPStore
 from typer.testing import CliRunner
 
 from fem import __version__, cli, extras
@@ -116,6 +117,25 @@ def test_a_mistake_is_answered_by_one_sentence_and_status_2(monkeypatch, tmp_pat
 def test_an_unknown_option_or_command_is_status_2(monkeypatch, capsys, arguments):
     assert fem(monkeypatch, *arguments) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["argmax", "--wat"], "error: No such option: --wat"),
+        (["nonsense"], "error: there is no command 'nonsense'"),
+        (["argmax", "--heads", "7"], "error: heads must divide"),
+    ],
+)
+def test_processes_under_torchrun_say_a_wrong_call_once_in_a_line(monkeypatch, tmp_path, capsys, arguments, sentence):
+    monkeypatch.chdir(tmp_path)
+    store = TCPStore("localhost", 0, is_master=True)
+    told = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "here"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+    assert [fem(monkeypatch, *arguments) for _ in range(2)] == [2, 2]
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(sentence)
 
 
 def test_a_refusal_names_the_option_as_it_is_typed(monkeypatch, capsys):
@@ -302,10 +322,12 @@ def test_plots_are_written(tmp_path):
 def test_doctor_looks_at_the_card_and_keeps_a_page(tmp_path):
     shown = CliRunner().invoke(cli.app, ["doctor", "--gpu", "--only", "software,offsets", "--output", str(tmp_path)])
     assert shown.exit_code == 0, shown.output
-    assert "checks are well" in shown.output
+    assert "checks pass" in shown.output
     found = json.loads((tmp_path / "results.json").read_text())
     assert found["verdict"] in (tmp_path / "report.md").read_text()
     assert {name: step["ended"] for name, step in found["steps"].items()} == {"software": "ok", "offsets": "ok"}
+    if found["device"] == "cpu":
+        assert "nothing was run" in (tmp_path / "report.md").read_text().partition("## Large offsets")[2]
 
 
 def test_doctor_stops_a_step_that_takes_too_long_and_keeps_what_it_had_found(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Other ways to the same training: two processes, weights sharded over them, compiled, activations recomputed."""
+"""The same training on two processes, with sharded weights, compiled, and with activations recomputed."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from fem.experiments.common.distributed import end_process_group
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_two_processes_train_as_one(tmp_path):
+def test_two_processes_train_the_same_model_as_one(tmp_path):
     recipe = tiny(write_corpus(tmp_path / "data.jsonl"), max_steps=20)
     for processes in (1, 2):
         done = train(recipe, tmp_path / str(processes), processes=processes)
@@ -69,7 +69,7 @@ def finished(tmp_path_factory):
 
 
 def gone_on(recipe, whole, output, processes):
-    """The run without its last checkpoint, gone on to its end."""
+    """The run without its last checkpoint, resumed to its end."""
     shutil.copytree(whole, output)
     shutil.rmtree(output / "checkpoint-12")
     (output / "results.json").unlink()
@@ -84,9 +84,12 @@ def apart(one, other):
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("first, then", [(1, 2), (2, 1), (2, 4)])
-def test_local_data_go_on_with_another_number_of_processes(finished, tmp_path, parallel, first, then):
+@pytest.mark.parametrize(
+    "first, then, parallel",
+    [(first, then, "ddp") for first in (1, 2, 4) for then in (1, 2, 4) if first != then]
+    + [(1, 2, "fsdp"), (2, 1, "fsdp"), (2, 4, "fsdp"), (4, 1, "fsdp")],
+)
+def test_local_data_go_on_with_another_number_of_processes(finished, tmp_path, first, then, parallel):
     recipe, whole = finished(first, parallel)
     output = gone_on(recipe, whole, tmp_path / "run", then)
     assert apart(output, whole) < 1e-6

@@ -1,4 +1,4 @@
-"""Texts to train on: in pieces whose tokens are the whole text's, in little memory, and refused by name where unfit."""
+"""Texts to train on: read in pieces with the tokens of the whole text, in little memory; unfit files are refused."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_tokens_of_the_pieces_are_those_of_the_text(tokenizer, monkeypatch, seed
 
 
 @pytest.mark.parametrize("text", ["", "a", "x" * 500, " " * 500, "\n" * 301 + "y"])
-def test_texts_without_a_place_to_part_come_whole(monkeypatch, text):
+def test_texts_without_a_place_to_cut_lose_nothing(monkeypatch, text):
     monkeypatch.setattr(pieces, "PIECE", 50)
     assert "".join(pieces.pieces(text)) == text
 
@@ -87,7 +87,7 @@ def line(value):
         ("a.txt", b" \n\t", "must not be empty, got '.*a.txt'"),
     ],
 )
-def test_texts_that_are_none_are_refused_by_their_file(tmp_path, name, content, sentence):
+def test_files_without_usable_text_are_refused_by_name(tmp_path, name, content, sentence):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=sentence):
         list(documents.local_documents(documents.local_files(str(tmp_path / name)), "text"))
@@ -100,7 +100,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path, inside):
         documents.local_files(str(tmp_path if inside else tmp_path / "a.txt"))
 
 
-def test_content_is_told_by_bytes_and_kind_alone(tmp_path):
+def test_the_digest_of_data_depends_on_bytes_and_kind_alone(tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
     (tmp_path / "a" / "one.txt").write_text("same")

@@ -1,4 +1,4 @@
-"""`fem generate` and `fem eval`: streaming, and lm-evaluation-harness offline against computations of our own."""
+"""`fem generate` and `fem eval`: streaming, and lm-evaluation-harness's scores against our own computations."""
 
 import json
 import math
@@ -213,7 +213,7 @@ def evaluate(folder, tasks, output, names):
 
 @pytest.mark.slow
 def test_bits_per_byte_are_those_of_the_windows(folder, model, tasks, offline, tmp_path):
-    """Windows of 48 predictions each; the last is filled up with the tokens before it, which count no more."""
+    """Windows of 48 predictions each; the last begins with earlier tokens, which are not counted again."""
     network, tokenizer = model
     found = evaluate(folder, tasks, tmp_path / "run", "made_up_pages")["made_up_pages"]
     nats = 0.0

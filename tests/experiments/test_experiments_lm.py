@@ -135,7 +135,7 @@ def test_models_of_one_seed_start_from_the_same_embeddings(corpus):
 
 def test_weight_decay_spares_beta_norms_and_biases(corpus, tmp_path):
     model = lm.build_model(lm.model_config(TINY, {}, 300), 0)
-    trainer = lm.LanguageTrainer(
+    trainer = lm.WeightDecayTrainer(
         model=model, args=lm.training_arguments(TINY, str(tmp_path)), eval_dataset=corpus.validation
     )
     decayed = set(trainer.get_decay_parameter_names(model))

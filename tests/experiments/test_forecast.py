@@ -37,7 +37,7 @@ def csv(tmp_path):
 
 
 def bare_backbone(channels=3, lookback=23, horizon=5):
-    """The backbone without blocks, whose tokens never meet."""
+    """The backbone without blocks, in which no token sees another."""
     backbone = ForecastBackbone(channels, lookback, horizon, 16, nn.Sequential(), 0.0).double()
     with torch.no_grad():
         for parameter in backbone.parameters():
@@ -262,7 +262,7 @@ def test_a_run_that_diverges_says_so(monkeypatch, csv, tmp_path):
         (["--data", "nowhere.csv"], "data must be a CSV file (.csv or .csv.gz), got no such file: 'nowhere.csv'."),
         (["--horizon", "soon"], "horizon must be a positive number, or several with commas, got 'soon'."),
         (["--mixers", "transformer"], "mixer must be a prior"),
-        (["--profile", "phone"], "profile must be laptop or paper, got 'phone'."),
+        (["--profile", "phone"], "profile must be one of laptop, paper; got 'phone'."),
         (["--epochs", "0"], "epochs must be positive, got 0."),
     ],
 )

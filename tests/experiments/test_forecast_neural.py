@@ -158,7 +158,7 @@ def test_bad_sizes_are_one_sentence():
 
 
 @pytest.mark.parametrize("model", BASELINES)
-def test_every_peer_trains_on_train_rows_and_is_tested_on_all_windows(model):
+def test_every_baseline_trains_on_train_rows_and_is_tested_on_all_windows(model):
     assert MODELS.keys() == set(BASELINES)
     splits = {"train": (0, 100), "validation": (100, 120), "test": (120, 150)}
     series = Series("waves", ("a", "b"), ROWS.astype(np.float64), splits)

@@ -319,8 +319,8 @@ def test_a_model_without_fem_is_refused(monkeypatch, capsys, tmp_path, tokenizer
 @pytest.mark.parametrize("preserve", [True, False])
 def test_a_model_whose_attention_was_replaced_is_read_as_it_computes(tmp_path, tokenizer, preserve):
     torch.manual_seed(0)
-    host = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=2, n_head=2))
-    model = replace_attention(host, preserve=preserve).eval()
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=2, n_head=2))
+    model = replace_attention(gpt2, preserve=preserve).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)

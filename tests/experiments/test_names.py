@@ -1,4 +1,4 @@
-"""What tables and pictures call a mixer can be typed, and no two mixers of a picture share name or colour."""
+"""The names of mixers in tables and pictures can be typed; no two mixers of a picture share a name or a colour."""
 
 from itertools import product
 
@@ -44,7 +44,8 @@ def test_the_parts_of_a_prior_have_a_colour_each_and_priors_alone_are_grey(prior
 
 
 def test_names_that_are_none_of_a_mixer_stay_as_they_are():
-    assert display("pool:attention") == "pool:attention"
+    assert display("a made-up mixer") == "a made-up mixer"
+    assert [display(name) for name in ("pool:attention", "pool:fem/r4")] == ["attention pooling", "FEM pooling/r4"]
     assert display("fla:DeltaNet") == "DeltaNet (fla)"
     assert [display(name) for name in ("softmax", "fem-sm", "gla", "gla+CLTG", "mamba+CLTG-norm")] == [
         "attention",

@@ -16,7 +16,7 @@ from fem.experiments.common.paired import paired, shown
 from fem.experiments.common.sweep import finished
 from fem.experiments.regimes import TASKS, RegimesRecipe, experiment, run
 from fem.experiments.regimes.pools import POOLS
-from fem.experiments.regimes.real import HELD_OUT, WINDOW, DailyExtremes, Exceeded, digits, rows
+from fem.experiments.regimes.real import HELD_OUT, WINDOW, DailyExtremes, Exceeded, Speakers, digits, rows, speeches
 from fem.experiments.regimes.report import over, reference, table, title
 from fem.experiments.regimes.settings import ROWS
 from fem.experiments.regimes.tasks import NOT_ASKED, HighWater, PeakHold, Recall, SetStatistics, Snapshot
@@ -119,6 +119,11 @@ def test_scores_are_1_for_the_truth_and_constants_for_what_never_looks(name):
     assert not torch.equal(draw(task, 200, "test", seed=1)[0], x)
 
 
+def test_an_mlp_too_narrow_to_make_up_for_a_mixer_is_one_sentence():
+    with pytest.raises(ValueError, match=r"^\S+ has [\d,]+ parameters more than its baseline, .* at least \d+ wide\.$"):
+        build(TASKS["peak"], "softmax+CLTG", Training(mlp_width=1))
+
+
 def test_all_rows_have_the_same_parameters():
     training = Training()
     count = lambda name: sum(p.numel() for p in build(TASKS["bags"], canonical(name), training).parameters())  # noqa: E731
@@ -198,6 +203,39 @@ def test_a_run_writes_its_page_and_goes_on_where_it_was(tmp_path, monkeypatch):
     assert finished(jobs, tmp_path / "regimes" / "runs").keys() == {job.key for job in jobs}
 
 
+def a_play(path, speakers=10, words=500):
+    """Speaker s says the words s0, s1 .. in speeches of 50, all speakers in turn."""
+    letters = "abcdefghij"[:speakers]
+    word = lambda letter, index: letter + "".join("klmnopqrst"[int(digit)] for digit in f"{index:03}")  # noqa: E731
+    speech = lambda letter, start: " ".join(word(letter, start + index) for index in range(50))  # noqa: E731
+    turns = [f"{letter.upper()}:\n{speech(letter, start)}" for start in range(0, words, 50) for letter in letters]
+    path.write_text("\n\n".join(turns))
+    return path
+
+
+def test_words_are_asked_for_their_speaker_and_the_test_is_said_later(tmp_path):
+    task = Speakers(str(a_play(tmp_path / "play.txt")))
+    known, said = speeches(task.path)
+    assert known == 1001
+    for who in range(10):
+        assert [len(said[split][who]) for split in HELD_OUT] == [300, 100, 100]
+    x, targets = task.draw(Generator().manual_seed(0), 50)
+    assert x.shape == (50, 33, 1002)
+    torch.testing.assert_close(x.sum(-1), torch.ones(50, 33))
+    assert (targets[:, :-1] == NOT_ASKED).all()
+    numbers = x[:, :-1].argmax(-1)
+    for row, who in zip(numbers, targets[:, -1, 0]):
+        windows = said["train"][who].unfold(0, 32, 1)
+        assert (windows == row).all(1).any()
+    seen, later = ({int(n) for part in said[split] for n in part} - {1000} for split in ("train", "test"))
+    assert not seen & later
+
+
+def test_a_play_needs_ten_speakers(tmp_path):
+    with pytest.raises(ValueError, match="ten speakers of 320 words or more"):
+        speeches(str(a_play(tmp_path / "play.txt", speakers=9)))
+
+
 def scored(*scores):
     training = {"width": 16, "heads": 2}
     return [
@@ -224,7 +262,7 @@ def test_a_row_is_compared_with_attention_or_with_the_papers_start_of_the_same_m
         ("Where the free energy pays: peak", {"tasks": "peak"}),
         ("Where the free energy pays: starts of beta and lambda", {"mixers": "softmax+LTG,softmax+LTG/b8"}),
         ("Where the free energy pays: values as wide as the model", {"mixers": "softmax,softmax+LTG/wide"}),
-        ("Pooling a set: the free energy beside mean, maximum and attention", {"tasks": "bags", "mixers": "pool:fem"}),
+        ("Pooling a set: bags", {"tasks": "bags", "mixers": "pool:fem"}),
     ],
 )
 def test_pages_of_different_questions_have_different_titles(wanted, options):
@@ -252,8 +290,9 @@ def _watched(draw, seen, *arguments):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tasks": "peaks"}, "tasks must be from .*got peaks"),
+        ({"tasks": "peaks"}, "tasks must be from .*got 'peaks'"),
         ({"tasks": "ett-events"}, "give --ett"),
+        ({"tasks": "speakers"}, "give --play"),
         ({"mixers": "softmax+X"}, "mixer must be"),
         ({"mixers": "pool:max"}, "need --tasks bags"),
         ({"learning_rates": "fast"}, "learning_rates must be numbers"),

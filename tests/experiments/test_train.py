@@ -1,4 +1,4 @@
-"""`fem train`: recipes, data, packing, checkpoints, resuming, and what it says of mistakes."""
+"""`fem train`: recipes, data, packing, checkpoints, resuming, and error messages."""
 
 import errno
 import json
@@ -34,7 +34,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
-    """A run that nothing stopped."""
+    """A run that was never stopped."""
     torch.set_num_threads(1)
     output = tmp_path_factory.mktemp("whole") / "run"
     training.run(tiny(data), output)
@@ -345,7 +345,7 @@ def test_a_stream_goes_on_with_the_processes_that_read_it(data, tokenizer, tmp_p
         training.run(tiny(data, **changes, save_steps=3), tmp_path / "run", resume=True)
 
 
-def test_a_dataset_that_is_nowhere_is_one_sentence(monkeypatch):
+def test_a_dataset_that_does_not_exist_is_one_sentence(monkeypatch):
     def offline(*args, **given):
         raise ConnectionError("Couldn't reach the Hub\nand more")
 
@@ -364,7 +364,7 @@ def test_checkpoints_none_of_which_is_whole_are_left_alone(whole, data, tmp_path
     assert len(checkpoints.checkpoints(tmp_path)) == 3
 
 
-def test_a_loss_that_is_no_number_stops_the_run(data, tmp_path):
+def test_a_loss_of_nan_stops_the_run(data, tmp_path):
     with pytest.raises(ValueError, match=r"the loss is (nan|inf) at step"):
         training.run(tiny(data, learning_rate=1e12, clip=1e12, warmup_steps=0, log_steps=1), tmp_path)
 
@@ -382,7 +382,7 @@ def test_the_paper_recipes_are_the_papers():
             assert packing.Share(recipe.batch_size, 2, 0, processes).accumulation == 64 // processes
 
 
-def test_beta_and_lambda_in_the_journal_are_the_layers(whole, data):
+def test_logged_beta_and_lambda_are_those_of_the_layers(whole, data):
     model, _ = load_language_model(whole)
     row = packing.TokenFile.open(whole / "tokens").row(3, 24)
     layers = [block.mixer for block in model.model.layers]

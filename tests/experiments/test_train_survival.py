@@ -1,4 +1,4 @@
-"""What a training promises around its steps: where it ends, whose data it has, who writes, what stops it."""
+"""What a training promises beside its steps: how it ends, what its data are, who may write, what stops it."""
 
 import errno
 import json
@@ -52,7 +52,7 @@ def copy(whole, tmp_path):
 
 @pytest.fixture
 def cut(copy):
-    """The run as a kill after its second checkpoint leaves it."""
+    """The run as it is when a kill ends it after its second checkpoint."""
     shutil.rmtree(copy / "checkpoint-12")
     (copy / "results.json").unlink()
     return copy
@@ -152,7 +152,7 @@ def test_damaged_tokens_are_written_again(cut, whole, data, capsys, how):
 
 
 def poison(monkeypatch, step):
-    """The gradient of one weight is no number at this step."""
+    """The gradient of one weight is NaN at this step."""
     original = trainer.TextTrainer.training_step
 
     def poisoned(self, model, *args):
@@ -164,7 +164,7 @@ def poison(monkeypatch, step):
     monkeypatch.setattr(trainer.TextTrainer, "training_step", poisoned)
 
 
-def test_a_gradient_that_is_no_number_stops_the_run_and_names_the_step(data, tmp_path, monkeypatch, capsys):
+def test_a_gradient_of_nan_stops_the_run_and_names_the_step(data, tmp_path, monkeypatch, capsys):
     poison(monkeypatch, 10)
     with pytest.raises(ValueError, match=r"the gradient is nan at step 10; .*checkpoint-5 is whole"):
         training.run(tiny(data), tmp_path / "run")
@@ -174,7 +174,7 @@ def test_a_gradient_that_is_no_number_stops_the_run_and_names_the_step(data, tmp
     assert "the gradient is nan at step 10; as it is, this one will come to the same step" in capsys.readouterr().err
 
 
-def test_a_step_that_is_not_finite_is_left_out_if_asked(data, whole, tmp_path, monkeypatch):
+def test_a_step_whose_gradient_is_not_finite_is_skipped_if_asked(data, whole, tmp_path, monkeypatch):
     poison(monkeypatch, 5)
     training.run(tiny(data, nonfinite="skip", log_steps=1), tmp_path / "run")
     assert all(weight.isfinite().all() for weight in weights(tmp_path / "run", 12).values())
@@ -236,7 +236,7 @@ def test_a_signal_saves_at_the_end_of_the_step(data, whole, tmp_path, monkeypatc
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_limit_of_time_saves_before_it(data, tmp_path):
+def test_a_time_limit_saves_before_it_is_reached(data, tmp_path):
     with pytest.raises(Paused, match="stopped by the time limit; step 1 of 12 is saved") as stopped:
         training.run(tiny(data), tmp_path / "run", seconds=1.0)
     assert stopped.value.code == 75
@@ -245,12 +245,12 @@ def test_a_limit_of_time_saves_before_it(data, tmp_path):
 @pytest.mark.parametrize(
     "text, seconds", [("90", 5400), ("1:30", 90), ("2:00:00", 7200), ("1-0:00:10", 86410), (None, None)]
 )
-def test_limits_of_time_are_slurms(text, seconds):
+def test_time_limits_are_read_as_slurm_writes_them(text, seconds):
     assert seconds_of(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "1:2:3:4", "-5"])
-def test_other_limits_are_refused(text):
+def test_other_time_limits_are_refused(text):
     with pytest.raises(ValueError, match="time_limit must be"):
         seconds_of(text)
 
@@ -266,8 +266,8 @@ def test_ctrl_c_says_what_to_type(data, tmp_path, monkeypatch, capsys):
     assert re.fullmatch(rf"stopped by SIGINT; .* to go on: fem {' '.join(words)} --resume auto", last)
 
 
-def test_the_group_of_the_model_waits_no_longer_than_told(monkeypatch):
-    """On CPUs transformers begins it with half an hour."""
+def test_the_default_process_group_has_the_timeout_of_the_recipe(monkeypatch):
+    """On CPUs, transformers creates it with a timeout of half an hour."""
     told = []
     found = {"is_initialized": True, "get_rank": 0, "get_world_size": 2, "new_group": None}
     for name, value in found.items():
@@ -310,7 +310,7 @@ def test_what_a_killed_writer_left_is_named_and_no_obstacle(tmp_path, capsys):
 
 
 def test_a_folder_that_another_training_filled_in_the_meantime_is_kept(whole, data, tmp_path, monkeypatch):
-    """Another process makes, fills and leaves the folder between our first look and our lock."""
+    """Another process creates and fills the folder between our first check of it and our lock."""
     output = tmp_path / "run"
     mkdir = type(output).mkdir
 
@@ -384,7 +384,7 @@ def test_another_experiment_s_folder_is_left_alone(tmp_path, data, name, text):
     assert contents(tmp_path) == before
 
 
-def test_results_of_nobody_knows_what_are_left_alone(tmp_path, data):
+def test_results_of_an_unknown_run_are_left_alone(tmp_path, data):
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(ValueError, match="must be empty or a training's"):
         training.run(tiny(data), tmp_path)
@@ -425,7 +425,7 @@ def test_the_nearest_preset_is_named(data, tmp_path):
         training.run(tiny(data, preset="fem-sm-tny"), tmp_path / "run")
 
 
-def test_a_model_field_that_is_none_is_named(data, tmp_path):
+def test_an_unknown_model_field_is_named(data, tmp_path):
     with pytest.raises(ValueError, match=r"model_fields must be .*got 'hiden_size'; did you mean hidden_size\?"):
         training.run(tiny(data, model='{"hiden_size": 32}'), tmp_path / "run")
 
@@ -439,13 +439,13 @@ def test_a_refused_training_leaves_nothing_behind(data, tmp_path, changes, as_us
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_precision_from_outside_is_refused(data, tmp_path, monkeypatch):
+def test_a_precision_from_the_environment_is_refused(data, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION=bf16 would change the arithmetic"):
         training.run(tiny(data), tmp_path / "run")
 
 
-def test_a_log_that_nobody_watches_has_a_line_for_every_one_of_metrics(data, tmp_path, capsys):
+def test_without_a_terminal_every_line_of_metrics_is_printed(data, tmp_path, capsys):
     training.run(tiny(data), tmp_path / "run")
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -453,7 +453,7 @@ def test_a_log_that_nobody_watches_has_a_line_for_every_one_of_metrics(data, tmp
     assert re.match(r"step 3/12, loss \d\.\d+, grad norm [\d.]+, [\d,]+ tokens/s, 0:00:0\d left", said[0])
 
 
-def test_what_a_place_copies_is_what_it_was(whole):
+def test_a_checkpoint_keeps_config_and_metrics_as_they_were(whole):
     config = json.loads((whole / "checkpoint-10" / place.COPY / "config.json").read_text())
     assert config["recipe"]["max_steps"] == 12
     lines = (whole / "checkpoint-10" / place.COPY / "metrics.jsonl").read_text().splitlines()
@@ -479,7 +479,7 @@ def strange_model(whole, tmp_path, what):
 
 
 @pytest.mark.parametrize("what", ["model", "tokenizer"])
-def test_a_stranger_s_code_is_never_run_nor_asked_about(whole, data, tmp_path, monkeypatch, what):
+def test_code_in_a_model_s_folder_is_never_run(whole, data, tmp_path, monkeypatch, what):
     folder = strange_model(whole, tmp_path, what)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     with pytest.raises(ValueError, match=r"(model|tokenizer) .*brings code of its own: fem runs none"):

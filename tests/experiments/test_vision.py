@@ -1,4 +1,4 @@
-"""The image classifier, pictures and what becomes of them, training, and the report."""
+"""`fem vision`: the image classifier, its data and augmentations, training, and the report."""
 
 import io
 import json
@@ -66,7 +66,7 @@ def classifier(**fields):
 
 
 def randomised(model):
-    """No weight at a start that hides it: zeros of the conditioner, biases and the class token."""
+    """Every weight away from 0, where the conditioner, biases and the class token start and would hide errors."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -232,7 +232,7 @@ def test_hidden_states_are_those_between_the_blocks():
         ({"mixer": {"use_cnov": True}}, TypeError, "did you mean 'use_conv'"),
     ],
 )
-def test_a_model_that_cannot_be_is_refused(fields, error, sentence):
+def test_a_config_that_no_model_can_have_is_refused(fields, error, sentence):
     with pytest.raises(error, match=sentence):
         FEMImageConfig(**TINY | fields)
 
@@ -351,7 +351,7 @@ def test_data_that_are_not_laid_out_are_refused(tmp_path, make, files, sentence)
         images.load_pictures(make(tmp_path / "data", files))
 
 
-def test_what_is_no_data_is_refused(tmp_path, monkeypatch):
+def test_a_source_that_is_no_data_set_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file.txt").write_text("text")
     with pytest.raises(ValueError, match="must be digits, a folder, a zip file or a dataset of the hub, got the file"):
         images.load_pictures(str(tmp_path / "file.txt"))
@@ -365,7 +365,7 @@ def test_what_is_no_data_is_refused(tmp_path, monkeypatch):
         images.load_pictures("no/such")
 
 
-def test_columns_that_are_no_pictures_are_named(monkeypatch):
+def test_a_dataset_without_a_column_of_images_is_refused(monkeypatch):
     table = datasets.Dataset.from_dict({"text": ["a"], "label": [0]})
     monkeypatch.setattr(images, "way_to_the_hub", lambda: None)
     monkeypatch.setattr(images, "load_dataset", lambda name: datasets.DatasetDict(train=table, test=table))
@@ -546,7 +546,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(pictures, tmp_path,
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(pictures, tmp_path, monkeypatch, capsys, listed):
-    """listed: as they are now; else as the version before left them."""
+    """listed: with a list of files, as now; else as the version before wrote checkpoints."""
     whole = trained(JOB, pictures, tmp_path / "whole")
 
     def stop(self, args, state, control, **_):

@@ -144,8 +144,18 @@ def test_pooling_follows_the_largest_element_as_beta_grows():
         (lambda: FreeEnergyCrossMixer(8, 2, prior_type="gla"), TypeError, "got prior_type"),
         (lambda: FreeEnergyPooling(8, 2, queries=0), ValueError, "queries must be positive, got 0"),
         (lambda: FreeEnergyPooling(8, 2)(torch.zeros(2, 8)), ValueError, "x must have shape"),
-        (lambda: FreeEnergyPooling(8, 2)(torch.zeros(2, 3, 9)), ValueError, "memory must have shape"),
-        (lambda: FreeEnergyPooling(8, 2)(torch.zeros(2, 3, 8), torch.ones(2, 3)), TypeError, "key_mask"),
+        (lambda: FreeEnergyPooling(8, 2)(torch.zeros(2, 3, 9)), ValueError, "x must have shape"),
+        (lambda: FreeEnergyPooling(8, 2)(torch.zeros(2, 3, 8), torch.ones(2, 3)), TypeError, "attention_mask must be"),
+        (
+            lambda: FreeEnergyCrossMixer(8, 2)(torch.zeros(2, 1, 8), torch.zeros(2, 3, 8), torch.ones(2, 3)),
+            TypeError,
+            "memory_mask must be",
+        ),
+        (
+            lambda: FreeEnergyCrossMixer(8, 2)(torch.zeros(2, 1, 8), torch.zeros(2, 3, 8), torch.ones(2, 4).bool()),
+            ValueError,
+            "memory_mask must have shape",
+        ),
         (
             lambda: FreeEnergyCrossMixer(8, 2)(torch.zeros(2, 3, 8), torch.zeros(3, 3, 8)),
             ValueError,

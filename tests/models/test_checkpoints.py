@@ -17,6 +17,7 @@ from small_models import VOCABULARY, lively, small_config, tokens
 
 import fem
 from fem import replace_attention
+from fem.extras import how_to_install
 from fem.models import FEMForCausalLM, FEMForImageClassification, FEMImageConfig, load_replaced
 from fem.models.surgery.head import FreeEnergyHead
 
@@ -103,6 +104,7 @@ def test_untrusted_code_is_refused(kind, tmp_path):
 
 def test_trusted_code_needs_no_second_copy_of_the_library(tmp_path):
     FEMForCausalLM(small_config()).save_pretrained(tmp_path)
+    assert how_to_install("lm") in (tmp_path / "open_with_fem.py").read_text()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
     loaded.save_pretrained(tmp_path / "again")
     assert type(loaded) is FEMForCausalLM

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, T
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from fem import PRIORS
+from fem.extras import how_to_install
 from fem.models import FEMConfig, FEMForCausalLM, FEMModel, loss, preset, write_model_card
 from fem.models.presets import FAMILIES, PRESETS, TRANSFORMER, count_parameters, with_parameters
 
@@ -434,3 +435,4 @@ def test_model_card_tells_the_layers_and_the_results(softmax_model, tmp_path):
     assert "| layers, by prior | 2 softmax |" in card
     assert "| validation loss (nats) | 3.25 |" in card
     assert 'from_pretrained("my-model")' in card
+    assert how_to_install("lm") in card  # the library is on no index yet

@@ -1,10 +1,10 @@
-"""Trainings that are killed, stopped, starved of disk and damaged, then go on: what became of each.
+"""Trainings that are killed, stopped, run out of disk or are damaged, and then resumed: the outcome of each.
 
     python tests/support/chaos.py [--output FOLDER] [--seed N] [--work FOLDER]
 
-writes chaos.md and chaos.json. Every case is one of: gone on with the same weights bit for bit ("same"), refused in a
-sentence that says what to do ("refused"), or a fault: "silent" (damage that nobody is told of), "traceback", "lost".
-Cases that have ended stand in the work folder: a call that was stopped goes on after them.
+writes chaos.md and chaos.json. Every case is one of: resumed with the same weights bit for bit ("same"), refused with a
+sentence that says what to do ("refused"), or a fault: "silent" (damage that is not reported), "traceback", "lost".
+Finished cases are kept in the work folder: a call that was stopped resumes after them.
 """
 
 from __future__ import annotations

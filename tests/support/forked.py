@@ -1,4 +1,4 @@
-"""`fem train` in forks of a server that has imported everything: seconds less a training than a fresh command."""
+"""`fem train` in forks of a server that has imported everything, which saves seconds per training."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Ended:
 
 
 def arguments(recipe, output: Path, resume: bool) -> list[str]:
-    """The command's words."""
+    """The arguments of the command line."""
     from fem.experiments.common.run import called
 
     words = ["train", "--output", str(output), *(["--resume", "auto"] if resume else [])]
@@ -54,9 +54,9 @@ def arguments(recipe, output: Path, resume: bool) -> list[str]:
 
 
 class Training:
-    """One process, or torchrun's agent and its ranks. What they say goes to a file of its own.
+    """One process, or torchrun's agent and its ranks, whose output goes to a file.
 
-    processes: None is one without torchrun. before: called in every rank before it trains, as with a fault of its own.
+    processes: None is one without torchrun. before: called in every rank before it trains, such as to inject a fault.
     """
 
     def __init__(self, recipe, output: Path, processes: int | None = None, resume: bool = False, before=None):

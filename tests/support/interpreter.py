@@ -1,4 +1,4 @@
-"""Triton's interpreter in half the time: it patches its language at every call of a function, once is enough."""
+"""Triton's interpreter in half the time: it patches its language at every call of a function, which is needed once."""
 
 from __future__ import annotations
 

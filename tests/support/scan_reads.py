@@ -1,4 +1,4 @@
-"""Every scan read with its inputs, and its definition as one table of scores: what common promises are tested on."""
+"""Every scan read with its inputs and its definition as a table of scores, for tests of what all reads promise."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def small_config(**fields) -> FEMConfig:
 
 
 def lively(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Every parameter away from its start, so that none can be lost unseen; in eval mode."""
+    """Move every parameter away from its start, so that a lost one shows; the model in eval mode."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

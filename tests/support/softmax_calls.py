@@ -72,7 +72,7 @@ class SoftmaxCall:
             tokens, cache_position = read_tokens((1, size), v.device, *marks, cache_position, "key_mask")
             memory = append(memory, k[:, piece], v[:, piece], beta, tokens, with_position=self.window is not None)
             keys, values = (memory[name] for name in KEPT)
-            start = tuple(memory[name] for name in PACKED) if "shift" in memory else None
+            start = tuple(memory.get(name) for name in PACKED) if "shift" in memory else None
             seen = type(tokens)(memory.get("keep"), None, memory.get("document"), memory.get("position"))
             reads.append(cached_read(q[:, piece], keys, values, beta, start, window=self.window, tokens=seen))
             memory = memory if self.window is None else within_window(memory, self.window)

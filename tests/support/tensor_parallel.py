@@ -51,13 +51,15 @@ def step(model, ids, engine: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compare(name: str, engine: str, scratch: Path) -> dict:
+    from transformers.distributed import DistributedConfig
+
     from fem.models import FEMForCausalLM
 
     one, folder = model(FAMILIES[name]), scratch / name.replace(" ", "_")
     if dist.get_rank() == 0:
         one.save_pretrained(folder)
     dist.barrier()
-    split = FEMForCausalLM.from_pretrained(folder, tp_plan="auto")
+    split = FEMForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=dist.get_world_size()))
     ids = torch.randint(1, 56, (2, 11), generator=torch.Generator().manual_seed(1))
     (logits, loss), (split_logits, split_loss) = step(one, ids, engine), step(split, ids, engine)
     whole = {key: getattr(x, "full_tensor", lambda x=x: x)() for key, x in split.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Inputs that stand at the limits inside the reads."""
+"""Inputs at the thresholds at which the reads change their method."""
 
 from __future__ import annotations
 

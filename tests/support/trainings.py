@@ -1,4 +1,4 @@
-"""Tiny trainings for the tests; run as a script, one that may kill itself: RECIPE OUTPUT RESUME DEATH as JSON."""
+"""Tiny trainings for the tests. As a script, RECIPE OUTPUT RESUME DEATH as JSON: one that may kill itself."""
 
 import json
 import os
@@ -14,7 +14,7 @@ WORDS = ["sun", "moon", "river", "stone", "bird", "leaf"]
 
 
 def write_corpus(path, documents=120, seed=0):
-    """JSON lines of made-up sentences, a dozen a document."""
+    """JSON lines of made-up sentences, about a dozen per document."""
     draw = random.Random(seed)
     sentence = lambda w: f"the {w} sees the {WORDS[(WORDS.index(w) + 1) % 6]}."  # noqa: E731
     lines = [" ".join(map(sentence, draw.choices(WORDS, k=draw.randint(1, 24)))) for _ in range(documents)]
@@ -44,7 +44,7 @@ def tiny(made_up, **changes):
 
 
 def losses(output):
-    """What metrics.jsonl says of the training, times and memory apart."""
+    """The lines of metrics.jsonl, without times and memory."""
     lines = map(json.loads, (Path(output) / "metrics.jsonl").read_text().splitlines())
     told = ("step", "train_loss", "val_loss", "grad_norm", "learning_rate", "lambda_mean", "beta_mean")
     return [{name: line[name] for name in told if name in line} for line in lines]
@@ -68,8 +68,8 @@ def die(*_):
 
 
 def main(recipe, output, resume, death):
-    """death: ["step", n]; ["save", n], in which the optimiser's state is already there; ["room", n]: from step 10 on
-    no file may grow beyond n bytes, as on a full disk; or None."""
+    """death: ["step", n], at the end of this step; ["save", n], while it is saved, after the optimiser's state;
+    ["room", n], no death, but from step 10 on no file may grow beyond n bytes, as on a full disk; or None."""
     torch.set_num_threads(1)
     from fem.experiments.lm import metrics, trainer, training
     from fem.experiments.lm.recipe import TrainRecipe

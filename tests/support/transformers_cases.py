@@ -1,4 +1,4 @@
-"""Our models, and Llama beside them, as the test suite of transformers takes a model. Run by `transformers_suite`."""
+"""Our models, and Llama for comparison, as transformers' test suite needs them. Run by `transformers_suite`."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ for head, names in {
     "ForTokenClassification": auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     "ForQuestionAnswering": auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
 }.items():
-    names["fem"] = f"FEM{head}"  # the suite reads there which labels a class takes
+    names["fem"] = f"FEM{head}"  # from which the suite reads which labels a class takes
 
 
 class Sizes:
-    """What the suite asks of a model's tester."""
+    """The model tester that the suite expects."""
 
     batch_size, seq_length, is_training = 13, 7, True
     vocab_size, hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads = 99, 32, 2, 4, 2

@@ -1,4 +1,4 @@
-"""What a profile measures."""
+"""The comparisons that each profile measures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BASELINES_AT_LENGTH = ("GLA (fla)", "Mamba (mamba-ssm)")
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: mixers that run in turn on the same input. layers: blocks of the model; 0: none."""
+    """One comparison: mixers that run in turn on the same input. layers: blocks of the model; 0: the mixer alone."""
 
     part: str
     size: Size

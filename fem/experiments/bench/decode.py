@@ -1,4 +1,4 @@
-"""Generation: seconds a token, and what a layer carries from token to token."""
+"""Generation token by token: seconds per token, and the bytes of a layer's state."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from fem.experiments.bench.measure import alternate
 from fem.experiments.bench.mixers import Attention, build_mixer
 from fem.mixer import FreeEnergyMixer
 
-STRETCH = 256  # tokens generated at a time, from the same context each time: a FEM cache joins its pieces once in it
+STRETCH = 512  # tokens generated at a time, at most, from the same context each time
 
-Stream = tuple[Callable[[], list[Tensor]], int]  # the outputs of a stretch, and bytes of the state before it
+Stream = tuple[Callable[[], list[Tensor]], int]  # what generates a stretch, and bytes of the state before it
 
 
 def measure(case: Case, device: torch.device, seconds: float) -> dict[str, dict[str, float | int]]:
-    """Median seconds of a token after `time` tokens, and bytes of the state there, of every mixer."""
+    """Every mixer's median seconds per token after a context of `size.time` tokens, and bytes of the state then.
+
+    A stretch is an eighth of the context, for which a FEM cache is copied once, to make room: that copy is in its time.
+    """
     dtype, size = getattr(torch, case.dtype), case.size
+    stretch = min(STRETCH, max(1, size.time // 8))
     prompt = torch.randn(size.batch, size.time, size.width, device=device, dtype=dtype)
-    tokens = torch.randn(STRETCH, size.batch, 1, size.width, device=device, dtype=dtype)
+    tokens = torch.randn(stretch, size.batch, 1, size.width, device=device, dtype=dtype)
     streams = {}
     with torch.no_grad():
         for name in case.mixers:
@@ -31,7 +35,7 @@ def measure(case: Case, device: torch.device, seconds: float) -> dict[str, dict[
             streams[name] = stream(layer, prompt, tokens)
         taken = alternate({name: generate for name, (generate, _) in streams.items()}, seconds, device)
     return {
-        name: {"token_s": taken[name] / STRETCH, "state_bytes": state_bytes}
+        name: {"token_s": taken[name] / stretch, "state_bytes": state_bytes}
         for name, (_, state_bytes) in streams.items()
     }
 
@@ -39,12 +43,12 @@ def measure(case: Case, device: torch.device, seconds: float) -> dict[str, dict[
 def stream(
     layer: Attention | FreeEnergyMixer, prompt: Float[Tensor, "b t d"], tokens: Float[Tensor, "n b 1 d"]
 ) -> Stream:
-    """How a layer that has seen the prompt reads the tokens one by one."""
+    """A function that feeds the tokens one by one to a layer that has read the prompt, and the state's bytes."""
     return (_attention if isinstance(layer, Attention) else _fem)(layer, prompt, tokens)
 
 
 def _attention(layer: Attention, prompt: Tensor, tokens: Tensor) -> Stream:
-    """A KV cache allocated once, at the length that it will have."""
+    """With a KV cache that is allocated once, at its final length."""
     time = prompt.shape[1]
     position = torch.arange(time + len(tokens), device=prompt.device)
     _, *prefilled = layer.project(prompt, position[:time])

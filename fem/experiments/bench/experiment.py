@@ -1,4 +1,4 @@
-"""`fem bench`: one table a part, and pictures where context grows."""
+"""`fem bench`: a table per part, and pictures of the parts in which the context grows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from fem.experiments.bench import decode, tables, workloads
 from fem.experiments.bench.cases import PARTS, PROFILES, Case
 from fem.experiments.common.options import recipe_options
+from fem.experiments.common.recipes import listed, require_one_of, require_positive, require_some_of
 from fem.experiments.common.run import PAGE, command_line, cpu_threads, open_run, option, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_table
 
@@ -25,29 +26,25 @@ class BenchRecipe:
 
     profile: str = option("laptop", f"Sizes: {' or '.join(PROFILES)} (for a GPU).")
     parts: str = option(",".join(PARTS), "Parts, with commas between them.")
-    seconds: float = option(4.0, "Seconds of measuring a case's train steps, a third more for the forward.")
+    seconds: float = option(4.0, "Seconds to measure a case's train steps; a third of that more for forward passes.")
     threads: int = option(1, "CPU threads.")
     seed: int = option(0, "Seed of weights and inputs.")
 
     def __post_init__(self):
-        if self.profile not in PROFILES:
-            raise ValueError(f"profile must be one of {', '.join(PROFILES)}, got {self.profile!r}.")
-        unknown = [name for name in self.part_names if name not in PARTS]
-        if unknown or not self.part_names:
-            raise ValueError(f"parts must be from {', '.join(PARTS)}; got {', '.join(map(repr, unknown)) or 'none'}.")
-        if not self.seconds > 0 or self.threads < 1:
-            raise ValueError(f"seconds and threads must be positive, got {self.seconds} and {self.threads}.")
+        require_one_of("profile", self.profile, PROFILES)
+        require_some_of("parts", self.part_names, PARTS)
+        require_positive(self, "seconds", "threads")
 
     @property
     def part_names(self) -> list[str]:
-        return list(dict.fromkeys(name.strip() for name in self.parts.split(",") if name.strip()))
+        return listed(self.parts)
 
     def cases(self) -> list[Case]:
         return [case for case in PROFILES[self.profile] if case.part in self.part_names]
 
 
 def measured(recipe: BenchRecipe, device: torch.device) -> Iterator[tuple[Case, dict[str, dict]]]:
-    """Every case with the costs of its mixers, as they come."""
+    """Every case with the costs of its mixers, one after another."""
     with progress() as bars:
         cases = recipe.cases()
         bar = bars.add_task("bench", total=len(cases))
@@ -60,7 +57,7 @@ def measured(recipe: BenchRecipe, device: torch.device) -> Iterator[tuple[Case, 
 
 
 def run(recipe: BenchRecipe, output: Path) -> dict:
-    """The measurements, written to `output`; returns what results.json holds."""
+    """Measure, and write the results to `output`; returns what results.json holds."""
     from fem.experiments.bench import picture
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -79,7 +76,7 @@ def run(recipe: BenchRecipe, output: Path) -> dict:
 
 
 def report(folder: Path, parts: dict[str, tables.Results], how_made: str) -> str:
-    """A page with a section a part; its tables and pictures are written to `folder`."""
+    """A page with a section per part; writes their tables to `folder`."""
     where = "a GPU" if torch.cuda.is_available() else "a CPU"
     page = [TITLE.format(what=tables.TITLES[next(iter(parts))] if len(parts) == 1 else "What FEM costs", where=where)]
     for part, results in parts.items():
@@ -97,7 +94,7 @@ def report(folder: Path, parts: dict[str, tables.Results], how_made: str) -> str
 TITLE = """# {what}, on {where}
 
 Medians of mixers that run in turn: process time on a CPU, time between two events on a GPU. A train step is forward
-and backward; its memory is what it adds to what was held before. Blank is what was not run.
+and backward; its memory is what it adds at its peak to what was allocated before. Blank: not run.
 """
 
 

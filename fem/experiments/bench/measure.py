@@ -1,4 +1,4 @@
-"""Ratios that hold on a busy machine: mixers in turn, medians; memory in fresh processes."""
+"""Measurements whose ratios hold on a busy machine: steps in turn, medians; memory in fresh processes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ALLOCATOR = "MALLOC_MMAP_THRESHOLD_"
 
 
 def alternate(steps: Mapping[str, Step], seconds: float, device: torch.device) -> dict[str, float]:
-    """Median seconds of every step, all of them called in turn until `seconds` are spent, the first turn not counted.
+    """Median seconds of every step. All are called in turn until `seconds` are spent; the first turn does not count.
 
-    Process time on a CPU, so that other programs count for little; between two events on a GPU.
+    On a CPU this is process time, which other programs affect little; on a GPU, the time between two events.
     """
     clock = gpu_seconds if device.type == "cuda" else cpu_seconds
     taken: dict[str, list[float]] = {name: [] for name in steps}
@@ -52,14 +52,14 @@ def cpu_seconds(step: Step) -> float:
 
 
 def operations(step: Step) -> int:
-    """Floating-point operations of the step's matrix products, as torch's profiler counts them (Appendix O)."""
+    """Floating-point operations of the step's matrix products, counted by torch's profiler (Appendix O)."""
     with torch.profiler.profile(with_flops=True) as profile:
         step()
     return sum(event.flops or 0 for event in profile.key_averages())
 
 
 def gpu_growth(step: Step) -> int:
-    """Bytes by which a second call of the step peaks above what was held before it."""
+    """Bytes that a second call of the step adds at its peak to what was allocated before."""
     step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -70,23 +70,24 @@ def gpu_growth(step: Step) -> int:
 
 
 def cpu_growth(function: Step) -> int | None:
-    """Bytes by which resident memory peaks above its start during `function`. Linux alone; None elsewhere."""
+    """Bytes by which resident memory rises at its peak during `function`; None where the system is not Linux."""
     if sys.platform != "linux":
         return None
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # forget the peak so far
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     function()
-    return _resident("VmHWM") - before
+    return resident("VmHWM") - before
 
 
-def _resident(field: str) -> int:
+def resident(field: str) -> int:
+    """Bytes of memory of this process, on Linux: "VmRSS" now, "VmHWM" at most."""
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def in_fresh_process(function: Callable, *arguments) -> Any:
-    """What function(*arguments) returns in a process of its own, whose allocator hands every large block back."""
+    """function(*arguments) in a process of its own, whose allocator returns freed blocks to the system at once."""
     before = os.environ.get(ALLOCATOR)
     os.environ[ALLOCATOR] = str(1 << 16)
     try:

@@ -15,7 +15,7 @@ from fem.mixer import FreeEnergyMixer
 from fem.ops.common.rope import rotate
 
 BASELINE = "attention"
-PLAIN = ", plain"  # the plain backend
+PLAIN = ", plain"  # after a mixer's name: the plain backend
 MIXERS = {
     "attention": "softmax",
     "FEM-SM": "softmax+CLTG",
@@ -36,7 +36,7 @@ OWN_LAYER = "attention, FEM's layer"
 
 
 def shown(name: str) -> str:
-    """What tables and pictures call it: "FEM", "attention+LTG, plain"; "attention" is torch's own."""
+    """The name in tables and pictures: "FEM", "attention+LTG, plain"; "attention" is torch's own layer."""
     mixer = name.removesuffix(PLAIN)
     if mixer == "FEM-SM -G,T,L,C":
         return OWN_LAYER
@@ -48,7 +48,7 @@ def colour_of(name: str) -> str:
 
 
 class Attention(nn.Module):
-    """o = W_O softmax(q k / sqrt(d)) v with RoPE: the layer that FEM replaces, 4 D^2 weights, read by torch's SDPA."""
+    """o = W_O softmax(q k / sqrt(d)) v with RoPE, the layer that FEM replaces: 4 D^2 weights, torch's SDPA."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -78,7 +78,7 @@ class Size:
 
 
 def build_mixer(name: str, size: Size) -> nn.Module:
-    """Raises ModuleNotFoundError where the library of a baseline is not installed."""
+    """The mixer to measure. Raises ModuleNotFoundError where it is a baseline whose library is not installed."""
     if name == BASELINE:
         return Attention(size.width, size.heads)
     if name in baselines.BASELINES:
@@ -103,6 +103,6 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-def build_host(name: str, size: Size, layers: int) -> nn.Sequential:
-    """The blocks alone: Table 7 counts 2 x 85M operations a token, so embeddings and head of GPT-2 are not in it."""
+def build_blocks(name: str, size: Size, layers: int) -> nn.Sequential:
+    """Blocks without embeddings and head: Table 7 counts 2 x 85M operations per token, GPT-2's blocks alone."""
     return nn.Sequential(*(Block(size.width, build_mixer(name, size)) for _ in range(layers)))

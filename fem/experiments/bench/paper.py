@@ -1,4 +1,4 @@
-"""The paper's figures, on one L40S; rows by our names of them."""
+"""The paper's figures, measured on one L40S, under our names of the mixers."""
 
 from __future__ import annotations
 

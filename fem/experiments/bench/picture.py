@@ -1,4 +1,4 @@
-"""Pictures of a benchmark: cost over context."""
+"""Pictures of a benchmark: cost over context length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PANELS = {
 
 
 def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
-    """A picture for each part where context grows, from what results.json holds."""
+    """A picture for each part in which the context grows, from what results.json holds."""
     cases = [(_case(record), record["results"]) for record in results["bench"]]
     for part in PANELS:
         if found := [pair for pair in cases if pair[0].part == part]:
@@ -29,7 +29,7 @@ def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
 
 
 def _case(record: Mapping) -> Case:
-    mixers = record.get("mixers") or record["contenders"]  # their name in results of 0.1
+    mixers = record.get("mixers") or record["contenders"]  # the name in results of version 0.1
     return Case(record["part"], Size(**record["size"]), record["dtype"], tuple(mixers), record["layers"])
 
 

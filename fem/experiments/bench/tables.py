@@ -1,4 +1,4 @@
-"""Tables of a benchmark: every mixer beside attention in the same turns, and beside the paper's figures."""
+"""Tables of a benchmark: every mixer beside attention, measured in turn with it, and beside the paper's figures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOTES = {
     "layer": "Equal linear weights, 4 D^2; the conditioner C adds its own.",
     "gpt2": "Blocks without embeddings and head; baselines need a GPU and their library. In brackets the paper's own "
     "ratio to its flash attention: 12 blocks, T 1024, batch 8, FP32 on one L40S. Operations are those of matrix "
-    "products as torch's profiler counts them; flash attention's own are not in it, the plain form's are.",
+    "products as torch's profiler counts them: it sees those of the plain form, and not those inside flash attention.",
     "table5": f"Ratios are to {OWN_LAYER}: FEM without any of its parts. In brackets the paper's own ratio "
     "to that row: 8 blocks, T 2048, batch 4 on one L40S.",
     "decode": "Attention of equal weights keeps a KV cache, allocated at full length; FEM's values are half as wide.",
@@ -32,7 +32,7 @@ NOTES = {
 
 
 def rows(part: str, results: Results) -> list[dict]:
-    """The table of one part, one row for every mixer of every case; None where nothing was run."""
+    """The table of one part, with a row for every mixer of every case; None where it was not run."""
     make = _decode if part == "decode" else _costs
     return [make(part, case, name, found) for case, found in results for name in case.mixers if _shown(name, found)]
 
@@ -61,7 +61,7 @@ def _costs(part: str, case: Case, name: str, found: dict[str, dict]) -> dict:
 
 
 def _ratio(own: int | float | None, base: int | float | None, part: str, name: str, field: str) -> str | None:
-    """Ours, and in brackets the paper's."""
+    """Our ratio to the baseline, and the paper's in brackets."""
     ours = "" if not own or not base else f"{own / base:.2f}"
     table = PAPER.get(part, {})
     paper = _paper_ratio(table.get(name), table.get(PAPER_BASELINE.get(part, "")), field)

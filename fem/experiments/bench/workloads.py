@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fem.experiments.bench.cases import Case
 from fem.experiments.bench.measure import Step, alternate, cpu_growth, gpu_growth, in_fresh_process, operations
-from fem.experiments.bench.mixers import BASELINE, Size, build_host, build_mixer
+from fem.experiments.bench.mixers import BASELINE, Size, build_blocks, build_mixer
 from fem.experiments.common import baselines
 from fem.functional import softmax_read
 
@@ -30,16 +30,16 @@ def runs(case: Case, name: str, device: torch.device) -> bool:
     """Whether the mixer can be measured here."""
     if name in baselines.BASELINES:
         return baselines.available(name, device)
-    return name != "DiffTrans"  # of no library
+    return name != "DiffTrans"  # in the paper's table, but in no library
 
 
 def workload(case: Case, name: str, device: torch.device, time: int | None = None) -> Workload:
-    """Steps on the same random input, which wants its gradient too, with a fixed gradient of the output."""
+    """Steps on a random input, whose gradient is computed too. time: another length than the case's."""
     size = case.size if time is None else Size(case.size.batch, time, case.size.width, case.size.heads)
     dtype = getattr(torch, case.dtype)
     if case.part == "read":
         return _of_read(name, size, device, dtype)
-    build = build_host(name, size, case.layers) if case.layers else build_mixer(name, size)
+    build = build_blocks(name, size, case.layers) if case.layers else build_mixer(name, size)
     module = build.to(device, dtype)
     x = torch.randn(size.batch, size.time, size.width, device=device, dtype=dtype, requires_grad=True)
     parameters = list(module.parameters())
@@ -47,7 +47,7 @@ def workload(case: Case, name: str, device: torch.device, time: int | None = Non
 
 
 def _of_read(name: str, size: Size, device: torch.device, dtype: torch.dtype) -> Workload:
-    """Attention over values of width d, or the read of values of d / 2: equal weights, equal products."""
+    """Attention over values of width d, or FEM's read of values of width d / 2: equal weights and equal operations."""
     width = size.width // size.heads
     draw = lambda d: torch.randn(size.batch, size.time, size.heads, d, device=device, dtype=dtype, requires_grad=True)  # noqa: E731
     q, k, v = draw(width), draw(width), draw(width if name == BASELINE else width // 2)
@@ -78,7 +78,7 @@ def _steps(output: Callable[[], Tensor], leaves: list[nn.Parameter | Tensor], pa
 
 
 def measure(case: Case, device: torch.device, seconds: float) -> dict[str, Result]:
-    """Costs of every mixer that runs here: seconds, operations, bytes beyond those held before a train step."""
+    """Costs of every mixer that runs here: seconds, operations, and bytes that a train step adds."""
     built = {name: prepared(case, name, device) for name in case.mixers if runs(case, name, device)}
     work = {name: steps for name, steps in built.items() if steps is not None}
     forward = alternate({name: steps.forward for name, steps in work.items()}, seconds / 3, device)
@@ -98,14 +98,14 @@ def measure(case: Case, device: torch.device, seconds: float) -> dict[str, Resul
 
 
 def prepared(case: Case, name: str, device: torch.device) -> Workload | None:
-    """The mixer's steps after a first train step; None, with a warning, where memory or a library fails it."""
+    """The mixer's steps, after a first train step; None, with a warning, where memory or a baseline's library fails."""
     try:
         steps = workload(case, name, device)
         steps.train()
         return steps
     except torch.cuda.OutOfMemoryError:
         torch.cuda.empty_cache()
-        why = "the GPU's memory does not suffice"
+        why = "the GPU has too little memory"
     except Exception as error:
         if name not in baselines.BASELINES:
             raise
@@ -121,7 +121,7 @@ def _memory(case: Case, names: list[str], device: torch.device) -> dict[str, int
 
 
 def cpu_growths(case: Case, names: list[str], threads: int) -> dict[str, int | None]:
-    """For a process whose allocator hands every large block back: what a train step adds, all code loaded before."""
+    """Bytes that a train step of each mixer adds, after a short one that loads all code. For `in_fresh_process`."""
     torch.set_num_threads(threads)
     found, cpu = {}, torch.device("cpu")
     for name in names:

@@ -1,4 +1,4 @@
-"""Other people's commands, each in a process of its own that never imports fem: what a user types, on a checkpoint."""
+"""Commands of other libraries on a FEM checkpoint, as users type them, in processes that do not import fem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other people's programs, each run small on a FEM model: what comes out, or what it says instead."""
+"""Other libraries, each tried on a small FEM model: a line of result, or its error message."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLIENTS: dict[str, tuple[str, Client]] = {}
 
 
 def client(library: str, item: str) -> Callable[[Client], Client]:
-    """Registers what to do with the folder of a saved model, and what to say of it."""
+    """Registers a function that tries a library on the folder of a saved model and returns a line for the page."""
     return lambda act: CLIENTS.setdefault(item, (library, act))[1]
 
 

@@ -1,4 +1,4 @@
-"""Every model type of transformers, made small and turned into FEM: the same function, or a refusal by name."""
+"""Every model type of transformers, made small and turned into FEM: does it compute the same, or is it refused?"""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ SMALL = (
 SIZES = {name: size for size, names in SMALL for name in names.split()}
 ALL_LAYERS = {name: size for name, size in SIZES.items() if not any(name in names for size, names in SMALL[2:4])}
 ATTEMPTS = (SIZES, ALL_LAYERS, SIZES | {"num_key_value_heads": HEADS})  # a hybrid shows all its kinds in all its layers
-DERIVED = {  # what a config works out from its sizes
+DERIVED = {  # fields that a config derives from its sizes
     *("layer_types", "per_layer_config", "mlp_layer_types", "stage_names", "out_features", "out_indices"),
     *("transformers_version", "architectures", "model_type"),
 }
-LAMBDA = -20.0  # lambda = 2e-9: what is left of the difference is rounding
-ERROR = 1e-4  # of the spread of an output
+LAMBDA = -20.0  # lambda = 2e-9, so that the outputs differ by rounding only
+ERROR = 1e-4  # largest error of an output that counts as right, as a part of its spread
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of a model type: "right", "refused", "wrong", "crashed"; "not run" or "not built" here."""
+    """The result for a model type: "right", "refused", "wrong", "crashed", "not run" or "not built"."""
 
     model_type: str
     result: str
@@ -61,7 +61,7 @@ class Finding:
 def survey(model_type: str) -> Finding:
     """Build the model type small, run it, replace its attention, and run it again on the same input.
 
-    Tensors without numbers show first whether its attention is taken at all.
+    First it is built on the meta device, which shows whether its attention can be replaced at all.
     """
     known = on_meta(model_type)
     if known.result == "refused":
@@ -92,7 +92,7 @@ def survey(model_type: str) -> Finding:
 
 
 def model_types() -> list[str]:
-    """Those that AutoModel builds."""
+    """The model types that AutoModel builds."""
     return sorted(set(CONFIG_MAPPING) & set(MODEL_MAPPING_NAMES))
 
 
@@ -110,7 +110,7 @@ def _ways(model_type: str, failures: list[str]) -> Iterator[tuple[nn.Module, dic
 
 
 def on_meta(model_type: str) -> Finding:
-    """Whether its attention is taken, of tensors without numbers: "refused", else "not run"; or "not built"."""
+    """Whether its attention is refused, tried on the meta device: "refused", else "not run"; or "not built"."""
     failures = []
     for sizes in (ALL_LAYERS, None, SIZES):
         try:
@@ -125,7 +125,7 @@ def on_meta(model_type: str) -> Finding:
                 replace_attention(model)
         except ValueError as error:
             return Finding(model_type, "refused", said(error))
-        except Exception as error:  # real numbers may do
+        except Exception as error:  # it may work on real tensors
             return Finding(model_type, "not run", said(error))
         return Finding(model_type, "not run")
     return Finding(model_type, "not built", failures[0])
@@ -169,16 +169,16 @@ def shrink(fields: dict, sizes: dict[str, int]) -> dict:
 
 
 def _sections(rope: dict, fields: dict, sizes: dict[str, int]) -> list[int]:
-    """How many of the rotated pairs of a small head tell time, height and width."""
+    """How many rotated pairs of a small head encode time, height and width."""
     share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor")) or 1.0
     pairs, parts = int(sizes["head_dim"] * share) // 2, len(rope.get("mrope_section", "thw"))
     return [pairs // parts + (part < pairs % parts) for part in range(parts)]
 
 
 def example(model: nn.Module, how: str = "") -> dict[str, Tensor]:
-    """Inputs for whatever the forward asks for first, and what often comes with it.
+    """Inputs for the arguments of the model's forward that this survey knows.
 
-    how: "text alone", without pictures; "frames first", sounds as (B, time, frequencies).
+    how: "text alone", without pictures; "frames first", audio features as (B, time, frequencies).
     """
     torch.manual_seed(1)
     names = inspect.signature(model.forward).parameters
@@ -242,6 +242,6 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def said(error: Exception) -> str:
-    """One line: no colours, no paths of this machine."""
+    """The error in one line, without terminal colours and paths of this machine."""
     line = re.sub(r"\x1b\[\d+m|/\S*/(?=site-packages)", "", " ".join(str(error).split()))
     return f"{type(error).__name__}: {line}"[:300]

@@ -1,4 +1,4 @@
-"""Mixers of flash-linear-attention and mamba-ssm, for where these are installed and there is a GPU."""
+"""Mixers of flash-linear-attention and mamba-ssm, which run where these libraries and a GPU are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 class Baseline(NamedTuple):
     module: str
     layer: str
-    arguments: Callable[[int, int], dict]  # of width and heads
+    arguments: Callable[[int, int], dict]  # from width and heads
 
 
 def _by_heads(width: int, heads: int) -> dict:
@@ -24,7 +24,7 @@ def _by_heads(width: int, heads: int) -> dict:
 
 BASELINES = {
     "RWKV6": Baseline("fla.layers", "RWKV6Attention", _by_heads),
-    "RWKV7": Baseline(  # every layer as the first one, which needs nothing of another
+    "RWKV7": Baseline(  # always as the first layer, which needs no output of an earlier one
         "fla.layers",
         "RWKV7Attention",
         lambda d, h: {"hidden_size": d, "head_dim": 64, "layer_idx": 0, "num_hidden_layers": 2},
@@ -47,12 +47,12 @@ BASELINES = {
 
 
 def available(name: str, device: torch.device) -> bool:
-    """Whether a baseline can run here; their kernels run on GPUs alone."""
+    """Whether a baseline can run here: its library is installed and the device is a GPU."""
     return device.type == "cuda" and find_spec(BASELINES[name].module.partition(".")[0]) is not None
 
 
 class Published(nn.Module):
-    """A layer of another library, for what it returns first."""
+    """A layer of another library: of what it returns, the first item, which is its output."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The blocks that small experiments put around a mixer, and how their linear maps start."""
+"""The blocks that small experiments put around a mixer, at equal parameters, and how their linear maps start."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fem.experiments.common.baselines import Published
+from fem.experiments.common.baselines import Published, build
+from fem.experiments.common.mixers import PUBLISHED, mixer_config
+from fem.mixer import FreeEnergyMixer
 
 EPS = 1e-5
 INITIALISATIONS = ("normal", "torch")
+NARROWEST_HEAD = 32  # channels that the kernels of flash-linear-attention's mixers need
 
 
 class SwiGLU(nn.Module):
@@ -27,19 +30,64 @@ class SwiGLU(nn.Module):
 
 
 class Residual(nn.Module):
-    """x + layer(RMSNorm(x))"""
+    """x + dropout(layer(RMSNorm(x)))"""
 
-    def __init__(self, width: int, layer: nn.Module):
+    def __init__(self, width: int, layer: nn.Module, dropout: float = 0.0):
         super().__init__()
         self.norm = nn.RMSNorm(width, EPS)
         self.layer = layer
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        return x + self.layer(self.norm(x))
+        return x + self.dropout(self.layer(self.norm(x)))
+
+
+def build_mixer(name: str, width: int, heads: int) -> nn.Module:
+    """The mixer with this name: FEM with some of its parts, or "fla:DeltaNet" and the like."""
+    if name in PUBLISHED:
+        return build(PUBLISHED[name], width, max(1, min(heads, width // NARROWEST_HEAD)))
+    return FreeEnergyMixer(mixer_config(name, width, heads))
+
+
+def mixer_blocks(mixer: str, width: int, heads: int, blocks: int, mlp_width: int) -> nn.Sequential:
+    """`blocks` of [mixer, SwiGLU], with the parameters of softmax attention beside SwiGLUs of `mlp_width`.
+
+    Raises ValueError where the mixer has more parameters than those SwiGLUs can give up.
+    """
+    with torch.device("meta"):
+        extra = count_parameters(build_mixer(mixer, width, heads)) - count_parameters(
+            build_mixer("softmax", width, heads)
+        )
+    inner = narrowed(mlp_width, extra, 3 * width, mixer)
+    layers = (layer for _ in range(blocks) for layer in (build_mixer(mixer, width, heads), SwiGLU(width, inner)))
+    return nn.Sequential(*(Residual(width, layer) for layer in layers))
+
+
+def narrowed(mlp_width: int, extra: int, per_unit: int, mixer: str) -> int:
+    """The width of the MLP beside a mixer with `extra` more parameters than the baseline, for equal totals.
+
+    per_unit: the MLP's parameters per unit of its width. Raises ValueError where nothing is left of the MLP.
+    """
+    width = mlp_width - round(extra / per_unit)
+    if width < 1:
+        raise ValueError(
+            f"{mixer} has {extra:,} parameters more than its baseline, and an MLP {mlp_width} wide has too few to make "
+            f"up for them: it must be at least {mlp_width + 1 - width} wide."
+        )
+    return width
+
+
+def count_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, initialisation: str) -> None:
+    """Start every linear map by one rule: "normal", N(0, 0.02), or "torch", uniform within 1 / sqrt(inputs).
+
+    Biases start at 0 or where the mixer wants them, embeddings N(0, 0.02), the conditioner's columns stay at 0; what a
+    published mixer has besides linear maps, its biases included, starts as its library has it.
+    """
     published = {part for layer in model.modules() if isinstance(layer, Published) for part in layer.modules()}
     for module in model.modules():
         if isinstance(module, nn.Embedding):

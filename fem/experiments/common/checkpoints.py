@@ -1,4 +1,4 @@
-"""Checkpoints that are there whole or not at all, and language models read back from them."""
+"""Checkpoints in an output folder, which of them are complete, and language models loaded from them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 def complete(checkpoint: Path) -> bool:
-    """Whether every file is there as it was saved."""
+    """Whether every file is as it was saved."""
     return damage(checkpoint) is None
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """The folders `output`/checkpoint-N, by N, complete or not."""
+    """The folders `output`/checkpoint-N in the order of N, complete or not."""
     found = [p for p in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
     return sorted(found, key=step_of)
 
@@ -36,7 +36,7 @@ def newest(output: Path) -> Path | None:
 
 
 def to_go_on_from(output: Path) -> Path | None:
-    """`newest`, with a sentence for every later checkpoint that is damaged."""
+    """`newest`, with a note for every later checkpoint, which is damaged."""
     damaged: list[str] = []
     for checkpoint in reversed(checkpoints(output)):
         problem = damage(checkpoint)
@@ -49,16 +49,16 @@ def to_go_on_from(output: Path) -> Path | None:
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Keep a checkpoint that cannot be used out of the way, under a name that no training takes for one."""
+    """Rename a damaged checkpoint, so that no training takes it for one that can be used."""
     aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(checkpoint, aside)
 
 
 def model_folder(folder: str | Path) -> Path:
-    """Where the weights are: `folder` itself, its newest complete checkpoint, or its folder `model`.
+    """The folder with the weights: `folder` itself, its newest complete checkpoint, or its subfolder `model`.
 
-    Raises ValueError where neither holds a model in safetensors.
+    Raises ValueError where none of them holds a model in safetensors.
     """
     folder = Path(folder)
     if folder.is_file() or not folder.exists():
@@ -67,9 +67,9 @@ def model_folder(folder: str | Path) -> Path:
         raise ValueError(
             f"model must be a folder with config.json and safetensors, got {what} {str(folder)!r}.{pickle}"
         )
-    found = folder if _of_a_model(folder) else newest(folder)
-    if found is None and _of_a_model(folder / "model"):
-        found = folder / "model"  # of `fem demo`
+    found = folder if _holds_a_model(folder) else newest(folder)
+    if found is None and _holds_a_model(folder / "model"):
+        found = folder / "model"  # where `fem demo` saves it
     if found is None:
         cut_off = ", but only checkpoints that were cut off" if checkpoints(folder) else ""
         raise ValueError(f"model must hold config.json and safetensors, got {str(folder)!r} without them{cut_off}.")
@@ -82,7 +82,7 @@ def model_folder(folder: str | Path) -> Path:
 
 
 def _check_index(folder: Path) -> None:
-    """Raises ValueError where the list of a model's parts names anything but safetensors beside it."""
+    """Raises ValueError where the index of a model in several files names anything but safetensors beside it."""
     index = folder / WEIGHTS[1]
     if not index.exists():
         return
@@ -95,7 +95,7 @@ def _check_index(folder: Path) -> None:
         raise ValueError(f"{str(index)!r} must name safetensors in its own folder alone, got {strange[0]!r}.")
 
 
-def _of_a_model(folder: Path) -> bool:
+def _holds_a_model(folder: Path) -> bool:
     try:
         return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

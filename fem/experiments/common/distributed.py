@@ -1,4 +1,4 @@
-"""What the processes of a training tell one another outside of the model, and how they end."""
+"""How the processes of a training talk to one another, apart from the model's own messages, and how they end."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import torch.distributed as dist
 Found = TypeVar("Found")
 PATIENCE = timedelta(days=7)
 ROLL_CALL = 5.0  # seconds in which ranks that still run say so
-GO_ON = 75  # EX_TEMPFAIL of sysexits.h: not done, and the same command may go on
+GO_ON = 75  # EX_TEMPFAIL of sysexits.h: not finished, the same command resumes
 COMMUNICATION = ("gloo", "NCCL", "ProcessGroup", "onnection", "imed out", "peer", "ollective")
 
 
 class Paused(Exception):
-    """The training has stopped before its end and left a checkpoint; `code` is for whoever started it."""
+    """The training has stopped early and saved a checkpoint. code: the exit status of the process."""
 
     def __init__(self, sentence: str, code: int = GO_ON):
         super().__init__(sentence)
@@ -30,18 +30,18 @@ class Paused(Exception):
 
 
 class Lost(Exception):
-    """The processes have lost touch: one hangs or has ended."""
+    """A process no longer answers: it hangs or has ended."""
 
 
 def lost_touch(error: BaseException) -> bool:
-    """Whether an operation failed for want of another process."""
+    """Whether an operation failed because another process did not answer."""
     return isinstance(error, RuntimeError) and any(word in str(error) for word in COMMUNICATION)
 
 
 class Ranks:
-    """The processes of a training, over gloo, so that no GPU is waited for.
+    """The processes of a training, which talk over gloo, so that no call here waits for a GPU.
 
-    One process: everything is immediate. Several: made once the default group is there, on every rank alike.
+    With one process all calls return at once. With several, create it on every rank, after the default process group.
     """
 
     def __init__(self, seconds: int = 300):
@@ -55,9 +55,10 @@ class Ranks:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
     def first(self, work: Callable[[], Found]) -> Found:
-        """What `work` returns on rank 0, on every rank, however long it takes.
+        """Call `work` on rank 0 and return its result on every rank, however long it takes.
 
-        Where it raises, rank 0 raises that and the others end with status 2 and no word: it is said once.
+        Where it raises, rank 0 raises the same, and the others exit with status 2 and print nothing: the error is
+        reported once.
         """
         if self.world == 1:
             return work()
@@ -86,8 +87,8 @@ class Ranks:
 
     @contextmanager
     def in_touch(self) -> Iterator[None]:
-        """Within, an error is said by one process alone, and an operation that fails for want of another process
-        raises `Lost`, which names that process. Processes that have nothing to say end with status 2."""
+        """In this block, one process alone reports an error, and an operation that fails because another process does
+        not answer raises `Lost`, which names that process. Processes that report nothing exit with status 2."""
         try:
             yield
         except Exception as error:
@@ -117,18 +118,18 @@ class Ranks:
 
 
 def store_key() -> str:
-    """What every key of this start of the processes begins with."""
+    """The prefix of all keys in the store; it changes when torchrun restarts the processes."""
     return f"fem/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 
 
 def torchrun_store() -> dist.TCPStore:
-    """torchrun's own store, which needs none of the groups."""
+    """torchrun's key-value store, which works without any process group."""
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
 @contextmanager
 def joining() -> Iterator[None]:
-    """Within, processes that do not find one another are one sentence. Raises `Lost`."""
+    """In this block, processes that cannot connect to one another raise `Lost`, with one sentence."""
     try:
         yield
     except RuntimeError as error:
@@ -139,7 +140,7 @@ def joining() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Under torchrun: end when the agent that started this process is gone, however it went."""
+    """Under torchrun: end this process when the agent that started it is gone, even where the agent was killed."""
     agent = os.getppid()
 
     def watch() -> None:
@@ -152,11 +153,11 @@ def end_with_parent() -> None:
 
 
 def end_process_group() -> None:
-    """End the process group that a Trainer began, if there is one. Call it once the Trainer is out of reach.
+    """Destroy the process group that a Trainer created, if any. Call it when no reference to the Trainer is left.
 
-    gloo's threads free the tensors of the works they did, for which they need Python's lock; the group's destructor
-    holds that lock while it waits for the threads, and an exit without it may abort in them. The handle of a barrier
-    keeps all works before it: as long as this function has the handle, nothing is left for the threads to free.
+    gloo's threads need the GIL to free the tensors of finished operations. The group's destructor holds the GIL while
+    it waits for these threads, a deadlock; an exit without the destructor may abort in them. The handle of a barrier
+    keeps all operations before it alive: while this function holds it, the threads have nothing to free.
     """
     if not dist.is_initialized():
         return

@@ -1,4 +1,4 @@
-"""Whether the hub can be reached, known within seconds: its own client tries for minutes."""
+"""Whether the Hugging Face hub can be reached, tested within seconds: its own client retries for minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are what was written: digests listed beside them, and everything on disk before its name is."""
+"""Folders whose files can be checked: digests are listed beside them, and a folder is named once all is on disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def digest(path: Path) -> str:
 
 
 def publish(staging: Path, target: Path) -> None:
-    """Make the files in `staging` the folder `target`: written out to disk, listed, then renamed in one step."""
+    """Turn `staging` into the folder `target`: flush its files to disk, list their digests, then rename it."""
     files = sorted(path for path in staging.rglob("*") if path.is_file() and path.name != MANIFEST)
     listed = {}
     for path in files:
@@ -40,9 +40,9 @@ def publish(staging: Path, target: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a published folder, as "model.safetensors has other bytes than were saved"; None: nothing.
+    """What is wrong with a published folder, such as "model.safetensors has other bytes than were saved", or None.
 
-    Lists of earlier versions have sizes alone.
+    In the lists of earlier versions, files have sizes only.
     """
     try:
         listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))

@@ -1,31 +1,56 @@
-"""The trainings of an experiment, each with a record in a file of its own: what has ended is not run again."""
+"""The trainings of an experiment, each with a record in a file of its own: one that has ended is not run again."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from fem.experiments.common.run import note
+from fem.experiments.common.run import circumstances, note, write_json
+
+
+@runtime_checkable
+class Job(Protocol):
+    """A dataclass of everything that decides a result; `key` is a file name of its own for every job."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def key(self) -> str: ...
 
 
 def digest_of(decides: Any, data: bytes = b"") -> str:
-    """Twelve digits for a file's name: other values or other data, other name."""
+    """Twelve hexadecimal digits for a file's name, which other values or other data would change."""
     found = hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=6)
     found.update(data)
     return found.hexdigest()
 
 
+def record_of(job: Job, folder: Path) -> dict | None:
+    """The record of a job that has run, None where there is none. A damaged one counts as none."""
+    record = _loaded(folder / f"{job.key}.json")
+    return record if record is not None and record.get("job") == asdict(job) else None
+
+
+def keep(job: Job, folder: Path, record: dict) -> None:
+    """Write the record of a job that has run to `folder`, with where and when it ran."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / f"{job.key}.json", record | circumstances())
+
+
 def read_record(path: Path) -> dict | None:
-    """The record of a training that has ended, None where there is none; one that is damaged counts as none."""
-    if not path.exists():
-        return None
+    """The record in a file, None where there is none, and where it is damaged, which a note says."""
+    record = _loaded(path)
+    if record is None and path.exists():
+        note(f"{path.name} is damaged; its training runs again.")
+    return record
+
+
+def _loaded(path: Path) -> dict | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
     except (OSError, ValueError):
-        pass
-    note(f"{path.name} is damaged; its training runs again.")
-    return None
+        return None
+    return found if isinstance(found, dict) else None

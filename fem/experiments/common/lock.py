@@ -1,4 +1,4 @@
-"""One writer for a folder: a lock that ends with its process, and a note of who has it."""
+"""One writer per folder: a lock that the system releases when its process ends, and a file that says who holds it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LOCK, HOLDER = ".lock", ".writer.json"
 
 @contextmanager
 def one_writer(folder: Path) -> Iterator[None]:
-    """Hold the lock on `folder`. Raises ValueError where another process has it, with its host, number and age.
+    """Hold the lock on `folder`. Raises ValueError where another process holds it, with its host, number and age.
 
-    The system gives the lock back when its process ends, however it ends: what a killed one left is no obstacle.
+    The system releases the lock when its process ends, even where it is killed: files left behind are no obstacle.
     """
     lock = FileLock(folder / LOCK, timeout=0)
     try:

@@ -1,7 +1,5 @@
-"""The mixers that experiments compare, by names such as "softmax+LTG/r4": a prior, the parts that are switched on, and
-options.
-
-"fla:DeltaNet" is what flash-linear-attention publishes under that name.
+"""The mixers that experiments compare, by names such as "softmax+LTG/r4": a prior, the parts of FEM that are switched
+on, and options. "fla:DeltaNet" is the layer of that name in flash-linear-attention.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ PUBLISHED = {f"fla:{baseline.layer}": name for name, baseline in BASELINES.items
 
 
 def known(name: str) -> str:
-    """`canonical`, or the name of a published mixer as it is. Raises ValueError on a name that means nothing."""
+    """`canonical`, or the name of a published mixer as it is. Raises ValueError on an unknown name."""
     if not name.startswith("fla:"):
         return canonical(name)
     if name not in PUBLISHED:
@@ -40,12 +38,12 @@ def known(name: str) -> str:
 
 
 def canonical(name: str) -> str:
-    """The one name of a mixer: prior, "+" and its parts in the order C, L, T, G, then what else it has, behind slashes.
+    """The canonical name of a mixer: prior, "+" and its parts in the order C, L, T, G, then its options after slashes.
 
-    "-norm" or "/norm": the score stays as it is, or is normalised. Without L, gla and mamba are the published mixers,
-    whose scores have no normaliser (Table 1 marks it from +L on). "/r4": gates of rank 4. "/wide": values as wide as
-    the layer. "/b8": beta starts at 8. "/l6": lambda's bias starts at 6.
-    Raises ValueError on a name that means nothing.
+    "-norm": the score is not normalised. "/norm": it is; gla and mamba without L are unnormalised otherwise, as they
+    were published (Table 1 normalises them from +L on). "/r4": gates of rank 4. "/wide": values as wide as the layer.
+    "/b8": beta starts at 8. "/l6": lambda's bias starts at 6.
+    Raises ValueError on an unknown name.
     """
     whole, *options = name.split("/")
     plain = whole.removesuffix(UNNORMALISED)
@@ -80,7 +78,7 @@ def canonical(name: str) -> str:
 
 
 def taken_apart(name: str) -> tuple[str, str, bool, list[str]]:
-    """Of a canonical name: prior, parts, whether "-norm" says that the score stays as it is, and options."""
+    """Prior, parts, whether the score is left unnormalised by "-norm", and options of a canonical name."""
     whole, *options = name.split("/")
     prior, _, parts = whole.removesuffix(UNNORMALISED).partition("+")
     return prior, parts, whole.endswith(UNNORMALISED), options
@@ -105,7 +103,7 @@ def fields_of(name: str) -> dict:
 
 
 def mixer_config(name: str, width: int, heads: int, **fields) -> FreeEnergyMixerConfig:
-    """The mixer with this name and 4 D^2 linear weights, or with those that its own widths come to."""
+    """The mixer with this name, its linear weights 4 D^2 in number; with "/wide", as many as its widths need."""
     fields |= fields_of(canonical(name))
     build = FreeEnergyMixerConfig if "fem_ratio" in fields else FreeEnergyMixerConfig.matched
     return build(n_embd=width, n_head=heads, **fields)

@@ -1,7 +1,7 @@
-"""How tables and pictures call a mixer, and its colour: one of each for all experiments.
+"""The name and the colour of a mixer in tables and pictures, the same in all experiments.
 
 A prior alone has its usual name, with "+" the parts of FEM that it is given; with all four it is FEM. What is shown can
-be typed: `canonical(display(name)) == name`.
+be typed, `canonical(display(name)) == name`, but for pools.
 """
 
 from __future__ import annotations
@@ -39,11 +39,15 @@ PART_COLOURS = {
 
 
 def display(name: str) -> str:
-    """The mixer as a reader sees it: "attention", "attention+LT", "FEM", "GLA", "FEM-GLA/r8"; of fla, "DeltaNet (fla)".
+    """The mixer as a reader sees it: "attention", "attention+LT", "FEM", "GLA", "FEM-GLA/r8"; of fla, "DeltaNet (fla)";
+    of pools, "FEM pooling/r4".
 
     Without L, gla and mamba are shown as they were published, unnormalised, and "/norm" says where they are not.
     What is no mixer's name is shown as it is.
     """
+    if name.startswith("pool:"):
+        kind, *options = name.removeprefix("pool:").split("/")
+        return "/".join([f"{'FEM' if kind == 'fem' else kind} pooling", *options])
     try:
         name = known(name)
     except ValueError:
@@ -62,6 +66,9 @@ def display(name: str) -> str:
 
 def colour(name: str) -> str:
     """The mixer's colour: greys for what has no part of FEM."""
+    if name.startswith("pool:"):
+        kind = name.removeprefix("pool:").split("/")[0]
+        return {"fem": FULL_COLOURS["softmax"], "lse": PART_COLOURS["L"]}.get(kind, OTHER_GREY)
     try:
         name = known(name)
     except ValueError:
@@ -75,10 +82,10 @@ def colour(name: str) -> str:
 
 
 def by_name(by_mixer: Mapping[str, Values]) -> dict[str, Values]:
-    """The same by the names that a reader sees."""
+    """The same values, by the names that a reader sees."""
     return {display(name): values for name, values in by_mixer.items()}
 
 
 def colours(mixers: Iterable[str]) -> dict[str, str]:
-    """Colours by the names that a reader sees."""
+    """The mixers' colours, by the names that a reader sees."""
     return {display(name): colour(name) for name in mixers}

@@ -18,8 +18,9 @@ Command = Callable[..., Any]
 def recipe_options(recipe: Any) -> Callable[[Command], Command]:
     """Give a command every field of `recipe` as an option.
 
-    The command's first argument receives what the user gave, {field: value}, so that `replace(recipe, **changes)` is
-    the recipe to run; its other arguments stay options of their own. The help shows the values in `recipe`.
+    The command's first argument receives the fields that the user gave, {field: value}, so that
+    `replace(recipe, **changes)` is the recipe to run; its other arguments stay options of their own. The help shows the
+    values of `recipe` as defaults.
     """
     types = get_type_hints(type(recipe))
 
@@ -65,7 +66,7 @@ def recipe_options(recipe: Any) -> Callable[[Command], Command]:
 
 
 def _as_typed(sentence: str, recipe: Any) -> str:
-    """A sentence about a field names the option that sets it."""
+    """The sentence of an error, with the name of the option in place of the name of the field."""
     word, space, rest = sentence.partition(" ")
     typed = {field.name: called(field).replace("-", "_") for field in fields(recipe)}
     return typed.get(word, word) + space + rest

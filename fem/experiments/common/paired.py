@@ -1,4 +1,4 @@
-"""Differences between models that saw the same seeds: what a mean with its spread hides."""
+"""Differences between models over the same seeds, which means and standard deviations of each alone hide."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from statistics import mean, stdev
 
 
 def paired(ours: Sequence[int | float], theirs: Sequence[int | float]) -> tuple[float, float | None]:
-    """Mean and standard error of ours - theirs, seed by seed; no error of a single seed.
+    """Mean and standard error of ours - theirs, seed by seed; the error is None with a single seed.
 
     Raises ValueError where the two have different numbers of seeds.
     """
@@ -17,8 +17,13 @@ def paired(ours: Sequence[int | float], theirs: Sequence[int | float]) -> tuple[
     return mean(differences), stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else None
 
 
+def spread(values: Sequence[int | float]) -> float | None:
+    """The standard deviation; None of a single value."""
+    return stdev(values) if len(values) > 1 else None
+
+
 def shown(ours: Sequence[int | float], theirs: Sequence[int | float], scale: int | float = 1, digits: int = 3) -> str:
-    """`paired` for a page: "+.047 +- .012"."""
+    """`paired` as text, multiplied by `scale`: "+0.047 ± 0.012"."""
     difference, error = paired(ours, theirs)
     text = f"{scale * difference:+.{digits}f}"
     return text if error is None else f"{text} ± {scale * error:.{digits}f}"

@@ -1,7 +1,7 @@
-"""What every experiment shares: a recipe in, a run folder out.
+"""What every experiment shares: a recipe goes in, a folder of results comes out.
 
-A recipe is a frozen dataclass: what is computed, and nothing of where. A run folder holds config.json (recipe,
-versions, seed, hardware, date), metrics.jsonl (one line per measurement), results.json, tables and plots.
+A recipe is a frozen dataclass that says what is computed, and nothing about where. A run's folder holds config.json
+(recipe, versions, seed, hardware, date), metrics.jsonl (one line per measurement), results.json, tables and plots.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import Field, asdict, field, fields, is_dataclass
 from datetime import datetime, timezone
@@ -47,10 +47,10 @@ RESULTS, PAGE, CONFIG = "results.json", "report.md", "config.json"
 
 
 def option(default: Any, help: str, also: tuple[str, ...] = (), called: str | None = None) -> Any:
-    """A field of a recipe: its default and the line that explains it, on the command line too.
+    """A field of a recipe: its default, and the line that explains it in the command's help.
 
-    called: its name on the command line, where that is not the field's. also: what other commands or versions call it;
-    the command line takes these names with a hint.
+    called: its name on the command line, where that is not the field's. also: its names in other commands or earlier
+    versions, which the command line accepts with a note that gives the name here.
     """
     return field(default=default, metadata={"help": help, "also": also, "called": called})
 
@@ -61,7 +61,7 @@ def called(part: Field) -> str:
 
 
 class Run:
-    """A run under way: files go to `folder`, and reach the output folder when the run has ended well."""
+    """A run under way: it writes its files to `folder`, from which `open_run` moves them when the run has succeeded."""
 
     def __init__(self, folder: Path, seed: int):
         self.folder = folder
@@ -74,7 +74,7 @@ class Run:
             file.write(json.dumps(metrics) + "\n")
 
     def finish(self, results: dict) -> dict:
-        """Write results.json: what was found, with versions, seed and seconds; and return it."""
+        """Write the results to results.json, with versions, seed and seconds; returns what was written."""
         seconds = round(time.monotonic() - self.started, 1)
         results = results | {"versions": versions(), "seed": self.seed, "seconds": seconds}
         write_json(self.folder / RESULTS, results)
@@ -82,7 +82,7 @@ class Run:
 
 
 def check_output(output: Path, experiment: str | None = None) -> None:
-    """Raises ValueError where `output` is a file, or holds what another experiment has left."""
+    """Raises ValueError where `output` is a file, or a folder with the results of another experiment."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"output must be a folder, got the file {str(output)!r}; choose another name.")
     if experiment is None or not (output / CONFIG).exists():
@@ -93,13 +93,13 @@ def check_output(output: Path, experiment: str | None = None) -> None:
         return
     other = found.get("experiment") if isinstance(found, dict) else None
     if other != experiment:
-        what = f"a run of fem {other}" if other else "a config.json that is none of a run, such as a model's"
+        what = f"a run of fem {other}" if other else "a config.json that belongs to no run, such as a model's"
         raise ValueError(f"output must not hold another experiment, got {str(output)!r} with {what}; choose another.")
 
 
 @contextmanager
 def open_run(output: Path, experiment: str, recipe) -> Iterator[Run]:
-    """A run of `recipe`, whose files appear in `output` together, results.json last, or not at all.
+    """A run of `recipe`. Its files are moved to `output` when the block ends, results.json last.
 
     Files of an earlier run are replaced; a run that fails or is stopped leaves them as they were.
     Raises ValueError where `output` is no folder or another experiment's, TypeError if `recipe` is no dataclass.
@@ -112,7 +112,7 @@ def open_run(output: Path, experiment: str, recipe) -> Iterator[Run]:
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as staging:
         run = Run(Path(staging), recipe.seed)
         config = {"experiment": experiment, "recipe": asdict(recipe), "seed": recipe.seed}
-        write_json(run.folder / CONFIG, config | {"versions": versions(), "hardware": hardware(), "date": now()})
+        write_json(run.folder / CONFIG, config | circumstances())
         yield run
         _publish(run.folder, output)
 
@@ -126,7 +126,10 @@ def _publish(staging: Path, output: Path) -> None:
 
 
 def command_line(experiment: str, recipe, start, profile: str | None = None) -> str:
-    """The command that runs `recipe`: what differs from `start`, where the options start. Files by their names."""
+    """The command that runs `recipe`, with an option for every field that differs from `start`, the command's defaults.
+
+    Of files, only the names are given.
+    """
     words = ["fem", experiment] if profile is None else ["fem", experiment, "--profile", profile]
     for part in fields(recipe):
         value, name = getattr(recipe, part.name), called(part)
@@ -144,7 +147,7 @@ def _file_name(text: str) -> str:
 
 
 def provenance(command: str) -> str:
-    """The last section of a page of results: what was run, when, and on what."""
+    """The last section of a page of results: the command, the date, the machine and the versions."""
     found = hardware()
     machine = ", ".join([found["processor"], f"threads: {found['threads']}", *found["gpus"]])
     software = ", ".join(f"{name} {version}" for name, version in versions().items())
@@ -152,8 +155,8 @@ def provenance(command: str) -> str:
 
 
 def write_json(path: Path, data: dict) -> None:
-    """Write data as JSON under a temporary name, then rename: a reader sees the old file or the new one, and so does
-    whoever comes after a power cut."""
+    """Write data as JSON under a temporary name, then rename the file: readers see the old file or the new one, even
+    after a power cut."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
     sync(temporary)
@@ -173,13 +176,13 @@ def sync(path: Path) -> None:
 
 
 def note(sentence: str) -> None:
-    """Say what is worth knowing and stops nothing, on standard error; of torchrun's processes, the first alone."""
+    """Print a note on standard error; of torchrun's processes, only the first does."""
     if os.environ.get("RANK", "0") == "0":
         print(f"note: {sentence}", file=sys.stderr)
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that move results."""
+    """Versions of Python and of the installed packages that results depend on."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -193,6 +196,11 @@ def hardware() -> dict[str, Any]:
     """Processor, threads and accelerators that a run used."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {"processor": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpus": gpus}
+
+
+def circumstances() -> dict[str, Any]:
+    """Versions, hardware and date, as every record of a run keeps them."""
+    return {"versions": versions(), "hardware": hardware(), "date": now()}
 
 
 def processor() -> str:
@@ -212,7 +220,7 @@ def now() -> str:
 
 @contextmanager
 def cpu_threads(count: int) -> Iterator[None]:
-    """Compute with so many threads: on a busy machine, small tensors go ten times slower with two than with one."""
+    """Compute with `count` threads: on a busy machine, small tensors take ten times longer with two than with one."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -222,7 +230,7 @@ def cpu_threads(count: int) -> Iterator[None]:
 
 
 class Lines(Progress):
-    """Progress that nobody watches: a line whenever a task is described anew, which is what evaluations do."""
+    """Progress without a terminal: a line whenever a task gets a new description, as it does at every evaluation."""
 
     def update(self, task_id: TaskID, *, description: str | None = None, **changes) -> None:
         task = next(task for task in self.tasks if task.id == task_id)
@@ -231,6 +239,16 @@ class Lines(Progress):
         if news:
             where = f"({task.completed:.0f}/{task.total or 0:.0f})"
             self.console.print(f"{description} {where}", soft_wrap=True, markup=False, highlight=False)
+
+
+def steps_bar(bars: Progress, title: str, steps: int) -> tuple[TaskID, Callable[[int, float | None], None]]:
+    """A bar for the steps of a training, and the function that moves it: advance(step, last validation loss if any)."""
+    bar = bars.add_task(title, total=steps)
+
+    def advance(step: int, loss: float | None) -> None:
+        bars.update(bar, completed=step, description=title if loss is None else f"{title}, loss {loss:.3f}")
+
+    return bar, advance
 
 
 def progress() -> Progress:

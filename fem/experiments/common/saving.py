@@ -1,4 +1,4 @@
-"""A Trainer whose checkpoints appear whole, and hold nothing that is not finite."""
+"""A Trainer whose checkpoints are complete as soon as they are there, and hold finite weights only."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fem.experiments.common.checkpoints import checkpoints, newest
 from fem.experiments.common.distributed import lost_touch
 from fem.experiments.common.integrity import publish
-from fem.experiments.common.trainer import LanguageTrainer
+from fem.experiments.common.trainer import WeightDecayTrainer
 
 STAGING = ".saving"
 
 
 class NotFinite(ValueError):
-    """A loss, a gradient or a weight is infinite or no number, at `step`."""
+    """A loss, a gradient or a weight is infinite or NaN, at `step`."""
 
     def __init__(self, step: int, what: str, advice: str):
         super().__init__(f"{what} at step {step}; {advice}")
         self.step, self.what = step, what
 
 
-class SavingTrainer(LanguageTrainer):
-    """Writes checkpoints to a folder of their own, then renames them into `output`, where the newest `keep` stay.
+class SavingTrainer(WeightDecayTrainer):
+    """Writes checkpoints to a staging folder, then renames them into `output`, where the newest `keep` stay.
 
-    `TrainingArguments.output_dir` must be `output`/.saving. A subclass adds files of its own in `leave`.
+    `TrainingArguments.output_dir` must be `output`/.saving. A subclass adds files of its own in `add_files`.
     """
 
     def __init__(self, *, output: Path, keep: int, **given):
         super().__init__(**given)
         self.output, self.keep = output, keep
 
-    def leave(self, checkpoint: Path) -> None:
-        """Add to the checkpoint before it is published; called on every process."""
+    def add_files(self, checkpoint: Path) -> None:
+        """Add files to the checkpoint before it is renamed; called on every process."""
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
         name = f"checkpoint-{self.state.global_step}"
@@ -46,7 +46,7 @@ class SavingTrainer(LanguageTrainer):
         self.check_weights()
         try:
             super()._save_checkpoint(model, trial)
-            self.leave(staging / name)
+            self.add_files(staging / name)
             self.accelerator.wait_for_everyone()
             if self.args.process_index == 0:
                 publish(staging / name, self.output / name)
@@ -58,7 +58,7 @@ class SavingTrainer(LanguageTrainer):
                 raise
             shutil.rmtree(staging, ignore_errors=True)
             reason = str(error).strip().splitlines()[-1]
-            if isinstance(error, RuntimeError):  # torch's writer says where it is, and not what it met
+            if isinstance(error, RuntimeError):  # torch's writer names its position in the file, not the cause
                 reason = f"a file could not be written whole, as on a full disk ({reason})"
             told = f"{name} could not be saved in {str(self.output)!r}: {reason}; {kept(self.output)}."
             raise OSError(told) from error
@@ -73,12 +73,12 @@ class SavingTrainer(LanguageTrainer):
 
 
 def kept(output: Path) -> str:
-    """Where a run that stops here can go on."""
+    """What a run that stops now can resume from, as the end of a sentence."""
     last = newest(output)
     return "no earlier one is there" if last is None else f"{last.name} is whole, --resume auto goes on from it"
 
 
 def read_state(checkpoint: Path, name: str) -> dict | None:
-    """The JSON that `leave` wrote, if it did."""
+    """The JSON file of this name in a checkpoint, None where there is none."""
     path = checkpoint / name
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -1,6 +1,6 @@
-"""A training that is asked to end: it saves at the end of its step, on every process at the same step.
+"""Asked to end by a signal or a time limit, a training saves at the end of its step, the same step on every process.
 
-transformers' just-in-time checkpoint knows SIGTERM alone, waits three seconds, asks no other rank and exits with 0.
+transformers' just-in-time checkpoint handles SIGTERM only, waits three seconds, asks no other rank and exits with 0.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from transformers import TrainerCallback
 from fem.experiments.common.distributed import GO_ON, Ranks
 
 ASKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-TIME_IS_UP = 1000  # beside the numbers of signals
+TIME_IS_UP = 1000  # the number of no signal
 SLACK = 10.0  # seconds
 
 
 class SaveAndStop(TrainerCallback):
-    """Between `with` and its end, a first SIGTERM, SIGUSR1, SIGHUP or SIGINT asks for a checkpoint and the end.
+    """In its `with` block, the first SIGTERM, SIGUSR1, SIGHUP or SIGINT makes the training save a checkpoint and end.
 
-    deadline: of `time.monotonic`; it asks for the same, early enough for one step and two saves. A second SIGINT on a
-    single process ends it at once.
+    So does the deadline, a value of `time.monotonic`, early enough for one more step and two saves. Where there is one
+    process, a second SIGINT ends it at once.
     """
 
     def __init__(self, ranks: Ranks, deadline: float | None = None):
@@ -71,7 +71,7 @@ class SaveAndStop(TrainerCallback):
 
 
 def seconds_of(limit: str | None) -> float | None:
-    """A limit of time as Slurm writes it: "90" are minutes, "1:30:00" hours, minutes and seconds, "2-0:00:00" days.
+    """The seconds of a time limit as Slurm writes it: "90" minutes, "1:30:00" hours, "2-0:00:00" days.
 
     Raises ValueError on anything else.
     """

@@ -1,4 +1,4 @@
-"""Tables of results: on the terminal, as Markdown and as CSV. A row is a dict; None is what nobody has measured."""
+"""Tables of results: on the terminal, as Markdown and as CSV. A row is a dict; None: not measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Best = Mapping[str, Callable[[list[float]], float]]
 
 
 def cell(value: Any) -> str:
-    """A value as a table shows it: blank where nothing was run, four digits of a float, thousands apart."""
+    """A value as a table shows it: blank for None, four digits of a float, commas between thousands."""
     if value is None:
         return ""
     if isinstance(value, float):
@@ -28,9 +28,9 @@ def cell(value: Any) -> str:
 
 
 def markdown_table(rows: Rows, best: Best | None = None) -> str:
-    """The rows as a Markdown table, numbers to the right. Columns are those of the first row.
+    """The rows as a Markdown table, numbers aligned to the right. Columns are those of the first row.
 
-    best: by column, max or min: the cells that begin with that number are bold.
+    best: max or min by column; the cells that begin with the largest or smallest number are bold.
     """
     columns = list(rows[0])
     align = ["---:" if any(_is_number(row[column]) for row in rows) else "---" for column in columns]
@@ -52,7 +52,7 @@ def _leading(text: str) -> float | None:
 
 
 def _plain(text: str) -> str:
-    """A cell that ends no cell, line or page, whatever a name in it holds."""
+    """The text of a cell, without signs that would end the cell or its line, or begin a tag."""
     return " ".join(text.replace("<", "&lt;").replace("|", "&#124;").split())
 
 
@@ -66,7 +66,7 @@ def write_table(folder: Path, name: str, rows: Rows) -> None:
 
 
 def write_page(folder: Path, title: str, *parts: str) -> None:
-    """`folder`/report.md: the run as a page, pictures beside it. The title is text: names in it are no markup."""
+    """Write `folder`/report.md, the page of a run. Names in the title are escaped, so that they are no markup."""
     text = "\n\n".join(part.strip() for part in (f"# {_as_text(title)}", *parts))
     (folder / "report.md").write_text(f"{text}\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer as every experiment here uses it: what decays, and what is reported of its steps."""
+"""transformers' Trainer as all experiments use it: which weights decay, and how its steps are reported."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ LOGGED = {
 Score = dict[str, int | float]
 
 
-class LanguageTrainer(Trainer):
-    """The Trainer, with weight decay on weights alone."""
+class WeightDecayTrainer(Trainer):
+    """The Trainer, with weight decay on weights only: not on beta, norms and biases."""
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return decayed_names(model)
 
 
 class Watch(TrainerCallback):
-    """Hands every measurement to `log`, every step to `advance`, and times the steps alone."""
+    """Passes every measurement to `log` and every step to `advance`; its seconds are those of the steps alone."""
 
     def __init__(self, log: Callable[[Score], None], advance: Callable[[int, float | None], None]):
         self.log, self.advance = log, advance

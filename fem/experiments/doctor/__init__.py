@@ -1,4 +1,4 @@
-"""What runs here, where, and why."""
+"""`fem doctor`: what runs on this machine, by which backend, and what is missing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHY = {
 
 
 def devices() -> list[dict]:
-    """Every device torch can use here, the backend that reads a softmax prior on it, and why that one."""
+    """Every device that torch can use here, the backend that computes a softmax read on it, and why."""
     names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     if torch.backends.mps.is_available():
         names.append("mps")
@@ -66,7 +66,7 @@ def _state(extra: str, package: str) -> str:
 
 
 def kernels() -> list[dict]:
-    """What the self-checks of the scans' kernels found, on any card of this user's."""
+    """What the self-checks of the scans' kernels have found so far, on all GPUs that this user has run them on."""
     return [
         {
             "scan": ", ".join(map(str, found["kind"])),
@@ -79,7 +79,7 @@ def kernels() -> list[dict]:
 
 
 def in_short() -> str:
-    """What runs here, in a sentence."""
+    """One sentence on what runs here."""
     cards = torch.cuda.device_count()
     if not cards:
         return "No GPU: every read runs on the processor, softmax by torch's attention and scans by their plain form."
@@ -89,11 +89,11 @@ def in_short() -> str:
 
 
 def command(
-    gpu: Annotated[bool, typer.Option("--gpu", help="Check and time all of it: at most 10 minutes.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Check and time everything: at most 10 minutes on a GPU.")] = False,
     only: Annotated[str | None, typer.Option(help="With --gpu: some of the steps, separated by commas.")] = None,
-    output: Annotated[Path, typer.Option(help="With --gpu: where the page and the figures go.")] = Path("runs/doctor"),
+    output: Annotated[Path, typer.Option(help="With --gpu: folder of the page and the figures.")] = Path("runs/doctor"),
 ):
-    """What runs here, where, and why: versions, devices, backends and optional packages."""
+    """What runs on this machine and why: versions, devices, backends and optional packages."""
     if gpu:
         print(examine(output, only)["verdict"])
         print(f"Page: {output / 'report.md'}")

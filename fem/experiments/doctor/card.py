@@ -1,4 +1,4 @@
-"""`fem doctor --gpu`: every check in a process of its own with a time limit, a page, and one line that sums it up."""
+"""`fem doctor --gpu`: checks, each in a process of its own with a time limit; a page, and one line that sums it up."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 from fem.experiments.common.run import hardware, now, provenance, versions, write_json
 from fem.experiments.common.tables import markdown_table
 
-LIMIT = 600  # seconds of all steps together on a card
-INTERPRETED = 3  # times that, and a step ten times its own limit, without one
+LIMIT = 600  # seconds that all steps together may take on a GPU
+WITHOUT_GPU = 3  # times LIMIT for all steps, and ten times its own limit for each, where there is none
 
 
 class Step(NamedTuple):
-    """seconds: after which it is stopped. interpreted: without a card it runs in Triton's interpreter."""
+    """A group of checks. seconds: its time limit on a GPU. interpreted: without a GPU, Triton's interpreter runs it."""
 
     title: str
     seconds: int
@@ -39,7 +39,7 @@ def software(device: torch.device) -> Iterator[dict]:
         found = version("triton")
         numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
         doubtful = (3, 4) <= numbers <= (3, 7, 0) and device.type == "cuda" and _is_hopper(device)
-        result = "known to miscompile for Hopper: trust no kernel that fails below" if doubtful else "ok"
+        result = "known to miscompile for Hopper: do not use kernels that fail below" if doubtful else "ok"
     except PackageNotFoundError:
         found, result = "missing", "not installed: scans are read by the plain form"
     yield {"part": "triton", "found": found, "result": result}
@@ -70,24 +70,24 @@ def steps() -> dict[str, Step]:
     return {
         "software": Step("Versions", 30, software),
         "compile": Step("Kernels, compiled as they are launched", 120, compilation),
-        "assumptions": Step("What kernels take for granted", 30, checks.assumptions, True),
+        "assumptions": Step("What kernels assume of the hardware", 30, checks.assumptions, True),
         "scans": Step("Scans against the plain form in float64", 180, checks.scans, True),
         "softmax": Step("Softmax reads against the plain form in float64", 60, checks.softmax),
-        "situations": Step("Where users run a layer", 90, checks.situations),
-        "offsets": Step("Large offsets", 30, checks.large_offsets),
+        "situations": Step("A layer checkpointed, compiled, captured", 90, checks.situations),
+        "offsets": Step("Tensors of more than 2^31 numbers", 30, checks.large_offsets),
         "training": Step("A train step", 60, speed.training),
-        "decoding": Step("One token more", 60, speed.decoding),
+        "decoding": Step("Decoding one token", 60, speed.decoding),
     }
 
 
 def examine(output: Path, only: str | None = None, shown: Callable[[str], None] = print) -> dict:
-    """Run the steps, write results.json and report.md to `output`, and return all that was found."""
+    """Run the steps and write results.json and report.md to `output`; returns what results.json holds."""
     chosen = steps() if only is None else {name: steps()[name] for name in only.split(",")}
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     output.mkdir(parents=True, exist_ok=True)
     started, found = time.monotonic(), {}
     for name, step in chosen.items():
-        slower, whole = (1, LIMIT) if device != "cpu" else (10, INTERPRETED * LIMIT)
+        slower, whole = (1, LIMIT) if device != "cpu" else (10, WITHOUT_GPU * LIMIT)
         limit = max(1, min(slower * step.seconds, whole - (time.monotonic() - started)))
         shown(f"{step.title} (at most {limit:.0f} s)")
         found[name] = _in_a_process(name, device, output / f"{name}.jsonl", limit, step.interpreted and device == "cpu")
@@ -99,7 +99,7 @@ def examine(output: Path, only: str | None = None, shown: Callable[[str], None] 
 
 
 def _in_a_process(name: str, device: str, path: Path, limit: int | float, interpreted: bool) -> dict:
-    """What a step found before it ended, and how it ended."""
+    """Run one step: what it found before it ended, and how it ended."""
     path.unlink(missing_ok=True)
     environment = os.environ | {"TRITON_INTERPRET": "1" if interpreted else "0"}
     started = time.monotonic()
@@ -116,14 +116,14 @@ def _in_a_process(name: str, device: str, path: Path, limit: int | float, interp
 
 
 def verdict(device: str, found: dict) -> str:
-    """One line: what works, what falls back or fails, how fast."""
+    """One line: how many checks pass, which scans fall back to the plain form, how fast a train step is."""
     rows = [row for step in found.values() for row in step["rows"]]
     wrong = [row for row in rows if row["result"] != "ok"]
     unfinished = [name for name, step in found.items() if step["ended"] != "ok"]
     scans = found.get("scans", {"rows": []})["rows"]
     passed = sum(row["result"] == "ok" for row in scans)
     where = "No GPU here: by the interpreter and the compiler alone" if device == "cpu" else f"On {device}"
-    text = f"{where}, {len(rows) - len(wrong)} of {len(rows)} checks are well"
+    text = f"{where}, {len(rows) - len(wrong)} of {len(rows)} checks pass"
     text += f"; {passed} of {len(scans)} kinds of scan pass" if scans else ""
     text += ", the others are read by the plain form" if passed < len(scans) else ""
     speeds = {row["layer"]: row for row in found.get("training", {"rows": []})["rows"] if row["result"] == "ok"}
@@ -141,6 +141,8 @@ def page(results: dict, chosen: dict[str, Step]) -> str:
         columns = list(dict.fromkeys(column for row in step["rows"] for column in row))
         if columns:
             parts.append(markdown_table([{column: row.get(column) for column in columns} for row in step["rows"]]))
+        elif results["device"] == "cpu":
+            parts.append("It needs a GPU: nothing was run.\n")
     return "\n".join([*parts, provenance("fem doctor --gpu")])
 
 

@@ -1,4 +1,4 @@
-"""What can be checked on a GPU, or without one by Triton's interpreter: a table of rows from each function."""
+"""The checks on a GPU, or without one by Triton's interpreter: each function yields the rows of a table."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Row = dict[str, Any]
 
 
 def outcome(what: str, run: Callable[[], str | None], **more: Any) -> Row:
-    """A row: "ok", what `run` says is wrong, or how it failed."""
+    """A row of a table, whose result is "ok", what `run` returns as wrong, or the exception that it raised."""
     try:
         found = run() or "ok"
-    except Exception as error:  # the next check is to run, whatever this one met
+    except Exception as error:  # whatever happens, the next check must run
         found = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     return {"check": what, **more, "result": found}
 
 
 def assumptions(device: torch.device) -> Iterator[Row]:
-    """What the kernels take for granted of the hardware."""
+    """What the kernels assume of the hardware."""
     import triton
     import triton.language as tl
 
@@ -50,7 +50,7 @@ def assumptions(device: torch.device) -> Iterator[Row]:
 
 
 def kinds(device: torch.device) -> Iterator[Kind]:
-    """The kinds of scans that are checked: all that layers use on a card, one of each where the interpreter runs."""
+    """The kinds of scans to check: all that layers use on a GPU, two where the interpreter runs them."""
     if device.type == "cpu":
         yield Kind("decay_scan", torch.float32)
         yield Kind("linear_attention", torch.float32, (16, 16, "head", True))
@@ -70,7 +70,7 @@ def kinds(device: torch.device) -> Iterator[Kind]:
 
 
 def scans(device: torch.device) -> Iterator[Row]:
-    """Every kind of scan against the plain form in float64, outputs and gradients; on a card the verdict is kept."""
+    """Every kind of scan against the plain form in float64, outputs and gradients. On a GPU the verdict is saved."""
     for kind in kinds(device):
 
         def run(kind=kind):
@@ -80,7 +80,7 @@ def scans(device: torch.device) -> Iterator[Row]:
 
 
 def softmax(device: torch.device) -> Iterator[Row]:
-    """The softmax read against its definition in float64, outputs and gradients, and twice bit for bit."""
+    """The softmax read against the plain form in float64, outputs and gradients; two runs must be equal bit for bit."""
     gpu = device.type == "cuda"
     lengths, widths = ((1, 127, 129, 2049), (64, 128, 256)) if gpu else ((1, 129), (16,))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -133,7 +133,7 @@ def _softmax(device, dtype, time: int, width: int, what: str) -> str | None:
 
 
 def situations(device: torch.device) -> Iterator[Row]:
-    """A layer of every prior where users run it: checkpointed, compiled, on a side stream, captured, on another GPU."""
+    """A layer of every prior as users run it: checkpointed, compiled, on a side stream, captured, on another GPU."""
     gpu = device.type == "cuda"
     for prior in PRIORS:
         config = FreeEnergyMixerConfig(n_embd=64, n_head=2, prior_type=prior)
@@ -148,7 +148,7 @@ def _trained(layer: Callable, x: Tensor, parameters: list[Tensor]) -> list[Tenso
 
 
 def _same(config, device, change: Callable[[FreeEnergyMixer], Callable], elsewhere=None) -> str | None:
-    """How far output and gradients of the changed layer, perhaps on another device, are from the layer's."""
+    """None where output and gradients of the changed layer, on `elsewhere` if given, equal the unchanged layer's."""
     sides = []
     for place, changed in ((device, lambda layer: layer), (elsewhere or device, change)):
         torch.manual_seed(0)
@@ -185,7 +185,7 @@ def _on_a_side_stream(config, device) -> str | None:
 
 
 def _captured(config, device) -> str | None:
-    """Forward of one token after another, captured once and replayed."""
+    """The forward pass of one token, captured in a CUDA graph and replayed."""
     torch.manual_seed(0)
     layer = FreeEnergyMixer(replace(config, dropout=0.0)).to(device).eval()
     x = torch.randn(2, 1, config.n_embd, device=device)
@@ -218,7 +218,7 @@ SITUATIONS: dict[str, Callable] = {
 
 
 def large_offsets(device: torch.device) -> Iterator[Row]:
-    """Tokens that lie 2^31 numbers and more from the first."""
+    """A tensor in which the last tokens lie 2^31 numbers and more from the first."""
 
     def run() -> str | None:
         channels, time = 1024, 2**21 + 65

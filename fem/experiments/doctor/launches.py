@@ -1,6 +1,6 @@
 """Every launch of the scans' kernels, forward and backward, as small calls of their launchers.
 
-What decides how a kernel compiles is what varies: dtypes, widths, decays, what is None, one token and one channel.
+They vary what decides how a kernel compiles: dtypes, widths, decays, what is None, one token and one channel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fem.ops.linear_attention.read import linear_attention_terms
 from fem.ops.ssm.read import ssm_terms
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-Launch = tuple[str, Callable[[], None]]  # what it is called, and the call
+Launch = tuple[str, Callable[[], None]]  # its name, and the call
 
 
 def linear_attention(dtype, keys, values, decay=None, free=True, present=True, time=130) -> Launch:
@@ -30,7 +30,7 @@ def linear_attention(dtype, keys, values, decay=None, free=True, present=True, t
         differentiate(*terms, *state.values())
 
     kind = "no decay" if decay is None else f"decay per {decay}"
-    more = "" if present else "the past alone"
+    more = "" if present else "without the present token"
     return called("linear attention", dtype, f"widths {keys}, {values}", kind, free, more, time), run
 
 
@@ -121,11 +121,12 @@ def every() -> Iterator[Launch]:
 
 
 def compile_all(launches: Iterator[Launch], cards: list[str]) -> Iterator[Compiled]:
-    """What the compiler makes of the launches, for each card; each kernel and its figures once."""
+    """Compile all launches for each card; kernels with the same figures are reported once."""
     launches, seen = list(launches), set()
     for card in cards:
         for name, run in launches:
-            with compiled_for(card) as found, mock.patch("fem.ops.common.backend._check"):  # it refuses CPU tensors
+            # the check of backends would refuse CPU tensors
+            with compiled_for(card) as found, mock.patch("fem.ops.common.backend._check"):
                 try:
                     run()
                 except Exception as error:

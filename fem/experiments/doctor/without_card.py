@@ -1,8 +1,8 @@
-"""Kernels as they are launched, compiled for a GPU that is not here: nothing runs, but nothing is made up either.
+"""Compiles kernels for a GPU that is not there, exactly as they would be launched on it; nothing runs.
 
-A stand-in for Triton's driver names the card. The launchers then run on CPU tensors, and each launch goes through
-Triton's own JIT, which finds the types of the arguments, the Nones and what is divisible by 16 as on a GPU, and stops
-before the kernel would start. Needs a process in which TRITON_INTERPRET is not set.
+A replacement for Triton's driver names the GPU. The launchers then run on CPU tensors, and each launch goes through
+Triton's own JIT, which finds the arguments' types, which are None and which are divisible by 16 as on a GPU, and stops
+before the kernel would start. TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from unittest import mock
 
 import torch
 
-SPILL = 256  # bytes per thread that a kernel may keep in slow memory
+SPILL = 256  # bytes per thread that a kernel may spill from registers to memory
 
 
 class Card(NamedTuple):
-    """A kind of GPU: Triton's backend and architecture, threads of a warp, shared memory that a program may use."""
+    """A kind of GPU: Triton's backend and architecture, threads per warp, bytes of shared memory per program."""
 
     backend: str
     architecture: int | str
@@ -44,7 +44,7 @@ CARDS = {
 
 
 class Compiled(NamedTuple):
-    """What the compiler made of a launch, or why it did not. spill and shared in bytes, per thread and per program."""
+    """A compiled launch, or the error. spill: bytes per thread; shared: bytes of shared memory per program."""
 
     case: str
     kernel: str
@@ -55,7 +55,7 @@ class Compiled(NamedTuple):
     shared: int | None = None
 
     def fault(self) -> str | None:
-        """Why the kernel is not fit for the card."""
+        """Why the kernel cannot be used on the card; None where it can."""
         if self.error is not None:
             return self.error
         if self.shared > CARDS[self.card].shared:
@@ -65,7 +65,7 @@ class Compiled(NamedTuple):
 
 @contextmanager
 def compiled_for(name: str) -> Iterator[list[Compiled]]:
-    """Launches inside compile for the card and add what came of it to the list; `case` of the records is empty."""
+    """Launches in this block compile for the card and add a record to the list, with an empty `case`."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
 
@@ -76,7 +76,7 @@ def compiled_for(name: str) -> Iterator[list[Compiled]]:
     found: list[Compiled] = []
 
     class Driver:
-        """What the JIT asks of a driver. Cards differ in the device's number, by which it keeps its kernels."""
+        """What the JIT asks of a driver. Each card has another device number, by which the JIT caches kernels."""
 
         get_current_target = staticmethod(lambda: target)
         get_current_device = staticmethod(lambda: list(CARDS).index(name))
@@ -99,7 +99,7 @@ def compiled_for(name: str) -> Iterator[list[Compiled]]:
     with ExitStack() as stack:
         for base in (jit.KernelInterface, jit.JITFunction):
             stack.enter_context(mock.patch.object(base, "__getitem__", launch))
-        # what no kernel writes must not send the launchers astray
+        # no kernel writes these tensors, and launchers may branch on what they read from them
         for owner, attribute, make in ((torch.Tensor, "new_empty", empty), (torch, "empty_like", empty_like)):
             zeros = lambda *args, make=make, **options: make(*args, **options).zero_()  # noqa: E731
             stack.enter_context(mock.patch.object(owner, attribute, zeros))
@@ -117,7 +117,7 @@ def _causes(error: BaseException) -> str:
 
 
 def _resources(kernel) -> tuple[int, int, int]:
-    """Registers of a thread, bytes that it spills, and bytes of shared memory of a program."""
+    """Registers per thread, bytes spilt per thread, and bytes of shared memory per program."""
     if "cubin" in kernel.asm:
         registers, spill = re.search(r"REG:(\d+) STACK:(\d+)", _usage(kernel.asm["cubin"])).groups()
     else:

@@ -1,4 +1,4 @@
-"""The paper's forecaster around a mixer: segments of the history as tokens, channel by channel."""
+"""The paper's forecaster around a mixer: its tokens are segments of the history, channel by channel."""
 
 from __future__ import annotations
 
@@ -10,33 +10,21 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
+from fem.experiments.common.blocks import EPS, Residual, count_parameters, narrowed
 from fem.experiments.common.mixers import canonical, fields_of
 from fem.mixer import FreeEnergyMixer
 
 NONE = "none"
-EPS = 1e-5
 STD = 0.02
 
 
-class Residual(nn.Module):
-    """x + dropout(layer(RMSNorm(x)))"""
-
-    def __init__(self, width: int, layer: nn.Module, dropout: float):
-        super().__init__()
-        self.norm = nn.RMSNorm(width, EPS)
-        self.layer = layer
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        return x + self.dropout(self.layer(self.norm(x)))
-
-
 class SegmentTokens(nn.Module):
-    """Two tokens for every segment x_n of every channel c, what all channels do before what the channel does.
+    """Two tokens for every segment x_n of every channel c: one from a mixture of all channels, one from c alone.
 
         z_c,2n = RMSNorm(W_context (M x_n)_c)          z_c,2n+1 = RMSNorm(W_main x_nc)
 
-    segments (B, C, N, S) -> tokens (B, C, 2 N, D), after learnt positions, learnt channels and a norm. M is (C, C).
+    segments (B, C, N, S) -> tokens (B, C, 2 N, D), to which learnt vectors of position and channel are added before a
+    norm. M is (C, C).
     """
 
     def __init__(self, channels: int, segments: int, length: int, width: int, dropout: float):
@@ -58,11 +46,12 @@ class SegmentTokens(nn.Module):
 class ForecastBackbone(nn.Module):
     """The next `horizon` rows of all channels, from the tokens of the past.
 
-        x = (history - level) / spread       level: mean of the last segment, spread: deviation of the whole history
-        x_{n+1} ~ W z_n + b                  z_n: the channel's own token of segment n, behind the blocks
+        x = (history - level) / spread       level: mean of the last segment, spread: standard deviation of the history
+        x_{n+1} ~ W z_n + b                  z_n: the output of the blocks at the channel's own token of segment n
         forecast = spread x_{N+1} + level
 
-    Segments are as long as the horizon; zeros on the left complete the first. The blocks see each channel alone.
+    Segments are as long as the horizon; the first one is padded with zeros on the left. The blocks see each channel
+    alone.
     Raises ValueError unless the lookback is longer than the horizon.
     """
 
@@ -102,7 +91,7 @@ def width_for(channels: int) -> int:
 
 
 def one_name(mixer: str) -> str:
-    """The one name of a mixer, or "none": tokens that never meet. Raises ValueError on a name that means nothing."""
+    """The canonical name of a mixer, or "none": no token sees another. Raises ValueError on an unknown name."""
     return NONE if mixer == NONE else canonical(mixer)
 
 
@@ -118,7 +107,7 @@ def build_backbone(
     dropout: float,
     **fields,
 ) -> ForecastBackbone:
-    """The forecaster around a mixer, with the parameters of the one around softmax attention: the MLP pays.
+    """The forecaster around a mixer, with the parameters of the one around softmax attention: its MLPs are narrower.
 
     fields: further fields of `FreeEnergyMixerConfig`. Linear weights start N(0, 0.02), those that write into the
     residual stream N(0, 0.02 / sqrt(2 layers)), biases at 0 and the conditioner's columns at 0.
@@ -127,9 +116,10 @@ def build_backbone(
     def config(name: str) -> FreeEnergyMixerConfig:
         return FreeEnergyMixerConfig.matched(n_embd=width, n_head=heads, **fields, **fields_of(name))
 
-    budget = 8 * width**2 + 5 * width + _parameters(config("softmax"))
-    spent = 0 if mixer == NONE else _parameters(config(mixer))
-    inner = round((budget - spent - width) / (2 * width + 1))
+    with torch.device("meta"):
+        own = 0 if mixer == NONE else count_parameters(FreeEnergyMixer(config(mixer)))
+        extra = own - count_parameters(FreeEnergyMixer(config("softmax")))
+    inner = narrowed(4 * width, extra, 2 * width + 1, mixer)
     parts: list[nn.Module] = []
     for _ in range(layers):
         if mixer != NONE:
@@ -139,11 +129,6 @@ def build_backbone(
     backbone = ForecastBackbone(channels, lookback, horizon, width, blocks, dropout)
     _initialise(backbone, parts, STD / math.sqrt(2 * layers))
     return backbone
-
-
-def _parameters(config: FreeEnergyMixerConfig) -> int:
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in FreeEnergyMixer(config).parameters())
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What neuralforecast has ready, and `FEMForecaster` among it: trained there, tested on our windows."""
+"""Models of neuralforecast, and `FEMForecaster` as one of them: trained by neuralforecast, tested on our windows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ QUIET = {
 
 
 class Steps(Callback):
-    """Shows training steps and keeps the validation loss of every check."""
+    """Moves the progress bar at every training step, and keeps the validation losses."""
 
     def __init__(self, bars: Progress, title: str, steps: int):
         self.bars, self.bar = bars, bars.add_task(title, total=steps)
@@ -61,9 +61,9 @@ class Steps(Callback):
 
 
 def train_baseline(job: Job, bars: Progress) -> dict:
-    """Train one of `MODELS` through `NeuralForecast.fit`; returns its record, as `training.train`.
+    """Train one of `MODELS` through `NeuralForecast.fit`; returns its record, as `training.train` does.
 
-    It stops early on validation as neuralforecast does, which keeps the last weights.
+    Training stops early by neuralforecast's own rule, which keeps the last weights and not the best.
     """
     kind, settings = MODELS[job.model]
     steps = Steps(bars, job.title, job.recipe.peer_steps)
@@ -98,7 +98,7 @@ def train_baseline(job: Job, bars: Progress) -> dict:
 
 
 def long_table(rows: np.ndarray) -> pd.DataFrame:
-    """rows (T, C) as neuralforecast takes them: a line per time and channel."""
+    """rows (T, C) in neuralforecast's format: a line per time and channel."""
     length, channels = rows.shape
     return pd.DataFrame(
         {
@@ -110,7 +110,7 @@ def long_table(rows: np.ndarray) -> pd.DataFrame:
 
 
 def forecast(model: BaseModel, history: Float[Tensor, "b l c"]) -> Float[Tensor, "b h c"]:
-    """A trained model's forecast of every channel, with the scaling of windows that it was trained with."""
+    """A trained model's forecast of every channel, each window scaled as in its training."""
     batch, _, channels = history.shape
     if not model.MULTIVARIATE:
         history = history.transpose(1, 2).flatten(0, 1)[..., None]

@@ -12,13 +12,14 @@ import typer
 from fem.experiments.common.jobs import read_record
 from fem.experiments.common.lock import one_writer
 from fem.experiments.common.options import recipe_options
+from fem.experiments.common.recipes import require_one_of
 from fem.experiments.common.run import check_output, command_line, cpu_threads, open_run, progress, write_json
 from fem.experiments.common.tables import show_table, write_table
 from fem.experiments.forecast.settings import LAPTOP, PROFILES, ForecastRecipe
 
 
 def run(recipe: ForecastRecipe, output: Path) -> dict:
-    """Train what `output`/runs does not have yet, then write tables, plots and report; returns what results.json holds.
+    """Run the jobs without a record in `output`/runs, write tables, plots, report; returns what results.json holds.
 
     Raises ValueError on data that cannot be trained on, before any training.
     """
@@ -60,12 +61,11 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
 @recipe_options(LAPTOP)
 def command(
     changes: dict,
-    profile: Annotated[str, typer.Option(help=f"Where the options start: {' or '.join(PROFILES)}.")] = "laptop",
+    profile: Annotated[str, typer.Option(help=f"Defaults of all other options: {' or '.join(PROFILES)}.")] = "laptop",
     output: Annotated[Path | None, typer.Option(help="Folder of the runs; default: runs/forecast-PROFILE.")] = None,
 ):
-    """Table 4: FEM as a forecaster of time series, at equal parameters. Stopped runs go on where they were."""
-    if profile not in PROFILES:
-        raise ValueError(f"profile must be {' or '.join(PROFILES)}, got {profile!r}.")
+    """Table 4: FEM as a forecaster of time series, at equal parameters. The same command resumes a stopped run."""
+    require_one_of("profile", profile, PROFILES)
     output = output or Path(f"runs/forecast-{profile}")
     run(replace(PROFILES[profile], **changes), output)
     typer.echo(f"written to {output}: report.md, results.json, tables and plots")

@@ -1,4 +1,4 @@
-"""Pictures of the runs: every seed's error, and forecasts of one test window."""
+"""Pictures of the results: every seed's error, and forecasts of one test window."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
 
 
 def forecasts(path: Path, records: Sequence[dict]) -> None:
-    """The truth in the last channel of the middle test window, and every model's forecast of it by its first seed. A
-    row per series, a column per horizon.
+    """The last channel of the middle test window, and its forecast by every model's first seed. A row of panels per
+    series, a column per horizon.
     """
     first: dict[tuple, dict] = {}
     for record in records:

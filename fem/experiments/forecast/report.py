@@ -1,11 +1,12 @@
-"""What the runs add up to: tables, plots, and a page with Table 4 beside it."""
+"""The results of all runs: tables, plots, and a page with the paper's Table 4."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
+from fem.experiments.common.paired import spread
 from fem.experiments.common.run import provenance
 from fem.experiments.common.tables import markdown_table, write_table
 from fem.experiments.forecast import picture
@@ -20,7 +21,7 @@ TABLE_4 = {
     "ETTm2": (0.242, 0.247, 0.246, 0.241, 0.250, 0.245, 0.265, 0.247),
 }
 TABLE_4_NOTE = (
-    "MSE, mean over horizons 96, 192, 336 and 720; in brackets the paper's. Ours is blank unless all four were run."
+    "MSE, mean over horizons 96, 192, 336 and 720; the paper's in brackets. Ours is blank unless all four were run."
 )
 HORIZONS = (96, 192, 336, 720)
 
@@ -55,7 +56,7 @@ def table(records: Sequence[dict]) -> list[dict]:
             "horizon": row["horizon"],
             "model": picture.name_of(row["model"]),
             "MSE": row["mse"],
-            "sd": stdev(row["mses"]) if len(row["mses"]) > 1 else None,
+            "sd": spread(row["mses"]),
             "MSE by seed": ", ".join(f"{error:.4f}" for error in row["mses"]),
             "MAE": row["mae"],
             "lookback": row["lookback"],
@@ -67,7 +68,7 @@ def table(records: Sequence[dict]) -> list[dict]:
 
 
 def short_table(records: Sequence[dict]) -> list[dict]:
-    """`table` for a terminal."""
+    """The columns of `table` that fit on a terminal."""
     return [{name: row[name] for name in ("data", "horizon", "model", "MSE", "sd", "MAE")} for row in table(records)]
 
 
@@ -102,10 +103,10 @@ def write(folder: Path, records: Sequence[dict], command: str) -> None:
 PAGE = """# Forecasting: FEM in the paper's backbone
 
 MSE and MAE on scaled data over all test windows, steps and channels; nothing is dropped. Scaling, splits and windows
-are the same for all. Mixers stand in one backbone of equal parameters, the MLP paying for what a mixer adds; "no
-mixer" is that backbone with the mixers' parameters in its MLPs, so that no token sees another. DLinear, PatchTST,
-iTransformer and FEMForecaster are trained by neuralforecast. CPU s: of training one seed, its validation included;
-sd: over seeds.
+are the same for all. All mixers are compared in one backbone with equal parameters: one that has more gets narrower
+MLPs. "no mixer" is that backbone with the mixers' parameters in its MLPs, so that no token sees another. DLinear,
+PatchTST, iTransformer and FEMForecaster are trained by neuralforecast. CPU s: of training one seed, its validation
+included; sd: over seeds.
 
 {table}
 ![test error of every model, a dot per seed](errors.png)

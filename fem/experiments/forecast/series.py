@@ -1,4 +1,4 @@
-"""Several channels over time: split, scaled, cut into windows."""
+"""Time series of several channels: split, scaled, cut into windows."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Series:
     splits: dict[str, Range]
 
     def scaled(self) -> Float[Tensor, "rows channels"]:
-        """Every channel less its mean, over its standard deviation, both of the training rows."""
+        """Every channel minus its mean, divided by its standard deviation, both over the training rows."""
         train = self.values[slice(*self.splits["train"])]
         spread = train.std(0)
         return torch.tensor((self.values - train.mean(0)) / np.where(spread > 0, spread, 1.0), dtype=torch.float32)
 
 
 class Windows(NamedTuple):
-    """Every stretch of `lookback` rows and the `horizon` rows after them, one row apart."""
+    """All windows of `lookback` rows and the `horizon` rows after them; each starts one row after the last."""
 
     rows: Float[Tensor, "rows channels"]
     lookback: int

@@ -8,6 +8,7 @@ from itertools import product
 import torch
 
 from fem.experiments.common.jobs import digest_of
+from fem.experiments.common.recipes import listed, require_not_negative, require_positive
 from fem.experiments.common.run import option
 from fem.experiments.forecast.backbone import one_name, width_for
 from fem.experiments.forecast.series import Series, Windows, windows
@@ -15,18 +16,18 @@ from fem.experiments.forecast.series import Series, Windows, windows
 BASELINES = ("dlinear", "patchtst", "itransformer", "femforecaster")
 LOOKBACKS = {96: 1024, 336: 2048, 720: 4096}  # up to this horizon, this many rows of history
 MANY_CHANNELS = 100
-NO_PART_IN_A_RUN = ("data", "horizon", "models", "seeds", "seed", "threads")
+NOT_IN_THE_KEY = ("data", "horizon", "models", "seeds", "seed", "threads")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastRecipe:
-    """Data, models and training; lists have commas. The defaults are a laptop's: minutes a model on ETTh1."""
+    """Data, models and training; lists have commas. The defaults suit a laptop: minutes per model on ETTh1."""
 
     data: str = option("", "CSV files (.csv or .csv.gz): a column date, then the channels.")
     horizon: str = option("96", "Rows to forecast.")
     models: str = option(
         "softmax,fem-sm,none",
-        f"Mixers, such as softmax, fem-gla, gla; none; {', '.join(BASELINES)}.",
+        f"Mixers, such as softmax, fem-gla, gla; none, for no mixer; {', '.join(BASELINES)}.",
         also=("models",),
         called="mixers",
     )
@@ -36,64 +37,65 @@ class ForecastRecipe:
     width: int | None = option(None, "Width of the backbone; default: 32 floor(sqrt(channels)).")
     layers: int = option(3, "Blocks of the backbone.")
     heads: int = option(8, "Heads of every mixer.")
-    dropout: float = option(0.1, "Dropout of tokens and branches.")
+    dropout: float = option(0.1, "Dropout of tokens and of each block's output.")
     beta_max_init: float = option(1.8, "Where FEM's inverse temperature starts, before the softplus.")
-    epochs: int = option(3, "Most epochs of the backbone, over all windows.")
+    epochs: int = option(3, "Most epochs of training the backbone, each over all windows.")
     patience: int = option(12, "Stop after so many epochs without a lower validation error.")
     batch: int | None = option(
-        None, "Windows a step; default: 32, or 8 from 100 channels on.", also=("batch",), called="batch_size"
+        None, "Windows per step; default: 32, or 8 from 100 channels on.", also=("batch",), called="batch_size"
     )
     learning_rate: float = option(6e-4, "Peak learning rate of AdamW for the backbone.")
     weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
-    peer_lookback: int = option(512, "Rows of history of neuralforecast's models.")
-    peer_steps: int = option(500, "Most optimiser steps of neuralforecast's models.")
-    peer_stride: int = option(1, "Rows between the windows that neuralforecast's models train and validate on.")
-    threads: int = option(1, "CPU threads; more help where the machine is idle, and hurt where it is busy.")
+    peer_lookback: int = option(
+        512, "Rows of history for neuralforecast's models.", also=("peer_lookback",), called="baseline_lookback"
+    )
+    peer_steps: int = option(
+        500, "Most optimiser steps for neuralforecast's models.", also=("peer_steps",), called="baseline_steps"
+    )
+    peer_stride: int = option(
+        1,
+        "Rows between the windows that neuralforecast's models train and validate on.",
+        also=("peer_stride",),
+        called="baseline_stride",
+    )
+    threads: int = option(1, "CPU threads; more of them are faster on an idle machine, and slower on a busy one.")
 
     def __post_init__(self):
         counts = ("seeds", "layers", "heads", "epochs", "patience", "threads")
         sizes = ("lookback", "width", "batch", "peer_lookback", "peer_steps", "peer_stride")
-        for name in (*counts, "learning_rate", *sizes):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}.")
-        if not self.seed >= 0 or not self.weight_decay >= 0:
-            raise ValueError(f"seed and weight_decay must not be negative, got {self.seed} and {self.weight_decay}.")
+        require_positive(self, *counts, "learning_rate", *sizes)
+        require_not_negative(self, "seed", "weight_decay")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}.")
-        if not all(text.isdecimal() and int(text) > 0 for text in _listed(self.horizon)) or not _listed(self.horizon):
+        if not all(text.isdecimal() and int(text) > 0 for text in listed(self.horizon)) or not listed(self.horizon):
             raise ValueError(f"horizon must be a positive number, or several with commas, got {self.horizon!r}.")
-        if not _listed(self.models):
+        if not listed(self.models):
             raise ValueError("models must name at least one model, got an empty list.")
-        for name in _listed(self.models):
+        for name in listed(self.models):
             if name not in BASELINES:
                 one_name(name)
 
     @property
     def model_names(self) -> list[str]:
-        """Each model's one name, in the order given."""
-        return list(dict.fromkeys(name if name in BASELINES else one_name(name) for name in _listed(self.models)))
+        """The models' canonical names, in the order given."""
+        return list(dict.fromkeys(name if name in BASELINES else one_name(name) for name in listed(self.models)))
 
     @property
     def horizons(self) -> list[int]:
-        return [int(text) for text in _listed(self.horizon)]
+        return [int(text) for text in listed(self.horizon)]
 
     def jobs(self) -> list[Job]:
-        """All runs, seed after seed. Raises ValueError on data that cannot be trained on, before any training."""
+        """All runs, seed by seed. Raises ValueError on data that cannot be used for training."""
         from fem.experiments.forecast.tables import load_series
 
-        if not _listed(self.data):
+        if not listed(self.data):
             raise ValueError("data must name at least one CSV file, got none; give --data PATH.")
-        series = [load_series(path) for path in _listed(self.data)]
+        series = [load_series(path) for path in listed(self.data)]
         seeds = range(self.seed, self.seed + self.seeds)
         jobs = [Job(*found, self) for found in product(series, self.horizons, seeds, self.model_names)]
         for job in jobs:
             job.windows()
         return jobs
-
-
-def _listed(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 @dataclass(frozen=True)
@@ -131,13 +133,15 @@ class Job:
 
     @property
     def key(self) -> str:
-        """A file name of its own for every run: other values or other data, other name."""
-        decides = {name: value for name, value in asdict(self.recipe).items() if name not in NO_PART_IN_A_RUN}
+        """A file name that differs between runs which differ in any value or in their data."""
+        decides = {name: value for name, value in asdict(self.recipe).items() if name not in NOT_IN_THE_KEY}
+        if self.recipe.peer_stride == 1:  # records from before there was a stride stay valid
+            del decides["peer_stride"]
         found = digest_of(decides, self.series.values.tobytes())
         return f"{self.series.name}-{self.horizon}-{self.model}-seed{self.seed}-{found}"
 
     def windows(self, device: torch.device | str = "cpu") -> dict[str, Windows]:
-        """The windows of every split. Raises ValueError where one is too short for any."""
+        """The windows of every split. Raises ValueError where a split is too short for one."""
         if not self.is_baseline and self.lookback <= self.horizon:
             raise ValueError(f"lookback must be longer than the horizon {self.horizon}, got {self.lookback}.")
         return windows(self.series, self.lookback, self.horizon, device)

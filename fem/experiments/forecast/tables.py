@@ -1,4 +1,4 @@
-"""Series from the usual CSV files, refused in one sentence where they cannot be trained on."""
+"""Series from CSV files; a file that cannot be used is refused with one sentence."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ DATE = "date"
 ETT_CHANNELS = ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")
 ETT_HOURS = {"train": (0, 8640), "validation": (8640, 11520), "test": (11520, 14400)}
 CHANNELS = {"weather": 21, "solar": 137}
-UNEVEN = ("weather",)  # the usual file lacks 8 of its 52,704 rows, which everybody takes as evenly spaced
+UNEVEN = ("weather",)  # the published file lacks 8 of its 52,704 rows; everybody uses it as evenly spaced
 
 
 def load_series(path: str | Path) -> Series:
-    """The series in a CSV file, .csv or .csv.gz: a column `date`, then a column per channel. Solar has numbers alone.
+    """The series in a CSV file, .csv or .csv.gz: a column `date`, then a column per channel. Solar has no dates.
 
-    ETT, Weather and Solar are known by the file's name: their channels are checked, and ETT is split by its months
-    (rows after the 20th are unused); all else is split .7 / .1 / .2.
-    Raises ValueError on a missing file or column, a gap in the dates, a cell that is no number, too few rows.
+    ETT, Weather and Solar are recognised by the file's name: their channels are checked. ETT is split into 12, 4 and 4
+    months, and rows after these are unused; all else is split .7 / .1 / .2.
+    Raises ValueError on a missing file or column, a gap in the dates, a cell that is not a number, too few rows.
     """
     path = Path(path)
     if not path.is_file():
@@ -71,7 +71,7 @@ def _check_dates(file: str, column: pd.Series) -> None:
         row = int((steps != steps.mode()[0]).to_numpy().argmax())
         raise ValueError(
             f"{file} has a gap in its dates: {dates[row + 1]} follows {dates[row]}, where rows are {steps.mode()[0]} "
-            f"apart; fill in or sort the rows."
+            f"apart; add the missing rows, or sort them."
         )
 
 

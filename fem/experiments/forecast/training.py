@@ -1,6 +1,6 @@
-"""One run of the paper's backbone: trained on all windows, judged on validation after every epoch, tested once.
+"""One run of the paper's backbone: trained on all windows, validated after every epoch, tested once.
 
-A plain loop: two losses, validation on all windows and exact resumption take more code around a trainer than this.
+A plain loop: around a Trainer, two losses, validation on all windows and exact resumption would take more code.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
+from fem.experiments.common.blocks import count_parameters
 from fem.experiments.common.checkpoints import checkpoints, set_aside, to_go_on_from
 from fem.experiments.common.integrity import publish
 from fem.experiments.common.saving import STAGING
@@ -25,7 +26,7 @@ from fem.experiments.forecast.settings import Job
 from fem.optim import parameter_groups
 
 BETAS = (0.9, 0.95)
-RISE, START = 0.05, 0.1  # share of the steps in which the learning rate rises, and where it starts, as a share
+RISE, START = 0.05, 0.1  # the learning rate starts at a tenth of its peak, and rises for 5 % of the steps
 CLIP = 1.0
 SCORED_AT_ONCE = 64
 STATE, KEPT = "state.pt", 2
@@ -34,16 +35,16 @@ Forecast = Callable[[Tensor], Tensor]
 
 
 class Score(NamedTuple):
-    """Errors over all windows, steps and channels, on scaled data."""
+    """Mean squared and mean absolute error over all windows, steps and channels, on scaled data."""
 
     mse: float
     mae: float
 
 
 def train(job: Job, folder: Path, bars: Progress) -> dict:
-    """Train the job's backbone from the end of the last whole epoch in `folder`, if there is one; returns its record.
+    """Train the job's backbone, from the last checkpoint in `folder` if there is one; returns its record.
 
-    The weights of the lowest validation error are tested. Raises ValueError where no epoch has a finite one.
+    The weights with the lowest validation error are tested. Raises ValueError where no epoch has a finite one.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     recipe = job.recipe
@@ -96,14 +97,14 @@ def train(job: Job, folder: Path, bars: Progress) -> dict:
 
 
 def record(job: Job, model: nn.Module, forecast: Forecast, test: Windows, seconds: float, curve: list[dict]) -> dict:
-    """What a run leaves behind: its names, size, errors on test, CPU seconds of training, curve and one forecast."""
+    """What is kept of a run: its names, size, errors on test, CPU seconds of training, curve and one forecast."""
     return {
         "data": job.series.name,
         "horizon": job.horizon,
         "model": job.model,
         "seed": job.seed,
         "lookback": job.lookback,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": count_parameters(model),
         **score(forecast, test)._asdict(),
         "seconds": seconds,
         "curve": curve,
@@ -112,7 +113,7 @@ def record(job: Job, model: nn.Module, forecast: Forecast, test: Windows, second
 
 
 class Training:
-    """What a run knows between two epochs, kept in one checkpoint."""
+    """The state of a run between two epochs, saved in one checkpoint."""
 
     def __init__(
         self, backbone: nn.Module, optimiser: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler
@@ -138,7 +139,7 @@ class Training:
             self.best = {name: tensor.detach().clone() for name, tensor in self.parts["backbone"].state_dict().items()}
 
     def save(self, folder: Path) -> None:
-        """Publish `folder`/checkpoint-EPOCH; the one before it stays."""
+        """Write `folder`/checkpoint-EPOCH; the newest two are kept."""
         staging = folder / STAGING
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -149,16 +150,16 @@ class Training:
             shutil.rmtree(old)
 
     def resume(self, folder: Path) -> None:
-        """Go on from the newest whole checkpoint; a later one that is damaged is set aside.
+        """Load the newest complete checkpoint, if there is one; later ones, which are damaged, are set aside.
 
-        Raises ValueError where there are only damaged ones.
+        Raises ValueError where all are damaged.
         """
         there, newest = checkpoints(folder), to_go_on_from(folder)
         if there and newest is None:
             raise ValueError(f"no checkpoint in {str(folder)!r} is whole; remove that folder to train it again.")
         for later in there[there.index(newest) + 1 :] if there else ():
             set_aside(later)
-        earlier = folder.with_name(folder.name + ".pt")  # of earlier versions
+        earlier = folder.with_name(folder.name + ".pt")  # where earlier versions kept it
         if newest is None and not earlier.exists():
             return
         path = earlier if newest is None else newest / STATE
@@ -175,12 +176,12 @@ class Training:
 
 
 def one_cycle(share: float) -> float:
-    """The learning rate after this share of all steps: linear from 1 / 10 up to 1, then linear down to 0."""
+    """The learning rate after this share of all steps, over its peak: linear from 0.1 to 1, then linear to 0."""
     return START + (1 - START) * share / RISE if share < RISE else max(0.0, (1 - share) / (1 - RISE))
 
 
 def shuffled(data: Windows, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """All windows in random order, the last batch as it comes."""
+    """Batches of all windows in random order; the last one may be smaller."""
     for index in torch.randperm(len(data)).split(batch):
         yield data.take(index.to(data.rows.device))
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MOST_TOKENS = 64
-IN_CSV_ALONE = ("prior", "beta", "hidden beta")  # the table on a terminal has room for 80 letters
+IN_CSV_ALONE = ("prior", "beta", "hidden beta")  # the table on a terminal has room for 80 columns of text
 SHORT = {"tokens in prior": "tokens p", "tokens in posterior": "tokens q", "read most at the end": "differ"}
 
 
@@ -48,7 +48,7 @@ class InspectRecipe:
 
 
 def head_rows(layers: Sequence[LayerTables]) -> list[dict]:
-    """A row per head: means over channels and tokens, and the number of tokens that its channels read most."""
+    """A row per head: means over channels and tokens, and how many different tokens its channels read most."""
     average = lambda part, head: None if part is None else float(part[head].mean())  # noqa: E731
     return [
         {
@@ -75,7 +75,7 @@ def short(rows: Sequence[dict]) -> list[dict]:
 
 
 def channel_rows(layers: Sequence[LayerTables], tokens: Sequence[str]) -> list[dict]:
-    """A row per channel, at the last token: which token it reads, under prior and posterior, and how."""
+    """A row per channel, at the last token: which token it reads most under prior and posterior, lambda, beta, gate."""
     return [
         _channel_row(tables, head, channel, tokens)
         for tables in layers
@@ -110,14 +110,14 @@ def _favourite(name: str, weights: np.ndarray | None, tokens: Sequence[str]) -> 
 
 
 def visible(token: str) -> str:
-    """The token with its white space drawn; `|` would end a cell of a Markdown table."""
+    """The token with visible signs for its white space, and for `|`, which would end a cell of a Markdown table."""
     return token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·").replace("|", "¦")
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[str]]:
-    """Token ids of the text, and the piece of the text that each stands for, with the space before it.
+    """Token ids of the text, and the piece of text that each stands for, with the space before it.
 
-    A token that ends inside a character, and one that is not in the text, is named by its own decoding.
+    A token that ends inside a character or is not in the text stands for what it decodes to.
     Raises ValueError on more than MOST_TOKENS tokens, and on none.
     """
     encoded = tokenizer(text, return_offsets_mapping=tokenizer.is_fast)

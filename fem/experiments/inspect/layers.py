@@ -1,4 +1,4 @@
-"""What each channel of each head reads: a look inside a trained model, as tables."""
+"""What each channel of each head of a trained model reads, as tables."""
 
 from __future__ import annotations
 
@@ -131,13 +131,13 @@ def _by_head(part: Float[Tensor, "b t h d"] | None) -> np.ndarray | None:
 
 
 def by_division(layers: Sequence[LayerTables]) -> list[tuple[int, int]]:
-    """All heads, (place of its layer, place in the layer), the one whose channels part most at the last token first."""
+    """All heads, as (index of layer, index of head), those whose channels differ most at the last token first."""
     places = [(i, head) for i, tables in enumerate(layers) for head in range(tables.heads)]
     return sorted(places, key=lambda place: division(layers[place[0]].read[place[1], :, -1]), reverse=True)
 
 
 def division(weights: np.ndarray) -> tuple[int, float]:
-    """How far channels part, (d, T): how many different tokens they read most, then the total variation between a
-    channel's weights and the average channel's.
+    """How much channels (d, T) differ: how many different tokens they read most, then the sum of the absolute
+    differences between their weights and the average channel's.
     """
     return len(set(weights.argmax(-1).tolist())), float(np.abs(weights - weights.mean(0)).sum())

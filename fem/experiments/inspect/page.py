@@ -39,7 +39,7 @@ def write_page(
 
 
 def page_data(tables: LayerTables) -> dict:
-    """A layer as the page holds it: weights in bytes, all else in thousandths."""
+    """A layer's data in the page: weights as bytes, all other numbers in thousandths."""
     return {
         "layer": tables.layer,
         "prior": tables.prior_type,
@@ -63,7 +63,7 @@ def page_data(tables: LayerTables) -> dict:
 
 
 def packed(weights: np.ndarray) -> str:
-    """Weights (c, T, T) of causal reads as bytes 255 sqrt(w), the tokens i <= t of row t behind each other, in base64.
+    """Weights (c, T, T) of causal reads as bytes 255 sqrt(w), row t with the tokens i <= t after row t - 1, in base64.
 
     The square root keeps small weights apart: a weight is off by 0.004 at most, and by 0.0004 where it is below 0.01.
     """

@@ -1,35 +1,32 @@
-"""`fem ablate`: what each part of FEM adds to a language model of equal size, on the same tokens, win or lose."""
+"""`fem ablate`: what each part of FEM adds to a language model of equal size, trained on the same tokens."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import Progress
 
-from fem.experiments.common.jobs import digest_of
+from fem.experiments.common.jobs import digest_of, keep, record_of
 from fem.experiments.common.mixers import file_name
 from fem.experiments.common.names import KEY, by_name, colours, display
 from fem.experiments.common.options import recipe_options
-from fem.experiments.common.paired import shown
+from fem.experiments.common.paired import shown, spread
+from fem.experiments.common.recipes import listed, numbers, require_positive
 from fem.experiments.common.run import (
     check_output,
     command_line,
     cpu_threads,
-    hardware,
-    now,
     open_run,
     option,
     progress,
     provenance,
-    versions,
-    write_json,
+    steps_bar,
 )
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
 from fem.experiments.lm.ablations import ROWS, mixer_name, remark, row_fields, row_of
@@ -44,37 +41,36 @@ PLAIN, GATED = "-C,G,T,L", "+G"
 
 @dataclass(frozen=True, kw_only=True)
 class AblateRecipe:
-    """Rows, their learning rates and seeds, and the model that all share. The defaults take a laptop some hours."""
+    """The mixers, learning rates and seeds to compare, and the model that all share. Takes a laptop some hours."""
 
     text: Path | None = option(  # noqa: RUF009
-        None, "UTF-8 text file; none: Python's sources and help topics.", also=("text",), called="text_file"
+        None, "UTF-8 text file; default: Python's sources and help topics.", also=("text",), called="text_file"
     )
-    prior: str = option("softmax", "Prior of every row.")
+    prior: str = option("softmax", "Prior of all mixers.")
     rows: str = option(
         " ".join(ROWS),
         "Mixers of this prior with commas, such as attention,attention+LT,FEM; or the paper's rows with spaces.",
         also=("rows",),
         called="mixers",
     )
-    learning_rates: str = option("0.001,0.002,0.004", "Each row takes the best of these on the first seed.")
+    learning_rates: str = option("0.001,0.002,0.004", "Each mixer takes the best of these on the first seed.")
     seeds: int = option(3, "Seeds at the chosen learning rate.")
     seed: int = option(0, "First seed.")
     lambda_init: float = option(0.0, "Bias of the lambda projection at the start; the paper's is 0.")
     layers: int = option(4, "Blocks of a model.")
     width: int = option(128, "Width of a model.")
     heads: int = option(4, "Heads of every mixer.")
-    mlp_width: int = option(352, "Width of the prior's SwiGLU; rows with more parameters narrow theirs.")
+    mlp_width: int = option(352, "Width of the prior's SwiGLU; mixers with more parameters get narrower ones.")
     vocabulary: int = option(2048, "Entries of the byte-pair tokenizer.")
-    context: int = option(128, "Tokens of one row.")
-    batch: int = option(4, "Rows a step.", also=("batch",), called="batch_size")
+    context: int = option(128, "Tokens per sequence.")
+    batch: int = option(4, "Sequences per step.", also=("batch",), called="batch_size")
     steps: int = option(600, "Optimiser steps.")
     validations: int = option(6, "Validations, evenly spaced.")
     threads: int = option(1, "CPU threads.")
 
     def __post_init__(self):
-        for name in ("seeds", "layers", "width", "heads", "mlp_width", "vocabulary", "batch", "steps", "validations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+        require_positive(self, "seeds", "layers", "width", "heads", "mlp_width", "vocabulary", "context")
+        require_positive(self, "batch", "steps", "validations", "threads")
         if not self.row_names() or not self.rates():
             raise ValueError("mixers and learning_rates must name at least one each.")
         for row in self.row_names():
@@ -83,15 +79,10 @@ class AblateRecipe:
     def row_names(self) -> list[str]:
         if any(word.partition("/")[0] in ROWS for word in self.rows.split()):
             return list(dict.fromkeys(self.rows.split()))
-        return list(dict.fromkeys(row_of(name.strip(), self.prior) for name in self.rows.split(",") if name.strip()))
+        return list(dict.fromkeys(row_of(name, self.prior) for name in listed(self.rows)))
 
-    def rates(self) -> list[float]:
-        try:
-            return [float(rate) for rate in dict.fromkeys(self.learning_rates.split(",")) if rate.strip()]
-        except ValueError:
-            raise ValueError(
-                f"learning_rates must be numbers with commas between them, got {self.learning_rates!r}."
-            ) from None
+    def rates(self) -> tuple[float, ...]:
+        return numbers("learning_rates", self.learning_rates)
 
     def language(self, learning_rate: float, seed: int) -> LanguageRecipe:
         from fem.experiments.lm.small import LanguageRecipe
@@ -103,12 +94,12 @@ class AblateRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that decides what one training finds."""
+    """Everything that decides the result of one training."""
 
     row: str
     mixer: dict
     language: LanguageRecipe
-    text: str  # a digest
+    text: str  # a digest of its tokens
 
     @property
     def key(self) -> str:
@@ -118,7 +109,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ablation:
-    """What was measured: every row's records by learning rate on the first seed, and by seed at the best of them."""
+    """The records of every row: by learning rate on the first seed, and by seed at the best learning rate."""
 
     prior: str
     tuning: dict[str, dict[float, dict]]
@@ -131,8 +122,8 @@ class Ablation:
         return best_rate(self.tuning[row])
 
     def table(self) -> list[dict]:
-        """Validation loss in nats per token: mean and standard deviation over the seeds, and what the row gains over
-        the prior alone and over the outer gate alone, seed by seed, with the standard error.
+        """Validation loss in nats per token: mean and standard deviation over the seeds, and how far it is below the
+        prior alone and the outer gate alone, seed by seed, with the standard error.
         """
         found = []
         for row, records in self.chosen.items():
@@ -148,7 +139,7 @@ class Ablation:
                     "row": row,
                     "what": remark(row),
                     "loss": mean(losses),
-                    "sd": stdev(losses) if len(losses) > 1 else None,
+                    "sd": spread(losses),
                     **over,
                     "by seed": ", ".join(f"{loss:.3f}" for loss in losses),
                     "learning rate": f"{self.best(row):g}",
@@ -162,7 +153,7 @@ class Ablation:
         return [record["val_loss"] for record in self.chosen[row]]
 
     def tuning_table(self) -> list[dict]:
-        """A row per row, a column per learning rate."""
+        """A line per row of the ablation, a column per learning rate."""
         return [
             {"mixer": self.name(row), "row": row}
             | {f"{rate:g}": record["val_loss"] for rate, record in records.items()}
@@ -189,12 +180,12 @@ def ablate(recipe: AblateRecipe, measure: Callable[[str, float, int], dict]) -> 
 
 
 def run(recipe: AblateRecipe, output: Path) -> dict:
-    """The ablation, written to `output`; a training that has ended there already is not run again."""
+    """The ablation, written to `output`; trainings with a record there do not run again."""
     from fem.experiments.lm.small import model_config
     from fem.experiments.lm.text import build_corpus
 
     check_output(output, "ablate")
-    for row in recipe.row_names():  # what cannot be built is said before the text is read
+    for row in recipe.row_names():  # an error here comes before the text is read
         model_config(recipe.language(recipe.rates()[0], recipe.seed), row_fields(row, recipe.prior), recipe.vocabulary)
     with cpu_threads(recipe.threads), progress() as bars:
         corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)
@@ -204,7 +195,7 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
         def measure(row: str, rate: float, seed: int) -> dict:
             mixer = row_fields(row, recipe.prior) | {"lambda_init": recipe.lambda_init}
             job = Job(row=row, mixer=mixer, language=recipe.language(rate, seed), text=text)
-            record = finished(job, output / "runs") or train_job(job, corpus, output / "runs", bars)
+            record = record_of(job, output / "runs") or train_job(job, corpus, output / "runs", bars)
             bars.advance(bar)
             return record
 
@@ -231,21 +222,12 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
     return results
 
 
-def finished(job: Job, folder: Path) -> dict | None:
-    try:
-        record = json.loads((folder / f"{job.key}.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return record if record.get("job") == asdict(job) else None
-
-
 def train_job(job: Job, corpus: Corpus, folder: Path, bars: Progress) -> dict:
-    """Train, and keep {"job", "val_loss", "parameters", "tokens_per_second", "curve"} in a file of its own."""
+    """Train, and write {"job", "val_loss", "parameters", "tokens_per_second", "curve"} to a file in `folder`."""
     from fem.experiments.lm.small import build_model, model_config, train
 
     recipe = job.language
-    shown = f"{job.row}, rate {recipe.learning_rate:g}, seed {recipe.seed}"
-    bar = bars.add_task(shown, total=recipe.steps)
+    bar, advance = steps_bar(bars, f"{job.row}, rate {recipe.learning_rate:g}, seed {recipe.seed}", recipe.steps)
     curve: list[dict] = []
 
     def log(metrics: dict) -> None:
@@ -253,27 +235,24 @@ def train_job(job: Job, corpus: Corpus, folder: Path, bars: Progress) -> dict:
             tokens = metrics["step"] * recipe.batch * recipe.context
             curve.append({"step": metrics["step"], "tokens": tokens, "val_loss": metrics["val_loss"]})
 
-    def advance(step: int, loss: float | None) -> None:
-        bars.update(bar, completed=step, description=shown if loss is None else f"{shown}, loss {loss:.3f}")
-
     model = build_model(model_config(recipe, job.mixer, len(corpus.tokenizer)), recipe.seed)
     record = {"job": asdict(job), **train(model, corpus, recipe, log, advance), "curve": curve}
     bars.remove_task(bar)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / f"{job.key}.json", record | {"versions": versions(), "hardware": hardware(), "date": now()})
+    keep(job, folder, record)
     return record
 
 
 def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
-    source = "the sources and help topics of Python" if recipe.text is None else recipe.text.name
+    from fem.experiments.lm.text import source_name
+
     tokens = recipe.steps * recipe.batch * recipe.context
     write_page(
         folder,
         f"The parts of FEM in a language model: {recipe.prior} prior, {parameters(ablation) / 1e6:.2f}M parameters, "
         f"{tokens / 1e6:.1f}M tokens",
         f"{recipe.layers} blocks of width {recipe.width} with {recipe.heads} heads; {recipe.steps} steps of "
-        f"{recipe.batch} x {recipe.context} tokens of {source}, byte-pair vocabulary of {recipe.vocabulary}. "
-        f"{KEY} All rows have the same parameters "
+        f"{recipe.batch} x {recipe.context} tokens of {source_name(recipe.text)}, "
+        f"byte-pair vocabulary of {recipe.vocabulary}. {KEY} All rows have the same parameters "
         "within 1 %, the same initialisation, and per seed the same rows of text in the same order; each has the best "
         "of the learning rates on the first seed. /r8: gates of rank 8, whose width goes to the values. Loss: "
         "validation, nats per token after the last step, mean over seeds; sd: over seeds; row: the paper's name, by "
@@ -313,7 +292,7 @@ def command(
     changes: dict,
     output: Annotated[Path | None, typer.Option(help="Folder of the ablation; default: runs/ablate-PRIOR.")] = None,
 ):
-    """What each part of FEM adds to a language model: the paper's rows, and controls. A stopped one goes on."""
+    """What each part of FEM adds to a language model: the paper's rows, and controls. The same command resumes it."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

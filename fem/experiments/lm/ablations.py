@@ -1,4 +1,4 @@
-"""The rows of an ablation: which of C, L, T and G a mixer has, under the paper's names and those of the controls."""
+"""The rows of an ablation: which of the parts C, L, T and G a mixer has, by the paper's names, and two controls."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def row_fields(row: str, prior: str) -> dict:
 def mixer_name(row: str, prior: str) -> str:
     """The mixer of a row, such as "softmax+LTG"; "-C/r8": with gates of rank 8, and other options of `canonical`.
 
-    Without L, gla and mamba keep the scores they were published with, unnormalised (Table 1). Raises ValueError on an
-    unknown row or prior.
+    Without L, gla and mamba are unnormalised, as they were published (Table 1). Raises ValueError on an unknown row or
+    prior.
     """
     name, slash, options = row.partition("/")
     if name not in ROWS:

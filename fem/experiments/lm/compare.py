@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 from rich.progress import Progress
 
 from fem.experiments.common.names import by_name, colours, display
-from fem.experiments.common.run import Run
+from fem.experiments.common.paired import spread
+from fem.experiments.common.run import Run, steps_bar
 from fem.experiments.common.trainer import Score
 from fem.experiments.lm.small import LanguageRecipe, build_model, model_config, train
 from fem.experiments.lm.text import Corpus
@@ -21,7 +22,7 @@ from fem.plots import Panel, learning_curves
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured, by mixer and in the order of the seeds, and each mixer's model of the first seed."""
+    """Results and curves of every mixer in the order of the seeds, and its model of the first seed."""
 
     results: dict[str, list[Score]]
     curves: dict[str, list[list[Score]]]
@@ -41,7 +42,7 @@ class Comparison:
             {
                 "mixer": display(name),
                 "loss": score["val_loss"],
-                "sd": stdev(score["val_losses"]) if len(score["val_losses"]) > 1 else None,
+                "sd": spread(score["val_losses"]),
                 "seeds": len(score["val_losses"]),
                 "bits/byte": score["val_loss"] / math.log(2) / bytes_per_token,
                 "parameters": score["parameters"],
@@ -71,7 +72,7 @@ def redraw(results: Mapping, path: Path) -> None:
 def compare(
     mixers: Mapping[str, dict], recipe: LanguageRecipe, seeds: Sequence[int], corpus: Corpus, run: Run, bars: Progress
 ) -> Comparison:
-    """Train a model of every mixer with every seed; measurements go to the run's metrics.jsonl as they come."""
+    """Train a model of every mixer with every seed; measurements are appended to the run's metrics.jsonl."""
     comparison = Comparison({name: [] for name in mixers}, {name: [] for name in mixers}, {})
     for seed in seeds:
         for name, mixer in mixers.items():
@@ -79,15 +80,12 @@ def compare(
             model = build_model(model_config(seeded, mixer, len(corpus.tokenizer)), seed)
             curve: list[Score] = []
             shown = f"language model: {display(name)}" + (f", seed {seed}" if len(seeds) > 1 else "")
-            bar = bars.add_task(shown, total=recipe.steps)
+            _, advance = steps_bar(bars, shown, recipe.steps)
 
             def log(metrics, name=name, seed=seed, curve=curve):
                 run.log(experiment="lm", model=name, seed=seed, **metrics)
                 if "val_loss" in metrics:
                     curve.append(metrics)
-
-            def advance(step, loss, bar=bar, shown=shown):
-                bars.update(bar, completed=step, description=shown if loss is None else f"{shown}, loss {loss:.3f}")
 
             comparison.results[name].append(train(model, corpus, seeded, log, advance))
             comparison.curves[name].append(curve)

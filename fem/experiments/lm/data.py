@@ -1,4 +1,4 @@
-"""A recipe's data: its tokenizer, its rows, and what tells both from any other."""
+"""A recipe's data: its tokenizer, its rows of tokens, and the digests that identify both."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ TOKENIZER, TOKENS = "tokenizer", "tokens"
 
 
 def identity(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerFast) -> dict:
-    """What decides the tokens: digests of the data's content and of the tokenizer; a stream's names."""
+    """What decides the tokens: digests of the tokenizer and of the files' content, or a stream's name and subset."""
     files = local_files(recipe.data)
-    told = f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}"
+    spelt = f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}"
     found = {
         "data": recipe.data if files is None else content(files),
         "field": recipe.field,
-        "tokenizer": hashlib.blake2b(told.encode(), digest_size=16).hexdigest(),
+        "tokenizer": hashlib.blake2b(spelt.encode(), digest_size=16).hexdigest(),
     }
     return found if files is not None else found | {"subset": recipe.subset}
 
@@ -61,7 +61,7 @@ def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast
         try:
             trained.save_pretrained(staging)
         except Exception as error:
-            if type(error) is not Exception:  # tokenizers raises no other, whatever the disk says
+            if type(error) is not Exception:  # tokenizers raises a bare Exception where the disk fails
                 raise
             raise OSError(f"the tokenizer could not be written to {str(output)!r}: {error}.") from error
         publish(staging, own)
@@ -75,7 +75,7 @@ def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast
             raise ValueError(f"tokenizer {name!r} brings code of its own: fem runs none.") from None
         raise ValueError(f"tokenizer {name!r} cannot be read: {str(error).strip().splitlines()[0]}") from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"tokenizer must have an end-of-text token to part documents, got {name!r} without one.")
+        raise ValueError(f"tokenizer must have an end-of-text token to separate documents, got {name!r} without one.")
     return tokenizer
 
 
@@ -94,7 +94,7 @@ def check_data(recipe: TrainRecipe) -> list[Path] | None:
 
 @dataclass(frozen=True)
 class Data:
-    """Rows to train on, rows to validate on, and one row to look at the gates with."""
+    """Rows to train on, rows to validate on, and one row on which the gates are measured."""
 
     train: ShuffledRows | StreamedRows
     validation: list[Row]
@@ -104,11 +104,11 @@ class Data:
 def write_data(
     recipe: TrainRecipe, output: Path, tokenizer: PreTrainedTokenizerFast, source: dict, told: Callable[[int], None]
 ) -> None:
-    """Local files as tokens in `output`/tokens. Raises ValueError where they are others than those there."""
+    """Write local files as tokens to `output`/tokens. Raises ValueError where tokens of other files are there."""
     files, folder = local_files(recipe.data), output / TOKENS
     known = source_of(folder)
     earlier = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    if known == earlier:  # the list of earlier versions
+    if known == earlier:  # what earlier versions wrote of the files
         adopt(folder, source)
     write_tokens(local_documents(files, recipe.field), tokenizer, folder, source, told)
 

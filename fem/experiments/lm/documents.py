@@ -18,7 +18,7 @@ TEXT, JSON_LINES, PARQUET = (".txt", ".md"), (".jsonl",), (".parquet",)
 
 
 def local_files(data: str) -> list[Path] | None:
-    """The files that `data` names, a folder's in the order of their names; None where it names no place on disk.
+    """The files that `data` names, sorted by name where it is a folder; None where there is no such path.
 
     Raises ValueError on a folder without text, JSON lines or Parquet, and on a file of another kind.
     """
@@ -35,7 +35,7 @@ def local_files(data: str) -> list[Path] | None:
 
 
 def content(files: list[Path]) -> str:
-    """A digest of what the files hold, in their order: their names, places and times do not matter."""
+    """A digest of the files' contents, in their order; names, folders and times do not matter."""
     found = hashlib.blake2b(digest_size=16)
     for path in files:
         kind = "text" if path.suffix in TEXT else path.suffix
@@ -44,10 +44,10 @@ def content(files: list[Path]) -> str:
 
 
 def local_documents(files: list[Path], field: str) -> Iterator[str]:
-    """A text file is one document; every line of JSON and every row of Parquet is one, its text in `field`.
+    """The documents: each text file, each line of JSON and each row of Parquet, whose text is in `field`.
 
-    Long documents come in pieces, all but the last of type `Part`. Raises ValueError on files that are empty, binary or
-    cut off, and on records without the field.
+    Long documents are yielded in pieces, all but the last of type `Part`. Raises ValueError on files that are
+    empty, binary or cut off, and on records without the field.
     """
     for path in files:
         if path.suffix in TEXT:
@@ -82,7 +82,7 @@ def text_of(record: Any, field: str, where: str) -> str:
 def hub_documents(name: str, subset: str | None, rank: int, world: int) -> IterableDataset:
     """The part of a hub dataset's training split that process `rank` of `world` reads, streamed.
 
-    Raises ValueError where there is no such dataset, or no way to it.
+    Raises ValueError where there is no such dataset, or where the hub cannot be reached.
     """
     try:
         way_to_the_hub()

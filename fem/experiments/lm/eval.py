@@ -1,4 +1,4 @@
-"""`fem eval`: a language model through lm-evaluation-harness, on the paper's tasks or on any others."""
+"""`fem eval`: scores of a language model by lm-evaluation-harness, on the paper's tasks or any others."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 
 from fem.experiments.common.checkpoints import load_language_model, model_folder
 from fem.experiments.common.options import recipe_options
+from fem.experiments.common.recipes import listed, require_one_of, require_positive
 from fem.experiments.common.run import command_line, open_run, option, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
 from fem.experiments.lm.suites import SUITES, paper_row
@@ -18,28 +19,26 @@ from fem.experiments.lm.suites import SUITES, paper_row
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecipe:
-    """Which model is scored on what."""
+    """A model, and the tasks that score it."""
 
     model: str = option("", "Folder of a model, or the output of fem train: its newest whole checkpoint.")
-    suite: str | None = option(None, f"Tasks by one name: {', '.join(SUITES)}.")
-    tasks: str = option("", "The harness's names of tasks, with commas between them.")
+    suite: str | None = option(None, f"A list of tasks by name: {', '.join(SUITES)}.")
+    tasks: str = option("", "Names of the harness's tasks, with commas between them.")
     include_path: str | None = option(None, "Folder with task files (YAML) of your own; needs --allow-code.")
     allow_code: bool = option(False, "Let task files run code: the harness's YAML may name functions in files.")
-    batch_size: int = option(8, "Rows at a time.")
-    limit: int | None = option(None, "Only so many examples of each task: for a try.")
-    beside: str = option("340M fem-sm", "Row of the paper's Table 2 to print beside the suite.")
-    seed: int = option(42, "Seed of examples shown and of sampling.")
+    batch_size: int = option(8, "Sequences per batch.")
+    limit: int | None = option(None, "Use at most this many examples of each task, to try things out.")
+    beside: str = option("340M fem-sm", "Row of the paper's Table 2 to print beside the suite's scores.")
+    seed: int = option(42, "Seed of the few-shot examples and of sampling.")
 
     def __post_init__(self):
         if not self.model:
             raise ValueError("model must be given: --model with the folder of a model or of a training.")
-        if self.suite is not None and self.suite not in SUITES:
-            raise ValueError(f"suite must be one of {', '.join(SUITES)}, got {self.suite!r}.")
+        if self.suite is not None:
+            require_one_of("suite", self.suite, SUITES)
         if not self.task_names():
             raise ValueError("tasks must be given: --suite with a suite, or --tasks with names.")
-        for name in ("batch_size", "limit"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+        require_positive(self, "batch_size", "limit")
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise ValueError(f"include_path must be a folder of task files, got {self.include_path!r}.")
         if self.include_path is not None and not self.allow_code:
@@ -51,11 +50,11 @@ class EvalRecipe:
 
     def task_names(self) -> list[str]:
         suite = [score.task for score in SUITES.get(self.suite, ())]
-        return list(dict.fromkeys(suite + [name.strip() for name in self.tasks.split(",") if name.strip()]))
+        return list(dict.fromkeys(suite + listed(self.tasks)))
 
 
 def evaluate(recipe: EvalRecipe) -> dict[str, dict[str, float]]:
-    """{task: {metric: score}}, groups and their parts alike; metrics end in "_stderr" where the harness estimates one.
+    """{task: {metric: score}}, of groups and of tasks; "METRIC_stderr" where the harness estimates an error.
 
     Raises ValueError on a model that cannot be read and on unknown tasks.
     """
@@ -65,7 +64,7 @@ def evaluate(recipe: EvalRecipe) -> dict[str, dict[str, float]]:
     from lm_eval.tasks import TaskManager
 
     model, tokenizer = load_language_model(recipe.model)
-    manager = TaskManager(include_path=recipe.include_path, include_defaults=_beyond(recipe))
+    manager = TaskManager(include_path=recipe.include_path, include_defaults=_needs_own_tasks(recipe))
     unknown = [name for name in recipe.task_names() if not manager.match_tasks([name])]
     if unknown:
         raise ValueError(f"tasks must be known to lm-evaluation-harness or lie in --include-path, got {unknown[0]!r}.")
@@ -90,8 +89,8 @@ def evaluate(recipe: EvalRecipe) -> dict[str, dict[str, float]]:
     return {task: _scores(scores) for task, scores in (found["results"] | found.get("groups", {})).items()}
 
 
-def _beyond(recipe: EvalRecipe) -> bool:
-    """Whether tasks of the harness are needed: to read its own list takes seconds."""
+def _needs_own_tasks(recipe: EvalRecipe) -> bool:
+    """Whether the harness's own tasks are needed: to load their list takes seconds."""
     if recipe.suite is not None or recipe.include_path is None:
         return True
     own = {path.stem for path in Path(recipe.include_path).rglob("*.yaml")}
@@ -99,7 +98,7 @@ def _beyond(recipe: EvalRecipe) -> bool:
 
 
 def _scores(scores: dict) -> dict[str, float]:
-    """Without the harness's filters: "acc,none" is "acc"; the first filter of a metric counts."""
+    """Scores by metric: the harness's "acc,none" is "acc"; of several filters of a metric, the first counts."""
     found: dict[str, float] = {}
     for name, value in scores.items():
         if isinstance(value, int | float) and "," in name:
@@ -108,7 +107,7 @@ def _scores(scores: dict) -> dict[str, float]:
 
 
 def rows(recipe: EvalRecipe, scores: dict[str, dict[str, float]]) -> list[dict]:
-    """The suite's columns beside the paper's row, then every metric of the other tasks."""
+    """The suite's scores beside the paper's, then every metric of the other tasks."""
     suite = SUITES.get(recipe.suite, ())
     paper = paper_row(recipe.beside)
     table = [
@@ -131,12 +130,12 @@ def rows(recipe: EvalRecipe, scores: dict[str, dict[str, float]]) -> list[dict]:
     return table
 
 
-NOTHING = EvalRecipe(model="DIR", tasks="NAMES")
+DEFAULTS = EvalRecipe(model="DIR", tasks="NAMES")  # with what every call must give
 
 
 def run(recipe: EvalRecipe, output: Path) -> dict:
-    """Score the model, write `output`; returns what results.json holds."""
-    model_folder(recipe.model)  # refuses before anything is written
+    """Score the model and write the results to `output`; returns what results.json holds."""
+    model_folder(recipe.model)  # raises before anything is written
     with open_run(output, "eval", recipe) as under_way:
         scores = evaluate(recipe)
         table = rows(recipe, scores)
@@ -144,14 +143,14 @@ def run(recipe: EvalRecipe, output: Path) -> dict:
             under_way.log(task=task, **found)
         write_table(under_way.folder, "table", table)
         title = f"lm-evaluation-harness; paper: Table 2, {recipe.beside}" if recipe.suite else "Scores"
-        made = provenance(command_line("eval", recipe, NOTHING))
+        made = provenance(command_line("eval", recipe, DEFAULTS))
         write_page(under_way.folder, f"{Path(recipe.model).name}: {title}", markdown_table(table), made)
         results = under_way.finish({"eval": scores, "model": recipe.model})
     show_table(title, table)
     return results
 
 
-@recipe_options(NOTHING)
+@recipe_options(DEFAULTS)
 def command(
     changes: dict,
     output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("runs/eval"),

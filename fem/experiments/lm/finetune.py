@@ -1,4 +1,4 @@
-"""Does FEM help a model that exists? Train a small model, then go on with it as it is and with FEM in its attention."""
+"""`fem finetune`: does FEM help a trained model? It is trained further, as it is and with FEM in its attention."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from fem.experiments.common.options import recipe_options
 from fem.experiments.common.paired import shown
+from fem.experiments.common.recipes import listed, require_one_of, require_positive
 from fem.experiments.common.run import check_output, command_line, open_run, option, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
 
@@ -34,45 +35,43 @@ ARMS: dict[str, dict | None] = {
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneRecipe:
-    """A model, its training, and the equal further training of both. The defaults are a laptop's: some minutes."""
+    """A model, its training, and the further training of all arms. The defaults take a laptop some minutes."""
 
     text: Path | None = option(  # noqa: RUF009
-        None, "UTF-8 text file; none: Python's sources and help topics.", also=("text",), called="text_file"
+        None, "UTF-8 text file; default: Python's sources and help topics.", also=("text",), called="text_file"
     )
     architecture: str = option("gpt2", "gpt2, or llama with grouped heads.", also=("host",))
     arms: str = option(
-        ",".join(ARMS), "The original as it is, and copies with the outer gate alone, slim gates, all of FEM."
+        ",".join(ARMS),
+        "original: the model as it is; its copies: gate (the outer gate alone), slim (gates of rank 4), fem.",
     )
     layers: int = option(3, "Blocks of the original.")
     width: int = option(96, "Width of the original.")
-    heads: int = option(4, "Heads of the original; llama has half as many key heads.")
+    heads: int = option(4, "Heads of the original; llama has half as many key-value heads.")
     vocabulary: int = option(1024, "Entries of the byte-pair tokenizer.")
-    context: int = option(64, "Tokens of one row.")
-    batch: int = option(16, "Rows a step.", also=("batch",), called="batch_size")
+    context: int = option(64, "Tokens per sequence.")
+    batch: int = option(16, "Sequences per step.", also=("batch",), called="batch_size")
     steps: int = option(600, "Steps that train the original.")
-    further_steps: int = option(300, "Steps that both go on for.")
+    further_steps: int = option(300, "Steps of each arm's further training.")
     learning_rate: float = option(2e-3, "Peak learning rate of AdamW for the original.")
-    further_learning_rate: float = option(1e-3, "Peak learning rate of AdamW for both afterwards.")
-    awakening: float = option(30.0, "Learning rate of lambda and beta as a multiple: lambda starts at 5e-5.")
-    runs: int = option(3, "Orders of the data, each gone through by all.", also=("runs",), called="seeds")
+    further_learning_rate: float = option(1e-3, "Peak learning rate of AdamW in the further training.")
+    awakening: float = option(30.0, "Factor on the learning rate of lambda and beta, since lambda starts at 5e-5.")
+    runs: int = option(3, "Orders of the data; all arms are trained in each.", also=("runs",), called="seeds")
     seed: int = option(0, "Seed of the weights and of the first order of the data.")
 
     def __post_init__(self):
-        if self.architecture not in ARCHITECTURES:
-            raise ValueError(f"architecture must be {' or '.join(ARCHITECTURES)}, got {self.architecture!r}.")
+        require_one_of("architecture", self.architecture, ARCHITECTURES)
         if not {"original"} <= set(self.arm_names) <= ARMS.keys():
             raise ValueError(f"arms must be original and some of {', '.join(ARMS)}, got {self.arms!r}.")
-        for name in ("layers", "width", "heads", "batch", "steps", "further_steps", "runs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+        require_positive(self, "layers", "width", "heads", "context", "batch", "steps", "further_steps", "runs")
 
     @property
     def arm_names(self) -> list[str]:
-        return [arm.strip() for arm in self.arms.split(",")]
+        return listed(self.arms)
 
 
 def build_model(recipe: FinetuneRecipe, vocabulary: int) -> nn.Module:
-    """A new model."""
+    """The original, with random weights."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     text = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True}
@@ -93,15 +92,15 @@ def build_model(recipe: FinetuneRecipe, vocabulary: int) -> nn.Module:
 def parameter_groups(model: nn.Module, rate: float, awakening: float) -> list[dict]:
     """Parameters for an optimiser: lambda and beta of a replaced attention learn `awakening` times as fast.
 
-    A gradient reaches W_lambda through sigmoid'(lambda_init) = 5e-5, so at its usual rate lambda stays where it is,
-    and AdamW's usual eps of 1e-8 is as large as what it divides.
+    The gradient of W_lambda has the factor sigmoid'(lambda_init) = 5e-5, so that at the usual rate lambda hardly moves,
+    and AdamW's usual eps of 1e-8 is as large as the root of the second moment that it is added to.
     """
     from fem.models.surgery.head import FreeEnergyHead
 
     fast = {id(p) for m in model.modules() if isinstance(m, FreeEnergyHead) for p in m.temperature_parameters()}
     kept = {"params": [p for p in model.parameters() if id(p) not in fast], "lr": rate}
-    woken = {"params": [p for p in model.parameters() if id(p) in fast], "lr": awakening * rate, "eps": 1e-12}
-    return [kept, woken] if fast else [kept]
+    boosted = {"params": [p for p in model.parameters() if id(p) in fast], "lr": awakening * rate, "eps": 1e-12}
+    return [kept, boosted] if fast else [kept]
 
 
 def train(
@@ -139,7 +138,7 @@ def validate(model: nn.Module, corpus: Corpus, rows: int = 256) -> float:
 
 
 def finetune(recipe: FinetuneRecipe, corpus: Corpus, advance: Callable[[], None] = lambda: None) -> dict:
-    """Every arm's {"parameters", "before", "after"}: its loss before the further training, and after each order."""
+    """Every arm's {"parameters", "before", "after"}: its loss before the further training, and after it by order."""
     from fem.models import replace_attention
 
     original = train_original(recipe, corpus, advance)
@@ -161,7 +160,7 @@ def finetune(recipe: FinetuneRecipe, corpus: Corpus, advance: Callable[[], None]
 
 
 def rows(found: dict) -> list[dict]:
-    """A row per arm: loss before, after each order of the data and in the mean, and how far below the original."""
+    """A row per arm: loss before, mean and single losses after, and how far they are below the original's."""
     original = found["original"]["after"]
     return [
         {
@@ -178,12 +177,11 @@ def rows(found: dict) -> list[dict]:
 
 def run(recipe: FinetuneRecipe, output: Path) -> dict:
     """The comparison, written to `output`; returns what results.json holds."""
-    from fem.experiments.lm.text import build_corpus
+    from fem.experiments.lm.text import build_corpus, source_name
 
     check_output(output, "finetune")
-    build_model(recipe, recipe.vocabulary)  # what cannot be built is said before the text is read
+    build_model(recipe, recipe.vocabulary)  # an error here comes before the text is read
     corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)
-    source = "the sources and help topics of Python" if recipe.text is None else recipe.text.name
     with open_run(output, "finetune", recipe) as under_way, progress() as bars:
         bar = bars.add_task(
             recipe.architecture, total=recipe.steps + len(recipe.arm_names) * recipe.runs * recipe.further_steps
@@ -195,9 +193,10 @@ def run(recipe: FinetuneRecipe, output: Path) -> dict:
             under_way.folder,
             f"FEM in a {recipe.architecture} that was trained without it",
             f"{recipe.layers} blocks of width {recipe.width}, {recipe.steps} steps of {recipe.batch} x "
-            f"{recipe.context} tokens of {source}; then {recipe.further_steps} further steps of the model as it is and "
+            f"{recipe.context} tokens of {source_name(recipe.text)}; then "
+            f"{recipe.further_steps} further steps of the model as it is and "
             "of copies after `replace_attention(preserve=True)`, on the same rows in the same order: gate, the outer "
-            "gate alone; slim, gates of rank 4; fem, all of it. lambda and beta start asleep and learn "
+            "gate alone; slim, gates of rank 4; fem, all of it. lambda starts near 0, and lambda and beta learn "
             f"{recipe.awakening:g} times as fast. Validation loss in nats per token; paired: order by order, ± the "
             "standard error.",
             markdown_table(table),
@@ -211,9 +210,9 @@ def run(recipe: FinetuneRecipe, output: Path) -> dict:
 @recipe_options(FinetuneRecipe())
 def command(
     changes: dict,
-    output: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/finetune-HOST.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/finetune-ARCHITECTURE.")] = None,
 ) -> None:
-    """Go on training a small GPT-2 or Llama as it is and with FEM in its attention, on the same rows."""
+    """Train a small GPT-2 or Llama further, as it is and with FEM in its attention, on the same sequences."""
     recipe = replace(FinetuneRecipe(), **changes)
     output = output or Path(f"runs/finetune-{recipe.architecture}")
     run(recipe, output)

@@ -1,4 +1,4 @@
-"""`fem generate`: a model's continuation of a prompt, printed as it comes."""
+"""`fem generate`: a model's continuation of a prompt, printed token by token."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def continue_prompt(
     seed: int = 0,
     streamer: BaseStreamer | None = None,
 ) -> str:
-    """The text that the model puts behind the prompt; an empty prompt begins a document.
+    """The text with which the model continues the prompt; with an empty prompt it begins a document.
 
-    temperature 0 takes the likeliest token. max_new_tokens: None is 200, or as many as the context has room for.
-    Raises ValueError where the context has no room, and on a temperature or number that makes no sense.
+    temperature: 0 takes the likeliest token. max_new_tokens: None is 200, or as many as fit into the context.
+    Raises ValueError where they do not fit into the context, on a negative temperature and a top_k below 1.
     """
     import torch
 
@@ -63,13 +63,13 @@ def continue_prompt(
 
 def command(
     model: Annotated[str, typer.Option(help="Folder of a model, or the output of fem train.")],
-    prompt: Annotated[str, typer.Option(help="What to continue; nothing begins a document.")] = "",
-    max_new_tokens: Annotated[int | None, typer.Option(help=f"Most new tokens; none: up to {NEW_TOKENS}.")] = None,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Sample from so many of the likeliest tokens.")] = 50,
+    prompt: Annotated[str, typer.Option(help="Text to continue; without one, a new document begins.")] = "",
+    max_new_tokens: Annotated[int | None, typer.Option(help=f"Most new tokens; default: up to {NEW_TOKENS}.")] = None,
+    temperature: Annotated[float, typer.Option(help="Of the sampling; 0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Sample from this many of the likeliest tokens.")] = 50,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
 ):
-    """Continue a prompt, printing the text as it comes."""
+    """Continue a prompt, printing the text token by token."""
     from transformers import TextStreamer
     from transformers.utils.logging import disable_progress_bar
 

@@ -1,4 +1,4 @@
-"""What a training says of itself: losses, learning rate, beta, lambda, recomputed reads, speed and memory."""
+"""What a training logs: losses, learning rate, beta, lambda, recomputed reads, speed and memory."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from fem.ops.common.fallback_count import fallbacks
 LOGGED = {"loss": "train_loss", "eval_loss": "val_loss"} | {
     name: name for name in ("grad_norm", "grad_norm_max", "skipped_steps", "learning_rate")
 }
-LOOKED_BACK, SPIKES = 20, {"train_loss": 1.2, "grad_norm_max": 5.0}  # lines, and how many times their median is a spike
+LOOKED_BACK = 20  # lines of metrics.jsonl
+SPIKES = {"train_loss": 1.2, "grad_norm_max": 5.0}  # a spike is this many times the median of these lines
 
 
 class MetricsCallback(TrainerCallback):
-    """Writes metrics.jsonl, TensorBoard's files where it is installed, and a progress bar; process 0 alone.
+    """Writes metrics.jsonl, TensorBoard's files where it is installed, and a progress bar, on process 0 only.
 
-    A line has the step, the losses, and with them beta (smallest, mean, largest), the mean of lambda on the row
-    `probe`, the share of free energies computed again, tokens a second and seconds left; on a GPU the share of its
-    peak (MFU).
+    A line has the step, the losses, beta (smallest, mean, largest), the mean of lambda on the row `probe`, the share of
+    free energies that were recomputed, tokens per second, seconds left, and on a known GPU the share of its peak (MFU).
     """
 
     def __init__(self, recipe: TrainRecipe, run: Run, model: FEMForCausalLM, probe: Row | None, bars: Progress | None):
@@ -56,7 +56,7 @@ class MetricsCallback(TrainerCallback):
                 self.writer = SummaryWriter(self.run.folder / "tensorboard", purge_step=state.global_step + 1)
 
     def start_clock(self) -> None:
-        """Speed is that of the steps, data included, between two readings of the loss, which wait for the GPU."""
+        """Start to time steps, their data included. The loss is read before and after, which waits for the GPU."""
         self.steps, self.began = 0, time.perf_counter()
 
     def on_evaluate(self, args, state, control, **_):
@@ -68,7 +68,7 @@ class MetricsCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         self.steps += 1
         if self.bars is not None:
-            told = self.loss is not None and self.bars.console.is_terminal  # elsewhere on_log prints a line of its own
+            told = self.loss is not None and self.bars.console.is_terminal  # without a terminal, on_log prints a line
             shown = f"training, loss {self.loss:.3f}" if told else "training"
             self.bars.update(self.bar, completed=state.global_step, description=shown)
 
@@ -123,7 +123,7 @@ class MetricsCallback(TrainerCallback):
 
 
 def in_words(step: int, steps: int, found: dict) -> str:
-    """A line for a log that nobody watches: "step 10/1000, loss 5.104, grad norm 1.2, 8,432 tokens/s, 0:12:09 left"."""
+    """A line of a log: "step 10/1000, loss 5.104, grad norm 1.2, 8,432 tokens/s, 0:12:09 left"."""
     parts = [f"step {step}/{steps}"]
     for name, shown in (("train_loss", "loss"), ("val_loss", "validation loss"), ("grad_norm", "grad norm")):
         if name in found:
@@ -148,7 +148,7 @@ def summary(metrics: list[dict]) -> dict:
 
 @torch.no_grad()
 def read_statistics(model: FEMForCausalLM, row: Row | None) -> dict[str, float]:
-    """beta over all channels, lambda over all channels and the row's tokens, and how many free energies were redone."""
+    """beta over all channels, lambda over all channels and the row's tokens, and the share of recomputed reads."""
     found: dict[str, float] = {}
     betas = [module() for module in model.modules() if isinstance(module, Temperature)]
     if betas:
@@ -165,13 +165,13 @@ def read_statistics(model: FEMForCausalLM, row: Row | None) -> dict[str, float]:
 def gate_statistics(model: FEMForCausalLM, row: Row) -> dict[str, float]:
     lambdas: list[float] = []
 
-    def look(gate, args):
+    def collect(gate, args):
         lambda_, _ = gate.factors(args[0])
         if lambda_ is not None:
             lambdas.append(lambda_.float().mean().item())
 
     gates = [module for module in model.modules() if isinstance(module, TwoLevelGate)]
-    hooks = [gate.register_forward_pre_hook(look) for gate in gates]
+    hooks = [gate.register_forward_pre_hook(collect) for gate in gates]
     training = model.training
     try:
         model.eval()

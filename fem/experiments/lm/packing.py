@@ -1,8 +1,8 @@
-"""Rows of equal length, packed with documents: a file of tokens read in a seeded order, or a stream.
+"""Rows of equal length, packed with documents: from a file of tokens in a seeded order, or from a stream.
 
-A row is {"input_ids", "labels", "segment_ids"}, each (context,): a document that does not fit goes on in the next row,
-segment ids count the documents of the row, and the first token of each is no target (-100).
-Every source starts at any step without reading what came before it.
+A row is {"input_ids", "labels", "segment_ids"}, each (context,). A document that does not fit continues in the next
+row; segment ids count the documents of the row; the first token of each is not a target (-100). Both sources can start
+at any step without reading what came before it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SOURCE = "source.json"
 
 
 def packed(ids: np.ndarray, opens: np.ndarray) -> Row:
-    """The row of these tokens; `opens` marks those that begin a document, the row's first counted among them."""
+    """The row of these tokens; `opens` marks those that begin a document, to which the row's first is added."""
     opens = opens.copy()
     opens[0] = True
     ids = ids.astype(np.int64)
@@ -49,7 +49,7 @@ def packed(ids: np.ndarray, opens: np.ndarray) -> Row:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Documents as one line of tokens on disk, an end token behind each: tokens (N,), ends (documents,)."""
+    """The tokens (N,) of all documents on disk, each followed by an end token, and where documents end (documents,)."""
 
     tokens: np.ndarray
     ends: np.ndarray
@@ -76,12 +76,11 @@ def write_tokens(
     source: Any,
     told: Callable[[int], None] = lambda tokens: None,
 ) -> TokenFile:
-    """Write the documents' tokens to `folder`, whole or not at all, or open what an earlier call wrote there.
+    """Write the documents' tokens to `folder` in one step, or open what an earlier call wrote there.
 
-    source: what tells the documents and their tokens apart. Tokens that are damaged are written again, with a sentence:
-    whether `source` is what a run began with, its config.json says.
-    told: called with the count of tokens as it grows. Raises ValueError where the folder was written from another
-    source, or where the documents have no text.
+    source: identifies the documents and the tokenizer. Damaged tokens are written again, with a note; whether `source`
+    is the one that a run began with is for its config.json to say. told: called with the number of tokens so far.
+    Raises ValueError where the folder was written from another source, or where the documents have no text.
     """
     if folder.exists():
         problem = damage(folder)
@@ -121,7 +120,7 @@ def source_of(folder: Path) -> Any:
 
 
 def adopt(folder: Path, source: Any) -> None:
-    """Tokens of an earlier version, of the same data, under today's source and with a list of their digests."""
+    """Give tokens that an earlier version wrote of the same data the `source` of this one, and a list of digests."""
     staging = folder.with_name(f".{folder.name}")
     shutil.rmtree(staging, ignore_errors=True)
     shutil.copytree(folder, staging)
@@ -130,7 +129,7 @@ def adopt(folder: Path, source: Any) -> None:
 
 
 def encode(documents: list[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[np.ndarray]:
-    """Each document's tokens and the end token. Special tokens that the text spells out are text."""
+    """Each document's tokens and an end token. Special tokens that are spelt out in the text are read as text."""
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = True
     for found in backend.encode_batch_fast(documents, add_special_tokens=False):
@@ -150,10 +149,10 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class Share:
-    """What one process reads of every batch: rows in micro-batches, dealt to the processes in turn."""
+    """The part of every batch that one process reads: micro-batches are dealt to the processes in turn."""
 
-    rows: int  # of a batch, over all processes
-    micro: int  # of one forward of one process
+    rows: int  # per batch, over all processes
+    micro: int  # per forward pass of one process
     rank: int = 0
     world: int = 1
 
@@ -166,18 +165,18 @@ class Share:
 
     @property
     def accumulation(self) -> int:
-        """Forwards of one process in a step."""
+        """Forward passes of one process per step."""
         return self.rows // (self.micro * self.world)
 
     def numbers(self, step: int) -> Iterator[int]:
-        """The numbers of this process's rows, from `step` on without end, counted over all processes."""
+        """The endless sequence of this process's row numbers from `step` on, counted over all processes."""
         for micro in count(step * self.accumulation):
             first = (micro * self.world + self.rank) * self.micro
             yield from range(first, first + self.micro)
 
 
 class ShuffledRows(IterableDataset):
-    """The first `rows` rows of a file, every epoch in another order; equal batches for any number of processes."""
+    """The first `rows` rows of a file, in another order every epoch; batches are equal for any number of processes."""
 
     def __init__(self, file: TokenFile, context: int, rows: int, share: Share, seed: int):
         self.file, self.context, self.rows, self.share, self.seed = file, context, rows, share, seed
@@ -189,7 +188,7 @@ class ShuffledRows(IterableDataset):
             yield self.file.row(int(_order(self.rows, self.seed, epoch)[place]), self.context)
 
     def state_dict(self) -> None:
-        """The step says it all, for any number of processes."""
+        """Nothing: the step alone says where the rows are, for any number of processes."""
 
     def load_state_dict(self, state: dict | None, step: int) -> None:
         self.step = step
@@ -201,7 +200,7 @@ def _order(rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class StreamedRows(IterableDataset):
-    """Rows packed from documents as they come, in their order, again and again; its state says where it is."""
+    """Rows packed from a stream of documents in its order, over and over; the state is its place in the stream."""
 
     def __init__(self, stream: HubStream, field: str, tokenizer: PreTrainedTokenizerFast, context: int):
         self.stream, self.field, self.tokenizer, self.context = stream, field, tokenizer, context
@@ -209,11 +208,11 @@ class StreamedRows(IterableDataset):
         self.ids, self.opens = np.zeros(0, np.uint32), np.zeros(0, bool)
 
     def __iter__(self) -> Iterator[Row]:
-        barren = 0  # passes without a record; the first may have begun at the end
-        while barren < 2:
-            barren += 1
+        empty_passes = 0  # the first may have begun at the end of the stream
+        while empty_passes < 2:
+            empty_passes += 1
             for record in self.stream:
-                barren = 0
+                empty_passes = 0
                 (ids,) = encode([text_of(record, self.field, "every record")], self.tokenizer)
                 self.ids = np.concatenate([self.ids, ids])
                 self.opens = np.concatenate([self.opens, np.arange(len(ids)) == 0])

@@ -1,8 +1,8 @@
-"""Long texts in pieces, so that memory follows the piece and not the text.
+"""Long texts in pieces, so that memory is bounded by the piece and not by the text.
 
-A piece ends before a single space or line's end between two visible characters, where byte-pair tokenizers part words
-in any case: their tokens are those of the whole text. Where there is no such place (white space alone, or a word
-without end) it ends anywhere.
+A piece ends before a single space or line break between two visible characters, where byte-pair tokenizers separate
+words anyway: its tokens are those of the whole text. Where there is no such place (nothing but white space, or an
+endless word) it ends anywhere.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PIECE = 1 << 16  # characters
-LONGEST_WORD = 1000  # characters of a word that a new tokenizer learns from
+LONGEST_WORD = 1000  # characters of a word that a new tokenizer is trained on
 ENDLESS = re.compile(rf"(\S{{{LONGEST_WORD}}})\S+")
 GAP = re.compile(r"\s(?=\S)")
 
 
 class Part(str):
-    """A piece of a document that goes on in the next one."""
+    """A piece of a document that continues in the next piece."""
 
 
 def pieces(text: str) -> Iterator[str]:
@@ -27,7 +27,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def file_pieces(path: Path) -> Iterator[str]:
-    """The pieces of a file in UTF-8, a byte order mark at its beginning left out.
+    """The pieces of a UTF-8 file, without a byte order mark at its beginning.
 
     Raises ValueError on a file that is empty or binary.
     """
@@ -35,7 +35,7 @@ def file_pieces(path: Path) -> Iterator[str]:
 
 
 def without_endless_words(documents: Iterable[str]) -> Iterator[str]:
-    """The documents with words cut off that no vocabulary needs; to count their pairs takes minutes."""
+    """The documents, endless words shortened: a tokenizer needs none, and to count their pairs takes minutes."""
     for document in documents:
         yield ENDLESS.sub(r"\1", document)
 

@@ -1,4 +1,4 @@
-"""What an output folder holds, and what a training may do with it."""
+"""What an output folder holds, and whether a training may begin or resume in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fem.experiments.common.checkpoints import checkpoints, complete, set_aside, step_of, to_go_on_from
-from fem.experiments.common.run import CONFIG, RESULTS, check_output, hardware, note, now, sync, versions, write_json
+from fem.experiments.common.run import CONFIG, RESULTS, check_output, circumstances, note, now, sync, write_json
 from fem.experiments.common.saving import STAGING
 from fem.experiments.lm.recipe import TrainRecipe, differences
 
@@ -17,7 +17,7 @@ METRICS, COPY, FAILED = "metrics.jsonl", "run", "failed.json"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a training begins: its checkpoint, if there is one, and what config.json says of it so far."""
+    """Where a training begins: its checkpoint if it is resumed, and the content of config.json."""
 
     checkpoint: Path | None
     config: dict
@@ -28,9 +28,9 @@ class Place:
 
 
 def look(recipe: TrainRecipe, output: Path, resume: bool) -> Place:
-    """What `output` lets a training of the recipe do; changes nothing.
+    """Where in `output` a training of the recipe begins; writes nothing.
 
-    Raises ValueError where it is in use, was begun with another recipe, or is another experiment's.
+    Raises ValueError where it was begun with another recipe, needs --resume, or holds another experiment.
     """
     check_output(output, "train")
     there = checkpoints(output)
@@ -53,7 +53,7 @@ def look(recipe: TrainRecipe, output: Path, resume: bool) -> Place:
 
 
 def read_config(output: Path, checkpoint: Path | None) -> dict | None:
-    """What config.json says: the checkpoint's copy of it, which has a digest, or itself; None: no training has begun.
+    """The content of config.json, or of the checkpoint's copy, which has a digest; None where no training has begun.
 
     Raises ValueError where it is damaged and there is no copy.
     """
@@ -81,16 +81,16 @@ def new_config(recipe: TrainRecipe) -> dict:
 
 
 def remember(output: Path, config: dict) -> None:
-    write_json(output / CONFIG, config | {"versions": versions(), "hardware": hardware(), "date": now()})
+    write_json(output / CONFIG, config | circumstances())
 
 
 def event(config: dict, what: str, step: int) -> None:
-    """Add to the history in config.json what makes this run another than its recipe alone would."""
+    """Add to the history in config.json what makes this run differ from one of its recipe alone."""
     config.setdefault("history", []).append({"step": step, "event": what, "date": now()})
 
 
 def begin(output: Path, checkpoint: Path | None) -> None:
-    """Leave in `output` what belongs to this run and no later than its checkpoint."""
+    """Remove from `output` whatever is later than the checkpoint that the run begins with."""
     shutil.rmtree(output / STAGING, ignore_errors=True)
     (output / RESULTS).unlink(missing_ok=True)
     step = 0 if checkpoint is None else step_of(checkpoint)
@@ -103,7 +103,7 @@ def begin(output: Path, checkpoint: Path | None) -> None:
 
 
 def earlier_metrics(output: Path, checkpoint: Path | None, step: int) -> list[str]:
-    """The lines up to the checkpoint: its own copy, or those of metrics.jsonl that are whole."""
+    """The lines of metrics.jsonl up to the checkpoint: its own copy of them, or those that can be read."""
     copy = None if checkpoint is None else checkpoint / COPY / METRICS
     if copy is not None and copy.exists():
         return copy.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -111,7 +111,7 @@ def earlier_metrics(output: Path, checkpoint: Path | None, step: int) -> list[st
 
 
 def read_metrics(output: Path) -> list[dict]:
-    """The whole lines of metrics.jsonl: a kill may have cut off the last, a power cut have damaged others."""
+    """The lines of metrics.jsonl that can be read: a kill may cut off the last, a power cut may damage others."""
     if not (output / METRICS).exists():
         return []
     found, broken = [], 0
@@ -128,7 +128,7 @@ def read_metrics(output: Path) -> list[dict]:
 
 
 def copy_run(output: Path, checkpoint: Path) -> None:
-    """config.json and metrics.jsonl as they are at this step, for a folder whose own are damaged."""
+    """Copy config.json and metrics.jsonl to the checkpoint, for when those in `output` are damaged."""
     (checkpoint / COPY).mkdir(exist_ok=True)
     for name in (CONFIG, METRICS):
         if (output / name).exists():
@@ -136,7 +136,7 @@ def copy_run(output: Path, checkpoint: Path) -> None:
 
 
 def said_of_failure(output: Path) -> str | None:
-    """What stopped the last attempt, where the next one would meet it again."""
+    """What stopped the last attempt, where it was a number that is not finite; else None."""
     try:
         found = json.loads((output / FAILED).read_text(encoding="utf-8"))
         return f"{found['what']} at step {found['step']}"

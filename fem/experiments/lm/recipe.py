@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass
 
+from fem.experiments.common.recipes import require_not_negative, require_one_of, require_positive
 from fem.experiments.common.run import option
 
 DTYPES = ("float32", "bfloat16")
 PARALLEL = ("ddp", "fsdp")
 NONFINITE = ("stop", "skip")
-SMALLEST_VOCABULARY = 257  # bytes and the end of a document
+SMALLEST_VOCABULARY = 257  # one entry per byte, and the end of a document
 PAPER_ROWS = 128  # of 4096 tokens: 0.5M tokens a step
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRecipe:
-    """What is trained on what, and how. A batch is counted over all processes: one recipe fits any number of GPUs."""
+    """Model, data and training. A batch is counted over all processes, so that a recipe fits any number of GPUs."""
 
     preset: str = option("fem-sm-tiny", "Model, such as fem-sm-340m, fem-gla-small, transformer-tiny.")
     model: str = option(
@@ -32,41 +32,38 @@ class TrainRecipe:
         also=("text", "text_file"),
     )
     subset: str | None = option(None, "Configuration of the hub dataset.")
-    field: str = option("text", "Where a record has its text.")
-    tokenizer: str | None = option(None, "Tokenizer, a folder or a name on the hub; none: trained on the local data.")
+    field: str = option("text", "Field of a record that has its text.")
+    tokenizer: str | None = option(
+        None, "Tokenizer, a folder or a name on the hub; default: trained on the local data."
+    )
     vocabulary: int = option(4096, "Entries of a tokenizer that is trained here.")
-    context: int = option(512, "Tokens of a row.")
-    batch_size: int = option(16, "Rows of a step, over all processes.", also=("batch",))
-    micro_batch: int | None = option(None, "Rows of one forward on one process; none: as many as the step gives it.")
+    context: int = option(512, "Tokens per row.")
+    batch_size: int = option(16, "Rows per step, over all processes.", also=("batch",))
+    micro_batch: int | None = option(None, "Rows per forward pass of a process; default: all its rows of a step.")
     max_steps: int = option(1000, "Optimiser steps; more extend a finished run.", also=("max_steps",), called="steps")
     warmup_steps: int = option(50, "Steps in which the learning rate rises; a cosine takes it to zero.")
     learning_rate: float = option(1e-3, "Peak learning rate of AdamW.")
     beta2: float = option(0.95, "AdamW's second moment.")
     weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
-    clip: float = option(1.0, "Largest norm of a gradient.")
+    clip: float = option(1.0, "Largest norm of the gradient; larger ones are scaled down.")
     dtype: str = option("float32", f"Arithmetic: {' or '.join(DTYPES)}; weights and optimiser stay float32.")
     compile: bool = option(False, "torch.compile the model.")
-    checkpointing: bool = option(False, "Recompute activations in the backward pass: slower, in less memory.")
-    parallel: str = option("ddp", "Under torchrun: ddp, or fsdp to shard weights and optimiser over them.")
-    context_parallel: int = option(1, "Processes that share a row, each with a part of its tokens; fits longer rows.")
-    validation_rows: int = option(64, "Rows held out, the last of local data, a tenth at most; a stream has none.")
+    checkpointing: bool = option(False, "Recompute activations in the backward pass: slower, with less memory.")
+    parallel: str = option("ddp", "Under torchrun: ddp, or fsdp to shard weights and optimiser over the processes.")
+    context_parallel: int = option(1, "Processes that share a row, each with a part of its tokens, for longer rows.")
+    validation_rows: int = option(64, "Rows held out, the last of local data, at most a tenth; none of a stream.")
     eval_steps: int = option(200, "Steps between validations.")
     log_steps: int = option(10, "Steps between lines of metrics.jsonl.")
     save_steps: int = option(200, "Steps between checkpoints; there is one at the end.")
     keep: int = option(2, "Checkpoints to keep, the newest.")
-    nonfinite: str = option("stop", "A gradient that is not finite stops the run, or skips its step: stop, skip.")
+    nonfinite: str = option("stop", "Where a gradient is not finite: stop the run, or skip the step (stop, skip).")
     comm_timeout: int = option(300, "Seconds that processes wait for one another in a step before they give up.")
     seed: int = option(42, "Seed of the weights and of the order of the rows.")
 
     def __post_init__(self):
         counts = ("context", "batch_size", "max_steps", "log_steps", "save_steps", "eval_steps", "keep")
-        for name in (*counts, "micro_batch", "learning_rate", "clip", "comm_timeout", "context_parallel"):
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be positive, got {value}.")
-        for name in ("validation_rows", "warmup_steps", "weight_decay", "seed"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+        require_positive(self, *counts, "micro_batch", "learning_rate", "clip", "comm_timeout", "context_parallel")
+        require_not_negative(self, "validation_rows", "warmup_steps", "weight_decay", "seed")
         if self.context < 2:
             raise ValueError(f"context must be at least 2 tokens, of which one predicts, got {self.context}.")
         if not 0 <= self.beta2 < 1:
@@ -76,8 +73,7 @@ class TrainRecipe:
         if self.vocabulary < SMALLEST_VOCABULARY:
             raise ValueError(f"vocabulary must be at least {SMALLEST_VOCABULARY}, got {self.vocabulary}.")
         for name, known in (("dtype", DTYPES), ("parallel", PARALLEL), ("nonfinite", NONFINITE)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be {' or '.join(known)}, got {getattr(self, name)!r}.")
+            require_one_of(name, getattr(self, name), known)
         if self.context % self.context_parallel:
             raise ValueError(
                 f"context must be a multiple of context_parallel = {self.context_parallel}, got {self.context}."
@@ -128,16 +124,16 @@ FREE = {
     "checkpointing",
     "nonfinite",
     "comm_timeout",
-    "data",  # told apart by content
+    "data",  # compared by its content
 }
 
 
 def differences(stored: dict, recipe: TrainRecipe) -> list[str]:
-    """The fields that a run under way may not change, as "learning_rate (0.001 there, 0.002 here)".
+    """The changed fields that a run under way does not allow, as "learning_rate (0.001 there, 0.002 here)".
 
-    max_steps may rise.
+    max_steps may be raised.
     """
-    given, stored = asdict(recipe), {"context_parallel": 1} | stored  # which runs of version 0.1 do not say
+    given, stored = asdict(recipe), {"context_parallel": 1} | stored  # which is missing in runs of version 0.1
     changed = [name for name in given if name not in FREE and stored.get(name) != given[name]]
     if "max_steps" in changed and stored.get("max_steps", 0) < recipe.max_steps:
         changed.remove("max_steps")

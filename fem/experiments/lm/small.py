@@ -1,4 +1,4 @@
-"""Train a small language model with transformers' Trainer."""
+"""A small language model, trained with transformers' Trainer, for the demo, ablations and comparisons."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PrinterCallback, TrainingArguments
 
 from fem.experiments.common.run import option
-from fem.experiments.common.trainer import LanguageTrainer, Score, Watch
+from fem.experiments.common.trainer import Score, Watch, WeightDecayTrainer
 from fem.experiments.lm.text import Corpus
 from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.presets import preset
@@ -24,26 +24,26 @@ MIXERS = {"fem": {}, "softmax": SOFTMAX_ATTENTION}
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageRecipe:
-    """A language model and its training. The defaults are a laptop's: a million parameters, a few minutes."""
+    """A language model and its training. The defaults suit a laptop: a million parameters, a few minutes."""
 
     layers: int = option(4, "Blocks of the model.")
     width: int = option(128, "Width of the model.")
     heads: int = option(4, "Heads of every mixer.")
-    mlp_width: int = option(352, "Width of softmax attention's SwiGLU; others narrow theirs to equal parameters.")
+    mlp_width: int = option(352, "Width of softmax attention's SwiGLU; mixers with more parameters get narrower ones.")
     vocabulary: int = option(2048, "Entries of the byte-pair tokenizer.")
-    context: int = option(128, "Tokens of one row.")
-    batch: int = option(16, "Rows a step.")
+    context: int = option(128, "Tokens per sequence.")
+    batch: int = option(16, "Sequences per step.")
     steps: int = option(700, "Optimiser steps.")
     learning_rate: float = option(2e-3, "Peak learning rate of AdamW.")
     warmup: float = option(0.05, "Share of the steps in which the learning rate rises.")
     weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
     validations: int = option(8, "Validations, evenly spaced; the last at the end.")
-    validation_blocks: int = option(256, "Most held-out blocks, evenly spaced, that a validation reads.")
+    validation_blocks: int = option(256, "Most held-out blocks of tokens, evenly spaced, that a validation reads.")
     seed: int = option(0, "Seed of the weights and of the order of the data.")
 
 
 def model_config(recipe: LanguageRecipe, mixer: dict, vocabulary: int) -> FEMConfig:
-    """A model with the parameters of softmax attention's, whatever the mixer: the SwiGLU pays for what it adds.
+    """A model with as many parameters as softmax attention's: a mixer that has more gets narrower SwiGLUs.
 
     mixer: fields of `FreeEnergyMixerConfig`, its prior_type among them where it is not softmax.
     """
@@ -62,7 +62,7 @@ def model_config(recipe: LanguageRecipe, mixer: dict, vocabulary: int) -> FEMCon
 
 
 def build_model(config: FEMConfig, seed: int) -> FEMForCausalLM:
-    """A new model; those of one seed and vocabulary start from the same embeddings, whatever their mixers."""
+    """A new model. With the same seed and vocabulary, all mixers start from the same embeddings."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = FEMForCausalLM(config)
@@ -80,12 +80,12 @@ def train(
 ) -> Score:
     """Train the model in place; returns its last {"val_loss", "parameters", "tokens_per_second"}.
 
-    val_loss: nats per token of the held-out blocks. tokens_per_second: of the training steps, validation apart.
-    log receives every measurement, advance every step with the last validation loss.
+    val_loss: nats per token of the held-out blocks. tokens_per_second: of the training steps, without validation.
+    log is called with every measurement, advance with every step and the last validation loss.
     """
     watch = Watch(log, advance)
     with tempfile.TemporaryDirectory() as nothing_is_saved:
-        trainer = LanguageTrainer(
+        trainer = WeightDecayTrainer(
             model=model,
             args=training_arguments(recipe, nothing_is_saved),
             train_dataset=corpus.train,
@@ -95,7 +95,7 @@ def train(
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     return {
-        "val_loss": watch.loss,  # the Trainer validates after the last step, whatever the rhythm
+        "val_loss": watch.loss,  # the Trainer always validates after the last step
         "parameters": model.num_parameters(),
         "tokens_per_second": recipe.steps * recipe.batch * recipe.context / watch.seconds,
     }

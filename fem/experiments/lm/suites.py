@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Score:
-    """One column of Table 2: its heading, the harness's task, and the metric reported of it.
+    """One column of Table 2: its heading, the harness's task, and the metric that is reported.
 
-    The paper names accuracy or normalised accuracy "as standard" (Appendix L): the choice per task is our reading.
+    The paper reports accuracy or normalised accuracy "as standard" (Appendix L); which of them per task is our choice.
     """
 
     column: str

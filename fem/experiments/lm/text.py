@@ -39,10 +39,10 @@ class Corpus:
 
 
 def build_corpus(text: Path | list[str] | None, vocabulary: int, context: int) -> Corpus:
-    """A corpus from a text file, from documents, or from the sources and help topics of the running Python where text
-    is None.
+    """A corpus from a text file, from documents, or, where text is None, from Python's own sources and help topics.
 
-    The tokenizer sees the training part alone. Raises ValueError on a text that is missing, empty, binary or too short.
+    The tokenizer is trained on the training part only. Raises ValueError on a text that is missing, empty, binary or
+    too short.
     """
     documents = list(python_documents()) if text is None else text if isinstance(text, list) else [read_text(text)]
     train, held_out = _split(documents)
@@ -58,8 +58,13 @@ def build_corpus(text: Path | list[str] | None, vocabulary: int, context: int) -
     return Corpus(tokenizer, *(_blocks(stream, context) for stream in streams), size / len(streams[1]))
 
 
+def source_name(text: Path | None) -> str:
+    """What a page calls the text of `build_corpus`."""
+    return "the sources and help topics of Python" if text is None else text.name
+
+
 def python_documents() -> Iterator[str]:
-    """The standard library's sources, tests and tables apart, and pydoc's topics: what every Python ships."""
+    """The standard library's sources, without tests and tables, and the topics of `help()`."""
     library = Path(sysconfig.get_path("stdlib"))
     for path in sorted(library.rglob("*.py")):
         if not set(path.relative_to(library).parts) & set(NO_SOURCES):
@@ -68,7 +73,7 @@ def python_documents() -> Iterator[str]:
 
 
 def help_topics() -> list[str]:
-    """What `help()` says of Python's own subjects: half a megabyte of English. Empty where a Python comes without."""
+    """The topics of Python's `help()`, half a megabyte of English; empty where this Python has none."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -77,7 +82,7 @@ def help_topics() -> list[str]:
 
 
 def train_tokenizer(documents: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level byte-pair tokenizer of at most `vocabulary` entries; any text survives encoding and decoding."""
+    """A byte-level byte-pair tokenizer of at most `vocabulary` entries, which encodes any text without loss."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""How fast and how large a training is: floating-point operations, the share of the GPU's peak, memory."""
+"""The speed and memory of a training: floating-point operations, the GPU's peak, peak memory."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PEAKS = {
 def flops_per_token(model: FEMForCausalLM, context: int) -> int:
     """6 N + 3 T sum_softmax (qk_dim + 2 fem_dim): weights and causal scores, forward and backward.
 
-    N: the parameters that multiply a token, so embeddings only where they are the head as well. A softmax layer
-    reads T / 2 keys a query, [v | exp(beta v)] behind them; scans and gates are left out.
+    N: the parameters that multiply a token, so embeddings count only where they are tied to the head. In a softmax
+    layer a query reads T / 2 keys and values [v | exp(beta v)] on average; scans and gates are left out.
     """
     config = model.config
     weights = model.num_parameters() - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
@@ -35,7 +35,7 @@ def flops_per_token(model: FEMForCausalLM, context: int) -> int:
 
 
 def peak_flops() -> float | None:
-    """Operations a second of this process's GPU at its best; None where nobody has entered it, or there is none."""
+    """Peak operations per second of this process's GPU; None where there is none, or PEAKS does not list it."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
@@ -43,7 +43,7 @@ def peak_flops() -> float | None:
 
 
 def peak_memory() -> int:
-    """Most bytes this process has held: of its GPU, or of the machine where it has none."""
+    """The most bytes that this process has held: GPU memory, or resident memory where there is no GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024

@@ -12,13 +12,14 @@ from typing import Annotated
 import typer
 
 from fem.experiments.common.options import recipe_options
+from fem.experiments.common.recipes import require_one_of
 from fem.experiments.lm.recipe import RECIPES, TrainRecipe
 
 
 @recipe_options(TrainRecipe())
 def command(
     changes: dict,
-    recipe: Annotated[str, typer.Option(help=f"Where the fields start: {', '.join(RECIPES)}.")] = "laptop",
+    recipe: Annotated[str, typer.Option(help=f"Defaults of all other options: {', '.join(RECIPES)}.")] = "laptop",
     output: Annotated[Path, typer.Option(help="Folder of checkpoints, metrics.jsonl and results.json.")] = Path(
         "runs/train"
     ),
@@ -26,18 +27,20 @@ def command(
         str | None, typer.Option(help='"auto": go on from the newest complete checkpoint in output, if there is one.')
     ] = None,
     time_limit: Annotated[
-        str | None, typer.Option(help="Save and stop before so much time: minutes, HH:MM:SS or D-HH:MM:SS.")
+        str | None, typer.Option(help="Save and stop before this time is up: minutes, HH:MM:SS or D-HH:MM:SS.")
     ] = None,
     allow_changed_data: Annotated[
-        bool, typer.Option("--allow-changed-data", help="Go on with other data or another tokenizer; recorded.")
+        bool,
+        typer.Option(
+            "--allow-changed-data", help="Resume with other data or another tokenizer; config.json records it."
+        ),
     ] = False,
 ):
-    """Train a language model, on one process or under torchrun; a stopped run goes on where it was.
+    """Train a language model, on one process or under torchrun; --resume auto continues a stopped run.
 
     Exit status: 0 finished; 75 saved and to go on (signals, --time-limit); 130 Ctrl-C; 2 a mistake, said in a sentence.
     """
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}; got {recipe!r}.")
+    require_one_of("recipe", recipe, RECIPES)
     if resume not in (None, "auto"):
         raise ValueError(f"resume must be auto, or left out, got {resume!r}.")
     from transformers.utils.logging import disable_progress_bar
@@ -57,7 +60,7 @@ def command(
     except Lost as lost:
         _say(f"error: {lost}; to go on: {again()}", everyone=True)
         sys.stderr.flush()
-        os._exit(GO_ON)  # gloo's threads wait for what does not come
+        os._exit(GO_ON)  # a normal exit would wait for gloo's threads, which wait for the lost process
     except KeyboardInterrupt:
         _say(f"stopped at once; to go on from the last checkpoint: {again()}")
         raise typer.Exit(130) from None

@@ -1,4 +1,4 @@
-"""The Trainer of `fem train`: rows that know where they are, steps that are finite, checkpoints that are whole."""
+"""The Trainer of `fem train`: it resumes in the middle of its data, and checks that every step is finite."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADVICE = "a smaller learning rate, more warm-up steps or float32 may help, --non
 
 
 class Milestones(TrainerCallback):
-    """Logs at every checkpoint, so that no kill loses a part of the losses summed up since; validates at the end."""
+    """Logs at every checkpoint, so that a kill loses no losses summed up since the last log; validates at the end."""
 
     def on_step_end(self, args, state, control, **_):
         if state.global_step == state.max_steps and args.eval_strategy != "no":
@@ -44,10 +44,10 @@ class WrapperCheck(TrainerCallback):
 
 
 class TextTrainer(SavingTrainer):
-    """Reads rows from where the checkpoint was; stops at a step that is not finite, or leaves it out.
+    """Reads rows from where the checkpoint left off; stops at a gradient that is not finite, or skips its step.
 
-    parts: the processes that read the same rows, each a part of their tokens; rows of validation are read whole.
-    skip: leave such steps out. extended: the schedule is longer than the checkpoint's.
+    parts: the processes that share the training rows, each reading a part of their tokens; None: rows are not shared.
+    skip: skip such steps. extended: the schedule is longer than the checkpoint's.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TextTrainer(SavingTrainer):
     ):
         super().__init__(**given)
         self.rows, self.parts, self.skip, self.extended = rows, parts, skip, extended
-        self.skipped, self.largest_norm = 0, 0.0  # since the last line of metrics
+        self.skipped, self.largest_norm = 0, 0.0  # since the last log
         self.logged_at, self.losses_before = 0, None
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -68,15 +68,15 @@ class TextTrainer(SavingTrainer):
         return self.accelerator.autocast() if self.args.fsdp else super().compute_loss_context_manager()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Beside a checkpoint in shards, the model for `from_pretrained`."""
+        """Under FSDP too, save the whole model, for `from_pretrained`."""
         super().save_model(output_dir, _internal_call)
-        if self.args.fsdp:  # for which it writes nothing
-            whole = self.accelerator.get_state_dict(self.model)  # on the first process; tied weights come apart
+        if self.args.fsdp:  # the Trainer has written shards only
+            whole = self.accelerator.get_state_dict(self.model)  # on the first process, with tied weights twice
             tied = self.model.all_tied_weights_keys
             self._save(output_dir, {name: whole[name] for name in whole if name not in tied})
 
     def get_train_dataloader(self) -> DataLoader:
-        """The process's own rows. A generator of its own keeps the loader's start out of the random state."""
+        """This process's rows. With its own generator, the loader draws nothing from the global random state."""
         return DataLoader(
             self.rows,
             batch_size=self.args.per_device_train_batch_size,
@@ -88,7 +88,7 @@ class TextTrainer(SavingTrainer):
         found = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
         if checkpoint is not None:
             self.logged_at = self.state.global_step
-            self.state.compute_steps(self.args, max_steps)  # the rhythms of this command, not of the checkpoint
+            self.state.compute_steps(self.args, max_steps)  # the intervals of this command, not of the checkpoint
             self.rows.load_state_dict(self._place_in_rows(Path(checkpoint)), self.state.global_step)
         return found
 
@@ -96,10 +96,10 @@ class TextTrainer(SavingTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.extended:
             self.lr_scheduler.last_epoch -= 1
-            self.lr_scheduler.step()  # the same step, at its rate in the longer schedule
+            self.lr_scheduler.step()  # the learning rate of this step in the longer schedule
 
     def _place_in_rows(self, checkpoint: Path) -> dict | None:
-        """What `leave` kept of the rows. Raises ValueError where a stream was read by other numbers of processes."""
+        """Where the rows were at the checkpoint. Raises ValueError where another number of processes read a stream."""
         known = len(list(checkpoint.glob("rows_*.json")))
         if isinstance(self.rows, StreamedRows) and known != self.args.world_size:
             raise ValueError(
@@ -114,7 +114,8 @@ class TextTrainer(SavingTrainer):
 
     def get_batch_samples(self, *args):
         batches, targets = super().get_batch_samples(*args)
-        return batches, targets if self.parts is None else targets / self.parts.size()  # each counts whole rows
+        # Processes that share rows all count the targets of the whole rows.
+        return batches, targets if self.parts is None else targets / self.parts.size()
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], *args):
         if self.losses_before is None:
@@ -142,7 +143,8 @@ class TextTrainer(SavingTrainer):
             note(f"the gradient is {size} at step {step}; the step is left out.")
         self.skipped += 1
         done = self.state.global_step - self._globalstep_last_logged
-        self._tr_loss.copy_(before * (done + 1) / done if done else before)  # the others' average stands for it
+        # As if this step had the average loss of the others.
+        self._tr_loss.copy_(before * (done + 1) / done if done else before)
         model.zero_grad()
         return norm
 
@@ -158,7 +160,7 @@ class TextTrainer(SavingTrainer):
             self.skipped, self.largest_norm, self.logged_at = 0, 0.0, self.state.global_step
         super().log(logs, *args, **given)
 
-    def leave(self, checkpoint: Path) -> None:
+    def add_files(self, checkpoint: Path) -> None:
         if (state := self.rows.state_dict()) is not None:
             write_json(checkpoint / self._rows_name, state)
         if self.args.process_index == 0:

@@ -1,15 +1,14 @@
-"""What `fem train` does: a recipe becomes a model, rows and a Trainer whose checkpoints are whole."""
+"""`fem train` itself: from a recipe to a model, data and a Trainer, and from there to results."""
 
 from __future__ import annotations
 
-import difflib
 import errno
 import inspect
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
@@ -24,6 +23,7 @@ from transformers.training_args import ParallelMode
 from fem.experiments.common.checkpoints import load_language_model
 from fem.experiments.common.distributed import Paused, Ranks, end_process_group, end_with_parent, joining
 from fem.experiments.common.lock import HOLDER, LOCK, one_writer
+from fem.experiments.common.recipes import nearest
 from fem.experiments.common.run import RESULTS, Run, check_output, note, now, progress, write_json
 from fem.experiments.common.saving import STAGING, NotFinite, kept
 from fem.experiments.common.signals import SaveAndStop
@@ -49,7 +49,7 @@ from fem.experiments.lm.trainer import Milestones, TextTrainer, WrapperCheck
 from fem.models import FEMConfig, preset
 from fem.models.presets import PRESETS
 
-# What changes the arithmetic from outside of the recipe.
+# Environment variables that change the arithmetic behind the recipe's back.
 REFUSED = (
     "ACCELERATE_MIXED_PRECISION",
     "ACCELERATE_DYNAMO_BACKEND",
@@ -95,7 +95,7 @@ def run(
 
 @contextmanager
 def told_of_a_full_disk(output: Path) -> Iterator[None]:
-    """The system's own words name neither the folder nor what is left of the run."""
+    """Add to the system's error the folder, and the checkpoint to resume from."""
     try:
         yield
     except OSError as error:
@@ -104,14 +104,8 @@ def told_of_a_full_disk(output: Path) -> Iterator[None]:
         raise OSError(f"{str(output)!r} could not be written to: {error.strerror}; {kept(output)}.") from error
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence that refuses a name."""
-    near = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {near[0]}?" if near else "."
-
-
 def check(recipe: TrainRecipe, output: Path) -> None:
-    """Raises ValueError on what no training can begin with; writes nothing."""
+    """Raises ValueError where no training can begin; writes nothing."""
     check_output(output)
     check_data(recipe)
     if recipe.preset not in PRESETS:
@@ -134,11 +128,11 @@ def prepare(
 ) -> tuple[Place, dict | None]:
     """On the first process alone: hold the lock, decide where to begin, and write tokenizer and tokens.
 
-    Returns the place, and the results where the run there is finished. A folder that this made is removed again
-    where the data cannot be used.
+    Returns the place, and the results where the run there is finished. A folder created here is removed again where the
+    data cannot be used.
     """
     if output.exists():
-        look(recipe, output, resume)  # refuses before it writes so much as a lock
+        look(recipe, output, resume)  # raises before anything is written, even a lock
     made = [folder for folder in (output, *output.parents) if not folder.exists()]
     output.mkdir(parents=True, exist_ok=True)
     held.enter_context(one_writer(output))
@@ -170,7 +164,7 @@ def prepare(
 
 
 def take_data(recipe: TrainRecipe, output: Path, place: Place, allow_changed: bool) -> None:
-    """Tokenizer and tokens in `output`. Raises ValueError where they are others than the run began with."""
+    """Write tokenizer and tokens to `output`. Raises ValueError where the run began with others."""
     tokenizer = load_tokenizer(recipe, output)
     source = identity(recipe, tokenizer)
     known = place.config.get("data")
@@ -191,7 +185,7 @@ def take_data(recipe: TrainRecipe, output: Path, place: Place, allow_changed: bo
 
 
 def tell_of_tokens():
-    """Says how far tokenising has come, every ten seconds where nobody watches."""
+    """A function that notes the number of tokens so far, at most every ten seconds."""
     last = [time.monotonic()]
 
     def tell(tokens: int) -> None:
@@ -203,7 +197,7 @@ def tell_of_tokens():
 
 
 def finished_results(recipe: TrainRecipe, output: Path, place: Place) -> dict:
-    """The results of a run that has reached its last step, written where a kill came before they were."""
+    """The results of a run that has reached its last step; written now where it was killed before it wrote them."""
     note(f"the run in {str(output)!r} is finished, {place.step} of {recipe.max_steps} steps; --steps extends it.")
     try:
         return json.loads((output / RESULTS).read_text(encoding="utf-8"))
@@ -219,8 +213,8 @@ def finished_results(recipe: TrainRecipe, output: Path, place: Place) -> dict:
 def fit(
     recipe: TrainRecipe, output: Path, args: TrainingArguments, place: Place, ranks: Ranks, deadline: float | None
 ) -> dict | Paused:
-    """Train from the place's checkpoint, or from the beginning. What stops it early is returned: the processes' groups
-    end while nobody holds the Trainer."""
+    """Train from the place's checkpoint, or from the beginning. `Paused` is returned and not raised: a traceback would
+    keep the Trainer alive, and the process groups must end after it."""
     parts = parts_of_rows(recipe)
     rank, world = (number // recipe.context_parallel for number in (ranks.rank, ranks.world))
     share = Share(recipe.batch_size, args.per_device_train_batch_size, rank, world)
@@ -267,7 +261,7 @@ def fit(
 
 
 def trained_for(checkpoint: Path) -> int:
-    """The length of the schedule that the checkpoint was saved in."""
+    """The number of steps for which the checkpoint's schedule was made."""
     return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]
 
 
@@ -324,7 +318,7 @@ def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
     )
     if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED:
         raise ValueError("parallel='fsdp' needs torchrun, with one process or more.")
-    readers, rest = divmod(args.world_size, recipe.context_parallel)  # of rows of their own
+    readers, rest = divmod(args.world_size, recipe.context_parallel)  # groups of processes, each reading its own rows
     if rest:
         raise ValueError(
             f"context_parallel must divide the number of processes, {args.world_size}, got {recipe.context_parallel}."
@@ -336,7 +330,7 @@ def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
 
 
 def parts_of_rows(recipe: TrainRecipe) -> DeviceMesh | None:
-    """The processes that share this one's rows; None where it reads rows of its own."""
+    """The processes that share rows with this one; None where each reads its own rows."""
     if recipe.context_parallel == 1:
         return None
     group, _ = dist.new_subgroups(recipe.context_parallel, timeout=timedelta(seconds=recipe.comm_timeout))

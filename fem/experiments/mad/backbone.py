@@ -1,4 +1,4 @@
-"""The model around a mixer: two blocks of [mixer, SwiGLU], and what a task needs before and behind them."""
+"""The models around a mixer: blocks of [mixer, SwiGLU], between an embedding and what the task predicts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from fem.experiments.common.baselines import build
-from fem.experiments.common.blocks import EPS, Residual, SwiGLU, initialise
-from fem.experiments.common.mixers import PUBLISHED, mixer_config
+from fem.experiments.common.blocks import EPS, initialise, mixer_blocks
 from fem.experiments.mad.settings import Training
-from fem.mixer import FreeEnergyMixer
-
-NARROWEST = 32  # channels of a head that the kernels of published mixers take
 
 
 class LanguageBackbone(nn.Module):
@@ -29,7 +24,10 @@ class LanguageBackbone(nn.Module):
 
 
 class AutoEncoderBackbone(nn.Module):
-    """Tokens (B, T) -> logits (B, T, V), all from the last position's state h: logits_t = head(decode(h + pos_t))."""
+    """Tokens (B, T) -> logits (B, T, V), all of them from h, the blocks' output at the last token:
+
+    logits_t = head(decode(h + position_t))
+    """
 
     def __init__(self, vocab_size: int, width: int, blocks: nn.Sequential):
         super().__init__()
@@ -54,32 +52,10 @@ def sinusoids(length: int, like: Float[Tensor, "*_ d"]) -> Float[Tensor, "t d"]:
 
 
 def build_backbone(task: str, vocab_size: int, mixer: str, training: Training, initialisation: str) -> nn.Module:
-    """The task's backbone around a mixer, with as many parameters as softmax attention's, whatever the mixer adds.
-
-    Every linear map of the model, the mixer's own included, starts by one rule: "normal", N(0, 0.02), or "torch",
-    uniform within 1 / sqrt(inputs). Biases start at 0, embeddings N(0, 0.02), the conditioner's columns at 0; what a
-    published mixer has besides linear maps starts as it was published.
-    """
-    extra = _parameters(mixer, training) - _parameters("softmax", training)
-    inner = training.mlp_width - round(extra / (3 * training.width))
-    layers = [
-        Residual(training.width, layer)
-        for _ in range(training.blocks)
-        for layer in (_mixer(mixer, training), SwiGLU(training.width, inner))
-    ]
+    """The task's model around a mixer: as many parameters as around softmax attention (`mixer_blocks`), and all linear
+    maps started by one rule (`initialise`)."""
+    blocks = mixer_blocks(mixer, training.width, training.heads, training.blocks, training.mlp_width)
     backbone = AutoEncoderBackbone if task == "compression" else LanguageBackbone
-    model = backbone(vocab_size, training.width, nn.Sequential(*layers))
+    model = backbone(vocab_size, training.width, blocks)
     initialise(model, initialisation)
     return model
-
-
-def _mixer(name: str, training: Training) -> nn.Module:
-    width, heads = training.width, training.heads
-    if name in PUBLISHED:
-        return build(PUBLISHED[name], width, max(1, min(heads, width // NARROWEST)))
-    return FreeEnergyMixer(mixer_config(name, width, heads))
-
-
-def _parameters(mixer: str, training: Training) -> int:
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in _mixer(mixer, training).parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -15,6 +14,14 @@ from fem.experiments.common.baselines import available
 from fem.experiments.common.blocks import INITIALISATIONS
 from fem.experiments.common.mixers import PUBLISHED, known
 from fem.experiments.common.options import recipe_options
+from fem.experiments.common.recipes import (
+    listed,
+    numbers,
+    require_not_negative,
+    require_one_of,
+    require_positive,
+    require_some_of,
+)
 from fem.experiments.common.run import check_output, command_line, open_run, option, progress
 from fem.experiments.common.sweep import finished, sweep
 from fem.experiments.common.tables import show_table, write_table
@@ -26,44 +33,44 @@ from fem.experiments.mad.training import Job, train
 
 @dataclass(frozen=True, kw_only=True)
 class MADRecipe:
-    """What a sweep compares. Lists are written with commas."""
+    """What a sweep compares. Lists are names or numbers with commas between them."""
 
-    profile: str = option("laptop", f"Settings, sizes and training: {' or '.join(PROFILES)}.")
+    profile: str = option("laptop", f"Which settings, sizes and training: {' or '.join(PROFILES)}.")
     mixers: str = option(
         "softmax,fem-sm",
-        "Priors with parts, such as softmax, softmax+CL, gla+CLTG, fem-mamba; on a GPU also fla:DeltaNet and the like.",
+        "Priors with parts of FEM, such as softmax, softmax+CL, fem-mamba; on a GPU also fla:DeltaNet and the like.",
     )
-    tasks: str = option("all", f"Some of {', '.join(TASKS)}.")
+    tasks: str = option("all", f"all, or some of {', '.join(TASKS)}.")
     initialisations: str = option(
-        "normal", f"How linear maps start, for all mixers alike: {', '.join(INITIALISATIONS)}."
+        "normal", f"How the linear maps of all models start: {' or '.join(INITIALISATIONS)}, or both."
     )
-    learning_rates: str | None = option(None, "Learning rates to choose from, instead of the profile's.")
-    weight_decays: str | None = option(None, "Weight decays to choose from, instead of the profile's.")
+    learning_rates: str | None = option(None, "Learning rates to take the best of, instead of the profile's.")
+    weight_decays: str | None = option(None, "Weight decays to take the best of, instead of the profile's.")
     seeds: int = option(3, "How many seeds; each draws its own data and weights.")
     seed: int = option(0, "First seed.")
 
     def __post_init__(self):
-        _known("profile", [self.profile], PROFILES)
-        _known("tasks", self.task_names, TASKS)
-        _known("initialisations", _listed(self.initialisations), INITIALISATIONS)
-        if self.seeds < 1 or self.seed < 0:
-            raise ValueError(f"seeds must be positive and seed not negative, got {self.seeds} and {self.seed}.")
+        require_one_of("profile", self.profile, PROFILES)
+        require_some_of("tasks", self.task_names, TASKS)
+        require_some_of("initialisations", listed(self.initialisations), INITIALISATIONS)
+        require_positive(self, "seeds")
+        require_not_negative(self, "seed")
         self.jobs()
 
     @property
     def task_names(self) -> list[str]:
-        return list(TASKS) if self.tasks == "all" else _listed(self.tasks)
+        return list(TASKS) if self.tasks == "all" else listed(self.tasks)
 
     @property
     def fixed(self) -> Profile:
         """The profile, with the learning rates and weight decays that were given."""
         given = {name: getattr(self, name) for name in ("learning_rates", "weight_decays") if getattr(self, name)}
-        return replace(PROFILES[self.profile], **{name: _numbers(name, text) for name, text in given.items()})
+        return replace(PROFILES[self.profile], **{name: numbers(name, text) for name, text in given.items()})
 
     def jobs(self) -> list[Job]:
-        """All runs, seed after seed, so that a stopped sweep has whole rows of the first seeds."""
+        """All runs, seed by seed, so that a stopped sweep has compared all mixers on its first seeds."""
         profile = self.fixed
-        mixers = dict.fromkeys(known(name) for name in _listed(self.mixers))
+        mixers = dict.fromkeys(known(name) for name in listed(self.mixers))
         if not mixers:
             raise ValueError("mixers must name at least one mixer, got an empty list.")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -84,7 +91,7 @@ class MADRecipe:
             for seed, setting, initialisation, mixer, learning_rate, weight_decay in product(
                 range(self.seed, self.seed + self.seeds),
                 (setting for setting in profile.settings if setting.task in self.task_names),
-                dict.fromkeys(_listed(self.initialisations)),
+                listed(self.initialisations),
                 mixers,
                 profile.learning_rates,
                 profile.weight_decays,
@@ -92,25 +99,8 @@ class MADRecipe:
         ]
 
 
-def _listed(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _known(name: str, given: Sequence[str], known) -> None:
-    unknown = [value for value in given if value not in known]
-    if unknown or not given:
-        raise ValueError(f"{name} must be from {', '.join(known)}; got {', '.join(map(repr, unknown)) or 'none'}.")
-
-
-def _numbers(name: str, text: str) -> tuple[float, ...]:
-    try:
-        return tuple(dict.fromkeys(float(value) for value in _listed(text)))
-    except ValueError:
-        raise ValueError(f"{name} must be numbers with commas between them, got {text!r}.") from None
-
-
 def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
-    """Run what `output`/runs does not have yet, then write table and plots; returns what results.json holds."""
+    """Run the jobs that have no record in `output`/runs, write table and plots; returns what results.json holds."""
     from fem.experiments.mad import picture
     from fem.experiments.mad.report import summary, write_report
 
@@ -149,7 +139,7 @@ def command(
     output: Annotated[Path | None, typer.Option(help="Folder of the sweep; default: runs/mad-PROFILE.")] = None,
     workers: Annotated[int | None, typer.Option(help="Runs at a time; default: one per core, or four per GPU.")] = None,
 ):
-    """Table 1: six synthetic tasks that probe a mixer (MAD). A stopped sweep goes on where it was."""
+    """Table 1: six synthetic tasks that probe a mixer (MAD). The same command resumes a stopped sweep."""
     recipe = replace(MADRecipe(), **changes)
     output = output or Path(f"runs/mad-{recipe.profile}")
     run(recipe, output, workers)

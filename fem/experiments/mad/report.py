@@ -26,7 +26,7 @@ from fem.experiments.mad.table import (
 
 
 def summary(records: Sequence[dict]) -> dict:
-    """Every score of every mixer and task, by initialisation: a figure per seed, and their means."""
+    """Every score of every mixer in every task, by initialisation: a figure per seed, and their mean."""
     found: dict = {}
     for (mixer, initialisation), own in by_row(records).items():
         found.setdefault(initialisation, {})[mixer] = {
@@ -54,7 +54,8 @@ def write_report(path: Path, records: Sequence[dict], profile: Profile, command:
             tables=score_tables({score: scored(records, score) for score in SCORES}, profile.score, paper),
             steps=markdown_table(steps_table(records)),
             key=KEY,
-            about=WITH_PAPER if paper else SMALL,
+            title=profile.title,
+            about=profile.about,
             provenance=provenance(command),
             training=", ".join(f"{name} {value}" for name, value in asdict(profile.training).items()),
             rates=", ".join(map("{:g}".format, profile.learning_rates)),
@@ -76,18 +77,16 @@ def score_tables(found: dict[str, Scores], first: str, paper: bool) -> str:
 
 
 BEST = dict.fromkeys([*COLUMNS.values(), "Avg"], max)
-WITH_PAPER = """In brackets Table 1's figure, whose heads, widths and learning rates are not published. Blank: not run.
-"""
-SMALL = """Sizes, steps and settings are a laptop's: 6 of 66 settings, an eighth of the epochs at most. Models are
-undertrained: figures compare with each other and not with Table 1, where softmax attention recalls 99.9 % in context.
-"""
-PAGE = """# MAD: six synthetic tasks
+PAGE = """# MAD: {title}
 
 Percent of the scored tokens of new sequences, mean over seeds; sd: of the average, over seeds; over its prior: the
 average's difference from the same prior without any part of FEM, seed by seed, ± its standard error. In every task all
-models have the same parameters, the SwiGLU paying for what a mixer adds, and all linear maps start by the same rule.
+models have the same number of parameters (a mixer that has more gets a narrower SwiGLU), and all linear maps start by
+the same rule.
 {key} The paper names the parts that are missing: its FEM-SM(-G,T) is attention+CL here.
+
 {about}
+
 {tables}
 ## Steps to 90 %
 

@@ -1,4 +1,4 @@
-"""What a sweep adds up to: scores by mixer and task, and Table 1 with the paper's figures beside ours."""
+"""The results of a sweep: scores by mixer and task, and Table 1 with the paper's figures beside ours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLUMNS = {
     "noisy-in-context-recall": "Noisy",
     "selective-copying": "Copy",
 }
-PAPER: tuple[tuple[str, tuple[float, ...]], ...] = (  # of its rows, two are none of our mixers
+PAPER: tuple[tuple[str, tuple[float, ...]], ...] = (  # Table 1; two of its rows are no mixers of ours
     ("Hyena", (44.8, 14.4, 99.0, 89.4, 98.6, 93.0, 73.2)),
     ("fla:DeltaNet", (42.2, 35.7, 99.9, 52.8, 99.9, 99.9, 71.7)),
     ("linear", (33.1, 8.2, 91.0, 74.9, 75.6, 93.1, 62.6)),
@@ -54,7 +54,7 @@ Curve = Sequence[Point]
 
 
 def best(curve: Curve) -> Point:
-    """The test with the lowest perplexity, whose score MAD reports: a choice that looks at the test set."""
+    """The evaluation of lowest perplexity, whose score MAD reports: a choice made on the test set."""
     return min(curve, key=lambda point: point["test_loss"] if math.isfinite(point["test_loss"]) else math.inf)
 
 
@@ -75,7 +75,7 @@ MEASURES: dict[str, Callable[[Curve], float]] = {
 
 
 def steps_to(level: float, curve: Curve) -> int | None:
-    """The first tested step at which the accuracy reaches `level`."""
+    """The first evaluated step at which the accuracy reaches `level`."""
     return next((point["step"] for point in curve if point["micro"] >= level), None)
 
 
@@ -119,7 +119,7 @@ def scored(records: Iterable[dict], score: str) -> Scores:
 
 
 def table1(found: Scores) -> list[dict]:
-    """Table 1 in percent: our mean over seeds, and the paper's figure in the column "paper" after it; blank: not run.
+    """Table 1 in percent: a column for our mean over seeds, and one for the paper's figure; None: not run.
 
     Mixers that the paper has no row for come last. With several initialisations every mixer has a row for each.
     """
@@ -159,7 +159,7 @@ def _row(label: str, figures: Sequence[float | None], tasks: dict[str, list[floa
 
 
 def readable(table: Iterable[dict], paper: bool) -> list[dict]:
-    """`table1` for a page: one column a task, one decimal; with `paper`, the paper's figure behind it in brackets."""
+    """`table1` for a page: one column per task, one decimal; with `paper`, the paper's in brackets after it."""
     titles = [*COLUMNS.values(), "Avg"]
     beside = lambda row, title: f"({_decimal(row[f'{title}, paper'])})" if paper else ""  # noqa: E731
     return [

@@ -1,24 +1,25 @@
-"""The six tasks of MAD (Poli et al., 2024), by generators of our own.
+"""The six tasks of MAD (Poli et al., 2024), with generators written here.
 
 A sequence of tokens 0..V-1 comes with a target at every position, -100 where nothing is scored. The recall tasks score
-every next token in training, and in testing only what the sequence determines: they are multi-query throughout.
+every next token in training, and in testing only those that the sequence before them determines.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from jaxtyping import Int64
 
+from fem.experiments.common.recipes import nearest
+
 IGNORED = -100
 SPLITS = ("train", "test")
-SHARED = len(SPLITS)  # the stream of what train and test have in common
+SHARED = len(SPLITS)  # the random stream of what train and test have in common
 
 Example = tuple[Int64[np.ndarray, " l"], Int64[np.ndarray, " l"]]
 
@@ -29,9 +30,9 @@ def generate(
     """The first n examples of a split: inputs and targets, -100 where nothing is scored.
 
     task: a key of `TASKS`; settings: the task's fields (vocab_size, seq_len, ...), MAD's baseline where left out.
-    Each example has a random stream of its own, SeedSequence((seed, split, index)), so a larger n only adds to a
-    smaller one, and numpy's global state is untouched. A digest of its tokens decides which split a sequence may be
-    in: no test sequence is ever a training sequence, whatever the seeds.
+    Each example has a random stream of its own, SeedSequence((seed, split, index)): a larger n begins with the same
+    examples, and numpy's global state is untouched. A digest of its tokens decides to which split a sequence belongs,
+    so that no test sequence is a training sequence, with any seeds.
 
     Raises ValueError on an unknown task or split, on a setting that the task does not have or cannot meet.
     """
@@ -48,17 +49,12 @@ def generate(
 def build(task: str, settings: Mapping[str, int | float]) -> Task:
     """The task's rules with these settings. Raises ValueError on an unknown task and as `generate` does on settings."""
     if task not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}; got {task!r}.{_suggest(task, TASKS)}")
+        raise ValueError(f"task must be one of {', '.join(TASKS)}; got {task!r}{nearest(task, TASKS)}")
     known = [field.name for field in fields(TASKS[task])]
     for name in settings:
         if name not in known:
-            raise ValueError(f"{task} has no setting {name!r}, only {', '.join(known)}.{_suggest(name, known)}")
+            raise ValueError(f"{task} has no setting {name!r}, only {', '.join(known)}{nearest(name, known)}")
     return replace(TASKS[task], **settings)
-
-
-def _suggest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _draw_in_split(rules: Task, seed: int, split: str, index: int) -> Example:
@@ -67,7 +63,7 @@ def _draw_in_split(rules: Task, seed: int, split: str, index: int) -> Example:
         inputs, targets = rules.draw(rng, split, seed)
         if _split_of(inputs) == split:
             return inputs, targets
-    raise ValueError(f"{rules} allows too few sequences to keep test from train; choose a longer seq_len.")
+    raise ValueError(f"{rules} allows too few sequences to keep test apart from train; choose a longer seq_len.")
 
 
 def _split_of(inputs: Int64[np.ndarray, " l"]) -> str:
@@ -83,7 +79,7 @@ class Task(ABC):
 
     @abstractmethod
     def draw(self, rng: np.random.Generator, split: str, seed: int) -> Example:
-        """One example. seed: what decides whatever all examples of both splits share."""
+        """One example. seed: decides what all examples of both splits share, such as a map from keys to values."""
 
     def require(self, holds: bool, sentence: str) -> None:
         if not holds:
@@ -136,8 +132,8 @@ class FuzzyRecall(Task):
     """Recall in which keys and values are motifs of several distinct tokens, and sequences are padded on the left.
 
     Sizes are uniform in 1..k_motif_size and 1..v_motif_size; in testing every key has k_motif_size tokens. One pair,
-    the probe, is repeated at the end; it is shown before at a place that is uniform among those after which a further
-    slot may come, so that it is always shown. Token V - 1 pads. Length seq_len.
+    the probe, is repeated at the end; its first place is uniform among those that leave room for it: it is always shown
+    before. Token V - 1 pads. Length seq_len.
     """
 
     vocab_size: int = 16
@@ -196,7 +192,7 @@ class FuzzyRecall(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class Memorization(Task):
-    """k ? k ? ...: one map from keys to values, the seed's, for all sequences of both splits; say the value at each ?.
+    """k ? k ? ...: predict a key's value at each ?; the seed decides one map from keys to values for all sequences.
 
     ? is token V - 1. The first half of the others are keys, and each has a value of its own from the second half.
     """
@@ -219,7 +215,7 @@ class Memorization(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class Compression(Task):
-    """seq_len - 1 uniform tokens and a last one, V - 1: say all of them again from the last position's state alone."""
+    """seq_len - 1 uniform tokens and a last one, V - 1: predict all of them from the output at the last one alone."""
 
     vocab_size: int = 16
     seq_len: int = 32
@@ -235,7 +231,7 @@ class Compression(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectiveCopying(Task):
-    """Data tokens among blanks, the copy token, blanks: say the data tokens in order at the last blanks.
+    """Data tokens among blanks, the copy token, blanks: predict the data tokens in order at the last blanks.
 
     Token V - 1 asks for the copy, V - 2 is the blank. Every one of the seq_len - 2 num_tokens_to_copy - 1 blanks
     before the copy token stands in front of a data token, uniformly chosen.

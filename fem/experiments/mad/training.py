@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from fem.experiments.common.blocks import count_parameters
 from fem.experiments.common.jobs import digest_of
 from fem.experiments.common.mixers import file_name
 from fem.experiments.mad.backbone import build_backbone
@@ -22,7 +23,7 @@ Point = dict[str, int | float]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that decides what a run finds."""
+    """Everything that decides the result of a run."""
 
     mixer: str
     setting: Setting
@@ -34,7 +35,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        """A file name of its own for every job: other values, other name."""
+        """A file name that differs between jobs which differ in any value."""
         return f"{self.setting.task}-{file_name(self.mixer)}-seed{self.seed}-{digest_of(asdict(self))}"
 
 
@@ -42,7 +43,7 @@ def train(job: Job, device: torch.device) -> tuple[list[Point], int]:
     """Run the job; returns its tests, {"step", "train_loss", "test_loss", "micro", "macro"}, and the model's size.
 
     AdamW with decay on weights alone, and cross-entropy over the scored tokens, at a constant learning rate after
-    the warm-up: MAD's cosine schedule never came into effect.
+    the warm-up: in MAD's own code the cosine schedule has no effect.
     """
     setting, training = job.setting, job.training
     data = Data.of(setting, training, job.seed, device)
@@ -67,7 +68,7 @@ def train(job: Job, device: torch.device) -> tuple[list[Point], int]:
         schedule.step()
         if step in checkpoints:
             curve.append({"step": step, "train_loss": loss.item(), **evaluate(model, data, training)})
-    return curve, sum(parameter.numel() for parameter in model.parameters())
+    return curve, count_parameters(model)
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Data:
         return cls(*(torch.from_numpy(array).to(device) for pair in drawn for array in pair))
 
     def batches(self, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Epoch after epoch, each in an order of its own; the last batch of an epoch may be smaller."""
+        """Batches of epoch after epoch, each in another order; the last batch of an epoch may be smaller."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             for rows in torch.randperm(len(self.inputs), generator=generator).split(size):
@@ -95,7 +96,7 @@ class Data:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Data, training: Training) -> Point:
-    """The model's test results over all scored tokens at once; `accuracies` says which."""
+    """The mean loss and the `accuracies` over all scored tokens of the test."""
     found = []
     for inputs, targets in zip(data.test_inputs.split(training.batch), data.test_targets.split(training.batch)):
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=training.bfloat16):

@@ -1,4 +1,4 @@
-"""Where the free energy pays: tasks that one average cannot do, and tasks that it does best."""
+"""Where the free energy helps: tasks that one average per head cannot do, and tasks that an average does best."""
 
 from fem.experiments.regimes.experiment import command, run
 from fem.experiments.regimes.settings import RegimesRecipe

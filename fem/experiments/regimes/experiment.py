@@ -1,4 +1,4 @@
-"""`fem regimes`: where the free energy pays, and where it does not."""
+"""`fem regimes`: where the free energy helps, and where it does not."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from fem.experiments.common.sweep import finished, sweep
 from fem.experiments.common.tables import show_table, write_table
 from fem.experiments.regimes.report import overview, redraw, summary, write_report
 from fem.experiments.regimes.settings import RegimesRecipe
-from fem.experiments.regimes.training import constants, train
+from fem.experiments.regimes.training import Job, constants, train
 
 
 def measure(recipe: RegimesRecipe, folder: Path, workers: int | None) -> Iterator[tuple[str, dict[str, list[dict]]]]:
-    """Task by task, the records of every row in the order of the seeds; what `folder` holds is not run again."""
-    run = partial(train, ett=recipe.ett)
+    """Task by task, the records of every mixer in the order of the seeds. Jobs with a record in `folder` do not run."""
+    run = partial(train, tasks=recipe.known_tasks)
     with progress() as bars:
         bar = bars.add_task("regimes", total=None)
+
+        def records(task: str, jobs: list[Job]) -> dict[str, dict]:
+            done = finished(jobs, folder)
+            bars.reset(bar, total=len(jobs), completed=len(done), description=f"regimes: {task}")
+            for _ in sweep([job for job in jobs if job.key not in done], folder, run, workers):
+                bars.advance(bar)
+            return finished(jobs, folder)
+
         for task in recipe.task_names:
-            for jobs in (recipe.tuning(task), None):
-                if jobs is None:
-                    chosen = recipe.chosen(task, finished(recipe.tuning(task), folder))
-                    jobs = [job for of_row in chosen.values() for job in of_row]
-                done = finished(jobs, folder)
-                missing = [job for job in jobs if job.key not in done]
-                bars.reset(bar, total=len(jobs), completed=len(done), description=f"regimes: {task}")
-                for _ in sweep(missing, folder, run, workers):
-                    bars.update(bar, advance=1)
-            records = finished([job for of_row in chosen.values() for job in of_row], folder)
-            yield task, {row: [records[job.key] for job in of_row] for row, of_row in chosen.items()}
+            chosen = recipe.chosen(task, records(task, recipe.tuning(task)))
+            found = records(task, [job for of_row in chosen.values() for job in of_row])
+            yield task, {row: [found[job.key] for job in of_row] for row, of_row in chosen.items()}
 
 
 def run(recipe: RegimesRecipe, output: Path, workers: int | None = None) -> dict:
-    """Run what `output`/runs does not have yet, then write table, page and plots; returns what results.json holds."""
+    """Run the jobs without a record in `output`/runs, write table, page and plots; returns what results.json holds."""
     check_output(output, "regimes")
     found = dict(measure(recipe, output / "runs", workers))
     with open_run(output, "regimes", recipe) as under_way:
@@ -51,12 +51,10 @@ def run(recipe: RegimesRecipe, output: Path, workers: int | None = None) -> dict
                     for point in record["curve"]:
                         under_way.log(experiment="regimes", **job, **point)
         write_table(folder, "table", overview(found))
-        write_report(folder, found, recipe, command_line("regimes", recipe, RegimesRecipe()))
+        floors = constants(recipe.training, {task: recipe.known_tasks[task] for task in found})
+        write_report(folder, found, floors, recipe, command_line("regimes", recipe, RegimesRecipe()))
         tuned = {task: finished(recipe.tuning(task), output / "runs") for task in found}
-        floors = constants(recipe.training, recipe.ett)
-        results = under_way.finish(
-            {"regimes": summary(found, tuned), "constants": {task: floors[task] for task in found}}
-        )
+        results = under_way.finish({"regimes": summary(found, tuned), "constants": floors})
         redraw(results, asdict(recipe), folder)
     show_table("Scores by task, mean over seeds", overview(found))
     return results
@@ -68,6 +66,6 @@ def command(
     output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/regimes"),
     workers: Annotated[int | None, typer.Option(help="Runs at a time; default: one per core, or four per GPU.")] = None,
 ):
-    """Where the free energy pays: extremes, latest values, averages, recall, bags. A stopped run goes on."""
+    """Where the free energy helps: extremes, latest values, averages, recall, bags. The same command resumes a run."""
     run(replace(RegimesRecipe(), **changes), output, workers)
     typer.echo(f"written to {output}: report.md, results.json, table.csv, scores.png")

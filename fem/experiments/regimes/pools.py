@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fem.experiments.common.blocks import EPS, Residual, SwiGLU, initialise
+from fem.experiments.common.blocks import EPS, Residual, SwiGLU, count_parameters, initialise, narrowed
 from fem.gates import Temperature
 from fem.mixer import FreeEnergyMixerConfig
 from fem.pooling import FreeEnergyPooling
@@ -28,7 +28,7 @@ class Maximum(nn.Module):
 
 
 class LogSumExp(nn.Module):
-    """F_j = (1 / beta_j) log mean_i exp(beta_j x_ij), beta learnt per channel from 1.95 on."""
+    """F_j = (1 / beta_j) log mean_i exp(beta_j x_ij), with a learnt beta per channel that starts at 1.95."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -48,18 +48,16 @@ def pool(name: str, width: int, heads: int) -> nn.Module:
 
 
 class PoolModel(nn.Module):
-    """Bags (B, T, C), an empty last token behind them -> answers (B, T, outputs), 0 before the last token.
+    """Bags (B, T, C) whose last token is empty -> answers (B, T, outputs), 0 before the last token.
 
-    Every element passes a linear map and a SwiGLU, the pool makes one vector of them, another SwiGLU and a linear map
-    answer. Models have the parameters of attention pooling's: the SwiGLU pays for what a pool adds or saves.
+    A linear map and a SwiGLU encode every element, the pool makes one vector of them, and another SwiGLU and a linear
+    map answer. All models have as many parameters as the one with attention pooling, by the widths of their SwiGLUs.
     """
 
     def __init__(self, channels: int, outputs: int, name: str, width: int, heads: int, mlp: int, initialisation: str):
         super().__init__()
-        count = lambda part: sum(parameter.numel() for parameter in part.parameters())  # noqa: E731
-        inner = mlp - round(
-            (count(pool(name, width, heads)) - count(pool("pool:attention", width, heads))) / (6 * width)
-        )
+        own, attention = (count_parameters(pool(one, width, heads)) for one in (name, "pool:attention"))
+        inner = narrowed(mlp, own - attention, 6 * width, name)
         self.encode = nn.Sequential(
             nn.Linear(channels, width), Residual(width, SwiGLU(width, inner)), nn.RMSNorm(width, EPS)
         )

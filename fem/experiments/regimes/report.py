@@ -1,21 +1,20 @@
-"""What a run of regimes adds up to: one table over tasks, one per task, a picture and a page."""
+"""The results of `fem regimes`: a table over all tasks, one for each task, a picture and a page."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 from fem.experiments.common.mixers import mixer_config
 from fem.experiments.common.names import KEY, by_name, colours, display
-from fem.experiments.common.paired import paired, shown
+from fem.experiments.common.paired import paired, shown, spread
 from fem.experiments.common.run import provenance
 from fem.experiments.common.tables import markdown_table, write_page
 from fem.experiments.regimes.pools import POOLS
-from fem.experiments.regimes.real import ett_tasks
 from fem.experiments.regimes.settings import RegimesRecipe
-from fem.experiments.regimes.training import TASKS, constants
+from fem.experiments.regimes.training import TASKS
 
 Found = dict[str, dict[str, list[dict]]]
 REFERENCES = ("softmax", "pool:attention")
@@ -23,12 +22,12 @@ STARTS = re.compile(r"/(b[\d.]+|l-?[\d.]+)")
 
 
 def tests(records: list[dict]) -> list[float]:
-    """The last test of every seed."""
+    """The last test score of every seed."""
     return [record["curve"][-1]["test"] for record in records]
 
 
 def reference(row: str, rows: dict[str, list[dict]]) -> str | None:
-    """What a row is compared with: plain attention, or, without it, the same mixer with the paper's starts."""
+    """What a row is compared with: plain attention; where that was not run, the same mixer with the paper's starts."""
     found = next((row for row in (*REFERENCES, STARTS.sub("", row)) if row in rows), None)
     return None if found == row else found
 
@@ -40,7 +39,7 @@ def over(row: str, rows: dict[str, list[dict]]) -> str:
 
 
 def compared(rows: dict[str, list[dict]]) -> str:
-    """What the rows of a table are compared with, in words."""
+    """The name of what the rows of a table are compared with."""
     plain = next((row for row in REFERENCES if row in rows), None)
     return "the paper's start" if plain is None else display(plain)
 
@@ -64,7 +63,7 @@ def table(rows: dict[str, list[dict]]) -> list[dict]:
                 "mixer": display(row),
                 "values": None if row in POOLS else mixer_config(row, training["width"], training["heads"]).fem_dim,
                 "score": mean(scores),
-                "sd": stdev(scores) if len(scores) > 1 else None,
+                "sd": spread(scores),
                 **({f"over {compared(rows)}": ahead[row]} if any(ahead.values()) else {}),
                 "by seed": ", ".join(f"{score:.3f}" for score in scores),
                 "learning rate": f"{records[0]['job']['learning_rate']:g}",
@@ -129,7 +128,7 @@ def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
 
 def title(recipe: RegimesRecipe) -> str:
     if all(row in POOLS for row in recipe.rows):
-        return "Pooling a set: the free energy beside mean, maximum and attention"
+        return f"Pooling a set: {', '.join(recipe.task_names)}"
     if all(STARTS.sub("", row) in recipe.rows for row in recipe.rows) and any(map(STARTS.search, recipe.rows)):
         return "Where the free energy pays: starts of beta and lambda"
     if any("/wide" in row for row in recipe.rows):
@@ -139,15 +138,14 @@ def title(recipe: RegimesRecipe) -> str:
     )
 
 
-def write_report(folder: Path, found: Found, recipe: RegimesRecipe, command: str) -> None:
-    tasks, floors = TASKS | ett_tasks(recipe.ett), constants(recipe.training, recipe.ett)
+def write_report(folder: Path, found: Found, floors: dict[str, float], recipe: RegimesRecipe, command: str) -> None:
     parts = []
     for task, rows in found.items():
-        about = tasks[task]
+        about = recipe.known_tasks[task]
         parts += [
             f"## {task}: {about.about}",
-            f"Asks for {about.wins}. Score: {about.measure} on {recipe.training.test_examples} new examples after the "
-            f"last step; an answer that never looks: {floors[task]:.3f}. values: width of the values over all heads.",
+            f"Asks for {about.asks_for}. Score: {about.measure} on {recipe.training.test_examples} new examples after "
+            f"the last step; an answer that never looks: {floors[task]:.3f}. values: their width over all heads.",
             markdown_table(table(rows), {"score": max}),
         ]
     write_page(
@@ -155,8 +153,8 @@ def write_report(folder: Path, found: Found, recipe: RegimesRecipe, command: str
         title(recipe),
         f"{recipe.blocks} block{'s' if recipe.blocks > 1 else ''} of [mixer, SwiGLU], width {recipe.width}, "
         f"{recipe.heads} heads, {recipe.steps} steps of {recipe.batch} examples, AdamW with cosine decay, no weight "
-        "decay, the same start and the same examples for every row of a seed; equal parameters (the SwiGLU pays for "
-        "what a mixer adds). Every row takes the learning rate that is best on the first seed's validation, and is "
+        "decay, the same start and the same examples for every row of a seed; equal parameters (a mixer with more gets "
+        "a narrower SwiGLU). Every row takes the learning rate that is best on the first seed's validation, and is "
         f"tested on other examples. {KEY} /r4: gates of "
         "rank 4, whose width goes to the values; /b8: beta starts at 8 instead of 1.95; /l6: lambda's bias at 6; "
         "/wide: values as wide as the model. ±: standard error of the difference, seed by seed.",

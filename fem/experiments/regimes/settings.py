@@ -7,67 +7,73 @@ from pathlib import Path
 
 from fem.experiments.common.blocks import INITIALISATIONS
 from fem.experiments.common.mixers import canonical
+from fem.experiments.common.recipes import listed, numbers, require_one_of, require_positive, require_some_of
 from fem.experiments.common.run import option
 from fem.experiments.regimes.pools import POOLS
+from fem.experiments.regimes.real import tasks_of_files
+from fem.experiments.regimes.tasks import Task
 from fem.experiments.regimes.training import TASKS, Job, Training, sizes
 
 ROWS = (
     "softmax,softmax+G,softmax+L,softmax+LT,softmax+LTG,softmax+LTG/r4,softmax+C,softmax+CG,softmax+CLTG,"
     "softmax+CLTG/r4,gla,gla/norm,gla+LTG,gla+LTG/r4"
 )
-ETT = ("ett-extremes", "ett-events")
+OF_FILES = {"ett-extremes": "ett", "ett-events": "ett", "speakers": "play"}
+POOLED = ("bags", "speakers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegimesRecipe:
-    """Tasks, rows and the training that all share. Lists are written with commas."""
+    """Tasks, mixers and the training that all share. Lists are names or numbers with commas between them."""
 
-    tasks: str = option("peak,high-water,snapshot,statistics,recall,bags", f"From {', '.join([*TASKS, *ETT])}.")
+    tasks: str = option("peak,high-water,snapshot,statistics,recall,bags", f"From {', '.join([*TASKS, *OF_FILES])}.")
     mixers: str = option(
-        ROWS, f"Priors with parts and options, such as softmax+LTG/r4; for bags also {', '.join(POOLS)}."
+        ROWS,
+        f"Priors with parts and options, such as softmax+LTG/r4; for {' and '.join(POOLED)} also {', '.join(POOLS)}.",
     )
-    learning_rates: str = option("0.003,0.006,0.012", "Every row takes the best on the first seed's validation.")
+    learning_rates: str = option("0.003,0.006,0.012", "Each mixer takes the best on the first seed's validation.")
     seeds: int = option(3, "How many seeds; each draws its own weights and data.")
     seed: int = option(0, "First seed.")
     ett: Path | None = option(None, "ETTm1.csv or .csv.gz, for the tasks of ETT.")  # noqa: RUF009
+    play: Path | None = option(None, "A play, 'NAME:' before each speech, for the task speakers.")  # noqa: RUF009
     width: int = option(64, "Width of a model.")
     heads: int = option(4, "Heads of every mixer.")
     blocks: int = option(1, "Blocks of [mixer, SwiGLU].", also=("blocks",), called="layers")
-    mlp_width: int = option(176, "Width of softmax attention's SwiGLU; others pay with it for what they add.")
-    initialisation: str = option("torch", f"How linear maps start, for all alike: {' or '.join(INITIALISATIONS)}.")
-    batch: int = option(16, "Examples a step.", also=("batch",), called="batch_size")
+    mlp_width: int = option(176, "Width of softmax attention's SwiGLU; mixers with more parameters get narrower ones.")
+    initialisation: str = option("torch", f"How the linear maps of all models start: {' or '.join(INITIALISATIONS)}.")
+    batch: int = option(16, "Examples per step.", also=("batch",), called="batch_size")
     steps: int = option(500, "Optimiser steps.")
 
     def __post_init__(self):
-        for name in ("seeds", "width", "heads", "blocks", "mlp_width", "batch", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
-        known = [*TASKS, *ETT]
-        if unknown := [task for task in self.task_names if task not in known]:
-            raise ValueError(f"tasks must be from {', '.join(known)}; got {', '.join(unknown)}.")
-        if self.ett is None and (of_ett := [task for task in self.task_names if task in ETT]):
-            raise ValueError(f"{', '.join(of_ett)} needs the data: give --ett ETTm1.csv.gz.")
-        if set(POOLS) & set(self.rows) and self.task_names != ["bags"]:
-            raise ValueError(f"mixers such as {POOLS[0]} pool a bag; they need --tasks bags, got {self.tasks!r}.")
-        if self.initialisation not in INITIALISATIONS:
-            raise ValueError(f"initialisation must be from {', '.join(INITIALISATIONS)}, got {self.initialisation!r}.")
-        if not (self.task_names and self.rows and self.rates):
-            raise ValueError("tasks, mixers and learning_rates must name at least one each.")
+        require_positive(self, "seeds", "width", "heads", "blocks", "mlp_width", "batch", "steps")
+        require_some_of("tasks", self.task_names, [*TASKS, *OF_FILES])
+        for task in self.task_names:
+            if task in OF_FILES and getattr(self, OF_FILES[task]) is None:
+                raise ValueError(f"the task {task} needs its data: give --{OF_FILES[task]} FILE.")
+        if set(POOLS) & set(self.rows) and not set(self.task_names) <= set(POOLED):
+            raise ValueError(
+                f"mixers such as {POOLS[0]} pool a set; they need --tasks bags or speakers, got {self.tasks!r}."
+            )
+        require_one_of("initialisation", self.initialisation, INITIALISATIONS)
+        if not (self.rows and self.rates):
+            raise ValueError("mixers and learning_rates must name at least one each.")
 
     @property
     def task_names(self) -> list[str]:
-        return _listed(self.tasks)
+        return listed(self.tasks)
+
+    @property
+    def known_tasks(self) -> dict[str, Task]:
+        """The tasks that need no file, and those whose file is given."""
+        return TASKS | tasks_of_files(self.ett, self.play)
 
     @property
     def rows(self) -> list[str]:
-        return list(dict.fromkeys(name if name in POOLS else canonical(name) for name in _listed(self.mixers)))
+        return list(dict.fromkeys(name if name in POOLS else canonical(name) for name in listed(self.mixers)))
 
     @property
-    def rates(self) -> list[float]:
-        try:
-            return [float(rate) for rate in _listed(self.learning_rates)]
-        except ValueError:
-            raise ValueError(f"learning_rates must be numbers with commas, got {self.learning_rates!r}.") from None
+    def rates(self) -> tuple[float, ...]:
+        return numbers("learning_rates", self.learning_rates)
 
     @property
     def training(self) -> Training:
@@ -75,11 +81,11 @@ class RegimesRecipe:
         return Training(**{name: getattr(self, name) for name in shared})
 
     def tuning(self, task: str) -> list[Job]:
-        """Every row at every learning rate, on the first seed."""
+        """Every mixer at every learning rate, on the first seed."""
         return [self._job(task, row, rate, self.seed) for row in self.rows for rate in self.rates]
 
     def chosen(self, task: str, tuned: dict[str, dict]) -> dict[str, list[Job]]:
-        """Every row at the learning rate of the best last validation, on every seed."""
+        """Every mixer on every seed, at the learning rate whose last validation score on the first seed is best."""
         found = {}
         for row in self.rows:
             score = lambda rate: tuned[self._job(task, row, rate, self.seed).key]["curve"][-1]["validation"]  # noqa: B023, E731
@@ -89,7 +95,3 @@ class RegimesRecipe:
 
     def _job(self, task: str, mixer: str, rate: float, seed: int) -> Job:
         return Job(task=task, sizes=sizes(task), mixer=mixer, learning_rate=rate, seed=seed, training=self.training)
-
-
-def _listed(text: str) -> list[str]:
-    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))

@@ -1,4 +1,4 @@
-"""The tasks: what a model reads, what it has to say at every token, and how that is scored."""
+"""The tasks: what a model is given, what it has to answer at every token, and how answers are scored."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Example = tuple[Float[Tensor, "b t c"], Tensor]
 
 
 class Task(ABC):
-    """Inputs (B, T, channels) -> answers (B, T, outputs), drawn anew from a generator.
+    """Inputs (B, T, channels) -> answers (B, T, outputs), new ones at every call of `draw`.
 
-    loss(answers, targets) is what trains; score(answers, targets) is 1 for every answer right, and for the best answer
-    that does not look at the inputs it is `constant(targets)`.
+    loss(answers, targets) is minimised in training. score(answers, targets) is 1 where all answers are right, and
+    `constant(targets)` for the best answer that does not depend on the inputs.
     """
 
     about: ClassVar[str]
     measure: ClassVar[str]
-    wins: ClassVar[str] = "one average"  # what the task asks for: "extremes", "one average", "one token"
+    asks_for: ClassVar[str] = "one average"  # what the task asks for: "extremes", "one average", "one token"
 
     @property
     @abstractmethod
@@ -111,7 +111,7 @@ class PeakHold(Numbers):
     sensors: int = 16
     tokens: int = 32
     about = "running maximum and minimum of 16 sensors"
-    wins = "extremes"
+    asks_for = "extremes"
 
     @property
     def channels(self):
@@ -156,14 +156,14 @@ class EventStream(Classes):
 
     @abstractmethod
     def answers(self, events: Int[Tensor, "b t f"]) -> Int[Tensor, "b t f"]:
-        """From values by token and field, -1 where the token is another field's: the answers, -1 before any event."""
+        """The answers, -1 before the first event of a field. events: values by token and field, -1 for other fields."""
 
 
 class HighWater(EventStream):
     """The largest value of every field so far."""
 
     about = "largest value so far of each of 8 fields"
-    wins = "extremes"
+    asks_for = "extremes"
 
     def answers(self, events):
         return events.cummax(1).values
@@ -173,7 +173,7 @@ class Snapshot(EventStream):
     """The latest value of every field."""
 
     about = "latest value of each of 8 fields"
-    wins = "one token per channel"
+    asks_for = "one token per channel"
 
     def answers(self, events):
         at = torch.arange(self.tokens)[None, :, None].where(events >= 0, -1).cummax(1).values
@@ -182,7 +182,7 @@ class Snapshot(EventStream):
 
 @dataclass(frozen=True)
 class SetStatistics(Numbers):
-    """Means of 8 normal channels and counts of 8 kinds of events so far, asked in the second half; token 0 is marked.
+    """Means of 8 normal channels and counts of 8 kinds of events so far, asked in the second half; token 0 is flagged.
 
     Scaled to about unit variance: sqrt(T) mean, and count / sqrt(p (1 - p) T) with p = .2.
     """
@@ -213,14 +213,15 @@ class SetStatistics(Numbers):
 
 @dataclass(frozen=True)
 class Recall(Classes):
-    """Sixteen tokens (key, value), then keys alone: say each one's value."""
+    """Sixteen tokens (key, value), then keys alone: answer with the value of each."""
 
     pairs: int = 16
     keys: int = 32
     values: int = 16
     queries: int = 32
     about = "the value that a key was shown with, 16 pairs"
-    wins = "one token"
+    asks_for = "one token"
+    questions = 1
 
     @property
     def channels(self):
@@ -229,10 +230,6 @@ class Recall(Classes):
     @property
     def classes(self):
         return self.values
-
-    @property
-    def questions(self):
-        return 1
 
     def draw(self, generator, size, split="train"):
         key = torch.rand(size, self.keys, generator=generator).argsort(1)[:, : self.pairs]

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
-from pathlib import Path
 
 import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
-from fem.experiments.common.blocks import EPS, Residual, SwiGLU, initialise
+from fem.experiments.common.blocks import EPS, count_parameters, initialise, mixer_blocks
 from fem.experiments.common.jobs import digest_of
-from fem.experiments.common.mixers import file_name, mixer_config
+from fem.experiments.common.mixers import file_name
 from fem.experiments.regimes.pools import POOLS, PoolModel
-from fem.experiments.regimes.real import DigitBags, ett_tasks
+from fem.experiments.regimes.real import DigitBags
 from fem.experiments.regimes.tasks import HighWater, PeakHold, Recall, SetStatistics, Snapshot, Task
 from fem.gates import Temperature
-from fem.mixer import FreeEnergyMixer
 
 TASKS: dict[str, Task] = {
     "peak": PeakHold(),
@@ -49,10 +48,10 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that decides what a run finds."""
+    """Everything that decides the result of a run."""
 
     task: str
-    sizes: dict[str, int | float]  # the task's own
+    sizes: dict[str, int | float]  # of the task
     mixer: str
     learning_rate: float
     seed: int
@@ -60,7 +59,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        """A file name of its own for every job."""
+        """A file name that differs between jobs which differ in any value."""
         return f"{self.task}-{file_name(self.mixer)}-seed{self.seed}-{digest_of(asdict(self))}"
 
 
@@ -69,20 +68,9 @@ class Model(nn.Module):
 
     def __init__(self, task: Task, mixer: str, training: Training):
         super().__init__()
-        width, heads = training.width, training.heads
-        inner = training.mlp_width - round(
-            (_parameters(mixer, training) - _parameters("softmax", training)) / (3 * width)
-        )
-        if inner < 1:
-            raise ValueError(f"mlp_width = {training.mlp_width} is too narrow to pay for {mixer}; {1 - inner} missing.")
+        width = training.width
         self.read = nn.Linear(task.channels, width)
-        self.blocks = nn.Sequential(
-            *(
-                Residual(width, layer)
-                for _ in range(training.blocks)
-                for layer in (FreeEnergyMixer(mixer_config(mixer, width, heads)), SwiGLU(width, inner))
-            )
-        )
+        self.blocks = mixer_blocks(mixer, width, training.heads, training.blocks, training.mlp_width)
         self.answer = nn.Sequential(nn.RMSNorm(width, EPS), nn.Linear(width, task.outputs))
         initialise(self, training.initialisation)
 
@@ -97,18 +85,12 @@ def build(task: Task, mixer: str, training: Training) -> nn.Module:
     return PoolModel(task.channels, task.outputs, mixer, width, heads, mlp, training.initialisation)
 
 
-def _parameters(mixer: str, training: Training) -> int:
-    with torch.device("meta"):
-        layer = FreeEnergyMixer(mixer_config(mixer, training.width, training.heads))
-    return sum(parameter.numel() for parameter in layer.parameters())
-
-
-def train(job: Job, device: torch.device, ett: Path | None = None) -> tuple[list[dict], int]:
+def train(job: Job, device: torch.device, tasks: Mapping[str, Task] = TASKS) -> tuple[list[dict], int]:
     """Run the job; returns its tests, {"step", "train_loss", "validation", "test", "beta"}, and the model's size.
 
     AdamW without weight decay, linear warm-up, cosine to 0, gradients clipped at norm 1; every batch is new.
     """
-    task, training = (TASKS | ett_tasks(ett))[job.task], job.training
+    task, training = tasks[job.task], job.training
     with torch.random.fork_rng():
         torch.manual_seed(job.seed)
         model = build(task, job.mixer, training).to(device)
@@ -137,7 +119,7 @@ def train(job: Job, device: torch.device, ett: Path | None = None) -> tuple[list
         if step in tested:
             found = {split: evaluate(model, task, examples, device) for split, examples in held_out.items()}
             curve.append({"step": step, "train_loss": loss.item(), **found, **temperatures(model)})
-    return curve, sum(parameter.numel() for parameter in model.parameters())
+    return curve, count_parameters(model)
 
 
 @torch.no_grad()
@@ -149,7 +131,7 @@ def evaluate(model: nn.Module, task: Task, examples: tuple[Tensor, Tensor], devi
 
 @torch.no_grad()
 def temperatures(model: nn.Module) -> dict[str, float]:
-    """Where the first beta stands: {} without one."""
+    """Mean, smallest and largest of the first layer's beta; {} where there is none."""
     found = next((part for part in model.modules() if isinstance(part, Temperature)), None)
     if found is None:
         return {}
@@ -158,14 +140,14 @@ def temperatures(model: nn.Module) -> dict[str, float]:
 
 
 def sizes(task: str) -> dict[str, int | float]:
-    """The task's own sizes; those of ETT have none."""
+    """The task's own sizes; tasks on data from files have none."""
     return asdict(TASKS[task]) if is_dataclass(TASKS.get(task)) else {}
 
 
-def constants(training: Training, ett: Path | None = None) -> dict[str, float]:
-    """Each task's score of the best answer that does not look at the inputs, on the test of seed 0."""
+def constants(training: Training, tasks: Mapping[str, Task]) -> dict[str, float]:
+    """Each task's score of the best answer that does not depend on the inputs, on the test of seed 0."""
     found = {}
-    for name, task in (TASKS | ett_tasks(ett)).items():
+    for name, task in tasks.items():
         _, targets = task.draw(Generator().manual_seed(STREAMS["test"]), training.test_examples, "test")
         found[name] = task.constant(targets)
     return found

@@ -13,13 +13,14 @@ import typer
 from fem.experiments.common.jobs import read_record
 from fem.experiments.common.lock import one_writer
 from fem.experiments.common.options import recipe_options
+from fem.experiments.common.recipes import require_one_of
 from fem.experiments.common.run import check_output, cpu_threads, open_run, progress, write_json
 from fem.experiments.common.tables import show_table, write_table
 from fem.experiments.vision.settings import DIGITS, PROFILES, VisionRecipe
 
 
 def run(recipe: VisionRecipe, output: Path, profile: str = "digits") -> dict:
-    """Train what `output`/runs does not have yet, then write table, plot and report; returns what results.json holds.
+    """Run the jobs without a record in `output`/runs, write table, plot and report; returns what results.json holds.
 
     Under torchrun every process trains and the first one writes. Models end in `output`/models.
     """
@@ -71,12 +72,11 @@ def _writes() -> bool:
 @recipe_options(DIGITS)
 def command(
     changes: dict,
-    profile: Annotated[str, typer.Option(help=f"Where the fields start: {', '.join(PROFILES)}.")] = "digits",
+    profile: Annotated[str, typer.Option(help=f"Defaults of all other options: {', '.join(PROFILES)}.")] = "digits",
     output: Annotated[Path | None, typer.Option(help="Folder of the runs; default: runs/vision-PROFILE.")] = None,
 ):
-    """Table 3: FEM in the place of DeiT's attention, at equal parameters. Stopped runs go on where they were."""
-    if profile not in PROFILES:
-        raise ValueError(f"profile must be one of {', '.join(PROFILES)}; got {profile!r}.")
+    """Table 3: FEM in place of DeiT's attention, at equal parameters. The same command resumes a stopped run."""
+    require_one_of("profile", profile, PROFILES)
     output = output or Path(f"runs/vision-{profile}")
     run(replace(PROFILES[profile], **changes), output, profile)
     typer.echo(f"written to {output}: report.md, results.json, table, plot and models")

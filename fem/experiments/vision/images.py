@@ -26,7 +26,7 @@ MODES = {1: "L", 3: "RGB"}
 
 @dataclass(frozen=True)
 class Pictures:
-    """Files to train on and to test on, {"image": {"bytes", "path"}, "label"}, and the classes' names."""
+    """Image files with labels to train on and to test on, {"image": {"bytes", "path"}, "label"}, and class names."""
 
     train: Dataset
     test: Dataset
@@ -36,8 +36,8 @@ class Pictures:
 def load_pictures(source: str) -> Pictures:
     """Pictures from "digits", a folder or a zip file of <split>/<class>/<picture>, or a dataset of the hub.
 
-    Splits are train, and validation, val or test, the first that there is. Raises ValueError on data that are missing,
-    empty, or not laid out so.
+    The splits are train, and the first that exists of validation, val and test. Raises ValueError on data that are
+    missing, empty, or not laid out in this way.
     """
     if source == "digits":
         return digits()
@@ -103,7 +103,7 @@ def check(pictures: Pictures, channels: int, smallest: int, advance: Callable[[]
 
 
 def _in_batches(pool: ThreadPoolExecutor, function: Callable, items: Iterator, size: int = 1024) -> Iterator:
-    """pool.map without holding all items at once."""
+    """pool.map over an iterator, with at most `size` items in memory."""
     batch = []
     for item in items:
         batch.append(item)
@@ -114,7 +114,7 @@ def _in_batches(pool: ThreadPoolExecutor, function: Callable, items: Iterator, s
 
 
 def _laid_out(source: str, names: list[str], read: Callable[[str], dict]) -> Pictures:
-    """Pictures by their places, <split>/<class>/<picture>."""
+    """Pictures from files named <split>/<class>/<picture>."""
     places = [PurePosixPath(name) for name in names]
     pictures = [place for place in places if len(place.parts) == 3 and place.suffix.lower() in SUFFIXES]
     if not pictures:

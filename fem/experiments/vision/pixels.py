@@ -1,4 +1,4 @@
-"""From a picture to what a model reads: crops, flips, pixels about zero, and mixtures of two pictures."""
+"""From pictures to a model's inputs: crops, mirror images, normalised pixels, and mixtures of two pictures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Augmentation:
 class View(Dataset):
     """Pictures as {"pixel_values" (C, S, S), "labels"}: the central crop or, in training, a random one.
 
-    What a picture looks like depends on seed, epoch and index alone: not on the model, the order, or what came before.
+    How a picture is cropped and mirrored depends on seed, epoch and index only, so all models see the same.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ def pixels(picture: Pillow.Image) -> Float[Tensor, "c h w"]:
 
 @dataclass(frozen=True)
 class Batches:
-    """Examples into a batch: labels (B,) to test on, and (B, K) smoothed and perhaps mixed to train on."""
+    """Collates examples: labels are (B,) in testing; in training (B, K), smoothed, and mixed with the pictures."""
 
     classes: int
     augmentation: Augmentation
@@ -112,8 +112,13 @@ class Batches:
     def mixed(
         self, x: Float[Tensor, "b c h w"], y: Float[Tensor, "b k"], draw: np.random.Generator
     ) -> tuple[Float[Tensor, "b c h w"], Float[Tensor, "b k"]]:
-        """s x + (1 - s) x', y alike, x' the batch in reverse: s ~ Beta(mixup, mixup) everywhere, or s the share of the
-        picture outside a box that x' fills (cutmix). With both, either one, by chance.
+        """Pictures and labels mixed with those of the reversed batch, x' and y'.
+
+            mixup:  s x + (1 - s) x',  s ~ Beta(mixup, mixup)
+            cutmix: x with a box of x' in it, s the share of the picture outside the box
+            labels: s y + (1 - s) y'
+
+        With both switched on, each batch gets either one, by chance.
         """
         mixup, cutmix = self.augmentation.mixup, self.augmentation.cutmix
         boxed = cutmix > 0 and (mixup == 0 or draw.random() < 0.5)

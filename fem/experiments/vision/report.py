@@ -1,13 +1,13 @@
-"""What the runs add up to: a table, the curves, and a page with Table 3 beside it."""
+"""The results of all runs: a table, a picture, and a page with the paper's Table 3."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 from fem.experiments.common.names import by_name, colours, display
-from fem.experiments.common.paired import shown
+from fem.experiments.common.paired import shown, spread
 from fem.experiments.common.run import command_line, provenance
 from fem.experiments.common.tables import markdown_table
 from fem.experiments.vision.images import Pictures
@@ -48,14 +48,14 @@ def summary(records: Sequence[dict]) -> dict[str, dict]:
 
 
 def table(records: Sequence[dict]) -> list[dict]:
-    """A row per mixer; its difference from the first one is taken seed by seed."""
+    """A row per mixer, with its difference from the first one, seed by seed."""
     scores = summary(records)
     first = next(iter(scores))
     return [
         {
             "mixer": display(mixer),
             "top-1, %": 100 * score["accuracy"],
-            "sd": 100 * stdev(score["accuracies"]) if len(score["accuracies"]) > 1 else None,
+            "sd": spread([100 * accuracy for accuracy in score["accuracies"]]),
             f"over {display(first)}, paired": ""
             if mixer == first
             else shown(score["accuracies"], scores[first]["accuracies"], 100, 2),
@@ -109,10 +109,10 @@ def page(records: Sequence[dict], recipe: VisionRecipe, profile: str, pictures: 
 PAGE = """# {data}: FEM in the place of DeiT's attention
 
 {data}: {train:,} training and {test:,} held-out pictures of {classes} classes, {size} x {size} pixels in patches of
-{patch} x {patch}; learnt positions, {pooling}. All models have the same parameters, the MLP paying for what a mixer
-adds; they see the same pictures in the same order, and one learning rate. Accuracy is that after the last step, mean
-over seeds; sd: over seeds; paired: the difference seed by seed, ± its standard error; images/s: of training steps, by
-the clock, so whatever else ran on the machine slows them.
+{patch} x {patch}; learnt positions, {pooling}. All models have the same number of parameters (a mixer that has more
+gets narrower MLPs); they see the same pictures in the same order, and one learning rate. Accuracy is that after the
+last step, mean over seeds; sd: over seeds; paired: the difference seed by seed, ± its standard error; images/s: of
+training steps by the wall clock, so other programs on the machine slow them.
 
 {table}
 ![held-out accuracy, a dot per seed](vision.png)

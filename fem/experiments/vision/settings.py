@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from fem.experiments.common.jobs import digest_of
 from fem.experiments.common.mixers import canonical
+from fem.experiments.common.recipes import listed, require_not_negative, require_one_of, require_positive
 from fem.experiments.common.run import option
 
 DTYPES = ("float32", "bfloat16")
@@ -14,7 +15,7 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class VisionRecipe:
-    """Pictures, models and training. The defaults are a laptop's: scikit-learn's digits, under a minute a model."""
+    """Pictures, models and training. The defaults suit a laptop: scikit-learn's digits, under a minute per model."""
 
     data: str = option("digits", "digits, a folder or zip of <split>/<class>/<picture>, or a dataset of the hub.")
     mixers: str = option("softmax,fem-sm", "Mixers with commas between, such as softmax, fem-gla, softmax+LT.")
@@ -27,9 +28,9 @@ class VisionRecipe:
     layers: int = option(4, "Blocks of the model.")
     heads: int = option(4, "Heads of every mixer.")
     pooling: str = option("cls", "cls: classify by a class token, as DeiT; mean: by the mean over patches.")
-    drop_path: float = option(0.0, "How often the last block skips a branch in training.")
+    drop_path: float = option(0.0, "Probability with which the last block skips a branch in training.")
     epochs: int = option(24, "Times that every picture is seen.")
-    batch: int = option(64, "Pictures a step, over all processes.", also=("batch",), called="batch_size")
+    batch: int = option(64, "Pictures per step, over all processes.", also=("batch",), called="batch_size")
     learning_rate: float = option(3e-3, "Peak learning rate of AdamW.")
     warmup: float = option(0.05, "Share of the steps in which the learning rate rises; a cosine takes it to zero.")
     weight_decay: float = option(0.05, "Weight decay of the weights; beta, norms and biases have none.")
@@ -42,16 +43,11 @@ class VisionRecipe:
     validations: int = option(10, "Tests and checkpoints, evenly spaced; the last at the end.")
     dtype: str = option("float32", f"Arithmetic: {' or '.join(DTYPES)}; weights and optimiser stay float32.")
     workers: int = option(0, "Processes that read pictures.")
-    threads: int = option(1, "CPU threads; more help where the machine is idle, and hurt where it is busy.")
+    threads: int = option(1, "CPU threads; more of them are faster on an idle machine, and slower on a busy one.")
 
     def __post_init__(self):
-        counts = ("seeds", "layers", "epochs", "batch", "validations", "threads", "learning_rate")
-        for name in counts:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
-        for name in ("seed", "mixup", "cutmix", "workers", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+        require_positive(self, "seeds", "layers", "epochs", "batch", "validations", "threads", "learning_rate")
+        require_not_negative(self, "seed", "mixup", "cutmix", "workers", "weight_decay")
         for name in ("min_area", "central_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in (0, 1], got {getattr(self, name)}.")
@@ -60,18 +56,17 @@ class VisionRecipe:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}.")
         if self.channels not in (1, 3):
             raise ValueError(f"channels must be 1 (grey) or 3 (RGB), got {self.channels}.")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be {' or '.join(DTYPES)}, got {self.dtype!r}.")
+        require_one_of("dtype", self.dtype, DTYPES)
         if not self.mixer_names:
             raise ValueError("mixers must name at least one mixer, got an empty list.")
 
     @property
     def mixer_names(self) -> list[str]:
-        """Each mixer's one name, in the order given."""
-        return list(dict.fromkeys(canonical(name.strip()) for name in self.mixers.split(",") if name.strip()))
+        """The mixers' canonical names, in the order given."""
+        return list(dict.fromkeys(canonical(name) for name in listed(self.mixers)))
 
     def jobs(self) -> Iterator[tuple[str, VisionRecipe]]:
-        """Every run and the name of its record, seed after seed: a recipe of one mixer and one seed."""
+        """The name of every run's record, and its recipe of one mixer and one seed; seed by seed."""
         for seed in range(self.seed, self.seed + self.seeds):
             for mixer in self.mixer_names:
                 job = replace(self, mixers=mixer, seed=seed, seeds=1)

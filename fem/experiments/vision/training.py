@@ -1,4 +1,4 @@
-"""One run: a classifier with one mixer and one seed, trained by transformers' Trainer, resumed where it was stopped."""
+"""One run: a classifier with one mixer and one seed, trained by transformers' Trainer, which can be resumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from fem.experiments.common.checkpoints import checkpoints, set_aside, step_of, to_go_on_from
 from fem.experiments.common.integrity import MANIFEST
 from fem.experiments.common.mixers import fields_of
-from fem.experiments.common.run import write_json
+from fem.experiments.common.run import steps_bar, write_json
 from fem.experiments.common.saving import STAGING, SavingTrainer
 from fem.experiments.common.trainer import Score, Watch
 from fem.experiments.vision.images import Pictures
@@ -30,7 +30,7 @@ KEPT = 2
 
 
 def model_config(job: VisionRecipe, classes: list[str]) -> FEMImageConfig:
-    """The job's model: with DeiT's parameters whatever the mixer, the MLP paying for what it adds."""
+    """The job's model, with as many parameters as DeiT: a mixer that has more gets narrower MLPs."""
     mixer = fields_of(job.mixers)
     return FEMImageConfig(
         image_size=job.image_size,
@@ -49,7 +49,7 @@ def model_config(job: VisionRecipe, classes: list[str]) -> FEMImageConfig:
 
 
 class ImageWatch(Watch):
-    """`Watch`, which also tells the training view the epoch, and keeps what it measured."""
+    """`Watch`, which also passes the epoch to the training view, and keeps what it measured."""
 
     def __init__(self, view: View, curve: list[Score], advance: Callable[[int, float | None], None]):
         super().__init__(curve.append, advance)
@@ -59,28 +59,28 @@ class ImageWatch(Watch):
         self.view.epoch = int(state.epoch + 1e-6)
 
     def restore(self, checkpoint: Path) -> None:
-        told = json.loads((checkpoint / TOTALS).read_text(encoding="utf-8"))
-        self.seconds = told["seconds"]
-        self.curve.extend(told["curve"])
+        saved = json.loads((checkpoint / TOTALS).read_text(encoding="utf-8"))
+        self.seconds = saved["seconds"]
+        self.curve.extend(saved["curve"])
 
 
 class ImageTrainer(SavingTrainer):
-    """Leaves with every checkpoint what `watch` has measured."""
+    """Saves with every checkpoint what `watch` has measured."""
 
     def __init__(self, *, watch: ImageWatch, **given):
         super().__init__(callbacks=[watch], **given)
         self.watch = watch
 
-    def leave(self, checkpoint: Path) -> None:
+    def add_files(self, checkpoint: Path) -> None:
         if self.args.process_index == 0:
             write_json(checkpoint / TOTALS, {"seconds": self.watch.seconds, "curve": self.watch.curve})
 
 
 def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Path, bars: Progress) -> dict:
-    """Run the job from its newest whole checkpoint in `folder`, if there is one; the model ends in `model_folder`.
+    """Run the job, from its newest complete checkpoint in `folder` if there is one; save the model to `model_folder`.
 
     Returns {"mixer", "seed", "parameters", "accuracy", "loss", "images_per_second", "seconds", "curve"}: top-1 accuracy
-    and loss (nats) on the held-out pictures after the last step, images a second and seconds of training steps alone.
+    and loss (nats) on the held-out pictures after the last step; speed and seconds are those of training steps only.
     """
     disable_progress_bar()
     with torch.random.fork_rng():
@@ -92,12 +92,7 @@ def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Pat
     )
     view = View(pictures.train, *look, augmentation, job.seed)
     args = training_arguments(job, len(view), folder)
-    shown = f"{job.mixers}, seed {job.seed}"
-    bar = bars.add_task(shown, total=args.max_steps)
-
-    def advance(step: int, loss: float | None) -> None:
-        bars.update(bar, completed=step, description=shown if loss is None else f"{shown}, loss {loss:.3f}")
-
+    _, advance = steps_bar(bars, f"{job.mixers}, seed {job.seed}", args.max_steps)
     watch = ImageWatch(view, [], advance)
     trainer = ImageTrainer(
         output=folder,
@@ -139,9 +134,9 @@ def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Pat
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest checkpoint that is whole, with a sentence where a later one is damaged.
+    """The newest complete checkpoint, with a note where a later one is damaged.
 
-    Earlier versions listed no files: there the Trainer's state and the watch's, written last, say that it is whole.
+    Earlier versions wrote no list of files: theirs are complete where the two files written last can be read.
     """
     there = checkpoints(folder)
     if any((checkpoint / MANIFEST).exists() for checkpoint in there):

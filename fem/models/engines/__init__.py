@@ -1,1 +1,1 @@
-"""FEM in engines that bring an attention and a cache of their own: what they are told of a model."""
+"""FEM in engines that bring an attention and a cache of their own: transformers' attention interface, and vLLM."""

@@ -1,4 +1,4 @@
-"""The read of a softmax layer by another's attention and cache: one call over [v | e]."""
+"""The read of a softmax layer by an engine's attention over the engine's cache: one call over [v | e]."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class EngineAttention(nn.Module):
         self.warned = False
 
     def reset_reach(self) -> None:
-        """Forget the largest |beta (v - c)|, as after loading."""
+        """Set the largest |beta (v - c)| seen back to 0."""
         nn.init.zeros_(self.largest)
         self.warned = False
 
@@ -113,7 +113,7 @@ class EngineAttention(nn.Module):
 
 
 def _eager(module: EngineAttention, q, k, values, attention_mask, scaling, dropout=0.0, **keywords):
-    """softmax(scaling q k + mask) values, of weights that are formed."""
+    """softmax(scaling q k + mask) values, with materialised weights, as transformers' "eager" attention."""
     k, values = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (k, values))
     scores = scaling * q @ k.mT
     if attention_mask is not None:
@@ -152,7 +152,7 @@ def positions_of(
 def masks_of(
     config: FEMConfig, kinds: set[str], x: Tensor, attention_mask, position_ids: Tensor, cache: Cache | None
 ) -> dict:
-    """What the engine wants as a mask, for each kind of layer: transformers makes it by the engine's name."""
+    """The engine's mask for each kind of layer; transformers makes it in the form that config names."""
     if isinstance(attention_mask, dict):
         return attention_mask
     make = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}

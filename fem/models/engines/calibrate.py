@@ -1,4 +1,4 @@
-"""How far a model's values reach in an engine's cache, and the shift that brings them nearer."""
+"""Centre a model's values, so that e = exp(beta (v - c)) fits the range of an engine's cache."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def calibrate(model: FEMForCausalLM | FEMModel, input_ids: Int[Tensor, "b t"]) -> list[float]:
-    """Set the shift c of every value channel to the middle of what it takes on a text; tell what is left.
+    """Set the shift c of every value channel to the middle of its values on a text, and return what range is left.
 
-    Returns the largest |beta (v - c)| of each layer in nats, for comparison with `fem.ops.softmax.cached.REACH` of the
-    dtype that serves: 80 in float32 and bfloat16, 11 in float16. The shift is saved with the model
-    (config.value_shift). Raises ValueError on a model that no engine serves.
+    That is the largest |beta (v - c)| of each layer in nats, which has to stay below `fem.ops.softmax.cached.REACH` of
+    the dtype that serves: 80 in float32 and bfloat16, 9.5 in float16. The shift is saved with the model
+    (config.value_shift). Raises ValueError on a model that no engine can serve.
     """
     reason = obstacle(model.config)
     if reason is not None:

@@ -1,4 +1,4 @@
-"""How a model is split by heads over several devices, in the words of transformers and vLLM."""
+"""How a model is split by heads over several devices: the tensor-parallel plan of transformers and vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fem.models.configuration import FEMConfig
 
 FEED_FORWARD = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
-PER_HEAD = {  # what a prior computes per head from the features alone
+PER_HEAD = {  # the projections of a prior whose outputs belong to single heads
     "softmax": ("query", "key"),
     "linear": ("query", "key"),
     "gla": ("query", "key", "decay"),
@@ -20,7 +20,7 @@ PER_HEAD = {  # what a prior computes per head from the features alone
 
 
 def tensor_plan(config: FEMConfig) -> dict[str, str]:
-    """base_model_tp_plan: heads by columns, the output by rows, the conditioner whole on every device.
+    """base_model_tp_plan: projections to heads are split by columns, the output by rows; the conditioner is not split.
 
     Where some layer's heads share what is learnt (an SSM's B and C, one decay for all heads) the mixers stay whole on
     every device, and the SwiGLUs alone are split.

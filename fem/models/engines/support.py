@@ -1,4 +1,4 @@
-"""Which models an engine's attention can serve, and what its cache has to be told of them."""
+"""Which models an engine's attention can serve, and the head width and layer types that its cache is built for."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def _obstacle(mixer: FreeEnergyMixerConfig) -> str | None:
 
 
 def head_width(config: FEMConfig) -> int:
-    """Width of a head in an engine's cache, which has one for keys and values.
+    """Width of a head in an engine's cache, where keys and values have the same.
 
-    2 d_v = d_k in the paper's shape, and nothing is padded; elsewhere the wider one, rounded up to a multiple of 32.
+    In the paper's shape 2 d_v = d_k, and nothing is padded; otherwise it is the wider of the two, rounded up to a
+    multiple of 32.
     """
     mixers = config.mixer_configs()
     widths = {mixer.key_width for mixer in mixers} | {(1 + mixer.use_lse) * mixer.value_width for mixer in mixers}

@@ -1,4 +1,4 @@
-"""The language model inside vLLM: its Transformers backend, and what that does not split by heads itself."""
+"""The language model inside vLLM: its Transformers backend, which here splits beta and the shift by heads as well."""
 
 from __future__ import annotations
 

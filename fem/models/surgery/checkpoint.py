@@ -1,4 +1,4 @@
-"""Checkpoints of replaced models: the original's class refuses them, Auto classes open them as what they are."""
+"""Checkpoints of replaced models: Auto classes load them with their mixers, the original's class refuses them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Remembers(OpensWithFEM):
         if "original" not in config_dict:
             return super().from_dict(config_dict, **kwargs)
         original = config_dict["original"]
-        given = {name: value for name, value in config_dict.items() if name.startswith("_")}  # where it was found
+        given = {name: value for name, value in config_dict.items() if name.startswith("_")}  # such as _name_or_path
         loaded = super().from_dict(original | given, **kwargs)
         config = loaded[0] if isinstance(loaded, tuple) else loaded
         setattr(config, RECORD, config_dict[RECORD])
@@ -67,7 +67,7 @@ class Remembers(OpensWithFEM):
             "architectures": [PREFIX + name for name in architectures],
             "auto_map": original.pop("auto_map"),
             RECORD: calls,
-            "id2label": {REFUSAL: ""},  # every config wants integers here, and says what it got
+            "id2label": {REFUSAL: ""},  # other configs convert these keys to integers, so their error shows this text
             # Beside the original's config: inside, its class would find and take it.
             "original_type": original.pop("model_type"),
             "original": original | {"architectures": architectures},
@@ -103,7 +103,7 @@ def remembering(original: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
 
 @cache
 def replaced_class(architecture: type[PreTrainedModel], config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
-    """What builds the original and repeats the calls that its config remembers. Its models are of that class."""
+    """A class that builds the original and repeats the calls its config remembers; its instances are the original's."""
 
     def build(self, given, *args, **kwargs):
         given.__class__ = config.original  # parts built through an Auto class are the original's

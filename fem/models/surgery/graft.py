@@ -1,4 +1,4 @@
-"""Free Energy Mixers in the place of a model's self-attentions: which, from which fields, and where they go."""
+"""Find the self-attentions of a model, build their replacements, and put these in their places."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DECIDED = (
 
 
 def apply(model: nn.Module, prior_type: str, preserve: bool, layers: list[int] | None, config: dict) -> nn.Module:
-    """`replace_attention` without a note in the model's config."""
+    """`replace_attention`, but the call is not noted in the model's config."""
     sites = _chosen(model, layers)
     build = _head if preserve else _mixer
     parts = [build(site, prior_type, config).train(site.module.training) for site in sites]

@@ -1,4 +1,4 @@
-"""What an attention that keeps its projections gains: a free energy beside its mean, and the two gates."""
+"""The part that is added to an attention which keeps its projections: the free energy, lambda and the outer gate."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class FreeEnergyHead(nn.Module):
 
 
 def as_bias(allowed: Bool[Tensor, "..."] | Float[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
-    """0 where a pair is allowed, -inf where it is not; a mask that is added already keeps what it adds."""
+    """0 where a pair is allowed, -inf where it is not; of a float mask, the lowest numbers become -inf."""
     if allowed.dtype == torch.bool:
         return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, -torch.inf)
     return allowed.masked_fill(allowed <= torch.finfo(allowed.dtype).min / 2, -torch.inf)

@@ -27,7 +27,7 @@ QUERIES = (  # the projections that make queries, keys and values: three maps, t
 )
 SWAPPED = ({"q_proj", "k_proj", "v_proj"}, {"query", "key", "value"}, {"c_attn"})  # called as a MixerAttention is
 OUTPUTS = {"o_proj", "out_proj", "dense", "proj", "c_proj", "projection_layer", "out_lin", "Wo", "projection", "o"}
-BESIDE = {  # parts that leave what is attended to alone
+BESIDE = {  # parts that an attention may have besides, as they leave the softmax read as it is
     *("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm", "rotary_emb", "rotary_fn"),
     "relative_attention_bias",  # T5's, which its attention function is given
     *("dropout", "attn_dropout", "attention_dropout", "resid_dropout", "out_drop", "proj_drop", "projection_dropout"),
@@ -177,9 +177,8 @@ def _first(thing: object, names: Iterable[str]) -> int | None:
 
 
 def _in(projection: nn.Module) -> int:
-    return (
-        projection.in_features if hasattr(projection, "in_features") else projection.weight.shape[0]
-    )  # GPT-2's Conv1D
+    """Its input width; GPT-2's Conv1D has no in_features."""
+    return projection.in_features if hasattr(projection, "in_features") else projection.weight.shape[0]
 
 
 def _out(projection: nn.Module) -> int:
@@ -187,7 +186,7 @@ def _out(projection: nn.Module) -> int:
 
 
 def _is_causal(attention: nn.Module) -> bool:
-    """As transformers' own attention functions have it; eager ones know no causality but their mask's."""
+    """Whether transformers' attention functions would read causally; the eager one leaves that to its mask."""
     return bool(getattr(attention, "is_causal", attention.config._attn_implementation != "eager"))
 
 
@@ -206,7 +205,7 @@ def _dropout(attention: nn.Module) -> float:
 
 
 def _hand_on_features(attention: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The gates read what the projections read: an argument that the original hands on, or else a note to its head."""
+    """Give the projections' input to the gates: by an argument that the original passes on, or through the head."""
     name, hands_on = _call_of(type(attention))
     features = args[0] if args else kwargs[name]
     if hands_on:
@@ -217,7 +216,7 @@ def _hand_on_features(attention: nn.Module, args: tuple, kwargs: dict) -> tuple[
 
 @cache
 def _call_of(attention: type[nn.Module]) -> tuple[str, bool]:
-    """The name of what the original projects, and whether its further arguments reach its attention function."""
+    """The name of the argument that is projected, and whether further arguments reach the attention function."""
     _, _, call = inspect.getsource(attention.forward).rpartition("attention_interface(")
     return list(inspect.signature(attention.forward).parameters)[1], "**kwargs" in call
 
@@ -261,7 +260,7 @@ def free_energy_attention(
             f"attention_mask must have 4 dimensions, got {tuple(attention_mask.shape)}; "
             "call model.set_attn_implementation('sdpa'), whose masks a free energy can be read under."
         )
-    features = features.reshape(rows, queries, width)  # of images, rows and columns; of packed rows, no batch
+    features = features.reshape(rows, queries, width)  # images have rows and columns, packed documents no batch
     causal = attention_mask is None and queries > 1 and (_is_causal(attention) if is_causal is None else is_causal)
     if causal:  # without a mask the first query meets the first key: the rest of a static cache is still empty
         key, value = key[:, :, :queries], value[:, :, :queries]

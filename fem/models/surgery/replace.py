@@ -33,10 +33,10 @@ def replace_attention(
     Cross-attention beside self-attention stays as it is. layers: indices of the self-attentions to replace, in the
     order of model.modules(); None: all. config: fields of FreeEnergyMixerConfig, where the original does not decide.
 
-    An optimizer made before knows nothing of the new parameters; those of lambda and beta start asleep and learn from a
-    rate some 30 times the original's (FreeEnergyHead.temperature_parameters). A transformers model notes the call in
-    its config: save it with save_pretrained, load it with an Auto class or `fem.models.load_replaced`; its original
-    class refuses such a folder. Any other model: build, replace, load_state_dict.
+    Make the optimizer afterwards, or it lacks the new parameters. Those of lambda and beta have tiny gradients at first
+    and need some 30 times the original's rate (FreeEnergyHead.temperature_parameters). A transformers model notes the
+    call in its config: save it with save_pretrained, load it with an Auto class or `fem.models.load_replaced`; its
+    original class refuses such a folder. Any other model: build, replace, load_state_dict.
 
     Raises ValueError on attention that cannot be replaced, by name, on layers out of range or replaced before, and on
     fields that the original decides; TypeError on unknown fields.

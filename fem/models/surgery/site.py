@@ -1,4 +1,4 @@
-"""A self-attention inside a model, as surgery sees it."""
+"""A self-attention inside a model: what is read off it to build its replacement, and how that is put in its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Priors whose score is a weight per value channel, which may decay: AFT (`rnn_softmax`), `rnn_decay`."""
+"""The read of priors whose score is a weight per value channel that may decay: `rnn_softmax` (AFT), `rnn_decay`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fem.ops.channel_scan.plain import channel_scan
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import NO_WEIGHT, Read, Terms, connected_zeros, merge, nothing_read, read_of
-from fem.ops.common.scaled_sums import Streams, Sums, last_step, state_of, state_parts
+from fem.ops.common.scaled_sums import Streams, Sums, last_step, start_of, state_of
 from fem.ops.common.tokens import Tokens
 
 Heads = Float[Tensor, "b t h d"]
@@ -78,7 +78,7 @@ def channel_scan_terms(
 
 
 def by_definition(loops, dtype, causal, tokens, normalize, initial_state, return_state) -> Read:
-    """The read by the loops of `naive`."""
+    """The read by the loops over the definition, in `naive`. Raises ValueError on states, which these do not keep."""
     if initial_state is not None or return_state:
         raise ValueError(
             "backend='reference' reads whole sequences and keeps no state; use backend='auto' with states."
@@ -89,26 +89,20 @@ def by_definition(loops, dtype, causal, tokens, normalize, initial_state, return
 
 
 def _one_way(log_weight, v, beta, log_decay, tokens, state, present: bool, backend: str):
-    """The read of what stands before each token, with the token itself if `present`, and the state after the last."""
+    """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
     shape, dtype = v.shape, compute_dtype(log_weight, v, log_decay)
     x, v, a = (None if part is None else part.flatten(2) for part in _seen(log_weight, v, log_decay, tokens))
     beta = None if beta is None else beta.to(dtype).flatten()
-    if state is None:
-        start = Streams.nothing(v.new_empty(shape[0], v.shape[2], dtype=dtype), None).parts()
-        start += [] if beta is None else [torch.zeros_like(start[0])]
-    else:
-        parts = state_parts(state, beta if beta is None else beta.view(shape[2:]))
-        start = [part.to(dtype).flatten(-2) for part in parts if part is not None]
+    like = v.new_empty(shape[0], v.shape[2], dtype=dtype)
+    start = start_of(state, None if beta is None else beta.view(shape[2:]), like)
     if 0 in shape[:2]:
-        state = state_of(Sums(*start[:2]), *(start[2:] or [None]))
+        state = state_of(Sums(*start[:2]), *start[2:])
         state = {name: part.unflatten(-1, shape[2:]) for name, part in state.items()}
         return nothing_read(connected_zeros(v.to(dtype), shape, x, v, a, beta, *start), beta), state
     if backend == "triton":
         from fem.ops.channel_scan.kernels import launch as channel_scan_triton
 
-        terms, after = channel_scan_triton.channel_scan(
-            a, x, v, beta, Streams.after(*start, *([None] if beta is None else []), beta)
-        )
+        terms, after = channel_scan_triton.channel_scan(a, x, v, beta, Streams.after(*start, beta=beta))
         last = after.weights
     else:
         terms, last = channel_scan(*(None if part is None else part.to(dtype) for part in (a, x, v)), beta, start)
@@ -117,7 +111,7 @@ def _one_way(log_weight, v, beta, log_decay, tokens, state, present: bool, backe
         first = (start[0] + start[1][0].log(), start[1][1] / start[1][0], *start[2:])
         log_weight, *read = (None if part is None else last_step(part, f) for part, f in zip(terms, (*first, None)))
         log_weight = log_weight if a is None else log_weight + a
-        seen = log_weight > NO_WEIGHT  # else what is before belongs to another document
+        seen = log_weight > NO_WEIGHT  # else the tokens before belong to another document
         terms = Terms(log_weight, *(None if part is None else torch.where(seen, part, 0) for part in read))
     state = {name: part.unflatten(-1, shape[2:]) for name, part in state_of(last, free_energy).items()}
     return Terms(*(None if part is None else part.view(shape) for part in terms)), state

@@ -1,6 +1,6 @@
 """Checks of arguments that several reads share: one sentence with the argument's name, what was got, what is wanted.
 
-Types and devices are checked always; values on a CPU in eager mode alone, where looking at them waits for nothing.
+Types and devices are always checked. Values are checked on a CPU in eager mode only, where reading them is free.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_flags(**flags: bool) -> None:
 
 
 def check_floating(beside: str, other: Tensor, **tensors: Tensor) -> None:
-    """Raise unless all are floating-point tensors on the device of `other`, which goes by the name `beside`."""
+    """Raise unless all are floating-point tensors on the device of `other`, the argument that is called `beside`."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a floating-point tensor, got a {type(tensor).__name__}.")
@@ -47,7 +47,7 @@ def check_floating(beside: str, other: Tensor, **tensors: Tensor) -> None:
 
 
 def check_values(name: str, tensor: Tensor | None, allowed: Allowed, key_mask: Tensor | None) -> None:
-    """On a CPU, in eager mode: raise unless every entry is allowed, those of masked tokens apart."""
+    """On a CPU, in eager mode: raise unless every entry is allowed. Entries of masked tokens may be anything."""
     if tensor is None or tensor.device.type != "cpu" or torch.compiler.is_compiling():
         return
     wrong = ~allowed.holds(tensor)

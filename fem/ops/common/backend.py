@@ -54,7 +54,7 @@ def scan_backend(
 
 
 def widest(v: Tensor, *others: Tensor | None) -> torch.dtype:
-    """The dtype of v, float64 where any of the others is."""
+    """The dtype by which a scan is chosen: that of v, or float64 where any of the others has it."""
     return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in others) else v.dtype
 
 

@@ -6,9 +6,9 @@ import warnings
 
 
 class FallbackCount:
-    """Entries of the free energy that were read, and those of them that were computed again, by every op together.
+    """How many entries of the free energy all reads have computed, and how many of these were computed again.
 
-    It is where underflow cannot be ruled out; see docs/equations.md. Warns once when more than 1 % are.
+    An entry is computed again where underflow cannot be ruled out (docs/equations.md). Warns once at more than 1 %.
     """
 
     def __init__(self):

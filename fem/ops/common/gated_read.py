@@ -36,7 +36,7 @@ def gated_read(mean: Heads, free_energy: Heads | None, inner: Heads | None, oute
         return mean
     free_energy = free_energy if inner is not None else None
     small = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and mean.numel() <= _BLOCK
-    if small or portable() or transformed(mean, free_energy, inner, outer):  # a token is not worth the op's own time
+    if small or portable() or transformed(mean, free_energy, inner, outer):  # small: an op costs more than it saves
         return _gate(mean, free_energy, inner, outer, eps)
     return _gated_read(mean, free_energy, inner, outer, eps)
 
@@ -123,7 +123,7 @@ _gated_read.register_autograd(_differentiate, setup_context=_save)
 
 
 def _blocks(*tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
-    """The tensors (B, T, H, d) by runs of tokens: all at once on a GPU, cache-sized on a CPU."""
+    """The tensors (B, T, H, d) in parts by rows and tokens: cache-sized on a CPU, all at once on a GPU."""
     first = tensors[0]
     rows, time, width = first.shape[0], first.shape[1], first.shape[2] * first.shape[3]
     room = _BLOCK if first.device.type == "cpu" else max(1, first.numel())

@@ -50,7 +50,7 @@ def _whole_document(b, t, time, key_mask, segment_ids) -> list[int]:
 
 
 def weighted_read(s: Tensor, v: Tensor, beta: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
-    """s (i, h, dv) are logarithms of the weights of the values v (i, h, dv)."""
+    """Mean and free energy of the values v (i, h, dv) under the weights e^s, s (i, h, dv)."""
     empty = torch.isneginf(s.detach()).all(0)
     s = s.masked_fill(empty, 0.0)
     log_p = s - s.logsumexp(0) if normalize else s

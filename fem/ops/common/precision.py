@@ -19,9 +19,11 @@ def upcast(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-# A sum of terms up to 1, of which at most e^-87 is lost a term (e^-700), lost nothing that its digits would show.
+# The certificate. Terms are at most 1, and underflow takes at most e^-87 from each (e^-700 in float64): a sum that is
+# still this large has lost less than its own rounding.
 LEAST_PROVEN = {torch.float32: math.exp(-60.0), torch.float64: math.exp(-600.0)}
 
+# Beyond one of these, `needs_float64`: beta, beta (max v - min v), beta |v| and a finite log-weight's size.
 SMALLEST_BETA, SMALLEST_SPAN, LARGEST_EXPONENT, LARGEST_LOG_WEIGHT = 0.1, 1.0, 64.0, 16.0
 LARGEST_PRODUCT = 1e30  # of two features: leaves room for the sums over channels and tokens, and for values up to 640
 
@@ -38,11 +40,11 @@ def products_overflow(q: Tensor, k: Tensor) -> bool:
 
 
 def needs_float64(v: Tensor, beta: Tensor | None, *log_weights: Tensor) -> bool:
-    """Whether float32 would lose digits of the free energy, or of its gradients, that its result could show.
+    """Whether intermediate results in float32 would cost the free energy or its gradients digits that float32 has.
 
-    F divides a logarithm by beta, and a gradient of F differences of beta F: a small beta magnifies the rounding of the
-    one, values that hardly differ and a large beta v that of the other, and beta v is added to a log-weight, as coarse
-    as that is large. Reads a value back from the device.
+    F is a logarithm divided by beta, so a small beta magnifies its rounding. Gradients are differences of terms beta F,
+    so values that hardly differ, or a large beta v, magnify theirs. And beta v is added to a log-weight: the larger
+    that is, the coarser the sum is rounded. Reads a value back from the device.
     """
     if beta is None or v.dtype != torch.float32 or v.device.type == "mps" or v.numel() == 0:
         return False

@@ -1,4 +1,4 @@
-"""What a prior reads from its memory."""
+"""The mean and the free energy that a row reads, and how reads over parts of the tokens are merged."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fem.ops.common.transforms import transformed
 
-_NEAR = 30.0  # exponents up to here are raised as numbers
-LOG_ZERO = -1e30  # the logarithm of no weight; finite, so that differences of two of them are
-NO_WEIGHT = LOG_ZERO / 10  # a logarithm below stands for no weight
+_NEAR = 30.0  # exponents up to here go through exp itself, larger ones through logarithms
+LOG_ZERO = -1e30  # the logarithm of no weight; finite, so that the difference of two of them is finite, too
+NO_WEIGHT = LOG_ZERO / 10  # logarithms below it stand for no weight
 
 
 class Read(NamedTuple):
@@ -30,12 +30,13 @@ class Read(NamedTuple):
 class Terms(NamedTuple):
     """A read together with the logarithm of the total weight it was averaged over, so that reads can be merged.
 
-    log_weight = log sum_i s(i), hugely negative (or -inf) for nothing; it broadcasts against the other two.
+    log_weight = log sum_i s(i), LOG_ZERO (or -inf) where nothing was seen; it broadcasts against the other two.
+    FlashInfer calls the pair (value, log-sum-exp) an attention state, and `merge` merge_state.
     """
 
     log_weight: Tensor
     mean: Tensor
-    free_energy: Tensor | None
+    free_energy: Tensor | None = None
 
 
 def connected_zeros(like: Tensor, shape: tuple[int, ...], *inputs: Tensor | None) -> Tensor:
@@ -63,7 +64,7 @@ def merge(one: Terms, other: Terms, beta: Tensor | None) -> Terms:
 
 
 def log_add(one: Tensor, other: Tensor) -> Tensor:
-    """log(e^one + e^other), whose second derivative is finite where one of them is no weight, as logaddexp's is not."""
+    """log(e^one + e^other). Unlike torch.logaddexp, its second derivative is finite where one of them is -inf."""
     top, low = torch.maximum(one, other), torch.minimum(one, other)
     return top - F.logsigmoid(torch.where(top > -torch.inf, top - low, 0))
 
@@ -71,42 +72,42 @@ def log_add(one: Tensor, other: Tensor) -> Tensor:
 def merge_energies(gain: Tensor, one: Tensor, other: Tensor, beta: Tensor) -> Tensor:
     """F = (1/beta) log((1 - share) e^{beta F_1} + share e^{beta F_2}), share = sigmoid(gain), at any beta > 0.
 
-    Counted from the heavier of the two, so that a light addition is not rounded away; by log1p and expm1 where both
-    exponents are near each other, so that a small beta does not magnify the rounding of a logarithm.
+    F is computed as the heavier one's plus a difference, so that a light addition is not rounded away; by log1p and
+    expm1 where both are near each other, so that a small beta does not magnify the rounding of a logarithm.
     """
     heavier = gain > 0
     base, rest = torch.where(heavier, other, one), torch.where(heavier, one, other)
     logit, lift = torch.where(heavier, -gain, gain), beta * (rest - base)
     is_near = lift < _NEAR
     near = torch.log1p(torch.sigmoid(logit) * torch.expm1(lift.clamp(max=_NEAR)))
-    if _looks(lift) and bool(is_near.all()):
+    if _may_read_back(lift) and bool(is_near.all()):
         return base + near / beta
     far = log_add(F.logsigmoid(-logit), F.logsigmoid(logit) + lift)
     return base + torch.where(is_near, near, far) / beta
 
 
-def _looks(x: Tensor) -> bool:
-    """Whether a value may be read, to save work: of a token in generation, on a CPU."""
+def _may_read_back(x: Tensor) -> bool:
+    """Whether values of x may be read on the host, to skip work: on a CPU, outside gradients, graphs and transforms."""
     free = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed(x))
     return free and x.device.type == "cpu"
 
 
 def log_average(log_p: Tensor, y: Tensor, dim: int) -> Tensor:
-    """log sum p e^y along dim, which is kept, of p that sum to 1: with all its digits where the y are nearly equal."""
+    """log sum p e^y along dim, which is kept, for p that sum to 1. Where the y are nearly equal, no digit is lost."""
     seen = log_p > NO_WEIGHT
     top = torch.where(seen, y, -torch.inf).detach().amax(dim, keepdim=True)
     top = torch.where(top > -torch.inf, top, 0)
     z = torch.where(seen, y - top, 0)
     is_near = (z >= -1).all(dim, keepdim=True)
     near = torch.log1p((log_p.exp() * torch.expm1(z.clamp(min=-1))).sum(dim, keepdim=True))
-    if _looks(z) and bool(is_near.all()):
+    if _may_read_back(z) and bool(is_near.all()):
         return top + near
     far = torch.where(seen, log_p + z, NO_WEIGHT).logsumexp(dim, keepdim=True)
     return top + torch.where(is_near, near, far)
 
 
 def read_of(terms: Terms, beta: Tensor | None, normalize: bool, dtype: torch.dtype) -> Read:
-    """Mean and free energy of terms; unnormalised those of the sums: sum s v and (1/beta) log sum s e^{beta v}."""
+    """Mean and free energy of terms; without normalize the sums instead: sum s v and (1/beta) log sum s e^{beta v}."""
     log_weight, mean, free_energy = terms
     if not normalize:
         mean = mean * log_weight.exp()
@@ -132,13 +133,14 @@ def mix_channels(mixing: Tensor, terms: Terms, beta: Tensor | None) -> Terms:
     log_total = torch.where(peak > NO_WEIGHT, total.log() + peak, -torch.inf)
     if beta is None:
         return Terms(log_total, mean, None)
-    lift = beta * terms.free_energy
-    top = torch.where(weight > 0, lift, -torch.inf).detach().amax(-1, keepdim=True)
+    lift, seen = beta * terms.free_energy, weight > 0
+    top = torch.where(seen, lift.detach(), -torch.inf).amax(-1, keepdim=True)
     top = torch.where(top > -torch.inf, top, 0)
-    z = torch.where(weight > 0, lift - top, 0)
-    near = torch.log1p(over_channels(weight * torch.expm1(z.clamp(min=-1))) / total)
+    z = torch.where(seen, lift - top, 0)
+    is_near = (z.detach() >= -1).all(-1, keepdim=True)
     energy = log_weight - peak + z
     highest = energy.detach().amax(-1, keepdim=True)
-    far = over_channels((energy - highest).exp()).log() + highest - total.log()
-    free_energy = (top + torch.where((z >= -1).all(-1, keepdim=True), near, far)) / beta
-    return Terms(log_total, mean, free_energy)
+    summed = over_channels(torch.where(is_near, weight * torch.expm1(z.clamp(min=-1)), (energy - highest).exp()))
+    near = torch.log1p(torch.where(is_near, summed, 0) / total)
+    far = torch.where(is_near, 1, summed).log() + highest - total.log()
+    return Terms(log_total, mean, (top + torch.where(is_near, near, far)) / beta)

@@ -1,9 +1,9 @@
 """First-order recurrences along time, in work linear in T. No autograd here.
 
-Time is cut into blocks that advance in lockstep: one pass finds what each block adds and how much it lets through,
-the same scan over the blocks finds what enters each, a second pass runs the recurrence from there. Nothing is ever
-divided by a decay, so a decay of any size is exact; what a block lets through is a sum of logarithms, so the
-rounding of factors near 1 does not pile up. Tensors are (..., T, C); the decays may lack leading dimensions.
+Time is cut into blocks that advance in lockstep: one pass finds what each block adds and its whole decay, the same
+scan over the blocks finds the state that enters each, and a second pass runs the recurrence from there. Nothing is ever
+divided by a decay, so a decay of any size is exact; the decay of a block is a sum of logarithms, so the rounding of
+factors near 1 does not pile up. Tensors are (..., T, C); the decays may lack leading dimensions.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _scan(ring, log_decay: Tensor, u: Tensor, out: Tensor, state: Tensor, backwa
     blocks, rest = divmod(u.shape[-2], BLOCK)
     if blocks < 2:
         return _run(ring, factor, u, out, state, backwards)
-    edge = rest if backwards else blocks * BLOCK  # what no whole block holds comes last in the scan's order
+    edge = rest if backwards else blocks * BLOCK  # the rest that fills no block comes last in the scan's order
     body, beyond = (slice(edge, None), slice(edge)) if backwards else (slice(edge), slice(edge, None))
     blocked = lambda tensor: tensor[..., body, :].unflatten(-2, (blocks, BLOCK))  # noqa: E731
     inside = [blocked(tensor) for tensor in (factor, u, out)]

@@ -38,11 +38,16 @@ def rotate_all(
     if width % 2:
         raise ValueError(f"rotate pairs the channels of x, so its width must be even, got {width}.")
     if frequencies is None:
-        frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float64, device=x.device) / width)
+        frequency = theta ** (torch.arange(0, -width, -2, dtype=torch.float64, device=x.device) / width)
     else:
         frequency = torch.tensor(frequencies, dtype=torch.float64, device=x.device)
     angle = position.double()[..., None, None] * frequency
-    cos, sin = ((factor * turn).to(x.dtype) for turn in (angle.cos(), angle.sin()))
+    cos, sin = angle.cos(), angle.sin()
+    if factor != 1.0:
+        cos, sin = factor * cos, factor * sin
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    if len(tensors) > 1 and x.shape[1] == 1:  # of one token the calls cost more than the copy
+        return list(_turned(torch.cat(tensors, 2), cos, sin).split([x.shape[2] for x in tensors], 2))
     return [_turned(x, cos, sin) for x in tensors]
 
 

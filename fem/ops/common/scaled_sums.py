@@ -3,9 +3,9 @@
     m_t = max(m_{t-1} + a_t, x_t)        S_t = e^{m_{t-1} + a_t - m_t} S_{t-1} + e^{x_t - m_t} (1, v_t)
 
 so that S_t e^{m_t} = sum_{i <= t} exp(x_i + sum_{i<r<=t} a_r) (1, v_i). A read keeps two such streams: the weights
-x with the payload (1, v), and the energies x + beta v. The peak m falls with the decays, so a spike that has decayed
-away starves nothing. Where nothing was added yet, m is LOG_ZERO, v averages to 0, and S stands for
-nothing. Gradients flow through S at a fixed m, which is exact for whatever depends on S e^m alone.
+x with the payload (1, v), and the energies x + beta v. The peak m falls with the decays, so that later terms do not
+underflow beside a spike that has decayed away. Where nothing was added yet, m is LOG_ZERO, v averages to 0, and S has
+no meaning. Gradients flow through S at a fixed m, which is exact for whatever depends on S e^m alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Sums(NamedTuple):
     sums: Tensor
 
     def rounded(self, dtype: torch.dtype) -> Sums:
-        """In another precision, in which the sums make up for the rounding of the peak."""
+        """In another dtype; the sums are corrected for the rounding of the peak."""
         peak = self.peak.clamp(min=LOG_ZERO).to(dtype)
         return Sums(peak, (self.sums * (self.peak - peak).clamp(-1, 1).exp()).to(dtype))
 
@@ -38,13 +38,6 @@ class Streams(NamedTuple):
     energies: Sums | None = None
 
     @classmethod
-    def nothing(cls, like: Tensor, beta: Tensor | None) -> Streams:
-        """Before the first token."""
-        peak, zero = torch.full_like(like, LOG_ZERO), torch.zeros_like(like)
-        weights = Sums(peak, torch.stack([zero + 1, zero]))
-        return cls(weights) if beta is None else cls(weights, Sums(peak.clone(), zero.unsqueeze(0) + 1))
-
-    @classmethod
     def of(cls, parts: list[Tensor]) -> Streams:
         return cls(*(Sums(*stream) for stream in zip(parts[::2], parts[1::2])))
 
@@ -52,9 +45,9 @@ class Streams(NamedTuple):
         return [part for stream in self if stream is not None for part in stream]
 
     @classmethod
-    def after(cls, peak: Tensor, sums: Tensor, free_energy: Tensor | None, beta: Tensor | None) -> Streams:
-        """After tokens of the weights (peak, sums), whose values have that free energy."""
-        if free_energy is None or beta is None:
+    def after(cls, peak: Tensor, sums: Tensor, free_energy: Tensor | None = None, *, beta: Tensor | None) -> Streams:
+        """The streams of a past whose weights are (peak, sums) and whose values have this free energy."""
+        if beta is None:
             return cls(Sums(peak, sums))
         lift = beta * free_energy
         top, rounding = added(peak, lift.detach())
@@ -65,27 +58,37 @@ class Streams(NamedTuple):
         """After the last token."""
         return Streams(*(stream and Sums(stream.peak[:, -1].clone(), stream.sums[:, :, -1].clone()) for stream in self))
 
-    def state(self, beta: Tensor | None) -> dict[str, Tensor]:
-        return state_of(self.weights, None if self.energies is None else leave(self, beta).free_energy)
+
+def start_of(state: dict[str, Tensor] | None, beta: Tensor | None, like: Tensor) -> list[Tensor]:
+    """What comes before the first token: the peak (B, C), the sums (2, B, C) and, with a beta, the free energy (B, C).
+
+    like (B, C): of the shape and dtype wanted. state: None at the start of a sequence.
+    """
+    if state is None:
+        zero = torch.zeros_like(like)
+        return [torch.full_like(like, LOG_ZERO), torch.stack([zero + 1, zero]), *([] if beta is None else [zero])]
+    dims = state["peak"].ndim - 1
+    return [part.to(like.dtype).flatten(-dims) for part in state_parts(state, beta) if part is not None]
 
 
 def state_parts(state: dict[str, Tensor], beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The peak, the sums and the free energy that a state holds."""
     peak, total = state["peak"], state["total"]
     free_energy = state.get("free_energy")
-    if free_energy is None and beta is not None:  # as states were saved before they held it
+    if free_energy is None and beta is not None:  # of version 0.1, whose states held the energies instead
         free_energy = (state["energy_peak"] - peak + (state["energy"] / total).log()) / beta.to(peak.dtype)
     return peak, torch.stack([total, state["weighted"]]), free_energy if beta is not None else None
 
 
-def state_of(weights: Sums, free_energy: Tensor | None) -> dict[str, Tensor]:
+def state_of(weights: Sums, free_energy: Tensor | None = None) -> dict[str, Tensor]:
+    """What a scan returns as its state; `state_parts` reads it."""
     total, weighted = weights.sums.unbind(0)
     state = {"peak": weights.peak, "total": total, "weighted": weighted}
     return state if free_energy is None else {**state, "free_energy": free_energy}
 
 
 class Memory(NamedTuple):
-    """What the streams amount to: total e^peak is the weight of the past, under which the values have these reads."""
+    """The past as a token reads it: its weight total e^peak, and the mean and free energy of its values."""
 
     peak: Tensor
     total: Tensor
@@ -110,7 +113,7 @@ class Adjoint(NamedTuple):
 
 
 def added(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum, and what its rounding lost."""
+    """The sum, and the rounding error that has to be added to it (Knuth's two-sum)."""
     total = one + other
     back = total - one
     rounding = (one - (total - back)) + (other - back)
@@ -164,7 +167,7 @@ def add_token(
 def start_backward(
     d_energy: Tensor, d_sums: Tensor, before: Streams, free_energy: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the free energy that energies start from, and per entry of beta; that of the sums grows in place."""
+    """Gradients of the first free energy and, per entry, of beta, through the energies; d_sums grows in place."""
     through = (d_energy * before.energies.sums)[0]
     through = torch.where(before.weights.peak > NO_WEIGHT, through, 0)
     d_sums[0] += through / before.weights.sums[0]
@@ -172,7 +175,7 @@ def start_backward(
 
 
 def end_backward(d_free_energy: Tensor, d_sums: Tensor, after: Streams, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the last energies, and per entry of beta; that of the sums grows in place."""
+    """Gradients of the last energies and, per entry, of beta, through the last free energy; d_sums grows in place."""
     share = torch.where(after.weights.peak > NO_WEIGHT, d_free_energy / beta, 0)
     d_sums[0] -= share / after.weights.sums[0]
     return share / after.energies.sums[0], -share * leave(after, beta).free_energy
@@ -181,7 +184,7 @@ def end_backward(d_free_energy: Tensor, d_sums: Tensor, after: Streams, beta: Te
 def leave(streams: Streams, beta: Tensor | None) -> Memory:
     """mean = S_1 / S_0 of the weights, F = (1 / beta) log of energies over weights."""
     (peak, (total, weighted)), energies = streams
-    mean, total = weighted / total, total.clone()  # alone, lest it keeps the memory of `weighted`
+    mean, total = weighted / total, total.clone()  # a view of it would keep the memory of `weighted` alive
     if beta is None:
         return Memory(peak, total, mean)
     free_energy = (energies.sums[0] / total).log_().add_(energies.peak - peak).div_(beta)
@@ -195,7 +198,10 @@ def leave_backward(
     _, total, mean, free_energy = memory
     d_weights = total.new_empty(2, *total.shape)
     torch.div(grad.mean, total, out=d_weights[1])
-    torch.addcmul(grad.total, mean, d_weights[1], value=-1, out=d_weights[0])
+    if grad.total is None:
+        torch.mul(mean, d_weights[1], out=d_weights[0]).neg_()
+    else:
+        torch.addcmul(grad.total, mean, d_weights[1], value=-1, out=d_weights[0])
     if beta is None:
         return d_weights, None, None
     share = grad.free_energy / beta

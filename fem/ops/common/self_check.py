@@ -1,9 +1,9 @@
 """Whether the Triton kernels of a scan compute on this card what the plain form does.
 
-Found out once for every kind of call, before `backend="auto"` first takes them: a small example is read and
-differentiated by the kernels on the card, and by the plain form in float64 on the processor. That happens in a process
-of its own, so that nothing of it touches the caller's autograd, random numbers, streams or memory, and a kernel that
-crashes or hangs takes nobody along. The verdict is kept on disk for this card, torch, Triton and these kernels.
+Checked once for every kind of call, before `backend="auto"` first takes the kernels: a small example is read and
+differentiated by the kernels on the card, and by the plain form in float64 on the CPU. That runs in a process of its
+own: it touches neither the caller's autograd, random numbers and streams nor its memory, and a kernel that crashes or
+hangs does not stop the caller. The verdict is kept on disk for this card, torch, Triton and these kernels.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def check(kind: Kind, index: int) -> dict:
             why, died = json.loads(lines[-1])["why"], False
         else:
             why, died = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1], True
-    except Exception as error:  # whatever it is, the plain form reads
+    except Exception as error:  # of any kind: the plain form is used then
         why, died = f"{type(error).__name__}: {error}", True
     verdict = {
         "kind": kind.encoded(),
@@ -109,7 +109,7 @@ def _in_a_process(kind: Kind, device: str) -> subprocess.CompletedProcess:
 
 
 def difference(kind: Kind, device: torch.device) -> str | None:
-    """Where the kernels leave the plain form in float64, outputs and every gradient; None where they do not."""
+    """The first output or gradient in which the kernels differ from the plain form in float64; None: they agree."""
     random = torch.Generator().manual_seed(0)
     example = example_of(kind, random)
     tokens = {name: x.to(kind.dtype) for name, x in example.tokens.items()}
@@ -160,7 +160,7 @@ def stored(kind: Kind, index: int) -> dict | None:
 
 
 def _store(kind: Kind, index: int, verdict: dict) -> None:
-    """Under another name, then renamed: a reader sees all of it or nothing. A full or read-only disk is no error."""
+    """Write it under another name, then rename: readers see all or nothing. A full or read-only disk is no error."""
     path, record = _path(kind, index), verdict | setting(index) | {"date": time.strftime("%Y-%m-%d")}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def _path(kind: Kind, index: int) -> Path:
 
 @cache
 def setting(index: int) -> dict[str, str]:
-    """What a verdict holds for: the card, the versions of what compiles, and the kernels themselves."""
+    """What a verdict is valid for: the card, the versions of torch and Triton, and the source of the kernels."""
     sources = hashlib.sha256()
     for path in sorted((PACKAGE / "ops").rglob("kernels/*.py")):
         sources.update(path.read_bytes())

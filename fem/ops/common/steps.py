@@ -1,4 +1,4 @@
-"""A recurrence one step after another: in a loop, which PyTorch can transform in any way, or as `torch.export` asks."""
+"""A recurrence step by step: in a loop, which PyTorch can transform in any way, or by the scan of `torch.export`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Step = Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]
 
 
 def portable() -> bool:
-    """Whether `torch.export` is at work and no operator of ours may stand in its graph.
+    """Whether `torch.export` is tracing a graph that must not contain our custom operators.
 
-    It is so for inference, that is under torch.no_grad(), and for ONNX. What is exported with gradients keeps the
-    operators, which have some.
+    That is every graph for inference, under torch.no_grad(), and for ONNX. A graph exported with gradients keeps the
+    operators, as they have gradients.
     """
     return torch.compiler.is_exporting() and (not torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
 
@@ -65,5 +65,5 @@ def _exported(step: Step, state: Sequence[Tensor], *inputs: Tensor | None) -> tu
 
 
 def _own(x: Tensor) -> Tensor:
-    """In memory of its own: the scan takes no views."""
+    """A copy: torch's scan takes no views."""
     return x.clone(memory_format=torch.contiguous_format)

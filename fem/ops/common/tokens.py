@@ -5,9 +5,10 @@ A masked token counts as deleted: it takes no position and opens no document.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -22,13 +23,17 @@ class Tokens:
     keep: which tokens exist; None: all.
     start: kept tokens that open a new document, at which a memory forgets; None: none does.
     document: number of each token's document within its row; None: all of the row's one document.
-    position: place among the kept tokens of its own document, shared by the rows or per row; None: where no one asks.
+    position: place among the kept tokens of its own document, shared by the rows or per row; None: not needed.
     """
 
     keep: Bool[Tensor, "b t"] | None
     start: Bool[Tensor, "b t"] | None
     document: Int[Tensor, "b t"] | None
     position: Int[Tensor, " t"] | Int[Tensor, "b t"] | None
+
+    def zero_masked(self, x: Tensor) -> Tensor:
+        """x (B, T, d) with 0 for masked tokens: what stood there, NaN too, reaches neither an output nor a gradient."""
+        return x if self.keep is None else x.masked_fill(~self.keep[..., None], 0)
 
     def reversed(self) -> Tokens:
         """The same tokens read backwards; documents open at what was their last kept token."""
@@ -67,13 +72,10 @@ def read_tokens(
     total = ones.sum(1)
 
     if segment_ids is None:
-        first = -before.position[:, None]
-        start = document = None
-        if cache_position is not None:
-            document = before.document[:, None].expand(batch, time)
-        position = (count - 1 - first).clamp_min(0)
+        document = None if cache_position is None else before.document[:, None].expand(batch, time)
+        position = (before.position[:, None] + count - 1).clamp_min(0)
         after = CachePosition(before.position + total, before.document, before.segment, before.started | (total > 0))
-        return Tokens(keep, start, document, position), after
+        return Tokens(keep, None, document, position), after
 
     last = _last_kept_before(ones)  # (B, T + 1): column of the last kept token before t, -1 for none
     ids = segment_ids.long()
@@ -86,19 +88,20 @@ def read_tokens(
     position = (count - 1 - base).clamp_min(0)
     end = last[:, -1]
     seen = end >= 0
-    at_end = lambda values: values.gather(1, end.clamp_min(0)[:, None])[:, 0]  # noqa: E731
+    at_end = lambda x: F.pad(x, (0, 1)).gather(1, end.clamp_min(0)[:, None])[:, 0]  # noqa: E731  (padded for T = 0)
     after = CachePosition(
-        position=torch.where(seen, at_end(position) + 1, before.position) if time else before.position,
-        document=torch.where(seen, at_end(document), before.document) if time else before.document,
-        segment=torch.where(seen, at_end(ids), before.segment) if time else before.segment,
+        position=torch.where(seen, at_end(position) + 1, before.position),
+        document=torch.where(seen, at_end(document), before.document),
+        segment=torch.where(seen, at_end(ids), before.segment),
         started=before.started | seen,
     )
     return Tokens(keep, start, document, position), after
 
 
 def _all_of_one_document(time: int, before: CachePosition, continues: bool) -> tuple[Tokens, CachePosition]:
-    """The plain case, in few operations: it is a part of every token in generation."""
-    after = replace(before, position=before.position + time, started=before.started | (time > 0))
+    """`read_tokens` without mask and ids, in few operations: generation calls it for every token."""
+    started = torch.ones_like(before.started) if time else before.started
+    after = CachePosition(before.position + time, before.document, before.segment, started)
     if not continues:
         return Tokens(None, None, None, torch.arange(time, device=before.position.device)), after
     position = before.position[:, None]
@@ -119,7 +122,8 @@ def _check_marks(name: str, marks: Tensor | None, device: torch.device) -> None:
 def _as_bool(mask: Tensor, shape: tuple[int, int], name: str) -> Tensor:
     if mask.is_floating_point() or mask.is_complex():
         raise TypeError(
-            f"{name} must be bool or integers 0/1 with 1 = keep, got dtype {mask.dtype}; for additive scores use bias."
+            f"{name} must be bool or integers 0/1 with 1 = keep, got dtype {mask.dtype}; a bias that is added to the "
+            "scores is an argument of softmax_read."
         )
     if tuple(mask.shape) != shape:
         raise ValueError(f"{name} must have shape (batch, time) = {shape}, got {tuple(mask.shape)}.")

@@ -1,7 +1,7 @@
-"""What `torch.func`, forward-mode derivatives and second derivatives need: a form of plain differentiable steps.
+"""Whether a call needs more than first derivatives: `torch.func`, forward-mode or second derivatives.
 
-The operators of the scans have a hand-written first derivative alone. Where more is asked, a read takes its
-differentiable form instead, which PyTorch can transform in any way, at more time and memory.
+Our operators have a hand-written first derivative only. Where more is asked, a read takes a form of plain
+differentiable steps instead, which PyTorch can transform in any way, at more time and memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 
 def transformed(*tensors: Tensor | None) -> bool:
-    """Whether a transform of `torch.func` (grad, vmap, jvp, ...) is at work, or a tensor carries a tangent."""
+    """Whether a transform of `torch.func` (grad, vmap, jvp, ...) is active, or a tensor carries a tangent."""
     if torch.compiler.is_compiling():
         return False
     if torch._C._functorch.maybe_current_level() is not None:
@@ -32,7 +32,7 @@ def differentiated(*tensors: Tensor | None) -> bool:
 def again_differentiable(
     function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Gradients of the inputs of a differentiable function, which can be differentiated again themselves."""
+    """Gradients of a differentiable function's inputs that can themselves be differentiated again."""
     asked = [x for x in inputs if x is not None and x.requires_grad]
     outputs = [(y, grad) for y, grad in zip(function(*inputs), grads) if grad is not None and y.requires_grad]
     if not outputs:

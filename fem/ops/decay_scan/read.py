@@ -6,10 +6,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fem.ops.common.arguments import check_floating
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import connected_zeros
 from fem.ops.common.recurrence import running_sums
+from fem.ops.common.scaled_sums import last_step
 from fem.ops.common.steps import along_time, portable
 from fem.ops.common.transforms import transformed
 from fem.ops.decay_scan.naive import naive_decay_scan
@@ -27,8 +29,8 @@ def decay_scan(
 
     log_decay: (B, T, C) <= 0 in nats, the decay into step t, -inf to forget all before t; u: (B, T, C);
     initial_state: (B, C). Returns h (B, T, C) in u's dtype, summed in at least fp32; the final state is h[:, -1].
-    Raises ValueError where shapes or devices differ.
     backend: "auto", "plain", "triton" (whose gradients cannot be differentiated again) or "reference".
+    Raises ValueError where shapes or devices differ, TypeError unless all are floating-point tensors.
     """
     _check(log_decay, u, initial_state)
     backend = scan_backend(backend, u.device, "decay_scan", widest(u, log_decay, initial_state))
@@ -52,14 +54,13 @@ def decay_scan(
 
 
 def _check(log_decay: Tensor, u: Tensor, initial_state: Tensor | None) -> None:
-    for name, tensor, shape in (
-        ("log_decay", log_decay, u.shape),
-        ("initial_state", initial_state, u.shape[:1] + u.shape[2:]),
-    ):
-        if tensor is not None and tensor.shape != shape:
+    check_floating("u", u, u=u)
+    given = [("log_decay", log_decay, u.shape)]
+    given += [] if initial_state is None else [("initial_state", initial_state, u.shape[:1] + u.shape[2:])]
+    for name, tensor, shape in given:
+        check_floating("u", u, **{name: tensor})
+        if tensor.shape != shape:
             raise ValueError(f"{name} must have shape {tuple(shape)} for this u, got {tuple(tensor.shape)}.")
-        if tensor is not None and tensor.device != u.device:
-            raise ValueError(f"{name} must be on the device of u, {u.device}, got {tensor.device}.")
 
 
 def _step_by_step(log_decay: Tensor, u: Tensor, state: Tensor) -> Tensor:
@@ -70,16 +71,6 @@ def _step_by_step(log_decay: Tensor, u: Tensor, state: Tensor) -> Tensor:
         return [h], [h]
 
     return along_time(step, [state], log_decay.exp(), u)[1][0]
-
-
-def next_step(tensor: Tensor) -> Tensor:
-    """Row t of what is returned is row t + 1 of (B, T, C); the last is 0."""
-    return torch.cat([tensor[:, 1:], torch.zeros_like(tensor[:, :1])], 1)
-
-
-def last_step(tensor: Tensor, before: Tensor) -> Tensor:
-    """Row t of what is returned is row t - 1 of (B, T, C); the first is `before`, (B, C)."""
-    return torch.cat([before.unsqueeze(1), tensor[:, :-1]], 1)
 
 
 @torch.library.custom_op(
@@ -103,11 +94,13 @@ def _save_decay_scan(ctx, inputs, output):
 
 def _differentiate_decay_scan(ctx, grad):
     log_decay, initial, h = ctx.saved_tensors
+    none = torch.zeros_like(log_decay[:, :1])
     if ctx.backwards:
-        after, first = torch.cat([torch.zeros_like(log_decay[:, :1]), log_decay[:, :-1]], 1), -1
+        after, first = torch.cat([none, log_decay[:, :-1]], 1), -1
         before = torch.cat([h[:, 1:], initial.unsqueeze(1)], 1)
     else:
-        after, first, before = next_step(log_decay), 0, last_step(h, initial)
+        after, first = torch.cat([log_decay[:, 1:], none], 1), 0
+        before = last_step(h, initial)
     du = _decay_scan(after, grad, torch.zeros_like(initial), not ctx.backwards)
     through = log_decay.exp() * du
     return through * before, du, through[:, first], None

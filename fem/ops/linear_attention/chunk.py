@@ -5,8 +5,8 @@ weights with which c kept them. To a query it is one more item beside the chunk'
 
     Z_r = sum_i s_ri        mean_rj = sum_i s_ri v_ij / Z_r        F_rj = M_j + (1/beta_j) log(sum_i s_ri e_ij / Z_r)
 
-with e_ij = exp(beta_j (F_ij - M_j)): one matrix product of scores and items [1 | v | e]. What it may have lost by
-underflow is doubted, entry by entry; `fallback` computes the chunk again. y counts chunks, c tokens.
+with e_ij = exp(beta_j (F_ij - M_j)): one matrix product of scores and items [1 | v | e]. Rows in which underflow may
+have lost digits are reported as in doubt; `fallback` computes their chunk again. y counts chunks, c tokens.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from fem.ops.linear_attention.scores import (
     log,
     log_pair_scores,
     pair_scores,
+    pair_scores_backward,
     since_start,
+    since_start_backward,
     until_end,
+    until_end_backward,
 )
 
-LIGHT = 30.0  # the logarithm of weights that need no scaling
+LIGHT = 30.0  # weights up to e^30 need no scaling
 
 
 class State(NamedTuple):
-    """What each key channel has kept: the read of all tokens before, (y, dk) and twice (y, dk, dv)."""
+    """What each key channel has kept: the read of all tokens before."""
 
     log_weight: Float[Tensor, "y dk"]
     mean: Float[Tensor, "y dk dv"]
-    free_energy: Float[Tensor, "y dk dv"] | None
+    free_energy: Float[Tensor, "y dk dv"] | None = None
 
 
 class Chunk(NamedTuple):
@@ -59,12 +62,24 @@ def _items(v: Tensor, peak: Tensor | None, beta: Tensor | None) -> Tensor:
     return torch.cat([ones, v, (beta * (v - peak)).exp()], -1)
 
 
+def _items_backward(
+    grad: Tensor, items: Tensor, v: Tensor, peak: Tensor | None, beta: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of v and beta."""
+    width = v.shape[-1]
+    d_v = grad[..., 1 : 1 + width]
+    if beta is None:
+        return d_v, None
+    d_exponent = grad[..., 1 + width :] * items[..., 1 + width :]
+    return torch.addcmul(d_v, beta, d_exponent), (d_exponent * (v - peak)).sum(1, keepdim=True)
+
+
 def mix_by_steps(
     scores: Tensor, items: Tensor, beta: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Bool[Tensor, "y r"]]:
-    """Log-weight, mean and F - M of the items (y, i, .) under the scores (y, r, i), and the rows in doubt, which are 0.
+    """Log-weight, mean and F - M of the items (y, i, .) under the scores (y, r, i), and which rows are in doubt.
 
-    scores are 0 for no weight.
+    Those rows are 0. By steps that PyTorch can differentiate any number of times.
     """
     return _quotients(scores @ items, _least(scores), beta)
 
@@ -90,60 +105,44 @@ def _sure_quotients(sums: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, 
     return weight.log().squeeze(-1), numerator / weight, gain, doubt
 
 
-class _Mix(torch.autograd.Function):
-    """`mix_by_steps` with the gradient of a softmax: with p = s / Z that of a score is (raw - sum_i p_i raw_i) / Z.
+def mix_at_once(
+    scores: Tensor, items: Tensor, beta: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Bool[Tensor, "y r"]]:
+    """`mix_by_steps` without masks where no row is in doubt. Reads a value back from the device."""
+    sums, least = scores @ items, _least(scores)
+    weight, _, partition = _columns(sums, beta)
+    lightest = weight.amin() if beta is None else torch.minimum(weight.amin(), partition.amin())
+    return _sure_quotients(sums, beta) if lightest >= least else _quotients(sums, least, beta)
 
-    Where one item has all the weight it is exactly 0, however small Z is. Rows in doubt pass none.
+
+def _mix_backward(
+    grad: Terms | State, scores: Tensor, items: Tensor, beta: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of scores, items and beta; rows in doubt pass none.
+
+    As of a softmax, with p = s / Z that of a score is (raw - sum_i p_i raw_i) / Z: exactly 0 where one item has all the
+    weight, however small Z is.
     """
-
-    @staticmethod
-    def forward(scores, items, beta):
-        """With what the gradient needs of the sums behind it."""
-        sums = scores @ items
-        weight, _, partition = _columns(sums, beta)
-        lightest = weight.amin() if beta is None else torch.minimum(weight.amin(), partition.amin())
-        if lightest >= _least(scores):
-            return *_sure_quotients(sums, beta), weight, partition
-        return *_quotients(sums, _least(scores), beta), weight, partition
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs, *output[4:])
-        ctx.mark_non_differentiable(*(x for x in output[3:] if x is not None))
-
-    @staticmethod
-    def backward(ctx, d_log_weight, d_mean, d_gain, *_):
-        scores, items, beta, weight, partition = ctx.saved_tensors
-        least = _least(scores)
-        sure = weight >= least
-        weight = torch.where(sure, weight, torch.inf)
-        d_sums, d_beta = d_mean, None
-        if beta is not None:
-            sure = sure & (partition >= least)
-            per_nat = torch.where(sure, d_gain, 0) / beta
-            ratio = torch.where(sure, partition / weight, 1)
-            d_beta = -(per_nat * ratio.log() / beta).sum(1, keepdim=True)
-            d_sums = torch.cat([d_sums, per_nat / ratio], -1)
-        raw = d_sums @ items[..., 1:].mT
-        p = scores / weight
-        d_weight = d_log_weight.unsqueeze(-1) - torch.linalg.vecdot(p, raw).unsqueeze(-1)
-        d_items = p.mT @ torch.cat([d_weight, d_sums], -1)
-        return raw.addcmul_(d_weight, items[..., :1].mT).div_(weight), d_items, d_beta
-
-
-class MixForGradients(_Mix):
-    """Numbers of the right shape in place of what `_Mix` returns: only what its gradient needs is computed."""
-
-    @staticmethod
-    def forward(scores, items, beta):
-        weight, numerator, partition = _columns(scores @ items, beta)
-        doubt = torch.zeros(weight.shape[:2], dtype=torch.bool, device=weight.device)
-        gain = None if beta is None else partition[:]
-        return weight.squeeze(-1), numerator, gain, doubt, weight, partition
+    weight, _, partition = _columns(scores @ items, beta)
+    least = _least(scores)
+    sure = weight >= least
+    weight = torch.where(sure, weight, torch.inf)
+    d_sums, d_beta = grad.mean, None
+    if beta is not None:
+        sure = sure & (partition >= least)
+        per_nat = torch.where(sure, grad.free_energy, 0) / beta
+        ratio = torch.where(sure, partition / weight, 1)
+        d_beta = -(per_nat * ratio.log() / beta).sum(1, keepdim=True)
+        d_sums = torch.cat([d_sums, per_nat / ratio], -1)
+    raw = d_sums @ items[..., 1:].mT
+    p = scores / weight
+    d_weight = grad.log_weight.unsqueeze(-1) - torch.linalg.vecdot(p, raw).unsqueeze(-1)
+    d_items = p.mT @ torch.cat([d_weight, d_sums], -1)
+    return raw.addcmul_(d_weight, items[..., :1].mT).div_(weight), d_items, d_beta
 
 
 def _lifted(gain: Tensor | None, peak: Tensor | None, log_weight: Tensor) -> Tensor | None:
-    """F from F - M, 0 where nothing has weight."""
+    """F from F - M; 0 in rows without weight."""
     return None if gain is None else torch.where(log_weight.unsqueeze(-1) > NO_WEIGHT, peak + gain, 0)
 
 
@@ -161,33 +160,70 @@ def _least(scores: Tensor) -> float:
 # --- what a chunk adds -------------------------------------------------------------------------------------------
 
 
-def remember(chunk: Chunk, mix=_Mix.apply) -> tuple[State, Bool[Tensor, "y dk"]]:
+def remember(chunk: Chunk, mix=mix_at_once) -> tuple[State, Bool[Tensor, "y dk"]]:
     """The chunk's own contribution to the state at its end, and the key channels in doubt."""
-    kept = chunk.k if chunk.g is None else chunk.k * until_end(chunk.g).exp()
-    peak = None if chunk.beta is None else chunk.v.detach().amax(1, keepdim=True)
-    log_weight, mean, gain, doubt, *_ = mix(kept.mT, _items(chunk.v, peak, chunk.beta), chunk.beta)
+    kept, items, peak = _kept(chunk)
+    log_weight, mean, gain, doubt = mix(kept.mT, items, chunk.beta)
     return State(log_weight, mean, _lifted(gain, peak, log_weight)), doubt & (chunk.k.amax(1) > 0)
 
 
+def remember_backward(grad: State, chunk: Chunk) -> tuple[Chunk]:
+    """Gradients of the chunk from that of `remember`; channels in doubt pass none."""
+    kept, items, peak = _kept(chunk)
+    d_kept, d_items, d_beta = _mix_backward(grad, kept.mT, items, chunk.beta)
+    d_kept = d_kept.mT
+    d_v, of_items = _items_backward(d_items, items, chunk.v, peak, chunk.beta)
+    d_g = None
+    if chunk.g is not None:
+        d_g = until_end_backward(_sum_to(d_kept * kept, chunk.g))
+        d_kept = d_kept * until_end(chunk.g).exp()
+    return (Chunk(torch.zeros_like(chunk.q), d_kept, d_g, d_v, None if d_beta is None else d_beta + of_items),)
+
+
 def remember_exactly(chunk: Chunk) -> State:
-    """`remember` by logarithms: slow, and right wherever the numbers are."""
+    """`remember` by logarithms: slow, but exact at any magnitude."""
     scores = log(chunk.k) if chunk.g is None else log(chunk.k) + until_end(chunk.g)
     return State(*_log_quotients(scores.mT, chunk.v, chunk.v, chunk.beta))
+
+
+def _kept(chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The keys as they are left at the end of the chunk, the items, and the peak M."""
+    kept = chunk.k if chunk.g is None else chunk.k * until_end(chunk.g).exp()
+    peak = None if chunk.beta is None else chunk.v.detach().amax(1, keepdim=True)
+    return kept, _items(chunk.v, peak, chunk.beta), peak
 
 
 # --- what a chunk reads ------------------------------------------------------------------------------------------
 
 
-def read(chunk: Chunk, state: State, present: bool, mix=_Mix.apply) -> tuple[Terms, Bool[Tensor, "y c"]]:
+def read(chunk: Chunk, state: State, present: bool, mix=mix_at_once) -> tuple[Terms, Bool[Tensor, "y c"]]:
     """What each token of the chunk reads from state and chunk, and the tokens in doubt."""
     scores, items, scale, peak = _visible(chunk, state, present)
-    log_weight, mean, gain, doubt, *_ = mix(scores, items, chunk.beta)
+    log_weight, mean, gain, doubt = mix(scores, items, chunk.beta)
     terms = Terms(log_weight + scale.squeeze(-1), mean, _lifted(gain, peak, log_weight))
     return terms, doubt & (chunk.q.amax(2) > 0)
 
 
+def read_backward(grad: Terms, chunk: Chunk, state: State, present: bool) -> tuple[Chunk, State]:
+    """Gradients of chunk and state from that of `read`; tokens in doubt pass none."""
+    scores, items, scale, peak = _visible(chunk, state, present)
+    width = chunk.q.shape[-1]
+    d_scores, d_items, d_beta = _mix_backward(grad, scores, items, chunk.beta)
+    d_items[:, width:, 1 : 1 + chunk.v.shape[-1]] *= (-scale).exp()  # the other items are what they were scaled to
+    d_v, of_tokens = _items_backward(d_items[:, width:], items[:, width:], chunk.v, peak, chunk.beta)
+    d_state, of_state = _summaries_backward(d_items[:, :width], items[:, :width], state, peak, chunk.beta)
+    d_left = d_scores[..., :width]
+    d_q, d_k, d_g = pair_scores_backward(d_scores[..., width:], chunk.q, chunk.k, chunk.g, present)
+    if chunk.g is None:
+        d_q = d_q + d_left
+    else:
+        d_g = d_g + since_start_backward(_sum_to(d_left * scores[..., :width], chunk.g))
+        d_q = torch.addcmul(d_q, d_left, since_start(chunk.g).exp())
+    return Chunk(d_q, d_k, d_g, d_v, None if d_beta is None else d_beta + of_tokens + of_state), d_state
+
+
 def read_exactly(chunk: Chunk, state: State, present: bool) -> Terms:
-    """`read` by logarithms: slow, and right wherever the numbers are."""
+    """`read` by logarithms: slow, but exact at any magnitude."""
     left = log(chunk.q) + state.log_weight.unsqueeze(1)
     left = left if chunk.g is None else left + since_start(chunk.g)
     scores = torch.cat([left, log_pair_scores(chunk.q, chunk.k, chunk.g, present)], 2)
@@ -197,7 +233,7 @@ def read_exactly(chunk: Chunk, state: State, present: bool) -> Terms:
 
 
 def sees(chunk: Chunk, state: State, present: bool) -> Bool[Tensor, "y c"]:
-    """Which tokens of the chunk have anything to read."""
+    """Which tokens of the chunk see any weight."""
     scores = log_pair_scores(chunk.q, chunk.k, chunk.g, present).amax(2)
     left = log(chunk.q) + state.log_weight.unsqueeze(1)
     left = left if chunk.g is None else left + since_start(chunk.g)
@@ -205,27 +241,44 @@ def sees(chunk: Chunk, state: State, present: bool) -> Bool[Tensor, "y c"]:
 
 
 def adds(chunk: Chunk) -> Bool[Tensor, "y dk"]:
-    """Which key channels the chunk has anything for."""
+    """Which key channels get any weight from the chunk."""
     scores = log(chunk.k) if chunk.g is None else log(chunk.k) + until_end(chunk.g)
     return scores.amax(1) > NO_WEIGHT
 
 
 def _visible(chunk: Chunk, state: State, present: bool) -> tuple:
-    """Scores and items of all that the tokens may see, divided by e^scale, the peak M, and the chunk's own pairs."""
+    """Scores and items of all that the tokens may see, the items divided by e^scale; scale; and the peak M."""
     heaviest = state.log_weight.detach().amax(1, keepdim=True).unsqueeze(-1)
     scale = torch.where(heaviest > LIGHT, heaviest, 0)
     log_weight = state.log_weight.unsqueeze(-1) - scale
     peak = energy = None
     if chunk.beta is not None:
-        lead = state.free_energy + log_weight.clamp_max(0) / chunk.beta  # M near F, or beta's gradient loses digits
+        lead = state.free_energy + log_weight.clamp_max(0) / chunk.beta  # M has to be near F for beta's gradient
         peak = torch.maximum(*(x.detach().amax(1, keepdim=True) for x in (chunk.v, lead)))
         energy = (chunk.beta * (state.free_energy - peak) + log_weight).exp()
     weight = log_weight.exp()
     summaries = torch.cat([weight, weight * state.mean] + ([] if energy is None else [energy]), 2)
     items = torch.cat([summaries, _items(chunk.v, peak, chunk.beta) * (-scale).exp()], 1)
     left = chunk.q if chunk.g is None else chunk.q * since_start(chunk.g).exp()
-    pairs = pair_scores(chunk.q, chunk.k, chunk.g, present)
-    return torch.cat([left, pairs], 2), items, scale, peak
+    return torch.cat([left, pair_scores(chunk.q, chunk.k, chunk.g, present)], 2), items, scale, peak
+
+
+def _summaries_backward(
+    grad: Tensor, summaries: Tensor, state: State, peak: Tensor | None, beta: Tensor | None
+) -> tuple[State, Tensor | None]:
+    """Gradients of state and beta."""
+    width = state.mean.shape[-1]
+    moved = grad * summaries
+    d_mean = summaries[..., :1] * grad[..., 1 : 1 + width]
+    if beta is None:
+        return State(moved.sum(-1), d_mean, None), None
+    d_exponent = moved[..., 1 + width :]
+    d_beta = (d_exponent * (state.free_energy - peak)).sum(1, keepdim=True)
+    return State(moved.sum(-1), d_mean, beta * d_exponent), d_beta
+
+
+def _sum_to(x: Tensor, decay: Tensor) -> Tensor:
+    return x.sum(-1, keepdim=True) if decay.shape[-1] == 1 else x
 
 
 def _log_quotients(scores: Tensor, values: Tensor, energies: Tensor | None, beta: Tensor | None) -> Terms:

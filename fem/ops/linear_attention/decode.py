@@ -1,4 +1,4 @@
-"""One token of linear attention, for generation: the state takes it in, and is read."""
+"""Linear attention token by token: for generation and for `torch.export`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fem.ops.linear_attention.scores import log
 def step(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, state: State, present: bool = True
 ) -> tuple[Terms, State]:
-    """What a scan of one token returns; q, k, v, g are (B, 1, H, d), the state (B, H, ...). Without gradients.
+    """The read of one token and the state after it; q, k, v, g are (B, 1, H, d), the state (B, H, ...).
 
-    Without `present` the token reads what stood before it.
+    Without `present` the token reads those before it alone.
 
     w'_c = e^{g_c} w_c + k_c        mean'_c, F'_c: the reads of channel c and of the token, merged
     Z = sum_c q_c w'_c      mean = sum_c q_c w'_c mean'_c / Z      F = (1/beta) log(sum_c q_c w'_c e^{beta F'_c} / Z)
@@ -36,20 +36,18 @@ def step(
     if beta is not None:
         reads.append(torch.where(seen, log_average(log_p, per_channel * free_energy, 2) / per_channel, 0))
     total = torch.where(seen, total, LOG_ZERO)
-    terms = (x.transpose(1, 2) for x in (total, *reads))
-    return Terms(*terms, *(() if beta is not None else (None,))), State(after.log_weight.squeeze(-1), *after[1:])
+    return Terms(*(x.transpose(1, 2) for x in (total, *reads))), State(after.log_weight.squeeze(-1), *after[1:])
 
 
 def by_steps(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, start: State, present: bool
 ) -> tuple[Terms, State]:
-    """The scan of (B, T, H, d), one `step` after another, for `torch.export`; the present token is read where asked."""
+    """The scan of (B, T, H, d), one `step` after another, for `torch.export`."""
 
     def token(before, *parts):
         q, k, v, g = (None if x is None else x.unsqueeze(1) for x in parts)
-        terms, after = step(q, k, v, beta, g, State(*before, *unused), present)
+        terms, after = step(q, k, v, beta, g, State(*before), present)
         return [x for x in after if x is not None], [x[:, 0] for x in terms if x is not None]
 
-    unused = [None] if beta is None else []
     last, rows = along_time(token, [x for x in start if x is not None], q, k, v, g)
-    return Terms(*rows, *unused), State(*last, *unused)
+    return Terms(*rows), State(*last)

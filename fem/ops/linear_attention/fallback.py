@@ -1,8 +1,8 @@
-"""The fast computation of a chunk where it is proved exact, a wider or slower one where it is not.
+"""The fast computation of a chunk where it is proven exact, and two slower ones where it is not.
 
-Every chunk is computed by matrix products in its own precision. Chunks in which a row is in doubt are computed again
-in float64, and those still in doubt by logarithms, in float64 too. A backward pass takes for each chunk the way that
-the forward pass took.
+Every chunk is computed by matrix products in the dtype of its inputs. Chunks in which a row is in doubt are computed
+again in float64, and those still in doubt by logarithms, in float64 too. A backward pass computes each chunk in the way
+that the forward pass took for it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ class Way(NamedTuple):
     """The ways to compute something for a number of chunks; arguments and results are tuples of tensors or None."""
 
     fast: Callable  # -> results, and the rows in doubt
-    gradients: Callable  # -> the same, whose gradients alone are right
-    exact: Callable  # -> results
-    alive: Callable  # -> rows that are not empty, where doubt means something
-
-    def unproved(self, *arguments: Record) -> Record:
-        return self.gradients(*arguments)[0]
+    backward: Callable  # gradients of the results, and the arguments -> gradients of these; rows in doubt pass none
+    exact: Callable  # -> results, at any magnitude
+    alive: Callable  # -> rows that see any weight: the others are in doubt for no reason
 
 
 def compute(way: Way, *arguments: Record) -> tuple[Record, Tensor]:
@@ -36,7 +33,7 @@ def compute(way: Way, *arguments: Record) -> tuple[Record, Tensor]:
 
 
 def recompute(way: Way, result: Record, doubt: Tensor, *arguments: Record) -> Tensor:
-    """Computes the chunks in doubt again, in place; which fallback each took."""
+    """Compute the chunks in doubt again, in place, and return which fallback each chunk took, as `compute` does."""
     fallback = torch.zeros(len(doubt), dtype=torch.uint8, device=doubt.device)
     chunks = doubt.any(1).nonzero().squeeze(1)
     if len(chunks):
@@ -57,16 +54,16 @@ def recompute(way: Way, result: Record, doubt: Tensor, *arguments: Record) -> Te
 
 def differentiate(way: Way, fallback: Tensor, grad: Record, *arguments: Record) -> tuple[Record, ...]:
     """Gradients of the arguments."""
-    result = _backward(way.unproved, grad, *arguments)
+    result = way.backward(grad, *arguments)
     correct(way, result, fallback, grad, *arguments)
     return result
 
 
 def correct(way: Way, result: tuple[Record, ...], fallback: Tensor, grad: Record, *arguments: Record) -> None:
-    """Computes the gradients of the chunks that took a fallback again, in place."""
+    """Compute the gradients of the chunks that took a fallback again, in place."""
     doubled = (fallback == 1).nonzero().squeeze(1)
     if len(doubled):
-        better = _backward(way.unproved, *_take((grad, *arguments), doubled, torch.float64))
+        better = way.backward(*_take((grad, *arguments), doubled, torch.float64))
         for record, with_ in zip(result, better):
             _put(record, doubled, with_)
     exact = (fallback == 2).nonzero().squeeze(1)
@@ -77,7 +74,7 @@ def correct(way: Way, result: tuple[Record, ...], fallback: Tensor, grad: Record
 
 
 def _backward(compute: Callable, grad: Record, *arguments: Record) -> tuple[Record, ...]:
-    """Gradients of the arguments of what computes results alone."""
+    """Gradients of the arguments of `compute`, from those of its results."""
     tensors = [tensor for record in arguments for tensor in record if tensor is not None]
 
     def of_tensors(*tensors):

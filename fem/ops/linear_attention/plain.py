@@ -1,8 +1,8 @@
 """Linear attention as one differentiable operator.
 
-Time is cut into slabs, and slabs into chunks. Within a slab all chunks add what they have to the state
-(`chunk.remember`), the state is passed on from chunk to chunk (`state_passing`), and all chunks read
-(`chunk.read`). The backward pass keeps the state at the slabs' boundaries alone, and does the rest again.
+Time is cut into slabs, and slabs into chunks. In a slab it is computed what each chunk adds to the state
+(`chunk.remember`), then the state at every chunk's start (`state_passing`), then what each chunk reads (`chunk.read`).
+For the backward pass only the states at the slabs' boundaries are kept; it computes the rest again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from fem.ops.common.read import Terms
 from fem.ops.common.transforms import again_differentiable
 from fem.ops.linear_attention.chunk import (
     Chunk,
-    MixForGradients,
     State,
     adds,
     mix_by_steps,
     read,
+    read_backward,
     read_exactly,
     remember,
+    remember_backward,
     remember_exactly,
     sees,
 )
@@ -32,30 +33,30 @@ from fem.ops.linear_attention.fallback import Way, compute, differentiate
 from fem.ops.linear_attention.state_passing import pass_states, pass_states_backward
 
 CHUNK = 64
-CHUNK_OF_CHANNEL_DECAY = 16  # its pairs are weighed one by one, not by a matrix product
-TOKENS_AT_A_TIME = 2**12  # over rows and heads: what a slab computes stays in the cache
+CHUNK_OF_CHANNEL_DECAY = 16  # smaller, as its pairs are scored one by one, not by a matrix product
+TOKENS_AT_A_TIME = 2**12  # of a slab, over rows and heads: intermediate results fit the CPU's cache
 
-REMEMBER = Way(remember, partial(remember, mix=MixForGradients.apply), remember_exactly, adds)
+REMEMBER = Way(remember, remember_backward, remember_exactly, adds)
 
 
 def read_way(present: bool) -> Way:
     return Way(
         lambda *records: read(*records, present),
-        lambda *records: read(*records, present, mix=MixForGradients.apply),
+        lambda *records: read_backward(*records, present),
         lambda *records: read_exactly(*records, present),
         lambda *records: sees(*records, present),
     )
 
 
 class Slab:
-    """Tokens [start, stop) of (B, T, H, d), as chunks (B H N, C, d). Memories are (B H, ...) or (B H, N, ...)."""
+    """Tokens [start, stop) of (B, T, H, d), as chunks (B H N, C, d). States are (B H, ...) or (B H, N, ...)."""
 
     def __init__(self, batch: int, heads: int, start: int, stop: int, chunk: int):
         self.batch, self.heads, self.start, self.stop, self.chunk = batch, heads, start, stop, chunk
         self.chunks = -(-(stop - start) // chunk)
 
     def split(self, x: Tensor | None, fill=torch.zeros_like) -> Tensor | None:
-        """fill: from the last token to what stands behind it, so that the last chunk is whole."""
+        """x as chunks. fill: makes of the last token those that fill up the last chunk."""
         if x is None:
             return None
         x = x[:, self.start : self.stop]
@@ -80,7 +81,7 @@ class Slab:
 
 
 def _sizes(q: Tensor, g: Tensor | None) -> tuple[int, int]:
-    """Tokens of a chunk, and of a slab, of a long sequence; they may depend on sizes that are symbols."""
+    """Tokens per chunk and per slab, in a long sequence; under a compiler the sizes may be symbolic."""
     chunk = CHUNK if g is None or g.shape[-1] == 1 else CHUNK_OF_CHANNEL_DECAY
     rows = torch.sym_max(1, q.shape[0] * q.shape[2])
     return chunk, chunk * torch.sym_max(1, TOKENS_AT_A_TIME // (rows * chunk))
@@ -100,18 +101,18 @@ def _flat(state: State) -> State:
     return _each(state, lambda x: x.flatten(0, 1))
 
 
-def _rows_of(beta: Tensor | None, batch: int) -> Tensor | None:
+def rows_of(beta: Tensor | None, batch: int) -> Tensor | None:
     return None if beta is None else beta.unsqueeze(1).repeat(batch, 1, 1)
 
 
 def whole(q, k, v, beta, g, start: State, present: bool) -> tuple[Terms, State]:
-    """Reads and final state, the sequence as one chunk: in float64, with T^2 pairs, as differentiable as PyTorch is.
+    """Reads and final state, the sequence as one chunk: T^2 pairs in float64, by steps that PyTorch can transform.
 
-    A row that spans more than 600 nats, which the matrix products cannot prove, is NaN.
+    A row that spans more than 600 nats, which matrix products cannot compute exactly, is NaN.
     """
     batch, time, heads, _ = q.shape
     slab = Slab(batch, heads, 0, time, time)
-    chunk = slab.inputs(*double(q, k, v), _rows_of(None if beta is None else beta.double(), batch), *double(g))
+    chunk = slab.inputs(*double(q, k, v), rows_of(None if beta is None else beta.double(), batch), *double(g))
     state = State(*double(*_flat(start)))
     added = _proved(*remember(chunk, mix_by_steps), adds(chunk))
     last = pass_states(state, slab.per_row(added), slab.through(chunk), chunk.beta)
@@ -148,7 +149,7 @@ def scan(q, k, v, beta, g, log_weight, mean, free_energy, present):
 
 def _scan(q, k, v, beta, g, start: State, present: bool) -> tuple[Tensor, ...]:
     reads = Terms(*_empty_reads(q, v, beta))
-    rows = _rows_of(beta, len(q))
+    rows = rows_of(beta, len(q))
     state = _flat(start)
     entering, fallbacks_added, fallbacks_read = [], [], []
     for slab in _slabs(q, g):
@@ -168,7 +169,7 @@ def _scan(q, k, v, beta, g, start: State, present: bool) -> tuple[Tensor, ...]:
     again = int(fallback_read.count_nonzero()) / max(1, len(fallback_read))
     fallbacks.count(reads.mean.numel(), round(again * reads.mean.numel()))
     last = _each(state, lambda x: x.unflatten(0, start.log_weight.shape[:2]).contiguous())
-    entering.append(state)  # so that there are never as few as one, which would make a compiled graph of its own
+    entering.append(state)  # so that there are at least two: torch.compile specialises a graph to a size of one
     entering = (None if parts[0] is None else torch.stack(parts) for parts in zip(*entering))
     results = (q.new_empty(0) if x is None else x for x in (*last, *entering))
     return *reads, *results, torch.cat(fallbacks_added), fallback_read
@@ -210,7 +211,7 @@ def scan_backward(grads, q, k, v, beta, g, saved, present):
 
 def _scan_backward(grads, q, k, v, beta, g, saved, present: bool) -> list[Tensor]:
     free = beta is not None
-    rows = _rows_of(beta, len(q))
+    rows = rows_of(beta, len(q))
     slabs = _slabs(q, g)
     *entering, fallbacks_added, fallbacks_read = saved
     counts = [slab.batch * slab.heads * slab.chunks for slab in slabs]
@@ -227,8 +228,8 @@ def _scan_backward(grads, q, k, v, beta, g, saved, present: bool) -> list[Tensor
         along = pass_states(start, added, through, rows)
         before = _flat(_each(along, lambda x: x[:, :-1]))
 
-        d_terms = [slab.split(x) for x in grads[: 3 if free else 2]]
-        d_terms = Terms(d_terms[0].squeeze(-1), d_terms[1], d_terms[2] if free else None)
+        d_log_weight, *d_reads = (slab.split(x) for x in grads[: 3 if free else 2])
+        d_terms = Terms(d_log_weight.squeeze(-1), *d_reads)
         d_chunk, d_before = differentiate(read_way(present), fallback_read, d_terms, chunk, before)
         d_state, d_added, d_through, d_beta = pass_states_backward(
             slab.per_row(d_before), d_state, along, added, through, rows
@@ -278,11 +279,15 @@ def _differentiate(ctx, *grads):
         found = again_differentiable(partial(_of_tensors, ctx.present), (q, k, v, beta, g, *start), grads[:6])
         return *found, None
     grads = [q.new_zeros(shape) if x is None else x for x, shape in zip(grads, ctx.shapes)]
-    result = iter(scan_backward(grads, q, k, v, beta, g, saved, ctx.present))
-    d_q, d_k, d_v, d_weight, d_mean = (next(result) for _ in range(5))
-    d_free_energy, d_beta = (None, None) if beta is None else (next(result), next(result))
-    d_g = None if g is None else next(result)
-    return d_q, d_k, d_v, d_beta, d_g, d_weight, d_mean, d_free_energy, None
+    return by_input(scan_backward(grads, q, k, v, beta, g, saved, ctx.present), beta, g)
+
+
+def by_input(gradients: list[Tensor], beta: Tensor | None, g: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What `scan_backward` returns, in the order of the inputs of `scan`, with None for those that are not given."""
+    found = iter(gradients)
+    d_q, d_k, d_v, d_weight, d_mean = (next(found) for _ in range(5))
+    d_free_energy, d_beta = (None, None) if beta is None else (next(found), next(found))
+    return d_q, d_k, d_v, d_beta, None if g is None else next(found), d_weight, d_mean, d_free_energy, None
 
 
 scan.register_autograd(_differentiate, setup_context=_save)

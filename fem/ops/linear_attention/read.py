@@ -1,4 +1,4 @@
-"""Linear attention with decays (linear, GLA), read as a free energy."""
+"""The read of the priors `linear` and `gla`: linear attention, gated by a decay where there is one."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def linear_attention_terms(
     q, k, v = (x.to(dtype) for x in (q, k, v))
     beta = None if beta is None else beta.to(sums)
     g = None if log_decay is None else log_decay.to(sums)
-    g = None if g is None else g.masked_fill(g < LOG_ZERO, LOG_ZERO)  # keeps a bit an entry for the gradient
+    g = None if g is None else g.masked_fill(g < LOG_ZERO, LOG_ZERO)  # clamp would keep g itself for the gradient
     g = g.unsqueeze(-1) if g is not None and g.ndim == 3 else g
     if tokens is not None:
         q, k, v, g = _only_kept(tokens, q, k, v, g)
@@ -117,7 +117,7 @@ def linear_attention_terms(
 def _backend(backend: str, q: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, tokens) -> str:
     if backend == "auto" and q.shape[-1] > WIDEST_KEY:
         return "plain"
-    decay = None if tokens is None or tokens.start is None else "head"  # documents end by decays
+    decay = None if tokens is None or tokens.start is None else "head"  # a document's start is a decay to nothing
     if log_decay is not None:
         decay = "head" if log_decay.ndim == 3 else "channel"
     widths = next_width(q.shape[-1]), next_width(v.shape[-1])
@@ -125,7 +125,7 @@ def _backend(backend: str, q: Tensor, v: Tensor, beta: Tensor | None, log_decay:
 
 
 def _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, normalize):
-    """The float64 loops, told of masks and documents."""
+    """The read by the loops over the definition, in `naive`, which take masks and document numbers."""
     keep = None if tokens is None else tokens.keep
     document = None if tokens is None else tokens.document
     if initial_state and tokens is not None and tokens.start is not None:
@@ -141,10 +141,10 @@ def _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, norm
 
 
 def _only_kept(tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None):
-    """Masked tokens ask nothing, add nothing, decay nothing; at the start of a document the state forgets."""
+    """Inputs in which masked tokens read, add and decay nothing, and the state is forgotten where a document starts."""
     if tokens.keep is not None:
         keep = tokens.keep[:, :, None, None]
-        lowest = torch.where(keep, v.detach(), torch.inf).amin(1, keepdim=True)  # that is no peak of any chunk
+        lowest = torch.where(keep, v.detach(), torch.inf).amin(1, keepdim=True)  # so that it raises no chunk's peak
         v = torch.where(keep, v, torch.where(lowest < torch.inf, lowest, 0))
         q, k, g = (None if x is None else torch.where(keep, x, 0) for x in (q, k, g))
     if tokens.start is not None:

@@ -1,10 +1,10 @@
-"""The state between chunks: each chunk lets some of it through and adds its own.
+"""The state from chunk to chunk: each chunk decays it and adds its own tokens.
 
     w' = e^g w + x            keep = e^g w / w'
     mean' = keep mean + (1 - keep) mean_x        F' = (1/beta) log(keep e^{beta F} + (1 - keep) e^{beta F_x})
 
-All of it as logarithms and averages, so that nothing over- or underflows, and what a chunk adds to a state of
-a hundred thousand tokens is not rounded away. r counts rows and heads, n chunks.
+Weights are kept as logarithms and values as averages, so that nothing over- or underflows, and what a chunk adds to a
+state of a hundred thousand tokens is not rounded away. r counts rows and heads, n chunks.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from fem.ops.common.precision import upcast
 from fem.ops.common.read import Read
 
 SMALL_BETA = 0.1  # below it e is exp(beta v) - 1
-REACH = {torch.float64: 700.0, torch.float32: 80.0, torch.bfloat16: 80.0, torch.float16: 9.5}
-PROVEN = 30.0  # nats
+REACH = {torch.float64: 700.0, torch.float32: 80.0, torch.bfloat16: 80.0, torch.float16: 9.5}  # largest |z|, in nats
+PROVEN = 30.0  # nats: see `proven`
 
 
 def exponents(v: Float[Tensor, "*n"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."]) -> Float[Tensor, "*n"]:
@@ -44,13 +44,15 @@ def pack(v: Float[Tensor, "*n d"], beta: Float[Tensor, "..."], shift: Float[Tens
 
 
 def pack_to_be_proven(
-    v: Float[Tensor, "*n d"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."]
+    v: Float[Tensor, "*n d"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."], small: Bool[Tensor, "..."] | None
 ) -> Float[Tensor, "*n w"]:
-    """`pack`, with inf for an e so large that it could hide what a read over the cache loses: see `proven`."""
-    packed = pack(v, beta, shift)
-    e = packed[..., v.shape[-1] :]
-    e.masked_fill_(e > math.exp(PROVEN), torch.inf)
-    return packed
+    """`pack`, with inf for an e so large that it could hide what a read over the cache loses: see `proven`.
+
+    small: `small_beta(beta)`, which a stream looks for once.
+    """
+    z = _exponents(v, beta, shift, small)
+    e = z.exp() if small is None else torch.where(small, z.expm1(), z.exp())
+    return torch.cat([v, e.masked_fill_(z > PROVEN, torch.inf).to(v.dtype)], -1)
 
 
 def unpack(out: Float[Tensor, "*n w"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."]) -> Read:

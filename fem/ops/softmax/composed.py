@@ -20,7 +20,7 @@ from fem.ops.softmax.recompute import recompute
 from fem.ops.softmax.support import Intervals
 
 _TILE = 128
-_NOT_FINITE = 2.0**100  # stands for an e that is not: R shows it to the rows that see it, and no other
+_NOT_FINITE = 2.0**100  # in place of an e that is not finite: only rows that see it have an R this large
 _FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.precision import upcast
 from fem.ops.common.read import Read
-from fem.ops.softmax.cached import PROVEN, SMALL_BETA, proven, small_beta, unpack
+from fem.ops.softmax.cached import PROVEN, SMALL_BETA, proven, unpack
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BLOCK = 1 << 18  # values at a time on a CPU, so that their exponentials stay in the cache
-_LIFT = 2.0**40  # carried by p, so that what underflows in it is nothing even beside the largest finite e
+_LIFT = 2.0**40  # p is scaled by it, so that terms which underflow are negligible even times the largest finite e
 
 
 def packed_step(
@@ -24,12 +24,13 @@ def packed_step(
     values: Float[Tensor, "b hkv t w"],
     shift: Float[Tensor, "b hkv 1 dv"],
     beta: Float[Tensor, "b hkv 1 dv"],
+    small: Bool[Tensor, "b hkv 1 dv"] | None,
     mask: Float[Tensor, "#b #h t"] | None,
     scale: float,
 ) -> Read | None:
     """`softmax_step` over values [v | e] of `pack_to_be_proven`; None where R does not prove an entry.
 
-    Results are (B, 1, H, d_v), without gradients.
+    shift, beta, small: those that the values were packed with. Results are (B, 1, H, d_v), without gradients.
     """
     batch, heads, width = q.shape
     kv_heads = keys.shape[1]
@@ -39,12 +40,12 @@ def packed_step(
         one = mask.shape[1] == 1
         mask = mask[:, :, None] if one else mask.expand(-1, heads, -1).unflatten(1, (kv_heads, -1))
     out = _attend(q, keys, values, mask, scale)
-    if mask is None and small_beta(beta) is None:  # every row sees a key, so R = 0 proves nothing
+    if mask is None and small is None:  # every row sees a key, so R = 0 proves nothing
         mean, total = out.chunk(2, -1)
         low, high = total.aminmax()
         if not (low.item() >= math.exp(-PROVEN) and high.item() < math.inf):
             return None
-        read = Read(mean, shift + total.log() / beta)
+        read = Read(mean, torch.addcdiv(shift, total.log(), beta))
     elif math.isfinite(q.sum().item()) and bool(proven(out, beta).all()):
         read = unpack(out, beta, shift)
     else:

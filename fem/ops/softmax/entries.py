@@ -11,9 +11,7 @@ from torch import Tensor
 
 _ENTRIES_TIMES_KEYS = 1 << 21  # at once
 
-Entries = Int[Tensor, "n 4"]  # (batch, head, row, channel), in ascending order
-
-
+Entries = Int[Tensor, "n 4"]  # (batch, head, row, channel) of each, in ascending order
 AddScores = Callable[[int, int, Tensor, Tensor], None]  # of batch, head, rows, and the gradients of their first keys
 
 

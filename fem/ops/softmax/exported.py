@@ -28,7 +28,7 @@ def exported_read(
     """Mean and free energy by one attention over [v | e], e = exp(beta v - c), as `composed_read`.
 
     Pairs are restricted by a T x T mask. Where R < e^-60 does not prove an entry, all of these are computed from the
-    definition, under `torch.cond` where the graph is to be `portable`. Tokens that hold NaN are not set apart.
+    definition, under `torch.cond` where the graph is to be `portable`. A NaN may reach rows that do not see its token.
     """
     heads = q.shape[2]
     per_head = lambda x, dim: upcast(x).repeat_interleave(heads // x.shape[dim], dim)  # noqa: E731

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.fallback_count import fallbacks
-from fem.ops.common.precision import SMALLEST_BETA
+from fem.ops.common.precision import SMALLEST_BETA, compute_dtype
 from fem.ops.common.read import Read
 from fem.ops.common.transforms import again_differentiable, transformed
 from fem.ops.softmax.differentiable import differentiable_read
@@ -46,19 +46,15 @@ def free_energy_read(
     """
     first, end = (None, None) if seen is None else seen
     if transformed(q, k, v, beta, bias):
-        dtype = compute_dtype(q.dtype)
+        dtype = compute_dtype(q)
         read = differentiable_read(q, k, v, beta, bias, keep, first, end, causal, scale)
         return Read(read[0].to(dtype), None if beta is None else read[1].to(dtype))
     mean, free_energy, _ = _Read.apply(q, k, v, beta, bias, keep, first, end, causal, scale, flash)
     return Read(mean, None if beta is None else free_energy)
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 class _Block(NamedTuple):
-    """Some queries, the keys that any of them sees, and which results hold a token that is not finite."""
+    """Some queries, the keys that any of them sees, and which results depend on a token that is not finite."""
 
     rows: slice
     keys: slice
@@ -70,11 +66,12 @@ class _Block(NamedTuple):
 class _Call:
     """The tensors of a read, with as many key heads as query heads, and its blocks.
 
-    careful: some of them are not finite, or so large that scores and sums want float64, and scores no rounded lse.
+    careful: whether some are not finite, or so large that scores and sums need float64; the backward then computes the
+    block again instead of using a rounded lse.
     """
 
     def __init__(self, q, k, v, beta, bias, keep, first, end, causal, scale, flash):
-        self.heads, dtype = q.shape[2], compute_dtype(q.dtype)
+        self.heads, dtype = q.shape[2], compute_dtype(q)
         q, k, v = q.to(dtype), self._per_head(k, 2).to(dtype), self._per_head(v, 2).to(dtype)
         self.bad, double = None, False
         if not _harmless(q, k, v, scale):
@@ -106,9 +103,7 @@ class _Call:
         low, high = self.seen.first.amin(0).tolist(), self.seen.end.amax(0).tolist()
         for start in range(0, queries, ROWS):
             rows = slice(start, min(start + ROWS, queries))
-            begin = min(
-                low[start], keys - 1
-            )  # rows that see nothing, and begin behind the last key, see one masked key
+            begin = min(low[start], keys - 1)  # rows that see no key, and begin behind the last, get one that is masked
             seen = slice(begin, max(high[rows.stop - 1], begin + 1))
             index = torch.arange(seen.start, seen.stop, device=self.q.device)
             first, end = (x[:, None, rows, None] for x in self.seen)
@@ -166,7 +161,7 @@ def _set_aside(q, k, v, keep):
 
 
 class _Read(torch.autograd.Function):
-    """Returns what it keeps of v as well: a second derivative then knows how that depends on v."""
+    """Returns the `values` that it saves, too, so that second derivatives account for their dependence on v."""
 
     @staticmethod
     def forward(ctx, q, k, v, beta, bias, *how):
@@ -208,12 +203,12 @@ def _again(q, k, v, grad_mean, grad_free_energy, grad_values, beta, bias, keep, 
 
 
 def _kept(grad_values: Tensor | None) -> bool:
-    """Whether anything was kept of v whose gradient there could be: nothing is where blocks are read apart."""
+    """Whether `values` were saved, and have a gradient: reads in several blocks save none."""
     return grad_values is not None and grad_values.ndim == 4
 
 
 def _of_kept(grad_values: Tensor, dv: Tensor) -> Tensor:
-    """Gradient of v, shaped like dv, from that of [v | e | zeros] per query head."""
+    """The gradient of v, in the shape of dv, from that of the saved [v | e | zeros] per query head."""
     return grad_values[..., : dv.shape[3]].unflatten(2, (dv.shape[2], -1)).sum(3).to(dv.dtype)
 
 
@@ -271,7 +266,7 @@ def _empty(q, k, v, beta, first, flash):
     (batch, queries, heads, width), (time, channels) = q.shape, (k.shape[1], v.shape[3])
     columns = channels if beta is None else 2 * channels
     width = max(columns, width) if flash else columns
-    empty = lambda *shape: q.new_empty(shape, dtype=compute_dtype(q.dtype))  # noqa: E731
+    empty = lambda *shape: q.new_empty(shape, dtype=compute_dtype(q))  # noqa: E731
     out, lse = empty(batch, queries, heads, width), empty(batch, queries, heads)
     values = empty(batch, time, heads, width) if first is None else empty(0)
     free_energy = empty(0) if beta is None else empty(batch, queries, heads, channels)

@@ -2,8 +2,8 @@
 
     c_j = max_i v_ij        e = exp(beta (v - c))        [mean | R] = p @ [v | e]        F = c + log(R) / beta
 
-What underflow can take from R sums to at most 2 T e^-87 in float32, so R >= e^-60 proves an entry (e^-600 in float64).
-An entry below is computed again: with its whole head in float64, or alone from the definition. In channels where
+Underflow takes at most 2 T e^-87 from R in float32, so an entry with R >= e^-60 is exact (e^-600 in float64). Any other
+is computed again: with its whole head in float64, or alone from the definition. In channels where
 beta (max v - min v) is small, e is exp(.) - 1 and log(R) is log(1 + R): they keep the digits that a small beta needs.
 """
 
@@ -12,16 +12,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.precision import LEAST_PROVEN
 from fem.ops.softmax import entries as softmax_entries
+from fem.ops.softmax.entries import Entries
 from fem.ops.softmax.scores import Scores
 
 _SMALL_SPAN = 1.0
-
-Entries = Int[Tensor, "n 4"]  # (batch, head, row, channel) of each, ascending
 
 
 class Gradients(NamedTuple):
@@ -102,7 +101,7 @@ class FreeEnergyRead:
             dR = dF / (beta R)        de = p^T dR        dv = p^T dmean + beta e de
             dbeta = sum_i e de (v - m) - sum_t dF (F - m) / beta
 
-        for any m; one amid the free energies keeps the digits.
+        for any m; the mean of the free energies as m keeps most digits.
         """
         entries = self._unproven(self._second(out))
         if entries is not None or self.empty is not None:

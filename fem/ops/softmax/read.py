@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.backend import softmax_backend
+from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import Read, connected_zeros
 from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.composed import composed_read
 from fem.ops.softmax.decode import packed_step, softmax_step
 from fem.ops.softmax.exported import exported_read
 from fem.ops.softmax.naive import naive_softmax_read
-from fem.ops.softmax.op import compute_dtype, free_energy_read
+from fem.ops.softmax.op import free_energy_read
 from fem.ops.softmax.support import Intervals, intervals
 
 
@@ -51,17 +52,16 @@ def softmax_read(
         return _as(dtype, naive_softmax_read(q, k, v, beta, causal, scale, window, bias, keep, document))
     if bias is not None:
         bias = bias[(None,) * (4 - bias.dim())]
+    composed = backend == "sdpa" and q.is_cuda and not torch.compiler.is_exporting()
     by_pairs = window is not None or document is not None or (causal and 1 < queries < time)
+    by_pairs = by_pairs or (composed and (keep is not None or bias is not None))
     causal = causal and queries > 1
+    seen = intervals(queries, time, causal, window, tokens, q.device) if by_pairs else None
     if torch.compiler.is_exporting():
-        seen = intervals(queries, time, causal, window, tokens, q.device) if by_pairs else None
         return _as(dtype, exported_read(q, k, v, beta, bias, keep, seen, causal, scale))
-    if backend == "sdpa" and q.is_cuda and q.numel() and v.numel():
-        by_pairs = by_pairs or keep is not None or bias is not None
-        seen = intervals(queries, time, causal, window, tokens, q.device) if by_pairs else None
+    if composed:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         return _as(dtype, composed_read(q, k, v, beta, bias, keep, seen, causal, scale))
-    seen = intervals(queries, time, causal, window, tokens, q.device) if by_pairs else None
     if queries == 1 and backend == "sdpa" and _free(q, k, v, beta, bias):
         mask = _mask(keep, seen, bias, time)
         read = softmax_step(q[:, 0], k.transpose(1, 2), v.transpose(1, 2), beta, mask, scale)
@@ -76,7 +76,8 @@ def cached_read(
     keys: Float[Tensor, "b hkv t dk"],
     values: Float[Tensor, "b hkv t w"],
     beta: Float[Tensor, "hkv dv"] | None,
-    start: tuple[Float[Tensor, "b hkv 1 dv"], Float[Tensor, "b hkv 1 dv"]] | None = None,
+    start: tuple[Float[Tensor, "b hkv 1 dv"], Float[Tensor, "b hkv 1 dv"], Bool[Tensor, "b hkv 1 dv"] | None]
+    | None = None,
     *,
     window: int | None = None,
     tokens: Tokens | None = None,
@@ -84,12 +85,12 @@ def cached_read(
 ) -> Read:
     """`softmax_read` of the last tokens over a cache, which has the heads first.
 
-    start: the shift and the beta with which values of twice the width were packed as [v | e]: one token is then read by
-    one attention over them, where that is proven to be exact. Otherwise v is read, with `beta`.
+    start: the shift, the beta and `small_beta(beta)` with which values of twice the width were packed as [v | e]: one
+    token is then read by one attention over them, where that is proven to be exact. Otherwise v is read, with `beta`.
     """
     time = keys.shape[2]
     dtype = torch.promote_types(q.dtype, torch.promote_types(keys.dtype, values.dtype))
-    alone = values if start is None else values[..., : start[0].shape[-1]]
+    alone = lambda: values if start is None else values[..., : start[0].shape[-1]]  # noqa: E731
     if q.shape[1] == 1 and softmax_backend(backend, q.device, dtype) == "sdpa" and _free(q, keys, values, beta):
         by_pairs = window is not None or (tokens is not None and tokens.document is not None)
         seen = intervals(1, time, False, window, tokens, q.device) if by_pairs else None
@@ -97,15 +98,15 @@ def cached_read(
         scale = q.shape[-1] ** -0.5
         read = None if start is None else packed_step(q[:, 0], keys, values, *start, mask, scale)
         if read is None:
-            read = softmax_step(q[:, 0], keys, alone, beta, mask, scale)
+            read = softmax_step(q[:, 0], keys, alone(), beta, mask, scale)
         if read is not None:
             return _as(dtype, read)
-    k, v = keys.transpose(1, 2), alone.transpose(1, 2)
+    k, v = keys.transpose(1, 2), alone().transpose(1, 2)
     return softmax_read(q, k, v, beta, window=window, tokens=tokens, backend=backend)
 
 
 def _free(*tensors: Tensor | None) -> bool:
-    """Whether nobody asks for gradients, and values may be read on the host."""
+    """Whether no gradient is wanted, and values may be read on the host."""
     if torch.compiler.is_compiling():
         return False
     return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
@@ -115,7 +116,7 @@ def _mask(
     keep: Tensor | None, seen: Intervals | None, bias: Tensor | None, time: int
 ) -> Float[Tensor, "#b #h t"] | None:
     """What is added to the scores of one query: the bias, -inf where a key is not seen; None: nothing."""
-    bias = None if bias is None else bias.to(compute_dtype(bias.dtype))[:, :, 0]
+    bias = None if bias is None else bias.to(compute_dtype(bias))[:, :, 0]
     allowed = None if seen is None else seen.allowed(time)
     if keep is not None:
         allowed = keep[:, None] if allowed is None else allowed & keep[:, None]

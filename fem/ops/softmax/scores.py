@@ -65,7 +65,7 @@ class Scores:
             return dq[..., :width], dk[..., :width], dvalues, None
         p = self._prior()
         dp = grad.transpose(1, 2) @ values.permute(0, 2, 3, 1)
-        dp.sub_(dp.gather(-1, p.argmax(-1, keepdim=True)))  # exact where a row has one likely key
+        dp.sub_(dp.gather(-1, p.argmax(-1, keepdim=True)))  # ds is then exact in rows where one key has all the weight
         ds = dp.sub_((p * dp).sum(-1, keepdim=True)).mul_(p)
         dq = (ds @ self.k.transpose(1, 2)).mul_(self.scale)
         dk = (ds.transpose(-1, -2) @ self.q.transpose(1, 2)).mul_(self.scale)

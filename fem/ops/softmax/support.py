@@ -1,4 +1,4 @@
-"""What each query may see, as one interval of keys: how causality, windows and documents reach an implementation."""
+"""The keys that each query sees, as one interval: the form in which causality, windows and documents are passed on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DOCUMENT = 1 << 40  # more than any position
 class Intervals(NamedTuple):
     """Query t sees the keys first_t <= i < end_t. Neither end falls as t grows.
 
-    Masked keys inside an interval are not seen; in what `of_kept` returns they stand outside, in a new order.
+    Masked keys inside an interval are not seen; `of_kept` reorders the keys so that none is inside.
     """
 
     first: Int[Tensor, "#b tq"]

@@ -2,9 +2,9 @@
 
     state_n = sum_{i <= t} e^{sum a_n} delta_i B_in e^{z_i} (1, v_i)        y = sum_n C_n state_n + D e^{z_t} (1, v_t)
 
-The weights have z = 0 and the payload v, the energies z = beta v and none. States are scaled sums; y is relative to
-a peak of its own. delta, B, C and D enter as logarithms, and their gradients are those of logarithms; `at_zeros` has
-the gradients of the numbers, for entries that are exactly 0.
+The stream of the weights has z = 0 and the payload v, that of the energies z = beta v and no payload. States are scaled
+sums; y has a peak of its own. delta, B, C and D enter as logarithms, and so do their gradients; `at_zeros` has the
+gradients of the numbers themselves, for entries that are exactly 0.
 Shapes: D for the value channels of all heads; z, v (B, T, D); C (B, T, N); A (N, D); states (B, T, N, D).
 """
 

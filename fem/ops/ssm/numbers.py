@@ -1,9 +1,9 @@
-"""`ssm_read` over a segment of tokens in plain numbers, for sums that these hold: a third of the work of logarithms.
+"""`ssm_read` over a segment in plain numbers, where these do not over- or underflow: a third of the logarithms' work.
 
     h_k,t = e^{delta_t A} h_k,t-1 + delta_t B_t w_k,t        y_k = sum_n C_n h_k + D w_k        w = 1, v, e^{beta v - m}
 
-m is the largest beta v of the sequence. Where all totals lie well inside the numbers, whatever has underflowed was
-nothing beside them. Shapes as in `ssm_stream`; K = 2 sums without a beta, 3 with it; states (K, B, T, N D).
+m is the largest beta v of the sequence. Where all totals are well inside the dtype's range (`held`), terms that have
+underflowed were negligible. Shapes as in `logarithms`; K = 2 sums without a beta, 3 with it; states (K, B, T, N D).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def observe(steps: Steps, states: Tensor) -> Tensor:
 
 
 def held(y: Tensor) -> bool:
-    """Whether every total, of weights and of energies, is far from where numbers end."""
+    """Whether every total, of weights and of energies, is far from the limits of the dtype's range."""
     totals = y[::2]
     least = torch.finfo(y.dtype).tiny ** 0.5
     return bool((totals.amin() > least) & (totals.amax() < 1 / least) & y.isfinite().all())

@@ -1,8 +1,8 @@
 """The scan behind `ssm_read` in segments, so that training keeps the states of every 64th token alone.
 
 The backward pass goes through the segments from the last to the first and computes the states of each one again from
-those at its start: memory O(T d_v) instead of O(T d_v N). D stands for the value channels of all heads. A read that
-plain numbers hold goes by `numbers`, any other by `logarithms`.
+those at its start: memory O(T d_v) instead of O(T d_v N). D stands for the value channels of all heads. Where no sum
+over- or underflows, the read is computed by `numbers`, else by `logarithms`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
     """delta, v (B, T, D), a (N, D), b and c (B, T, N), skip and beta (D), opens (B, T), log_delta, log_b, log_c.
 
     From skip on all but v may be None. Without the skip a token does not read itself, only what stood before it. opens:
-    the tokens that open a document. Given logarithms have the gradients that the numbers would have.
+    the tokens that open a document. Where logarithms are given, the gradients of delta, b and c go to them.
     """
 
     delta: Tensor
@@ -63,7 +63,7 @@ class Inputs(NamedTuple):
         return tuple(x[:, piece].log() for x in (self.delta, self.b, self.c))
 
     def any_zeros(self) -> bool:
-        """Of numbers, whose gradients there no logarithm has."""
+        """Whether a factor is exactly 0: its gradient cannot be had from that of its logarithm."""
         zero = torch.zeros((), dtype=torch.bool, device=self.v.device)
         if self.log_delta is None:
             zero = (self.delta == 0).any() | (self.b == 0).any() | (self.c == 0).any()
@@ -103,7 +103,7 @@ def ssm_scan(inputs: Inputs, start: list[Tensor], alone: bool) -> tuple[Terms, l
     """What every token reads, (B, T, D), and the states after the last, from those before the first.
 
     States: peak (B, N D), sums (2, B, N D) and, with a beta, the free energy (B, N D).
-    alone: nothing came before the first token and nobody wants the states after the last, which may be wrong then.
+    alone: stateless: no initial state is given, and the states after the last token are not used; they may be wrong.
     """
     v, reads = inputs.v, len(start)
     one = v.shape[1] == 1 and not differentiated(*inputs, *start)
@@ -118,7 +118,7 @@ def ssm_scan(inputs: Inputs, start: list[Tensor], alone: bool) -> tuple[Terms, l
         outputs = [torch.cat(parts, 0 if n < reads else -2) for n, parts in enumerate(zip(*found))]
     else:
         outputs = _ssm_scan(*inputs, start, alone)
-    return Terms(*outputs[:reads], *([None] if inputs.beta is None else [])), outputs[reads : 2 * reads]
+    return Terms(*outputs[:reads]), outputs[reads : 2 * reads]
 
 
 def _splits(v: Tensor, a: Tensor) -> bool:
@@ -182,7 +182,7 @@ def _by_logarithms(inputs: Inputs, states: Streams) -> Found:
 
 
 def _in_plain_numbers(inputs: Inputs, start: Streams) -> Found | None:
-    """None where plain numbers do not hold it."""
+    """The read by `numbers`; None where a sum over- or underflows."""
     largest = None if inputs.beta is None else (inputs.beta * inputs.v).amax(1)
 
     def streams(sums: Tensor) -> Streams:
@@ -214,11 +214,11 @@ _INPUTS = (
 def _start(start: list[Tensor], a: Tensor, beta: Tensor | None) -> tuple[Streams, Tensor | None]:
     """The streams before the first token, and the temperature of every state, (N D)."""
     per_state = None if beta is None else beta.repeat(len(a))
-    return Streams.after(*start, *([None] if beta is None else []), per_state), per_state
+    return Streams.after(*start, beta=per_state), per_state
 
 
 def _found(inputs: Inputs, start: list[Tensor], alone: bool) -> tuple[Found, bool, bool]:
-    """With it, whether it is in plain numbers and whether it is in float64."""
+    """The read, whether it was computed in plain numbers, and whether in float64."""
     in_float64 = needs_float64(inputs.v, inputs.beta)
     inputs = inputs.in_double() if in_float64 else inputs
     start = double(*start) if in_float64 else start

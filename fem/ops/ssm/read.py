@@ -13,7 +13,7 @@ from fem.ops.channel_scan.read import by_definition
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, merge, nothing_read, read_of
-from fem.ops.common.scaled_sums import Streams, Sums, leave, state_of, state_parts
+from fem.ops.common.scaled_sums import Streams, Sums, leave, start_of, state_of
 from fem.ops.common.tokens import Tokens
 from fem.ops.ssm.naive import naive_ssm_read
 from fem.ops.ssm.plain import Inputs, ssm_scan
@@ -47,7 +47,7 @@ def ssm_read(
     the mean alone. causal=False adds the same scores of the sequence read backwards, the present token once.
     normalize=False leaves s as it is: mean = sum s v, F = (1 / beta) log sum s e^{beta v}.
     The state is that of `channel_scan_read` for each of the N states, (B, N, H, d_v).
-    logs: log delta, log B and log C, for those too small to be numbers.
+    logs: log delta, log B and log C, exact where delta, B or C themselves have underflowed.
     Training keeps the states of every 64th token and computes the others again: memory O(T d_v), not O(T d_v N).
     """
     dtype = widest(v, delta, A, B, C, D)
@@ -79,7 +79,7 @@ def ssm_terms(
 ) -> tuple[Terms, dict[str, Tensor] | None]:
     """The normalised read with the logarithm of its total weight, and the state after the last token, if wanted.
 
-    logs: of delta, B and C, where these may be too small for numbers.
+    logs: as in `ssm_read`.
     """
     past, state = _one_way(delta, A, B, C, D, v, beta, tokens, initial_state, return_state, backend, logs)
     if causal:
@@ -95,7 +95,7 @@ def ssm_terms(
 def _one_way(
     delta, A, B, C, D, v, beta, tokens, state, return_state: bool, backend: str, logs
 ) -> tuple[Terms, dict[str, Tensor] | None]:
-    """The read of what stands before each token and of the token itself; without D, of what stands before alone."""
+    """The read of the tokens up to each, the present one included; without D, of the tokens before it alone."""
     dtype = compute_dtype(delta, A, B, C, D, v)
     shape, rank = v.shape, A.shape[-1]
     delta, v = delta.flatten(2), v.flatten(2)
@@ -111,12 +111,8 @@ def _one_way(
     A = A.to(dtype).flatten(0, 1).T.contiguous()
     D, beta = (None if x is None else x.to(dtype).flatten() for x in (D, beta))
     alone = state is None and not return_state
-    if state is None:
-        start = Streams.nothing(v.new_empty(shape[0], A.numel(), dtype=dtype), None).parts()
-        start += [] if beta is None else [torch.zeros_like(start[0])]
-    else:
-        parts = state_parts(state, None if beta is None else beta.view(shape[2:]))
-        start = [part.to(dtype).flatten(-3) for part in parts if part is not None]
+    like = v.new_empty(shape[0], A.numel(), dtype=dtype)
+    start = start_of(state, None if beta is None else beta.view(shape[2:]), like)
     if 0 in shape[:2]:
         log_weight, *read = nothing_read(
             connected_zeros(v.to(dtype), v.shape, delta, A, B, C, D, v, beta, *start), beta
@@ -126,7 +122,7 @@ def _one_way(
         from fem.ops.ssm.kernels import launch as ssm_triton
 
         per_state = None if beta is None else beta.repeat(rank)
-        begin = Streams.after(*start, *([None] if beta is None else []), per_state)
+        begin = Streams.after(*start, beta=per_state)
         (log_weight, *read), after = ssm_triton.ssm_scan(delta, A, B, C, D, v, beta, opens, begin, logs)
         end = [*after.weights, *([] if beta is None else [leave(after, per_state).free_energy])]
     else:
@@ -140,4 +136,4 @@ def _one_way(
     if not return_state:
         return terms, None
     peak, sums, *free_energy = (part.unflatten(-1, (rank, *shape[2:])) for part in end)
-    return terms, state_of(Sums(peak, sums), *(free_energy or [None]))
+    return terms, state_of(Sums(peak, sums), *free_energy)

@@ -315,7 +315,7 @@ def test_a_visible_nan_shows_in_one_token_over_any_cache(what, time):
     with torch.no_grad():
         start = kv_cache._start(v, beta, None)
         packed = kv_cache._packed(v, start, k)
-        for values, of in ((v, None), (packed, (start["shift"], start["beta"]))):
+        for values, of in ((v, None), (packed, tuple(start.get(name) for name in kv_cache.PACKED))):
             read = cached_read(q[:, None], k, values, beta, of)
             assert read.mean.isnan().all()
             assert read.free_energy.isnan().all()

@@ -1,4 +1,4 @@
-"""The backward of the channel scan, from the shares that the forward kept and from nothing else of the streams.
+"""The backward of the channel scan. Of the streams it needs the shares alone, which the forward has stored.
 
 With p_t = e^{x_t} / (S_t e^{m_t}) the share of token t in what it reads, q_t that in the energies, h_t = dF_t / beta:
 
@@ -6,8 +6,8 @@ With p_t = e^{x_t} / (S_t e^{m_t}) the share of token t in what it reads, q_t th
     s_t = dmean_t + (1 - p_{t+1}) s_{t+1}    dv_t = p_t s_t + beta q_t u_t            da_t = (1 - p_t) w_t - g_t
     w_t = dL_t + da_{t+1}                    dbeta = sum_t q_t u_t v_t - h_t F_t
 
-u, s, w are the gradients of E, S(v) and of all sums together, in units of the sums: no peak and no logarithm is left,
-and only differences of values and of shares. Chunks as in the forward, w, s, u for states.
+u, s, w are the gradients of E, of S(v) and of all sums together, each times its sum: so no peak and no logarithm
+occurs, only differences of values and of shares. Chunks as in the forward, with w, s, u in the place of states.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def gradient_of(at, place, inside, seen):
 
 @triton.jit
 def excess(q, p):
-    """q - p of two shares, in which nothing cancels."""
+    """q - p of two shares, without cancellation."""
     return tl.where((p < 0) == (q < 0), q - p, part_of(q) - part_of(p))
 
 
@@ -50,9 +50,9 @@ def channel_gradient_sums(
     d_log_weight, d_mean, d_free, v, beta, mean, share, energy_share, through, flows,
     time, channels, size, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of each chunk the w, s, u that its gradients send to the token before it, and how much it lets through.
+    """For each chunk, w, s, u at the token before it from its own gradients, and the factors of those from behind it.
 
-    through (4, B, chunks, C): of w and s alike, of u, of s into w, of u into w.
+    through (4, B, chunks, C): the factor of w and of s, that of u, those of s and of u in w.
     """
     first, end, place, columns, inside, of_chunk = chunk_of(time, channels, CHUNK, BLOCK)
     place += (end - 1 - first) * channels
@@ -80,7 +80,7 @@ def channel_gradient_sums(
 
 @triton.jit
 def channel_gradient_carry(through, flows, start, chunks, channels, size, start_size, BLOCK: tl.constexpr):
-    """What enters each chunk behind its last token in the place of its own flow, from behind the last, (3, B, C)."""
+    """w, s, u that enter each chunk from behind, in place of its own in `flows`. start (3, B, C): behind the last."""
     columns, batch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     inside, place = columns < channels, (batch + 1) * chunks * channels + columns
     w, s, u = load_three(start, batch * channels + columns, start_size, inside)

@@ -2,8 +2,9 @@
 
     L_t = m_t + log S_t(1)        mean_t = S_t(v) / S_t(1)        F_t = c_t + (log(E_t / S_t(1)) + n_t - m_t) / beta
 
-in chunks of tokens: what a chunk adds, a scan over the chunks for what enters each, then the reads of each. States are
-(3, B, .., C), m, S(1), S(v); with a beta (6, B, .., C), n, c, E besides. Tensors are contiguous, (B, T, C).
+in chunks of tokens: the sums of each chunk alone, a scan over the chunks for the state that enters each, then the reads
+in each. States are (3, B, .., C): m, S(1), S(v); with a beta (6, B, .., C): n, c, E too. Tensors are contiguous and
+(B, T, C).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fem.ops.common.kernels.tiles import NOTHING
 
 @triton.jit
 def part_at(states, number: tl.constexpr, size):
-    """A part of states; how far away it lies may need 64 bits."""
+    """One of the 3 or 6 parts of states; its offset may need 64 bits."""
     return states + tl.cast(size, tl.int64) * number
 
 
@@ -41,7 +42,7 @@ def store_three(states, place, size, inside, one, two, three):
 def channel_sums(
     log_decay, x, v, beta, through, states, time, channels, size, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Of each chunk the sum of log_decay, (B, chunks, C), and the state of its tokens alone."""
+    """For each chunk, the sum of log_decay, (B, chunks, C), and the state of its tokens alone."""
     first, end, place, columns, inside, of_chunk = chunk_of(time, channels, CHUNK, BLOCK)
     peak, total = tl.full([BLOCK], NOTHING, tl.float32), tl.full([BLOCK], 1.0, tl.float32)
     weighted, passed = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -64,7 +65,7 @@ def channel_sums(
 
 @triton.jit
 def channel_carry(beta, through, states, start, chunks, channels, size, start_size, BLOCK: tl.constexpr):
-    """What enters each chunk in the place of its own state, from the start (6 or 3, B, C)."""
+    """The state that enters each chunk, written over the chunk's own, from the start (6 or 3, B, C)."""
     columns, batch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     inside, place, of_row = columns < channels, batch * chunks * channels + columns, batch * channels + columns
     peak, total, weighted = load_three(start, of_row, start_size, inside)

@@ -1,4 +1,4 @@
-"""The channel scan by our kernels: what they are launched on, and what the backward needs."""
+"""The channel scan by our kernels: their launches, and their gradients."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def channel_scan(
     """
     log_decay, x, v = readable(log_decay, x, v)
     beta = None if beta is None else beta.float().contiguous()
-    log_weight, mean, _, last, *free_energy = _forward(log_decay, x, v, beta, packed(start))
-    return Terms(log_weight, mean, free_energy[0] if free_energy else None), unpacked(last)
+    log_weight, mean, _, last, *energies = _forward(log_decay, x, v, beta, packed(start))
+    return Terms(log_weight, mean, *energies[:1]), unpacked(last)
 
 
 def packed(streams: Streams) -> Float[Tensor, "parts b c"]:
@@ -129,7 +129,7 @@ def _(
 
 
 def to_units(grad: Tensor, state: Tensor) -> Tensor:
-    """w, s, u from the gradient of a state."""
+    """w, s, u of `channel_scan.kernels.backward` from the gradient of a state."""
     _, total, weighted, *energies = state.unbind()
     of_total, of_weighted = grad[1] * total + grad[2] * weighted, grad[2] * total
     of_energy = grad[5] * energies[2] if energies else torch.zeros_like(total)

@@ -4,8 +4,8 @@
 
 A decay shrinks the sums until they are faint, and then lowers the peak; a heavier token raises it. So the peaks are not
 the running maxima of `fem.ops.common.scaled_sums`, but S e^m is the same. That of the energies is kept as the
-log-weight n and the value c of a token, so that only differences of values meet beta. A stream of nothing has the
-lowest peak and the sums (1, 0). Of every token its share in the sum is kept for the gradients.
+log-weight n and the value c of a token, so that beta multiplies differences of values alone. An empty stream has the
+lowest peak and the sums (1, 0). The share of every token in the sum is kept for the gradients.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import triton.language as tl
 from fem.ops.common.kernels.decay_steps import decay_of, decayed, load_channels
 from fem.ops.common.kernels.tiles import LN_2, NEARLY_NOTHING, NOTHING
 
-FAR = tl.constexpr(-16.0)  # a decay that goes to the peak at once
-FAINT = tl.constexpr(2.0**-20)
+FAR = tl.constexpr(-16.0)  # a stronger decay lowers the peak at once, instead of the sums
+FAINT = tl.constexpr(2.0**-20)  # a smaller total is multiplied by LIFT, and its peak lowered
 LIFT = tl.constexpr(2.0**20)
-LIFT_NATS = tl.constexpr(13.862943611198906)
-EMPTY = tl.constexpr(2.0)  # in place of the share, where there is nothing yet
+LIFT_NATS = tl.constexpr(13.862943611198906)  # log(LIFT)
+EMPTY = tl.constexpr(2.0)  # stored as the share where the stream is still empty
 
 
 @triton.jit
 def lowered(peak, total, log_decay):
-    """The peak and the total after a decay, and what tells the stream's other sums: stays, factor and scale."""
+    """The peak and the total after a decay, and stays, factor and scale, by which the stream's other sums decay."""
     far = log_decay < FAR
     stays, factor = decay_of(tl.where(far, 0.0, log_decay))
     peak = tl.maximum(tl.where(far, peak + log_decay, peak), NOTHING)
@@ -37,7 +37,7 @@ def lowered(peak, total, log_decay):
 
 @triton.jit
 def share_of(own, before, peak):
-    """What `own` is of own + before; of the greater part minus the rest, so that both keep all their digits."""
+    """own / (own + before). Above 1/2 it is minus the share of `before`: near 1, float32 would lose its digits."""
     per_total = 1.0 / (own + before)
     share = tl.where(own > before, -tl.maximum(before * per_total, 1e-37), own * per_total)
     return tl.where(peak < NEARLY_NOTHING, EMPTY, share)
@@ -45,7 +45,7 @@ def share_of(own, before, peak):
 
 @triton.jit
 def add_weights(peak, total, weighted, log_decay, x, own, own_weighted):
-    """m, S(1) and S(v) after own (1, ..) e^x more, and the share of that in them."""
+    """m, S(1) and S(v) after own e^x and own_weighted e^x were added, and the share of the former in S(1)."""
     if log_decay is not None:
         peak, total, stays, factor, scale = lowered(peak, total, log_decay)
         weighted = decayed(weighted, stays, factor) * scale
@@ -61,7 +61,7 @@ def add_weights(peak, total, weighted, log_decay, x, own, own_weighted):
 
 @triton.jit
 def add_energy(peak, at, energy, log_decay, rate, x, v, own):
-    """n, c and E after own e^(x + rate v) more, and the share of that in them."""
+    """n, c and E after own e^(x + rate v) was added, and its share in E."""
     if log_decay is not None:
         peak, energy, _, _, _ = lowered(peak, energy, log_decay)
     gain = (x - peak) + rate * (v - at)
@@ -75,7 +75,7 @@ def add_energy(peak, at, energy, log_decay, rate, x, v, own):
 
 @triton.jit
 def at_least_half(peak, total):
-    """The peak by which the total is at least 1/2, as `scaled_sums` has it, and the factor of the sums."""
+    """The peak lowered until the total is at least 1/2, as `scaled_sums` wants it, and the factor of the sums."""
     octaves = tl.minimum(tl.floor(tl.log2(total)) + 1.0, 0.0)
     return peak + octaves * LN_2, tl.exp2(-octaves)
 
@@ -88,7 +88,7 @@ def part_of(share):
 
 @triton.jit
 def past_of(r, share):
-    """(1 - share) r: what of a gradient flows on to the tokens before."""
+    """(1 - share) r: the part of a gradient that flows on to earlier tokens."""
     return tl.where(share < 0, -share * r, tl.where(share < EMPTY, r - share * r, 0.0))
 
 

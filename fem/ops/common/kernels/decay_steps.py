@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SLIGHT = tl.constexpr(-0.25)
+SLIGHT = tl.constexpr(-0.25)  # decays above it are slight
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def exp_less_one(x):
 def decay_of(log_decay):
     """(stays, factor) such that e^{log_decay} h = h (if stays) + factor h.
 
-    A slight decay is the difference that it makes: the rounding of factors near 1 would pile up over many steps.
+    For a slight decay, factor is e^{log_decay} - 1: the rounding of factors near 1 would pile up over many steps.
     """
     stays = log_decay > SLIGHT
     factor = tl.where(stays, exp_less_one(tl.where(stays, log_decay, 0.0)), tl.exp(log_decay))

@@ -1,4 +1,4 @@
-"""Where kernels are launched, whoever calls."""
+"""On which device kernels are launched, and whether it is an AMD one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fem.ops.common.backend import triton_interprets
 
 
 def on_its_device(run):
-    """`run` while the device of its first tensor is the current one: that is where Triton launches."""
+    """`run` with the device of its first tensor as the current one, which is the one that Triton launches on."""
 
     @wraps(run)
     def there(*arguments):

@@ -8,7 +8,7 @@ import triton.language as tl
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT
 
 NOTHING = tl.constexpr(LOG_ZERO)
-NEARLY_NOTHING = tl.constexpr(NO_WEIGHT)  # a logarithm below stands for no weight
+NEARLY_NOTHING = tl.constexpr(NO_WEIGHT)  # logarithms below it stand for no weight
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
 

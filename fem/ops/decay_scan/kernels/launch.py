@@ -1,4 +1,4 @@
-"""The decaying sum by our kernels: what they are launched on."""
+"""The decaying sum by our kernels: their grids, their launches and their gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def decay_scan(
 
 
 def readable(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors as kernels of scans take them: contiguous, and in float32 where Triton interprets."""
+    """The tensors as the scan kernels take them: contiguous, and in float32 under Triton's interpreter."""
     if any(x is not None and x.dtype == torch.float64 for x in tensors):
         raise ValueError("backend='triton' computes in float32, got float64 inputs; use backend='auto'.")
     lift = torch.Tensor.float if triton_interprets() else lambda x: x
@@ -36,7 +36,7 @@ def readable(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 class Cut(NamedTuple):
-    """Grids and block sizes of the kernels that take a chunk of tokens each, and of those that go over the chunks."""
+    """Grids and block sizes of the kernels that take one chunk each, and of those (carry) that go over the chunks."""
 
     grid: tuple[int, int, int]
     blocks: dict[str, int]

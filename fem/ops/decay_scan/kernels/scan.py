@@ -2,8 +2,8 @@
 
     r_t = dh_t + e^{a_{t+1}} r_{t+1}        du_t = r_t        da_t = e^{a_t} r_t h_{t-1}
 
-Time is cut into chunks that run side by side: one pass finds what a chunk adds and the logarithm of what it lets
-through, a short scan over the chunks finds what enters each, and a second pass runs the recurrence from there.
+Time is cut into chunks that run side by side: one pass finds what each chunk adds and its whole decay, as a logarithm,
+a short scan over the chunks finds the state that enters each, and a second pass runs the recurrence from there.
 All tensors are contiguous, (B, T, C); a program takes BLOCK channels of one chunk.
 """
 

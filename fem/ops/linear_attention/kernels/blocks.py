@@ -1,13 +1,13 @@
-"""Tile sizes of linear attention's kernels: such that every card that they are compiled for holds them
-(docs/results/scan_kernels.md); not tuned on a GPU yet."""
+"""Tile sizes of linear attention's kernels, small enough for the shared memory of every card that they are compiled for
+(docs/results/scan_kernels.md). They are not tuned on a GPU yet."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-WIDEST_KEY = 256
-PASSING_KEYS = 16  # key channels of one program that passes the state on
-WARPS_OF_PASSING = 4
+WIDEST_KEY = 256  # key channels that the kernels read
+PASSING_KEYS = 16  # key channels of one program of `pass_states`
+PASSING_WARPS = 4
 
 
 class Blocks(NamedTuple):
@@ -32,7 +32,7 @@ def widest_value(half_precision: bool) -> int:
 
 
 def blocks_for(kernel: str, keys: int, values: int, half_precision: bool, warp: int = 32) -> Blocks:
-    """keys, values: the widths of q and k, and of v, powers of two; warp: threads of one. All have the same chunk."""
+    """keys, values: the widths of q, k and of v, padded to powers of two; warp: its threads. One chunk size for all."""
     if not half_precision:
         most = 16 if kernel == "channel_scores_gradients" else 32
         return Blocks(32, min(keys, most), min(values, 32), 8 * 32 // warp)

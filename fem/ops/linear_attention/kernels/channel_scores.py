@@ -3,10 +3,10 @@
     A_ti = sum_c q_tc exp(sum_{i<r<=t} g_rc) k_ic        for i <= t, or i < t without the present token
     left_tc = q_tc exp(sum_{r<=t} g_rc)        kept_ic = k_ic exp(sum_{r>i} g_rc)        through_c = sum_r g_rc
 
-Cut the chunk into blocks of 1, 2, 4, ... tokens. A pair i < t lies in neighbouring blocks, the first of even number, at
-one of these sizes exactly. There, with s the first token of the later block, the decay is the product of
-exp(sum_{i<r<s} g_rc) and exp(sum_{s<=r<=t} g_rc), so one matrix product per size gives all pairs, and both factors are
-at most 1: no decay is ever divided by, and no difference of sums taken.
+Cut the chunk into blocks of 1, 2, 4, ... tokens. For every pair i < t there is exactly one of these sizes at which
+i and t lie in neighbouring blocks, the first of even number. There, with s the first token of the later block, the
+decay is the product of exp(sum_{i<r<s} g_rc) and exp(sum_{s<=r<=t} g_rc), so one matrix product per size gives all
+pairs, and both factors are at most 1: no decay is ever divided by, and no difference of sums taken.
 """
 
 from __future__ import annotations

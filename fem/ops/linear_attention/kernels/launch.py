@@ -1,8 +1,9 @@
-"""Linear attention by our kernels: what they are launched on, and the chunks that they cannot prove.
+"""Linear attention by our kernels: their launches and gradients, and the chunks that they cannot prove exact.
 
 Five steps, as in `fem.ops.linear_attention.plain`: scores inside the chunks, what chunks add to the state, the state
-from chunk to chunk, and what the chunks read. Chunks in doubt take the plain way (`fem.ops.linear_attention.fallback`).
-The backward pass keeps the inputs and the reads, and computes scores and memories again.
+from chunk to chunk, and what the chunks read. Chunks in doubt are computed again by the plain form
+(`fem.ops.linear_attention.fallback`). For the backward pass the inputs and the reads are kept; scores and states are
+computed again.
 """
 
 from __future__ import annotations
@@ -14,40 +15,30 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from fem.ops.common.backend import triton_interprets
+from fem.ops.common.backend import next_width, triton_interprets
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.kernels.launch import on_amd, on_its_device
 from fem.ops.common.read import Terms
 from fem.ops.linear_attention.chunk import Chunk, State
 from fem.ops.linear_attention.fallback import correct, recompute
-from fem.ops.linear_attention.kernels import (
-    channel_scores as channel_score_kernels,
-)
-from fem.ops.linear_attention.kernels import (
-    output as output_kernels,
-)
-from fem.ops.linear_attention.kernels import (
-    scores as score_kernels,
-)
-from fem.ops.linear_attention.kernels import (
-    state as state_kernels,
-)
-from fem.ops.linear_attention.kernels import (
-    state_passing as passing_kernels,
-)
 from fem.ops.linear_attention.kernels.blocks import (
     PASSING_KEYS,
-    WARPS_OF_PASSING,
+    PASSING_WARPS,
     WIDEST_KEY,
     Blocks,
     blocks_for,
     widest_value,
 )
-from fem.ops.linear_attention.plain import REMEMBER, Slab, read_way
+from fem.ops.linear_attention.kernels.channel_scores import channel_scores, channel_scores_gradients
+from fem.ops.linear_attention.kernels.output import read, state_gradients, token_gradients
+from fem.ops.linear_attention.kernels.scores import scores, scores_gradients
+from fem.ops.linear_attention.kernels.state import remember, remember_gradients
+from fem.ops.linear_attention.kernels.state_passing import pass_states, pass_states_gradients
+from fem.ops.linear_attention.plain import REMEMBER, Slab, by_input, read_way, rows_of
 
 
 def product_dtype(q: Tensor, v: Tensor) -> torch.dtype:
-    """In which the kernels multiply: bfloat16 for bfloat16 values, else float32; sums are float32.
+    """The dtype of the kernels' matrix products: bfloat16 for bfloat16 values, else float32; sums are float32.
 
     Raises ValueError on float64 and on keys wider than the kernels read.
     """
@@ -92,11 +83,11 @@ def scan(q, k, v, beta, g, log_weight, mean, free_energy, present: bool):
 
 
 class Shape:
-    """Sizes of a scan, and what is launched and allocated for them."""
+    """The sizes of a scan, and the launches and allocations that follow from them."""
 
     def __init__(self, q: Tensor, v: Tensor, g: Tensor | None):
         (self.batch, self.time, self.heads, self.dk), self.dv = q.shape, v.shape[-1]
-        self.keys, self.values = _padded(self.dk), _padded(self.dv)
+        self.keys, self.values = next_width(self.dk), next_width(self.dv)
         self.half_precision, self.shared = q.dtype == torch.bfloat16, g is None or g.shape[-1] == 1
         self.chunk = self.blocks("").chunk
         self.chunks = triton.cdiv(self.time, self.chunk)
@@ -117,7 +108,7 @@ class Shape:
         """One program per block of key channels, head and row."""
         kernel[(self.blocks_of_keys, self.heads, self.batch)](
             *arguments, self.chunks, DK=self.dk, DV=self.dv, VALUES=self.values, BLOCK=PASSING_KEYS,
-            SHARED=self.shared, num_warps=WARPS_OF_PASSING, enable_fp_fusion=True,
+            SHARED=self.shared, num_warps=PASSING_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
 
     @property
@@ -133,19 +124,18 @@ class Shape:
         return State(empty(self.dk), empty(*matrix), empty(*matrix) if free else None)
 
     def records(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None) -> Chunk:
-        """The chunks as the plain path takes them."""
-        rows = None if beta is None else beta.unsqueeze(1).repeat(self.batch, 1, 1)
-        return self.slab.inputs(q.float(), k.float(), v.float(), rows, g)
+        """The chunks as the plain form takes them."""
+        return self.slab.inputs(q.float(), k.float(), v.float(), rows_of(beta, self.batch), g)
 
     def plus(self, out: Tensor, more: Tensor) -> Tensor:
-        """out and what the plain path has for the same tokens."""
+        """out plus the plain form's results for the same tokens."""
         whole = torch.zeros_like(out, dtype=torch.float32)
         self.slab.write(whole, more)
         return (out + whole).to(out.dtype)
 
 
 class Work(NamedTuple):
-    """What the forward computes on the way to the reads, and the backward again."""
+    """What the forward computes on the way to the reads; the backward computes it again."""
 
     left: Tensor
     kept: Tensor
@@ -168,7 +158,7 @@ def _work(shape: Shape, q, k, v, beta, g, start: State, present: bool, different
     if g is not None:
         left, kept = torch.empty_like(q), torch.empty_like(k)
         through = shape.of_chunks(q, g.shape[-1])
-    kernel = score_kernels.scores if shape.shared else channel_score_kernels.channel_scores
+    kernel = scores if shape.shared else channel_scores
     shape.launch(kernel, q, k, g, left, kept, through, pairs, PRESENT=present)
 
     free = beta is not None
@@ -176,12 +166,12 @@ def _work(shape: Shape, q, k, v, beta, g, start: State, present: bool, different
     total = torch.empty_like(added.mean) if free and differentiable else None
     peaks = shape.of_chunks(q, shape.dv)
     doubt = shape.of_chunks(q, shape.dk, dtype=torch.int8)
-    shape.launch(state_kernels.remember, k, kept, v, beta, *added, total, peaks, doubt)
+    shape.launch(remember, k, kept, v, beta, *added, total, peaks, doubt)
     fallback = shape.of_chunks(q, dtype=torch.uint8).zero_()
     if doubt.any():
         flat = State(*(None if x is None else x.flatten(0, 2) for x in added))
         fallback.view(-1).copy_(recompute(REMEMBER, flat, doubt.flatten(0, 2).bool(), shape.records(q, k, v, beta, g)))
-    shape.along_chunks(passing_kernels.pass_states, *start, *added, through, beta, *along)
+    shape.along_chunks(pass_states, *start, *added, through, beta, *along)
     return Work(left, kept, through, pairs, added, total, peaks, along, fallback)
 
 
@@ -202,10 +192,10 @@ def _forward(q, k, v, beta, g, log_weight, mean, free_energy, present):
     again = 0.0
     doubt = shape.of_chunks(q, shape.chunk, dtype=torch.int8)
     state = (*work.along, work.peaks)
-    shape.launch(output_kernels.read, work.left, work.pairs, v, beta, *state, *reads, weight, total, shifts, doubt)
+    shape.launch(read, work.left, work.pairs, v, beta, *state, *reads, weight, total, shifts, doubt)
     if doubt.any():
         log_z, *others = (shape.slab.split(x) for x in reads[: 2 if beta is None else 3])
-        terms = Terms(log_z.squeeze(-1), others[0], None if beta is None else others[1])
+        terms = Terms(log_z.squeeze(-1), *others)
         chunk = shape.records(q, k, v, beta, g)
         fallback.copy_(recompute(read_way(present), terms, doubt.flatten(0, 2).bool(), chunk, work.before()))
         for out, x in zip(reads, (log_z, *others)):
@@ -265,18 +255,18 @@ def _backward(
     of_beta = [shape.of_chunks(q, shape.dv) for _ in range(3)]
     slopes = torch.empty_like(weight)
     shape.launch(
-        output_kernels.state_gradients, work.left, v, beta, *work.along, shifts, fallback, read_mean, weight, total,
+        state_gradients, work.left, v, beta, *work.along, shifts, fallback, read_mean, weight, total,
         *grads[:3], slopes, d_left, *d_state, of_beta[0],
     )  # fmt: skip
     shape.launch(
-        output_kernels.token_gradients, work.pairs, v, beta, work.along.log_weight, shifts, fallback, weight, total,
+        token_gradients, work.pairs, v, beta, work.along.log_weight, shifts, fallback, weight, total,
         slopes, *grads[1:3], d_pairs, d_v_read, of_beta[1], VALUES=shape.blocks("token_gradients").values,
     )  # fmt: skip
     doubted = []
     if fallback.any():
         chunk = shape.records(q, k, v, beta, g)
-        d_terms = [shape.slab.split(x) for x in grads[: 3 if free else 2]]
-        d_terms = Terms(d_terms[0].squeeze(-1), d_terms[1], d_terms[2] if free else None)
+        d_log_weight, *d_reads = (shape.slab.split(x) for x in grads[: 3 if free else 2])
+        d_terms = Terms(d_log_weight.squeeze(-1), *d_reads)
         d_chunk, d_before = _zeros(chunk), _zeros(work.before())
         correct(read_way(present), (d_chunk, d_before), fallback, d_terms, chunk, work.before())
         for out, more in zip(d_state, d_before):
@@ -289,13 +279,13 @@ def _backward(
     of_beta.append(q.new_empty(shape.batch, shape.heads, shape.blocks_of_keys, shape.dv, dtype=torch.float32))
     last = State(grads[3], grads[4], grads[5] if free else None)
     shape.along_chunks(
-        passing_kernels.pass_states_gradients, *last, *d_state, *work.along, *work.added, work.through, beta, *d_start,
+        pass_states_gradients, *last, *d_state, *work.along, *work.added, work.through, beta, *d_start,
         d_through, of_beta[3],
     )  # fmt: skip
 
     d_v = torch.empty_like(v)
     shape.launch(
-        state_kernels.remember_gradients, work.kept, v, beta, work.added.mean, work.total, work.peaks, work.fallback,
+        remember_gradients, work.kept, v, beta, work.added.mean, work.total, work.peaks, work.fallback,
         *d_state, d_v_read, d_kept, d_v, of_beta[2], VALUES=shape.blocks("remember_gradients").values,
     )  # fmt: skip
     if work.fallback.any():
@@ -308,9 +298,9 @@ def _backward(
     d_g = None if g is None else torch.empty_like(g)
     of_scores = d_left, d_kept, d_pairs, d_through, d_q, d_k, d_g
     if shape.shared:
-        shape.launch(score_kernels.scores_gradients, q, k, g, work.pairs, *of_scores, PRESENT=present)
+        shape.launch(scores_gradients, q, k, g, work.pairs, *of_scores, PRESENT=present)
     else:
-        shape.launch(channel_score_kernels.channel_scores_gradients, q, k, g, *of_scores, PRESENT=present)
+        shape.launch(channel_scores_gradients, q, k, g, *of_scores, PRESENT=present)
     d_beta = sum(x.sum((0, 2)) for x in of_beta) if free else None
     for more in doubted:
         d_q, d_k, d_v = (shape.plus(*pair) for pair in ((d_q, more.q), (d_k, more.k), (d_v, more.v)))
@@ -336,11 +326,7 @@ def _differentiate(ctx, *grads):
     saved = ctx.saved_tensors
     q, beta, g = saved[0], saved[3], saved[4]
     grads = [q.new_zeros(shape, dtype=torch.float32) if x is None else x for x, shape in zip(grads, ctx.shapes)]
-    result = iter(_backward(grads, *saved, ctx.present))
-    d_q, d_k, d_v, d_weight, d_mean = (next(result) for _ in range(5))
-    d_free_energy, d_beta = (None, None) if beta is None else (next(result), next(result))
-    d_g = None if g is None else next(result)
-    return d_q, d_k, d_v, d_beta, d_g, d_weight, d_mean, d_free_energy, None
+    return by_input(_backward(grads, *saved, ctx.present), beta, g)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -348,7 +334,3 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 def _zeros(record):
     return type(record)(*(None if x is None else torch.zeros_like(x) for x in record))
-
-
-def _padded(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))

@@ -43,7 +43,7 @@ def scale_of(log_weight, DK: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def state_before(place):
-    """Of the state that the chunk reads, where rows hold one more than there are chunks."""
+    """The place of the state that the chunk reads: there is one more state per row than there are chunks."""
     return place + place // tl.num_programs(0)
 
 
@@ -52,7 +52,7 @@ def shift_of(
     peaks, log_weight, free_energy, scale, rate, anchor, columns,
     DK: tl.constexpr, DV: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The integer above rate (v - anchor) of all tokens, and the same of all key channels with their weights."""
+    """The smallest integer above rate (v - anchor) of all tokens and of all key channels, these with their weights."""
     top = (tl.load(peaks + columns, mask=columns < DV, other=0.0) - anchor) * rate
     for start in range(0, DK, BLOCK):
         keys = start + tl.arange(0, BLOCK)
@@ -135,8 +135,8 @@ def _row_operands(
     place, of_row, rows, columns, rate, fallback, weight, total, of_mean, of_free, heads, end,
     DV: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """g and h in the dtype that they are multiplied in, 1 / Z, and R, 1 where h is 0 for doubt; h and R None without a
-    rate."""
+    """g and h in the dtype of the matrix products, 1 / Z, and R, which is 1 where doubt makes h 0. h and R are None
+    without a rate."""
     z = tl.load(weight + of_row + rows * heads, mask=rows < end, other=0.0)
     sure = (z >= PROVEN) & (tl.load(fallback + place) == 0)
     over = 1.0 / tl.where(sure, z, float("inf"))

@@ -9,7 +9,8 @@ y_c = (dlog w_c - sum_j (dmean mean + G)_cj) / w_c,
     dkept_ic = sum_j v_ij g_cj + E_ij h_cj + y_c        dv_ij = sum_c kept_ic (g_cj + beta_j E_ij h_cj)
     dbeta_j = sum_i E_ij (sum_c kept_ic h_cj) (v_ij - u_j) - sum_c G_cj log(R_cj / w_c) / beta_j
 
-with u = anchor + shift / rate. Key channels with w or R < e^-60 are in doubt, and `fem.ops` computes their chunk again.
+with u = anchor + shift / rate. Key channels with w or R < e^-60 are in doubt, and their chunk is computed again by
+`fem.ops.linear_attention.fallback`.
 """
 
 from __future__ import annotations
@@ -142,4 +143,4 @@ def remember_gradients(
             tl.store(dbeta + place * DV + columns, of_beta, mask=columns < DV)
         of_values += load_tile(of_v + of_row * DV, rows, columns, heads * DV, end, DV)
         store_tile(dv + of_row * DV, rows, columns, heads * DV, end, of_values, DV)
-        tl.debug_barrier()  # other threads may add to what these have stored
+        tl.debug_barrier()  # the next round adds to dkept, which other threads have stored

@@ -1,10 +1,10 @@
-"""The state between chunks: each chunk lets some of it through and adds its own.
+"""The state from chunk to chunk: each chunk decays it and adds its own tokens.
 
     w' = e^g w + x        fresh = log(x / (e^g w))        share = sigmoid(fresh), keep = 1 - share
     mean' = keep mean + share mean_x        F' = (1 / beta) log(keep e^{beta F} + share e^{beta F_x})
 
-All of it as logarithms and averages, so that nothing over- or underflows. One program carries a block of key channels
-from chunk to chunk.
+Weights are kept as logarithms and values as averages, so that nothing over- or underflows. One program takes a block of
+key channels from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def add_exp(x, y):
 
 @triton.jit
 def let_through(through, place, keys, DK: tl.constexpr, SHARED: tl.constexpr):
-    """The logarithm of what a chunk lets through of each key channel."""
+    """The decay of each key channel over a whole chunk, as a logarithm."""
     if through is None:
         passed = tl.zeros(keys.shape, tl.float32)
     elif SHARED:

@@ -12,15 +12,16 @@ import triton.language as tl
 
 from fem.ops.common.kernels.tiles import LOG2_E, NOTHING, exp2_shifted
 from fem.ops.common.precision import LEAST_PROVEN
+from fem.ops.linear_attention import chunk as plain_chunk
 
 PROVEN = tl.constexpr(LEAST_PROVEN[torch.float32])
-LIGHT = tl.constexpr(30.0)  # the logarithm of weights that need no scaling
+LIGHT = tl.constexpr(plain_chunk.LIGHT)
 
 
 @triton.jit
 def chunk_of(time, CHUNK: tl.constexpr):
-    """Of the program's chunk: its place, its first token's place in (B, T, H), how many tokens are left from there,
-    and how many heads there are. Tokens are counted from the chunk's first, so that only places need 64 bits."""
+    """The place of the program's chunk, that of its first token in (B, T, H), how many tokens there are from that to
+    the end, and the number of heads. Tokens are counted from the chunk's first, so that only places need 64 bits."""
     chunk, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     heads, first = tl.num_programs(1), chunk * CHUNK
     place = (batch * heads + head) * tl.num_programs(0) + chunk

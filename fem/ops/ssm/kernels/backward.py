@@ -6,9 +6,9 @@ the shares p, q and the gradients w, s, u of `fem.ops.channel_scan.kernels.backw
     w_n += theta_n (dL + dmean (mean_n - mean)) + (phi_n - theta_n) h        s_n += theta_n dmean        u_n += phi_n h
     dlog(delta B_n) = p w_n + g_n        dlog_decay_n = (1 - p) w_n - g_n        g_n = p (v - mean_n) s_n + (q - p) u_n
 
-A factor 0 is differentiated as it is, by e^{-m} / S in place of p / 0; a logarithm, where log_delta is given, as a
-logarithm. Parts of sums over channels or batches are
-stored apart. Per program the scratch holds what one chunk needs: shares, means, and parts of the reads.
+A factor that is exactly 0 has a gradient too: e^{-m} / S takes the place of p / 0. Where log_delta is given, gradients
+are those of the logarithms. Partial sums over channels or batches are stored apart, and summed after the kernel. The
+scratch of a program holds one chunk's shares, means and parts of the reads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fem.ops.ssm.kernels.forward import (
 
 @triton.jit
 def per_unit(exponent, sums, peak):
-    """What of a sum one unit of input is, for states that hold something."""
+    """The share that one unit of input would have in a sum; 0 for empty states."""
     return tl.where(peak > NEARLY_NOTHING, tl.exp(tl.minimum(exponent, LARGEST)) / sums, 0.0)
 
 

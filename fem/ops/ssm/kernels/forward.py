@@ -23,7 +23,7 @@ LARGEST = tl.constexpr(50.0)  # a greater exponent belongs to a factor 0, whose 
 
 @triton.jit
 def states_of(columns, channels, N: tl.constexpr, PADDED: tl.constexpr):
-    """Place and existence of the states of each channel, (BLOCK, PADDED), and of the states alone, (1, PADDED)."""
+    """Offsets of the states of each channel, which of them exist, (BLOCK, PADDED); n, and n < N, (1, PADDED)."""
     n = tl.arange(0, PADDED)[None, :]
     return n * channels + columns[:, None], (columns < channels)[:, None] & (n < N), n, n < N
 
@@ -42,7 +42,7 @@ def load_energy(states, place, size, inside):
 
 @triton.jit
 def load_log(at, log_delta, exists):
-    """The logarithm of a number, or of what is a logarithm already; -inf where nothing is."""
+    """log of what is loaded, which is a logarithm already where log_delta is given; -inf outside."""
     if log_delta is None:
         log = tl.log(load_channels(at, exists))
     else:
@@ -66,7 +66,7 @@ def entry(delta, log_delta, a, b, opens, place, token, inside, n, exists, N: tl.
 
 @triton.jit
 def of_positive(log_weight, part):
-    """The part that a weight has, 0 where the weight is 0 and the part is that of one unit of it."""
+    """The part of a weight; 0 where the weight is 0, as the part given is then that of one unit of weight."""
     return tl.where(log_weight > float("-inf"), part, 0.0)
 
 
@@ -94,7 +94,7 @@ def look(exponent, sums, log_c, own_exponent, skip):
 
 @triton.jit
 def measured(peak, at, steep, value, skip):
-    """The highest value that any energy is kept by, and the exponents of the energies and of the token beside it."""
+    """The highest value c of a token's states, and the exponents of their energies and of the token's own, less c."""
     some = peak > NEARLY_NOTHING
     r = tl.max(tl.where(some, at, NOTHING), 1)
     if skip is not None:

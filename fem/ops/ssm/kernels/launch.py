@@ -1,4 +1,4 @@
-"""The scan behind `ssm_read` by our kernels: what they are launched on, and what the backward needs."""
+"""The scan behind `ssm_read` by our kernels: their launches, and their gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def ssm_scan(
     """The read of every token with the logarithm of its total weight, (B, T, D), and the states after the last one.
 
     The arguments of `fem.ops.ssm.plain`; delta, b, c and v in any of float32, bfloat16 and float16, sums in float32.
-    logs: of delta, b and c, in float32, which stand for b and c then, and for what delta lets in.
+    logs: of delta, b and c, in float32: they take the place of b, of c and of delta as a factor of b; delta itself
+    then only decays.
     Training keeps the inputs, the reads and the states of every 64th token. Gradients repeat bit by bit.
     Raises ValueError on float64.
     """
@@ -44,7 +45,7 @@ def ssm_scan(
     opens = None if opens is None else opens.to(torch.int8)
     inputs = (delta, a, b, c, skip, v, beta, opens, log_delta)
     log_weight, mean, last, _, *free_energy = _forward(*inputs, packed(start))
-    return Terms(log_weight, mean, free_energy[0] if free_energy else None), unpacked(last)
+    return Terms(log_weight, mean, *free_energy), unpacked(last)
 
 
 _INPUTS = (

@@ -1,0 +1,55 @@
+"""What the fields of recipes have in common: lists with commas, limits, and names to choose from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+
+def listed(text: str) -> list[str]:
+    """The names in a list with commas between them, each once."""
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def numbers(name: str, text: str) -> tuple[float, ...]:
+    """The numbers in a list, each once. Raises ValueError, naming the field, where one is no number."""
+    try:
+        return tuple(dict.fromkeys(float(value) for value in listed(text)))
+    except ValueError:
+        raise ValueError(f"{name} must be numbers with commas between them, got {text!r}.") from None
+
+
+def require_positive(recipe: Any, *names: str) -> None:
+    """Raises ValueError where one of these fields is not positive and finite. None, for a default, passes."""
+    for name in names:
+        value = getattr(recipe, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name} must be positive, got {value}.")
+
+
+def require_not_negative(recipe: Any, *names: str) -> None:
+    """Raises ValueError where one of these fields is negative, infinite or no number."""
+    for name in names:
+        if not (getattr(recipe, name) >= 0 and math.isfinite(getattr(recipe, name))):
+            raise ValueError(f"{name} must not be negative, got {getattr(recipe, name)}.")
+
+
+def require_one_of(name: str, value: str, known: Collection[str]) -> None:
+    """Raises ValueError where the field's value is none of those known."""
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}.")
+
+
+def require_some_of(name: str, given: Sequence[str], known: Collection[str]) -> None:
+    """Raises ValueError where a list is empty or names anything that is not known."""
+    unknown = [value for value in given if value not in known]
+    if unknown or not given:
+        raise ValueError(f"{name} must be from {', '.join(known)}; got {', '.join(map(repr, unknown)) or 'none'}.")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence that refuses a name: "; did you mean fem-sm-tiny?", or "." where none is near."""
+    near = get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]}?" if near else "."

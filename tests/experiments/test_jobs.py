@@ -1,0 +1,44 @@
+"""Records of trainings: the names of their files, which decide whether a training runs again."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
+
+from fem.experiments.forecast.series import Series
+from fem.experiments.forecast.settings import LAPTOP
+from fem.experiments.forecast.settings import Job as ForecastJob
+from fem.experiments.lm import ablate
+from fem.experiments.lm.ablations import row_fields
+from fem.experiments.mad.experiment import MADRecipe
+from fem.experiments.regimes import RegimesRecipe
+from fem.experiments.vision.settings import DIGITS
+
+
+def ablation() -> str:
+    language = ablate.AblateRecipe().language(0.001, 0)
+    return ablate.Job(row="full", mixer=row_fields("full", "softmax"), language=language, text="x").key
+
+
+KEYS = {
+    "mad": lambda: MADRecipe().jobs()[0].key,
+    "regimes": lambda: RegimesRecipe().tuning("peak")[0].key,
+    "forecast": lambda: ForecastJob(Series("x", ("a",), np.arange(40.0).reshape(20, 2), {}), 4, 0, "none", LAPTOP).key,
+    "vision": lambda: next(DIGITS.jobs())[0],
+    "ablate": ablation,
+}
+
+
+@pytest.mark.parametrize(
+    "experiment, key",
+    [
+        ("mad", "compression-softmax-seed0-51b68eb3078a"),
+        ("regimes", "peak-softmax-seed0-4b72b7787282"),
+        ("forecast", "x-4-none-seed0-29f40ef8ac8a"),
+        ("vision", "softmax-seed0-5c232b785f17"),
+        ("ablate", "full-lr0.001-seed0-166c96d68789"),
+    ],
+)
+def test_records_of_earlier_versions_are_found_again(experiment, key):
+    """A new field must leave the names as they are where it has its default: else all trainings run again."""
+    assert KEYS[experiment]() == key
