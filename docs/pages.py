@@ -57,10 +57,16 @@ def on_page_markdown(markdown: str, **_) -> str:
 
 
 def on_post_page(output: str, **_) -> str:
-    """The theme's search is a dialogue without a name, which screen readers need."""
-    return output.replace(
+    """What a screen reader and the keyboard need: a name for the search, and a way into what scrolls sideways."""
+    named = output.replace(
         'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
     )
+    return re.sub(r"<table>(?=\n<thead>\n<tr>(?:\n<th.*?</th>){6})", '<table tabindex="0">', named)
+
+
+def on_post_template(output_content: str, **_) -> str:
+    """The page of what is not found is no page of docs/."""
+    return on_post_page(output_content)
 
 
 def formula(source: str, display: str) -> str:

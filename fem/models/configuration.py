@@ -73,7 +73,6 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     prior_type: str = "softmax"
     layer_priors: list | None = None
     mixer: dict | None = None
-    rope_parameters: dict | None = None
     value_shift: bool = False
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
@@ -85,13 +84,13 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     def __post_init__(self, **given):
         given.pop("auto_map", None)  # the class knows it
-        rope_theta = given.pop("rope_theta", None)
+        rope = {name: given.pop(name, None) for name in ("rope_scaling", "rope_parameters", "rope_theta")}
         for name in given:
             if name in MIXER_FIELDS:
                 remedy = MODEL_NAMES.get(name, f"mixer={{{name!r}: {given[name]!r}}}")
                 raise ValueError(f"FEMConfig has no field {name!r}, which belongs to the mixers; pass {remedy}.")
         self._check_sizes()
-        read_rope(self, given.pop("rope_scaling", None), rope_theta)
+        read_rope(self, rope["rope_scaling"] or rope["rope_parameters"], rope["rope_theta"])
         if self.intermediate_size is None:
             self.intermediate_size = 256 * -(-8 * self.hidden_size // (3 * 256))
         if self.num_key_value_heads is None:

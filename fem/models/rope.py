@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 BY_LENGTH = ("dynamic", "longrope")
 
 
-def read_rope(config: FEMConfig, rope_scaling: dict | None, rope_theta: float | None) -> None:
-    """config.rope_parameters in the words of transformers 5, from those of older versions too.
+def read_rope(config: FEMConfig, given: dict | None, rope_theta: float | None) -> None:
+    """Sets config.rope_parameters, where any are given, in the words of transformers 5, from older ones too.
 
     Raises ValueError on a kind of scaling that is unknown, or that changes with the length of the row.
     """
-    given = rope_scaling or config.rope_parameters
     if not given and rope_theta is None:
         return
     rope = {"rope_theta": rope_theta or config.mixer.get("rope_theta", 10000.0), **(given or {})}
@@ -50,7 +49,7 @@ def scaled(config: FEMConfig, mixer: FreeEnergyMixerConfig) -> FreeEnergyMixerCo
 
     Raises ValueError on parameters that transformers refuses, or that turn a part of a head alone.
     """
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None)
     turns = mixer.use_rope and ROTARY[0] in PRIORS[mixer.prior_type].uses
     if not rope or rope["rope_type"] == "default" or not turns:
         return mixer

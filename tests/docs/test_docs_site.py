@@ -48,6 +48,11 @@ def pages(site):
     return {path: Page(path) for path in site.rglob("*.html")}
 
 
+def test_no_two_pages_share_a_title():
+    titles = [page.read_text().split("\n", 1)[0] for page in sorted((ROOT / "docs").rglob("*.md"))]
+    assert sorted(titles) == sorted(set(titles))
+
+
 def test_every_page_of_the_documentation_is_there(site):
     written = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")]
     written += [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.ipynb")]

@@ -245,10 +245,11 @@ def train_job(job: Job, corpus: Corpus, folder: Path, bars: Progress) -> dict:
 def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
     from fem.experiments.lm.text import source_name
 
+    tokens = recipe.steps * recipe.batch * recipe.context
     write_page(
         folder,
-        f"What each part of FEM adds to a language model: {recipe.prior} prior, "
-        f"{recipe.layers} blocks of width {recipe.width}",
+        f"The parts of FEM in a language model: {recipe.prior} prior, {parameters(ablation) / 1e6:.2f}M parameters, "
+        f"{tokens / 1e6:.1f}M tokens",
         f"{recipe.layers} blocks of width {recipe.width} with {recipe.heads} heads; {recipe.steps} steps of "
         f"{recipe.batch} x {recipe.context} tokens of {source_name(recipe.text)}, "
         f"byte-pair vocabulary of {recipe.vocabulary}. {KEY} All rows have the same parameters "
@@ -257,7 +258,7 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
         "validation, nats per token after the last step, mean over seeds; sd: over seeds; row: the paper's name, by "
         "the parts that are missing (-) or alone (+); below ..., paired: the difference from that row on the same "
         "seeds, ± its standard error. "
-        f"{recipe.steps * recipe.batch * recipe.context:,} tokens a training, about {flops(ablation, recipe):.2g} "
+        f"{tokens:,} tokens a training, about {6.0 * parameters(ablation) * tokens:.2g} "
         "floating-point operations (6 a parameter and token).",
         markdown_table(ablation.table(), {"loss": min}),
         "![last validation loss of every row, a dot per seed](loss.png)",
@@ -268,9 +269,8 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
     )
 
 
-def flops(ablation: Ablation, recipe: AblateRecipe) -> float:
-    parameters = next(iter(ablation.chosen.values()))[0]["parameters"]
-    return 6.0 * parameters * recipe.steps * recipe.batch * recipe.context
+def parameters(ablation: Ablation) -> int:
+    return next(iter(ablation.chosen.values()))[0]["parameters"]
 
 
 def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:

@@ -1,0 +1,16 @@
+"""transformers' own model tests, where `make suite` has brought them."""
+
+import pytest
+
+pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+import transformers
+from transformers_suite import CACHE, run
+
+
+@pytest.mark.slow
+def test_transformers_own_tests_find_no_fault_in_a_softmax_model():
+    if not (CACHE / f"transformers-{transformers.__version__}" / "needs").is_dir():
+        pytest.skip("needs transformers' source distribution, which `make suite` downloads")
+    found = run("softmax without C", None)
+    assert not found["failures"]
+    assert found["passed"] > 50
