@@ -7,8 +7,8 @@ import sys
 TARGETS = ["query", "key", "value", "output"]  # priors without queries have the last two alone
 
 LORA = {"target_modules": TARGETS, "modules_to_save": ["beta", "inner"]}
-"""LoraConfig(**LORA): low-rank updates of the projections; beta and lambda, which are small and which attention has
-not, are trained whole. After `replace_attention`: the original's targets and the same modules_to_save.
+"""LoraConfig(**LORA): low-rank updates of the projections; beta and lambda, which are small and which attention lacks,
+are trained whole. After `replace_attention`: the original's targets and the same modules_to_save.
 """
 
 

@@ -53,7 +53,7 @@ FAMILIES = {"transformer": TRANSFORMER} | {
 }
 FAMILIES["fem-sm-slim"] = {"prior_type": "softmax", "mixer": {"gate_rank": 8}}
 PRESETS = tuple(f"{family}-{size}" for size in SIZES for family in FAMILIES)
-MIXER_FIELDS = ("prior_type", "layer_priors", "mixer")
+FIELDS_OF_MIXERS = ("prior_type", "layer_priors", "mixer")
 
 
 def preset(name: str, **changes) -> FEMConfig:
@@ -66,8 +66,8 @@ def preset(name: str, **changes) -> FEMConfig:
     if name not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}.")
     family, size = name.rsplit("-", 1)
-    sizes = SIZES[size] | {field: value for field, value in changes.items() if field not in MIXER_FIELDS}
-    mixers = FAMILIES[family] | {field: value for field, value in changes.items() if field in MIXER_FIELDS}
+    sizes = SIZES[size] | {field: value for field, value in changes.items() if field not in FIELDS_OF_MIXERS}
+    mixers = FAMILIES[family] | {field: value for field, value in changes.items() if field in FIELDS_OF_MIXERS}
     mixers["mixer"] = FAMILIES[family]["mixer"] | changes.get("mixer", {})
     return with_parameters(FEMConfig(**sizes, **mixers), count_parameters(FEMConfig(**sizes, **TRANSFORMER)))
 

@@ -20,7 +20,7 @@ Along = Float[Tensor, "..."]
 PerRead = Real[Tensor, "..."] | float | int
 
 COLD = 1e150  # stands for beta = inf where a product must stay finite
-_FLAT = 1e-75  # below it the square of an exponent z underflows, and the limit beta -> 0 is exact
+_FLAT = 1e-75  # where all exponents are below it, the limit beta -> 0 is taken, before p z^2 can underflow
 _EXP_MAX = 700.0  # exp of it is a finite float64
 
 

@@ -58,7 +58,9 @@ def _reads_and_sums(log_decay, x, v, beta, *start):
 
 def _streams(log_decay, x, v, beta, before: Streams) -> Streams:
     weights = accumulate(log_decay, x, v, before.weights)
-    return Streams(weights, None if beta is None else accumulate(log_decay, x + beta * v, None, before.energies))
+    return Streams(
+        weights, None if beta is None else accumulate(log_decay, torch.addcmul(x, beta, v), None, before.energies)
+    )
 
 
 @torch.library.custom_op(
@@ -76,7 +78,7 @@ def _channel_scan(log_decay, x, v, beta, start):
     peak, total, *read = leave(streams, beta).parts()
     last = streams.last().weights.rounded(dtype)
     made_of = [] if beta is None else [streams.energies.peak, streams.energies.sums[0]]
-    outputs = [peak + total.log(), *read, *last, peak, total, *made_of]
+    outputs = [total.log().add_(peak), *read, *last, peak, total, *made_of]
     return [part.to(dtype) for part in outputs]
 
 
@@ -90,14 +92,14 @@ def _(log_decay, x, v, beta, start):
 @torch.library.custom_op(
     "fem::channel_scan_backward",
     mutates_args=(),
-    schema="(Tensor[] grads, Tensor? log_decay, Tensor x, Tensor v, Tensor? beta, Tensor[] start, Tensor[] saved) "
-    "-> Tensor[]",
+    schema="(Tensor? d_log_weight, Tensor[] grads, Tensor? log_decay, Tensor x, Tensor v, Tensor? beta, "
+    "Tensor[] start, Tensor[] saved) -> Tensor[]",
 )
-def _channel_scan_backward(grads, log_decay, x, v, beta, start, saved):
+def _channel_scan_backward(d_log_weight, grads, log_decay, x, v, beta, start, saved):
     """Gradients of x, v, the start without its peak, then, where there are any, of beta and log_decay."""
     dtype, again = v.dtype, needs_float64(v, beta, x)
     if again:
-        log_decay, x, v, beta = double(log_decay, x, v, beta)
+        d_log_weight, log_decay, x, v, beta = double(d_log_weight, log_decay, x, v, beta)
         start, grads = double(*start), double(*grads)
     before = Streams.after(*start, beta=beta)
     if again:  # what was saved is rounded
@@ -108,9 +110,10 @@ def _channel_scan_backward(grads, log_decay, x, v, beta, start, saved):
         mean, *free_energy, peak, total = saved[: 3 if beta is None else 4]
         memory = Memory(peak, total, mean, *free_energy)
         energies = None if beta is None else Sums(saved[4], saved[5].unsqueeze(0))
-    d_log_weight, *d_read, d_last = grads
+    *d_read, d_last = grads
     energy = None if beta is None else energies.sums[0]
-    d_memory = Memory(None, d_log_weight / memory.total, *d_read)
+    d_total = None if d_log_weight is None else d_log_weight / memory.total
+    d_memory = Memory(None, d_total, *d_read)
     d_weights, d_energies, d_beta = leave_backward(d_memory, memory, energy, beta)
     d_weights[:, :, -1] += d_last
     sums = torch.stack([memory.total, memory.total * memory.mean])
@@ -118,7 +121,8 @@ def _channel_scan_backward(grads, log_decay, x, v, beta, start, saved):
     results = [weights.added.mul_(weights.weight), weights.v, weights.start]
     d_decay = weights.log_decay
     if beta is not None:
-        of_energies = accumulate_backward(d_energies, log_decay, x + beta * v, None, before.energies, energies)
+        z = torch.addcmul(x, beta, v)
+        of_energies = accumulate_backward(d_energies, log_decay, z, None, before.energies, energies)
         d_z = of_energies.added.mul_(of_energies.weight)
         d_beta = d_beta.addcmul_(d_z, v).sum((0, 1))
         results[0].add_(d_z)
@@ -130,7 +134,7 @@ def _channel_scan_backward(grads, log_decay, x, v, beta, start, saved):
 
 
 @_channel_scan_backward.register_fake
-def _(grads, log_decay, x, v, beta, start, saved):
+def _(d_log_weight, grads, log_decay, x, v, beta, start, saved):
     like = [x, v, *start[1:], beta, log_decay]
     return [part.new_empty(part.shape) for part in like if part is not None]
 
@@ -147,12 +151,13 @@ def _save(ctx, inputs, output):
 def _differentiate(ctx, grads):
     log_decay, x, v, beta, *rest = ctx.saved_tensors
     start, saved = rest[: ctx.reads], rest[ctx.reads :]
-    grads = [v.new_zeros(shape) if grad is None else grad for grad, shape in zip(grads, ctx.shapes)]
-    given = [*grads[: ctx.reads], grads[ctx.reads + 1]]
+    filled = [v.new_zeros(shape) if grad is None else grad for grad, shape in zip(grads[1:], ctx.shapes[1:])]
+    given = [*filled[: ctx.reads - 1], filled[ctx.reads]]
     if torch.is_grad_enabled():
-        found = again_differentiable(_reads_and_sums, (log_decay, x, v, beta, *start), given)
+        first = v.new_zeros(ctx.shapes[0]) if grads[0] is None else grads[0]
+        found = again_differentiable(_reads_and_sums, (log_decay, x, v, beta, *start), [first, *given])
         return *found[:4], found[4:]
-    gradients = iter(_channel_scan_backward(given, log_decay, x, v, beta, start, saved))
+    gradients = iter(_channel_scan_backward(grads[0], given, log_decay, x, v, beta, start, saved))
     d_x, d_v = next(gradients), next(gradients)
     d_start = [None, *(next(gradients) for _ in start[1:])]
     d_beta, d_decay = (None if part is None else next(gradients) for part in (beta, log_decay))

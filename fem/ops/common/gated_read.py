@@ -36,7 +36,7 @@ def gated_read(mean: Heads, free_energy: Heads | None, inner: Heads | None, oute
         return mean
     free_energy = free_energy if inner is not None else None
     small = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and mean.numel() <= _BLOCK
-    if small or portable() or transformed(mean, free_energy, inner, outer):  # small: calling an op costs more than it
+    if small or portable() or transformed(mean, free_energy, inner, outer):  # small: an op costs more than it saves
         return _gate(mean, free_energy, inner, outer, eps)
     return _gated_read(mean, free_energy, inner, outer, eps)
 

@@ -133,13 +133,14 @@ def mix_channels(mixing: Tensor, terms: Terms, beta: Tensor | None) -> Terms:
     log_total = torch.where(peak > NO_WEIGHT, total.log() + peak, -torch.inf)
     if beta is None:
         return Terms(log_total, mean, None)
-    lift = beta * terms.free_energy
-    top = torch.where(weight > 0, lift, -torch.inf).detach().amax(-1, keepdim=True)
+    lift, seen = beta * terms.free_energy, weight > 0
+    top = torch.where(seen, lift.detach(), -torch.inf).amax(-1, keepdim=True)
     top = torch.where(top > -torch.inf, top, 0)
-    z = torch.where(weight > 0, lift - top, 0)
-    near = torch.log1p(over_channels(weight * torch.expm1(z.clamp(min=-1))) / total)
+    z = torch.where(seen, lift - top, 0)
+    is_near = (z.detach() >= -1).all(-1, keepdim=True)
     energy = log_weight - peak + z
     highest = energy.detach().amax(-1, keepdim=True)
-    far = over_channels((energy - highest).exp()).log() + highest - total.log()
-    free_energy = (top + torch.where((z >= -1).all(-1, keepdim=True), near, far)) / beta
-    return Terms(log_total, mean, free_energy)
+    summed = over_channels(torch.where(is_near, weight * torch.expm1(z.clamp(min=-1)), (energy - highest).exp()))
+    near = torch.log1p(torch.where(is_near, summed, 0) / total)
+    far = torch.where(is_near, 1, summed).log() + highest - total.log()
+    return Terms(log_total, mean, (top + torch.where(is_near, near, far)) / beta)

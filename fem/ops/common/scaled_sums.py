@@ -198,7 +198,10 @@ def leave_backward(
     _, total, mean, free_energy = memory
     d_weights = total.new_empty(2, *total.shape)
     torch.div(grad.mean, total, out=d_weights[1])
-    torch.addcmul(grad.total, mean, d_weights[1], value=-1, out=d_weights[0])
+    if grad.total is None:
+        torch.mul(mean, d_weights[1], out=d_weights[0]).neg_()
+    else:
+        torch.addcmul(grad.total, mean, d_weights[1], value=-1, out=d_weights[0])
     if beta is None:
         return d_weights, None, None
     share = grad.free_energy / beta

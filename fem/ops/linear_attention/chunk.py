@@ -24,8 +24,11 @@ from fem.ops.linear_attention.scores import (
     log,
     log_pair_scores,
     pair_scores,
+    pair_scores_backward,
     since_start,
+    since_start_backward,
     until_end,
+    until_end_backward,
 )
 
 LIGHT = 30.0  # weights up to e^30 need no scaling
@@ -59,6 +62,18 @@ def _items(v: Tensor, peak: Tensor | None, beta: Tensor | None) -> Tensor:
     return torch.cat([ones, v, (beta * (v - peak)).exp()], -1)
 
 
+def _items_backward(
+    grad: Tensor, items: Tensor, v: Tensor, peak: Tensor | None, beta: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of v and beta."""
+    width = v.shape[-1]
+    d_v = grad[..., 1 : 1 + width]
+    if beta is None:
+        return d_v, None
+    d_exponent = grad[..., 1 + width :] * items[..., 1 + width :]
+    return torch.addcmul(d_v, beta, d_exponent), (d_exponent * (v - peak)).sum(1, keepdim=True)
+
+
 def mix_by_steps(
     scores: Tensor, items: Tensor, beta: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Bool[Tensor, "y r"]]:
@@ -90,56 +105,40 @@ def _sure_quotients(sums: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, 
     return weight.log().squeeze(-1), numerator / weight, gain, doubt
 
 
-class _Mix(torch.autograd.Function):
-    """`mix_by_steps` with the gradient of a softmax: with p = s / Z that of a score is (raw - sum_i p_i raw_i) / Z.
+def mix_at_once(
+    scores: Tensor, items: Tensor, beta: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Bool[Tensor, "y r"]]:
+    """`mix_by_steps` without masks where no row is in doubt. Reads a value back from the device."""
+    sums, least = scores @ items, _least(scores)
+    weight, _, partition = _columns(sums, beta)
+    lightest = weight.amin() if beta is None else torch.minimum(weight.amin(), partition.amin())
+    return _sure_quotients(sums, beta) if lightest >= least else _quotients(sums, least, beta)
 
-    Where one item has all the weight it is exactly 0, however small Z is. Rows in doubt pass none.
+
+def _mix_backward(
+    grad: Terms | State, scores: Tensor, items: Tensor, beta: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of scores, items and beta; rows in doubt pass none.
+
+    As of a softmax, with p = s / Z that of a score is (raw - sum_i p_i raw_i) / Z: exactly 0 where one item has all the
+    weight, however small Z is.
     """
-
-    @staticmethod
-    def forward(scores, items, beta):
-        """As `mix_by_steps`, followed by the sums that the gradient needs."""
-        sums = scores @ items
-        weight, _, partition = _columns(sums, beta)
-        lightest = weight.amin() if beta is None else torch.minimum(weight.amin(), partition.amin())
-        if lightest >= _least(scores):
-            return *_sure_quotients(sums, beta), weight, partition
-        return *_quotients(sums, _least(scores), beta), weight, partition
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs, *output[4:])
-        ctx.mark_non_differentiable(*(x for x in output[3:] if x is not None))
-
-    @staticmethod
-    def backward(ctx, d_log_weight, d_mean, d_gain, *_):
-        scores, items, beta, weight, partition = ctx.saved_tensors
-        least = _least(scores)
-        sure = weight >= least
-        weight = torch.where(sure, weight, torch.inf)
-        d_sums, d_beta = d_mean, None
-        if beta is not None:
-            sure = sure & (partition >= least)
-            per_nat = torch.where(sure, d_gain, 0) / beta
-            ratio = torch.where(sure, partition / weight, 1)
-            d_beta = -(per_nat * ratio.log() / beta).sum(1, keepdim=True)
-            d_sums = torch.cat([d_sums, per_nat / ratio], -1)
-        raw = d_sums @ items[..., 1:].mT
-        p = scores / weight
-        d_weight = d_log_weight.unsqueeze(-1) - torch.linalg.vecdot(p, raw).unsqueeze(-1)
-        d_items = p.mT @ torch.cat([d_weight, d_sums], -1)
-        return raw.addcmul_(d_weight, items[..., :1].mT).div_(weight), d_items, d_beta
-
-
-class MixForGradients(_Mix):
-    """`_Mix` for a backward pass: what it returns has the right shapes, but only the gradients are right."""
-
-    @staticmethod
-    def forward(scores, items, beta):
-        weight, numerator, partition = _columns(scores @ items, beta)
-        doubt = torch.zeros(weight.shape[:2], dtype=torch.bool, device=weight.device)
-        gain = None if beta is None else partition[:]
-        return weight.squeeze(-1), numerator, gain, doubt, weight, partition
+    weight, _, partition = _columns(scores @ items, beta)
+    least = _least(scores)
+    sure = weight >= least
+    weight = torch.where(sure, weight, torch.inf)
+    d_sums, d_beta = grad.mean, None
+    if beta is not None:
+        sure = sure & (partition >= least)
+        per_nat = torch.where(sure, grad.free_energy, 0) / beta
+        ratio = torch.where(sure, partition / weight, 1)
+        d_beta = -(per_nat * ratio.log() / beta).sum(1, keepdim=True)
+        d_sums = torch.cat([d_sums, per_nat / ratio], -1)
+    raw = d_sums @ items[..., 1:].mT
+    p = scores / weight
+    d_weight = grad.log_weight.unsqueeze(-1) - torch.linalg.vecdot(p, raw).unsqueeze(-1)
+    d_items = p.mT @ torch.cat([d_weight, d_sums], -1)
+    return raw.addcmul_(d_weight, items[..., :1].mT).div_(weight), d_items, d_beta
 
 
 def _lifted(gain: Tensor | None, peak: Tensor | None, log_weight: Tensor) -> Tensor | None:
@@ -161,12 +160,24 @@ def _least(scores: Tensor) -> float:
 # --- what a chunk adds -------------------------------------------------------------------------------------------
 
 
-def remember(chunk: Chunk, mix=_Mix.apply) -> tuple[State, Bool[Tensor, "y dk"]]:
+def remember(chunk: Chunk, mix=mix_at_once) -> tuple[State, Bool[Tensor, "y dk"]]:
     """The chunk's own contribution to the state at its end, and the key channels in doubt."""
-    kept = chunk.k if chunk.g is None else chunk.k * until_end(chunk.g).exp()
-    peak = None if chunk.beta is None else chunk.v.detach().amax(1, keepdim=True)
-    log_weight, mean, gain, doubt, *_ = mix(kept.mT, _items(chunk.v, peak, chunk.beta), chunk.beta)
+    kept, items, peak = _kept(chunk)
+    log_weight, mean, gain, doubt = mix(kept.mT, items, chunk.beta)
     return State(log_weight, mean, _lifted(gain, peak, log_weight)), doubt & (chunk.k.amax(1) > 0)
+
+
+def remember_backward(grad: State, chunk: Chunk) -> tuple[Chunk]:
+    """Gradients of the chunk from that of `remember`; channels in doubt pass none."""
+    kept, items, peak = _kept(chunk)
+    d_kept, d_items, d_beta = _mix_backward(grad, kept.mT, items, chunk.beta)
+    d_kept = d_kept.mT
+    d_v, of_items = _items_backward(d_items, items, chunk.v, peak, chunk.beta)
+    d_g = None
+    if chunk.g is not None:
+        d_g = until_end_backward(_sum_to(d_kept * kept, chunk.g))
+        d_kept = d_kept * until_end(chunk.g).exp()
+    return (Chunk(torch.zeros_like(chunk.q), d_kept, d_g, d_v, None if d_beta is None else d_beta + of_items),)
 
 
 def remember_exactly(chunk: Chunk) -> State:
@@ -175,15 +186,40 @@ def remember_exactly(chunk: Chunk) -> State:
     return State(*_log_quotients(scores.mT, chunk.v, chunk.v, chunk.beta))
 
 
+def _kept(chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The keys as they are left at the end of the chunk, the items, and the peak M."""
+    kept = chunk.k if chunk.g is None else chunk.k * until_end(chunk.g).exp()
+    peak = None if chunk.beta is None else chunk.v.detach().amax(1, keepdim=True)
+    return kept, _items(chunk.v, peak, chunk.beta), peak
+
+
 # --- what a chunk reads ------------------------------------------------------------------------------------------
 
 
-def read(chunk: Chunk, state: State, present: bool, mix=_Mix.apply) -> tuple[Terms, Bool[Tensor, "y c"]]:
+def read(chunk: Chunk, state: State, present: bool, mix=mix_at_once) -> tuple[Terms, Bool[Tensor, "y c"]]:
     """What each token of the chunk reads from state and chunk, and the tokens in doubt."""
     scores, items, scale, peak = _visible(chunk, state, present)
-    log_weight, mean, gain, doubt, *_ = mix(scores, items, chunk.beta)
+    log_weight, mean, gain, doubt = mix(scores, items, chunk.beta)
     terms = Terms(log_weight + scale.squeeze(-1), mean, _lifted(gain, peak, log_weight))
     return terms, doubt & (chunk.q.amax(2) > 0)
+
+
+def read_backward(grad: Terms, chunk: Chunk, state: State, present: bool) -> tuple[Chunk, State]:
+    """Gradients of chunk and state from that of `read`; tokens in doubt pass none."""
+    scores, items, scale, peak = _visible(chunk, state, present)
+    width = chunk.q.shape[-1]
+    d_scores, d_items, d_beta = _mix_backward(grad, scores, items, chunk.beta)
+    d_items[:, width:, 1 : 1 + chunk.v.shape[-1]] *= (-scale).exp()  # the other items are what they were scaled to
+    d_v, of_tokens = _items_backward(d_items[:, width:], items[:, width:], chunk.v, peak, chunk.beta)
+    d_state, of_state = _summaries_backward(d_items[:, :width], items[:, :width], state, peak, chunk.beta)
+    d_left = d_scores[..., :width]
+    d_q, d_k, d_g = pair_scores_backward(d_scores[..., width:], chunk.q, chunk.k, chunk.g, present)
+    if chunk.g is None:
+        d_q = d_q + d_left
+    else:
+        d_g = d_g + since_start_backward(_sum_to(d_left * scores[..., :width], chunk.g))
+        d_q = torch.addcmul(d_q, d_left, since_start(chunk.g).exp())
+    return Chunk(d_q, d_k, d_g, d_v, None if d_beta is None else d_beta + of_tokens + of_state), d_state
 
 
 def read_exactly(chunk: Chunk, state: State, present: bool) -> Terms:
@@ -224,8 +260,25 @@ def _visible(chunk: Chunk, state: State, present: bool) -> tuple:
     summaries = torch.cat([weight, weight * state.mean] + ([] if energy is None else [energy]), 2)
     items = torch.cat([summaries, _items(chunk.v, peak, chunk.beta) * (-scale).exp()], 1)
     left = chunk.q if chunk.g is None else chunk.q * since_start(chunk.g).exp()
-    pairs = pair_scores(chunk.q, chunk.k, chunk.g, present)
-    return torch.cat([left, pairs], 2), items, scale, peak
+    return torch.cat([left, pair_scores(chunk.q, chunk.k, chunk.g, present)], 2), items, scale, peak
+
+
+def _summaries_backward(
+    grad: Tensor, summaries: Tensor, state: State, peak: Tensor | None, beta: Tensor | None
+) -> tuple[State, Tensor | None]:
+    """Gradients of state and beta."""
+    width = state.mean.shape[-1]
+    moved = grad * summaries
+    d_mean = summaries[..., :1] * grad[..., 1 : 1 + width]
+    if beta is None:
+        return State(moved.sum(-1), d_mean, None), None
+    d_exponent = moved[..., 1 + width :]
+    d_beta = (d_exponent * (state.free_energy - peak)).sum(1, keepdim=True)
+    return State(moved.sum(-1), d_mean, beta * d_exponent), d_beta
+
+
+def _sum_to(x: Tensor, decay: Tensor) -> Tensor:
+    return x.sum(-1, keepdim=True) if decay.shape[-1] == 1 else x
 
 
 def _log_quotients(scores: Tensor, values: Tensor, energies: Tensor | None, beta: Tensor | None) -> Terms:

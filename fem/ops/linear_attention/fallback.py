@@ -21,12 +21,9 @@ class Way(NamedTuple):
     """The ways to compute something for a number of chunks; arguments and results are tuples of tensors or None."""
 
     fast: Callable  # -> results, and the rows in doubt
-    gradients: Callable  # -> the same, of which the gradients alone are right
+    backward: Callable  # gradients of the results, and the arguments -> gradients of these; rows in doubt pass none
     exact: Callable  # -> results, at any magnitude
     alive: Callable  # -> rows that see any weight: the others are in doubt for no reason
-
-    def unproved(self, *arguments: Record) -> Record:
-        return self.gradients(*arguments)[0]
 
 
 def compute(way: Way, *arguments: Record) -> tuple[Record, Tensor]:
@@ -57,7 +54,7 @@ def recompute(way: Way, result: Record, doubt: Tensor, *arguments: Record) -> Te
 
 def differentiate(way: Way, fallback: Tensor, grad: Record, *arguments: Record) -> tuple[Record, ...]:
     """Gradients of the arguments."""
-    result = _backward(way.unproved, grad, *arguments)
+    result = way.backward(grad, *arguments)
     correct(way, result, fallback, grad, *arguments)
     return result
 
@@ -66,7 +63,7 @@ def correct(way: Way, result: tuple[Record, ...], fallback: Tensor, grad: Record
     """Compute the gradients of the chunks that took a fallback again, in place."""
     doubled = (fallback == 1).nonzero().squeeze(1)
     if len(doubled):
-        better = _backward(way.unproved, *_take((grad, *arguments), doubled, torch.float64))
+        better = way.backward(*_take((grad, *arguments), doubled, torch.float64))
         for record, with_ in zip(result, better):
             _put(record, doubled, with_)
     exact = (fallback == 2).nonzero().squeeze(1)

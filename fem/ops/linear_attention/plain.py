@@ -18,13 +18,14 @@ from fem.ops.common.read import Terms
 from fem.ops.common.transforms import again_differentiable
 from fem.ops.linear_attention.chunk import (
     Chunk,
-    MixForGradients,
     State,
     adds,
     mix_by_steps,
     read,
+    read_backward,
     read_exactly,
     remember,
+    remember_backward,
     remember_exactly,
     sees,
 )
@@ -35,13 +36,13 @@ CHUNK = 64
 CHUNK_OF_CHANNEL_DECAY = 16  # smaller, as its pairs are scored one by one, not by a matrix product
 TOKENS_AT_A_TIME = 2**12  # of a slab, over rows and heads: intermediate results fit the CPU's cache
 
-REMEMBER = Way(remember, partial(remember, mix=MixForGradients.apply), remember_exactly, adds)
+REMEMBER = Way(remember, remember_backward, remember_exactly, adds)
 
 
 def read_way(present: bool) -> Way:
     return Way(
         lambda *records: read(*records, present),
-        lambda *records: read(*records, present, mix=MixForGradients.apply),
+        lambda *records: read_backward(*records, present),
         lambda *records: read_exactly(*records, present),
         lambda *records: sees(*records, present),
     )

@@ -25,9 +25,17 @@ def since_start(g: Decay) -> Decay:
     return g.cumsum(1)
 
 
+def since_start_backward(grad: Decay) -> Decay:
+    return grad.flip(1).cumsum(1).flip(1)
+
+
 def until_end(g: Decay) -> Decay:
     """sum_{r > i} g_r: how much of token i is left at the end of the chunk, as a logarithm."""
     return F.pad(g[:, 1:], (0, 0, 0, 1)).flip(1).cumsum(1).flip(1)
+
+
+def until_end_backward(grad: Decay) -> Decay:
+    return F.pad(grad[:, :-1], (0, 0, 1, 0)).cumsum(1)
 
 
 def log(x: Tensor) -> Tensor:
@@ -46,8 +54,30 @@ def pair_scores(q: Tensor, k: Tensor, g: Decay | None, present: bool) -> Pairs:
     """A: by one matrix product where all key channels decay alike, else one distance t - i at a time."""
     if g is not None and g.shape[-1] > 1:
         return torch.cat([_lagged_scores(*part, present) for part in _groups(q, k, g)])
+    return (q @ k.mT) * _decay_of_pairs(q, g, present)
+
+
+def pair_scores_backward(
+    grad: Pairs, q: Tensor, k: Tensor, g: Decay | None, present: bool
+) -> tuple[Tensor, Tensor, Decay | None]:
+    """Gradients of q, k and g."""
+    if g is not None and g.shape[-1] > 1:
+        parts = [_lagged_scores_backward(*part, present) for part in _groups(grad, q, k, g)]
+        return tuple(torch.cat(part) for part in zip(*parts))
+    direct = grad * _decay_of_pairs(q, g, present)
+    d_g = None if g is None else _across(direct * (q @ k.mT))
+    return direct @ k, direct.mT @ q, d_g
+
+
+def _decay_of_pairs(q: Tensor, g: Decay | None, present: bool) -> Tensor:
     decay = q.new_ones(q.shape[1], q.shape[1]) if g is None else segments(g.squeeze(-1)).exp()
-    return (q @ k.mT) * decay.tril(0 if present else -1)
+    return decay.tril(0 if present else -1)
+
+
+def _across(pairs: Pairs) -> Decay:
+    """Sum over the pairs i < r <= t, for each r."""
+    before = pairs.cumsum(2)[:, :, :-1].tril(-1).sum(1)
+    return F.pad(before, (1, 0)).unsqueeze(-1)
 
 
 def log_pair_scores(q: Tensor, k: Tensor, g: Decay | None, present: bool) -> Pairs:
@@ -83,3 +113,21 @@ def _lagged_scores(q: Tensor, k: Tensor, g: Tensor, present: bool) -> Pairs:
     place = torch.arange(time, device=g.device)
     lag = (place[:, None] - place).clamp(min=0).expand(len(q), -1, -1)
     return by_lag.gather(2, lag).tril(0 if present else -1)
+
+
+def _lagged_scores_backward(
+    grad: Pairs, q: Tensor, k: Tensor, g: Tensor, present: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    time = g.shape[1]
+    d_q, d_k, d_g = (torch.zeros_like(x) for x in (q, k, g))
+    straddling = torch.zeros_like(g)  # at t: the sum over the pairs (t, i) of at least the lag at hand
+    for lag, left in reversed(list(enumerate(_decays_by_lag(g)))):
+        if lag or present:
+            weight = left * grad.diagonal(-lag, 1, 2).unsqueeze(-1)
+            from_key = weight * k[:, : time - lag]
+            d_q[:, lag:] += from_key
+            d_k[:, : time - lag] += weight * q[:, lag:]
+            if lag:
+                straddling[:, lag:] += from_key * q[:, lag:]
+                d_g[:, 1 : time - lag + 1] += straddling[:, lag:]
+    return d_q, d_k, d_g
