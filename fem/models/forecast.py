@@ -28,8 +28,8 @@ TRAINING = {
     "windows_batch_size": 128,
     "inference_windows_batch_size": 512,
     "start_padding_enabled": False,
-    "scaler_type": "standard",
 }
+LEAST_VARIANCE = 1e-10  # of a column that stands still through a whole window
 
 
 class FEMForecaster(BaseModel):
@@ -39,12 +39,16 @@ class FEMForecaster(BaseModel):
         z_m = W_f f_m + V s + position_m                   m: rows to forecast, where the future of f is known
         y = W_o [z_1, ..., z_M] + b_o    behind `n_layers` blocks  z + mixer(norm(z)),  z + MLP(norm(z))
 
+    Every column is scaled by mean and deviation of its history in the window, and the forecast is scaled back, so that
+    the loss is in the units of the data. Losses that are distributions have parameters without units: there
+    neuralforecast scales the windows, `scaler_type="standard"`.
+
     h: rows to forecast; input_size: rows of history. hidden_size, n_heads, n_layers, patch_len, dropout: the model.
     hist_exog_list, futr_exog_list, stat_exog_list: columns x of the history, f of history and future, s of the series.
     prior_type, mixer: the mixers' prior and further fields of `FreeEnergyMixerConfig`; they have the linear weights of
     plain attention unless a width is named. loss: any of neuralforecast's; MQLoss for quantiles.
-    training: what all models of neuralforecast take, such as max_steps, scaler_type (here "standard": each window by
-    its own mean and deviation) or accelerator. A patch without any observed row is masked.
+    training: what all models of neuralforecast take, such as max_steps, scaler_type or accelerator. A patch without any
+    observed row is masked.
 
     Raises ValueError on sizes that no model can have, TypeError on unknown mixer fields.
     """
@@ -72,12 +76,14 @@ class FEMForecaster(BaseModel):
         for name, value in {"hidden_size": hidden_size, "n_layers": n_layers, "patch_len": patch_len}.items():
             if value < 1:
                 raise ValueError(f"{name} must be positive, got {value}.")
+        loss = MAE() if loss is None else loss
+        scaler = "standard" if loss.is_distribution_output else "identity"
         super().__init__(
             h=h,
             input_size=input_size,
-            loss=MAE() if loss is None else loss,
+            loss=loss,
             random_seed=random_seed,
-            **TRAINING | training,
+            **TRAINING | {"scaler_type": scaler} | training,
         )
         fields = {"n_embd": hidden_size, "n_head": n_heads, "prior_type": prior_type, **(mixer or {})}
         config = build_config(**fields)
@@ -98,29 +104,47 @@ class FEMForecaster(BaseModel):
         self.head = nn.Linear(patches * hidden_size, h * self.loss.outputsize_multiplier)
 
     def forward(self, windows_batch: dict[str, Tensor | None]) -> Float[Tensor, "b h outputs"]:
-        z, observed = self._tokens(windows_batch)
+        z, observed, center, spread = self._tokens(windows_batch)
         z = self.dropout(z + self.position)
         for block in self.blocks:
             z = block(z, observed)
         z = self.norm(z) * observed[..., None]
-        return self.head(z.flatten(1)).unflatten(1, (self.h, -1))
+        return self.head(z.flatten(1)).unflatten(1, (self.h, -1)) * spread[..., :1] + center[..., :1]
 
-    def _tokens(self, windows_batch: dict[str, Tensor | None]) -> tuple[Float[Tensor, "b n d"], Bool[Tensor, "b n"]]:
-        """The embedded patches of history and of a known future, and which of them have an observed row."""
+    def _tokens(
+        self, windows_batch: dict[str, Tensor | None]
+    ) -> tuple[Float[Tensor, "b n d"], Bool[Tensor, "b n"], Float[Tensor, "b 1 c"], Float[Tensor, "b 1 c"]]:
+        """The embedded patches of history and of a known future, which of them have an observed row, and mean and
+        deviation of every column, of which y is the first."""
         y, seen = windows_batch["insample_y"], windows_batch.get("insample_mask")
         rows = [y, *(windows_batch[name] for name in self._of_history)]
         rows = torch.cat([x[:, : y.shape[1]] for x in rows], -1)
         seen = torch.ones_like(y) if seen is None else seen.view_as(y)
         observed = (self._patches(seen) > 0).any(-1)
-        z = self.embedding(self._patches(rows * seen))
+        center, spread = self._scale(rows, seen)
+        z = self.embedding(self._patches((rows - center) / spread * seen))
         if self.future is not None:
-            future = F.pad(windows_batch["futr_exog"][:, y.shape[1] :], (0, 0, 0, -self.h % self.patch_len))
+            known = slice(-self.futr_exog_size, None)
+            future = (windows_batch["futr_exog"][:, y.shape[1] :] - center[..., known]) / spread[..., known]
+            future = F.pad(future, (0, 0, 0, -self.h % self.patch_len))
             future = self.future(future.unflatten(1, (-1, self.patch_len)).flatten(2))
             z = torch.cat([z, future], 1)
             observed = F.pad(observed, (0, future.shape[1]), value=True)
         if self.static is not None:
             z = z + self.static(windows_batch["stat_exog"]).unsqueeze(1)
-        return z, observed
+        return z, observed, center, spread
+
+    def _scale(
+        self, rows: Float[Tensor, "b l c"], seen: Float[Tensor, "b l 1"]
+    ) -> tuple[Float[Tensor, "b 1 c"], Float[Tensor, "b 1 c"]]:
+        """Mean and deviation of the observed rows of every column; 0 and 1 where the loss is a distribution."""
+        if self.loss.is_distribution_output:
+            zero = rows.new_zeros(len(rows), 1, rows.shape[2])
+            return zero, zero + 1
+        count = seen.sum(1, keepdim=True).clamp_min(1)
+        center = (rows * seen).sum(1, keepdim=True) / count
+        variance = ((rows - center).square() * seen).sum(1, keepdim=True) / count
+        return center, (variance + LEAST_VARIANCE).sqrt()
 
     @property
     def _of_history(self) -> list[str]:

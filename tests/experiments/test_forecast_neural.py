@@ -104,7 +104,7 @@ def test_a_forecaster_with_exogenous_inputs_is_loaded_in_a_fresh_process(tmp_pat
 def test_the_search_has_a_space_of_the_forecasters_own_arguments():
     space = AutoFEMForecaster.get_default_config(5, "ray")
     assert {"input_size", "step_size", "hidden_size", "prior_type"} <= space.keys()
-    assert space.keys() - {"h", "loss"} <= {*inspect.signature(FEMForecaster).parameters, *TRAINING, "step_size"}
+    assert space.keys() - {"h", "loss"} <= {*inspect.signature(FEMForecaster).parameters, *TRAINING, "step_size", "scaler_type"}
     model = AutoFEMForecaster(h=5, num_samples=1)
     assert model.cls_model is FEMForecaster
     assert MODEL_FILENAME_DICT["autofemforecaster"] is FEMForecaster
@@ -125,6 +125,24 @@ def test_quantile_loss_learns_an_interval():
     width = interval["FEMForecaster-hi-80"] - interval["FEMForecaster-lo-80"]
     assert (width > 1.0).all()
     assert (width < 5.0).all()
+
+
+@pytest.mark.parametrize("loss, outputs", [(None, 1), (MQLoss(level=[80]), 3)])
+def test_forecasts_follow_the_units_of_the_data(loss, outputs):
+    model = FEMForecaster(**SMALL, loss=loss).eval()
+    y = torch.randn(4, 23)
+    one, other = model(batch(y)), model(batch(300 * y - 70))
+    assert one.shape == (4, 5, outputs)
+    torch.testing.assert_close(other, 300 * one - 70, rtol=1e-4, atol=1e-2)
+
+
+def test_a_window_that_stands_still_is_forecast_as_it_stands_and_its_gradient_is_small():
+    model = FEMForecaster(**SMALL, loss=MSE()).eval()
+    still = torch.full((2, 23), 7.0)
+    said = model(batch(still))
+    torch.testing.assert_close(said, torch.full_like(said, 7.0), rtol=0, atol=1e-3)
+    (said - 8).square().mean().backward()
+    assert all(part.grad.isfinite().all() and part.grad.abs().max() < 1e-3 for part in model.parameters())
 
 
 def test_rows_before_the_start_are_no_rows():
