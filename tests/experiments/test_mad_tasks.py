@@ -238,7 +238,7 @@ def test_examples_depend_on_seed_split_and_index_alone(task):
         ("recall", {}, "task must be one of"),
         ("compression", {"split": "dev"}, "split must be one of"),
         ("compression", {"n": 0}, "n must be positive"),
-        ("compression", {"vocab_siz": 4}, "Did you mean 'vocab_size'"),
+        ("compression", {"vocab_siz": 4}, "did you mean vocab_size"),
         ("compression", {"frac_noise": 0.1}, "has no setting 'frac_noise'"),
         ("compression", {"vocab_size": 2}, "too few sequences"),
         ("in-context-recall", {"seq_len": 15}, "seq_len must be even"),
