@@ -104,7 +104,12 @@ def test_a_forecaster_with_exogenous_inputs_is_loaded_in_a_fresh_process(tmp_pat
 def test_the_search_has_a_space_of_the_forecasters_own_arguments():
     space = AutoFEMForecaster.get_default_config(5, "ray")
     assert {"input_size", "step_size", "hidden_size", "prior_type"} <= space.keys()
-    assert space.keys() - {"h", "loss"} <= {*inspect.signature(FEMForecaster).parameters, *TRAINING, "step_size", "scaler_type"}
+    assert space.keys() - {"h", "loss"} <= {
+        *inspect.signature(FEMForecaster).parameters,
+        *TRAINING,
+        "step_size",
+        "scaler_type",
+    }
     model = AutoFEMForecaster(h=5, num_samples=1)
     assert model.cls_model is FEMForecaster
     assert MODEL_FILENAME_DICT["autofemforecaster"] is FEMForecaster

@@ -32,6 +32,13 @@ def test_a_page_brings_its_pictures_and_numbers(tmp_path, output):
     assert json.loads((output / "ablate_gla.json").read_text())["results"] == {"loss": 4.5}
 
 
+def test_a_page_names_files_without_the_folders_of_the_machine(tmp_path, output):
+    recipe = {"ett": str(tmp_path / "ETTm1.csv.gz"), "mixers": "softmax,gla/norm", "seeds": 3}
+    add_page(made_up_run(tmp_path / "regimes", recipe=recipe), output)
+    kept = json.loads((output / "regimes.json").read_text())["config"]["recipe"]
+    assert kept == recipe | {"ett": "ETTm1.csv.gz"}
+
+
 def test_what_was_said_of_a_run_survives_its_repetition(tmp_path, output):
     run = made_up_run(tmp_path / "argmax", "argmax")
     add_page(run, output)
