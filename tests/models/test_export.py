@@ -132,6 +132,28 @@ def check_reads_both_ways_in_onnx(folder) -> None:
         torch.testing.assert_close(run(x=x, attention_mask=mask), layer(x, mask), rtol=1e-4, atol=1e-4)
 
 
+SIZES = {"vocab_size": VOCABULARY, "pad_token_id": 0}
+CONVERTED = {
+    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, **SIZES)),
+    "bert": lambda: transformers.BertModel(
+        transformers.BertConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, **SIZES
+        )
+    ),
+}
+
+
+def check_converted_in_onnx(folder, kind: str) -> None:
+    """A converted model exports as it did before."""
+    model = replace_attention(lively(CONVERTED[kind]()), lambda_init=-1.0).eval()
+    given = {"input_ids": tokens(2, 9), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    run = in_onnx(model, folder / "m.onnx", **given)
+    for rows, time in ((1, 3), (4, 12)):
+        given = {"input_ids": tokens(rows, time), "attention_mask": torch.ones(rows, time, dtype=torch.long)}
+        expected = model(**given, use_cache=False)[0]
+        torch.testing.assert_close(run(**given), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("prior", ["gla", "rnn_softmax", "mamba"])
 def test_onnxruntime_finds_the_logits_at_any_batch_and_length(prior, tmp_path):
@@ -145,6 +167,8 @@ def test_onnxruntime_finds_the_logits_at_any_batch_and_length(prior, tmp_path):
         "check_logits_in_onnx(folder, 'softmax')",
         "check_logits_in_onnx(folder, 'softmax', window=4)",
         "check_reads_both_ways_in_onnx(folder)",
+        "check_converted_in_onnx(folder, 'gpt2')",
+        "check_converted_in_onnx(folder, 'bert')",
     ],
 )
 def test_onnxruntime_finds_what_softmax_reads_at_any_batch_and_length(check, tmp_path):
@@ -157,26 +181,3 @@ def test_onnxruntime_finds_what_softmax_reads_at_any_batch_and_length(check, tmp
     program += f"folder = Path({str(tmp_path)!r})\n{check}"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-2000:]
-
-
-SIZES = {"vocab_size": VOCABULARY, "pad_token_id": 0}
-CONVERTED = {
-    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, **SIZES)),
-    "bert": lambda: transformers.BertModel(
-        transformers.BertConfig(
-            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, **SIZES
-        )
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", list(CONVERTED))
-def test_a_converted_model_exports_as_it_did_before(kind, tmp_path):
-    model = replace_attention(lively(CONVERTED[kind]()), lambda_init=-1.0).eval()
-    given = {"input_ids": tokens(2, 9), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
-    run = in_onnx(model, tmp_path / "m.onnx", **given)
-    for rows, time in ((1, 3), (4, 12)):
-        given = {"input_ids": tokens(rows, time), "attention_mask": torch.ones(rows, time, dtype=torch.long)}
-        expected = model(**given, use_cache=False)[0]
-        torch.testing.assert_close(run(**given), expected, rtol=1e-4, atol=1e-4)
