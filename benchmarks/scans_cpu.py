@@ -102,7 +102,7 @@ class MaterialisedGLA(FreeEnergyMixer):
 
     def _read(self, features, v, tokens, memory):
         prior = self.prior
-        q, k = (prior._positive(projection(features), tokens) for projection in (prior.query, prior.key))
+        q, k = (prior._feature_map(projection(features), tokens) for projection in (prior.query, prior.key))
         return Read(*materialised_gla(q, k, v, self.beta(), prior.log_decay(features))), None
 
 
