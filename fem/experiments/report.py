@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from fem.experiments.common.run import PAGE, RESULTS, check_output, note, write_json
+from fem.experiments.common.run import PAGE, RESULTS, check_output, note, without_folders, write_json
 from fem.experiments.common.tables import markdown_table
 from fem.experiments.lm.suites import PAPER, paper_rows
 
@@ -99,15 +99,10 @@ def add_page(run: Path, output: Path) -> None:
     if page.exists() and (said := OURS.search(page.read_text(encoding="utf-8"))):
         title, _, rest = text.partition("\n")
         text = f"{title}\n\n{said[0].strip()}\n\n## What was run\n{rest}"
-    write_json(output / f"{name}.json", {"config": _without_folders(config), "results": results})
+    if isinstance(recipe := config.get("recipe"), dict):
+        config["recipe"] = {name: without_folders(x) if isinstance(x, str) else x for name, x in recipe.items()}
+    write_json(output / f"{name}.json", {"config": config, "results": results})
     page.write_text(text, encoding="utf-8")
-
-
-def _without_folders(config: dict) -> dict:
-    """The configuration with files called by name: a page goes to others, whom this machine's folders tell nothing."""
-    named = lambda value: Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value  # noqa: E731
-    recipe = config.get("recipe")
-    return config | ({"recipe": {name: named(x) for name, x in recipe.items()}} if isinstance(recipe, dict) else {})
 
 
 def redraw(output: Path) -> list[str]:

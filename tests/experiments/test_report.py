@@ -34,9 +34,10 @@ def test_a_page_brings_its_pictures_and_numbers(tmp_path, output):
 
 def test_a_page_names_files_without_the_folders_of_the_machine(tmp_path, output):
     recipe = {"ett": str(tmp_path / "ETTm1.csv.gz"), "mixers": "softmax,gla/norm", "seeds": 3}
+    recipe["data"] = f"{tmp_path / 'ETTh1.csv'},{tmp_path / 'ETTh2.csv'}"
     add_page(made_up_run(tmp_path / "regimes", recipe=recipe), output)
     kept = json.loads((output / "regimes.json").read_text())["config"]["recipe"]
-    assert kept == recipe | {"ett": "ETTm1.csv.gz"}
+    assert kept == recipe | {"ett": "ETTm1.csv.gz", "data": "ETTh1.csv,ETTh2.csv"}
 
 
 def test_what_was_said_of_a_run_survives_its_repetition(tmp_path, output):

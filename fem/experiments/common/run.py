@@ -138,12 +138,18 @@ def command_line(experiment: str, recipe, start, profile: str | None = None) -> 
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
         else:
-            words += [f"--{name}", ",".join(map(_file_name, str(value).split(",")))]
+            words += [f"--{name}", without_folders(str(value))]
     return shlex.join(words)
 
 
+def without_folders(text: str) -> str:
+    """A value of a recipe, or several with commas, with files called by name: the folders are this machine's own."""
+    return ",".join(map(_file_name, text.split(",")))
+
+
 def _file_name(text: str) -> str:
-    return Path(text).name if os.sep in text and Path(text).exists() else text
+    path = Path(text)
+    return path.name if path.is_absolute() or (os.sep in text and path.exists()) else text
 
 
 def provenance(command: str) -> str:

@@ -28,8 +28,8 @@ def tests(records: list[dict]) -> list[float]:
 
 def reference(row: str, rows: dict[str, list[dict]]) -> str | None:
     """What a row is compared with: plain attention; where that was not run, the same mixer with the paper's starts."""
-    found = next((row for row in (*REFERENCES, STARTS.sub("", row)) if row in rows), None)
-    return None if found == row else found
+    other = _attention(rows) or STARTS.sub("", row)
+    return other if other in rows and other != row else None
 
 
 def over(row: str, rows: dict[str, list[dict]]) -> str:
@@ -40,8 +40,12 @@ def over(row: str, rows: dict[str, list[dict]]) -> str:
 
 def compared(rows: dict[str, list[dict]]) -> str:
     """The name of what the rows of a table are compared with."""
-    plain = next((row for row in REFERENCES if row in rows), None)
-    return "the paper's start" if plain is None else display(plain)
+    attention = _attention(rows)
+    return "the paper's start" if attention is None else display(attention)
+
+
+def _attention(rows: dict[str, list[dict]]) -> str | None:
+    return next((row for row in REFERENCES if row in rows), None)
 
 
 def overview(found: Found) -> list[dict]:

@@ -31,6 +31,10 @@ def _exponents(v: Tensor, beta: Tensor, shift: Tensor, small: Tensor | None) -> 
     return (upcast(v) - (shift if small is None else shift.masked_fill(small, 0.0))) * beta
 
 
+def _energies(z: Tensor, small: Tensor | None) -> Tensor:
+    return z.exp() if small is None else torch.where(small, z.expm1(), z.exp())
+
+
 def pack(v: Float[Tensor, "*n d"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."]) -> Float[Tensor, "*n w"]:
     """[v | e] in the dtype of v, to be attended to as values are; beta > 0 and the shift broadcast against v.
 
@@ -39,8 +43,7 @@ def pack(v: Float[Tensor, "*n d"], beta: Float[Tensor, "..."], shift: Float[Tens
     """
     small = small_beta(beta)
     z = _exponents(v, beta, shift, small).clamp_(-REACH[v.dtype], REACH[v.dtype])
-    e = z.exp() if small is None else torch.where(small, z.expm1(), z.exp())
-    return torch.cat([v, e.to(v.dtype)], -1)
+    return torch.cat([v, _energies(z, small).to(v.dtype)], -1)
 
 
 def pack_to_be_proven(
@@ -51,7 +54,7 @@ def pack_to_be_proven(
     small: `small_beta(beta)`, which a stream looks for once.
     """
     z = _exponents(v, beta, shift, small)
-    e = z.exp() if small is None else torch.where(small, z.expm1(), z.exp())
+    e = _energies(z, small)
     return torch.cat([v, e.masked_fill_(z > PROVEN, torch.inf).to(v.dtype)], -1)
 
 
