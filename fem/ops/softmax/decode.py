@@ -97,13 +97,15 @@ def softmax_step(
     if beta is None:
         return Read(per_head(mean), None) if bool(mean.isfinite().all()) else None
     beta = beta[:, None].to(mean.dtype)
-    middle = mean.amin(2, keepdim=True)
+    seen = prior.amax(-1, keepdim=True) > 0
+    # A row that sees no key has a mean of 0, which may be far below all values: their largest serves it as well.
+    means = mean if bool(seen.all()) else torch.where(seen, mean, v.amax(2, keepdim=True))
+    middle = means.amin(2, keepdim=True)
     small = bool((beta < SMALL_BETA).any())
     total = _energies(prior, v, middle, beta if small else beta * math.log2(math.e), small)
     if not bool((total + mean).isfinite().all()):
         return None
     fallbacks.count(total.numel(), 0)
-    seen = prior.amax(-1, keepdim=True) > 0
     total = total.div_(_LIFT)
     free_energy = torch.where(seen, middle + (total.log1p_() if small else total.log_()).div_(beta), 0.0)
     return Read(per_head(mean), per_head(free_energy))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from layers import FAMILIES, HEADS, WIDTH, make_layer, tokens
 from softmax_calls import softmax_call
@@ -53,6 +53,9 @@ def draw(time, spread=1.0, key_heads=2, heads=4, batch=2):
     masked=st.booleans(),
     seed=st.integers(0, 1000),
 )
+@example(
+    time=1, spread=0.1, offset=0.0, span=20.0, masked=True, seed=179
+)  # a row that sees no key, beside large values
 def test_a_step_equals_the_definition(time, spread, offset, span, masked, seed):
     torch.manual_seed(seed)
     q, k, v, beta = draw(time, spread)
