@@ -53,9 +53,8 @@ def draw(time, spread=1.0, key_heads=2, heads=4, batch=2):
     masked=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@example(
-    time=1, spread=0.1, offset=0.0, span=20.0, masked=True, seed=179
-)  # a row that sees no key, beside large values
+# a row that sees no key, beside large values
+@example(time=1, spread=0.1, offset=0.0, span=20.0, masked=True, seed=179)
 def test_a_step_equals_the_definition(time, spread, offset, span, masked, seed):
     torch.manual_seed(seed)
     q, k, v, beta = draw(time, spread)
