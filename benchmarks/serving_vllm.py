@@ -40,6 +40,11 @@ CASES = {  # name: the model's fields, vLLM's options
     ),
     "one request at a time": ({}, {"max_num_seqs": 1, "enable_prefix_caching": False}),
     "slim gates, shifted values": ({"mixer": {"use_conv": False, "gate_rank": 8}}, {"max_num_seqs": 8}),
+    "two processes, each with half of the heads": ({}, {"max_num_seqs": 8, "tensor_parallel_size": 2}),
+    "two processes, grouped keys, slim gates, shifted values": (
+        {"num_key_value_heads": 2, "mixer": {"use_conv": False, "gate_rank": 8}},
+        {"max_num_seqs": 8, "tensor_parallel_size": 2},
+    ),
 }
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

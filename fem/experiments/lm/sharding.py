@@ -8,21 +8,22 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fem.experiments.lm.recipe import TrainRecipe
 from fem.models import FEMForCausalLM
 
 FSDP = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
+DATA = "dp_shard_cp"  # accelerate's name for the processes that FSDP2 shards over
 
 
-def shard(accelerator: Accelerator, settings: dict, model: FEMForCausalLM) -> None:
+def shard(accelerator: Accelerator, settings: dict, mesh: DeviceMesh | None) -> None:
     """Let `accelerator` shard with the arithmetic of ddp: float32 weights and sums of gradients, under autocast.
 
+    mesh: that of `heads_and_data`, where layers are split; their parts are sharded over the first dimension alone.
     accelerate itself would cast weights and gradients to bfloat16, beta included. It shards on a fixed list of devices,
     on which CPUs are missing although gloo supports them (`AcceleratorState.__init__` in accelerate 1.15).
     """
@@ -31,8 +32,8 @@ def shard(accelerator: Accelerator, settings: dict, model: FEMForCausalLM) -> No
         state.fsdp_plugin = FullyShardedDataParallelPlugin(**settings)
         state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     state.fsdp_plugin.mixed_precision_policy = None
-    if isinstance(model, FSDPModule):  # by `split_by_heads`: accelerate would look for blocks to shard, in vain
-        state.fsdp_plugin.auto_wrap_policy = None
+    if mesh is not None:  # accelerate is not told of the other dimension: it would split plain weights over it, too
+        state.parallelism_config, state.device_mesh = ParallelismConfig(dp_shard_size=mesh[DATA].size()), mesh
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # the next training in this process would read it
 
 
@@ -45,19 +46,19 @@ def parts_of_rows(recipe: TrainRecipe) -> DeviceMesh | None:
 
 
 def heads_and_data(recipe: TrainRecipe) -> DeviceMesh | None:
-    """Dimension "tensor": the processes that share layers, neighbours, which read the same tokens; dimension "data":
-    those with the same heads. None where each has whole layers."""
+    """DATA: the processes with the same heads as this one; "tensor": those that share its layers and read the same
+    tokens, its neighbours. None where each has whole layers."""
     if recipe.tensor_parallel == 1:
         return None
     ranks = _ranks().view(-1, recipe.tensor_parallel)
     groups = [_own_group(ranks.T, recipe), _own_group(ranks, recipe)]
-    return DeviceMesh.from_group(groups, _device(), ranks, mesh_dim_names=("data", "tensor"))
+    return DeviceMesh.from_group(groups, _device(), ranks, mesh_dim_names=(DATA, "tensor"))
 
 
 def split_by_heads(model: FEMForCausalLM, mesh: DeviceMesh) -> None:
-    """Split a whole model over mesh["tensor"] as its config's plan says, then shard everything over mesh["data"].
+    """Split a whole model over mesh["tensor"], as its config's plan says; what stays whole gets the same gradients there.
 
-    To the Trainer it is a model under FSDP2, whose checkpoints any number of processes can read.
+    The Trainer is not told: it refuses to resume models that were split when they were loaded.
     """
     try:
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -69,9 +70,6 @@ def split_by_heads(model: FEMForCausalLM, mesh: DeviceMesh) -> None:
         plan.pop(name, None)
     apply_tensor_parallelism(model, mesh["tensor"], plan)
     model.tie_weights()
-    ends = [model.model.norm, model.model.embed_tokens, model.lm_head]
-    for part in (*model.model.layers, ends, model):
-        fully_shard(part, mesh=mesh["data"], reshard_after_forward=part is not ends)
     # It would warn at every checkpoint that weights split twice are gathered in two steps.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 

@@ -9,6 +9,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch import Generator, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
@@ -16,7 +17,7 @@ from fem.experiments.common.run import note, write_json
 from fem.experiments.common.saving import NotFinite, SavingTrainer, kept, read_state
 from fem.experiments.lm.packing import Share, ShuffledRows, StreamedRows
 from fem.experiments.lm.place import copy_run
-from fem.experiments.lm.sharding import shard
+from fem.experiments.lm.sharding import DATA, shard
 from fem.models.context import context_parallel, own_part
 from fem.models.loss import next_tokens
 
@@ -49,7 +50,7 @@ class TextTrainer(SavingTrainer):
     """Reads rows from where the checkpoint left off; stops at a gradient that is not finite, or skips its step.
 
     parts: the processes that share the training rows, each reading a part of their tokens; None: rows are not shared.
-    mesh: the processes that share layers ("tensor") and those that do not ("data"); None: each has whole layers.
+    mesh: the processes that share layers (`heads_and_data`); None: each has whole layers.
     share: the part of the rows that this process reads, alone or with others.
     skip: skip such steps. extended: the schedule is longer than the checkpoint's.
     """
@@ -65,8 +66,8 @@ class TextTrainer(SavingTrainer):
         extended: bool,
         **given,
     ):
-        super().__init__(**given)
         self.rows, self.parts, self.mesh, self.share = rows, parts, mesh, share
+        super().__init__(**given)
         self.skip, self.extended = skip, extended
         self.skipped, self.largest_norm = 0, 0.0  # since the last log
         self.logged_at, self.losses_before = 0, None
@@ -74,7 +75,7 @@ class TextTrainer(SavingTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         if self.args.fsdp:
-            shard(self.accelerator, self.args.fsdp_plugin_args, self.model)
+            shard(self.accelerator, self.args.fsdp_plugin_args, self.mesh)
             self.is_fsdp_enabled = True
 
     def compute_loss_context_manager(self):
@@ -97,17 +98,29 @@ class TextTrainer(SavingTrainer):
             pin_memory=self.args.dataloader_pin_memory,
         )
 
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """The Trainer's, always with two groups of weights: where layers are split, it would make a third and a fourth,
+        of weights that are whole, and checkpoints hold the groups."""
+        if self.mesh is not None and self.optimizer is None:
+            decayed = set(self.get_decay_parameter_names(self.model))
+            groups = [{"params": [], "weight_decay": self.args.weight_decay}, {"params": [], "weight_decay": 0.0}]
+            for name, parameter in self.model.named_parameters():
+                groups[name not in decayed]["params"].append(parameter)
+            kind, settings = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.optimizer = kind(groups, **settings)
+        return super().create_optimizer(model)
+
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
         """Where layers are split, the processes that share them read the same rows, and their losses count once."""
         if self.mesh is None:
             return super().get_eval_dataloader(eval_dataset)
         rows = DataLoader(self.eval_dataset, self.args.per_device_eval_batch_size, collate_fn=self.data_collator)
-        data = self.mesh["data"]
+        data = self.mesh[DATA]
         self.gather_function = self._gather_over_data
         return prepare_data_loader(rows, self.args.device, data.size(), data.get_local_rank(), put_on_device=True)
 
     def _gather_over_data(self, losses: Tensor) -> Tensor:
-        found = DTensor.from_local(losses, self.mesh["data"], [Shard(0)]).full_tensor()
+        found = DTensor.from_local(losses, self.mesh[DATA], [Shard(0)]).full_tensor()
         loader = self.accelerator.gradient_state  # its last batch is filled up with rows of the first
         return found[: loader.remainder] if loader.end_of_dataloader and loader.remainder > 0 else found
 
