@@ -56,7 +56,7 @@ def heads_and_data(recipe: TrainRecipe) -> DeviceMesh | None:
 
 
 def split_by_heads(model: FEMForCausalLM, mesh: DeviceMesh) -> None:
-    """Split a whole model over mesh["tensor"], as its config's plan says; what stays whole gets the same gradients there.
+    """Split a whole model over mesh["tensor"] by its config's plan; what stays whole gets the same gradients there.
 
     The Trainer is not told: it refuses to resume models that were split when they were loaded.
     """
