@@ -38,7 +38,8 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     mixer: fields of `FreeEnergyMixerConfig` that all layers share, such as {"use_conv": False}; one that not every
     prior reads, such as ssm_rank, goes to the layers whose prior does.
     rope_parameters: scaled rotary angles, in transformers' words, such as {"rope_type": "yarn", "factor": 4.0,
-    "original_max_position_embeddings": 4096}: linear, yarn, llama3 or proportional, by transformers' own functions.
+    "original_max_position_embeddings": 4096}, by its own functions: linear, yarn, llama3, proportional; dynamic
+    and longrope with the angles of the longest row, max_position_embeddings (original_...: the length of training).
     value_shift: whether the model holds a shift of its values for `EngineAttention` (`fem.models.calibrate`).
     A layer has the linear weights of plain attention (`FreeEnergyMixerConfig.matched`), unless its fields name a
     width: fem_dim, fem_ratio, qk_dim or p_t_to_fem_ratio.
@@ -95,10 +96,11 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
             self.intermediate_size = 256 * -(-8 * self.hidden_size // (3 * 256))
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        built = self.mixer_configs()
+        priors = [self._own_fields(layer)["prior_type"] for layer in range(self.num_hidden_layers)]
         if self.max_position_embeddings == "auto":
-            self.max_position_embeddings = 4096 if any(mixer.prior_type == "softmax" for mixer in built) else None
-        if self._grouped and all(mixer.prior_type != "softmax" for mixer in built):
+            self.max_position_embeddings = 4096 if "softmax" in priors else None
+        self.mixer_configs()  # raises on what no layer can have
+        if self._grouped and "softmax" not in priors:
             raise ValueError(f"num_key_value_heads needs a softmax layer, got {self.num_key_value_heads} without one.")
         self.base_model_tp_plan = tensor_plan(self)
         super().__post_init__(**given)

@@ -15,26 +15,21 @@ from fem.priors.base import ROTARY
 if TYPE_CHECKING:
     from fem.models.configuration import FEMConfig
 
-BY_LENGTH = ("dynamic", "longrope")
+BY_LENGTH = ("dynamic", "longrope")  # whose angles depend on a length: here on the longest row's
 
 
 def read_rope(config: FEMConfig, given: dict | None, rope_theta: float | None) -> None:
     """Sets config.rope_parameters, where any are given, in the words of transformers 5, from older ones too.
 
-    Raises ValueError on a kind of scaling that is unknown, or that changes with the length of the row.
+    Raises ValueError on a kind of scaling that is unknown.
     """
     if not given and rope_theta is None:
         return
     rope = {"rope_theta": rope_theta or config.mixer.get("rope_theta", 10000.0), **(given or {})}
     rope["rope_type"] = kind = rope.pop("type", None) or rope.get("rope_type", "default")
-    if kind in BY_LENGTH:
-        raise ValueError(
-            f"rope_parameters must have angles that stay, got rope_type={kind!r}, whose angles change with the length "
-            "of the row, so that a cached key would be wrong later; use 'yarn', 'llama3' or 'linear'."
-        )
     if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
-        known = [name for name in ROPE_INIT_FUNCTIONS if name not in BY_LENGTH]
-        raise ValueError(f"rope_parameters must have a rope_type of default, {', '.join(known)}; got {kind!r}.")
+        known = ", ".join(ROPE_INIT_FUNCTIONS)
+        raise ValueError(f"rope_parameters must have a rope_type of default, {known}; got {kind!r}.")
     if config.mixer.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
         raise ValueError(
             f"rope_theta is given twice, rope_parameters={rope['rope_theta']} and mixer={config.mixer['rope_theta']}; "
@@ -47,24 +42,30 @@ def read_rope(config: FEMConfig, given: dict | None, rope_theta: float | None) -
 def scaled(config: FEMConfig, mixer: FreeEnergyMixerConfig) -> FreeEnergyMixerConfig:
     """The mixer with the angles of config.rope_parameters, as a Llama of its key width would turn by.
 
-    Raises ValueError on parameters that transformers refuses, or that turn a part of a head alone.
+    A Llama's angles under "dynamic" and "longrope" change with the length of the row. These are the ones that it has in
+    its longest row, config.max_position_embeddings, whatever the row: then a cached key stays right.
+    Raises ValueError on parameters that transformers refuses, on those that turn a part of a head alone, and where
+    angles by length meet rows without a limit.
     """
     rope = getattr(config, "rope_parameters", None)
     turns = mixer.use_rope and ROTARY[0] in PRIORS[mixer.prior_type].uses
     if not rope or rope["rope_type"] == "default" or not turns:
         return mixer
-    longest = config.max_position_embeddings
-    longest = longest if isinstance(longest, int) else rope.get("original_max_position_embeddings", 4096)
+    kind, longest = rope["rope_type"], config.max_position_embeddings
+    if longest is None and kind in BY_LENGTH:
+        raise ValueError(f"rope_type={kind!r} needs max_position_embeddings, the longest row, got None.")
+    trained = rope.get("original_max_position_embeddings") or longest or 4096
+    longest = longest or trained
     try:
         llama = LlamaConfig(
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_attention_heads,
             head_dim=mixer.key_width,
-            max_position_embeddings=longest,
+            max_position_embeddings=trained if kind == "dynamic" else longest,
             rope_parameters={**rope, "rope_theta": mixer.rope_theta},
         )
         with torch.device("cpu"):  # whatever device a model is being built on
-            frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](llama, "cpu")
-    except (KeyError, TypeError) as error:
+            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](llama, "cpu", seq_len=longest)
+    except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"rope_parameters cannot be read by transformers, got {rope!r}: {error}") from error
     return replace(mixer, rope_frequencies=tuple(frequencies.tolist()), rope_factor=float(factor))

@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig, Widths
 from fem.ops.common.read import Read
-from fem.ops.common.rope import rotate_all
+from fem.ops.common.rope import frequencies, rotate_all
 from fem.ops.common.tokens import Tokens
 from fem.projection import Projection
 
@@ -32,6 +32,7 @@ class Prior(nn.Module, ABC):
     def __init__(self, config: FreeEnergyMixerConfig | None):
         super().__init__()
         self.config = config
+        self.angles: dict[torch.device, Tensor] = {}  # of `_frequency`; made when first needed, and saved nowhere
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Register a tensor that is saved with the weights. Raises ValueError on persistent=False."""
@@ -89,8 +90,24 @@ class Prior(nn.Module, ABC):
         config = self.config
         if not config.use_rope:
             return tensors
-        angles = (config.rope_theta, config.rope_frequencies, config.rope_factor)
-        return tuple(rotate_all(tensors, position, *angles))
+        width, device = tensors[0].shape[-1], tensors[0].device
+        return tuple(rotate_all(tensors, position, self._frequency(width, device), config.rope_factor))
+
+    def _frequency(self, width: int, device: torch.device) -> Float64[Tensor, " planes"]:
+        """Radians per position of every rotary plane, kept on each device: a list copied there by every call would make
+        a GPU wait. A graph takes what is there, and makes what is not, since nothing may be kept while one is traced.
+        """
+        config, known = self.config, self.angles.get(device)
+        if known is not None:
+            return known
+        with torch.inference_mode(False):  # training may use what inference made
+            if config.rope_frequencies is None:
+                made = frequencies(width, config.rope_theta, device)
+            else:
+                made = torch.tensor(config.rope_frequencies, dtype=torch.float64, device=device)
+        if not torch.compiler.is_compiling() and type(made) is Tensor:
+            self.angles[device] = made
+        return made
 
     def scan(self, op, *inputs: Tensor | None, tokens: Tokens, memory: dict[str, Tensor] | None):
         """One of the scans of `fem.ops` with this prior's configuration and memory."""

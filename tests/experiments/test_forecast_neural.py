@@ -115,6 +115,24 @@ def test_the_search_has_a_space_of_the_forecasters_own_arguments():
     assert MODEL_FILENAME_DICT["autofemforecaster"] is FEMForecaster
 
 
+@pytest.mark.slow
+def test_a_search_ends_with_the_better_of_its_trials_and_is_loaded_again(tmp_path):
+    optuna = pytest.importorskip("optuna", reason="this backend of the search needs optuna, of the extra 'dev'")
+    sizes = {name: value for name, value in SMALL.items() if name != "h"}
+    space = lambda trial: {**sizes, "learning_rate": trial.suggest_categorical("learning_rate", [1e-9, 1e-2])}  # noqa: E731
+    grid = optuna.samplers.GridSampler({"learning_rate": [1e-9, 1e-2]}, seed=0)
+    model = AutoFEMForecaster(h=5, config=space, backend="optuna", num_samples=2, search_alg=grid)
+    forecaster = NeuralForecast(models=[model], freq=1)
+    forecaster.fit(long_table(ROWS), val_size=20)
+    found = forecaster.models[0]
+    losses = {trial.params["learning_rate"]: trial.value for trial in found.results.trials}
+    assert losses[1e-2] < losses[1e-9]
+    assert found.model.hparams.learning_rate == 1e-2
+    forecaster.save(str(tmp_path), overwrite=True)
+    again = NeuralForecast.load(str(tmp_path)).predict(df=long_table(ROWS))
+    assert np.allclose(again["AutoFEMForecaster"], forecaster.predict()["AutoFEMForecaster"], atol=1e-6)
+
+
 def test_quantiles_and_distributions_have_their_columns():
     shown = fitted(loss=MQLoss(level=[80])).predict().columns
     assert {"FEMForecaster-median", "FEMForecaster-lo-80", "FEMForecaster-hi-80"} <= set(shown)

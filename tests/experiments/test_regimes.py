@@ -260,6 +260,7 @@ def test_a_row_is_compared_with_attention_or_with_the_papers_start_of_the_same_m
     [
         ("Where the free energy pays", {}),
         ("Where the free energy pays: peak", {"tasks": "peak"}),
+        ("Where the free energy pays: peak; 2 blocks; 1 head", {"tasks": "peak", "blocks": 2, "heads": 1}),
         ("Where the free energy pays: starts of beta and lambda", {"mixers": "softmax+LTG,softmax+LTG/b8"}),
         ("Where the free energy pays: values as wide as the model", {"mixers": "softmax,softmax+LTG/wide"}),
         ("Pooling a set: bags", {"tasks": "bags", "mixers": "pool:fem"}),

@@ -16,7 +16,11 @@ SCALED = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
     "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     | {"original_max_position_embeddings": 8},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8},
+    "longrope": {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 5.0]}
+    | {"original_max_position_embeddings": 8},
 }
+LONGEST = 32  # of small_config
 kinds = pytest.mark.parametrize("kind", SCALED)
 PLAIN = {"mixer": {"use_conv": False}}
 KEYS = {"gla": {"prior_type": "gla"}, "softmax": PLAIN, "grouped": PLAIN | {"num_key_value_heads": 1}}
@@ -29,9 +33,10 @@ def test_queries_and_keys_turn_by_the_angles_of_a_llama(kind, layer):
     config = small_config(rope_parameters=rope, **KEYS[layer])
     prior = FEMForCausalLM(config).model.layers[0].mixer.prior
     heads, width = 2, prior.config.key_width
-    sizes = {"hidden_size": heads * width, "num_attention_heads": heads, "max_position_embeddings": 32}
+    longest = 8 if kind == "dynamic" else LONGEST  # a Llama's angles are dynamic beyond it
+    sizes = {"hidden_size": heads * width, "num_attention_heads": heads, "max_position_embeddings": longest}
     rotary = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=dict(rope)))
-    x, position = torch.randn(1, 32, heads, width), torch.arange(32)
+    x, position = torch.randn(1, LONGEST, heads, width), torch.arange(LONGEST)
     cos, sin = rotary(x, position[None])
     wanted, _ = apply_rotary_pos_emb(x.transpose(1, 2), x.transpose(1, 2), cos, sin)
     (got,) = prior.rotated((x,), position)
@@ -59,6 +64,32 @@ def test_a_scaled_model_says_the_same_token_by_token_reopened_and_in_an_engine(k
     if layer != "gla":
         served = FEMForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").eval()
         torch.testing.assert_close(served(ids).logits, whole, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_model_of_rows_as_short_as_in_training_has_the_angles_of_training(kind):
+    turned_by = lambda **fields: small_config(**fields).mixer_configs()[0].rope_frequencies  # noqa: E731
+    short = turned_by(rope_parameters=SCALED[kind], max_position_embeddings=8)
+    linear = {"rope_type": "linear", "factor": 1.0}
+    plain = torch.tensor(turned_by(rope_parameters=linear))
+    torch.testing.assert_close(torch.tensor(short), plain / torch.tensor(SCALED[kind].get("short_factor", [1.0] * 4)))
+    assert short != turned_by(rope_parameters=SCALED[kind], max_position_embeddings=9)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_frequencies_are_copied_to_a_device_once(inference, monkeypatch):
+    model = FEMForCausalLM(small_config(rope_parameters=SCALED["yarn"], num_hidden_layers=1, **PLAIN)).eval()
+    ids, made, make = tokens(1, 5), [], torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: made.append(args) or make(*args, **kwargs))
+    with torch.inference_mode(inference):
+        expected = model(ids).logits.clone()
+    assert len(made) == 1
+    torch.testing.assert_close(model(ids).logits, expected)
+    model(ids, labels=ids).loss.backward()
+    assert len(made) == 1
+    (kept,) = model.model.layers[0].mixer.prior.angles.values()
+    assert not kept.is_inference()
+    assert not any("angles" in name for name in model.state_dict())
 
 
 def test_older_names_mean_the_same():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 
@@ -19,28 +19,27 @@ def rotate(
 
     Angles, cos and sin are computed in float64 and rounded once, to the dtype of x. Raises ValueError on an odd width.
     """
-    return rotate_all((x,), position, theta)[0]
+    return rotate_all((x,), position, frequencies(x.shape[-1], theta, x.device))[0]
+
+
+def frequencies(width: int, theta: float, device: torch.device) -> Float64[Tensor, " planes"]:
+    """theta^(-2j/d): radians per position of every plane. Raises ValueError on an odd width."""
+    if width % 2:
+        raise ValueError(f"rotate pairs the channels of x, so its width must be even, got {width}.")
+    return theta ** (torch.arange(0, -width, -2, dtype=torch.float64, device=device) / width)
 
 
 def rotate_all(
     tensors: Sequence[Tensor],
     position: Int[Tensor, " t"] | Int[Tensor, "b t"],
-    theta: float = 10000.0,
-    frequencies: Sequence[float] | None = None,
+    frequency: Float64[Tensor, " planes"],
     factor: float = 1.0,
 ) -> list[Tensor]:
-    """`rotate` of tensors of one width and dtype: q and k turn by the same angles.
+    """`rotate` of tensors of one width and dtype: q and k turn by the same angles, a_j = position frequency_j.
 
-    frequencies: radians per position of every plane, instead of theta's; factor: what cos and sin are multiplied by.
+    factor: what cos and sin are multiplied by.
     """
     x = tensors[0]
-    width = x.shape[-1]
-    if width % 2:
-        raise ValueError(f"rotate pairs the channels of x, so its width must be even, got {width}.")
-    if frequencies is None:
-        frequency = theta ** (torch.arange(0, -width, -2, dtype=torch.float64, device=x.device) / width)
-    else:
-        frequency = torch.tensor(frequencies, dtype=torch.float64, device=x.device)
     angle = position.double()[..., None, None] * frequency
     cos, sin = angle.cos(), angle.sin()
     if factor != 1.0:
