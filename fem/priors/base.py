@@ -28,6 +28,9 @@ class Prior(nn.Module, ABC):
     name: ClassVar[str]
     uses: ClassVar[tuple[str, ...]] = ()  # fields of the configuration that not every prior reads
     per_channel: ClassVar[bool] = False  # whether every value channel has its own distribution
+    # Whether NaN in a token may reach rows that do not see it: rows before it, or those of other documents.
+    spoils_before: ClassVar[bool] = True
+    spoils_documents: ClassVar[bool] = True
 
     def __init__(self, config: FreeEnergyMixerConfig | None):
         super().__init__()
