@@ -1,14 +1,16 @@
 """Scaled rotary angles: those of transformers' Llama, the same in a cache, a checkpoint and an engine."""
 
+import copy
+
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
-from small_models import lively, small_config, tokens
-from transformers import LlamaConfig
+from small_models import VOCABULARY, lively, small_config, tokens
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from fem import FreeEnergyMixerConfig
+from fem import FreeEnergyMixerConfig, replace_attention
 from fem.models import FEMConfig, FEMForCausalLM
 
 SCALED = {
@@ -64,6 +66,20 @@ def test_a_scaled_model_says_the_same_token_by_token_reopened_and_in_an_engine(k
     if layer != "gla":
         served = FEMForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").eval()
         torch.testing.assert_close(served(ids).logits, whole, rtol=1e-3, atol=1e-4)
+
+
+@kinds
+def test_a_replaced_llama_keeps_its_scaled_angles(kind):
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 24}
+    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 8 if kind == "dynamic" else LONGEST}
+    model = lively(LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=SCALED[kind] | {"rope_theta": 500.0})))
+    plain = lively(LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters={"rope_theta": 500.0})))
+    ids = tokens(2, 20)
+    replaced = replace_attention(copy.deepcopy(model), lambda_init=-20.0)  # before dynamic angles have met any row
+    expected, text = model(ids).logits, model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert (plain(ids).logits - expected).abs().max() > 1e-2
+    torch.testing.assert_close(replaced(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(replaced.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0), text)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -23,11 +23,11 @@ SMALL = (
     (
         WIDTH,
         "embedding_size word_embed_proj_dim hidden_dim output_hidden_size encoder_dim decoder_dim width "
-        "projection_size",
+        "projection_size mamba_d_ssm",
     ),
     (LAYERS, "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers num_encoder_layers"),
     (LAYERS, "num_decoder_layers depth"),
-    (KEY_HEADS, "num_key_value_heads num_experts_per_tok linear_num_key_heads"),
+    (KEY_HEADS, "num_key_value_heads num_experts_per_tok linear_num_key_heads n_groups"),
     (HEADS, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads nhead"),
     (HEADS, "num_local_experts num_experts n_routed_experts mamba_n_heads mamba_num_heads linear_num_value_heads"),
     (2 * WIDTH, "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim n_inner dim_feedforward d_ff mlp_dim"),
