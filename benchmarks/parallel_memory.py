@@ -112,7 +112,14 @@ def main() -> None:
             shown = {name: f"{nbytes / 2**20:,.0f}" for name, nbytes in most.items()}
             rows.append({"prior": prior, "split": way, "processes": processes, **shown})
     sizes = "{num_hidden_layers} layers of width {hidden_size}, {num_attention_heads} heads, {vocab_size} entries"
+    of = {(row["prior"], row["split"], row["processes"]): row for row in rows}
+    alone, heads = (of["softmax", "tensor", processes] for processes in (1, 4))
+    whole, cut = (of["softmax", "context", processes] for processes in (1, 4))
+    weights, kept, _ = MEASURED
     note = (
+        f"Over four processes split heads leave {heads[weights]} of {alone[weights]} MiB of weights and optimiser and "
+        f"{heads[kept]} of {alone[kept]} of what is kept for the backward pass; split rows leave {cut[kept]} of "
+        f"{whole[kept]} of the latter (softmax).\n\n"
         f"MiB of the process that holds most, over gloo on a CPU, float32: {sizes.format(**SIZES)}, {ROWS} row of "
         f"{TIME} tokens, AdamW; seed 0. Tensor: heads are split (`tp_plan`), every process reads whole rows. Context: "
         "rows are split (`context_parallel`), every process has all weights; recomputed: with gradient checkpointing. "

@@ -15,7 +15,7 @@ import typer
 
 from fem.experiments.common.run import PAGE, RESULTS, check_output, note, without_folders, write_json
 from fem.experiments.common.tables import markdown_table
-from fem.experiments.lm.suites import PAPER, paper_rows
+from fem.experiments.lm.suites import PAPER, paper_row, paper_rows
 
 INDEX = "README.md"
 OURS = re.compile(r"^## What it says\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
@@ -149,33 +149,37 @@ def index(output: Path) -> str:
     rows = []
     for item in ITEMS:
         own = [name for name, data in found.items() if data["config"].get("experiment") == item.experiment]
-        links = ", ".join(f"[{name}]({name}.md)" for name in own)
+        links = "; ".join(link(output / f"{name}.md") for name in own)
         rows.append({"paper": item.paper, "what": item.what, "pages": links, "command": f"`{item.command}`"})
-    others = sorted(path.stem for path in output.glob("*.md") if path.stem not in found and path.name != INDEX)
+    others = sorted(path for path in output.glob("*.md") if path.stem not in found and path.name != INDEX)
     forecasts = [row for data in found.values() for row in data["results"].get("forecast", [])]
     return INDEX_PAGE.format(
         items=markdown_table(rows),
-        others="\n".join(f"* [{name}]({name}.md)" for name in others),
+        others="\n".join(f"* {link(page)}" for page in others),
         table2=markdown_table(table2(found)),
         note=TABLE_4_NOTE,
         table4=markdown_table(table4(forecasts)),
     )
 
 
+def link(page: Path) -> str:
+    """A link to the page that says its title."""
+    title = page.read_text(encoding="utf-8").partition("\n")[0] if page.exists() else page.stem
+    return f"[{title.removeprefix('# ')}]({page.name})"
+
+
 def table2(found: dict[str, dict]) -> list[dict]:
     """The paper's rows, each with ours below it where `fem eval --suite paper --beside ROW` has run."""
-    columns = [score.column for score in PAPER]
     rows = []
     for name, paper in paper_rows().items():
         rows.append({"model": f"{name}, paper"} | {column: f"{score:.3f}" for column, score in paper.items()})
-        ours = {"model": f"{name}, ours"} | dict.fromkeys(columns)
         for data in found.values():
             recipe = data["config"].get("recipe", {})
-            if recipe.get("suite") == "paper" and recipe.get("beside") == name:
+            if recipe.get("suite") == "paper" and paper_row(recipe["beside"]) == paper:
                 scores = data["results"].get("eval", {})
                 own = {score.column: scores.get(score.task, {}).get(score.metric) for score in PAPER}
-                ours |= {column: None if value is None else f"{value:.3f}" for column, value in own.items()}
-        rows.append(ours)
+                ours = {column: None if value is None else f"{value:.3f}" for column, value in own.items()}
+                rows.append({"model": f"{name}, ours"} | ours)
     return rows
 
 
@@ -191,7 +195,7 @@ Measured by the scripts in `benchmarks/` and `tests/support/`:
 
 ## Table 2: language models
 
-Accuracy (exact match for MATH). Ours: `fem eval --suite paper --beside "340M fem-sm"`; blank: not run.
+Accuracy (exact match for MATH). Ours stand below the paper's once `fem eval --suite paper --beside "340M FEM"` has run.
 
 {table2}
 ## Table 4: forecasting

@@ -58,8 +58,9 @@ class SelectiveSSM(nn.Module):
         """
         logits = [upcast(project(features)) for project in (self.delta, self.b, self.c)]
         logits[0] = logits[0].unflatten(-1, self.d.shape)
-        (delta, b, c), a, d = map(F.softplus, logits), F.softplus(upcast(self.a)), F.softplus(upcast(self.d))
-        return (delta, -a, b, c, d), tuple(map(_log_softplus, logits))
+        delta, b, c = numbers = [F.softplus(x) for x in logits]
+        a, d = F.softplus(upcast(self.a)), F.softplus(upcast(self.d))
+        return (delta, -a, b, c, d), tuple(map(_log_softplus, logits, numbers))
 
 
 class MambaPrior(Prior):
@@ -68,6 +69,7 @@ class MambaPrior(Prior):
     name = "mamba"
     uses = ("ssm_rank",)
     per_channel = True
+    spoils_before = False
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
@@ -94,6 +96,7 @@ class InteractiveMambaPrior(Prior):
     undecayed = ("mixing",)
     uses = ("ssm_rank",)
     per_channel = True
+    spoils_before = False
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
@@ -138,10 +141,9 @@ class InteractiveMambaPrior(Prior):
         return pairs, values[:, None, :, None].expand_as(pairs)
 
 
-def _log_softplus(x: Tensor) -> Tensor:
+def _log_softplus(x: Tensor, softplus: Tensor) -> Tensor:
     """log softplus(x); below x = -30 that is x itself, to within 5e-14."""
-    faint = x < -30
-    return torch.where(faint, x, F.softplus(torch.where(faint, 0, x)).log())
+    return torch.where(x < -30, x, softplus.clamp(min=1e-14).log())
 
 
 def _inverse_softplus(y: Tensor) -> Tensor:

@@ -192,6 +192,12 @@ def test_the_best_of_a_column_is_bold():
     assert table.count("**") == 4
 
 
+def test_a_column_that_is_blank_in_every_row_is_left_out():
+    table = tables.markdown_table([{"mixer": "a", "sd": None, "loss": 0}, {"mixer": "b", "sd": "", "loss": None}])
+    assert table.splitlines()[0] == "| mixer | loss |"
+    assert "| b |  |" in table
+
+
 def test_an_output_that_is_a_file_is_refused_before_anything_runs(monkeypatch, tmp_path, capsys):
     (tmp_path / "taken").write_text("mine")
     assert fem(monkeypatch, "argmax", "--output", str(tmp_path / "taken")) == 2

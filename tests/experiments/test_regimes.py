@@ -194,7 +194,7 @@ def test_a_run_writes_its_page_and_goes_on_where_it_was(tmp_path, monkeypatch):
     assert row["validation_by_rate"].keys() == {"0.01", "0.001"}
     assert row["beta"][0]["beta"] == pytest.approx(1.95, abs=0.1)
     page = (tmp_path / "regimes" / "report.md").read_text()
-    assert "fem regimes --tasks peak --mixers softmax,fem-sm/r4" in page
+    assert "fem regimes --tasks peak --mixers attention,FEM/r4" in page
     assert (tmp_path / "regimes" / "scores.png").read_bytes().startswith(b"\x89PNG")
     next((tmp_path / "regimes" / "runs").glob("*.json")).write_text("{")
     assert run(recipe, tmp_path / "regimes")["regimes"] == results["regimes"]
@@ -260,6 +260,7 @@ def test_a_row_is_compared_with_attention_or_with_the_papers_start_of_the_same_m
     [
         ("Where the free energy pays", {}),
         ("Where the free energy pays: peak", {"tasks": "peak"}),
+        ("Where the free energy pays: peak; 2 blocks; 1 head", {"tasks": "peak", "blocks": 2, "heads": 1}),
         ("Where the free energy pays: starts of beta and lambda", {"mixers": "softmax+LTG,softmax+LTG/b8"}),
         ("Where the free energy pays: values as wide as the model", {"mixers": "softmax,softmax+LTG/wide"}),
         ("Pooling a set: bags", {"tasks": "bags", "mixers": "pool:fem"}),

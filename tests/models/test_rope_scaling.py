@@ -103,7 +103,7 @@ def test_frequencies_are_copied_to_a_device_once(inference, monkeypatch):
     torch.testing.assert_close(model(ids).logits, expected)
     model(ids, labels=ids).loss.backward()
     assert len(made) == 1
-    (kept,) = model.model.layers[0].mixer.prior.angles.values()
+    (kept,) = model.model.layers[0].mixer.prior._frequencies.values()
     assert not kept.is_inference()
     assert not any("angles" in name for name in model.state_dict())
 

@@ -289,6 +289,7 @@ def page(found: list[dict], output: Path, seed: int) -> None:
     write_json(output / "chaos.json", data)
     text = PAGE.format(
         count=len(found),
+        same=sum(row["same weights"] for row in table(found)),
         table=markdown_table(table(found)),
         sentences="\n".join(f"* {said}" for said in dict.fromkeys(examples(found))),
         made=provenance(f"make chaos (seed {seed})"),
@@ -305,6 +306,8 @@ def examples(found: list[dict]):
 
 
 PAGE = """# Killed, stopped and damaged trainings
+
+{same} of {count} ended with the weights of the run that nothing happened to.
 
 {count} trainings of a tiny model (12 steps, a checkpoint every 5) that were killed or asked to stop at random moments,
 ran out of disk, or found one file of their newest checkpoint, or of their folder, damaged; then `--resume auto`. "Same

@@ -78,13 +78,17 @@ def run(prior: str, only: str | None) -> dict[str, object]:
         failed = kinds.get("failure", kinds.get("error"))
         results["failed" if failed is not None else "skipped" if "skipped" in kinds else "passed"] += 1
         if failed is not None:
-            failures[case.get("name")] = " ".join((failed.get("message") or "").split())[:200]
+            failures[case.get("name")] = " ".join((failed.get("message") or "").split())[:400]
     return {"prior": prior, **results, "failures": failures}
 
 
 def page(rows: list[dict]) -> str:
+    own = [row for row in rows if row["prior"] != "llama"]
+    passed, failed = (sum(row[kind] for row in own) for kind in ("passed", "failed"))
     lines = [
         "# transformers' own tests on our models",
+        "",
+        f"{passed} of the {passed + failed} tests that our models can run pass.",
         "",
         f"The model tests in the source distribution of transformers {transformers.__version__}, on small models of "
         "two layers, with the base model and its four heads; Llama beside them. What a model cannot have is skipped. "

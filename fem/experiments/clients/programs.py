@@ -31,6 +31,7 @@ def run_clients() -> list[dict[str, str]]:
     """A row per item: its library, the version, and the result."""
     rows = []
     for item, (library, act) in CLIENTS.items():
+        torch._dynamo.reset()  # an export after another would take the first one's batch for fixed
         with tempfile.TemporaryDirectory() as folder:
             save(Path(folder))
             try:
@@ -157,13 +158,13 @@ def _(folder: Path) -> str:
     return f"logits within {max(errors):.1e}, {len(own)} operators of fem in the graph"
 
 
-@client("torch", "torch.ao dynamic quantisation of {nn.Linear, fem.projection.Projection}")
+@client("torch", "torch.ao dynamic quantisation of `{nn.Linear, fem.projection.Projection}`")
 def _(folder: Path) -> str:
     kinds = {torch.nn.Linear, Projection}
     quantised = torch.ao.quantization.quantize_dynamic(small(), kinds, torch.qint8)
     left = sum(isinstance(module, torch.nn.Linear) for module in quantised.modules())
     error = (quantised(ids()).logits - small()(ids()).logits).norm() / small()(ids()).logits.norm()
-    return f"{left} maps left as they were, logits within {error:.1%}; {{nn.Linear}} alone warns"
+    return f"{left} maps left as they were, logits within {error:.1%}; `{{nn.Linear}}` alone warns"
 
 
 @client("sentence-transformers", "FreeEnergySentencePooling behind a FEM, saved and opened")

@@ -21,8 +21,8 @@ KEY = (
 GREYS = {"softmax": "#4b5563", "linear": "#9ca3af", "gla": "#7c8594", "rnn_softmax": "#a8a29e", "rnn_decay": "#b8bec8"}
 GREYS |= {"mamba": "#6b7280", "mamba_interactive": "#8d8379"}
 OTHER_GREY = "#9ca3af"
-FULL_COLOURS = {"softmax": "#1f5fbf", "linear": "#0f9488", "gla": "#2f9e5b", "rnn_softmax": "#b8860b"}
-FULL_COLOURS |= {"rnn_decay": "#a16207", "mamba": "#b83280", "mamba_interactive": "#d1495b"}
+FULL_COLOURS = {"softmax": "#1f5fbf", "linear": "#0f9488", "gla": "#0b6b4f", "rnn_softmax": "#6f4e00"}
+FULL_COLOURS |= {"rnn_decay": "#a16207", "mamba": "#7d1d5c", "mamba_interactive": "#d1495b"}
 PART_COLOURS = {
     "G": "#e07b39",
     "L": "#3a9d6b",

@@ -33,6 +33,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fem.experiments.common.names import display
+
 PACKAGES = (
     "free-energy-mixer",
     "torch",
@@ -138,8 +140,14 @@ def command_line(experiment: str, recipe, start, profile: str | None = None) -> 
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
         else:
-            words += [f"--{name}", without_folders(str(value))]
+            text = without_folders(str(value))
+            words += [f"--{name}", as_shown(text) if name == "mixers" else text]
     return shlex.join(words)
+
+
+def as_shown(mixers: str) -> str:
+    """Mixers with commas, by the names of tables and pictures, but for pools, whose names cannot be typed."""
+    return ",".join(name if name.startswith("pool:") else display(name) for name in mixers.split(","))
 
 
 def without_folders(text: str) -> str:

@@ -28,11 +28,12 @@ def cell(value: Any) -> str:
 
 
 def markdown_table(rows: Rows, best: Best | None = None) -> str:
-    """The rows as a Markdown table, numbers aligned to the right. Columns are those of the first row.
+    """The rows as a Markdown table, numbers aligned to the right. Columns are those of the first row, without those
+    that are blank in every row.
 
     best: max or min by column; the cells that begin with the largest or smallest number are bold.
     """
-    columns = list(rows[0])
+    columns = [column for column in rows[0] if any(cell(row[column]) for row in rows)]
     align = ["---:" if any(_is_number(row[column]) for row in rows) else "---" for column in columns]
     cells = [{column: _plain(cell(row[column])) for column in columns} for row in rows]
     for column, which in (best or {}).items():

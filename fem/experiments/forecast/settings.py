@@ -26,8 +26,8 @@ class ForecastRecipe:
     data: str = option("", "CSV files (.csv or .csv.gz): a column date, then the channels.")
     horizon: str = option("96", "Rows to forecast.")
     models: str = option(
-        "softmax,fem-sm,none",
-        f"Mixers, such as softmax, fem-gla, gla; none, for no mixer; {', '.join(BASELINES)}.",
+        "attention,FEM,none",
+        f"With commas: attention, FEM-GLA, GLA ...; none, for no mixer; {', '.join(BASELINES)}.",
         also=("models",),
         called="mixers",
     )
@@ -70,7 +70,7 @@ class ForecastRecipe:
         if not all(text.isdecimal() and int(text) > 0 for text in listed(self.horizon)) or not listed(self.horizon):
             raise ValueError(f"horizon must be a positive number, or several with commas, got {self.horizon!r}.")
         if not listed(self.models):
-            raise ValueError("models must name at least one model, got an empty list.")
+            raise ValueError("mixers must name at least one model, got an empty list.")
         for name in listed(self.models):
             if name not in BASELINES:
                 one_name(name)

@@ -227,7 +227,8 @@ def train_job(job: Job, corpus: Corpus, folder: Path, bars: Progress) -> dict:
     from fem.experiments.lm.small import build_model, model_config, train
 
     recipe = job.language
-    bar, advance = steps_bar(bars, f"{job.row}, rate {recipe.learning_rate:g}, seed {recipe.seed}", recipe.steps)
+    name = display(mixer_name(job.row, job.mixer["prior_type"]))
+    bar, advance = steps_bar(bars, f"{name}, rate {recipe.learning_rate:g}, seed {recipe.seed}", recipe.steps)
     curve: list[dict] = []
 
     def log(metrics: dict) -> None:

@@ -28,7 +28,7 @@ class EvalRecipe:
     allow_code: bool = option(False, "Let task files run code: the harness's YAML may name functions in files.")
     batch_size: int = option(8, "Sequences per batch.")
     limit: int | None = option(None, "Use at most this many examples of each task, to try things out.")
-    beside: str = option("340M fem-sm", "Row of the paper's Table 2 to print beside the suite's scores.")
+    beside: str = option("340M FEM", "Row of the paper's Table 2 to print beside the suite's scores.")
     seed: int = option(42, "Seed of the few-shot examples and of sampling.")
 
     def __post_init__(self):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fem.experiments.lm.text import Corpus
 
 
-ARCHITECTURES = ("gpt2", "llama")
+ARCHITECTURES = {"gpt2": "GPT-2", "llama": "Llama"}
 ARMS: dict[str, dict | None] = {
     "original": None,  # the original as it is
     "gate": {"use_temperature": False},  # the outer gate alone, no free energy
@@ -191,7 +191,7 @@ def run(recipe: FinetuneRecipe, output: Path) -> dict:
         write_table(under_way.folder, "table", table)
         write_page(
             under_way.folder,
-            f"FEM in a {recipe.architecture} that was trained without it",
+            f"FEM in a {ARCHITECTURES[recipe.architecture]} that was trained without it",
             f"{recipe.layers} blocks of width {recipe.width}, {recipe.steps} steps of {recipe.batch} x "
             f"{recipe.context} tokens of {source_name(recipe.text)}; then "
             f"{recipe.further_steps} further steps of the model as it is and "

@@ -37,8 +37,8 @@ class MADRecipe:
 
     profile: str = option("laptop", f"Which settings, sizes and training: {' or '.join(PROFILES)}.")
     mixers: str = option(
-        "softmax,fem-sm",
-        "Priors with parts of FEM, such as softmax, softmax+CL, fem-mamba; on a GPU also fla:DeltaNet and the like.",
+        "attention,FEM",
+        "With commas, such as attention, attention+CL, FEM-Mamba; on a GPU also fla:DeltaNet and the like.",
     )
     tasks: str = option("all", f"all, or some of {', '.join(TASKS)}.")
     initialisations: str = option(

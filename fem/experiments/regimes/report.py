@@ -137,9 +137,15 @@ def title(recipe: RegimesRecipe) -> str:
         return "Where the free energy pays: starts of beta and lambda"
     if any("/wide" in row for row in recipe.rows):
         return "Where the free energy pays: values as wide as the model"
-    return "Where the free energy pays" + (
-        "" if set(TASKS) <= set(recipe.task_names) else f": {', '.join(recipe.task_names)}"
-    )
+    usual = type(recipe)()
+    about = [] if set(TASKS) <= set(recipe.task_names) else [", ".join(recipe.task_names)]
+    about += [_counted(recipe.blocks, "block")] if recipe.blocks != usual.blocks else []
+    about += [_counted(recipe.heads, "head")] if recipe.heads != usual.heads else []
+    return "Where the free energy pays" + (f": {'; '.join(about)}" if about else "")
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number > 1)}"
 
 
 def write_report(folder: Path, found: Found, floors: dict[str, float], recipe: RegimesRecipe, command: str) -> None:
@@ -155,13 +161,13 @@ def write_report(folder: Path, found: Found, floors: dict[str, float], recipe: R
     write_page(
         folder,
         title(recipe),
-        f"{recipe.blocks} block{'s' if recipe.blocks > 1 else ''} of [mixer, SwiGLU], width {recipe.width}, "
-        f"{recipe.heads} heads, {recipe.steps} steps of {recipe.batch} examples, AdamW with cosine decay, no weight "
-        "decay, the same start and the same examples for every row of a seed; equal parameters (a mixer with more gets "
-        "a narrower SwiGLU). Every row takes the learning rate that is best on the first seed's validation, and is "
-        f"tested on other examples. {KEY} /r4: gates of "
-        "rank 4, whose width goes to the values; /b8: beta starts at 8 instead of 1.95; /l6: lambda's bias at 6; "
-        "/wide: values as wide as the model. ±: standard error of the difference, seed by seed.",
+        f"{_counted(recipe.blocks, 'block')} of [mixer, SwiGLU], width {recipe.width}, "
+        f"{_counted(recipe.heads, 'head')}, {recipe.steps} steps of {recipe.batch} examples, AdamW with cosine decay, "
+        "no weight decay, the same start and the same examples for every row of a seed; equal parameters (a mixer with "
+        "more gets a narrower SwiGLU). Every row takes the learning rate that is best on the first seed's validation, "
+        f"and is tested on other examples. {KEY} /r4: gates of rank 4, whose width goes to the values; /b8: beta "
+        "starts at 8 instead of 1.95; /l6: lambda's bias at 6; /wide: values as wide as the model. ±: standard error "
+        "of the difference, seed by seed.",
         markdown_table(overview(found), dict.fromkeys(found, max)),
         "\n".join(f"* {verdict(task, rows)}" for task, rows in found.items()),
         "![scores by task and mixer](scores.png)",

@@ -15,8 +15,8 @@ from fem.experiments.regimes.tasks import Task
 from fem.experiments.regimes.training import TASKS, Job, Training, sizes
 
 ROWS = (
-    "softmax,softmax+G,softmax+L,softmax+LT,softmax+LTG,softmax+LTG/r4,softmax+C,softmax+CG,softmax+CLTG,"
-    "softmax+CLTG/r4,gla,gla/norm,gla+LTG,gla+LTG/r4"
+    "attention,attention+G,attention+L,attention+LT,attention+LTG,attention+LTG/r4,attention+C,attention+CG,FEM,FEM/r4,"
+    "GLA,GLA/norm,GLA+LTG,GLA+LTG/r4"
 )
 OF_FILES = {"ett-extremes": "ett", "ett-events": "ett", "speakers": "play"}
 POOLED = ("bags", "speakers")
@@ -29,7 +29,7 @@ class RegimesRecipe:
     tasks: str = option("peak,high-water,snapshot,statistics,recall,bags", f"From {', '.join([*TASKS, *OF_FILES])}.")
     mixers: str = option(
         ROWS,
-        f"Priors with parts and options, such as softmax+LTG/r4; for {' and '.join(POOLED)} also {', '.join(POOLS)}.",
+        f"Priors with parts and options, such as attention+LTG/r4; for {' and '.join(POOLED)} also {', '.join(POOLS)}.",
     )
     learning_rates: str = option("0.003,0.006,0.012", "Each mixer takes the best on the first seed's validation.")
     seeds: int = option(3, "How many seeds; each draws its own weights and data.")

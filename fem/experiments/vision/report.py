@@ -106,7 +106,7 @@ def page(records: Sequence[dict], recipe: VisionRecipe, profile: str, pictures: 
     )
 
 
-PAGE = """# {data}: FEM in the place of DeiT's attention
+PAGE = """# Images: FEM in the place of DeiT's attention, {data}
 
 {data}: {train:,} training and {test:,} held-out pictures of {classes} classes, {size} x {size} pixels in patches of
 {patch} x {patch}; learnt positions, {pooling}. All models have the same number of parameters (a mixer that has more

@@ -18,7 +18,7 @@ class VisionRecipe:
     """Pictures, models and training. The defaults suit a laptop: scikit-learn's digits, under a minute per model."""
 
     data: str = option("digits", "digits, a folder or zip of <split>/<class>/<picture>, or a dataset of the hub.")
-    mixers: str = option("softmax,fem-sm", "Mixers with commas between, such as softmax, fem-gla, softmax+LT.")
+    mixers: str = option("attention,FEM", "With commas between, such as attention, FEM-GLA, attention+LT.")
     seeds: int = option(3, "How many seeds; every mixer has the same.")
     seed: int = option(0, "First seed: of weights, order and crops.")
     image_size: int = option(8, "Side of the images, in pixels.")

@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from fem.experiments.common.checkpoints import checkpoints, set_aside, step_of, to_go_on_from
 from fem.experiments.common.integrity import MANIFEST
 from fem.experiments.common.mixers import fields_of
+from fem.experiments.common.names import display
 from fem.experiments.common.run import steps_bar, write_json
 from fem.experiments.common.saving import STAGING, SavingTrainer
 from fem.experiments.common.trainer import Score, Watch
@@ -92,7 +93,7 @@ def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Pat
     )
     view = View(pictures.train, *look, augmentation, job.seed)
     args = training_arguments(job, len(view), folder)
-    _, advance = steps_bar(bars, f"{job.mixers}, seed {job.seed}", args.max_steps)
+    _, advance = steps_bar(bars, f"{display(job.mixers)}, seed {job.seed}", args.max_steps)
     watch = ImageWatch(view, [], advance)
     trainer = ImageTrainer(
         output=folder,

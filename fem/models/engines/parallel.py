@@ -35,6 +35,18 @@ def tensor_plan(config: FEMConfig) -> dict[str, str]:
     return {f"layers.*.{name}": style for name, style in plan.items()}
 
 
+def check_heads(config: FEMConfig, processes: int) -> None:
+    """Raises ValueError where the heads of layers that the plan splits cannot be dealt to this many processes."""
+    if not any(name.startswith("layers.*.mixer.") for name in config.base_model_tp_plan):
+        return
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if getattr(config, name) % processes:
+            raise ValueError(
+                f"{name} must be a multiple of the processes that share a layer, {processes} (tensor parallel), "
+                f"got {getattr(config, name)}."
+            )
+
+
 def _splits(mixer: FreeEnergyMixerConfig) -> bool:
     return mixer.prior_type in PER_HEAD and not (mixer.prior_type == "gla" and mixer.decay == "scalar")
 

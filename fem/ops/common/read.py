@@ -133,14 +133,12 @@ def mix_channels(mixing: Tensor, terms: Terms, beta: Tensor | None) -> Terms:
     log_total = torch.where(peak > NO_WEIGHT, total.log() + peak, -torch.inf)
     if beta is None:
         return Terms(log_total, mean, None)
-    lift, seen = beta * terms.free_energy, weight > 0
-    top = torch.where(seen, lift.detach(), -torch.inf).amax(-1, keepdim=True)
-    top = torch.where(top > -torch.inf, top, 0)
-    z = torch.where(seen, lift - top, 0)
+    lift = beta * terms.free_energy
+    top = lift.detach().amax(-1, keepdim=True)
+    z = lift - top
     is_near = (z.detach() >= -1).all(-1, keepdim=True)
     energy = log_weight - peak + z
     highest = energy.detach().amax(-1, keepdim=True)
-    summed = over_channels(torch.where(is_near, weight * torch.expm1(z.clamp(min=-1)), (energy - highest).exp()))
-    near = torch.log1p(torch.where(is_near, summed, 0) / total)
-    far = torch.where(is_near, 1, summed).log() + highest - total.log()
-    return Terms(log_total, mean, (top + torch.where(is_near, near, far)) / beta)
+    summed = over_channels(torch.where(is_near, weight * torch.expm1(z), (energy - highest).exp())) / total
+    far = summed.clamp(min=torch.finfo(summed.dtype).tiny).log() + highest
+    return Terms(log_total, mean, (top + torch.where(is_near, torch.log1p(summed), far)) / beta)
