@@ -14,7 +14,7 @@ help:
 	@echo "make test      the fast tests        make test-all   fast and slow tests"
 	@echo "make test-vllm the same tokens from vLLM as from transformers, in an environment of its own (10 minutes)"
 	@echo "make docs      the site, into site/  make test-docs  runs every tutorial, page and notebook, and builds the site"
-	@echo "make screens   pictures of the site's pages, light and dark, wide and narrow, into runs/screens"
+	@echo "make screens   pictures of README and site, light and dark, wide and narrow, into runs/screens"
 	@echo "make lint      style and import direction      make bench   what FEM costs on this machine"
 	@echo "make chaos     kills, stops and damages 140 small trainings; what became of them, into docs/results"
 	@echo "make install   only install, into $(VENV)"
@@ -74,9 +74,10 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "to read it: $(BIN)/python -m http.server --directory site, then http://localhost:8000"
 
-# Pictures of the site and of the page of `fem inspect`; with AXE=.../axe.min.js (npm pack axe-core) also its check.
+# Pictures of the README, the site and the page of `fem inspect`. From npm: AXE=.../axe.min.js (axe-core) adds its check,
+# GITHUB=.../github-markdown.css (github-markdown-css) the README's looks on GitHub.
 screens: docs
-	$(BIN)/python tests/support/screens.py site runs/screens $(wildcard runs/demo/inspect.html) $(if $(AXE),--axe $(AXE))
+	$(BIN)/python tests/support/screens.py site runs/screens $(wildcard runs/demo/inspect.html) $(if $(AXE),--axe $(AXE)) $(if $(GITHUB),--github $(GITHUB))
 
 # The notebooks are kept with their results: run them again when what they use has changed.
 notebooks: install

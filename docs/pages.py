@@ -19,6 +19,7 @@ MOVED = {
     "CHANGELOG.md": "changelog.md",
     "CITATION.cff": "faq.md#how-to-cite",
 }
+PICTURE = re.compile(r"<picture>.*?</picture>", re.DOTALL)
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -51,9 +52,25 @@ def expanded(entry, pages: list[str], placed: set[str]):
 def on_page_markdown(markdown: str, **_) -> str:
     """Links lead where they lead in the repository, and formulas are set."""
     linked = re.sub(r"\]\(([^)#]+)", lambda link: f"]({site_address(link[1])}", markdown)
-    linked = re.sub(r'((?:src|srcset)=")docs/', r"\1", linked)
+    linked = PICTURE.sub(by_palette, re.sub(r'((?:src|srcset)=")docs/', r"\1", linked))
     blocks = re.sub(r"^```math\n(.*?)\n```$", lambda block: formula(block[1], "block"), linked, flags=re.M | re.S)
     return re.sub(r"\$`([^`]+)`\$", lambda span: formula(span[1], "inline"), blocks)
+
+
+def by_palette(picture: re.Match) -> str:
+    """A picture for each of the site's palettes, chosen against the system's perhaps. A style turns plots."""
+    sources = re.findall(r'<source media="(.+?)" srcset="(.+?)">', picture[0])
+    image = re.search(r"<img .+?>", picture[0])[0]
+    if ".png" in image:
+        return image
+    wide = {"dark": next(at for media, at in sources if media == "(prefers-color-scheme: dark)")}
+    wide["light"] = re.search(r'src="(.+?)"', image)[1]
+    shown = [(scheme, at, at.replace(".svg", "_narrow.svg")) for scheme, at in wide.items()]
+    return "\n".join(
+        f'<picture><source media="(max-width: 600px)" srcset="{narrow}">'
+        f"{image.replace(wide['light'], f'{at}#only-{scheme}')}</picture>"
+        for scheme, at, narrow in shown
+    )
 
 
 def on_post_page(output: str, **_) -> str:

@@ -1,16 +1,20 @@
-"""`make screens`: pictures of the site's pages and of fem inspect's, light and dark, wide and narrow.
+"""`make screens`: pictures of the README, the site's pages and fem inspect's, light and dark, wide and narrow.
 
-    python tests/support/screens.py SITE OUT [INSPECT_PAGE] [--axe axe.min.js]
+    python tests/support/screens.py SITE OUT [INSPECT_PAGE] [--axe axe.min.js] [--github github-markdown.css]
 
+The README looks as on GitHub with GitHub's styles, which `npm pack github-markdown-css` brings.
 With axe-core's axe.min.js, which `npm pack axe-core` brings, every page is checked for faults of accessibility, and
 serious ones end with status 1.
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
 from browser import chromium, errors, look, served
+from latex2mathml.converter import convert
+from markdown_it import MarkdownIt
 
 SHOWN = (
     *("index", "faq", "architecture", "limits", "configuration", "equations", "inspect", "results/index"),
@@ -18,6 +22,24 @@ SHOWN = (
 )
 SERIOUS = ("serious", "critical")
 AXE = "const done = arguments[0]; axe.run(document).then((found) => done(found.violations))"
+
+
+def readme(styles: Path | None, out: Path) -> str:
+    """The address of the README as a page of its own, its mathematics set and its pictures found."""
+    root = Path(__file__).parents[2]
+    text = (root / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"^```math\n(.*?)\n```$", lambda block: convert(block[1], display="block"), text, flags=re.M | re.S)
+    text = re.sub(r"\$`([^`]+)`\$", lambda span: convert(span[1]), text)
+    style = "" if styles is None else styles.read_text(encoding="utf-8")
+    page = README.format(style=style, root=root.as_uri(), body=MarkdownIt().enable("table").render(text))
+    (out / "README.html").write_text(page, encoding="utf-8")
+    return (out / "README.html").resolve().as_uri()
+
+
+README = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark"><title>README</title><base href="{root}/">
+<style>{style} .markdown-body {{ max-width: 1012px; margin: auto; padding: 1rem }} img {{ max-width: 100% }}</style>
+<article class="markdown-body">{body}</article></html>"""
 
 
 def pictures(driver, addresses: dict[str, str], folder: Path) -> None:
@@ -51,6 +73,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("inspect", type=Path, nargs="?")
     parser.add_argument("--axe", type=Path)
+    parser.add_argument("--github", type=Path)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     with served(given.site) as address, chromium() as driver:
@@ -59,7 +82,8 @@ def main() -> None:
             for page in sorted(given.site.rglob("*.html"))
         }
         own = {} if given.inspect is None else {"inspect_page": given.inspect.resolve().as_uri()}
-        pictures(driver, {name: pages[name] for name in SHOWN} | own, given.out)
+        shown = {"README": readme(given.github, given.out)} | {name: pages[name] for name in SHOWN} | own
+        pictures(driver, shown, given.out)
         if given.axe is None:
             return
         found = faults(driver, pages | own, given.axe.read_text(encoding="utf-8"))

@@ -105,7 +105,8 @@ class TextTrainer(SavingTrainer):
             decayed = set(self.get_decay_parameter_names(self.model))
             groups = [{"params": [], "weight_decay": self.args.weight_decay}, {"params": [], "weight_decay": 0.0}]
             for name, parameter in self.model.named_parameters():
-                groups[name not in decayed]["params"].append(parameter)
+                if parameter.requires_grad:
+                    groups[name not in decayed]["params"].append(parameter)
             kind, settings = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.optimizer = kind(groups, **settings)
         return super().create_optimizer(model)
@@ -201,8 +202,8 @@ class TextTrainer(SavingTrainer):
         super().log(logs, *args, **given)
 
     def add_files(self, checkpoint: Path) -> None:
-        first = self.args.process_index * self.share.world % self.args.world_size == 0  # of those that read these rows
-        if first and (state := self.rows.state_dict()) is not None:
+        together = self.args.world_size // self.share.world  # processes that read the same rows
+        if self.args.process_index % together == 0 and (state := self.rows.state_dict()) is not None:
             write_json(checkpoint / self._rows_name, state)
         if self.args.process_index == 0:
             copy_run(self.output, checkpoint)

@@ -39,11 +39,11 @@ def check_heads(config: FEMConfig, processes: int) -> None:
     """Raises ValueError where the heads of layers that the plan splits cannot be dealt to this many processes."""
     if not any(name.startswith("layers.*.mixer.") for name in config.base_model_tp_plan):
         return
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if getattr(config, name) % processes:
+    for mixer in config.mixer_configs():
+        if mixer.n_head % processes or mixer.kv_heads % processes:
             raise ValueError(
-                f"{name} must be a multiple of the processes that share a layer, {processes} (tensor parallel), "
-                f"got {getattr(config, name)}."
+                "num_attention_heads and num_key_value_heads must be multiples of the processes that share a layer, "
+                f"{processes} (tensor parallel), got {mixer.n_head} and {mixer.kv_heads}."
             )
 
 
