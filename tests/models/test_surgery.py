@@ -460,7 +460,7 @@ def test_multihead_attention_alone_comes_back_as_a_mixer():
         (lambda: nn.MultiheadAttention(32, 4, kdim=16, vdim=16), "MultiheadAttention.*kdim"),
         (lambda: nn.MultiheadAttention(32, 4, add_bias_kv=True), "add_bias_kv"),
         (lambda: transformers.FalconModel(falcon()), "FalconAttention.*attention functions"),
-        (lambda: decoder_of("Afmoe", head_dim=8), "AfmoeAttention.*gate_proj"),
+        (lambda: decoder_of("DiffLlama"), "DiffLlamaAttention.*groupnorm"),
         (lambda: cross_attention_alone(), "cross-attention"),
         (lambda: nn.Sequential(Attention(gated=True)), "gate"),
     ],

@@ -31,6 +31,7 @@ def run_clients() -> list[dict[str, str]]:
     """A row per item: its library, the version, and the result."""
     rows = []
     for item, (library, act) in CLIENTS.items():
+        torch._dynamo.reset()  # an export after another would take the first one's batch for fixed
         with tempfile.TemporaryDirectory() as folder:
             save(Path(folder))
             try:
