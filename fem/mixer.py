@@ -19,6 +19,7 @@ from fem.optim import undecayed_names
 from fem.priors import PRIORS, OperatorPrior, Prior
 from fem.priors.base import buffer_error
 from fem.projection import Projection
+from fem.spoilt import find_spoilt, seen_from
 from fem.state import MixerState, foreign_state
 
 # Fields that no state depends on: how the layer starts, what it does after the read, which implementation reads.
@@ -86,16 +87,20 @@ class FreeEnergyMixer(nn.Module):
         )
         if 0 in x.shape[:2]:
             return self._read_nothing(x, state, return_state)
-        x = tokens.zero_masked(x)
+        x, state, spoilt = self._set_apart(tokens.zero_masked(x), tokens, state)
         features, hidden = self._features(x, tokens, state)
         v = self._values(x, features)
         memory = state.memory if state is not None else {} if return_state else None
         read, memory = self._read(features, v, tokens, memory)
         o = self.gate(features, read)
         y = self.output(self.dropout(o.flatten(-2)))
+        if spoilt is not None:
+            y = y + torch.zeros_like(y).masked_fill_(tokens.only_kept(spoilt)[..., None], torch.nan)
         if not return_state:
             return y
         state = MixerState(self._kind, x.dtype, memory, hidden, cache_position)
+        if spoilt is not None:
+            state = state.filled(spoilt[:, -1], torch.nan, self.prior.spoils_documents)
         return y, state if x.shape[1] == 1 else state.compact()  # the activations of one token pin little memory
 
     def _read_nothing(self, x: Tensor, state: MixerState | None, return_state: bool):
@@ -119,6 +124,24 @@ class FreeEnergyMixer(nn.Module):
         q, k = self.prior.queries_and_keys(x, position)
         o = self.gate(x, attention(q, k, v, self._temperature(v)))
         return self.output(self.dropout(o.flatten(-2)))
+
+    def _set_apart(
+        self, x: Tensor, tokens: Tokens, state: MixerState | None
+    ) -> tuple[Tensor, MixerState | None, Tensor | None]:
+        """x without its NaN and infinity, the state without those of an earlier call, and the places that see them;
+        None: none, or they reach none but these by themselves."""
+        documents = tokens.start is not None
+        by_documents = self.prior.spoils_documents or self.conditioner is not None
+        spreads = by_documents if documents else self.prior.spoils_before and x.shape[1] > 1
+        if not spreads or torch.compiler.is_exporting():
+            return x, state, None
+        before = state.spoilt(self.prior.spoils_documents) if documents and state is not None else None
+        spoilt = find_spoilt(x, before)
+        if spoilt is None:
+            return x, state, None
+        if before is not None:  # any finite number: nothing of it is read behind the start of a document
+            state = state.filled(before, 1.0, self.prior.spoils_documents)
+        return x.masked_fill(spoilt[..., None], 0), state, seen_from(spoilt, tokens, before, self.config.causal)
 
     def _features(self, x: Tensor, tokens: Tokens, state: MixerState | None) -> tuple[Tensor, Tensor | None]:
         """[x, h]: the input with the conditioner's local features behind it."""

@@ -95,6 +95,22 @@ class MixerState:
         """The state of the rows `index`, in that order; rows may repeat or be left out (beam search)."""
         return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
+    def _floats(self, memory: bool) -> dict[str, Tensor]:
+        """The conditioner's state and, if asked for, the prior's memory, but for integers."""
+        named = self._named() if memory else [("conditioner", self.conditioner)]
+        return {name: x for name, x in named if x is not None and x.is_floating_point()}
+
+    def spoilt(self, memory: bool) -> Bool[Tensor, " b"]:
+        """Which rows hold NaN in the conditioner's state or, if asked for, in the prior's memory."""
+        found = [x.isnan().flatten(1).any(1) for x in self._floats(memory).values()]
+        return torch.stack(found).any(0) if found else torch.zeros_like(self.cache_position.started)
+
+    def filled(self, rows: Bool[Tensor, " b"], number: float, memory: bool) -> MixerState:
+        """The state with a number in all places of some rows that `spoilt` looks at."""
+        fill = lambda x: x.masked_fill(rows.view(-1, *[1] * (x.ndim - 1)), number)  # noqa: E731
+        tensors = {name: fill(x) for name, x in self._floats(memory).items()}
+        return self._of(self.layer, self.dtype, dict(self._named()) | tensors)
+
     def detach(self) -> MixerState:
         """The same state without its history, for truncated backpropagation."""
         return self._map(torch.Tensor.detach)

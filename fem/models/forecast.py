@@ -175,7 +175,10 @@ class PatchBlock(nn.Module):
 
 
 class AutoFEMForecaster(BaseAuto):
-    """`FEMForecaster` with its hyperparameters searched, as neuralforecast's other Auto models."""
+    """`FEMForecaster` with its hyperparameters searched, as neuralforecast's other Auto models, by ray or optuna.
+
+    The default space leaves `scaler_type` alone: `FEMForecaster` scales its windows itself.
+    """
 
     default_config = {  # noqa: RUF012  (neuralforecast's name and type)
         "input_size_multiplier": [1, 2, 3, 5],
@@ -186,7 +189,6 @@ class AutoFEMForecaster(BaseAuto):
         "prior_type": tune.choice(["softmax", "gla"]),
         "dropout": tune.choice([0.0, 0.1, 0.2]),
         "learning_rate": tune.loguniform(1e-4, 1e-2),
-        "scaler_type": tune.choice([None, "robust", "standard"]),
         "max_steps": tune.choice([500, 1000]),
         "batch_size": tune.choice([32, 64, 128]),
         "windows_batch_size": tune.choice([128, 256, 512]),

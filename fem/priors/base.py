@@ -28,11 +28,14 @@ class Prior(nn.Module, ABC):
     name: ClassVar[str]
     uses: ClassVar[tuple[str, ...]] = ()  # fields of the configuration that not every prior reads
     per_channel: ClassVar[bool] = False  # whether every value channel has its own distribution
+    # Whether NaN in a token may reach rows that do not see it: rows before it, or those of other documents.
+    spoils_before: ClassVar[bool] = True
+    spoils_documents: ClassVar[bool] = True
 
     def __init__(self, config: FreeEnergyMixerConfig | None):
         super().__init__()
         self.config = config
-        self.angles: dict[torch.device, Tensor] = {}  # of `_frequency`; made when first needed, and saved nowhere
+        self._frequencies: dict[torch.device, Tensor] = {}  # rotary ones, by `_frequency`; saved nowhere
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Register a tensor that is saved with the weights. Raises ValueError on persistent=False."""
@@ -97,7 +100,7 @@ class Prior(nn.Module, ABC):
         """Radians per position of every rotary plane, kept on each device: a list copied there by every call would make
         a GPU wait. A graph takes what is there, and makes what is not, since nothing may be kept while one is traced.
         """
-        config, known = self.config, self.angles.get(device)
+        config, known = self.config, self._frequencies.get(device)
         if known is not None:
             return known
         with torch.inference_mode(False):  # training may use what inference made
@@ -106,7 +109,7 @@ class Prior(nn.Module, ABC):
             else:
                 made = torch.tensor(config.rope_frequencies, dtype=torch.float64, device=device)
         if not torch.compiler.is_compiling() and type(made) is Tensor:
-            self.angles[device] = made
+            self._frequencies[device] = made
         return made
 
     def scan(self, op, *inputs: Tensor | None, tokens: Tokens, memory: dict[str, Tensor] | None):

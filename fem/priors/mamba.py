@@ -69,6 +69,7 @@ class MambaPrior(Prior):
     name = "mamba"
     uses = ("ssm_rank",)
     per_channel = True
+    spoils_before = False
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
@@ -95,6 +96,7 @@ class InteractiveMambaPrior(Prior):
     undecayed = ("mixing",)
     uses = ("ssm_rank",)
     per_channel = True
+    spoils_before = False
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)

@@ -13,6 +13,7 @@ class RNNSoftmaxPrior(Prior):
 
     name = "rnn_softmax"
     per_channel = True
+    spoils_before = False
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
@@ -32,6 +33,7 @@ class RNNDecayPrior(Prior):
 
     name = "rnn_decay"
     per_channel = True
+    spoils_before = False
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)

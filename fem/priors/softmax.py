@@ -19,6 +19,7 @@ class SoftmaxPrior(Prior):
     """
 
     name = "softmax"
+    spoils_before = spoils_documents = False
     uses = ("window", "n_kv_head", *ROTARY)
 
     def __init__(self, config: FreeEnergyMixerConfig):

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,19 +37,48 @@ def test_two_processes_train_the_same_model_as_one(tmp_path):
     assert json.loads((tmp_path / "2" / "results.json").read_text())["train"]["step"] == 20
 
 
-@pytest.mark.parametrize("processes, parallel", [(2, "ddp"), (4, "fsdp")])
-def test_processes_that_share_rows_train_as_one(tmp_path, processes, parallel):
-    """Every row is split over two processes; of four, two pairs read rows of their own, and all share the weights."""
-    data = write_corpus(tmp_path / "data.jsonl")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 88}
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A hybrid that one process has trained: a recipe and its folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 88}
     hybrid = json.dumps(sizes | {"layer_priors": ["softmax", "gla"]})
-    for name, count, way in (("whole", 1, {}), ("split", processes, {"parallel": parallel, "context_parallel": 2})):
-        recipe = tiny(data, model=hybrid, micro_batch=1, **way)
-        ended = Training(recipe, tmp_path / name, count).end(300)
-        assert ended.code == 0, ended.said
-    for a, b in zip(losses(tmp_path / "whole"), losses(tmp_path / "split"), strict=True):
-        assert a == pytest.approx(b, rel=1e-4)
-    assert apart(tmp_path / "whole", tmp_path / "split") < 1e-4
+    recipe = tiny(write_corpus(folder / "data.jsonl"), vocabulary=301, model=hybrid, micro_batch=1)
+    ended = Training(recipe, folder / "run", 1).end(300)
+    assert ended.code == 0, ended.said
+    return recipe, folder / "run"
+
+
+SHARED = {
+    "rows": (2, {"context_parallel": 2}),
+    "rows, in two pairs": (4, {"parallel": "fsdp", "context_parallel": 2}),
+    "layers": (2, {"parallel": "fsdp", "tensor_parallel": 2}),
+    "layers, in two pairs": (4, {"parallel": "fsdp", "tensor_parallel": 2}),
+    "rows and layers": (4, {"parallel": "fsdp", "context_parallel": 2, "tensor_parallel": 2}),
+}
+
+
+@pytest.mark.parametrize("what", SHARED)
+def test_processes_that_share_rows_or_layers_train_as_one(whole, tmp_path, what):
+    """Every row, or every layer, is split over two processes; pairs read rows of their own."""
+    processes, way = SHARED[what]
+    ended = Training(replace(whole[0], **way), tmp_path / "run", processes).end(300)
+    assert ended.code == 0, ended.said
+    for a, b in zip(losses(whole[1]), losses(tmp_path / "run"), strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+    assert apart(whole[1], tmp_path / "run") < 1e-5
+
+
+def test_shared_layers_go_on_whole_or_shared_by_others(whole, tmp_path):
+    """Bit for bit on as many processes; and any checkpoint opens as one model."""
+    recipe = replace(whole[0], parallel="fsdp")
+    ended = Training(replace(recipe, tensor_parallel=2), tmp_path / "two", 2).end(300)
+    assert ended.code == 0, ended.said
+    for processes, tensor, most in ((2, 2, 0.0), (1, 1, 1e-6), (4, 4, 1e-6)):
+        then = replace(recipe, tensor_parallel=tensor)
+        assert apart(gone_on(then, tmp_path / "two", tmp_path / f"to{processes}", processes), tmp_path / "two") <= most
+    model, _ = load_language_model(tmp_path / "two")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 @pytest.fixture(scope="module")

@@ -182,6 +182,9 @@ def test_a_run_is_not_overwritten(whole, data, changes, resume, sentence):
         ({"context": 25, "context_parallel": 2}, "context must be a multiple of context_parallel = 2, got 25"),
         ({"compile": True, "context_parallel": 2}, "compile has no messages between processes"),
         ({"context_parallel": 2}, "context_parallel must divide the number of processes, 1, got 2"),
+        ({"tensor_parallel": 2}, "tensor_parallel needs parallel='fsdp', got 'ddp'"),
+        ({"tensor_parallel": 2, "parallel": "fsdp", "compile": True}, "leave it out, or tensor_parallel"),
+        ({"tensor_parallel": 4, "parallel": "fsdp"}, "must be multiples of .* 4 .*, got 2 and 2"),
         ({"preset": "nothing"}, "preset must be one of"),
     ],
 )

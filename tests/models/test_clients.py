@@ -15,6 +15,7 @@ from torch import nn
 from fem import PRIORS, replace_attention
 from fem.experiments.clients.survey import model_types, survey
 from fem.models import LORA, FEMForCausalLM, load_replaced
+from fem.models.surgery.pretrained import free_energy_attention
 from fem.projection import Projection
 
 LLAMA = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1} | {
@@ -183,14 +184,14 @@ def test_sentences_are_embedded_by_a_free_energy_and_come_back(tmp_path):
 RIGHT = ["opt", "bart", "marian", "clip", "wav2vec2", "phi", "phi3", "gpt_neox", "gpt_bigcode", "t5", "distilbert"]
 
 
-@pytest.mark.parametrize("model_type", [*RIGHT, "whisper", "modernbert"])
+@pytest.mark.parametrize("model_type", [*RIGHT, "whisper", "modernbert", "gemma2", "gpt_oss"])
 def test_model_type_computes_what_it_did(model_type):
     found = survey(model_type)
     assert found.result == "right", found
 
 
 @pytest.mark.parametrize(
-    ("model_type", "words"), [("gemma2", "softcap"), ("gpt_oss", "sinks"), ("falcon", "attention functions")]
+    ("model_type", "words"), [("swin", "relative_position_bias"), ("falcon", "attention functions")]
 )
 def test_model_type_is_refused_by_name(model_type, words):
     found = survey(model_type)
@@ -202,6 +203,66 @@ def test_model_type_is_refused_by_name(model_type, words):
 def test_no_model_type_crashes_or_computes_something_else():
     for model_type in random.Random(0).sample(model_types(), 60):
         assert survey(model_type).result not in ("crashed", "wrong"), model_type
+
+
+def gemma2() -> nn.Module:
+    sizes = {"head_dim": 8, "num_key_value_heads": 2, "sliding_window": 4, "query_pre_attn_scalar": 8}
+    config = transformers.Gemma2Config(**LLAMA | {"num_hidden_layers": 2}, **sizes, attn_logit_softcapping=0.7)
+    return lively(transformers.Gemma2ForCausalLM(config))
+
+
+def gpt_oss() -> nn.Module:
+    sizes = {"head_dim": 8, "num_key_value_heads": 2, "sliding_window": 4, "num_local_experts": 2}
+    config = transformers.GptOssConfig(**LLAMA | {"num_hidden_layers": 2}, **sizes, num_experts_per_tok=1)
+    return lively(transformers.GptOssForCausalLM(config))
+
+
+@pytest.mark.parametrize("build", [gemma2, gpt_oss])
+def test_capped_scores_and_sinks_generate_as_the_original_does(build):
+    model, ids = build(), tokens(2, 7).clamp_min(1)
+    ids[0, :3] = 0
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": (ids != 0).long()}
+    logits, text = model(ids[1:]).logits, model.generate(ids, **options)
+    replaced = every_gradient_seen(replace_attention(model, lambda_init=-20.0))
+    torch.testing.assert_close(replaced(ids[1:]).logits, logits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(replaced.generate(ids, **options), text)
+
+
+def every_gradient_seen(model: nn.Module) -> nn.Module:
+    """The model, after every parameter of its attention has shown a finite gradient."""
+    model(tokens(1, 7)).logits.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        if "self_attn" in name:
+            assert parameter.grad is not None, name
+            assert parameter.grad.isfinite().all(), name
+            assert parameter.grad.any(), name
+    return model
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("softcap", "sinks"), [(0.7, False), (None, True), (0.7, True)])
+def test_capped_scores_and_sinks_are_in_the_free_energy(softcap, sinks, masked):
+    attention = replace_attention(gpt_oss(), lambda_init=0.0).model.layers[0].self_attn.double()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 5, 8, dtype=torch.float64, generator=generator) for h in (4, 2, 2))
+    sink = attention.sinks if sinks else None
+    rows, columns = torch.arange(5)[:, None], torch.arange(5)
+    visible = (columns <= rows) & (columns > rows - 3) if masked else columns <= rows
+    features = torch.zeros(2, 5, 32, dtype=torch.float64)
+    mask = visible.expand(2, 1, 5, 5) if masked else None
+    found, _ = free_energy_attention(attention, q, k, v, mask, features, 0.5, softcap=softcap, s_aux=sink)
+
+    beta = attention.free_energy.beta()
+    for b, h, t in [(b, h, t) for b in range(2) for h in range(4) for t in range(5)]:
+        seen = [i for i in range(5) if visible[t, i]]
+        scores = [0.5 * q[b, h, t] @ k[b, h // 2, i] for i in seen]
+        scores = [softcap * torch.tanh(score / softcap) if softcap else score for score in scores]
+        values = [v[b, h // 2, i] for i in seen]
+        if sinks:
+            scores, values = [*scores, sink[h]], [*values, torch.zeros(8, dtype=torch.float64)]
+        p, values = torch.stack(scores).softmax(0), torch.stack(values)
+        free = (p[:, None] * (beta[h // 2] * values).exp()).sum(0).log() / beta[h // 2]
+        torch.testing.assert_close(found[b, t, h], 0.5 * (p @ values) + 0.5 * free, rtol=1e-5, atol=1e-5)
 
 
 def test_encoder_decoder_generates_as_the_original_does():

@@ -1,14 +1,16 @@
 """Scaled rotary angles: those of transformers' Llama, the same in a cache, a checkpoint and an engine."""
 
+import copy
+
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
-from small_models import lively, small_config, tokens
-from transformers import LlamaConfig
+from small_models import VOCABULARY, lively, small_config, tokens
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from fem import FreeEnergyMixerConfig
+from fem import FreeEnergyMixerConfig, replace_attention
 from fem.models import FEMConfig, FEMForCausalLM
 
 SCALED = {
@@ -66,6 +68,20 @@ def test_a_scaled_model_says_the_same_token_by_token_reopened_and_in_an_engine(k
         torch.testing.assert_close(served(ids).logits, whole, rtol=1e-3, atol=1e-4)
 
 
+@kinds
+def test_a_replaced_llama_keeps_its_scaled_angles(kind):
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 24}
+    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 8 if kind == "dynamic" else LONGEST}
+    model = lively(LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=SCALED[kind] | {"rope_theta": 500.0})))
+    plain = lively(LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters={"rope_theta": 500.0})))
+    ids = tokens(2, 20)
+    replaced = replace_attention(copy.deepcopy(model), lambda_init=-20.0)  # before dynamic angles have met any row
+    expected, text = model(ids).logits, model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert (plain(ids).logits - expected).abs().max() > 1e-2
+    torch.testing.assert_close(replaced(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(replaced.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0), text)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_a_model_of_rows_as_short_as_in_training_has_the_angles_of_training(kind):
     turned_by = lambda **fields: small_config(**fields).mixer_configs()[0].rope_frequencies  # noqa: E731
@@ -87,7 +103,7 @@ def test_frequencies_are_copied_to_a_device_once(inference, monkeypatch):
     torch.testing.assert_close(model(ids).logits, expected)
     model(ids, labels=ids).loss.backward()
     assert len(made) == 1
-    (kept,) = model.model.layers[0].mixer.prior.angles.values()
+    (kept,) = model.model.layers[0].mixer.prior._frequencies.values()
     assert not kept.is_inference()
     assert not any("angles" in name for name in model.state_dict())
 

@@ -460,12 +460,11 @@ def test_multihead_attention_alone_comes_back_as_a_mixer():
         (lambda: nn.MultiheadAttention(32, 4, kdim=16, vdim=16), "MultiheadAttention.*kdim"),
         (lambda: nn.MultiheadAttention(32, 4, add_bias_kv=True), "add_bias_kv"),
         (lambda: transformers.FalconModel(falcon()), "FalconAttention.*attention functions"),
-        (lambda: decoder_of("GptOss"), "GptOssAttention"),
-        (lambda: decoder_of("Gemma2", head_dim=8), "Gemma2Attention.*softcap"),
+        (lambda: decoder_of("Afmoe", head_dim=8), "AfmoeAttention.*gate_proj"),
         (lambda: cross_attention_alone(), "cross-attention"),
         (lambda: nn.Sequential(Attention(gated=True)), "gate"),
     ],
-    ids=["nothing", "kdim", "bias_kv", "own_reads", "sinks", "softcap", "cross", "timm"],
+    ids=["nothing", "kdim", "bias_kv", "own_reads", "own_parts", "cross", "timm"],
 )
 @pytest.mark.parametrize("preserve", [True, False])
 def test_what_cannot_be_replaced_is_refused_by_name(build, name, preserve):

@@ -71,8 +71,9 @@ def page(clients: list[dict[str, str]], findings: list[Finding]) -> str:
         "",
         f"Every model type that `AutoModel` of transformers {transformers.__version__} builds, made small with random "
         "weights, run, given to `replace_attention`, and run again. Right: all outputs equal the original's to 1e-4 of "
-        "their spread. Refused: a sentence says why, when it is replaced or first called. Not run: its attention "
-        "is taken, but the survey could not run the model small. Not built: nothing is known about it.",
+        "their spread, and not all to the last bit, so that what was replaced has been read. Refused: a sentence says "
+        "why, when it is replaced or first called. Not run: its attention is taken, but the survey could not run it "
+        "small. Not built: nothing is known about it.",
         "",
         f"`python -m fem.experiments.clients docs/results`, torch {torch.__version__}, CPU, {date.today()}.",
         "",

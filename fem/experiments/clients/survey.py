@@ -20,10 +20,14 @@ WIDTH, LAYERS, HEADS, KEY_HEADS, VOCABULARY, TIME, SIDE = 32, 2, 4, 2, 99, 7, 32
 LARGEST = 30_000_000  # parameters that a model made small may still have
 SMALL = (
     (WIDTH, "hidden_size d_model n_embd dim embed_dim encoder_hidden_size decoder_hidden_size projection_dim emb_dim"),
-    (WIDTH, "embedding_size word_embed_proj_dim hidden_dim output_hidden_size encoder_dim decoder_dim width"),
+    (
+        WIDTH,
+        "embedding_size word_embed_proj_dim hidden_dim output_hidden_size encoder_dim decoder_dim width "
+        "projection_size mamba_d_ssm",
+    ),
     (LAYERS, "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers num_encoder_layers"),
     (LAYERS, "num_decoder_layers depth"),
-    (KEY_HEADS, "num_key_value_heads num_experts_per_tok linear_num_key_heads"),
+    (KEY_HEADS, "num_key_value_heads num_experts_per_tok linear_num_key_heads n_groups"),
     (HEADS, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads nhead"),
     (HEADS, "num_local_experts num_experts n_routed_experts mamba_n_heads mamba_num_heads linear_num_value_heads"),
     (2 * WIDTH, "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim n_inner dim_feedforward d_ff mlp_dim"),
@@ -40,7 +44,14 @@ SMALL = (
 )
 SIZES = {name: size for size, names in SMALL for name in names.split()}
 ALL_LAYERS = {name: size for name, size in SIZES.items() if not any(name in names for size, names in SMALL[2:4])}
-ATTEMPTS = (SIZES, ALL_LAYERS, SIZES | {"num_key_value_heads": HEADS})  # a hybrid shows all its kinds in all its layers
+EQUAL_HEADS = SIZES | {"num_key_value_heads": HEADS}
+FILLED = EQUAL_HEADS | {
+    "prediction_length": TIME,
+    "image_size": 2 * SIDE,
+    "window_size": 2,
+}  # where a config says None, too
+ATTEMPTS = (SIZES, ALL_LAYERS, EQUAL_HEADS, FILLED)  # a hybrid shows all its kinds in all its layers
+WAYS = ("", "text alone", "frames first", "video")
 DERIVED = {  # fields that a config derives from its sizes
     *("layer_types", "per_layer_config", "mlp_layer_types", "stage_names", "out_features", "out_indices"),
     *("transformers_version", "architectures", "model_type"),
@@ -61,34 +72,39 @@ class Finding:
 def survey(model_type: str) -> Finding:
     """Build the model type small, run it, replace its attention, and run it again on the same input.
 
-    First it is built on the meta device, which shows whether its attention can be replaced at all.
+    First it is built on the meta device, which shows whether its attention can be replaced at all. Then small models
+    and inputs are tried until what was replaced shows in an output, by its rounding at least.
     """
     known = on_meta(model_type)
     if known.result == "refused":
         return known
-    failures = []
+    failures, refusals = [], []
     for model, inputs in _ways(model_type, failures):
         try:
             with torch.no_grad():
                 expected, again = outputs(model, inputs), outputs(model, inputs)
             if not expected or not all(map(torch.equal, expected, again)):
                 raise ValueError("its output is empty or random")
-            break
         except Exception as error:
             failures.append(said(error))
-    else:
-        reasons = [*(text for text in failures if "validat" not in text), *failures, known.reason]
-        return Finding(model_type, known.result, reasons[0])
-    try:
-        replaced = replace_attention(copy.deepcopy(model), lambda_init=LAMBDA)
-        with torch.no_grad():
-            found = outputs(replaced, inputs)
-    except ValueError as error:
-        return Finding(model_type, "refused", said(error))
-    except Exception as error:
-        return Finding(model_type, "crashed", said(error))
-    worst = max(difference(a, b) for a, b in zip(found, expected, strict=True))
-    return Finding(model_type, "right" if worst < ERROR else "wrong", f"error {worst:.1e} of the spread")
+            continue
+        try:
+            replaced = replace_attention(copy.deepcopy(model), lambda_init=LAMBDA)
+            with torch.no_grad():
+                found = outputs(replaced, inputs)
+        except ValueError as error:
+            refusals.append(said(error))
+            continue
+        except Exception as error:
+            return Finding(model_type, "crashed", said(error))
+        worst = max(difference(a, b) for a, b in zip(found, expected, strict=True))
+        if worst > 0:
+            return Finding(model_type, "right" if worst < ERROR else "wrong", f"error {worst:.1e} of the spread")
+        failures.append("ValueError: what was replaced reaches no output")
+    if refusals:
+        return Finding(model_type, "refused", refusals[0])
+    reasons = [*(text for text in failures if "validat" not in text), *failures, known.reason]
+    return Finding(model_type, known.result, reasons[0])
 
 
 def model_types() -> list[str]:
@@ -101,7 +117,7 @@ def _ways(model_type: str, failures: list[str]) -> Iterator[tuple[nn.Module, dic
     for sizes in ATTEMPTS:
         try:
             model = build(model_type, sizes)
-            ways = [example(model), example(model, "text alone"), example(model, "frames first")]
+            ways = [example(model, how) for how in WAYS]
         except Exception as error:
             failures.append(said(error))
             continue
@@ -161,6 +177,10 @@ def shrink(fields: dict, sizes: dict[str, int]) -> dict:
             name in sizes and isinstance(value, int) and not isinstance(value, bool)
         ):
             kept[name] = min(sizes[name], value or sizes[name])
+        elif value is None and sizes is FILLED and name in sizes:
+            kept[name] = sizes[name]
+        elif name in sizes and name.startswith("num") and isinstance(value, list):  # one for each stage
+            kept[name] = [sizes[name]] * len(value)
         elif name.endswith("token_id") or name == "padding_idx":
             kept[name] = min(value, 2) if isinstance(value, int) else 0 if name == "pad_token_id" else value
         elif name not in DERIVED:
@@ -178,31 +198,47 @@ def _sections(rope: dict, fields: dict, sizes: dict[str, int]) -> list[int]:
 def example(model: nn.Module, how: str = "") -> dict[str, Tensor]:
     """Inputs for the arguments of the model's forward that this survey knows.
 
-    how: "text alone", without pictures; "frames first", audio features as (B, time, frequencies).
+    how: "text alone", without pictures; "frames first", audio features as (B, time, frequencies); "video", pictures as
+    (B, frames, colours, height, width) and sound as (B, 1, time).
     """
     torch.manual_seed(1)
     names = inspect.signature(model.forward).parameters
+    size = lambda name, default: _size(model.config, name, default)  # noqa: E731
     ids = torch.randint(3, VOCABULARY, (2, TIME))
-    side = _size(model.config, "image_size", SIDE)
-    mels, frames = _size(model.config, "num_mel_bins", 80), 2 * _size(model.config, "max_source_positions", 32)
+    side, patch, colours = size("image_size", SIDE), size("patch_size", 8), size("num_channels", 3)
+    mels, frames = size("num_mel_bins", size("feature_projection_input_dim", 80)), 2 * size("max_source_positions", 32)
+    film = torch.randn(2, size("num_frames", size("frames_per_clip", 4)), colours, side, side)
+    patches, past = (side // patch) ** 2, size("context_length", 32)
+    sound = {"frames first": (2, size("max_length", frames), mels), "video": (2, 1, 4000)}.get(how, (2, 4000))
     offers = {
         "input_ids": ids,
         "decoder_input_ids": ids,
+        "qformer_input_ids": ids,
         "bbox": torch.zeros(2, TIME, 4, dtype=torch.long),
-        "pixel_values": torch.randn(2, _size(model.config, "num_channels", 3), side, side),
-        "input_values": torch.randn(2, 4000),
+        "pixel_values": film if how == "video" else film[:, 0],
+        "pixel_values_videos": film,
+        "noise": torch.rand(2, patches),
+        "input_values": torch.randn(sound),
         "input_features": torch.randn(2, *((frames, mels) if how == "frames first" else (mels, frames))),
-        "past_values": torch.randn(
-            2, _size(model.config, "context_length", 32), _size(model.config, "num_input_channels", 1)
-        ),
+        "past_values": torch.randn(2, past, size("num_input_channels", 1)),
     }
+    if "spatial_shapes" in names:  # rows of patches
+        offers["pixel_values"] = torch.randn(2, patches, colours * patch**2)
+        offers["pixel_attention_mask"] = torch.ones(2, patches, dtype=torch.long)
+        offers["spatial_shapes"] = torch.tensor([[side // patch, side // patch]] * 2)
+    if "past_time_features" in names:  # a series, its lags and what is known of every step
+        past, ahead, known = past + max(model.config.lags_sequence), TIME, size("num_time_features", 0)
+        offers["past_values"], offers["future_values"] = torch.randn(2, past), torch.randn(2, ahead)
+        offers["past_observed_mask"] = torch.ones(2, past)
+        offers["past_time_features"] = torch.randn(2, past, known)
+        offers["future_time_features"] = torch.randn(2, ahead, known)
     if "grid_thw" in names:  # pictures as rows of patches: one of 4 x 4
-        patch = _size(model.config, "in_channels", 3) * _size(model.config, "temporal_patch_size", 2)
-        offers["hidden_states"] = torch.randn(16, patch * _size(model.config, "patch_size", 8) ** 2)
+        depth = size("in_channels", 3) * size("temporal_patch_size", 2)
+        offers["hidden_states"] = torch.randn(16, depth * patch**2)
         offers["grid_thw"] = torch.tensor([[1, 4, 4]])
     unwanted = {"input_values", "input_features"} - {model.main_input_name}
     if "input_ids" in names and how == "text alone":
-        unwanted |= {"pixel_values"}
+        unwanted |= {"pixel_values", "pixel_values_videos"}
     return {name: value for name, value in offers.items() if name in names and name not in unwanted}
 
 

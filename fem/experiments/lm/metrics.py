@@ -10,7 +10,8 @@ from statistics import median
 
 import torch
 from rich.progress import Progress
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 from transformers import TrainerCallback
 
 from fem.experiments.common.run import Run
@@ -150,7 +151,8 @@ def summary(metrics: list[dict]) -> dict:
 def read_statistics(model: FEMForCausalLM, row: Row | None) -> dict[str, float]:
     """beta over all channels, lambda over all channels and the row's tokens, and the share of recomputed reads."""
     found: dict[str, float] = {}
-    betas = [module() for module in model.modules() if isinstance(module, Temperature)]
+    # By the class: a module that is split by heads has a forward of its own, which gives the beta of its heads alone.
+    betas = [Temperature.forward(module) for module in model.modules() if isinstance(module, Temperature)]
     if betas:
         beta = torch.cat([(beta.full_tensor() if isinstance(beta, DTensor) else beta).flatten() for beta in betas])
         found |= {"beta_min": beta.min().item(), "beta_mean": beta.mean().item(), "beta_max": beta.max().item()}
@@ -162,13 +164,19 @@ def read_statistics(model: FEMForCausalLM, row: Row | None) -> dict[str, float]:
     return found
 
 
+def over_heads(mean: Tensor, part: nn.Module) -> Tensor:
+    """The mean over all heads, where `mean` is that over the heads of `part` which this process has."""
+    meshes = [parameter.device_mesh for parameter in part.parameters() if isinstance(parameter, DTensor)]
+    return DTensor.from_local(mean / meshes[0].size(), meshes[0], [Partial()]).full_tensor() if meshes else mean
+
+
 def gate_statistics(model: FEMForCausalLM, row: Row) -> dict[str, float]:
     lambdas: list[float] = []
 
     def collect(gate, args):
         lambda_, _ = gate.factors(args[0])
         if lambda_ is not None:
-            lambdas.append(lambda_.float().mean().item())
+            lambdas.append(over_heads(lambda_.float().mean(), gate.inner).item())
 
     gates = [module for module in model.modules() if isinstance(module, TwoLevelGate)]
     hooks = [gate.register_forward_pre_hook(collect) for gate in gates]

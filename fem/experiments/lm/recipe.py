@@ -51,6 +51,7 @@ class TrainRecipe:
     checkpointing: bool = option(False, "Recompute activations in the backward pass: slower, with less memory.")
     parallel: str = option("ddp", "Under torchrun: ddp, or fsdp to shard weights and optimiser over the processes.")
     context_parallel: int = option(1, "Processes that share a row, each with a part of its tokens, for longer rows.")
+    tensor_parallel: int = option(1, "Processes that share every layer, each with a part of its heads; with fsdp.")
     validation_rows: int = option(64, "Rows held out, the last of local data, at most a tenth; none of a stream.")
     eval_steps: int = option(200, "Steps between validations.")
     log_steps: int = option(10, "Steps between lines of metrics.jsonl.")
@@ -62,7 +63,8 @@ class TrainRecipe:
 
     def __post_init__(self):
         counts = ("context", "batch_size", "max_steps", "log_steps", "save_steps", "eval_steps", "keep")
-        require_positive(self, *counts, "micro_batch", "learning_rate", "clip", "comm_timeout", "context_parallel")
+        require_positive(self, *counts, "micro_batch", "learning_rate", "clip", "comm_timeout")
+        require_positive(self, "context_parallel", "tensor_parallel")
         require_not_negative(self, "validation_rows", "warmup_steps", "weight_decay", "seed")
         if self.context < 2:
             raise ValueError(f"context must be at least 2 tokens, of which one predicts, got {self.context}.")
@@ -78,9 +80,17 @@ class TrainRecipe:
             raise ValueError(
                 f"context must be a multiple of context_parallel = {self.context_parallel}, got {self.context}."
             )
-        if self.compile and self.context_parallel > 1:
-            raise ValueError("compile has no messages between processes; leave it out, or context_parallel.")
+        if self.tensor_parallel > 1 and self.parallel != "fsdp":
+            raise ValueError(f"tensor_parallel needs parallel='fsdp', got {self.parallel!r}.")
+        if self.compile and self.processes_of_a_row > 1:
+            which = "context_parallel" if self.context_parallel > 1 else "tensor_parallel"
+            raise ValueError(f"compile has no messages between processes; leave it out, or {which}.")
         self.model_fields()
+
+    @property
+    def processes_of_a_row(self) -> int:
+        """Processes that work on the same rows."""
+        return self.context_parallel * self.tensor_parallel
 
     def model_fields(self) -> dict:
         """The fields of `FEMConfig` that differ from the preset's."""
@@ -122,6 +132,7 @@ FREE = {
     "keep",
     "compile",
     "checkpointing",
+    "tensor_parallel",
     "nonfinite",
     "comm_timeout",
     "data",  # compared by its content

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from accelerate.data_loader import prepare_data_loader
 from torch import Generator, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from fem.experiments.common.run import note, write_json
 from fem.experiments.common.saving import NotFinite, SavingTrainer, kept, read_state
-from fem.experiments.lm.packing import ShuffledRows, StreamedRows
+from fem.experiments.lm.packing import Share, ShuffledRows, StreamedRows
 from fem.experiments.lm.place import copy_run
-from fem.experiments.lm.sharding import shard
+from fem.experiments.lm.sharding import DATA, shard
 from fem.models.context import context_parallel, own_part
 from fem.models.loss import next_tokens
 
@@ -47,21 +50,32 @@ class TextTrainer(SavingTrainer):
     """Reads rows from where the checkpoint left off; stops at a gradient that is not finite, or skips its step.
 
     parts: the processes that share the training rows, each reading a part of their tokens; None: rows are not shared.
+    mesh: the processes that share layers (`heads_and_data`); None: each has whole layers.
+    share: the part of the rows that this process reads, alone or with others.
     skip: skip such steps. extended: the schedule is longer than the checkpoint's.
     """
 
     def __init__(
-        self, *, rows: ShuffledRows | StreamedRows, parts: DeviceMesh | None, skip: bool, extended: bool, **given
+        self,
+        *,
+        rows: ShuffledRows | StreamedRows,
+        parts: DeviceMesh | None,
+        mesh: DeviceMesh | None,
+        share: Share,
+        skip: bool,
+        extended: bool,
+        **given,
     ):
+        self.rows, self.parts, self.mesh, self.share = rows, parts, mesh, share
         super().__init__(**given)
-        self.rows, self.parts, self.skip, self.extended = rows, parts, skip, extended
+        self.skip, self.extended = skip, extended
         self.skipped, self.largest_norm = 0, 0.0  # since the last log
         self.logged_at, self.losses_before = 0, None
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         if self.args.fsdp:
-            shard(self.accelerator, self.args.fsdp_plugin_args)
+            shard(self.accelerator, self.args.fsdp_plugin_args, self.mesh)
             self.is_fsdp_enabled = True
 
     def compute_loss_context_manager(self):
@@ -84,6 +98,33 @@ class TextTrainer(SavingTrainer):
             pin_memory=self.args.dataloader_pin_memory,
         )
 
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """The Trainer's, always with two groups of weights: where layers are split, it would make a third and a fourth,
+        of weights that are whole, and checkpoints hold the groups."""
+        if self.mesh is not None and self.optimizer is None:
+            decayed = set(self.get_decay_parameter_names(self.model))
+            groups = [{"params": [], "weight_decay": self.args.weight_decay}, {"params": [], "weight_decay": 0.0}]
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    groups[name not in decayed]["params"].append(parameter)
+            kind, settings = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.optimizer = kind(groups, **settings)
+        return super().create_optimizer(model)
+
+    def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
+        """Where layers are split, the processes that share them read the same rows, and their losses count once."""
+        if self.mesh is None:
+            return super().get_eval_dataloader(eval_dataset)
+        rows = DataLoader(self.eval_dataset, self.args.per_device_eval_batch_size, collate_fn=self.data_collator)
+        data = self.mesh[DATA]
+        self.gather_function = self._gather_over_data
+        return prepare_data_loader(rows, self.args.device, data.size(), data.get_local_rank(), put_on_device=True)
+
+    def _gather_over_data(self, losses: Tensor) -> Tensor:
+        found = DTensor.from_local(losses, self.mesh[DATA], [Shard(0)]).full_tensor()
+        loader = self.accelerator.gradient_state  # its last batch is filled up with rows of the first
+        return found[: loader.remainder] if loader.end_of_dataloader and loader.remainder > 0 else found
+
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial):
         found = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
         if checkpoint is not None:
@@ -101,16 +142,16 @@ class TextTrainer(SavingTrainer):
     def _place_in_rows(self, checkpoint: Path) -> dict | None:
         """Where the rows were at the checkpoint. Raises ValueError where another number of processes read a stream."""
         known = len(list(checkpoint.glob("rows_*.json")))
-        if isinstance(self.rows, StreamedRows) and known != self.args.world_size:
+        if isinstance(self.rows, StreamedRows) and known != self.share.world:
             raise ValueError(
-                f"a stream goes on with as many processes as it was read by, {known}, got {self.args.world_size}; "
+                f"a stream goes on with as many processes as it was read by, {known}, got {self.share.world}; "
                 "local data go on with any number."
             )
         return read_state(checkpoint, self._rows_name)
 
     @property
     def _rows_name(self) -> str:
-        return f"rows_{self.args.process_index}.json"
+        return f"rows_{self.share.rank}.json"
 
     def get_batch_samples(self, *args):
         batches, targets = super().get_batch_samples(*args)
@@ -161,7 +202,8 @@ class TextTrainer(SavingTrainer):
         super().log(logs, *args, **given)
 
     def add_files(self, checkpoint: Path) -> None:
-        if (state := self.rows.state_dict()) is not None:
+        together = self.args.world_size // self.share.world  # processes that read the same rows
+        if self.args.process_index % together == 0 and (state := self.rows.state_dict()) is not None:
             write_json(checkpoint / self._rows_name, state)
         if self.args.process_index == 0:
             copy_run(self.output, checkpoint)

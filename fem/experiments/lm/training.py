@@ -11,12 +11,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PrinterCallback, TrainingArguments
 from transformers.training_args import ParallelMode
 
@@ -42,11 +39,12 @@ from fem.experiments.lm.place import (
     said_of_failure,
 )
 from fem.experiments.lm.recipe import TrainRecipe
-from fem.experiments.lm.sharding import FSDP
+from fem.experiments.lm.sharding import FSDP, heads_and_data, parts_of_rows, split_by_heads
 from fem.experiments.lm.small import build_model
 from fem.experiments.lm.throughput import flops_per_token
 from fem.experiments.lm.trainer import Milestones, TextTrainer, WrapperCheck
 from fem.models import FEMConfig, preset
+from fem.models.engines.parallel import check_heads
 from fem.models.presets import PRESETS
 
 # Environment variables that change the arithmetic behind the recipe's back.
@@ -215,12 +213,14 @@ def fit(
 ) -> dict | Paused:
     """Train from the place's checkpoint, or from the beginning. `Paused` is returned and not raised: a traceback would
     keep the Trainer alive, and the process groups must end after it."""
-    parts = parts_of_rows(recipe)
-    rank, world = (number // recipe.context_parallel for number in (ranks.rank, ranks.world))
+    parts, mesh = parts_of_rows(recipe), heads_and_data(recipe)
+    rank, world = (number // recipe.processes_of_a_row for number in (ranks.rank, ranks.world))
     share = Share(recipe.batch_size, args.per_device_train_batch_size, rank, world)
     tokenizer = load_tokenizer(recipe, output)
     data = load_data(recipe, output, tokenizer, share)
     model = build_model(model_config(recipe, len(tokenizer)), recipe.seed)
+    if mesh is not None:
+        split_by_heads(model, mesh)
     with progress() if ranks.rank == 0 else nullcontext() as bars:
         under_way = Run(output, recipe.seed)
         metrics = MetricsCallback(recipe, under_way, model, data.probe, bars)
@@ -229,6 +229,8 @@ def fit(
             output=output,
             rows=data.train,
             parts=parts,
+            mesh=mesh,
+            share=share,
             keep=recipe.keep,
             skip=recipe.nonfinite == "skip",
             extended=place.checkpoint is not None and trained_for(place.checkpoint) != recipe.max_steps,
@@ -278,6 +280,7 @@ def model_config(recipe: TrainRecipe, vocabulary: int) -> FEMConfig:
         raise ValueError(
             f"context must be at most max_position_embeddings = {config.max_position_embeddings}, got {recipe.context}."
         )
+    check_heads(config, recipe.tensor_parallel)
     return config
 
 
@@ -318,20 +321,14 @@ def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
     )
     if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED:
         raise ValueError("parallel='fsdp' needs torchrun, with one process or more.")
-    readers, rest = divmod(args.world_size, recipe.context_parallel)  # groups of processes, each reading its own rows
+    readers, rest = divmod(args.world_size, recipe.processes_of_a_row)  # groups of processes, each with rows of its own
     if rest:
+        names = [name for name in ("context_parallel", "tensor_parallel") if getattr(recipe, name) > 1]
         raise ValueError(
-            f"context_parallel must divide the number of processes, {args.world_size}, got {recipe.context_parallel}."
+            f"{' x '.join(names)} must divide the number of processes, {args.world_size}, "
+            f"got {' x '.join(str(getattr(recipe, name)) for name in names)}."
         )
     given = recipe.micro_batch or max(1, recipe.batch_size // readers)
     args.per_device_train_batch_size = args.per_device_eval_batch_size = given
     args.gradient_accumulation_steps = Share(recipe.batch_size, given, world=readers).accumulation
     return args
-
-
-def parts_of_rows(recipe: TrainRecipe) -> DeviceMesh | None:
-    """The processes that share rows with this one; None where each reads its own rows."""
-    if recipe.context_parallel == 1:
-        return None
-    group, _ = dist.new_subgroups(recipe.context_parallel, timeout=timedelta(seconds=recipe.comm_timeout))
-    return DeviceMesh.from_group(group, "cuda" if torch.cuda.is_available() else "cpu")

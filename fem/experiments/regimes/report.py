@@ -162,12 +162,12 @@ def write_report(folder: Path, found: Found, floors: dict[str, float], recipe: R
         folder,
         title(recipe),
         f"{_counted(recipe.blocks, 'block')} of [mixer, SwiGLU], width {recipe.width}, "
-        f"{_counted(recipe.heads, 'head')}, {recipe.steps} steps of {recipe.batch} examples, AdamW with cosine decay, no weight "
-        "decay, the same start and the same examples for every row of a seed; equal parameters (a mixer with more gets "
-        "a narrower SwiGLU). Every row takes the learning rate that is best on the first seed's validation, and is "
-        f"tested on other examples. {KEY} /r4: gates of "
-        "rank 4, whose width goes to the values; /b8: beta starts at 8 instead of 1.95; /l6: lambda's bias at 6; "
-        "/wide: values as wide as the model. ±: standard error of the difference, seed by seed.",
+        f"{_counted(recipe.heads, 'head')}, {recipe.steps} steps of {recipe.batch} examples, AdamW with cosine decay, "
+        "no weight decay, the same start and the same examples for every row of a seed; equal parameters (a mixer with "
+        "more gets a narrower SwiGLU). Every row takes the learning rate that is best on the first seed's validation, "
+        f"and is tested on other examples. {KEY} /r4: gates of rank 4, whose width goes to the values; /b8: beta "
+        "starts at 8 instead of 1.95; /l6: lambda's bias at 6; /wide: values as wide as the model. ±: standard error "
+        "of the difference, seed by seed.",
         markdown_table(overview(found), dict.fromkeys(found, max)),
         "\n".join(f"* {verdict(task, rows)}" for task, rows in found.items()),
         "![scores by task and mixer](scores.png)",

@@ -35,6 +35,18 @@ def tensor_plan(config: FEMConfig) -> dict[str, str]:
     return {f"layers.*.{name}": style for name, style in plan.items()}
 
 
+def check_heads(config: FEMConfig, processes: int) -> None:
+    """Raises ValueError where the heads of layers that the plan splits cannot be dealt to this many processes."""
+    if not any(name.startswith("layers.*.mixer.") for name in config.base_model_tp_plan):
+        return
+    for mixer in config.mixer_configs():
+        if mixer.n_head % processes or mixer.kv_heads % processes:
+            raise ValueError(
+                "num_attention_heads and num_key_value_heads must be multiples of the processes that share a layer, "
+                f"{processes} (tensor parallel), got {mixer.n_head} and {mixer.kv_heads}."
+            )
+
+
 def _splits(mixer: FreeEnergyMixerConfig) -> bool:
     return mixer.prior_type in PER_HEAD and not (mixer.prior_type == "gla" and mixer.decay == "scalar")
 

@@ -8,13 +8,16 @@ from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.utils import set_weight_attrs
 
+from fem.models.engines.parallel import check_heads
+
 PER_HEAD = ("theta", "shift")  # parameters, heads first
 
 
 class FEMForCausalLM(TransformersForCausalLM):
     def recursive_replace(self) -> None:
-        super().recursive_replace()
         ranks = get_tensor_model_parallel_world_size()
+        check_heads(self.config, ranks)
+        super().recursive_replace()
         for module in self.model.modules():
             for name in PER_HEAD:
                 whole = module._parameters.get(name)

@@ -23,15 +23,22 @@ from fem.models.surgery.site import CrossAttention, Refused, Site
 FREE_ENERGY = "free_energy"
 QUERIES = (  # the projections that make queries, keys and values: three maps, two, or one
     *("q_proj k_proj v_proj", "query key value", "q_lin k_lin v_lin", "q_proj kv_proj", "c_attn", "query_key_value"),
-    *("qkv_proj", "Wqkv", "qkv", "in_proj", "q k v"),
+    *("qkv_proj", "Wqkv", "qkv", "in_proj", "q k v", "linear_q linear_k linear_v", "kv_a_proj_with_mqa kv_b_proj"),
+    "q_proj",  # over the keys and values of an earlier layer
 )
+SINKS = "sinks"  # scores of a key with value 0, one for every head
 SWAPPED = ({"q_proj", "k_proj", "v_proj"}, {"query", "key", "value"}, {"c_attn"})  # called as a MixerAttention is
 OUTPUTS = {"o_proj", "out_proj", "dense", "proj", "c_proj", "projection_layer", "out_lin", "Wo", "projection", "o"}
-BESIDE = {  # parts that an attention may have besides, as they leave the softmax read as it is
-    *("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm", "rotary_emb", "rotary_fn"),
-    "relative_attention_bias",  # T5's, which its attention function is given
+OUTPUTS.add("linear_out")
+BESIDE = {  # parts that an attention may have besides: they make what is read, or come after the read
+    *("q_norm", "k_norm", "v_norm", "qk_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm"),
+    *("rotary_emb", "rotary_fn", "q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_layernorm"),
+    *("relative_attention_bias", "relative_position_bias", "relative_k_proj", "linear_pos", "distance_embedding"),
+    *("gate_proj", "g_proj", "o_norm", "attn_sub_norm", "inner_attn_ln", "LayerNorm"),
     *("dropout", "attn_dropout", "attention_dropout", "resid_dropout", "out_drop", "proj_drop", "projection_dropout"),
+    "output_dropout",
 }
+OWN = {SINKS, "bias_u", "bias_v", "pos_bias_u", "pos_bias_v", "scaling", "gate_bias"}  # parameters, likewise
 CROSS_NAMES = {
     "encoder_attn",
     "crossattention",
@@ -42,11 +49,9 @@ CROSS_NAMES = {
     "EncDecAttention",
 }
 UNREADABLE = {  # arguments of an attention function that change p in ways a softmax read has no place for
-    "softcap": "it caps its scores (softcap)",
-    "s_aux": "it has attention sinks",
     "cache": "it reads a paged cache",
     "relative_position_bias": "it adds a position bias of its own",
-    "sinks": "it has attention sinks",
+    "sinks": "it has attention sinks for every token",
 }
 
 
@@ -59,11 +64,9 @@ def find(module: nn.Module, path: str, parent: nn.Module | None) -> PretrainedSi
     name = path.rpartition(".")[2]
     if "CrossAttention" in type(module).__name__ or getattr(module, "is_cross_attention", False) or name in CROSS_NAMES:
         raise CrossAttention("it is cross-attention")
-    if getattr(module, "attn_logit_softcapping", None) is not None:
-        raise Refused(UNREADABLE["softcap"])
     parts = set(dict(module.named_children())) - {FREE_ENERGY}
     projections = next((names for names in map(set, map(str.split, QUERIES)) if names <= parts), None)
-    own = [name for name, _ in module.named_parameters(recurse=False)]
+    own = [name for name, _ in module.named_parameters(recurse=False) if name not in OWN]
     if projections is None or len(parts & OUTPUTS) > 1 or parts - projections - OUTPUTS - BESIDE or own:
         raise Refused(
             f"its parts ({', '.join(sorted([*parts, *own]))}) are none that are known to make a plain softmax"
@@ -88,6 +91,8 @@ class PretrainedSite(Site):
             raise Refused("neither it nor its config says how many heads it has, and how wide they are")
         made = {"q_proj", "query", "q_lin", "q"} & self.projections
         queries = _out(getattr(self.module, *made)) if made else heads * width
+        if queries == 2 * heads * width:  # half of them are gates of the read
+            queries = heads * width
         output = next((getattr(self.module, name) for name in OUTPUTS if hasattr(self.module, name)), None)
         read = heads * width if output is None else _in(output)
         if not self.replaced and not heads * width == queries == read:
@@ -109,9 +114,18 @@ class PretrainedSite(Site):
 
     @property
     def head_width(self) -> int | None:
+        """Of the values, where queries are wider."""
         width = _first(
             self.module,
-            ("head_dim", "attention_head_size", "head_size", "dim_head", "head_width", "key_value_proj_dim"),
+            (
+                "v_head_dim",
+                "head_dim",
+                "attention_head_size",
+                "head_size",
+                "dim_head",
+                "head_width",
+                "key_value_proj_dim",
+            ),
         )
         whole = _first(self.module, ("embed_dim", "all_head_size", "inner_dim"))
         return width or (whole // self.n_head if whole and self.n_head else None)
@@ -232,12 +246,16 @@ def free_energy_attention(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Float[Tensor, " h"] | None = None,
     **kwargs,
 ) -> tuple[Float[Tensor, "b tq h dv"], None]:
     """transformers' attention function of an attention with a head, which reads its prior (Eq. 11).
 
     attention_mask is the original's, broadcastable to (B, H, T_q, T): True = attend, or added to the scores, as
-    position_bias is (T5's). Dropout falls on the mixed output. Raises ValueError on what a softmax read cannot express.
+    position_bias is (T5's). softcap: scores s are softcap tanh(s / softcap). s_aux: the score of an attention sink, a
+    first key with value 0 that every query sees, in F as in the mean. Dropout falls on the mixed output.
+    Raises ValueError on what a softmax read cannot express.
     """
     for name, reason in UNREADABLE.items():
         if kwargs.get(name) is not None:
@@ -268,9 +286,42 @@ def free_energy_attention(
     if position_bias is not None:
         position_bias = position_bias[..., : key.shape[2]]
         bias = position_bias if bias is None else bias + position_bias
+    if softcap is not None:
+        query, key, bias = _capped(query, key, bias, scaling, softcap)
+    if s_aux is not None:
+        key, value, bias = _with_sink(key, value, bias, s_aux, query.shape[1])
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     o = attention.free_energy(features, q, k, v, bias, causal, scaling)
     return F.dropout(o, dropout), None
+
+
+def _capped(
+    query: Float[Tensor, "b h tq dk"],
+    key: Float[Tensor, "b hkv t dk"],
+    bias: Float[Tensor, "..."] | None,
+    scaling: float | None,
+    softcap: float,
+) -> tuple[Float[Tensor, "b h tq 1"], Float[Tensor, "b hkv t 1"], Float[Tensor, "b h tq t"]]:
+    """Capped scores as a bias, (B, H, T_q, T) numbers as in the original, beside queries and keys that add nothing."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = scaling * query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(2, 3)
+    scores = softcap * torch.tanh(scores / softcap)
+    nothing = [x.new_zeros(*x.shape[:3], 1) for x in (query, key)]
+    return *nothing, scores if bias is None else scores + bias
+
+
+def _with_sink(
+    key: Float[Tensor, "b hkv t dk"],
+    value: Float[Tensor, "b hkv t dv"],
+    bias: Float[Tensor, "..."] | None,
+    score: Float[Tensor, " h"],
+    heads: int,
+) -> tuple[Float[Tensor, "b hkv t_1 dk"], Float[Tensor, "b hkv t_1 dv"], Float[Tensor, "..."]]:
+    """Keys, values and biases behind a key and a value of zeros, which head h scores with score_h."""
+    bias = key.new_zeros(1, 1, 1, key.shape[2]) if bias is None else bias
+    first = score.to(bias.dtype)[:, None, None].expand(len(bias), -1, bias.shape[2], 1)
+    key, value = (F.pad(x, (0, 0, 1, 0)) for x in (key, value))
+    return key, value, torch.cat([first, bias.expand(-1, heads, -1, -1)], -1)
 
 
 AttentionInterface.register(FREE_ENERGY, free_energy_attention)

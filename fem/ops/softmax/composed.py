@@ -124,6 +124,9 @@ _UNFUSED: set[Callable] = set()
 
 
 def _try_fused(function: Callable, *arguments):
+    for x in arguments:  # any number of rows and tokens; heads and widths stay sizes that loops are fused over
+        for dim in range(0 if x is None or x.ndim == 2 else min(x.ndim, 2)):
+            torch._dynamo.maybe_mark_dynamic(x, dim)
     try:
         return _compiled(function)(*arguments)
     except torch.OutOfMemoryError:
@@ -136,7 +139,7 @@ def _try_fused(function: Callable, *arguments):
 
 @functools.cache
 def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, dynamic=True)
+    return torch.compile(function)
 
 
 def _attend(q, k, values, bias, seen: Intervals | None, causal: bool, scale: float) -> Float[Tensor, "b tq h w"]:
