@@ -54,7 +54,8 @@ def on_page_markdown(markdown: str, **_) -> str:
     linked = re.sub(r"\]\(([^)#]+)", lambda link: f"]({site_address(link[1])}", markdown)
     linked = PICTURE.sub(by_palette, re.sub(r'((?:src|srcset)=")docs/', r"\1", linked))
     blocks = re.sub(r"^```math\n(.*?)\n```$", lambda block: formula(block[1], "block"), linked, flags=re.M | re.S)
-    return re.sub(r"\$`([^`]+)`\$", lambda span: formula(span[1], "inline"), blocks)
+    # within a span, or one that begins a line would be a block
+    return re.sub(r"\$`([^`]+)`\$", lambda span: f"<span>{formula(span[1], 'inline')}</span>", blocks)
 
 
 def by_palette(picture: re.Match) -> str:

@@ -310,7 +310,7 @@ def run(recipe: ArgmaxRecipe, output: Path) -> dict:
         write_table(under_way.folder, "table", table)
         write_page(
             under_way.folder,
-            "Every channel's maximum in one read",
+            "Every channel's maximum in one read" + (": the paper's form" if recipe.form == "paper" else ""),
             f"{recipe.tokens} tokens of {recipe.channels} channels; in each channel the largest value is to be read. "
             + ABOUT[recipe.form],
             "Hits: the share of channels read within half the distance of the two largest values. Error: mean squared "

@@ -56,6 +56,8 @@ class DemoRecipe:
         require_positive(self, *(name for name in asdict(self) if name not in ("text_file", "seed")))
         if self.context < LEAST_CONTEXT:
             raise ValueError(f"context must be at least {LEAST_CONTEXT} tokens for the picture, got {self.context}.")
+        if self.width % self.heads:
+            raise ValueError(f"heads must divide width = {self.width}, got {self.heads}.")
 
     def language(self) -> LanguageRecipe:
         """What both language models share."""

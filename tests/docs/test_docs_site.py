@@ -126,6 +126,8 @@ return {
   missing: pictures.filter((image) => !image.naturalWidth).map((image) => image.src),
   unnamed: pictures.filter((image) => !image.hasAttribute("alt")).map((image) => image.src),
   colours: [text, page].map((colour) => colour.match(/[0-9.]+/g).slice(0, 3).reduce((sum, x) => sum + Number(x), 0)),
+  torn: [...document.querySelectorAll("article math")].filter((one) => one.getAttribute("display") === "inline"
+    && one.parentElement.matches("article, blockquote, div")).length,
   formulas: [...document.querySelectorAll("article p, article td")].filter((part) => part.textContent.includes("$`"))
     .length,
 }
@@ -147,6 +149,7 @@ def test_pages_fit_wide_and_narrow_screens_light_and_dark_without_a_console_erro
                     "pictures without a text": seen["unnamed"],
                     "light where it is dark, or dark where it is light": (background < text) != dark,
                     "formulas not set": seen["formulas"],
+                    "formulas torn out of their sentences": seen["torn"],
                     "console": errors(driver),
                 }
                 wrong += [f"{page} at {width} px, {name}: {value}" for name, value in found.items() if value]

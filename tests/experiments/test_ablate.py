@@ -135,7 +135,7 @@ def test_rows_are_called_by_the_paper_s_names_or_by_the_mixers():
         ({"rows": "attention,GLA"}, "mixers must be from softmax\\+CLTG, .*got 'GLA'; see --prior"),
         ({"rows": "full +X"}, "mixers must be rows from full; -G; .*got '\\+X'"),
         ({"rows": ""}, "must name at least one"),
-        ({"prior": "nothing"}, "got 'nothing"),
+        ({"prior": "nothing"}, "prior must be one of softmax, .*; got 'nothing'"),
         ({"learning_rates": "fast"}, "learning_rates must be numbers"),
         ({"seeds": 0}, "seeds must be positive"),
         ({"threads": 0}, "threads must be positive"),

@@ -108,7 +108,7 @@ def test_another_command_s_name_for_an_option_is_taken_with_a_hint(monkeypatch, 
             ["forecast", "--peer-steps", "0"],
             "note: --peer-steps is called --baseline-steps here.\nerror: baseline_steps must be positive, got 0.\n",
         ),
-        (["demo", "--heads", "3"], "error: num_attention_heads must divide hidden_size = 128, got 3.\n"),
+        (["demo", "--heads", "3"], "error: heads must divide width = 128, got 3.\n"),
         (["demo", "--context", "8"], "error: context must be at least 24 tokens for the picture, got 8.\n"),
     ],
 )

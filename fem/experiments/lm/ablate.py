@@ -17,7 +17,7 @@ from fem.experiments.common.mixers import file_name
 from fem.experiments.common.names import KEY, by_name, colours, display
 from fem.experiments.common.options import recipe_options
 from fem.experiments.common.paired import shown, spread
-from fem.experiments.common.recipes import listed, numbers, require_positive
+from fem.experiments.common.recipes import listed, numbers, require_one_of, require_positive
 from fem.experiments.common.run import (
     check_output,
     command_line,
@@ -30,6 +30,7 @@ from fem.experiments.common.run import (
 )
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
 from fem.experiments.lm.ablations import ROWS, mixer_name, remark, row_fields, row_of
+from fem.priors import PRIORS
 
 if TYPE_CHECKING:
     from fem.experiments.lm.small import LanguageRecipe
@@ -71,6 +72,7 @@ class AblateRecipe:
     def __post_init__(self):
         require_positive(self, "seeds", "layers", "width", "heads", "mlp_width", "vocabulary", "context")
         require_positive(self, "batch", "steps", "validations", "threads")
+        require_one_of("prior", self.prior, PRIORS)
         if not self.row_names() or not self.rates():
             raise ValueError("mixers and learning_rates must name at least one each.")
         for row in self.row_names():
