@@ -190,9 +190,7 @@ def test_model_type_computes_what_it_did(model_type):
     assert found.result == "right", found
 
 
-@pytest.mark.parametrize(
-    ("model_type", "words"), [("diffllama", "groupnorm"), ("falcon", "attention functions")]
-)
+@pytest.mark.parametrize(("model_type", "words"), [("diffllama", "groupnorm"), ("falcon", "attention functions")])
 def test_model_type_is_refused_by_name(model_type, words):
     found = survey(model_type)
     assert found.result == "refused"
