@@ -357,9 +357,9 @@ def test_swiglu_follows_the_width_unless_given():
             "rope_type='dynamic' needs max_position_embeddings",
         ),
         (
-            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0, 3.0]}},
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0]}},
             ValueError,
-            "cannot be read by transformers",
+            r"long_factor needs one number for each of the 4 planes of a head, got \[2.0, 3.0\]",
         ),
         ({"rope_parameters": {"rope_type": "yran", "factor": 4.0}}, ValueError, "llama3.*; got 'yran'"),
         ({"rope_parameters": {"rope_type": "linear"}}, ValueError, "cannot be read by transformers.*factor"),
