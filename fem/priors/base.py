@@ -98,17 +98,18 @@ class Prior(nn.Module, ABC):
 
     def _frequency(self, width: int, device: torch.device) -> Float64[Tensor, " planes"]:
         """Radians per position of every rotary plane, kept on each device: a list copied there by every call would make
-        a GPU wait. A graph takes what is there, and makes what is not, since nothing may be kept while one is traced.
+        a GPU wait. A graph makes its own: with what is kept it would depend on the calls before.
         """
-        config, known = self.config, self._frequencies.get(device)
-        if known is not None:
-            return known
+        traced = torch.compiler.is_compiling()
+        if not traced and device in self._frequencies:
+            return self._frequencies[device]
+        config = self.config
         with torch.inference_mode(False):  # training may use what inference made
             if config.rope_frequencies is None:
                 made = frequencies(width, config.rope_theta, device)
             else:
                 made = torch.tensor(config.rope_frequencies, dtype=torch.float64, device=device)
-        if not torch.compiler.is_compiling() and type(made) is Tensor:
+        if not traced and type(made) is Tensor:
             self._frequencies[device] = made
         return made
 

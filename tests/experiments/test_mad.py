@@ -392,7 +392,7 @@ def test_a_sweep_ends_in_table_report_and_plots(tmp_path, monkeypatch):
     assert json.loads((folder / "results.json").read_text()) == results
     assert results["mad"]["normal"]["softmax+G"]["mean"].keys() == {"memorization", "compression"}
     page = (folder / "report.md").read_text()
-    assert "fem mad --profile tiny --mixers softmax,softmax+G" in page
+    assert "fem mad --profile tiny --mixers attention,attention+G" in page
     assert "attention+G" in (folder / "table.md").read_text()
     records = lambda: {path: path.stat().st_mtime_ns for path in folder.glob("*/**/*.json")}  # noqa: E731
     before = records()
