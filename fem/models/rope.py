@@ -55,9 +55,10 @@ def scaled(config: FEMConfig, mixer: FreeEnergyMixerConfig) -> FreeEnergyMixerCo
     if longest is None and kind in BY_LENGTH:
         raise ValueError(f"rope_type={kind!r} needs max_position_embeddings, the longest row, got None.")
     planes = mixer.key_width // 2
-    for name in ("short_factor", "long_factor"):
-        if len(rope.get(name, range(planes))) != planes:
-            raise ValueError(f"{name} needs one number for each of the {planes} planes of a head, got {rope[name]}.")
+    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
+        if len(rope.get(name) or ()) != planes:
+            got = rope.get(name)
+            raise ValueError(f"{name} needs one number for each of the {planes} planes of a head, got {got}.")
     trained = rope.get("original_max_position_embeddings") or longest or 4096
     longest = longest or trained
     try:

@@ -361,6 +361,11 @@ def test_swiglu_follows_the_width_unless_given():
             ValueError,
             r"long_factor needs one number for each of the 4 planes of a head, got \[2.0, 3.0\]",
         ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": None, "long_factor": [1.0] * 4}},
+            ValueError,
+            "short_factor needs one number for each of the 4 planes of a head, got None",
+        ),
         ({"rope_parameters": {"rope_type": "yran", "factor": 4.0}}, ValueError, "llama3.*; got 'yran'"),
         ({"rope_parameters": {"rope_type": "linear"}}, ValueError, "cannot be read by transformers.*factor"),
         ({"rope_parameters": {"rope_theta": 5.0}, "mixer": {"rope_theta": 6.0}}, ValueError, "rope_theta is given"),
