@@ -55,6 +55,7 @@ def pictures(driver, addresses: dict[str, str], folder: Path) -> None:
 def faults(driver, addresses: dict[str, str], axe: str) -> list[str]:
     """ "page: rule (impact, how often): the first element", of every page in the light and in the dark."""
     found = []
+    driver.set_script_timeout(300)  # a long page with formulas takes a minute on a busy machine
     for name, address in addresses.items():
         for dark in (False, True):
             look(driver, address, dark=dark)
