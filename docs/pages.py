@@ -53,9 +53,15 @@ def on_page_markdown(markdown: str, **_) -> str:
     """Links lead where they lead in the repository, and formulas are set."""
     linked = re.sub(r"\]\(([^)#]+)", lambda link: f"]({site_address(link[1])}", markdown)
     linked = PICTURE.sub(by_palette, re.sub(r'((?:src|srcset)=")docs/', r"\1", linked))
-    blocks = re.sub(r"^```math\n(.*?)\n```$", lambda block: formula(block[1], "block"), linked, flags=re.M | re.S)
+    return typeset(linked)
+
+
+def typeset(markdown: str) -> str:
+    """Formulas between ```math and ```, and between $` and `$, as MathML."""
+    block = re.compile(r"^```math\n(.*?)\n```$", re.MULTILINE | re.DOTALL)
+    markdown = block.sub(lambda found: convert(found[1], display="block"), markdown)
     # within a span, or one that begins a line would be a block
-    return re.sub(r"\$`([^`]+)`\$", lambda span: f"<span>{formula(span[1], 'inline')}</span>", blocks)
+    return re.sub(r"\$`([^`]+)`\$", lambda found: f"<span>{convert(found[1])}</span>", markdown)
 
 
 def by_palette(picture: re.Match) -> str:
@@ -85,10 +91,6 @@ def on_post_page(output: str, **_) -> str:
 def on_post_template(output_content: str, **_) -> str:
     """The page of what is not found is no page of docs/."""
     return on_post_page(output_content)
-
-
-def formula(source: str, display: str) -> str:
-    return convert(source, display=display)
 
 
 def site_address(target: str) -> str:

@@ -8,12 +8,10 @@ serious ones end with status 1.
 """
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
 from browser import chromium, errors, look, served
-from latex2mathml.converter import convert
 from markdown_it import MarkdownIt
 
 SHOWN = (
@@ -27,9 +25,10 @@ AXE = "const done = arguments[0]; axe.run(document).then((found) => done(found.v
 def readme(styles: Path | None, out: Path) -> str:
     """The address of the README as a page of its own, its mathematics set and its pictures found."""
     root = Path(__file__).parents[2]
-    text = (root / "README.md").read_text(encoding="utf-8")
-    text = re.sub(r"^```math\n(.*?)\n```$", lambda block: convert(block[1], display="block"), text, flags=re.M | re.S)
-    text = re.sub(r"\$`([^`]+)`\$", lambda span: convert(span[1]), text)
+    sys.path.insert(0, str(root / "docs"))
+    from pages import typeset
+
+    text = typeset((root / "README.md").read_text(encoding="utf-8"))
     style = "" if styles is None else styles.read_text(encoding="utf-8")
     page = README.format(style=style, root=root.as_uri(), body=MarkdownIt().enable("table").render(text))
     (out / "README.html").write_text(page, encoding="utf-8")
