@@ -7,7 +7,7 @@ import unittest
 
 import torch
 from tests.test_configuration_common import ConfigTester
-from tests.test_modeling_common import ModelTesterMixin, ids_tensor, random_attention_mask
+from tests.test_modeling_common import ModelTesterMixin, global_rng, ids_tensor, random_attention_mask
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -75,6 +75,8 @@ class SuiteTest(ModelTesterMixin, unittest.TestCase):
 
     def setUp(self):
         torch.set_num_threads(1)
+        torch.manual_seed(0)
+        global_rng.seed(0)  # of the suite's inputs
         # A mixer makes no maps of attention, but without C it reads by transformers' attention functions too.
         name = self._testMethodName
         by_functions = "eager_matches_sdpa" in name and not name.endswith("output_attentions")
