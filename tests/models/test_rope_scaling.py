@@ -105,7 +105,7 @@ def test_frequencies_are_copied_to_a_device_once(inference, monkeypatch):
     assert len(made) == 1
     (kept,) = model.model.layers[0].mixer.prior._frequencies.values()
     assert not kept.is_inference()
-    assert not any("angles" in name for name in model.state_dict())
+    assert not any("frequencies" in name for name in model.state_dict())
 
 
 def test_older_names_mean_the_same():
