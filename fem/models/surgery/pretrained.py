@@ -28,8 +28,10 @@ QUERIES = (  # the projections that make queries, keys and values: three maps, t
 )
 SINKS = "sinks"  # scores of a key with value 0, one for every head
 SWAPPED = ({"q_proj", "k_proj", "v_proj"}, {"query", "key", "value"}, {"c_attn"})  # called as a MixerAttention is
-OUTPUTS = {"o_proj", "out_proj", "dense", "proj", "c_proj", "projection_layer", "out_lin", "Wo", "projection", "o"}
-OUTPUTS.add("linear_out")
+OUTPUTS = {
+    *("o_proj", "out_proj", "dense", "proj", "c_proj", "projection_layer", "out_lin", "Wo", "projection", "o"),
+    "linear_out",
+}
 BESIDE = {  # parts that an attention may have besides: they make what is read, or come after the read
     *("q_norm", "k_norm", "v_norm", "qk_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm"),
     *("rotary_emb", "rotary_fn", "q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_layernorm"),
