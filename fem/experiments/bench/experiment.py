@@ -52,7 +52,7 @@ def measured(recipe: BenchRecipe, device: torch.device) -> Iterator[tuple[Case, 
             bars.update(bar, description=f"bench: {case.name}")
             with torch.random.fork_rng():
                 torch.manual_seed(recipe.seed)
-                yield case, (decode if case.part == "decode" else workloads).measure(case, device, recipe.seconds)
+                yield case, (decode if case.part in ("decode", "served") else workloads).measure(case, device, recipe.seconds)
             bars.advance(bar)
 
 
@@ -103,6 +103,6 @@ def command(
     changes: dict,
     output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/bench"),
 ):
-    """What FEM costs beside attention of equal weights: read, layer, Tables 5 and 7, decode, context."""
+    """What FEM costs beside attention of equal weights: read, layer, Tables 5 and 7, decode, served, context."""
     run(replace(BenchRecipe(), **changes), output)
     typer.echo(f"written to {output}: report.md, tables, results.json")
