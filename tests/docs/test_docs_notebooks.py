@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from fem.experiments.common.names import FULL_COLOURS, GREYS, OTHER_GREY, PART_COLOURS
+
 nbclient = pytest.importorskip("nbclient", reason="running notebooks needs the extra 'dev'")
 nbformat = pytest.importorskip("nbformat", reason="running notebooks needs the extra 'dev'")
-
-from fem.experiments.common.names import FULL_COLOURS, GREYS, OTHER_GREY, PART_COLOURS
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs" / "notebooks").glob("*.ipynb"))
 named = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
