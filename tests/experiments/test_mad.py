@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from fem import PRIORS, FreeEnergyMixerConfig
-from fem.experiments.common.mixers import PUBLISHED, canonical, fields_of, known
+from fem.experiments.common.baselines import PUBLISHED
+from fem.experiments.common.mixers import canonical, fields_of, known
 from fem.experiments.common.names import display
 from fem.experiments.common.sweep import finished, sweep
 from fem.experiments.mad.backbone import build_backbone, sinusoids

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fem.experiments.bench.mixers import BASELINE, Size
 from fem.experiments.bench.paper import TABLE5, TABLE7
+from fem.experiments.common.recipes import listed, require_one_of, require_positive, require_some_of
+from fem.experiments.common.run import option
 
+BASELINE = "attention"
 PARTS = ("read", "layer", "gpt2", "table5", "decode", "served", "context")
 READS = (BASELINE, "FEM", "FEM, plain")
 LAYERS = (BASELINE, "FEM-SM without C", "FEM-SM", "FEM-SM without C, plain", "FEM-GLA without C", "FEM-GLA")
@@ -14,6 +16,16 @@ DECODES = (BASELINE, "FEM-SM without C", "FEM-SM", "FEM-GLA")
 SERVED = (BASELINE, "FEM-SM without C")
 CONTEXTS = (BASELINE, "FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT")
 BASELINES_AT_LENGTH = ("GLA (fla)", "Mamba (mamba-ssm)")
+
+
+@dataclass(frozen=True)
+class Size:
+    """One mixer's shape."""
+
+    batch: int
+    time: int
+    width: int
+    heads: int
 
 
 @dataclass(frozen=True)
@@ -64,3 +76,26 @@ def _paper() -> list[Case]:
 
 
 PROFILES = {"laptop": _laptop(), "paper": _paper()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRecipe:
+    """What is measured, and for how long."""
+
+    profile: str = option("laptop", f"Sizes: {' or '.join(PROFILES)} (for a GPU).")
+    parts: str = option(",".join(PARTS), "Parts, with commas between them.")
+    seconds: float = option(4.0, "Seconds to measure a case's train steps; a third of that more for forward passes.")
+    threads: int = option(1, "CPU threads.")
+    seed: int = option(0, "Seed of weights and inputs.")
+
+    def __post_init__(self):
+        require_one_of("profile", self.profile, PROFILES)
+        require_some_of("parts", self.part_names, PARTS)
+        require_positive(self, "seconds", "threads")
+
+    @property
+    def part_names(self) -> list[str]:
+        return listed(self.parts)
+
+    def cases(self) -> list[Case]:
+        return [case for case in PROFILES[self.profile] if case.part in self.part_names]

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from fem.experiments.common.jobs import read_record
 from fem.experiments.common.lock import one_writer
-from fem.experiments.common.options import recipe_options
-from fem.experiments.common.recipes import require_one_of
 from fem.experiments.common.run import check_output, command_line, cpu_threads, open_run, progress, write_json
 from fem.experiments.common.tables import show_table, write_table
-from fem.experiments.forecast.settings import LAPTOP, PROFILES, ForecastRecipe
+from fem.experiments.forecast.settings import ForecastRecipe
 
 
 def run(recipe: ForecastRecipe, output: Path) -> dict:
@@ -51,21 +46,8 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
             for point in record["curve"]:
                 under_way.log(experiment="forecast", **found, **point)
         write_table(under_way.folder, "table", report.table(records))
-        report.write(under_way.folder, records, command_line("forecast", recipe, LAPTOP))
+        report.write(under_way.folder, records, command_line("forecast", recipe, ForecastRecipe))
         results = under_way.finish({"forecast": report.summary(records)})
         picture.redraw(results, asdict(recipe), under_way.folder)
     show_table("Forecasts of equal size: errors on scaled test data", report.short_table(records))
     return results
-
-
-@recipe_options(LAPTOP)
-def command(
-    changes: dict,
-    profile: Annotated[str, typer.Option(help=f"Defaults of all other options: {' or '.join(PROFILES)}.")] = "laptop",
-    output: Annotated[Path | None, typer.Option(help="Folder of the runs; default: runs/forecast-PROFILE.")] = None,
-):
-    """Table 4: FEM as a forecaster of time series, at equal parameters. The same command resumes a stopped run."""
-    require_one_of("profile", profile, PROFILES)
-    output = output or Path(f"runs/forecast-{profile}")
-    run(replace(PROFILES[profile], **changes), output)
-    typer.echo(f"written to {output}: report.md, results.json, tables and plots")

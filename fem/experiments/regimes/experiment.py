@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from fem.experiments.common.options import recipe_options
 from fem.experiments.common.run import check_output, command_line, open_run, progress
 from fem.experiments.common.sweep import finished, sweep
 from fem.experiments.common.tables import show_table, write_table
@@ -58,14 +54,3 @@ def run(recipe: RegimesRecipe, output: Path, workers: int | None = None) -> dict
         redraw(results, asdict(recipe), folder)
     show_table("Scores by task, mean over seeds", overview(found))
     return results
-
-
-@recipe_options(RegimesRecipe())
-def command(
-    changes: dict,
-    output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/regimes"),
-    workers: Annotated[int | None, typer.Option(help="Runs at a time; default: one per core, or four per GPU.")] = None,
-):
-    """Where the free energy helps: extremes, latest values, averages, recall, bags. The same command resumes a run."""
-    run(replace(RegimesRecipe(), **changes), output, workers)
-    typer.echo(f"written to {output}: report.md, results.json, table.csv, scores.png")
