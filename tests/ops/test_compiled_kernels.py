@@ -13,7 +13,7 @@ import pytest
 from fem.experiments.doctor.without_card import CARDS, Compiled
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("linear_attention", "channel_scan", "ssm", "decay_scan")
+FOLDERS = ("linear_attention", "channel_scan", "ssm", "decay_scan", "common")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (Linux only)")
 
 COMPILE = """
@@ -83,12 +83,28 @@ def test_every_kernel_compiles_fits_and_hardly_spills_on_every_card():
     check(compiled([list(CARDS)] * 6))
 
 
-def test_a_loop_does_not_assign_to_what_it_counts_by():
-    """Triton 3.5 refuses it: "Loop-carried variable _ has initial type int32 but is re-assigned"."""
-    for loop in (x for node in functions() for x in ast.walk(node) if isinstance(x, ast.For)):
-        names = (x for part in loop.body for x in ast.walk(part) if isinstance(x, ast.Name))
-        assigned = {x.id for x in names if isinstance(x.ctx, ast.Store)}
-        assert loop.target.id not in assigned, ast.unparse(loop)
+def assigned(node: ast.AST) -> set[str]:
+    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+
+
+def pairs(node: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
+    """Each name and what it is assigned."""
+    (target,) = node.targets
+    return list(zip(target.elts, node.value.elts)) if isinstance(node.value, ast.Tuple) else [(target, node.value)]
+
+
+def test_no_kernel_does_what_triton_3_5_cannot_compile():
+    """It refuses a loop that assigns to what it counts by ("Loop-carried variable _ has initial type int32 but is
+    re-assigned"), and a function that returns None among others ("cannot convert None").
+    """
+    for function in functions():
+        nodes = list(ast.walk(function))
+        for loop in (x for x in nodes if isinstance(x, ast.For)):
+            assert loop.target.id not in set().union(*map(assigned, loop.body)), ast.unparse(loop)
+        given = (pair for x in nodes if isinstance(x, ast.Assign) for pair in pairs(x))
+        absent = {ast.unparse(name) for name, value in given if isinstance(value, ast.Constant) and value.value is None}
+        returned = {x.id for node in nodes if isinstance(node, ast.Return) for x in ast.walk(node) if hasattr(x, "id")}
+        assert not absent & returned, function.name
 
 
 def test_a_fault_is_what_does_not_compile_fit_or_stay_in_registers():

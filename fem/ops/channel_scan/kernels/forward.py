@@ -50,12 +50,14 @@ def channel_sums(
     if beta is not None:
         rate = tl.load(beta + columns, mask=inside, other=1.0)
     for _ in range(first, end):
-        a, weight, value = token(log_decay, x, v, place, inside)
+        a = None
+        if log_decay is not None:
+            a = load_channels(log_decay + place, inside)
+            passed += a
+        weight, value = token(x, v, place, inside)
         peak, total, weighted, _share = add_weights(peak, total, weighted, a, weight, 1.0, value)
         if beta is not None:
             top, at, energy, _share = add_energy(top, at, energy, a, rate, weight, value, 1.0)
-        if log_decay is not None:
-            passed += a
         place += channels
     tl.store(through + of_chunk, passed, mask=inside)
     store_three(states, of_chunk, size, inside, peak, total, weighted)
@@ -98,7 +100,10 @@ def channel_reads(
         top, at, energy = load_three(part_at(entering, 3, size), of_chunk, size, inside)
         rate = tl.load(beta + columns, mask=inside, other=1.0)
     for _ in range(first, end):
-        a, weight, value = token(log_decay, x, v, place, inside)
+        a = None
+        if log_decay is not None:
+            a = load_channels(log_decay + place, inside)
+        weight, value = token(x, v, place, inside)
         peak, total, weighted, part = add_weights(peak, total, weighted, a, weight, 1.0, value)
         tl.store(log_weight + place, peak + tl.log(total), mask=inside)
         tl.store(mean + place, weighted / total, mask=inside)
