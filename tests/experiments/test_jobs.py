@@ -22,9 +22,9 @@ def ablation() -> str:
 
 KEYS = {
     "mad": lambda: MADRecipe().jobs()[0].key,
-    "regimes": lambda: RegimesRecipe().tuning("peak")[0].key,
+    "regimes": lambda: RegimesRecipe().job("peak", "softmax", 0.003, 0).key,
     "forecast": lambda: ForecastJob(Series("x", ("a",), np.arange(40.0).reshape(20, 2), {}), 4, 0, "none", LAPTOP).key,
-    "vision": lambda: next(DIGITS.jobs())[0],
+    "vision": lambda: next(DIGITS.jobs()).key,
     "ablate": ablation,
 }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ import typer
 
 from fem.experiments.common.baselines import available
 from fem.experiments.common.blocks import INITIALISATIONS
+from fem.experiments.common.grid import RUNS, Grid, publish
 from fem.experiments.common.mixers import PUBLISHED, known
 from fem.experiments.common.options import recipe_options
 from fem.experiments.common.recipes import (
@@ -22,9 +24,8 @@ from fem.experiments.common.recipes import (
     require_positive,
     require_some_of,
 )
-from fem.experiments.common.run import check_output, command_line, open_run, option, progress
-from fem.experiments.common.sweep import finished, sweep
-from fem.experiments.common.tables import show_table, write_table
+from fem.experiments.common.run import check_output, command_line, option, progress
+from fem.experiments.common.sweep import sweep
 from fem.experiments.mad.settings import PROFILES, Profile
 from fem.experiments.mad.table import SCORES, readable, scored, table1
 from fem.experiments.mad.tasks import TASKS
@@ -105,32 +106,40 @@ def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
     from fem.experiments.mad.report import summary, write_report
 
     check_output(output, "mad")
-    jobs = recipe.jobs()
-    done = finished(jobs, output / "runs")
-    missing = [job for job in jobs if job.key not in done]
+    train_all = partial(sweep, train=train, workers=workers)
     with progress() as bars:
-        bar = bars.add_task("MAD", total=len(jobs), completed=len(done))
-        for record in sweep(missing, output / "runs", train, workers):
-            job = record["job"]
-            shown = f"MAD: {job['mixer']}, {job['setting']['task']}, seed {job['seed']}"
-            bars.update(bar, advance=1, description=f"{shown}: {record['curve'][-1]['micro']:.1%}")
-    records = list(finished(jobs, output / "runs").values())
+        records = Grid(output / RUNS, train_all, bars, "MAD", told).records(recipe.jobs())
     profile = recipe.fixed
     table = table1(scored(records, profile.score))
-    with open_run(output, "mad", recipe) as under_way:
-        folder = under_way.folder
-        for record in records:
-            job = {name: record["job"][name] for name in ("mixer", "initialisation", "learning_rate", "seed")}
-            for point in record["curve"]:
-                under_way.log(experiment="mad", task=record["job"]["setting"]["task"], **job, **point)
-        write_table(folder, "table", table)
+
+    def page(folder: Path) -> None:
         picture.curves(folder / "curves.png", records)
         write_report(folder / "report.md", records, profile, command_line("mad", recipe, MADRecipe()))
-        results = under_way.finish({"mad": summary(records)})
-        picture.redraw(results, asdict(recipe), folder)
-    measured = [row for row in table if row["seeds"]]
-    show_table(f"MAD, {recipe.profile} profile: {SCORES[profile.score]}, percent", readable(measured, False))
-    return results
+
+    return publish(
+        output,
+        "mad",
+        recipe,
+        ((said(record["job"]), record) for record in records),
+        {"table": table},
+        page,
+        {"mad": summary(records)},
+        picture.redraw,
+        (
+            f"MAD, {recipe.profile} profile: {SCORES[profile.score]}, percent",
+            readable([row for row in table if row["seeds"]], False),
+        ),
+    )
+
+
+def told(record: dict) -> str:
+    job = record["job"]
+    return f": {job['mixer']}, {job['setting']['task']}, seed {job['seed']}: {record['curve'][-1]['micro']:.1%}"
+
+
+def said(job: dict) -> dict:
+    shared = ("mixer", "initialisation", "learning_rate", "seed")
+    return {"task": job["setting"]["task"]} | {name: job[name] for name in shared}
 
 
 @recipe_options(MADRecipe())
