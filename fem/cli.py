@@ -1,4 +1,6 @@
-"""The command line, `fem`. A command is a module of fem/experiments with a function `command`, and its line here."""
+"""The command line, `fem`. A command is a module of fem/experiments/commands with a function `command`, and
+its line here.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,21 @@ except ModuleNotFoundError as error:
     sys.exit(f"error: {missing_package(error)}")
 
 COMMANDS = {
-    "demo": ("fem.experiments.demo", "What FEM does, in minutes: two language models on real text, and a look inside."),
-    "train": ("fem.experiments.lm.train", "Train a language model, on one process or under torchrun."),
-    "finetune": ("fem.experiments.lm.finetune", "Train a small GPT-2 or Llama further, as it is and turned into FEM."),
-    "ablate": ("fem.experiments.lm.ablate", "What each part of FEM adds to a language model, with controls."),
-    "eval": ("fem.experiments.lm.eval", "Score a language model with lm-evaluation-harness."),
-    "generate": ("fem.experiments.lm.generate", "Continue a prompt, printing the text as it comes."),
-    "inspect": ("fem.experiments.inspect", "A page that shows what each channel of each head reads from a text."),
-    "argmax": ("fem.experiments.argmax", "Can one read fetch every channel's maximum? (Appendix P)"),
-    "regimes": ("fem.experiments.regimes", "Tasks that separate reading one mixture from reading per channel."),
-    "mad": ("fem.experiments.mad", "Six synthetic tasks that probe a sequence mixer. (Table 1)"),
-    "forecast": ("fem.experiments.forecast", "Forecast time series at equal parameters. (Table 4)"),
-    "vision": ("fem.experiments.vision", "Classify images at equal parameters. (Table 3)"),
-    "bench": ("fem.experiments.bench", "Time and memory beside attention of equal weights. (Tables 5 and 7)"),
-    "doctor": ("fem.experiments.doctor", "What runs on this machine, and what is missing."),
-    "report": ("fem.experiments.report", "Turn finished runs into pages beside the paper's tables."),
+    "demo": "What FEM does, in minutes: two language models on real text, and a look inside.",
+    "train": "Train a language model, on one process or under torchrun.",
+    "finetune": "Train a small GPT-2 or Llama further, as it is and turned into FEM.",
+    "ablate": "What each part of FEM adds to a language model, with controls.",
+    "eval": "Score a language model with lm-evaluation-harness.",
+    "generate": "Continue a prompt, printing the text as it comes.",
+    "inspect": "A page that shows what each channel of each head reads from a text.",
+    "argmax": "Can one read fetch every channel's maximum? (Appendix P)",
+    "regimes": "Tasks that separate reading one mixture from reading per channel.",
+    "mad": "Six synthetic tasks that probe a sequence mixer. (Table 1)",
+    "forecast": "Forecast time series at equal parameters. (Table 4)",
+    "vision": "Classify images at equal parameters. (Table 3)",
+    "bench": "Time and memory beside attention of equal weights. (Tables 5 and 7)",
+    "doctor": "What runs on this machine, and what is missing.",
+    "report": "Turn finished runs into pages beside the paper's tables.",
 }
 
 UsageError = typer.BadParameter.__base__  # typer raises it for unknown options and commands, too
@@ -49,7 +51,7 @@ class Commands(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, context, name: str) -> TyperCommand | None:
-        return TyperCommand(name, help=COMMANDS[name][1]) if name in COMMANDS else None
+        return TyperCommand(name, help=COMMANDS[name]) if name in COMMANDS else None
 
     def resolve_command(self, context, args: list[str]):
         name, *rest = args
@@ -62,7 +64,7 @@ class Commands(TyperGroup):
 
 def load(name: str) -> TyperCommand:
     """The command itself, with its options."""
-    command = import_module(COMMANDS[name][0]).command
+    command = import_module(f"fem.experiments.commands.{name}").command
 
     @wraps(command)
     def interruptible(*args, **options):

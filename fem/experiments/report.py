@@ -6,12 +6,10 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from fem.experiments.common.run import PAGE, RESULTS, check_output, note, without_folders, write_json
 from fem.experiments.common.tables import markdown_table
@@ -47,10 +45,10 @@ ITEMS = (
 
 
 DRAWN_BY = {
-    "argmax": "fem.experiments.argmax",
+    "argmax": "fem.experiments.argmax.experiment",
     "ablate": "fem.experiments.lm.ablate",
     "bench": "fem.experiments.bench.picture",
-    "demo": "fem.experiments.demo",
+    "demo": "fem.experiments.demo.experiment",
     "forecast": "fem.experiments.forecast.picture",
     "mad": "fem.experiments.mad.picture",
     "regimes": "fem.experiments.regimes.report",
@@ -162,6 +160,23 @@ def index(output: Path) -> str:
     )
 
 
+def add_pages(runs: Sequence[Path] | None, output: Path) -> int:
+    """Copy the pages of these runs, or of all in runs/ that have ended, and write the index; returns how many."""
+    check_output(output)
+    if not runs:
+        runs = [path.parent for path in sorted(Path("runs").glob(f"*/{PAGE}")) if (path.parent / RESULTS).exists()]
+    output.mkdir(parents=True, exist_ok=True)
+    added = 0
+    for run in runs:
+        try:
+            add_page(run, output)
+            added += 1
+        except Broken as broken:
+            note(f"{broken}; the run is left out.")
+    (output / INDEX).write_text(index(output), encoding="utf-8")
+    return added
+
+
 def link(page: Path) -> str:
     """A link to the page that says its title."""
     title = page.read_text(encoding="utf-8").partition("\n")[0] if page.exists() else page.stem
@@ -203,31 +218,3 @@ Accuracy (exact match for MATH). Ours stand below the paper's once `fem eval --s
 {note}
 
 {table4}"""
-
-
-def command(
-    runs: Annotated[
-        list[Path] | None, typer.Argument(help="Folders of runs; default: all in runs/ that have ended.")
-    ] = None,
-    output: Annotated[Path, typer.Option(help="Folder of the pages.")] = Path("docs/results"),
-    redraw_only: Annotated[
-        bool, typer.Option("--redraw", help="Draw the pictures of all pages again, from their numbers; run nothing.")
-    ] = False,
-):
-    """Join finished runs into pages beside the paper's tables, blank where nothing was run."""
-    check_output(output)
-    if redraw_only:
-        typer.echo("\n".join(redraw(output)))
-        return
-    if not runs:
-        runs = [path.parent for path in sorted(Path("runs").glob(f"*/{PAGE}")) if (path.parent / RESULTS).exists()]
-    output.mkdir(parents=True, exist_ok=True)
-    added = 0
-    for run in runs:
-        try:
-            add_page(run, output)
-            added += 1
-        except Broken as broken:
-            note(f"{broken}; the run is left out.")
-    (output / INDEX).write_text(index(output), encoding="utf-8")
-    typer.echo(f"{added} runs; written to {output / INDEX}")

@@ -1,9 +1,12 @@
 """The notebooks run in a fresh kernel, and are kept with what they show."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+
+from fem.experiments.common.names import FULL_COLOURS, GREYS, OTHER_GREY, PART_COLOURS
 
 nbclient = pytest.importorskip("nbclient", reason="running notebooks needs the extra 'dev'")
 nbformat = pytest.importorskip("nbformat", reason="running notebooks needs the extra 'dev'")
@@ -46,3 +49,13 @@ def test_a_notebook_tells_nothing_about_the_machine_that_ran_it(path):
 
 def code(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+@named
+def test_a_mixer_has_its_one_name_and_colour(path):
+    """Colours of mixers come from `fem.experiments.common.names`, not from the notebook."""
+    own = {*GREYS.values(), *FULL_COLOURS.values(), *PART_COLOURS.values()} - {OTHER_GREY}
+    source = "\n".join(cell.source for cell in code(nbformat.read(path, as_version=4)))
+    drawn = re.findall(r"color=\"(#\w+)\"", source)
+    assert not own & set(drawn)
+    assert "softmax attention" not in source

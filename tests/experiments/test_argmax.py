@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fem.experiments import argmax
-from fem.experiments.argmax import ArgmaxRecipe, Reader, draw
+from fem.experiments.argmax import experiment as argmax
+from fem.experiments.argmax.experiment import ArgmaxRecipe, Reader, draw
 
 TINY = ArgmaxRecipe(
     tokens=7,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
-from fem.experiments import demo
+from fem.experiments.demo import experiment as demo
 from fem.experiments.inspect.layers import by_division, layer_tables, readings
 from fem.experiments.lm import small as lm
 from fem.experiments.lm.text import END, build_corpus, python_documents, train_tokenizer

@@ -17,10 +17,10 @@ from waves import command, ett, waves
 from fem import models
 from fem.experiments.common.run import progress
 from fem.experiments.forecast import report, training
-from fem.experiments.forecast.backbone import ForecastBackbone, build_backbone, width_for
+from fem.experiments.forecast.backbone import ForecastBackbone, build_backbone
 from fem.experiments.forecast.experiment import run
 from fem.experiments.forecast.series import Windows
-from fem.experiments.forecast.settings import LAPTOP, PAPER, ForecastRecipe
+from fem.experiments.forecast.settings import PROFILES, ForecastRecipe, width_for
 
 HOST = {"width": 16, "layers": 2, "heads": 2, "dropout": 0.0}
 TINY = {"lookback": 24, "horizon": "5", "width": 16, "layers": 1, "heads": 2, "epochs": 2, "seeds": 1}
@@ -155,7 +155,7 @@ def run_job(recipe, folder):
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(monkeypatch, csv, tmp_path):
-    recipe = replace(LAPTOP, data=str(csv), models="fem-sm", **TINY | {"epochs": 3})
+    recipe = ForecastRecipe(data=str(csv), models="fem-sm", **TINY | {"epochs": 3})
     whole = run_job(recipe, tmp_path / "whole")
     save = training.Training.save
 
@@ -174,7 +174,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(monkeypatch, csv, tmp_path)
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(monkeypatch, csv, tmp_path, capsys):
-    recipe = replace(LAPTOP, data=str(csv), models="none", **TINY | {"epochs": 3})
+    recipe = ForecastRecipe(data=str(csv), models="none", **TINY | {"epochs": 3})
     whole = run_job(recipe, tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     folder = tmp_path / "cut" / "checkpoint.pt"
@@ -192,7 +192,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(monkeypatch, csv, tmp
 
 
 def test_a_checkpoint_of_the_version_before_goes_on_or_is_refused(csv, tmp_path):
-    recipe = replace(LAPTOP, data=str(csv), models="none", **TINY | {"epochs": 3})
+    recipe = ForecastRecipe(data=str(csv), models="none", **TINY | {"epochs": 3})
     whole = run_job(recipe, tmp_path / "whole")
     (tmp_path / "old").mkdir()
     old = shutil.copy(
@@ -206,7 +206,7 @@ def test_a_checkpoint_of_the_version_before_goes_on_or_is_refused(csv, tmp_path)
 
 
 def test_a_damaged_record_is_run_again(csv, tmp_path, capsys):
-    recipe = replace(LAPTOP, data=str(csv), models="none", **TINY)
+    recipe = ForecastRecipe(data=str(csv), models="none", **TINY)
     wanted = run(recipe, tmp_path)["forecast"]
     (record,) = (tmp_path / "runs").glob("*.json")
     record.write_bytes(b"\0" * 40)
@@ -217,7 +217,7 @@ def test_a_damaged_record_is_run_again(csv, tmp_path, capsys):
 
 
 def test_the_weights_of_the_lowest_validation_error_are_tested(monkeypatch, csv, tmp_path):
-    recipe = replace(LAPTOP, data=str(csv), models="none", **TINY | {"epochs": 3})
+    recipe = ForecastRecipe(data=str(csv), models="none", **TINY | {"epochs": 3})
     errors, tested = iter([3.0, 1.0, 2.0]), {}
     score, save = training.score, training.Training.save
 
@@ -242,14 +242,14 @@ def test_the_weights_of_the_lowest_validation_error_are_tested(monkeypatch, csv,
 
 def test_patience_ends_a_run(monkeypatch, csv, tmp_path):
     monkeypatch.setattr(training, "score", lambda forecast, data: training.Score(1.0, 1.0))
-    recipe = replace(LAPTOP, data=str(csv), models="none", patience=2, **TINY | {"epochs": 9})
+    recipe = ForecastRecipe(data=str(csv), models="none", patience=2, **TINY | {"epochs": 9})
     assert len(run_job(recipe, tmp_path)["curve"]) == 3
 
 
 def test_a_run_that_diverges_says_so(monkeypatch, csv, tmp_path):
     monkeypatch.setattr(training, "score", lambda forecast, data: training.Score(float("nan"), 1.0))
     with pytest.raises(ValueError, match="no epoch has a finite validation error; lower the learning rate"):
-        run_job(replace(LAPTOP, data=str(csv), models="none", **TINY), tmp_path)
+        run_job(ForecastRecipe(data=str(csv), models="none", **TINY), tmp_path)
 
 
 # The command and its report
@@ -296,7 +296,7 @@ def test_the_command_leaves_a_whole_run_folder_and_trains_nothing_twice(monkeypa
 
 
 def test_other_values_or_other_data_are_another_run(csv, tmp_path):
-    recipe = replace(LAPTOP, data=str(csv), models="fem-sm", **TINY)
+    recipe = ForecastRecipe(data=str(csv), models="fem-sm", **TINY)
     moved = tmp_path / "elsewhere" / "waves.csv"
     moved.parent.mkdir()
     moved.write_bytes(csv.read_bytes())
@@ -311,7 +311,8 @@ def test_other_values_or_other_data_are_another_run(csv, tmp_path):
 
 def test_lookbacks_are_the_paper_s_and_the_baselines_see_the_same_futures(tmp_path):
     ett(14400).to_csv(tmp_path / "ETTh1.csv", index=False)
-    jobs = replace(PAPER, data=str(tmp_path / "ETTh1.csv"), models="fem-sm,dlinear").jobs()
+    given = {"data": str(tmp_path / "ETTh1.csv"), "models": "fem-sm,dlinear"}
+    jobs = ForecastRecipe(**PROFILES["paper"] | given).jobs()
     assert {job.horizon: job.lookback for job in jobs if not job.is_baseline} == {
         96: 1024,
         192: 2048,

@@ -6,13 +6,15 @@ import pytest
 pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
 from fem.experiments.forecast.series import Series
-from fem.experiments.forecast.settings import LAPTOP
+from fem.experiments.forecast.settings import ForecastRecipe
 from fem.experiments.forecast.settings import Job as ForecastJob
 from fem.experiments.lm import ablate
 from fem.experiments.lm.ablations import row_fields
 from fem.experiments.mad.experiment import MADRecipe
-from fem.experiments.regimes import RegimesRecipe
-from fem.experiments.vision.settings import DIGITS
+from fem.experiments.regimes.settings import RegimesRecipe
+from fem.experiments.vision.settings import VisionRecipe
+
+SERIES = Series("x", ("a",), np.arange(40.0).reshape(20, 2), {})
 
 
 def ablation() -> str:
@@ -23,8 +25,8 @@ def ablation() -> str:
 KEYS = {
     "mad": lambda: MADRecipe().jobs()[0].key,
     "regimes": lambda: RegimesRecipe().job("peak", "softmax", 0.003, 0).key,
-    "forecast": lambda: ForecastJob(Series("x", ("a",), np.arange(40.0).reshape(20, 2), {}), 4, 0, "none", LAPTOP).key,
-    "vision": lambda: next(DIGITS.jobs()).key,
+    "forecast": lambda: ForecastJob(SERIES, 4, 0, "none", ForecastRecipe()).key,
+    "vision": lambda: next(VisionRecipe().jobs()).key,
     "ablate": ablation,
 }
 

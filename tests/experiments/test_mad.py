@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from fem import PRIORS, FreeEnergyMixerConfig
+from fem.experiments.common.baselines import PUBLISHED
 from fem.experiments.common.jobs import record_of
-from fem.experiments.common.mixers import PUBLISHED, canonical, fields_of, known
+from fem.experiments.common.mixers import canonical, fields_of, known
 from fem.experiments.common.names import display
 from fem.experiments.common.sweep import sweep
 from fem.experiments.mad.backbone import build_backbone, sinusoids

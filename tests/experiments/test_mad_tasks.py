@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fem.experiments.mad import TASKS, generate
+from fem.experiments.mad.tasks import TASKS, generate
 
 MEMORY = {2: 8, 0: 7, 3: 4, 1: 6}
 

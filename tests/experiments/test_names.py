@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from fem.experiments.common.mixers import PUBLISHED, canonical
+from fem.experiments.common.baselines import PUBLISHED
+from fem.experiments.common.mixers import canonical
 from fem.experiments.common.names import colour, display
 from fem.priors import PRIORS
 

@@ -12,15 +12,15 @@ import torch
 from torch import Generator
 
 from fem.experiments.common.jobs import record_of
-from fem.experiments.common.mixers import canonical, fields_of, mixer_config
+from fem.experiments.common.mixers import POOLS, canonical, fields_of, mixer_config
 from fem.experiments.common.paired import paired, shown
-from fem.experiments.regimes import TASKS, RegimesRecipe, experiment, run
-from fem.experiments.regimes.pools import POOLS
+from fem.experiments.regimes import experiment
+from fem.experiments.regimes.experiment import RegimesRecipe, run
 from fem.experiments.regimes.real import HELD_OUT, WINDOW, DailyExtremes, Exceeded, Speakers, digits, rows, speeches
 from fem.experiments.regimes.report import over, reference, table, title
-from fem.experiments.regimes.settings import ROWS
+from fem.experiments.regimes.settings import ROWS, WITHOUT_FILES
 from fem.experiments.regimes.tasks import NOT_ASKED, HighWater, PeakHold, Recall, SetStatistics, Snapshot
-from fem.experiments.regimes.training import Training, build, train
+from fem.experiments.regimes.training import TASKS, Training, build, train
 
 draw = lambda task, size=3, split="train", seed=0: task.draw(Generator().manual_seed(seed), size, split)  # noqa: E731
 TINY = {"width": 16, "heads": 2, "mlp_width": 40, "batch": 4, "steps": 3}
@@ -122,6 +122,10 @@ def test_scores_are_1_for_the_truth_and_constants_for_what_never_looks(name):
 def test_an_mlp_too_narrow_to_make_up_for_a_mixer_is_one_sentence():
     with pytest.raises(ValueError, match=r"^\S+ has [\d,]+ parameters more than its baseline, .* at least \d+ wide\.$"):
         build(TASKS["peak"], "softmax+CLTG", Training(mlp_width=1))
+
+
+def test_the_recipe_names_every_task_that_needs_no_file():
+    assert tuple(TASKS) == WITHOUT_FILES
 
 
 def test_all_rows_have_the_same_parameters():

@@ -27,8 +27,9 @@ from transformers import AutoModelForImageClassification, ViTConfig, ViTForImage
 
 from fem import PRIORS, cli
 from fem.experiments.common.checkpoints import checkpoints
-from fem.experiments.vision import experiment, images, pixels, report, training
-from fem.experiments.vision.experiment import PROFILES, VisionRecipe, run
+from fem.experiments.vision import images, pixels, report, training
+from fem.experiments.vision.experiment import VisionRecipe, run
+from fem.experiments.vision.settings import PROFILES
 from fem.models import FEMForImageClassification, FEMImageConfig
 from fem.models.vision import DropPath
 
@@ -122,7 +123,7 @@ def test_without_its_parts_the_model_is_transformers_vit():
 @pytest.mark.parametrize("prior", ["softmax", "gla"])
 @pytest.mark.parametrize("profile", ["deit-tiny", "deit-small"])
 def test_models_have_deits_parameters(profile, prior):
-    width, heads = PROFILES[profile].width, PROFILES[profile].heads
+    width, heads = PROFILES[profile]["width"], PROFILES[profile]["heads"]
     sizes = {"hidden_size": width, "num_attention_heads": heads, "num_hidden_layers": 12, "num_labels": 1000}
     with torch.device("meta"):
         deit = ViTForImageClassification(ViTConfig(intermediate_size=4 * width, **sizes)).num_parameters()
@@ -644,7 +645,7 @@ def test_table_3_has_the_papers_figures_and_ours_where_we_ran():
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_profile_is_a_model(profile):
-    for job in PROFILES[profile].jobs():
+    for job in VisionRecipe(**PROFILES[profile]).jobs():
         assert training.model_config(job, ["a", "b"]).num_tokens > 16
 
 
@@ -687,5 +688,5 @@ def test_the_cifar_subset_is_read_from_its_zip_file():
 
 @pytest.mark.slow
 def test_the_laptop_profile_learns_digits(tmp_path):
-    recipe = replace(experiment.DIGITS, mixers="fem-sm", seeds=1, validations=1)
+    recipe = VisionRecipe(mixers="fem-sm", seeds=1, validations=1)
     assert run(recipe, tmp_path / "out")["vision"]["softmax+CLTG"]["accuracy"] > 0.75

@@ -22,7 +22,7 @@ SERVER.set_forkserver_preload(
         "torch.utils.tensorboard",
         "transformers.trainer",
         "fem.cli",
-        "fem.experiments.lm.train",
+        "fem.experiments.commands.train",
         "fem.experiments.lm.training",
     ]
 )

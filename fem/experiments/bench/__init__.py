@@ -4,7 +4,3 @@ cases.py says what a profile measures, mixers.py builds the mixers, workloads.py
 generates tokens with them, measure.py times all of it, tables.py and picture.py show the results, paper.py holds the
 paper's figures, experiment.py is `fem bench`.
 """
-
-from fem.experiments.bench.experiment import command
-
-__all__ = ["command"]

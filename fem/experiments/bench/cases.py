@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fem.experiments.bench.mixers import BASELINE, Size
 from fem.experiments.bench.paper import TABLE5, TABLE7
+from fem.experiments.common.recipes import listed, require_one_of, require_positive, require_some_of
+from fem.experiments.common.run import option
 
-PARTS = ("read", "layer", "gpt2", "table5", "decode", "context")
+BASELINE = "attention"
+PARTS = ("read", "layer", "gpt2", "table5", "decode", "served", "context")
 READS = (BASELINE, "FEM", "FEM, plain")
 LAYERS = (BASELINE, "FEM-SM without C", "FEM-SM", "FEM-SM without C, plain", "FEM-GLA without C", "FEM-GLA")
 DECODES = (BASELINE, "FEM-SM without C", "FEM-SM", "FEM-GLA")
+SERVED = (BASELINE, "FEM-SM without C")
 CONTEXTS = (BASELINE, "FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT")
 BASELINES_AT_LENGTH = ("GLA (fla)", "Mamba (mamba-ssm)")
+
+
+@dataclass(frozen=True)
+class Size:
+    """One mixer's shape."""
+
+    batch: int
+    time: int
+    width: int
+    heads: int
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,7 @@ def _laptop() -> list[Case]:
         Case("gpt2", Size(1, 512, 768, 12), "float32", tuple(TABLE7), layers=1),
         Case("table5", Size(1, 1024, 512, 4), "float32", (BASELINE, *TABLE5), layers=2),
         *(Case("decode", Size(1, time, 1024, 16), "float32", DECODES) for time in (1024, 4096, 16384)),
+        *(Case("served", Size(1, time, 1024, 16), "float32", SERVED) for time in (1024, 4096, 16384)),
         *(Case("context", Size(1, time, 256, 4), "float32", CONTEXTS) for time in (1024, 2048, 4096, 8192)),
     ]
 
@@ -55,9 +69,33 @@ def _paper() -> list[Case]:
         cases.append(Case("table5", Size(4, 2048, 512, 4), dtype, (BASELINE, *TABLE5), layers=8))
     for time in (1024, 4096, 16384, 65536):
         cases.append(Case("decode", Size(1, time, 1024, 16), "bfloat16", DECODES))
+        cases.append(Case("served", Size(1, time, 1024, 16), "bfloat16", SERVED))
     for time in (2048, 8192, 32768, 131072):
         cases.append(Case("context", Size(1, time, 1024, 16), "bfloat16", CONTEXTS + BASELINES_AT_LENGTH))
     return cases
 
 
 PROFILES = {"laptop": _laptop(), "paper": _paper()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRecipe:
+    """What is measured, and for how long."""
+
+    profile: str = option("laptop", f"Sizes: {' or '.join(PROFILES)} (for a GPU).")
+    parts: str = option(",".join(PARTS), "Parts, with commas between them.")
+    seconds: float = option(4.0, "Seconds to measure a case's train steps; a third of that more for forward passes.")
+    threads: int = option(1, "CPU threads.")
+    seed: int = option(0, "Seed of weights and inputs.")
+
+    def __post_init__(self):
+        require_one_of("profile", self.profile, PROFILES)
+        require_some_of("parts", self.part_names, PARTS)
+        require_positive(self, "seconds", "threads")
+
+    @property
+    def part_names(self) -> list[str]:
+        return listed(self.parts)
+
+    def cases(self) -> list[Case]:
+        return [case for case in PROFILES[self.profile] if case.part in self.part_names]

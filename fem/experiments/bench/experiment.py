@@ -3,44 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 
 from fem.experiments.bench import decode, tables, workloads
-from fem.experiments.bench.cases import PARTS, PROFILES, Case
-from fem.experiments.common.options import recipe_options
-from fem.experiments.common.recipes import listed, require_one_of, require_positive, require_some_of
-from fem.experiments.common.run import PAGE, command_line, cpu_threads, open_run, option, progress, provenance
+from fem.experiments.bench.cases import BenchRecipe, Case
+from fem.experiments.common.run import PAGE, command_line, cpu_threads, open_run, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_table
 
 PICTURED = ("decode", "context")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchRecipe:
-    """What is measured, and for how long."""
-
-    profile: str = option("laptop", f"Sizes: {' or '.join(PROFILES)} (for a GPU).")
-    parts: str = option(",".join(PARTS), "Parts, with commas between them.")
-    seconds: float = option(4.0, "Seconds to measure a case's train steps; a third of that more for forward passes.")
-    threads: int = option(1, "CPU threads.")
-    seed: int = option(0, "Seed of weights and inputs.")
-
-    def __post_init__(self):
-        require_one_of("profile", self.profile, PROFILES)
-        require_some_of("parts", self.part_names, PARTS)
-        require_positive(self, "seconds", "threads")
-
-    @property
-    def part_names(self) -> list[str]:
-        return listed(self.parts)
-
-    def cases(self) -> list[Case]:
-        return [case for case in PROFILES[self.profile] if case.part in self.part_names]
 
 
 def measured(recipe: BenchRecipe, device: torch.device) -> Iterator[tuple[Case, dict[str, dict]]]:
@@ -52,7 +25,8 @@ def measured(recipe: BenchRecipe, device: torch.device) -> Iterator[tuple[Case, 
             bars.update(bar, description=f"bench: {case.name}")
             with torch.random.fork_rng():
                 torch.manual_seed(recipe.seed)
-                yield case, (decode if case.part == "decode" else workloads).measure(case, device, recipe.seconds)
+                part = decode if case.part in ("decode", "served") else workloads
+                yield case, part.measure(case, device, recipe.seconds)
             bars.advance(bar)
 
 
@@ -96,13 +70,3 @@ TITLE = """# {what}, on {where}
 Medians of mixers that run in turn: process time on a CPU, time between two events on a GPU. A train step is forward
 and backward; its memory is what it adds at its peak to what was allocated before. Blank: not run.
 """
-
-
-@recipe_options(BenchRecipe())
-def command(
-    changes: dict,
-    output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/bench"),
-):
-    """What FEM costs beside attention of equal weights: read, layer, Tables 5 and 7, decode, context."""
-    run(replace(BenchRecipe(), **changes), output)
-    typer.echo(f"written to {output}: report.md, tables, results.json")

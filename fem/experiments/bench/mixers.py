@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from fem.experiments.bench.cases import BASELINE, Size
 from fem.experiments.common import baselines
 from fem.experiments.common.mixers import mixer_config
 from fem.experiments.common.names import colour, display
 from fem.mixer import FreeEnergyMixer
 from fem.ops.common.rope import rotate
 
-BASELINE = "attention"
 PLAIN = ", plain"  # after a mixer's name: the plain backend
 MIXERS = {
     "attention": "softmax",
@@ -65,16 +63,6 @@ class Attention(nn.Module):
         position = x.new_ones(x.shape[1]).cumsum(0).long() - 1
         o = F.scaled_dot_product_attention(*self.project(x, position), is_causal=True)
         return self.output(o.transpose(1, 2).flatten(2))
-
-
-@dataclass(frozen=True)
-class Size:
-    """One mixer's shape."""
-
-    batch: int
-    time: int
-    width: int
-    heads: int
 
 
 def build_mixer(name: str, size: Size) -> nn.Module:

@@ -44,6 +44,7 @@ BASELINES = {
     "GLA (fla)": Baseline("fla.layers", "GatedLinearAttention", _by_heads),
     "Mamba (mamba-ssm)": Baseline("mamba_ssm", "Mamba", lambda d, h: {"d_model": d}),
 }
+PUBLISHED = {f"fla:{baseline.layer}": name for name, baseline in BASELINES.items() if baseline.module == "fla.layers"}
 
 
 def available(name: str, device: torch.device) -> bool:

@@ -7,12 +7,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fem.experiments.common.baselines import Published, build
-from fem.experiments.common.mixers import PUBLISHED, mixer_config
+from fem.experiments.common.baselines import PUBLISHED, Published, build
+from fem.experiments.common.mixers import mixer_config
 from fem.mixer import FreeEnergyMixer
 
 EPS = 1e-5
-INITIALISATIONS = ("normal", "torch")
 NARROWEST_HEAD = 32  # channels that the kernels of flash-linear-attention's mixers need
 
 

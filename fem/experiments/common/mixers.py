@@ -6,32 +6,46 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
+from functools import cache
 
 from fem.config import FreeEnergyMixerConfig
-from fem.experiments.common.baselines import BASELINES
-from fem.priors import PRIORS
 
 PARTS = {"C": "use_conv", "L": "use_lse", "T": "use_temperature", "G": "use_outer_gate"}
 SHOWN = {"softmax": "attention", "gla": "GLA", "rnn_softmax": "AFT", "mamba": "Mamba", "mamba_interactive": "Mamba-i"}
-ALIASES = {
-    "sm": "softmax",
-    "laser": "softmax+L",
-    "fem": "softmax+CLTG",
-    "fem-sm": "softmax+CLTG",
-    **{f"fem-{prior}": f"{prior}+CLTG" for prior in PRIORS},
-    **{shown.lower(): prior for prior, shown in SHOWN.items()},
-    **{f"fem-{shown.lower()}": f"{prior}+CLTG" for prior, shown in SHOWN.items()},
-}
 UNNORMALISED = "-norm"
 OPTION = re.compile(r"r\d+|b\d+(\.\d+)?|l-?\d+(\.\d+)?|wide|norm")
 PUBLISHED_UNNORMALISED = ("gla", "mamba")
-PUBLISHED = {f"fla:{baseline.layer}": name for name, baseline in BASELINES.items() if baseline.module == "fla.layers"}
+POOLS = ("pool:mean", "pool:max", "pool:lse", "pool:attention", "pool:fem", "pool:fem/r4")
+
+
+def priors() -> Collection[str]:
+    """The names of the priors. They are imported when first asked for: a command's help starts without torch."""
+    from fem.priors import PRIORS
+
+    return PRIORS
+
+
+@cache
+def aliases() -> dict[str, str]:
+    """Other names of mixers, in small letters."""
+    return {
+        "sm": "softmax",
+        "laser": "softmax+L",
+        "fem": "softmax+CLTG",
+        "fem-sm": "softmax+CLTG",
+        **{f"fem-{prior}": f"{prior}+CLTG" for prior in priors()},
+        **{shown.lower(): prior for prior, shown in SHOWN.items()},
+        **{f"fem-{shown.lower()}": f"{prior}+CLTG" for prior, shown in SHOWN.items()},
+    }
 
 
 def known(name: str) -> str:
     """`canonical`, or the name of a published mixer as it is. Raises ValueError on an unknown name."""
     if not name.startswith("fla:"):
         return canonical(name)
+    from fem.experiments.common.baselines import PUBLISHED
+
     if name not in PUBLISHED:
         raise ValueError(f"mixer must be one of {', '.join(PUBLISHED)} where it is fla's; got {name!r}.")
     return name
@@ -48,10 +62,10 @@ def canonical(name: str) -> str:
     whole, *options = name.split("/")
     plain = whole.removesuffix(UNNORMALISED)
     head, plus, tail = plain.partition("+")
-    prior, _, parts = ALIASES.get(head.lower(), head).partition("+")
+    prior, _, parts = aliases().get(head.lower(), head).partition("+")
     parts += tail
     if (
-        prior not in PRIORS
+        prior not in priors()
         or not set(parts) <= PARTS.keys()
         or ("T" in parts and "L" not in parts)
         or (plus and not tail)
@@ -59,9 +73,9 @@ def canonical(name: str) -> str:
         or len({option[0] for option in options}) < len(options)
     ):
         raise ValueError(
-            f"mixer must be a prior ({', '.join(PRIORS)}), alone or with '+' and some of the letters {''.join(PARTS)} "
-            "(T needs L), or a name such as attention, FEM, FEM-GLA, AFT, then options such as /r4, /wide, /b8, /l6, "
-            f"/norm; got {name!r}."
+            f"mixer must be a prior ({', '.join(priors())}), alone or with '+' and some of the letters "
+            f"{''.join(PARTS)} (T needs L), or a name such as attention, FEM, FEM-GLA, AFT, then options such as /r4, "
+            f"/wide, /b8, /l6, /norm; got {name!r}."
         )
     if prior == "softmax" and plain != whole:
         raise ValueError(f"the softmax prior is normalised by definition; leave out {UNNORMALISED!r}, got {name!r}.")

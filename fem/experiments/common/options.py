@@ -15,17 +15,17 @@ from fem.experiments.common.run import called, note
 Command = Callable[..., Any]
 
 
-def recipe_options(recipe: Any) -> Callable[[Command], Command]:
+def recipe_options(recipe: type) -> Callable[[Command], Command]:
     """Give a command every field of `recipe` as an option.
 
     The command's first argument receives the fields that the user gave, {field: value}, so that
     `replace(recipe, **changes)` is the recipe to run; its other arguments stay options of their own. The help shows the
-    values of `recipe` as defaults.
+    defaults of `recipe`, a dataclass.
     """
-    types = get_type_hints(type(recipe))
+    types = get_type_hints(recipe)
 
     def as_option(field: Field) -> inspect.Parameter:
-        default, name = getattr(recipe, field.name), called(field)
+        default, name = field.default, called(field)
         if isinstance(default, bool):
             flag, default = f"--{name}/--no-{name}", f"{'' if default else 'no-'}{name}"
         else:
@@ -65,7 +65,7 @@ def recipe_options(recipe: Any) -> Callable[[Command], Command]:
     return decorate
 
 
-def _as_typed(sentence: str, recipe: Any) -> str:
+def _as_typed(sentence: str, recipe: type) -> str:
     """The sentence of an error, with the name of the option in place of the name of the field."""
     word, space, rest = sentence.partition(" ")
     typed = {field.name: called(field).replace("-", "_") for field in fields(recipe)}

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+INITIALISATIONS = ("normal", "torch")  # of the linear maps, see `blocks.initialise`
+
 
 def listed(text: str) -> list[str]:
     """The names in a list with commas between them, each once."""

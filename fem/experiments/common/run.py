@@ -21,7 +21,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -208,6 +207,8 @@ def versions() -> dict[str, str]:
 
 def hardware() -> dict[str, Any]:
     """Processor, threads and accelerators that a run used."""
+    import torch
+
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {"processor": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpus": gpus}
 
@@ -235,6 +236,8 @@ def now() -> str:
 @contextmanager
 def cpu_threads(count: int) -> Iterator[None]:
     """Compute with `count` threads: on a busy machine, small tensors take ten times longer with two than with one."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

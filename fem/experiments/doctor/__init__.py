@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 
 from fem.experiments.common.run import processor, versions
 from fem.experiments.common.tables import show_table
-from fem.experiments.doctor.card import examine
 from fem.extras import extras
 from fem.ops.common.backend import softmax_backend
 from fem.ops.common.self_check import verdicts
@@ -88,16 +84,8 @@ def in_short() -> str:
     return f"{cards} GPU: softmax is read by torch's attention; {known}. Try `fem doctor --gpu`."
 
 
-def command(
-    gpu: Annotated[bool, typer.Option("--gpu", help="Check and time everything: at most 10 minutes on a GPU.")] = False,
-    only: Annotated[str | None, typer.Option(help="With --gpu: some of the steps, separated by commas.")] = None,
-    output: Annotated[Path, typer.Option(help="With --gpu: folder of the page and the figures.")] = Path("runs/doctor"),
-):
-    """What runs on this machine and why: versions, devices, backends and optional packages."""
-    if gpu:
-        print(examine(output, only)["verdict"])
-        print(f"Page: {output / 'report.md'}")
-        return
+def show() -> None:
+    """Print what runs on this machine and why."""
     show_table("Versions", [{"part": name, "state": found} for name, found in versions().items()] + [compiler()])
     show_table("Devices", devices())
     if rows := kernels():

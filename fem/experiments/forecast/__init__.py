@@ -4,7 +4,3 @@ tables.py reads the data, series.py splits and scales it, backbone.py is the pap
 training.py trains it, baselines.py trains models of neuralforecast, report.py and picture.py show the results of all
 runs, settings.py and experiment.py are `fem forecast`.
 """
-
-from fem.experiments.forecast.experiment import command
-
-__all__ = ["command"]

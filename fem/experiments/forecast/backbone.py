@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
 from fem.experiments.common.blocks import EPS, Residual, count_parameters, narrowed
-from fem.experiments.common.mixers import canonical, fields_of
+from fem.experiments.common.mixers import fields_of
+from fem.experiments.forecast.settings import NONE
 from fem.mixer import FreeEnergyMixer
 
-NONE = "none"
 STD = 0.02
 
 
@@ -83,16 +83,6 @@ class ForecastBackbone(nn.Module):
         z = self.blocks(z.flatten(0, 1)).view_as(z)
         successors = self.head(z[:, :, 1::2])
         return spread * successors[:, :, -1].transpose(1, 2) + level, successors, segments
-
-
-def width_for(channels: int) -> int:
-    """32 floor(sqrt(channels)): 64 for ETT, 128 for Weather, 352 for Solar."""
-    return 32 * math.isqrt(channels)
-
-
-def one_name(mixer: str) -> str:
-    """The canonical name of a mixer, or "none": no token sees another. Raises ValueError on an unknown name."""
-    return NONE if mixer == NONE else canonical(mixer)
 
 
 def build_backbone(

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from fem.experiments.common.grid import RUNS, Grid, one_by_one, publish
-from fem.experiments.common.options import recipe_options
-from fem.experiments.common.recipes import require_one_of
 from fem.experiments.common.run import check_output, command_line, cpu_threads, progress
-from fem.experiments.forecast.settings import LAPTOP, PROFILES, ForecastRecipe, Job
+from fem.experiments.forecast.settings import ForecastRecipe, Job
 
 
 def run(recipe: ForecastRecipe, output: Path) -> dict:
@@ -43,21 +37,8 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
         recipe,
         (({name: record[name] for name in names}, record) for record in records),
         {"table": report.table(records), "table4": report.table4(report.summary(records))},
-        lambda folder: report.write(folder, records, command_line("forecast", recipe, LAPTOP)),
+        lambda folder: report.write(folder, records, command_line("forecast", recipe, ForecastRecipe)),
         {"forecast": report.summary(records)},
         picture.redraw,
         ("Forecasts of equal size: errors on scaled test data", report.short_table(records)),
     )
-
-
-@recipe_options(LAPTOP)
-def command(
-    changes: dict,
-    profile: Annotated[str, typer.Option(help=f"Defaults of all other options: {' or '.join(PROFILES)}.")] = "laptop",
-    output: Annotated[Path | None, typer.Option(help="Folder of the runs; default: runs/forecast-PROFILE.")] = None,
-):
-    """Table 4: FEM as a forecaster of time series, at equal parameters. The same command resumes a stopped run."""
-    require_one_of("profile", profile, PROFILES)
-    output = output or Path(f"runs/forecast-{profile}")
-    run(replace(PROFILES[profile], **changes), output)
-    typer.echo(f"written to {output}: report.md, results.json, tables and plots")

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from itertools import product
-
-import torch
+from typing import TYPE_CHECKING
 
 from fem.experiments.common.jobs import digest_of
+from fem.experiments.common.mixers import canonical
 from fem.experiments.common.recipes import listed, require_not_negative, require_positive
 from fem.experiments.common.run import option
-from fem.experiments.forecast.backbone import one_name, width_for
-from fem.experiments.forecast.series import Series, Windows, windows
 
+if TYPE_CHECKING:
+    import torch
+
+    from fem.experiments.forecast.series import Series, Windows
+
+NONE = "none"  # no mixer
 BASELINES = ("dlinear", "patchtst", "itransformer", "femforecaster")
 LOOKBACKS = {96: 1024, 336: 2048, 720: 4096}  # up to this horizon, this many rows of history
 MANY_CHANNELS = 100
 NOT_IN_THE_KEY = ("data", "horizon", "models", "seeds", "seed", "threads")
+
+
+def width_for(channels: int) -> int:
+    """32 floor(sqrt(channels)): 64 for ETT, 128 for Weather, 352 for Solar."""
+    return 32 * math.isqrt(channels)
+
+
+def one_name(mixer: str) -> str:
+    """The canonical name of a mixer, or "none": no token sees another. Raises ValueError on an unknown name."""
+    return NONE if mixer == NONE else canonical(mixer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,17 +157,20 @@ class Job:
 
     def windows(self, device: torch.device | str = "cpu") -> dict[str, Windows]:
         """The windows of every split. Raises ValueError where a split is too short for one."""
+        from fem.experiments.forecast.series import windows
+
         if not self.is_baseline and self.lookback <= self.horizon:
             raise ValueError(f"lookback must be longer than the horizon {self.horizon}, got {self.lookback}.")
         return windows(self.series, self.lookback, self.horizon, device)
 
 
-LAPTOP = ForecastRecipe()
-PAPER = ForecastRecipe(
-    horizon="96,192,336,720",
-    models="fem-sm,fem-gla,fem-mamba,fem-aft,gla,itransformer,patchtst,dlinear,softmax,none",
-    seeds=1,
-    epochs=100,
-    peer_steps=5000,
-)
-PROFILES = {"laptop": LAPTOP, "paper": PAPER}
+PROFILES: dict[str, dict] = {  # the fields that differ from the recipe's defaults
+    "laptop": {},
+    "paper": {
+        "horizon": "96,192,336,720",
+        "models": "fem-sm,fem-gla,fem-mamba,fem-aft,gla,itransformer,patchtst,dlinear,softmax,none",
+        "seeds": 1,
+        "epochs": 100,
+        "peer_steps": 5000,
+    },
+}

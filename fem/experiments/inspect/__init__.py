@@ -2,7 +2,3 @@
 
 layers.py computes the tables, page.py makes one HTML page of them, experiment.py is `fem inspect`.
 """
-
-from fem.experiments.inspect.experiment import command
-
-__all__ = ["command"]

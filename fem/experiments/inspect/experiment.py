@@ -3,48 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import typer
 
-from fem.experiments.common.run import check_output, note, open_run
+from fem.experiments.common.run import check_output, open_run
 from fem.experiments.common.tables import show_table, write_table
 from fem.experiments.inspect.layers import LayerTables, by_division, layer_tables, readers, readings
+from fem.experiments.inspect.settings import MOST_TOKENS, InspectRecipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-MOST_TOKENS = 64
 IN_CSV_ALONE = ("prior", "beta", "hidden beta")  # the table on a terminal has room for 80 columns of text
 SHORT = {"tokens in prior": "tokens p", "tokens in posterior": "tokens q", "read most at the end": "differ"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class InspectRecipe:
-    """A text, and the layers whose reading of it is shown."""
-
-    seed: ClassVar[int] = 0  # nothing is drawn
-
-    text: str
-    layers: str | None = None
-
-    def __post_init__(self):
-        if not self.text.strip():
-            raise ValueError(f"text must hold something to read, got {self.text!r}.")
-        self.chosen(1)
-
-    def chosen(self, count: int) -> list[int]:
-        """The layers to show of a model that has `count`, numbered from 1; all where none are named."""
-        if self.layers is None:
-            return list(range(1, count + 1))
-        try:
-            return sorted({int(number) for number in self.layers.split(",")})
-        except ValueError as error:
-            raise ValueError(f'layers must be numbers such as "1,4", got {self.layers!r}.') from error
 
 
 def head_rows(layers: Sequence[LayerTables]) -> list[dict]:
@@ -172,24 +146,3 @@ def run(folder: str, recipe: InspectRecipe, output: Path) -> dict:
         results = under_way.finish({"model": folder, "tokens": tokens, "heads": rows})
     show_table(f"What {len(tokens)} tokens read: means over channels and tokens; p: prior, q: posterior", short(rows))
     return results
-
-
-def command(
-    model: Annotated[
-        str | None, typer.Option(help="Folder of a model, or the output of fem train or fem demo. [required]")
-    ] = None,
-    text: Annotated[str, typer.Option(help=f"The text to read, of at most {MOST_TOKENS} tokens.")] = "",
-    layers: Annotated[str | None, typer.Option(help='Layers to show, such as "1,4"; all by default.')] = None,
-    output: Annotated[Path, typer.Option(help="Folder of page, picture and tables.")] = Path("runs/inspect"),
-    folder: Annotated[str | None, typer.Argument(hidden=True)] = None,
-):
-    """What each channel of each head reads from a text: a page to explore, a picture, and tables."""
-    from transformers.utils.logging import disable_progress_bar
-
-    if folder is not None:
-        note("the model is given as --model here.")
-    if (model := model or folder) is None:
-        raise ValueError("model must be given: --model with the folder of a model or of a training.")
-    disable_progress_bar()
-    run(model, InspectRecipe(text=text, layers=layers), output)
-    typer.echo(f"written to {output}: open inspect.html in a browser; inspect.png, heads.csv, channels.csv")

@@ -5,12 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from fem.experiments.common.checkpoints import load_language_model, model_folder
-from fem.experiments.common.options import recipe_options
 from fem.experiments.common.recipes import listed, require_one_of, require_positive
 from fem.experiments.common.run import command_line, open_run, option, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
@@ -62,6 +57,8 @@ def evaluate(recipe: EvalRecipe) -> dict[str, dict[str, float]]:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
+
+    from fem.experiments.common.checkpoints import load_language_model
 
     model, tokenizer = load_language_model(recipe.model)
     manager = TaskManager(include_path=recipe.include_path, include_defaults=_needs_own_tasks(recipe))
@@ -130,11 +127,10 @@ def rows(recipe: EvalRecipe, scores: dict[str, dict[str, float]]) -> list[dict]:
     return table
 
 
-DEFAULTS = EvalRecipe(model="DIR", tasks="NAMES")  # with what every call must give
-
-
 def run(recipe: EvalRecipe, output: Path) -> dict:
     """Score the model and write the results to `output`; returns what results.json holds."""
+    from fem.experiments.common.checkpoints import model_folder
+
     model_folder(recipe.model)  # raises before anything is written
     with open_run(output, "eval", recipe) as under_way:
         scores = evaluate(recipe)
@@ -143,18 +139,8 @@ def run(recipe: EvalRecipe, output: Path) -> dict:
             under_way.log(task=task, **found)
         write_table(under_way.folder, "table", table)
         title = f"lm-evaluation-harness; paper: Table 2, {recipe.beside}" if recipe.suite else "Scores"
-        made = provenance(command_line("eval", recipe, DEFAULTS))
+        made = provenance(command_line("eval", recipe, EvalRecipe))
         write_page(under_way.folder, f"{Path(recipe.model).name}: {title}", markdown_table(table), made)
         results = under_way.finish({"eval": scores, "model": recipe.model})
     show_table(title, table)
     return results
-
-
-@recipe_options(DEFAULTS)
-def command(
-    changes: dict,
-    output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("runs/eval"),
-):
-    """Score a language model with lm-evaluation-harness: the paper's suite, or any tasks."""
-    run(EvalRecipe(**changes), output)
-    typer.echo(f"written to {output}: report.md, results.json, table.csv")

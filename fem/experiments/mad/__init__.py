@@ -3,8 +3,3 @@
 tasks.py draws the data, settings.py says what a profile trains on, backbone.py is the model around a mixer, training.py
 one run, experiment.py `fem mad`, which runs them all, and table.py, picture.py and report.py show the results.
 """
-
-from fem.experiments.mad.experiment import command
-from fem.experiments.mad.tasks import IGNORED, TASKS, generate
-
-__all__ = ["IGNORED", "TASKS", "command", "generate"]

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from fem.experiments.common.grid import RUNS, Grid, publish
-from fem.experiments.common.options import recipe_options
 from fem.experiments.common.run import check_output, command_line, progress
 from fem.experiments.common.sweep import sweep
 from fem.experiments.regimes.report import overview, redraw, summary, write_report
@@ -51,14 +46,3 @@ def run(recipe: RegimesRecipe, output: Path, workers: int | None = None) -> dict
 def error(record: dict) -> float:
     """What decides between learning rates: the last score on the validation, upside down."""
     return -record["curve"][-1]["validation"]
-
-
-@recipe_options(RegimesRecipe())
-def command(
-    changes: dict,
-    output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/regimes"),
-    workers: Annotated[int | None, typer.Option(help="Runs at a time; default: one per core, or four per GPU.")] = None,
-):
-    """Where the free energy helps: extremes, latest values, averages, recall, bags. The same command resumes a run."""
-    run(replace(RegimesRecipe(), **changes), output, workers)
-    typer.echo(f"written to {output}: report.md, results.json, table.csv, scores.png")

@@ -14,7 +14,6 @@ from fem.mixer import FreeEnergyMixerConfig
 from fem.pooling import FreeEnergyPooling
 
 ATTENTION = {"use_temperature": False, "use_lse": False, "use_outer_gate": False}
-POOLS = ("pool:mean", "pool:max", "pool:lse", "pool:attention", "pool:fem", "pool:fem/r4")
 
 
 class Mean(nn.Module):

@@ -8,12 +8,11 @@ from pathlib import Path
 from statistics import mean
 
 from fem.experiments.common.grid import Tuned
-from fem.experiments.common.mixers import mixer_config
+from fem.experiments.common.mixers import POOLS, mixer_config
 from fem.experiments.common.names import KEY, by_name, colours, display
 from fem.experiments.common.paired import paired, shown, spread
 from fem.experiments.common.run import provenance
 from fem.experiments.common.tables import markdown_table, write_page
-from fem.experiments.regimes.pools import POOLS
 from fem.experiments.regimes.settings import RegimesRecipe
 from fem.experiments.regimes.training import TASKS
 

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fem.experiments.common.blocks import INITIALISATIONS
-from fem.experiments.common.mixers import canonical
-from fem.experiments.common.recipes import listed, numbers, require_one_of, require_positive, require_some_of
+from fem.experiments.common.mixers import POOLS, canonical
+from fem.experiments.common.recipes import (
+    INITIALISATIONS,
+    listed,
+    numbers,
+    require_one_of,
+    require_positive,
+    require_some_of,
+)
 from fem.experiments.common.run import option
-from fem.experiments.regimes.pools import POOLS
-from fem.experiments.regimes.real import tasks_of_files
-from fem.experiments.regimes.tasks import Task
-from fem.experiments.regimes.training import TASKS, Job, Training, sizes
 
+if TYPE_CHECKING:
+    from fem.experiments.regimes.tasks import Task
+    from fem.experiments.regimes.training import Job, Training
+
+WITHOUT_FILES = ("peak", "high-water", "snapshot", "statistics", "recall", "bags")
 ROWS = (
     "attention,attention+G,attention+L,attention+LT,attention+LTG,attention+LTG/r4,attention+C,attention+CG,FEM,FEM/r4,"
     "GLA,GLA/norm,GLA+LTG,GLA+LTG/r4"
@@ -26,7 +34,7 @@ POOLED = ("bags", "speakers")
 class RegimesRecipe:
     """Tasks, mixers and the training that all share. Lists are names or numbers with commas between them."""
 
-    tasks: str = option("peak,high-water,snapshot,statistics,recall,bags", f"From {', '.join([*TASKS, *OF_FILES])}.")
+    tasks: str = option(",".join(WITHOUT_FILES), f"With commas; also {', '.join(OF_FILES)}, which need a file.")
     mixers: str = option(
         ROWS,
         f"Priors with parts and options, such as attention+LTG/r4; for {' and '.join(POOLED)} also {', '.join(POOLS)}.",
@@ -46,7 +54,7 @@ class RegimesRecipe:
 
     def __post_init__(self):
         require_positive(self, "seeds", "width", "heads", "blocks", "mlp_width", "batch", "steps")
-        require_some_of("tasks", self.task_names, [*TASKS, *OF_FILES])
+        require_some_of("tasks", self.task_names, [*WITHOUT_FILES, *OF_FILES])
         for task in self.task_names:
             if task in OF_FILES and getattr(self, OF_FILES[task]) is None:
                 raise ValueError(f"the task {task} needs its data: give --{OF_FILES[task]} FILE.")
@@ -65,6 +73,9 @@ class RegimesRecipe:
     @property
     def known_tasks(self) -> dict[str, Task]:
         """The tasks that need no file, and those whose file is given."""
+        from fem.experiments.regimes.real import tasks_of_files
+        from fem.experiments.regimes.training import TASKS
+
         return TASKS | tasks_of_files(self.ett, self.play)
 
     @property
@@ -77,8 +88,12 @@ class RegimesRecipe:
 
     @property
     def training(self) -> Training:
+        from fem.experiments.regimes.training import Training
+
         shared = {field.name for field in fields(Training)} & {field.name for field in fields(self)}
         return Training(**{name: getattr(self, name) for name in shared})
 
     def job(self, task: str, mixer: str, rate: float, seed: int) -> Job:
+        from fem.experiments.regimes.training import Job, sizes
+
         return Job(task=task, sizes=sizes(task), mixer=mixer, learning_rate=rate, seed=seed, training=self.training)

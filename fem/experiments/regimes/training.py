@@ -12,8 +12,8 @@ from torch import Generator, Tensor, nn
 
 from fem.experiments.common.blocks import EPS, count_parameters, initialise, mixer_blocks
 from fem.experiments.common.jobs import digest_of
-from fem.experiments.common.mixers import file_name
-from fem.experiments.regimes.pools import POOLS, PoolModel
+from fem.experiments.common.mixers import POOLS, file_name
+from fem.experiments.regimes.pools import PoolModel
 from fem.experiments.regimes.real import DigitBags
 from fem.experiments.regimes.tasks import HighWater, PeakHold, Recall, SetStatistics, Snapshot, Task
 from fem.gates import Temperature

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from fem.experiments.common.grid import RUNS, Grid, one_by_one, publish
-from fem.experiments.common.options import recipe_options
-from fem.experiments.common.recipes import require_one_of
 from fem.experiments.common.run import PAGE, check_output, cpu_threads, progress
-from fem.experiments.vision.settings import DIGITS, PROFILES, VisionRecipe
+from fem.experiments.vision.settings import VisionRecipe
 
 
 def run(recipe: VisionRecipe, output: Path, profile: str = "digits") -> dict:
@@ -62,16 +56,3 @@ def run(recipe: VisionRecipe, output: Path, profile: str = "digits") -> dict:
 
 def _writes() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
-
-
-@recipe_options(DIGITS)
-def command(
-    changes: dict,
-    profile: Annotated[str, typer.Option(help=f"Defaults of all other options: {', '.join(PROFILES)}.")] = "digits",
-    output: Annotated[Path | None, typer.Option(help="Folder of the runs; default: runs/vision-PROFILE.")] = None,
-):
-    """Table 3: FEM in place of DeiT's attention, at equal parameters. The same command resumes a stopped run."""
-    require_one_of("profile", profile, PROFILES)
-    output = output or Path(f"runs/vision-{profile}")
-    run(replace(PROFILES[profile], **changes), output, profile)
-    typer.echo(f"written to {output}: report.md, results.json, table, plot and models")

@@ -4,85 +4,39 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import typer
 from rich.console import Console
 
-from fem.experiments import argmax
-from fem.experiments.common.options import recipe_options
-from fem.experiments.common.recipes import require_positive
-from fem.experiments.common.run import command_line, cpu_threads, open_run, option, progress, provenance
+from fem.experiments.argmax import experiment as argmax
+from fem.experiments.argmax.settings import ArgmaxRecipe
+from fem.experiments.common.run import command_line, cpu_threads, open_run, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_table
+from fem.experiments.demo.settings import DemoRecipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from fem.experiments.lm.small import LanguageRecipe
     from fem.experiments.lm.text import Corpus
     from fem.models import FEMForCausalLM
 
 WORDS = (12, 24)  # fewest and most words of the sentence that the model reads for the picture
-LEAST_CONTEXT = 24
 PROMPT_WORDS, SAMPLE_TOKENS = 6, 60
 PLAIN = re.compile(r"[A-Z][A-Za-z ,;'-]+[.!?]")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoRecipe:
-    """The demo's sizes. The defaults take under eight minutes on two cores."""
-
-    text_file: Path | None = option(  # noqa: RUF009
-        None, "Your own UTF-8 text, instead of the help topics of this Python.", also=("text",)
-    )
-    seeds: int = option(1, "How many seeds the language models are trained with.")
-    seed: int = option(0, "First seed.")
-    argmax_steps: int = option(4_000, "Most training steps of each argmax reader.")
-    steps: int = option(500, "Training steps of each language model.")
-    layers: int = option(4, "Blocks of a language model.")
-    width: int = option(128, "Width of a language model.")
-    heads: int = option(4, "Heads of a language model.")
-    mlp_width: int = option(352, "Width of softmax attention's SwiGLU.")
-    vocabulary: int = option(2048, "Entries of the byte-pair tokenizer.")
-    context: int = option(128, "Tokens per sequence.")
-    batch_size: int = option(16, "Sequences per step.", also=("batch",))
-    threads: int = option(1, "CPU threads; more of them are faster on an idle machine, and slower on a busy one.")
-
-    def __post_init__(self):
-        require_positive(self, *(name for name in asdict(self) if name not in ("text_file", "seed")))
-        if self.context < LEAST_CONTEXT:
-            raise ValueError(f"context must be at least {LEAST_CONTEXT} tokens for the picture, got {self.context}.")
-        if self.width % self.heads:
-            raise ValueError(f"heads must divide width = {self.width}, got {self.heads}.")
-
-    def language(self) -> LanguageRecipe:
-        """What both language models share."""
-        from fem.experiments.lm.small import LanguageRecipe
-
-        own = ("text_file", "seeds", "argmax_steps", "threads", "batch_size")
-        shared = {name: value for name, value in asdict(self).items() if name not in own}
-        return LanguageRecipe(**shared, batch=self.batch_size)
-
-    def documents(self) -> Path | list[str]:
-        from fem.experiments.lm.text import help_topics
-
-        if self.text_file is None and not help_topics():
-            raise ValueError("text_file must be given: this Python comes without its help topics.")
-        return self.text_file or ["\n\n\n".join(help_topics())]
-
-
 def run(recipe: DemoRecipe, output: Path) -> dict:
     """The whole demo, written to `output`; returns what results.json holds."""
-    from fem.experiments.inspect.experiment import MOST_TOKENS
+    from fem.experiments.inspect.settings import MOST_TOKENS
     from fem.experiments.lm.compare import compare
     from fem.experiments.lm.small import MIXERS, model_config
     from fem.experiments.lm.text import build_corpus
 
-    task = replace(argmax.SMALL, steps=recipe.argmax_steps, seed=recipe.seed, seeds=1)
+    task = ArgmaxRecipe(steps=recipe.argmax_steps, seed=recipe.seed, seeds=1)
     seeds, language = range(recipe.seed, recipe.seed + recipe.seeds), recipe.language()
     for mixer in MIXERS.values():  # an error here comes before the first minute of work
         model_config(language, mixer, recipe.vocabulary)
@@ -121,7 +75,7 @@ def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
     from fem.experiments.lm import compare
     from fem.plots import channel_readings
 
-    argmax.redraw(results, asdict(argmax.SMALL), folder)
+    argmax.redraw(results, asdict(ArgmaxRecipe()), folder)
     compare.redraw(results, folder / "lm.png")
     words, heads = results["reading"]["words"], results["reading"]["shown"]
     tables = [(head["title"], np.array(head["prior"]), np.array(head["channels"])) for head in heads]
@@ -245,21 +199,3 @@ The beginning of that sentence, then `>>>`, then what the FEM model made of it:
 {provenance(command_line("demo", recipe, DemoRecipe()))}
 The model is in `model/`: `import fem.models`, then `AutoModelForCausalLM.from_pretrained` loads it.
 """
-
-
-@recipe_options(DemoRecipe())
-def command(
-    changes: dict,
-    output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/demo"),
-):
-    """What FEM does, in minutes: the argmax task, two language models on real text, a look inside."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    run(replace(DemoRecipe(), **changes), output)
-    typer.echo(
-        f"""written to {output}: report.md, inspect.html, results.json, plots, and the model. Next:
-  fem generate --model {output} --prompt "The class"             what the model writes
-  fem inspect --model {output} --text "A list is a sequence."    which token each channel reads, in a text of yours
-  fem train --data FILE --output runs/mine                      a model of your own text"""
-    )

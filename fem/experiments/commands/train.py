@@ -16,7 +16,7 @@ from fem.experiments.common.recipes import require_one_of
 from fem.experiments.lm.recipe import RECIPES, TrainRecipe
 
 
-@recipe_options(TrainRecipe())
+@recipe_options(TrainRecipe)
 def command(
     changes: dict,
     recipe: Annotated[str, typer.Option(help=f"Defaults of all other options: {', '.join(RECIPES)}.")] = "laptop",

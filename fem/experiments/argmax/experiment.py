@@ -6,24 +6,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-import typer
 from jaxtyping import Float, Int
 from rich.progress import Progress
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
+from fem.experiments.argmax.settings import ArgmaxRecipe
 from fem.experiments.common.names import by_name, colours, display
-from fem.experiments.common.options import recipe_options
-from fem.experiments.common.recipes import require_one_of, require_positive
-from fem.experiments.common.run import Run, command_line, cpu_threads, open_run, option, progress, provenance
+from fem.experiments.common.run import Run, command_line, cpu_threads, open_run, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
 from fem.functional import softmax_read
 from fem.gates import Temperature, TwoLevelGate
@@ -33,44 +31,10 @@ from fem.theory import index_accuracy
 MARGIN, NOISE = 1.0, 0.05
 WIDTHS = (0.25, 2.0)
 SPLITS = ("train", "validation", "test")
-FORMS = ("spread", "paper")
 METRICS = ("mse", "error", "index_accuracy", "hits")
 
 Score = dict[str, int | float]
 Curves = dict[str, list[list[Score]]]  # by reader, then by seed
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArgmaxRecipe:
-    """The task's size and how the readers are trained. The defaults take some minutes on one core."""
-
-    form: str = option("spread", "spread: every channel has a level and a width of its own; paper: Appendix P.")
-    tokens: int = option(64, "Tokens T of an example.")
-    channels: int = option(64, "Channels D of an example.")
-    heads: int = option(4, "Heads of both readers.")
-    train_examples: int = option(200_000, "Training examples.")
-    validation_examples: int = option(1_000, "Examples that decide when the training of a reader stops.")
-    test_examples: int = option(1_000, "Further examples, on which the trained readers are scored.")
-    batch: int = option(32, "Examples per step.", also=("batch",), called="batch_size")
-    steps: int = option(4_000, "Most optimiser steps of each reader.")
-    enough: float = option(0.999, "Share of hits on the validation at which training stops.")
-    learning_rate: float = option(2e-2, "Learning rate of AdamW.")
-    eval_every: int = option(250, "Steps between two validations.")
-    seeds: int = option(3, "How many seeds.")
-    seed: int = option(0, "First seed, of the data and of both readers.")
-    threads: int = option(1, "CPU threads; more of them are faster on an idle machine, and slower on a busy one.")
-
-    def __post_init__(self):
-        require_positive(self, *(name for name in asdict(self) if name not in ("enough", "seed", "form")))
-        require_one_of("form", self.form, FORMS)
-        if self.channels % self.heads:
-            raise ValueError(f"heads must divide channels = {self.channels}, got heads = {self.heads}.")
-        if self.train_examples < self.batch:
-            raise ValueError(f"train_examples must fill one batch of {self.batch}, got {self.train_examples}.")
-
-
-SMALL = ArgmaxRecipe()
-FULL = ArgmaxRecipe(tokens=128, channels=512, steps=2_000)
 
 
 class Examples(NamedTuple):
@@ -321,21 +285,10 @@ def run(recipe: ArgmaxRecipe, output: Path) -> dict:
             markdown_table(table, {"hits": max, "error": min}),
             "![validation error and hits over steps](argmax.png)",
             ended(curves, recipe),
-            provenance(command_line("argmax", recipe, SMALL)),
+            provenance(command_line("argmax", recipe, ArgmaxRecipe)),
         )
         found = {"argmax": scores(curves), "baselines": baselines(recipe), "curves": curves}
         results = under_way.finish(found)
         redraw(results, asdict(recipe), under_way.folder)
     show_table("Every channel's maximum in one read", table)
     return results
-
-
-@recipe_options(SMALL)
-def command(
-    changes: dict,
-    full: Annotated[bool, typer.Option("--full", help="The paper's size: T=128, D=512, 2000 steps.")] = False,
-    output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/argmax"),
-):
-    """Can one read fetch every channel's maximum? FEM against softmax attention (Appendix P)."""
-    run(replace(FULL if full else SMALL, **changes), output)
-    typer.echo(f"written to {output}")

@@ -1,0 +1,23 @@
+"""`fem bench`: time and memory beside attention of equal weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fem.experiments.bench.cases import BenchRecipe
+from fem.experiments.common.options import recipe_options
+
+
+@recipe_options(BenchRecipe)
+def command(
+    changes: dict,
+    output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/bench"),
+):
+    """What FEM costs beside attention of equal weights: read, layer, Tables 5 and 7, decode, served, context."""
+    from fem.experiments.bench.experiment import run
+
+    run(BenchRecipe(**changes), output)
+    typer.echo(f"written to {output}: report.md, tables, results.json")

@@ -1,0 +1,258 @@
+"""Every measured number of the README, and of the FAQ's sections of figures, is drawn here from what the results pages
+keep beside them as JSON. A number that no claim below covers fails: add the claim, with the key that holds it."""
+
+import json
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from statistics import mean
+
+import torch
+
+from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+
+ROOT = Path(__file__).parents[2]
+MEASURED = re.compile(r"(?<![\w.])(?:\d+)?\.\d+(?!\w*\.\d)|\b\d+ %")
+NOT_MEASURED = ("Python 3.10", "Apache-2.0")
+FAQ = (
+    *("When should I not use FEM?", "Which parts do I need?", "Which prior should I take?"),
+    "How large is the state?",
+)
+
+
+@cache
+def results(name: str) -> dict:
+    found = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())
+    return found.get("results", found)
+
+
+def score(task: str, mixer: str, page: str = "regimes") -> float:
+    return mean(results(page)["regimes"][task][mixer]["test"])
+
+
+def loss(page: str, row: str) -> float:
+    return results(page)["ablate"][row]["loss"]
+
+
+def millions(page: str) -> str:
+    return f"{results(page)['ablate']['full']['parameters'] / 1e6:.2f}M"
+
+
+def ratio(part: str, time: int, mixer: str, what: str) -> float:
+    """Over attention's, at this length."""
+    (case,) = (case for case in results(f"{part}_cpu")["bench"] if case["size"]["time"] == time)
+    return case["results"][mixer][what] / case["results"]["attention"][what]
+
+
+def top1(data: str, mixer: str) -> float:
+    return 100 * results(f"vision_{data}")["vision"][mixer]["accuracy"]
+
+
+def slower(data: str) -> float:
+    found = results(f"vision_{data}")["vision"]
+    return found["softmax"]["images_per_second"] / found["softmax+CLTG"]["images_per_second"]
+
+
+def mse(page: str, data: str, model: str, what: str = "mse") -> float:
+    (run,) = (run for run in results(page)["forecast"] if (run["data"], run["model"]) == (data, model))
+    return run[what]
+
+
+def after(model: str, arm: str) -> float:
+    return mean(results(f"finetune_{model}")["finetune"][arm]["after"])
+
+
+def gained(model: str, arm: str) -> float:
+    return after(model, "original") - after(model, arm)
+
+
+def mad(mixer: str) -> float:
+    return 100 * results("mad_laptop")["mad"]["normal"][mixer]["mean"]["average"]["mean"]
+
+
+def scan(prior: str, length: str) -> float:
+    return 1000 * results("scans_cpu")[prior]["train_s"][length]
+
+
+def state(prior: str) -> float:
+    """Kilobytes that a layer of width 256 keeps of a row: for softmax per token."""
+    layer = FreeEnergyMixer(FreeEnergyMixerConfig.matched(n_embd=256, n_head=4, prior_type=prior))
+    short, long = (layer(torch.zeros(1, tokens, 256), return_state=True)[1].nbytes for tokens in (1, 101))
+    return (long - short) / 1e5 if prior == "softmax" else long / 1e3
+
+
+FULL, OWN, SLIM = "softmax+CLTG", "softmax+LTG", "softmax+LTG/r4"
+
+
+def regimes_row(task: str, *others: str, page: str = "regimes", percent: bool = False) -> str:
+    """Attention's cell, slim FEM's, and the start of what the row says."""
+    shown = (lambda x: f"{100 * x:.0f} %") if percent else (lambda x: f"{x:.2f}")
+    return f"| {shown(score(task, 'softmax', page))} | {shown(score(task, SLIM, page))} |"
+
+
+def of(task: str, mixer: str, page: str = "regimes", percent: bool = False) -> str:
+    found = score(task, mixer, page)
+    return f"{100 * found:.0f} %" if percent else f"{found:.2f}"
+
+
+def readme() -> list[str]:
+    demo, argmax, full = results("demo")["lm"], results("argmax"), "FEM-SM"
+    hits = {name: 100 * mean(argmax["argmax"][name]["hits"]) for name in ("softmax", "fem")}
+    constant = 100 * argmax["baselines"]["the best constant"]["hits"]
+    rate = results("ablate_long_rate")["ablate"]
+    types = Counter(found["result"] for found in results("clients")["model_types"])
+    cases = Counter(found["outcome"] for found in results("chaos")["cases"])
+    assert set(cases) == {"same"}
+    sizes = [results(f"finetune_{name}")["finetune"] for name in ("gpt2", "llama")]
+    extra = [100 * (found["fem"]["parameters"] / found["original"]["parameters"] - 1) for found in sizes]
+    return [
+        f"({demo['fem']['parameters'] / 1e6:.2f}M parameters)",
+        f"FEM ends at a loss of {demo['fem']['val_loss']:.3f} nats",
+        f"attention at {demo['softmax']['val_loss']:.3f}.",
+        f"{types['right']} model types of transformers",
+        f"{types['refused']} others are refused by name",
+        f"of {cases.total()} small trainings",
+        regimes_row("peak")
+        + f" the free energy, given width: slim gates {of('peak', SLIM)}, full gates {of('peak', OWN)}, "
+        f"outer gate alone {of('peak', 'softmax+G')} |",
+        regimes_row("high-water", percent=True)
+        + f" the same: slim {of('high-water', SLIM, percent=True)}, full {of('high-water', OWN, percent=True)}, "
+        f"outer gate alone {of('high-water', 'softmax+G', percent=True)} |",
+        regimes_row("ett-extremes", page="regimes_ett") + f" slim gates {of('ett-extremes', SLIM, 'regimes_ett')}, "
+        f"free energy alone {of('ett-extremes', 'softmax+L', 'regimes_ett')}, "
+        f"full gates {of('ett-extremes', OWN, 'regimes_ett')}, "
+        f"outer gate alone {of('ett-extremes', 'softmax+G', 'regimes_ett')} |",
+        regimes_row("snapshot", percent=True) + f" slim gates {of('snapshot', SLIM, percent=True)}, "
+        f"free energy alone {of('snapshot', 'softmax+L', percent=True)}, full {of('snapshot', OWN, percent=True)}, "
+        f"outer gate alone {of('snapshot', 'softmax+G', percent=True)} |",
+        regimes_row("bags", percent=True)
+        + f" slim gates {of('bags', SLIM, percent=True)}, full {of('bags', OWN, percent=True)}, "
+        f"free energy alone {of('bags', 'softmax+L', percent=True)}, "
+        f"outer gate alone {of('bags', 'softmax+G', percent=True)} |",
+        f"| {score('statistics', 'softmax'):.3f} | {score('statistics', SLIM):.3f} | none: the mean is right here; the "
+        f"free energy alone loses, {score('statistics', 'softmax+L'):.3f} |",
+        f"| {hits['softmax']:.1f} % | {hits['fem']:.1f} % | the free energy; a constant hits {constant:.0f} % |",
+        f"[language model, {millions('ablate_softmax')}](docs/results/ablate_softmax.md)",
+        f"[the same, {millions('ablate_softmax_medium')}](docs/results/ablate_softmax_medium.md)",
+        f"| {loss('ablate_softmax', '-C,G,T,L'):.3f} | {loss('ablate_softmax', 'full'):.3f} | without C "
+        f"{loss('ablate_softmax', '-C'):.3f}; outer gate alone {loss('ablate_softmax', '+G'):.3f} |",
+        f"| {rate['-C,G,T,L']['loss']:.3f} | {rate['-C']['loss']:.3f} | outer gate alone {rate['+G']['loss']:.3f}, and "
+        f"{results('ablate_long')['ablate']['-C']['below attention+G, paired'].replace('+0', '').replace(' 0', ' ')} "
+        f"behind where [each row has its own rate](docs/results/ablate_long.md); slim gates lose, "
+        f"{rate['-C/r8']['loss']:.3f} |",
+        f"slim ones lost there, {rate['-C/r8']['loss']:.3f} nats against {rate['-C']['loss']:.3f}.",
+        f"| {loss('ablate_softmax_medium', '-C,G,T,L'):.3f} | {loss('ablate_softmax_medium', 'full'):.3f} | outer gate "
+        f"alone {loss('ablate_softmax_medium', '+G'):.3f}: it wins |",
+        f"| {loss('ablate_gla', '-C,G,T,L'):.3f} | {loss('ablate_gla', 'full'):.3f} | GLA's score",
+        f"| {mad('softmax'):.1f} % | {mad(FULL):.1f} % | the conditioner alone {mad('softmax+C'):.1f} %;",
+        f"| {top1('cifar', 'softmax'):.1f} % | {top1('cifar', FULL):.1f} % |",
+        f"| {top1('digits', 'softmax'):.1f} % | {top1('digits', FULL):.1f} % |",
+        f"| {mse('forecast_etth1', 'ETTh1', 'softmax'):.3f} | {mse('forecast_etth1', 'ETTh1', FULL):.3f} | a tie; "
+        f"without any mixer {mse('forecast_etth1', 'ETTh1', 'none'):.3f} |",
+        "| "
+        + ", ".join(f"{mse('forecast_ett96', data, 'patchtst'):.3f}" for data in ("ETTm1", "ETTh2"))
+        + " (PatchTST) | "
+        + ", ".join(f"{mse('forecast_ett96', data, 'femforecaster'):.3f}" for data in ("ETTm1", "ETTh2"))
+        + " (`FEMForecaster`) | not taken apart; DLinear "
+        + ", ".join(f"{mse('forecast_ett96', data, 'dlinear'):.3f}" for data in ("ETTm1", "ETTh2"))
+        + " |",
+        f"| {after('gpt2', 'original'):.3f}, {after('llama', 'original'):.3f} | {after('gpt2', 'fem'):.3f}, "
+        f"{after('llama', 'fem'):.3f} | with {min(extra):.0f} to {max(extra):.0f} % more parameters, mostly the gate |",
+        *(
+            f"| {shown} | {ratio('layer', 512, name, 'train_s'):.2f}x | {ratio('layer', 2048, name, 'train_s'):.2f}x | "
+            f"{ratio('layer', 2048, name, 'train_extra_bytes'):.2f}x |"
+            for shown, name in (
+                ("FEM without the conditioner", f"{full} without C"),
+                ("FEM", full),
+                ("FEM on a GLA prior", "FEM-GLA"),
+            )
+        ),
+        f"{slower('cifar'):.1f} to {slower('digits'):.1f} times at 65 and 17 tokens of small width",
+        f"and {ratio('decode', 16384, 'FEM-GLA', 'state_bytes'):.3f} times as large with a GLA prior at 16k tokens",
+    ]
+
+
+def faq() -> list[str]:
+    steps = [ratio("layer", time, "FEM-SM", "train_s") for time in (512, 2048)]
+    memory = max(ratio("layer", time, "FEM-SM", "train_extra_bytes") for time in (512, 2048))
+    tokens = [ratio("decode", time, "FEM-SM", "token_s") for time in (1024, 4096, 16384)]
+    demo, small = results("demo")["lm"], {row: loss("ablate_softmax", row) for row in ("-C,G,T,L", "+G", "-C")}
+    speed = demo["fem"]["tokens_per_second"] / demo["softmax"]["tokens_per_second"]
+    rate = results("ablate_long_rate")["ablate"]
+    seconds = [mse("forecast_etth1", "ETTh1", model, "cpu_seconds") for model in ("softmax", FULL)]
+    long = [rate["+G"]["loss"] - rate["-C"]["loss"], small["+G"] - small["-C"]]
+    short = lambda x, digits: f"{x:.{digits}f}".lstrip("0")  # noqa: E731
+    lost = [short(score("statistics", "softmax") - score("statistics", mixer), 3) for mixer in (SLIM, "softmax+L")]
+    pools = [100 * score("bags", f"pool:{pool}", "regimes_pools") for pool in ("fem", "attention")]
+    best = ("high-water", "snapshot")
+    machines = f"{state('mamba'):.0f}, {state('mamba_interactive'):.0f} kB"
+    return [
+        f"(MSE {mse('forecast_etth1', 'ETTh1', FULL):.4f} against {mse('forecast_etth1', 'ETTh1', 'softmax'):.4f}, two "
+        f"seeds) for {seconds[1] / seconds[0]:.1f} times the training time",
+        f"{top1('digits', FULL):.1f} against {top1('digits', 'softmax'):.1f} % lies within the spread",
+        f"[{min(steps):.2f} to {max(steps):.2f} times](results/layer_cpu.md) that of attention, and up to {memory:.2f} "
+        f"times its memory; a streamed token [{min(tokens):.1f} to {max(tokens):.1f} times](results/decode_cpu.md)",
+        f"at 17 tokens of width 48 it takes {slower('digits'):.1f} times as long",
+        f"language model runs at {100 * speed:.0f} % of",
+        f"brought {small['-C,G,T,L'] - small['+G']:.3f} of the {small['-C,G,T,L'] - small['-C']:.3f} nats",
+        f"alone reaches {mad('softmax+C'):.1f} of full FEM's {mad(FULL):.1f} %, attention {mad('softmax'):.1f}.",
+        f"[{gained('gpt2', 'fem'):.3f} nats for a GPT-2]",
+        f"[{gained('llama', 'fem'):.3f} for a Llama]",
+        f"slim FEM explains {of('peak', SLIM, percent=True)} of running maxima and minima, attention "
+        f"{100 * score('peak', 'softmax'):.0f})",
+        f"{rate['-C']['loss']:.3f} against {rate['-C,G,T,L']['loss']:.3f} nats per token",
+        f"({top1('cifar', FULL):.1f} against {top1('cifar', 'softmax'):.1f} %, all parts on)",
+        f"{short(score('peak', SLIM), 2)}, {100 * score(best[0], SLIM):.0f} and {100 * score(best[1], SLIM):.0f} %, "
+        f"where attention has {short(score('peak', 'softmax'), 2)}, {100 * score(best[0], 'softmax'):.0f} and "
+        f"{100 * score(best[1], 'softmax'):.0f} %",
+        f"[real sensors](results/regimes_ett.md) {short(score('ett-extremes', SLIM, 'regimes_ett'), 2)} and "
+        f"{short(score('ett-extremes', 'softmax', 'regimes_ett'), 2)};",
+        f"L and T add {short(min(long), 2)} to {short(max(long), 2)} nats, slim gates lose",
+        f"{short(gained('gpt2', 'gate'), 3)} to {short(gained('llama', 'gate'), 3)} nats |",
+        f"plain attention; slim gates lose {lost[0]}, L alone {lost[1]} |",
+        f"instead of attention pooling, {pools[0]:.1f} against {pools[1]:.1f} %;",
+        f"slim FEM names {of('bags', SLIM, percent=True)}, attention {of('bags', 'softmax', percent=True)} |",
+        f"{scan('gla', '8192'):.0f} ms for a train step at 8192 tokens, "
+        f"{scan('gla', '8192') / scan('gla', '1024'):.1f} times that of 1024",
+        f"{scan('rnn_softmax', '8192'):.0f} and {scan('rnn_decay', '8192'):.0f} ms, and a state of "
+        f"{state('rnn_decay'):.0f} kB a layer;",
+        f"{scan('mamba', '8192'):.0f} ms; time and state",
+        f"of its tokens only | {state('softmax'):.1f} kB a token |",
+        f"| `linear`, `gla` | D (2 d/H + 1) | {state('gla'):.0f} kB |",
+        f"| `rnn_softmax`, `rnn_decay` | 4 d | {state('rnn_decay'):.1f} kB |",
+        f"| `mamba`, `mamba_interactive` | 4 d N, N the rank | {machines} |",
+    ]
+
+
+def sections(text: str, wanted: tuple[str, ...]) -> str:
+    parts = re.split(r"^## (.*)\n", text, flags=re.MULTILINE)
+    return "\n".join(body for title, body in zip(parts[1::2], parts[2::2]) if title in wanted)
+
+
+def plain(text: str) -> str:
+    """One line, without code blocks and formulas."""
+    return " ".join(re.sub(r"```.*?```|\$`.*?`\$", "", text, flags=re.DOTALL).split())
+
+
+def checked(text: str, claims: list[str], others: tuple[str, ...] = ()) -> list[str]:
+    """The measured numbers that no claim covers. A claim that the text does not make fails."""
+    for claim in [*claims, *others]:
+        assert claim in text, f"the page does not say {claim!r}"
+        text = text.replace(claim, " ")
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    return [text[max(0, found.start() - 60) : found.end() + 20] for found in MEASURED.finditer(text)]
+
+
+def test_every_measured_number_of_the_readme_is_that_of_a_results_page():
+    # of the log: what slim gates cost was measured by hand
+    text, log = plain((ROOT / "README.md").read_text()), (ROOT / "docs" / "log.md").read_text()
+    assert "a train step of the layer 1.7 times the published split's" in log
+    by_hand = ("[1.7 times the train step of full gates](docs/log.md#the-layer)",)
+    numbers = checked(text, readme(), (*by_hand, *NOT_MEASURED))
+    assert not numbers
+
+
+def test_every_measured_number_of_the_faq_is_that_of_a_results_page():
+    text = plain(sections((ROOT / "docs" / "faq.md").read_text(), FAQ))
+    assert not checked(text, faq(), ("[1.7 times](log.md#the-layer)",))
