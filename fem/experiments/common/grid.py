@@ -91,6 +91,7 @@ def publish(
     output: Path,
     experiment: str,
     recipe: Any,
+    *,
     records: Iterable[tuple[dict, dict]],
     tables: Mapping[str, Rows],
     page: Callable[[Path], object],

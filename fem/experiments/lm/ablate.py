@@ -132,20 +132,20 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
         output,
         "ablate",
         recipe,
-        (
+        records=(
             ({"row": row, "learning_rate": ablation.best(row), "seed": record["job"]["language"]["seed"]}, record)
             for row, records in ablation.chosen.items()
             for record in records
         ),
-        {"table": table, "learning_rates": ablation.tuning_table()},
-        lambda folder: page(folder, ablation, recipe),
-        {
+        tables={"table": table, "learning_rates": ablation.tuning_table()},
+        page=lambda folder: page(folder, ablation, recipe),
+        results={
             "ablate": {row["row"]: row for row in table},
             "learning_rates": {row["row"]: row for row in ablation.tuning_table()},
             "prior": recipe.prior,
         },
-        redraw,
-        (
+        redraw=redraw,
+        shown=(
             f"Validation loss, {recipe.prior} prior, equal parameters",
             [{name: value for name, value in row.items() if name not in ("what", "row")} for row in table],
         ),

@@ -33,12 +33,12 @@ def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
         output,
         "mad",
         recipe,
-        ((said(record["job"]), record) for record in records),
-        {"table": table},
-        page,
-        {"mad": summary(records)},
-        picture.redraw,
-        (
+        records=((said(record["job"]), record) for record in records),
+        tables={"table": table},
+        page=page,
+        results={"mad": summary(records)},
+        redraw=picture.redraw,
+        shown=(
             f"MAD, {recipe.profile} profile: {SCORES[profile.score]}, percent",
             readable([row for row in table if row["seeds"]], False),
         ),

@@ -29,17 +29,19 @@ def run(recipe: RegimesRecipe, output: Path, workers: int | None = None) -> dict
         output,
         "regimes",
         recipe,
-        (
+        records=(
             ({"task": task, "mixer": row, "seed": record["job"]["seed"]}, record)
             for task, rows in found.items()
             for row, records in rows.items()
             for record in records
         ),
-        {"table": overview(found)},
-        lambda folder: write_report(folder, found, floors, recipe, command_line("regimes", recipe, RegimesRecipe())),
-        {"regimes": summary(tasks), "constants": floors},
-        redraw,
-        ("Scores by task, mean over seeds", overview(found)),
+        tables={"table": overview(found)},
+        page=lambda folder: write_report(
+            folder, found, floors, recipe, command_line("regimes", recipe, RegimesRecipe())
+        ),
+        results={"regimes": summary(tasks), "constants": floors},
+        redraw=redraw,
+        shown=("Scores by task, mean over seeds", overview(found)),
     )
 
 

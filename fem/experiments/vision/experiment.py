@@ -45,12 +45,12 @@ def run(recipe: VisionRecipe, output: Path, profile: str = "digits") -> dict:
         output,
         "vision",
         recipe,
-        (({"mixer": record["mixer"], "seed": record["seed"]}, record) for record in records),
-        {"table": rows},
-        lambda folder: (folder / PAGE).write_text(page, encoding="utf-8"),
-        {"vision": report.summary(records)},
-        report.redraw,
-        (f"Image classifiers of equal size: {Path(recipe.data).name}", rows),
+        records=(({"mixer": record["mixer"], "seed": record["seed"]}, record) for record in records),
+        tables={"table": rows},
+        page=lambda folder: (folder / PAGE).write_text(page, encoding="utf-8"),
+        results={"vision": report.summary(records)},
+        redraw=report.redraw,
+        shown=(f"Image classifiers of equal size: {Path(recipe.data).name}", rows),
     )
 
 
