@@ -166,6 +166,7 @@ KERNELS = {  # one place of each kernel that is shifted, or whose mask is droppe
     ),
     "ssm/kernels/backward.py": (
         STATES,
+        ("ssm_gradient_sums", "(through, 3, size) + of_chunk,", "(through, 3, size) + of_states,"),
         ("ssm_gradients", "tl.store(d_delta + place,", "tl.store(d_delta + place + channels,"),
     ),
     "decay_scan/kernels/scan.py": (

@@ -1,6 +1,7 @@
 """`fem bench`: what is compared, how it is measured, and what is written."""
 
 import json
+import subprocess
 import sys
 from statistics import median
 
@@ -24,6 +25,7 @@ TINY = [
     Case("gpt2", SMALL, "float32", ("RWKV7", BASELINE, "FEM-SM"), layers=1),
     Case("table5", SMALL, "float32", (BASELINE, "FEM-SM -G,T,L,C", "DiffTrans"), layers=1),
     *(Case("decode", Size(1, time, 32, 2), "float32", cases.DECODES) for time in (8, 16)),
+    Case("served", Size(1, 8, 32, 2), "float32", cases.SERVED),
     *(Case("context", Size(1, time, 32, 2), "float32", cases.CONTEXTS) for time in (16, 32)),
 ]
 
@@ -32,6 +34,7 @@ TINY = [
 def quickly(monkeypatch):
     monkeypatch.setattr(measure, "FEWEST_TURNS", 1)
     monkeypatch.setattr(decode, "STRETCH", 3)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
 
 def test_every_mixer_of_every_profile_is_known():
@@ -47,21 +50,55 @@ def test_mixers_have_equal_linear_weights(name):
     assert abs(weights / (4 * 256**2) - 1) < 0.006
 
 
-@pytest.mark.parametrize("name", ["attention", "FEM-SM", "FEM-GLA"])
+@pytest.mark.parametrize(
+    "name, stream",
+    [
+        ("attention", decode.stream),
+        ("FEM-SM", decode.stream),
+        ("FEM-GLA", decode.stream),
+        ("attention", decode.served),
+        ("FEM-SM without C", decode.served),
+    ],
+)
 @torch.no_grad()
-def test_what_is_timed_token_by_token_is_what_the_layer_computes(name):
-    layer, tokens = mixers.build_mixer(name, SMALL), torch.randn(5, 2, 1, 32)
+def test_what_is_timed_token_by_token_is_what_the_layer_computes(name, stream, quickly):
+    layer, tokens = mixers.build_mixer(name, SMALL).eval(), torch.randn(5, 2, 1, 32)
     prompt = torch.randn(2, 9, 32)
-    generate, _ = decode.stream(layer, prompt, tokens)
+    generate, _ = stream(layer, prompt, tokens)
     whole = layer(torch.cat([prompt, *tokens], 1))
     for _ in range(2):
         torch.testing.assert_close(torch.cat(generate(), 1), whole[:, 9:], rtol=1e-5, atol=1e-5)
 
 
-def test_attention_and_fem_keep_2_d_numbers_per_token():
+SERVED = """
+import torch
+from fem.experiments.bench import cases, decode, mixers
+from fem.ops.common import gated_read
+torch.manual_seed(0)
+gated_read._gated_read = None  # the compiler fuses the gates: no operator of ours stands in the graph
+with torch.no_grad():
+    for name in cases.SERVED:
+        layer = mixers.build_mixer(name, mixers.Size(1, 24, 32, 2)).eval()
+        prompt, tokens = torch.randn(1, 9, 32), torch.randn(5, 1, 1, 32)
+        whole = layer(torch.cat([prompt, *tokens], 1))
+        generate, _ = decode.served(layer, prompt, tokens)
+        for _ in range(2):
+            torch.testing.assert_close(torch.cat(generate(), 1), whole[:, 9:], rtol=1e-5, atol=1e-5)
+"""
+
+
+@pytest.mark.slow
+def test_a_served_token_is_one_graph_and_what_the_layer_computes():
+    """In a process of its own: the shape checks of the other tests break graphs."""
+    subprocess.run([sys.executable, "-c", SERVED], check=True)
+
+
+def test_attention_and_fem_keep_2_d_numbers_per_token(quickly):
     streams = {name: decode.stream(mixers.build_mixer(name, SMALL), *drawn()) for name in ("attention", "FEM-SM")}
     assert streams["attention"][1] == 4 * 2 * 32 * 9
     assert 4 * 2 * 32 * 9 <= streams["FEM-SM"][1] <= 4 * 2 * 32 * 9 + 300  # and a shift, a beta and a place
+    for name in cases.SERVED:
+        assert decode.served(mixers.build_mixer(name, SMALL), *drawn())[1] == 4 * 2 * 32 * 9
 
 
 def drawn():

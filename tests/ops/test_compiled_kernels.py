@@ -13,7 +13,7 @@ import pytest
 from fem.experiments.doctor.without_card import CARDS, Compiled
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("linear_attention", "channel_scan", "ssm", "decay_scan")
+FOLDERS = ("linear_attention", "channel_scan", "ssm", "decay_scan", "common")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (Linux only)")
 
 COMPILE = """
@@ -54,15 +54,17 @@ def compiled(cards: list[list[str]]) -> list[Compiled]:
     return [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
+def functions() -> list[ast.FunctionDef]:
+    """All functions that Triton compiles."""
+    files = (path for folder in FOLDERS for path in (ROOT / "fem" / "ops" / folder / "kernels").glob("*.py"))
+    nodes = (node for path in files for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
+    return [node for node in nodes if any(ast.unparse(x) == "triton.jit" for x in node.decorator_list)]
+
+
 def kernels() -> set[str]:
-    """Functions of Triton's that no other one calls: those that are launched."""
-    defined, called = set(), set()
-    for path in (path for folder in FOLDERS for path in (ROOT / "fem" / "ops" / folder / "kernels").glob("*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and any(ast.unparse(x) == "triton.jit" for x in node.decorator_list):
-                defined.add(node.name)
-                called |= {ast.unparse(x.func) for x in ast.walk(node) if isinstance(x, ast.Call)}
-    return defined - called
+    """Those that no other one calls: those that are launched."""
+    called = {ast.unparse(x.func) for node in functions() for x in ast.walk(node) if isinstance(x, ast.Call)}
+    return {node.name for node in functions()} - called
 
 
 def check(found: list[Compiled]) -> None:
@@ -79,6 +81,30 @@ def test_every_kernel_compiles_fits_and_hardly_spills_as_it_is_launched():
 @pytest.mark.slow
 def test_every_kernel_compiles_fits_and_hardly_spills_on_every_card():
     check(compiled([list(CARDS)] * 6))
+
+
+def assigned(node: ast.AST) -> set[str]:
+    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+
+
+def pairs(node: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
+    """Each name and what it is assigned."""
+    (target,) = node.targets
+    return list(zip(target.elts, node.value.elts)) if isinstance(node.value, ast.Tuple) else [(target, node.value)]
+
+
+def test_no_kernel_does_what_triton_3_5_cannot_compile():
+    """It refuses a loop that assigns to what it counts by ("Loop-carried variable _ has initial type int32 but is
+    re-assigned"), and a function that returns None among others ("cannot convert None").
+    """
+    for function in functions():
+        nodes = list(ast.walk(function))
+        for loop in (x for x in nodes if isinstance(x, ast.For)):
+            assert loop.target.id not in set().union(*map(assigned, loop.body)), ast.unparse(loop)
+        given = (pair for x in nodes if isinstance(x, ast.Assign) for pair in pairs(x))
+        absent = {ast.unparse(name) for name, value in given if isinstance(value, ast.Constant) and value.value is None}
+        returned = {x.id for node in nodes if isinstance(node, ast.Return) for x in ast.walk(node) if hasattr(x, "id")}
+        assert not absent & returned, function.name
 
 
 def test_a_fault_is_what_does_not_compile_fit_or_stay_in_registers():

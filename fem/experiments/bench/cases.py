@@ -9,10 +9,11 @@ from fem.experiments.common.recipes import listed, require_one_of, require_posit
 from fem.experiments.common.run import option
 
 BASELINE = "attention"
-PARTS = ("read", "layer", "gpt2", "table5", "decode", "context")
+PARTS = ("read", "layer", "gpt2", "table5", "decode", "served", "context")
 READS = (BASELINE, "FEM", "FEM, plain")
 LAYERS = (BASELINE, "FEM-SM without C", "FEM-SM", "FEM-SM without C, plain", "FEM-GLA without C", "FEM-GLA")
 DECODES = (BASELINE, "FEM-SM without C", "FEM-SM", "FEM-GLA")
+SERVED = (BASELINE, "FEM-SM without C")
 CONTEXTS = (BASELINE, "FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT")
 BASELINES_AT_LENGTH = ("GLA (fla)", "Mamba (mamba-ssm)")
 
@@ -53,6 +54,7 @@ def _laptop() -> list[Case]:
         Case("gpt2", Size(1, 512, 768, 12), "float32", tuple(TABLE7), layers=1),
         Case("table5", Size(1, 1024, 512, 4), "float32", (BASELINE, *TABLE5), layers=2),
         *(Case("decode", Size(1, time, 1024, 16), "float32", DECODES) for time in (1024, 4096, 16384)),
+        *(Case("served", Size(1, time, 1024, 16), "float32", SERVED) for time in (1024, 4096, 16384)),
         *(Case("context", Size(1, time, 256, 4), "float32", CONTEXTS) for time in (1024, 2048, 4096, 8192)),
     ]
 
@@ -67,6 +69,7 @@ def _paper() -> list[Case]:
         cases.append(Case("table5", Size(4, 2048, 512, 4), dtype, (BASELINE, *TABLE5), layers=8))
     for time in (1024, 4096, 16384, 65536):
         cases.append(Case("decode", Size(1, time, 1024, 16), "bfloat16", DECODES))
+        cases.append(Case("served", Size(1, time, 1024, 16), "bfloat16", SERVED))
     for time in (2048, 8192, 32768, 131072):
         cases.append(Case("context", Size(1, time, 1024, 16), "bfloat16", CONTEXTS + BASELINES_AT_LENGTH))
     return cases

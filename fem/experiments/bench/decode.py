@@ -1,4 +1,8 @@
-"""Generation token by token: seconds per token, and the bytes of a layer's state."""
+"""Generation token by token: seconds per token, and the bytes of a layer's state.
+
+"decode" is the layer's own streaming, call by call. "served" is one compiled graph over transformers' static cache, as
+`model.generate(cache_implementation="static")` runs a model with `attn_implementation="sdpa"`.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,14 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from transformers import StaticCache
 
 from fem.experiments.bench.cases import Case
 from fem.experiments.bench.measure import alternate
 from fem.experiments.bench.mixers import Attention, build_mixer
 from fem.mixer import FreeEnergyMixer
+from fem.models import FEMConfig
+from fem.models.engines.attention import EngineAttention
 
 STRETCH = 512  # tokens generated at a time, at most, from the same context each time
 
@@ -32,7 +39,7 @@ def measure(case: Case, device: torch.device, seconds: float) -> dict[str, dict[
     with torch.no_grad():
         for name in case.mixers:
             layer = build_mixer(name, size).to(device, dtype).eval()
-            streams[name] = stream(layer, prompt, tokens)
+            streams[name] = (served if case.part == "served" else stream)(layer, prompt, tokens)
         taken = alternate({name: generate for name, (generate, _) in streams.items()}, seconds, device)
     return {
         name: {"token_s": taken[name] / stretch, "state_bytes": state_bytes}
@@ -78,3 +85,38 @@ def _fem(layer: FreeEnergyMixer, prompt: Tensor, tokens: Tensor) -> Stream:
         return outputs
 
     return generate, before.nbytes
+
+
+def served(
+    layer: Attention | FreeEnergyMixer, prompt: Float[Tensor, "b t d"], tokens: Float[Tensor, "n b 1 d"]
+) -> Stream:
+    """`stream` by one compiled graph over a cache of fixed length. FEM: the softmax prior without a conditioner."""
+    time, length = prompt.shape[1], prompt.shape[1] + len(tokens)
+    heads = layer.heads if isinstance(layer, Attention) else layer.config.n_head
+    config = FEMConfig(
+        hidden_size=prompt.shape[2], num_attention_heads=heads, num_hidden_layers=1, attn_implementation="sdpa"
+    )
+    cache = StaticCache(config=config, max_cache_len=length)
+    position = torch.arange(length, device=prompt.device)
+    if isinstance(layer, Attention):
+
+        def read(x: Tensor, place: Tensor, mask: Tensor | None) -> Tensor:
+            q, k, v = layer.project(x, place)
+            k, v = cache.update(k, v, 0)
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+            return layer.output(o.transpose(1, 2).flatten(2))
+
+    else:
+        attend = EngineAttention(config, layer.config, 0).to(prompt.device)
+
+        def read(x: Tensor, place: Tensor, mask: Tensor | None) -> Tensor:
+            return layer.served(x, place, lambda q, k, v, beta: attend(q, k, v, beta, mask, cache))
+
+    read(prompt, position[:time], None)
+    graph = torch.compile(lambda x, place: read(x, place, (place >= position)[None, None, None]), fullgraph=True)
+
+    def generate() -> list[Tensor]:
+        cache.layers[0].cumulative_length.fill_(time)
+        return [graph(x, place) for x, place in zip(tokens, position[time:].split(1))]
+
+    return generate, (cache.layers[0].keys.nbytes + cache.layers[0].values.nbytes) * time // length

@@ -25,7 +25,8 @@ def measured(recipe: BenchRecipe, device: torch.device) -> Iterator[tuple[Case, 
             bars.update(bar, description=f"bench: {case.name}")
             with torch.random.fork_rng():
                 torch.manual_seed(recipe.seed)
-                yield case, (decode if case.part == "decode" else workloads).measure(case, device, recipe.seconds)
+                part = decode if case.part in ("decode", "served") else workloads
+                yield case, part.measure(case, device, recipe.seconds)
             bars.advance(bar)
 
 

@@ -16,6 +16,7 @@ TITLES = {
     "gpt2": "Blocks of GPT-2 (Table 7)",
     "table5": "Blocks of Table 5",
     "decode": "Streaming decode, one layer",
+    "served": "Decode in a compiled graph, one layer",
     "context": "One layer at growing contexts",
 }
 NOTES = {
@@ -27,13 +28,14 @@ NOTES = {
     "table5": f"Ratios are to {OWN_LAYER}: FEM without any of its parts. In brackets the paper's own ratio "
     "to that row: 8 blocks, T 2048, batch 4 on one L40S.",
     "decode": "Attention of equal weights keeps a KV cache, allocated at full length; FEM's values are half as wide.",
+    "served": "transformers' static cache of full length and torch.compile, for both; FEM's values are half as wide.",
     "context": "Microseconds a token; extra memory is of a train step.",
 }
 
 
 def rows(part: str, results: Results) -> list[dict]:
     """The table of one part, with a row for every mixer of every case; None where it was not run."""
-    make = _decode if part == "decode" else _costs
+    make = _decode if part in ("decode", "served") else _costs
     return [make(part, case, name, found) for case, found in results for name in case.mixers if _shown(name, found)]
 
 

@@ -16,7 +16,7 @@ def command(
     changes: dict,
     output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/bench"),
 ):
-    """What FEM costs beside attention of equal weights: read, layer, Tables 5 and 7, decode, context."""
+    """What FEM costs beside attention of equal weights: read, layer, Tables 5 and 7, decode, served, context."""
     from fem.experiments.bench.experiment import run
 
     run(BenchRecipe(**changes), output)

@@ -35,8 +35,8 @@ def gated_read(mean: Heads, free_energy: Heads | None, inner: Heads | None, oute
     if inner is None and outer is None:
         return mean
     free_energy = free_energy if inner is not None else None
-    small = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and mean.numel() <= _BLOCK
-    if small or portable() or transformed(mean, free_energy, inner, outer):  # small: an op costs more than it saves
+    fused = torch.compiler.is_compiling() or mean.numel() <= _BLOCK  # by the compiler, or too few to be worth an op
+    if (fused and not torch.is_grad_enabled()) or portable() or transformed(mean, free_energy, inner, outer):
         return _gate(mean, free_energy, inner, outer, eps)
     return _gated_read(mean, free_energy, inner, outer, eps)
 

@@ -4,6 +4,7 @@ python -m pytest tests/ops/recurrent/kernels_ssm.py -o addopts=
 """
 
 import pytest
+import recurrences
 import torch
 from interpreter import DEVICE, patch_the_language_once
 from recurrences import (
@@ -54,6 +55,24 @@ def compare(inputs, exact=None, **options):
 @pytest.mark.parametrize(("time", "causal"), [(1, True), (1, False), (CHUNK, True), (9, True), (9, False)])
 def test_read_and_gradients_are_those_of_the_definition(time, causal):
     compare(case("ssm", time), causal=causal)
+
+
+def test_read_and_gradients_at_the_tile_sizes_that_ship(monkeypatch):
+    monkeypatch.setattr(decay_scan_triton, "CHUNK", 64)
+    monkeypatch.setattr(recurrences, "WIDTH", 8)
+    monkeypatch.setattr(recurrences, "RANK", 16)
+    inputs = case("ssm", 65, batch=1)
+    grid, blocks = ssm_triton.cut(inputs.along["v"].flatten(2), 16)
+    assert (grid, blocks["BLOCK"] * blocks["PADDED"]) == ((1, 2, 1), ssm_triton._STATES)
+    compare(inputs)
+
+
+def test_gradients_where_a_program_takes_several_chunks_of_some_channels(monkeypatch):
+    monkeypatch.setattr(ssm_triton, "_STATES", 16)
+    monkeypatch.setattr(ssm_triton, "_PROGRAMS", 4)
+    inputs = case("ssm", 4 * CHUNK + 1, batch=1)
+    assert ssm_triton.cut(inputs.along["v"].flatten(2), 4)[0] == (2, 5, 1)
+    compare(inputs)
 
 
 @pytest.mark.parametrize(("causal", "normalize"), [(True, True), (True, False), (False, True)])

@@ -50,12 +50,14 @@ def channel_sums(
     if beta is not None:
         rate = tl.load(beta + columns, mask=inside, other=1.0)
     for _ in range(first, end):
-        a, weight, value = token(log_decay, x, v, place, inside)
-        peak, total, weighted, _ = add_weights(peak, total, weighted, a, weight, 1.0, value)
-        if beta is not None:
-            top, at, energy, _ = add_energy(top, at, energy, a, rate, weight, value, 1.0)
+        a = None
         if log_decay is not None:
+            a = load_channels(log_decay + place, inside)
             passed += a
+        weight, value = token(x, v, place, inside)
+        peak, total, weighted, _share = add_weights(peak, total, weighted, a, weight, 1.0, value)
+        if beta is not None:
+            top, at, energy, _share = add_energy(top, at, energy, a, rate, weight, value, 1.0)
         place += channels
     tl.store(through + of_chunk, passed, mask=inside)
     store_three(states, of_chunk, size, inside, peak, total, weighted)
@@ -77,11 +79,11 @@ def channel_carry(beta, through, states, start, chunks, channels, size, start_si
         a = load_channels(through + place, inside)
         x, own, own_weighted = load_three(states, place, size, inside)
         store_three(states, place, size, inside, peak, total, weighted)
-        peak, total, weighted, _ = add_weights(peak, total, weighted, a, x, own, own_weighted)
+        peak, total, weighted, _share = add_weights(peak, total, weighted, a, x, own, own_weighted)
         if beta is not None:
             x, value, own = load_three(part_at(states, 3, size), place, size, inside)
             store_three(part_at(states, 3, size), place, size, inside, top, at, energy)
-            top, at, energy, _ = add_energy(top, at, energy, a, rate, x, value, own)
+            top, at, energy, _share = add_energy(top, at, energy, a, rate, x, value, own)
         place += channels
 
 
@@ -98,7 +100,10 @@ def channel_reads(
         top, at, energy = load_three(part_at(entering, 3, size), of_chunk, size, inside)
         rate = tl.load(beta + columns, mask=inside, other=1.0)
     for _ in range(first, end):
-        a, weight, value = token(log_decay, x, v, place, inside)
+        a = None
+        if log_decay is not None:
+            a = load_channels(log_decay + place, inside)
+        weight, value = token(x, v, place, inside)
         peak, total, weighted, part = add_weights(peak, total, weighted, a, weight, 1.0, value)
         tl.store(log_weight + place, peak + tl.log(total), mask=inside)
         tl.store(mean + place, weighted / total, mask=inside)

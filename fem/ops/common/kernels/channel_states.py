@@ -93,11 +93,9 @@ def past_of(r, share):
 
 
 @triton.jit
-def token(log_decay, x, v, place, inside):
-    """log_decay (None: none), x (None: 0) and v of one token, in float32."""
-    a, weight = None, tl.zeros(inside.shape, tl.float32)
-    if log_decay is not None:
-        a = load_channels(log_decay + place, inside)
+def token(x, v, place, inside):
+    """x (None: 0) and v of one token, in float32."""
+    weight = tl.zeros(inside.shape, tl.float32)
     if x is not None:
         weight = load_channels(x + place, inside)
-    return a, weight, load_channels(v + place, inside)
+    return weight, load_channels(v + place, inside)

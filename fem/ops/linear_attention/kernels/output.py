@@ -135,13 +135,13 @@ def _row_operands(
     place, of_row, rows, columns, rate, fallback, weight, total, of_mean, of_free, heads, end,
     DV: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """g and h in the dtype of the matrix products, 1 / Z, and R, which is 1 where doubt makes h 0. h and R are None
-    without a rate."""
+    """g and h in the dtype of the matrix products, 1 / Z, and R, which is 1 where doubt makes h 0. h and R have no
+    meaning without a rate (Triton 3.5 cannot return None)."""
     z = tl.load(weight + of_row + rows * heads, mask=rows < end, other=0.0)
     sure = (z >= PROVEN) & (tl.load(fallback + place) == 0)
     over = 1.0 / tl.where(sure, z, float("inf"))
     g = (load_tile(of_mean + of_row * DV, rows, columns, heads * DV, end, DV) * over[:, None]).to(DTYPE)
-    h, r = None, None
+    h, r = g, over
     if rate is not None:
         r = load_tile(total + of_row * DV, rows, columns, heads * DV, end, DV)
         proven = sure[:, None] & (r >= PROVEN)

@@ -1,4 +1,4 @@
-"""The backward of the state space scan: the chunks from the last to the first, the states of each computed again.
+"""The backward of the state space scan, all chunks side by side, the states of each computed again from its first.
 
 With theta_n = C_n S_n / y the part of state n in the weight that a token reads, phi_n in the energies, and per state
 the shares p, q and the gradients w, s, u of `fem.ops.channel_scan.kernels.backward`, h = dF / beta:
@@ -6,9 +6,10 @@ the shares p, q and the gradients w, s, u of `fem.ops.channel_scan.kernels.backw
     w_n += theta_n (dL + dmean (mean_n - mean)) + (phi_n - theta_n) h        s_n += theta_n dmean        u_n += phi_n h
     dlog(delta B_n) = p w_n + g_n        dlog_decay_n = (1 - p) w_n - g_n        g_n = p (v - mean_n) s_n + (q - p) u_n
 
+`ssm_gradient_sums` finds what each chunk adds to w, s, u at its first token, and lets through of those from behind it,
+`channel_gradient_carry` then what enters each from behind, and `ssm_gradients` the gradients of its tokens.
 A factor that is exactly 0 has a gradient too: e^{-m} / S takes the place of p / 0. Where log_delta is given, gradients
-are those of the logarithms. Partial sums over channels or batches are stored apart, and summed after the kernel. The
-scratch of a program holds one chunk's shares, means and parts of the reads.
+are those of the logarithms. Sums over channels, chunks or batches are stored in parts, and completed after the kernel.
 """
 
 from __future__ import annotations
@@ -18,57 +19,134 @@ import triton.language as tl
 
 from fem.ops.channel_scan.kernels.backward import excess, gradient_of
 from fem.ops.channel_scan.kernels.forward import load_three, part_at, store_three
-from fem.ops.common.kernels.channel_states import add_energy, add_weights, lowered, part_of, past_of
-from fem.ops.common.kernels.decay_steps import load_channels
-from fem.ops.common.kernels.tiles import NEARLY_NOTHING
+from fem.ops.common.kernels.channel_states import part_of, past_of
+from fem.ops.common.kernels.decay_steps import chunk_of, load_channels
 from fem.ops.ssm.kernels.forward import (
-    LARGEST,
     entry,
-    faded,
     load_energy,
     load_log,
     load_weights,
-    look,
-    measured,
     of_positive,
     states_of,
+    visit,
 )
 
 
 @triton.jit
-def per_unit(exponent, sums, peak):
-    """The share that one unit of input would have in a sum; 0 for empty states."""
-    return tl.where(peak > NEARLY_NOTHING, tl.exp(tl.minimum(exponent, LARGEST)) / sums, 0.0)
+def reads_of(d_log_weight, d_mean, d_free, mean, steep, place, inside):
+    """dL, dmean, h and the mean of one token."""
+    of_weight, of_mean = (
+        gradient_of(d_log_weight, place, inside, inside), gradient_of(d_mean, place, inside, inside),
+    )  # fmt: skip
+    h = tl.zeros(inside.shape, tl.float32)
+    if steep is not None:
+        h = gradient_of(d_free, place, inside, inside) / steep
+    return of_weight, of_mean, h, load_channels(mean + place, inside)
+
+
+@triton.jit
+def pull(part, energy_part, average, of_weight, of_mean, h, mu, seen):
+    """The gradient of log C_n, and what one read adds to w, s and u."""
+    read = part * (of_weight[:, None] + of_mean[:, None] * (average - mu[:, None]))
+    read += (energy_part - part) * h[:, None]
+    own_s, own_u = of_positive(seen, part) * of_mean[:, None], of_positive(seen, energy_part) * h[:, None]
+    return read, of_positive(seen, read), own_s, own_u
+
+
+@triton.jit
+def flow_of(share, energy_share, x, value, average, own_skip):
+    """p, q, q - p and v - mean_n of a token: with them w, s, u flow to the token before."""
+    nothing = x == float("-inf")
+    p, q = tl.where(nothing, 0.0, share), tl.where(nothing, 0.0, energy_share)
+    away = value[:, None] - average
+    if own_skip is None:
+        away = past_of(away, p)
+    return p, q, excess(q, p), away
+
+
+@triton.jit
+def ssm_gradient_sums(
+    d_log_weight, d_mean, d_free, delta, log_delta, a, b, c, skip, v, beta, opens, entering, mean, through, flows,
+    time, channels, size,
+    N: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """For each chunk, w, s, u before its first token from its own gradients, and the factors of those from behind it.
+
+    through (4, B, chunks, N D): the factor of w and of s, that of u, those of s and of u in w.
+    """
+    first, end, place, columns, inside, _of_chunk = chunk_of(time, channels, CHUNK, BLOCK)
+    of_states, all_inside, n, exists = states_of(columns, channels, N, PADDED)
+    row = tl.program_id(2).to(tl.int64)
+    of_chunk = (row * tl.num_programs(1) + tl.program_id(1)) * N * channels + of_states
+    rates = load_channels(a + of_states, all_inside)
+    own_skip, steep = None, None
+    if skip is not None:
+        own_skip = load_channels(skip + columns, inside)
+    peak, total, weighted = load_weights(entering, of_chunk, size, all_inside)
+    top, at, energy = peak, weighted, total
+    if beta is not None:
+        top, at, energy = load_energy(part_at(entering, 3, size), of_chunk, size, all_inside)
+        steep = tl.load(beta + columns, mask=inside, other=1.0)
+    w = tl.zeros([BLOCK, PADDED], tl.float32)
+    s, u, s_to_w, u_to_w = w, w, w, w
+    lets, energy_lets = w + 1.0, w + 1.0
+    for t in range(first, end):
+        token = row * time + t
+        _rate, log_decay, x = entry(delta, log_delta, rates, b, opens, place, token, inside, n, exists, N)
+        seen, value = load_log(c + token * N + n, log_delta, exists), load_channels(v + place, inside)
+        (
+            peak, total, weighted, top, at, energy, _log_weight, _free, average, share, part, _own, energy_share,
+            energy_part, _energy_own,
+        ) = visit(peak, total, weighted, top, at, energy, log_decay, x, seen, value, steep, own_skip)  # fmt: skip
+        of_weight, of_mean, h, mu = reads_of(d_log_weight, d_mean, d_free, mean, steep, place, inside)
+        _read, own_w, own_s, own_u = pull(part, energy_part, average, of_weight, of_mean, h, mu, seen)
+        p, q, more, away = flow_of(share, energy_share, x, value, average, own_skip)
+        if opens is not None:
+            goes_on = tl.load(opens + token) == 0
+            lets, energy_lets = tl.where(goes_on, lets, 0.0), tl.where(goes_on, energy_lets, 0.0)
+            s_to_w, u_to_w = tl.where(goes_on, s_to_w, 0.0), tl.where(goes_on, u_to_w, 0.0)
+        seen_lets, seen_energy_lets, seen_s, seen_u = lets, energy_lets, s_to_w, u_to_w
+        s_to_w, u_to_w = past_of(s_to_w, p) - part_of(p) * away * lets, past_of(u_to_w, q) - more * lets
+        lets, energy_lets = past_of(lets, p), past_of(energy_lets, q)
+        if own_skip is not None:  # the read has seen the token
+            seen_lets, seen_energy_lets, seen_s, seen_u = lets, energy_lets, s_to_w, u_to_w
+        w += seen_lets * own_w + seen_s * own_s + seen_u * own_u
+        s, u = s + seen_lets * own_s, u + seen_energy_lets * own_u
+        place += channels
+    store_three(flows, of_chunk, size, all_inside, w, s, u)
+    store_three(through, of_chunk, size, all_inside, lets, energy_lets, s_to_w)
+    tl.store(part_at(through, 3, size) + of_chunk, u_to_w, mask=all_inside)
 
 
 @triton.jit
 def ssm_gradients(
-    d_log_weight, d_mean, d_free, delta, log_delta, a, b, c, skip, v, beta, opens, entering, behind, mean, free_energy,
+    d_log_weight, d_mean, d_free, delta, log_delta, a, b, c, skip, v, beta, opens, entering, flows, mean, free_energy,
     scratch, own_scratch, d_delta, d_log_delta, d_a, d_b, d_c, d_skip, d_v, d_beta, d_start,
-    time, chunks, channels, size, start_size, scratch_size, own_size, d_b_size,
+    time, chunks, channels, size, flows_size, start_size, scratch_size, own_size, d_b_size,
     N: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """d_delta, d_log_delta, d_v (B, T, D); of each row d_a (B, N D), d_skip, d_beta (B, D); of each block of channels
-    d_b, d_c (blocks, B, T, N); w, s, u of the start from those behind the last token, (3, B, N D)."""
-    columns, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
+    """d_delta, d_log_delta, d_v (B, T, D); of each program d_a (B, programs, N D), d_skip, d_beta (B, programs, D); of
+    each block of channels d_b, d_c (blocks, B, T, N); w, s, u of the start, (3, B, N D).
+
+    A program takes every num_programs(1)-th chunk. Its scratch holds one chunk's shares, means and parts of the reads.
+    """
+    columns, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(2).to(tl.int64)
     inside = columns < channels
     of_states, all_inside, n, exists = states_of(columns, channels, N, PADDED)
     rates = load_channels(a + of_states, all_inside)
-    of_row = row * N * channels + of_states
-    w, s, u = load_three(behind, of_row, start_size, all_inside)
     of_a, zero = tl.zeros([BLOCK, PADDED], tl.float32), tl.zeros([BLOCK], tl.float32)
-    of_beta, of_skip, own_skip = zero, zero, None
+    of_beta, of_skip, own_skip, steep = zero, zero, None, None
     if skip is not None:
         own_skip = load_channels(skip + columns, inside)
     if beta is not None:
         steep = tl.load(beta + columns, mask=inside, other=1.0)
     d_b += tl.program_id(0).to(tl.int64) * d_b_size
     d_c += tl.program_id(0).to(tl.int64) * d_b_size
-    scratch += row * CHUNK * N * channels + of_states
-    own_scratch += row * CHUNK * channels + columns
+    program = row * tl.num_programs(1) + tl.program_id(1)
+    scratch += program * CHUNK * N * channels + of_states
+    own_scratch += program * CHUNK * channels + columns
 
-    for back in range(chunks):
-        chunk = chunks - 1 - back
+    for chunk in range(tl.program_id(1), chunks, tl.num_programs(1)):
         first = chunk * CHUNK
         end = tl.minimum(first + CHUNK, time)
         of_chunk = (row * chunks + chunk) * N * channels + of_states
@@ -81,37 +159,19 @@ def ssm_gradients(
             store, own_store = scratch + (t - first) * N * channels, own_scratch + (t - first) * channels
             _rate, log_decay, x = entry(delta, log_delta, rates, b, opens, place, token, inside, n, exists, N)
             seen, value = load_log(c + token * N + n, log_delta, exists), load_channels(v + place, inside)
-            peak, total, weighted = faded(peak, total, weighted, log_decay)
-            if skip is None:
-                _highest, _y, part, own = look(peak, total, seen, zero, own_skip)
-                average = weighted / total
-            peak, total, weighted, share = add_weights(peak, total, weighted, None, x, 1.0, value[:, None])
-            if skip is not None:
-                _highest, _y, part, own = look(peak, total, seen, zero, own_skip)
-                average = weighted / total
-            nothing = x == float("-inf")
-            share = tl.where(nothing, per_unit(-peak, total, peak), share)
-            tl.store(store, share, mask=all_inside)
-            tl.store(part_at(store, 1, scratch_size), average, mask=all_inside)
-            tl.store(part_at(store, 2, scratch_size), part, mask=all_inside)
+            (
+                peak, total, weighted, top, at, energy, _log_weight, _free, average, share, part, own, energy_share,
+                energy_part, energy_own,
+            ) = visit(peak, total, weighted, top, at, energy, log_decay, x, seen, value, steep, own_skip)  # fmt: skip
+            store_three(store, 0, scratch_size, all_inside, share, average, part)
             tl.store(own_store, own, mask=inside)
             if beta is not None:
-                top, energy, _stays, _factor, _scale = lowered(top, energy, log_decay)
-                if skip is None:
-                    _r, exponent, own_exponent = measured(top, at, steep, value, skip)
-                    _higher, _z, energy_part, energy_own = look(exponent, energy, seen, own_exponent, own_skip)
-                top, at, energy, energy_share = add_energy(
-                    top, at, energy, None, steep[:, None], x, value[:, None], 1.0
-                )
-                if skip is not None:
-                    _r, exponent, own_exponent = measured(top, at, steep, value, skip)
-                    _higher, _z, energy_part, energy_own = look(exponent, energy, seen, own_exponent, own_skip)
-                single = per_unit(steep[:, None] * (value[:, None] - at) - top, energy, top)
-                tl.store(part_at(store, 3, scratch_size), tl.where(nothing, single, energy_share), mask=all_inside)
+                tl.store(part_at(store, 3, scratch_size), energy_share, mask=all_inside)
                 tl.store(part_at(store, 4, scratch_size), energy_part, mask=all_inside)
                 tl.store(part_at(own_store, 1, own_size), energy_own, mask=inside)
         tl.debug_barrier()
 
+        w, s, u = load_three(flows, of_chunk, flows_size, all_inside)
         for ahead in range(first, end):
             t = first + end - 1 - ahead
             token, place = row * time + t, (row * time + t) * channels + columns
@@ -119,34 +179,25 @@ def ssm_gradients(
             rate, _log_decay, x = entry(delta, log_delta, rates, b, opens, place, token, inside, n, exists, N)
             seen, value = load_log(c + token * N + n, log_delta, exists), load_channels(v + place, inside)
             nothing = x == float("-inf")
-            share, average = load_channels(kept, all_inside), load_channels(part_at(kept, 1, scratch_size), all_inside)
-            part, own = load_channels(part_at(kept, 2, scratch_size), all_inside), load_channels(own_kept, inside)
+            share, average, part = load_three(kept, 0, scratch_size, all_inside)
+            own = load_channels(own_kept, inside)
             energy_share, energy_part, energy_own = share, part, own
-            h = zero
             if beta is not None:
                 energy_share = load_channels(part_at(kept, 3, scratch_size), all_inside)
                 energy_part = load_channels(part_at(kept, 4, scratch_size), all_inside)
                 energy_own = load_channels(part_at(own_kept, 1, own_size), inside)
-                h = gradient_of(d_free, place, inside, inside) / steep
+            of_weight, of_mean, h, mu = reads_of(d_log_weight, d_mean, d_free, mean, steep, place, inside)
+            if beta is not None:
                 of_beta -= h * load_channels(free_energy + place, inside)
-            of_weight = gradient_of(d_log_weight, place, inside, inside)
-            of_mean = gradient_of(d_mean, place, inside, inside)
-            mu = load_channels(mean + place, inside)
-            read = part * (of_weight[:, None] + of_mean[:, None] * (average - mu[:, None]))
-            read += (energy_part - part) * h[:, None]
+            read, own_w, own_s, own_u = pull(part, energy_part, average, of_weight, of_mean, h, mu, seen)
             if log_delta is None:
                 weight = load_channels(c + token * N + n, exists)
                 of_c = tl.where(all_inside, read / tl.where(weight > 0, weight, 1.0), 0.0)
             else:
-                of_c = tl.where(all_inside, of_positive(seen, read), 0.0)
+                of_c = tl.where(all_inside, own_w, 0.0)
             tl.store(d_c + token * N + n, tl.sum(of_c, 0)[None, :], mask=exists)
-            own_w, own_s = of_positive(seen, read), of_positive(seen, part) * of_mean[:, None]
-            own_u = of_positive(seen, energy_part) * h[:, None]
 
             of_v = zero
-            p, q = tl.where(nothing, 0.0, share), tl.where(nothing, 0.0, energy_share)
-            more = excess(q, p)
-            away = value[:, None] - average
             if skip is not None:
                 w, s, u = w + own_w, s + own_s, u + own_u
                 of_skip += own * (of_weight + of_mean * (value - mu)) + (energy_own - own) * h
@@ -155,8 +206,7 @@ def ssm_gradients(
                     of_z = tl.where(own_skip > 0, energy_own, 0.0) * h
                     of_v += steep * of_z
                     of_beta += of_z * value
-            else:
-                away = past_of(away, p)
+            p, q, more, away = flow_of(share, energy_share, x, value, average, own_skip)
             g = part_of(p) * away * s + more * u
             of_x = part_of(p) * w + g
             single = share * (w - u + away * s) + energy_share * u
@@ -183,12 +233,13 @@ def ssm_gradients(
             tl.store(d_b + token * N + n, tl.sum(tl.where(all_inside, of_enters, 0.0), 0)[None, :], mask=exists)
             tl.store(d_delta + place, tl.sum(tl.where(all_inside, of_rate, 0.0), 1), mask=inside)
             tl.store(d_v + place, of_v, mask=inside)
+        if chunk == 0:
+            store_three(d_start, row * N * channels + of_states, start_size, all_inside, w, s, u)
         tl.debug_barrier()
 
-    tl.store(d_a + of_row, of_a, mask=all_inside)
+    tl.store(d_a + program * N * channels + of_states, of_a, mask=all_inside)
     if skip is not None:
         of_skip /= tl.where(own_skip > 0, own_skip, 1.0)
-        tl.store(d_skip + row * channels + columns, of_skip, mask=inside)
+        tl.store(d_skip + program * channels + columns, of_skip, mask=inside)
     if beta is not None:
-        tl.store(d_beta + row * channels + columns, of_beta, mask=inside)
-    store_three(d_start, of_row, start_size, all_inside, w, s, u)
+        tl.store(d_beta + program * channels + columns, of_beta, mask=inside)

@@ -110,6 +110,45 @@ def faded(peak, total, weighted, log_decay):
 
 
 @triton.jit
+def per_unit(exponent, sums, peak):
+    """The share that one unit of input would have in a sum; 0 for empty states."""
+    return tl.where(peak > NEARLY_NOTHING, tl.exp(tl.minimum(exponent, LARGEST)) / sums, 0.0)
+
+
+@triton.jit
+def visit(peak, total, weighted, top, at, energy, log_decay, x, log_c, value, steep, skip):
+    """One token: the states after it, L and F of its read, the average of every state that it reads; then its shares in
+    the states (of one unit, where x = -inf), the states' parts in the read and its own, the three for the energies too.
+
+    Without the skip it reads the states before it, decayed; without a temperature the latter three are the former.
+    """
+    none = x == float("-inf")
+    peak, total, weighted = faded(peak, total, weighted, log_decay)
+    seen, seen_total, seen_weighted = peak, total, weighted
+    peak, total, weighted, share = add_weights(peak, total, weighted, None, x, 1.0, value[:, None])
+    if skip is not None:
+        seen, seen_total, seen_weighted = peak, total, weighted
+    highest, y, part, own = look(seen, seen_total, log_c, tl.zeros_like(value), skip)
+    share = tl.where(none, per_unit(-peak, total, peak), share)
+    free, energy_share, energy_part, energy_own = y, share, part, own
+    if steep is not None:
+        top, energy, _stays, _factor, _scale = lowered(top, energy, log_decay)
+        seen, seen_at, seen_energy = top, at, energy
+        top, at, energy, energy_share = add_energy(top, at, energy, None, steep[:, None], x, value[:, None], 1.0)
+        if skip is not None:
+            seen, seen_at, seen_energy = top, at, energy
+        r, exponent, own_exponent = measured(seen, seen_at, steep, value, skip)
+        higher, z, energy_part, energy_own = look(exponent, seen_energy, log_c, own_exponent, skip)
+        free = tl.where(highest > NEARLY_NOTHING, r + (tl.log(z / y) + (higher - highest)) / steep, 0.0)
+        single = per_unit(steep[:, None] * (value[:, None] - at) - top, energy, top)
+        energy_share = tl.where(none, single, energy_share)
+    return (
+        peak, total, weighted, top, at, energy, highest + tl.log(y), free, seen_weighted / seen_total,
+        share, part, own, energy_share, energy_part, energy_own,
+    )  # fmt: skip
+
+
+@triton.jit
 def ssm_sums(
     delta, log_delta, a, b, v, beta, opens, through, states, time, channels, size,
     N: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -153,7 +192,7 @@ def ssm_reads(
     rates = load_channels(a + of_states, all_inside)
     peak, total, weighted = load_weights(entering, of_chunk, size, all_inside)
     top, at, energy = peak, weighted, total
-    own_skip, none = None, tl.zeros([BLOCK], tl.float32)
+    own_skip, steep = None, None
     if skip is not None:
         own_skip = load_channels(skip + columns, inside)
     if beta is not None:
@@ -164,31 +203,17 @@ def ssm_reads(
         _rate, log_decay, x = entry(delta, log_delta, rates, b, opens, place, token, inside, n, exists, N)
         seen = load_log(c + token * N + n, log_delta, exists)
         value = load_channels(v + place, inside)
-        peak, total, weighted = faded(peak, total, weighted, log_decay)
+        (
+            peak, total, weighted, top, at, energy, of_weight, of_free, average, _share, part, own, _energy_share,
+            _energy_part, _energy_own,
+        ) = visit(peak, total, weighted, top, at, energy, log_decay, x, seen, value, steep, own_skip)  # fmt: skip
+        average = tl.sum(of_positive(seen, part) * average, 1)
         if skip is not None:
-            peak, total, weighted, _share = add_weights(peak, total, weighted, None, x, 1.0, value[:, None])
-        highest, y, part, own = look(peak, total, seen, none, own_skip)
-        average = tl.sum(of_positive(seen, part) * (weighted / total), 1)
-        if skip is None:
-            peak, total, weighted, _share = add_weights(peak, total, weighted, None, x, 1.0, value[:, None])
-        else:
             average += tl.where(own_skip > 0, own, 0.0) * value
-        tl.store(log_weight + place, highest + tl.log(y), mask=inside)
+        tl.store(log_weight + place, of_weight, mask=inside)
         tl.store(mean + place, average, mask=inside)
         if beta is not None:
-            top, energy, _stays, _factor, _scale = lowered(top, energy, log_decay)
-            if skip is not None:
-                top, at, energy, _energy_share = add_energy(
-                    top, at, energy, None, steep[:, None], x, value[:, None], 1.0
-                )
-            r, exponent, own_exponent = measured(top, at, steep, value, skip)
-            higher, z, _energy_part, _energy_own = look(exponent, energy, seen, own_exponent, own_skip)
-            if skip is None:
-                top, at, energy, _energy_share = add_energy(
-                    top, at, energy, None, steep[:, None], x, value[:, None], 1.0
-                )
-            gain = (tl.log(z / y) + (higher - highest)) / steep
-            tl.store(free_energy + place, tl.where(highest > NEARLY_NOTHING, r + gain, 0.0), mask=inside)
+            tl.store(free_energy + place, of_free, mask=inside)
         place += channels
     if end == time:
         of_row = row * N * channels + of_states

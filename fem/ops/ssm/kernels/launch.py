@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from fem.ops.channel_scan.kernels import backward as channel_backward
 from fem.ops.channel_scan.kernels import forward as channel_forward
 from fem.ops.channel_scan.kernels.launch import from_units, packed, to_units, unpacked
 from fem.ops.common.kernels.launch import on_its_device
@@ -17,6 +18,7 @@ from fem.ops.ssm.kernels import backward as ssm_backward
 from fem.ops.ssm.kernels import forward as ssm_forward
 
 _STATES = 256  # of a program
+_PROGRAMS = 512  # of the backward at a time, each with a scratch of its own: what an H100 holds
 
 
 def ssm_scan(
@@ -104,23 +106,35 @@ def _backward(
     """Gradients of the start, delta, a, b, c, v and, where there are any, of skip, beta and log_delta."""
     given = [None if grad is None else grad.contiguous() for grad in (d_log_weight, d_mean, d_free_energy)]
     (batch, time, channels), rank = v.shape, len(a)
-    (blocks_of_channels, chunks, _), blocks = cut(v, rank)
+    grid, blocks = cut(v, rank)
+    blocks_of_channels, chunks, _ = grid
+    size, states = entering[0].numel(), rank * channels
     behind = start.new_zeros(3, *start.shape[1:]) if d_last is None else to_units(d_last, last)
-    scratch = start.new_empty(3 if beta is None else 5, batch, decay_scan_triton.CHUNK, rank * channels)
-    own_scratch = start.new_empty(2, batch, decay_scan_triton.CHUNK, channels)
+    read = (*given, delta, log_delta, a, b, c, skip, v, beta, opens, entering)
+    flows = behind
+    if chunks > 1:
+        flows, through = start.new_empty(3, batch, chunks, states), start.new_empty(4, batch, chunks, states)
+        ssm_backward.ssm_gradient_sums[grid](*read, mean, through, flows, time, channels, size, **blocks)
+        carry = Cut.of(batch, time, states)
+        channel_backward.channel_gradient_carry[carry.carry_grid](
+            through, flows, behind, chunks, states, size, behind[0].numel(), **carry.carry_blocks
+        )
+    side_by_side = min(chunks, max(1, _PROGRAMS // (blocks_of_channels * batch)))
+    scratch = start.new_empty(3 if beta is None else 5, batch, side_by_side, decay_scan_triton.CHUNK, states)
+    own_scratch = start.new_empty(2, batch, side_by_side, decay_scan_triton.CHUNK, channels)
     d_delta, d_v, d_start = torch.empty_like(delta), torch.empty_like(v), torch.empty_like(behind)
     d_log_delta = None if log_delta is None else torch.empty_like(log_delta)
-    d_a, (d_skip, d_beta) = start.new_empty(batch, rank, channels), start.new_empty(2, batch, channels)
+    d_a, d_skip, d_beta = (start.new_empty(batch, side_by_side, *x.shape) for x in (a, v[0, 0], v[0, 0]))
     d_b, d_c = start.new_empty(2, blocks_of_channels, *b.shape)
-    ssm_backward.ssm_gradients[(blocks_of_channels, batch)](
-        *given, delta, log_delta, a, b, c, skip, v, beta, opens, entering, behind, mean, free_energy, scratch,
-        own_scratch, d_delta, d_log_delta, d_a, d_b, d_c, d_skip, d_v, d_beta, d_start, time, chunks, channels,
-        entering[0].numel(), start[0].numel(), scratch[0].numel(), own_scratch[0].numel(), b.numel(), **blocks,
+    ssm_backward.ssm_gradients[(blocks_of_channels, side_by_side, batch)](
+        *read, flows, mean, free_energy, scratch, own_scratch,
+        d_delta, d_log_delta, d_a, d_b, d_c, d_skip, d_v, d_beta, d_start, time, chunks, channels,
+        size, flows[0].numel(), start[0].numel(), scratch[0].numel(), own_scratch[0].numel(), b.numel(), **blocks,
     )  # fmt: skip
-    of_rows = [x.sum(0) for x, there in ((d_skip, skip), (d_beta, beta)) if there is not None]
+    of_rows = [x.sum((0, 1)) for x, there in ((d_skip, skip), (d_beta, beta)) if there is not None]
     d_b, d_c = d_b.sum(0).to(b.dtype), d_c.sum(0).to(c.dtype)
     of_rows += [] if log_delta is None else [d_log_delta]
-    return [from_units(d_start, start), d_delta, d_a.sum(0), d_b, d_c, d_v, *of_rows]
+    return [from_units(d_start, start), d_delta, d_a.sum((0, 1)), d_b, d_c, d_v, *of_rows]
 
 
 @_backward.register_fake
