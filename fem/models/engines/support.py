@@ -41,14 +41,23 @@ def _obstacle(mixer: FreeEnergyMixerConfig) -> str | None:
 
 
 def obstacle_to_states(config: FEMConfig) -> str | None:
-    """Why no engine's slots, each as large as the next, can hold such a model's states; None: they can."""
-    mixers = config.mixer_configs()
-    for layer, mixer in enumerate(mixers):
-        if mixer.prior_type == "softmax":
-            return f"layer {layer} has the 'softmax' prior, whose keys grow with the text, and a slot has a fixed size."
-        if mixer != mixers[0]:
-            return f"layer {layer} is unlike layer 0, and all slots have one size."
+    """Why no engine can serve such a model by slots for states, each as large as the next, beside an attention's cache
+    for softmax layers; None: it can."""
+    states = [mixer for mixer in config.mixer_configs() if has_state(mixer)]
+    if not states:
+        return "no layer has a state of fixed size."
+    for layer, mixer in enumerate(config.mixer_configs()):
+        reason = None if has_state(mixer) else _obstacle(mixer)
+        if reason is not None:
+            return f"layer {layer} {reason}."
+        if has_state(mixer) and mixer != states[0]:
+            return f"layer {layer} has another state than the layers before, and all slots have one size."
     return None
+
+
+def has_state(mixer: FreeEnergyMixerConfig) -> bool:
+    """Whether the layer's prior remembers by a state of fixed size; softmax keeps keys and values."""
+    return mixer.prior_type != "softmax"
 
 
 def head_width(config: FEMConfig) -> int:

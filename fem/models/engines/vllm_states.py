@@ -1,4 +1,5 @@
-"""Models of scan priors inside vLLM: each request has one slot that holds its states, as for vLLM's own Mamba.
+"""Models with scan priors inside vLLM: each request has a slot that holds its states, as for vLLM's own Mamba, and
+softmax layers among them, without a conditioner, read [v | e] over its paged cache.
 
 vllm serve runs/my-gla --hf-overrides '{"architectures": ["FEMStatesForCausalLM"]}'
 """
@@ -10,18 +11,22 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree
+from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
-from fem.models.engines.support import obstacle_to_states
+from fem.models.engines.support import has_state, obstacle_to_states
 from fem.state import CachePosition, MixerState
 
 CONDITIONER = "conditioner"
+PAGED = "vllm_paged"  # the attention of softmax layers
 
 
 def state_of_a_row(config: FreeEnergyMixerConfig, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -91,8 +96,18 @@ class ServedMixer(FreeEnergyMixer, MambaBase):
         return y
 
 
-class FEMStatesForCausalLM(nn.Module, HasInnerState, IsAttentionFree):
-    """`FEMForCausalLM` whose layers all have one scan prior, with the conditioner or without."""
+def _paged(module: nn.Module, q: Tensor, k: Tensor, values: Tensor, attention_mask, **_) -> tuple[Tensor, None]:
+    """q, k and [v | e] (1, H, N, w) of all requests' tokens, read over vLLM's cache: (1, N, H, w)."""
+    by_token = lambda x: x[0].transpose(0, 1).flatten(1)  # noqa: E731
+    out = module.paged(by_token(q), by_token(k), by_token(values))
+    return out.view(1, q.shape[2], q.shape[1], -1), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(PAGED, _paged)
+
+
+class FEMStatesForCausalLM(nn.Module, HasInnerState, IsHybrid):
+    """`FEMForCausalLM` with layers of one scan prior, with the conditioner or without, softmax layers among them."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
@@ -104,28 +119,48 @@ class FEMStatesForCausalLM(nn.Module, HasInnerState, IsAttentionFree):
         if ranks != 1:
             raise ValueError(f"tensor_parallel_size must be 1 for a model with states, got {ranks}.")
         self.fem = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        config._attn_implementation = PAGED
         for index, block in enumerate(self.fem.model.layers):
-            block.mixer = ServedMixer(block.mixer.config, f"{prefix}layers.{index}.mixer", dtype)
+            name = f"{prefix}layers.{index}.mixer"
+            if has_state(block.mixer.config):
+                block.mixer = ServedMixer(block.mixer.config, name, dtype)
+                continue
+            block.attention.paged = Attention(
+                config.num_attention_heads,
+                config.head_dim,
+                block.attention.scaling,
+                num_kv_heads=config.num_key_value_heads,
+                cache_config=vllm_config.cache_config,
+                per_layer_sliding_window=block.mixer.config.window,
+                prefix=name,
+            )
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.fem.model.embed_tokens(input_ids)
 
     def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None, **_) -> Tensor:
         x = (self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds)[None]
+        attended = {"position_ids": positions[None], "attention_mask": None}
         for block in self.fem.model.layers:
-            x = block(x)
+            x = block(x, engine=None if has_state(block.mixer.config) else attended)
         return self.fem.model.norm(x)[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         return self.fem.lm_head(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        found = dict(weights)
-        missing, unknown = self.fem.load_state_dict(found, strict=False)
+        missing, unknown = self.fem.load_state_dict(dict(weights), strict=False)
         self.fem.tie_weights()
-        if unknown or set(missing) - set(self.fem._tied_weights_keys):
-            raise ValueError(f"the checkpoint is of another model: missing {missing}, unknown {unknown}.")
-        return {f"fem.{name}" for name, _ in self.fem.named_parameters()}
+        wanted = {name for name, _ in self.fem.named_parameters()}
+        if unknown or wanted & set(missing):
+            lost = sorted(wanted & set(missing))
+            raise ValueError(f"the checkpoint must be of this model, got one without {lost} and with {unknown}.")
+        return {f"fem.{name}" for name in wanted}
+
+    def get_mamba_state_copy_funcs(self, kinds: set) -> dict:
+        """How vLLM copies the states of a prefix that requests share: each whole."""
+        count = next(len(block.mixer.row) for block in self.fem.model.layers if has_state(block.mixer.config))
+        return dict.fromkeys(kinds, (get_temporal_copy_spec,) * count)
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
@@ -138,4 +173,4 @@ class FEMStatesForCausalLM(nn.Module, HasInnerState, IsAttentionFree):
     @staticmethod
     def _row(vllm_config: VllmConfig) -> dict[str, Tensor]:
         model = vllm_config.model_config
-        return state_of_a_row(model.hf_config.mixer_configs()[0], model.dtype)
+        return state_of_a_row(next(filter(has_state, model.hf_config.mixer_configs())), model.dtype)
