@@ -1,7 +1,7 @@
 """Models with states inside vLLM: each request has a slot that holds those of scan priors and conditioners, as for
 vLLM's own Mamba, and softmax layers read [v | e] over its paged cache.
 
-vllm serve runs/my-gla --hf-overrides '{"architectures": ["FEMStatesForCausalLM"]}'
+    vllm serve runs/my-gla --hf-overrides '{"architectures": ["FEMStatesForCausalLM"]}'
 """
 
 from __future__ import annotations
