@@ -1,4 +1,4 @@
-"""Layers with states inside vLLM, by a stand-in for what vLLM hands a model: slots, and where each request's tokens are.
+"""Layers with states inside vLLM, by a stand-in for what vLLM hands a model: slots, and which tokens are whose.
 
 `make test-vllm` asks vLLM itself.
 """
@@ -154,7 +154,7 @@ def test_what_slots_cannot_hold_is_refused_by_name(states, fields, reason):
 def test_a_checkpoint_of_another_model_is_refused(states):
     model = drawn(MODELS["linear"])
     weights = model.state_dict()
-    with pytest.raises(ValueError, match="without .'model.norm.weight'. and with .'other'."):
+    with pytest.raises(ValueError, match=r"without .'model.norm.weight'. and with .'other'."):
         inside_vllm(states, model).load_weights(
             ({"other" if n == "model.norm.weight" else n: w for n, w in weights.items()}).items()
         )
