@@ -46,6 +46,15 @@ CASES = {  # name: the model's fields, vLLM's options
         {"max_num_seqs": 8, "tensor_parallel_size": 2},
     ),
 }
+STATES = {"max_num_seqs": 8, "hf_overrides": {"architectures": ["FEMStatesForCausalLM"]}}
+CASES |= {
+    f"states of {name}": ({"prior_type": name, "mixer": {"use_conv": False}}, STATES)
+    for name in ("linear", "gla", "rnn_softmax", "rnn_decay", "mamba", "mamba_interactive")
+}
+CASES["states of gla and of the conditioner, chunked prefill of 64 tokens"] = (
+    {"prior_type": "gla", "mixer": {}},
+    STATES | {"max_num_batched_tokens": 64, "enable_chunked_prefill": True},
+)
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",

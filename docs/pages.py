@@ -20,6 +20,7 @@ MOVED = {
     "CITATION.cff": "faq.md#how-to-cite",
 }
 PICTURE = re.compile(r"<picture>.*?</picture>", re.DOTALL)
+LINE = 22  # characters of a cell that stay on one line
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -81,11 +82,19 @@ def by_palette(picture: re.Match) -> str:
 
 
 def on_post_page(output: str, **_) -> str:
-    """What a screen reader and the keyboard need: a name for the search, and a way into what scrolls sideways."""
+    """What a screen reader, the keyboard and a phone need: a name for the search, a way into what scrolls sideways, and
+    room for the cells of a table that hold sentences, so that the others stay on their line.
+    """
     named = output.replace(
         'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
     )
-    return re.sub(r"<table>(?=\n<thead>\n<tr>(?:\n<th.*?</th>){6})", '<table tabindex="0">', named)
+    roomy = re.sub(r"<td(?: style=\"[^\"]*\")?>(.*?)</td>", with_room, named)
+    return re.sub(r"<table>(?=\n<thead>\n<tr>(?:\n<th.*?</th>){6})", '<table tabindex="0">', roomy)
+
+
+def with_room(cell: re.Match) -> str:
+    words = re.sub(r"<[^>]+>", "", cell[1])
+    return cell[0].replace("<td", '<td class="words"', 1) if len(words) > LINE else cell[0]
 
 
 def on_post_template(output_content: str, **_) -> str:

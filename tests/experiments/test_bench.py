@@ -136,7 +136,7 @@ def test_the_papers_ratios_stand_beside_ours():
     case = Case("gpt2", SMALL, "float32", tuple(paper.TABLE7), layers=1)
     costs = {"parameters": 1, "forward_s": 2.0, "train_s": 3.0, "train_extra_bytes": 4, "forward_flop": 5}
     found = {"attention": costs, "FEM-SM": costs | {"forward_s": 2.2}}
-    rows = {row["model"]: row for row in tables.rows("gpt2", [(case, found)])}
+    rows = {row["mixer"]: row for row in tables.rows("gpt2", [(case, found)])}
     assert rows["FEM"]["forward ratio"] == "1.10 (1.13)"
     assert rows["FEM"]["train ratio"] == "1.00 (1.26)"
     assert rows["attention"]["memory ratio"] == "1.00 (1.00)"
@@ -203,3 +203,11 @@ def test_every_part_has_a_section_a_table_and_its_picture(monkeypatch, tmp_path,
 def test_a_recipe_that_measures_nothing_is_refused(wrong, sentence):
     with pytest.raises(ValueError, match=sentence):
         experiment.BenchRecipe(**wrong)
+
+
+@pytest.mark.parametrize("part", ["layer", "decode"])
+def test_a_table_begins_with_the_mixer_which_stays_in_sight_while_it_scrolls(part):
+    case = Case(part, SMALL, "float32", (BASELINE,))
+    cost = {"token_s": 1.0, "state_bytes": 1, "forward_s": 1.0, "train_s": 1.0, "train_extra_bytes": 1}
+    (row,) = tables.rows(part, [(case, {BASELINE: cost})])
+    assert next(iter(row)) == "mixer"

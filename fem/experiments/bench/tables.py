@@ -48,7 +48,7 @@ def _costs(part: str, case: Case, name: str, found: dict[str, dict]) -> dict:
     tokens = case.size.batch * case.size.time
     unit, scale = ("us/token", 1e6 / tokens) if part == "context" else ("ms", 1e3)
     several_dtypes = {"dtype": case.dtype} if part in ("read", "layer") else {}
-    row = {"T": case.size.time, **several_dtypes, "model": shown(name)}
+    row = {"mixer": shown(name), "T": case.size.time, **several_dtypes}
     for label, field in (("forward", "forward_s"), ("train", "train_s")):
         row[f"{label} {unit}"] = None if field not in own else scale * own[field]
         row[f"{label} ratio"] = _ratio(own.get(field), base.get(field), part, name, label)
@@ -79,9 +79,9 @@ def _paper_ratio(own: Cost | None, base: Cost | None, field: str) -> float | Non
 def _decode(part: str, case: Case, name: str, found: dict[str, dict]) -> dict:
     own, base = found[name], found[BASELINE]
     return {
+        "mixer": shown(name),
         "context": case.size.time,
         "dtype": case.dtype,
-        "model": shown(name),
         "ms/token": 1e3 * own["token_s"],
         "time ratio": f"{own['token_s'] / base['token_s']:.2f}",
         "state bytes": own["state_bytes"],

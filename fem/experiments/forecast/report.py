@@ -8,7 +8,7 @@ from statistics import mean
 
 from fem.experiments.common.paired import spread
 from fem.experiments.common.run import provenance
-from fem.experiments.common.tables import markdown_table, write_table
+from fem.experiments.common.tables import markdown_table
 from fem.experiments.forecast import picture
 
 TABLE_4_MODELS = ("FEM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "GLA", "iTransformer", "PatchTST", "DLinear")
@@ -49,12 +49,12 @@ def summary(records: Sequence[dict]) -> list[dict]:
 
 
 def table(records: Sequence[dict]) -> list[dict]:
-    """A row per data, horizon and model."""
+    """A row per data, horizon and model, which comes first: a column that stays in sight."""
     return [
         {
+            "model": picture.name_of(row["model"]),
             "data": row["data"],
             "horizon": row["horizon"],
-            "model": picture.name_of(row["model"]),
             "MSE": row["mse"],
             "sd": spread(row["mses"]),
             "MSE by seed": ", ".join(f"{error:.4f}" for error in row["mses"]),
@@ -69,7 +69,7 @@ def table(records: Sequence[dict]) -> list[dict]:
 
 def short_table(records: Sequence[dict]) -> list[dict]:
     """The columns of `table` that fit on a terminal."""
-    return [{name: row[name] for name in ("data", "horizon", "model", "MSE", "sd", "MAE")} for row in table(records)]
+    return [{name: row[name] for name in ("model", "data", "horizon", "MSE", "sd", "MAE")} for row in table(records)]
 
 
 def table4(summaries: Sequence[dict]) -> list[dict]:
@@ -88,8 +88,7 @@ def table4(summaries: Sequence[dict]) -> list[dict]:
 
 
 def write(folder: Path, records: Sequence[dict], command: str) -> None:
-    """table4.csv and .md, forecasts.png and report.md in `folder`."""
-    write_table(folder, "table4", table4(summary(records)))
+    """forecasts.png and report.md in `folder`."""
     picture.forecasts(folder / "forecasts.png", records)
     page = PAGE.format(
         table=markdown_table(table(records), {"MSE": min, "MAE": min}),

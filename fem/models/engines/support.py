@@ -1,4 +1,4 @@
-"""Which models an engine's attention can serve, and the head width and layer types that its cache is built for."""
+"""Which models an engine can serve, by its attention or by slots for states, and what its caches are built for."""
 
 from __future__ import annotations
 
@@ -37,6 +37,17 @@ def _obstacle(mixer: FreeEnergyMixerConfig) -> str | None:
         return "has the conditioner (use_conv=True), a recurrence, and an attention's cache holds no state"
     if mixer.value_logexp_cap is not None:
         return "has a value_logexp_cap, and a cache of [v | e] has a range of its own"
+    return None
+
+
+def obstacle_to_states(config: FEMConfig) -> str | None:
+    """Why no engine's slots, each as large as the next, can hold such a model's states; None: they can."""
+    mixers = config.mixer_configs()
+    for layer, mixer in enumerate(mixers):
+        if mixer.prior_type == "softmax":
+            return f"layer {layer} has the 'softmax' prior, whose keys grow with the text, and a slot has a fixed size."
+        if mixer != mixers[0]:
+            return f"layer {layer} is unlike layer 0, and all slots have one size."
     return None
 
 
