@@ -115,14 +115,18 @@ class FreeEnergyMixer(nn.Module):
             state = after.reorder(torch.arange(rows, device=x.device))
         return y[:rows, :time], state
 
-    def served(self, x: Float[Tensor, "b t d"], position: Tensor, attention) -> Float[Tensor, "b t d"]:
+    def served(
+        self, x: Float[Tensor, "b t d"], position: Tensor, attention, features: Float[Tensor, "b t f"] | None = None
+    ) -> Float[Tensor, "b t d"]:
         """The layer for an engine: read by attention(q, k, v, beta), which keeps a cache of its own.
 
-        position (B, T): where the tokens stand. For the softmax prior without a conditioner.
+        position (B, T): where the tokens stand. features: [x, h], h from the conditioner, whose state the engine keeps;
+        None: the layer has none. For the softmax prior.
         """
-        v = self._values(x, x)
-        q, k = self.prior.queries_and_keys(x, position)
-        o = self.gate(x, attention(q, k, v, self._temperature(v)))
+        features = x if features is None else features
+        v = self._values(x, features)
+        q, k = self.prior.queries_and_keys(features, position)
+        o = self.gate(features, attention(q, k, v, self._temperature(v)))
         return self.output(self.dropout(o.flatten(-2)))
 
     def _set_apart(
