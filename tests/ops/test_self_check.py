@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fem.experiments.doctor import checks
 from fem.ops.common import backend, self_check
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.self_check import Kind
@@ -170,3 +171,14 @@ def test_every_read_names_a_kind_that_has_an_example(monkeypatch):
         for kind in list(kinds):  # reading an example asks for a backend again
             example = self_check.example_of(kind, torch.Generator())
             assert example.read("plain", example.tokens | example.exact)
+
+
+def test_doctor_checks_all_kinds_of_a_card_and_keeps_their_verdicts(monkeypatch):
+    def process(kind, device):
+        return says("off by 3" if kind.op == "ssm" else None)(kind, device)
+
+    monkeypatch.setattr(self_check, "_in_a_process", process)
+    rows = list(checks.scans(GPU))
+    kinds = list(checks.kinds(GPU))
+    assert [row["result"] for row in rows] == ["off by 3" if kind.op == "ssm" else "ok" for kind in kinds]
+    assert len(list(self_check.verdicts())) == len(kinds) > 60

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,13 +73,16 @@ def kinds(device: torch.device) -> Iterator[Kind]:
 
 
 def scans(device: torch.device) -> Iterator[Row]:
-    """Every kind of scan against the plain form in float64, outputs and gradients. On a GPU the verdict is saved."""
-    for kind in kinds(device):
+    """Every kind of scan against the plain form in float64, outputs and gradients. On a GPU the verdict is saved; each
+    kind has a process of its own there, which mostly compiles, so that several run at a time."""
 
-        def run(kind=kind):
-            return check(kind, device.index or 0)["why"] if device.type == "cuda" else difference(kind, device)
+    def wrong(kind: Kind) -> str | None:
+        return check(kind, device.index or 0)["why"] if device.type == "cuda" else difference(kind, device)
 
-        yield outcome(", ".join(map(str, kind.encoded())), run)
+    at_a_time = min(8, os.cpu_count() or 1) if device.type == "cuda" else 1
+    with ThreadPoolExecutor(at_a_time) as pool:
+        named = lambda kind: outcome(", ".join(map(str, kind.encoded())), partial(wrong, kind))  # noqa: E731
+        yield from pool.map(named, kinds(device))
 
 
 def softmax(device: torch.device) -> Iterator[Row]:

@@ -178,9 +178,12 @@ def _flex(device: str):
 
 
 def _biased(bias: Float[Tensor, "#b #h #tq #t"]):
-    """The score_mod that adds a bias, which is broadcast where it has but one entry."""
+    """The score_mod that adds a bias, which is broadcast where it has but one entry.
+
+    In 64 bits: FlexAttention's kernel counts in 32, whatever the size of what a score_mod captures.
+    """
     whole = [int(size > 1) for size in bias.shape]
-    return lambda score, *place: score + bias[tuple(index * varies for index, varies in zip(place, whole))]
+    return lambda score, *place: score + bias[tuple(index.long() * varies for index, varies in zip(place, whole))]
 
 
 def block_mask(seen: Intervals, keys: int):

@@ -15,8 +15,9 @@ from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, merge, nothing_read, read_of
 from fem.ops.common.scaled_sums import Streams, Sums, leave, start_of, state_of
 from fem.ops.common.tokens import Tokens
+from fem.ops.ssm.inputs import Inputs
 from fem.ops.ssm.naive import naive_ssm_read
-from fem.ops.ssm.plain import Inputs, ssm_scan
+from fem.ops.ssm.plain import ssm_scan
 
 Heads = Float[Tensor, "b t h d"]
 

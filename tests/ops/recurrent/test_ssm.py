@@ -80,7 +80,7 @@ def spiked(inputs):
 @pytest.mark.parametrize("change, plain", [(lambda inputs: inputs, True), (spiked, False)])
 def test_plain_numbers_are_used_where_they_hold_the_read_and_agree_with_logarithms(monkeypatch, change, plain):
     used = []
-    monkeypatch.setattr(ssm_scan.ssm_direct, "held", lambda y, held=ssm_direct.held: used.append(held(y)) or used[-1])
+    monkeypatch.setattr(ssm_direct, "held", lambda y, held=ssm_direct.held: used.append(held(y)) or used[-1])
     inputs = change(case("ssm", 150))
     one, other = inputs.leaves(), inputs.leaves()
     got, (wanted, _) = one.read(), other.read(return_state=True)  # a state goes on, so by logarithms

@@ -265,6 +265,28 @@ def test_a_value_that_is_not_finite_shows_in_the_rows_that_see_it_alone(value):
         torch.testing.assert_close(got[~hit], want[~hit], rtol=1e-5, atol=1e-5)
 
 
+class Indices(TorchDispatchMode):
+    """The dtypes of the tensors by which others are indexed."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.index.Tensor:
+            self.dtypes |= {index.dtype for index in args[1]}
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_bias_is_found_in_64_bits():
+    """One of (1, 16, 16k, 16k) has 2^32 entries; FlexAttention gives places in 32 bits."""
+    bias, place = torch.randn(1, 2, 3, 4), [torch.tensor([at], dtype=torch.int32) for at in (5, 1, 2, 3)]
+    with Indices() as seen:
+        score = softmax_composed._biased(bias)(torch.ones(1), *place)
+    assert score.item() == 1 + bias[0, 1, 2, 3].item()
+    assert seen.dtypes == {torch.int64}
+
+
 @torch.no_grad()
 def test_a_bias_may_leave_a_row_nothing():
     q, k, v, beta = draw(9)
