@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -18,7 +19,6 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
 from fem.models.engines.support import obstacle_to_states
-from fem.models.modeling import FEMForCausalLM
 from fem.state import CachePosition, MixerState
 
 CONDITIONER = "conditioner"
@@ -103,7 +103,7 @@ class FEMStatesForCausalLM(nn.Module, HasInnerState, IsAttentionFree):
             raise ValueError(f"FEMStatesForCausalLM cannot serve this model: {reason}")
         if ranks != 1:
             raise ValueError(f"tensor_parallel_size must be 1 for a model with states, got {ranks}.")
-        self.fem = FEMForCausalLM(config)
+        self.fem = AutoModelForCausalLM.from_config(config, dtype=dtype)
         for index, block in enumerate(self.fem.model.layers):
             block.mixer = ServedMixer(block.mixer.config, f"{prefix}layers.{index}.mixer", dtype)
 
