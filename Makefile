@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs screens notebooks types lint chaos suite bench clean
+.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs screens notebooks types lint chaos suite clients bench clean
 
 help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
@@ -101,6 +101,10 @@ chaos: install
 # transformers' own tests of models on ours: its source distribution is downloaded once.
 suite: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/transformers_suite.py
+
+# Other libraries on a small FEM model, and every model type of transformers turned into FEM: docs/results/clients.md.
+clients: install
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m clients docs/results
 
 bench: install
 	OMP_NUM_THREADS=1 $(BIN)/fem bench

@@ -7,12 +7,45 @@ python benchmarks/scan_kernels.py every          # prints all launches that a la
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
+import torch
 import triton
 from measure import save
 
-from fem.experiments.doctor.launches import compile_all, every, few
+from fem.experiments.doctor import launches
 from fem.experiments.doctor.without_card import CARDS, SPILL, Compiled
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def every() -> Iterator[launches.Launch]:
+    """All that a layer can ask for."""
+    for dtype in (BF16, FP32):
+        for keys, values in ((64, 32), (128, 64)):
+            for decay in (None, "head", "channel"):
+                yield launches.linear_attention(dtype, keys, values, decay)
+        yield launches.channel_scan(dtype)
+        yield launches.channel_scan(dtype, decays=False)
+        yield launches.channel_scan(dtype, weighted=False)
+        yield launches.ssm(dtype)
+        yield launches.conditioner(dtype)
+    yield launches.linear_attention(BF16, 256, 128, "channel")
+    yield launches.linear_attention(BF16, 40, 24, "head")
+    yield launches.linear_attention(BF16, 64, 32, "head", free=False)
+    yield launches.linear_attention(BF16, 64, 32, present=False)
+    yield launches.linear_attention(BF16, 64, 32, "head", time=1)
+    yield launches.channel_scan(BF16, weighted=False, decays=False)
+    yield launches.channel_scan(FP16)
+    yield launches.channel_scan(BF16, weight_dtype=FP32)
+    yield launches.channel_scan(BF16, free=False)
+    yield launches.channel_scan(BF16, channels=1, time=1)
+    yield launches.ssm(BF16, rank=1)
+    yield launches.ssm(BF16, rank=64)
+    yield launches.ssm(BF16, both_ways=True)
+    yield launches.ssm(BF16, free=False)
+    yield launches.ssm(BF16, channels=1, time=1)
+    yield launches.conditioner(BF16, channels=1, time=1)
 
 
 def worst(found: list[Compiled]) -> list[dict[str, str]]:
@@ -29,8 +62,8 @@ def worst(found: list[Compiled]) -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    launches = every() if sys.argv[1:] == ["every"] else few()
-    found = list(compile_all(launches, list(CARDS)))
+    chosen = every() if sys.argv[1:] == ["every"] else launches.few()
+    found = list(launches.compile_all(chosen, list(CARDS)))
     faults = sum(one.fault() is not None for one in found)
     cards = "; ".join(f"{name}: {card.shared // 1024} KiB ({card.example()})" for name, card in CARDS.items())
     note = (

@@ -46,6 +46,20 @@ CASES = {  # name: the model's fields, vLLM's options
         {"max_num_seqs": 8, "tensor_parallel_size": 2},
     ),
 }
+STATES = {"max_num_seqs": 8, "hf_overrides": {"architectures": ["FEMStatesForCausalLM"]}}
+CASES |= {
+    f"states of {name}": ({"prior_type": name, "mixer": {"use_conv": False}}, STATES)
+    for name in ("linear", "gla", "rnn_softmax", "rnn_decay", "mamba", "mamba_interactive")
+}
+CASES["states of gla and of the conditioner, chunked prefill of 64 tokens"] = (
+    {"prior_type": "gla", "mixer": {}},
+    STATES | {"max_num_batched_tokens": 64, "enable_chunked_prefill": True},
+)
+CASES["a hybrid: gla with the conditioner, then softmax with a window of 32"] = (
+    {"layer_priors": [{"prior_type": "gla", "use_conv": True}, {"prior_type": "softmax", "window": 32}]},
+    STATES,
+)
+CASES["softmax with the conditioner"] = ({"mixer": {}}, STATES)
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",

@@ -95,7 +95,7 @@ class FreeEnergyMixer(nn.Module):
         o = self.gate(features, read)
         y = self.output(self.dropout(o.flatten(-2)))
         if spoilt is not None:
-            y = y + torch.zeros_like(y).masked_fill_(tokens.only_kept(spoilt)[..., None], torch.nan)
+            y = y + tokens.zero_masked(torch.zeros_like(y).masked_fill_(spoilt[..., None], torch.nan))
         if not return_state:
             return y
         state = MixerState(self._kind, x.dtype, memory, hidden, cache_position)
@@ -115,14 +115,18 @@ class FreeEnergyMixer(nn.Module):
             state = after.reorder(torch.arange(rows, device=x.device))
         return y[:rows, :time], state
 
-    def served(self, x: Float[Tensor, "b t d"], position: Tensor, attention) -> Float[Tensor, "b t d"]:
+    def served(
+        self, x: Float[Tensor, "b t d"], position: Tensor, attention, features: Float[Tensor, "b t f"] | None = None
+    ) -> Float[Tensor, "b t d"]:
         """The layer for an engine: read by attention(q, k, v, beta), which keeps a cache of its own.
 
-        position (B, T): where the tokens stand. For the softmax prior without a conditioner.
+        position (B, T): where the tokens stand. features: [x, h], h from the conditioner, whose state the engine keeps;
+        None: the layer has none. For the softmax prior.
         """
-        v = self._values(x, x)
-        q, k = self.prior.queries_and_keys(x, position)
-        o = self.gate(x, attention(q, k, v, self._temperature(v)))
+        features = x if features is None else features
+        v = self._values(x, features)
+        q, k = self.prior.queries_and_keys(features, position)
+        o = self.gate(features, attention(q, k, v, self._temperature(v)))
         return self.output(self.dropout(o.flatten(-2)))
 
     def _set_apart(
@@ -130,17 +134,17 @@ class FreeEnergyMixer(nn.Module):
     ) -> tuple[Tensor, MixerState | None, Tensor | None]:
         """x without its NaN and infinity, the state without those of an earlier call, and the places that see them;
         None: none, or they reach none but these by themselves."""
-        documents = tokens.start is not None
-        by_documents = self.prior.spoils_documents or self.conditioner is not None
+        documents, memory = tokens.start is not None, self.prior.spoils_documents
+        by_documents = memory or self.conditioner is not None
         spreads = by_documents if documents else self.prior.spoils_before and x.shape[1] > 1
         if not spreads or torch.compiler.is_exporting():
             return x, state, None
-        before = state.spoilt(self.prior.spoils_documents) if documents and state is not None else None
+        before = state.spoilt(memory) if documents and state is not None else None
         spoilt = find_spoilt(x, before)
         if spoilt is None:
             return x, state, None
         if before is not None:  # any finite number: nothing of it is read behind the start of a document
-            state = state.filled(before, 1.0, self.prior.spoils_documents)
+            state = state.filled(before, 1.0, memory)
         return x.masked_fill(spoilt[..., None], 0), state, seen_from(spoilt, tokens, before, self.config.causal)
 
     def _features(self, x: Tensor, tokens: Tokens, state: MixerState | None) -> tuple[Tensor, Tensor | None]:

@@ -31,7 +31,9 @@ class Mutant:
 
 
 SOFTMAX, LINEAR, RECURRENT = "tests/ops/softmax", "tests/ops/linear_attention", "tests/ops/recurrent"
+PRECISION, RANGE = "fem/ops/common/precision.py", "tests/ops/test_scan_range.py"
 MUTANTS = (
+    # The eleven thresholds and guards on which exactness rests. The first four once survived every fast test.
     Mutant(
         "the certificate of the softmax read is e^-84",
         "fem/ops/common/precision.py",
@@ -60,6 +62,56 @@ MUTANTS = (
         "_SMALL_SPAN = 0.3",
         (f"{SOFTMAX}/test_softmax_thresholds.py",),
     ),
+    Mutant(
+        "a gradient under scores of thousands uses a rounded sum",
+        "fem/ops/softmax/op.py",
+        "_LARGE_SCORES = 200.0",
+        "_LARGE_SCORES = 2e5",
+        (f"{SOFTMAX}/test_softmax_blocks.py", f"{SOFTMAX}/test_softmax_read.py"),
+    ),
+    Mutant(
+        "a packed cache proves what underflow may have taken",
+        "fem/ops/softmax/cached.py",
+        "PROVEN = 30.0",
+        "PROVEN = 80.0",
+        (f"{SOFTMAX}/test_cached.py", f"{SOFTMAX}/test_softmax_decode.py"),
+    ),
+    Mutant(
+        "the weights of a token step are not lifted above underflow",
+        "fem/ops/softmax/decode.py",
+        "_LIFT = 2.0**40",
+        "_LIFT = 1.0",
+        (f"{SOFTMAX}/test_softmax_decode.py",),
+    ),
+    Mutant(
+        "weights of linear attention up to e^90 are not scaled",
+        "fem/ops/linear_attention/chunk.py",
+        "LIGHT = 30.0",
+        "LIGHT = 90.0",
+        (LINEAR, RANGE),
+    ),
+    Mutant(
+        "products of features may leave float32",
+        PRECISION,
+        "LARGEST_PRODUCT = 1e30",
+        "LARGEST_PRODUCT = 1e90",
+        (RANGE,),
+    ),
+    Mutant(
+        "scans read log-weights of hundreds in float32",
+        PRECISION,
+        "1.0, 64.0, 16.0",
+        "1.0, 64.0, 1e9",
+        (RANGE, RECURRENT),
+    ),
+    Mutant(
+        "a state space holds totals next to the end of float32",
+        "fem/ops/ssm/numbers.py",
+        "torch.finfo(y.dtype).tiny ** 0.5",
+        "torch.finfo(y.dtype).tiny",
+        (f"{RECURRENT}/test_ssm.py", RANGE),
+    ),
+    # The mathematics of the layer.
     Mutant(
         "a masked token takes a position",
         "fem/ops/common/tokens.py",

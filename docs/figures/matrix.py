@@ -11,7 +11,17 @@ from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
 
 TIME = {"softmax": "T²"}
 WITHOUT_KERNELS = {"softmax"}  # torch's own attention reads it
-COLUMNS = ("cost", "stream", "both directions", "padding, documents", "window", "grouped heads", "Triton", "vLLM, ...")
+COLUMNS = (
+    "cost",
+    "stream",
+    "both directions",
+    "padding, documents",
+    "window",
+    "grouped heads",
+    "Triton",
+    "vLLM",
+    "batching",
+)
 
 
 def layer(prior: str, **fields) -> FreeEnergyMixer:
@@ -40,12 +50,15 @@ def packs(prior: str) -> None:
     torch.testing.assert_close(packed[:, 3:], mixer(x[:, 3:]), rtol=1e-4, atol=1e-5)
 
 
-def served(prior: str) -> bool:
+def served(prior: str) -> tuple[bool, bool]:
+    """Whether vLLM serves it, by its attention or in its slots for states, and transformers' continuous batching."""
     from fem.models import FEMConfig
-    from fem.models.engines.support import obstacle
+    from fem.models.engines.support import obstacle, obstacle_to_states
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 8}
-    return obstacle(FEMConfig(prior_type=prior, mixer={"use_conv": False}, **sizes)) is None
+    config = FEMConfig(prior_type=prior, mixer={"use_conv": False}, **sizes)
+    by_attention = obstacle(config) is None
+    return by_attention or obstacle_to_states(config) is None, by_attention
 
 
 def row(prior: str) -> list[str]:
@@ -57,7 +70,7 @@ def row(prior: str) -> list[str]:
         works(lambda: layer(prior, window=3)(x)),
         works(lambda: layer(prior, n_kv_head=2)(x)),
         prior not in WITHOUT_KERNELS,
-        served(prior),
+        *served(prior),
     )
     return [f"`{prior}`", TIME.get(prior, "T"), *("yes" if can else "" for can in found)]
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from fem.config import PRIORS, FreeEnergyMixerConfig, build_config
 from fem.models.engines.parallel import tensor_plan
-from fem.models.engines.support import head_width, layer_type, obstacle
+from fem.models.engines.support import attends, head_width, layer_type, obstacle
 from fem.models.opener import OpensWithFEM
 from fem.models.peft import teach_peft
 from fem.models.rope import read_rope, scaled
@@ -142,6 +142,11 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     @property
     def layer_types(self) -> list[str] | None:
         return None if obstacle(self) else [layer_type(mixer) for mixer in self.mixer_configs()]
+
+    @property
+    def layers_block_type(self) -> list[str]:
+        """vLLM's words for layers that keep keys and values, and for those that keep a state alone."""
+        return ["attention" if attends(mixer) else "mamba" for mixer in self.mixer_configs()]
 
     @property
     def sliding_window(self) -> int | None:

@@ -12,21 +12,6 @@ IGNORED = -100
 LOGITS_AT_ONCE = 2**24
 
 
-def next_token_loss(
-    hidden: Float[Tensor, "b t d"],
-    weight: Float[Tensor, "v d"],
-    labels: Int[Tensor, "b t"],
-    num_items: Tensor | int | None = None,
-) -> Float[Tensor, ""]:
-    """-(1 / N) sum_t log softmax(W h_t)[label_{t+1}], in nats; labels of -100 are no targets.
-
-    N: the number of targets, or `num_items` (transformers' num_items_in_batch). Equal to transformers'
-    ForCausalLMLoss; at most 2^24 logits exist at a time, and their gradients are computed right away, so that no logit
-    is kept or computed twice. Sums run in float32 at least.
-    """
-    return cross_entropy(hidden, weight, next_tokens(labels), num_items)
-
-
 def next_tokens(labels: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
     """The label that each token is to predict: the one after it."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -38,7 +23,12 @@ def cross_entropy(
     targets: Int[Tensor, "b t"],
     num_items: Tensor | int | None = None,
 ) -> Float[Tensor, ""]:
-    """`next_token_loss` of labels that are shifted already: -(1 / N) sum_t log softmax(W h_t)[target_t]."""
+    """-(1 / N) sum_t log softmax(W h_t)[target_t], in nats; a target of -100 is none.
+
+    N: the number of targets, or `num_items` (transformers' num_items_in_batch). Equal to transformers'
+    ForCausalLMLoss of labels that `next_tokens` has shifted; at most 2^24 logits exist at a time, and their gradients
+    are computed right away, so that no logit is kept or computed twice. Sums run in float32 at least.
+    """
     targets = targets.flatten()
     total = _SummedCrossEntropy.apply(hidden.flatten(0, 1), weight, targets, torch.is_grad_enabled())
     return total / ((targets != IGNORED).sum() if num_items is None else num_items)

@@ -290,8 +290,8 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
     """`FEMModel` with a head over the vocabulary, tied to the embeddings unless config.tie_word_embeddings is False.
 
     labels (B, T): the input_ids, -100 where nothing is to be predicted; the loss shifts them, and the first token of a
-    document is no target. shift_labels (B, T): what each token is to predict, instead. The loss is
-    `next_token_loss`: its logits exist in chunks. logits_to_keep: the last n positions, an index, or 0 for all; None:
+    document is no target. shift_labels (B, T): what each token is to predict, instead. The loss is `cross_entropy` of
+    fem.models.loss: its logits exist in chunks. logits_to_keep: the last n positions, an index, or 0 for all; None:
     all, except in training with labels, where metrics that need them ask by logits_to_keep=0.
     num_items_in_batch: what the summed loss is divided by (the Trainer passes it). With labels no cache is built,
     unless use_cache=True. All else is `FEMModel`'s.

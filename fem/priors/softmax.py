@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from jaxtyping import Float
 from torch import Tensor
 
@@ -44,7 +46,8 @@ class SoftmaxPrior(Prior):
         q, k = self.queries_and_keys(features, tokens.position)
         if memory is None:
             how = {"causal": config.causal, "window": config.window, "tokens": tokens, "backend": config.backend}
-            return softmax_read(q, k, v, beta, **how), None
+            span = math.inf if config.value_logexp_cap is None else 2 * config.value_logexp_cap
+            return softmax_read(q, k, v, beta, span=span, **how), None
         memory = append(memory, k, v, beta, tokens, with_position=config.window is not None)
         tokens = Tokens(memory.get("keep"), None, memory.get("document"), memory.get("position"))
         start = tuple(memory.get(name) for name in PACKED) if "shift" in memory else None

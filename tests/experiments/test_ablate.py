@@ -11,6 +11,9 @@ import torch
 
 pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
+from fem.experiments.common.grid import Grid
+from fem.experiments.common.jobs import keep
+from fem.experiments.common.run import progress
 from fem.experiments.lm import ablate
 from fem.experiments.lm.ablations import ROWS, row_fields
 from fem.experiments.lm.small import LanguageRecipe, build_model, model_config
@@ -78,16 +81,24 @@ def test_laser_reads_the_free_energy_at_beta_one():
     assert reading.lambda_ is None or torch.all(reading.lambda_ == 1)
 
 
-def test_every_row_takes_its_own_best_rate_on_the_first_seed_alone():
+def test_every_row_takes_its_own_best_rate_on_the_first_seed_alone(tmp_path):
     losses = {("full", 0.001, 0): 3.0, ("full", 0.01, 0): 2.0, ("+G", 0.001, 0): 1.0, ("+G", 0.01, 0): math.inf}
     asked = []
 
-    def measure(row, rate, seed):
-        asked.append((row, rate, seed))
-        loss = losses.get((row, rate, seed), 7.0)
-        return {"val_loss": loss, "parameters": 10, "tokens_per_second": 1.0, "curve": []}
+    def train(jobs, folder):
+        for job in jobs:
+            cell = job.row, job.language.learning_rate, job.language.seed
+            asked.append(cell)
+            record = {"val_loss": losses.get(cell, 7.0), "parameters": 10, "tokens_per_second": 1.0, "curve": []}
+            keep(job, folder, record)
+            yield record
 
-    ablation = ablate.ablate(replace(TINY, rows="full +G"), measure)
+    def job(row, rate, seed):
+        return ablate.Job(row=row, mixer={}, language=TINY.language(rate, seed), text="x")
+
+    grid = Grid(tmp_path, train, progress(), "trainings")
+    tuned = grid.tuned(["full", "+G"], (0.001, 0.01), range(2), job, lambda record: record["val_loss"])
+    ablation = ablate.Ablation("softmax", *tuned)
     assert [ablation.best(row) for row in ("full", "+G")] == [0.01, 0.001]
     assert {(row, rate) for row, rate, seed in asked if seed == 1} == {("full", 0.01), ("+G", 0.001)}
     table = {row["row"]: row for row in ablation.table()}

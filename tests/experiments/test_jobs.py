@@ -24,9 +24,9 @@ def ablation() -> str:
 
 KEYS = {
     "mad": lambda: MADRecipe().jobs()[0].key,
-    "regimes": lambda: RegimesRecipe().tuning("peak")[0].key,
+    "regimes": lambda: RegimesRecipe().job("peak", "softmax", 0.003, 0).key,
     "forecast": lambda: ForecastJob(SERIES, 4, 0, "none", ForecastRecipe()).key,
-    "vision": lambda: next(VisionRecipe().jobs())[0],
+    "vision": lambda: next(VisionRecipe().jobs()).key,
     "ablate": ablation,
 }
 

@@ -18,9 +18,10 @@ import torch
 
 from fem import PRIORS, FreeEnergyMixerConfig
 from fem.experiments.common.baselines import PUBLISHED
+from fem.experiments.common.jobs import record_of
 from fem.experiments.common.mixers import canonical, fields_of, known
 from fem.experiments.common.names import display
-from fem.experiments.common.sweep import finished, sweep
+from fem.experiments.common.sweep import sweep
 from fem.experiments.mad.backbone import build_backbone, sinusoids
 from fem.experiments.mad.experiment import MADRecipe, run
 from fem.experiments.mad.settings import PROFILES, Profile, Setting, Training
@@ -359,17 +360,17 @@ def test_jobs_of_other_values_have_other_names():
 def test_a_stopped_sweep_goes_on_where_it_was(tmp_path):
     jobs = [job(seed=seed, setting=setting) for seed in (0, 1) for setting in (MEMORIZE, COMPRESS)]
     first = next(itertools.islice(sweep(jobs, tmp_path, train, workers=1), 1))
-    done = finished(jobs, tmp_path)
-    assert first["job"] in [found["job"] for found in done.values()]
+    has_run = lambda job: record_of(job, tmp_path) is not None  # noqa: E731
+    assert first["job"] in [record_of(job, tmp_path)["job"] for job in jobs if has_run(job)]
     for torn in ("[]", '{"job": {"mixer"'):
         (tmp_path / f"{jobs[3].key}.json").write_text(torn)
-        assert jobs[3].key not in finished(jobs, tmp_path)
-    missing = [job for job in jobs if job.key not in finished(jobs, tmp_path)]
+        assert not has_run(jobs[3])
+    missing = [job for job in jobs if not has_run(job)]
     assert len(missing) < 4
     assert len(list(sweep(missing, tmp_path, train, workers=1))) == len(missing)
-    assert finished(jobs, tmp_path).keys() == {job.key for job in jobs}
+    assert all(map(has_run, jobs))
     curve, _ = train(jobs[3], torch.device("cpu"))
-    assert finished(jobs, tmp_path)[jobs[3].key]["curve"] == curve
+    assert record_of(jobs[3], tmp_path)["curve"] == curve
 
 
 def test_a_sweep_ends_in_table_report_and_plots(tmp_path, monkeypatch):

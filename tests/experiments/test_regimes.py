@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Generator
 
+from fem.experiments.common.jobs import record_of
 from fem.experiments.common.mixers import POOLS, canonical, fields_of, mixer_config
 from fem.experiments.common.paired import paired, shown
-from fem.experiments.common.sweep import finished
 from fem.experiments.regimes import experiment
 from fem.experiments.regimes.experiment import RegimesRecipe, run
 from fem.experiments.regimes.real import HELD_OUT, WINDOW, DailyExtremes, Exceeded, Speakers, digits, rows, speeches
@@ -181,11 +181,11 @@ def test_a_run_writes_its_page_and_goes_on_where_it_was(tmp_path, monkeypatch):
     recipe = RegimesRecipe(tasks="peak", mixers="softmax,fem-sm/r4", learning_rates="0.01,0.001", seeds=2, **TINY)
     trained = []
 
-    def sweep(jobs, folder, of_job, workers):
+    def sweep(jobs, folder, train, workers):
         folder.mkdir(parents=True, exist_ok=True)
         for job in jobs:
             trained.append(job.key)
-            curve, parameters = of_job(job, torch.device("cpu"))
+            curve, parameters = train(job, torch.device("cpu"))
             record = {"job": json.loads(json.dumps(job, default=lambda j: j.__dict__)), "curve": curve}
             (folder / f"{job.key}.json").write_text(json.dumps(record | {"parameters": parameters, "seconds": 1.0}))
             yield record
@@ -203,8 +203,8 @@ def test_a_run_writes_its_page_and_goes_on_where_it_was(tmp_path, monkeypatch):
     next((tmp_path / "regimes" / "runs").glob("*.json")).write_text("{")
     assert run(recipe, tmp_path / "regimes")["regimes"] == results["regimes"]
     assert len(trained) == 7
-    jobs = recipe.tuning("peak")
-    assert finished(jobs, tmp_path / "regimes" / "runs").keys() == {job.key for job in jobs}
+    jobs = [recipe.job("peak", row, rate, 0) for row in recipe.rows for rate in recipe.rates]
+    assert all(record_of(job, tmp_path / "regimes" / "runs") for job in jobs)
 
 
 def a_play(path, speakers=10, words=500):
@@ -279,7 +279,7 @@ def test_rows_of_a_seed_see_the_same_examples(monkeypatch):
     seen = []
     task = TASKS["recall"]
     monkeypatch.setattr(type(task), "draw", partial(_watched, task.draw, seen))
-    for job in recipe.tuning("recall"):
+    for job in (recipe.job("recall", row, rate, recipe.seed) for row in recipe.rows for rate in recipe.rates):
         train(job, torch.device("cpu"))
     first, second = seen[: len(seen) // 2], seen[len(seen) // 2 :]
     assert len(first) == 5

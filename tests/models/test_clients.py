@@ -9,11 +9,11 @@ import torch
 
 pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
 import transformers
+from clients.survey import model_types, survey
 from small_models import VOCABULARY, lively, small_config, tokens
 from torch import nn
 
 from fem import PRIORS, replace_attention
-from fem.experiments.clients.survey import model_types, survey
 from fem.models import LORA, FEMForCausalLM, load_replaced
 from fem.models.surgery.pretrained import free_energy_attention
 from fem.projection import Projection
@@ -160,9 +160,9 @@ def test_dynamic_quantisation_leaves_no_projection_silently():
 
 def test_sentences_are_embedded_by_a_free_energy_and_come_back(tmp_path):
     library = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers, of the extra 'dev'")
+    from clients.programs import save
     from sentence_transformers.base.modules import Transformer
 
-    from fem.experiments.clients.programs import save
     from fem.models.sentences import FreeEnergySentencePooling
 
     save(tmp_path / "fem")

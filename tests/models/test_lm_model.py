@@ -46,7 +46,7 @@ def test_chunked_loss_and_gradients_equal_the_loss_of_transformers(monkeypatch, 
     hidden = torch.randn(3, time, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(VOCABULARY, 5, dtype=torch.float64, requires_grad=True)
     labels = tokens(3, time).masked_fill(torch.rand(3, time) < 0.3, -100)
-    ours = loss.next_token_loss(hidden, weight, labels, num_items)
+    ours = loss.cross_entropy(hidden, weight, loss.next_tokens(labels), num_items)
     plain = F.cross_entropy(
         (hidden @ weight.T)[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
     ) / ((labels[:, 1:] != -100).sum() if num_items is None else num_items)
@@ -82,7 +82,7 @@ def test_logits_of_the_loss_never_cost_vocabulary_times_tokens(monkeypatch, soft
 def test_bf16_loss_is_summed_in_float32():
     hidden, weight = torch.randn(1, 300, 8).bfloat16(), torch.randn(VOCABULARY, 8).bfloat16()
     labels = tokens(1, 300)
-    ours = loss.next_token_loss(hidden, weight, labels)
+    ours = loss.cross_entropy(hidden, weight, loss.next_tokens(labels))
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, ForCausalLMLoss(hidden @ weight.T, labels, VOCABULARY), rtol=1e-5, atol=1e-5)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -29,28 +28,21 @@ def digest_of(decides: Any, data: bytes = b"") -> str:
 
 
 def record_of(job: Job, folder: Path) -> dict | None:
-    """The record of a job that has run, None where there is none. A damaged one counts as none."""
-    record = _loaded(folder / f"{job.key}.json")
-    return record if record is not None and record.get("job") == asdict(job) else None
+    """The record of a job that has run; None where there is none, and where it is damaged, which a note says."""
+    path = folder / f"{job.key}.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    except ValueError:
+        found = None
+    if isinstance(found, dict):
+        return found
+    note(f"{path.name} is damaged; its training runs again.")
+    return None
 
 
 def keep(job: Job, folder: Path, record: dict) -> None:
     """Write the record of a job that has run to `folder`, with where and when it ran."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / f"{job.key}.json", record | circumstances())
-
-
-def read_record(path: Path) -> dict | None:
-    """The record in a file, None where there is none, and where it is damaged, which a note says."""
-    record = _loaded(path)
-    if record is None and path.exists():
-        note(f"{path.name} is damaged; its training runs again.")
-    return record
-
-
-def _loaded(path: Path) -> dict | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None

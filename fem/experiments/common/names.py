@@ -36,6 +36,7 @@ PART_COLOURS = {
     "CLT": "#c2477f",
     "CLTG": "#1f5fbf",
 }
+POOL_COLOURS = {"pool:fem": FULL_COLOURS["softmax"], "pool:lse": PART_COLOURS["L"]}
 
 
 def display(name: str) -> str:
@@ -67,15 +68,11 @@ def display(name: str) -> str:
 def colour(name: str) -> str:
     """The mixer's colour: greys for what has no part of FEM."""
     if name.startswith("pool:"):
-        kind = name.removeprefix("pool:").split("/")[0]
-        return {"fem": FULL_COLOURS["softmax"], "lse": PART_COLOURS["L"]}.get(kind, OTHER_GREY)
+        return POOL_COLOURS.get(name.split("/")[0], OTHER_GREY)
     try:
-        name = known(name)
+        prior, parts, *_ = taken_apart(known(name))
     except ValueError:
         return OTHER_GREY
-    if name.startswith("fla:"):
-        return OTHER_GREY
-    prior, parts, *_ = taken_apart(name)
     if not parts:
         return GREYS.get(prior, OTHER_GREY)
     return FULL_COLOURS.get(prior, PART_COLOURS[FULL]) if parts == FULL else PART_COLOURS[parts]

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from itertools import cycle
@@ -16,16 +16,11 @@ from typing import Any
 
 import torch
 
-from fem.experiments.common.jobs import Job, keep, record_of
+from fem.experiments.common.jobs import Job, keep
 
 RUNS_PER_GPU = 4
 
 Train = Callable[[Any, torch.device], tuple[list[dict], int]]
-
-
-def finished(jobs: Iterable[Job], folder: Path) -> dict[str, dict]:
-    """The records of those jobs that have run, by `Job.key`."""
-    return {job.key: record for job in jobs if (record := record_of(job, folder)) is not None}
 
 
 def sweep(jobs: Sequence[Job], folder: Path, train: Train, workers: int | None = None) -> Iterator[dict]:

@@ -91,35 +91,6 @@ def few() -> Iterator[Launch]:
     yield conditioner(BF16)
 
 
-def every() -> Iterator[Launch]:
-    """All that a layer can ask for."""
-    for dtype in (BF16, FP32):
-        for keys, values in ((64, 32), (128, 64)):
-            for decay in (None, "head", "channel"):
-                yield linear_attention(dtype, keys, values, decay)
-        yield channel_scan(dtype)
-        yield channel_scan(dtype, decays=False)
-        yield channel_scan(dtype, weighted=False)
-        yield ssm(dtype)
-        yield conditioner(dtype)
-    yield linear_attention(BF16, 256, 128, "channel")
-    yield linear_attention(BF16, 40, 24, "head")
-    yield linear_attention(BF16, 64, 32, "head", free=False)
-    yield linear_attention(BF16, 64, 32, present=False)
-    yield linear_attention(BF16, 64, 32, "head", time=1)
-    yield channel_scan(BF16, weighted=False, decays=False)
-    yield channel_scan(FP16)
-    yield channel_scan(BF16, weight_dtype=FP32)
-    yield channel_scan(BF16, free=False)
-    yield channel_scan(BF16, channels=1, time=1)
-    yield ssm(BF16, rank=1)
-    yield ssm(BF16, rank=64)
-    yield ssm(BF16, both_ways=True)
-    yield ssm(BF16, free=False)
-    yield ssm(BF16, channels=1, time=1)
-    yield conditioner(BF16, channels=1, time=1)
-
-
 def compile_all(launches: Iterator[Launch], cards: list[str]) -> Iterator[Compiled]:
     """Compile all launches for each card; kernels with the same figures are reported once."""
     launches, seen = list(launches), set()

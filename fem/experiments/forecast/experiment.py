@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from fem.experiments.common.jobs import read_record
-from fem.experiments.common.lock import one_writer
-from fem.experiments.common.run import check_output, command_line, cpu_threads, open_run, progress, write_json
-from fem.experiments.common.tables import show_table, write_table
-from fem.experiments.forecast.settings import ForecastRecipe
+from fem.experiments.common.grid import RUNS, Grid, one_by_one, publish
+from fem.experiments.common.run import check_output, command_line, cpu_threads, progress
+from fem.experiments.forecast.settings import ForecastRecipe, Job
 
 
 def run(recipe: ForecastRecipe, output: Path) -> dict:
@@ -25,29 +22,23 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
     jobs = recipe.jobs()
     if any(job.is_baseline for job in jobs):
         from fem.experiments.forecast.baselines import train_baseline
-    runs = output / "runs"
-    records = []
     with cpu_threads(recipe.threads), progress() as bars:
-        for job in jobs:
-            path = runs / f"{job.key}.json"
-            record = read_record(path)
-            if record is None:
-                folder = runs / job.key
-                folder.mkdir(parents=True, exist_ok=True)
-                with one_writer(folder):
-                    record = train_baseline(job, bars) if job.is_baseline else train(job, folder, bars)
-                    write_json(path, record)
-                shutil.rmtree(folder)
-                (runs / f"{job.key}.pt").unlink(missing_ok=True)  # of earlier versions
-            records.append(record)
-    with open_run(output, "forecast", recipe) as under_way:
-        for record in records:
-            found = {name: record[name] for name in ("data", "horizon", "model", "seed")}
-            for point in record["curve"]:
-                under_way.log(experiment="forecast", **found, **point)
-        write_table(under_way.folder, "table", report.table(records))
-        report.write(under_way.folder, records, command_line("forecast", recipe, ForecastRecipe))
-        results = under_way.finish({"forecast": report.summary(records)})
-        picture.redraw(results, asdict(recipe), under_way.folder)
-    show_table("Forecasts of equal size: errors on scaled test data", report.short_table(records))
-    return results
+
+        def train_one(job: Job, place: Path) -> dict:
+            return train_baseline(job, bars) if job.is_baseline else train(job, place, bars)
+
+        records = Grid(output / RUNS, partial(one_by_one, train=train_one), bars, "models").records(jobs)
+    for job in jobs:
+        (output / RUNS / f"{job.key}.pt").unlink(missing_ok=True)  # of earlier versions
+    names = ("data", "horizon", "model", "seed")
+    return publish(
+        output,
+        "forecast",
+        recipe,
+        records=(({name: record[name] for name in names}, record) for record in records),
+        tables={"table": report.table(records), "table4": report.table4(report.summary(records))},
+        page=lambda folder: report.write(folder, records, command_line("forecast", recipe, ForecastRecipe)),
+        results={"forecast": report.summary(records)},
+        redraw=picture.redraw,
+        shown=("Forecasts of equal size: errors on scaled test data", report.short_table(records)),
+    )

@@ -8,7 +8,7 @@ from statistics import mean
 
 from fem.experiments.common.paired import spread
 from fem.experiments.common.run import provenance
-from fem.experiments.common.tables import markdown_table, write_table
+from fem.experiments.common.tables import markdown_table
 from fem.experiments.forecast import picture
 
 TABLE_4_MODELS = ("FEM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "GLA", "iTransformer", "PatchTST", "DLinear")
@@ -88,8 +88,7 @@ def table4(summaries: Sequence[dict]) -> list[dict]:
 
 
 def write(folder: Path, records: Sequence[dict], command: str) -> None:
-    """table4.csv and .md, forecasts.png and report.md in `folder`."""
-    write_table(folder, "table4", table4(summary(records)))
+    """forecasts.png and report.md in `folder`."""
     picture.forecasts(folder / "forecasts.png", records)
     page = PAGE.format(
         table=markdown_table(table(records), {"MSE": min, "MAE": min}),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
 from rich.progress import Progress
 
-from fem.experiments.common.jobs import digest_of, keep, record_of
+from fem.experiments.common.grid import RUNS, Grid, one_by_one, publish
+from fem.experiments.common.jobs import digest_of
 from fem.experiments.common.mixers import file_name
 from fem.experiments.common.names import KEY, by_name, colours, display
 from fem.experiments.common.paired import shown, spread
@@ -19,12 +22,11 @@ from fem.experiments.common.run import (
     check_output,
     command_line,
     cpu_threads,
-    open_run,
     progress,
     provenance,
     steps_bar,
 )
-from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
+from fem.experiments.common.tables import markdown_table, write_page
 from fem.experiments.lm.ablate_recipe import AblateRecipe
 from fem.experiments.lm.ablations import mixer_name, remark, row_fields
 
@@ -63,7 +65,7 @@ class Ablation:
         return display(mixer_name(row, self.prior))
 
     def best(self, row: str) -> float:
-        return best_rate(self.tuning[row])
+        return min(self.tuning[row], key=lambda rate: self.tuning[row][rate]["val_loss"])
 
     def table(self) -> list[dict]:
         """Validation loss in nats per token: mean and standard deviation over the seeds, and how far it is below the
@@ -105,24 +107,6 @@ class Ablation:
         ]
 
 
-def best_rate(records: dict[float, dict]) -> float:
-    """The learning rate of the lowest last validation loss."""
-    return min(records, key=lambda rate: records[rate]["val_loss"])
-
-
-def ablate(recipe: AblateRecipe, measure: Callable[[str, float, int], dict]) -> Ablation:
-    """Every row at every learning rate on the first seed, then at its best one on the others.
-
-    measure(row, learning_rate, seed): the record of one training.
-    """
-    ablation = Ablation(recipe.prior, {}, {})
-    for row in recipe.row_names():
-        ablation.tuning[row] = {rate: measure(row, rate, recipe.seed) for rate in recipe.rates()}
-        best = ablation.best(row)
-        ablation.chosen[row] = [measure(row, best, recipe.seed + index) for index in range(recipe.seeds)]
-    return ablation
-
-
 def run(recipe: AblateRecipe, output: Path) -> dict:
     """The ablation, written to `output`; trainings with a record there do not run again."""
     from fem.experiments.lm.small import model_config
@@ -134,40 +118,42 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
     with cpu_threads(recipe.threads), progress() as bars:
         corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)
         text = hashlib.blake2b(corpus.train["input_ids"][:].numpy(), digest_size=8).hexdigest()
-        bar = bars.add_task("trainings", total=len(recipe.row_names()) * (len(recipe.rates()) + recipe.seeds))
 
-        def measure(row: str, rate: float, seed: int) -> dict:
+        def job(row: str, rate: float, seed: int) -> Job:
             mixer = row_fields(row, recipe.prior) | {"lambda_init": recipe.lambda_init}
-            job = Job(row=row, mixer=mixer, language=recipe.language(rate, seed), text=text)
-            record = record_of(job, output / "runs") or train_job(job, corpus, output / "runs", bars)
-            bars.advance(bar)
-            return record
+            return Job(row=row, mixer=mixer, language=recipe.language(rate, seed), text=text)
 
-        ablation = ablate(recipe, measure)
-    with open_run(output, "ablate", recipe) as under_way:
-        for row, records in ablation.chosen.items():
-            for index, record in enumerate(records):
-                for point in record["curve"]:
-                    under_way.log(row=row, learning_rate=ablation.best(row), seed=recipe.seed + index, **point)
-        table = ablation.table()
-        write_table(under_way.folder, "table", table)
-        write_table(under_way.folder, "learning_rates", ablation.tuning_table())
-        page(under_way.folder, ablation, recipe)
-        results = under_way.finish(
-            {
-                "ablate": {row["row"]: row for row in table},
-                "learning_rates": {row["row"]: row for row in ablation.tuning_table()},
-                "prior": recipe.prior,
-            }
-        )
-        redraw(results, asdict(recipe), under_way.folder)
-    short = [{name: value for name, value in row.items() if name not in ("what", "row")} for row in table]
-    show_table(f"Validation loss, {recipe.prior} prior, equal parameters", short)
-    return results
+        train_all = partial(one_by_one, train=lambda job, _: train_job(job, corpus, bars))
+        grid, seeds = Grid(output / RUNS, train_all, bars, "trainings"), range(recipe.seed, recipe.seed + recipe.seeds)
+        tuned = grid.tuned(recipe.row_names(), recipe.rates(), seeds, job, itemgetter("val_loss"))
+    ablation = Ablation(recipe.prior, *tuned)
+    table = ablation.table()
+    return publish(
+        output,
+        "ablate",
+        recipe,
+        records=(
+            ({"row": row, "learning_rate": ablation.best(row), "seed": record["job"]["language"]["seed"]}, record)
+            for row, records in ablation.chosen.items()
+            for record in records
+        ),
+        tables={"table": table, "learning_rates": ablation.tuning_table()},
+        page=lambda folder: page(folder, ablation, recipe),
+        results={
+            "ablate": {row["row"]: row for row in table},
+            "learning_rates": {row["row"]: row for row in ablation.tuning_table()},
+            "prior": recipe.prior,
+        },
+        redraw=redraw,
+        shown=(
+            f"Validation loss, {recipe.prior} prior, equal parameters",
+            [{name: value for name, value in row.items() if name not in ("what", "row")} for row in table],
+        ),
+    )
 
 
-def train_job(job: Job, corpus: Corpus, folder: Path, bars: Progress) -> dict:
-    """Train, and write {"job", "val_loss", "parameters", "tokens_per_second", "curve"} to a file in `folder`."""
+def train_job(job: Job, corpus: Corpus, bars: Progress) -> dict:
+    """Train; returns {"job", "val_loss", "parameters", "tokens_per_second", "curve"}."""
     from fem.experiments.lm.small import build_model, model_config, train
 
     recipe = job.language
@@ -183,7 +169,6 @@ def train_job(job: Job, corpus: Corpus, folder: Path, bars: Progress) -> dict:
     model = build_model(model_config(recipe, job.mixer, len(corpus.tokenizer)), recipe.seed)
     record = {"job": asdict(job), **train(model, corpus, recipe, log, advance), "curve": curve}
     bars.remove_task(bar)
-    keep(job, folder, record)
     return record
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 
+from fem.experiments.common.grid import Tuned
 from fem.experiments.common.mixers import POOLS, mixer_config
 from fem.experiments.common.names import KEY, by_name, colours, display
 from fem.experiments.common.paired import paired, shown, spread
@@ -89,18 +90,14 @@ def verdict(task: str, rows: dict[str, list[dict]]) -> str:
     return said + "."
 
 
-def summary(found: Found, tuned: dict[str, dict[str, dict]]) -> dict:
+def summary(tasks: Mapping[str, Tuned]) -> dict:
     """Every score of every row, by task: by seed, by learning rate, and paired with what it is compared with."""
     whole: dict = {}
-    for task, rows in found.items():
+    for task, (tuning, rows) in tasks.items():
         for row, records in rows.items():
             other = reference(row, rows)
             difference = None if other is None else paired(tests(records), tests(rows[other]))
-            rates = {
-                f"{record['job']['learning_rate']:g}": record["curve"][-1]["validation"]
-                for record in tuned[task].values()
-                if record["job"]["mixer"] == row
-            }
+            rates = {f"{rate:g}": record["curve"][-1]["validation"] for rate, record in tuning[row].items()}
             whole.setdefault(task, {})[row] = {
                 "test": tests(records),
                 "over": None if difference is None else {"row": other, "mean": difference[0], "error": difference[1]},

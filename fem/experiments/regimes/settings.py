@@ -93,20 +93,7 @@ class RegimesRecipe:
         shared = {field.name for field in fields(Training)} & {field.name for field in fields(self)}
         return Training(**{name: getattr(self, name) for name in shared})
 
-    def tuning(self, task: str) -> list[Job]:
-        """Every mixer at every learning rate, on the first seed."""
-        return [self._job(task, row, rate, self.seed) for row in self.rows for rate in self.rates]
-
-    def chosen(self, task: str, tuned: dict[str, dict]) -> dict[str, list[Job]]:
-        """Every mixer on every seed, at the learning rate whose last validation score on the first seed is best."""
-        found = {}
-        for row in self.rows:
-            score = lambda rate: tuned[self._job(task, row, rate, self.seed).key]["curve"][-1]["validation"]  # noqa: B023, E731
-            best = max(self.rates, key=score)
-            found[row] = [self._job(task, row, best, self.seed + index) for index in range(self.seeds)]
-        return found
-
-    def _job(self, task: str, mixer: str, rate: float, seed: int) -> Job:
+    def job(self, task: str, mixer: str, rate: float, seed: int) -> Job:
         from fem.experiments.regimes.training import Job, sizes
 
         return Job(task=task, sizes=sizes(task), mixer=mixer, learning_rate=rate, seed=seed, training=self.training)

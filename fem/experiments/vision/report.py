@@ -102,7 +102,7 @@ def page(records: Sequence[dict], recipe: VisionRecipe, profile: str, pictures: 
         pooling="class token" if recipe.pooling == "cls" else "mean over patches",
         table=markdown_table(table(records), {"top-1, %": max, "loss, nats": min}),
         table3=markdown_table(table3(records, profile)),
-        provenance=provenance(command_line("vision", recipe, PROFILES[profile], profile)),
+        provenance=provenance(command_line("vision", recipe, VisionRecipe(**PROFILES[profile]), profile)),
     )
 
 

@@ -65,13 +65,17 @@ class VisionRecipe:
         """The mixers' canonical names, in the order given."""
         return list(dict.fromkeys(canonical(name) for name in listed(self.mixers)))
 
-    def jobs(self) -> Iterator[tuple[str, VisionRecipe]]:
-        """The name of every run's record, and its recipe of one mixer and one seed; seed by seed."""
+    def jobs(self) -> Iterator[VisionRecipe]:
+        """A recipe for each seed and mixer, seed by seed."""
         for seed in range(self.seed, self.seed + self.seeds):
             for mixer in self.mixer_names:
-                job = replace(self, mixers=mixer, seed=seed, seeds=1)
-                decides = {name: value for name, value in asdict(job).items() if name not in ("workers", "threads")}
-                yield f"{mixer}-seed{seed}-{digest_of(decides)}", job
+                yield replace(self, mixers=mixer, seed=seed, seeds=1)
+
+    @property
+    def key(self) -> str:
+        """The name of the record of a recipe with one mixer and one seed: another for any value that decides it."""
+        decides = {name: value for name, value in asdict(self).items() if name not in ("workers", "threads")}
+        return f"{self.mixers}-seed{self.seed}-{digest_of(decides)}"
 
 
 DEIT_TINY = {

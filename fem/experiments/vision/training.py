@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,8 +118,6 @@ def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Pat
                 set_aside(later)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model(str(model_folder))
-    if trainer.is_world_process_zero():
-        shutil.rmtree(folder, ignore_errors=True)
     tests = [point for point in watch.curve if "val_accuracy" in point]
     return {
         "mixer": job.mixers,

@@ -1,4 +1,4 @@
-"""Which models an engine's attention can serve, and the head width and layer types that its cache is built for."""
+"""Which models an engine can serve, by its attention or by slots for states, and what its caches are built for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fem.models.configuration import FEMConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+_CAPPED = "has a value_logexp_cap, and a cache of [v | e] has a range of its own"
 
 
 def obstacle(config: FEMConfig) -> str | None:
@@ -31,13 +32,38 @@ def obstacle(config: FEMConfig) -> str | None:
 
 
 def _obstacle(mixer: FreeEnergyMixerConfig) -> str | None:
-    if mixer.prior_type != "softmax":
+    if not attends(mixer):
         return f"has the {mixer.prior_type!r} prior, a recurrence, and an attention's cache holds no state"
     if mixer.use_conv:
         return "has the conditioner (use_conv=True), a recurrence, and an attention's cache holds no state"
     if mixer.value_logexp_cap is not None:
-        return "has a value_logexp_cap, and a cache of [v | e] has a range of its own"
+        return _CAPPED
     return None
+
+
+def obstacle_to_states(config: FEMConfig) -> str | None:
+    """Why no engine can serve such a model by slots for states, each as large as the next, beside an attention's cache
+    for softmax layers; None: it can."""
+    mixers = config.mixer_configs()
+    states = [mixer for mixer in mixers if has_state(mixer)]
+    if not states:
+        return "no layer has a state of fixed size."
+    for layer, mixer in enumerate(mixers):
+        if attends(mixer) and mixer.value_logexp_cap is not None:
+            return f"layer {layer} {_CAPPED}."
+        if has_state(mixer) and mixer != states[0]:
+            return f"layer {layer} has another state than the layers before, and all slots have one size."
+    return None
+
+
+def attends(mixer: FreeEnergyMixerConfig) -> bool:
+    """Whether the layer keeps keys and values."""
+    return mixer.prior_type == "softmax"
+
+
+def has_state(mixer: FreeEnergyMixerConfig) -> bool:
+    """Whether the layer keeps a state of fixed size: that of its prior, or of its conditioner."""
+    return mixer.use_conv or not attends(mixer)
 
 
 def head_width(config: FEMConfig) -> int:

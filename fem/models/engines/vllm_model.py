@@ -9,11 +9,22 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.utils import set_weight_attrs
 
 from fem.models.engines.parallel import check_heads
+from fem.models.engines.support import obstacle, obstacle_to_states
 
 PER_HEAD = ("theta", "shift")  # parameters, heads first
 
 
 class FEMForCausalLM(TransformersForCausalLM):
+    def __init__(self, *, vllm_config, prefix: str = ""):
+        config = vllm_config.model_config.hf_config
+        reason = obstacle(config)
+        if reason is not None and obstacle_to_states(config) is None:
+            raise ValueError(
+                f"{reason.partition(';')[0]}; serve this model with "
+                """--hf-overrides '{"architectures": ["FEMStatesForCausalLM"]}', by slots for states."""
+            )
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+
     def recursive_replace(self) -> None:
         ranks = get_tensor_model_parallel_world_size()
         check_heads(self.config, ranks)

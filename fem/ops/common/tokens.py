@@ -35,10 +35,6 @@ class Tokens:
         """x (B, T, d) with 0 for masked tokens: what stood there, NaN too, reaches neither an output nor a gradient."""
         return x if self.keep is None else x.masked_fill(~self.keep[..., None], 0)
 
-    def only_kept(self, places: Bool[Tensor, "b t"]) -> Bool[Tensor, "b t"]:
-        """The places among them whose token exists."""
-        return places if self.keep is None else places & self.keep
-
     def reversed(self) -> Tokens:
         """The same tokens read backwards; documents open at what was their last kept token."""
         flip = lambda tensor: None if tensor is None else tensor.flip(-1)  # noqa: E731

@@ -20,6 +20,7 @@ from fem.ops.softmax.recompute import recompute
 from fem.ops.softmax.support import Intervals
 
 _TILE = 128
+_PROVEN_SPAN = 58.0  # nats: the shift takes up to log 2 more, the rounding of p and e the rest to 60
 _NOT_FINITE = 2.0**100  # in place of an e that is not finite: only rows that see it have an R this large
 _FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
@@ -34,6 +35,7 @@ def composed_read(
     seen: Intervals | None,
     causal: bool,
     scale: float,
+    span: float = math.inf,
 ) -> Read:
     """Mean and free energy of the values under a softmax prior, as a chain of torch's own operations.
 
@@ -41,9 +43,10 @@ def composed_read(
         F = (log2(R) + c) / (log2(e) beta)                                              (Eq. 4, Appendix H.1)
 
     The shift is an integer, so that a later token rescales e without rounding it. R >= e^-60 proves an entry; others
-    are computed again from the definition in float64. seen: what a row sees besides `keep`, which FlexAttention reads
-    by blocks; None: all, or i <= t if causal, which scaled dot product attention knows. bfloat16 is read as it is,
-    float16 in float32. A row that sees no key reads 0.
+    are computed again from the definition in float64. span: what beta (max v - min v) is at most, in nats; up to 58 it
+    proves all entries, so that nobody waits for their flags, and CUDA graphs may hold the read. seen: what a row sees
+    besides `keep`, which FlexAttention reads by blocks; None: all, or i <= t if causal, which scaled dot product
+    attention knows. bfloat16 is read as it is, float16 in float32. A row that sees no key reads 0.
     """
     dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else upcast(q).dtype
     kept = None
@@ -62,7 +65,9 @@ def composed_read(
         packed, shift, near = fused(_prologue)(v, beta, kept)
         out = _attend(q, k, packed, bias, seen, causal, scale)
         mean, free_energy, doubtful = fused(_epilogue)(out, beta, shift, near, sees)
-        return Read(mean, recompute(free_energy, doubtful, q, k, v, beta, bias, seen, causal, scale))
+        if span > _PROVEN_SPAN:
+            free_energy = recompute(free_energy, doubtful, q, k, v, beta, bias, seen, causal, scale)
+        return Read(mean, free_energy)
 
 
 def _prologue(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -30,6 +32,7 @@ def softmax_read(
     bias: Float[Tensor, "..."] | None = None,
     tokens: Tokens | None = None,
     backend: str = "auto",
+    span: float = math.inf,
 ) -> Read:
     """Mean and free energy of the values under a softmax prior.
 
@@ -37,8 +40,9 @@ def softmax_read(
         F_tj = (1 / beta_j) log sum_i p_ti exp(beta_j v_ij)                        (Eq. 4, Appendix H.1)
 
     `tokens` describe the T keys; with causal, a window or documents the T_q queries are the last of them. Query head h
-    reads key head h // (H / H_kv). The dtype of q, k and v together is that of both results, under autocast too; sums
-    run in float32 at least. Arguments are checked in `fem.functional`; raises ValueError on an unknown backend.
+    reads key head h // (H / H_kv). span: as in `composed_read`, for values that were clipped. The dtype of q, k and v
+    together is that of both results, under autocast too; sums run in float32 at least. Arguments are checked in
+    `fem.functional`; raises ValueError on an unknown backend.
     """
     dtype = torch.promote_types(q.dtype, torch.promote_types(k.dtype, v.dtype))
     backend = softmax_backend(backend, q.device, dtype)
@@ -61,7 +65,7 @@ def softmax_read(
         return _as(dtype, exported_read(q, k, v, beta, bias, keep, seen, causal, scale))
     if composed:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        return _as(dtype, composed_read(q, k, v, beta, bias, keep, seen, causal, scale))
+        return _as(dtype, composed_read(q, k, v, beta, bias, keep, seen, causal, scale, span))
     if queries == 1 and backend == "sdpa" and _free(q, k, v, beta, bias):
         mask = _mask(keep, seen, bias, time)
         read = softmax_step(q[:, 0], k.transpose(1, 2), v.transpose(1, 2), beta, mask, scale)

@@ -9,12 +9,15 @@ import test_softmax_read
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.functional import softmax_read
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.tokens import read_tokens
 from fem.ops.softmax import composed as softmax_composed
 from fem.ops.softmax import entries, recompute
+from fem.ops.softmax.read import softmax_read as read_op
 from fem.ops.softmax.support import intervals
+from fem.priors import softmax as prior
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -293,6 +296,42 @@ def test_recomputed_entries_have_the_gradients_of_the_definition(shape):
         (weight.double(), *arguments, True),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+def test_values_within_a_span_need_no_flag(monkeypatch):
+    """The span is the largest that counts as proven, and nothing that would read a value on the host is called."""
+    monkeypatch.setattr(softmax_composed, "recompute", None)
+    q, k, v, beta = draw(24)
+    v = v.clamp(-1, 1) * (29 / beta)
+    v[:, :2, :, 0] = torch.tensor([-29.0, 29.0])[:, None] / beta[:, 0]
+    q[:, -1], k[:, 0], k[:, 1:] = 10.0, 10.0, -10.0  # the last row sees the least value alone
+    leaves = [x.requires_grad_() for x in (q, k, v, beta)]
+    how = None, None, None, True, 0.25
+    read = softmax_composed.composed_read(*leaves, *how, span=58.0)
+    wanted, exact = definition(*leaves)
+    assert wanted.free_energy[:, -1, 0, 0].mul(beta[0, 0]).max() < -28
+    for got, other in zip(read, wanted):
+        torch.testing.assert_close(got.double(), other, rtol=1e-4, atol=1e-4)
+    weights = torch.randn(2, *read.mean.shape)
+    ours, theirs = (
+        torch.autograd.grad(sum((x * w).sum() for x, w in zip(r, weights)), x)
+        for r, x in ((read, leaves), (wanted, exact))
+    )
+    for got, other in zip(ours, theirs):
+        torch.testing.assert_close(got.double(), other, rtol=1e-3, atol=1e-3 * other.abs().max().item())
+    with pytest.raises(TypeError):
+        softmax_composed.composed_read(*leaves, *how, span=58.1)
+
+
+@pytest.mark.parametrize(("cap", "span"), [(None, torch.inf), (29.0, 58.0)])
+def test_a_layer_with_a_cap_says_what_its_values_span(monkeypatch, cap, span):
+    said = []
+    monkeypatch.setattr(
+        prior, "softmax_read", lambda *x, span, **how: said.append(span) or read_op(*x, span=span, **how)
+    )
+    layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=16, n_head=2, value_logexp_cap=cap))
+    layer(torch.randn(1, 5, 16))
+    assert set(said) == {span}
 
 
 SCRIPT = """

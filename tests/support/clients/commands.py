@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 import transformers
-
-from fem.experiments.clients.programs import client
+from clients.programs import client
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 START_SECONDS = 300

@@ -1,4 +1,4 @@
-"""Both surveys as a page: python -m fem.experiments.clients [FOLDER] [programs | MODEL_TYPE ...]"""
+"""What works with what, as a page: `make clients`; here, python -m clients [FOLDER] [programs | MODEL_TYPE ...]"""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 import transformers
-
-from fem.experiments.clients import commands  # noqa: F401  (registers its clients)
-from fem.experiments.clients.programs import run_clients
-from fem.experiments.clients.survey import Finding, model_types, survey
+from clients import commands  # noqa: F401  (registers its clients)
+from clients.programs import run_clients
+from clients.survey import Finding, model_types, survey
 
 RESULTS = ("right", "refused", "wrong", "crashed", "not run", "not built")
 
@@ -75,7 +74,7 @@ def page(clients: list[dict[str, str]], findings: list[Finding]) -> str:
         "why, when it is replaced or first called. Not run: its attention is taken, but the survey could not run it "
         "small. Not built: nothing is known about it.",
         "",
-        f"`python -m fem.experiments.clients docs/results`, torch {torch.__version__}, CPU, {date.today()}.",
+        f"`make clients`, torch {torch.__version__}, CPU, {date.today()}.",
         "",
         "| result | model types |",
         "| --- | --- |",

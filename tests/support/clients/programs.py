@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 import transformers
+from clients.survey import said
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
-from fem.experiments.clients.survey import said
 from fem.models import LORA, FEMConfig, FEMForCausalLM, replace_attention
 from fem.projection import Projection
 

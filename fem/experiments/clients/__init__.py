@@ -1,1 +1,0 @@
-"""What works with what: model types of transformers turned into FEM. Run: python -m fem.experiments.clients"""

@@ -1,0 +1,200 @@
+"""Models with states inside vLLM: each request has a slot that holds those of scan priors and conditioners, as for
+vLLM's own Mamba, and softmax layers read [v | e] over its paged cache.
+
+vllm serve runs/my-gla --hf-overrides '{"architectures": ["FEMStatesForCausalLM"]}'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+from fem.config import FreeEnergyMixerConfig
+from fem.mixer import FreeEnergyMixer
+from fem.models.engines.support import attends, has_state, obstacle_to_states
+from fem.ops.common.tokens import read_tokens
+from fem.state import CachePosition, MixerState
+
+CONDITIONER = "conditioner"
+PAGED = "vllm_paged"  # the attention of softmax layers
+
+
+def state_of_a_row(config: FreeEnergyMixerConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors, without values, that a layer keeps of one row, the widest numbers first: no number of a page that
+    holds them all is then out of line."""
+    with torch.device("meta"):
+        _, state = FreeEnergyMixer(config).to(dtype)(torch.empty(1, 1, config.n_embd, dtype=dtype), return_state=True)
+    tensors = _tensors(state.memory, state.conditioner, config)
+    return {name: tensors[name][0] for name in sorted(tensors, key=lambda name: -tensors[name].itemsize)}
+
+
+def _tensors(memory: dict[str, Tensor], conditioner: Tensor | None, config: FreeEnergyMixerConfig) -> dict[str, Tensor]:
+    """What a slot holds: all of a state but keys and values, which stand in vLLM's cache."""
+    memory = {} if attends(config) else memory
+    return memory if conditioner is None else memory | {CONDITIONER: conditioner}
+
+
+class ServedMixer(FreeEnergyMixer, MambaBase):
+    """A layer that takes the tokens of all running requests, each after its own state, which vLLM keeps."""
+
+    mamba_type = MambaAttentionBackendEnum.LINEAR
+
+    def __init__(self, config: FreeEnergyMixerConfig, prefix: str, dtype: torch.dtype):
+        super().__init__(config)
+        self.prefix = prefix
+        self.row = state_of_a_row(config, dtype)
+        self.kv_cache = tuple(torch.empty(0) for _ in self.row)
+        get_current_vllm_config().compilation_config.static_forward_context[prefix] = self
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(x.shape) for x in self.row.values())
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return tuple(x.dtype for x in self.row.values())
+
+    def forward(self, x: Tensor, *_) -> Tensor:
+        """The layer of a scan prior. x (1, N, D): the tokens of all requests, one after another."""
+        return self._by_request(x, self._next)
+
+    def served(self, x: Tensor, position: Tensor, attention) -> Tensor:
+        """The layer of the softmax prior with the conditioner."""
+        return super().served(x, position, attention, self._by_request(x, self._next_features))
+
+    def _next(self, x: Tensor, held: dict[str, Tensor] | None, position: CachePosition):
+        state = None
+        if held is not None:
+            state = MixerState(self._kind, x.dtype, held, held.pop(CONDITIONER, None), position)
+        y, state = super().forward(x, state=state, return_state=True)
+        return y, _tensors(state.memory, state.conditioner, self.config)
+
+    def _next_features(self, x: Tensor, held: dict[str, Tensor] | None, position: CachePosition):
+        tokens, _ = read_tokens(tuple(x.shape[:2]), x.device, cache_position=position)
+        h, hidden = self.conditioner(x, tokens, None if held is None else held[CONDITIONER])
+        return torch.cat([x, h], -1), {CONDITIONER: hidden}
+
+    def _by_request(self, x: Tensor, function) -> Tensor:
+        """function(new tokens (B, T, D), what their rows' slots hold or None, their position) for every request."""
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:  # vLLM measures the memory that a call takes
+            return function(x, None, CachePosition.zero(1, x.device))[0]
+        metadata = metadata[self.prefix]
+        starts, slots = metadata.query_start_loc, metadata.state_indices_tensor.long()
+        lengths = starts.diff()
+        before = (metadata.seq_lens - lengths).long()
+
+        def go_on(x: Tensor, rows: Tensor) -> Tensor:
+            none = torch.zeros_like(before[rows])
+            position = CachePosition(position=before[rows], document=none, segment=none, started=before[rows] > 0)
+            known = bool(position.started.any())  # rows of one call are all new, or none is
+            held = dict(zip(self.row, (cache[slots[rows]] for cache in self.kv_cache))) if known else None
+            y, after = function(x, held, position)
+            for name, cache in zip(self.row, self.kv_cache):
+                cache[slots[rows]] = after[name]
+            return y
+
+        parts: dict[int, Tensor] = {}  # by the place of the first token
+        alone = (lengths == 1) & (before > 0)
+        if bool(alone.any()):  # one call for all requests that have one new token
+            at = starts[:-1][alone].long()
+            parts |= dict(zip(at.tolist(), go_on(x[0, at, None], alone.nonzero().flatten())))
+        for row in (~alone & (lengths > 0)).nonzero().flatten():
+            first, last = starts[row : row + 2].tolist()
+            parts[first] = go_on(x[:, first:last], row[None])[0]
+        y = torch.cat([parts[first] for first in sorted(parts)])
+        return F.pad(y, (0, 0, 0, x.shape[1] - len(y)))[None]
+
+
+def _paged(module: nn.Module, q: Tensor, k: Tensor, values: Tensor, attention_mask, **_) -> tuple[Tensor, None]:
+    """q, k and [v | e] (1, H, N, w) of all requests' tokens, read over vLLM's cache: (1, N, H, w)."""
+    by_token = lambda x: x[0].transpose(0, 1).flatten(1)  # noqa: E731
+    out = module.paged(by_token(q), by_token(k), by_token(values))
+    return out.view(1, q.shape[2], q.shape[1], -1), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(PAGED, _paged)
+
+
+class FEMStatesForCausalLM(nn.Module, HasInnerState, IsHybrid):
+    """`FEMForCausalLM` whose layers keep states, all of one size: a scan prior's, the conditioner's, or both.
+
+    Softmax layers keep keys and [v | e] besides.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        reason = obstacle_to_states(config)
+        if reason is not None:
+            raise ValueError(f"FEMStatesForCausalLM cannot serve this model: {reason}")
+        if ranks != 1:
+            raise ValueError(f"tensor_parallel_size must be 1 for a model with states, got {ranks}.")
+        self.fem = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        config._attn_implementation = PAGED
+        for index, block in enumerate(self.fem.model.layers):
+            name = f"{prefix}layers.{index}"
+            if has_state(block.mixer.config):
+                block.mixer = ServedMixer(block.mixer.config, f"{name}.mixer", dtype)
+            if not attends(block.mixer.config):
+                continue
+            block.attention.paged = Attention(
+                config.num_attention_heads,
+                config.head_dim,
+                block.attention.scaling,
+                num_kv_heads=config.num_key_value_heads,
+                cache_config=vllm_config.cache_config,
+                per_layer_sliding_window=block.mixer.config.window,
+                prefix=f"{name}.attention",
+            )
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.fem.model.embed_tokens(input_ids)
+
+    def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None, **_) -> Tensor:
+        x = (self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds)[None]
+        attended = {"position_ids": positions[None], "attention_mask": None}
+        for block in self.fem.model.layers:
+            x = block(x, engine=attended if attends(block.mixer.config) else None)
+        return self.fem.model.norm(x)[0]
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        return self.fem.lm_head(hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        missing, unknown = self.fem.load_state_dict(dict(weights), strict=False)
+        self.fem.tie_weights()
+        wanted = {name for name, _ in self.fem.named_parameters()}
+        if unknown or wanted & set(missing):
+            lost = sorted(wanted & set(missing))
+            raise ValueError(f"the checkpoint must be of this model, got one without {lost} and with {unknown}.")
+        return {f"fem.{name}" for name in wanted}
+
+    def get_mamba_state_copy_funcs(self, kinds: set) -> dict:
+        """How vLLM copies the states of a prefix that requests share: each whole."""
+        count = next(len(block.mixer.row) for block in self.fem.model.layers if has_state(block.mixer.config))
+        return dict.fromkeys(kinds, (get_temporal_copy_spec,) * count)
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(x.shape) for x in cls._row(vllm_config).values())
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        return tuple(x.dtype for x in cls._row(vllm_config).values())
+
+    @staticmethod
+    def _row(vllm_config: VllmConfig) -> dict[str, Tensor]:
+        model = vllm_config.model_config
+        return state_of_a_row(next(filter(has_state, model.hf_config.mixer_configs())), model.dtype)
