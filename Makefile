@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs screens notebooks lint chaos suite clients bench clean
+.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs screens notebooks types lint chaos suite clients bench clean
 
 help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-vllm the same tokens from vLLM as from transformers, in an environment of its own (10 minutes)"
 	@echo "make docs      the site, into site/  make test-docs  runs every tutorial, page and notebook, and builds the site"
 	@echo "make screens   pictures of README and site, light and dark, wide and narrow, into runs/screens"
+	@echo "make types     mypy on a user's file"
 	@echo "make lint      style and import direction      make bench   what FEM costs on this machine"
 	@echo "make chaos     kills, stops and damages 140 small trainings; what became of them, into docs/results"
 	@echo "make install   only install, into $(VENV)"
@@ -82,6 +83,11 @@ screens: docs
 # The notebooks are kept with their results: run them again when what they use has changed.
 notebooks: install
 	OMP_NUM_THREADS=1 $(BIN)/jupyter execute --inplace docs/notebooks/*.ipynb
+
+# What a type checker says of a user's file: the package is marked as typed.
+types: install
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check mypy
+	$(BIN)/python -m mypy tests/support/user_file.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -11,6 +11,8 @@ from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from fem import __version__
+
 DOCS = Path(__file__).parent
 FROM_THE_ROOT = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 MOVED = {
@@ -22,6 +24,13 @@ MOVED = {
 PICTURE = re.compile(r"<picture>.*?</picture>", re.DOTALL)
 LINE = 22  # characters of a cell that stay on one line
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Every page says at its end which version it is of, and where the paper is."""
+    project = (DOCS.parent / "pyproject.toml").read_text(encoding="utf-8")
+    paper = re.search(r'^Paper = "(.+)"$', project, re.MULTILINE)[1]
+    config.copyright = f'Version {__version__} of free-energy-mixer. <a href="{paper}">The paper</a>'
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -90,6 +90,7 @@ def add_page(run: Path, output: Path) -> None:
         raise Broken(f"{str(run / PAGE)!r} is no text in UTF-8") from error
     if missing := [picture for picture in PICTURE.findall(text) if not (run / picture).is_file()]:
         raise Broken(f"{str(run / PAGE)!r} shows {missing[0]}, which is not there")
+    output.mkdir(parents=True, exist_ok=True)
     for picture in set(PICTURE.findall(text)):
         shutil.copyfile(run / picture, output / f"{name}_{picture}")
     text = PICTURE.sub(rf"]({name}_\1)", text)
@@ -165,7 +166,6 @@ def add_pages(runs: Sequence[Path] | None, output: Path) -> int:
     check_output(output)
     if not runs:
         runs = [path.parent for path in sorted(Path("runs").glob(f"*/{PAGE}")) if (path.parent / RESULTS).exists()]
-    output.mkdir(parents=True, exist_ok=True)
     added = 0
     for run in runs:
         try:
@@ -173,6 +173,7 @@ def add_pages(runs: Sequence[Path] | None, output: Path) -> int:
             added += 1
         except Broken as broken:
             note(f"{broken}; the run is left out.")
+    output.mkdir(parents=True, exist_ok=True)
     (output / INDEX).write_text(index(output), encoding="utf-8")
     return added
 

@@ -102,7 +102,8 @@ def test_a_run_that_has_not_ended_is_refused_by_name(tmp_path, output, missing):
     run = made_up_run(tmp_path / "run")
     (run / missing).unlink()
     with pytest.raises(ValueError, match=f"runs must be folders of runs that have ended, got .* without {missing}"):
-        add_pages([run], output)
+        add_pages([run], output / "new")
+    assert not (output / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ def command(
     output: Annotated[Path | None, typer.Option(help="Folder of the ablation; default: runs/ablate-PRIOR.")] = None,
 ):
     """What each part of FEM adds to a language model: the paper's rows, and controls. The same command resumes it."""
+    recipe = AblateRecipe(**changes)
     from transformers.utils.logging import disable_progress_bar
 
     from fem.experiments.lm.ablate import run
 
     disable_progress_bar()
-    recipe = AblateRecipe(**changes)
     output = output or Path(f"runs/ablate-{recipe.prior}")
     run(recipe, output)
     typer.echo(f"written to {output}: report.md, results.json, tables, loss.png")

@@ -18,7 +18,8 @@ def command(
     output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/argmax"),
 ):
     """Can one read fetch every channel's maximum? FEM against softmax attention (Appendix P)."""
+    recipe = ArgmaxRecipe(**(FULL if full else {}) | changes)
     from fem.experiments.argmax.experiment import run
 
-    run(ArgmaxRecipe(**(FULL if full else {}) | changes), output)
+    run(recipe, output)
     typer.echo(f"written to {output}")

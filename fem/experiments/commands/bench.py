@@ -17,7 +17,8 @@ def command(
     output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/bench"),
 ):
     """What FEM costs beside attention of equal weights: read, layer, Tables 5 and 7, decode, served, context."""
+    recipe = BenchRecipe(**changes)
     from fem.experiments.bench.experiment import run
 
-    run(BenchRecipe(**changes), output)
+    run(recipe, output)
     typer.echo(f"written to {output}: report.md, tables, results.json")

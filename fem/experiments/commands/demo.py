@@ -17,12 +17,13 @@ def command(
     output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/demo"),
 ):
     """What FEM does, in minutes: the argmax task, two language models on real text, a look inside."""
+    recipe = DemoRecipe(**changes)
     from transformers.utils.logging import disable_progress_bar
 
     from fem.experiments.demo.experiment import run
 
     disable_progress_bar()
-    run(DemoRecipe(**changes), output)
+    run(recipe, output)
     typer.echo(
         f"""written to {output}: report.md, inspect.html, results.json, plots, and the model. Next:
   fem generate --model {output} --prompt "The class"             what the model writes

@@ -17,9 +17,9 @@ def command(
     output: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/finetune-ARCHITECTURE.")] = None,
 ) -> None:
     """Train a small GPT-2 or Llama further, as it is and with FEM in its attention, on the same sequences."""
+    recipe = FinetuneRecipe(**changes)
     from fem.experiments.lm.finetune import run
 
-    recipe = FinetuneRecipe(**changes)
     output = output or Path(f"runs/finetune-{recipe.architecture}")
     run(recipe, output)
     typer.echo(f"written to {output}: report.md, results.json, table.csv")

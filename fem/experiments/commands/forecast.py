@@ -19,9 +19,10 @@ def command(
     output: Annotated[Path | None, typer.Option(help="Folder of the runs; default: runs/forecast-PROFILE.")] = None,
 ):
     """Table 4: FEM as a forecaster of time series, at equal parameters. The same command resumes a stopped run."""
-    from fem.experiments.forecast.experiment import run
-
     require_one_of("profile", profile, PROFILES)
     output = output or Path(f"runs/forecast-{profile}")
-    run(ForecastRecipe(**PROFILES[profile] | changes), output)
+    recipe = ForecastRecipe(**PROFILES[profile] | changes)
+    from fem.experiments.forecast.experiment import run
+
+    run(recipe, output)
     typer.echo(f"written to {output}: report.md, results.json, tables and plots")

@@ -21,14 +21,15 @@ def command(
     folder: Annotated[str | None, typer.Argument(hidden=True)] = None,
 ):
     """What each channel of each head reads from a text: a page to explore, a picture, and tables."""
-    from transformers.utils.logging import disable_progress_bar
-
-    from fem.experiments.inspect.experiment import run
-
     if folder is not None:
         note("the model is given as --model here.")
     if (model := model or folder) is None:
         raise ValueError("model must be given: --model with the folder of a model or of a training.")
+    recipe = InspectRecipe(text=text, layers=layers)
+    from transformers.utils.logging import disable_progress_bar
+
+    from fem.experiments.inspect.experiment import run
+
     disable_progress_bar()
-    run(model, InspectRecipe(text=text, layers=layers), output)
+    run(model, recipe, output)
     typer.echo(f"written to {output}: open inspect.html in a browser; inspect.png, heads.csv, channels.csv")

@@ -18,9 +18,9 @@ def command(
     workers: Annotated[int | None, typer.Option(help="Runs at a time; default: one per core, or four per GPU.")] = None,
 ):
     """Table 1: six synthetic tasks that probe a mixer (MAD). The same command resumes a stopped sweep."""
+    recipe = MADRecipe(**changes)
     from fem.experiments.mad.experiment import run
 
-    recipe = MADRecipe(**changes)
     output = output or Path(f"runs/mad-{recipe.profile}")
     run(recipe, output, workers)
     typer.echo(f"written to {output}: report.md, results.json, table and plots")

@@ -18,7 +18,8 @@ def command(
     workers: Annotated[int | None, typer.Option(help="Runs at a time; default: one per core, or four per GPU.")] = None,
 ):
     """Where the free energy helps: extremes, latest values, averages, recall, bags. The same command resumes a run."""
+    recipe = RegimesRecipe(**changes)
     from fem.experiments.regimes.experiment import run
 
-    run(RegimesRecipe(**changes), output, workers)
+    run(recipe, output, workers)
     typer.echo(f"written to {output}: report.md, results.json, table.csv, scores.png")

@@ -43,6 +43,7 @@ def command(
     require_one_of("recipe", recipe, RECIPES)
     if resume not in (None, "auto"):
         raise ValueError(f"resume must be auto, or left out, got {resume!r}.")
+    given = replace(RECIPES[recipe], **changes)
     from transformers.utils.logging import disable_progress_bar
 
     from fem.experiments.common.distributed import GO_ON, Lost, Paused
@@ -50,7 +51,6 @@ def command(
     from fem.experiments.lm.training import run
 
     disable_progress_bar()
-    given = replace(RECIPES[recipe], **changes)
     seconds = seconds_of(time_limit)
     try:
         run(given, output, resume == "auto", allow_changed_data=allow_changed_data, seconds=seconds)

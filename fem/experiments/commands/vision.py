@@ -19,9 +19,10 @@ def command(
     output: Annotated[Path | None, typer.Option(help="Folder of the runs; default: runs/vision-PROFILE.")] = None,
 ):
     """Table 3: FEM in place of DeiT's attention, at equal parameters. The same command resumes a stopped run."""
-    from fem.experiments.vision.experiment import run
-
     require_one_of("profile", profile, PROFILES)
     output = output or Path(f"runs/vision-{profile}")
-    run(VisionRecipe(**PROFILES[profile] | changes), output, profile)
+    recipe = VisionRecipe(**PROFILES[profile] | changes)
+    from fem.experiments.vision.experiment import run
+
+    run(recipe, output, profile)
     typer.echo(f"written to {output}: report.md, results.json, table, plot and models")
