@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from fem.experiments.common import checkpoints, integrity
 from fem.experiments.common.checkpoints import load_language_model, newest
 from fem.experiments.lm import data as lm_data
-from fem.experiments.lm import documents, metrics, packing, train, trainer, training
-from fem.experiments.lm.recipe import differences
+from fem.experiments.lm import documents, metrics, packing, trainer, training
+from fem.experiments.lm.recipe import RECIPES, differences
 from fem.experiments.lm.text import train_tokenizer
 from fem.models import preset
 
@@ -374,7 +374,7 @@ def test_a_loss_of_nan_stops_the_run(data, tmp_path):
 
 def test_the_paper_recipes_are_the_papers():
     for name, tokens, model in (("paper-340m", 15e9, "fem-sm-340m"), ("paper-1.3b", 100e9, "fem-sm-1.3b")):
-        recipe = train.RECIPES[name]
+        recipe = RECIPES[name]
         a_step = recipe.batch_size * recipe.context
         assert a_step == pytest.approx(0.5e6, rel=0.05)
         assert recipe.max_steps * a_step == pytest.approx(tokens, rel=1e-3)

@@ -32,7 +32,7 @@ def ssm_scan(inputs: Inputs, start: list[Tensor], alone: bool) -> tuple[Terms, l
     one = v.shape[1] == 1 and not differentiated(*inputs, *start)
     if portable() or one or transformed(*inputs, *start):
         outputs = step_by_step(*inputs, *start)
-    elif len(v) > (rows := _rows_at_once(v, inputs.a)):
+    elif (rows := _rows_at_once(v, inputs.a)) is not None:
         shared = (inputs.a, inputs.skip, inputs.beta)
         cut = [[x] * -(-len(v) // rows) if x is None or any(x is y for y in shared) else x.split(rows) for x in inputs]
         starts = zip(*(part.split(rows, -2) for part in start))
@@ -43,11 +43,12 @@ def ssm_scan(inputs: Inputs, start: list[Tensor], alone: bool) -> tuple[Terms, l
     return Terms(*outputs[:reads]), outputs[reads : 2 * reads]
 
 
-def _rows_at_once(v: Tensor, a: Tensor) -> int:
-    """How many rows of the batch are read at a time: all but on a CPU."""
+def _rows_at_once(v: Tensor, a: Tensor) -> int | None:
+    """How many rows of the batch are read at a time on a CPU; None: all, as in every graph, whatever its batch."""
     if torch.compiler.is_compiling() or v.device.type != "cpu":
-        return len(v)
-    return max(1, ENTRIES // (min(v.shape[1], SEGMENT) * a.numel()))
+        return None
+    rows = max(1, ENTRIES // (min(v.shape[1], SEGMENT) * a.numel()))
+    return rows if rows < len(v) else None
 
 
 def _found(inputs: Inputs, start: list[Tensor], alone: bool) -> tuple[Found, bool, bool]:
