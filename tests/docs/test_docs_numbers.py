@@ -202,7 +202,7 @@ def faq() -> list[str]:
         f"slim FEM explains {of('peak', SLIM, percent=True)} of running maxima and minima, attention "
         f"{100 * score('peak', 'softmax'):.0f})",
         f"{rate['-C']['loss']:.3f} against {rate['-C,G,T,L']['loss']:.3f} nats per token",
-        f"({top1('cifar', FULL):.1f} against {top1('cifar', 'softmax'):.1f} %, all parts on)",
+        f"({top1('cifar', FULL):.1f} against {top1('cifar', 'softmax'):.1f} %, [half of it]",
         f"{short(score('peak', SLIM), 2)}, {100 * score(best[0], SLIM):.0f} and {100 * score(best[1], SLIM):.0f} %, "
         f"where attention has {short(score('peak', 'softmax'), 2)}, {100 * score(best[0], 'softmax'):.0f} and "
         f"{100 * score(best[1], 'softmax'):.0f} %",
