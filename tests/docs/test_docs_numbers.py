@@ -41,7 +41,8 @@ def millions(page: str) -> str:
 
 def ratio(part: str, time: int, mixer: str, what: str) -> float:
     """Over attention's, at this length."""
-    (case,) = (case for case in results(f"{part}_cpu")["bench"] if case["size"]["time"] == time)
+    cases = results(f"{part}_cpu")["bench"]
+    (case,) = (case for case in cases if (case["part"], case["size"]["time"]) == (part, time))
     return case["results"][mixer][what] / case["results"]["attention"][what]
 
 
