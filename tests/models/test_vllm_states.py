@@ -142,6 +142,7 @@ def test_requests_that_join_and_end_read_as_whole_rows(states, name):
         ({"mixer": {"use_conv": False}}, "no layer has a state"),
         ({"layer_priors": ["gla", "rnn_decay"]}, "layer 1 has another state"),
         ({"mixer": {"value_logexp_cap": 9.0}}, "layer 0 has a value_logexp_cap"),
+        ({"layer_priors": ["gla", {"prior_type": "softmax", "n_kv_head": 2}]}, "layer 1 has 2 key heads"),
     ],
 )
 def test_what_slots_cannot_hold_is_refused_by_name(states, fields, reason):

@@ -51,6 +51,8 @@ def obstacle_to_states(config: FEMConfig) -> str | None:
     for layer, mixer in enumerate(mixers):
         if attends(mixer) and mixer.value_logexp_cap is not None:
             return f"layer {layer} {_CAPPED}."
+        if attends(mixer) and mixer.kv_heads != config.num_key_value_heads:
+            return f"layer {layer} has {mixer.kv_heads} key heads, but a cache has {config.num_key_value_heads}."
         if has_state(mixer) and mixer != states[0]:
             return f"layer {layer} has another state than the layers before, and all slots have one size."
     return None
