@@ -10,6 +10,7 @@ from fem.experiments.common.run import option
 
 BASELINE = "attention"
 PARTS = ("read", "layer", "gpt2", "table5", "decode", "served", "context")
+BY_TOKEN = ("decode", "served")  # parts that time generation
 READS = (BASELINE, "FEM", "FEM, plain")
 LAYERS = (BASELINE, "FEM-SM without C", "FEM-SM", "FEM-SM without C, plain", "FEM-GLA without C", "FEM-GLA")
 DECODES = (BASELINE, "FEM-SM without C", "FEM-SM", "FEM-GLA")

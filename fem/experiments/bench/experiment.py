@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from fem.experiments.bench import decode, tables, workloads
-from fem.experiments.bench.cases import BenchRecipe, Case
+from fem.experiments.bench.cases import BY_TOKEN, BenchRecipe, Case
 from fem.experiments.common.run import PAGE, command_line, cpu_threads, open_run, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_table
 
@@ -25,7 +25,7 @@ def measured(recipe: BenchRecipe, device: torch.device) -> Iterator[tuple[Case, 
             bars.update(bar, description=f"bench: {case.name}")
             with torch.random.fork_rng():
                 torch.manual_seed(recipe.seed)
-                part = decode if case.part in ("decode", "served") else workloads
+                part = decode if case.part in BY_TOKEN else workloads
                 yield case, part.measure(case, device, recipe.seconds)
             bars.advance(bar)
 

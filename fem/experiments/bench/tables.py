@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fem.experiments.bench.cases import Case
+from fem.experiments.bench.cases import BY_TOKEN, Case
 from fem.experiments.bench.mixers import BASELINE, OWN_LAYER, shown
 from fem.experiments.bench.paper import TABLE5, TABLE7, Cost
 
@@ -35,7 +35,7 @@ NOTES = {
 
 def rows(part: str, results: Results) -> list[dict]:
     """The table of one part, with a row for every mixer of every case; None where it was not run."""
-    make = _decode if part in ("decode", "served") else _costs
+    make = _decode if part in BY_TOKEN else _costs
     return [make(part, case, name, found) for case, found in results for name in case.mixers if _shown(name, found)]
 
 

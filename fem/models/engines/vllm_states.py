@@ -95,13 +95,14 @@ class ServedMixer(FreeEnergyMixer, MambaBase):
         before = (metadata.seq_lens - lengths).long()
 
         def go_on(x: Tensor, rows: Tensor) -> Tensor:
-            none = torch.zeros_like(before[rows])
-            position = CachePosition(position=before[rows], document=none, segment=none, started=before[rows] > 0)
+            seen, own = before[rows], slots[rows]
+            none = torch.zeros_like(seen)
+            position = CachePosition(position=seen, document=none, segment=none, started=seen > 0)
             known = bool(position.started.any())  # rows of one call are all new, or none is
-            held = dict(zip(self.row, (cache[slots[rows]] for cache in self.kv_cache))) if known else None
+            held = dict(zip(self.row, (cache[own] for cache in self.kv_cache))) if known else None
             y, after = function(x, held, position)
             for name, cache in zip(self.row, self.kv_cache):
-                cache[slots[rows]] = after[name]
+                cache[own] = after[name]
             return y
 
         parts: dict[int, Tensor] = {}  # by the place of the first token
