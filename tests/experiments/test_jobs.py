@@ -1,10 +1,13 @@
 """Records of trainings: the names of their files, which decide whether a training runs again."""
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 
 pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
+from fem.experiments.common.jobs import keep, record_of
 from fem.experiments.forecast.series import Series
 from fem.experiments.forecast.settings import ForecastRecipe
 from fem.experiments.forecast.settings import Job as ForecastJob
@@ -44,3 +47,10 @@ KEYS = {
 def test_records_of_earlier_versions_are_found_again(experiment, key):
     """A new field must leave the names as they are where it has its default: else all trainings run again."""
     assert KEYS[experiment]() == key
+
+
+def test_a_record_counts_for_the_job_that_it_names(tmp_path):
+    job, other = MADRecipe().jobs()[:2]
+    for named, found in ((job, True), (other, False)):
+        keep(job, tmp_path, {"job": asdict(named), "loss": 1.0})
+        assert (record_of(job, tmp_path) is not None) == found

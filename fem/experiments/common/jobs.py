@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -28,7 +29,10 @@ def digest_of(decides: Any, data: bytes = b"") -> str:
 
 
 def record_of(job: Job, folder: Path) -> dict | None:
-    """The record of a job that has run; None where there is none, and where it is damaged, which a note says."""
+    """The record of a job that has run; None where there is none, and where it is damaged, which a note says.
+
+    A record that names its job counts for this job alone.
+    """
     path = folder / f"{job.key}.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -37,7 +41,7 @@ def record_of(job: Job, folder: Path) -> dict | None:
     except ValueError:
         found = None
     if isinstance(found, dict):
-        return found
+        return found if "job" not in found or found["job"] == asdict(job) else None
     note(f"{path.name} is damaged; its training runs again.")
     return None
 
