@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fem.ops.common.precision import upcast
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import transformed
-from fem.ops.softmax.cached import pack_to_be_proven, small_beta
+from fem.ops.softmax.cached import may_look, pack_to_be_proven, small_beta
 from fem.state import CACHED as KEPT  # (B, H, T, d) each: a row of queries reads them at the speed of memory
 
 Memory = dict[str, Tensor]
@@ -51,45 +51,62 @@ def append(
         memory = memory | {"value": memory["value"][..., : v.shape[3]]}
     if not memory:
         return {"key": k.contiguous(), "value": v.contiguous()} | marks
-    extend = _joined if with_position else _extended
-    return {name: extend(memory[name], tensor) for name, tensor in zip(KEPT, (k, v))} | marks
+    if with_position or torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed(k, v):
+        return {name: _joined(memory[name], tensor) for name, tensor in zip(KEPT, (k, v))} | marks
+    return _extended(memory["key"], memory["value"], k, v) | marks
 
 
 class _Room:
-    """A buffer that starts with a cache and has room for an eighth more tokens; one continuation alone may use it."""
+    """Buffers that start with a cache and have room for an eighth more tokens; one continuation alone may use it."""
 
-    def __init__(self, cache: Float[Tensor, "b h t d"], end: int):
-        rows, heads, time, width = cache.shape
-        self.buffer = cache.new_empty(rows, heads, end + end // 8, width)
-        self.buffer[:, :, :time] = cache
+    def __init__(self, key: Float[Tensor, "b h t dk"], value: Float[Tensor, "b h t w"], end: int):
+        self.size = end + end // 8
+        self.key, self.value = (self._buffer(cache) for cache in (key, value))
         self.free: set[int] = set()
 
-    def claim(self, time: int, end: int) -> bool:
-        """Whether the caller may write the places from `time` to `end`: they exist, and nobody else has taken them."""
-        if end > self.buffer.shape[2] or (self.buffer.is_inference() and not torch.is_inference_mode_enabled()):
+    def _buffer(self, cache: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h _n d"]:
+        rows, heads, time, width = cache.shape
+        buffer = cache.new_empty(rows, heads, self.size, width)
+        buffer[:, :, :time] = cache
+        return buffer
+
+    def claim(self, value: Float[Tensor, "b h t w"], end: int) -> bool:
+        """Whether the caller may write the places from the end of its values to `end`: the room begins with these, the
+        places exist, and nobody else has taken them."""
+        if end > self.size or (self.key.is_inference() and not torch.is_inference_mode_enabled()):
+            return False
+        begins = value.data_ptr() == self.value.data_ptr() and value.stride() == self.value.stride()
+        if not begins or value.shape[3] != self.value.shape[3]:
             return False
         try:
-            self.free.remove(time)  # by one thread alone
+            self.free.remove(value.shape[2])  # by one thread alone
         except KeyError:
             return False
         return True
 
 
-_rooms = WeakTensorKeyDictionary()  # by the cache that a room begins with
+_rooms = WeakTensorKeyDictionary()  # by the keys that a room begins with
 
 
-def _extended(old: Float[Tensor, "b h t d"], new: Float[Tensor, "b h n d"]) -> Float[Tensor, "b h _m d"]:
-    """`_joined`, in place where the buffer of `old` has room behind it. `old` itself is not changed."""
-    if torch.is_grad_enabled() or old.dtype != new.dtype or torch.compiler.is_compiling() or transformed(old, new):
-        return _joined(old, new)
-    time, end = old.shape[2], old.shape[2] + new.shape[2]
-    room = _rooms.get(old)
-    if room is None or not room.claim(time, end):
-        room = _Room(old, end)
-    room.buffer[:, :, time:end] = new
-    whole = room.buffer[:, :, :end]
+def _extended(
+    key: Float[Tensor, "b h t dk"],
+    value: Float[Tensor, "b h t w"],
+    k: Float[Tensor, "b h n dk"],
+    v: Float[Tensor, "b h n w"],
+) -> Memory:
+    """The cache with k and v behind it, in place where a room has places for them. `key` and `value` stay as they are."""
+    if key.dtype != k.dtype or value.dtype != v.dtype:
+        return {"key": _joined(key, k), "value": _joined(value, v)}
+    time, new = key.shape[2], k.shape[2]
+    end = time + new
+    room = _rooms.get(key)
+    if room is None or not room.claim(value, end):
+        room = _Room(key, value, end)
+    room.key.narrow(2, time, new).copy_(k)
+    room.value.narrow(2, time, new).copy_(v)
+    whole = {"key": room.key.narrow(2, 0, end), "value": room.value.narrow(2, 0, end)}
     room.free.add(end)
-    _rooms[whole] = room
+    _rooms[whole["key"]] = room
     return whole
 
 
@@ -119,11 +136,9 @@ def _start(v: Float[Tensor, "b h t d"], beta: Float[Tensor, "h d"], keep: Tensor
 
 def _packed(v: Float[Tensor, "b h t d"], start: Memory, k: Tensor | None = None) -> Float[Tensor, "b h t w"]:
     """[v | e]. e has no gradient: reads with gradients start from v. NaN where the key is not finite."""
-    with torch.no_grad():
-        packed = pack_to_be_proven(v, start["beta"], start["shift"], start.get("small"))
-        looks = k is not None and k.device.type == "cpu" and not torch.compiler.is_compiling()
-        if k is not None and not (looks and isfinite(k.sum().item())):
-            packed.masked_fill_(~k.isfinite().all(-1, keepdim=True), torch.nan)
+    packed = pack_to_be_proven(v.detach(), start["beta"], start["shift"], start.get("small"))
+    if k is not None and not (may_look(k) and isfinite(k.detach().sum().item())):
+        packed.masked_fill_(~k.isfinite().all(-1, keepdim=True), torch.nan)
     return torch.cat([v, packed[..., v.shape[-1] :]], -1) if v.requires_grad else packed
 
 

@@ -46,7 +46,8 @@ def rotate_all(
         cos, sin = factor * cos, factor * sin
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     if len(tensors) > 1 and x.shape[1] == 1:  # of one token the calls cost more than the copy
-        return list(_turned(torch.cat(tensors, 2), cos, sin).split([x.shape[2] for x in tensors], 2))
+        turned = _turned(torch.cat(tensors, 2), cos, sin)
+        return list(torch.split_with_sizes(turned, [x.shape[2] for x in tensors], 2))
     return [_turned(x, cos, sin) for x in tensors]
 
 

@@ -104,10 +104,11 @@ def _all_of_one_document(time: int, before: CachePosition, continues: bool) -> t
     after = CachePosition(before.position + time, before.document, before.segment, started)
     if not continues:
         return Tokens(None, None, None, torch.arange(time, device=before.position.device)), after
-    position = before.position[:, None]
+    document, position = before.document[:, None], before.position[:, None]
     if time != 1:
+        document = document.expand(-1, time)
         position = position + torch.arange(time, device=position.device)
-    return Tokens(None, None, before.document[:, None].expand(-1, time), position), after
+    return Tokens(None, None, document, position), after
 
 
 def _check_marks(name: str, marks: Tensor | None, device: torch.device) -> None:

@@ -20,6 +20,7 @@ from fem.ops.common.read import Read
 SMALL_BETA = 0.1  # below it e is exp(beta v) - 1
 REACH = {torch.float64: 700.0, torch.float32: 80.0, torch.bfloat16: 80.0, torch.float16: 9.5}  # largest |z|, in nats
 PROVEN = 30.0  # nats: see `proven`
+LARGEST = math.exp(PROVEN)
 
 
 def exponents(v: Float[Tensor, "*n"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."]) -> Float[Tensor, "*n"]:
@@ -55,7 +56,9 @@ def pack_to_be_proven(
     """
     z = _exponents(v, beta, shift, small)
     e = _energies(z, small)
-    return torch.cat([v, e.masked_fill_(z > PROVEN, torch.inf).to(v.dtype)], -1)
+    if not (may_look(e) and e.sum().item() <= LARGEST):  # their sum bounds each: looked at in half the time
+        e.masked_fill_(z > PROVEN, torch.inf)
+    return torch.cat([v, e.to(v.dtype)], -1)
 
 
 def unpack(out: Float[Tensor, "*n w"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."]) -> Read:
@@ -85,5 +88,9 @@ def proven(out: Float[Tensor, "*n w"], beta: Float[Tensor, "..."]) -> Bool[Tenso
 
 def small_beta(beta: Tensor) -> Bool[Tensor, "..."] | None:
     """Where beta is small; None where that is known to be nowhere, which is looked at on a CPU."""
-    looks = beta.device.type == "cpu" and not torch.compiler.is_compiling() and beta.numel() > 0
-    return None if looks and beta.amin().item() >= SMALL_BETA else beta < SMALL_BETA
+    return None if beta.numel() and may_look(beta) and beta.amin().item() >= SMALL_BETA else beta < SMALL_BETA
+
+
+def may_look(x: Tensor) -> bool:
+    """Whether values of x may be read on the host: on a CPU, outside graphs, where nothing waits for them."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -13,13 +13,13 @@ from fem.ops.common.precision import upcast
 from fem.ops.common.read import Read
 from fem.ops.softmax.cached import PROVEN, SMALL_BETA, proven, unpack
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash = torch._scaled_dot_product_flash_attention_for_cpu
 _BLOCK = 1 << 18  # values at a time on a CPU, so that their exponentials stay in the cache
 _LIFT = 2.0**40  # p is scaled by it, so that terms which underflow are negligible even times the largest finite e
 
 
 def packed_step(
-    q: Float[Tensor, "b h dk"],
+    q: Float[Tensor, "b 1 h dk"],
     keys: Float[Tensor, "b hkv t dk"],
     values: Float[Tensor, "b hkv t w"],
     shift: Float[Tensor, "b hkv 1 dv"],
@@ -32,7 +32,7 @@ def packed_step(
 
     shift, beta, small: those that the values were packed with. Results are (B, 1, H, d_v), without gradients.
     """
-    batch, heads, width = q.shape
+    batch, _, heads, width = q.shape
     kv_heads = keys.shape[1]
     q = q.view(batch, kv_heads, -1, width)
     if mask is not None:
@@ -42,16 +42,16 @@ def packed_step(
     out = _attend(q, keys, values, mask, scale)
     if mask is None and small is None:  # every row sees a key, so R = 0 proves nothing
         mean, total = out.chunk(2, -1)
-        low, high = total.aminmax()
-        if not (low.item() >= math.exp(-PROVEN) and high.item() < math.inf):
+        logarithm = total.log()
+        if not torch.linalg.vector_norm(logarithm, math.inf).item() <= PROVEN:  # no e exceeds e^30, so no total does
             return None
-        read = Read(mean, torch.addcdiv(shift, total.log(), beta))
+        read = Read(mean, torch.addcdiv(shift, logarithm, beta))
     elif math.isfinite(q.sum().item()) and bool(proven(out, beta).all()):
         read = unpack(out, beta, shift)
     else:
         return None
     fallbacks.count(out.numel() // 2, 0)
-    return Read(*(x.reshape(batch, 1, heads, -1) for x in read))
+    return Read(read.mean.reshape(batch, 1, heads, -1), read.free_energy.view(batch, 1, heads, -1))
 
 
 def _attend(q, keys, values, mask, scale) -> Float[Tensor, "b hkv g w"]:
