@@ -90,7 +90,7 @@ class TwoLevelGate(nn.Module):
     def logits(self, features: Float[Tensor, "b t f"]) -> tuple[Tensor | None, Tensor | None]:
         """W_lambda x and W_g x, (B, T, H, d_v) each, or (B, T, H, 1) of one number per head; None: the part is off."""
         width = 1 if self.per_head else self.config.value_width
-        split = lambda gate: None if gate is None else gate(features).unflatten(-1, (-1, width))  # noqa: E731
+        split = lambda gate: None if gate is None else torch.unflatten(gate(features), -1, (-1, width))  # noqa: E731
         return split(self.inner), split(self.outer)
 
     def factors(self, features: Float[Tensor, "b t f"]) -> tuple[Tensor | None, Tensor | None]:

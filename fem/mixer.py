@@ -93,7 +93,7 @@ class FreeEnergyMixer(nn.Module):
         memory = state.memory if state is not None else {} if return_state else None
         read, memory = self._read(features, v, tokens, memory)
         o = self.gate(features, read)
-        y = self.output(self.dropout(o.flatten(-2)))
+        y = self._output(o)
         if spoilt is not None:
             y = y + tokens.zero_masked(torch.zeros_like(y).masked_fill_(spoilt[..., None], torch.nan))
         if not return_state:
@@ -127,7 +127,7 @@ class FreeEnergyMixer(nn.Module):
         v = self._values(x, features)
         q, k = self.prior.queries_and_keys(features, position)
         o = self.gate(features, attention(q, k, v, self._temperature(v)))
-        return self.output(self.dropout(o.flatten(-2)))
+        return self._output(o)
 
     def _set_apart(
         self, x: Tensor, tokens: Tokens, state: MixerState | None
@@ -158,7 +158,11 @@ class FreeEnergyMixer(nn.Module):
         v = self.value(x)
         if self.value_scale is not None:
             v = torch.addcmul(v, v, self.value_scale(features[..., self.config.n_embd :]))  # v (1 + eta_v), Eq. 34b
-        return v.unflatten(-1, (-1, self.config.value_width))
+        return torch.unflatten(v, -1, (-1, self.config.value_width))
+
+    def _output(self, o: Float[Tensor, "b t h d"]) -> Float[Tensor, "b t d"]:
+        o, dropout = o.flatten(-2), self.dropout
+        return self.output(dropout(o) if dropout.training else o)
 
     def _temperature(self, v: Tensor) -> Tensor | None:
         if not self.config.use_lse:
@@ -198,9 +202,10 @@ class FreeEnergyMixer(nn.Module):
 
     def _check_place(self, x: Tensor) -> None:
         """Raise unless x has the device and dtype of the weights, where no other library manages these."""
-        if type(self.value) is not Projection or hasattr(self.value, "_hf_hook"):
+        value = self.value
+        if type(value) is not Projection or "_hf_hook" in vars(value):
             return
-        weight = self.value.weight
+        weight = value.weight
         if x.device != weight.device:
             raise ValueError(
                 f"x must be on the layer's device, {weight.device}, got x on {x.device}; move one of them."

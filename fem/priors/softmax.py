@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -38,7 +39,8 @@ class SoftmaxPrior(Prior):
     ) -> tuple[Float[Tensor, "b t h d"], Float[Tensor, "b t hkv d"]]:
         """q and k, rotated by position (T) or (B, T)."""
         config = self.config
-        q, k = (to(features).unflatten(-1, (-1, config.key_width)) for to in (self.query, self.key))
+        q = torch.unflatten(self.query(features), -1, (-1, config.key_width))
+        k = torch.unflatten(self.key(features), -1, (-1, config.key_width))
         return self.rotated((q, k), position)
 
     def read(self, features, v, beta, tokens, memory):
