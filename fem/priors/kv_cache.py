@@ -23,6 +23,7 @@ from fem.state import CACHED as KEPT  # (B, H, T, d) each: a row of queries read
 Memory = dict[str, Tensor]
 
 PACKED = ("shift", "beta", "small")  # (B, H, 1, d_v) each, where the values are [v | e]; small: only if some beta is
+STREAM = {*KEPT, "shift", "beta"}  # all that most streams keep: neither marks nor a small beta
 
 
 def append(
@@ -34,8 +35,10 @@ def append(
     with_position: bool,
 ) -> Memory:
     """The memory with the tokens behind it, and, only once a call brought them, their mask, document and position."""
-    memory = _in_one_piece(memory)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if memory.keys() == STREAM and tokens.keep is None and tokens.start is None:
+        return memory | _extended(memory, k, _packed(v, memory, k))
+    memory = _in_one_piece(memory)
     marks = _marks(memory, k, tokens, with_position)
     if tokens.keep is not None:
         hidden = ~tokens.keep[:, None, :, None]
@@ -51,9 +54,7 @@ def append(
         memory = memory | {"value": memory["value"][..., : v.shape[3]]}
     if not memory:
         return {"key": k.contiguous(), "value": v.contiguous()} | marks
-    if with_position or torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed(k, v):
-        return {name: _joined(memory[name], tensor) for name, tensor in zip(KEPT, (k, v))} | marks
-    return _extended(memory["key"], memory["value"], k, v) | marks
+    return (_joined if with_position else _extended)(memory, k, v) | marks
 
 
 class _Room:
@@ -88,15 +89,13 @@ class _Room:
 _rooms = WeakTensorKeyDictionary()  # by the keys that a room begins with
 
 
-def _extended(
-    key: Float[Tensor, "b h t dk"],
-    value: Float[Tensor, "b h t w"],
-    k: Float[Tensor, "b h n dk"],
-    v: Float[Tensor, "b h n w"],
-) -> Memory:
-    """The cache with k and v behind it, in place where a room has places for them. `key` and `value` stay as they are."""
-    if key.dtype != k.dtype or value.dtype != v.dtype:
-        return {"key": _joined(key, k), "value": _joined(value, v)}
+def _extended(memory: Memory, k: Float[Tensor, "b h n dk"], v: Float[Tensor, "b h n w"]) -> Memory:
+    """`_joined`, in place where a room has places behind the cache. What `memory` holds is not changed."""
+    key, value = memory["key"], memory["value"]
+    if torch.is_grad_enabled() or key.dtype != k.dtype or value.dtype != v.dtype:
+        return _joined(memory, k, v)
+    if torch.compiler.is_compiling() or transformed(key, k):
+        return _joined(memory, k, v)
     time, new = key.shape[2], k.shape[2]
     end = time + new
     room = _rooms.get(key)
@@ -104,14 +103,14 @@ def _extended(
         room = _Room(key, value, end)
     room.key.narrow(2, time, new).copy_(k)
     room.value.narrow(2, time, new).copy_(v)
-    whole = {"key": room.key.narrow(2, 0, end), "value": room.value.narrow(2, 0, end)}
+    key = room.key.narrow(2, 0, end)
     room.free.add(end)
-    _rooms[whole["key"]] = room
-    return whole
+    _rooms[key] = room
+    return {"key": key, "value": room.value.narrow(2, 0, end)}
 
 
-def _joined(old: Float[Tensor, "b h t d"], new: Float[Tensor, "b h n d"]) -> Float[Tensor, "b h _m d"]:
-    return torch.cat([old, new], 2)
+def _joined(memory: Memory, k: Float[Tensor, "b h n dk"], v: Float[Tensor, "b h n w"]) -> Memory:
+    return {name: torch.cat([memory[name], new], 2) for name, new in zip(KEPT, (k, v))}
 
 
 def _in_one_piece(memory: Memory) -> Memory:
@@ -120,7 +119,7 @@ def _in_one_piece(memory: Memory) -> Memory:
     if not recent:
         return memory
     whole = {name: tensor for name, tensor in memory.items() if not name.startswith("recent ")}
-    return whole | {name: _joined(memory[name], tensor) for name, tensor in recent.items()}
+    return whole | _joined(whole, *recent.values())
 
 
 @torch.no_grad()

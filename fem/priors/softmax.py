@@ -12,7 +12,7 @@ from fem.config import FreeEnergyMixerConfig, Widths
 from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.read import cached_read, softmax_read
 from fem.priors.base import ROTARY, Prior
-from fem.priors.kv_cache import PACKED, append, within_window
+from fem.priors.kv_cache import PACKED, STREAM, append, within_window
 
 
 class SoftmaxPrior(Prior):
@@ -51,7 +51,8 @@ class SoftmaxPrior(Prior):
             span = math.inf if config.value_logexp_cap is None else 2 * config.value_logexp_cap
             return softmax_read(q, k, v, beta, span=span, **how), None
         memory = append(memory, k, v, beta, tokens, with_position=config.window is not None)
-        tokens = Tokens(memory.get("keep"), None, memory.get("document"), memory.get("position"))
+        plain = memory.keys() == STREAM
+        tokens = None if plain else Tokens(memory.get("keep"), None, memory.get("document"), memory.get("position"))
         start = tuple(memory.get(name) for name in PACKED) if "shift" in memory else None
         how = {"window": config.window, "tokens": tokens, "backend": config.backend}
         read = cached_read(q, memory["key"], memory["value"], beta, start, **how)
