@@ -14,13 +14,14 @@ from fem.config import FreeEnergyMixerConfig
 from fem.gates import Temperature, TwoLevelGate
 from fem.inspection import Reading, read_tables
 from fem.ops.common.read import Read
-from fem.ops.common.tokens import Tokens, read_tokens
+from fem.ops.common.tokens import PLAIN, Tokens, read_tokens
+from fem.ops.common.transforms import transformed
 from fem.optim import undecayed_names
 from fem.priors import PRIORS, OperatorPrior, Prior
 from fem.priors.base import buffer_error
 from fem.projection import Projection
 from fem.spoilt import find_spoilt, seen_from
-from fem.state import MixerState, foreign_state
+from fem.state import CachePosition, MixerState, foreign_state
 
 # Fields that no state depends on: how the layer starts, what it does after the read, which implementation reads.
 NOT_IN_STATES = frozenset(
@@ -82,6 +83,8 @@ class FreeEnergyMixer(nn.Module):
         return_state: bool = False,
     ) -> Float[Tensor, "b t d"] | tuple[Float[Tensor, "b t d"], MixerState]:
         self._check(x, state, return_state)
+        if attention_mask is None and segment_ids is None and return_state and self._steps(x, state):
+            return self._step(x, state)
         tokens, cache_position = read_tokens(
             tuple(x.shape[:2]), x.device, attention_mask, segment_ids, None if state is None else state.cache_position
         )
@@ -102,6 +105,22 @@ class FreeEnergyMixer(nn.Module):
         if spoilt is not None:
             state = state.filled(spoilt[:, -1], torch.nan, self.prior.spoils_documents)
         return y, state if x.shape[1] == 1 else state.compact()  # the activations of one token pin little memory
+
+    def _steps(self, x: Tensor, state: MixerState | None) -> bool:
+        """Whether `_step` computes the call."""
+        if state is None or x.shape[1] != 1 or not x.shape[0] or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        plain = x.device.type == "cpu" and not torch.is_autocast_enabled("cpu") and not transformed(x)
+        return plain and self.prior.steps(state.memory)
+
+    def _step(self, x: Float[Tensor, "b 1 d"], state: MixerState) -> tuple[Float[Tensor, "b 1 d"], MixerState]:
+        """`forward` of one more token of a stream, in fewer operations."""
+        before = state.cache_position
+        features, hidden = self._features(x, PLAIN, state)
+        read, memory = self.prior.step(features, self._values(x, features), before.position, state.memory)
+        y = self._output(self.gate(features, read))
+        after = CachePosition(before.position + 1, before.document, before.segment, before.started)
+        return y, MixerState(self._kind, x.dtype, memory, hidden, after)
 
     def _read_nothing(self, x: Tensor, state: MixerState | None, return_state: bool):
         """A call without rows or without tokens: run one masked token instead, and drop what it returns."""

@@ -149,6 +149,9 @@ class MixerState:
 
     def check(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         """Raise ValueError unless the state fits inputs of this kind."""
+        position = self.cache_position.position
+        if position.shape[0] == batch and self.dtype == dtype and position.device == device:
+            return
         for what, got, wanted in (
             ("batch size", self.batch, batch),
             ("input dtype", self.dtype, dtype),

@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig, Widths
 from fem.ops.common.read import Read
-from fem.ops.common.rope import frequencies, rotate_all
+from fem.ops.common.rope import Turn, frequencies, rotate_all, turns
 from fem.ops.common.tokens import Tokens
 from fem.projection import Projection
 
@@ -36,6 +36,7 @@ class Prior(nn.Module, ABC):
         super().__init__()
         self.config = config
         self._frequencies: dict[torch.device, Tensor] = {}  # rotary ones, by `_frequency`; saved nowhere
+        self._turns: tuple[range, torch.dtype, list[Turn]] = (range(0), torch.float32, [])  # by `turn`; saved nowhere
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Register a tensor that is saved with the weights. Raises ValueError on persistent=False."""
@@ -67,6 +68,22 @@ class Prior(nn.Module, ABC):
         beta has `beta_shape`, or is None for the mean alone.
         """
 
+    def steps(self, memory: dict[str, Tensor]) -> bool:
+        """Whether `step` reads one more token after such a memory."""
+        return False
+
+    def step(
+        self,
+        features: Float[Tensor, "b 1 f"],
+        v: Float[Tensor, "b 1 h d"],
+        position: Int[Tensor, " b"],
+        memory: dict[str, Tensor],
+    ) -> tuple[Read, dict[str, Tensor]]:
+        """`read` of one more token of a stream without masks and documents, in fewer operations, on a CPU and without
+        gradients. beta is what the memory keeps.
+        """
+        raise NotImplementedError
+
     @staticmethod
     def beta_shape(config: FreeEnergyMixerConfig) -> tuple[int, ...]:
         """How many temperatures the read has: one per channel of each value head."""
@@ -95,6 +112,16 @@ class Prior(nn.Module, ABC):
             return tensors
         width, device = tensors[0].shape[-1], tensors[0].device
         return tuple(rotate_all(tensors, position, self._frequency(width, device), config.rope_factor))
+
+    def turn(self, position: int, width: int, dtype: torch.dtype) -> Turn:
+        """How one token of a stream on a CPU is `rotated`: looked up, and computed for 64 positions at a time."""
+        positions, of, found = self._turns
+        if position not in positions or of != dtype:
+            positions = range(position // 64 * 64, position // 64 * 64 + 64)
+            frequency = self._frequency(width, torch.device("cpu"))
+            found = turns(positions, frequency, self.config.rope_factor, dtype)
+            self._turns = (positions, dtype, found)
+        return found[position - positions.start]
 
     def _frequency(self, width: int, device: torch.device) -> Float64[Tensor, " planes"]:
         """Radians per position of every rotary plane, kept on each device: a list copied there by every call would make

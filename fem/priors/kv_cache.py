@@ -7,23 +7,23 @@ in float16, whose range e would leave, the values stand alone.
 
 from __future__ import annotations
 
+import weakref
 from math import isfinite
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fem.ops.common.precision import upcast
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import transformed
-from fem.ops.softmax.cached import may_look, pack_to_be_proven, small_beta
+from fem.ops.softmax.cached import LARGEST, may_look, pack_to_be_proven, small_beta
 from fem.state import CACHED as KEPT  # (B, H, T, d) each: a row of queries reads them at the speed of memory
 
 Memory = dict[str, Tensor]
 
 PACKED = ("shift", "beta", "small")  # (B, H, 1, d_v) each, where the values are [v | e]; small: only if some beta is
-STREAM = {*KEPT, "shift", "beta"}  # all that most streams keep: neither marks nor a small beta
+STREAM = {*KEPT, "shift", "beta"}  # all that a plain stream keeps: neither marks nor a small beta
 
 
 def append(
@@ -35,10 +35,8 @@ def append(
     with_position: bool,
 ) -> Memory:
     """The memory with the tokens behind it, and, only once a call brought them, their mask, document and position."""
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if memory.keys() == STREAM and tokens.keep is None and tokens.start is None:
-        return memory | _extended(memory, k, _packed(v, memory, k))
     memory = _in_one_piece(memory)
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
     marks = _marks(memory, k, tokens, with_position)
     if tokens.keep is not None:
         hidden = ~tokens.keep[:, None, :, None]
@@ -54,7 +52,18 @@ def append(
         memory = memory | {"value": memory["value"][..., : v.shape[3]]}
     if not memory:
         return {"key": k.contiguous(), "value": v.contiguous()} | marks
-    return (_joined if with_position else _extended)(memory, k, v) | marks
+    if with_position or torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed(k, v):
+        return _joined(memory, k, v) | marks
+    return _extended(memory["key"], memory["value"], k, v) | marks
+
+
+def append_one(memory: Memory, k: Float[Tensor, "b h 1 dk"], v: Float[Tensor, "b h 1 dv"]) -> Memory:
+    """`append` of one token to a plain `STREAM`, on a CPU and without gradients."""
+    shift, beta = memory["shift"], memory["beta"]
+    e = ((upcast(v) - shift) * beta).exp()
+    plain = e.sum().item() <= LARGEST and isfinite(k.sum().item())
+    packed = torch.cat([v, e.to(v.dtype)], -1) if plain else _packed(v, memory, k)
+    return {"shift": shift, "beta": beta} | _extended(memory["key"], memory["value"], k, packed)
 
 
 class _Room:
@@ -86,26 +95,39 @@ class _Room:
         return True
 
 
-_rooms = WeakTensorKeyDictionary()  # by the keys that a room begins with
+_rooms: dict[int, tuple[weakref.ref[Tensor], _Room]] = {}  # by the id of the keys that a room begins with
 
 
-def _extended(memory: Memory, k: Float[Tensor, "b h n dk"], v: Float[Tensor, "b h n w"]) -> Memory:
-    """`_joined`, in place where a room has places behind the cache. What `memory` holds is not changed."""
-    key, value = memory["key"], memory["value"]
-    if torch.is_grad_enabled() or key.dtype != k.dtype or value.dtype != v.dtype:
-        return _joined(memory, k, v)
-    if torch.compiler.is_compiling() or transformed(key, k):
-        return _joined(memory, k, v)
+def _room_of(key: Tensor) -> _Room | None:
+    of, room = _rooms.get(id(key), (None, None))
+    return room if of is not None and of() is key else None
+
+
+def _remember(key: Tensor, room: _Room) -> None:
+    """The room of `key`, until this is gone."""
+    place = id(key)
+    _rooms[place] = weakref.ref(key, lambda of: _rooms.pop(place) if _rooms.get(place, [None])[0] is of else None), room
+
+
+def _extended(
+    key: Float[Tensor, "b h t dk"],
+    value: Float[Tensor, "b h t w"],
+    k: Float[Tensor, "b h n dk"],
+    v: Float[Tensor, "b h n w"],
+) -> Memory:
+    """`_joined`, in place where a room has places behind the cache. `key` and `value` are not changed."""
+    if key.dtype != k.dtype or value.dtype != v.dtype:
+        return _joined({"key": key, "value": value}, k, v)
     time, new = key.shape[2], k.shape[2]
     end = time + new
-    room = _rooms.get(key)
+    room = _room_of(key)
     if room is None or not room.claim(value, end):
         room = _Room(key, value, end)
     room.key.narrow(2, time, new).copy_(k)
     room.value.narrow(2, time, new).copy_(v)
     key = room.key.narrow(2, 0, end)
     room.free.add(end)
-    _rooms[key] = room
+    _remember(key, room)
     return {"key": key, "value": room.value.narrow(2, 0, end)}
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fem.config import FreeEnergyMixerConfig, Widths
 from fem.ops.common.tokens import Tokens
+from fem.ops.softmax.decode import packed_step
 from fem.ops.softmax.read import cached_read, softmax_read
 from fem.priors.base import ROTARY, Prior
-from fem.priors.kv_cache import PACKED, STREAM, append, within_window
+from fem.priors.kv_cache import PACKED, STREAM, append, append_one, within_window
 
 
 class SoftmaxPrior(Prior):
@@ -51,11 +52,25 @@ class SoftmaxPrior(Prior):
             span = math.inf if config.value_logexp_cap is None else 2 * config.value_logexp_cap
             return softmax_read(q, k, v, beta, span=span, **how), None
         memory = append(memory, k, v, beta, tokens, with_position=config.window is not None)
-        plain = memory.keys() == STREAM
-        tokens = None if plain else Tokens(memory.get("keep"), None, memory.get("document"), memory.get("position"))
+        tokens = Tokens(memory.get("keep"), None, memory.get("document"), memory.get("position"))
         start = tuple(memory.get(name) for name in PACKED) if "shift" in memory else None
         how = {"window": config.window, "tokens": tokens, "backend": config.backend}
         read = cached_read(q, memory["key"], memory["value"], beta, start, **how)
         if config.window is not None:
             memory = within_window(memory, config.window)
         return read, memory
+
+    def steps(self, memory):
+        return memory.keys() == STREAM and self.config.window is None and self.config.backend in ("auto", "sdpa")
+
+    def step(self, features, v, position, memory):
+        width = self.config.key_width
+        q, k = self.query(features), self.key(features)
+        both = torch.cat([q, k], -1).view(len(v), 1, -1, width)
+        if self.config.use_rope:
+            both = self.turn(position[0].item(), width, both.dtype)(both)
+        q, k = both.split([q.shape[-1] // width, k.shape[-1] // width], 2)
+        memory = append_one(memory, k.transpose(1, 2), v.transpose(1, 2))
+        key, value, shift, beta = memory["key"], memory["value"], memory["shift"], memory["beta"]
+        read = packed_step(q, key, value, shift, beta, None, None, width**-0.5)
+        return cached_read(q, key, value[..., : v.shape[3]], beta[0, :, 0]) if read is None else read, memory

@@ -35,8 +35,10 @@ def gated_read(mean: Heads, free_energy: Heads | None, inner: Heads | None, oute
     if inner is None and outer is None:
         return mean
     free_energy = free_energy if inner is not None else None
-    fused = torch.compiler.is_compiling() or mean.numel() <= _BLOCK  # by the compiler, or too few to be worth an op
-    if (fused and not torch.is_grad_enabled()) or portable() or transformed(mean, free_energy, inner, outer):
+    few = mean.numel() <= _BLOCK  # not worth an operator, nor is what a compiler fuses
+    if not torch.is_grad_enabled() and (few or torch.compiler.is_compiling()):
+        return _gate(mean, free_energy, inner, outer, eps)
+    if portable() or transformed(mean, free_energy, inner, outer):
         return _gate(mean, free_energy, inner, outer, eps)
     return _gated_read(mean, free_energy, inner, outer, eps)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Float64, Int
@@ -40,15 +41,37 @@ def rotate_all(
     factor: what cos and sin are multiplied by.
     """
     x = tensors[0]
-    angle = position.double()[..., None, None] * frequency
-    cos, sin = angle.cos(), angle.sin()
-    if factor != 1.0:
-        cos, sin = factor * cos, factor * sin
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    cos, sin = _cos_and_sin(position, frequency, factor, x.dtype)
     if len(tensors) > 1 and x.shape[1] == 1:  # of one token the calls cost more than the copy
         turned = _turned(torch.cat(tensors, 2), cos, sin)
         return list(torch.split_with_sizes(turned, [x.shape[2] for x in tensors], 2))
     return [_turned(x, cos, sin) for x in tensors]
+
+
+def _cos_and_sin(position: Tensor, frequency: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angle = position.double()[..., None, None] * frequency
+    cos, sin = angle.cos(), angle.sin()
+    if factor != 1.0:
+        cos, sin = factor * cos, factor * sin
+    return cos.to(dtype), sin.to(dtype)
+
+
+class Turn(NamedTuple):
+    """The rotation of one position: y = x cos + swapped(x) sin, cos and sin (1, d) of every channel, the latter signed."""
+
+    cos: Float[Tensor, "1 d"]
+    sin: Float[Tensor, "1 d"]
+
+    def __call__(self, x: Float[Tensor, "b t h d"]) -> Float[Tensor, "b t h d"]:
+        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin)
+
+
+def turns(positions: range, frequency: Float64[Tensor, " planes"], factor: float, dtype: torch.dtype) -> list[Turn]:
+    """What `rotate_all` does at each of the positions, to the same digits."""
+    position = torch.arange(positions.start, positions.stop, device=frequency.device)
+    cos, sin = _cos_and_sin(position, frequency, factor, dtype)
+    cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+    return [Turn(*row) for row in zip(cos.unbind(), sin.unbind())]
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

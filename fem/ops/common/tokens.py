@@ -44,6 +44,9 @@ class Tokens:
         return Tokens(flip(self.keep), start, flip(self.document), flip(self.position))
 
 
+PLAIN = Tokens(None, None, None, None)  # all of one document, where no position is asked for
+
+
 def read_tokens(
     shape: tuple[int, int],
     device: torch.device,

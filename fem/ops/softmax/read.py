@@ -96,11 +96,9 @@ def cached_read(
     dtype = torch.promote_types(q.dtype, torch.promote_types(keys.dtype, values.dtype))
     alone = lambda: values if start is None else values[..., : start[0].shape[-1]]  # noqa: E731
     if q.shape[1] == 1 and softmax_backend(backend, q.device, dtype) == "sdpa" and _free(q, keys, values, beta):
-        mask = None
-        if tokens is not None or window is not None:
-            by_pairs = window is not None or tokens.document is not None
-            seen = intervals(1, time, False, window, tokens, q.device) if by_pairs else None
-            mask = _mask(None if tokens is None else tokens.keep, seen, None, time)
+        by_pairs = window is not None or (tokens is not None and tokens.document is not None)
+        seen = intervals(1, time, False, window, tokens, q.device) if by_pairs else None
+        mask = _mask(None if tokens is None else tokens.keep, seen, None, time)
         scale = q.shape[-1] ** -0.5
         read = None if start is None else packed_step(q, keys, values, *start, mask, scale)
         if read is None:
