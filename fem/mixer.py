@@ -117,8 +117,10 @@ class FreeEnergyMixer(nn.Module):
         """`forward` of one more token of a stream, in fewer operations."""
         before = state.cache_position
         features, hidden = self._features(x, PLAIN, state)
-        read, memory = self.prior.step(features, self._values(x, features), before.position, state.memory)
-        y = self._output(self.gate(features, read))
+        features = features[:, 0]  # a map takes a matrix of tokens in two operations, (B, T, D) in four
+        v = self._values(x[:, 0], features)
+        read, memory = self.prior.step(features, v, before.position, state.memory)
+        y = self._output(self.gate(features[:, None], read))
         after = CachePosition(before.position + 1, before.document, before.segment, before.started)
         return y, MixerState(self._kind, x.dtype, memory, hidden, after)
 

@@ -74,8 +74,8 @@ class Prior(nn.Module, ABC):
 
     def step(
         self,
-        features: Float[Tensor, "b 1 f"],
-        v: Float[Tensor, "b 1 h d"],
+        features: Float[Tensor, "b f"],
+        v: Float[Tensor, "b h d"],
         position: Int[Tensor, " b"],
         memory: dict[str, Tensor],
     ) -> tuple[Read, dict[str, Tensor]]:

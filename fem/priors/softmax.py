@@ -64,13 +64,17 @@ class SoftmaxPrior(Prior):
         return memory.keys() == STREAM and self.config.window is None and self.config.backend in ("auto", "sdpa")
 
     def step(self, features, v, position, memory):
-        width = self.config.key_width
+        width, (batch, kv_heads, channels) = self.config.key_width, v.shape
         q, k = self.query(features), self.key(features)
-        both = torch.cat([q, k], -1).view(len(v), 1, -1, width)
+        heads = q.shape[1] // width
+        both = torch.cat([q, k], 1).view(batch, heads + kv_heads, 1, width)
         if self.config.use_rope:
             both = self.turn(position[0].item(), width, both.dtype)(both)
-        q, k = both.split([q.shape[-1] // width, k.shape[-1] // width], 2)
-        memory = append_one(memory, k.transpose(1, 2), v.transpose(1, 2))
+        q, k = torch.split_with_sizes(both, (heads, kv_heads), 1)
+        memory = append_one(memory, k, v.unsqueeze(2))
         key, value, shift, beta = memory["key"], memory["value"], memory["shift"], memory["beta"]
+        q = q.view(batch, 1, heads, width)
         read = packed_step(q, key, value, shift, beta, None, None, width**-0.5)
-        return cached_read(q, key, value[..., : v.shape[3]], beta[0, :, 0]) if read is None else read, memory
+        if read is None:
+            read = cached_read(q, key, value[..., :channels], beta[0, :, 0])
+        return read, memory
