@@ -83,8 +83,9 @@ class FreeEnergyMixer(nn.Module):
         return_state: bool = False,
     ) -> Float[Tensor, "b t d"] | tuple[Float[Tensor, "b t d"], MixerState]:
         self._check(x, state, return_state)
-        if attention_mask is None and segment_ids is None and return_state and self._steps(x, state):
-            return self._step(x, state)
+        if state is not None and return_state and attention_mask is None and segment_ids is None and self._steps(x):
+            if self.prior.steps(state.memory):
+                return self._step(x, state)
         tokens, cache_position = read_tokens(
             tuple(x.shape[:2]), x.device, attention_mask, segment_ids, None if state is None else state.cache_position
         )
@@ -106,12 +107,12 @@ class FreeEnergyMixer(nn.Module):
             state = state.filled(spoilt[:, -1], torch.nan, self.prior.spoils_documents)
         return y, state if x.shape[1] == 1 else state.compact()  # the activations of one token pin little memory
 
-    def _steps(self, x: Tensor, state: MixerState | None) -> bool:
-        """Whether `_step` computes the call."""
-        if state is None or x.shape[1] != 1 or not x.shape[0] or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    @staticmethod
+    def _steps(x: Tensor) -> bool:
+        """Whether x is what `_step` takes: one token on a CPU, outside of gradients, graphs and transforms."""
+        if torch.is_grad_enabled() or x.shape[1] != 1 or not x.shape[0] or not x.is_cpu:
             return False
-        plain = x.device.type == "cpu" and not torch.is_autocast_enabled("cpu") and not transformed(x)
-        return plain and self.prior.steps(state.memory)
+        return not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or transformed(x))
 
     def _step(self, x: Float[Tensor, "b 1 d"], state: MixerState) -> tuple[Float[Tensor, "b 1 d"], MixerState]:
         """`forward` of one more token of a stream, in fewer operations."""

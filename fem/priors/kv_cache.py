@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from math import isfinite
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -72,6 +73,7 @@ class _Room:
     def __init__(self, key: Float[Tensor, "b h t dk"], value: Float[Tensor, "b h t w"], end: int):
         self.size = end + end // 8
         self.key, self.value = (self._buffer(cache) for cache in (key, value))
+        self.of_inference = self.key.is_inference()
         self.free: set[int] = set()
 
     def _buffer(self, cache: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h _n d"]:
@@ -80,33 +82,41 @@ class _Room:
         buffer[:, :, :time] = cache
         return buffer
 
-    def claim(self, value: Float[Tensor, "b h t w"], end: int) -> bool:
-        """Whether the caller may write the places from the end of its values to `end`: the room begins with these, the
-        places exist, and nobody else has taken them."""
-        if end > self.size or (self.key.is_inference() and not torch.is_inference_mode_enabled()):
-            return False
-        begins = value.data_ptr() == self.value.data_ptr() and value.stride() == self.value.stride()
-        if not begins or value.shape[3] != self.value.shape[3]:
+    def claim(self, time: int, end: int) -> bool:
+        """Whether the caller may write the places from `time` to `end`: they exist, and nobody else has taken them."""
+        if end > self.size or (self.of_inference and not torch.is_inference_mode_enabled()):
             return False
         try:
-            self.free.remove(value.shape[2])  # by one thread alone
+            self.free.remove(time)  # by one thread alone
         except KeyError:
             return False
         return True
 
 
-_rooms: dict[int, tuple[weakref.ref[Tensor], _Room]] = {}  # by the id of the keys that a room begins with
+class _Beginning(NamedTuple):
+    """The keys and values that a room begins with."""
+
+    key: weakref.ref[Tensor]
+    value: weakref.ref[Tensor]
+    room: _Room
 
 
-def _room_of(key: Tensor) -> _Room | None:
-    of, room = _rooms.get(id(key), (None, None))
-    return room if of is not None and of() is key else None
+_beginnings: dict[int, _Beginning] = {}  # by the id of the keys, until these are gone
 
 
-def _remember(key: Tensor, room: _Room) -> None:
-    """The room of `key`, until this is gone."""
+def _room_behind(key: Tensor, value: Tensor) -> _Room | None:
+    found = _beginnings.get(id(key))
+    return found.room if found is not None and found.key() is key and found.value() is value else None
+
+
+def _remember(key: Tensor, value: Tensor, room: _Room) -> None:
     place = id(key)
-    _rooms[place] = weakref.ref(key, lambda of: _rooms.pop(place) if _rooms.get(place, [None])[0] is of else None), room
+
+    def forget(gone: weakref.ref[Tensor]) -> None:
+        if place in _beginnings and _beginnings[place].key is gone:
+            del _beginnings[place]
+
+    _beginnings[place] = _Beginning(weakref.ref(key, forget), weakref.ref(value), room)
 
 
 def _extended(
@@ -120,15 +130,15 @@ def _extended(
         return _joined({"key": key, "value": value}, k, v)
     time, new = key.shape[2], k.shape[2]
     end = time + new
-    room = _room_of(key)
-    if room is None or not room.claim(value, end):
+    room = _room_behind(key, value)
+    if room is None or not room.claim(time, end):
         room = _Room(key, value, end)
     room.key.narrow(2, time, new).copy_(k)
     room.value.narrow(2, time, new).copy_(v)
-    key = room.key.narrow(2, 0, end)
+    key, value = room.key.narrow(2, 0, end), room.value.narrow(2, 0, end)
     room.free.add(end)
-    _remember(key, room)
-    return {"key": key, "value": room.value.narrow(2, 0, end)}
+    _remember(key, value, room)
+    return {"key": key, "value": value}
 
 
 def _joined(memory: Memory, k: Float[Tensor, "b h n dk"], v: Float[Tensor, "b h n w"]) -> Memory:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +37,12 @@ def gated_read(mean: Heads, free_energy: Heads | None, inner: Heads | None, oute
     if inner is None and outer is None:
         return mean
     free_energy = free_energy if inner is not None else None
-    few = mean.numel() <= _BLOCK  # not worth an operator, nor is what a compiler fuses
-    if not torch.is_grad_enabled() and (few or torch.compiler.is_compiling()):
-        return _gate(mean, free_energy, inner, outer, eps)
+    if not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():  # the compiler fuses it
+            return _gate(mean, free_energy, inner, outer, eps)
+        if mean.numel() <= _BLOCK:
+            gate = _gate if inner is None or outer is None or not mean.is_cpu else _gate_of_few
+            return gate(mean, free_energy, inner, outer, eps)
     if portable() or transformed(mean, free_energy, inner, outer):
         return _gate(mean, free_energy, inner, outer, eps)
     return _gated_read(mean, free_energy, inner, outer, eps)
@@ -46,6 +51,22 @@ def gated_read(mean: Heads, free_energy: Heads | None, inner: Heads | None, oute
 def _gate(mean: Heads, free_energy: Heads | None, inner: Heads | None, outer: Heads | None, eps: float) -> Heads:
     u = upcast(mean) if inner is None else torch.lerp(upcast(mean), upcast(free_energy), upcast(inner).sigmoid())
     return (u if outer is None else u * outer_gate(upcast(outer), eps)).to(mean.dtype)
+
+
+def _gate_of_few(mean: Heads, free_energy: Heads, inner: Heads, outer: Heads, eps: float) -> Heads:
+    """`_gate` of so few elements that calls are all it costs: o = sqrt(d) u g / hypot(|g|, sqrt(d eps))."""
+    width = outer.shape[-1]
+    u = torch.lerp(upcast(mean), upcast(free_energy), upcast(inner).sigmoid())
+    g = F.softplus(upcast(outer))
+    nothing, floor = _constants(math.sqrt(width * eps), g.dtype)
+    norm = torch.hypot(torch.linalg.vector_norm(g, dim=-1, keepdim=True), floor)
+    return torch.addcdiv(nothing, u * g, norm, value=math.sqrt(width)).to(mean.dtype)
+
+
+@lru_cache
+def _constants(floor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """0 and `floor`: as numbers, each call would make tensors of them."""
+    return torch.zeros((), dtype=dtype), torch.tensor(floor, dtype=dtype)
 
 
 @torch.library.custom_op(

@@ -56,7 +56,7 @@ def packed_step(
 
 def _attend(q, keys, values, mask, scale) -> Float[Tensor, "b hkv g w"]:
     """p @ [v | e], in float32 at least; 0 where nothing is seen."""
-    if q.device.type == "cpu" and keys.shape[-1] == values.shape[-1] and q.dtype == keys.dtype == values.dtype:
+    if q.is_cpu and keys.shape[-1] == values.shape[-1] and q.dtype == keys.dtype == values.dtype:
         mask = None if mask is None else mask.to(q.dtype)
         return upcast(_flash(q, keys, values, 0.0, False, attn_mask=mask, scale=scale)[0])
     scores = (upcast(q) * scale) @ upcast(keys).mT
