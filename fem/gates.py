@@ -49,7 +49,7 @@ class SlimProjection(nn.Module):
         self.down = Projection(inputs, rank, bias=False, context=context)
         self.up = Projection(rank, width, bias, start=start, std=rank**-0.5)
 
-    def forward(self, features: Float[Tensor, "b t f"]) -> Float[Tensor, "b t d"]:
+    def forward(self, features: Float[Tensor, "*t f"]) -> Float[Tensor, "*t d"]:
         return self.up(self.down(features))
 
 
@@ -87,8 +87,8 @@ class TwoLevelGate(nn.Module):
             if gate is not None:
                 nn.init.normal_(gate.up.weight if isinstance(gate, SlimProjection) else gate.weight, std=1e-7)
 
-    def logits(self, features: Float[Tensor, "b t f"]) -> tuple[Tensor | None, Tensor | None]:
-        """W_lambda x and W_g x, (B, T, H, d_v) each, or (B, T, H, 1) of one number per head; None: the part is off."""
+    def logits(self, features: Float[Tensor, "*t f"]) -> tuple[Tensor | None, Tensor | None]:
+        """W_lambda x and W_g x, (.., H, d_v) each, or (.., H, 1) of one number per head; None: the part is off."""
         width = 1 if self.per_head else self.config.value_width
         split = lambda gate: None if gate is None else torch.unflatten(gate(features), -1, (-1, width))  # noqa: E731
         return split(self.inner), split(self.outer)
@@ -101,7 +101,7 @@ class TwoLevelGate(nn.Module):
             return lambda_, None
         return lambda_, self._per_channel(head_gate(outer)) if self.per_head else outer_gate(outer, self.config.eps)
 
-    def forward(self, features: Float[Tensor, "b t f"], read: Read) -> Float[Tensor, "b t h d"]:
+    def forward(self, features: Float[Tensor, "*t f"], read: Read) -> Float[Tensor, "*t h d"]:
         inner, outer = self.logits(features)
         if not self.per_head:
             return gated_read(read.mean, read.free_energy, inner, outer, self.config.eps)
@@ -109,10 +109,10 @@ class TwoLevelGate(nn.Module):
         u = gated_read(read.mean, read.free_energy, inner, None, self.config.eps)
         return u if outer is None else u * head_gate(outer).to(u.dtype)
 
-    def _per_channel(self, x: Float[Tensor, "b t h c"]) -> Float[Tensor, "b t h d"]:
+    def _per_channel(self, x: Float[Tensor, "*t h c"]) -> Float[Tensor, "*t h d"]:
         return x.expand(*x.shape[:-1], self.config.value_width)
 
 
-def head_gate(logits: Float[Tensor, "b t h 1"]) -> Float[Tensor, "b t h 1"]:
+def head_gate(logits: Float[Tensor, "*t h 1"]) -> Float[Tensor, "*t h 1"]:
     """g = softplus(logits) / log 2: one number per head, 1 at logits of 0, in float32 at least."""
     return F.softplus(upcast(logits)) / math.log(2)

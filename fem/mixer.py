@@ -118,12 +118,12 @@ class FreeEnergyMixer(nn.Module):
         """`forward` of one more token of a stream, in fewer operations."""
         before = state.cache_position
         features, hidden = self._features(x, PLAIN, state)
+        v = self._values(x, features)[:, 0]
         features = features[:, 0]  # a map takes a matrix of tokens in two operations, (B, T, D) in four
-        v = self._values(x[:, 0], features)
         read, memory = self.prior.step(features, v, before.position, state.memory)
-        y = self._output(self.gate(features[:, None], read))
+        y = self._output(self.gate(features, read))
         after = CachePosition(before.position + 1, before.document, before.segment, before.started)
-        return y, MixerState(self._kind, x.dtype, memory, hidden, after)
+        return y[:, None], MixerState(self._kind, x.dtype, memory, hidden, after)
 
     def _read_nothing(self, x: Tensor, state: MixerState | None, return_state: bool):
         """A call without rows or without tokens: run one masked token instead, and drop what it returns."""
@@ -182,7 +182,7 @@ class FreeEnergyMixer(nn.Module):
             v = torch.addcmul(v, v, self.value_scale(features[..., self.config.n_embd :]))  # v (1 + eta_v), Eq. 34b
         return torch.unflatten(v, -1, (-1, self.config.value_width))
 
-    def _output(self, o: Float[Tensor, "b t h d"]) -> Float[Tensor, "b t d"]:
+    def _output(self, o: Float[Tensor, "*t h dv"]) -> Float[Tensor, "*t d"]:
         o, dropout = o.flatten(-2), self.dropout
         return self.output(dropout(o) if dropout.training else o)
 

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.config import FreeEnergyMixerConfig, Widths
+from fem.ops.common.read import Read
 from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.decode import packed_step
 from fem.ops.softmax.read import cached_read, softmax_read
@@ -69,12 +70,13 @@ class SoftmaxPrior(Prior):
         heads = q.shape[1] // width
         both = torch.cat([q, k], 1).view(batch, heads + kv_heads, 1, width)
         if self.config.use_rope:
-            both = self.turn(position[0].item(), width, both.dtype)(both)
+            both = self.turn(position.tolist()[0], width, both.dtype)(both)  # no row stands elsewhere
         q, k = torch.split_with_sizes(both, (heads, kv_heads), 1)
         memory = append_one(memory, k, v.unsqueeze(2))
-        key, value, shift, beta = memory["key"], memory["value"], memory["shift"], memory["beta"]
-        q = q.view(batch, 1, heads, width)
+        q, key, value, shift, beta = q[:, :, 0], memory["key"], memory["value"], memory["shift"], memory["beta"]
         read = packed_step(q, key, value, shift, beta, None, None, width**-0.5)
         if read is None:
-            read = cached_read(q, key, value[..., :channels], beta[0, :, 0])
+            read = Read(*(x[:, 0] for x in cached_read(q[:, None], key, value[..., :channels], beta[0, :, 0])))
+        elif v.dtype != read.mean.dtype:
+            read = Read(*(x.to(v.dtype) for x in read))
         return read, memory

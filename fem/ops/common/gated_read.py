@@ -15,7 +15,7 @@ from fem.ops.common.precision import upcast
 from fem.ops.common.steps import portable
 from fem.ops.common.transforms import again_differentiable, transformed
 
-Heads = Float[Tensor, "b t h d"]
+Heads = Float[Tensor, "*t h d"]
 
 _BLOCK = 1 << 16  # elements at a time on a CPU, so that the chain of element-wise steps stays in the cache
 

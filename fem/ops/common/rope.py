@@ -62,7 +62,7 @@ class Turn(NamedTuple):
     cos: Float[Tensor, "1 d"]
     sin: Float[Tensor, "1 d"]
 
-    def __call__(self, x: Float[Tensor, "b t h d"]) -> Float[Tensor, "b t h d"]:
+    def __call__(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
         return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin)
 
 

@@ -19,7 +19,7 @@ _LIFT = 2.0**40  # p is scaled by it, so that terms which underflow are negligib
 
 
 def packed_step(
-    q: Float[Tensor, "b 1 h dk"],
+    q: Float[Tensor, "b h dk"],
     keys: Float[Tensor, "b hkv t dk"],
     values: Float[Tensor, "b hkv t w"],
     shift: Float[Tensor, "b hkv 1 dv"],
@@ -30,9 +30,9 @@ def packed_step(
 ) -> Read | None:
     """`softmax_step` over values [v | e] of `pack_to_be_proven`; None where R does not prove an entry.
 
-    shift, beta, small: those that the values were packed with. Results are (B, 1, H, d_v), without gradients.
+    shift, beta, small: those that the values were packed with. Results are (B, H, d_v), without gradients.
     """
-    batch, _, heads, width = q.shape
+    batch, heads, width = q.shape
     kv_heads = keys.shape[1]
     q = q.view(batch, kv_heads, -1, width)
     if mask is not None:
@@ -51,7 +51,7 @@ def packed_step(
     else:
         return None
     fallbacks.count(out.numel() // 2, 0)
-    return Read(read.mean.reshape(batch, 1, heads, -1), read.free_energy.view(batch, 1, heads, -1))
+    return Read(read.mean.reshape(batch, heads, -1), read.free_energy.view(batch, heads, -1))
 
 
 def _attend(q, keys, values, mask, scale) -> Float[Tensor, "b hkv g w"]:

@@ -100,9 +100,10 @@ def cached_read(
         seen = intervals(1, time, False, window, tokens, q.device) if by_pairs else None
         mask = _mask(None if tokens is None else tokens.keep, seen, None, time)
         scale = q.shape[-1] ** -0.5
-        read = None if start is None else packed_step(q, keys, values, *start, mask, scale)
-        if read is None:
-            read = softmax_step(q[:, 0], keys, alone(), beta, mask, scale)
+        read = None if start is None else packed_step(q[:, 0], keys, values, *start, mask, scale)
+        if read is not None:
+            return _as(dtype, Read(*(x[:, None] for x in read)))
+        read = softmax_step(q[:, 0], keys, alone(), beta, mask, scale)
         if read is not None:
             return _as(dtype, read)
     k, v = keys.transpose(1, 2), alone().transpose(1, 2)
@@ -130,6 +131,4 @@ def _mask(
 
 
 def _as(dtype: torch.dtype, read: Read) -> Read:
-    if read.mean.dtype == dtype:
-        return read
     return Read(*(None if x is None else x.to(dtype) for x in read))
