@@ -43,7 +43,6 @@ class ForecastRecipe:
     models: str = option(
         "attention,FEM,none",
         f"With commas: attention, FEM-GLA, GLA ...; none, for no mixer; {', '.join(BASELINES)}.",
-        also=("models",),
         called="mixers",
     )
     seeds: int = option(2, "How many seeds; every model has the same.")
@@ -56,22 +55,13 @@ class ForecastRecipe:
     beta_max_init: float = option(1.8, "Where FEM's inverse temperature starts, before the softplus.")
     epochs: int = option(3, "Most epochs of training the backbone, each over all windows.")
     patience: int = option(12, "Stop after so many epochs without a lower validation error.")
-    batch: int | None = option(
-        None, "Windows per step; default: 32, or 8 from 100 channels on.", also=("batch",), called="batch_size"
-    )
+    batch: int | None = option(None, "Windows per step; default: 32, or 8 from 100 channels on.", called="batch_size")
     learning_rate: float = option(6e-4, "Peak learning rate of AdamW for the backbone.")
     weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
-    peer_lookback: int = option(
-        512, "Rows of history for neuralforecast's models.", also=("peer_lookback",), called="baseline_lookback"
-    )
-    peer_steps: int = option(
-        500, "Most optimiser steps for neuralforecast's models.", also=("peer_steps",), called="baseline_steps"
-    )
+    peer_lookback: int = option(512, "Rows of history for neuralforecast's models.", called="baseline_lookback")
+    peer_steps: int = option(500, "Most optimiser steps for neuralforecast's models.", called="baseline_steps")
     peer_stride: int = option(
-        1,
-        "Rows between the windows that neuralforecast's models train and validate on.",
-        also=("peer_stride",),
-        called="baseline_stride",
+        1, "Rows between the windows that neuralforecast's models train and validate on.", called="baseline_stride"
     )
     threads: int = option(1, "CPU threads; more of them are faster on an idle machine, and slower on a busy one.")
 
