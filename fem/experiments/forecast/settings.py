@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from fem.experiments.forecast.series import Series, Windows
 
-NONE = "none"  # no mixer
+NONE = "none"  # no mixer: no token sees another
 BASELINES = ("dlinear", "patchtst", "itransformer", "femforecaster")
 LOOKBACKS = {96: 1024, 336: 2048, 720: 4096}  # up to this horizon, this many rows of history
 MANY_CHANNELS = 100
@@ -27,11 +27,6 @@ NOT_IN_THE_KEY = ("data", "horizon", "models", "seeds", "seed", "threads")
 def width_for(channels: int) -> int:
     """32 floor(sqrt(channels)): 64 for ETT, 128 for Weather, 352 for Solar."""
     return 32 * math.isqrt(channels)
-
-
-def one_name(mixer: str) -> str:
-    """The canonical name of a mixer, or "none": no token sees another. Raises ValueError on an unknown name."""
-    return NONE if mixer == NONE else canonical(mixer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +69,14 @@ class ForecastRecipe:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}.")
         if not all(text.isdecimal() and int(text) > 0 for text in listed(self.horizon)) or not listed(self.horizon):
             raise ValueError(f"horizon must be a positive number, or several with commas, got {self.horizon!r}.")
-        if not listed(self.models):
+        if not self.model_names:
             raise ValueError("mixers must name at least one model, got an empty list.")
-        for name in listed(self.models):
-            if name not in BASELINES:
-                one_name(name)
 
     @property
     def model_names(self) -> list[str]:
-        """The models' canonical names, in the order given."""
-        return list(dict.fromkeys(name if name in BASELINES else one_name(name) for name in listed(self.models)))
+        """The models' canonical names, in the order given. Raises ValueError on an unknown name."""
+        known = (NONE, *BASELINES)
+        return list(dict.fromkeys(name if name in known else canonical(name) for name in listed(self.models)))
 
     @property
     def horizons(self) -> list[int]:
