@@ -21,9 +21,7 @@ ARMS: dict[str, dict | None] = {
 class FinetuneRecipe:
     """A model, its training, and the further training of all arms. The defaults take a laptop some minutes."""
 
-    text: Path | None = option(  # noqa: RUF009
-        None, "UTF-8 text file; default: Python's sources and help topics.", also=("text",), called="text_file"
-    )
+    text: Path | None = option(None, "UTF-8 text file; default: Python's sources and help topics.", called="text_file")
     architecture: str = option("gpt2", "gpt2, or llama with grouped heads.", also=("host",))
     arms: str = option(
         ",".join(ARMS),
@@ -34,13 +32,13 @@ class FinetuneRecipe:
     heads: int = option(4, "Heads of the original; llama has half as many key-value heads.")
     vocabulary: int = option(1024, "Entries of the byte-pair tokenizer.")
     context: int = option(64, "Tokens per sequence.")
-    batch: int = option(16, "Sequences per step.", also=("batch",), called="batch_size")
+    batch: int = option(16, "Sequences per step.", called="batch_size")
     steps: int = option(600, "Steps that train the original.")
     further_steps: int = option(300, "Steps of each arm's further training.")
     learning_rate: float = option(2e-3, "Peak learning rate of AdamW for the original.")
     further_learning_rate: float = option(1e-3, "Peak learning rate of AdamW in the further training.")
     awakening: float = option(30.0, "Factor on the learning rate of lambda and beta, since lambda starts at 5e-5.")
-    runs: int = option(3, "Orders of the data; all arms are trained in each.", also=("runs",), called="seeds")
+    runs: int = option(3, "Orders of the data; all arms are trained in each.", called="seeds")
     seed: int = option(0, "Seed of the weights and of the first order of the data.")
 
     def __post_init__(self):
