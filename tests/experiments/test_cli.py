@@ -108,8 +108,8 @@ def test_another_command_s_name_for_an_option_is_taken_with_a_hint(monkeypatch, 
         (["finetune", "--context", "0"], "error: context must be positive, got 0.\n"),
         (
             ["finetune", "--arms", "original,FEM"],
-            "note: --arms is called --mixers here.\nerror: mixers must be attention and some of attention, attention+G, "
-            "attention+LTG/r4, attention+LTG, got 'original,FEM'.\n",
+            "note: --arms is called --mixers here.\nerror: mixers must be attention and some of attention, "
+            "attention+G, attention+LTG/r4, attention+LTG, got 'original,FEM'.\n",
         ),
         (["ablate", "--threads", "0"], "error: threads must be positive, got 0.\n"),
         (

@@ -34,9 +34,14 @@ NOTES = {
 
 
 def rows(part: str, results: Results) -> list[dict]:
-    """The table of one part, with a row for every mixer of every case; None where it was not run."""
+    """The table of one part, with a row for every mixer of every case; last those that only the paper has."""
     make = _decode if part in BY_TOKEN else _costs
-    return [make(part, case, name, found) for case, found in results for name in case.mixers if _shown(name, found)]
+    return [
+        make(part, case, name, found)
+        for case, found in results
+        for name in sorted(case.mixers, key=lambda name: name not in found)
+        if _shown(name, found)
+    ]
 
 
 def _shown(name: str, found: dict) -> bool:

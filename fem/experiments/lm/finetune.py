@@ -150,10 +150,10 @@ def run(recipe: FinetuneRecipe, output: Path) -> dict:
             f"{recipe.layers} blocks of width {recipe.width}, {recipe.steps} steps of {recipe.batch} x "
             f"{recipe.context} tokens of {source_name(recipe.text)}; then "
             f"{recipe.further_steps} further steps of the model as it is and "
-            "of copies after `replace_attention(preserve=True)`, on the same rows in the same order. L: free energy, T: "
-            "temperature gate (lambda), G: outer gate; /r4: gates of rank 4. lambda starts near 0, and lambda and beta learn "
-            f"{recipe.awakening:g} times as fast. Validation loss in nats per token; paired: order by order, ± the "
-            "standard error.",
+            "of copies after `replace_attention(preserve=True)`, on the same rows in the same order. L: free energy, "
+            "T: temperature gate (lambda), G: outer gate; /r4: gates of rank 4. lambda starts near 0, and lambda and "
+            f"beta learn {recipe.awakening:g} times as fast. Validation loss in nats per token; paired: order by "
+            "order, ± the standard error.",
             markdown_table(table),
             provenance(command_line("finetune", recipe, FinetuneRecipe())),
         )

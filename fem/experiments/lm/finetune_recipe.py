@@ -21,7 +21,7 @@ EARLIER = dict(zip(("original", "gate", "slim", "fem"), FIELDS))  # names of ver
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneRecipe:
-    """A model, its training, and the further training of it with every mixer. The defaults take a laptop some minutes."""
+    """A model, its training, and its further training with every mixer. The defaults take a laptop some minutes."""
 
     text: Path | None = option(  # noqa: RUF009
         None, "UTF-8 text file; default: Python's sources and help topics.", also=("text",), called="text_file"
@@ -29,7 +29,7 @@ class FinetuneRecipe:
     architecture: str = option("gpt2", "gpt2, or llama with grouped heads.", also=("host",))
     mixers: str = option(
         ",".join(FIELDS),
-        "attention: the model as it is; its copies: +G (the outer gate alone), +LTG/r4 (gates of rank 4), +LTG (full gates).",
+        "attention: the model as it is; copies: +G (outer gate alone), +LTG/r4 (gates of rank 4), +LTG (full gates).",
         also=("arms",),
     )
     layers: int = option(3, "Blocks of the original.")
