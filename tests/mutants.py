@@ -33,7 +33,9 @@ class Mutant:
 SOFTMAX, LINEAR, RECURRENT = "tests/ops/softmax", "tests/ops/linear_attention", "tests/ops/recurrent"
 PRECISION, RANGE = "fem/ops/common/precision.py", "tests/ops/test_scan_range.py"
 MUTANTS = (
-    # The eleven thresholds and guards on which exactness rests. The first four once survived every fast test.
+    # The eleven thresholds and guards on which exactness rests. The first four were found by measurement: of eleven
+    # edits that were tried, these survived every fast test of that day. The other seven are our own choice of what else
+    # has a boundary that a test should hold.
     Mutant(
         "the certificate of the softmax read is e^-84",
         "fem/ops/common/precision.py",

@@ -176,8 +176,8 @@ def readme() -> list[str]:
         + ", ".join(f"{mse('forecast_ett96', data, 'dlinear'):.3f}" for data in ("ETTm1", "ETTh2"))
         + " |",
         f"| {after('gpt2', 'attention'):.3f}, {after('llama', 'attention'):.3f} | {after('gpt2', TRAINED):.3f}, "
-        f"{after('llama', TRAINED):.3f} | with {min(extra):.0f} to {max(extra):.0f} % more parameters, mostly the "
-        "gate |",
+        f"{after('llama', TRAINED):.3f} | "
+        f"with {min(extra):.0f} to {max(extra):.0f} % more parameters, mostly the gate |",
         *(
             f"| {shown} | {layer(512, name)} | {layer(2048, name)} | {layer(2048, name, 'train_extra_bytes')} |"
             for shown, name in (

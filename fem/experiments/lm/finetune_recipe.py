@@ -21,15 +21,14 @@ EARLIER = dict(zip(("original", "gate", "slim", "fem"), FIELDS))  # names of ver
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneRecipe:
-    """A model, its training, and its further training with every mixer. The defaults take a laptop some minutes."""
+    """A model, its training, and further training of it with every mixer. The defaults take a laptop some minutes."""
 
-    text: Path | None = option(  # noqa: RUF009
-        None, "UTF-8 text file; default: Python's sources and help topics.", also=("text",), called="text_file"
-    )
+    text: Path | None = option(None, "UTF-8 text file; default: Python's sources and help topics.", called="text_file")
     architecture: str = option("gpt2", "gpt2, or llama with grouped heads.", also=("host",))
     mixers: str = option(
         ",".join(FIELDS),
-        "attention: the model as it is; copies: +G (outer gate alone), +LTG/r4 (gates of rank 4), +LTG (full gates).",
+        "attention: the model as it is; its copies: +G (the outer gate alone), +LTG/r4 (gates of rank 4), "
+        "+LTG (full gates).",
         also=("arms",),
     )
     layers: int = option(3, "Blocks of the original.")
@@ -37,13 +36,13 @@ class FinetuneRecipe:
     heads: int = option(4, "Heads of the original; llama has half as many key-value heads.")
     vocabulary: int = option(1024, "Entries of the byte-pair tokenizer.")
     context: int = option(64, "Tokens per sequence.")
-    batch: int = option(16, "Sequences per step.", also=("batch",), called="batch_size")
+    batch: int = option(16, "Sequences per step.", called="batch_size")
     steps: int = option(600, "Steps that train the original.")
     further_steps: int = option(300, "Steps of further training with each mixer.")
     learning_rate: float = option(2e-3, "Peak learning rate of AdamW for the original.")
     further_learning_rate: float = option(1e-3, "Peak learning rate of AdamW in the further training.")
     awakening: float = option(30.0, "Factor on the learning rate of lambda and beta, since lambda starts at 5e-5.")
-    runs: int = option(3, "Orders of the data; all mixers are trained in each.", also=("runs",), called="seeds")
+    runs: int = option(3, "Orders of the data; all mixers are trained in each.", called="seeds")
     seed: int = option(0, "Seed of the weights and of the first order of the data.")
 
     def __post_init__(self):

@@ -411,13 +411,45 @@ print(*counts)
 @pytest.mark.slow
 def test_prologue_and_epilogue_are_eight_kernels_on_a_gpu():
     """As inductor writes them for an H100, forward and backward, once for rows of any number and length. Attention is
-    one launch each way besides, and in eager mode so is the flag of doubtful entries."""
+    one launch each way besides, and so are entries that are computed again."""
     pytest.importorskip("triton")
     done = subprocess.run([sys.executable, "-c", LAUNCHES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     counts = [int(count) for count in done.stdout.split()]
     assert sum(counts) == 8  # a backward pass may be written with its forward
     assert counts[-1] == 0
+
+
+WHOLE = """
+import torch
+from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
+from fem.experiments.doctor.without_card import compiled_for
+from fem.ops.softmax import composed
+config.cpu_backend, config.compile_threads = "triton", 1
+composed._has_kernels = lambda *arguments: True
+launched = []
+class Idle:
+    def run(self, *arguments, **options): launched.append("torch")
+AsyncCompile.triton = lambda self, *arguments, **options: Idle()
+leaves = [torch.randn(2, 2048, 16, d).bfloat16().requires_grad_() for d in (64, 64, 32)]
+leaves.append(torch.ones(16, 32, requires_grad=True))
+read = torch.compile(lambda *x: tuple(composed.composed_read(*x, None, None, None, True, .125)), fullgraph=True)
+with compiled_for("sm_90") as ours:
+    for run in (lambda: read(*leaves), lambda: torch.autograd.backward(results, [x.detach() for x in results])):
+        results = run()
+        print(len(launched), *(one.kernel for one in ours), sep=",", end=" ")
+        launched.clear(), ours.clear()
+"""
+
+
+@pytest.mark.slow
+def test_a_compiled_read_is_few_launches_on_a_gpu():
+    """As inductor writes it for an H100: torch's kernels and ours, forward and backward. Attention is one launch more
+    each way. That nothing is read on the host: kernels_softmax_entries.py."""
+    pytest.importorskip("triton")
+    done = subprocess.run([sys.executable, "-c", WHOLE], capture_output=True, text=True)
+    assert done.stdout.split() == ["4,free_energies", "7,gradients"], done.stderr[-2000:]
 
 
 GRAPHS = """
