@@ -34,13 +34,13 @@ NOTES = {
 
 
 def rows(part: str, results: Results) -> list[dict]:
-    """The table of one part, with a row for every mixer of every case; None where it was not run."""
+    """The table of one part, with a row for every mixer of every case; last those that only the paper has."""
     make = _decode if part in BY_TOKEN else _costs
     published = {*TABLE5, *TABLE7}
     return [
         make(part, case, name, found)
         for case, found in results
-        for name in case.mixers
+        for name in sorted(case.mixers, key=lambda name: name not in found)
         if name in found or name in published
     ]
 
