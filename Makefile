@@ -87,7 +87,7 @@ notebooks: install
 # What a type checker says of a user's file: the package is marked as typed.
 types: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check mypy
-	$(BIN)/python -m mypy tests/support/user_file.py
+	$(BIN)/python -m mypy --follow-imports=silent tests/support/user_file.py
 
 lint: install
 	$(BIN)/ruff check .

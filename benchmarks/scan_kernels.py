@@ -30,6 +30,8 @@ def every() -> Iterator[launches.Launch]:
         yield launches.channel_scan(dtype, weighted=False)
         yield launches.ssm(dtype)
         yield launches.conditioner(dtype)
+        yield launches.softmax_entries(dtype, 64, 32)
+        yield launches.softmax_entries(dtype, 128, 128, seen=True, bias=True)
     yield launches.linear_attention(BF16, 256, 128, "channel")
     yield launches.linear_attention(BF16, 40, 24, "head")
     yield launches.linear_attention(BF16, 64, 32, "head", free=False)
@@ -46,6 +48,7 @@ def every() -> Iterator[launches.Launch]:
     yield launches.ssm(BF16, free=False)
     yield launches.ssm(BF16, channels=1, time=1)
     yield launches.conditioner(BF16, channels=1, time=1)
+    yield launches.softmax_entries(BF16, 256, 256, time=1)
 
 
 def worst(found: list[Compiled]) -> list[dict[str, str]]:

@@ -102,8 +102,9 @@ def on_post_page(output: str, **_) -> str:
 
 
 def with_room(cell: re.Match) -> str:
-    words = re.sub(r"<[^>]+>", "", cell[1])
-    return cell[0].replace("<td", '<td class="words"', 1) if len(words) > LINE else cell[0]
+    length = len(re.sub(r"<[^>]+>", "", cell[1]))
+    room = "words sentence" if length > 4 * LINE else "words"
+    return cell[0].replace("<td", f'<td class="{room}"', 1) if length > LINE else cell[0]
 
 
 def on_post_template(output_content: str, **_) -> str:

@@ -31,16 +31,16 @@ class Item:
 
 
 ITEMS = (
-    Item("Table 1", "six synthetic tasks (MAD)", "mad", "fem mad --profile paper"),
-    Item("Table 2", "language models of 340M and 1.3B parameters", "eval", "fem train --recipe paper-340m; fem eval"),
-    Item("Table 3", "ImageNet-1K, and smaller pictures", "vision", "fem vision --profile deit-tiny --data FOLDER"),
-    Item("Table 4", "forecasting", "forecast", "fem forecast --profile paper --data FILES"),
-    Item("Tables 5, 7", "speed and memory", "bench", "fem bench --profile paper"),
-    Item("Appendix P", "every channel's maximum in one read", "argmax", "fem argmax --full"),
-    Item("", "the demo: argmax, two language models, a look inside", "demo", "fem demo"),
-    Item("", "what each part adds to a language model", "ablate", "fem ablate"),
-    Item("", "where the free energy pays", "regimes", "fem regimes"),
+    Item("", "Where the free energy pays", "regimes", "fem regimes"),
+    Item("Appendix P", "Every channel's maximum in one read", "argmax", "fem argmax --full"),
+    Item("Table 1", "MAD, six synthetic tasks", "mad", "fem mad --profile paper"),
+    Item("", "What each part adds to a language model", "ablate", "fem ablate"),
     Item("", "FEM in a model that was trained without it", "finetune", "fem finetune"),
+    Item("Table 2", "Language models of 340M and 1.3B parameters", "eval", "fem train --recipe paper-340m; fem eval"),
+    Item("Table 3", "Pictures", "vision", "fem vision --profile deit-tiny --data FOLDER"),
+    Item("Table 4", "Forecasting", "forecast", "fem forecast --profile paper --data FILES"),
+    Item("Tables 5 and 7", "Speed and memory", "bench", "fem bench --profile paper"),
+    Item("", "The demo: argmax, two language models, a look inside", "demo", "fem demo"),
 )
 
 
@@ -141,19 +141,21 @@ def found_results(output: Path) -> dict[str, dict]:
 
 
 def index(output: Path) -> str:
-    """What the paper measured, with our pages or the command that makes one; then Tables 2 and 4 of all runs."""
+    """Our pages by experiment, or the command that makes one; then Tables 2 and 4 of all runs."""
     from fem.experiments.forecast.report import TABLE_4_NOTE, table4
 
     found = found_results(output)
-    rows = []
+    sections = []
     for item in ITEMS:
         own = [name for name, data in found.items() if data["config"].get("experiment") == item.experiment]
-        links = "; ".join(link(output / f"{name}.md") for name in own)
-        rows.append({"paper": item.paper, "what": item.what, "pages": links, "command": f"`{item.command}`"})
+        title = f"## {item.what}" + (f" ({item.paper} of the paper)" if item.paper else "")
+        pages = "\n".join(f"* {link(output / f'{name}.md')}" for name in own)
+        command = "Command" if not item.paper else "At the paper's size" if own else "Not run yet"
+        sections.append(f"{title}\n\n{pages}\n\n{command}: `{item.command}`.")
     others = sorted(path for path in output.glob("*.md") if path.stem not in found and path.name != INDEX)
     forecasts = [row for data in found.values() for row in data["results"].get("forecast", [])]
     return INDEX_PAGE.format(
-        items=markdown_table(rows),
+        items="\n\n".join(sections),
         others="\n".join(f"* {link(page)}" for page in others),
         table2=markdown_table(table2(found)),
         note=TABLE_4_NOTE,
@@ -201,11 +203,12 @@ def table2(found: dict[str, dict]) -> list[dict]:
 
 INDEX_PAGE = """# Results
 
-Every page says at its end what was run, when and on what. Where the paper has a table and no page stands, nobody has
-run it yet: the command does. Figures of the paper are marked as such and never stand in the place of ours.
+Every page ends with the command that made it, its date, versions and hardware. Figures of the paper are marked as such
+and never stand in the place of ours.
 
 {items}
-Measured by the scripts in `benchmarks/` and `tests/support/`:
+
+## Measured by the scripts in `benchmarks/` and `tests/support/`
 
 {others}
 

@@ -10,39 +10,18 @@ from fem.models.configuration import FEMConfig
 from fem.models.modeling import FEMForCausalLM
 from fem.priors import PRIORS
 
+FIELDS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    "max_position_embeddings",
+)
 SIZES = {
-    "tiny": {
-        "vocab_size": 4096,
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "intermediate_size": 352,
-        "max_position_embeddings": 512,
-    },
-    "small": {
-        "vocab_size": 8192,
-        "hidden_size": 384,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 6,
-        "intermediate_size": 1024,
-        "max_position_embeddings": 1024,
-    },
-    "340m": {
-        "vocab_size": 32000,
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "intermediate_size": 2816,
-        "max_position_embeddings": 4096,
-    },
-    "1.3b": {
-        "vocab_size": 32000,
-        "hidden_size": 2048,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 32,
-        "intermediate_size": 5632,
-        "max_position_embeddings": 4096,
-    },
+    name: dict(zip(FIELDS, numbers))
+    for name, numbers in {
+        "tiny": (4096, 128, 4, 4, 352, 512),
+        "small": (8192, 384, 8, 6, 1024, 1024),
+        "340m": (32000, 1024, 24, 16, 2816, 4096),
+        "1.3b": (32000, 2048, 24, 32, 5632, 4096),
+    }.items()
 }
 TRANSFORMER = {
     "prior_type": "softmax",

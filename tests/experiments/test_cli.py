@@ -106,6 +106,11 @@ def test_another_command_s_name_for_an_option_is_taken_with_a_hint(monkeypatch, 
         (["argmax", "--steps", "0"], "error: steps must be positive, got 0.\n"),
         (["demo", "--seeds", "0"], "error: seeds must be positive, got 0.\n"),
         (["finetune", "--context", "0"], "error: context must be positive, got 0.\n"),
+        (
+            ["finetune", "--arms", "original,FEM"],
+            "note: --arms is called --mixers here.\nerror: mixers must be attention and some of attention, "
+            "attention+G, attention+LTG/r4, attention+LTG, got 'original,FEM'.\n",
+        ),
         (["ablate", "--threads", "0"], "error: threads must be positive, got 0.\n"),
         (
             ["forecast", "--peer-steps", "0"],

@@ -2,13 +2,18 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
+pytest.importorskip("matplotlib", reason="needs free-energy-mixer[cli]")
+
+from matplotlib.colors import to_rgba
 
 from fem.experiments.common.baselines import PUBLISHED
 from fem.experiments.common.mixers import canonical
-from fem.experiments.common.names import colour, display
+from fem.experiments.common.names import FULL_COLOURS, GREYS, OTHER_GREY, PART_COLOURS, colour, display
+from fem.experiments.forecast.picture import OWN_COLOURS
 from fem.priors import PRIORS
 
 PARTS = ["", "G", "L", "LG", "LT", "LTG", "C", "CG", "CL", "CLG", "CLT", "CLTG"]
@@ -55,3 +60,25 @@ def test_names_that_are_none_of_a_mixer_stay_as_they_are():
         "FEM-GLA",
         "FEM-Mamba-norm",
     ]
+
+
+LIGHT = np.eye(4)
+TURNED = np.array([[-0.574, 1.430, 0.144, 0], [0.426, 0.430, 0.144, 0], [0.426, 1.430, -0.856, 0], [0, 0, 0, 1]]) @ (
+    np.array([[-0.74, 0, 0, 0.87], [0, -0.74, 0, 0.87], [0, 0, -0.74, 0.87], [0, 0, 0, 1]])
+)
+
+
+@pytest.mark.parametrize("seen", [LIGHT, TURNED], ids=["light", "dark"])
+def test_every_colour_is_seen_on_the_site_s_light_and_dark_ground(seen):
+    """In the dark docs/site.css inverts a picture by .87, then turns its hue by half a circle."""
+    colours = {*GREYS.values(), OTHER_GREY, *FULL_COLOURS.values(), *PART_COLOURS.values(), *OWN_COLOURS.values()}
+    ground = luminance(seen @ to_rgba("white"))
+    for shade in colours:
+        dark, bright = sorted((luminance(seen @ to_rgba(shade)), ground))
+        assert (bright + 0.05) / (dark + 0.05) > 2.75, shade
+
+
+def luminance(rgba) -> float:
+    """Of WCAG 2, in which 3 is asked of the parts of a picture."""
+    rgb = np.clip(rgba[:3], 0, 1)
+    return float(np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4) @ [0.2126, 0.7152, 0.0722])

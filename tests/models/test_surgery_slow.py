@@ -64,8 +64,8 @@ def test_replaced_original_comes_back_from_its_folder(original, corpus, tmp_path
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_fem_learns_at_least_as_well_as_the_continued_original(name, corpus):
-    found = finetune(replace(RECIPE, architecture=name, arms="original,fem"), corpus)
-    original, fem = found["original"], found["fem"]
+    found = finetune(replace(RECIPE, architecture=name, mixers="attention,attention+LTG"), corpus)
+    original, fem = found["attention"], found["attention+LTG"]
     assert fem["before"] == pytest.approx(original["before"], rel=1e-3)
     assert original["after"][0] < original["before"]
     assert fem["after"][0] < original["after"][0] + 0.01

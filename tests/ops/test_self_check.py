@@ -76,7 +76,7 @@ def test_a_failure_of_any_type_is_read_by_the_plain_form_with_one_warning(monkey
         raise error
 
     monkeypatch.setattr(self_check, "_in_a_process", fails)
-    with pytest.warns(UserWarning, match=rf"plain form: .*{type(error).__name__}.*fem doctor"):
+    with pytest.warns(UserWarning, match=rf"without our kernels: .*{type(error).__name__}.*fem doctor"):
         assert auto() == "plain"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -151,6 +151,7 @@ def test_every_read_names_a_kind_that_has_an_example(monkeypatch):
     from recurrences import case
 
     from fem.functional import decay_scan, keyed_scan_read
+    from fem.ops.softmax.composed import composed_read
 
     kinds = []
 
@@ -166,7 +167,9 @@ def test_every_read_names_a_kind_that_has_an_example(monkeypatch):
     decay_scan(-x, x)
     for decay in (None, -x[..., 0], -x):
         keyed_scan_read(x, x, x, None, decay)
-    assert len(kinds) == 8
+    monkeypatch.setattr("fem.ops.softmax.composed.scan_backend", record)
+    composed_read(x, x, x, torch.ones(2, 5), None, None, None, True, 1.0)
+    assert len(kinds) == 9
     if find_spec("triton") is not None:
         for kind in list(kinds):  # reading an example asks for a backend again
             example = self_check.example_of(kind, torch.Generator())

@@ -200,31 +200,24 @@ def rows(curves: Curves, recipe: ArgmaxRecipe) -> list[dict]:
     for name, score in scores(curves).items():
         with torch.device("meta"):
             parameters = sum(p.numel() for p in Reader(recipe.channels, recipe.heads, name == "fem").parameters())
-        lines.append(
-            {
-                "read": display(name),
-                "hits": f"{mean(score['hits']):.1%}",
-                "by seed": ", ".join(f"{hits:.1%}" for hits in score["hits"]),
-                "error": mean(score["error"]),
-                "MSE": mean(score["mse"]),
-                "index accuracy": f"{mean(score['index_accuracy']):.1%}",
-                "parameters": parameters,
-                "steps": ", ".join(f"{steps:,}" for steps in score["steps"]),
-            }
-        )
-    return lines + [
-        {
-            "read": name,
-            "hits": f"{score['hits']:.1%}",
-            "by seed": "",
-            "error": score["error"],
-            "MSE": score["mse"],
-            "index accuracy": f"{score['index_accuracy']:.1%}",
-            "parameters": None,
-            "steps": "",
-        }
-        for name, score in baselines(recipe).items()
-    ]
+        by_seed = ", ".join(f"{hits:.1%}" for hits in score["hits"])
+        steps = ", ".join(f"{steps:,}" for steps in score["steps"])
+        means = {metric: mean(score[metric]) for metric in METRICS}
+        lines.append(_row(display(name), means, by_seed, parameters, steps))
+    return lines + [_row(name, score, "", None, "") for name, score in baselines(recipe).items()]
+
+
+def _row(name: str, score: Mapping[str, float], by_seed: str, parameters: int | None, steps: str) -> dict:
+    return {
+        "read": name,
+        "hits": f"{score['hits']:.1%}",
+        "by seed": by_seed,
+        "error": score["error"],
+        "MSE": score["mse"],
+        "index accuracy": f"{score['index_accuracy']:.1%}",
+        "parameters": parameters,
+        "steps": steps,
+    }
 
 
 def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:

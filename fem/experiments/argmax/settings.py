@@ -21,7 +21,7 @@ class ArgmaxRecipe:
     train_examples: int = option(200_000, "Training examples.")
     validation_examples: int = option(1_000, "Examples that decide when the training of a reader stops.")
     test_examples: int = option(1_000, "Further examples, on which the trained readers are scored.")
-    batch: int = option(32, "Examples per step.", also=("batch",), called="batch_size")
+    batch: int = option(32, "Examples per step.", called="batch_size")
     steps: int = option(4_000, "Most optimiser steps of each reader.")
     enough: float = option(0.999, "Share of hits on the validation at which training stops.")
     learning_rate: float = option(2e-2, "Learning rate of AdamW.")

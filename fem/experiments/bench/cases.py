@@ -12,7 +12,10 @@ BASELINE = "attention"
 PARTS = ("read", "layer", "gpt2", "table5", "decode", "served", "context")
 BY_TOKEN = ("decode", "served")  # parts that time generation
 READS = (BASELINE, "FEM", "FEM, plain")
-LAYERS = (BASELINE, "FEM-SM without C", "FEM-SM", "FEM-SM without C, plain", "FEM-GLA without C", "FEM-GLA")
+LAYERS = (
+    *(BASELINE, "FEM-SM without C", "FEM-SM slim, without C", "FEM-SM"),
+    *("FEM-SM without C, plain", "FEM-GLA without C", "FEM-GLA"),
+)
 DECODES = (BASELINE, "FEM-SM without C", "FEM-SM", "FEM-GLA")
 SERVED = (BASELINE, "FEM-SM without C")
 CONTEXTS = (BASELINE, "FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT")

@@ -18,6 +18,7 @@ MIXERS = {
     "attention": "softmax",
     "FEM-SM": "softmax+CLTG",
     "FEM-SM without C": "softmax+LTG",
+    "FEM-SM slim, without C": "softmax+LTG/r4",
     "FEM-SM -G": "softmax+CLT",
     "FEM-SM -G,T": "softmax+CL",
     "FEM-SM -G,T,L": "softmax+C",

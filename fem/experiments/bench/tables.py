@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fem.experiments.bench.cases import BY_TOKEN, Case
 from fem.experiments.bench.mixers import BASELINE, OWN_LAYER, shown
-from fem.experiments.bench.paper import TABLE5, TABLE7, Cost
+from fem.experiments.bench.paper import TABLE5, TABLE7
 
 Results = list[tuple[Case, dict[str, dict]]]
 
@@ -34,13 +34,15 @@ NOTES = {
 
 
 def rows(part: str, results: Results) -> list[dict]:
-    """The table of one part, with a row for every mixer of every case; None where it was not run."""
+    """The table of one part, with a row for every mixer of every case; last those that only the paper has."""
     make = _decode if part in BY_TOKEN else _costs
-    return [make(part, case, name, found) for case, found in results for name in case.mixers if _shown(name, found)]
-
-
-def _shown(name: str, found: dict) -> bool:
-    return name in found or name in TABLE5 or name in TABLE7
+    published = {*TABLE5, *TABLE7}
+    return [
+        make(part, case, name, found)
+        for case, found in results
+        for name in sorted(case.mixers, key=lambda name: name not in found)
+        if name in found or name in published
+    ]
 
 
 def _costs(part: str, case: Case, name: str, found: dict[str, dict]) -> dict:
@@ -66,14 +68,10 @@ def _ratio(own: int | float | None, base: int | float | None, part: str, name: s
     """Our ratio to the baseline, and the paper's in brackets."""
     ours = "" if not own or not base else f"{own / base:.2f}"
     table = PAPER.get(part, {})
-    paper = _paper_ratio(table.get(name), table.get(PAPER_BASELINE.get(part, "")), field)
-    return f"{ours} ({paper:.2f})".strip() if paper else ours or None
-
-
-def _paper_ratio(own: Cost | None, base: Cost | None, field: str) -> float | None:
-    if own is None or base is None or getattr(own, field) is None:
-        return None
-    return getattr(own, field) / getattr(base, field)
+    paper = getattr(table.get(name), field, None)
+    if paper is None:
+        return ours or None
+    return f"{ours} ({paper / getattr(table[PAPER_BASELINE[part]], field):.2f})".strip()
 
 
 def _decode(part: str, case: Case, name: str, found: dict[str, dict]) -> dict:

@@ -37,15 +37,11 @@ def newest(output: Path) -> Path | None:
 
 def to_go_on_from(output: Path) -> Path | None:
     """`newest`, with a note for every later checkpoint, which is damaged."""
-    damaged: list[str] = []
-    for checkpoint in reversed(checkpoints(output)):
-        problem = damage(checkpoint)
-        if problem is None:
-            for what in damaged:
-                note(f"{what}; going on from {checkpoint.name}.")
-            return checkpoint
-        damaged.append(f"{checkpoint.name} is damaged: {problem}")
-    return None
+    found = newest(output)
+    for later in reversed(checkpoints(output)) if found is not None else ():
+        if step_of(later) > step_of(found):
+            note(f"{later.name} is damaged: {damage(later)}; going on from {found.name}.")
+    return found
 
 
 def set_aside(checkpoint: Path) -> None:

@@ -18,9 +18,9 @@ KEY = (
     "C: conditioner, L: free energy, T: temperature gate (lambda), G: outer gate; FEM has all four. attention: softmax "
     "attention."
 )
-GREYS = {"softmax": "#4b5563", "linear": "#9ca3af", "gla": "#7c8594", "rnn_softmax": "#a8a29e", "rnn_decay": "#b8bec8"}
+GREYS = {"softmax": "#4b5563", "linear": "#868e9c", "gla": "#7c8594", "rnn_softmax": "#8f8983", "rnn_decay": "#949aa5"}
 GREYS |= {"mamba": "#6b7280", "mamba_interactive": "#8d8379"}
-OTHER_GREY = "#9ca3af"
+OTHER_GREY = "#868e9c"
 FULL_COLOURS = {"softmax": "#1f5fbf", "linear": "#0f9488", "gla": "#0b6b4f", "rnn_softmax": "#6f4e00"}
 FULL_COLOURS |= {"rnn_decay": "#a16207", "mamba": "#7d1d5c", "mamba_interactive": "#d1495b"}
 PART_COLOURS = {

@@ -38,7 +38,8 @@ def recipe_options(recipe: type) -> Callable[[Command], Command]:
         _, *own = inspect.signature(command, eval_str=True).parameters.values()
         options = [as_option(field) for field in fields(recipe)]
         names = {option.name for option in options}
-        old = {other: field for field in fields(recipe) for other in field.metadata.get("also", ())}
+        old = {other: field for field in fields(recipe) for other in field.metadata["also"]}
+        old |= {field.name: field for field in fields(recipe) if field.metadata["called"]}
         for other, field in old.items():
             hidden = typer.Option(f"--{other.replace('_', '-')}", hidden=True)
             options.append(_keyword(f"old_{other}", types[field.name], hidden))

@@ -51,7 +51,7 @@ def option(default: Any, help: str, also: tuple[str, ...] = (), called: str | No
     """A field of a recipe: its default, and the line that explains it in the command's help.
 
     called: its name on the command line, where that is not the field's. also: its names in other commands or earlier
-    versions, which the command line accepts with a note that gives the name here.
+    versions, which the command line accepts, as it does the field's own, with a note that gives the name here.
     """
     return field(default=default, metadata={"help": help, "also": also, "called": called})
 

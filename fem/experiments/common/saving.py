@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -76,9 +75,3 @@ def kept(output: Path) -> str:
     """What a run that stops now can resume from, as the end of a sentence."""
     last = newest(output)
     return "no earlier one is there" if last is None else f"{last.name} is whole, --resume auto goes on from it"
-
-
-def read_state(checkpoint: Path, name: str) -> dict | None:
-    """The JSON file of this name in a checkpoint, None where there is none."""
-    path = checkpoint / name
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -19,7 +19,7 @@ LEAST_CONTEXT = 24
 class DemoRecipe:
     """The demo's sizes. The defaults take under eight minutes on two cores."""
 
-    text_file: Path | None = option(  # noqa: RUF009
+    text_file: Path | None = option(
         None, "Your own UTF-8 text, instead of the help topics of this Python.", also=("text",)
     )
     seeds: int = option(1, "How many seeds the language models are trained with.")

@@ -38,7 +38,8 @@ def software(device: torch.device) -> Iterator[dict]:
     try:
         found = version("triton")
         numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
-        doubtful = (3, 4) <= numbers <= (3, 7, 0) and device.type == "cuda" and _is_hopper(device)
+        hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+        doubtful = (3, 4) <= numbers <= (3, 7, 0) and hopper
         result = "known to miscompile for Hopper: do not use kernels that fail below" if doubtful else "ok"
     except PackageNotFoundError:
         found, result = "missing", "not installed: scans are read by the plain form"
@@ -58,10 +59,6 @@ def compilation(device: torch.device) -> Iterator[dict]:
             yield {"kernel": "all", "result": f"nothing is known of {name}; the checks below compile for it"}
     for found in compile_all(few(), cards):
         yield {**found._asdict(), "result": found.fault() or "ok"}
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def steps() -> dict[str, Step]:

@@ -53,7 +53,7 @@ def assumptions(device: torch.device) -> Iterator[Row]:
 
 
 def kinds(device: torch.device) -> Iterator[Kind]:
-    """The kinds of scans to check: all that layers use on a GPU, two where the interpreter runs them."""
+    """The kinds of kernels to check: all that layers use on a GPU, two where the interpreter runs them."""
     if device.type == "cpu":
         yield Kind("decay_scan", torch.float32)
         yield Kind("linear_attention", torch.float32, (16, 16, "head", True))
@@ -67,6 +67,9 @@ def kinds(device: torch.device) -> Iterator[Kind]:
         for widths in ((64, 32), (64, 64), (128, 64), (256, 128)):
             for decay in (None, "head", "channel"):
                 yield Kind("linear_attention", dtype, (*widths, decay, True))
+    for dtype in (torch.float32, torch.bfloat16):  # float16 is read in float32
+        for widths in ((64, 32), (64, 64), (128, 64), (256, 128)):
+            yield Kind("softmax", dtype, widths)
     yield Kind("channel_scan", torch.float32, (True, True, False))
     yield Kind("ssm", torch.float32, (16, False))
     yield Kind("linear_attention", torch.float32, (64, 64, "head", False))

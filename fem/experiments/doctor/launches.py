@@ -15,6 +15,8 @@ from fem.experiments.doctor.without_card import Compiled, compiled_for
 from fem.ops.channel_scan.read import channel_scan_terms
 from fem.ops.decay_scan.read import decay_scan
 from fem.ops.linear_attention.read import linear_attention_terms
+from fem.ops.softmax.kernels.launch import recompute
+from fem.ops.softmax.support import Intervals
 from fem.ops.ssm.read import ssm_terms
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -68,6 +70,21 @@ def conditioner(dtype, channels=64, time=130) -> Launch:
     return called("conditioner", dtype, f"{channels} channels", "", True, "", time), run
 
 
+def softmax_entries(dtype, keys, values, seen=False, bias=False, time=130) -> Launch:
+    def run():
+        q = leaf(1, time, 4, keys, dtype=dtype)
+        k, v = (leaf(1, time, 2, width, dtype=dtype) for width in (keys, values))
+        free = leaf(1, time, 4, values)
+        scores = torch.zeros(1, 1, time, time) if bias else None
+        rows = torch.arange(time, dtype=torch.int32)[None]
+        interval = Intervals(rows - rows, rows + 1) if seen else None
+        doubtful = free > 0
+        differentiate(recompute(free, doubtful, q, k, v, leaf(2, values), scores, interval, not seen, 0.125))
+
+    kind = "and ".join(name for name, there in (("an interval ", seen), ("a bias", bias)) if there) or "causal"
+    return called("softmax entries", dtype, f"widths {keys}, {values}", kind.strip(), True, "", time), run
+
+
 def called(read, dtype, size, kind, free, more, time) -> str:
     parts = (read, str(dtype).removeprefix("torch."), size, kind, "" if free else "mean alone", more)
     return ", ".join(filter(None, parts)) + (f", {time} token" if time == 1 else "")
@@ -89,6 +106,7 @@ def few() -> Iterator[Launch]:
     yield channel_scan(BF16)
     yield ssm(BF16)
     yield conditioner(BF16)
+    yield softmax_entries(BF16, 64, 32)
 
 
 def compile_all(launches: Iterator[Launch], cards: list[str]) -> Iterator[Compiled]:

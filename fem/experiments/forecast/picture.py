@@ -18,7 +18,7 @@ NAMES = {
     "femforecaster": "FEMForecaster",
     "none": "no mixer",
 }
-OWN_COLOURS = {"itransformer": "#64748b", "patchtst": "#a8a29e", "dlinear": "#c4b5a5", "none": "#111827"}
+OWN_COLOURS = {"itransformer": "#64748b", "patchtst": "#857c74", "dlinear": "#a08c74", "none": "#111827"}
 
 
 def name_of(model: str) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from fem.experiments.forecast.series import Series, Windows
 
-NONE = "none"  # no mixer
+NONE = "none"  # no mixer: no token sees another
 BASELINES = ("dlinear", "patchtst", "itransformer", "femforecaster")
 LOOKBACKS = {96: 1024, 336: 2048, 720: 4096}  # up to this horizon, this many rows of history
 MANY_CHANNELS = 100
@@ -29,11 +29,6 @@ def width_for(channels: int) -> int:
     return 32 * math.isqrt(channels)
 
 
-def one_name(mixer: str) -> str:
-    """The canonical name of a mixer, or "none": no token sees another. Raises ValueError on an unknown name."""
-    return NONE if mixer == NONE else canonical(mixer)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ForecastRecipe:
     """Data, models and training; lists have commas. The defaults suit a laptop: minutes per model on ETTh1."""
@@ -43,7 +38,6 @@ class ForecastRecipe:
     models: str = option(
         "attention,FEM,none",
         f"With commas: attention, FEM-GLA, GLA ...; none, for no mixer; {', '.join(BASELINES)}.",
-        also=("models",),
         called="mixers",
     )
     seeds: int = option(2, "How many seeds; every model has the same.")
@@ -56,22 +50,13 @@ class ForecastRecipe:
     beta_max_init: float = option(1.8, "Where FEM's inverse temperature starts, before the softplus.")
     epochs: int = option(3, "Most epochs of training the backbone, each over all windows.")
     patience: int = option(12, "Stop after so many epochs without a lower validation error.")
-    batch: int | None = option(
-        None, "Windows per step; default: 32, or 8 from 100 channels on.", also=("batch",), called="batch_size"
-    )
+    batch: int | None = option(None, "Windows per step; default: 32, or 8 from 100 channels on.", called="batch_size")
     learning_rate: float = option(6e-4, "Peak learning rate of AdamW for the backbone.")
     weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
-    peer_lookback: int = option(
-        512, "Rows of history for neuralforecast's models.", also=("peer_lookback",), called="baseline_lookback"
-    )
-    peer_steps: int = option(
-        500, "Most optimiser steps for neuralforecast's models.", also=("peer_steps",), called="baseline_steps"
-    )
+    peer_lookback: int = option(512, "Rows of history for neuralforecast's models.", called="baseline_lookback")
+    peer_steps: int = option(500, "Most optimiser steps for neuralforecast's models.", called="baseline_steps")
     peer_stride: int = option(
-        1,
-        "Rows between the windows that neuralforecast's models train and validate on.",
-        also=("peer_stride",),
-        called="baseline_stride",
+        1, "Rows between the windows that neuralforecast's models train and validate on.", called="baseline_stride"
     )
     threads: int = option(1, "CPU threads; more of them are faster on an idle machine, and slower on a busy one.")
 
@@ -84,16 +69,14 @@ class ForecastRecipe:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}.")
         if not all(text.isdecimal() and int(text) > 0 for text in listed(self.horizon)) or not listed(self.horizon):
             raise ValueError(f"horizon must be a positive number, or several with commas, got {self.horizon!r}.")
-        if not listed(self.models):
+        if not self.model_names:
             raise ValueError("mixers must name at least one model, got an empty list.")
-        for name in listed(self.models):
-            if name not in BASELINES:
-                one_name(name)
 
     @property
     def model_names(self) -> list[str]:
-        """The models' canonical names, in the order given."""
-        return list(dict.fromkeys(name if name in BASELINES else one_name(name) for name in listed(self.models)))
+        """The models' canonical names, in the order given. Raises ValueError on an unknown name."""
+        known = (NONE, *BASELINES)
+        return list(dict.fromkeys(name if name in known else canonical(name) for name in listed(self.models)))
 
     @property
     def horizons(self) -> list[int]:

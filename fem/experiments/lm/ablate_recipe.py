@@ -19,14 +19,11 @@ if TYPE_CHECKING:
 class AblateRecipe:
     """The mixers, learning rates and seeds to compare, and the model that all share. Takes a laptop some hours."""
 
-    text: Path | None = option(  # noqa: RUF009
-        None, "UTF-8 text file; default: Python's sources and help topics.", also=("text",), called="text_file"
-    )
+    text: Path | None = option(None, "UTF-8 text file; default: Python's sources and help topics.", called="text_file")
     prior: str = option("softmax", "Prior of all mixers.")
     rows: str = option(
         " ".join(ROWS),
         "Mixers of this prior with commas, such as attention,attention+LT,FEM; or the paper's rows with spaces.",
-        also=("rows",),
         called="mixers",
     )
     learning_rates: str = option("0.001,0.002,0.004", "Each mixer takes the best of these on the first seed.")
@@ -39,7 +36,7 @@ class AblateRecipe:
     mlp_width: int = option(352, "Width of the prior's SwiGLU; mixers with more parameters get narrower ones.")
     vocabulary: int = option(2048, "Entries of the byte-pair tokenizer.")
     context: int = option(128, "Tokens per sequence.")
-    batch: int = option(4, "Sequences per step.", also=("batch",), called="batch_size")
+    batch: int = option(4, "Sequences per step.", called="batch_size")
     steps: int = option(600, "Optimiser steps.")
     validations: int = option(6, "Validations, evenly spaced.")
     threads: int = option(1, "CPU threads.")

@@ -18,13 +18,18 @@ ROWS = {
 }
 REMARKS = {
     "full": "the Free Energy Mixer",
+    "-G": "no outer gate",
+    "-G,T": "no outer gate, log-sum-exp at beta 1",
     "-G,T,L": "the conditioner alone",
     "-C": "the Free Energy Mixer without its conditioner",
+    "-C,G": "free energy and temperature gate alone",
     "-C,G,T": "LASER: log-sum-exp alone, at beta 1",
     "-C,G,T,L": "the prior alone",
     "+G": "control: the outer gate alone, no free energy",
     "+C,G": "control: all but the free energy",
 }
+OPTIONS = {"r": "gates of rank {}", "b": "beta starting at {}", "l": "lambda's bias at {}"}
+NAMED_OPTIONS = {"norm": "normalised", "wide": "values as wide as the model"}
 
 
 def row_fields(row: str, prior: str) -> dict:
@@ -58,6 +63,7 @@ def row_of(mixer: str, prior: str) -> str:
 
 
 def remark(row: str) -> str:
-    """What the row is, in words, where its name does not say it."""
-    name, slash, options = row.partition("/")
-    return REMARKS.get(name, "") + (f"{', ' if name in REMARKS else ''}with {options}" if slash else "")
+    """What the row is, in words."""
+    name, *options = row.split("/")
+    said = [NAMED_OPTIONS.get(option) or OPTIONS[option[0]].format(option[1:]) for option in options]
+    return ", ".join([REMARKS[name], *said])

@@ -15,7 +15,7 @@ from torch import nn
 from fem.experiments.common.paired import shown
 from fem.experiments.common.run import check_output, command_line, open_run, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
-from fem.experiments.lm.finetune_recipe import ARCHITECTURES, ARMS, FinetuneRecipe
+from fem.experiments.lm.finetune_recipe import ARCHITECTURES, ATTENTION, FIELDS, FinetuneRecipe
 
 if TYPE_CHECKING:
     from fem.experiments.lm.text import Corpus
@@ -89,40 +89,44 @@ def validate(model: nn.Module, corpus: Corpus, rows: int = 256) -> float:
 
 
 def finetune(recipe: FinetuneRecipe, corpus: Corpus, advance: Callable[[], None] = lambda: None) -> dict:
-    """Every arm's {"parameters", "before", "after"}: its loss before the further training, and after it by order."""
+    """Every mixer's {"parameters", "before", "after"}: its loss before the further training, and after it by order."""
     from fem.models import replace_attention
 
     original = train_original(recipe, corpus, advance)
     starts = {
-        arm: original if ARMS[arm] is None else replace_attention(copy.deepcopy(original), **ARMS[arm])
-        for arm in recipe.arm_names
+        mixer: original if FIELDS[mixer] is None else replace_attention(copy.deepcopy(original), **FIELDS[mixer])
+        for mixer in recipe.mixer_names
     }
     found: dict = {
-        arm: {"parameters": sum(p.numel() for p in start.parameters()), "before": validate(start, corpus), "after": []}
-        for arm, start in starts.items()
+        mixer: {
+            "parameters": sum(p.numel() for p in start.parameters()),
+            "before": validate(start, corpus),
+            "after": [],
+        }
+        for mixer, start in starts.items()
     }
     for run in range(recipe.runs):
-        for arm, start in starts.items():
+        for mixer, start in starts.items():
             model = copy.deepcopy(start)
             groups = parameter_groups(model, recipe.further_learning_rate, recipe.awakening)
             train(model, corpus, groups, recipe.further_steps, recipe.batch, recipe.seed + 1 + run, advance)
-            found[arm]["after"].append(validate(model, corpus))
+            found[mixer]["after"].append(validate(model, corpus))
     return found
 
 
 def rows(found: dict) -> list[dict]:
-    """A row per arm: loss before, mean and single losses after, and how far they are below the original's."""
-    original = found["original"]["after"]
+    """A row per mixer: loss before, mean and single losses after, and how far they are below attention's."""
+    attention = found[ATTENTION]["after"]
     return [
         {
-            "model": arm,
-            "parameters": of_arm["parameters"],
-            "before": of_arm["before"],
-            "after, mean": mean(of_arm["after"]),
-            "after, by order": ", ".join(f"{loss:.4f}" for loss in of_arm["after"]),
-            "below the original, paired": "" if arm == "original" else shown(original, of_arm["after"], digits=4),
+            "mixer": mixer,
+            "parameters": own["parameters"],
+            "before": own["before"],
+            "after, mean": mean(own["after"]),
+            "after, by order": ", ".join(f"{loss:.4f}" for loss in own["after"]),
+            "below attention, paired": "" if mixer == ATTENTION else shown(attention, own["after"], digits=4),
         }
-        for arm, of_arm in found.items()
+        for mixer, own in found.items()
     ]
 
 
@@ -135,7 +139,7 @@ def run(recipe: FinetuneRecipe, output: Path) -> dict:
     corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)
     with open_run(output, "finetune", recipe) as under_way, progress() as bars:
         bar = bars.add_task(
-            recipe.architecture, total=recipe.steps + len(recipe.arm_names) * recipe.runs * recipe.further_steps
+            recipe.architecture, total=recipe.steps + len(recipe.mixer_names) * recipe.runs * recipe.further_steps
         )
         found = finetune(recipe, corpus, lambda: bars.advance(bar))
         table = rows(found)
@@ -146,10 +150,10 @@ def run(recipe: FinetuneRecipe, output: Path) -> dict:
             f"{recipe.layers} blocks of width {recipe.width}, {recipe.steps} steps of {recipe.batch} x "
             f"{recipe.context} tokens of {source_name(recipe.text)}; then "
             f"{recipe.further_steps} further steps of the model as it is and "
-            "of copies after `replace_attention(preserve=True)`, on the same rows in the same order: gate, the outer "
-            "gate alone; slim, gates of rank 4; fem, all of it. lambda starts near 0, and lambda and beta learn "
-            f"{recipe.awakening:g} times as fast. Validation loss in nats per token; paired: order by order, ± the "
-            "standard error.",
+            "of copies after `replace_attention(preserve=True)`, on the same rows in the same order. L: free energy, "
+            "T: temperature gate (lambda), G: outer gate; /r4: gates of rank 4. lambda starts near 0, and lambda and "
+            f"beta learn {recipe.awakening:g} times as fast. Validation loss in nats per token; paired: order by "
+            "order, ± the standard error.",
             markdown_table(table),
             provenance(command_line("finetune", recipe, FinetuneRecipe())),
         )

@@ -63,8 +63,7 @@ class MetricsCallback(TrainerCallback):
     def on_evaluate(self, args, state, control, **_):
         self.start_clock()
 
-    def on_save(self, args, state, control, **_):
-        self.start_clock()
+    on_save = on_evaluate
 
     def on_step_end(self, args, state, control, **_):
         self.steps += 1

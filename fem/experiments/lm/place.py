@@ -43,7 +43,8 @@ def look(recipe: TrainRecipe, output: Path, resume: bool) -> Place:
     if config is None:
         if (output / RESULTS).exists() or (output / METRICS).exists():
             raise ValueError(f"output must be empty or a training's, got {str(output)!r} with other results.")
-        return Place(None, new_config(recipe))
+        config = {"experiment": "train", "recipe": asdict(recipe), "seed": recipe.seed, "data": None, "history": []}
+        return Place(None, config)
     if changed := differences(config["recipe"], recipe):
         begin = "" if there else ", or remove it to begin again"
         raise ValueError(
@@ -74,10 +75,6 @@ def read_config(output: Path, checkpoint: Path | None) -> dict | None:
         raise ValueError(f"{str(path)!r} {problem} and no checkpoint has a copy; restore it, or choose another output.")
     note(f"{CONFIG} {problem}; taken from {checkpoint.name}.")
     return json.loads(copy.read_text(encoding="utf-8"))
-
-
-def new_config(recipe: TrainRecipe) -> dict:
-    return {"experiment": "train", "recipe": asdict(recipe), "seed": recipe.seed, "data": None, "history": []}
 
 
 def remember(output: Path, config: dict) -> None:

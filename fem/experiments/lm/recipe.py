@@ -21,10 +21,7 @@ class TrainRecipe:
 
     preset: str = option("fem-sm-tiny", "Model, such as fem-sm-340m, fem-gla-small, transformer-tiny.")
     model: str = option(
-        "{}",
-        'Other model fields than the preset\'s, as JSON: {"mixer": {"use_conv": false}}.',
-        also=("model",),
-        called="model_fields",
+        "{}", 'Other model fields than the preset\'s, as JSON: {"mixer": {"use_conv": false}}.', called="model_fields"
     )
     data: str = option(
         "",
@@ -40,7 +37,7 @@ class TrainRecipe:
     context: int = option(512, "Tokens per row.")
     batch_size: int = option(16, "Rows per step, over all processes.", also=("batch",))
     micro_batch: int | None = option(None, "Rows per forward pass of a process; default: all its rows of a step.")
-    max_steps: int = option(1000, "Optimiser steps; more extend a finished run.", also=("max_steps",), called="steps")
+    max_steps: int = option(1000, "Optimiser steps; more extend a finished run.", called="steps")
     warmup_steps: int = option(50, "Steps in which the learning rate rises; a cosine takes it to zero.")
     learning_rate: float = option(1e-3, "Peak learning rate of AdamW.")
     beta2: float = option(0.95, "AdamW's second moment.")

@@ -13,6 +13,8 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from fem.experiments.lm.pieces import file_pieces
+
 END = "<|end|>"
 HELD_OUT = 0.05
 NO_SOURCES = (
@@ -102,15 +104,7 @@ def read_text(path: Path) -> str:
         raise ValueError(f"text must be a file that exists, got {str(path)!r}.")
     if path.is_dir():
         raise ValueError(f"text must be one file, got the folder {str(path)!r}.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"text must be UTF-8, got {str(path)!r} with other bytes from {error.start} on.") from error
-    if "\0" in text:
-        raise ValueError(f"text must be plain text, got {str(path)!r} with zero bytes: it looks binary.")
-    if not text.strip():
-        raise ValueError(f"text must not be empty, got {str(path)!r}, which holds nothing but white space.")
-    return text
+    return "".join(file_pieces(path))
 
 
 def _split(documents: list[str]) -> tuple[list[str], list[str]]:

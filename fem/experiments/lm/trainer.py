@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from fem.experiments.common.run import note, write_json
-from fem.experiments.common.saving import NotFinite, SavingTrainer, kept, read_state
+from fem.experiments.common.saving import NotFinite, SavingTrainer, kept
 from fem.experiments.lm.packing import Share, ShuffledRows, StreamedRows
 from fem.experiments.lm.place import copy_run
 from fem.experiments.lm.sharding import DATA, shard
@@ -147,7 +148,8 @@ class TextTrainer(SavingTrainer):
                 f"a stream goes on with as many processes as it was read by, {known}, got {self.share.world}; "
                 "local data go on with any number."
             )
-        return read_state(checkpoint, self._rows_name)
+        own = checkpoint / self._rows_name
+        return json.loads(own.read_text(encoding="utf-8")) if own.exists() else None
 
     @property
     def _rows_name(self) -> str:

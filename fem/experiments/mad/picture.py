@@ -51,7 +51,8 @@ def curves(path: Path, records: Sequence[dict]) -> None:
                         continue
                     steps = [point["step"] for point in runs[0]]
                     accuracy = np.mean([[point["micro"] for point in run] for run in runs], axis=0)
-                    look = {"color": colour(mixer), "linestyle": "--" if initialisation == "torch" else "-"}
+                    dashed = several and initialisation == "torch"
+                    look = {"color": colour(mixer), "linestyle": "--" if dashed else "-"}
                     key[_label(mixer, initialisation, several)] = axes.plot(steps, accuracy, linewidth=1.5, **look)[0]
                 axes.set(title=COLUMNS[task], xlabel="step", ylim=(0, 1.03))
             part.legend(key.values(), key.keys(), loc="outside right center")

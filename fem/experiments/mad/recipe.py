@@ -76,22 +76,12 @@ class MADRecipe:
             raise ValueError(
                 f"mixers of flash-linear-attention need it installed and a GPU; here {', '.join(absent)} cannot run."
             )
-        return [
-            Job(
-                mixer=mixer,
-                setting=setting,
-                initialisation=initialisation,
-                learning_rate=learning_rate,
-                weight_decay=weight_decay,
-                seed=seed,
-                training=profile.training,
-            )
-            for seed, setting, initialisation, mixer, learning_rate, weight_decay in product(
-                range(self.seed, self.seed + self.seeds),
-                (setting for setting in profile.settings if setting.task in self.task_names),
-                listed(self.initialisations),
-                mixers,
-                profile.learning_rates,
-                profile.weight_decays,
-            )
-        ]
+        varied = {
+            "seed": range(self.seed, self.seed + self.seeds),
+            "setting": [setting for setting in profile.settings if setting.task in self.task_names],
+            "initialisation": listed(self.initialisations),
+            "mixer": mixers,
+            "learning_rate": profile.learning_rates,
+            "weight_decay": profile.weight_decays,
+        }
+        return [Job(training=profile.training, **dict(zip(varied, values))) for values in product(*varied.values())]

@@ -16,12 +16,6 @@ class Setting:
     train_examples: int
     steps: int
 
-    @property
-    def name(self) -> str:
-        return ", ".join([self.task, *(f"{name} {value}" for name, value in self.settings.items())]) + (
-            f", {self.train_examples} examples"
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Training:

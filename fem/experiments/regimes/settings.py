@@ -42,14 +42,14 @@ class RegimesRecipe:
     learning_rates: str = option("0.003,0.006,0.012", "Each mixer takes the best on the first seed's validation.")
     seeds: int = option(3, "How many seeds; each draws its own weights and data.")
     seed: int = option(0, "First seed.")
-    ett: Path | None = option(None, "ETTm1.csv or .csv.gz, for the tasks of ETT.")  # noqa: RUF009
-    play: Path | None = option(None, "A play, 'NAME:' before each speech, for the task speakers.")  # noqa: RUF009
+    ett: Path | None = option(None, "ETTm1.csv or .csv.gz, for the tasks of ETT.")
+    play: Path | None = option(None, "A play, 'NAME:' before each speech, for the task speakers.")
     width: int = option(64, "Width of a model.")
     heads: int = option(4, "Heads of every mixer.")
-    blocks: int = option(1, "Blocks of [mixer, SwiGLU].", also=("blocks",), called="layers")
+    blocks: int = option(1, "Blocks of [mixer, SwiGLU].", called="layers")
     mlp_width: int = option(176, "Width of softmax attention's SwiGLU; mixers with more parameters get narrower ones.")
     initialisation: str = option("torch", f"How the linear maps of all models start: {' or '.join(INITIALISATIONS)}.")
-    batch: int = option(16, "Examples per step.", also=("batch",), called="batch_size")
+    batch: int = option(16, "Examples per step.", called="batch_size")
     steps: int = option(500, "Optimiser steps.")
 
     def __post_init__(self):

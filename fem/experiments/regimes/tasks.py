@@ -26,14 +26,8 @@ class Task(ABC):
     about: ClassVar[str]
     measure: ClassVar[str]
     asks_for: ClassVar[str] = "one average"  # what the task asks for: "extremes", "one average", "one token"
-
-    @property
-    @abstractmethod
-    def channels(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def outputs(self) -> int: ...
+    channels: int
+    outputs: int
 
     @abstractmethod
     def draw(self, generator: Generator, size: int, split: str = "train") -> Example: ...
@@ -76,14 +70,8 @@ class Classes(Task):
     """
 
     measure = "accuracy"
-
-    @property
-    @abstractmethod
-    def classes(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def questions(self) -> int: ...
+    classes: int
+    questions: int
 
     @property
     def outputs(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -20,6 +20,7 @@ from fem.experiments.common.hub import way_to_the_hub
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm")
 HELD_OUT = ("validation", "val", "test")
 DIGITS_TESTED = 360
+AT_ONCE = 1024  # files in memory while all are checked
 SOURCES = "data must be digits, a folder, a zip file or a dataset of the hub"
 MODES = {1: "L", 3: "RGB"}
 
@@ -92,25 +93,15 @@ def check(pictures: Pictures, channels: int, smallest: int, advance: Callable[[]
         return None
 
     faults = []
-    files = (file for part in (pictures.train, pictures.test) for file in part["image"])
     with ThreadPoolExecutor() as pool:
-        for found in _in_batches(pool, fault, files):
-            faults += [found] if found else []
-            advance()
+        for part in (pictures.train, pictures.test):
+            for first in range(0, len(part), AT_ONCE):
+                for found in pool.map(fault, part[first : first + AT_ONCE]["image"]):
+                    faults += [found] if found else []
+                    advance()
     if faults:
         total = len(pictures.train) + len(pictures.test)
         raise ValueError(f"{len(faults)} of {total:,} pictures cannot be used; the first: {faults[0]}")
-
-
-def _in_batches(pool: ThreadPoolExecutor, function: Callable, items: Iterator, size: int = 1024) -> Iterator:
-    """pool.map over an iterator, with at most `size` items in memory."""
-    batch = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == size:
-            yield from pool.map(function, batch)
-            batch = []
-    yield from pool.map(function, batch)
 
 
 def _laid_out(source: str, names: list[str], read: Callable[[str], dict]) -> Pictures:

@@ -30,7 +30,7 @@ class VisionRecipe:
     pooling: str = option("cls", "cls: classify by a class token, as DeiT; mean: by the mean over patches.")
     drop_path: float = option(0.0, "Probability with which the last block skips a branch in training.")
     epochs: int = option(24, "Times that every picture is seen.")
-    batch: int = option(64, "Pictures per step, over all processes.", also=("batch",), called="batch_size")
+    batch: int = option(64, "Pictures per step, over all processes.", called="batch_size")
     learning_rate: float = option(3e-3, "Peak learning rate of AdamW.")
     warmup: float = option(0.05, "Share of the steps in which the learning rate rises; a cosine takes it to zero.")
     weight_decay: float = option(0.05, "Weight decay of the weights; beta, norms and biases have none.")

@@ -33,14 +33,8 @@ def channel_scan_read(
     normalize: bool = True,
     backend: str = "auto",
 ) -> Read | tuple[Read, dict[str, Tensor]]:
-    """Mean and free energy of the values under weights of their own channel.
+    """`fem.functional.channel_scan_read` of checked arguments, with `tokens` in the place of masks and documents.
 
-        s_tj(i) = exp(log_weight_ij + sum_{i<r<=t} log_decay_rj)        p_tj(i) = s_tj(i) / sum_i s_tj(i)
-        mean_tj = sum_i p_tj(i) v_ij        F_tj = (1 / beta_j) log sum_i p_tj(i) exp(beta_j v_ij)     (Eq. 4, 30, 31)
-
-    log_weight (None: 0), log_decay (None: 0) <= 0, v: (B, T, H, d_v); beta (H, d_v), None for the mean alone.
-    causal=False adds the same scores of the sequence read backwards, the present token once.
-    normalize=False leaves s as it is: mean = sum s v, F = (1 / beta) log sum s e^{beta v}.
     The state is (B, H, d_v) of `peak`, `total` and `weighted`, the scaled sums of `fem.ops.common.scaled_sums`, and
     with a beta `free_energy`, float32 at least. Gradients pass through it, but not through the peak.
     """

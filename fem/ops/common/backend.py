@@ -37,7 +37,7 @@ def softmax_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
 def scan_backend(
     backend: str, device: torch.device, op: str, dtype: torch.dtype, *arguments: int | str | bool | None
 ) -> str:
-    """The backend that runs a scan on `device`: "plain", "triton" or "reference".
+    """The backend of a scan, or of a softmax read's doubtful entries, on `device`: "plain", "triton" or "reference".
 
     "auto" takes our kernels on CUDA where those of this kind passed their self-check on this card, and the plain form
     everywhere else. op: the read's folder in fem/ops; arguments: those of its example (`fem.ops.common.self_check`).

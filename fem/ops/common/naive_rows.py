@@ -31,8 +31,7 @@ def read_rows(log_scores, v, beta, causal, key_mask, segment_ids, normalize) -> 
             same = segment_ids is None or last is None or segment_ids[b, t] == segment_ids[b, last]
             document, last = ([*document, t] if same else [t]), t
             seen = document if causal else _whole_document(b, t, time, key_mask, segment_ids)
-            mean, free_energy = weighted_read(log_scores(b, t, seen), v[b, seen], beta, normalize)
-            rows.append((mean, free_energy))
+            rows.append(weighted_read(log_scores(b, t, seen), v[b, seen], v[b, seen], beta, normalize))
     mean, free_energy = (torch.stack(parts).unflatten(0, (batch, time)) for parts in zip(*rows))
     return Read(mean, None if beta is None else free_energy)
 
@@ -49,12 +48,17 @@ def _whole_document(b, t, time, key_mask, segment_ids) -> list[int]:
     return kept[first : last + 1]
 
 
-def weighted_read(s: Tensor, v: Tensor, beta: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Mean and free energy of the values v (i, h, dv) under the weights e^s, s (i, h, dv)."""
+def weighted_read(
+    s: Tensor, means: Tensor, energies: Tensor, beta: Tensor | None, normalize: bool
+) -> tuple[Tensor, Tensor]:
+    """Mean and free energy of items (i, h, dv) under the weights e^s, s (i, h, dv or 1).
+
+    Of a token both are its value; of items that are themselves reads, their means and their free energies.
+    """
     empty = torch.isneginf(s.detach()).all(0)
     s = s.masked_fill(empty, 0.0)
     log_p = s - s.logsumexp(0) if normalize else s
-    mean = (log_p.exp() * v).sum(0).masked_fill(empty, 0.0)
+    mean = (log_p.exp() * means).sum(0).masked_fill(empty, 0.0)
     if beta is None:
         return mean, mean
-    return mean, ((log_p + beta * v).logsumexp(0) / beta).masked_fill(empty, 0.0)
+    return mean, ((log_p + beta * energies).logsumexp(0) / beta).masked_fill(empty, 0.0)

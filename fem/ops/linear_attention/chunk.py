@@ -182,8 +182,7 @@ def remember_backward(grad: State, chunk: Chunk) -> tuple[Chunk]:
 
 def remember_exactly(chunk: Chunk) -> State:
     """`remember` by logarithms: slow, but exact at any magnitude."""
-    scores = log(chunk.k) if chunk.g is None else log(chunk.k) + until_end(chunk.g)
-    return State(*_log_quotients(scores.mT, chunk.v, chunk.v, chunk.beta))
+    return State(*_log_quotients(_log_kept(chunk).mT, chunk.v, chunk.v, chunk.beta))
 
 
 def _kept(chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -224,26 +223,31 @@ def read_backward(grad: Terms, chunk: Chunk, state: State, present: bool) -> tup
 
 def read_exactly(chunk: Chunk, state: State, present: bool) -> Terms:
     """`read` by logarithms: slow, but exact at any magnitude."""
-    left = log(chunk.q) + state.log_weight.unsqueeze(1)
-    left = left if chunk.g is None else left + since_start(chunk.g)
-    scores = torch.cat([left, log_pair_scores(chunk.q, chunk.k, chunk.g, present)], 2)
     values = torch.cat([state.mean, chunk.v], 1)
     energies = None if chunk.beta is None else torch.cat([state.free_energy, chunk.v], 1)
-    return _log_quotients(scores, values, energies, chunk.beta)
+    return _log_quotients(_log_visible(chunk, state, present), values, energies, chunk.beta)
 
 
 def sees(chunk: Chunk, state: State, present: bool) -> Bool[Tensor, "y c"]:
     """Which tokens of the chunk see any weight."""
-    scores = log_pair_scores(chunk.q, chunk.k, chunk.g, present).amax(2)
-    left = log(chunk.q) + state.log_weight.unsqueeze(1)
-    left = left if chunk.g is None else left + since_start(chunk.g)
-    return torch.maximum(scores, left.amax(2)) > NO_WEIGHT
+    return _log_visible(chunk, state, present).amax(2) > NO_WEIGHT
 
 
 def adds(chunk: Chunk) -> Bool[Tensor, "y dk"]:
     """Which key channels get any weight from the chunk."""
-    scores = log(chunk.k) if chunk.g is None else log(chunk.k) + until_end(chunk.g)
-    return scores.amax(1) > NO_WEIGHT
+    return _log_kept(chunk).amax(1) > NO_WEIGHT
+
+
+def _log_kept(chunk: Chunk) -> Tensor:
+    """The logarithms of the keys as they are left at the end of the chunk."""
+    return log(chunk.k) if chunk.g is None else log(chunk.k) + until_end(chunk.g)
+
+
+def _log_visible(chunk: Chunk, state: State, present: bool) -> Tensor:
+    """The logarithms of the scores of all that tokens may see: the key channels of the state, then the chunk."""
+    left = log(chunk.q) + state.log_weight.unsqueeze(1)
+    left = left if chunk.g is None else left + since_start(chunk.g)
+    return torch.cat([left, log_pair_scores(chunk.q, chunk.k, chunk.g, present)], 2)
 
 
 def _visible(chunk: Chunk, state: State, present: bool) -> tuple:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from fem.ops.common.naive_rows import weighted_read
 from fem.ops.common.read import Read
 
 
@@ -71,28 +72,18 @@ def naive_linear_attention_read(
         for t in range(time):
             if t in place:
                 seen, left = weights(place[t])
-                s = (q[b, t].log() + left).logsumexp(-1)
-                rows.append(_weighted_read(s, means[seen], energies[seen], beta, normalize))
+                s = (q[b, t].log() + left).logsumexp(-1, keepdim=True)
+                rows.append(weighted_read(s, means[seen], energies[seen], beta, normalize))
             else:
                 none = v.new_zeros(heads, v.shape[-1])
                 rows.append((none, none))
         if numbers and causal:
             seen, left = weights(len(numbers) - 1)
-            reads = [_weighted_read(left[..., c], means[seen], energies[seen], beta, True) for c in range(width)]
+            channels = left.split(1, -1)
+            reads = [weighted_read(one, means[seen], energies[seen], beta, True) for one in channels]
             mean, free_energy = (torch.stack(parts, 1) for parts in zip(*reads))
             states.append((left.logsumexp(0), mean, free_energy))
     mean, free_energy = (torch.stack(parts).unflatten(0, (batch, time)) for parts in zip(*rows))
     names = ("log_weight", "mean", "free_energy")[: 2 if beta is None else 3]
     state = dict(zip(names, (torch.stack(parts) for parts in zip(*states)))) if states else {}
     return Read(mean, None if beta is None else free_energy), state
-
-
-def _weighted_read(s: Tensor, means: Tensor, energies: Tensor, beta: Tensor | None, normalize: bool):
-    """s (i, h) are logarithms of the weights of the items, means and energies (i, h, dv)."""
-    total = s.logsumexp(0)
-    empty = torch.isneginf(total.detach()).unsqueeze(-1)
-    log_p = (s - total if normalize else s).masked_fill(empty.squeeze(-1), 0.0).unsqueeze(-1)
-    mean = (log_p.exp() * means).sum(0).masked_fill(empty, 0.0)
-    if beta is None:
-        return mean, mean
-    return mean, ((log_p + beta * energies).logsumexp(0) / beta).masked_fill(empty, 0.0)

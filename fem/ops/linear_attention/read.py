@@ -33,18 +33,10 @@ def linear_attention_read(
     normalize: bool = True,
     backend: str = "auto",
 ) -> Read | tuple[Read, dict[str, Tensor]]:
-    """Mean and free energy of the values under a linear-attention prior with decay.
+    """`fem.functional.keyed_scan_read` of checked arguments, with `tokens` in the place of masks and documents.
 
-        s_t(i) = sum_c q_tc exp(sum_{i<r<=t} log_decay_rc) k_ic
-        mean_tj = sum_i s_t(i) v_ij / Z_t        F_tj = (1/beta_j) log(sum_i s_t(i) exp(beta_j v_ij) / Z_t)
-        Z_t = sum_i s_t(i), or 1 with normalize=False                                  (Eq. 4, Appendix H.2)
-
-    q, k: (B, T, H, d_k) >= 0; v: (B, T, H, d_v); beta: (H, d_v) > 0, in nats per unit of v, None for the mean alone;
-    log_decay: nats <= 0 into step t, per head or per key channel, -inf to forget, None for no decay.
-    Without causal, the scores of the sequence read backwards are added, the present token counted once.
     state: what each key channel has kept, as the read of all tokens before under its own weights, batch first:
     log_weight (B, H, d_k), mean and free_energy (B, H, d_k, d_v), in fp32 (float64 for float64 inputs).
-    A row of zero total weight reads 0, without gradient.
     """
     backend = _backend(backend, q, v, beta, log_decay, tokens)
     if backend == "reference" and 0 not in v.shape[:2]:

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fem.ops.common.backend import next_width, scan_backend
 from fem.ops.common.precision import LEAST_PROVEN, upcast
 from fem.ops.common.read import Read
 from fem.ops.softmax.recompute import recompute
@@ -43,10 +44,10 @@ def composed_read(
         F = (log2(R) + c) / (log2(e) beta)                                              (Eq. 4, Appendix H.1)
 
     The shift is an integer, so that a later token rescales e without rounding it. R >= e^-60 proves an entry; others
-    are computed again from the definition in float64. span: what beta (max v - min v) is at most, in nats; up to 58 it
-    proves all entries, so that nobody waits for their flags, and CUDA graphs may hold the read. seen: what a row sees
-    besides `keep`, which FlexAttention reads by blocks; None: all, or i <= t if causal, which scaled dot product
-    attention knows. bfloat16 is read as it is, float16 in float32. A row that sees no key reads 0.
+    are computed again from the definition in float64, on a GPU by our kernels, so that the host waits for no flag.
+    span: what beta (max v - min v) is at most, in nats; up to 58 it proves all entries. seen: what a row sees besides
+    `keep`, which FlexAttention reads by blocks; None: all, or i <= t if causal, which scaled dot product attention
+    knows. bfloat16 is read as it is, float16 in float32. A row that sees no key reads 0.
     """
     dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else upcast(q).dtype
     kept = None
@@ -66,8 +67,24 @@ def composed_read(
         out = _attend(q, k, packed, bias, seen, causal, scale)
         mean, free_energy, doubtful = fused(_epilogue)(out, beta, shift, near, sees)
         if span > _PROVEN_SPAN:
-            free_energy = recompute(free_energy, doubtful, q, k, v, beta, bias, seen, causal, scale)
+            again = _on_device() if _has_kernels(q, v, bias) else recompute
+            free_energy = again(free_energy, doubtful, q, k, v, beta, bias, seen, causal, scale)
         return Read(mean, free_energy)
+
+
+def _has_kernels(q: Tensor, v: Tensor, bias: Tensor | None) -> bool:
+    """Whether kernels compute doubtful entries again: where they passed their check, but not for a learnt bias."""
+    if bias is not None and bias.requires_grad:
+        return False
+    return (
+        scan_backend("auto", q.device, "softmax", q.dtype, next_width(q.shape[3]), next_width(v.shape[3])) == "triton"
+    )
+
+
+def _on_device() -> Callable:
+    from fem.ops.softmax.kernels.launch import recompute as on_device  # needs Triton
+
+    return on_device
 
 
 def _prologue(

@@ -39,14 +39,8 @@ def ssm_read(
     backend: str = "auto",
     logs: tuple[Heads, Float[Tensor, "b t n"], Float[Tensor, "b t n"]] | None = None,
 ) -> Read | tuple[Read, dict[str, Tensor]]:
-    """Mean and free energy of the values under the impulse response of a selective state space model.
+    """`fem.functional.ssm_read` of checked arguments, with `tokens` in the place of masks and documents.
 
-        s_tj(i) = sum_n C_tn exp(sum_{i<r<=t} delta_rj A_jn) delta_ij B_in + D_j [i = t]       p = s / sum_i s
-        mean_tj = sum_i p_tj(i) v_ij        F_tj = (1 / beta_j) log sum_i p_tj(i) exp(beta_j v_ij)       (Eq. 4, 32)
-
-    delta >= 0, v: (B, T, H, d_v); A (H, d_v, N) <= 0; B, C (B, T, N) >= 0; D (H, d_v) >= 0; beta (H, d_v), None for
-    the mean alone. causal=False adds the same scores of the sequence read backwards, the present token once.
-    normalize=False leaves s as it is: mean = sum s v, F = (1 / beta) log sum s e^{beta v}.
     The state is that of `channel_scan_read` for each of the N states, (B, N, H, d_v).
     logs: log delta, log B and log C, exact where delta, B or C themselves have underflowed.
     Training keeps the states of every 64th token and computes the others again: memory O(T d_v), not O(T d_v N).
