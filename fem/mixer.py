@@ -83,9 +83,9 @@ class FreeEnergyMixer(nn.Module):
         return_state: bool = False,
     ) -> Float[Tensor, "b t d"] | tuple[Float[Tensor, "b t d"], MixerState]:
         self._check(x, state, return_state)
-        if state is not None and return_state and attention_mask is None and segment_ids is None and self._steps(x):
-            if self.prior.steps(state.memory):
-                return self._step(x, state)
+        unmarked = return_state and attention_mask is None and segment_ids is None
+        if unmarked and state is not None and self._steps(x) and self.prior.steps(state.memory):
+            return self._step(x, state)
         tokens, cache_position = read_tokens(
             tuple(x.shape[:2]), x.device, attention_mask, segment_ids, None if state is None else state.cache_position
         )

@@ -119,7 +119,8 @@ class Prior(nn.Module, ABC):
         if position not in positions or of != dtype:
             positions = range(position // 64 * 64, position // 64 * 64 + 64)
             frequency = self._frequency(width, torch.device("cpu"))
-            found = turns(positions, frequency, self.config.rope_factor, dtype)
+            with torch.inference_mode(False):  # a layer may be copied after inference
+                found = turns(positions, frequency, self.config.rope_factor, dtype)
             self._turns = (positions, dtype, found)
         return found[position - positions.start]
 

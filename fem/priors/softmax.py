@@ -62,9 +62,11 @@ class SoftmaxPrior(Prior):
         return read, memory
 
     def steps(self, memory):
-        return memory.keys() == STREAM and self.config.window is None and self.config.backend in ("auto", "sdpa")
+        plain = memory.keys() == STREAM and memory["value"].dtype != torch.float16  # whose range e would leave
+        return plain and self.config.window is None and self.config.backend in ("auto", "sdpa")
 
     def step(self, features, v, position, memory):
+        """e = exp(beta (v - c))        [mean | R] = softmax(q K^T / sqrt(d_k)) [V | E]        F = c + log(R) / beta"""
         width, (batch, kv_heads, channels) = self.config.key_width, v.shape
         q, k = self.query(features), self.key(features)
         heads = q.shape[1] // width

@@ -41,7 +41,8 @@ def gated_read(mean: Heads, free_energy: Heads | None, inner: Heads | None, oute
         if torch.compiler.is_compiling():  # the compiler fuses it
             return _gate(mean, free_energy, inner, outer, eps)
         if mean.numel() <= _BLOCK:
-            gate = _gate if inner is None or outer is None or not mean.is_cpu else _gate_of_few
+            both = inner is not None and outer is not None
+            gate = _gate_of_few if both and mean.is_cpu and type(mean) is Tensor else _gate
             return gate(mean, free_energy, inner, outer, eps)
     if portable() or transformed(mean, free_energy, inner, outer):
         return _gate(mean, free_energy, inner, outer, eps)

@@ -57,7 +57,7 @@ def _cos_and_sin(position: Tensor, frequency: Tensor, factor: float, dtype: torc
 
 
 class Turn(NamedTuple):
-    """The rotation of one position: y = x cos + swapped(x) sin, cos and sin (1, d) of every channel, the latter signed."""
+    """The rotation of one position: y = x cos + swapped(x) sin, with the sign of its term in each channel's sin."""
 
     cos: Float[Tensor, "1 d"]
     sin: Float[Tensor, "1 d"]

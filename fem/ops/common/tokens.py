@@ -44,7 +44,7 @@ class Tokens:
         return Tokens(flip(self.keep), start, flip(self.document), flip(self.position))
 
 
-PLAIN = Tokens(None, None, None, None)  # all of one document, where no position is asked for
+PLAIN = Tokens(None, None, None, None)  # tokens of one document, to parts that ask for no position
 
 
 def read_tokens(

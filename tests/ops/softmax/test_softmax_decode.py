@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from layers import FAMILIES, HEADS, WIDTH, make_layer, tokens
 from softmax_calls import softmax_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fem.functional import softmax_read
 from fem.ops.softmax import read as read_module
@@ -321,3 +322,49 @@ def test_a_visible_nan_shows_in_one_token_over_any_cache(what, time):
             read = cached_read(q[:, None], k, values, beta, of)
             assert read.mean.isnan().all()
             assert read.free_energy.isnan().all()
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is dispatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        self.count += 1
+        return function(*arguments, **(named or {}))
+
+
+def test_a_token_without_the_conditioner_costs_as_few_operations_as_attention():
+    """Attention of equal weights, as `fem bench` has it, dispatches 66, views included."""
+    layer, x = make_layer(torch.float32, prior_type="softmax", use_conv=False), tokens(time=10, dtype=torch.float32)
+    with torch.no_grad():
+        _, state = layer(x[:, :8], return_state=True)
+        _, state = layer(x[:, 8:9], state=state, return_state=True)  # makes room
+        with Operations() as dispatched:
+            layer(x[:, 9:], state=state, return_state=True)
+    assert dispatched.count <= 66
+
+
+@pytest.mark.parametrize("family", SOFTMAX)
+def test_a_token_turned_by_a_looked_up_row_is_turned_to_the_same_digits(family):
+    layer = make_layer(torch.float32, **FAMILIES[family])
+    width, x = layer.config.key_width, torch.randn(2, 1, 3, layer.config.key_width)
+    for position in (0, 63, 64, 7, 100_000):
+        (wanted,) = layer.prior.rotated((x,), torch.tensor([position]))
+        found = layer.prior.turn(position, width, x.dtype)(x) if layer.config.use_rope else x
+        assert torch.equal(found, wanted)
+
+
+def test_an_infinite_key_or_a_value_far_above_the_rest_is_marked_in_one_token_as_in_many():
+    v, k = torch.randn(1, 2, 2, 3), torch.randn(1, 2, 2, 4)
+    v[0, 0, 1, 2], k[0, 1, 1, 0] = 1e3, -torch.inf
+    memory = {"key": k[:, :, :1], "value": torch.empty(0)}
+    start = kv_cache._start(v[:, :, :1], torch.ones(2, 3), None)
+    memory |= {"value": kv_cache._packed(v[:, :, :1], start)} | start
+    with torch.no_grad():
+        written = kv_cache.append_one(memory, k[:, :, 1:], v[:, :, 1:])["value"][:, :, 1]
+    assert written[0, 0, 5] == torch.inf
+    assert written[0, 0, :5].isfinite().all()
+    assert written[0, 1].isnan().all()
