@@ -72,7 +72,7 @@ class SoftmaxPrior(Prior):
         heads = q.shape[1] // width
         both = torch.cat([q, k], 1).view(batch, heads + kv_heads, 1, width)
         if self.config.use_rope:
-            both = self.turn(position.tolist()[0], width, both.dtype)(both)  # no row stands elsewhere
+            both = self.turn(position.tolist()[0], width, both.dtype)(both)  # rows without marks stand alike
         q, k = torch.split_with_sizes(both, (heads, kv_heads), 1)
         memory = append_one(memory, k, v.unsqueeze(2))
         q, key, value, shift, beta = q[:, :, 0], memory["key"], memory["value"], memory["shift"], memory["beta"]
