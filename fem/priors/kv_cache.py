@@ -53,7 +53,8 @@ def append(
         memory = memory | {"value": memory["value"][..., : v.shape[3]]}
     if not memory:
         return {"key": k.contiguous(), "value": v.contiguous()} | marks
-    if with_position or torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed(k, v):
+    plain = not (with_position or torch.is_grad_enabled() or torch.compiler.is_compiling())
+    if not plain or transformed(k, v, memory["key"], memory["value"]):
         return _joined(memory, k, v) | marks
     return _extended(memory["key"], memory["value"], k, v) | marks
 
