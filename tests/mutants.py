@@ -231,6 +231,13 @@ KERNELS = {  # one place of each kernel that is shifted, or whose mask is droppe
         ("gradient_sums", "tl.store(added + of_chunk, flow,", "tl.store(added + columns, flow,"),
         ("gradient_chunks", "load_channels(h + place - channels,", "load_channels(h + place,"),
     ),
+    "softmax/kernels/entries.py": (
+        f"{SOFTMAX}/kernels_softmax_entries.py",
+        ("free_energies", "exact = tl.where(sum_s > 0,", "exact = tl.where(sum_s >= 0,"),
+        ("gradients of keys", "seen = (at >= low) & (at < high)", "seen = at < high"),
+        ("gradients of flagged blocks", "if tl.load(flagged + here) > 0:", "if tl.load(flagged + part) > 0:"),
+        ("gradients of finite values", 'tl.where(tl.abs(x) < float("inf"), x, 0.0)', "x"),
+    ),
 }
 MUTANTS += tuple(
     Mutant(f"kernel {kernel}", f"fem/ops/{file}", old, new, (test,), True)

@@ -10,8 +10,10 @@ from fem.models.configuration import FEMConfig
 from fem.models.modeling import FEMForCausalLM
 from fem.priors import PRIORS
 
-FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-FIELDS += ("max_position_embeddings",)
+FIELDS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    "max_position_embeddings",
+)
 SIZES = {
     name: dict(zip(FIELDS, numbers))
     for name, numbers in {

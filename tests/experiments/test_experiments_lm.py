@@ -20,7 +20,7 @@ from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.experiments.demo import experiment as demo
 from fem.experiments.inspect.layers import by_division, layer_tables, readings
 from fem.experiments.lm import small as lm
-from fem.experiments.lm.text import END, build_corpus, python_documents, train_tokenizer
+from fem.experiments.lm.text import END, build_corpus, python_documents, read_text, train_tokenizer
 
 TINY = lm.LanguageRecipe(
     layers=2,
@@ -76,6 +76,12 @@ def test_text_that_cannot_be_used_is_refused_in_one_sentence(tmp_path, content, 
         path.write_bytes(content)
     with pytest.raises(ValueError, match=sentence):
         build_corpus(path, 300, 24)
+
+
+def test_a_long_text_is_read_whole_without_its_byte_order_mark(tmp_path):
+    content = "ein Satz.\n" * 20_000
+    (tmp_path / "text.txt").write_bytes(("\ufeff" + content).encode())
+    assert read_text(tmp_path / "text.txt") == content
 
 
 def test_a_folder_is_no_text(tmp_path):

@@ -76,7 +76,7 @@ def test_a_failure_of_any_type_is_read_by_the_plain_form_with_one_warning(monkey
         raise error
 
     monkeypatch.setattr(self_check, "_in_a_process", fails)
-    with pytest.warns(UserWarning, match=rf"plain form: .*{type(error).__name__}.*fem doctor"):
+    with pytest.warns(UserWarning, match=rf"without our kernels: .*{type(error).__name__}.*fem doctor"):
         assert auto() == "plain"
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -35,7 +35,8 @@ NOTES = {
 
 def rows(part: str, results: Results) -> list[dict]:
     """The table of one part, with a row for every mixer of every case; last those that only the paper has."""
-    make, published = _decode if part in BY_TOKEN else _costs, {*TABLE5, *TABLE7}
+    make = _decode if part in BY_TOKEN else _costs
+    published = {*TABLE5, *TABLE7}
     return [
         make(part, case, name, found)
         for case, found in results

@@ -1,4 +1,4 @@
-"""Whether the Triton kernels of a scan compute on this card what the plain form does.
+"""Whether Triton kernels compute on this card what the plain form does.
 
 Checked once for every kind of call, before `backend="auto"` first takes the kernels: a small example is read and
 differentiated by the kernels on the card, and by the plain form in float64 on the CPU. That runs in a process of its
@@ -198,7 +198,7 @@ def _warn(what: str, advice: str) -> None:
     global _warned
     if not _warned:
         _warned = True
-        warnings.warn(f"backend='auto' reads scans by the plain form: {what}; {advice}.", stacklevel=4)
+        warnings.warn(f"backend='auto' computes without our kernels: {what}; {advice}.", stacklevel=4)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The GPU's path, as far as a CPU runs it: attention over [v | e], and FlexAttention forward."""
 
+import contextlib
 import subprocess
 import sys
 import warnings
@@ -7,6 +8,7 @@ import warnings
 import pytest
 import test_softmax_read
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
@@ -418,6 +420,24 @@ def test_prologue_and_epilogue_are_eight_kernels_on_a_gpu():
     counts = [int(count) for count in done.stdout.split()]
     assert sum(counts) == 8  # a backward pass may be written with its forward
     assert counts[-1] == 0
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("conditioner", [True, False])
+def test_training_a_layer_reads_no_value_on_the_host(monkeypatch, kernels, conditioner):
+    """Fake tensors have none: with kernels for doubtful entries nobody asks; without them somebody does."""
+    pytest.importorskip("triton")
+
+    def on_a_gpu(q, k, v, beta, *, causal, span, **_):
+        return softmax_composed.composed_read(q, k, v, beta, None, None, None, causal, q.shape[-1] ** -0.5, span)
+
+    monkeypatch.setattr(softmax_composed, "_has_kernels", lambda *arguments: kernels)
+    monkeypatch.setattr(prior, "softmax_read", on_a_gpu)
+    with FakeTensorMode():
+        layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=16, n_head=2, use_conv=conditioner))
+        x = torch.randn(2, 9, 16, requires_grad=True)
+        with contextlib.nullcontext() if kernels else pytest.raises(DataDependentOutputException):
+            layer(x).sum().backward()
 
 
 WHOLE = """
