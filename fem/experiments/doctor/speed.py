@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time as clock
 from collections.abc import Iterator
-from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -12,6 +11,8 @@ import torch.nn.functional as F
 from torch.utils.benchmark import Timer
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+from fem.experiments.common.mixers import mixer_config
+from fem.experiments.common.names import display
 
 PRIORS = ("softmax", "gla", "rnn_softmax", "mamba")
 
@@ -75,19 +76,33 @@ def _step(layer, x: torch.Tensor) -> dict:
 
 @torch.no_grad()
 def decoding(device: torch.device) -> Iterator[dict]:
-    """Decoding one token after 1k, 4k and 16k tokens."""
+    """Decoding one token after 1k, 4k and 16k tokens, beside attention of equal weights: the softmax prior alone."""
     gpu = device.type == "cuda"
     width, heads, dtype = (1024, 16, torch.bfloat16) if gpu else (64, 4, torch.float32)
-    for prior in PRIORS:
-        config = FreeEnergyMixerConfig.matched(n_embd=width, n_head=heads, prior_type=prior, use_conv=False)
-        layer = FreeEnergyMixer(config).to(device, dtype).eval()
+    base: dict[int, float] = {}
+    for mixer in ("softmax", *(f"{prior}+LTG" for prior in PRIORS)):
+        layer = FreeEnergyMixer(mixer_config(mixer, width, heads)).to(device, dtype).eval()
         for time in (1024, 4096, 16384) if gpu else (128,):
-            row = {"layer": f"FEM, {prior}", "tokens before": time}
+            row = {"layer": display(mixer), "tokens before": time}
             try:
                 _, state = layer(torch.randn(1, time, width, device=device, dtype=dtype), return_state=True)
-                x = torch.randn(1, 1, width, device=device, dtype=dtype)
-                taken = seconds(partial(layer, x, state=state, return_state=True))
-                row |= {"ms a token": 1e3 * taken, "state MiB": state.nbytes / 2**20, "result": "ok"}
+                held = state.nbytes / 2**20
+                taken = 1e3 * _seconds_a_token(layer, torch.randn(1, 1, width, device=device, dtype=dtype), state)
+                if mixer == "softmax":
+                    base[time] = taken
+                ratio = taken / base[time] if time in base else None
+                row |= {"ms a token": taken, "of attention": ratio, "state MiB": held, "result": "ok"}
             except Exception as error:
                 row |= {"result": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
             yield row
+
+
+def _seconds_a_token(layer, x: torch.Tensor, state, tokens: int = 64) -> float:
+    """Mean seconds of a token, each with the state that the one before it left."""
+    states = [state]
+
+    def step():
+        states[0] = layer(x, state=states[0], return_state=True)[1]
+
+    step()
+    return Timer("step()", globals={"step": step}).timeit(tokens).mean
