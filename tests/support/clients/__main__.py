@@ -91,7 +91,7 @@ def page(clients: list[dict[str, str]], findings: list[Finding]) -> str:
         lines.append(f"| {why} | {len(names)}: {', '.join(f'`{name}`' for name in names)} |")
     lines.append("")
     refused = [found for found in findings if found.result in ("refused", "wrong", "crashed")]
-    lines += ["### Why", "", "| model type | |", "| --- | --- |"]
+    lines += ["### Why", "", "| model type | why |", "| --- | --- |"]
     lines += [f"| `{found.model_type}` | {found.reason.replace('|', '/')} |" for found in refused]
     return "\n".join(lines) + "\n"
 
