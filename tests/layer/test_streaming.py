@@ -1,10 +1,10 @@
-"""A hundred thousand tokens through every prior with a state of fixed size."""
+"""A hundred thousand tokens through every prior with a state of fixed size; one token by its short path."""
 
 import pytest
 import torch
 from layers import FAMILIES, WIDTH, make_layer
 
-from fem import PRIORS
+from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
 
 SCANS = [name for name in FAMILIES if not name.startswith("softmax")]
 CHUNK, CHUNKS = 500, 200
@@ -33,3 +33,31 @@ def test_a_hundred_thousand_tokens_drift_by_less_than_1e_4(family):
 
 def test_every_prior_but_softmax_streams_here():
     assert {FAMILIES[name]["prior_type"] for name in SCANS} == set(PRIORS) - {"softmax"}
+
+
+@pytest.mark.parametrize("fields", [
+    {}, {"n_kv_head": 1}, {"use_rope": False}, {"gate_rank": 4}, {"gate_rank": 0}, {"use_outer_gate": False},
+    {"use_temperature": False}, {"use_conv": True},
+], ids=str)  # fmt: skip
+@torch.inference_mode()
+def test_one_token_of_a_plain_stream_reads_the_same_by_its_short_path(monkeypatch, fields):
+    """Past the 64 positions whose rotations are looked up at a time, with a value far from the others."""
+    layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=32, n_head=4, **{"use_conv": False} | fields)).eval()
+    x = torch.randn(2, 80, 32)
+    x[:, 50] *= 300
+    results = []
+    for short in (True, False):
+        taken = []
+        step = layer._step
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "_step", lambda *inputs, step=step, taken=taken: taken.append(1) or step(*inputs))
+            if not short:
+                patch.setattr(layer, "_steps", lambda x: False)
+            y, state = layer(x[:, :5], return_state=True)
+            reads = [y]
+            for t in range(5, 80):
+                y, state = layer(x[:, t : t + 1], state=state, return_state=True)
+                reads.append(y)
+        assert len(taken) == (75 if short else 0)
+        results.append(torch.cat(reads, 1))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
