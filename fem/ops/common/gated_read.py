@@ -41,8 +41,8 @@ def gated_read(mean: Heads, free_energy: Heads | None, inner: Heads | None, oute
         if torch.compiler.is_compiling():  # the compiler fuses it
             return _gate(mean, free_energy, inner, outer, eps)
         if mean.numel() <= _BLOCK:
-            of_a_token = mean.dim() == 3 and inner is not None and outer is not None  # (B, H, d), of a stream
-            gate = _gate_of_a_token if of_a_token and mean.is_cpu and type(mean) is Tensor else _gate
+            of_a_stream = mean.dim() == 3 and mean.is_cpu and type(mean) is Tensor  # (B, H, d), without time
+            gate = _gate_of_a_token if of_a_stream and inner is not None and outer is not None else _gate
             return gate(mean, free_energy, inner, outer, eps)
     if portable() or transformed(mean, free_energy, inner, outer):
         return _gate(mean, free_energy, inner, outer, eps)
@@ -55,7 +55,7 @@ def _gate(mean: Heads, free_energy: Heads | None, inner: Heads | None, outer: He
 
 
 def _gate_of_a_token(mean: Heads, free_energy: Heads, inner: Heads, outer: Heads, eps: float) -> Heads:
-    """`_gate` where calls are all it costs, to the last digit but not bit by bit: o = sqrt(d) u g / hypot(|g|, sqrt(d eps))."""
+    """`_gate` where calls are all it costs, its last bit apart: o = sqrt(d) u g / hypot(|g|, sqrt(d eps))."""
     width = outer.shape[-1]
     u = torch.lerp(upcast(mean), upcast(free_energy), upcast(inner).sigmoid())
     g = F.softplus(upcast(outer))
