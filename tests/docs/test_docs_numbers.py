@@ -117,7 +117,7 @@ def readme() -> list[str]:
     demo, argmax, full = results("demo")["lm"], results("argmax"), "FEM-SM"
     hits = {name: 100 * mean(argmax["argmax"][name]["hits"]) for name in ("softmax", "fem")}
     constant = 100 * argmax["baselines"]["the best constant"]["hits"]
-    rate = results("ablate_long_rate")["ablate"]
+    rate, larger = (results(page)["ablate"] for page in ("ablate_long_rate", "ablate_3m"))
     types = Counter(found["result"] for found in results("clients")["model_types"])
     cases = Counter(found["outcome"] for found in results("chaos")["cases"])
     assert set(cases) == {"same"}
@@ -159,6 +159,10 @@ def readme() -> list[str]:
         f"behind where [each row has its own rate](docs/results/ablate_long.md); slim gates lose, "
         f"{rate['-C/r8']['loss']:.3f} |",
         f"slim ones lost there, {rate['-C/r8']['loss']:.3f} nats against {rate['-C']['loss']:.3f}.",
+        f"[{larger['-C,G,T,L']['parameters'] / 1e6:.2f}M parameters]",
+        f"one seed | {larger['-C,G,T,L']['loss']:.3f} | {larger['full']['loss']:.3f} | "
+        f"without C {larger['-C']['loss']:.3f}; outer gate alone {larger['+G']['loss']:.3f}; "
+        f"slim gates lose, {larger['-C/r8']['loss']:.3f} |",
         f"| {loss('ablate_softmax_medium', '-C,G,T,L'):.3f} | {loss('ablate_softmax_medium', 'full'):.3f} | outer gate "
         f"alone {loss('ablate_softmax_medium', '+G'):.3f}: it wins |",
         f"| {loss('ablate_gla', '-C,G,T,L'):.3f} | {loss('ablate_gla', 'full'):.3f} | "
@@ -205,7 +209,8 @@ def faq() -> list[str]:
     tokens = [ratio("decode", time, "FEM-SM", "token_s") for time in (1024, 4096, 16384)]
     demo, small = results("demo")["lm"], {row: loss("ablate_softmax", row) for row in ("-C,G,T,L", "+G", "-C")}
     speed = demo["fem"]["tokens_per_second"] / demo["softmax"]["tokens_per_second"]
-    rate = results("ablate_long_rate")["ablate"]
+    rate, larger = (results(page)["ablate"] for page in ("ablate_long_rate", "ablate_3m"))
+    at_3m = {row: larger[row]["loss"] for row in ("-C,G,T,L", "+G", "-C", "full")}
     seconds = [mse("forecast_etth1", "ETTh1", model, "cpu_seconds") for model in ("softmax", FULL)]
     long = [rate["+G"]["loss"] - rate["-C"]["loss"], small["+G"] - small["-C"]]
     short = lambda x, digits: f"{x:.{digits}f}".lstrip("0")  # noqa: E731
@@ -224,6 +229,8 @@ def faq() -> list[str]:
         f"at 17 tokens of width 48 it takes {slower('digits'):.1f} times as long",
         f"language model runs at {100 * speed:.0f} % of",
         f"brought {small['-C,G,T,L'] - small['+G']:.3f} of the {small['-C,G,T,L'] - small['-C']:.3f} nats",
+        f"it was {at_3m['-C,G,T,L'] - at_3m['+G']:.3f} of {at_3m['-C,G,T,L'] - at_3m['-C']:.3f}, "
+        f"and the conditioner brought {at_3m['-C'] - at_3m['full']:.3f} more",
         f"alone reaches {mad('softmax+C'):.1f} of full FEM's {mad(FULL):.1f} %, attention {mad('softmax'):.1f}.",
         f"[{gained('gpt2', TRAINED):.3f} nats for a GPT-2]",
         f"[{gained('llama', TRAINED):.3f} for a Llama]",
