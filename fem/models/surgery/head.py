@@ -59,7 +59,16 @@ class FreeEnergyHead(nn.Module):
         beta = None if self.beta is None else self.beta()
         return self.gate(features, self._read(q, k, v, beta, bias, causal, scale))
 
-    def inspect(self, features: Tensor, q: Tensor, k: Tensor, v: Tensor, bias, causal, scale) -> Reading:
+    def inspect(
+        self,
+        features: Float[Tensor, "b t d"],
+        q: Float[Tensor, "b t h dk"],
+        k: Float[Tensor, "b t hkv dk"],
+        v: Float[Tensor, "b t hkv dv"],
+        bias: Float[Tensor, "..."] | None,
+        causal: bool,
+        scale: float | None,
+    ) -> Reading:
         """What `forward` reads, as tables: O(T) reads and O(T^2) memory per channel, so small T alone."""
         weights = [softmax_read(q, k, one, None, causal=causal, scale=scale, bias=bias).mean for one in indicators(v)]
         values = v.repeat_interleave(q.shape[2] // v.shape[2], 2).permute(0, 2, 3, 1)[:, None]
