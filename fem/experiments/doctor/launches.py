@@ -81,8 +81,8 @@ def softmax_entries(dtype, keys, values, seen=False, bias=False, time=130) -> La
         doubtful = free > 0
         differentiate(recompute(free, doubtful, q, k, v, leaf(2, values), scores, interval, not seen, 0.125))
 
-    kind = "and ".join(name for name, there in (("an interval ", seen), ("a bias", bias)) if there) or "causal"
-    return called("softmax entries", dtype, f"widths {keys}, {values}", kind.strip(), True, "", time), run
+    kind = " and ".join(name for name, there in (("an interval", seen), ("a bias", bias)) if there) or "causal"
+    return called("softmax entries", dtype, f"widths {keys}, {values}", kind, True, "", time), run
 
 
 def called(read, dtype, size, kind, free, more, time) -> str:
