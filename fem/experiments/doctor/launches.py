@@ -15,7 +15,7 @@ from fem.experiments.doctor.without_card import Compiled, compiled_for
 from fem.ops.channel_scan.read import channel_scan_terms
 from fem.ops.decay_scan.read import decay_scan
 from fem.ops.linear_attention.read import linear_attention_terms
-from fem.ops.softmax.kernels.launch import recompute
+from fem.ops.softmax.recompute import recompute
 from fem.ops.softmax.support import Intervals
 from fem.ops.ssm.read import ssm_terms
 
@@ -79,7 +79,7 @@ def softmax_entries(dtype, keys, values, seen=False, bias=False, time=130) -> La
         rows = torch.arange(time, dtype=torch.int32)[None]
         interval = Intervals(rows - rows, rows + 1) if seen else None
         doubtful = free > 0
-        differentiate(recompute(free, doubtful, q, k, v, leaf(2, values), scores, interval, not seen, 0.125))
+        differentiate(recompute(free, doubtful, q, k, v, leaf(2, values), scores, interval, not seen, 0.125, "triton"))
 
     kind = " and ".join(name for name, there in (("an interval", seen), ("a bias", bias)) if there) or "causal"
     return called("softmax entries", dtype, f"widths {keys}, {values}", kind, True, "", time), run

@@ -14,7 +14,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fem.ops.common.backend import next_width, scan_backend
 from fem.ops.common.precision import LEAST_PROVEN, upcast
 from fem.ops.common.read import Read
 from fem.ops.softmax.recompute import recompute
@@ -67,24 +66,8 @@ def composed_read(
         out = _attend(q, k, packed, bias, seen, causal, scale)
         mean, free_energy, doubtful = fused(_epilogue)(out, beta, shift, near, sees)
         if span > _PROVEN_SPAN:
-            again = _on_device() if _has_kernels(q, v, bias) else recompute
-            free_energy = again(free_energy, doubtful, q, k, v, beta, bias, seen, causal, scale)
+            free_energy = recompute(free_energy, doubtful, q, k, v, beta, bias, seen, causal, scale)
         return Read(mean, free_energy)
-
-
-def _has_kernels(q: Tensor, v: Tensor, bias: Tensor | None) -> bool:
-    """Whether kernels compute doubtful entries again: where they passed their check, but not for a learnt bias."""
-    if bias is not None and bias.requires_grad:
-        return False
-    return (
-        scan_backend("auto", q.device, "softmax", q.dtype, next_width(q.shape[3]), next_width(v.shape[3])) == "triton"
-    )
-
-
-def _on_device() -> Callable:
-    from fem.ops.softmax.kernels.launch import recompute as on_device  # needs Triton
-
-    return on_device
 
 
 def _prologue(

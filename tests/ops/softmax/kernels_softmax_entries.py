@@ -37,10 +37,11 @@ def draw(queries, time, heads=4, key_heads=2, key=5, value=3):
 def both(arguments, doubtful, bias=None, seen=None, causal=True):
     """Results and gradients of the kernels, then of the definition in float64."""
     weight = torch.randn(doubtful.shape)
-    for again, dtype in ((launch.recompute, torch.float32), (recompute.recompute, torch.float64)):
+    for backend, dtype in (("triton", torch.float32), ("plain", torch.float64)):
         leaves = [x.detach().to(dtype).requires_grad_() for x in arguments]
         free = torch.ones(doubtful.shape, dtype=dtype)
-        out = again(free, doubtful, *leaves, None if bias is None else bias.to(dtype), seen, causal, 0.4)
+        added = None if bias is None else bias.to(dtype)
+        out = recompute.recompute(free, doubtful, *leaves, added, seen, causal, 0.4, backend)
         yield [out, *torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True, materialize_grads=True)]
 
 
@@ -124,7 +125,7 @@ class Operations(TorchDispatchMode):
 
 def test_a_read_and_its_gradients_ask_the_device_nothing(monkeypatch):
     """As on a GPU: no value of a tensor is read on the host, also where entries are in doubt; these are counted."""
-    monkeypatch.setattr(composed, "_has_kernels", lambda *arguments: True)
+    monkeypatch.setattr(recompute, "scan_backend", lambda *arguments: "triton")
     q, k, v, beta = draw(9, 9)
     v = v / 30
     v[:, 4] += 300
@@ -151,10 +152,10 @@ def test_the_operators_are_what_they_say_and_count():
     how = None, None, None, True, 0.4
     forward = torch.zeros(2, 3, 4, 3), doubtful, q, k, v, beta, *how
     fallbacks.reset()
-    out, normaliser, found = launch._forward(*forward)
+    out, normaliser, found = launch.recompute_on_device(*forward)
     assert fallbacks.recomputed == found.sum() == doubtful.sum()
     assert fallbacks.entries == doubtful.numel()
-    opcheck(launch._forward, forward, test_utils=("test_schema",))
+    opcheck(launch.recompute_on_device, forward, test_utils=("test_schema",))
     backward = torch.ones_like(out), doubtful, q, k, v, beta, *how, out, normaliser, found
     opcheck(launch._backward, backward, test_utils=("test_schema", "test_faketensor"))
 

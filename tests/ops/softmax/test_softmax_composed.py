@@ -431,7 +431,7 @@ def test_training_a_layer_reads_no_value_on_the_host(monkeypatch, kernels, condi
     def on_a_gpu(q, k, v, beta, *, causal, span, **_):
         return softmax_composed.composed_read(q, k, v, beta, None, None, None, causal, q.shape[-1] ** -0.5, span)
 
-    monkeypatch.setattr(softmax_composed, "_has_kernels", lambda *arguments: kernels)
+    monkeypatch.setattr(recompute, "scan_backend", lambda *arguments: "triton" if kernels else "plain")
     monkeypatch.setattr(prior, "softmax_read", on_a_gpu)
     with FakeTensorMode():
         layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=16, n_head=2, use_conv=conditioner))
@@ -445,9 +445,9 @@ import torch
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 from fem.experiments.doctor.without_card import compiled_for
-from fem.ops.softmax import composed
+from fem.ops.softmax import composed, recompute
 config.cpu_backend, config.compile_threads = "triton", 1
-composed._has_kernels = lambda *arguments: True
+recompute.scan_backend = lambda *arguments: "triton"
 launched = []
 class Idle:
     def run(self, *arguments, **options): launched.append("torch")

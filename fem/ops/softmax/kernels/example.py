@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fem.ops.common.self_check import TOKENS, Example
-from fem.ops.softmax import recompute
+from fem.ops.softmax.recompute import recompute
 from fem.ops.softmax.support import intervals
 
 
@@ -17,13 +17,10 @@ def example(uniform, keys: int, values: int) -> Example:
     bias = uniform(1, 4, TOKENS, TOKENS)
 
     def read(backend, inputs):
-        from fem.ops.softmax.kernels import launch
-
-        again = launch.recompute if backend == "triton" else recompute.recompute
         q, k, v, beta = (inputs[name] for name in ("q", "k", "v", "beta"))
         free = torch.zeros_like(doubtful, dtype=inputs["beta"].dtype, device=q.device)
         window = intervals(TOKENS, TOKENS, False, 50, None, q.device)
         rules = (None, None, True), (None, window, False), (bias.to(free), None, False)
-        return [again(free, doubtful.to(q.device), q, k, v, beta, *rule, keys**-0.5) for rule in rules]
+        return [recompute(free, doubtful.to(q.device), q, k, v, beta, *rule, keys**-0.5, backend) for rule in rules]
 
     return Example(tokens, {"beta": 0.5 + uniform(2, values)}, read)

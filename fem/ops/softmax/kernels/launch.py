@@ -1,41 +1,21 @@
-"""Doubtful entries of the free energy computed again by our kernels: what `recompute.py` does, unseen by the host."""
+"""Doubtful entries of the free energy computed again by our kernels: what `recompute.py` does, unseen by the host.
+
+Without a gradient of the bias. Gradients repeat bit by bit and cannot be differentiated again.
+"""
 
 from __future__ import annotations
 
 import torch
 import triton
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from fem.ops.common.backend import next_width
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.kernels.launch import on_its_device
 from fem.ops.softmax.kernels import entries as kernels
-from fem.ops.softmax.support import Intervals
 
 ROWS = 32  # queries of a program
 _TILE = 1024  # entries of a tile of keys or values in float64
 _FLAGS = 1024  # read at a time
-
-
-def recompute(
-    free_energy: Float[Tensor, "b tq h dv"],
-    doubtful: Bool[Tensor, "b tq h dv"],
-    q: Float[Tensor, "b tq h dk"],
-    k: Float[Tensor, "b t hkv dk"],
-    v: Float[Tensor, "b t hkv dv"],
-    beta: Float[Tensor, "hkv dv"],
-    bias: Float[Tensor, "#b #h #tq #t"] | None,
-    seen: Intervals | None,
-    causal: bool,
-    scale: float,
-) -> Float[Tensor, "b tq h dv"]:
-    """As `fem.ops.softmax.recompute.recompute`, without a host synchronisation and without a gradient of the bias.
-
-    Gradients repeat bit by bit and cannot be differentiated again.
-    """
-    first, end = (None, None) if seen is None else seen
-    return _forward(free_energy, doubtful, q, k, v, beta, bias, first, end, causal, scale)[0]
 
 
 def _arguments(q, k, v, beta, bias, first, end, causal, scale):
@@ -74,7 +54,7 @@ _INPUTS = (
     schema=f"(Tensor free_energy, {_INPUTS}) -> (Tensor out, Tensor normaliser, Tensor found)",
 )
 @on_its_device
-def _forward(free_energy, doubtful, *others):
+def recompute_on_device(free_energy, doubtful, *others):
     inputs, sizes, constants = _arguments(*others)
     out, normaliser, found = _empty(free_energy)
     counter = fallbacks.counter(free_energy.numel(), out.device)
@@ -92,7 +72,7 @@ def _empty(free_energy):
     return free_energy.new_empty(free_energy.shape), normaliser, found
 
 
-@_forward.register_fake
+@recompute_on_device.register_fake
 def _(free_energy, doubtful, *others):
     return _empty(free_energy)
 
@@ -141,4 +121,4 @@ def _differentiate(ctx, grad, *_):
     return grad, None, dq, dk, dv, dbeta, *[None] * 5
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+recompute_on_device.register_autograd(_differentiate, setup_context=_save)
