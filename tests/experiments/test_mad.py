@@ -11,6 +11,7 @@ import time
 import types
 from dataclasses import asdict, replace
 from functools import partial
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -22,9 +23,10 @@ from fem.experiments.common.jobs import record_of
 from fem.experiments.common.mixers import canonical, fields_of, known
 from fem.experiments.common.names import display
 from fem.experiments.common.sweep import sweep
+from fem.experiments.mad import training
 from fem.experiments.mad.backbone import build_backbone, sinusoids
 from fem.experiments.mad.experiment import MADRecipe, run
-from fem.experiments.mad.settings import PROFILES, Profile, Setting, Training
+from fem.experiments.mad.settings import PROFILES, Profile, Setting, Training, TrainingUntil
 from fem.experiments.mad.table import (
     NOT_OURS,
     TABLE1,
@@ -234,24 +236,61 @@ def test_test_results_are_those_of_one_loop_over_scored_tokens(batch):
 
 def test_a_run_learns_and_is_the_same_again():
     long = job(setting=replace(MEMORIZE, steps=90), mixer="softmax+CLTG")
-    curve, parameters = train(long, torch.device("cpu"))
+    found = train(long, torch.device("cpu"))
+    curve = found["curve"]
     assert [point["step"] for point in curve] == [30, 60, 90]
     assert curve[-1]["micro"] > 0.95
-    assert parameters > 1000
-    assert train(long, torch.device("cpu")) == (curve, parameters)
+    assert found["parameters"] > 1000
+    assert train(long, torch.device("cpu")) == found | {"seconds": ANY}
     others = job(setting=replace(MEMORIZE, steps=30), mixer="softmax+CLTG", seed=1)
-    assert train(others, torch.device("cpu"))[0][-1] != curve[0]
+    assert train(others, torch.device("cpu"))["curve"][-1] != curve[0]
+
+
+@pytest.mark.parametrize("left", [2, 1], ids=["before the rename", "after it"])
+def test_a_stopped_training_ends_as_one_that_was_not(tmp_path, monkeypatch, left):
+    """Killed while it writes the second of its three checkpoints, or just after: the same tests, digit by digit."""
+    long = job(mixer="softmax+CLTG", setting=replace(MEMORIZE, steps=9))
+    whole = train(long, torch.device("cpu"))
+    original, replaced = os.replace, []
+
+    def killed(source, target):
+        replaced.append(target)
+        if len(replaced) < 2 or left == 1:
+            original(source, target)
+        if len(replaced) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(long, torch.device("cpu"), tmp_path)
+    tests = []
+    monkeypatch.setattr(training, "evaluate", lambda *given: tests.append(given) or evaluate(*given))
+    assert train(long, torch.device("cpu"), tmp_path) == whole | {"seconds": ANY}
+    assert len(tests) == left
+    assert not list(tmp_path.glob("*.pt"))
+
+
+def test_a_training_ends_when_enough_is_right():
+    until = TrainingUntil(**asdict(TINY), enough=0.5)
+    long = job(mixer="softmax+CLTG", setting=replace(MEMORIZE, steps=90))
+    curve, whole = (train(replace(long, training=t), torch.device("cpu"))["curve"] for t in (until, TINY))
+    assert curve == whole[: len(curve)]
+    assert len(curve) < len(whole)
+    assert curve[-1]["micro"] >= 0.5
+    assert all(point["micro"] < 0.5 for point in curve[:-1])
+    assert replace(long, training=until).key != long.key
 
 
 def test_a_diverged_run_has_all_its_tests_and_a_score():
-    curve, _ = train(job(learning_rate=1e30), torch.device("cpu"))
+    curve = train(job(learning_rate=1e30), torch.device("cpu"))["curve"]
     assert not math.isfinite(curve[-1]["test_loss"])
     assert len(curve) == TINY.checkpoints
     assert best(curve) in curve
 
 
 def test_bfloat16_runs():
-    curve, _ = train(job(training=replace(TINY, bfloat16=True)), torch.device("cpu"))
+    curve = train(job(training=replace(TINY, bfloat16=True)), torch.device("cpu"))["curve"]
     assert math.isfinite(curve[-1]["test_loss"])
 
 
@@ -369,7 +408,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(tmp_path):
     assert len(missing) < 4
     assert len(list(sweep(missing, tmp_path, train, workers=1))) == len(missing)
     assert all(map(has_run, jobs))
-    curve, _ = train(jobs[3], torch.device("cpu"))
+    curve = train(jobs[3], torch.device("cpu"))["curve"]
     assert record_of(jobs[3], tmp_path)["curve"] == curve
 
 

@@ -11,7 +11,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,15 +19,15 @@ from fem.experiments.common.jobs import Job, keep
 
 RUNS_PER_GPU = 4
 
-Train = Callable[[Any, torch.device], tuple[list[dict], int]]
+Train = Callable[[Any, torch.device], dict[str, Any]]
 
 
 def sweep(jobs: Sequence[Job], folder: Path, train: Train, workers: int | None = None) -> Iterator[dict]:
     """Run the jobs, each in a process of one thread; yields its record as each ends: job, curve, parameters, seconds.
 
-    train(job, device) returns the curve that was measured and the number of the model's parameters. It must be a
-    function of a module, or a `functools.partial` of one, so that other processes can import it. Every record is
-    written to `folder` as soon as its job ends. workers: jobs at a time; None: one per core, or four per GPU.
+    train(job, device) returns {"curve": what was measured, "parameters": the model's, "seconds"}. It must be a function
+    of a module, or a `functools.partial` of one, so that other processes can import it. Every record is written to
+    `folder` as soon as its job ends. workers: jobs at a time; None: one per core, or four per GPU.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be positive, got {workers}.")
@@ -53,9 +52,7 @@ def sweep(jobs: Sequence[Job], folder: Path, train: Train, workers: int | None =
 
 
 def _run(train: Train, job: Job, device: str, folder: Path) -> dict:
-    began = perf_counter()
-    curve, parameters = train(job, torch.device(device))
-    record = {"job": asdict(job), "curve": curve, "parameters": parameters, "seconds": perf_counter() - began}
+    record = {"job": asdict(job), **train(job, torch.device(device))}
     keep(job, folder, record | {"device": device})
     return record
 

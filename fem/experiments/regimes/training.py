@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
+from time import perf_counter
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -85,11 +87,13 @@ def build(task: Task, mixer: str, training: Training) -> nn.Module:
     return PoolModel(task.channels, task.outputs, mixer, width, heads, mlp, training.initialisation)
 
 
-def train(job: Job, device: torch.device, tasks: Mapping[str, Task] = TASKS) -> tuple[list[dict], int]:
-    """Run the job; returns its tests, {"step", "train_loss", "validation", "test", "beta"}, and the model's size.
+def train(job: Job, device: torch.device, tasks: Mapping[str, Task] = TASKS) -> dict[str, Any]:
+    """Run the job; returns its tests, {"step", "train_loss", "validation", "test", "beta"}, as "curve", the model's
+    size as "parameters", and "seconds".
 
     AdamW without weight decay, linear warm-up, cosine to 0, gradients clipped at norm 1; every batch is new.
     """
+    began = perf_counter()
     task, training = tasks[job.task], job.training
     with torch.random.fork_rng():
         torch.manual_seed(job.seed)
@@ -119,7 +123,7 @@ def train(job: Job, device: torch.device, tasks: Mapping[str, Task] = TASKS) -> 
         if step in tested:
             found = {split: evaluate(model, task, examples, device) for split, examples in held_out.items()}
             curve.append({"step": step, "train_loss": loss.item(), **found, **temperatures(model)})
-    return curve, count_parameters(model)
+    return {"curve": curve, "parameters": count_parameters(model), "seconds": perf_counter() - began}
 
 
 @torch.no_grad()
