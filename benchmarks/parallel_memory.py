@@ -75,7 +75,7 @@ def measure(folder: str, way: str) -> dict[str, int]:
     if way == "context, recomputed":
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters())
-    kept = Kept(model)
+    kept, nbytes = Kept(model), 0
     with nullcontext() if way == "tensor" else context_parallel(model, mesh):
         for step in range(STEPS):
             if step == STEPS - 1:

@@ -26,6 +26,7 @@ from transformers.utils.generic import can_return_tuple
 
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
+from fem.mlp import SwiGLU
 from fem.models.arguments import check_names, read_documents
 from fem.models.cache import FEMCache
 from fem.models.configuration import FEMConfig
@@ -34,19 +35,6 @@ from fem.models.engines.support import obstacle
 from fem.models.loss import IGNORED, cross_entropy, next_tokens
 
 logger = logging.get_logger(__name__)
-
-
-class SwiGLU(nn.Module):
-    """y = W_down (silu(W_gate x) * W_up x)"""
-
-    def __init__(self, config: FEMConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class FEMBlock(GradientCheckpointingLayer):
@@ -59,7 +47,7 @@ class FEMBlock(GradientCheckpointingLayer):
         self.mixer = FreeEnergyMixer(mixer)
         self.attention = EngineAttention(config, mixer, index)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(
         self,

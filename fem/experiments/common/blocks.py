@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem.experiments.common.baselines import PUBLISHED, Published, build
 from fem.experiments.common.mixers import mixer_config
 from fem.mixer import FreeEnergyMixer
+from fem.mlp import SwiGLU
 
 EPS = 1e-5
 NARROWEST_HEAD = 32  # channels that the kernels of flash-linear-attention's mixers need
-
-
-class SwiGLU(nn.Module):
-    """y = W_down (silu(W_gate x) * W_up x)"""
-
-    def __init__(self, width: int, inner: int):
-        super().__init__()
-        self.gate_and_up = nn.Linear(width, 2 * inner, bias=False)
-        self.down = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        gate, up = self.gate_and_up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
 
 
 class Residual(nn.Module):

@@ -8,9 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fem.experiments.common.blocks import EPS, Residual, SwiGLU, count_parameters, initialise, narrowed
+from fem.experiments.common.blocks import EPS, Residual, count_parameters, initialise, narrowed
 from fem.gates import Temperature
 from fem.mixer import FreeEnergyMixerConfig
+from fem.mlp import SwiGLU
 from fem.pooling import FreeEnergyPooling
 
 ATTENTION = {"use_temperature": False, "use_lse": False, "use_outer_gate": False}

@@ -20,7 +20,7 @@ from fem.ops.decay_scan.naive import naive_decay_scan
 def decay_scan(
     log_decay: Float[Tensor, "b t *c"],
     u: Float[Tensor, "b t *c"],
-    initial_state: Float[Tensor, "b *c"] | None = None,
+    initial_state: Float[Tensor, " b *c"] | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "b t *c"]:
     """Sums in which older terms decay.
