@@ -19,10 +19,10 @@ import torch
 
 from fem import PRIORS, FreeEnergyMixerConfig
 from fem.experiments.common.baselines import PUBLISHED
-from fem.experiments.common.jobs import record_of
+from fem.experiments.common.jobs import place_of, record_of
 from fem.experiments.common.mixers import canonical, fields_of, known
 from fem.experiments.common.names import display
-from fem.experiments.common.sweep import sweep
+from fem.experiments.common.sweep import _run, sweep
 from fem.experiments.mad import training
 from fem.experiments.mad.backbone import build_backbone, sinusoids
 from fem.experiments.mad.experiment import MADRecipe, run
@@ -246,18 +246,24 @@ def test_a_run_learns_and_is_the_same_again():
     assert train(others, torch.device("cpu"))["curve"][-1] != curve[0]
 
 
+@pytest.fixture
+def saving_always(monkeypatch):
+    """A checkpoint at every test, not once a minute."""
+    monkeypatch.setattr(training, "MINUTE", 0.0)
+
+
 @pytest.mark.parametrize("left", [2, 1], ids=["before the rename", "after it"])
-def test_a_stopped_training_ends_as_one_that_was_not(tmp_path, monkeypatch, left):
+def test_a_stopped_training_ends_as_one_that_was_not(tmp_path, monkeypatch, saving_always, left):
     """Killed while it writes the second of its three checkpoints, or just after: the same tests, digit by digit."""
     long = job(mixer="softmax+CLTG", setting=replace(MEMORIZE, steps=9))
     whole = train(long, torch.device("cpu"))
-    original, replaced = os.replace, []
+    original, renamed = os.replace, []
 
     def killed(source, target):
-        replaced.append(target)
-        if len(replaced) < 2 or left == 1:
+        second = "checkpoint" in os.path.basename(target) and renamed.append(target) is None and len(renamed) == 2
+        if not second or left == 1:
             original(source, target)
-        if len(replaced) == 2:
+        if second:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -268,7 +274,68 @@ def test_a_stopped_training_ends_as_one_that_was_not(tmp_path, monkeypatch, left
     monkeypatch.setattr(training, "evaluate", lambda *given: tests.append(given) or evaluate(*given))
     assert train(long, torch.device("cpu"), tmp_path) == whole | {"seconds": ANY}
     assert len(tests) == left
-    assert not list(tmp_path.glob("*.pt"))
+
+
+def test_damaged_checkpoints_are_named_and_the_one_before_or_the_beginning_is_gone_on_from(
+    tmp_path, monkeypatch, capsys, saving_always
+):
+    long = job(setting=replace(MEMORIZE, steps=9))
+    whole = train(long, torch.device("cpu"), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-6", "checkpoint-9"]
+    tests = []
+    monkeypatch.setattr(training, "evaluate", lambda *given: tests.append(given) or evaluate(*given))
+    for damaged, left, said in (
+        (["checkpoint-9"], 1, "checkpoint-9 is damaged: state.pt has 9 bytes instead of"),
+        (["checkpoint-6", "checkpoint-9"], 3, "is whole; its training starts again"),
+    ):
+        for name in damaged:
+            (tmp_path / name / "state.pt").write_bytes(b"PK cut of")
+        tests.clear()
+        assert train(long, torch.device("cpu"), tmp_path) == whole | {"seconds": ANY}
+        assert len(tests) == left
+        told = capsys.readouterr().err
+        assert said in told
+        assert told.count("note:") == 1
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_by_the_name_of_its_folder(tmp_path, saving_always):
+    train(job(), torch.device("cpu"), tmp_path)
+    with pytest.raises(ValueError, match=f"{str(tmp_path)!r} is damaged, or another version's; remove it to train"):
+        train(job(mixer="softmax+G"), torch.device("cpu"), tmp_path)
+
+
+def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(tmp_path, monkeypatch, saving_always):
+    long = job(setting=replace(MEMORIZE, steps=9))
+    save = torch.save
+
+    def full(saved, path):
+        if len(saved["curve"]) == 2:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+        save(saved, path)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match=r"checkpoint-6 could not be saved in .*: is the disk full\?"):
+        train(long, torch.device("cpu"), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
+def test_checkpoints_of_a_training_stay_until_its_record_is_written_and_nobody_else_writes_there(
+    tmp_path, monkeypatch, saving_always
+):
+    own = job(setting=replace(MEMORIZE, steps=9))
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fem.experiments.common.jobs.write_json", full)
+        with pytest.raises(OSError, match="No space left"):
+            _run(train, own, "cpu", tmp_path)
+    assert (tmp_path / own.key / "checkpoint-9").is_dir()
+    _run(train, own, "cpu", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{own.key}.json"]
+    with place_of(own, tmp_path), pytest.raises(ValueError, match="another training writes to"):
+        _run(train, own, "cpu", tmp_path)
 
 
 def test_a_training_ends_when_enough_is_right():
@@ -488,7 +555,7 @@ def test_a_killed_sweep_leaves_no_process_and_no_half_file(tmp_path, how):
     while any(os.path.isdir(f"/proc/{pid}") for pid in started) and time.monotonic() < deadline + 30:
         time.sleep(0.2)
     assert not [pid for pid in started if os.path.isdir(f"/proc/{pid}")]
-    assert not list((tmp_path / "runs").glob("*"))
+    assert {path.name for path in (tmp_path / "runs").rglob("*") if path.is_file()} <= {".lock", ".writer.json"}
 
 
 def _parent(pid):

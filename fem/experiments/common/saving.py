@@ -15,8 +15,6 @@ from fem.experiments.common.distributed import lost_touch
 from fem.experiments.common.integrity import publish
 from fem.experiments.common.trainer import WeightDecayTrainer
 
-STAGING = ".saving"
-
 
 class NotFinite(ValueError):
     """A loss, a gradient or a weight is infinite or NaN, at `step`."""

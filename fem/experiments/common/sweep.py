@@ -15,19 +15,20 @@ from typing import Any
 
 import torch
 
-from fem.experiments.common.jobs import Job, keep
+from fem.experiments.common.jobs import Job, keep, place_of
 
 RUNS_PER_GPU = 4
 
-Train = Callable[[Any, torch.device], dict[str, Any]]
+Train = Callable[[Any, torch.device, Path], dict[str, Any]]
 
 
 def sweep(jobs: Sequence[Job], folder: Path, train: Train, workers: int | None = None) -> Iterator[dict]:
     """Run the jobs, each in a process of one thread; yields its record as each ends: job, curve, parameters, seconds.
 
-    train(job, device) returns {"curve": what was measured, "parameters": the model's, "seconds"}. It must be a function
-    of a module, or a `functools.partial` of one, so that other processes can import it. Every record is written to
-    `folder` as soon as its job ends. workers: jobs at a time; None: one per core, or four per GPU.
+    train(job, device, place) returns {"curve": what was measured, "parameters": the model's, "seconds"}, and may keep
+    checkpoints in the folder `place`. It must be a function of a module, or a `functools.partial` of one, so that
+    other processes can import it. Every record is written to `folder` as soon as its job ends. workers: jobs at a
+    time; None: one per core, or four per GPU.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be positive, got {workers}.")
@@ -52,8 +53,9 @@ def sweep(jobs: Sequence[Job], folder: Path, train: Train, workers: int | None =
 
 
 def _run(train: Train, job: Job, device: str, folder: Path) -> dict:
-    record = {"job": asdict(job), **train(job, torch.device(device))}
-    keep(job, folder, record | {"device": device})
+    with place_of(job, folder) as place:
+        record = {"job": asdict(job), **train(job, torch.device(device), place)}
+        keep(job, folder, record | {"device": device})
     return record
 
 

@@ -12,12 +12,12 @@ from rich.progress import Progress
 from transformers import EvalPrediction, PrinterCallback, TrainingArguments
 from transformers.utils.logging import disable_progress_bar
 
-from fem.experiments.common.checkpoints import checkpoints, set_aside, step_of, to_go_on_from
+from fem.experiments.common.checkpoints import STAGING, checkpoints, set_aside, step_of, to_go_on_from
 from fem.experiments.common.integrity import MANIFEST
 from fem.experiments.common.mixers import fields_of
 from fem.experiments.common.names import display
 from fem.experiments.common.run import steps_bar, write_json
-from fem.experiments.common.saving import STAGING, SavingTrainer
+from fem.experiments.common.saving import SavingTrainer
 from fem.experiments.common.trainer import Score, Watch
 from fem.experiments.vision.images import Pictures
 from fem.experiments.vision.pixels import Augmentation, Batches, View
