@@ -26,11 +26,14 @@ from fem.experiments.common.sweep import _run, sweep
 from fem.experiments.mad import training
 from fem.experiments.mad.backbone import build_backbone, sinusoids
 from fem.experiments.mad.experiment import MADRecipe, run
+from fem.experiments.mad.picture import curves, mean_curve
+from fem.experiments.mad.report import summary, write_report
 from fem.experiments.mad.settings import PROFILES, Profile, Setting, Training, TrainingUntil
 from fem.experiments.mad.table import (
     NOT_OURS,
     TABLE1,
     average,
+    baseline_runs,
     best,
     readable,
     scored,
@@ -436,6 +439,37 @@ def test_steps_are_told_for_every_seed():
     assert rows[0]["Copy"] is None
 
 
+def until(*scores, seed=0, rate=1e-3):
+    """The record of a run with these scores, one a test, that ends when 99.9 % are right."""
+    own = job(training=TrainingUntil(**asdict(TINY), enough=0.999), seed=seed, learning_rate=rate)
+    points = [{"step": 2 * n + 2, "micro": s, "macro": s, "test_loss": 1 - s} for n, s in enumerate(scores)]
+    return {"job": asdict(own), "curve": points, "parameters": 7, "seconds": 1.0}
+
+
+def test_runs_that_end_early_are_compared_by_their_steps(tmp_path):
+    """A short run has a low mean over its tests, and no later test: neither decides, or stops the page."""
+    fast, slow = until(0.1, 1.0), until(0.9, 0.9, 0.9, rate=1e-2)
+    records = [fast, slow, until(0.2, 0.4, 1.0, seed=1)]
+    assert baseline_runs(records, "memorization") == [fast, records[2]]
+    assert steps_table(records)[0]["Memorize"] == "4 6"
+    assert mean_curve([record["curve"] for record in records]) == (
+        [2, 4, 6],
+        [pytest.approx(0.4), pytest.approx(2.3 / 3), pytest.approx(2.9 / 3)],
+    )
+    curves(tmp_path / "curves.png", records)
+    write_report(tmp_path / "report.md", records, PROFILES["recall"], "fem mad --profile recall")
+    page = (tmp_path / "report.md").read_text()
+    assert "## Steps to 99.9 %" in page
+    assert "mean over the evenly spaced tests" not in page
+    assert "mean" not in summary(records)["normal"]["softmax"]
+    ordinary = [record()]
+    write_report(tmp_path / "report.md", ordinary, PROFILES["laptop"], "fem mad")
+    page = (tmp_path / "report.md").read_text()
+    assert "## Steps to 90 %" in page
+    assert "mean over the evenly spaced tests" in page
+    assert "mean" in summary(ordinary)["normal"]["softmax"]
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -447,7 +481,11 @@ def test_steps_are_told_for_every_seed():
         ({"mixers": ""}, "at least one mixer"),
         ({"mixers": "fla:Hyena"}, "mixer must be one of fla:"),
         ({"mixers": "softmax,fla:DeltaNet"}, "here fla:DeltaNet cannot run"),
+        ({"profile": "recall", "tasks": "compression"}, "tasks must be from in-context-recall; got 'compression'"),
         ({"learning_rates": "fast"}, "learning_rates must be numbers"),
+        ({"learning_rates": ","}, "learning_rates must be numbers"),
+        ({"learning_rates": "0.1,-1"}, "learning_rates must be numbers of 0 or more"),
+        ({"weight_decays": "nan"}, "weight_decays must be numbers of 0 or more"),
         ({"seeds": 0}, "seeds must be positive"),
     ],
 )
@@ -507,6 +545,15 @@ def test_a_sweep_ends_in_table_report_and_plots(tmp_path, monkeypatch):
     assert before
     assert run(recipe, folder)["mad"] == results["mad"]
     assert records() == before  # nothing was trained again
+
+
+def _killed(*_):
+    os._exit(9)
+
+
+def test_a_worker_that_the_system_kills_is_one_sentence(tmp_path):
+    with pytest.raises(ChildProcessError, match="was killed, as the system does where memory runs out"):
+        list(sweep([job()], tmp_path, _killed, workers=1))
 
 
 KILLED = """

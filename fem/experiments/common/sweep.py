@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
@@ -44,11 +45,16 @@ def sweep(jobs: Sequence[Job], folder: Path, train: Train, workers: int | None =
             turns = zip(jobs, cycle(devices))
             for ended in as_completed([pool.submit(_run, train, job, device, folder) for job, device in turns]):
                 yield ended.result()
-        except BaseException:
+        except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
                 if process not in others:
                     process.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise ChildProcessError(
+                    "the process of a training was killed, as the system does where memory runs out; the same command "
+                    "goes on, with less memory where --workers is smaller."
+                ) from error
             raise
 
 
