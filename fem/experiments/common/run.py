@@ -168,10 +168,17 @@ def provenance(command: str) -> str:
 
 
 def write_json(path: Path, data: dict) -> None:
-    """Write data as JSON under a temporary name, then rename the file: readers see the old file or the new one, even
-    after a power cut."""
+    """Write data as JSON: readers see the old file or the new one."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name to write a file under, which is renamed when the block ends: readers see the old file or the
+    new one, even after a power cut."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
+    yield temporary
     sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from fem.experiments.common.blocks import count_parameters
 from fem.experiments.common.jobs import digest_of
 from fem.experiments.common.mixers import file_name
-from fem.experiments.common.run import sync
+from fem.experiments.common.run import replacing
 from fem.experiments.mad.backbone import build_backbone
 from fem.experiments.mad.settings import Setting, Training
 from fem.experiments.mad.tasks import IGNORED, build, generate
@@ -70,6 +69,8 @@ def train(job: Job, device: torch.device, folder: Path | None = None) -> dict[st
     step, before = 0, 0.0
     parts = {"model": model, "optimiser": optimiser, "schedule": schedule}
     checkpoint = folder and folder / f"{job.key}.pt"
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
     if checkpoint and checkpoint.exists():
         saved = torch.load(checkpoint, device, weights_only=True)
         for name, part in parts.items():
@@ -91,19 +92,11 @@ def train(job: Job, device: torch.device, folder: Path | None = None) -> dict[st
             curve.append({"step": step, "train_loss": loss.item(), **evaluate(model, data, training)})
             if checkpoint:
                 states = {name: part.state_dict() for name, part in parts.items()}
-                replace_file(checkpoint, states | {"curve": curve, "seconds": before + perf_counter() - began})
+                with replacing(checkpoint) as temporary:
+                    torch.save(states | {"curve": curve, "seconds": before + perf_counter() - began}, temporary)
     if checkpoint:
         checkpoint.unlink(missing_ok=True)
     return {"curve": curve, "parameters": count_parameters(model), "seconds": before + perf_counter() - began}
-
-
-def replace_file(path: Path, saved: dict[str, Any]) -> None:
-    """Save under a temporary name, then rename: who reads finds the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    torch.save(saved, temporary)
-    sync(temporary)
-    os.replace(temporary, path)
 
 
 @dataclass(frozen=True)
