@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from fem.experiments.common.checkpoints import STAGING, checkpoints, set_aside, 
 from fem.experiments.common.integrity import MANIFEST
 from fem.experiments.common.mixers import fields_of
 from fem.experiments.common.names import display
-from fem.experiments.common.run import steps_bar, write_json
+from fem.experiments.common.run import read_json, steps_bar, write_json
 from fem.experiments.common.saving import SavingTrainer
 from fem.experiments.common.trainer import Score, Watch
 from fem.experiments.vision.images import Pictures
@@ -59,7 +58,7 @@ class ImageWatch(Watch):
         self.view.epoch = int(state.epoch + 1e-6)
 
     def restore(self, checkpoint: Path) -> None:
-        saved = json.loads((checkpoint / TOTALS).read_text(encoding="utf-8"))
+        saved = read_json(checkpoint / TOTALS)
         self.seconds = saved["seconds"]
         self.curve.extend(saved["curve"])
 
@@ -139,14 +138,7 @@ def newest(folder: Path) -> Path | None:
     there = checkpoints(folder)
     if any((checkpoint / MANIFEST).exists() for checkpoint in there):
         return to_go_on_from(folder)
-    return next((found for found in reversed(there) if _whole(found)), None)
-
-
-def _whole(checkpoint: Path) -> bool:
-    try:
-        return all(json.loads((checkpoint / name).read_text(encoding="utf-8")) for name in WRITTEN_LAST)
-    except (OSError, ValueError):
-        return False
+    return next((found for found in reversed(there) if all(read_json(found / name) for name in WRITTEN_LAST)), None)
 
 
 def training_arguments(job: VisionRecipe, pictures: int, folder: Path) -> TrainingArguments:
