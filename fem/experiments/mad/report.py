@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,12 +17,14 @@ from fem.experiments.mad.table import (
     SCORES,
     Scores,
     average,
+    baseline_runs,
     by_row,
     level_of,
     readable,
     scored,
     scores_of,
     steps_table,
+    steps_to,
     table1,
     task_scores,
 )
@@ -30,13 +33,20 @@ from fem.experiments.mad.table import (
 def summary(records: Sequence[dict]) -> dict:
     """Every score of every mixer in every task, by initialisation: a figure per seed, and their mean."""
     found: dict = {}
+    level = level_of(records)
     for (mixer, initialisation), own in by_row(records).items():
         found.setdefault(initialisation, {})[mixer] = {
             "parameters": own[0]["parameters"],
             "seconds": round(sum(record["seconds"] for record in own), 1),
             **{score: _by_task(own, score) for score in scores_of(records)},
+            "steps": {"to": level, "by_seed": _steps(own, level)},
         }
     return found
+
+
+def _steps(records: Sequence[dict], level: float) -> dict[str, list[int | None]]:
+    tasks = dict.fromkeys(record["job"]["setting"]["task"] for record in records)
+    return {task: [steps_to(level, run["curve"]) for run in baseline_runs(records, task)] for task in tasks}
 
 
 def _by_task(records: Sequence[dict], score: str) -> dict[str, dict]:
@@ -49,13 +59,15 @@ def _by_task(records: Sequence[dict], score: str) -> dict[str, dict]:
 
 
 def write_report(path: Path, records: Sequence[dict], profile: Profile, command: str) -> None:
-    """The tables and plots of a sweep as a Markdown page, the benchmark's own score first."""
+    """The tables and plots of a sweep as a Markdown page, the benchmark's own score first; before it the steps, where
+    trainings end when enough is right."""
     paper = profile == PROFILES["paper"]
+    scores = score_tables({score: scored(records, score) for score in scores_of(records)}, profile.score, paper)
+    steps = STEPS.format(level=f"{100 * level_of(records):g}", table=markdown_table(steps_table(records)))
+    tables = [scores, steps] if math.isinf(profile.training.enough) else [steps, scores]
     path.write_text(
         PAGE.format(
-            tables=score_tables({score: scored(records, score) for score in scores_of(records)}, profile.score, paper),
-            level=f"{100 * level_of(records):g}",
-            steps=markdown_table(steps_table(records)),
+            tables="\n".join(tables),
             key=KEY,
             title=profile.title,
             about=profile.about,
@@ -80,6 +92,11 @@ def score_tables(found: dict[str, Scores], first: str, paper: bool) -> str:
 
 
 BEST = dict.fromkeys([*COLUMNS.values(), "Avg"], max)
+STEPS = """## Steps to {level} %
+
+In the first setting of each task, a figure per seed, "-" where it was not reached.
+
+{table}"""
 PAGE = """# MAD: {title}
 
 Percent of the scored tokens of new sequences, mean over seeds; sd: of the average, over seeds; over its prior: the
@@ -91,11 +108,6 @@ the same rule.
 {about}
 
 {tables}
-## Steps to {level} %
-
-In the first setting of each task, a figure per seed, "-" where it was not reached.
-
-{steps}
 ![accuracy over steps](curves.png)
 
 ![scores by mixer and task](scores.png)
