@@ -136,6 +136,19 @@ def test_requests_that_join_and_end_read_as_whole_rows(states, name):
         torch.testing.assert_close(torch.stack(logits), model(torch.tensor([row])).logits[0], rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def test_which_tokens_are_whose_is_read_on_the_host_once_for_all_layers(states, monkeypatch):
+    inside, read = inside_vllm(states, drawn(MODELS["gla and the conditioner"])), states.rows_of
+    asked = []
+    monkeypatch.setattr(states, "rows_of", lambda metadata: asked.append(metadata) or read(metadata))
+    a_step(inside, [([3, 1, 4], 0, 2), ([1, 5], 0, 5)], padding=1)
+    a_step(inside, [([9], 3, 2), ([2], 2, 5), ([6, 5], 0, 1)], padding=0)
+    assert len(asked) == 2
+    two, one = inside.fem.model.layers[0].mixer.rows
+    assert (two.tokens.tolist(), two.requests.tolist(), two.new) == ([[0], [1]], [0, 1], False)
+    assert (one.tokens.tolist(), one.requests.tolist(), one.new) == ([[2, 3]], [2], True)
+
+
 @pytest.mark.parametrize(
     "fields, reason",
     [

@@ -7,9 +7,10 @@ vLLM's own Mamba, and softmax layers read [v | e] over its paged cache.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -46,8 +47,45 @@ def _tensors(memory: dict[str, Tensor], conditioner: Tensor | None, config: Free
     return memory if conditioner is None else memory | {CONDITIONER: conditioner}
 
 
+@dataclass(frozen=True)
+class Rows:
+    """New tokens of requests that a layer reads in one call, equally many of each.
+
+    tokens: (B, T), their places among all new tokens; requests: (B,); position: what came before; new: their slots
+    hold nothing yet.
+    """
+
+    tokens: Tensor
+    requests: Tensor
+    position: CachePosition
+    new: bool
+
+
+def rows_of(metadata) -> list[Rows]:
+    """One call for all requests that go on with one token, and one for every other. Waits for the device twice."""
+    starts, ends = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+    tokens = [range(first, last) for first, last in pairwise(starts)]
+    before = [end - len(own) for own, end in zip(tokens, ends)]
+    single = [request for request, own in enumerate(tokens) if len(own) == 1 and before[request]]
+    others = [[request] for request, own in enumerate(tokens) if len(own) and request not in single]
+    on_device = lambda numbers: torch.tensor(numbers, device=metadata.seq_lens.device)  # noqa: E731
+    found = []
+    for requests in filter(None, [single, *others]):
+        seen = on_device([before[request] for request in requests])
+        none = torch.zeros_like(seen)
+        position = CachePosition(position=seen, document=none, segment=none, started=seen > 0)
+        own = on_device([list(tokens[request]) for request in requests])
+        found.append(Rows(own, on_device(requests), position, not before[requests[0]]))
+    return found
+
+
 class ServedMixer(FreeEnergyMixer, MambaBase):
-    """A layer that takes the tokens of all running requests, each after its own state, which vLLM keeps."""
+    """A layer that takes the tokens of all running requests, each after its own state, which vLLM keeps.
+
+    rows: which tokens are whose, as the model has set it for all layers; None while vLLM measures the memory of a call.
+    """
+
+    rows: list[Rows] | None = None
 
     mamba_type = MambaAttentionBackendEnum.LINEAR
 
@@ -86,35 +124,19 @@ class ServedMixer(FreeEnergyMixer, MambaBase):
 
     def _by_request(self, x: Tensor, function) -> Tensor:
         """function(new tokens (B, T, D), what their rows' slots hold or None, their position) for every request."""
-        metadata = get_forward_context().attn_metadata
-        if metadata is None:  # vLLM measures the memory that a call takes
+        if self.rows is None:
             return function(x, None, CachePosition.zero(1, x.device))[0]
-        metadata = metadata[self.prefix]
-        starts, slots = metadata.query_start_loc, metadata.state_indices_tensor.long()
-        lengths = starts.diff()
-        before = (metadata.seq_lens - lengths).long()
-
-        def go_on(x: Tensor, rows: Tensor) -> Tensor:
-            seen, own = before[rows], slots[rows]
-            none = torch.zeros_like(seen)
-            position = CachePosition(position=seen, document=none, segment=none, started=seen > 0)
-            known = bool(position.started.any())  # rows of one call are all new, or none is
-            held = dict(zip(self.row, (cache[own] for cache in self.kv_cache))) if known else None
-            y, after = function(x, held, position)
+        slots = get_forward_context().attn_metadata[self.prefix].state_indices_tensor.long()
+        y = None
+        for rows in self.rows:
+            own = slots[rows.requests]
+            held = None if rows.new else dict(zip(self.row, (cache[own] for cache in self.kv_cache)))
+            part, after = function(x[0, rows.tokens], held, rows.position)
             for name, cache in zip(self.row, self.kv_cache):
                 cache[own] = after[name]
-            return y
-
-        parts: dict[int, Tensor] = {}  # by the place of the first token
-        alone = (lengths == 1) & (before > 0)
-        if bool(alone.any()):  # one call for all requests that have one new token
-            at = starts[:-1][alone].long()
-            parts |= dict(zip(at.tolist(), go_on(x[0, at, None], alone.nonzero().flatten())))
-        for row in (~alone & (lengths > 0)).nonzero().flatten():
-            first, last = starts[row : row + 2].tolist()
-            parts[first] = go_on(x[:, first:last], row[None])[0]
-        y = torch.cat([parts[first] for first in sorted(parts)])
-        return F.pad(y, (0, 0, 0, x.shape[1] - len(y)))[None]
+            y = part.new_zeros(x.shape[1], part.shape[-1]) if y is None else y
+            y[rows.tokens] = part
+        return y[None]
 
 
 def _paged(module: nn.Module, q: Tensor, k: Tensor, values: Tensor, attention_mask, **_) -> tuple[Tensor, None]:
@@ -166,6 +188,11 @@ class FEMStatesForCausalLM(nn.Module, HasInnerState, IsHybrid):
     def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None, **_) -> Tensor:
         x = (self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds)[None]
         attended = {"position_ids": positions[None], "attention_mask": None}
+        metadata = get_forward_context().attn_metadata
+        served = [block.mixer for block in self.fem.model.layers if isinstance(block.mixer, ServedMixer)]
+        rows = None if metadata is None else rows_of(metadata[served[0].prefix])
+        for mixer in served:
+            mixer.rows = rows
         for block in self.fem.model.layers:
             x = block(x, engine=attended if attends(block.mixer.config) else None)
         return self.fem.model.norm(x)[0]
