@@ -7,7 +7,7 @@ import functools
 import math
 from dataclasses import MISSING, dataclass, fields, replace
 from importlib import import_module
-from numbers import Real
+from numbers import Integral, Real
 from typing import NamedTuple
 
 
@@ -90,6 +90,8 @@ class FreeEnergyMixerConfig:
     conv_hidden: width H_c of the conditioner (None: d / 16, at least 8).
     backend: which implementation reads ("auto", "plain", "sdpa", "triton", "reference").
     softmax_backend and mamba_normalize are the authors' names of backend and normalize.
+    Read back, widths, backend and normalize are what they resolved to, and `dataclasses.replace` keeps them: to follow
+    another n_embd or ratio, give fem_dim, qk_dim and conv_hidden as None beside it.
 
     Raises TypeError on an unknown field, ValueError on a value that no layer can have and on a field that the prior
     does not read.
@@ -146,7 +148,7 @@ class FreeEnergyMixerConfig:
         for name in WHOLE + WHOLE_OR_NONE:
             value = getattr(self, name)
             if value is not None or name in WHOLE:
-                _positive_int(name, value)
+                self._set(**{name: positive_int(name, value)})
         if self.gate_rank is not None and (type(self.gate_rank) is not int or self.gate_rank < 0):
             raise ValueError(f"gate_rank must be None, 0 or a positive integer, got {self.gate_rank!r}.")
         for name in SWITCHES:
@@ -156,7 +158,7 @@ class FreeEnergyMixerConfig:
             raise ValueError(f"normalize must be True, False or None, got {self.normalize!r}.")
         for name, (low, high) in RANGES.items():
             if getattr(self, name) is not None or name != "value_logexp_cap":
-                _number(name, getattr(self, name), low, high)
+                self._set(**{name: _number(name, getattr(self, name), low, high)})
         if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout!r}.")
         if self.n_embd % self.n_head:
@@ -215,7 +217,10 @@ class FreeEnergyMixerConfig:
         if self.prior_type == "softmax" and not self.normalize:
             raise ValueError("normalize=False is for scan priors; the softmax prior is normalised by definition.")
         if self.rope_frequencies is not None:
-            self._set(rope_frequencies=tuple(self.rope_frequencies))
+            if not isinstance(self.rope_frequencies, (list, tuple)):
+                raise ValueError(f"rope_frequencies must be a list of numbers, got {self.rope_frequencies!r}.")
+            numbers = (_number("each of rope_frequencies", f, -math.inf, math.inf) for f in self.rope_frequencies)
+            self._set(rope_frequencies=tuple(numbers))
             planes = self.key_width / 2
             if not self.use_rope or len(self.rope_frequencies) != planes:
                 wanted = f"one number for each of the {planes:g} planes of a head" if self.use_rope else "use_rope=True"
@@ -313,21 +318,23 @@ def _readers() -> dict[str, list[str]]:
     return {name: [key for key, prior in PRIORS.items() if name in prior.uses] for name in names}
 
 
-def _positive_int(name: str, value) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def positive_int(name: str, value) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+    return int(value)
 
 
 def _is_number(value) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _number(name: str, value, low: float, high: float) -> None:
+def _number(name: str, value, low: float, high: float) -> float:
     if not _is_number(value) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}.")
     if not low <= value <= high:
         wanted = "positive" if low == SMALLEST else f"in [{low:g}, {high:g}]"
         raise ValueError(f"{name} must be {wanted}, got {value!r}.")
+    return float(value)
 
 
 def _nearest_multiple(width: float | int, step: int) -> int:

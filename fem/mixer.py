@@ -19,7 +19,7 @@ from fem.ops.common.transforms import transformed
 from fem.optim import undecayed_names
 from fem.priors import PRIORS, OperatorPrior, Prior
 from fem.priors.base import buffer_error
-from fem.projection import Projection
+from fem.projection import Projection, check_embedded, check_place
 from fem.spoilt import find_spoilt, seen_from
 from fem.state import CachePosition, MixerState, foreign_state
 
@@ -208,12 +208,10 @@ class FreeEnergyMixer(nn.Module):
         return Read(mean.mean, free.free_energy), memory
 
     def _check(self, x: Tensor, state: MixerState | None, return_state: bool) -> None:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            got = f"dtype {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-            raise TypeError(f"x must be a floating-point tensor of embedded tokens, got {got}; embed token ids first.")
+        check_embedded("x", x)
         if x.ndim != 3 or x.shape[-1] != self.config.n_embd:
             raise ValueError(f"x must have shape (batch, time, n_embd = {self.config.n_embd}), got {tuple(x.shape)}.")
-        self._check_place(x)
+        check_place("x", x, self.value)
         if state is not None and not isinstance(state, MixerState):
             raise TypeError(f"state must be a MixerState that this layer returned, got a {type(state).__name__}.")
         if not self.config.causal and (state is not None or return_state):
@@ -223,19 +221,6 @@ class FreeEnergyMixer(nn.Module):
         if state is not None:
             self._check_state(state)
             state.check(x.shape[0], x.dtype, x.device)
-
-    def _check_place(self, x: Tensor) -> None:
-        """Raise unless x has the device and dtype of the weights, where no other library manages these."""
-        value = self.value
-        if type(value) is not Projection or "_hf_hook" in vars(value):
-            return
-        weight = value.weight
-        if x.device != weight.device:
-            raise ValueError(
-                f"x must be on the layer's device, {weight.device}, got x on {x.device}; move one of them."
-            )
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(f"x must have the layer's dtype, {weight.dtype}, got {x.dtype}; cast one, or use autocast.")
 
     def _check_state(self, state: MixerState) -> None:
         if state.layer == self._kind or state.layer == _kind_before_0_2(self.config, self.prior.name):

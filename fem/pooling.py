@@ -6,11 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fem.config import build_config
+from fem.config import build_config, positive_int
 from fem.functional import softmax_read
 from fem.gates import Temperature, TwoLevelGate
 from fem.ops.common.tokens import read_tokens
-from fem.projection import Projection
+from fem.projection import Projection, check_embedded, check_place
 
 FIELDS = (
     "fem_dim",
@@ -49,7 +49,7 @@ class FreeEnergyCrossMixer(nn.Module):
             raise TypeError(f"fields must be among {', '.join(FIELDS)} for a read across; got {', '.join(unknown)}.")
         config = build_config(n_embd=n_embd, n_head=n_head, causal=False, use_conv=False, use_rope=False, **fields)
         self.config = config
-        self.memory_dim = n_embd if memory_dim is None else memory_dim
+        self.memory_dim = n_embd if memory_dim is None else positive_int("memory_dim", memory_dim)
         self.query = Projection(n_embd, config.qk_dim, config.bias)
         self.key = Projection(self.memory_dim, config.kv_heads * config.key_width, config.bias)
         self.value = Projection(self.memory_dim, config.kv_heads * config.value_width, config.bias)
@@ -64,8 +64,8 @@ class FreeEnergyCrossMixer(nn.Module):
         memory: Float[Tensor, "b t m"],
         memory_mask: Tensor | None = None,
     ) -> Float[Tensor, "b tq d"]:
-        _check_shape("x", x, self.config.n_embd)
-        _check_shape("memory", memory, self.memory_dim)
+        _check_tokens("x", x, self.config.n_embd, self.query)
+        _check_tokens("memory", memory, self.memory_dim, self.key)
         if len(x) != len(memory):
             raise ValueError(f"x and memory must have one batch size, got {len(x)} and {len(memory)}.")
         tokens, _ = read_tokens(tuple(memory.shape[:2]), memory.device, memory_mask, mask_name="memory_mask")
@@ -98,9 +98,7 @@ class FreeEnergyPooling(nn.Module):
 
     def __init__(self, n_embd: int, n_head: int, queries: int = 1, memory_dim: int | None = None, **fields):
         super().__init__()
-        if queries < 1:
-            raise ValueError(f"queries must be positive, got {queries}.")
-        self.query = nn.Parameter(torch.empty(queries, n_embd))
+        self.query = nn.Parameter(torch.empty(positive_int("queries", queries), n_embd))
         self.read = FreeEnergyCrossMixer(n_embd, n_head, memory_dim, **fields)
         self.reset_parameters()
 
@@ -108,12 +106,14 @@ class FreeEnergyPooling(nn.Module):
         nn.init.normal_(self.query)
 
     def forward(self, x: Float[Tensor, "b t m"], attention_mask: Tensor | None = None) -> Float[Tensor, "b q d"]:
-        _check_shape("x", x, self.read.memory_dim)
+        _check_tokens("x", x, self.read.memory_dim, self.read.key)
         tokens, _ = read_tokens(tuple(x.shape[:2]), x.device, attention_mask)  # which names this mask in its errors
         queries = self.query.to(x.dtype).expand(len(x), -1, -1)
         return self.read(queries, x, tokens.keep)
 
 
-def _check_shape(name: str, x: Tensor, width: int) -> None:
+def _check_tokens(name: str, x: Tensor, width: int, projection: Projection) -> None:
+    check_embedded(name, x)
     if x.ndim != 3 or x.shape[-1] != width:
         raise ValueError(f"{name} must have shape (batch, tokens, {width}), got {tuple(x.shape)}.")
+    check_place(name, x, projection)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Projection(nn.Linear):
@@ -49,6 +49,28 @@ class Projection(nn.Linear):
     @qconfig.deleter
     def qconfig(self) -> None:
         del self._qconfig
+
+
+def check_embedded(name: str, x: Tensor) -> None:
+    """Raise unless x, an argument of a layer, is a floating-point tensor."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        got = f"dtype {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise TypeError(f"{name} must be a floating-point tensor of embedded tokens, got {got}; embed token ids first.")
+
+
+def check_place(name: str, x: Tensor, projection: Projection) -> None:
+    """Raise unless x has the device and dtype of the weights that read it, where no other library manages these."""
+    if type(projection) is not Projection or "_hf_hook" in vars(projection):
+        return
+    weight = projection.weight
+    if x.device != weight.device:
+        raise ValueError(
+            f"{name} must be on the layer's device, {weight.device}, got {name} on {x.device}; move one of them."
+        )
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(
+            f"{name} must have the layer's dtype, {weight.dtype}, got {x.dtype}; cast one, or use autocast."
+        )
 
 
 class _Quantised:

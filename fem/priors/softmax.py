@@ -36,6 +36,10 @@ class SoftmaxPrior(Prior):
     def widths(config: FreeEnergyMixerConfig) -> Widths:
         return Widths(config.n_embd * (config.qk_dim + config.kv_heads * config.key_width), key_maps=2)
 
+    def check(self, config):
+        if not config.normalize:  # of a prior under another name: the configuration knows this one's
+            raise ValueError("normalize=False is for scan priors; a softmax prior is normalised by definition.")
+
     def queries_and_keys(
         self, features: Float[Tensor, "b t f"], position: Tensor
     ) -> tuple[Float[Tensor, "b t h d"], Float[Tensor, "b t hkv d"]]:
@@ -63,7 +67,8 @@ class SoftmaxPrior(Prior):
 
     def steps(self, memory):
         plain = memory.keys() == STREAM and memory["value"].dtype != torch.float16  # whose range e would leave
-        return plain and self.config.window is None and self.config.backend in ("auto", "sdpa")
+        own = type(self).queries_and_keys is not SoftmaxPrior.queries_and_keys  # scores that `step` does not know
+        return plain and not own and self.config.window is None and self.config.backend in ("auto", "sdpa")
 
     def step(self, features, v, position, memory):
         """e = exp(beta (v - c))        [mean | R] = softmax(q K^T / sqrt(d_k)) [V | E]        F = c + log(R) / beta"""

@@ -20,12 +20,32 @@ def page():
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(block, names)
     yield names
-    PRIORS.pop("fixed_decay")
+    for name in ("fixed_decay", "cosine"):
+        PRIORS.pop(name)
 
 
 def test_the_new_prior_streams_like_any_other(page):
     whole = page["layer"](page["x"])
     torch.testing.assert_close(torch.cat([page["y"], page["rest"]], 1), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_softmax_of_other_scores_decodes_by_these(page):
+    """Token by token, without gradients: where the prior of attention has a path of its own."""
+    layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=64, n_head=4, prior_type="cosine", use_conv=False))
+    x = torch.randn(2, 9, 64)
+    with torch.no_grad():
+        for projection in (layer.prior.query, layer.prior.key):
+            projection.weight.normal_()
+        y, state = layer(x[:, :5], return_state=True)
+        outputs = [y]
+        for token in x[:, 5:].split(1, 1):
+            y, state = layer(token, state=state, return_state=True)
+            outputs.append(y)
+        torch.testing.assert_close(torch.cat(outputs, 1), layer(x), rtol=1e-5, atol=1e-6)
+    q, k = layer.prior.queries_and_keys(x, torch.arange(9))
+    assert torch.einsum("bthd,bihd->bhti", q, k).abs().amax() <= layer.config.key_width**0.5 * 1.001
+    with pytest.raises(ValueError, match="a softmax prior is normalised by definition"):
+        FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=64, n_head=4, prior_type="cosine", normalize=False))
 
 
 def test_an_operator_deletes_masked_tokens_and_separates_documents(page):

@@ -1,9 +1,11 @@
 """Widths, switches and names of the configuration."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
 from layers import ABLATIONS
@@ -87,6 +89,25 @@ def test_a_configuration_can_be_copied_with_a_change():
     config = FreeEnergyMixerConfig(n_embd=64, n_head=4, softmax_backend="naive")
     assert dataclasses.replace(config, dropout=0.1).backend == "plain"
     assert FreeEnergyMixerConfig(**dataclasses.asdict(config)) == config
+
+
+def test_equal_configurations_are_one_kind_of_layer_however_their_numbers_were_written():
+    """A file that was read back holds 10000 for 10000.0, a sweep NumPy's numbers."""
+    plain = {"n_embd": 64, "n_head": 4, "rope_theta": 10000.0, "beta_max_init": 2.0, "window": 4}
+    written = {"rope_theta": 10000, "beta_max_init": numpy.float32(2), "window": numpy.int64(4)}
+    one, other = FreeEnergyMixerConfig(**plain), FreeEnergyMixerConfig(**plain | written)
+    assert json.loads(json.dumps(dataclasses.asdict(other))) == dataclasses.asdict(one)
+    x = torch.randn(2, 3, 64)
+    _, state = FreeEnergyMixer(one)(x, return_state=True)
+    assert FreeEnergyMixer(other)(x, state=state).shape == x.shape
+
+
+def test_a_copied_width_follows_where_it_is_named_none():
+    config = FreeEnergyMixerConfig(n_embd=64, n_head=4)
+    widths = lambda config: (config.fem_dim, config.qk_dim, config.conv_hidden)  # noqa: E731
+    assert widths(dataclasses.replace(config, n_embd=512)) == widths(config)
+    anew = dataclasses.replace(config, n_embd=512, fem_dim=None, qk_dim=None, conv_hidden=None)
+    assert anew == FreeEnergyMixerConfig(n_embd=512, n_head=4)
 
 
 def test_beta_starts_where_the_paper_says():

@@ -208,6 +208,19 @@ def test_inspect_shows_what_forward_computes(family):
     assert (reading.hidden_beta <= beta * (1 + 1e-9)).all()
 
 
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "unnormalised" in name])
+def test_inspect_shares_out_weights_that_are_small_in_half_precision(family):
+    layer, x = make_layer(torch.float16, **FAMILIES[family]), tokens(dtype=torch.float16)
+    with torch.no_grad():
+        for projection in (layer.prior.query, layer.prior.key) if "gla" in family else (layer.prior.ssm.b,):
+            projection.weight.zero_()
+            projection.bias.fill_(2e-3 if "gla" in family else -12.0)
+    if "mamba" in family:
+        layer.prior.ssm.d.data.fill_(-12.0)
+    posterior = layer.inspect(x).posterior
+    torch.testing.assert_close(posterior.sum(-1), torch.ones_like(posterior.sum(-1)))
+
+
 @families
 def test_dropout_leaves_gradients_finite_and_eval_untouched(family):
     layer, x = make_layer(torch.float32, dropout=0.1, **FAMILIES[family]), tokens(time=22, dtype=torch.float32)

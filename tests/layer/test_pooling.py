@@ -18,6 +18,7 @@ ROWS = {
     "-G,T,L": {"use_outer_gate": False, "use_temperature": False, "use_lse": False},
 }
 rows = pytest.mark.parametrize("row", ROWS)
+X = torch.zeros(2, 3, 8)
 MASK = torch.tensor([[1, 0, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
 
 
@@ -142,7 +143,15 @@ def test_pooling_follows_the_largest_element_as_beta_grows():
     [
         (lambda: FreeEnergyCrossMixer(8, 2, window=3), TypeError, "got window"),
         (lambda: FreeEnergyCrossMixer(8, 2, prior_type="gla"), TypeError, "got prior_type"),
-        (lambda: FreeEnergyPooling(8, 2, queries=0), ValueError, "queries must be positive, got 0"),
+        (lambda: FreeEnergyPooling(8, 2, queries=0), ValueError, "queries must be a positive integer, got 0"),
+        (lambda: FreeEnergyPooling(8, 2, queries=1.5), ValueError, "queries must be a positive integer, got 1.5"),
+        (lambda: FreeEnergyCrossMixer(8, 2, memory_dim="8"), ValueError, "memory_dim must be a positive integer, got"),
+        (lambda: FreeEnergyCrossMixer(8, 2)(None, X), TypeError, "x must be a floating-point .* got a NoneType"),
+        (lambda: FreeEnergyCrossMixer(8, 2)(X, X.long()), TypeError, r"memory must be a .* got dtype torch\.int64"),
+        (lambda: FreeEnergyCrossMixer(8, 2)(X, X.half()), TypeError, "memory must have the layer's dtype"),
+        (lambda: FreeEnergyCrossMixer(8, 2)(X, X.to("meta")), ValueError, "memory must be on the layer's device"),
+        (lambda: FreeEnergyPooling(8, 2)(X.tolist()), TypeError, "x must be a floating-point tensor .* got a list"),
+        (lambda: FreeEnergyPooling(8, 2)(X.double()), TypeError, "x must have the layer's dtype"),
         (lambda: FreeEnergyPooling(8, 2)(torch.zeros(2, 8)), ValueError, "x must have shape"),
         (lambda: FreeEnergyPooling(8, 2)(torch.zeros(2, 3, 9)), ValueError, "x must have shape"),
         (lambda: FreeEnergyPooling(8, 2)(torch.zeros(2, 3, 8), torch.ones(2, 3)), TypeError, "attention_mask must be"),
