@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, requires, version
 
 DISTRIBUTION = "free-energy-mixer"
 PACKAGE_OF = {"PIL": "pillow", "sklearn": "scikit_learn"}  # modules that are not named after their package
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package; None where there is none of that name."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def extras() -> dict[str, list[str]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,16 @@ Line = tuple[Numbers, Numbers]
 Colours = Mapping[str, str]
 
 
+@contextmanager
+def picture(path: Path, title: str, width: float, height: float, grid: bool = True) -> Iterator[Figure]:
+    """A figure of this size in inches under its title, to draw in; it is written when the block ends."""
+    with mpl.rc_context(STYLE | {"axes.grid": grid}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+        yield figure
+        FigureCanvasAgg(figure).print_png(path)
+
+
 @dataclass(frozen=True)
 class Panel:
     """One pair of axes. series: by name, one line (x, y) per seed. logarithmic: both axes, x in powers of two."""
@@ -50,9 +61,7 @@ class Panel:
 
 def learning_curves(path: Path, title: str, panels: Sequence[Panel], colours: Colours) -> None:
     """One line per run in each panel, side by side, and one key for all panels."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(4.0 * len(panels) + 1.5, 3.1), layout="constrained")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    with picture(path, title, 4.0 * len(panels) + 1.5, 3.1) as figure:
         key = {}
         for axes, panel in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels):
             for name, lines in panel.series.items():
@@ -67,7 +76,6 @@ def learning_curves(path: Path, title: str, panels: Sequence[Panel], colours: Co
                 axes.yaxis.set_minor_formatter(LogFormatter())
             axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
         figure.legend(key.values(), key.keys(), loc="outside right center")
-        _save(figure, path)
 
 
 def dots(
@@ -84,10 +92,8 @@ def dots(
     """
     names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
     label = max(map(len, names)) * 0.085
-    with mpl.rc_context(STYLE):
-        width = max(1.9 * len(panels) + label + 0.4, 0.075 * len(title) + 0.3)
-        figure = Figure(figsize=(width, 0.27 * len(names) + 1.0), layout="constrained")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    width = max(1.9 * len(panels) + label + 0.4, 0.075 * len(title) + 0.3)
+    with picture(path, title, width, 0.27 * len(names) + 1.0) as figure:
         for axes, (panel, scores) in zip(
             figure.subplots(1, len(panels), squeeze=False, sharey=True).flat, panels.items()
         ):
@@ -106,7 +112,6 @@ def dots(
             axes.set_ylim(len(names) - 0.5, -0.5)
         if floors and floor:
             figure.legend(handles=[line], loc="outside lower right")
-        _save(figure, path)
 
 
 Table = tuple[str, np.ndarray, np.ndarray]
@@ -119,11 +124,9 @@ def channel_readings(path: Path, title: str, tokens: Sequence[str], heads: Seque
     mean (T,): the prior, which is all that an average reads; channels (d, T): one row per channel, drawn in the order
     of the token that each reads most.
     """
-    with mpl.rc_context(STYLE | {"axes.grid": False}):
-        rows = [size for _, _, channels in heads for size in (1.5, len(channels))]
-        size = (0.32 * len(tokens) + 1.9, 0.16 * sum(rows) + 0.5 * len(heads) + 1.3)
-        figure = Figure(figsize=size, layout="constrained")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    rows = [size for _, _, channels in heads for size in (1.5, len(channels))]
+    size = (0.32 * len(tokens) + 1.9, 0.16 * sum(rows) + 0.5 * len(heads) + 1.3)
+    with picture(path, title, *size, grid=False) as figure:
         panels = figure.subplots(len(rows), 1, sharex=True, height_ratios=rows)
         for (name, mean, channels), above, below in zip(heads, panels[::2], panels[1::2]):
             top = max(channels.max(), mean.max())
@@ -140,8 +143,3 @@ def channel_readings(path: Path, title: str, tokens: Sequence[str], heads: Seque
                 axes.tick_params(axis="x", length=0)
             figure.colorbar(image, ax=[above, below], label="weight", shrink=0.8, pad=0.02)
         below.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=9, parse_math=False)
-        _save(figure, path)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    FigureCanvasAgg(figure).print_png(path)

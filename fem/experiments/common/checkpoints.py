@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from fem.experiments.common.integrity import damage
-from fem.experiments.common.run import note
+from fem.experiments.common.run import note, read_json
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 STAGING = ".saving"  # in the output folder: where a checkpoint is written before it is renamed
@@ -93,10 +93,7 @@ def _check_index(folder: Path) -> None:
 
 
 def _holds_a_model(folder: Path) -> bool:
-    try:
-        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
+    return "model_type" in (read_json(folder / "config.json") or {})
 
 
 def load_language_model(folder: str | Path):

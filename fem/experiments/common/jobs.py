@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from fem.experiments.common.lock import one_writer
-from fem.experiments.common.run import circumstances, note, write_json
+from fem.experiments.common.run import circumstances, note, read_json, write_json
 
 
 @runtime_checkable
@@ -38,12 +38,9 @@ def record_of(job: Job, folder: Path) -> dict | None:
     A record that names its job counts for this job alone.
     """
     path = folder / f"{job.key}.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
+    if not path.exists():
         return None
-    except ValueError:
-        found = None
+    found = read_json(path)
     if isinstance(found, dict):
         return found if "job" not in found or found["job"] == asdict(job) else None
     note(f"{path.name} is damaged; its training runs again.")

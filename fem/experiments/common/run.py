@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import Field, asdict, field, fields, is_dataclass
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from rich.progress import (
 )
 
 from fem.experiments.common.names import display
+from fem.extras import installed
 
 PACKAGES = (
     "free-energy-mixer",
@@ -86,11 +86,8 @@ def check_output(output: Path, experiment: str | None = None) -> None:
     """Raises ValueError where `output` is a file, or a folder with the results of another experiment."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"output must be a folder, got the file {str(output)!r}; choose another name.")
-    if experiment is None or not (output / CONFIG).exists():
-        return
-    try:
-        found = json.loads((output / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    found = None if experiment is None else read_json(output / CONFIG)
+    if found is None:
         return
     other = found.get("experiment") if isinstance(found, dict) else None
     if other != experiment:
@@ -167,11 +164,26 @@ def provenance(command: str) -> str:
     return f"## How this was made\n\n`{command}` on {now()}, {machine}; {software}.\n"
 
 
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; None where there is no such file, or none that can be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
 def write_json(path: Path, data: dict) -> None:
-    """Write data as JSON under a temporary name, then rename the file: readers see the old file or the new one, even
-    after a power cut."""
+    """Write data as JSON: readers see the old file or the new one."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name to write a file under, which is renamed when the block ends: readers see the old file or the
+    new one, even after a power cut."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
+    yield temporary
     sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)
@@ -196,13 +208,8 @@ def note(sentence: str) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that results depend on."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {package: installed(package) for package in PACKAGES}
+    return {"python": platform.python_version()} | {name: known for name, known in found.items() if known}
 
 
 def hardware() -> dict[str, Any]:

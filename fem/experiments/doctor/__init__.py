@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from fem.experiments.common.run import processor, versions
 from fem.experiments.common.tables import show_table
-from fem.extras import extras
+from fem.extras import extras, installed
 from fem.ops.common.backend import softmax_backend
 from fem.ops.common.self_check import verdicts
 
@@ -48,17 +47,10 @@ def compiler() -> dict:
 def packages() -> list[dict]:
     """Every optional package: its version, or the command that installs its extra."""
     return [
-        {"extra": extra, "package": name, "state": _state(extra, name)}
+        {"extra": extra, "package": name, "state": installed(name) or f"missing: pip install '.[{extra}]'"}
         for extra, names in extras().items()
         for name in names
     ]
-
-
-def _state(extra: str, package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return f"missing: pip install '.[{extra}]'"
 
 
 def kernels() -> list[dict]:

@@ -15,6 +15,7 @@ import torch
 
 from fem.experiments.common.run import hardware, now, provenance, versions, write_json
 from fem.experiments.common.tables import markdown_table
+from fem.extras import installed
 
 LIMIT = 600  # seconds that all steps together may take on a GPU
 WITHOUT_GPU = 3  # times LIMIT for all steps, and ten times its own limit for each, where there is none
@@ -31,19 +32,15 @@ class Step(NamedTuple):
 
 def software(device: torch.device) -> Iterator[dict]:
     """Versions; Triton 3.4 to 3.7.0 is known to miscompile some kernels for Hopper (flash-linear-attention #640)."""
-    from importlib.metadata import PackageNotFoundError, version
-
     for name, found in versions().items():
         yield {"part": name, "found": found, "result": "ok"}
-    try:
-        found = version("triton")
-        numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
-        hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-        doubtful = (3, 4) <= numbers <= (3, 7, 0) and hopper
-        result = "known to miscompile for Hopper: do not use kernels that fail below" if doubtful else "ok"
-    except PackageNotFoundError:
-        found, result = "missing", "not installed: scans are read by the plain form"
-    yield {"part": "triton", "found": found, "result": result}
+    found, result = installed("triton"), "ok"
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    if found is None:
+        result = "not installed: scans are read by the plain form"
+    elif hopper and (3, 4) <= tuple(int(part) for part in found.split(".")[:3] if part.isdigit()) <= (3, 7, 0):
+        result = "known to miscompile for Hopper: do not use kernels that fail below"
+    yield {"part": "triton", "found": found or "missing", "result": result}
 
 
 def compilation(device: torch.device) -> Iterator[dict]:

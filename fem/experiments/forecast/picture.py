@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
-
 from fem.experiments.common.names import colour, display
-from fem.plots import STYLE, dots
+from fem.plots import dots, picture
 
 NAMES = {
     "itransformer": "iTransformer",
@@ -46,9 +43,8 @@ def forecasts(path: Path, records: Sequence[dict]) -> None:
     for record in records:
         first.setdefault((record["data"], record["horizon"], record["model"]), record)
     data, horizons = (list(dict.fromkeys(record[name] for record in records)) for name in ("data", "horizon"))
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(4.6 * len(horizons) + 1.6, 3.0 * len(data) + 0.3), layout="constrained")
-        figure.suptitle("Last channel in the middle of the test rows, scaled", x=0.01, ha="left", fontsize=10)
+    title = "Last channel in the middle of the test rows, scaled"
+    with picture(path, title, 4.6 * len(horizons) + 1.6, 3.0 * len(data) + 0.3) as figure:
         panels = figure.subplots(len(data), len(horizons), squeeze=False)
         for record in first.values():
             axes = panels[data.index(record["data"])][horizons.index(record["horizon"])]
@@ -64,4 +60,3 @@ def forecasts(path: Path, records: Sequence[dict]) -> None:
             axes.set_title(f"{record['data']}, horizon {record['horizon']}")
         labelled = {label: line for axes in panels.flat for line, label in zip(*axes.get_legend_handles_labels())}
         figure.legend(labelled.values(), labelled.keys(), loc="outside right upper")
-        figure.savefig(path)

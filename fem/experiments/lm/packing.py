@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerFast
 
 from fem.experiments.common.integrity import MANIFEST, damage, publish
-from fem.experiments.common.run import note
+from fem.experiments.common.run import note, read_json
 from fem.experiments.lm.documents import text_of
 from fem.experiments.lm.pieces import Part
 from fem.models.loss import IGNORED
@@ -113,10 +113,7 @@ def write_tokens(
 
 def source_of(folder: Path) -> Any:
     """What the tokens in `folder` were written from; None where that cannot be read."""
-    try:
-        return json.loads((folder / SOURCE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    return read_json(folder / SOURCE)
 
 
 def adopt(folder: Path, source: Any) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fem.experiments.common.checkpoints import STAGING, checkpoints, complete, set_aside, step_of, to_go_on_from
-from fem.experiments.common.run import CONFIG, RESULTS, check_output, circumstances, note, now, sync, write_json
+from fem.experiments.common.run import CONFIG, RESULTS, check_output, circumstances, note, now, replacing, write_json
 from fem.experiments.lm.recipe import TrainRecipe, differences
 
 METRICS, COPY, FAILED = "metrics.jsonl", "run", "failed.json"
@@ -93,9 +93,8 @@ def begin(output: Path, checkpoint: Path | None) -> None:
     for later in checkpoints(output):
         if step_of(later) > step:
             shutil.rmtree(later) if complete(later) else set_aside(later)
-    (output / "metrics.tmp").write_text("".join(earlier_metrics(output, checkpoint, step)), encoding="utf-8")
-    sync(output / "metrics.tmp")
-    (output / "metrics.tmp").replace(output / METRICS)
+    with replacing(output / METRICS) as temporary:
+        temporary.write_text("".join(earlier_metrics(output, checkpoint, step)), encoding="utf-8")
 
 
 def earlier_metrics(output: Path, checkpoint: Path | None, step: int) -> list[str]:

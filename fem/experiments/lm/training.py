@@ -21,7 +21,7 @@ from fem.experiments.common.checkpoints import STAGING, load_language_model
 from fem.experiments.common.distributed import Paused, Ranks, end_process_group, end_with_parent, joining
 from fem.experiments.common.lock import HOLDER, LOCK, one_writer
 from fem.experiments.common.recipes import nearest
-from fem.experiments.common.run import RESULTS, Run, check_output, note, now, progress, write_json
+from fem.experiments.common.run import RESULTS, Run, check_output, note, now, progress, read_json, write_json
 from fem.experiments.common.saving import NotFinite, kept
 from fem.experiments.common.signals import SaveAndStop
 from fem.experiments.lm.data import check_data, identity, load_data, load_tokenizer, write_data
@@ -197,15 +197,14 @@ def tell_of_tokens():
 def finished_results(recipe: TrainRecipe, output: Path, place: Place) -> dict:
     """The results of a run that has reached its last step; written now where it was killed before it wrote them."""
     note(f"the run in {str(output)!r} is finished, {place.step} of {recipe.max_steps} steps; --steps extends it.")
-    try:
-        return json.loads((output / RESULTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        model, _ = load_language_model(place.checkpoint)
-        facts = {"parameters": model.num_parameters(), "flops_per_token": flops_per_token(model, recipe.context)}
-        last = [line for line in read_metrics(output) if line["step"] <= place.step]
-        results = Run(output, recipe.seed).finish({"train": summary(last) | facts}) | {"seconds": None}
-        write_json(output / RESULTS, results)
-        return results
+    if (known := read_json(output / RESULTS)) is not None:
+        return known
+    model, _ = load_language_model(place.checkpoint)
+    facts = {"parameters": model.num_parameters(), "flops_per_token": flops_per_token(model, recipe.context)}
+    last = [line for line in read_metrics(output) if line["step"] <= place.step]
+    results = Run(output, recipe.seed).finish({"train": summary(last) | facts}) | {"seconds": None}
+    write_json(output / RESULTS, results)
+    return results
 
 
 def fit(

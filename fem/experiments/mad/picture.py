@@ -6,13 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
-
 from fem.experiments.common.names import colour, display
 from fem.experiments.mad.settings import PROFILES
 from fem.experiments.mad.table import COLUMNS, SCORES, Curve, baseline_runs, by_row, prior_alone
-from fem.plots import STYLE, dots
+from fem.plots import dots, picture
 
 
 def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
@@ -41,9 +38,8 @@ def curves(path: Path, records: Sequence[dict]) -> None:
     run = {record["job"]["setting"]["task"] for record in records}
     tasks = [task for task in COLUMNS if task in run]
     priors = list(dict.fromkeys(prior_alone(mixer) for mixer, _ in rows))
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(2.5 * len(tasks) + 2.2, 2.3 * len(priors) + 0.5), layout="constrained")
-        figure.suptitle("Accuracy on new sequences over steps: mean over seeds", x=0.01, ha="left", fontsize=10)
+    title = "Accuracy on new sequences over steps: mean over seeds"
+    with picture(path, title, 2.5 * len(tasks) + 2.2, 2.3 * len(priors) + 0.5) as figure:
         parts = figure.subfigures(len(priors), 1, squeeze=False)[:, 0]
         for part, prior in zip(parts, priors):
             key = {}
@@ -59,7 +55,6 @@ def curves(path: Path, records: Sequence[dict]) -> None:
                     key[_label(mixer, initialisation, several)] = axes.plot(steps, accuracy, linewidth=1.5, **look)[0]
                 axes.set(title=COLUMNS[task], xlabel="step", ylim=(0, 1.03))
             part.legend(key.values(), key.keys(), loc="outside right center")
-        figure.savefig(path)
 
 
 def mean_curve(curves: Sequence[Curve]) -> tuple[list[int], list[float]]:

@@ -19,12 +19,13 @@ import warnings
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fem.extras import installed
 
 SECONDS = 300  # that a check may take; most of them go to the compiler
 TOKENS = 129  # of the examples: two whole chunks of 64 tokens, and one more
@@ -182,10 +183,7 @@ def setting(index: int) -> dict[str, str]:
     sources = hashlib.sha256()
     for path in sorted((PACKAGE / "ops").rglob("kernels/*.py")):
         sources.update(path.read_bytes())
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:  # under another name, as in a ROCm build
-        triton = "unknown"
+    triton = installed("triton") or "unknown"  # under another name, as in a ROCm build
     return {"card": card(index), "torch": torch.__version__, "triton": triton, "kernels": sources.hexdigest()[:16]}
 
 
