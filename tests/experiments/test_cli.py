@@ -115,6 +115,7 @@ def test_another_command_s_name_for_an_option_is_taken_with_a_hint(monkeypatch, 
             "note: --arms is called --mixers here.\nerror: mixers must be attention and some of attention, "
             "attention+G, attention+LTG/r4, attention+LTG, got 'original,FEM'.\n",
         ),
+        (["train", "--steps", "12"], "error: warmup_steps must be at most steps = 12, got 50.\n"),
         (["ablate", "--threads", "0"], "error: threads must be positive, got 0.\n"),
         (
             ["forecast", "--peer-steps", "0"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import Field, fields
 from typing import Annotated, Any, get_type_hints
@@ -67,10 +68,9 @@ def recipe_options(recipe: type) -> Callable[[Command], Command]:
 
 
 def _as_typed(sentence: str, recipe: type) -> str:
-    """The sentence of an error, with the name of the option in place of the name of the field."""
-    word, space, rest = sentence.partition(" ")
+    """The sentence of an error, with names of options for names of fields: its first word, and any with a value."""
     typed = {field.name: called(field).replace("-", "_") for field in fields(recipe)}
-    return typed.get(word, word) + space + rest
+    return re.sub(r"^\w+|\b\w+(?= = )", lambda found: typed.get(found[0], found[0]), sentence)
 
 
 def _keyword(name: str, kind: Any, info: Any) -> inspect.Parameter:
