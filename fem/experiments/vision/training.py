@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,7 +59,7 @@ class ImageWatch(Watch):
         self.view.epoch = int(state.epoch + 1e-6)
 
     def restore(self, checkpoint: Path) -> None:
-        saved = read_json(checkpoint / TOTALS)
+        saved = json.loads((checkpoint / TOTALS).read_text(encoding="utf-8"))
         self.seconds = saved["seconds"]
         self.curve.extend(saved["curve"])
 
