@@ -105,14 +105,16 @@ class FreeEnergyMixer(nn.Module):
         state = MixerState(self._kind, x.dtype, memory, hidden, cache_position)
         if spoilt is not None:
             state = state.filled(spoilt[:, -1], torch.nan, self.prior.spoils_documents)
-        return y, state if x.shape[1] == 1 else state.compact()  # the activations of one token pin little memory
+        if x.shape[1] == 1 or transformed():  # the activations of one token pin little memory
+            return y, state
+        return y, state.compact()
 
     @staticmethod
     def _steps(x: Tensor) -> bool:
         """Whether x is what `_step` takes: one token on a CPU, outside of gradients, graphs and transforms."""
         if torch.is_grad_enabled() or x.shape[1] != 1 or not x.shape[0] or not x.is_cpu:
             return False
-        return not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or transformed(x))
+        return not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or transformed())
 
     def _step(self, x: Float[Tensor, "b 1 d"], state: MixerState) -> tuple[Float[Tensor, "b 1 d"], MixerState]:
         """`forward` of one more token of a stream, in fewer operations."""

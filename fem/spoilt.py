@@ -14,13 +14,12 @@ from torch import Tensor
 
 from fem.ops.common.steps import running_maximum
 from fem.ops.common.tokens import Tokens
-from fem.ops.common.transforms import transformed
+from fem.ops.common.transforms import may_look
 
 
 def find_spoilt(x: Float[Tensor, "b t d"], before: Bool[Tensor, " b"] | None) -> Bool[Tensor, "b t"] | None:
     """Which tokens are not finite; None where a CPU knows at once that none is, and that no row of `before` is True."""
-    looks = x.device.type == "cpu" and not torch.compiler.is_compiling() and not transformed(x)
-    if looks and isfinite(x.detach().sum().item()) and (before is None or not before.any().item()):
+    if may_look(x) and isfinite(x.detach().sum().item()) and (before is None or not before.any().item()):
         return None
     return ~x.detach().isfinite().all(-1)
 

@@ -150,15 +150,12 @@ class MixerState:
     def check(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         """Raise ValueError unless the state fits inputs of this kind."""
         position = self.cache_position.position
-        if position.shape[0] == batch and self.dtype == dtype and position.device == device:
-            return
-        for what, got, wanted in (
-            ("batch size", self.batch, batch),
-            ("input dtype", self.dtype, dtype),
-            ("device", self.device, device),
-        ):
-            if got != wanted:
-                raise foreign_state(what, got, wanted)
+        if position.shape[0] != batch:
+            raise foreign_state("batch size", position.shape[0], batch)
+        if self.dtype != dtype:
+            raise foreign_state("input dtype", self.dtype, dtype)
+        if position.device != device:
+            raise foreign_state("device", position.device, device)
 
 
 def foreign_state(what: str, got, wanted) -> ValueError:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fem.ops.common.precision import upcast
 from fem.ops.common.tokens import Tokens
-from fem.ops.common.transforms import transformed
-from fem.ops.softmax.cached import LARGEST, may_look, pack_to_be_proven, small_beta
+from fem.ops.common.transforms import may_look, transformed
+from fem.ops.softmax.cached import LARGEST, pack_to_be_proven, small_beta
 from fem.state import CACHED as KEPT  # (B, H, T, d) each: a row of queries reads them at the speed of memory
 
 Memory = dict[str, Tensor]
@@ -167,11 +167,11 @@ def _start(v: Float[Tensor, "b h t d"], beta: Float[Tensor, "h d"], keep: Tensor
 
 
 def _packed(v: Float[Tensor, "b h t d"], start: Memory, k: Tensor | None = None) -> Float[Tensor, "b h t w"]:
-    """[v | e]. e has no gradient: reads with gradients start from v. NaN where the key is not finite."""
+    """[v | e]. e has no derivative: reads with derivatives start from v. NaN where the key is not finite."""
     packed = pack_to_be_proven(v.detach(), start["beta"], start["shift"], start.get("small"))
     if k is not None and not (may_look(k) and isfinite(k.detach().sum().item())):
         packed.masked_fill_(~k.isfinite().all(-1, keepdim=True), torch.nan)
-    return torch.cat([v, packed[..., v.shape[-1] :]], -1) if v.requires_grad else packed
+    return torch.cat([v, packed[..., v.shape[-1] :]], -1) if v.requires_grad or transformed(v) else packed
 
 
 def _marks(memory: Memory, k: Float[Tensor, "b h t d"], tokens: Tokens, with_position: bool) -> Memory:

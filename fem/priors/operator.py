@@ -12,6 +12,7 @@ from fem.config import FreeEnergyMixerConfig, Widths
 from fem.ops.common.precision import LEAST_PROVEN, upcast
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import Tokens
+from fem.ops.common.transforms import transformed
 from fem.priors.base import Prior
 
 _ROUNDING = 1e-4  # allowed error of an operator (by FFT, for instance), relative to the largest sum of weights
@@ -69,7 +70,7 @@ class OperatorPrior(Prior):
         energy = self._over_documents(torch.exp((beta * (v - shift)).clamp(max=0)), tokens)
         _check_weights(energy, weight)
         ratio = energy / total
-        if not torch.compiler.is_compiling() and bool((~empty & (ratio < LEAST_PROVEN[torch.float32])).any()):
+        if _eager(ratio) and bool((~empty & (ratio < LEAST_PROVEN[torch.float32])).any()):
             raise ValueError(
                 "v spreads too far for an operator prior: exp(beta v) underflows at a row that comes before a far "
                 "larger value; keep beta (max v - v) under 60, or use a prior of PRIORS, which has no such bound."
@@ -100,9 +101,14 @@ class OperatorPrior(Prior):
         return y
 
 
+def _eager(x: Tensor) -> bool:
+    """Whether x has values that may decide what happens: not in graphs, in `torch.func`'s transforms and on meta."""
+    return not (torch.compiler.is_compiling() or x.is_meta or transformed(x))
+
+
 def _check_weights(of_less: Tensor, of_ones: Tensor | None) -> None:
     """Raise unless 0 <= op(x) <= op(1), as it must be of weights >= 0 and 0 <= x <= 1."""
-    if torch.compiler.is_compiling() or of_less.is_meta:
+    if not _eager(of_less):
         return
     most = (of_less if of_ones is None else of_ones).abs().amax()
     wrong = (of_less < -_ROUNDING * most) | (False if of_ones is None else of_less > of_ones + _ROUNDING * most)

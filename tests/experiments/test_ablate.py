@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 from fem.experiments.common.grid import Grid
 from fem.experiments.common.jobs import keep
 from fem.experiments.common.run import progress
+from fem.experiments.common.trainer import Watch
 from fem.experiments.lm import ablate
 from fem.experiments.lm.ablations import ROWS, row_fields
 from fem.experiments.lm.small import LanguageRecipe, build_model, model_config
@@ -132,6 +133,35 @@ def test_an_ablation_writes_what_it_promises_and_goes_on(text, tmp_path, monkeyp
     assert len(trained) == 2
     for row in results:
         assert again[row]["loss"] == results[row]["loss"]
+
+
+def test_a_training_that_was_stopped_ends_as_one_that_was_not(text, tmp_path, monkeypatch):
+    recipe = replace(TINY, text=text, rows="full", learning_rates="0.001", seeds=1)
+    begin, begun = Watch.on_step_begin, []
+
+    def stopped_in_the_third_step(watch, args, state, control, **given):
+        begun.append(state.global_step)
+        if len(begun) == 3:
+            raise KeyboardInterrupt
+        begin(watch, args, state, control, **given)
+
+    ablate.run(recipe, tmp_path / "whole")
+    monkeypatch.setattr(Watch, "on_step_begin", stopped_in_the_third_step)
+    with pytest.raises(KeyboardInterrupt):
+        ablate.run(recipe, tmp_path / "stopped")
+    ablate.run(recipe, tmp_path / "stopped")
+    assert begun == [0, 1, 2, 2]
+    ((whole, again),) = zip(*(sorted((tmp_path / name / "runs").iterdir()) for name in ("whole", "stopped")))
+    assert again.name == whole.name
+    whole, again = (json.loads(path.read_text()) for path in (whole, again))
+    assert again["curve"] == whole["curve"]
+    assert again["val_loss"] == whole["val_loss"]
+
+
+def test_a_training_whose_weights_are_not_finite_ends_and_loses(text, tmp_path):
+    results = ablate.run(replace(TINY, text=text, rows="full", learning_rates="0.001,1e30", seeds=1), tmp_path)
+    assert results["learning_rates"]["full"]["1e+30"] == math.inf
+    assert math.isfinite(results["ablate"]["full"]["loss"])
 
 
 def test_rows_are_called_by_the_paper_s_names_or_by_the_mixers():

@@ -106,6 +106,10 @@ def test_another_command_s_name_for_an_option_is_taken_with_a_hint(monkeypatch, 
         (["argmax", "--steps", "0"], "error: steps must be positive, got 0.\n"),
         (["demo", "--seeds", "0"], "error: seeds must be positive, got 0.\n"),
         (["finetune", "--context", "0"], "error: context must be positive, got 0.\n"),
+        (["finetune", "--vocabulary", "0"], "error: vocabulary must be positive, got 0.\n"),
+        (["finetune", "--awakening", "-1"], "error: awakening must be positive, got -1.0.\n"),
+        (["finetune", "--seed", "-1"], "error: seed must not be negative, got -1.\n"),
+        (["ablate", "--seed", "-1"], "error: seed must not be negative, got -1.\n"),
         (
             ["finetune", "--arms", "original,FEM"],
             "note: --arms is called --mixers here.\nerror: mixers must be attention and some of attention, "

@@ -19,18 +19,21 @@ import torch
 
 from fem import PRIORS, FreeEnergyMixerConfig
 from fem.experiments.common.baselines import PUBLISHED
-from fem.experiments.common.jobs import record_of
+from fem.experiments.common.jobs import place_of, record_of
 from fem.experiments.common.mixers import canonical, fields_of, known
 from fem.experiments.common.names import display
-from fem.experiments.common.sweep import sweep
+from fem.experiments.common.sweep import _run, sweep
 from fem.experiments.mad import training
 from fem.experiments.mad.backbone import build_backbone, sinusoids
 from fem.experiments.mad.experiment import MADRecipe, run
+from fem.experiments.mad.picture import curves, mean_curve
+from fem.experiments.mad.report import summary, write_report
 from fem.experiments.mad.settings import PROFILES, Profile, Setting, Training, TrainingUntil
 from fem.experiments.mad.table import (
     NOT_OURS,
     TABLE1,
     average,
+    baseline_runs,
     best,
     readable,
     scored,
@@ -246,18 +249,24 @@ def test_a_run_learns_and_is_the_same_again():
     assert train(others, torch.device("cpu"))["curve"][-1] != curve[0]
 
 
+@pytest.fixture
+def saving_always(monkeypatch):
+    """A checkpoint at every test, not once a minute."""
+    monkeypatch.setattr(training, "MINUTE", 0.0)
+
+
 @pytest.mark.parametrize("left", [2, 1], ids=["before the rename", "after it"])
-def test_a_stopped_training_ends_as_one_that_was_not(tmp_path, monkeypatch, left):
+def test_a_stopped_training_ends_as_one_that_was_not(tmp_path, monkeypatch, saving_always, left):
     """Killed while it writes the second of its three checkpoints, or just after: the same tests, digit by digit."""
     long = job(mixer="softmax+CLTG", setting=replace(MEMORIZE, steps=9))
     whole = train(long, torch.device("cpu"))
-    original, replaced = os.replace, []
+    original, renamed = os.replace, []
 
     def killed(source, target):
-        replaced.append(target)
-        if len(replaced) < 2 or left == 1:
+        second = "checkpoint" in os.path.basename(target) and renamed.append(target) is None and len(renamed) == 2
+        if not second or left == 1:
             original(source, target)
-        if len(replaced) == 2:
+        if second:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -268,7 +277,68 @@ def test_a_stopped_training_ends_as_one_that_was_not(tmp_path, monkeypatch, left
     monkeypatch.setattr(training, "evaluate", lambda *given: tests.append(given) or evaluate(*given))
     assert train(long, torch.device("cpu"), tmp_path) == whole | {"seconds": ANY}
     assert len(tests) == left
-    assert not list(tmp_path.glob("*.pt"))
+
+
+def test_damaged_checkpoints_are_named_and_the_one_before_or_the_beginning_is_gone_on_from(
+    tmp_path, monkeypatch, capsys, saving_always
+):
+    long = job(setting=replace(MEMORIZE, steps=9))
+    whole = train(long, torch.device("cpu"), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-6", "checkpoint-9"]
+    tests = []
+    monkeypatch.setattr(training, "evaluate", lambda *given: tests.append(given) or evaluate(*given))
+    for damaged, left, said in (
+        (["checkpoint-9"], 1, "checkpoint-9 is damaged: state.pt has 9 bytes instead of"),
+        (["checkpoint-6", "checkpoint-9"], 3, "is whole; its training starts again"),
+    ):
+        for name in damaged:
+            (tmp_path / name / "state.pt").write_bytes(b"PK cut of")
+        tests.clear()
+        assert train(long, torch.device("cpu"), tmp_path) == whole | {"seconds": ANY}
+        assert len(tests) == left
+        told = capsys.readouterr().err
+        assert said in told
+        assert told.count("note:") == 1
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_by_the_name_of_its_folder(tmp_path, saving_always):
+    train(job(), torch.device("cpu"), tmp_path)
+    with pytest.raises(ValueError, match=f"{str(tmp_path)!r} is damaged, or another version's; remove it to train"):
+        train(job(mixer="softmax+G"), torch.device("cpu"), tmp_path)
+
+
+def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(tmp_path, monkeypatch, saving_always):
+    long = job(setting=replace(MEMORIZE, steps=9))
+    save = torch.save
+
+    def full(saved, path):
+        if len(saved["curve"]) == 2:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+        save(saved, path)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match=r"checkpoint-6 could not be saved in .*: is the disk full\?"):
+        train(long, torch.device("cpu"), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
+def test_checkpoints_of_a_training_stay_until_its_record_is_written_and_nobody_else_writes_there(
+    tmp_path, monkeypatch, saving_always
+):
+    own = job(setting=replace(MEMORIZE, steps=9))
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fem.experiments.common.jobs.write_json", full)
+        with pytest.raises(OSError, match="No space left"):
+            _run(train, own, "cpu", tmp_path)
+    assert (tmp_path / own.key / "checkpoint-9").is_dir()
+    _run(train, own, "cpu", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{own.key}.json"]
+    with place_of(own, tmp_path), pytest.raises(ValueError, match="another training writes to"):
+        _run(train, own, "cpu", tmp_path)
 
 
 def test_a_training_ends_when_enough_is_right():
@@ -369,6 +439,37 @@ def test_steps_are_told_for_every_seed():
     assert rows[0]["Copy"] is None
 
 
+def until(*scores, seed=0, rate=1e-3):
+    """The record of a run with these scores, one a test, that ends when 99.9 % are right."""
+    own = job(training=TrainingUntil(**asdict(TINY), enough=0.999), seed=seed, learning_rate=rate)
+    points = [{"step": 2 * n + 2, "micro": s, "macro": s, "test_loss": 1 - s} for n, s in enumerate(scores)]
+    return {"job": asdict(own), "curve": points, "parameters": 7, "seconds": 1.0}
+
+
+def test_runs_that_end_early_are_compared_by_their_steps(tmp_path):
+    """A short run has a low mean over its tests, and no later test: neither decides, or stops the page."""
+    fast, slow = until(0.1, 1.0), until(0.9, 0.9, 0.9, rate=1e-2)
+    records = [fast, slow, until(0.2, 0.4, 1.0, seed=1)]
+    assert baseline_runs(records, "memorization") == [fast, records[2]]
+    assert steps_table(records)[0]["Memorize"] == "4 6"
+    assert mean_curve([record["curve"] for record in records]) == (
+        [2, 4, 6],
+        [pytest.approx(0.4), pytest.approx(2.3 / 3), pytest.approx(2.9 / 3)],
+    )
+    curves(tmp_path / "curves.png", records)
+    write_report(tmp_path / "report.md", records, PROFILES["recall"], "fem mad --profile recall")
+    page = (tmp_path / "report.md").read_text()
+    assert "## Steps to 99.9 %" in page
+    assert "mean over the evenly spaced tests" not in page
+    assert "mean" not in summary(records)["normal"]["softmax"]
+    ordinary = [record()]
+    write_report(tmp_path / "report.md", ordinary, PROFILES["laptop"], "fem mad")
+    page = (tmp_path / "report.md").read_text()
+    assert "## Steps to 90 %" in page
+    assert "mean over the evenly spaced tests" in page
+    assert "mean" in summary(ordinary)["normal"]["softmax"]
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -380,7 +481,11 @@ def test_steps_are_told_for_every_seed():
         ({"mixers": ""}, "at least one mixer"),
         ({"mixers": "fla:Hyena"}, "mixer must be one of fla:"),
         ({"mixers": "softmax,fla:DeltaNet"}, "here fla:DeltaNet cannot run"),
+        ({"profile": "recall", "tasks": "compression"}, "tasks must be from in-context-recall; got 'compression'"),
         ({"learning_rates": "fast"}, "learning_rates must be numbers"),
+        ({"learning_rates": ","}, "learning_rates must be numbers"),
+        ({"learning_rates": "0.1,-1"}, "learning_rates must be numbers of 0 or more"),
+        ({"weight_decays": "nan"}, "weight_decays must be numbers of 0 or more"),
         ({"seeds": 0}, "seeds must be positive"),
     ],
 )
@@ -442,6 +547,15 @@ def test_a_sweep_ends_in_table_report_and_plots(tmp_path, monkeypatch):
     assert records() == before  # nothing was trained again
 
 
+def _killed(*_):
+    os._exit(9)
+
+
+def test_a_worker_that_the_system_kills_is_one_sentence(tmp_path):
+    with pytest.raises(ChildProcessError, match="was killed, as the system does where memory runs out"):
+        list(sweep([job()], tmp_path, _killed, workers=1))
+
+
 KILLED = """
 import sys
 from pathlib import Path
@@ -488,7 +602,7 @@ def test_a_killed_sweep_leaves_no_process_and_no_half_file(tmp_path, how):
     while any(os.path.isdir(f"/proc/{pid}") for pid in started) and time.monotonic() < deadline + 30:
         time.sleep(0.2)
     assert not [pid for pid in started if os.path.isdir(f"/proc/{pid}")]
-    assert not list((tmp_path / "runs").glob("*"))
+    assert {path.name for path in (tmp_path / "runs").rglob("*") if path.is_file()} <= {".lock", ".writer.json"}
 
 
 def _parent(pid):

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -308,3 +309,17 @@ def _watched(draw, seen, *arguments):
 def test_mistakes_are_one_sentence(changes, words):
     with pytest.raises(ValueError, match=words):
         replace(RegimesRecipe(), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"heads": 5}, ValueError, "n_head must divide n_embd"),
+        ({"mlp_width": 1, "mixers": "FEM"}, ValueError, "an MLP 1 wide has too few"),
+        ({"tasks": "speakers", "play": Path("nowhere.txt")}, FileNotFoundError, "nowhere.txt"),
+    ],
+)
+def test_what_no_training_can_do_is_refused_before_anything_is_written(tmp_path, changes, error, words):
+    with pytest.raises(error, match=words):
+        run(RegimesRecipe(**{"tasks": "peak", "mixers": "attention"} | changes), tmp_path / "regimes", workers=1)
+    assert not list(tmp_path.iterdir())

@@ -309,6 +309,14 @@ def test_what_a_killed_writer_left_is_named_and_no_obstacle(tmp_path, capsys):
     assert not (tmp_path / ".writer.json").exists()
 
 
+@pytest.mark.parametrize("how", [KeyboardInterrupt, SystemExit, OSError])
+def test_a_writer_that_was_stopped_or_failed_is_not_said_to_have_ended_without_a_word(tmp_path, capsys, how):
+    with pytest.raises(how), one_writer(tmp_path):
+        raise how
+    with one_writer(tmp_path):
+        assert capsys.readouterr().err == ""
+
+
 def test_a_folder_that_another_training_filled_in_the_meantime_is_kept(whole, data, tmp_path, monkeypatch):
     """Another process creates and fills the folder between our first check of it and our lock."""
     output = tmp_path / "run"

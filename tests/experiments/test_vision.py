@@ -563,7 +563,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(pictures, tmp_path, m
     else:
         for checkpoint in (before, newest):
             (checkpoint / "complete.json").unlink()
-        (newest / training.TOTALS).write_text("")
+        (newest / training.MEASURED).write_text("")
     resumed = trained(JOB, pictures, tmp_path / "stopped")
     if listed:
         assert f"{newest.name} is damaged: optimizer.pt has 0 bytes" in capsys.readouterr().err

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
-from layers import FAMILIES, make_layer, tokens
-from torch.func import functional_call, grad, jvp, vmap
+from layers import FAMILIES, HEADS, WIDTH, make_layer, tokens
+from torch.func import functional_call, grad, jvp, stack_module_state, vmap
+
+from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+from fem.priors import OperatorPrior
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -64,3 +67,46 @@ def test_gradients_pass_through_a_state(family):
     (through,) = torch.autograd.grad(rest.square().sum(), x)
     (whole,) = torch.autograd.grad(layer(x)[:, 7:].square().sum(), x)
     torch.testing.assert_close(through, whole, rtol=1e-8, atol=1e-8)
+
+
+def stream(layer, weights, x):
+    """The layer over a prompt, then token by token, then the rest."""
+    outputs, state = [], None
+    for part in x.split([3, 1, 1, 2], 1):
+        y, state = functional_call(layer, weights, (part,), {"state": state, "return_state": True})
+        outputs.append(y)
+    return torch.cat(outputs, 1)
+
+
+@families
+@pytest.mark.parametrize("widths", [{}, {"fem_dim": 16, "qk_dim": 16}], ids=str)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_forward_mode_passes_through_a_state(family, widths, mode):
+    layer, x = make_layer(**FAMILIES[family], **widths), tokens(time=7)
+    weights = {name: p.detach() for name, p in layer.named_parameters()}
+    directions = {name: torch.randn_like(p) for name, p in weights.items()}, torch.randn_like(x)
+    _, wanted = jvp(lambda p, x: functional_call(layer, p, (x,)), (weights, x), directions)
+    with mode():
+        _, got = jvp(lambda p, x: stream(layer, p, x), (weights, x), directions)
+    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+
+
+@families
+def test_an_ensemble_of_layers_reads_streams_and_a_tokenizers_masks(family):
+    layers, x = [make_layer(seed=seed, **FAMILIES[family]) for seed in (0, 1)], tokens(time=7)
+    weights, _ = stack_module_state(layers)
+    masks = torch.tensor([[[1, 1, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0, 1]], [[1] * 7, [0, 0, 1, 1, 1, 1, 1]]])
+    with torch.no_grad():
+        streamed = vmap(lambda p: stream(layers[0], p, x))(weights)
+        masked = vmap(lambda p, mask: functional_call(layers[0], p, (x, mask)))(weights, masks)
+    for layer, mask, alone, read in zip(layers, masks, streamed, masked, strict=True):
+        torch.testing.assert_close(alone, layer(x), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(read[mask.bool()], layer(x, mask)[mask.bool()], rtol=1e-9, atol=1e-9)
+
+
+def test_the_checks_of_an_operator_leave_transforms_and_meta_tensors_alone():
+    config = FreeEnergyMixerConfig(n_embd=WIDTH, n_head=HEADS)
+    layer = FreeEnergyMixer(config, prior=OperatorPrior(lambda x: x.cumsum(1))).double()
+    x = tokens(time=7)
+    torch.testing.assert_close(vmap(lambda row: layer(row[None])[0])(x), layer(x), rtol=1e-9, atol=1e-9)
+    assert layer.to("meta")(x.to("meta")).shape == x.shape

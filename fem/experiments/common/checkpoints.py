@@ -12,6 +12,7 @@ from fem.experiments.common.integrity import damage
 from fem.experiments.common.run import note, read_json
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+STAGING = ".saving"  # in the output folder: where a checkpoint is written before it is renamed
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 

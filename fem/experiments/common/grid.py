@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -11,8 +10,7 @@ from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
-from fem.experiments.common.jobs import Job, keep, record_of
-from fem.experiments.common.lock import one_writer
+from fem.experiments.common.jobs import Job, keep, place_of, record_of
 from fem.experiments.common.run import open_run
 from fem.experiments.common.tables import Rows, show_table, write_table
 
@@ -76,14 +74,10 @@ def one_by_one(
     writes: whether this process is the one that writes; of torchrun's, one does.
     """
     for job in jobs:
-        place = folder / job.key
-        place.mkdir(parents=True, exist_ok=True)
-        with one_writer(place) if writes else nullcontext():
+        with place_of(job, folder) if writes else nullcontext(folder / job.key) as place:
             record = train(job, place)
             if writes:
                 keep(job, folder, record)
-        if writes:
-            shutil.rmtree(place, ignore_errors=True)
         yield record
 
 

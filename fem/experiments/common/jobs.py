@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+from fem.experiments.common.lock import one_writer
 from fem.experiments.common.run import circumstances, note, read_json, write_json
 
 
@@ -41,6 +45,19 @@ def record_of(job: Job, folder: Path) -> dict | None:
         return found if "job" not in found or found["job"] == asdict(job) else None
     note(f"{path.name} is damaged; its training runs again.")
     return None
+
+
+@contextmanager
+def place_of(job: Job, folder: Path) -> Iterator[Path]:
+    """A folder for the job's checkpoints, `folder`/KEY, locked for one writer; once the block has ended, it is removed.
+
+    A block that fails leaves it: the next one goes on from there.
+    """
+    place = folder / job.key
+    place.mkdir(parents=True, exist_ok=True)
+    with one_writer(place):
+        yield place
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def keep(job: Job, folder: Path, record: dict) -> None:

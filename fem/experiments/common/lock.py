@@ -36,11 +36,8 @@ def one_writer(folder: Path) -> Iterator[None]:
         me = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
         write_json(folder / HOLDER, me)
         yield
-        (folder / HOLDER).unlink(missing_ok=True)
-    except Exception:
-        (folder / HOLDER).unlink(missing_ok=True)
-        raise
     finally:
+        (folder / HOLDER).unlink(missing_ok=True)
         lock.release()
 
 

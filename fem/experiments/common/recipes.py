@@ -16,11 +16,15 @@ def listed(text: str) -> list[str]:
 
 
 def numbers(name: str, text: str) -> tuple[float, ...]:
-    """The numbers in a list, each once. Raises ValueError, naming the field, where one is no number."""
+    """The numbers in a list, each once. Raises ValueError, naming the field, where there is none, and where one is
+    negative, infinite or no number."""
     try:
-        return tuple(dict.fromkeys(float(value) for value in listed(text)))
+        found = tuple(dict.fromkeys(float(value) for value in listed(text)))
     except ValueError:
-        raise ValueError(f"{name} must be numbers with commas between them, got {text!r}.") from None
+        found = ()
+    if not (found and all(0 <= number < math.inf for number in found)):
+        raise ValueError(f"{name} must be numbers of 0 or more with commas between them, got {text!r}.")
+    return found
 
 
 def require_positive(recipe: Any, *names: str) -> None:

@@ -9,13 +9,16 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from transformers import PrinterCallback
 
-from fem.experiments.common.checkpoints import checkpoints, newest
+from fem.experiments.common.checkpoints import checkpoints, newest, set_aside, step_of
 from fem.experiments.common.distributed import lost_touch
 from fem.experiments.common.integrity import publish
-from fem.experiments.common.trainer import WeightDecayTrainer
+from fem.experiments.common.run import read_json, write_json
+from fem.experiments.common.trainer import Watch, WeightDecayTrainer
 
-STAGING = ".saving"
+MEASURED = "watch.json"
+KEPT = 2  # checkpoints of a training that goes on by itself
 
 
 class NotFinite(ValueError):
@@ -69,6 +72,42 @@ class SavingTrainer(WeightDecayTrainer):
             local = weight.to_local() if hasattr(weight, "to_local") else weight
             if not local.isfinite().all():
                 raise NotFinite(self.state.global_step, f"{name} is not finite", kept(self.output))
+
+
+class WatchedTrainer(SavingTrainer):
+    """A `SavingTrainer` whose checkpoints hold what its `watch` has measured, and which goes on from them."""
+
+    def __init__(self, *, watch: Watch, **given):
+        super().__init__(callbacks=[watch], keep=KEPT, **given)
+        self.watch = watch
+        self.remove_callback(PrinterCallback)
+
+    def add_files(self, checkpoint: Path) -> None:
+        if self.args.process_index == 0:
+            write_json(checkpoint / MEASURED, {"seconds": self.watch.seconds, "curve": self.watch.curve})
+
+    def go_on(self, checkpoint: Path | None) -> None:
+        """Train, from the checkpoint if there is one; later ones are set aside.
+
+        Raises ValueError where `output` has checkpoints and none of them is whole.
+        """
+        there = checkpoints(self.output)
+        if checkpoint is None:
+            if there:
+                raise ValueError(
+                    f"no checkpoint in {str(self.output)!r} is whole; remove that folder to train it again."
+                )
+            self.train()
+            return
+        saved = read_json(checkpoint / MEASURED)
+        self.watch.seconds = saved["seconds"]
+        for score in saved["curve"]:
+            self.watch.measured(score)
+        if self.is_world_process_zero():
+            for later in there:
+                if step_of(later) > step_of(checkpoint):
+                    set_aside(later)
+        self.train(resume_from_checkpoint=str(checkpoint))
 
 
 def kept(output: Path) -> str:

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
@@ -15,19 +16,20 @@ from typing import Any
 
 import torch
 
-from fem.experiments.common.jobs import Job, keep
+from fem.experiments.common.jobs import Job, keep, place_of
 
 RUNS_PER_GPU = 4
 
-Train = Callable[[Any, torch.device], dict[str, Any]]
+Train = Callable[[Any, torch.device, Path], dict[str, Any]]
 
 
 def sweep(jobs: Sequence[Job], folder: Path, train: Train, workers: int | None = None) -> Iterator[dict]:
     """Run the jobs, each in a process of one thread; yields its record as each ends: job, curve, parameters, seconds.
 
-    train(job, device) returns {"curve": what was measured, "parameters": the model's, "seconds"}. It must be a function
-    of a module, or a `functools.partial` of one, so that other processes can import it. Every record is written to
-    `folder` as soon as its job ends. workers: jobs at a time; None: one per core, or four per GPU.
+    train(job, device, place) returns {"curve": what was measured, "parameters": the model's, "seconds"}, and may keep
+    checkpoints in the folder `place`. It must be a function of a module, or a `functools.partial` of one, so that
+    other processes can import it. Every record is written to `folder` as soon as its job ends. workers: jobs at a
+    time; None: one per core, or four per GPU.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be positive, got {workers}.")
@@ -43,17 +45,23 @@ def sweep(jobs: Sequence[Job], folder: Path, train: Train, workers: int | None =
             turns = zip(jobs, cycle(devices))
             for ended in as_completed([pool.submit(_run, train, job, device, folder) for job, device in turns]):
                 yield ended.result()
-        except BaseException:
+        except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
                 if process not in others:
                     process.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise ChildProcessError(
+                    "the process of a training was killed, as the system does where memory runs out; the same command "
+                    "goes on, with less memory where --workers is smaller."
+                ) from error
             raise
 
 
 def _run(train: Train, job: Job, device: str, folder: Path) -> dict:
-    record = {"job": asdict(job), **train(job, torch.device(device))}
-    keep(job, folder, record | {"device": device})
+    with place_of(job, folder) as place:
+        record = {"job": asdict(job), **train(job, torch.device(device), place)}
+        keep(job, folder, record | {"device": device})
     return record
 
 

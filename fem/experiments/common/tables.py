@@ -28,12 +28,11 @@ def cell(value: Any) -> str:
 
 
 def markdown_table(rows: Rows, best: Best | None = None) -> str:
-    """The rows as a Markdown table, numbers aligned to the right. Columns are those of the first row, without those
-    that are blank in every row.
+    """The rows as a Markdown table, numbers aligned to the right, without columns that are blank in every row.
 
     best: max or min by column; the cells that begin with the largest or smallest number are bold.
     """
-    columns = [column for column in rows[0] if any(cell(row[column]) for row in rows)]
+    columns = _filled(rows)
     align = ["---:" if any(_is_number(row[column]) for row in rows) else "---" for column in columns]
     cells = [{column: _plain(cell(row[column])) for column in columns} for row in rows]
     for column, which in (best or {}).items():
@@ -44,6 +43,11 @@ def markdown_table(rows: Rows, best: Best | None = None) -> str:
                 row[column] = f"**{row[column]}**"
     lines = [columns, align, *(row.values() for row in cells)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _filled(rows: Rows) -> list[str]:
+    """The columns of the first row that are not blank in every row."""
+    return [column for column in rows[0] if any(cell(row[column]) for row in rows)]
 
 
 def _leading(text: str) -> float | None:
@@ -77,12 +81,13 @@ def _as_text(title: str) -> str:
 
 
 def show_table(title: str, rows: Rows) -> None:
-    """Print the rows to the terminal."""
+    """Print the rows to the terminal, without columns that are blank in every row."""
     table = Table(title=title, title_justify="left")
-    for column in rows[0]:
+    columns = _filled(rows)
+    for column in columns:
         table.add_column(column, justify="right" if any(_is_number(row[column]) for row in rows) else "left")
     for row in rows:
-        table.add_row(*(escape(cell(value)) for value in row.values()))
+        table.add_row(*(escape(cell(row[column])) for column in columns))
     Console().print(table)
 
 

@@ -34,6 +34,7 @@ class Watch(TrainerCallback):
     def __init__(self, log: Callable[[Score], None], advance: Callable[[int, float | None], None]):
         self.log, self.advance = log, advance
         self.seconds = 0.0
+        self.curve: list[Score] = []  # every measurement
         self.loss: float | None = None
 
     def on_step_begin(self, args, state, control, **_):
@@ -47,4 +48,8 @@ class Watch(TrainerCallback):
         found = {ours: float(logs[theirs]) for theirs, ours in LOGGED.items() if theirs in logs}
         self.loss = found.get("val_loss", self.loss)
         if found:
-            self.log({"step": state.global_step, "seconds": self.seconds, **found})
+            self.measured({"step": state.global_step, "seconds": self.seconds, **found})
+
+    def measured(self, score: Score) -> None:
+        self.curve.append(score)
+        self.log(score)

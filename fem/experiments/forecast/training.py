@@ -5,8 +5,6 @@ A plain loop: around a Trainer, two losses, validation on all windows and exact 
 
 from __future__ import annotations
 
-import pickle
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +14,9 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
+from fem.experiments.common import loops
 from fem.experiments.common.blocks import count_parameters
-from fem.experiments.common.checkpoints import checkpoints, set_aside, to_go_on_from
-from fem.experiments.common.integrity import publish
-from fem.experiments.common.saving import STAGING
+from fem.experiments.common.checkpoints import checkpoints, newest
 from fem.experiments.forecast.backbone import build_backbone
 from fem.experiments.forecast.series import Windows
 from fem.experiments.forecast.settings import Job
@@ -29,7 +26,6 @@ BETAS = (0.9, 0.95)
 RISE, START = 0.05, 0.1  # the learning rate starts at a tenth of its peak, and rises for 5 % of the steps
 CLIP = 1.0
 SCORED_AT_ONCE = 64
-STATE, KEPT = "state.pt", 2
 
 Forecast = Callable[[Tensor], Tensor]
 
@@ -139,40 +135,21 @@ class Training:
             self.best = {name: tensor.detach().clone() for name, tensor in self.parts["backbone"].state_dict().items()}
 
     def save(self, folder: Path) -> None:
-        """Write `folder`/checkpoint-EPOCH; the newest two are kept."""
-        staging = folder / STAGING
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        known = {"best": self.best, "curve": self.curve, "seconds": self.seconds}
-        torch.save({name: part.state_dict() for name, part in self.parts.items()} | known, staging / STATE)
-        publish(staging, folder / f"checkpoint-{self.epoch}")
-        for old in checkpoints(folder)[:-KEPT]:
-            shutil.rmtree(old)
+        loops.save(folder, self.epoch, self.parts, {"best": self.best, "curve": self.curve, "seconds": self.seconds})
 
     def resume(self, folder: Path) -> None:
-        """Load the newest complete checkpoint, if there is one; later ones, which are damaged, are set aside.
-
-        Raises ValueError where all are damaged.
-        """
-        there, newest = checkpoints(folder), to_go_on_from(folder)
-        if there and newest is None:
-            raise ValueError(f"no checkpoint in {str(folder)!r} is whole; remove that folder to train it again.")
-        for later in there[there.index(newest) + 1 :] if there else ():
-            set_aside(later)
+        """Load the newest complete checkpoint, if there is one. Raises ValueError where all are damaged."""
+        device = next(self.parts["backbone"].parameters()).device
         earlier = folder.with_name(folder.name + ".pt")  # where earlier versions kept it
-        if newest is None and not earlier.exists():
+        if checkpoints(folder):
+            if newest(folder) is None:
+                raise ValueError(f"no checkpoint in {str(folder)!r} is whole; remove that folder to train it again.")
+            measured = loops.restore(folder, self.parts, device)
+        elif earlier.exists():
+            measured = loops.load(earlier, self.parts, device, earlier)
+        else:
             return
-        path = earlier if newest is None else newest / STATE
-        try:
-            known = torch.load(path, weights_only=True, map_location=next(self.parts["backbone"].parameters()).device)
-            for name, part in self.parts.items():
-                part.load_state_dict(known[name])
-        except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
-            place = path if newest is None else folder
-            raise ValueError(
-                f"{str(place)!r} is damaged, or another version's; remove it to train it again."
-            ) from error
-        self.best, self.curve, self.seconds = known["best"], known["curve"], known["seconds"]
+        self.best, self.curve, self.seconds = measured["best"], measured["curve"], measured["seconds"]
 
 
 def one_cycle(share: float) -> float:

@@ -123,7 +123,7 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
             mixer = row_fields(row, recipe.prior) | {"lambda_init": recipe.lambda_init}
             return Job(row=row, mixer=mixer, language=recipe.language(rate, seed), text=text)
 
-        train_all = partial(one_by_one, train=lambda job, _: train_job(job, corpus, bars))
+        train_all = partial(one_by_one, train=lambda job, place: train_job(job, corpus, bars, place))
         grid, seeds = Grid(output / RUNS, train_all, bars, "trainings"), range(recipe.seed, recipe.seed + recipe.seeds)
         tuned = grid.tuned(recipe.row_names(), recipe.rates(), seeds, job, itemgetter("val_loss"))
     ablation = Ablation(recipe.prior, *tuned)
@@ -152,8 +152,8 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
     )
 
 
-def train_job(job: Job, corpus: Corpus, bars: Progress) -> dict:
-    """Train; returns {"job", "val_loss", "parameters", "tokens_per_second", "curve"}."""
+def train_job(job: Job, corpus: Corpus, bars: Progress, place: Path) -> dict:
+    """Train, with checkpoints in `place`; returns {"job", "val_loss", "parameters", "tokens_per_second", "curve"}."""
     from fem.experiments.lm.small import build_model, model_config, train
 
     recipe = job.language
@@ -167,7 +167,7 @@ def train_job(job: Job, corpus: Corpus, bars: Progress) -> dict:
             curve.append({"step": metrics["step"], "tokens": tokens, "val_loss": metrics["val_loss"]})
 
     model = build_model(model_config(recipe, job.mixer, len(corpus.tokenizer)), recipe.seed)
-    record = {"job": asdict(job), **train(model, corpus, recipe, log, advance), "curve": curve}
+    record = {"job": asdict(job), **train(model, corpus, recipe, log, advance, place), "curve": curve}
     bars.remove_task(bar)
     return record
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fem.experiments.common.mixers import priors
-from fem.experiments.common.recipes import listed, numbers, require_one_of, require_positive
+from fem.experiments.common.recipes import listed, numbers, require_not_negative, require_one_of, require_positive
 from fem.experiments.common.run import option
 from fem.experiments.lm.ablations import ROWS, row_fields, row_of
 
@@ -44,6 +44,7 @@ class AblateRecipe:
     def __post_init__(self):
         require_positive(self, "seeds", "layers", "width", "heads", "mlp_width", "vocabulary", "context")
         require_positive(self, "batch", "steps", "validations", "threads")
+        require_not_negative(self, "seed")
         require_one_of("prior", self.prior, priors())
         if not self.row_names() or not self.rates():
             raise ValueError("mixers and learning_rates must name at least one each.")

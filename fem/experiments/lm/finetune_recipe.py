@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fem.experiments.common.recipes import listed, require_one_of, require_positive
+from fem.experiments.common.recipes import listed, require_not_negative, require_one_of, require_positive
 from fem.experiments.common.run import option
 
 ARCHITECTURES = {"gpt2": "GPT-2", "llama": "Llama"}
@@ -50,6 +50,8 @@ class FinetuneRecipe:
         if not {ATTENTION} <= set(self.mixer_names) <= FIELDS.keys():
             raise ValueError(f"mixers must be {ATTENTION} and some of {', '.join(FIELDS)}, got {self.mixers!r}.")
         require_positive(self, "layers", "width", "heads", "context", "batch", "steps", "further_steps", "runs")
+        require_positive(self, "vocabulary", "learning_rate", "further_learning_rate", "awakening")
+        require_not_negative(self, "seed")
 
     @property
     def mixer_names(self) -> list[str]:

@@ -7,9 +7,8 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fem.experiments.common.checkpoints import checkpoints, complete, set_aside, step_of, to_go_on_from
+from fem.experiments.common.checkpoints import STAGING, checkpoints, complete, set_aside, step_of, to_go_on_from
 from fem.experiments.common.run import CONFIG, RESULTS, check_output, circumstances, note, now, replacing, write_json
-from fem.experiments.common.saving import STAGING
 from fem.experiments.lm.recipe import TrainRecipe, differences
 
 METRICS, COPY, FAILED = "metrics.jsonl", "run", "failed.json"

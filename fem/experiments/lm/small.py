@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import PrinterCallback, TrainingArguments
+from transformers import TrainingArguments
 
+from fem.experiments.common.checkpoints import STAGING, to_go_on_from
 from fem.experiments.common.run import option
-from fem.experiments.common.trainer import Score, Watch, WeightDecayTrainer
+from fem.experiments.common.saving import NotFinite, WatchedTrainer
+from fem.experiments.common.trainer import Score, Watch
 from fem.experiments.lm.text import Corpus
 from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.presets import preset
@@ -77,23 +82,29 @@ def train(
     recipe: LanguageRecipe,
     log: Callable[[Score], None],
     advance: Callable[[int, float | None], None],
+    folder: Path | None = None,
 ) -> Score:
     """Train the model in place; returns its last {"val_loss", "parameters", "tokens_per_second"}.
 
     val_loss: nats per token of the held-out blocks. tokens_per_second: of the training steps, without validation.
-    log is called with every measurement, advance with every step and the last validation loss.
+    log is called with every measurement, advance with every step and the last validation loss. Every validation leaves
+    a checkpoint in `folder`, if one is given, from which a stopped training goes on; one whose weights are no longer
+    finite ends there, with an infinite val_loss.
     """
     watch = Watch(log, advance)
-    with tempfile.TemporaryDirectory() as nothing_is_saved:
-        trainer = WeightDecayTrainer(
+    with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as output:
+        trainer = WatchedTrainer(
+            output=Path(output),
+            watch=watch,
             model=model,
-            args=training_arguments(recipe, nothing_is_saved),
+            args=training_arguments(recipe, Path(output, STAGING), saved=folder is not None),
             train_dataset=corpus.train,
             eval_dataset=_evenly_spaced(corpus.validation, recipe.validation_blocks),
-            callbacks=[watch],
         )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
+        try:
+            trainer.go_on(to_go_on_from(Path(output)))
+        except NotFinite:
+            watch.loss = math.inf
     return {
         "val_loss": watch.loss,  # the Trainer always validates after the last step
         "parameters": model.num_parameters(),
@@ -101,10 +112,10 @@ def train(
     }
 
 
-def training_arguments(recipe: LanguageRecipe, output: str) -> TrainingArguments:
+def training_arguments(recipe: LanguageRecipe, output: Path, saved: bool) -> TrainingArguments:
     every = max(1, recipe.steps // recipe.validations)
     return TrainingArguments(
-        output_dir=output,
+        output_dir=str(output),
         max_steps=recipe.steps,
         per_device_train_batch_size=recipe.batch,
         per_device_eval_batch_size=recipe.batch,
@@ -120,7 +131,8 @@ def training_arguments(recipe: LanguageRecipe, output: str) -> TrainingArguments
         eval_strategy="steps",
         eval_steps=every,
         logging_steps=every,
-        save_strategy="no",
+        save_strategy="steps" if saved else "no",
+        save_steps=every,
         prediction_loss_only=True,
         dataloader_pin_memory=torch.cuda.is_available(),
         use_cache=True,

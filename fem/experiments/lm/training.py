@@ -17,12 +17,12 @@ import torch
 from transformers import PrinterCallback, TrainingArguments
 from transformers.training_args import ParallelMode
 
-from fem.experiments.common.checkpoints import load_language_model
+from fem.experiments.common.checkpoints import STAGING, load_language_model
 from fem.experiments.common.distributed import Paused, Ranks, end_process_group, end_with_parent, joining
 from fem.experiments.common.lock import HOLDER, LOCK, one_writer
 from fem.experiments.common.recipes import nearest
 from fem.experiments.common.run import RESULTS, Run, check_output, note, now, progress, read_json, write_json
-from fem.experiments.common.saving import STAGING, NotFinite, kept
+from fem.experiments.common.saving import NotFinite, kept
 from fem.experiments.common.signals import SaveAndStop
 from fem.experiments.lm.data import check_data, identity, load_data, load_tokenizer, write_data
 from fem.experiments.lm.documents import local_files

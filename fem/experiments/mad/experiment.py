@@ -19,7 +19,7 @@ def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
     from fem.experiments.mad.report import summary, write_report
 
     check_output(output, "mad")
-    train_all = partial(sweep, train=partial(train, folder=output / RUNS), workers=workers)
+    train_all = partial(sweep, train=train, workers=workers)
     with progress() as bars:
         records = Grid(output / RUNS, train_all, bars, "MAD", told).records(recipe.jobs())
     profile = recipe.fixed

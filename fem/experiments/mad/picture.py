@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import numpy as np
+from statistics import mean
 
 from fem.experiments.common.names import colour, display
 from fem.experiments.mad.settings import PROFILES
-from fem.experiments.mad.table import COLUMNS, SCORES, baseline_runs, by_row, prior_alone
+from fem.experiments.mad.table import COLUMNS, SCORES, Curve, baseline_runs, by_row, prior_alone
 from fem.plots import dots, picture
 
 
@@ -30,7 +29,10 @@ def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
 
 
 def curves(path: Path, records: Sequence[dict]) -> None:
-    """Test accuracy over steps in the first setting of each task, mean over seeds: a row of panels for each prior."""
+    """Test accuracy over steps in the first setting of each task, mean over seeds: a row of panels for each prior.
+
+    A run that ended early, at a dot, counts with its last accuracy from there on.
+    """
     rows = by_row(records)
     several = len({initialisation for _, initialisation in rows}) > 1
     run = {record["job"]["setting"]["task"] for record in records}
@@ -43,16 +45,22 @@ def curves(path: Path, records: Sequence[dict]) -> None:
             key = {}
             for task, axes in zip(tasks, part.subplots(1, len(tasks), squeeze=False, sharey=True)[0]):
                 for (mixer, initialisation), own in rows.items():
-                    runs = [record["curve"] for record in baseline_runs(own, task)]
+                    runs = baseline_runs(own, task)
                     if not runs or prior_alone(mixer) != prior:
                         continue
-                    steps = [point["step"] for point in runs[0]]
-                    accuracy = np.mean([[point["micro"] for point in run] for run in runs], axis=0)
+                    steps, accuracy = mean_curve([record["curve"] for record in runs])
                     dashed = several and initialisation == "torch"
                     look = {"color": colour(mixer), "linestyle": "--" if dashed else "-"}
+                    look |= {"marker": "o", "markevery": [-1]} if steps[-1] < runs[0]["job"]["setting"]["steps"] else {}
                     key[_label(mixer, initialisation, several)] = axes.plot(steps, accuracy, linewidth=1.5, **look)[0]
                 axes.set(title=COLUMNS[task], xlabel="step", ylim=(0, 1.03))
             part.legend(key.values(), key.keys(), loc="outside right center")
+
+
+def mean_curve(curves: Sequence[Curve]) -> tuple[list[int], list[float]]:
+    """The steps of the longest curve, and the mean accuracy there; a shorter one goes on at its last accuracy."""
+    steps = [point["step"] for point in max(curves, key=len)]
+    return steps, [mean(curve[min(at, len(curve) - 1)]["micro"] for curve in curves) for at in range(len(steps))]
 
 
 def _label(mixer: str, initialisation: str, several: bool) -> str:

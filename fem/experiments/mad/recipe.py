@@ -44,15 +44,19 @@ class MADRecipe:
 
     def __post_init__(self):
         require_one_of("profile", self.profile, PROFILES)
-        require_some_of("tasks", self.task_names, TASKS)
+        require_some_of("tasks", self.task_names, self.known_tasks)
         require_some_of("initialisations", listed(self.initialisations), INITIALISATIONS)
         require_positive(self, "seeds")
         require_not_negative(self, "seed")
         self.jobs()
 
     @property
+    def known_tasks(self) -> list[str]:
+        return list(dict.fromkeys(setting.task for setting in PROFILES[self.profile].settings))
+
+    @property
     def task_names(self) -> list[str]:
-        return list(TASKS) if self.tasks == "all" else listed(self.tasks)
+        return self.known_tasks if self.tasks == "all" else listed(self.tasks)
 
     @property
     def fixed(self) -> Profile:

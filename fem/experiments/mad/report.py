@@ -17,8 +17,10 @@ from fem.experiments.mad.table import (
     Scores,
     average,
     by_row,
+    level_of,
     readable,
     scored,
+    scores_of,
     steps_table,
     table1,
     task_scores,
@@ -32,7 +34,7 @@ def summary(records: Sequence[dict]) -> dict:
         found.setdefault(initialisation, {})[mixer] = {
             "parameters": own[0]["parameters"],
             "seconds": round(sum(record["seconds"] for record in own), 1),
-            **{score: _by_task(own, score) for score in SCORES},
+            **{score: _by_task(own, score) for score in scores_of(records)},
         }
     return found
 
@@ -51,7 +53,8 @@ def write_report(path: Path, records: Sequence[dict], profile: Profile, command:
     paper = profile == PROFILES["paper"]
     path.write_text(
         PAGE.format(
-            tables=score_tables({score: scored(records, score) for score in SCORES}, profile.score, paper),
+            tables=score_tables({score: scored(records, score) for score in scores_of(records)}, profile.score, paper),
+            level=f"{100 * level_of(records):g}",
             steps=markdown_table(steps_table(records)),
             key=KEY,
             title=profile.title,
@@ -88,7 +91,7 @@ the same rule.
 {about}
 
 {tables}
-## Steps to 90 %
+## Steps to {level} %
 
 In the first setting of each task, a figure per seed, "-" where it was not reached.
 

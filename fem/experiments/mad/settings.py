@@ -131,7 +131,8 @@ PROFILES = {
     "recall": Profile(
         title="in-context recall at the benchmark's own size",
         about="One of the benchmark's 66 settings, with its width, heads, batch, data, optimiser and number of steps, "
-        "and one of its learning rates; a training ends early at a test, one every hundred steps, with 99.9 % right.",
+        "and one of its learning rates; a training ends early at a test, one every hundred steps, with 99.9 % right, "
+        "and counts as it was then.",
         settings=(Setting("in-context-recall", {}, 12800, EPOCHS * 100),),
         learning_rates=(1e-3,),
         weight_decays=(0.0,),

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from fem.experiments.common.blocks import count_parameters
 from fem.experiments.common.jobs import digest_of
+from fem.experiments.common.loops import restore, save
 from fem.experiments.common.mixers import file_name
-from fem.experiments.common.run import replacing
 from fem.experiments.mad.backbone import build_backbone
 from fem.experiments.mad.settings import Setting, Training
 from fem.experiments.mad.tasks import IGNORED, build, generate
 from fem.optim import parameter_groups
 
+MINUTE = 60.0  # between checkpoints: those of a small model may take longer than its steps
 Point = dict[str, int | float]
 
 
@@ -44,16 +45,16 @@ class Job:
         return f"{self.setting.task}-{file_name(self.mixer)}-seed{self.seed}-{digest_of(asdict(self))}"
 
 
-def train(job: Job, device: torch.device, folder: Path | None = None) -> dict[str, Any]:
+def train(job: Job, device: torch.device, place: Path | None = None) -> dict[str, Any]:
     """Run the job; returns its tests, {"step", "train_loss", "test_loss", "micro", "macro"}, as "curve", the model's
     size as "parameters", and "seconds".
 
     AdamW with decay on weights alone, and cross-entropy over the scored tokens, at a constant learning rate after
     the warm-up: in MAD's own code the cosine schedule has no effect. Ends at the test that reaches `Training.enough`.
-    Every test leaves a checkpoint in `folder`, if one is given: a stopped training goes on from there and ends with
-    the same weights. One that has ended removes it.
+    A test a minute or more after the last checkpoint leaves another in the folder `place`, if one is given: a stopped
+    training goes on from there and ends with the same weights.
     """
-    began = perf_counter()
+    began = saved = perf_counter()
     setting, training = job.setting, job.training
     data = Data.of(setting, training, job.seed, device)
     vocab_size = build(setting.task, setting.settings).vocab_size
@@ -63,24 +64,15 @@ def train(job: Job, device: torch.device, folder: Path | None = None) -> dict[st
     optimiser = torch.optim.AdamW(parameter_groups(model, job.weight_decay), lr=job.learning_rate, fused=True)
     rise = max(1, round(training.warmup * setting.steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / rise))
-    batches = data.batches(training.batch, job.seed)
     tests = {round(setting.steps * part / training.checkpoints) for part in range(1, training.checkpoints + 1)}
-    curve: list[Point] = []
-    step, before = 0, 0.0
     parts = {"model": model, "optimiser": optimiser, "schedule": schedule}
-    checkpoint = folder and folder / f"{job.key}.pt"
-    if folder:
-        folder.mkdir(parents=True, exist_ok=True)
-    if checkpoint and checkpoint.exists():
-        saved = torch.load(checkpoint, device, weights_only=True)
-        for name, part in parts.items():
-            part.load_state_dict(saved[name])
-        curve, before = saved["curve"], saved["seconds"]
-        step = curve[-1]["step"]
-        next(islice(batches, step, step), None)
-    while step < setting.steps and not (curve and curve[-1]["micro"] >= training.enough):
-        step += 1
-        inputs, targets = next(batches)
+    measured: dict[str, Any] = (place and restore(place, parts, device)) or {"curve": [], "seconds": 0.0}
+    curve, began = measured["curve"], began - measured["seconds"]
+    done = curve[-1]["step"] if curve else 0
+    batches = islice(data.batches(training.batch, job.seed), done, setting.steps)
+    for step, (inputs, targets) in enumerate(batches, done + 1):
+        if curve and curve[-1]["micro"] >= training.enough:
+            break
         with torch.autocast(device.type, torch.bfloat16, enabled=training.bfloat16):
             logits = model(inputs)
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
@@ -90,13 +82,10 @@ def train(job: Job, device: torch.device, folder: Path | None = None) -> dict[st
         schedule.step()
         if step in tests:
             curve.append({"step": step, "train_loss": loss.item(), **evaluate(model, data, training)})
-            if checkpoint:
-                states = {name: part.state_dict() for name, part in parts.items()}
-                with replacing(checkpoint) as temporary:
-                    torch.save(states | {"curve": curve, "seconds": before + perf_counter() - began}, temporary)
-    if checkpoint:
-        checkpoint.unlink(missing_ok=True)
-    return {"curve": curve, "parameters": count_parameters(model), "seconds": before + perf_counter() - began}
+            if place and perf_counter() - saved >= MINUTE:
+                save(place, step, parts, {"curve": curve, "seconds": perf_counter() - began})
+                saved = perf_counter()
+    return {"curve": curve, "parameters": count_parameters(model), "seconds": perf_counter() - began}
 
 
 @dataclass(frozen=True)

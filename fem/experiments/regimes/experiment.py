@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from pathlib import Path
+
+import torch
 
 from fem.experiments.common.grid import RUNS, Grid, publish
 from fem.experiments.common.run import check_output, command_line, progress
 from fem.experiments.common.sweep import sweep
 from fem.experiments.regimes.report import overview, redraw, summary, write_report
 from fem.experiments.regimes.settings import RegimesRecipe
-from fem.experiments.regimes.training import constants, train
+from fem.experiments.regimes.training import build, constants, train
 
 
 def run(recipe: RegimesRecipe, output: Path, workers: int | None = None) -> dict:
     """Run the jobs without a record in `output`/runs, write table, page and plots; returns what results.json holds."""
     check_output(output, "regimes")
+    floors = constants(recipe.training, {task: recipe.known_tasks[task] for task in recipe.task_names})
+    with torch.device("meta"):  # what cannot be built is refused before anything is written
+        for task, row in product(recipe.task_names, recipe.rows):
+            build(recipe.known_tasks[task], row, recipe.training)
     train_all = partial(sweep, train=partial(train, tasks=recipe.known_tasks), workers=workers)
     seeds = range(recipe.seed, recipe.seed + recipe.seeds)
     tasks = {}
@@ -24,7 +31,6 @@ def run(recipe: RegimesRecipe, output: Path, workers: int | None = None) -> dict
             grid = Grid(output / RUNS, train_all, bars, f"regimes: {task}")
             tasks[task] = grid.tuned(recipe.rows, recipe.rates, seeds, partial(recipe.job, task), error)
     found = {task: of_task.chosen for task, of_task in tasks.items()}
-    floors = constants(recipe.training, {task: recipe.known_tasks[task] for task in found})
     return publish(
         output,
         "regimes",

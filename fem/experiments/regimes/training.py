@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -87,11 +88,14 @@ def build(task: Task, mixer: str, training: Training) -> nn.Module:
     return PoolModel(task.channels, task.outputs, mixer, width, heads, mlp, training.initialisation)
 
 
-def train(job: Job, device: torch.device, tasks: Mapping[str, Task] = TASKS) -> dict[str, Any]:
+def train(
+    job: Job, device: torch.device, place: Path | None = None, *, tasks: Mapping[str, Task] = TASKS
+) -> dict[str, Any]:
     """Run the job; returns its tests, {"step", "train_loss", "validation", "test", "beta"}, as "curve", the model's
     size as "parameters", and "seconds".
 
     AdamW without weight decay, linear warm-up, cosine to 0, gradients clipped at norm 1; every batch is new.
+    `place` stays empty: a training is over in minutes, so that one that is stopped begins again.
     """
     began = perf_counter()
     task, training = tasks[job.task], job.training

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 from rich.progress import Progress
-from transformers import EvalPrediction, PrinterCallback, TrainingArguments
+from transformers import EvalPrediction, TrainingArguments
 from transformers.utils.logging import disable_progress_bar
 
-from fem.experiments.common.checkpoints import checkpoints, set_aside, step_of, to_go_on_from
+from fem.experiments.common.checkpoints import STAGING, checkpoints, to_go_on_from
 from fem.experiments.common.integrity import MANIFEST
 from fem.experiments.common.mixers import fields_of
 from fem.experiments.common.names import display
-from fem.experiments.common.run import read_json, steps_bar, write_json
-from fem.experiments.common.saving import STAGING, SavingTrainer
-from fem.experiments.common.trainer import Score, Watch
+from fem.experiments.common.run import read_json, steps_bar
+from fem.experiments.common.saving import MEASURED, WatchedTrainer
+from fem.experiments.common.trainer import Watch
 from fem.experiments.vision.images import Pictures
 from fem.experiments.vision.pixels import Augmentation, Batches, View
 from fem.experiments.vision.settings import VisionRecipe
 from fem.models import FEMForImageClassification, FEMImageConfig
 
-TOTALS = "watch.json"
-WRITTEN_LAST = ("trainer_state.json", TOTALS)
-KEPT = 2
+WRITTEN_LAST = ("trainer_state.json", MEASURED)
 
 
 def model_config(job: VisionRecipe, classes: list[str]) -> FEMImageConfig:
@@ -49,31 +46,14 @@ def model_config(job: VisionRecipe, classes: list[str]) -> FEMImageConfig:
 
 
 class ImageWatch(Watch):
-    """`Watch`, which also passes the epoch to the training view, and keeps what it measured."""
+    """`Watch`, which also passes the epoch to the training view."""
 
-    def __init__(self, view: View, curve: list[Score], advance: Callable[[int, float | None], None]):
-        super().__init__(curve.append, advance)
-        self.view, self.curve = view, curve
+    def __init__(self, view: View, advance: Callable[[int, float | None], None]):
+        super().__init__(lambda score: None, advance)
+        self.view = view
 
     def on_epoch_begin(self, args, state, control, **_):
         self.view.epoch = int(state.epoch + 1e-6)
-
-    def restore(self, checkpoint: Path) -> None:
-        saved = json.loads((checkpoint / TOTALS).read_text(encoding="utf-8"))
-        self.seconds = saved["seconds"]
-        self.curve.extend(saved["curve"])
-
-
-class ImageTrainer(SavingTrainer):
-    """Saves with every checkpoint what `watch` has measured."""
-
-    def __init__(self, *, watch: ImageWatch, **given):
-        super().__init__(callbacks=[watch], **given)
-        self.watch = watch
-
-    def add_files(self, checkpoint: Path) -> None:
-        if self.args.process_index == 0:
-            write_json(checkpoint / TOTALS, {"seconds": self.watch.seconds, "curve": self.watch.curve})
 
 
 def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Path, bars: Progress) -> dict:
@@ -93,10 +73,9 @@ def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Pat
     view = View(pictures.train, *look, augmentation, job.seed)
     args = training_arguments(job, len(view), folder)
     _, advance = steps_bar(bars, f"{display(job.mixers)}, seed {job.seed}", args.max_steps)
-    watch = ImageWatch(view, [], advance)
-    trainer = ImageTrainer(
+    watch = ImageWatch(view, advance)
+    trainer = WatchedTrainer(
         output=folder,
-        keep=KEPT,
         watch=watch,
         model=model,
         args=args,
@@ -106,17 +85,7 @@ def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Pat
         compute_metrics=_accuracy,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
     )
-    trainer.remove_callback(PrinterCallback)
-    checkpoint = newest(folder)
-    if checkpoint is not None:
-        watch.restore(checkpoint)
-    elif checkpoints(folder):
-        raise ValueError(f"no checkpoint in {str(folder)!r} is whole; remove that folder to train it again.")
-    if trainer.is_world_process_zero():
-        for later in checkpoints(folder):
-            if checkpoint is not None and step_of(later) > step_of(checkpoint):
-                set_aside(later)
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    trainer.go_on(newest(folder))
     trainer.save_model(str(model_folder))
     tests = [point for point in watch.curve if "val_accuracy" in point]
     return {

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fem.ops.common.transforms import transformed
+from fem.ops.common.transforms import may_look
 
 _NEAR = 30.0  # exponents up to here go through exp itself, larger ones through logarithms
 LOG_ZERO = -1e30  # the logarithm of no weight; finite, so that the difference of two of them is finite, too
@@ -87,9 +87,8 @@ def merge_energies(gain: Tensor, one: Tensor, other: Tensor, beta: Tensor) -> Te
 
 
 def _may_read_back(x: Tensor) -> bool:
-    """Whether values of x may be read on the host, to skip work: on a CPU, outside gradients, graphs and transforms."""
-    free = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed(x))
-    return free and x.device.type == "cpu"
+    """Whether values of x may be read on the host to skip work, which is left undone under gradients."""
+    return not torch.is_grad_enabled() and may_look(x)
 
 
 def log_average(log_p: Tensor, y: Tensor, dim: int) -> Tensor:

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from fem.ops.common.steps import running_maximum
+from fem.ops.common.transforms import may_look
 from fem.state import CachePosition
 
 
@@ -133,7 +134,7 @@ def _as_bool(mask: Tensor, shape: tuple[int, int], name: str) -> Tensor:
         raise ValueError(f"{name} must have shape (batch, time) = {shape}, got {tuple(mask.shape)}.")
     if mask.dtype == torch.bool:
         return mask
-    if mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(((mask != 0) & (mask != 1)).any()):
+    if may_look(mask) and bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError(
             f"{name} must hold 0 and 1 alone, got values up to {int(mask.max())}; for documents use segment_ids."
         )

@@ -14,14 +14,22 @@ from torch.autograd import forward_ad
 
 
 def transformed(*tensors: Tensor | None) -> bool:
-    """Whether a transform of `torch.func` (grad, vmap, jvp, ...) is active, or a tensor carries a tangent."""
+    """Whether a transform of `torch.func` (grad, vmap, jvp, ...) is active, or a tensor carries a tangent.
+
+    Without tensors: whether any could carry one.
+    """
     if torch.compiler.is_compiling():
         return False
     if torch._C._functorch.maybe_current_level() is not None:
         return True
-    return forward_ad._current_level >= 0 and any(
-        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
-    )
+    if forward_ad._current_level < 0:
+        return False
+    return not tensors or any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def may_look(x: Tensor) -> bool:
+    """Whether values of x may be read on the host: on a CPU, where nothing waits, outside graphs and transforms."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transformed(x)
 
 
 def differentiated(*tensors: Tensor | None) -> bool:

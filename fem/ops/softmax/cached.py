@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fem.ops.common.precision import upcast
 from fem.ops.common.read import Read
+from fem.ops.common.transforms import may_look
 
 SMALL_BETA = 0.1  # below it e is exp(beta v) - 1
 REACH = {torch.float64: 700.0, torch.float32: 80.0, torch.bfloat16: 80.0, torch.float16: 9.5}  # largest |z|, in nats
@@ -89,8 +90,3 @@ def proven(out: Float[Tensor, "*n w"], beta: Float[Tensor, "..."]) -> Bool[Tenso
 def small_beta(beta: Tensor) -> Bool[Tensor, "..."] | None:
     """Where beta is small; None where that is known to be nowhere, which is looked at on a CPU."""
     return None if beta.numel() and may_look(beta) and beta.amin().item() >= SMALL_BETA else beta < SMALL_BETA
-
-
-def may_look(x: Tensor) -> bool:
-    """Whether values of x may be read on the host: on a CPU, outside graphs, where nothing waits for them."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()

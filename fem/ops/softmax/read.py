@@ -12,6 +12,7 @@ from fem.ops.common.backend import softmax_backend
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import Read, connected_zeros
 from fem.ops.common.tokens import Tokens
+from fem.ops.common.transforms import differentiated, transformed
 from fem.ops.softmax.composed import composed_read
 from fem.ops.softmax.decode import packed_step, softmax_step
 from fem.ops.softmax.exported import exported_read
@@ -111,10 +112,8 @@ def cached_read(
 
 
 def _free(*tensors: Tensor | None) -> bool:
-    """Whether no gradient is wanted, and values may be read on the host."""
-    if torch.compiler.is_compiling():
-        return False
-    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
+    """Whether no derivative is wanted, and values may be read on the host."""
+    return not (torch.compiler.is_compiling() or transformed(*tensors) or differentiated(*tensors))
 
 
 def _mask(

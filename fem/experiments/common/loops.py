@@ -1,0 +1,67 @@
+"""Checkpoints of a training in a plain loop: the states of its parts, and what it has measured."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fem.experiments.common.checkpoints import STAGING, checkpoints, set_aside, step_of, to_go_on_from
+from fem.experiments.common.integrity import publish
+from fem.experiments.common.run import note
+
+STATE, KEPT = "state.pt", 2
+
+
+def save(folder: Path, number: int, parts: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
+    """Write `folder`/checkpoint-NUMBER: the `state_dict` of every part, and what was measured; the newest two stay.
+
+    Raises OSError where it cannot be written whole, as on a full disk.
+    """
+    staging = folder / STAGING
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(parents=True)
+        torch.save({name: part.state_dict() for name, part in parts.items()} | measured, staging / STATE)
+        publish(staging, folder / f"checkpoint-{number}")
+    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError, and names no file
+        shutil.rmtree(staging, ignore_errors=True)
+        reason = error if isinstance(error, OSError) else f"is the disk full? ({str(error).splitlines()[0]})"
+        raise OSError(f"checkpoint-{number} could not be saved in {str(folder)!r}: {reason}") from error
+    for old in checkpoints(folder)[:-KEPT]:
+        shutil.rmtree(old)
+
+
+def restore(folder: Path, parts: Mapping[str, Any], device: torch.device) -> dict[str, Any] | None:
+    """Load the newest complete checkpoint into the parts; returns what was measured, None where there is none.
+
+    Damaged ones are set aside, which a note says. Raises ValueError where the checkpoint does not fit the parts.
+    """
+    newest = to_go_on_from(folder)
+    later = [found for found in checkpoints(folder) if newest is None or step_of(found) > step_of(newest)]
+    for damaged in later:
+        set_aside(damaged)
+    if newest is None:
+        if later:
+            note(f"no checkpoint in {str(folder)!r} is whole; its training starts again.")
+        return None
+    return load(newest / STATE, parts, device, folder)
+
+
+def load(path: Path, parts: Mapping[str, Any], device: torch.device, place: Path) -> dict[str, Any]:
+    """Load a file into the parts; returns what else it holds.
+
+    Raises ValueError where it does not fit the parts, and says that `place` is to be removed.
+    """
+    try:
+        saved = torch.load(path, device, weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(saved.pop(name))
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        told = f"{str(place)!r} is damaged, or another version's; remove it to train it again."
+        raise ValueError(told) from error
+    return saved
