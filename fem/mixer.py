@@ -229,7 +229,7 @@ class FreeEnergyMixer(nn.Module):
             raise foreign_state("layer", state.layer, self._kind)
         got, wanted = (dict(item.split("=") for item in kind.split(", ")) for kind in (state.layer, self._kind))
         shown = lambda kind: ", ".join(f"{name}={kind[name]}" for name in differing)  # noqa: E731
-        differing = [name for name in wanted if name in got and got[name] != wanted[name]]
+        differing = [name for name in wanted if name in got and _value(got[name]) != _value(wanted[name])]
         if differing:
             raise foreign_state("layer", shown(got), shown(wanted))
 
@@ -289,6 +289,14 @@ def _kind(config: FreeEnergyMixerConfig, prior: str) -> str:
     named = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in NOT_IN_STATES}
     written = lambda value: ";".join(map(str, value)) if isinstance(value, tuple) else value  # noqa: E731
     return ", ".join(f"{name}={written(value)}" for name, value in ({"prior": prior} | named).items())
+
+
+def _value(written: str) -> float | str:
+    """What `_kind` wrote of a field; 10000 is 10000.0."""
+    try:
+        return float(written)
+    except ValueError:
+        return written
 
 
 def _kind_before_0_2(config: FreeEnergyMixerConfig, prior: str) -> str:

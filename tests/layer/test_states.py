@@ -2,6 +2,7 @@
 
 import gzip
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,16 @@ def test_a_state_of_a_layer_that_differs_in_one_field_is_refused_by_its_name(fie
     layer = make_layer(prior_type=prior)
     with pytest.raises(ValueError, match=f"state belongs to another layer: it has .*{field}={fields[field]}"):
         layer(rest, state=state)
+
+
+def test_a_number_of_the_layer_may_be_written_as_an_integer():
+    """As it was where a configuration was given one: `rope_theta=10000`."""
+    layer, rest, state = prompt("softmax")
+    written = state.layer.replace("rope_theta=10000.0", "rope_theta=10000")
+    assert written != state.layer
+    assert torch.equal(layer(rest, state=replace(state, layer=written)), layer(rest, state=state))
+    with pytest.raises(ValueError, match="another layer: it has rope_theta=1000,"):
+        layer(rest, state=replace(state, layer=state.layer.replace("rope_theta=10000.0", "rope_theta=1000")))
 
 
 @pytest.mark.parametrize("fields", [{"dropout": 0.1}, {"backend": "plain"}, {"lambda_init": 1.0}], ids=str)
