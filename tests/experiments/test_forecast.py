@@ -105,6 +105,11 @@ def test_every_mixer_stands_in_a_backbone_of_equal_parameters(mixer):
     assert count[0] == pytest.approx(count[1], rel=2e-3)
 
 
+def test_slim_gates_start_as_in_every_other_experiment():
+    gate = build_backbone("softmax+LTG/r4", 7, 64, 8, **HOST | {"width": 64}).blocks[0].layer.gate.inner
+    assert gate.up.weight.std().item() == pytest.approx(4**-0.5, rel=0.3)  # it was .02, and lambda did not move
+
+
 def test_widths_are_the_paper_s():
     assert [width_for(channels) for channels in (7, 21, 137)] == [64, 128, 352]
 

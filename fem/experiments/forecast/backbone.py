@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
-from fem.experiments.common.blocks import EPS, Residual, count_parameters, narrowed
+from fem.experiments.common.blocks import EPS, Residual, count_parameters, initialise, narrowed
 from fem.experiments.common.mixers import fields_of
 from fem.experiments.forecast.settings import NONE
 from fem.mixer import FreeEnergyMixer
@@ -117,17 +117,8 @@ def build_backbone(
         parts.append(nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width)))
     blocks = nn.Sequential(*(Residual(width, part, dropout) for part in parts))
     backbone = ForecastBackbone(channels, lookback, horizon, width, blocks, dropout)
-    _initialise(backbone, parts, STD / math.sqrt(2 * layers))
-    return backbone
-
-
-@torch.no_grad()
-def _initialise(backbone: ForecastBackbone, parts: list[nn.Module], residual_std: float) -> None:
-    for module in backbone.modules():
-        if isinstance(module, nn.Linear):
-            module.weight[:, : module.in_features - getattr(module, "context", 0)].normal_(std=STD)
-            if module.bias is not None:
-                nn.init.constant_(module.bias, getattr(module, "start", 0.0))
+    initialise(backbone, "normal")
     for part in parts:
         written = part.output if isinstance(part, FreeEnergyMixer) else part[-1]
-        written.weight.normal_(std=residual_std)
+        nn.init.normal_(written.weight, std=STD / math.sqrt(2 * layers))
+    return backbone
