@@ -112,7 +112,7 @@ class FreeEnergyPooling(nn.Module):
         return self.read(queries, x, tokens.keep)
 
 
-def _check_tokens(name: str, x: Tensor, width: int, projection: Projection) -> None:
+def _check_tokens(name: str, x: Tensor, width: int, projection: nn.Module) -> None:
     check_embedded(name, x)
     if x.ndim != 3 or x.shape[-1] != width:
         raise ValueError(f"{name} must have shape (batch, tokens, {width}), got {tuple(x.shape)}.")

@@ -58,7 +58,7 @@ def check_embedded(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be a floating-point tensor of embedded tokens, got {got}; embed token ids first.")
 
 
-def check_place(name: str, x: Tensor, projection: Projection) -> None:
+def check_place(name: str, x: Tensor, projection: nn.Module) -> None:
     """Raise unless x has the device and dtype of the weights that read it, where no other library manages these."""
     if type(projection) is not Projection or "_hf_hook" in vars(projection):
         return

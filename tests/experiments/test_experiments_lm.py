@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+from fem.experiments.common.trainer import WeightDecayTrainer
 from fem.experiments.demo import experiment as demo
 from fem.experiments.inspect.layers import by_division, layer_tables, readings
 from fem.experiments.lm import small as lm
@@ -141,9 +142,8 @@ def test_models_of_one_seed_start_from_the_same_embeddings(corpus):
 
 def test_weight_decay_spares_beta_norms_and_biases(corpus, tmp_path):
     model = lm.build_model(lm.model_config(TINY, {}, 300), 0)
-    trainer = lm.WeightDecayTrainer(
-        model=model, args=lm.training_arguments(TINY, str(tmp_path)), eval_dataset=corpus.validation
-    )
+    args = lm.training_arguments(TINY, tmp_path, saved=False)
+    trainer = WeightDecayTrainer(model=model, args=args, eval_dataset=corpus.validation)
     decayed = set(trainer.get_decay_parameter_names(model))
     spared = {name for name, _ in model.named_parameters()} - decayed
     assert decayed

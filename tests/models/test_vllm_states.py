@@ -66,15 +66,16 @@ STAND_INS = {
 }
 
 
-@pytest.fixture
-def states(monkeypatch):
-    for name, contents in STAND_INS.items():
-        module = ModuleType(name)
-        vars(module).update(contents)
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "fem.models.engines.vllm_states", raising=False)
-    yield import_module("fem.models.engines.vllm_states")
-    sys.modules.pop("fem.models.engines.vllm_states")
+@pytest.fixture(scope="module")
+def states():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, contents in STAND_INS.items():
+            module = ModuleType(name)
+            vars(module).update(contents)
+            patch.setitem(sys.modules, name, module)
+        patch.delitem(sys.modules, "fem.models.engines.vllm_states", raising=False)
+        yield import_module("fem.models.engines.vllm_states")
+        sys.modules.pop("fem.models.engines.vllm_states")
 
 
 def drawn(fields):
