@@ -88,6 +88,14 @@ def mad(mixer: str) -> float:
     return 100 * results("mad_laptop")["mad"]["normal"][mixer]["mean"]["average"]["mean"]
 
 
+def recalls(mixer: str) -> str:
+    """Steps until 99.9 % of MAD's recall is right."""
+    found = results("mad_recall")["mad"]["torch"][mixer]["steps"]
+    assert found["to"] == 0.999
+    (steps,) = found["by_seed"]["in-context-recall"]
+    return f"{steps:,}"
+
+
 def scan(prior: str, length: str) -> float:
     return 1000 * results("scans_cpu")[prior]["train_s"][length]
 
@@ -128,6 +136,8 @@ def readme() -> list[str]:
         f"FEM ends at a loss of {demo['fem']['val_loss']:.3f} nats",
         f"attention at {demo['softmax']['val_loss']:.3f}.",
         f"{types['right']} model types of transformers",
+        f"steps to 99.9 %, one seed | {recalls('softmax')} | {recalls(FULL)} | "
+        f"the conditioner; without it {recalls(OWN)} |",
         f"{types['refused']} others are refused by name",
         f"of {cases.total()} small trainings",
         regimes_row("peak")
@@ -231,6 +241,7 @@ def faq() -> list[str]:
         f"brought {small['-C,G,T,L'] - small['+G']:.3f} of the {small['-C,G,T,L'] - small['-C']:.3f} nats",
         f"it was {at_3m['-C,G,T,L'] - at_3m['+G']:.3f} of {at_3m['-C,G,T,L'] - at_3m['-C']:.3f}, "
         f"and the conditioner brought {at_3m['-C'] - at_3m['full']:.3f} more",
+        f"{recalls('softmax+C')} steps to 99.9 %, FEM without C {recalls(OWN)}, attention {recalls('softmax')} |",
         f"alone reaches {mad('softmax+C'):.1f} of full FEM's {mad(FULL):.1f} %, attention {mad('softmax'):.1f}.",
         f"[{gained('gpt2', TRAINED):.3f} nats for a GPT-2]",
         f"[{gained('llama', TRAINED):.3f} for a Llama]",
