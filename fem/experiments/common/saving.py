@@ -107,7 +107,10 @@ class WatchedTrainer(SavingTrainer):
             for later in there:
                 if step_of(later) > step_of(checkpoint):
                     set_aside(later)
-        self.train(resume_from_checkpoint=str(checkpoint))
+        if step_of(checkpoint) < self.args.max_steps:
+            self.train(resume_from_checkpoint=str(checkpoint))
+        else:  # the Trainer would take one more step
+            self._load_from_checkpoint(str(checkpoint))
 
 
 def kept(output: Path) -> str:

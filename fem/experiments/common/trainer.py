@@ -46,10 +46,10 @@ class Watch(TrainerCallback):
 
     def on_log(self, args, state, control, logs, **_):
         found = {ours: float(logs[theirs]) for theirs, ours in LOGGED.items() if theirs in logs}
-        self.loss = found.get("val_loss", self.loss)
         if found:
             self.measured({"step": state.global_step, "seconds": self.seconds, **found})
 
     def measured(self, score: Score) -> None:
+        self.loss = score.get("val_loss", self.loss)
         self.curve.append(score)
         self.log(score)
