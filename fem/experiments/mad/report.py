@@ -17,14 +17,13 @@ from fem.experiments.mad.table import (
     SCORES,
     Scores,
     average,
-    baseline_runs,
     by_row,
     level_of,
     readable,
     scored,
     scores_of,
+    steps_of,
     steps_table,
-    steps_to,
     table1,
     task_scores,
 )
@@ -33,20 +32,15 @@ from fem.experiments.mad.table import (
 def summary(records: Sequence[dict]) -> dict:
     """Every score of every mixer in every task, by initialisation: a figure per seed, and their mean."""
     found: dict = {}
-    level = level_of(records)
+    level, tasks = level_of(records), dict.fromkeys(record["job"]["setting"]["task"] for record in records)
     for (mixer, initialisation), own in by_row(records).items():
         found.setdefault(initialisation, {})[mixer] = {
             "parameters": own[0]["parameters"],
             "seconds": round(sum(record["seconds"] for record in own), 1),
             **{score: _by_task(own, score) for score in scores_of(records)},
-            "steps": {"to": level, "by_seed": _steps(own, level)},
+            "steps": {"to": level, "by_seed": {task: steps_of(own, task, level) for task in tasks}},
         }
     return found
-
-
-def _steps(records: Sequence[dict], level: float) -> dict[str, list[int | None]]:
-    tasks = dict.fromkeys(record["job"]["setting"]["task"] for record in records)
-    return {task: [steps_to(level, run["curve"]) for run in baseline_runs(records, task)] for task in tasks}
 
 
 def _by_task(records: Sequence[dict], score: str) -> dict[str, dict]:

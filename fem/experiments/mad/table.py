@@ -205,13 +205,17 @@ def level_of(records: Sequence[dict]) -> float:
     return records[0]["job"]["training"].get("enough", 0.9)
 
 
+def steps_of(records: Sequence[dict], task: str, level: float) -> list[int | None]:
+    """`steps_to` of one mixer's runs in the task's first setting, a figure per seed."""
+    return [steps_to(level, record["curve"]) for record in baseline_runs(records, task)]
+
+
 def steps_table(records: Sequence[dict]) -> list[dict]:
     """Steps until the accuracy in a task's first setting is `level_of`, a figure per seed, "-" where it never is."""
     rows, level = [], level_of(records)
     for (mixer, initialisation), own in by_row(records).items():
         row: dict = {"mixer": display(mixer), "start": initialisation}
         for task, title in COLUMNS.items():
-            steps = [steps_to(level, record["curve"]) for record in baseline_runs(own, task)]
-            row[title] = " ".join(str(step or "-") for step in steps) or None
+            row[title] = " ".join(str(step or "-") for step in steps_of(own, task, level)) or None
         rows.append(row)
     return rows

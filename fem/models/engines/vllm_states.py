@@ -66,8 +66,12 @@ def rows_of(metadata) -> list[Rows]:
     starts, ends = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     tokens = [range(first, last) for first, last in pairwise(starts)]
     before = [end - len(own) for own, end in zip(tokens, ends)]
-    single = [request for request, own in enumerate(tokens) if len(own) == 1 and before[request]]
-    others = [[request] for request, own in enumerate(tokens) if len(own) and request not in single]
+    single, others = [], []
+    for request, own in enumerate(tokens):
+        if len(own) == 1 and before[request]:
+            single.append(request)
+        elif own:
+            others.append([request])
     on_device = lambda numbers: torch.tensor(numbers, device=metadata.seq_lens.device)  # noqa: E731
     found = []
     for requests in filter(None, [single, *others]):
