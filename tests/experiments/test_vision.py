@@ -541,6 +541,9 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(pictures, tmp_path,
     resumed = trained(JOB, pictures, tmp_path / "stopped")
     assert resumed[0] == whole[0]
     assert same(resumed[2], whole[2])
+    ended = trained(JOB, pictures, tmp_path / "stopped")  # stopped between its last checkpoint and its record
+    assert ended[0] == whole[0]
+    assert same(ended[2], whole[2])
     assert not same(trained(replace(JOB, seed=1), pictures, tmp_path / "other")[2], whole[2])
 
 
