@@ -96,11 +96,11 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
             self.intermediate_size = 256 * -(-8 * self.hidden_size // (3 * 256))
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        priors = [self._own_fields(layer)["prior_type"] for layer in range(self.num_hidden_layers)]
+        keep_keys = any(_keeps_keys(self._own_fields(layer)) for layer in range(self.num_hidden_layers))
         if self.max_position_embeddings == "auto":
-            self.max_position_embeddings = 4096 if "softmax" in priors else None
+            self.max_position_embeddings = 4096 if keep_keys else None
         self.mixer_configs()  # raises on what no layer can have
-        if self._grouped and "softmax" not in priors:
+        if self._grouped and not keep_keys:
             raise ValueError(f"num_key_value_heads needs a softmax layer, got {self.num_key_value_heads} without one.")
         self.base_model_tp_plan = tensor_plan(self)
         super().__post_init__(**given)
@@ -122,10 +122,9 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     def _layer_fields(self, layer: int) -> dict:
         """The layer's own fields, and the shared ones, without those that only the priors of other layers read."""
         own = self._own_fields(layer)
-        reads = lambda fields: set(getattr(PRIORS.get(fields["prior_type"]), "uses", ()))  # noqa: E731
-        elsewhere = set().union(*(reads(self._own_fields(i)) for i in range(self.num_hidden_layers))) - reads(own)
+        elsewhere = set().union(*(_uses(self._own_fields(i)) for i in range(self.num_hidden_layers))) - _uses(own)
         fields = {name: value for name, value in self.mixer.items() if name not in elsewhere} | own
-        if fields["prior_type"] == "softmax" and self._grouped:
+        if self._grouped and _keeps_keys(fields):
             fields.setdefault("n_kv_head", self.num_key_value_heads)
         return fields
 
@@ -184,6 +183,15 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
                 )
             if isinstance(entry, dict):
                 _check_names(f"layer_priors[{layer}]", entry, {"causal": "a language model", "n_embd": "hidden_size"})
+
+
+def _uses(fields: dict) -> set[str]:
+    """What the prior of a layer reads of the configuration; nothing where it is unknown, which is refused later."""
+    return set(getattr(PRIORS.get(fields["prior_type"]), "uses", ()))
+
+
+def _keeps_keys(fields: dict) -> bool:
+    return "n_kv_head" in _uses(fields)
 
 
 def _check_names(where: str, fields: dict, owners: dict[str, str]) -> None:

@@ -75,6 +75,10 @@ def _check_model(model: nn.Module, mixers: list[FreeEnergyMixer]) -> None:
     for mixer in mixers:
         if isinstance(mixer.prior, OperatorPrior):
             raise ValueError("an operator prior has no state to hand on, so its rows cannot be split.")
+        if isinstance(mixer.prior, SoftmaxPrior) and mixer.prior.reads_otherwise():
+            raise ValueError(
+                f"{type(mixer.prior).__name__} reads keys and values in a way of its own, so its rows cannot be split."
+            )
         if not mixer.config.causal:
             raise ValueError("causal=False reads what comes after as well; only rows of causal layers can be split.")
 

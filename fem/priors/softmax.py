@@ -36,6 +36,12 @@ class SoftmaxPrior(Prior):
     def widths(config: FreeEnergyMixerConfig) -> Widths:
         return Widths(config.n_embd * (config.qk_dim + config.kv_heads * config.key_width), key_maps=2)
 
+    @classmethod
+    def reads_otherwise(cls) -> bool:
+        """Whether a subclass reads its keys and values in a way of its own, which neither an engine's attention nor
+        context parallelism knows."""
+        return cls.read is not SoftmaxPrior.read
+
     def check(self, config):
         if not config.normalize:  # of a prior under another name: the configuration knows this one's
             raise ValueError("normalize=False is for scan priors; a softmax prior is normalised by definition.")

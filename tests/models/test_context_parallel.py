@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+from own_priors import MeanPrior
 from test_engines import small_model, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -66,6 +67,7 @@ def layer(prior=None, **fields) -> FreeEnergyMixer:
     [
         (layer(causal=False), "causal=False"),
         (layer(OperatorPrior(lambda x: x.cumsum(1)), use_conv=False), "no state"),
+        (layer(MeanPrior(FreeEnergyMixerConfig(n_embd=16, n_head=2))), "MeanPrior reads keys and values in a way of"),
         (nn.Sequential(layer(), nn.Linear(16, 16)), "Sequential"),
     ],
 )

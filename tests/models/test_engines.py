@@ -8,6 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+from own_priors import register
 from transformers import DynamicCache
 
 from fem.models import FEMCache, FEMConfig, FEMForCausalLM, calibrate
@@ -71,6 +72,27 @@ def test_logits_and_tokens_of_an_engine_are_those_of_the_exact_read(family, engi
         assert torch.equal(model.generate(ids, **how), written)
     assert logits.isfinite().all()
     torch.testing.assert_close(logits[mask.bool()], exact[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_softmax_of_other_scores_has_what_attention_has(monkeypatch):
+    """Grouped heads, an engine's attention and its cache, a length of its own; under whatever name."""
+    register(monkeypatch)
+    model, ids = small_model(prior_type="cosine", num_key_value_heads=2), tokens(2, 9)
+    assert model.model.layers[0].mixer.config.kv_heads == 2
+    assert FEMConfig(vocab_size=9, prior_type="cosine").max_position_embeddings == 4096
+    how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    exact, written = model(ids).logits, model.generate(ids, **how)
+    torch.testing.assert_close(served(model, "sdpa", ids).logits, exact, rtol=1e-4, atol=1e-4)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model.generate(ids, **how), written)
+
+
+def test_a_prior_with_a_read_of_its_own_is_no_attention(monkeypatch):
+    register(monkeypatch)
+    model = small_model(prior_type="mean_alone", num_key_value_heads=2)
+    with pytest.raises(ValueError, match="layer 0 has the 'mean_alone' prior, which is not an attention"):
+        model.set_attn_implementation("sdpa")
 
 
 def test_a_model_reads_exactly_unless_an_engine_is_named():

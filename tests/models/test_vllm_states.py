@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from own_priors import register
 from torch import nn
 
 from fem.models import FEMConfig, FEMForCausalLM
@@ -164,6 +165,12 @@ def test_what_slots_cannot_hold_is_refused_by_name(states, fields, reason):
     assert obstacle_to_states(config).startswith(reason)
     with pytest.raises(ValueError, match=reason):
         inside_vllm(states, FEMForCausalLM(config))
+
+
+def test_keys_and_values_that_are_read_otherwise_fit_no_slot(monkeypatch):
+    register(monkeypatch)
+    config = FEMConfig(**SIZES, layer_priors=["gla", "mean_alone"])
+    assert obstacle_to_states(config).startswith("layer 1 keeps keys and values, and its prior 'mean_alone' reads")
 
 
 def test_a_checkpoint_of_another_model_is_refused(states):

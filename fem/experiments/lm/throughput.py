@@ -8,6 +8,7 @@ import sys
 import torch
 
 from fem.models import FEMForCausalLM
+from fem.models.engines.support import attends
 
 # Peak of dense bfloat16 matrix products in operations a second, by a part of the GPU's name (vendors' data sheets).
 PEAKS = {
@@ -30,7 +31,7 @@ def flops_per_token(model: FEMForCausalLM, context: int) -> int:
     """
     config = model.config
     weights = model.num_parameters() - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
-    softmax = [mixer for mixer in config.mixer_configs() if mixer.prior_type == "softmax"]
+    softmax = [mixer for mixer in config.mixer_configs() if attends(mixer)]
     return 6 * weights + 3 * context * sum(m.qk_dim + (1 + m.use_lse) * m.fem_dim for m in softmax)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fem.config import FreeEnergyMixerConfig
+from fem.config import PRIORS, FreeEnergyMixerConfig
+from fem.priors.softmax import SoftmaxPrior
 
 if TYPE_CHECKING:
     from fem.models.configuration import FEMConfig
@@ -33,7 +34,7 @@ def obstacle(config: FEMConfig) -> str | None:
 
 def _obstacle(mixer: FreeEnergyMixerConfig) -> str | None:
     if not attends(mixer):
-        return f"has the {mixer.prior_type!r} prior, a recurrence, and an attention's cache holds no state"
+        return f"has the {mixer.prior_type!r} prior, which is not an attention over keys and values"
     if mixer.use_conv:
         return "has the conditioner (use_conv=True), a recurrence, and an attention's cache holds no state"
     if mixer.value_logexp_cap is not None:
@@ -49,6 +50,8 @@ def obstacle_to_states(config: FEMConfig) -> str | None:
     if not states:
         return "no layer has a state of fixed size."
     for layer, mixer in enumerate(mixers):
+        if not attends(mixer) and issubclass(PRIORS[mixer.prior_type], SoftmaxPrior):
+            return f"layer {layer} keeps keys and values, and its prior {mixer.prior_type!r} reads them in its own way."
         if attends(mixer) and mixer.value_logexp_cap is not None:
             return f"layer {layer} {_CAPPED}."
         if attends(mixer) and mixer.kv_heads != config.num_key_value_heads:
@@ -59,8 +62,9 @@ def obstacle_to_states(config: FEMConfig) -> str | None:
 
 
 def attends(mixer: FreeEnergyMixerConfig) -> bool:
-    """Whether the layer keeps keys and values."""
-    return mixer.prior_type == "softmax"
+    """Whether the layer is softmax attention over keys and values that it keeps, by whatever queries and keys."""
+    prior = PRIORS[mixer.prior_type]
+    return issubclass(prior, SoftmaxPrior) and not prior.reads_otherwise()
 
 
 def has_state(mixer: FreeEnergyMixerConfig) -> bool:

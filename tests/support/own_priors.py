@@ -1,0 +1,31 @@
+"""Softmax priors under names of their own, as a user would register them."""
+
+from __future__ import annotations
+
+from fem.config import PRIORS
+from fem.priors.softmax import SoftmaxPrior
+
+
+class CosinePrior(SoftmaxPrior):
+    """Own queries and keys, read as attention reads them."""
+
+    name = "cosine"
+
+    def queries_and_keys(self, features, position):
+        q, k = super().queries_and_keys(features, position)
+        return 4 * q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
+
+
+class MeanPrior(SoftmaxPrior):
+    """Keys and values of attention, but its free energy is the mean."""
+
+    name = "mean_alone"
+
+    def read(self, features, v, beta, tokens, memory):
+        read, memory = super().read(features, v, beta, tokens, memory)
+        return read._replace(free_energy=read.mean), memory
+
+
+def register(monkeypatch) -> None:
+    for prior in (CosinePrior, MeanPrior):
+        monkeypatch.setitem(PRIORS, prior.name, prior)
