@@ -18,9 +18,8 @@ import typer
 
 def source_files() -> list[Path]:
     standard_library = Path(sysconfig.get_path("stdlib"))
-    python = [
-        path for path in standard_library.rglob("*.py") if not {"site-packages", "test", "tests"} & set(path.parts)
-    ]
+    left_out = {"site-packages", "test", "tests"}
+    python = [p for p in standard_library.rglob("*.py") if not left_out & set(p.relative_to(standard_library).parts)]
     return sorted(python) + sorted(Path(torch.__file__).parent.rglob("*.py"))
 
 
