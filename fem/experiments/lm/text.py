@@ -13,7 +13,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fem.experiments.lm.pieces import file_pieces
+from fem.experiments.lm.pieces import file_pieces, pieces
 
 END = "<|end|>"
 HELD_OUT = 0.05
@@ -48,7 +48,7 @@ def build_corpus(text: Path | list[str] | None, vocabulary: int, context: int) -
     """
     documents = list(python_documents()) if text is None else text if isinstance(text, list) else [read_text(text)]
     train, held_out = _split(documents)
-    tokenizer = train_tokenizer(train, vocabulary)
+    tokenizer = train_tokenizer((piece for document in train for piece in pieces(document)), vocabulary)
     streams = [_tokens(part, tokenizer) for part in (train, held_out)]
     for name, stream in zip(("training", "held-out"), streams):
         if len(stream) < context:
@@ -118,8 +118,9 @@ def _split(documents: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _tokens(documents: list[str], tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
-    encoded = tokenizer.backend_tokenizer.encode_batch_fast([document + END for document in documents])
-    return np.concatenate([np.asarray(document.ids, dtype=np.int64) for document in encoded])
+    encode = tokenizer.backend_tokenizer.encode_batch_fast
+    encoded = (encode([piece])[0].ids for document in documents for piece in pieces(document + END))
+    return np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
 
 
 def _blocks(stream: np.ndarray, context: int) -> Dataset:
