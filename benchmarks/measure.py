@@ -1,4 +1,4 @@
-"""Pages of results for the scripts beside this file, which measure with `fem.experiments.bench.measure`."""
+"""Pages of results for the scripts beside this file, which measure with `fem.experiments.common.measure`."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.distributed import DistributedConfig
 
-from fem.experiments.bench.measure import resident
+from fem.experiments.common.measure import resident
 from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.context import context_parallel, own_part
 from fem.models.loss import next_tokens

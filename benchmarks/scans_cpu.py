@@ -12,7 +12,7 @@ import torch
 from measure import save
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
-from fem.experiments.bench.measure import alternate, cpu_growth, in_fresh_process
+from fem.experiments.common.measure import alternate, cpu_growth, in_fresh_process
 from fem.functional import channel_scan_read
 from fem.ops.common.read import Read
 

@@ -17,7 +17,7 @@ from fem.experiments.common.jobs import keep
 from fem.experiments.common.run import progress, read_json
 from fem.experiments.common.saving import SavingTrainer
 from fem.experiments.common.trainer import Watch
-from fem.experiments.lm import ablate
+from fem.experiments.lm import ablate, equal_time
 from fem.experiments.lm.ablations import ROWS, row_fields
 from fem.experiments.lm.small import LanguageRecipe, build_model, model_config
 from fem.models import FEMConfig
@@ -101,7 +101,7 @@ def test_every_row_takes_its_own_best_rate_on_the_first_seed_alone(tmp_path):
 
     grid = Grid(tmp_path, train, progress(), "trainings")
     tuned = grid.tuned(["full", "+G"], (0.001, 0.01), range(2), job, lambda record: record["val_loss"])
-    ablation = ablate.Ablation("softmax", *tuned)
+    ablation = ablate.Ablation("softmax", *tuned, {})
     assert [ablation.best(row) for row in ("full", "+G")] == [0.01, 0.001]
     assert {(row, rate) for row, rate, seed in asked if seed == 1} == {("full", 0.01), ("+G", 0.001)}
     table = {row["row"]: row for row in ablation.table()}
@@ -135,6 +135,34 @@ def test_an_ablation_writes_what_it_promises_and_goes_on(text, tmp_path, monkeyp
     assert len(trained) == 2
     for row in results:
         assert again[row]["loss"] == results[row]["loss"]
+
+
+def test_in_equal_time_slower_rows_take_fewer_steps(text, tmp_path, monkeypatch):
+    recipe = replace(TINY, text=text, rows="full -C,G,T,L", learning_rates="0.001", seeds=1, steps=7, equal_time=True)
+    clock = {"full": 0.3, "-C,G,T,L": 0.2}
+    monkeypatch.setattr(equal_time, "alternate", lambda steps, *how: {row: clock[row] for row in steps})
+    table = ablate.run(recipe, tmp_path)["ablate"]
+    taken = {row: (found["steps"], found["ms a step"]) for row, found in table.items()}
+    assert taken == {"full": (5, 300), "-C,G,T,L": (7, 200)}  # 7 steps of .2 s take as long as 4.7 of .3 s
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for row, (steps, _) in taken.items():
+        assert max(line["step"] for line in lines if line["row"] == row) == steps
+    page = (tmp_path / "report.md").read_text()
+    assert ", equal time\n" in page
+    assert "--equal-time" in page
+
+    clock["full"] = 9.0  # what was measured is kept: the trainings of a run that goes on are the same
+    assert ablate.run(recipe, tmp_path)["ablate"] == table
+    for changed in ({"rows": "full -C,G,T,L +G"}, {"width": 16}):
+        with pytest.raises(ValueError, match="holds what other models cost; remove it"):
+            ablate.run(replace(recipe, **changed), tmp_path)
+
+
+def test_what_a_step_of_every_row_costs_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(equal_time, "SECONDS", 0.0)
+    seconds = equal_time.step_seconds(replace(TINY, equal_time=True), tmp_path / "new")
+    assert seconds.keys() == {"full", "-C,G,T", "+G"}
+    assert min(seconds.values()) > 0
 
 
 def test_a_training_that_was_stopped_ends_as_one_that_was_not(text, tmp_path, monkeypatch):

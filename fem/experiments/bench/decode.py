@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import StaticCache
 
 from fem.experiments.bench.cases import Case
-from fem.experiments.bench.measure import alternate
 from fem.experiments.bench.mixers import Attention, build_mixer
+from fem.experiments.common.measure import alternate
 from fem.mixer import FreeEnergyMixer
 from fem.models import FEMConfig
 from fem.models.engines.attention import EngineAttention

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fem.experiments.bench.cases import Case
-from fem.experiments.bench.measure import Step, alternate, cpu_growth, gpu_growth, in_fresh_process, operations
 from fem.experiments.bench.mixers import BASELINE, Size, build_blocks, build_mixer
 from fem.experiments.common import baselines
+from fem.experiments.common.measure import Step, alternate, cpu_growth, gpu_growth, in_fresh_process, operations
 from fem.functional import softmax_read
 
 SHORT = 16

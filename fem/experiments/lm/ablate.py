@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 
 
 PLAIN, GATED = "-C,G,T,L", "+G"
+EQUAL_TIME = (
+    " All rows train for equal time: one whose step takes longer than the fastest row's takes fewer steps, and its "
+    "learning rate falls to 0 within these. ms a step: median process time of forward, backward and AdamW, in turn."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,7 @@ class Ablation:
     prior: str
     tuning: dict[str, dict[float, dict]]
     chosen: dict[str, list[dict]]
+    seconds: dict[str, float]  # of a step, where all rows train for equal time; else empty
 
     def name(self, row: str) -> str:
         return display(mixer_name(row, self.prior))
@@ -88,12 +93,18 @@ class Ablation:
                     "sd": spread(losses),
                     **over,
                     "by seed": ", ".join(f"{loss:.3f}" for loss in losses),
+                    **self._time(row),
                     "learning rate": f"{self.best(row):g}",
                     "parameters": records[0]["parameters"],
                     "tokens/s": round(mean(record["tokens_per_second"] for record in records)),
                 }
             )
         return found
+
+    def _time(self, row: str) -> dict:
+        if not self.seconds:
+            return {}
+        return {"steps": self.chosen[row][0]["job"]["language"]["steps"], "ms a step": round(1e3 * self.seconds[row])}
 
     def _losses(self, row: str) -> list[float]:
         return [record["val_loss"] for record in self.chosen[row]]
@@ -109,6 +120,7 @@ class Ablation:
 
 def run(recipe: AblateRecipe, output: Path) -> dict:
     """The ablation, written to `output`; trainings with a record there do not run again."""
+    from fem.experiments.lm.equal_time import step_seconds, steps_of
     from fem.experiments.lm.small import model_config
     from fem.experiments.lm.text import build_corpus
 
@@ -119,14 +131,19 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
         corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)
         text = hashlib.blake2b(corpus.train["input_ids"][:].numpy(), digest_size=8).hexdigest()
 
+        seconds = step_seconds(recipe, output) if recipe.equal_time else {}
+
         def job(row: str, rate: float, seed: int) -> Job:
             mixer = row_fields(row, recipe.prior) | {"lambda_init": recipe.lambda_init}
-            return Job(row=row, mixer=mixer, language=recipe.language(rate, seed), text=text)
+            language = recipe.language(rate, seed)
+            if seconds:
+                language = replace(language, steps=steps_of(row, recipe.steps, seconds))
+            return Job(row=row, mixer=mixer, language=language, text=text)
 
         train_all = partial(one_by_one, train=lambda job, place: train_job(job, corpus, bars, place))
         grid, seeds = Grid(output / RUNS, train_all, bars, "trainings"), range(recipe.seed, recipe.seed + recipe.seeds)
         tuned = grid.tuned(recipe.row_names(), recipe.rates(), seeds, job, itemgetter("val_loss"))
-    ablation = Ablation(recipe.prior, *tuned)
+    ablation = Ablation(recipe.prior, *tuned, seconds)
     table = ablation.table()
     return publish(
         output,
@@ -179,7 +196,7 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
     write_page(
         folder,
         f"The parts of FEM in a language model: {recipe.prior} prior, {parameters(ablation) / 1e6:.2f}M parameters, "
-        f"{tokens / 1e6:.1f}M tokens",
+        f"{tokens / 1e6:.1f}M tokens{', equal time' if recipe.equal_time else ''}",
         f"{recipe.layers} blocks of width {recipe.width} with {recipe.heads} heads; {recipe.steps} steps of "
         f"{recipe.batch} x {recipe.context} tokens of {source_name(recipe.text)}, "
         f"byte-pair vocabulary of {recipe.vocabulary}. {KEY} All rows have the same parameters "
@@ -188,8 +205,9 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
         "validation, nats per token after the last step, mean over seeds; sd: over seeds; row: the paper's name, by "
         "the parts that are missing (-) or alone (+); below ..., paired: the difference from that row on the same "
         "seeds, ± its standard error. "
-        f"{tokens:,} tokens a training, about {6.0 * parameters(ablation) * tokens:.2g} "
-        "floating-point operations (6 a parameter and token).",
+        f"{tokens:,} tokens a training{' of the fastest row' if recipe.equal_time else ''}, about "
+        f"{6.0 * parameters(ablation) * tokens:.2g} floating-point operations (6 a parameter and token)."
+        + (EQUAL_TIME if recipe.equal_time else ""),
         markdown_table(ablation.table(), {"loss": min}),
         "![last validation loss of every row, a dot per seed](loss.png)",
         "## Learning rates",

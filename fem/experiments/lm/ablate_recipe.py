@@ -38,6 +38,7 @@ class AblateRecipe:
     context: int = option(128, "Tokens per sequence.")
     batch: int = option(4, "Sequences per step.", called="batch_size")
     steps: int = option(600, "Optimiser steps.")
+    equal_time: bool = option(False, "Fewer steps for mixers that take longer: all train as long as the fastest.")
     validations: int = option(6, "Validations, evenly spaced.")
     threads: int = option(1, "CPU threads.")
 
