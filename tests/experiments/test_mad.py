@@ -453,13 +453,13 @@ def test_runs_that_end_early_are_compared_by_their_steps(tmp_path):
         [pytest.approx(0.4), pytest.approx(2.3 / 3), pytest.approx(2.9 / 3)],
     )
     curves(tmp_path / "curves.png", records)
-    write_report(tmp_path / "report.md", records, PROFILES["recall"], "fem mad --profile recall")
+    write_report(tmp_path, records, PROFILES["recall"], "fem mad --profile recall")
     page = (tmp_path / "report.md").read_text()
     assert "## Steps to 99.9 %" in page
     assert "mean over the evenly spaced tests" not in page
     assert "mean" not in summary(records)["normal"]["softmax"]
     ordinary = [record()]
-    write_report(tmp_path / "report.md", ordinary, PROFILES["laptop"], "fem mad")
+    write_report(tmp_path, ordinary, PROFILES["laptop"], "fem mad")
     page = (tmp_path / "report.md").read_text()
     assert "## Steps to 90 %" in page
     assert "mean over the evenly spaced tests" in page

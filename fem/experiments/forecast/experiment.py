@@ -37,7 +37,7 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
         recipe,
         records=(({name: record[name] for name in names}, record) for record in records),
         tables={"table": report.table(records), "table4": report.table4(report.summary(records))},
-        page=lambda folder: report.write(folder, records, command_line("forecast", recipe, ForecastRecipe)),
+        page=lambda folder: report.write_report(folder, records, command_line("forecast", recipe, ForecastRecipe)),
         results={"forecast": report.summary(records)},
         redraw=picture.redraw,
         shown=("Forecasts of equal size: errors on scaled test data", report.short_table(records)),

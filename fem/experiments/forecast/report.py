@@ -8,7 +8,7 @@ from statistics import mean
 
 from fem.experiments.common.paired import spread
 from fem.experiments.common.run import provenance
-from fem.experiments.common.tables import markdown_table
+from fem.experiments.common.tables import markdown_table, write_page
 from fem.experiments.forecast import picture
 
 TABLE_4_MODELS = ("FEM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "GLA", "iTransformer", "PatchTST", "DLinear")
@@ -87,34 +87,22 @@ def table4(summaries: Sequence[dict]) -> list[dict]:
     return rows
 
 
-def write(folder: Path, records: Sequence[dict], command: str) -> None:
+def write_report(folder: Path, records: Sequence[dict], command: str) -> None:
     """forecasts.png and report.md in `folder`."""
     picture.forecasts(folder / "forecasts.png", records)
-    page = PAGE.format(
-        table=markdown_table(table(records), {"MSE": min, "MAE": min}),
-        note=TABLE_4_NOTE,
-        table4=markdown_table(table4(summary(records))),
-        provenance=provenance(command),
+    write_page(
+        folder,
+        "Forecasting: FEM in the paper's backbone",
+        "MSE and MAE on scaled data over all test windows, steps and channels; nothing is dropped. Scaling, splits and "
+        "windows are the same for all. All mixers are compared in one backbone with equal parameters: one that has "
+        'more gets narrower MLPs. "no mixer" is that backbone with the mixers\' parameters in its MLPs, so that no '
+        "token sees another. DLinear, PatchTST, iTransformer and FEMForecaster are trained by neuralforecast. CPU s: "
+        "of training one seed, its validation included; sd: over seeds.",
+        markdown_table(table(records), {"MSE": min, "MAE": min}),
+        "![test error of every model, a dot per seed](errors.png)",
+        "![one test window and its forecasts](forecasts.png)",
+        "## Table 4",
+        TABLE_4_NOTE,
+        markdown_table(table4(summary(records))),
+        provenance(command),
     )
-    (folder / "report.md").write_text(page, encoding="utf-8")
-
-
-PAGE = """# Forecasting: FEM in the paper's backbone
-
-MSE and MAE on scaled data over all test windows, steps and channels; nothing is dropped. Scaling, splits and windows
-are the same for all. All mixers are compared in one backbone with equal parameters: one that has more gets narrower
-MLPs. "no mixer" is that backbone with the mixers' parameters in its MLPs, so that no token sees another. DLinear,
-PatchTST, iTransformer and FEMForecaster are trained by neuralforecast. CPU s: of training one seed, its validation
-included; sd: over seeds.
-
-{table}
-![test error of every model, a dot per seed](errors.png)
-
-![one test window and its forecasts](forecasts.png)
-
-## Table 4
-
-{note}
-
-{table4}
-{provenance}"""

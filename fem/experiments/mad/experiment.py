@@ -27,7 +27,7 @@ def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
 
     def page(folder: Path) -> None:
         picture.curves(folder / "curves.png", records)
-        write_report(folder / "report.md", records, profile, command_line("mad", recipe, MADRecipe()))
+        write_report(folder, records, profile, command_line("mad", recipe, MADRecipe()))
 
     return publish(
         output,

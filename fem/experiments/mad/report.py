@@ -10,7 +10,7 @@ from statistics import mean
 
 from fem.experiments.common.names import KEY
 from fem.experiments.common.run import provenance
-from fem.experiments.common.tables import markdown_table
+from fem.experiments.common.tables import markdown_table, write_page
 from fem.experiments.mad.settings import PROFILES, Profile
 from fem.experiments.mad.table import (
     COLUMNS,
@@ -52,61 +52,45 @@ def _by_task(records: Sequence[dict], score: str) -> dict[str, dict]:
     }
 
 
-def write_report(path: Path, records: Sequence[dict], profile: Profile, command: str) -> None:
-    """The tables and plots of a sweep as a Markdown page, the benchmark's own score first; before it the steps, where
-    trainings end when enough is right."""
+def write_report(folder: Path, records: Sequence[dict], profile: Profile, command: str) -> None:
+    """The tables and plots of a sweep as a page, the benchmark's own score first; before it the steps, where trainings
+    end when enough is right."""
     paper = profile == PROFILES["paper"]
     scores = score_tables({score: scored(records, score) for score in scores_of(records)}, profile.score, paper)
-    steps = STEPS.format(level=f"{100 * level_of(records):g}", table=markdown_table(steps_table(records)))
-    tables = [scores, steps] if math.isinf(profile.training.enough) else [steps, scores]
-    path.write_text(
-        PAGE.format(
-            tables="\n".join(tables),
-            key=KEY,
-            title=profile.title,
-            about=profile.about,
-            provenance=provenance(command),
-            training=", ".join(f"{name} {value}" for name, value in asdict(profile.training).items()),
-            rates=", ".join(map("{:g}".format, profile.learning_rates)),
-            decays=", ".join(map("{:g}".format, profile.weight_decays)),
-        ),
-        encoding="utf-8",
+    steps = (
+        f"## Steps to {100 * level_of(records):g} %",
+        'In the first setting of each task, a figure per seed, "-" where it was not reached.',
+        markdown_table(steps_table(records)),
+    )
+    training = ", ".join(f"{name} {value}" for name, value in asdict(profile.training).items())
+    rates, decays = (", ".join(map("{:g}".format, given)) for given in (profile.learning_rates, profile.weight_decays))
+    write_page(
+        folder,
+        f"MAD: {profile.title}",
+        "Percent of the scored tokens of new sequences, mean over seeds; sd: of the average, over seeds; over its "
+        "prior: the average's difference from the same prior without any part of FEM, seed by seed, ± its standard "
+        "error. In every task all models have the same number of parameters (a mixer that has more gets a narrower "
+        f"SwiGLU), and all linear maps start by the same rule. {KEY} The paper names the parts that are missing: its "
+        "FEM-SM(-G,T) is attention+CL here.",
+        profile.about,
+        *(scores + steps if math.isinf(profile.training.enough) else steps + scores),
+        "![accuracy over steps](curves.png)",
+        "![scores by mixer and task](scores.png)",
+        provenance(command),
+        f"Learning rates {rates}, weight decays {decays}, constant after the warm-up; {training}. The lowest "
+        "perplexity is that of the test set, as in MAD.",
     )
 
 
-def score_tables(found: dict[str, Scores], first: str, paper: bool) -> str:
-    """A table per score; with `paper`, Table 1 in full and its figures in brackets under the first of them."""
-    parts = []
+def score_tables(found: dict[str, Scores], first: str, paper: bool) -> tuple[str, ...]:
+    """A heading and a table per score; with `paper`, Table 1 in full and its figures in brackets under the first."""
+    parts: list[str] = []
     for score in dict.fromkeys([first, *found]):
         title, table = SCORES[score], table1(found[score])
         if not paper or score != first:
             table = [row for row in table if row["seeds"]]
-        parts.append(f"## {title[0].upper()}{title[1:]}\n\n{markdown_table(readable(table, paper), BEST)}")
-    return "\n".join(parts)
+        parts += [f"## {title[0].upper()}{title[1:]}", markdown_table(readable(table, paper), BEST)]
+    return tuple(parts)
 
 
 BEST = dict.fromkeys([*COLUMNS.values(), "Avg"], max)
-STEPS = """## Steps to {level} %
-
-In the first setting of each task, a figure per seed, "-" where it was not reached.
-
-{table}"""
-PAGE = """# MAD: {title}
-
-Percent of the scored tokens of new sequences, mean over seeds; sd: of the average, over seeds; over its prior: the
-average's difference from the same prior without any part of FEM, seed by seed, ± its standard error. In every task all
-models have the same number of parameters (a mixer that has more gets a narrower SwiGLU), and all linear maps start by
-the same rule.
-{key} The paper names the parts that are missing: its FEM-SM(-G,T) is attention+CL here.
-
-{about}
-
-{tables}
-![accuracy over steps](curves.png)
-
-![scores by mixer and task](scores.png)
-
-{provenance}
-Learning rates {rates}, weight decays {decays}, constant after the warm-up; {training}.
-The lowest perplexity is that of the test set, as in MAD.
-"""
