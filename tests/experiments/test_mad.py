@@ -26,8 +26,7 @@ from fem.experiments.common.sweep import _run, sweep
 from fem.experiments.mad import training
 from fem.experiments.mad.backbone import build_backbone, sinusoids
 from fem.experiments.mad.experiment import MADRecipe, run
-from fem.experiments.mad.picture import curves, mean_curve
-from fem.experiments.mad.report import summary, write_report
+from fem.experiments.mad.report import mean_curve, summary, write_report
 from fem.experiments.mad.settings import PROFILES, Profile, Setting, Training, TrainingUntil
 from fem.experiments.mad.table import (
     NOT_OURS,
@@ -452,7 +451,6 @@ def test_runs_that_end_early_are_compared_by_their_steps(tmp_path):
         [2, 4, 6],
         [pytest.approx(0.4), pytest.approx(2.3 / 3), pytest.approx(2.9 / 3)],
     )
-    curves(tmp_path / "curves.png", records)
     write_report(tmp_path, records, PROFILES["recall"], "fem mad --profile recall")
     page = (tmp_path / "report.md").read_text()
     assert "## Steps to 99.9 %" in page

@@ -13,8 +13,6 @@ from fem.experiments.bench.cases import BY_TOKEN, BenchRecipe, Case
 from fem.experiments.common.run import command_line, cpu_threads, open_run, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
 
-PICTURED = ("decode", "context")
-
 
 def measured(recipe: BenchRecipe, device: torch.device) -> Iterator[tuple[Case, dict[str, dict]]]:
     """Every case with the costs of its mixers, one after another."""
@@ -32,8 +30,6 @@ def measured(recipe: BenchRecipe, device: torch.device) -> Iterator[tuple[Case, 
 
 def run(recipe: BenchRecipe, output: Path) -> dict:
     """Measure, and write the results to `output`; returns what results.json holds."""
-    from fem.experiments.bench import picture
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with cpu_threads(recipe.threads), open_run(output, "bench", recipe) as under_way:
         results = []
@@ -44,7 +40,7 @@ def run(recipe: BenchRecipe, output: Path) -> dict:
         write_report(under_way.folder, parts, provenance(command_line("bench", recipe, BenchRecipe())))
         records = [{**asdict(case), "device": device.type, "results": found} for case, found in results]
         found = under_way.finish({"bench": records})
-        picture.redraw(found, asdict(recipe), under_way.folder)
+        tables.redraw(found, asdict(recipe), under_way.folder)
         return found
 
 
@@ -59,7 +55,7 @@ def write_report(folder: Path, parts: dict[str, tables.Results], how_made: str) 
         blocks = f", {case.layers} block{'s' * (case.layers > 1)}" if case.layers else ""
         shape = f"Batch {case.size.batch}, width {case.size.width}, {case.size.heads} heads{blocks}."
         sections += [f"## {title}", f"{shape} {tables.NOTES[part]}", markdown_table(rows)]
-        if part in PICTURED:
+        if part in tables.PANELS:
             sections.append(f"![{title.lower()}]({part}.png)")
     write_page(
         folder,
