@@ -47,10 +47,10 @@ ITEMS = (
 DRAWN_BY = {
     "argmax": "fem.experiments.argmax.experiment",
     "ablate": "fem.experiments.lm.ablate",
-    "bench": "fem.experiments.bench.picture",
+    "bench": "fem.experiments.bench.tables",
     "demo": "fem.experiments.demo.experiment",
-    "forecast": "fem.experiments.forecast.picture",
-    "mad": "fem.experiments.mad.picture",
+    "forecast": "fem.experiments.forecast.report",
+    "mad": "fem.experiments.mad.report",
     "regimes": "fem.experiments.regimes.report",
     "vision": "fem.experiments.vision.report",
 }

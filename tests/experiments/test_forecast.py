@@ -192,7 +192,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(monkeypatch, csv, tmp
     assert {**continued, "seconds": 0} == {**whole, "seconds": 0}
     for checkpoint in folder.glob("checkpoint-*"):
         (checkpoint / "state.pt").unlink()
-    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole; remove that folder to train it again"):
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole; remove them to begin again"):
         run_job(recipe, tmp_path / "cut")
 
 

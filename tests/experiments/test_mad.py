@@ -26,8 +26,7 @@ from fem.experiments.common.sweep import _run, sweep
 from fem.experiments.mad import training
 from fem.experiments.mad.backbone import build_backbone, sinusoids
 from fem.experiments.mad.experiment import MADRecipe, run
-from fem.experiments.mad.picture import curves, mean_curve
-from fem.experiments.mad.report import summary, write_report
+from fem.experiments.mad.report import mean_curve, summary, write_report
 from fem.experiments.mad.settings import PROFILES, Profile, Setting, Training, TrainingUntil
 from fem.experiments.mad.table import (
     NOT_OURS,
@@ -279,26 +278,22 @@ def test_a_stopped_training_ends_as_one_that_was_not(tmp_path, monkeypatch, savi
     assert len(tests) == left
 
 
-def test_damaged_checkpoints_are_named_and_the_one_before_or_the_beginning_is_gone_on_from(
-    tmp_path, monkeypatch, capsys, saving_always
-):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_gone_on_from(tmp_path, monkeypatch, capsys, saving_always):
     long = job(setting=replace(MEMORIZE, steps=9))
     whole = train(long, torch.device("cpu"), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-6", "checkpoint-9"]
     tests = []
     monkeypatch.setattr(training, "evaluate", lambda *given: tests.append(given) or evaluate(*given))
-    for damaged, left, said in (
-        (["checkpoint-9"], 1, "checkpoint-9 is damaged: state.pt has 9 bytes instead of"),
-        (["checkpoint-6", "checkpoint-9"], 3, "is whole; its training starts again"),
-    ):
-        for name in damaged:
-            (tmp_path / name / "state.pt").write_bytes(b"PK cut of")
-        tests.clear()
-        assert train(long, torch.device("cpu"), tmp_path) == whole | {"seconds": ANY}
-        assert len(tests) == left
-        told = capsys.readouterr().err
-        assert said in told
-        assert told.count("note:") == 1
+    (tmp_path / "checkpoint-9" / "state.pt").write_bytes(b"PK cut of")
+    assert train(long, torch.device("cpu"), tmp_path) == whole | {"seconds": ANY}
+    assert len(tests) == 1
+    told = capsys.readouterr().err
+    assert "checkpoint-9 is damaged: state.pt has 9 bytes instead of" in told
+    assert told.count("note:") == 1
+    for name in ("checkpoint-6", "checkpoint-9"):
+        (tmp_path / name / "state.pt").write_bytes(b"PK cut of")
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole; remove them to begin again"):
+        train(long, torch.device("cpu"), tmp_path)
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_by_the_name_of_its_folder(tmp_path, saving_always):
@@ -456,14 +451,13 @@ def test_runs_that_end_early_are_compared_by_their_steps(tmp_path):
         [2, 4, 6],
         [pytest.approx(0.4), pytest.approx(2.3 / 3), pytest.approx(2.9 / 3)],
     )
-    curves(tmp_path / "curves.png", records)
-    write_report(tmp_path / "report.md", records, PROFILES["recall"], "fem mad --profile recall")
+    write_report(tmp_path, records, PROFILES["recall"], "fem mad --profile recall")
     page = (tmp_path / "report.md").read_text()
     assert "## Steps to 99.9 %" in page
     assert "mean over the evenly spaced tests" not in page
     assert "mean" not in summary(records)["normal"]["softmax"]
     ordinary = [record()]
-    write_report(tmp_path / "report.md", ordinary, PROFILES["laptop"], "fem mad")
+    write_report(tmp_path, ordinary, PROFILES["laptop"], "fem mad")
     page = (tmp_path / "report.md").read_text()
     assert "## Steps to 90 %" in page
     assert "mean over the evenly spaced tests" in page

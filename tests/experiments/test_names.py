@@ -15,7 +15,7 @@ from matplotlib.colors import to_rgb
 from fem.experiments.common.baselines import PUBLISHED
 from fem.experiments.common.mixers import canonical
 from fem.experiments.common.names import FULL_COLOURS, GREYS, OTHER_GREY, PART_COLOURS, colour, display
-from fem.experiments.forecast.picture import OWN_COLOURS
+from fem.experiments.forecast.report import OWN_COLOURS
 from fem.priors import PRIORS
 
 PARTS = ["", "G", "L", "LG", "LT", "LTG", "C", "CG", "CL", "CLG", "CLT", "CLTG"]

@@ -10,10 +10,8 @@ import torch
 
 from fem.experiments.bench import decode, tables, workloads
 from fem.experiments.bench.cases import BY_TOKEN, BenchRecipe, Case
-from fem.experiments.common.run import PAGE, command_line, cpu_threads, open_run, progress, provenance
-from fem.experiments.common.tables import markdown_table, show_table, write_table
-
-PICTURED = ("decode", "context")
+from fem.experiments.common.run import command_line, cpu_threads, open_run, progress, provenance
+from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
 
 
 def measured(recipe: BenchRecipe, device: torch.device) -> Iterator[tuple[Case, dict[str, dict]]]:
@@ -32,8 +30,6 @@ def measured(recipe: BenchRecipe, device: torch.device) -> Iterator[tuple[Case, 
 
 def run(recipe: BenchRecipe, output: Path) -> dict:
     """Measure, and write the results to `output`; returns what results.json holds."""
-    from fem.experiments.bench import picture
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with cpu_threads(recipe.threads), open_run(output, "bench", recipe) as under_way:
         results = []
@@ -41,32 +37,31 @@ def run(recipe: BenchRecipe, output: Path) -> dict:
             results.append((case, found))
             under_way.log(**asdict(case), results=found)
         parts = {part: [pair for pair in results if pair[0].part == part] for part in recipe.part_names}
-        page = report(under_way.folder, parts, provenance(command_line("bench", recipe, BenchRecipe())))
-        (under_way.folder / PAGE).write_text(page, encoding="utf-8")
+        write_report(under_way.folder, parts, provenance(command_line("bench", recipe, BenchRecipe())))
         records = [{**asdict(case), "device": device.type, "results": found} for case, found in results]
         found = under_way.finish({"bench": records})
-        picture.redraw(found, asdict(recipe), under_way.folder)
+        tables.redraw(found, asdict(recipe), under_way.folder)
         return found
 
 
-def report(folder: Path, parts: dict[str, tables.Results], how_made: str) -> str:
-    """A page with a section per part; writes their tables to `folder`."""
+def write_report(folder: Path, parts: dict[str, tables.Results], how_made: str) -> None:
+    """A page with a section per part, and their tables."""
     where = "a GPU" if torch.cuda.is_available() else "a CPU"
-    page = [TITLE.format(what=tables.TITLES[next(iter(parts))] if len(parts) == 1 else "What FEM costs", where=where)]
+    sections = []
     for part, results in parts.items():
         case, title, rows = results[0][0], tables.TITLES[part], tables.rows(part, results)
         write_table(folder, part, rows)
         show_table(title, rows)
         blocks = f", {case.layers} block{'s' * (case.layers > 1)}" if case.layers else ""
         shape = f"Batch {case.size.batch}, width {case.size.width}, {case.size.heads} heads{blocks}."
-        page += [f"## {title}\n", f"{shape} {tables.NOTES[part]}\n", markdown_table(rows)]
-        if part in PICTURED:
-            page.append(f"![{title.lower()}]({part}.png)\n")
-    return "\n".join([*page, how_made])
-
-
-TITLE = """# {what}, on {where}
-
-Medians of mixers that run in turn: process time on a CPU, time between two events on a GPU. A train step is forward
-and backward; its memory is what it adds at its peak to what was allocated before. Blank: not run.
-"""
+        sections += [f"## {title}", f"{shape} {tables.NOTES[part]}", markdown_table(rows)]
+        if part in tables.PANELS:
+            sections.append(f"![{title.lower()}]({part}.png)")
+    write_page(
+        folder,
+        f"{tables.TITLES[next(iter(parts))] if len(parts) == 1 else 'What FEM costs'}, on {where}",
+        "Medians of mixers that run in turn: process time on a CPU, time between two events on a GPU. A train step is "
+        "forward and backward; its memory is what it adds at its peak to what was allocated before. Blank: not run.",
+        *sections,
+        how_made,
+    )

@@ -16,11 +16,6 @@ STAGING = ".saving"  # in the output folder: where a checkpoint is written befor
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
-def complete(checkpoint: Path) -> bool:
-    """Whether every file is as it was saved."""
-    return damage(checkpoint) is None
-
-
 def checkpoints(output: Path) -> list[Path]:
     """The folders `output`/checkpoint-N in the order of N, complete or not."""
     found = [p for p in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
@@ -32,24 +27,34 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest(output: Path) -> Path | None:
-    """The newest complete checkpoint in `output`."""
-    return next((checkpoint for checkpoint in reversed(checkpoints(output)) if complete(checkpoint)), None)
+    """The newest complete checkpoint in `output`: every file is as it was saved."""
+    return next((checkpoint for checkpoint in reversed(checkpoints(output)) if damage(checkpoint) is None), None)
 
 
 def to_go_on_from(output: Path) -> Path | None:
-    """`newest`, with a note for every later checkpoint, which is damaged."""
-    found = newest(output)
-    for later in reversed(checkpoints(output)) if found is not None else ():
-        if step_of(later) > step_of(found):
-            note(f"{later.name} is damaged: {damage(later)}; going on from {found.name}.")
-    return found
+    """`newest`, with a note for every later checkpoint, which is damaged; None where there are no checkpoints.
+
+    Raises ValueError where there are some and none is whole.
+    """
+    damaged = {}
+    for checkpoint in reversed(checkpoints(output)):
+        if (problem := damage(checkpoint)) is None:
+            for name, known in damaged.items():
+                note(f"{name} is damaged: {known}; going on from {checkpoint.name}.")
+            return checkpoint
+        damaged[checkpoint.name] = problem
+    if damaged:
+        raise ValueError(f"no checkpoint in {str(output)!r} is whole; remove them to begin again.")
+    return None
 
 
-def set_aside(checkpoint: Path) -> None:
-    """Rename a damaged checkpoint, so that no training takes it for one that can be used."""
-    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    os.replace(checkpoint, aside)
+def set_aside_after(checkpoint: Path) -> None:
+    """Rename the later checkpoints, which are damaged, so that no training takes them for ones that can be used."""
+    for later in checkpoints(checkpoint.parent):
+        if step_of(later) > step_of(checkpoint):
+            aside = later.with_name(f"damaged-{later.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(later, aside)
 
 
 def model_folder(folder: str | Path) -> Path:

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from fem.experiments.common.checkpoints import STAGING, checkpoints, set_aside, step_of, to_go_on_from
+from fem.experiments.common.checkpoints import STAGING, checkpoints, set_aside_after, to_go_on_from
 from fem.experiments.common.integrity import publish
-from fem.experiments.common.run import note
 
 STATE, KEPT = "state.pt", 2
 
@@ -39,16 +38,12 @@ def save(folder: Path, number: int, parts: Mapping[str, Any], measured: Mapping[
 def restore(folder: Path, parts: Mapping[str, Any], device: torch.device) -> dict[str, Any] | None:
     """Load the newest complete checkpoint into the parts; returns what was measured, None where there is none.
 
-    Damaged ones are set aside, which a note says. Raises ValueError where the checkpoint does not fit the parts.
+    Later ones are set aside, which a note says. Raises ValueError where none is whole, or it does not fit the parts.
     """
     newest = to_go_on_from(folder)
-    later = [found for found in checkpoints(folder) if newest is None or step_of(found) > step_of(newest)]
-    for damaged in later:
-        set_aside(damaged)
     if newest is None:
-        if later:
-            note(f"no checkpoint in {str(folder)!r} is whole; its training starts again.")
         return None
+    set_aside_after(newest)
     return load(newest / STATE, parts, device, folder)
 
 

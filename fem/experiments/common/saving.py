@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PrinterCallback
 
-from fem.experiments.common.checkpoints import checkpoints, newest, set_aside, step_of
+from fem.experiments.common.checkpoints import checkpoints, newest, set_aside_after, step_of
 from fem.experiments.common.distributed import lost_touch
 from fem.experiments.common.integrity import publish
 from fem.experiments.common.run import read_json, write_json
@@ -87,16 +87,8 @@ class WatchedTrainer(SavingTrainer):
             write_json(checkpoint / MEASURED, {"seconds": self.watch.seconds, "curve": self.watch.curve})
 
     def go_on(self, checkpoint: Path | None) -> None:
-        """Train, from the checkpoint if there is one; later ones are set aside.
-
-        Raises ValueError where `output` has checkpoints and none of them is whole.
-        """
-        there = checkpoints(self.output)
+        """Train, from the checkpoint if there is one; later ones are set aside."""
         if checkpoint is None:
-            if there:
-                raise ValueError(
-                    f"no checkpoint in {str(self.output)!r} is whole; remove that folder to train it again."
-                )
             self.train()
             return
         saved = read_json(checkpoint / MEASURED)
@@ -104,9 +96,7 @@ class WatchedTrainer(SavingTrainer):
         for score in saved["curve"]:
             self.watch.measured(score)
         if self.is_world_process_zero():
-            for later in there:
-                if step_of(later) > step_of(checkpoint):
-                    set_aside(later)
+            set_aside_after(checkpoint)
         if step_of(checkpoint) < self.args.max_steps:
             self.train(resume_from_checkpoint=str(checkpoint))
         else:  # the Trainer would take one more step

@@ -6,23 +6,27 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from rich.console import Console
+from transformers import PreTrainedTokenizerFast
 
 from fem.experiments.argmax import experiment as argmax
 from fem.experiments.argmax.settings import ArgmaxRecipe
 from fem.experiments.common.run import command_line, cpu_threads, open_run, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_table
 from fem.experiments.demo.settings import DemoRecipe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-    from fem.experiments.lm.text import Corpus
-    from fem.models import FEMForCausalLM
+from fem.experiments.inspect.experiment import encode
+from fem.experiments.inspect.layers import division, layer_tables, readings
+from fem.experiments.inspect.page import write_page
+from fem.experiments.inspect.settings import MOST_TOKENS
+from fem.experiments.lm import compare
+from fem.experiments.lm.generate import continue_prompt
+from fem.experiments.lm.small import MIXERS, model_config
+from fem.experiments.lm.text import Corpus, build_corpus
+from fem.models import FEMForCausalLM
+from fem.plots import channel_readings
 
 WORDS = (12, 24)  # fewest and most words of the sentence that the model reads for the picture
 PROMPT_WORDS, SAMPLE_TOKENS = 6, 60
@@ -31,11 +35,6 @@ PLAIN = re.compile(r"[A-Z][A-Za-z ,;'-]+[.!?]")
 
 def run(recipe: DemoRecipe, output: Path) -> dict:
     """The whole demo, written to `output`; returns what results.json holds."""
-    from fem.experiments.inspect.settings import MOST_TOKENS
-    from fem.experiments.lm.compare import compare
-    from fem.experiments.lm.small import MIXERS, model_config
-    from fem.experiments.lm.text import build_corpus
-
     task = ArgmaxRecipe(steps=recipe.argmax_steps, seed=recipe.seed, seeds=1)
     seeds, language = range(recipe.seed, recipe.seed + recipe.seeds), recipe.language()
     for mixer in MIXERS.values():  # an error here comes before the first minute of work
@@ -47,7 +46,7 @@ def run(recipe: DemoRecipe, output: Path) -> dict:
             corpus = build_corpus(recipe.documents(), recipe.vocabulary, recipe.context)
             bars.update(reading_text, completed=1)
             curves = argmax.compare(task, under_way, bars)
-            models = compare(MIXERS, language, seeds, corpus, under_way, bars)
+            models = compare.compare(MIXERS, language, seeds, corpus, under_way, bars)
         tables = {"argmax": argmax.rows(curves, task), "lm": models.rows(corpus.bytes_per_token)}
         for name, rows in tables.items():
             write_table(folder, name, rows)
@@ -72,9 +71,6 @@ def run(recipe: DemoRecipe, output: Path) -> dict:
 
 def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
     """argmax.png, lm.png and reading.png, from what results.json holds."""
-    from fem.experiments.lm import compare
-    from fem.plots import channel_readings
-
     argmax.redraw(results, asdict(ArgmaxRecipe()), folder)
     compare.redraw(results, folder / "lm.png")
     words, heads = results["reading"]["words"], results["reading"]["shown"]
@@ -100,10 +96,6 @@ def look_inside(model: FEMForCausalLM, tokenizer: PreTrainedTokenizerFast, sente
     """The page of `fem inspect` on the sentence, and what two heads read at its end: the one whose channels read most
     different words, and the median one.
     """
-    from fem.experiments.inspect.experiment import encode
-    from fem.experiments.inspect.layers import division, layer_tables, readings
-    from fem.experiments.inspect.page import write_page
-
     ids, tokens = encode(tokenizer, sentence)
     found = readings(model, torch.tensor([ids], device=model.device))
     layers = [layer_tables(number, "softmax", reading) for number, reading in enumerate(found, start=1)]
@@ -141,8 +133,6 @@ row `prior` in every channel. Every head, channel and token: open `inspect.html`
 
 def generate(model: FEMForCausalLM, tokenizer: PreTrainedTokenizerFast, sentence: str, seed: int) -> str:
     """The sentence's first words and a sampled continuation."""
-    from fem.experiments.lm.generate import continue_prompt
-
     begin = " ".join(sentence.split()[:PROMPT_WORDS])
     new = min(SAMPLE_TOKENS, model.config.max_position_embeddings - len(tokenizer(begin)["input_ids"]))
     return f"{begin} >>>{continue_prompt(model, tokenizer, begin, max_new_tokens=new, seed=seed)}"

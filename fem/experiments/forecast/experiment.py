@@ -16,7 +16,7 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
     Raises ValueError on data that cannot be trained on, before any training.
     """
     check_output(output, "forecast")
-    from fem.experiments.forecast import picture, report
+    from fem.experiments.forecast import report
     from fem.experiments.forecast.training import train
 
     jobs = recipe.jobs()
@@ -37,8 +37,8 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
         recipe,
         records=(({name: record[name] for name in names}, record) for record in records),
         tables={"table": report.table(records), "table4": report.table4(report.summary(records))},
-        page=lambda folder: report.write(folder, records, command_line("forecast", recipe, ForecastRecipe)),
+        page=lambda folder: report.write_report(folder, records, command_line("forecast", recipe, ForecastRecipe)),
         results={"forecast": report.summary(records)},
-        redraw=picture.redraw,
+        redraw=report.redraw,
         shown=("Forecasts of equal size: errors on scaled test data", report.short_table(records)),
     )

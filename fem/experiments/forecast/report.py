@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
+from fem.experiments.common.names import colour, display
 from fem.experiments.common.paired import spread
 from fem.experiments.common.run import provenance
-from fem.experiments.common.tables import markdown_table
-from fem.experiments.forecast import picture
+from fem.experiments.common.tables import markdown_table, write_page
+from fem.plots import dots, picture
 
 TABLE_4_MODELS = ("FEM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "GLA", "iTransformer", "PatchTST", "DLinear")
 TABLE_4 = {
@@ -24,6 +25,22 @@ TABLE_4_NOTE = (
     "MSE, mean over horizons 96, 192, 336 and 720; the paper's in brackets. Ours is blank unless all four were run."
 )
 HORIZONS = (96, 192, 336, 720)
+NAMES = {
+    "itransformer": "iTransformer",
+    "patchtst": "PatchTST",
+    "dlinear": "DLinear",
+    "femforecaster": "FEMForecaster",
+    "none": "no mixer",
+}
+OWN_COLOURS = {"itransformer": "#64748b", "patchtst": "#857c74", "dlinear": "#a08c74", "none": "#111827"}
+
+
+def name_of(model: str) -> str:
+    return NAMES.get(model) or display(model)
+
+
+def colour_of(model: str) -> str:
+    return OWN_COLOURS.get(model) or colour("fem" if model == "femforecaster" else model)
 
 
 def summary(records: Sequence[dict]) -> list[dict]:
@@ -52,7 +69,7 @@ def table(records: Sequence[dict]) -> list[dict]:
     """A row per data, horizon and model, which comes first: a column that stays in sight."""
     return [
         {
-            "model": picture.name_of(row["model"]),
+            "model": name_of(row["model"]),
             "data": row["data"],
             "horizon": row["horizon"],
             "MSE": row["mse"],
@@ -76,7 +93,7 @@ def table4(summaries: Sequence[dict]) -> list[dict]:
     """Table 4 from rows of `summary`: "ours (the paper's)"; ours blank unless all four horizons were run."""
     ours: dict[tuple, dict[int, float]] = {}
     for row in summaries:
-        ours.setdefault((row["data"].lower(), picture.name_of(row["model"])), {})[row["horizon"]] = row["mse"]
+        ours.setdefault((row["data"].lower(), name_of(row["model"])), {})[row["horizon"]] = row["mse"]
     rows = []
     for data, figures in TABLE_4.items():
         rows.append({"dataset": data})
@@ -87,34 +104,58 @@ def table4(summaries: Sequence[dict]) -> list[dict]:
     return rows
 
 
-def write(folder: Path, records: Sequence[dict], command: str) -> None:
+def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
+    """errors.png, from what results.json holds: the test error of every model, a dot per seed."""
+    panels: dict[str, dict] = {}
+    for row in results["forecast"]:
+        panels.setdefault(f"{row['data']}, {row['horizon']}", {})[name_of(row["model"])] = row["mses"]
+    colours = {name_of(row["model"]): colour_of(row["model"]) for row in results["forecast"]}
+    dots(folder / "errors.png", "Test MSE by data and horizon: a dot per seed", panels, colours)
+
+
+def forecasts(path: Path, records: Sequence[dict]) -> None:
+    """The last channel of the middle test window, and its forecast by every model's first seed. A row of panels per
+    series, a column per horizon.
+    """
+    first: dict[tuple, dict] = {}
+    for record in records:
+        first.setdefault((record["data"], record["horizon"], record["model"]), record)
+    data, horizons = (list(dict.fromkeys(record[name] for record in records)) for name in ("data", "horizon"))
+    title = "Last channel in the middle of the test rows, scaled"
+    with picture(path, title, 4.6 * len(horizons) + 1.6, 3.0 * len(data) + 0.3) as figure:
+        panels = figure.subplots(len(data), len(horizons), squeeze=False)
+        for record in first.values():
+            axes = panels[data.index(record["data"])][horizons.index(record["horizon"])]
+            shown = record["example"]
+            past, future = range(-len(shown["history"]), 0), range(record["horizon"])
+            if not axes.lines:
+                axes.plot(
+                    [*past, *future], shown["history"] + shown["future"], color="black", linewidth=1, label="truth"
+                )
+            look = {"color": colour_of(record["model"]), "linewidth": 1.4}
+            axes.plot(future, shown["forecast"], **look, label=name_of(record["model"]))
+            axes.set_xlabel("rows from now")
+            axes.set_title(f"{record['data']}, horizon {record['horizon']}")
+        labelled = {label: line for axes in panels.flat for line, label in zip(*axes.get_legend_handles_labels())}
+        figure.legend(labelled.values(), labelled.keys(), loc="outside right upper")
+
+
+def write_report(folder: Path, records: Sequence[dict], command: str) -> None:
     """forecasts.png and report.md in `folder`."""
-    picture.forecasts(folder / "forecasts.png", records)
-    page = PAGE.format(
-        table=markdown_table(table(records), {"MSE": min, "MAE": min}),
-        note=TABLE_4_NOTE,
-        table4=markdown_table(table4(summary(records))),
-        provenance=provenance(command),
+    forecasts(folder / "forecasts.png", records)
+    write_page(
+        folder,
+        "Forecasting: FEM in the paper's backbone",
+        "MSE and MAE on scaled data over all test windows, steps and channels; nothing is dropped. Scaling, splits and "
+        "windows are the same for all. All mixers are compared in one backbone with equal parameters: one that has "
+        'more gets narrower MLPs. "no mixer" is that backbone with the mixers\' parameters in its MLPs, so that no '
+        "token sees another. DLinear, PatchTST, iTransformer and FEMForecaster are trained by neuralforecast. CPU s: "
+        "of training one seed, its validation included; sd: over seeds.",
+        markdown_table(table(records), {"MSE": min, "MAE": min}),
+        "![test error of every model, a dot per seed](errors.png)",
+        "![one test window and its forecasts](forecasts.png)",
+        "## Table 4",
+        TABLE_4_NOTE,
+        markdown_table(table4(summary(records))),
+        provenance(command),
     )
-    (folder / "report.md").write_text(page, encoding="utf-8")
-
-
-PAGE = """# Forecasting: FEM in the paper's backbone
-
-MSE and MAE on scaled data over all test windows, steps and channels; nothing is dropped. Scaling, splits and windows
-are the same for all. All mixers are compared in one backbone with equal parameters: one that has more gets narrower
-MLPs. "no mixer" is that backbone with the mixers' parameters in its MLPs, so that no token sees another. DLinear,
-PatchTST, iTransformer and FEMForecaster are trained by neuralforecast. CPU s: of training one seed, its validation
-included; sd: over seeds.
-
-{table}
-![test error of every model, a dot per seed](errors.png)
-
-![one test window and its forecasts](forecasts.png)
-
-## Table 4
-
-{note}
-
-{table4}
-{provenance}"""

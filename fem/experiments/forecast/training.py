@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from fem.experiments.common import loops
 from fem.experiments.common.blocks import count_parameters
-from fem.experiments.common.checkpoints import checkpoints, newest
 from fem.experiments.forecast.backbone import build_backbone
 from fem.experiments.forecast.series import Windows
 from fem.experiments.forecast.settings import Job
@@ -141,15 +140,11 @@ class Training:
         """Load the newest complete checkpoint, if there is one. Raises ValueError where all are damaged."""
         device = next(self.parts["backbone"].parameters()).device
         earlier = folder.with_name(folder.name + ".pt")  # where earlier versions kept it
-        if checkpoints(folder):
-            if newest(folder) is None:
-                raise ValueError(f"no checkpoint in {str(folder)!r} is whole; remove that folder to train it again.")
-            measured = loops.restore(folder, self.parts, device)
-        elif earlier.exists():
+        measured = loops.restore(folder, self.parts, device)
+        if measured is None and earlier.exists():
             measured = loops.load(earlier, self.parts, device, earlier)
-        else:
-            return
-        self.best, self.curve, self.seconds = measured["best"], measured["curve"], measured["seconds"]
+        if measured is not None:
+            self.best, self.curve, self.seconds = measured["best"], measured["curve"], measured["seconds"]
 
 
 def one_cycle(share: float) -> float:

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from fem.experiments.common.mixers import canonical, fields_of, taken_apart
 
+
+class Row(NamedTuple):
+    """The parts that a row has, and what it is, in words."""
+
+    parts: str
+    remark: str
+
+
 ROWS = {
-    "full": "CLTG",
-    "-G": "CLT",
-    "-G,T": "CL",
-    "-G,T,L": "C",
-    "-C": "LTG",
-    "-C,G": "LT",
-    "-C,G,T": "L",
-    "-C,G,T,L": "",
-    "+G": "G",
-    "+C,G": "CG",
-}
-REMARKS = {
-    "full": "the Free Energy Mixer",
-    "-G": "no outer gate",
-    "-G,T": "no outer gate, log-sum-exp at beta 1",
-    "-G,T,L": "the conditioner alone",
-    "-C": "the Free Energy Mixer without its conditioner",
-    "-C,G": "free energy and temperature gate alone",
-    "-C,G,T": "LASER: log-sum-exp alone, at beta 1",
-    "-C,G,T,L": "the prior alone",
-    "+G": "control: the outer gate alone, no free energy",
-    "+C,G": "control: all but the free energy",
+    "full": Row("CLTG", "the Free Energy Mixer"),
+    "-G": Row("CLT", "no outer gate"),
+    "-G,T": Row("CL", "no outer gate, log-sum-exp at beta 1"),
+    "-G,T,L": Row("C", "the conditioner alone"),
+    "-C": Row("LTG", "the Free Energy Mixer without its conditioner"),
+    "-C,G": Row("LT", "free energy and temperature gate alone"),
+    "-C,G,T": Row("L", "LASER: log-sum-exp alone, at beta 1"),
+    "-C,G,T,L": Row("", "the prior alone"),
+    "+G": Row("G", "control: the outer gate alone, no free energy"),
+    "+C,G": Row("CG", "control: all but the free energy"),
 }
 OPTIONS = {"r": "gates of rank {}", "b": "beta starting at {}", "l": "lambda's bias at {}"}
 NAMED_OPTIONS = {"norm": "normalised", "wide": "values as wide as the model"}
@@ -46,7 +44,7 @@ def mixer_name(row: str, prior: str) -> str:
     name, slash, options = row.partition("/")
     if name not in ROWS:
         raise ValueError(f"mixers must be rows from {'; '.join(ROWS)}, with options such as /r8, got {row!r}.")
-    parts = ROWS[name]
+    parts = ROWS[name].parts
     return canonical((f"{prior}+{parts}" if parts else prior) + slash + options)
 
 
@@ -55,9 +53,9 @@ def row_of(mixer: str, prior: str) -> str:
     parts that are no row.
     """
     own, parts, _, options = taken_apart(canonical(mixer))
-    row = {parts: row for row, parts in ROWS.items()}.get(parts)
+    row = next((row for row, found in ROWS.items() if found.parts == parts), None)
     if own != prior or row is None:
-        known = ", ".join(prior + (f"+{parts}" if parts else "") for parts in ROWS.values())
+        known = ", ".join(prior + (f"+{row.parts}" if row.parts else "") for row in ROWS.values())
         raise ValueError(f"mixers must be from {known}, with options such as /r8, got {mixer!r}; see --prior.")
     return "/".join([row, *options])
 
@@ -66,4 +64,4 @@ def remark(row: str) -> str:
     """What the row is, in words."""
     name, *options = row.split("/")
     said = [NAMED_OPTIONS.get(option) or OPTIONS[option[0]].format(option[1:]) for option in options]
-    return ", ".join([REMARKS[name], *said])
+    return ", ".join([ROWS[name].remark, *said])

@@ -7,24 +7,22 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from fem.experiments.common.paired import shown
 from fem.experiments.common.run import check_output, command_line, open_run, progress, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
 from fem.experiments.lm.finetune_recipe import ARCHITECTURES, ATTENTION, FIELDS, FinetuneRecipe
-
-if TYPE_CHECKING:
-    from fem.experiments.lm.text import Corpus
+from fem.experiments.lm.text import Corpus, build_corpus, source_name
+from fem.models import replace_attention
+from fem.models.surgery.head import FreeEnergyHead
 
 
 def build_model(recipe: FinetuneRecipe, vocabulary: int) -> nn.Module:
     """The original, with random weights."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
     text = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True}
     torch.manual_seed(recipe.seed)
     if recipe.architecture == "gpt2":
@@ -46,8 +44,6 @@ def parameter_groups(model: nn.Module, rate: float, awakening: float) -> list[di
     The gradient of W_lambda has the factor sigmoid'(lambda_init) = 5e-5, so that at the usual rate lambda hardly moves,
     and AdamW's usual eps of 1e-8 is as large as the root of the second moment that it is added to.
     """
-    from fem.models.surgery.head import FreeEnergyHead
-
     fast = {id(p) for m in model.modules() if isinstance(m, FreeEnergyHead) for p in m.temperature_parameters()}
     kept = {"params": [p for p in model.parameters() if id(p) not in fast], "lr": rate}
     boosted = {"params": [p for p in model.parameters() if id(p) in fast], "lr": awakening * rate, "eps": 1e-12}
@@ -90,8 +86,6 @@ def validate(model: nn.Module, corpus: Corpus, rows: int = 256) -> float:
 
 def finetune(recipe: FinetuneRecipe, corpus: Corpus, advance: Callable[[], None] = lambda: None) -> dict:
     """Every mixer's {"parameters", "before", "after"}: its loss before the further training, and after it by order."""
-    from fem.models import replace_attention
-
     original = train_original(recipe, corpus, advance)
     starts = {
         mixer: original if FIELDS[mixer] is None else replace_attention(copy.deepcopy(original), **FIELDS[mixer])
@@ -132,8 +126,6 @@ def rows(found: dict) -> list[dict]:
 
 def run(recipe: FinetuneRecipe, output: Path) -> dict:
     """The comparison, written to `output`; returns what results.json holds."""
-    from fem.experiments.lm.text import build_corpus, source_name
-
     check_output(output, "finetune")
     build_model(recipe, recipe.vocabulary)  # an error here comes before the text is read
     corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)

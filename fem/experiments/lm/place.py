@@ -7,7 +7,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fem.experiments.common.checkpoints import STAGING, checkpoints, complete, set_aside, step_of, to_go_on_from
+from fem.experiments.common.checkpoints import STAGING, checkpoints, set_aside_after, step_of, to_go_on_from
 from fem.experiments.common.run import CONFIG, RESULTS, check_output, circumstances, note, now, replacing, write_json
 from fem.experiments.lm.recipe import TrainRecipe, differences
 
@@ -36,8 +36,6 @@ def look(recipe: TrainRecipe, output: Path, resume: bool) -> Place:
     if there and not resume:
         raise ValueError(f"output holds {there[-1].name} already; add --resume auto, or choose another.")
     checkpoint = to_go_on_from(output)
-    if there and checkpoint is None:
-        raise ValueError(f"no checkpoint in {str(output)!r} is whole; remove them to begin again, or choose another.")
     config = read_config(output, checkpoint)
     if config is None:
         if (output / RESULTS).exists() or (output / METRICS).exists():
@@ -89,10 +87,10 @@ def begin(output: Path, checkpoint: Path | None) -> None:
     """Remove from `output` whatever is later than the checkpoint that the run begins with."""
     shutil.rmtree(output / STAGING, ignore_errors=True)
     (output / RESULTS).unlink(missing_ok=True)
-    step = 0 if checkpoint is None else step_of(checkpoint)
-    for later in checkpoints(output):
-        if step_of(later) > step:
-            shutil.rmtree(later) if complete(later) else set_aside(later)
+    step = 0
+    if checkpoint is not None:
+        step = step_of(checkpoint)
+        set_aside_after(checkpoint)
     with replacing(output / METRICS) as temporary:
         temporary.write_text("".join(earlier_metrics(output, checkpoint, step)), encoding="utf-8")
 

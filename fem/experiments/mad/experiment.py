@@ -15,8 +15,7 @@ from fem.experiments.mad.training import train
 
 def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
     """Run the jobs that have no record in `output`/runs, write table and plots; returns what results.json holds."""
-    from fem.experiments.mad import picture
-    from fem.experiments.mad.report import summary, write_report
+    from fem.experiments.mad.report import redraw, summary, write_report
 
     check_output(output, "mad")
     train_all = partial(sweep, train=train, workers=workers)
@@ -24,20 +23,15 @@ def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
         records = Grid(output / RUNS, train_all, bars, "MAD", told).records(recipe.jobs())
     profile = recipe.fixed
     table = table1(scored(records, profile.score))
-
-    def page(folder: Path) -> None:
-        picture.curves(folder / "curves.png", records)
-        write_report(folder / "report.md", records, profile, command_line("mad", recipe, MADRecipe()))
-
     return publish(
         output,
         "mad",
         recipe,
         records=((said(record["job"]), record) for record in records),
         tables={"table": table},
-        page=page,
+        page=lambda folder: write_report(folder, records, profile, command_line("mad", recipe, MADRecipe())),
         results={"mad": summary(records)},
-        redraw=picture.redraw,
+        redraw=redraw,
         shown=(
             f"MAD, {recipe.profile} profile: {SCORES[profile.score]}, percent",
             readable([row for row in table if row["seeds"]], False),

@@ -1,24 +1,27 @@
-"""The report of a sweep: every score of every mixer, as numbers and as a page."""
+"""The report of a sweep: every score of every mixer, as numbers, pictures and a page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 
-from fem.experiments.common.names import KEY
+from fem.experiments.common.names import KEY, colour, display
 from fem.experiments.common.run import provenance
-from fem.experiments.common.tables import markdown_table
+from fem.experiments.common.tables import markdown_table, write_page
 from fem.experiments.mad.settings import PROFILES, Profile
 from fem.experiments.mad.table import (
     COLUMNS,
     SCORES,
+    Curve,
     Scores,
     average,
+    baseline_runs,
     by_row,
     level_of,
+    prior_alone,
     readable,
     scored,
     scores_of,
@@ -27,6 +30,7 @@ from fem.experiments.mad.table import (
     table1,
     task_scores,
 )
+from fem.plots import dots, picture
 
 
 def summary(records: Sequence[dict]) -> dict:
@@ -52,61 +56,101 @@ def _by_task(records: Sequence[dict], score: str) -> dict[str, dict]:
     }
 
 
-def write_report(path: Path, records: Sequence[dict], profile: Profile, command: str) -> None:
-    """The tables and plots of a sweep as a Markdown page, the benchmark's own score first; before it the steps, where
-    trainings end when enough is right."""
+def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
+    """scores.png, from what results.json holds: a dot for each seed of each mixer in each task."""
+    found, score = results["mad"], PROFILES[recipe["profile"]].score
+    panels: dict[str, dict] = {}
+    colours = {}
+    for initialisation, mixers in found.items():
+        for mixer, scores in mixers.items():
+            name = _label(mixer, initialisation, len(found) > 1)
+            colours[name] = colour(mixer)
+            for task, title in COLUMNS.items():
+                if task in scores[score]:
+                    panels.setdefault(title, {})[name] = scores[score][task]["seeds"]
+    ordered = {title: panels[title] for title in COLUMNS.values() if title in panels}
+    dots(folder / "scores.png", f"{SCORES[score].capitalize()}: a dot per seed", ordered, colours)
+
+
+def curves(path: Path, records: Sequence[dict]) -> None:
+    """Test accuracy over steps in the first setting of each task, mean over seeds: a row of panels for each prior.
+
+    A run that ended early, at a dot, counts with its last accuracy from there on.
+    """
+    rows = by_row(records)
+    several = len({initialisation for _, initialisation in rows}) > 1
+    run = {record["job"]["setting"]["task"] for record in records}
+    tasks = [task for task in COLUMNS if task in run]
+    priors = list(dict.fromkeys(prior_alone(mixer) for mixer, _ in rows))
+    title = "Accuracy on new sequences over steps: mean over seeds"
+    with picture(path, title, 2.5 * len(tasks) + 2.2, 2.3 * len(priors) + 0.5) as figure:
+        parts = figure.subfigures(len(priors), 1, squeeze=False)[:, 0]
+        for part, prior in zip(parts, priors):
+            key = {}
+            for task, axes in zip(tasks, part.subplots(1, len(tasks), squeeze=False, sharey=True)[0]):
+                for (mixer, initialisation), own in rows.items():
+                    runs = baseline_runs(own, task)
+                    if not runs or prior_alone(mixer) != prior:
+                        continue
+                    steps, accuracy = mean_curve([record["curve"] for record in runs])
+                    dashed = several and initialisation == "torch"
+                    look = {"color": colour(mixer), "linestyle": "--" if dashed else "-"}
+                    look |= {"marker": "o", "markevery": [-1]} if steps[-1] < runs[0]["job"]["setting"]["steps"] else {}
+                    key[_label(mixer, initialisation, several)] = axes.plot(steps, accuracy, linewidth=1.5, **look)[0]
+                axes.set(title=COLUMNS[task], xlabel="step", ylim=(0, 1.03))
+            part.legend(key.values(), key.keys(), loc="outside right center")
+
+
+def mean_curve(curves: Sequence[Curve]) -> tuple[list[int], list[float]]:
+    """The steps of the longest curve, and the mean accuracy there; a shorter one goes on at its last accuracy."""
+    steps = [point["step"] for point in max(curves, key=len)]
+    return steps, [mean(curve[min(at, len(curve) - 1)]["micro"] for curve in curves) for at in range(len(steps))]
+
+
+def _label(mixer: str, initialisation: str, several: bool) -> str:
+    return f"{display(mixer)}, {initialisation} start" if several else display(mixer)
+
+
+def write_report(folder: Path, records: Sequence[dict], profile: Profile, command: str) -> None:
+    """curves.png, and the tables and plots of a sweep as a page, the benchmark's own score first; before it the steps,
+    where trainings end when enough is right."""
+    curves(folder / "curves.png", records)
     paper = profile == PROFILES["paper"]
     scores = score_tables({score: scored(records, score) for score in scores_of(records)}, profile.score, paper)
-    steps = STEPS.format(level=f"{100 * level_of(records):g}", table=markdown_table(steps_table(records)))
-    tables = [scores, steps] if math.isinf(profile.training.enough) else [steps, scores]
-    path.write_text(
-        PAGE.format(
-            tables="\n".join(tables),
-            key=KEY,
-            title=profile.title,
-            about=profile.about,
-            provenance=provenance(command),
-            training=", ".join(f"{name} {value}" for name, value in asdict(profile.training).items()),
-            rates=", ".join(map("{:g}".format, profile.learning_rates)),
-            decays=", ".join(map("{:g}".format, profile.weight_decays)),
-        ),
-        encoding="utf-8",
+    steps = (
+        f"## Steps to {100 * level_of(records):g} %",
+        'In the first setting of each task, a figure per seed, "-" where it was not reached.',
+        markdown_table(steps_table(records)),
+    )
+    training = ", ".join(f"{name} {value}" for name, value in asdict(profile.training).items())
+    rates, decays = (", ".join(map("{:g}".format, given)) for given in (profile.learning_rates, profile.weight_decays))
+    write_page(
+        folder,
+        f"MAD: {profile.title}",
+        "Percent of the scored tokens of new sequences, mean over seeds; sd: of the average, over seeds; over its "
+        "prior: the average's difference from the same prior without any part of FEM, seed by seed, ± its standard "
+        "error. In every task all models have the same number of parameters (a mixer that has more gets a narrower "
+        f"SwiGLU), and all linear maps start by the same rule. {KEY} The paper names the parts that are missing: its "
+        "FEM-SM(-G,T) is attention+CL here.",
+        profile.about,
+        *(scores + steps if math.isinf(profile.training.enough) else steps + scores),
+        "![accuracy over steps](curves.png)",
+        "![scores by mixer and task](scores.png)",
+        provenance(command),
+        f"Learning rates {rates}, weight decays {decays}, constant after the warm-up; {training}. The lowest "
+        "perplexity is that of the test set, as in MAD.",
     )
 
 
-def score_tables(found: dict[str, Scores], first: str, paper: bool) -> str:
-    """A table per score; with `paper`, Table 1 in full and its figures in brackets under the first of them."""
-    parts = []
+def score_tables(found: dict[str, Scores], first: str, paper: bool) -> tuple[str, ...]:
+    """A heading and a table per score; with `paper`, Table 1 in full and its figures in brackets under the first."""
+    parts: list[str] = []
     for score in dict.fromkeys([first, *found]):
         title, table = SCORES[score], table1(found[score])
         if not paper or score != first:
             table = [row for row in table if row["seeds"]]
-        parts.append(f"## {title[0].upper()}{title[1:]}\n\n{markdown_table(readable(table, paper), BEST)}")
-    return "\n".join(parts)
+        parts += [f"## {title[0].upper()}{title[1:]}", markdown_table(readable(table, paper), BEST)]
+    return tuple(parts)
 
 
 BEST = dict.fromkeys([*COLUMNS.values(), "Avg"], max)
-STEPS = """## Steps to {level} %
-
-In the first setting of each task, a figure per seed, "-" where it was not reached.
-
-{table}"""
-PAGE = """# MAD: {title}
-
-Percent of the scored tokens of new sequences, mean over seeds; sd: of the average, over seeds; over its prior: the
-average's difference from the same prior without any part of FEM, seed by seed, ± its standard error. In every task all
-models have the same number of parameters (a mixer that has more gets a narrower SwiGLU), and all linear maps start by
-the same rule.
-{key} The paper names the parts that are missing: its FEM-SM(-G,T) is attention+CL here.
-
-{about}
-
-{tables}
-![accuracy over steps](curves.png)
-
-![scores by mixer and task](scores.png)
-
-{provenance}
-Learning rates {rates}, weight decays {decays}, constant after the warm-up; {training}.
-The lowest perplexity is that of the test set, as in MAD.
-"""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fem.experiments.common.grid import RUNS, Grid, one_by_one, publish
-from fem.experiments.common.run import PAGE, check_output, cpu_threads, progress
+from fem.experiments.common.run import check_output, cpu_threads, progress
 from fem.experiments.vision.settings import VisionRecipe
 
 
@@ -40,14 +40,13 @@ def run(recipe: VisionRecipe, output: Path, profile: str = "digits") -> dict:
     if not _writes():
         return {}
     rows = report.table(records)
-    page = report.page(records, recipe, profile, pictures)
     return publish(
         output,
         "vision",
         recipe,
         records=(({"mixer": record["mixer"], "seed": record["seed"]}, record) for record in records),
         tables={"table": rows},
-        page=lambda folder: (folder / PAGE).write_text(page, encoding="utf-8"),
+        page=lambda folder: report.write_report(folder, records, recipe, profile, pictures),
         results={"vision": report.summary(records)},
         redraw=report.redraw,
         shown=(f"Image classifiers of equal size: {Path(recipe.data).name}", rows),

@@ -9,7 +9,7 @@ from statistics import mean
 from fem.experiments.common.names import by_name, colours, display
 from fem.experiments.common.paired import shown, spread
 from fem.experiments.common.run import command_line, provenance
-from fem.experiments.common.tables import markdown_table
+from fem.experiments.common.tables import markdown_table, write_page
 from fem.experiments.vision.images import Pictures
 from fem.experiments.vision.settings import PROFILES, VisionRecipe
 from fem.plots import dots
@@ -90,37 +90,23 @@ def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
     dots(folder / "vision.png", title, {Path(recipe["data"]).name: by_name(accuracies)}, colours(accuracies))
 
 
-def page(records: Sequence[dict], recipe: VisionRecipe, profile: str, pictures: Pictures) -> str:
-    """The report, in Markdown."""
-    return PAGE.format(
-        data=Path(recipe.data).name,
-        train=len(pictures.train),
-        test=len(pictures.test),
-        classes=len(pictures.classes),
-        size=recipe.image_size,
-        patch=recipe.patch_size,
-        pooling="class token" if recipe.pooling == "cls" else "mean over patches",
-        table=markdown_table(table(records), {"top-1, %": max, "loss, nats": min}),
-        table3=markdown_table(table3(records, profile)),
-        provenance=provenance(command_line("vision", recipe, VisionRecipe(**PROFILES[profile]), profile)),
+def write_report(folder: Path, records: Sequence[dict], recipe: VisionRecipe, profile: str, pictures: Pictures) -> None:
+    data, size, patch = Path(recipe.data).name, recipe.image_size, recipe.patch_size
+    write_page(
+        folder,
+        f"Images: FEM in the place of DeiT's attention, {data}",
+        f"{data}: {len(pictures.train):,} training and {len(pictures.test):,} held-out pictures of "
+        f"{len(pictures.classes)} classes, {size} x {size} pixels in patches of {patch} x {patch}; learnt positions, "
+        f"{'class token' if recipe.pooling == 'cls' else 'mean over patches'}. All models have the same number of "
+        "parameters (a mixer that has more gets narrower MLPs); they see the same pictures in the same order, and one "
+        "learning rate. Accuracy is that after the last step, mean over seeds; sd: over seeds; paired: the difference "
+        "seed by seed, ± its standard error; images/s: of training steps by the wall clock, so other programs on the "
+        "machine slow them.",
+        markdown_table(table(records), {"top-1, %": max, "loss, nats": min}),
+        "![held-out accuracy, a dot per seed](vision.png)",
+        "## Table 3: ImageNet-1K",
+        "Top-1 accuracy and millions of parameters; blank: not run. The recipe is DeiT's without RandAugment, random "
+        "erasing and repeated augmentation.",
+        markdown_table(table3(records, profile)),
+        provenance(command_line("vision", recipe, VisionRecipe(**PROFILES[profile]), profile)),
     )
-
-
-PAGE = """# Images: FEM in the place of DeiT's attention, {data}
-
-{data}: {train:,} training and {test:,} held-out pictures of {classes} classes, {size} x {size} pixels in patches of
-{patch} x {patch}; learnt positions, {pooling}. All models have the same number of parameters (a mixer that has more
-gets narrower MLPs); they see the same pictures in the same order, and one learning rate. Accuracy is that after the
-last step, mean over seeds; sd: over seeds; paired: the difference seed by seed, ± its standard error; images/s: of
-training steps by the wall clock, so other programs on the machine slow them.
-
-{table}
-![held-out accuracy, a dot per seed](vision.png)
-
-## Table 3: ImageNet-1K
-
-Top-1 accuracy and millions of parameters; blank: not run. The recipe is DeiT's without RandAugment, random erasing and
-repeated augmentation.
-
-{table3}
-{provenance}"""

@@ -101,14 +101,14 @@ def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Pat
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint, with a note where a later one is damaged.
-
-    Earlier versions wrote no list of files: theirs are complete where the two files written last can be read.
+    """`to_go_on_from`, and earlier versions' checkpoints, which have no list of files: they are complete where the two
+    files written last can be read.
     """
     there = checkpoints(folder)
-    if any((checkpoint / MANIFEST).exists() for checkpoint in there):
+    readable = [found for found in there if all(read_json(found / name) for name in WRITTEN_LAST)]
+    if not readable or any((checkpoint / MANIFEST).exists() for checkpoint in there):
         return to_go_on_from(folder)
-    return next((found for found in reversed(there) if all(read_json(found / name) for name in WRITTEN_LAST)), None)
+    return readable[-1]
 
 
 def training_arguments(job: VisionRecipe, pictures: int, folder: Path) -> TrainingArguments:
