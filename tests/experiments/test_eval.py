@@ -1,5 +1,6 @@
 """`fem generate` and `fem eval`: streaming, and lm-evaluation-harness's scores against our own computations."""
 
+import copy
 import json
 import math
 import sys
@@ -120,6 +121,14 @@ def test_an_empty_prompt_begins_a_document(model):
     assert text == tokenizer.decode(argmax_continuation(network, [tokenizer.eos_token_id], 3)[1:])
 
 
+def test_nothing_begins_a_document_where_the_tokenizer_knows_no_such_token(model):
+    network, tokenizer = model
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.eos_token = tokenizer.bos_token = None
+    with pytest.raises(ValueError, match="prompt must hold a token"):
+        continue_prompt(network, tokenizer, "", max_new_tokens=3)
+
+
 def test_a_prompt_of_its_own_fills_the_context(model):
     network, tokenizer = model
     pieces = Pieces()
@@ -132,8 +141,10 @@ def test_a_prompt_of_its_own_fills_the_context(model):
     [
         ({"prompt": "the " * 80}, "the 0 that a context of 48 leaves a prompt of .* shorten the prompt"),
         ({"prompt": "the", "max_new_tokens": 48}, "between 1 and the 47"),
-        ({"prompt": "the", "max_new_tokens": 0}, "between 1 and"),
-        ({"prompt": "the", "temperature": -1.0}, "temperature must not be negative"),
+        ({"prompt": "the", "max_new_tokens": 0}, "max_new_tokens must be positive, got 0"),
+        ({"prompt": "the", "temperature": -1.0}, "temperature must be 0 or more"),
+        ({"prompt": "the", "temperature": math.nan}, "temperature must be 0 or more, got nan"),
+        ({"prompt": "the \udcff"}, "prompt must be UTF-8"),
         ({"prompt": "the", "top_k": 0}, "top_k must be positive"),
     ],
 )

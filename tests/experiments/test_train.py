@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
 from datasets import Dataset, IterableDataset, load_dataset
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from trainings import assert_same_run, losses, tiny, weights, write_corpus
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -455,6 +456,35 @@ def test_models_that_cannot_be_read_are_refused_in_one_sentence(whole, tmp_path,
     with pytest.raises(ValueError, match=sentence) as told:
         load_language_model(folder)
     assert "\n" not in str(told.value)
+
+
+def altered(folder, change):
+    """The model in `folder`, its weights saved anew as another program would, without a list of digests."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "complete.json").unlink()
+
+
+def test_weights_that_are_not_those_that_were_saved_are_never_read_in_silence(whole, tmp_path):
+    changed, short, spoilt, sparse = (shutil.copytree(newest(whole), tmp_path / name) for name in "abcd")
+    weights = changed / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
+    with pytest.raises(ValueError, match=r"model.safetensors has other bytes than were saved; .* delete complete.json"):
+        load_language_model(changed)
+    (changed / "complete.json").unlink()
+    load_language_model(changed)
+    altered(short, lambda weights: weights.pop("model.layers.0.mixer.output.weight"))
+    with pytest.raises(ValueError, match=r"must be all .*; 'model.layers.0.mixer.output.weight' is missing"):
+        load_language_model(short)
+    altered(spoilt, lambda weights: weights["model.norm.weight"].fill_(torch.nan))
+    with pytest.raises(ValueError, match=r"must be finite, got NaN or infinity in 'model.norm.weight'"):
+        load_language_model(spoilt)
+    tokens = json.loads((sparse / "tokenizer.json").read_text())
+    tokens["model"]["vocab"][max(tokens["model"]["vocab"])] = 10**6
+    (sparse / "tokenizer.json").write_text(json.dumps(tokens))
+    with pytest.raises(ValueError, match="token ids up to 1000000, but vocab_size"):
+        load_language_model(sparse)
 
 
 def test_a_run_of_another_recipe_names_what_differs(data):

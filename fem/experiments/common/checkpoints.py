@@ -8,7 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
-from fem.experiments.common.integrity import damage
+from fem.experiments.common.integrity import MANIFEST, damage
 from fem.experiments.common.run import note, read_json
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -104,7 +104,8 @@ def _holds_a_model(folder: Path) -> bool:
 def load_language_model(folder: str | Path):
     """The model and the tokenizer in `folder`, a saved model or the output of `fem train`.
 
-    Raises ValueError where files are missing, cut off or corrupt, and where model and tokenizer do not belong together.
+    Raises ValueError where files are missing, cut off or corrupt, where weights are missing or not finite, and where
+    model and tokenizer do not belong together.
     """
     import torch
     from safetensors import SafetensorError
@@ -114,10 +115,17 @@ def load_language_model(folder: str | Path):
     from fem.models.surgery.checkpoint import RECORD
 
     found = model_folder(folder)
+    if (found / MANIFEST).exists() and (fault := damage(found, "*.safetensors")):
+        raise ValueError(
+            f"the model in {str(found)!r} may be corrupt or cut off: {fault}; if you changed it, "
+            f"delete {MANIFEST} there."
+        )
     replaced = RECORD in json.loads((found / "config.json").read_text(encoding="utf-8"))
     load = load_replaced if replaced else AutoModelForCausalLM.from_pretrained
     try:
-        model = load(found, use_safetensors=True, dtype="auto", trust_remote_code=False)
+        model, report = load(
+            found, use_safetensors=True, dtype="auto", trust_remote_code=False, output_loading_info=True
+        )
     except (SafetensorError, RuntimeError, OSError, KeyError, ValueError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(f"the model in {str(found)!r} brings code of its own: fem runs none.") from error
@@ -125,15 +133,23 @@ def load_language_model(folder: str | Path):
         raise ValueError(
             f"the model in {str(found)!r} cannot be read, it may be corrupt or cut off: {reason}"
         ) from error
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"the weights in {str(found)!r} must be all that its config.json asks for; {missing[0]!r} is missing."
+        )
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise ValueError(f"the weights in {str(found)!r} must be finite, got NaN or infinity in {name!r}.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(f"the tokenizer in {str(found)!r} brings code of its own: fem runs none.") from None
         raise ValueError(f"{str(found)!r} holds no tokenizer beside the model; save one there.") from error
-    if len(tokenizer) > model.config.vocab_size:
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= model.config.vocab_size:
         raise ValueError(
-            f"tokenizer and model do not belong together: {len(tokenizer)} entries, but vocab_size = "
+            f"tokenizer and model do not belong together: token ids up to {largest}, but vocab_size = "
             f"{model.config.vocab_size} in {str(found)!r}."
         )
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import os
@@ -39,15 +40,15 @@ def publish(staging: Path, target: Path) -> None:
     sync(target.parent)
 
 
-def damage(folder: Path) -> str | None:
+def damage(folder: Path, files: str = "*") -> str | None:
     """What is wrong with a published folder, such as "model.safetensors has other bytes than were saved", or None.
 
-    In the lists of earlier versions, files have sizes only.
+    files: a pattern of the names to check. In the lists of earlier versions, files have sizes only.
     """
     try:
         listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        for name, wanted in listed.items():
-            path = folder / name
+        for name in fnmatch.filter(listed, files):
+            path, wanted = folder / name, listed[name]
             size, known = (wanted, None) if isinstance(wanted, int) else (wanted["bytes"], wanted["blake2b"])
             if not path.is_file():
                 return f"{name} is missing"

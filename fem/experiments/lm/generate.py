@@ -25,20 +25,27 @@ def continue_prompt(
     """The text with which the model continues the prompt; with an empty prompt it begins a document.
 
     temperature: 0 takes the likeliest token. max_new_tokens: None is 200, or as many as fit into the context.
-    Raises ValueError where they do not fit into the context, on a negative temperature and a top_k below 1.
+    Raises ValueError where they do not fit into the context, on a negative temperature, a top_k below 1, a prompt that
+    is not UTF-8, and an empty one where the tokenizer has no token that begins a document.
     """
     import torch
 
-    if temperature < 0:
-        raise ValueError(f"temperature must not be negative, got {temperature}.")
+    if not temperature >= 0:
+        raise ValueError(f"temperature must be 0 or more, got {temperature}.")
     if top_k < 1:
         raise ValueError(f"top_k must be positive, got {top_k}.")
-    begin = [tokenizer.eos_token_id] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    ids = tokenizer(prompt)["input_ids"] or begin
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+        raise ValueError(f"prompt must be UTF-8, got {prompt!r}.")
+    begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    ids = tokenizer(prompt)["input_ids"] or [begin]
+    if ids == [None]:
+        raise ValueError("prompt must hold a token, as the tokenizer has none that begins or ends a document.")
     context = model.config.max_position_embeddings
     room = NEW_TOKENS if context is None else context - len(ids)
     new = min(NEW_TOKENS, room) if max_new_tokens is None else max_new_tokens
-    if new < 1 or (context is not None and new > room):
+    if new < 1 and room > 0:
+        raise ValueError(f"max_new_tokens must be positive, got {new}.")
+    if context is not None and not 1 <= new <= room:
         raise ValueError(
             f"max_new_tokens must lie between 1 and the {max(room, 0)} that a context of {context} leaves a prompt of "
             f"{len(ids)} tokens, got {new}; shorten the prompt."

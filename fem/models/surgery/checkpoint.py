@@ -119,8 +119,11 @@ def replaced_class(architecture: type[PreTrainedModel], config: type[PreTrainedC
     return type(PREFIX + architecture.__name__, (architecture,), members)
 
 
-def load_replaced(folder: str | Path, architecture: type[PreTrainedModel] | None = None, **options) -> PreTrainedModel:
-    """The model that `save_pretrained` wrote to `folder` after `replace_attention`; options are from_pretrained's.
+def load_replaced(
+    folder: str | Path, architecture: type[PreTrainedModel] | None = None, **options
+) -> PreTrainedModel | tuple[PreTrainedModel, dict]:
+    """The model that `save_pretrained` wrote to `folder` after `replace_attention`; options are from_pretrained's, and
+    with output_loading_info=True the report of what was loaded is behind the model, as there.
 
     architecture: the original's class, where transformers and its Auto classes do not know it. The Auto classes open
     such a folder as well; the original's class refuses it. Raises ValueError on a model saved without the free energy.
