@@ -32,7 +32,7 @@ WHOLE = ("n_embd", "n_head", "ssm_rank")
 WHOLE_OR_NONE = ("fem_dim", "qk_dim", "n_kv_head", "window", "conv_hidden")
 SWITCHES = (
     *("causal", "bias", "use_temperature", "use_lse", "use_outer_gate", "use_rope", "use_conv"),
-    *("conv_norm_first", "conv_bidirectional"),
+    *("conv_norm_first", "conv_bidirectional", "mamba_normalize"),
 )
 SMALLEST = 1.1754943508222875e-38  # the smallest normal float32; smaller numbers may be flushed to 0
 RANGES = {  # inclusive
@@ -109,7 +109,7 @@ class FreeEnergyMixerConfig:
     decay: str = "head"
     ssm_rank: int = 16
     normalize: bool | None = None
-    mamba_normalize: bool | None = None
+    mamba_normalize: bool = True
     causal: bool = True
     bias: bool = True
     dropout: float = 0.0
@@ -154,9 +154,8 @@ class FreeEnergyMixerConfig:
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        for name in ("normalize", "mamba_normalize"):
-            if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True, False or None, got {getattr(self, name)!r}.")
+        if self.normalize is not None and not isinstance(self.normalize, bool):
+            raise ValueError(f"normalize must be True, False or None, got {self.normalize!r}.")
         for name, (low, high) in RANGES.items():
             if getattr(self, name) is not None or name != "value_logexp_cap":
                 self._set(**{name: _number(name, getattr(self, name), low, high)})
@@ -181,13 +180,12 @@ class FreeEnergyMixerConfig:
                 f"softmax_backend is the authors' name of backend: give one, got backend={self.backend!r} "
                 f"and softmax_backend={self.softmax_backend!r}."
             )
-        given = {self.normalize, self.mamba_normalize} - {None}
-        if len(given) == 2:
+        if self.normalize is True and not self.mamba_normalize:
             raise ValueError(
-                "mamba_normalize is the authors' name of normalize: give one, and None for the other, got "
-                f"normalize={self.normalize} and mamba_normalize={self.mamba_normalize}."
+                "mamba_normalize is the authors' name of normalize: give one, got normalize=True and "
+                "mamba_normalize=False."
             )
-        normalize = given != {False}
+        normalize = self.mamba_normalize if self.normalize is None else self.normalize
         self._set(
             backend=AUTHORS_BACKENDS[self.backend or self.softmax_backend],
             softmax_backend="auto",

@@ -91,15 +91,6 @@ def test_a_configuration_can_be_copied_with_a_change():
     assert FreeEnergyMixerConfig(**dataclasses.asdict(config)) == config
 
 
-@pytest.mark.parametrize("name, other", [("normalize", "mamba_normalize"), ("mamba_normalize", "normalize")])
-def test_a_copy_under_one_name_of_normalize_never_keeps_the_other_in_silence(name, other):
-    config = FreeEnergyMixerConfig(n_embd=64, n_head=4, prior_type="gla", **{name: False})
-    assert not dataclasses.replace(config, dropout=0.1).normalize
-    assert dataclasses.replace(config, **{name: True, other: None}).normalize
-    with pytest.raises(ValueError, match="give one, and None for the other"):
-        dataclasses.replace(config, **{name: True})
-
-
 def test_equal_configurations_are_one_kind_of_layer_however_their_numbers_were_written():
     """A file that was read back holds 10000 for 10000.0, a sweep NumPy's numbers."""
     plain = {"n_embd": 64, "n_head": 4, "rope_theta": 10000.0, "beta_max_init": 2.0, "window": 4}
