@@ -11,10 +11,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fem import cli
-from fem.experiments.bench import cases, decode, experiment, measure, mixers, paper, tables, workloads
+from fem.experiments.bench import cases, decode, experiment, mixers, paper, tables, workloads
 from fem.experiments.bench.cases import PARTS, PROFILES, Case
 from fem.experiments.bench.mixers import BASELINE, Size
-from fem.experiments.common import baselines
+from fem.experiments.common import baselines, measure
 
 CPU = torch.device("cpu")
 SMALL = Size(1, 24, 32, 2)
