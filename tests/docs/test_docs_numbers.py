@@ -173,6 +173,10 @@ def readme() -> list[str]:
         f"one seed | {larger['-C,G,T,L']['loss']:.3f} | {larger['full']['loss']:.3f} | "
         f"without C {larger['-C']['loss']:.3f}; outer gate alone {larger['+G']['loss']:.3f}; "
         f"slim gates lose, {larger['-C/r8']['loss']:.3f} |",
+        f"one seed and one learning rate | {loss('ablate_16m', '-C,G,T,L'):.3f} | {loss('ablate_16m', '-C'):.3f} | "
+        f"none: attention is ahead from 2M tokens on; outer gate alone {loss('ablate_16m', '+G'):.3f} |",
+        f"instead of equal tokens, 3 seeds | {loss('ablate_time', '-C,G,T,L'):.3f} | {loss('ablate_time', 'full'):.3f} "
+        f"| without C {loss('ablate_time', '-C'):.3f}; outer gate alone {loss('ablate_time', '+G'):.3f} |",
         f"| {loss('ablate_softmax_medium', '-C,G,T,L'):.3f} | {loss('ablate_softmax_medium', 'full'):.3f} | outer gate "
         f"alone {loss('ablate_softmax_medium', '+G'):.3f}: it wins |",
         f"| {loss('ablate_gla', '-C,G,T,L'):.3f} | {loss('ablate_gla', 'full'):.3f} | "
@@ -241,6 +245,9 @@ def faq() -> list[str]:
         f"brought {small['-C,G,T,L'] - small['+G']:.3f} of the {small['-C,G,T,L'] - small['-C']:.3f} nats",
         f"it was {at_3m['-C,G,T,L'] - at_3m['+G']:.3f} of {at_3m['-C,G,T,L'] - at_3m['-C']:.3f}, "
         f"and the conditioner brought {at_3m['-C'] - at_3m['full']:.3f} more",
+        f"attention ends at {loss('ablate_16m', '-C,G,T,L'):.3f} nats, the outer gate alone at "
+        f"{loss('ablate_16m', '+G'):.3f} and FEM without C at {loss('ablate_16m', '-C'):.3f}: the last two are "
+        "ahead for 1.5M tokens",
         f"{recalls('softmax+C')} steps to 99.9 %, FEM without C {recalls(OWN)}, attention {recalls('softmax')} |",
         f"alone reaches {mad('softmax+C'):.1f} of full FEM's {mad(FULL):.1f} %, attention {mad('softmax'):.1f}.",
         f"[{gained('gpt2', TRAINED):.3f} nats for a GPT-2]",
