@@ -113,8 +113,10 @@ def test_every_row_takes_its_own_best_rate_on_the_first_seed_alone(tmp_path):
 
 def test_an_ablation_writes_what_it_promises_and_goes_on(text, tmp_path, monkeypatch):
     recipe = replace(TINY, text=text, lambda_init=-2.0)
-    results = ablate.run(recipe, tmp_path / "run")["ablate"]
+    found = ablate.run(recipe, tmp_path / "run")
+    results = found["ablate"]
     assert list(results) == ["full", "-C,G,T", "+G"]
+    assert [[point["tokens"] for point in curve] for curve in found["curves"]["+G"]] == [[32, 64, 96]] * 2
     runs = sorted((tmp_path / "run" / "runs").iterdir())
     assert len(runs) == 9
     mixers = [json.loads(path.read_text())["job"]["mixer"] for path in runs]

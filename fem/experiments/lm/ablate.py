@@ -159,6 +159,7 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
         results={
             "ablate": {row["row"]: row for row in table},
             "learning_rates": {row["row"]: row for row in ablation.tuning_table()},
+            "curves": {row: [record["curve"] for record in records] for row, records in ablation.chosen.items()},
             "prior": recipe.prior,
         },
         redraw=redraw,
