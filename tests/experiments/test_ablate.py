@@ -124,7 +124,8 @@ def test_an_ablation_writes_what_it_promises_and_goes_on(text, tmp_path, monkeyp
     with open(tmp_path / "run" / "table.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [float(row["loss"]) for row in rows] == [row["loss"] for row in results.values()]
-    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("loss.png", "curves.png"):
+        assert (tmp_path / "run" / picture).read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["tokens"] for line in lines if (line["row"], line["seed"]) == ("full", 0)] == [32, 64, 96]
 

@@ -130,7 +130,6 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
     with cpu_threads(recipe.threads), progress() as bars:
         corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)
         text = hashlib.blake2b(corpus.train["input_ids"][:].numpy(), digest_size=8).hexdigest()
-
         seconds = step_seconds(recipe, output) if recipe.equal_time else {}
 
         def job(row: str, rate: float, seed: int) -> Job:
@@ -211,6 +210,7 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
         + (EQUAL_TIME if recipe.equal_time else ""),
         markdown_table(ablation.table(), {"loss": min}),
         "![last validation loss of every row, a dot per seed](loss.png)",
+        "![validation loss over steps, a line per seed](curves.png)",
         "## Learning rates",
         f"Seed {recipe.seed}, validation loss after the last step.",
         markdown_table(ablation.tuning_table()),
@@ -223,13 +223,23 @@ def parameters(ablation: Ablation) -> int:
 
 
 def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
-    """loss.png, from what results.json holds: the last loss of every row, a dot per seed."""
-    from fem.plots import dots
+    """From what results.json holds: loss.png, the last loss of every row, a dot per seed; curves.png, the way there."""
+    from fem.plots import Panel, dots, learning_curves
 
-    losses = {mixer_name(row, results["prior"]): _numbers(found["by seed"]) for row, found in results["ablate"].items()}
+    def named(found: Mapping) -> dict:
+        return {mixer_name(row, results["prior"]): value for row, value in found.items()}
+
+    losses = {name: _numbers(found["by seed"]) for name, found in named(results["ablate"]).items()}
     ordered = dict(sorted(losses.items(), key=lambda pair: mean(pair[1])))
     title = "Validation loss in nats per token, lowest first: a dot per seed"
     dots(folder / "loss.png", title, {"equal parameters": by_name(ordered)}, colours(ordered))
+    if "curves" in results:  # the first results did not keep them
+        lines = {
+            name: [([point["step"] for point in curve], [point["val_loss"] for point in curve]) for curve in seeds]
+            for name, seeds in named(results["curves"]).items()
+        }
+        panel = Panel("nats per token", "step", by_name(lines), logarithmic=True)
+        learning_curves(folder / "curves.png", "Validation loss over steps: a line per seed", [panel], colours(lines))
 
 
 def _numbers(text: str) -> list[float]:
