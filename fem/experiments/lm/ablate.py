@@ -130,7 +130,6 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
     with cpu_threads(recipe.threads), progress() as bars:
         corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)
         text = hashlib.blake2b(corpus.train["input_ids"][:].numpy(), digest_size=8).hexdigest()
-
         seconds = step_seconds(recipe, output) if recipe.equal_time else {}
 
         def job(row: str, rate: float, seed: int) -> Job:
