@@ -201,6 +201,8 @@ def test_the_best_of_a_column_is_bold():
     assert "| b | **4.9** |  |" in table
     assert "**1,200**" in table
     assert table.count("**") == 4
+    table = tables.markdown_table([{"loss": 1.5e-05}, {"loss": 0.0003}], {"loss": min})
+    assert "**1.500e-05**" in table
 
 
 def test_a_column_that_is_blank_in_every_row_is_left_out():
