@@ -108,6 +108,12 @@ def test_another_command_s_name_for_an_option_is_taken_with_a_hint(monkeypatch, 
         (["finetune", "--context", "0"], "error: context must be positive, got 0.\n"),
         (["finetune", "--vocabulary", "0"], "error: vocabulary must be positive, got 0.\n"),
         (["finetune", "--awakening", "-1"], "error: awakening must be positive, got -1.0.\n"),
+        (["finetune", "--heads", "5"], "error: heads must divide width = 96, got 5.\n"),
+        (["finetune", "--architecture", "llama", "--heads", "1"], "error: heads must be even for llama, got 1.\n"),
+        (
+            ["finetune", "--architecture", "llama", "--heads", "32"],
+            "error: heads must divide width / 2 = 48, got 32.\n",
+        ),
         (["finetune", "--seed", "-1"], "error: seed must not be negative, got -1.\n"),
         (["ablate", "--seed", "-1"], "error: seed must not be negative, got -1.\n"),
         (
