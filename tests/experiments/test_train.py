@@ -69,6 +69,14 @@ def test_the_model_of_a_run_loads_with_its_tokenizer(whole):
     assert tokenizer.decode(tokenizer("the sun")["input_ids"]) == "the sun"
 
 
+@pytest.mark.parametrize("name", ["", "checkpoint-12"])
+def test_weights_are_read_once_to_check_them(whole, monkeypatch, name):
+    read, digest = [], integrity.digest
+    monkeypatch.setattr(integrity, "digest", lambda path: (read.append(path.name), digest(path))[1])
+    load_language_model(whole / name)
+    assert read.count("model.safetensors") == 1
+
+
 class Stopped(Exception):
     pass
 
@@ -295,8 +303,21 @@ def test_every_row_is_read_once_an_epoch(tokenizer, data, tmp_path):
     assert not torch.equal(rows[:11], rows[11:])
 
 
-def stream(data, rank=0, world=1):
-    return documents.node_part(load_dataset("json", data_files=str(data), split="train", streaming=True), rank, world)
+def stream(data):
+    return load_dataset("json", data_files=str(data), split="train", streaming=True)
+
+
+@pytest.fixture
+def hub(data, monkeypatch):
+    """Every dataset of the hub is the one in `data`."""
+    monkeypatch.setattr(documents, "load_dataset", lambda name, subset, **how: stream(data))
+    monkeypatch.setattr(documents, "way_to_the_hub", lambda: None)
+
+
+def test_processes_share_a_stream(hub, data):
+    parts = [[record["text"] for record in documents.hub_documents("a/b", None, rank, 2)] for rank in range(2)]
+    assert sorted(parts[0] + parts[1]) == sorted(record["text"] for record in stream(data))
+    assert all(parts)
 
 
 def test_a_stream_gives_the_documents_again_and_again(data, tokenizer):
