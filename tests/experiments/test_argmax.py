@@ -149,6 +149,13 @@ def test_a_reader_that_is_good_enough_stops():
     assert {f"test_{metric}" for metric in argmax.METRICS} <= score.keys()
 
 
+def test_a_run_scores_the_untrained_predictors_once(tmp_path, monkeypatch):
+    scored, evaluate = [], argmax.evaluate
+    monkeypatch.setattr(argmax, "evaluate", lambda what, *rest: (scored.append(what), evaluate(what, *rest))[1])
+    argmax.run(replace(TINY, steps=1, seeds=1), tmp_path / "run")
+    assert len([what for what in scored if not isinstance(what, argmax.Reader)]) == 3
+
+
 def test_a_run_writes_its_recipe_scores_table_and_plot(tmp_path):
     results = argmax.run(TINY, tmp_path / "runs" / "argmax")
     folder = tmp_path / "runs" / "argmax"

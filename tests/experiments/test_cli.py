@@ -108,6 +108,12 @@ def test_another_command_s_name_for_an_option_is_taken_with_a_hint(monkeypatch, 
         (["finetune", "--context", "0"], "error: context must be positive, got 0.\n"),
         (["finetune", "--vocabulary", "0"], "error: vocabulary must be positive, got 0.\n"),
         (["finetune", "--awakening", "-1"], "error: awakening must be positive, got -1.0.\n"),
+        (["finetune", "--heads", "5"], "error: heads must divide width = 96, got 5.\n"),
+        (["finetune", "--architecture", "llama", "--heads", "1"], "error: heads must be even for llama, got 1.\n"),
+        (
+            ["finetune", "--architecture", "llama", "--heads", "32"],
+            "error: heads must divide width / 2 = 48, got 32.\n",
+        ),
         (["finetune", "--seed", "-1"], "error: seed must not be negative, got -1.\n"),
         (["ablate", "--seed", "-1"], "error: seed must not be negative, got -1.\n"),
         (
@@ -201,6 +207,8 @@ def test_the_best_of_a_column_is_bold():
     assert "| b | **4.9** |  |" in table
     assert "**1,200**" in table
     assert table.count("**") == 4
+    table = tables.markdown_table([{"loss": 1.5e-05}, {"loss": 0.0003}], {"loss": min})
+    assert "**1.500e-05**" in table
 
 
 def test_a_column_that_is_blank_in_every_row_is_left_out():

@@ -53,10 +53,10 @@ def corpus(text):
     return build_corpus(text, TINY.vocabulary, TINY.context)
 
 
-def trained(corpus, recipe, mixer=None):
+def trained(corpus, recipe, mixer=None, folder=None):
     model = lm.build_model(lm.model_config(recipe, mixer or {}, len(corpus.tokenizer)), recipe.seed)
     log = []
-    result = lm.train(model, corpus, recipe, log.append, lambda step, loss: None)
+    result = lm.train(model, corpus, recipe, log.append, lambda step, loss: None, folder)
     return model, result, log
 
 
@@ -162,6 +162,12 @@ def test_the_same_seed_trains_the_same_model(corpus):
     for a, b in zip(runs[0][0].parameters(), runs[1][0].parameters()):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     assert trained(corpus, replace(TINY, seed=1))[1]["val_loss"] != runs[0][1]["val_loss"]
+
+
+def test_the_speed_of_a_training_that_diverged_is_that_of_the_steps_it_took(corpus, tmp_path):
+    _, result, log = trained(corpus, replace(TINY, learning_rate=1e30), folder=tmp_path)
+    assert (result["val_loss"], log[-1]["step"]) == (math.inf, 3)
+    assert result["tokens_per_second"] == pytest.approx(3 * TINY.batch * TINY.context / log[-1]["seconds"])
 
 
 def test_data_come_in_the_same_order_for_every_mixer(corpus, monkeypatch):

@@ -163,7 +163,13 @@ def test_options_become_fields():
     assert (mixer_config("softmax+LTG/wide", 64, 4).fem_dim, mixer_config("softmax+LTG/wide", 64, 4).qk_dim) == (64, 64)
 
 
-@pytest.mark.parametrize("name", ["softmax/r4", "softmax+G/b8", "softmax+LTG/r", "softmax+LTG/r4/r8", "softmax+LTG/x"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("softmax/r4", "softmax+G/b8", "softmax+LTG/r", "softmax+LTG/r4/r8", "softmax+LTG/x"),
+        *("softmax+LTG/b0", "softmax+LTG/b1000"),
+    ],
+)
 def test_options_without_meaning_are_one_sentence(name):
     with pytest.raises(ValueError, match="got '"):
         canonical(name)

@@ -69,6 +69,14 @@ def test_the_model_of_a_run_loads_with_its_tokenizer(whole):
     assert tokenizer.decode(tokenizer("the sun")["input_ids"]) == "the sun"
 
 
+@pytest.mark.parametrize("name", ["", "checkpoint-12"])
+def test_weights_are_read_once_to_check_them(whole, monkeypatch, name):
+    read, digest = [], integrity.digest
+    monkeypatch.setattr(integrity, "digest", lambda path: (read.append(path.name), digest(path))[1])
+    load_language_model(whole / name)
+    assert read.count("model.safetensors") == 1
+
+
 class Stopped(Exception):
     pass
 
@@ -295,8 +303,21 @@ def test_every_row_is_read_once_an_epoch(tokenizer, data, tmp_path):
     assert not torch.equal(rows[:11], rows[11:])
 
 
-def stream(data, rank=0, world=1):
-    return documents.node_part(load_dataset("json", data_files=str(data), split="train", streaming=True), rank, world)
+def stream(data):
+    return load_dataset("json", data_files=str(data), split="train", streaming=True)
+
+
+@pytest.fixture
+def hub(data, monkeypatch):
+    """Every dataset of the hub is the one in `data`."""
+    monkeypatch.setattr(documents, "load_dataset", lambda name, subset, **how: stream(data))
+    monkeypatch.setattr(documents, "way_to_the_hub", lambda: None)
+
+
+def test_processes_share_a_stream(hub, data):
+    parts = [[record["text"] for record in documents.hub_documents("a/b", None, rank, 2)] for rank in range(2)]
+    assert sorted(parts[0] + parts[1]) == sorted(record["text"] for record in stream(data))
+    assert all(parts)
 
 
 def test_a_stream_gives_the_documents_again_and_again(data, tokenizer):
@@ -325,8 +346,7 @@ def test_an_empty_stream_is_refused(tokenizer):
         next(iter(packing.StreamedRows(empty, "text", tokenizer, 8)))
 
 
-def test_a_streamed_run_resumes_bit_for_bit(data, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(lm_data, "hub_documents", lambda name, subset, rank, world: stream(data, rank, world))
+def test_a_streamed_run_resumes_bit_for_bit(hub, data, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     changes = {"data": "some/dataset", "tokenizer": str(tmp_path / "tokenizer"), "validation_rows": 0}
     recipe = tiny(data, **changes, max_steps=6, save_steps=3)
@@ -337,8 +357,7 @@ def test_a_streamed_run_resumes_bit_for_bit(data, tokenizer, tmp_path, monkeypat
     assert_same_run(tmp_path / "one", tmp_path / "other", 6)
 
 
-def test_a_stream_goes_on_with_the_processes_that_read_it(data, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(lm_data, "hub_documents", lambda name, subset, rank, world: stream(data, rank, world))
+def test_a_stream_goes_on_with_the_processes_that_read_it(hub, data, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     changes = {"data": "some/dataset", "tokenizer": str(tmp_path / "tokenizer"), "validation_rows": 0, "max_steps": 6}
     training.run(tiny(data, **changes, save_steps=3), tmp_path / "run")
@@ -349,13 +368,17 @@ def test_a_stream_goes_on_with_the_processes_that_read_it(data, tokenizer, tmp_p
         training.run(tiny(data, **changes, save_steps=3), tmp_path / "run", resume=True)
 
 
-def test_a_dataset_that_does_not_exist_is_one_sentence(monkeypatch):
+@pytest.mark.parametrize(
+    "error, told",
+    [(ConnectionError("Couldn't reach the Hub\nand more"), "Couldn't reach the Hub"), (TimeoutError(), "TimeoutError")],
+)
+def test_a_dataset_that_does_not_exist_is_one_sentence(monkeypatch, error, told):
     def offline(*args, **given):
-        raise ConnectionError("Couldn't reach the Hub\nand more")
+        raise error
 
     monkeypatch.setattr(documents, "load_dataset", offline)
     monkeypatch.setattr(documents, "way_to_the_hub", lambda: None)
-    with pytest.raises(ValueError, match=r"dataset of the hub, got 'no/where': Couldn't reach the Hub$"):
+    with pytest.raises(ValueError, match=r"dataset of the hub, got 'no/where': " + told + "$"):
         documents.hub_documents("no/where", None, 0, 1)
 
 

@@ -243,7 +243,16 @@ def test_a_time_limit_saves_before_it_is_reached(data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, seconds", [("90", 5400), ("1:30", 90), ("2:00:00", 7200), ("1-0:00:10", 86410), (None, None)]
+    "text, seconds",
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("2:00:00", 7200),
+        ("1-12", 129600),
+        ("1-12:30", 131400),
+        ("1-0:00:10", 86410),
+        (None, None),
+    ],
 )
 def test_time_limits_are_read_as_slurm_writes_them(text, seconds):
     assert seconds_of(text) == seconds

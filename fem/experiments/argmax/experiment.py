@@ -194,8 +194,8 @@ def scores(curves: Curves) -> dict[str, dict]:
     }
 
 
-def rows(curves: Curves, recipe: ArgmaxRecipe) -> list[dict]:
-    """The readers and the untrained predictors, on the test."""
+def rows(curves: Curves, recipe: ArgmaxRecipe, untrained: Mapping[str, Score]) -> list[dict]:
+    """The readers and the untrained predictors (`baselines`), on the test."""
     lines = []
     for name, score in scores(curves).items():
         with torch.device("meta"):
@@ -204,7 +204,7 @@ def rows(curves: Curves, recipe: ArgmaxRecipe) -> list[dict]:
         steps = ", ".join(f"{steps:,}" for steps in score["steps"])
         means = {metric: mean(score[metric]) for metric in METRICS}
         lines.append(_row(display(name), means, by_seed, parameters, steps))
-    return lines + [_row(name, score, "", None, "") for name, score in baselines(recipe).items()]
+    return lines + [_row(name, score, "", None, "") for name, score in untrained.items()]
 
 
 def _row(name: str, score: Mapping[str, float], by_seed: str, parameters: int | None, steps: str) -> dict:
@@ -263,7 +263,8 @@ def run(recipe: ArgmaxRecipe, output: Path) -> dict:
     with cpu_threads(recipe.threads), open_run(output, "argmax", recipe) as under_way:
         with progress() as bars:
             curves = compare(recipe, under_way, bars)
-        table = rows(curves, recipe)
+        untrained = baselines(recipe)
+        table = rows(curves, recipe, untrained)
         write_table(under_way.folder, "table", table)
         write_page(
             under_way.folder,
@@ -280,7 +281,7 @@ def run(recipe: ArgmaxRecipe, output: Path) -> dict:
             ended(curves, recipe),
             provenance(command_line("argmax", recipe, ArgmaxRecipe)),
         )
-        found = {"argmax": scores(curves), "baselines": baselines(recipe), "curves": curves}
+        found = {"argmax": scores(curves), "baselines": untrained, "curves": curves}
         results = under_way.finish(found)
         redraw(results, asdict(recipe), under_way.folder)
     show_table("Every channel's maximum in one read", table)

@@ -7,12 +7,17 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fem.experiments.common.integrity import MANIFEST, damage
-from fem.experiments.common.run import note, read_json
+from fem.experiments.common.run import first_line, note, read_json
+
+if TYPE_CHECKING:
+    from torch import nn
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 STAGING = ".saving"  # in the output folder: where a checkpoint is written before it is renamed
+KEPT = 2  # checkpoints of a training that goes on by itself
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -60,7 +65,7 @@ def set_aside_after(checkpoint: Path) -> None:
 def model_folder(folder: str | Path) -> Path:
     """The folder with the weights: `folder` itself, its newest complete checkpoint, or its subfolder `model`.
 
-    Raises ValueError where none of them holds a model in safetensors.
+    Raises ValueError where none of them holds a model in safetensors, and where these are not what their digests say.
     """
     folder = Path(folder)
     if folder.is_file() or not folder.exists():
@@ -69,9 +74,9 @@ def model_folder(folder: str | Path) -> Path:
         raise ValueError(
             f"model must be a folder with config.json and safetensors, got {what} {str(folder)!r}.{pickle}"
         )
-    found = folder if _holds_a_model(folder) else newest(folder)
-    if found is None and _holds_a_model(folder / "model"):
-        found = folder / "model"  # where `fem demo` saves it
+    checkpoint = None if _holds_a_model(folder) else newest(folder)
+    places = (folder, folder / "model")  # `fem demo` saves it in the second
+    found = checkpoint or next(filter(_holds_a_model, places), None)
     if found is None:
         cut_off = ", but only checkpoints that were cut off" if checkpoints(folder) else ""
         raise ValueError(f"model must hold config.json and safetensors, got {str(folder)!r} without them{cut_off}.")
@@ -80,6 +85,11 @@ def model_folder(folder: str | Path) -> Path:
         unsafe = f" but with {pickles[0]}, which may run code when it is read; convert it" if pickles else ""
         raise ValueError(f"model must hold its weights as safetensors, got {str(found)!r} without them{unsafe}.")
     _check_index(found)
+    if checkpoint is None and (found / MANIFEST).exists() and (fault := damage(found, "*.safetensors")):
+        raise ValueError(
+            f"the model in {str(found)!r} may be corrupt or cut off: {fault}; if you changed it, "
+            f"delete {MANIFEST} there."
+        )
     return found
 
 
@@ -101,6 +111,12 @@ def _holds_a_model(folder: Path) -> bool:
     return "model_type" in (read_json(folder / "config.json") or {})
 
 
+def not_finite(model: nn.Module) -> str | None:
+    """The first parameter that holds NaN or infinity, of sharded ones in this process's part; None: there is none."""
+    local = ((name, x.to_local() if hasattr(x, "to_local") else x) for name, x in model.named_parameters())
+    return next((name for name, x in local if not x.isfinite().all()), None)
+
+
 def load_language_model(folder: str | Path):
     """The model and the tokenizer in `folder`, a saved model or the output of `fem train`.
 
@@ -115,11 +131,6 @@ def load_language_model(folder: str | Path):
     from fem.models.surgery.checkpoint import RECORD
 
     found = model_folder(folder)
-    if (found / MANIFEST).exists() and (fault := damage(found, "*.safetensors")):
-        raise ValueError(
-            f"the model in {str(found)!r} may be corrupt or cut off: {fault}; if you changed it, "
-            f"delete {MANIFEST} there."
-        )
     replaced = RECORD in json.loads((found / "config.json").read_text(encoding="utf-8"))
     load = load_replaced if replaced else AutoModelForCausalLM.from_pretrained
     try:
@@ -129,17 +140,15 @@ def load_language_model(folder: str | Path):
     except (SafetensorError, RuntimeError, OSError, KeyError, ValueError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(f"the model in {str(found)!r} brings code of its own: fem runs none.") from error
-        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"the model in {str(found)!r} cannot be read, it may be corrupt or cut off: {reason}"
+            f"the model in {str(found)!r} cannot be read, it may be corrupt or cut off: {first_line(error)}"
         ) from error
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"the weights in {str(found)!r} must be all that its config.json asks for; {missing[0]!r} is missing."
         )
-    for name, weight in model.named_parameters():
-        if not weight.isfinite().all():
-            raise ValueError(f"the weights in {str(found)!r} must be finite, got NaN or infinity in {name!r}.")
+    if (name := not_finite(model)) is not None:
+        raise ValueError(f"the weights in {str(found)!r} must be finite, got NaN or infinity in {name!r}.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

@@ -14,6 +14,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from fem.experiments.common.run import first_line
+
 Found = TypeVar("Found")
 PATIENCE = timedelta(days=7)
 ROLL_CALL = 5.0  # seconds in which ranks that still run say so
@@ -103,7 +105,7 @@ class Ranks:
                 told = f"{names} hangs or has ended: no answer within {self.seconds} s (--comm-timeout)"
                 raise Lost(told) from None
             if lost:
-                raise Lost(f"the processes have lost touch: {str(error).strip().splitlines()[0]}") from None
+                raise Lost(f"the processes have lost touch: {first_line(error)}") from None
             raise
 
     def missing(self) -> list[int]:
@@ -135,8 +137,7 @@ def joining() -> Iterator[None]:
     except RuntimeError as error:
         if "RANK" not in os.environ:
             raise
-        reason = str(error).strip().splitlines()[0]
-        raise Lost(f"the processes of the training did not find one another: {reason}") from None
+        raise Lost(f"the processes of the training did not find one another: {first_line(error)}") from None
 
 
 def end_with_parent() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from fem.experiments.common.run import first_line
+
 SECONDS = 6.0
 
 
@@ -27,5 +29,5 @@ def way_to_the_hub() -> None:
     asking.start()
     asking.join(SECONDS)
     if not found or found[0] is not None:
-        reason = str(found[0]).strip().splitlines()[0] if found and str(found[0]) else "no answer"
+        reason = first_line(found[0]) if found else "no answer"
         raise OSError(f"no way to {constants.ENDPOINT} within {SECONDS:g} seconds ({reason})")

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from fem.experiments.common.checkpoints import STAGING, checkpoints, set_aside_after, to_go_on_from
+from fem.experiments.common.checkpoints import KEPT, STAGING, checkpoints, set_aside_after, to_go_on_from
 from fem.experiments.common.integrity import publish
+from fem.experiments.common.run import first_line
 
-STATE, KEPT = "state.pt", 2
+STATE = "state.pt"
 
 
 def save(folder: Path, number: int, parts: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
@@ -29,7 +30,7 @@ def save(folder: Path, number: int, parts: Mapping[str, Any], measured: Mapping[
         publish(staging, folder / f"checkpoint-{number}")
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError, and names no file
         shutil.rmtree(staging, ignore_errors=True)
-        reason = error if isinstance(error, OSError) else f"is the disk full? ({str(error).splitlines()[0]})"
+        reason = error if isinstance(error, OSError) else f"is the disk full? ({first_line(error)})"
         raise OSError(f"checkpoint-{number} could not be saved in {str(folder)!r}: {reason}") from error
     for old in checkpoints(folder)[:-KEPT]:
         shutil.rmtree(old)

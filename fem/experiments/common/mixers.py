@@ -16,6 +16,7 @@ SHOWN = {"softmax": "attention", "gla": "GLA", "rnn_softmax": "AFT", "mamba": "M
 UNNORMALISED = "-norm"
 OPTION = re.compile(r"r\d+|b\d+(\.\d+)?|l-?\d+(\.\d+)?|wide|norm")
 PUBLISHED_UNNORMALISED = ("gla", "mamba")
+LARGEST_BETA = 700.0  # that softplus can be inverted at
 POOLS = ("pool:mean", "pool:max", "pool:lse", "pool:attention", "pool:fem", "pool:fem/r4")
 
 
@@ -84,6 +85,8 @@ def canonical(name: str) -> str:
             raise ValueError(
                 f"/{option} sets a part that {whole!r} does not have ({' or '.join(needed)}), got {name!r}."
             )
+    if any(option[0] == "b" and not 0 < float(option[1:]) <= LARGEST_BETA for option in options):
+        raise ValueError(f"beta must start above 0 and at most at {LARGEST_BETA:g}, got {name!r}.")
     published_raw = prior in PUBLISHED_UNNORMALISED and "L" not in parts
     raw = plain != whole or (published_raw and "norm" not in options)
     options = [option for option in options if option != "norm" or (published_raw and not raw)]

@@ -206,6 +206,11 @@ def note(sentence: str) -> None:
         print(f"note: {sentence}", file=sys.stderr)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; the name of its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that results depend on."""
     found = {package: installed(package) for package in PACKAGES}

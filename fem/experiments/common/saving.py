@@ -5,20 +5,18 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PrinterCallback
 
-from fem.experiments.common.checkpoints import checkpoints, newest, set_aside_after, step_of
+from fem.experiments.common.checkpoints import KEPT, checkpoints, newest, not_finite, set_aside_after, step_of
 from fem.experiments.common.distributed import lost_touch
 from fem.experiments.common.integrity import publish
 from fem.experiments.common.run import read_json, write_json
 from fem.experiments.common.trainer import Watch, WeightDecayTrainer
 
 MEASURED = "watch.json"
-KEPT = 2  # checkpoints of a training that goes on by itself
 
 
 class NotFinite(ValueError):
@@ -45,7 +43,8 @@ class SavingTrainer(WeightDecayTrainer):
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
         name = f"checkpoint-{self.state.global_step}"
         staging = Path(self.args.output_dir)
-        self.check_weights()
+        if (weight := not_finite(self.model)) is not None:
+            raise NotFinite(self.state.global_step, f"{weight} is not finite", kept(self.output))
         try:
             super()._save_checkpoint(model, trial)
             self.add_files(staging / name)
@@ -64,14 +63,6 @@ class SavingTrainer(WeightDecayTrainer):
                 reason = f"a file could not be written whole, as on a full disk ({reason})"
             told = f"{name} could not be saved in {str(self.output)!r}: {reason}; {kept(self.output)}."
             raise OSError(told) from error
-
-    @torch.no_grad()
-    def check_weights(self) -> None:
-        """Raises `NotFinite` where a weight of the model is not finite."""
-        for name, weight in self.model.named_parameters():
-            local = weight.to_local() if hasattr(weight, "to_local") else weight
-            if not local.isfinite().all():
-                raise NotFinite(self.state.global_step, f"{name} is not finite", kept(self.output))
 
 
 class WatchedTrainer(SavingTrainer):

@@ -71,7 +71,7 @@ class SaveAndStop(TrainerCallback):
 
 
 def seconds_of(limit: str | None) -> float | None:
-    """The seconds of a time limit as Slurm writes it: "90" minutes, "1:30:00" hours, "2-0:00:00" days.
+    """The seconds of a time limit as Slurm writes it: "90" minutes, "1:30:00" hours, "2-12" days and hours.
 
     Raises ValueError on anything else.
     """
@@ -80,10 +80,11 @@ def seconds_of(limit: str | None) -> float | None:
     days, dash, rest = limit.rpartition("-")
     try:
         parts = [int(part) for part in rest.split(":")]
-        hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
+        shapes = {1: [*parts, 0, 0], 2: [*parts, 0]} if dash else {1: [0, *parts, 0], 2: [0, *parts]}
+        hours, minutes, seconds = (shapes | {3: parts})[len(parts)]
         found = ((int(days if dash else 0) * 24 + hours) * 60 + minutes) * 60 + seconds
     except (ValueError, KeyError):
         found = 0
     if found <= 0:
-        raise ValueError(f"time_limit must be minutes, MM:SS, HH:MM:SS or D-HH:MM:SS, got {limit!r}.")
+        raise ValueError(f"time_limit must be minutes, MM:SS, HH:MM:SS, D-HH or D-HH:MM:SS, got {limit!r}.")
     return float(found)

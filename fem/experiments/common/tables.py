@@ -52,7 +52,7 @@ def _filled(rows: Rows) -> list[str]:
 
 def _leading(text: str) -> float | None:
     """The number that a cell begins with."""
-    match = re.match(r"-?[\d,]+\.?\d*", text)
+    match = re.match(r"-?[\d,]+\.?\d*(e[+-]\d+)?", text)
     return float(match[0].replace(",", "")) if match else None
 
 

@@ -47,7 +47,8 @@ def run(recipe: DemoRecipe, output: Path) -> dict:
             bars.update(reading_text, completed=1)
             curves = argmax.compare(task, under_way, bars)
             models = compare.compare(MIXERS, language, seeds, corpus, under_way, bars)
-        tables = {"argmax": argmax.rows(curves, task), "lm": models.rows(corpus.bytes_per_token)}
+        untrained = argmax.baselines(task)
+        tables = {"argmax": argmax.rows(curves, task, untrained), "lm": models.rows(corpus.bytes_per_token)}
         for name, rows in tables.items():
             write_table(folder, name, rows)
         fem = models.models["fem"]

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fem.experiments.common.hub import way_to_the_hub
 from fem.experiments.common.integrity import MANIFEST, damage, publish
-from fem.experiments.common.run import note
+from fem.experiments.common.run import first_line, note
 from fem.experiments.lm.documents import content, hub_documents, local_documents, local_files
 from fem.experiments.lm.packing import (
     Row,
@@ -73,7 +73,7 @@ def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(f"tokenizer {name!r} brings code of its own: fem runs none.") from None
-        raise ValueError(f"tokenizer {name!r} cannot be read: {str(error).strip().splitlines()[0]}") from error
+        raise ValueError(f"tokenizer {name!r} cannot be read: {first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer must have an end-of-text token to separate documents, got {name!r} without one.")
     return tokenizer

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from datasets import IterableDataset, load_dataset
+from datasets.distributed import split_dataset_by_node
 
 from fem.experiments.common.hub import way_to_the_hub
 from fem.experiments.common.integrity import digest
+from fem.experiments.common.run import first_line
 from fem.experiments.lm.pieces import file_pieces, pieces
 
 TEXT, JSON_LINES, PARQUET = (".txt", ".md"), (".jsonl",), (".parquet",)
@@ -88,14 +90,8 @@ def hub_documents(name: str, subset: str | None, rank: int, world: int) -> Itera
         way_to_the_hub()
         stream = load_dataset(name, subset, split="train", streaming=True)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"data must be a file, a folder or a dataset of the hub, got {name!r}: {reason}") from error
-    return node_part(stream, rank, world)
-
-
-def node_part(stream: IterableDataset, rank: int, world: int) -> IterableDataset:
-    from datasets.distributed import split_dataset_by_node
-
+        told = f"data must be a file, a folder or a dataset of the hub, got {name!r}: {first_line(error)}"
+        raise ValueError(told) from error
     return split_dataset_by_node(stream, rank, world) if world > 1 else stream
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fem.experiments.common.recipes import listed, require_one_of, require_positive
-from fem.experiments.common.run import command_line, open_run, option, provenance
+from fem.experiments.common.run import check_output, command_line, open_run, option, provenance
 from fem.experiments.common.tables import markdown_table, show_table, write_page, write_table
 from fem.experiments.lm.suites import SUITES, paper_row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,19 +52,18 @@ class EvalRecipe:
         return list(dict.fromkeys(suite + listed(self.tasks)))
 
 
-def evaluate(recipe: EvalRecipe) -> dict[str, dict[str, float]]:
+def evaluate(
+    recipe: EvalRecipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, dict[str, float]]:
     """{task: {metric: score}}, of groups and of tasks; "METRIC_stderr" where the harness estimates an error.
 
-    Raises ValueError on a model that cannot be read and on unknown tasks.
+    Raises ValueError on unknown tasks.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from fem.experiments.common.checkpoints import load_language_model
-
-    model, tokenizer = load_language_model(recipe.model)
     manager = TaskManager(include_path=recipe.include_path, include_defaults=_needs_own_tasks(recipe))
     unknown = [name for name in recipe.task_names() if not manager.match_tasks([name])]
     if unknown:
@@ -129,11 +132,12 @@ def rows(recipe: EvalRecipe, scores: dict[str, dict[str, float]]) -> list[dict]:
 
 def run(recipe: EvalRecipe, output: Path) -> dict:
     """Score the model and write the results to `output`; returns what results.json holds."""
-    from fem.experiments.common.checkpoints import model_folder
+    from fem.experiments.common.checkpoints import load_language_model
 
-    model_folder(recipe.model)  # raises before anything is written
+    check_output(output, "eval")
+    model, tokenizer = load_language_model(recipe.model)
     with open_run(output, "eval", recipe) as under_way:
-        scores = evaluate(recipe)
+        scores = evaluate(recipe, model, tokenizer)
         table = rows(recipe, scores)
         for task, found in scores.items():
             under_way.log(task=task, **found)

@@ -52,6 +52,11 @@ class FinetuneRecipe:
         require_positive(self, "layers", "width", "heads", "context", "batch", "steps", "further_steps", "runs")
         require_positive(self, "vocabulary", "learning_rate", "further_learning_rate", "awakening")
         require_not_negative(self, "seed")
+        if self.architecture == "llama" and self.heads % 2:
+            raise ValueError(f"heads must be even for llama, got {self.heads}.")
+        name, share = ("width / 2", self.width / 2) if self.architecture == "llama" else ("width", self.width)
+        if share % self.heads:  # llama's heads are rotated, so that their widths are even
+            raise ValueError(f"heads must divide {name} = {share:g}, got {self.heads}.")
 
     @property
     def mixer_names(self) -> list[str]:

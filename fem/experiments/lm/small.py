@@ -105,10 +105,11 @@ def train(
             trainer.go_on(to_go_on_from(Path(output)))
         except NotFinite:
             watch.loss = math.inf
+    steps = watch.curve[-1]["step"]  # the Trainer always validates after the last step, and before it saves
     return {
-        "val_loss": watch.loss,  # the Trainer always validates after the last step
+        "val_loss": watch.loss,
         "parameters": model.num_parameters(),
-        "tokens_per_second": recipe.steps * recipe.batch * recipe.context / watch.seconds,
+        "tokens_per_second": steps * recipe.batch * recipe.context / watch.seconds,
     }
 
 
