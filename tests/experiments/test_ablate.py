@@ -157,8 +157,11 @@ def test_in_equal_time_slower_rows_take_fewer_steps(text, tmp_path, monkeypatch)
     clock["full"] = 9.0  # what was measured is kept: the trainings of a run that goes on are the same
     assert ablate.run(recipe, tmp_path)["ablate"] == table
     for changed in ({"rows": "full -C,G,T,L +G"}, {"width": 16}):
-        with pytest.raises(ValueError, match="holds what other models cost; remove it"):
+        with pytest.raises(ValueError, match="holds what other models cost, or is damaged; remove it"):
             ablate.run(replace(recipe, **changed), tmp_path)
+    (tmp_path / equal_time.COSTS).write_text('{"model": {', encoding="utf-8")
+    with pytest.raises(ValueError, match="or is damaged"):
+        ablate.run(recipe, tmp_path)
 
 
 def test_what_a_step_of_every_row_costs_is_measured(tmp_path, monkeypatch):

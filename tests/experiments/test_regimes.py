@@ -167,7 +167,7 @@ def test_options_become_fields():
     "name",
     [
         *("softmax/r4", "softmax+G/b8", "softmax+LTG/r", "softmax+LTG/r4/r8", "softmax+LTG/x"),
-        *("softmax+LTG/b0", "softmax+LTG/b1000"),
+        *("softmax+LTG/b0", "softmax+LTG/b1000", "gla-norm/norm"),
     ],
 )
 def test_options_without_meaning_are_one_sentence(name):

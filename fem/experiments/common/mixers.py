@@ -85,6 +85,8 @@ def canonical(name: str) -> str:
             raise ValueError(
                 f"/{option} sets a part that {whole!r} does not have ({' or '.join(needed)}), got {name!r}."
             )
+    if plain != whole and "norm" in options:
+        raise ValueError(f"{UNNORMALISED!r} and '/norm' contradict each other; leave one out, got {name!r}.")
     if any(option[0] == "b" and not 0 < float(option[1:]) <= LARGEST_BETA for option in options):
         raise ValueError(f"beta must start above 0 and at most at {LARGEST_BETA:g}, got {name!r}.")
     published_raw = prior in PUBLISHED_UNNORMALISED and "L" not in parts

@@ -23,17 +23,17 @@ def step_seconds(recipe: AblateRecipe, output: Path) -> dict[str, float]:
     """Median seconds of forward, backward and AdamW of every row's model, the rows in turn; on a CPU, process time.
 
     They are measured once and kept in `output`, so that the same command goes on with the same steps. Raises ValueError
-    where those kept are of other models.
+    where those kept are of other models, or damaged.
     """
     language = recipe.language(recipe.rates()[0], recipe.seed)
     sizes = ("layers", "width", "heads", "mlp_width", "vocabulary", "context", "batch")
     model = {name: getattr(recipe, name) for name in sizes} | {"prior": recipe.prior, "threads": recipe.threads}
-    kept = read_json(output / COSTS)
-    if kept is not None:
+    if (output / COSTS).exists():
+        kept = read_json(output / COSTS) or {"model": None}
         if kept["model"] != model or not kept["seconds"].keys() >= set(recipe.row_names()):
             raise ValueError(
-                f"{str(output / COSTS)!r} holds what other models cost; remove it to measure again, or give another "
-                "--output."
+                f"{str(output / COSTS)!r} holds what other models cost, or is damaged; remove it to measure again, or "
+                "give another --output."
             )
         return {row: kept["seconds"][row] for row in recipe.row_names()}
     note("measuring what a step of every row costs.")
