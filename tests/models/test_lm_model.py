@@ -294,6 +294,16 @@ def test_trainer_accumulates_to_the_loss_of_the_whole_batch(tmp_path):
     assert whole_eval < whole[0]
 
 
+def test_label_smoothing_of_the_trainer_predicts_the_next_token(tmp_path):
+    ids = tokens(2, 11)
+    model = FEMForCausalLM(small_config()).train()
+    arguments = TrainingArguments(tmp_path, label_smoothing_factor=0.1, use_cpu=True, report_to=[])
+    found = Trainer(model, arguments).compute_loss(model, {"input_ids": ids, "labels": ids})
+    logits = model(ids).logits[:, :-1]
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(found, wanted)
+
+
 # --- configuration, presets, card
 
 
