@@ -72,6 +72,8 @@ def model_folder(folder: str | Path) -> Path:
     found = folder if _holds_a_model(folder) else newest(folder)
     if found is None and _holds_a_model(folder / "model"):
         found = folder / "model"  # where `fem demo` saves it
+    if found is None and any((folder / name).exists() for name in WEIGHTS) and (folder / "config.json").exists():
+        raise ValueError(f"config.json in {str(folder)!r} names no model_type, it may be corrupt or cut off.")
     if found is None:
         cut_off = ", but only checkpoints that were cut off" if checkpoints(folder) else ""
         raise ValueError(f"model must hold config.json and safetensors, got {str(folder)!r} without them{cut_off}.")
@@ -99,6 +101,10 @@ def _check_index(folder: Path) -> None:
 
 def _holds_a_model(folder: Path) -> bool:
     return "model_type" in (read_json(folder / "config.json") or {})
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def load_language_model(folder: str | Path):
@@ -129,9 +135,8 @@ def load_language_model(folder: str | Path):
     except (SafetensorError, RuntimeError, OSError, KeyError, ValueError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(f"the model in {str(found)!r} brings code of its own: fem runs none.") from error
-        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"the model in {str(found)!r} cannot be read, it may be corrupt or cut off: {reason}"
+            f"the model in {str(found)!r} cannot be read, it may be corrupt or cut off: {_first_line(error)}"
         ) from error
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
@@ -142,9 +147,13 @@ def load_language_model(folder: str | Path):
             raise ValueError(f"the weights in {str(found)!r} must be finite, got NaN or infinity in {name!r}.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # tokenizers raises no narrower one on a file that it cannot read
         if "trust_remote_code" in str(error):
             raise ValueError(f"the tokenizer in {str(found)!r} brings code of its own: fem runs none.") from None
+        if any(found.glob("tokenizer.*")):
+            raise ValueError(
+                f"the tokenizer in {str(found)!r} cannot be read, it may be corrupt or cut off: {_first_line(error)}"
+            ) from error
         raise ValueError(f"{str(found)!r} holds no tokenizer beside the model; save one there.") from error
     largest = max(tokenizer.get_vocab().values())
     if largest >= model.config.vocab_size:
