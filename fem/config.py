@@ -158,7 +158,7 @@ class FreeEnergyMixerConfig:
             raise ValueError(f"normalize must be True, False or None, got {self.normalize!r}.")
         for name, (low, high) in RANGES.items():
             if getattr(self, name) is not None or name != "value_logexp_cap":
-                self._set(**{name: _number(name, getattr(self, name), low, high)})
+                self._set(**{name: finite_number(name, getattr(self, name), low, high)})
         if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout!r}.")
         if self.n_embd % self.n_head:
@@ -219,7 +219,7 @@ class FreeEnergyMixerConfig:
         if self.rope_frequencies is not None:
             if not isinstance(self.rope_frequencies, (list, tuple)):
                 raise ValueError(f"rope_frequencies must be a list of numbers, got {self.rope_frequencies!r}.")
-            numbers = (_number("each of rope_frequencies", f, -math.inf, math.inf) for f in self.rope_frequencies)
+            numbers = (finite_number("each of rope_frequencies", f, -math.inf, math.inf) for f in self.rope_frequencies)
             self._set(rope_frequencies=tuple(numbers))
             planes = self.key_width / 2
             if not self.use_rope or len(self.rope_frequencies) != planes:
@@ -318,9 +318,11 @@ def _readers() -> dict[str, list[str]]:
     return {name: [key for key, prior in PRIORS.items() if name in prior.uses] for name in names}
 
 
-def positive_int(name: str, value) -> int:
+def positive_int(name: str, value, others: tuple = ()) -> int:
+    """The value as an int. Raises ValueError, which names the `others` that may stand in its place."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+        wanted = " or ".join(["a positive integer", *map(repr, others)])
+        raise ValueError(f"{name} must be {wanted}, got {value!r}.")
     return int(value)
 
 
@@ -328,7 +330,7 @@ def _is_number(value) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _number(name: str, value, low: float, high: float) -> float:
+def finite_number(name: str, value, low: float, high: float) -> float:
     if not _is_number(value) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}.")
     if not low <= value <= high:

@@ -31,6 +31,7 @@ __all__ = [
 
 if find_spec("transformers"):
     import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from fem.models.cache import FEMCache
     from fem.models.card import write_model_card
@@ -50,6 +51,7 @@ if find_spec("transformers"):
             if auto != "AutoConfig":
                 getattr(transformers, auto).register(config, globals()[name])
                 offer(globals()[name])
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FEMConfig.model_type] = FEMForCausalLM.__name__  # whose labels the Trainer shifts
 
 if hasattr(sys.modules.get("neuralforecast"), "NeuralForecast"):  # not while it is being imported itself
     import_module("fem.models.forecast")  # NeuralForecast.load then knows the forecaster

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
+from types import NoneType
 from typing import no_type_check
 
 from transformers import PreTrainedConfig
 
-from fem.config import PRIORS, FreeEnergyMixerConfig, build_config
+from fem.config import PRIORS, FreeEnergyMixerConfig, build_config, finite_number, positive_int
 from fem.models.engines.parallel import tensor_plan
 from fem.models.engines.support import attends, head_width, layer_type, obstacle
 from fem.models.opener import OpensWithFEM
@@ -23,6 +25,7 @@ MODEL_NAMES = {
     "prior_type": "prior_type",
     **dict.fromkeys(ROTARY, "rope_parameters"),
 }
+OTHER_SIZES = {"intermediate_size": (None,), "max_position_embeddings": (None, "auto"), "num_key_value_heads": (None,)}
 
 
 @no_type_check  # the tests' shape checks take a constructor's arguments from the fields, but transformers' has more
@@ -160,16 +163,26 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     def _check_sizes(self):
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
-        for name in ("intermediate_size", "max_position_embeddings", "num_key_value_heads"):
-            if getattr(self, name) not in (None, "auto") and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive or None, got {getattr(self, name)}.")
+            positive_int(name, getattr(self, name))
+        for name, others in OTHER_SIZES.items():
+            if getattr(self, name) not in others:
+                positive_int(name, getattr(self, name), others)
+        for name in ("rms_norm_eps", "initializer_range"):
+            finite_number(name, getattr(self, name), 0.0, math.inf)
+        for name in ("tie_word_embeddings", "value_shift"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if not isinstance(self.prior_type, str):
+            raise ValueError(f"prior_type must be one of {', '.join(PRIORS)}; got {self.prior_type!r}.")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"num_attention_heads must divide hidden_size = {self.hidden_size}, got {self.num_attention_heads}."
             )
+        if not isinstance(self.mixer or {}, dict):
+            raise TypeError(f"mixer must be a dict of mixer fields, got {self.mixer!r}.")
         self.mixer = dict(self.mixer or {})
+        if not isinstance(self.layer_priors, (list, tuple, NoneType)):
+            raise TypeError(f"layer_priors must be a list with an entry per layer, got {self.layer_priors!r}.")
         if self.layer_priors is not None and len(self.layer_priors) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_priors must have one entry per layer, num_hidden_layers = {self.num_hidden_layers}, "

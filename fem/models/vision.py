@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, ImageClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
-from fem.config import FreeEnergyMixerConfig, build_config
+from fem.config import FreeEnergyMixerConfig, build_config, positive_int
 from fem.mixer import FreeEnergyMixer
 from fem.models.modeling import FEMPreTrainedModel
 from fem.models.opener import OpensWithFEM
@@ -100,10 +100,9 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
 
     def _check_sizes(self):
         for name in COUNTS:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
-        if self.intermediate_size is not None and self.intermediate_size < 1:
-            raise ValueError(f"intermediate_size must be positive or None, got {self.intermediate_size}.")
+            positive_int(name, getattr(self, name))
+        if self.intermediate_size is not None:
+            positive_int("intermediate_size", self.intermediate_size, (None,))
         if self.image_size % self.patch_size:
             raise ValueError(f"patch_size must divide image_size = {self.image_size}, got {self.patch_size}.")
         if self.hidden_size % self.num_attention_heads:

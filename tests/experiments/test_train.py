@@ -443,7 +443,10 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path, data, tokenizer):
         lm_data.load_tokenizer(tiny(data, tokenizer=str(tmp_path / "tokenizer")), tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["missing", "pickle", "folder of pickles", "nothing", "cut off", "corrupt", "other"])
+KINDS = ("missing", "pickle", "folder of pickles", "nothing", "cut off", "corrupt", "other")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "config", "tokenizer", "part of the tokenizer", "no tokenizer"])
 def test_models_that_cannot_be_read_are_refused_in_one_sentence(whole, tmp_path, kind):
     folder = tmp_path / "model"
     if kind not in ("missing", "pickle", "nothing"):
@@ -456,6 +459,10 @@ def test_models_that_cannot_be_read_are_refused_in_one_sentence(whole, tmp_path,
         "cut off": "corrupt or cut off",
         "corrupt": "corrupt or cut off",
         "other": "do not belong together",
+        "config": "config.json in .* names no model_type, it may be corrupt or cut off",
+        "tokenizer": "the tokenizer in .* cannot be read, it may be corrupt or cut off: ",
+        "part of the tokenizer": "the tokenizer in .* cannot be read, it may be corrupt or cut off: ",
+        "no tokenizer": "holds no tokenizer beside the model",
     }[kind]
     weights = folder / "model.safetensors"
     if kind == "pickle":
@@ -469,6 +476,14 @@ def test_models_that_cannot_be_read_are_refused_in_one_sentence(whole, tmp_path,
         weights.write_bytes(weights.read_bytes()[:-1000])
     elif kind == "corrupt":
         weights.write_bytes(b"\x00" * 64)
+    elif kind == "config":
+        (folder / "config.json").write_bytes((folder / "config.json").read_bytes()[:100])
+    elif kind == "tokenizer":
+        (folder / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes()[:200])
+    elif kind == "part of the tokenizer":
+        (folder / "tokenizer.json").write_text('{"added_tokens": [], "model": {"type": "BPE"}}')
+    elif kind == "no tokenizer":
+        (folder / "tokenizer.json").unlink()
     elif kind == "other":
         train_tokenizer(["another text entirely, with other letters: äöüß"] * 3, 400).save_pretrained(folder)
         tokens = json.loads((folder / "tokenizer.json").read_text())

@@ -224,8 +224,9 @@ def test_hidden_states_are_those_between_the_blocks():
     [
         ({"patch_size": 4}, ValueError, "patch_size must divide image_size = 9, got 4"),
         ({"num_attention_heads": 3}, ValueError, "num_attention_heads must divide hidden_size = 16, got 3"),
-        ({"hidden_size": 0}, ValueError, "hidden_size must be positive, got 0"),
-        ({"intermediate_size": 0}, ValueError, "intermediate_size must be positive or None, got 0"),
+        ({"hidden_size": 0}, ValueError, "hidden_size must be a positive integer, got 0"),
+        ({"image_size": "9"}, ValueError, "image_size must be a positive integer, got '9'"),
+        ({"intermediate_size": 0}, ValueError, "intermediate_size must be a positive integer or None, got 0"),
         ({"pooling": "max"}, ValueError, "pooling must be cls or mean, got 'max'"),
         ({"drop_path_rate": 1.0}, ValueError, r"drop_path_rate must lie in \[0, 1\), got 1.0"),
         ({"mixer": {"causal": True}}, ValueError, "mixer must leave causal False"),

@@ -294,6 +294,16 @@ def test_trainer_accumulates_to_the_loss_of_the_whole_batch(tmp_path):
     assert whole_eval < whole[0]
 
 
+def test_label_smoothing_of_the_trainer_predicts_the_next_token(tmp_path):
+    ids = tokens(2, 11)
+    model = FEMForCausalLM(small_config()).train()
+    arguments = TrainingArguments(tmp_path, label_smoothing_factor=0.1, use_cpu=True, report_to=[])
+    found = Trainer(model, arguments).compute_loss(model, {"input_ids": ids, "labels": ids})
+    logits = model(ids).logits[:, :-1]
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(found, wanted)
+
+
 # --- configuration, presets, card
 
 
@@ -347,10 +357,26 @@ def test_swiglu_follows_the_width_unless_given():
         ({"n_embd": 8}, ValueError, "hidden_size"),
         ({"num_attention_heads": 3}, ValueError, "must divide hidden_size = 16, got 3"),
         ({"num_key_value_heads": 3}, ValueError, "n_kv_head must divide"),
-        ({"vocab_size": 0}, ValueError, "vocab_size must be positive, got 0"),
-        ({"num_hidden_layers": -1}, ValueError, "num_hidden_layers must be positive, got -1"),
-        ({"intermediate_size": 0}, ValueError, "intermediate_size must be positive"),
-        ({"max_position_embeddings": 0}, ValueError, "max_position_embeddings must be positive or None"),
+        ({"hidden_size": "a"}, ValueError, "hidden_size must be a positive integer, got 'a'"),
+        ({"hidden_size": None}, ValueError, "hidden_size must be a positive integer, got None"),
+        ({"num_hidden_layers": 2.0}, ValueError, "num_hidden_layers must be a positive integer, got 2.0"),
+        ({"intermediate_size": 24.5}, ValueError, "intermediate_size must be a positive integer or None, got 24.5"),
+        ({"num_key_value_heads": "a"}, ValueError, "num_key_value_heads must be a positive integer or None, got 'a'"),
+        ({"rms_norm_eps": "a"}, ValueError, "rms_norm_eps must be a finite number, got 'a'"),
+        ({"rms_norm_eps": -1.0}, ValueError, r"rms_norm_eps must be in \[0, inf\], got -1.0"),
+        ({"initializer_range": "a"}, ValueError, "initializer_range must be a finite number, got 'a'"),
+        ({"tie_word_embeddings": "false"}, ValueError, "tie_word_embeddings must be True or False, got 'false'"),
+        ({"mixer": "x"}, TypeError, "mixer must be a dict of mixer fields, got 'x'"),
+        ({"layer_priors": "gla"}, TypeError, "layer_priors must be a list with an entry per layer, got 'gla'"),
+        ({"prior_type": 5}, ValueError, "prior_type must be one of softmax.*; got 5"),
+        ({"vocab_size": 0}, ValueError, "vocab_size must be a positive integer, got 0"),
+        ({"num_hidden_layers": -1}, ValueError, "num_hidden_layers must be a positive integer, got -1"),
+        ({"intermediate_size": 0}, ValueError, "intermediate_size must be a positive integer or None, got 0"),
+        (
+            {"max_position_embeddings": 0},
+            ValueError,
+            "max_position_embeddings must be a positive integer or None or 'auto', got 0",
+        ),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": None},
             ValueError,

@@ -77,6 +77,8 @@ def model_folder(folder: str | Path) -> Path:
     checkpoint = None if _holds_a_model(folder) else newest(folder)
     places = (folder, folder / "model")  # `fem demo` saves it in the second
     found = checkpoint or next(filter(_holds_a_model, places), None)
+    if found is None and any((folder / name).exists() for name in WEIGHTS) and (folder / "config.json").exists():
+        raise ValueError(f"config.json in {str(folder)!r} names no model_type, it may be corrupt or cut off.")
     if found is None:
         cut_off = ", but only checkpoints that were cut off" if checkpoints(folder) else ""
         raise ValueError(f"model must hold config.json and safetensors, got {str(folder)!r} without them{cut_off}.")
@@ -151,9 +153,13 @@ def load_language_model(folder: str | Path):
         raise ValueError(f"the weights in {str(found)!r} must be finite, got NaN or infinity in {name!r}.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # tokenizers raises no narrower one on a file that it cannot read
         if "trust_remote_code" in str(error):
             raise ValueError(f"the tokenizer in {str(found)!r} brings code of its own: fem runs none.") from None
+        if any(found.glob("tokenizer.*")):
+            raise ValueError(
+                f"the tokenizer in {str(found)!r} cannot be read, it may be corrupt or cut off: {first_line(error)}"
+            ) from error
         raise ValueError(f"{str(found)!r} holds no tokenizer beside the model; save one there.") from error
     largest = max(tokenizer.get_vocab().values())
     if largest >= model.config.vocab_size:
