@@ -47,7 +47,8 @@ def preset(name: str, **changes) -> FEMConfig:
     family, size = name.rsplit("-", 1)
     sizes = SIZES[size] | {field: value for field, value in changes.items() if field not in FIELDS_OF_MIXERS}
     mixers = FAMILIES[family] | {field: value for field, value in changes.items() if field in FIELDS_OF_MIXERS}
-    mixers["mixer"] = FAMILIES[family]["mixer"] | changes.get("mixer", {})
+    if isinstance(own := changes.get("mixer") or {}, dict):  # FEMConfig refuses what is none
+        mixers["mixer"] = FAMILIES[family]["mixer"] | own
     return with_parameters(FEMConfig(**sizes, **mixers), count_parameters(FEMConfig(**sizes, **TRANSFORMER)))
 
 

@@ -447,6 +447,11 @@ def test_an_unknown_model_field_is_named(data, tmp_path):
         training.run(tiny(data, model='{"hiden_size": 32}'), tmp_path / "run")
 
 
+def test_scaled_rotary_angles_are_a_model_field(data):
+    scaled = '{"rope_parameters": {"rope_type": "linear", "factor": 2.0}}'
+    assert training.model_config(tiny(data, model=scaled), 499).rope_parameters["factor"] == 2.0
+
+
 @pytest.mark.parametrize(
     "changes", [{"preset": "no"}, {"field": "no"}, {"context": 9999}, {"model": '{"vocab_size": 8}'}]
 )

@@ -463,6 +463,8 @@ def test_preset_changes_reach_the_mixers_and_keep_the_parameters():
 def test_impossible_presets_are_refused():
     with pytest.raises(ValueError, match="preset must be one of"):
         preset("fem-sm-7b")
+    with pytest.raises(TypeError, match="mixer must be a dict of mixer fields, got 3"):
+        preset("fem-sm-tiny", mixer=3)
     with pytest.raises(ValueError, match="no room for a SwiGLU"):
         with_parameters(small_config(), 10)
 
