@@ -168,13 +168,15 @@ def readme() -> list[str]:
         f"{results('ablate_long')['ablate']['-C']['below attention+G, paired'].replace('+0', '').replace(' 0', ' ')} "
         f"behind where [each row has its own rate](docs/results/ablate_long.md); slim gates lose, "
         f"{rate['-C/r8']['loss']:.3f} |",
-        f"slim ones lost there, {rate['-C/r8']['loss']:.3f} nats against {rate['-C']['loss']:.3f}.",
+        f"slim gates lost, {rate['-C/r8']['loss']:.3f} nats against the {rate['-C']['loss']:.3f} of the paper's full",
+        f"they won, {loss('ablate_16m', '-C/r8'):.3f} against {loss('ablate_16m', '-C'):.3f}.",
         f"[{larger['-C,G,T,L']['parameters'] / 1e6:.2f}M parameters]",
         f"one seed | {larger['-C,G,T,L']['loss']:.3f} | {larger['full']['loss']:.3f} | "
         f"without C {larger['-C']['loss']:.3f}; outer gate alone {larger['+G']['loss']:.3f}; "
         f"slim gates lose, {larger['-C/r8']['loss']:.3f} |",
-        f"one seed and one learning rate | {loss('ablate_16m', '-C,G,T,L'):.3f} | {loss('ablate_16m', '-C'):.3f} | "
-        f"none: attention is ahead from 2M tokens on; outer gate alone {loss('ablate_16m', '+G'):.3f} |",
+        f"one seed and one learning rate | {loss('ablate_16m', '-C,G,T,L'):.3f} | "
+        f"{loss('ablate_16m', '-C/r8'):.3f} | slim gates, whose values stay wide: full gates "
+        f"{loss('ablate_16m', '-C'):.3f}, outer gate alone {loss('ablate_16m', '+G'):.3f} |",
         f"instead of equal tokens, 3 seeds | {loss('ablate_time', '-C,G,T,L'):.3f} | {loss('ablate_time', 'full'):.3f} "
         f"| without C {loss('ablate_time', '-C'):.3f}; outer gate alone {loss('ablate_time', '+G'):.3f} |",
         f"| {loss('ablate_softmax_medium', '-C,G,T,L'):.3f} | {loss('ablate_softmax_medium', 'full'):.3f} | outer gate "
@@ -228,6 +230,7 @@ def faq() -> list[str]:
     seconds = [mse("forecast_etth1", "ETTh1", model, "cpu_seconds") for model in ("softmax", FULL)]
     long = [rate["+G"]["loss"] - rate["-C"]["loss"], small["+G"] - small["-C"]]
     short = lambda x, digits: f"{x:.{digits}f}".lstrip("0")  # noqa: E731
+    at_16m = loss("ablate_16m", "-C,G,T,L")
     lost = [short(score("statistics", "softmax") - score("statistics", mixer), 3) for mixer in (SLIM, "softmax+L")]
     pools = [100 * score("bags", f"pool:{pool}", "regimes_pools") for pool in ("fem", "attention")]
     best = ("high-water", "snapshot")
@@ -245,9 +248,12 @@ def faq() -> list[str]:
         f"brought {small['-C,G,T,L'] - small['+G']:.3f} of the {small['-C,G,T,L'] - small['-C']:.3f} nats",
         f"it was {at_3m['-C,G,T,L'] - at_3m['+G']:.3f} of {at_3m['-C,G,T,L'] - at_3m['-C']:.3f}, "
         f"and the conditioner brought {at_3m['-C'] - at_3m['full']:.3f} more",
-        f"attention ends at {loss('ablate_16m', '-C,G,T,L'):.3f} nats, the outer gate alone at "
+        f"attention ends at {at_16m:.3f} nats, the outer gate alone at "
         f"{loss('ablate_16m', '+G'):.3f} and FEM without C at {loss('ablate_16m', '-C'):.3f}: the last two are "
-        "ahead for 1.5M tokens",
+        "ahead for 1.5M tokens, then attention is. Slim gates end at "
+        f"{loss('ablate_16m', '-C/r8'):.3f}.",
+        f"without C: {short(at_16m - loss('ablate_16m', '-C/r8'), 3)} nats, one seed, where full "
+        f"gates lose {short(loss('ablate_16m', '-C') - at_16m, 3)} |",
         f"{recalls('softmax+C')} steps to 99.9 %, FEM without C {recalls(OWN)}, attention {recalls('softmax')} |",
         f"alone reaches {mad('softmax+C'):.1f} of full FEM's {mad(FULL):.1f} %, attention {mad('softmax'):.1f}.",
         f"[{gained('gpt2', TRAINED):.3f} nats for a GPT-2]",

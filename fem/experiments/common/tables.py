@@ -81,11 +81,12 @@ def _as_text(title: str) -> str:
 
 
 def show_table(title: str, rows: Rows) -> None:
-    """Print the rows to the terminal, without columns that are blank in every row."""
+    """Print the rows to the terminal, without columns that are blank in every row; what is too wide is folded."""
     table = Table(title=title, title_justify="left")
     columns = _filled(rows)
-    for column in columns:
-        table.add_column(column, justify="right" if any(_is_number(row[column]) for row in rows) else "left")
+    for place, column in enumerate(columns):
+        justify = "right" if any(_is_number(row[column]) for row in rows) else "left"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=place == 0)
     for row in rows:
         table.add_row(*(escape(cell(row[column])) for column in columns))
     Console().print(table)

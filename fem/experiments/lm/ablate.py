@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 PLAIN, GATED = "-C,G,T,L", "+G"
+ON_THE_PAGE_ALONE = ("row", "what", "sd", "by seed", "parameters", "tokens/s")  # a terminal has no room for them
 EQUAL_TIME = (
     " All rows train for equal time: one whose step takes longer than the fastest row's takes fewer steps, and its "
     "learning rate falls to 0 within these. ms a step: median process time of forward, backward and AdamW, in turn."
@@ -164,7 +165,7 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
         redraw=redraw,
         shown=(
             f"Validation loss, {recipe.prior} prior, equal parameters",
-            [{name: value for name, value in row.items() if name not in ("what", "row")} for row in table],
+            [{name: value for name, value in row.items() if name not in ON_THE_PAGE_ALONE} for row in table],
         ),
     )
 
