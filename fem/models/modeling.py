@@ -299,12 +299,14 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         return self.config._attn_implementation != EXACT  # else the model makes its own FEMCache
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *sizes) -> None:
-        """As transformers; for assisted decoding, which drops rejected drafts, the cache records its past."""
+        """As transformers; prompts read in chunks, and drafts, need a cache from the start; that of drafts records its past."""
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
         drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
-        if drafts and generation_config.use_cache is not False and self.config._attn_implementation == EXACT:
+        needed = drafts or generation_config.prefill_chunk_size is not None
+        if needed and generation_config.use_cache is not False and self.config._attn_implementation == EXACT:
             cache = model_kwargs.setdefault("past_key_values", FEMCache(self.config.num_hidden_layers))
-            cache.activate_past_recording()
+            if drafts:
+                cache.activate_past_recording()
 
     def _get_stopping_criteria(self, *args, **kwargs) -> StoppingCriteriaList:
         """Those of transformers, and one more: generation stops at config.max_position_embeddings tokens."""

@@ -174,6 +174,14 @@ def test_assisted_decoding_writes_the_same_text(model, draft):
     assert torch.equal(generate(model, ids, **options), generate(model, ids))
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 20])
+def test_a_prompt_read_in_chunks_writes_the_same_text(model, chunk):
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    whole = generate(model, ids, attention_mask=mask)
+    assert torch.equal(generate(model, ids, attention_mask=mask, prefill_chunk_size=chunk), whole)
+
+
 @pytest.mark.parametrize("cache", ["static", "dynamic", "prompt lookup"])
 def test_an_engine_generates_over_the_caches_of_transformers(cache):
     model = small_model(mixer={"use_conv": False})
