@@ -299,7 +299,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         return self.config._attn_implementation != EXACT  # else the model makes its own FEMCache
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *sizes) -> None:
-        """As transformers; prompts read in chunks, and drafts, need a cache from the start; that of drafts records its past."""
+        """As transformers; prompts in chunks find a cache from the start, drafts one that records its past."""
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
         drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
         needed = drafts or generation_config.prefill_chunk_size is not None
