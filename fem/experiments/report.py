@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from fem.experiments.common.run import PAGE, RESULTS, check_output, note, without_folders, write_json
+from fem.experiments.common.run import PAGE, RESULTS, check_output, first_line, note, without_folders, write_json
 from fem.experiments.common.tables import markdown_table
 from fem.experiments.lm.suites import PAPER, paper_row, paper_rows
 
@@ -65,7 +65,7 @@ def read_run(path: Path) -> dict:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise Broken(f"{str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
+        raise Broken(f"{str(path)!r} cannot be read: {first_line(error)}") from error
     if not isinstance(found, dict):
         raise Broken(f"{str(path)!r} holds no JSON object")
     return found

@@ -13,6 +13,7 @@ from torch.utils.benchmark import Timer
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.experiments.common.mixers import mixer_config
 from fem.experiments.common.names import display
+from fem.experiments.common.run import first_line
 
 PRIORS = ("softmax", "gla", "rnn_softmax", "mamba")
 
@@ -54,7 +55,7 @@ def training(device: torch.device) -> Iterator[dict]:
                     base = base or row["ms"]
                     row |= {"of attention": row["ms"] / base, "result": "ok"}
                 except Exception as error:
-                    row |= {"result": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+                    row |= {"result": f"{type(error).__name__}: {first_line(error)}"}
                 yield row
 
 
@@ -93,7 +94,7 @@ def decoding(device: torch.device) -> Iterator[dict]:
                 ratio = taken / base[time] if time in base else None
                 row |= {"ms a token": taken, "of attention": ratio, "state MiB": held, "result": "ok"}
             except Exception as error:
-                row |= {"result": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+                row |= {"result": f"{type(error).__name__}: {first_line(error)}"}
             yield row
 
 
