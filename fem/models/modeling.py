@@ -6,7 +6,7 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -268,10 +268,23 @@ def _mask_of_new_tokens(attention_mask: Tensor | None, past: int, x: Tensor) -> 
             f"attention_mask must have shape (batch, cached + new tokens) = {wanted}, "
             f"got {tuple(attention_mask.shape)}.{by_pairs}"
         )
+    if torch.compiler.is_compiling():
+        return attention_mask[:, past:]
+    if attention_mask.is_floating_point():
+        attention_mask = _from_floats(attention_mask)
     mask = attention_mask[:, past:]
-    if torch.compiler.is_compiling() or mask.is_floating_point() or not bool((mask == 1).all()):
-        return mask
-    return None  # nothing is masked: a call without mask is the fastest
+    return None if bool((mask == 1).all()) else mask  # a call without mask is the fastest
+
+
+def _from_floats(mask: Tensor) -> Bool[Tensor, "b t"]:
+    """A mask of floating 0 and 1, as peft's prompt tuning makes it. Raises TypeError on one that is added to scores."""
+    keep = mask == 1
+    if bool(((mask == 0) | keep).all()) and bool(keep.any(-1).all()):
+        return keep
+    raise TypeError(
+        f"attention_mask must be bool, or 0 and 1 with 1 = keep, got {mask.dtype} with other numbers or rows of zeros; "
+        "one that is added to the scores has no place here."
+    )
 
 
 class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):

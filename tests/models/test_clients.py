@@ -75,6 +75,22 @@ def test_adapters_with_beta_and_lambda_come_back(kind, tmp_path):
     torch.testing.assert_close(model.merge_and_unload()(ids).logits, other(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig"])
+def test_learnt_prompts_stand_before_padded_rows(kind):
+    peft = pytest.importorskip("peft", reason="adapters need peft, of the extra 'dev'")
+    options = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(FEMForCausalLM(small_config()), options)
+    ids, keep = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    keep[0, 5:] = 0
+    out = model(input_ids=ids, attention_mask=keep, labels=ids.masked_fill(keep == 0, -100), logits_to_keep=0)
+    out.loss.backward()
+    assert all(p.grad.any() for p in model.parameters() if p.requires_grad)
+    alone = model(input_ids=ids[:1, :5], logits_to_keep=0)
+    torch.testing.assert_close(out.logits[:1, : 3 + 5], alone.logits)
+    told = model.eval().generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, pad_token_id=0)
+    assert told.shape == (2, 11)
+
+
 @pytest.mark.parametrize("kind", ["fem", "replaced"])
 def test_dora_divides_by_no_zero(kind):
     model = FEMForCausalLM(small_config()) if kind == "fem" else replace_attention(llama())

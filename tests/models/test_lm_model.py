@@ -411,7 +411,12 @@ def test_impossible_configurations_are_refused_in_one_sentence(fields, error, wo
         ({"input_ids": (1, 33)}, ValueError, "33 tokens.*max_position_embeddings = 32"),
         ({"input_ids": (2, 5), "attention_mask": ONES[:, :4]}, ValueError, r"attention_mask.*\(2, 5\), got \(2, 4\)"),
         ({"input_ids": (2, 5), "attention_mask": ONES[None]}, ValueError, "attention_mask must have shape"),
-        ({"input_ids": (2, 5), "attention_mask": ONES.float()}, TypeError, "attention_mask must be bool"),
+        (
+            {"input_ids": (2, 5), "attention_mask": ONES * 0.0},
+            TypeError,
+            "rows of zeros; one that is added to the scores",
+        ),
+        ({"input_ids": (2, 5), "attention_mask": ONES * -1e9}, TypeError, "attention_mask must be bool, or 0 and 1"),
         ({"input_ids": (2, 5), "attention_mask": ONES * 2}, ValueError, "attention_mask must hold 0 and 1"),
         ({"input_ids": (2, 5), "segment_ids": ONES[0]}, ValueError, "segment_ids must have shape"),
         ({"input_ids": (2, 5), "segment_ids": ONES.float()}, TypeError, "segment_ids must be integers"),
