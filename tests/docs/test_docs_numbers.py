@@ -37,6 +37,15 @@ def loss(page: str, row: str) -> float:
     return results(page)["ablate"][row]["loss"]
 
 
+def losses(page: str) -> dict[str, float]:
+    return {row: found["loss"] for row, found in results(page)["ablate"].items()}
+
+
+def short(x: float, digits: int) -> str:
+    """A number below 1 without its leading zero."""
+    return f"{x:.{digits}f}".lstrip("0")
+
+
 def millions(page: str) -> str:
     return f"{results(page)['ablate']['full']['parameters'] / 1e6:.2f}M"
 
@@ -126,6 +135,7 @@ def readme() -> list[str]:
     hits = {name: 100 * mean(argmax["argmax"][name]["hits"]) for name in ("softmax", "fem")}
     constant = 100 * argmax["baselines"]["the best constant"]["hits"]
     rate, larger = (results(page)["ablate"] for page in ("ablate_long_rate", "ablate_3m"))
+    at_16m = losses("ablate_16m")
     types = Counter(found["result"] for found in results("clients")["model_types"])
     cases = Counter(found["outcome"] for found in results("chaos")["cases"])
     assert set(cases) == {"same"}
@@ -169,14 +179,16 @@ def readme() -> list[str]:
         f"behind where [each row has its own rate](docs/results/ablate_long.md); slim gates lose, "
         f"{rate['-C/r8']['loss']:.3f} |",
         f"slim gates lost, {rate['-C/r8']['loss']:.3f} nats against the {rate['-C']['loss']:.3f} of the paper's full",
-        f"they won, {loss('ablate_16m', '-C/r8'):.3f} against {loss('ablate_16m', '-C'):.3f}.",
+        f"they won, {loss('ablate_16m', '-C/r8'):.3f} against {loss('ablate_16m', '-C'):.3f}, in equal time too.",
+        f"slim ones {short(at_16m['-C,G,T,L'] - at_16m['-C/r8'], 3)} nats, of which the free energy "
+        f"{short(at_16m['+G/r8'] - at_16m['-C/r8'], 3)}.",
         f"[{larger['-C,G,T,L']['parameters'] / 1e6:.2f}M parameters]",
         f"one seed | {larger['-C,G,T,L']['loss']:.3f} | {larger['full']['loss']:.3f} | "
         f"without C {larger['-C']['loss']:.3f}; outer gate alone {larger['+G']['loss']:.3f}; "
         f"slim gates lose, {larger['-C/r8']['loss']:.3f} |",
-        f"one seed and one learning rate | {loss('ablate_16m', '-C,G,T,L'):.3f} | "
-        f"{loss('ablate_16m', '-C/r8'):.3f} | slim gates, whose values stay wide: full gates "
-        f"{loss('ablate_16m', '-C'):.3f}, outer gate alone {loss('ablate_16m', '+G'):.3f} |",
+        f"one seed and one learning rate | {at_16m['-C,G,T,L']:.3f} | {at_16m['-C/r8']:.3f} | slim gates, whose values "
+        f"stay wide: the slim outer gate alone {at_16m['+G/r8']:.3f}; full gates {at_16m['-C']:.3f}, with C "
+        f"{at_16m['full']:.3f} |",
         f"instead of equal tokens, 3 seeds | {loss('ablate_time', '-C,G,T,L'):.3f} | {loss('ablate_time', 'full'):.3f} "
         f"| without C {loss('ablate_time', '-C'):.3f}; outer gate alone {loss('ablate_time', '+G'):.3f} |",
         f"| {loss('ablate_softmax_medium', '-C,G,T,L'):.3f} | {loss('ablate_softmax_medium', 'full'):.3f} | outer gate "
@@ -223,14 +235,12 @@ def faq() -> list[str]:
     slim, own = "FEM-SM slim, without C", "FEM-SM without C"
     wider = span([ratio("layer", time, slim, "train_s", beside=own) for time in (512, 2048)], 1)
     tokens = [ratio("decode", time, "FEM-SM", "token_s") for time in (1024, 4096, 16384)]
-    demo, small = results("demo")["lm"], {row: loss("ablate_softmax", row) for row in ("-C,G,T,L", "+G", "-C")}
+    demo, small = results("demo")["lm"], losses("ablate_softmax")
     speed = demo["fem"]["tokens_per_second"] / demo["softmax"]["tokens_per_second"]
-    rate, larger = (results(page)["ablate"] for page in ("ablate_long_rate", "ablate_3m"))
-    at_3m = {row: larger[row]["loss"] for row in ("-C,G,T,L", "+G", "-C", "full")}
+    rate, at_3m = results("ablate_long_rate")["ablate"], losses("ablate_3m")
     seconds = [mse("forecast_etth1", "ETTh1", model, "cpu_seconds") for model in ("softmax", FULL)]
     long = [rate["+G"]["loss"] - rate["-C"]["loss"], small["+G"] - small["-C"]]
-    short = lambda x, digits: f"{x:.{digits}f}".lstrip("0")  # noqa: E731
-    at_16m = loss("ablate_16m", "-C,G,T,L")
+    at_16m = losses("ablate_16m")
     lost = [short(score("statistics", "softmax") - score("statistics", mixer), 3) for mixer in (SLIM, "softmax+L")]
     pools = [100 * score("bags", f"pool:{pool}", "regimes_pools") for pool in ("fem", "attention")]
     best = ("high-water", "snapshot")
@@ -248,12 +258,13 @@ def faq() -> list[str]:
         f"brought {small['-C,G,T,L'] - small['+G']:.3f} of the {small['-C,G,T,L'] - small['-C']:.3f} nats",
         f"it was {at_3m['-C,G,T,L'] - at_3m['+G']:.3f} of {at_3m['-C,G,T,L'] - at_3m['-C']:.3f}, "
         f"and the conditioner brought {at_3m['-C'] - at_3m['full']:.3f} more",
-        f"attention ends at {at_16m:.3f} nats, the outer gate alone at "
-        f"{loss('ablate_16m', '+G'):.3f} and FEM without C at {loss('ablate_16m', '-C'):.3f}: the last two are "
-        "ahead for 1.5M tokens, then attention is. Slim gates end at "
-        f"{loss('ablate_16m', '-C/r8'):.3f}.",
-        f"without C: {short(at_16m - loss('ablate_16m', '-C/r8'), 3)} nats, one seed, where full "
-        f"gates lose {short(loss('ablate_16m', '-C') - at_16m, 3)} |",
+        f"attention ends at {at_16m['-C,G,T,L']:.3f} nats, the outer gate alone at {at_16m['+G']:.3f} and FEM without "
+        f"C at {at_16m['-C']:.3f}: the last two are ahead for 1.5M tokens, then attention is. With C it ends at "
+        f"{at_16m['full']:.3f}. Slim gates end at {at_16m['-C/r8']:.3f}, the slim outer gate alone at "
+        f"{at_16m['+G/r8']:.3f}.",
+        f"without C: {short(at_16m['-C,G,T,L'] - at_16m['-C/r8'], 3)} nats, one seed, of which "
+        f"{short(at_16m['-C,G,T,L'] - at_16m['+G/r8'], 3)} are the slim outer gate's; full gates lose "
+        f"{short(at_16m['-C'] - at_16m['-C,G,T,L'], 3)} |",
         f"{recalls('softmax+C')} steps to 99.9 %, FEM without C {recalls(OWN)}, attention {recalls('softmax')} |",
         f"alone reaches {mad('softmax+C'):.1f} of full FEM's {mad(FULL):.1f} %, attention {mad('softmax'):.1f}.",
         f"[{gained('gpt2', TRAINED):.3f} nats for a GPT-2]",
