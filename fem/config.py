@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields, replace
 from importlib import import_module
 from numbers import Integral, Real
@@ -57,13 +58,18 @@ def _name_unknown_fields(cls):
             raise TypeError(f"{cls.__name__} takes its fields by name, such as n_embd=512, got {len(args)} without.")
         for name in given:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}."
-                raise TypeError(f"{cls.__name__} has no field {name!r} (got {name}={given[name]!r}); {hint}")
+                raise unknown_field(cls.__name__, name, given[name], known)
         init(self, **given)
 
     cls.__init__ = checked
     return cls
+
+
+def unknown_field(owner: str, name: str, value, known: Collection[str]) -> TypeError:
+    """What to raise where a configuration, `owner`, is given a field that it does not have."""
+    near = " or ".join(map(repr, difflib.get_close_matches(name, known, 2)))
+    hint = f"did you mean {near}?" if near else f"known fields: {', '.join(known)}."
+    return TypeError(f"{owner} has no field {name!r} (got {name}={value!r}); {hint}")
 
 
 @_name_unknown_fields

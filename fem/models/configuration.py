@@ -9,7 +9,7 @@ from typing import no_type_check
 
 from transformers import PreTrainedConfig
 
-from fem.config import PRIORS, FreeEnergyMixerConfig, build_config, finite_number, positive_int
+from fem.config import PRIORS, FreeEnergyMixerConfig, build_config, finite_number, positive_int, unknown_field
 from fem.models.engines.parallel import tensor_plan
 from fem.models.engines.support import attends, head_width, layer_type, obstacle
 from fem.models.opener import OpensWithFEM
@@ -47,8 +47,8 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     A layer has the linear weights of plain attention (`FreeEnergyMixerConfig.matched`), unless its fields name a
     width: fem_dim, fem_ratio, qk_dim or p_t_to_fem_ratio.
 
-    Raises ValueError on sizes that no model can have and on fields given in two places, TypeError on unknown mixer
-    fields.
+    Raises ValueError on sizes that no model can have and on fields given in two places, TypeError on unknown fields,
+    its own and the mixers'.
     """
 
     model_type = "fem"
@@ -93,6 +93,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
             if name in MIXER_FIELDS:
                 remedy = MODEL_NAMES.get(name, f"mixer={{{name!r}: {given[name]!r}}}")
                 raise ValueError(f"FEMConfig has no field {name!r}, which belongs to the mixers; pass {remedy}.")
+        refuse_unknown(self, given)
         self._check_sizes()
         read_rope(self, rope["rope_scaling"] or rope["rope_parameters"], rope["rope_theta"])
         if self.intermediate_size is None:
@@ -211,3 +212,18 @@ def _check_names(where: str, fields: dict, owners: dict[str, str]) -> None:
     for name in fields:
         if name in owners:
             raise ValueError(f"{where} must leave {name} to {owners[name]}, got {name}={fields[name]!r}.")
+
+
+def refuse_unknown(config: PreTrainedConfig, given: dict) -> None:
+    """Raise TypeError on a field that no class of the configuration has, which transformers would keep for nobody.
+
+    What was read from a file, with model_type beside it, may hold what other programs wrote there.
+    """
+    if "model_type" in given:
+        return
+    kept = vars(PreTrainedConfig(**given))
+    for name in given:
+        if name in kept:
+            common = {field.name for field in fields(PreTrainedConfig)}
+            own = [field.name for field in fields(config) if field.name not in common]
+            raise unknown_field(type(config).__name__, name, given[name], own)

@@ -15,6 +15,7 @@ from transformers.utils.generic import can_return_tuple
 
 from fem.config import FreeEnergyMixerConfig, build_config, positive_int
 from fem.mixer import FreeEnergyMixer
+from fem.models.configuration import refuse_unknown
 from fem.models.modeling import FEMPreTrainedModel
 from fem.models.opener import OpensWithFEM
 from fem.models.presets import TRANSFORMER
@@ -41,7 +42,8 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
     drop_path_rate: how often, in training, the last block skips a branch for a sample; it grows linearly from 0 in the
     first block.
 
-    Raises ValueError on sizes that no model can have, TypeError on unknown mixer fields.
+    Raises ValueError on sizes that no model can have, TypeError on unknown fields, its own and the
+    mixers'.
     """
 
     model_type = "fem_image"
@@ -67,6 +69,7 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
 
     def __post_init__(self, **given):
         given.pop("auto_map", None)  # the class knows it
+        refuse_unknown(self, given)
         self._check_sizes()
         self.mixer = dict(self.mixer or {})
         built = self.mixer_config()

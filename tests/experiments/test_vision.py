@@ -232,6 +232,7 @@ def test_hidden_states_are_those_between_the_blocks():
         ({"mixer": {"causal": True}}, ValueError, "mixer must leave causal False"),
         ({"prior_type": "none"}, ValueError, "prior_type must be one of"),
         ({"mixer": {"use_cnov": True}}, TypeError, "did you mean 'use_conv'"),
+        ({"num_layers": 2}, TypeError, "no field 'num_layers' .* did you mean 'num_hidden_layers'"),
     ],
 )
 def test_a_config_that_no_model_can_have_is_refused(fields, error, sentence):

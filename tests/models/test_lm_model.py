@@ -355,6 +355,13 @@ def test_swiglu_follows_the_width_unless_given():
         ({"mixer": {"causal": False}}, ValueError, "causal"),
         ({"use_conv": False}, ValueError, r"mixer=\{'use_conv': False\}"),
         ({"n_embd": 8}, ValueError, "hidden_size"),
+        ({"num_heads": 4}, TypeError, "no field 'num_heads' .* did you mean .* or 'num_attention_heads'"),
+        (
+            {"max_seq_len": 64},
+            TypeError,
+            "no field 'max_seq_len' .* known fields: vocab_size, .*max_position_embeddings",
+        ),
+        ({"head_dim": 8}, TypeError, "no field 'head_dim'"),
         ({"num_attention_heads": 3}, ValueError, "must divide hidden_size = 16, got 3"),
         ({"num_key_value_heads": 3}, ValueError, "n_kv_head must divide"),
         ({"hidden_size": "a"}, ValueError, "hidden_size must be a positive integer, got 'a'"),
@@ -401,6 +408,18 @@ def test_swiglu_follows_the_width_unless_given():
 def test_impossible_configurations_are_refused_in_one_sentence(fields, error, words):
     with pytest.raises(error, match=words):
         small_config(**fields)
+
+
+def test_fields_that_other_programs_wrote_into_a_file_are_kept(tmp_path):
+    config = small_config()
+    config.written_by = "another program"
+    config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).written_by == "another program"
+
+
+def test_words_of_transformers_are_no_unknown_fields():
+    config = small_config(num_labels=3, attn_implementation=None, output_attentions=False, temperature=0.5)
+    assert config.num_labels == 3
 
 
 @pytest.mark.parametrize(
