@@ -136,6 +136,7 @@ def readme() -> list[str]:
     constant = 100 * argmax["baselines"]["the best constant"]["hits"]
     rate, larger = (results(page)["ablate"] for page in ("ablate_long_rate", "ablate_3m"))
     at_16m = losses("ablate_16m")
+    again = {row: found["by seed"].split(", ")[1] for row, found in results("ablate_16m_seeds")["ablate"].items()}
     types = Counter(found["result"] for found in results("clients")["model_types"])
     cases = Counter(found["outcome"] for found in results("chaos")["cases"])
     assert set(cases) == {"same"}
@@ -179,16 +180,19 @@ def readme() -> list[str]:
         f"behind where [each row has its own rate](docs/results/ablate_long.md); slim gates lose, "
         f"{rate['-C/r8']['loss']:.3f} |",
         f"slim gates lost, {rate['-C/r8']['loss']:.3f} nats against the {rate['-C']['loss']:.3f} of the paper's full",
-        f"they won, {loss('ablate_16m', '-C/r8'):.3f} against {loss('ablate_16m', '-C'):.3f}, in equal time too.",
-        f"slim ones {short(at_16m['-C,G,T,L'] - at_16m['-C/r8'], 3)} nats, of which the free energy "
-        f"{short(at_16m['+G/r8'] - at_16m['-C/r8'], 3)}.",
+        f"they won, {at_16m['-C/r8']:.3f} against {at_16m['-C']:.3f}, and {at_16m['full/r8']:.3f} with C",
+        f"slim ones {short(at_16m['-C,G,T,L'] - at_16m['full/r8'], 3)} nats, of which the outer gate "
+        f"{short(at_16m['-C,G,T,L'] - at_16m['+G/r8'], 3)}, the free energy "
+        f"{short(at_16m['+G/r8'] - at_16m['-C/r8'], 3)} and the conditioner "
+        f"{short(at_16m['-C/r8'] - at_16m['full/r8'], 3)}.",
         f"[{larger['-C,G,T,L']['parameters'] / 1e6:.2f}M parameters]",
         f"one seed | {larger['-C,G,T,L']['loss']:.3f} | {larger['full']['loss']:.3f} | "
         f"without C {larger['-C']['loss']:.3f}; outer gate alone {larger['+G']['loss']:.3f}; "
         f"slim gates lose, {larger['-C/r8']['loss']:.3f} |",
-        f"one seed and one learning rate | {at_16m['-C,G,T,L']:.3f} | {at_16m['-C/r8']:.3f} | slim gates, whose values "
-        f"stay wide: the slim outer gate alone {at_16m['+G/r8']:.3f}; full gates {at_16m['-C']:.3f}, with C "
-        f"{at_16m['full']:.3f} |",
+        f"one seed and one learning rate | {at_16m['-C,G,T,L']:.3f} | {at_16m['full/r8']:.3f} | slim gates, "
+        f"whose values stay wide: without C {at_16m['-C/r8']:.3f} ([another seed](docs/results/ablate_16m_seeds.md) "
+        f"{again['-C/r8']}, attention {again['-C,G,T,L']}), the slim outer gate alone {at_16m['+G/r8']:.3f}; full "
+        f"gates {at_16m['full']:.3f} |",
         f"instead of equal tokens, 3 seeds | {loss('ablate_time', '-C,G,T,L'):.3f} | {loss('ablate_time', 'full'):.3f} "
         f"| without C {loss('ablate_time', '-C'):.3f}; outer gate alone {loss('ablate_time', '+G'):.3f} |",
         f"| {loss('ablate_softmax_medium', '-C,G,T,L'):.3f} | {loss('ablate_softmax_medium', 'full'):.3f} | outer gate "
@@ -260,11 +264,13 @@ def faq() -> list[str]:
         f"and the conditioner brought {at_3m['-C'] - at_3m['full']:.3f} more",
         f"attention ends at {at_16m['-C,G,T,L']:.3f} nats, the outer gate alone at {at_16m['+G']:.3f} and FEM without "
         f"C at {at_16m['-C']:.3f}: the last two are ahead for 1.5M tokens, then attention is. With C it ends at "
-        f"{at_16m['full']:.3f}. Slim gates end at {at_16m['-C/r8']:.3f}, the slim outer gate alone at "
-        f"{at_16m['+G/r8']:.3f}.",
-        f"without C: {short(at_16m['-C,G,T,L'] - at_16m['-C/r8'], 3)} nats, one seed, of which "
-        f"{short(at_16m['-C,G,T,L'] - at_16m['+G/r8'], 3)} are the slim outer gate's; full gates lose "
-        f"{short(at_16m['-C'] - at_16m['-C,G,T,L'], 3)} |",
+        f"{at_16m['full']:.3f}. Slim gates end at {at_16m['full/r8']:.3f}, without C at {at_16m['-C/r8']:.3f}, the "
+        f"slim outer gate alone at {at_16m['+G/r8']:.3f}.",
+        f"{short(at_16m['-C,G,T,L'] - at_16m['full/r8'], 3)} nats, one seed, of which "
+        f"{short(at_16m['-C,G,T,L'] - at_16m['+G/r8'], 3)} are the slim outer gate's, "
+        f"{short(at_16m['+G/r8'] - at_16m['-C/r8'], 3)} those of L and T, "
+        f"{short(at_16m['-C/r8'] - at_16m['full/r8'], 3)} of C; full gates without C lose "
+        f"{short(at_16m['-C'] - at_16m['-C,G,T,L'], 3)}. In equal time that is open |",
         f"{recalls('softmax+C')} steps to 99.9 %, FEM without C {recalls(OWN)}, attention {recalls('softmax')} |",
         f"alone reaches {mad('softmax+C'):.1f} of full FEM's {mad(FULL):.1f} %, attention {mad('softmax'):.1f}.",
         f"[{gained('gpt2', TRAINED):.3f} nats for a GPT-2]",
