@@ -219,11 +219,11 @@ def refuse_unknown(config: PreTrainedConfig, given: dict) -> None:
 
     What was read from a file, with model_type beside it, may hold what other programs wrote there.
     """
-    if "model_type" in given:
+    if not given or "model_type" in given:
         return
     kept = vars(PreTrainedConfig(**given))
-    for name in given:
-        if name in kept:
-            common = {field.name for field in fields(PreTrainedConfig)}
-            own = [field.name for field in fields(config) if field.name not in common]
-            raise unknown_field(type(config).__name__, name, given[name], own)
+    unknown = [name for name in given if name in kept]
+    if unknown:
+        common = {field.name for field in fields(PreTrainedConfig)}
+        own = [field.name for field in fields(config) if field.name not in common]
+        raise unknown_field(type(config).__name__, unknown[0], given[unknown[0]], own)

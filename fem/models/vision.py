@@ -42,8 +42,7 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
     drop_path_rate: how often, in training, the last block skips a branch for a sample; it grows linearly from 0 in the
     first block.
 
-    Raises ValueError on sizes that no model can have, TypeError on unknown fields, its own and the
-    mixers'.
+    Raises ValueError on sizes that no model can have, TypeError on unknown fields, its own and the mixers'.
     """
 
     model_type = "fem_image"

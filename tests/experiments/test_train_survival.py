@@ -443,8 +443,10 @@ def test_the_nearest_preset_is_named(data, tmp_path):
 
 
 def test_an_unknown_model_field_is_named(data, tmp_path):
-    with pytest.raises(TypeError, match=r"no field 'hiden_size' .*; did you mean 'hidden_size'"):
+    with pytest.raises(ValueError, match=r"model_fields must be .*got 'hiden_size'; did you mean hidden_size\?"):
         training.run(tiny(data, model='{"hiden_size": 32}'), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"model_fields must be .*got 'temperature'"):  # transformers would drop it
+        training.run(tiny(data, model='{"temperature": 0.5}'), tmp_path / "run")
 
 
 def test_scaled_rotary_angles_are_a_model_field(data):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import json
 import os
 import shutil
@@ -267,6 +268,9 @@ def trained_for(checkpoint: Path) -> int:
 
 def model_config(recipe: TrainRecipe, vocabulary: int) -> FEMConfig:
     """The preset with the recipe's changes, for rows of the recipe's context."""
+    known = {*inspect.signature(FEMConfig).parameters, "rope_parameters"}
+    if unknown := [name for name in recipe.model_fields() if name not in known]:
+        raise ValueError(f"model_fields must be fields of FEMConfig, got {unknown[0]!r}{nearest(unknown[0], known)}")
     fields = {"vocab_size": vocabulary, "max_position_embeddings": recipe.context} | recipe.model_fields()
     config = preset(recipe.preset, **fields)
     if config.vocab_size < vocabulary:
