@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fem.ops.softmax.wide import WideAttention
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -17,7 +19,8 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 class Scores:
     """s_ti = scale q_t . k_i + mask_ti, -inf for i > t if causal;  p_ti = softmax_i(s_ti), 0 in a row without keys.
 
-    flash: attend by torch's flash attention instead of materialised scores.
+    flash: attend by torch's flash attention, values wider than the keys by blocks of queries, instead of materialised
+    scores.
     """
 
     q: Float[Tensor, "b tq h d"]
@@ -28,7 +31,7 @@ class Scores:
     flash: bool
 
     def width(self, channels: int) -> int:
-        """Columns in which `channels` values are best laid out: flash attention wants those of q and k."""
+        """Columns in which `channels` values are best laid out: flash attention wants those of q and k at least."""
         return max(channels, self.q.shape[-1]) if self.flash else channels
 
     def padded(self, values: Float[Tensor, "b t h dv"]) -> Float[Tensor, "b t h w"]:
@@ -37,12 +40,11 @@ class Scores:
 
     def attend(self, values: Float[Tensor, "b t h w"]) -> tuple[Float[Tensor, "b tq h w"], Float[Tensor, "b tq h"]]:
         """p @ values, and lse_t = log sum_i exp(s_ti), 0 in a row without keys."""
+        if self.flash and values.shape[-1] > self.q.shape[-1]:
+            return self._wide(values).forward()
         if self.flash:
-            q, k = self._as_wide_as(values)
-            out, lse = _flash(
-                q.transpose(1, 2), k.transpose(1, 2), values.transpose(1, 2), 0.0, self.causal,
-                attn_mask=self.mask, scale=self.scale,
-            )  # fmt: skip
+            parts = (x.transpose(1, 2) for x in (self.q, self.k, values))
+            out, lse = _flash(*parts, 0.0, self.causal, attn_mask=self.mask, scale=self.scale)
             return out.transpose(1, 2), lse.transpose(1, 2)
         out = self._prior() @ values.transpose(1, 2)
         return out.transpose(1, 2).contiguous(), out.new_zeros(*self.q.shape[:3])
@@ -56,13 +58,12 @@ class Scores:
         with_scores: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Float[Tensor, "b h tq t"] | None]:
         """Gradients of q, k, values and, if wanted, of every score."""
-        width = self.q.shape[-1]
         if self.flash and not with_scores:
-            q, k = self._as_wide_as(values)
-            parts = (x.transpose(1, 2) for x in (grad, q, k, values, out, lse))
+            if values.shape[-1] > self.q.shape[-1]:
+                return *self._wide(values).backward(grad, out, lse), None
+            parts = (x.transpose(1, 2) for x in (grad, self.q, self.k, values, out, lse))
             grads = _flash_backward(*parts, 0.0, self.causal, attn_mask=self.mask, scale=self.scale)
-            dq, dk, dvalues = (x.transpose(1, 2) for x in grads)
-            return dq[..., :width], dk[..., :width], dvalues, None
+            return *(x.transpose(1, 2) for x in grads), None
         p = self._prior()
         dp = grad.transpose(1, 2) @ values.permute(0, 2, 3, 1)
         dp.sub_(dp.gather(-1, p.argmax(-1, keepdim=True)))  # ds is then exact in rows where one key has all the weight
@@ -124,6 +125,5 @@ class Scores:
         p, empty = torch.softmax(s, -1), self.empty_rows()
         return p if empty is None else p.masked_fill_(empty.transpose(1, 2), 0.0)
 
-    def _as_wide_as(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        missing = values.shape[-1] - self.q.shape[-1]
-        return (F.pad(self.q, (0, missing)), F.pad(self.k, (0, missing))) if missing else (self.q, self.k)
+    def _wide(self, values: Tensor) -> WideAttention:
+        return WideAttention(self.q, self.k, values, self.mask, self.causal, self.scale)
