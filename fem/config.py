@@ -188,8 +188,8 @@ class FreeEnergyMixerConfig:
             )
         if self.normalize is True and not self.mamba_normalize:
             raise ValueError(
-                "mamba_normalize is the authors' name of normalize: give one, got normalize=True and "
-                "mamba_normalize=False."
+                "mamba_normalize is the authors' name of normalize: give one, or both alike in dataclasses.replace, "
+                "which keeps the other; got normalize=True and mamba_normalize=False."
             )
         normalize = self.mamba_normalize if self.normalize is None else self.normalize
         self._set(
