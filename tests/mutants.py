@@ -115,6 +115,13 @@ MUTANTS = (
     ),
     # The mathematics of the layer.
     Mutant(
+        "values wider than the keys see the later queries of their block",
+        "fem/ops/softmax/wide.py",
+        "            later.add_(self.above[: later.shape[1], : later.shape[2]])",
+        "            pass",
+        (f"{SOFTMAX}/test_wide.py",),
+    ),
+    Mutant(
         "a masked token takes a position",
         "fem/ops/common/tokens.py",
         "count = ones.long().cumsum(1)",
