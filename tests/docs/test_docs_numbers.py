@@ -29,6 +29,12 @@ def results(name: str) -> dict:
     return found.get("results", found)
 
 
+def second_seed() -> dict[str, float]:
+    """Losses with 16M tokens."""
+    rows = results("ablate_16m_seeds")["ablate"]
+    return {row: float(found["by seed"].split(", ")[1]) for row, found in rows.items()}
+
+
 def score(task: str, mixer: str, page: str = "regimes") -> float:
     return mean(results(page)["regimes"][task][mixer]["test"])
 
@@ -135,7 +141,9 @@ def readme() -> list[str]:
     constant = 100 * argmax["baselines"]["the best constant"]["hits"]
     rate, larger = (results(page)["ablate"] for page in ("ablate_long_rate", "ablate_3m"))
     at_16m = losses("ablate_16m")
-    again = {row: found["by seed"].split(", ")[1] for row, found in results("ablate_16m_seeds")["ablate"].items()}
+    again = second_seed()
+    timed = results("ablate_16m_time")["ablate"]
+    slower_step = f"{timed['full/r8']['ms a step'] / timed['-C,G,T,L']['ms a step']:.2f} times"
     types = Counter(found["result"] for found in results("clients")["model_types"])
     cases = Counter(found["outcome"] for found in results("chaos")["cases"])
     assert set(cases) == {"same"}
@@ -188,12 +196,16 @@ def readme() -> list[str]:
         f"one seed | {larger['-C,G,T,L']['loss']:.3f} | {larger['full']['loss']:.3f} | "
         f"without C {larger['-C']['loss']:.3f}; outer gate alone {larger['+G']['loss']:.3f}; "
         f"slim gates lose, {larger['-C/r8']['loss']:.3f} |",
-        f"one seed and one learning rate | {at_16m['-C,G,T,L']:.3f} | {at_16m['full/r8']:.3f} | slim gates, "
-        f"whose values stay wide: without C {at_16m['-C/r8']:.3f} ([another seed](docs/results/ablate_16m_seeds.md) "
-        f"{again['-C/r8']}, attention {again['-C,G,T,L']}), the slim outer gate alone {at_16m['+G/r8']:.3f}; full "
-        f"gates {at_16m['full']:.3f} |",
-        f"instead of equal tokens, 3 seeds | {loss('ablate_time', '-C,G,T,L'):.3f} | {loss('ablate_time', 'full'):.3f} "
-        f"| without C {loss('ablate_time', '-C'):.3f}; outer gate alone {loss('ablate_time', '+G'):.3f} |",
+        f"one learning rate | {at_16m['-C,G,T,L']:.3f} | {at_16m['full/r8']:.3f} | slim gates, whose values stay wide; "
+        f"without C {at_16m['-C/r8']:.3f}, the slim outer gate alone {at_16m['+G/r8']:.3f}, full gates "
+        f"{at_16m['full']:.3f}; [another seed](docs/results/ablate_16m_seeds.md): attention "
+        f"{again['-C,G,T,L']:.3f}, slim {again['full/r8']:.3f}, without C {again['-C/r8']:.3f} |",
+        f"on a CPU, one seed | {timed['-C,G,T,L']['loss']:.3f} | {timed['full/r8']['loss']:.3f} | slim gates lose: "
+        f"their step takes {slower_step} attention's |",
+        f"as a step of slim FEM takes {slower_step} as long",
+        f"[0.3M tokens at equal time](docs/results/ablate_time.md), 3 seeds | {loss('ablate_time', '-C,G,T,L'):.3f} | "
+        f"{loss('ablate_time', 'full'):.3f} | without C {loss('ablate_time', '-C'):.3f}; outer gate alone "
+        f"{loss('ablate_time', '+G'):.3f} |",
         f"| {loss('ablate_softmax_medium', '-C,G,T,L'):.3f} | {loss('ablate_softmax_medium', 'full'):.3f} | outer gate "
         f"alone {loss('ablate_softmax_medium', '+G'):.3f}: it wins |",
         f"| {loss('ablate_gla', '-C,G,T,L'):.3f} | {loss('ablate_gla', 'full'):.3f} | "
@@ -248,7 +260,7 @@ def faq() -> list[str]:
     rate, at_3m = results("ablate_long_rate")["ablate"], losses("ablate_3m")
     seconds = [mse("forecast_etth1", "ETTh1", model, "cpu_seconds") for model in ("softmax", FULL)]
     long = [rate["+G"]["loss"] - rate["-C"]["loss"], small["+G"] - small["-C"]]
-    at_16m = losses("ablate_16m")
+    at_16m, timed, again = losses("ablate_16m"), losses("ablate_16m_time"), second_seed()
     lost = [short(score("statistics", "softmax") - score("statistics", mixer), 3) for mixer in (SLIM, "softmax+L")]
     pools = [100 * score("bags", f"pool:{pool}", "regimes_pools") for pool in ("fem", "attention")]
     best = ("high-water", "snapshot")
@@ -270,11 +282,13 @@ def faq() -> list[str]:
         f"C at {at_16m['-C']:.3f}: the last two are ahead for 1.5M tokens, then attention is. With C it ends at "
         f"{at_16m['full']:.3f}. Slim gates end at {at_16m['full/r8']:.3f}, without C at {at_16m['-C/r8']:.3f}, the "
         f"slim outer gate alone at {at_16m['+G/r8']:.3f}.",
-        f"{short(at_16m['-C,G,T,L'] - at_16m['full/r8'], 3)} nats, one seed, of which "
+        f"{short(at_16m['-C,G,T,L'] - at_16m['full/r8'], 3)} and {short(again['-C,G,T,L'] - again['full/r8'], 3)} nats "
+        "on two seeds, of the first of which "
         f"{short(at_16m['-C,G,T,L'] - at_16m['+G/r8'], 3)} are the slim outer gate's, "
         f"{short(at_16m['+G/r8'] - at_16m['-C/r8'], 3)} those of L and T, "
         f"{short(at_16m['-C/r8'] - at_16m['full/r8'], 3)} of C; full gates without C lose "
-        f"{short(at_16m['-C'] - at_16m['-C,G,T,L'], 3)}. In equal time that is open |",
+        f"{short(at_16m['-C'] - at_16m['-C,G,T,L'], 3)}. In equal time on a CPU attention is ahead by "
+        f"{short(timed['full/r8'] - timed['-C,G,T,L'], 3)} |",
         f"{recalls('softmax+C')} steps to 99.9 %, FEM without C {recalls(OWN)}, attention {recalls('softmax')} |",
         f"alone reaches {mad('softmax+C'):.1f} of full FEM's {mad(FULL):.1f} %, attention {mad('softmax'):.1f}.",
         f"[{gained('gpt2', TRAINED):.3f} nats for a GPT-2]",
