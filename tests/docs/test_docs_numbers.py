@@ -63,9 +63,10 @@ def ratio(part: str, time: int, mixer: str, what: str, page: str | None = None, 
     return case["results"][mixer][what] / case["results"][beside][what]
 
 
-def layer(time: int, mixer: str, what: str = "train_s", pages=("layer_epyc", "layer_cpu")) -> str:
-    """From the machine where it costs less to the other."""
-    return span([ratio("layer", time, mixer, what, page) for page in pages]) + "x"
+def layer(mixer: str, *pages: str) -> str:
+    """A train step and its memory, from the machine where it costs less to the other."""
+    cells = ((512, "train_s"), (2048, "train_s"), (2048, "train_extra_bytes"))
+    return " | ".join(span([ratio("layer", time, mixer, what, page) for page in pages]) + "x" for time, what in cells)
 
 
 def span(ratios: list[float], digits: int = 2) -> str:
@@ -229,19 +230,14 @@ def readme() -> list[str]:
         f"{after('llama', TRAINED):.3f} | "
         f"with {min(extra):.0f} to {max(extra):.0f} % more parameters, mostly the gate |",
         *(
-            f"| {shown} | {layer(512, name)} | {layer(2048, name)} | {layer(2048, name, 'train_extra_bytes')} |"
+            f"| {shown} | {layer(name, 'layer_epyc', 'layer_cpu')} |"
             for shown, name in (
                 ("FEM without the conditioner", f"{full} without C"),
                 ("FEM", full),
                 ("FEM on a GLA prior", "FEM-GLA"),
             )
         ),
-        "| slim gates, without the conditioner (EPYC alone) | "
-        + " | ".join(
-            layer(time, f"{full} slim, without C", what, ["layer_epyc"])
-            for time, what in ((512, "train_s"), (2048, "train_s"), (2048, "train_extra_bytes"))
-        )
-        + " |",
+        f"| slim gates, without the conditioner (EPYC alone) | {layer(f'{full} slim, without C', 'layer_epyc')} |",
         f"{slower('cifar'):.1f} to {slower('digits'):.1f} times at 65 and 17 tokens of small width",
         f"one at a time: {token(full)} times attention's time, {token(f'{full} without C')} without the conditioner, "
         f"and then {token(f'{full} without C', 'served')} where both are compiled",

@@ -40,9 +40,9 @@ class Scores:
 
     def attend(self, values: Float[Tensor, "b t h w"]) -> tuple[Float[Tensor, "b tq h w"], Float[Tensor, "b tq h"]]:
         """p @ values, and lse_t = log sum_i exp(s_ti), 0 in a row without keys."""
-        if self.flash and values.shape[-1] > self.q.shape[-1]:
-            return self._wide(values).forward()
         if self.flash:
+            if wide := self._wide(values):
+                return wide.forward()
             parts = (x.transpose(1, 2) for x in (self.q, self.k, values))
             out, lse = _flash(*parts, 0.0, self.causal, attn_mask=self.mask, scale=self.scale)
             return out.transpose(1, 2), lse.transpose(1, 2)
@@ -59,8 +59,8 @@ class Scores:
     ) -> tuple[Tensor, Tensor, Tensor, Float[Tensor, "b h tq t"] | None]:
         """Gradients of q, k, values and, if wanted, of every score."""
         if self.flash and not with_scores:
-            if values.shape[-1] > self.q.shape[-1]:
-                return *self._wide(values).backward(grad, out, lse), None
+            if wide := self._wide(values):
+                return *wide.backward(grad, out, lse), None
             parts = (x.transpose(1, 2) for x in (grad, self.q, self.k, values, out, lse))
             grads = _flash_backward(*parts, 0.0, self.causal, attn_mask=self.mask, scale=self.scale)
             return *(x.transpose(1, 2) for x in grads), None
@@ -125,5 +125,8 @@ class Scores:
         p, empty = torch.softmax(s, -1), self.empty_rows()
         return p if empty is None else p.masked_fill_(empty.transpose(1, 2), 0.0)
 
-    def _wide(self, values: Tensor) -> WideAttention:
+    def _wide(self, values: Tensor) -> WideAttention | None:
+        """What reads values that are wider than the keys; None: torch's flash attention can."""
+        if values.shape[-1] <= self.q.shape[-1]:
+            return None
         return WideAttention(self.q, self.k, values, self.mask, self.causal, self.scale)
