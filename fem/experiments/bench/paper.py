@@ -11,25 +11,24 @@ class Cost(NamedTuple):
     forward: float  # seconds
     train: float
     train_gb: float | None = None
-    forward_tflop: float | None = None
 
 
 TABLE7 = {
-    "RWKV7": Cost(0.0832, 0.2367, 11.48, 1.47),
-    "LinAttn": Cost(0.0652, 0.1368, 6.16, 1.39),
-    "HGRN2": Cost(0.0680, 0.1481, 6.94, 1.39),
-    "PaTHAttention": Cost(0.0693, 0.2098, 5.82, 1.40),
-    "GatedSlotAttention": Cost(0.0765, 0.1901, 8.08, 1.51),
-    "attention, plain": Cost(0.1306, 0.3334, 10.34, 1.70),
-    "attention": Cost(0.0649, 0.1471, 4.99, 1.39),
-    "FEM-SM without C": Cost(0.0693, 0.1615, 5.92, 1.39),
-    "FEM-SM": Cost(0.0732, 0.1853, 7.77, 1.40),
-    "GLA": Cost(0.0824, 0.2213, 10.17, 1.70),
-    "FEM-GLA without C": Cost(0.0875, 0.2344, 11.08, 1.70),
-    "FEM-GLA": Cost(0.0934, 0.2566, 12.93, 1.72),
-    "Mamba": Cost(0.0606, 0.1249, 4.70, 1.28),
-    "FEM-Mamba without C": Cost(0.0586, 0.1438, 6.87, 1.22),
-    "FEM-Mamba": Cost(0.0647, 0.1831, 8.07, 1.23),
+    "RWKV7": Cost(0.0832, 0.2367, 11.48),
+    "LinAttn": Cost(0.0652, 0.1368, 6.16),
+    "HGRN2": Cost(0.0680, 0.1481, 6.94),
+    "PaTHAttention": Cost(0.0693, 0.2098, 5.82),
+    "GatedSlotAttention": Cost(0.0765, 0.1901, 8.08),
+    "attention, plain": Cost(0.1306, 0.3334, 10.34),
+    "attention": Cost(0.0649, 0.1471, 4.99),
+    "FEM-SM without C": Cost(0.0693, 0.1615, 5.92),
+    "FEM-SM": Cost(0.0732, 0.1853, 7.77),
+    "GLA": Cost(0.0824, 0.2213, 10.17),
+    "FEM-GLA without C": Cost(0.0875, 0.2344, 11.08),
+    "FEM-GLA": Cost(0.0934, 0.2566, 12.93),
+    "Mamba": Cost(0.0606, 0.1249, 4.70),
+    "FEM-Mamba without C": Cost(0.0586, 0.1438, 6.87),
+    "FEM-Mamba": Cost(0.0647, 0.1831, 8.07),
 }
 
 # Table 5: 8 layers of width 512, 4 heads, T 2048, batch 4. The paper prints the parts that a row leaves out.

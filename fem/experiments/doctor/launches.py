@@ -19,7 +19,7 @@ from fem.ops.softmax.recompute import recompute
 from fem.ops.softmax.support import Intervals
 from fem.ops.ssm.read import ssm_terms
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP32 = torch.bfloat16, torch.float32
 Launch = tuple[str, Callable[[], None]]  # its name, and the call
 
 
