@@ -189,14 +189,14 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
                 f"layer_priors must have one entry per layer, num_hidden_layers = {self.num_hidden_layers}, "
                 f"got {len(self.layer_priors)} entries."
             )
-        _check_names("mixer", self.mixer, {"causal": "architecture", **MODEL_NAMES})
+        _check_names("mixer", self.mixer, {"causal", *MODEL_NAMES})
         for layer, entry in enumerate(self.layer_priors or ()):
             if not isinstance(entry, (str, dict)):
                 raise TypeError(
                     f"layer_priors[{layer}] must be a prior's name or a dict of mixer fields, got {entry!r}."
                 )
             if isinstance(entry, dict):
-                _check_names(f"layer_priors[{layer}]", entry, {"causal": "architecture", "n_embd": "hidden_size"})
+                _check_names(f"layer_priors[{layer}]", entry, {"causal", "n_embd"})
 
 
 def _uses(fields: dict) -> set[str]:
@@ -208,10 +208,11 @@ def _keeps_keys(fields: dict) -> bool:
     return "n_kv_head" in _uses(fields)
 
 
-def _check_names(where: str, fields: dict, owners: dict[str, str]) -> None:
+def _check_names(where: str, fields: dict, of_model: set[str]) -> None:
     for name in fields:
-        if name in owners:
-            raise ValueError(f"{where} must leave {name} to the model's {owners[name]}, got {name}={fields[name]!r}.")
+        if name in of_model:
+            owner = MODEL_NAMES.get(name, "architecture")
+            raise ValueError(f"{where} must leave {name} to the model's {owner}, got {name}={fields[name]!r}.")
 
 
 def refuse_unknown(config: PreTrainedConfig, given: dict) -> None:

@@ -31,7 +31,8 @@ def results(name: str) -> dict:
 
 def slim_lead() -> str:
     """Of slim FEM over attention with 16M tokens, on three seeds."""
-    return results("ablate_16m_seeds")["ablate"]["full/r8"]["below attention, paired"].removeprefix("+")
+    paired = results("ablate_16m_seeds")["ablate"]["full/r8"]["below attention, paired"]
+    return paired.removeprefix("+").replace("0.", ".")
 
 
 def score(task: str, mixer: str, page: str = "regimes") -> float:
@@ -49,6 +50,11 @@ def losses(page: str) -> dict[str, float]:
 def short(x: float, digits: int) -> str:
     """A number below 1 without its leading zero."""
     return f"{x:.{digits}f}".lstrip("0")
+
+
+def lead(page: str, row: str, over: str = "-C,G,T,L") -> str:
+    """Nats by which the loss of a row is below another's, attention's by default."""
+    return short(loss(page, over) - loss(page, row), 3)
 
 
 def millions(page: str) -> str:
@@ -141,8 +147,7 @@ def readme() -> list[str]:
     constant = 100 * argmax["baselines"]["the best constant"]["hits"]
     rate, larger = (results(page)["ablate"] for page in ("ablate_long_rate", "ablate_3m"))
     at_16m = losses("ablate_16m")
-    at_best, at_rate4 = losses("ablate_16m_rates"), losses("ablate_16m_rate4")
-    gate, whole = (short(at_rate4["-C,G,T,L"] - at_rate4[row], 3) for row in ("+G/r8", "full/r8"))
+    at_best = losses("ablate_16m_rates")
     timed, at_10m = (results(page)["ablate"] for page in ("ablate_16m_time", "ablate_10m"))
     slower_step = f"{timed['full/r8']['ms a step'] / timed['-C,G,T,L']['ms a step']:.2f} times"
     types = Counter(found["result"] for found in results("clients")["model_types"])
@@ -189,11 +194,10 @@ def readme() -> list[str]:
         f"{rate['-C/r8']['loss']:.3f} |",
         f"slim gates lost, {rate['-C/r8']['loss']:.3f} nats against the {rate['-C']['loss']:.3f} of the paper's full",
         f"they won, {at_16m['-C/r8']:.3f} against {at_16m['-C']:.3f}, and {at_16m['full/r8']:.3f} with C",
-        f"slim ones {short(at_16m['-C,G,T,L'] - at_16m['full/r8'], 3)} nats, of which the outer gate "
-        f"{short(at_16m['-C,G,T,L'] - at_16m['+G/r8'], 3)}, the free energy "
-        f"{short(at_16m['+G/r8'] - at_16m['-C/r8'], 3)} and the conditioner "
-        f"{short(at_16m['-C/r8'] - at_16m['full/r8'], 3)}; and {short(at_best['-C,G,T,L'] - at_best['full/r8'], 3)} "
-        "with [each at its best of three learning rates]",
+        f"slim ones {lead('ablate_16m', 'full/r8')} nats, of which the outer gate {lead('ablate_16m', '+G/r8')}, the "
+        f"free energy {lead('ablate_16m', '-C/r8', '+G/r8')} and the conditioner "
+        f"{lead('ablate_16m', 'full/r8', '-C/r8')}; and {lead('ablate_16m_rates', 'full/r8')} with [each at its best "
+        "of three learning rates]",
         f"[{larger['-C,G,T,L']['parameters'] / 1e6:.2f}M parameters]",
         f"one seed | {larger['-C,G,T,L']['loss']:.3f} | {larger['full']['loss']:.3f} | "
         f"without C {larger['-C']['loss']:.3f}; outer gate alone {larger['+G']['loss']:.3f}; "
@@ -202,7 +206,8 @@ def readme() -> list[str]:
         f"without C {at_16m['-C/r8']:.3f}, the slim outer gate alone {at_16m['+G/r8']:.3f}, full gates "
         f"{at_16m['full']:.3f}; [three seeds](docs/results/ablate_16m_seeds.md): slim {slim_lead()} below attention |",
         f"of three, one seed | {at_best['-C,G,T,L']:.3f} | {at_best['full/r8']:.3f} | slim gates; [at one of these "
-        f"rates](docs/results/ablate_16m_rate4.md) the slim outer gate alone brings {gate} of {whole} |",
+        f"rates](docs/results/ablate_16m_rate4.md) the slim outer gate alone brings "
+        f"{lead('ablate_16m_rate4', '+G/r8')} of {lead('ablate_16m_rate4', 'full/r8')} |",
         f"[{at_10m['-C,G,T,L']['parameters'] / 1e6:.2f}M parameters](docs/results/ablate_10m.md), 1.8M tokens, one "
         f"seed | {at_10m['-C,G,T,L']['loss']:.3f} | {at_10m['full']['loss']:.3f} | not taken apart; slim gates "
         f"{at_10m['full/r8']['loss']:.3f}; in equal time FEM stays ahead, slim gates are level |",
@@ -261,7 +266,7 @@ def faq() -> list[str]:
     rate, at_3m = results("ablate_long_rate")["ablate"], losses("ablate_3m")
     seconds = [mse("forecast_etth1", "ETTh1", model, "cpu_seconds") for model in ("softmax", FULL)]
     long = [rate["+G"]["loss"] - rate["-C"]["loss"], small["+G"] - small["-C"]]
-    at_16m, timed, at_best = losses("ablate_16m"), losses("ablate_16m_time"), losses("ablate_16m_rates")
+    at_16m, at_best = losses("ablate_16m"), losses("ablate_16m_rates")
     lost = [short(score("statistics", "softmax") - score("statistics", mixer), 3) for mixer in (SLIM, "softmax+L")]
     pools = [100 * score("bags", f"pool:{pool}", "regimes_pools") for pool in ("fem", "attention")]
     best = ("high-water", "snapshot")
@@ -285,14 +290,12 @@ def faq() -> list[str]:
         f"slim outer gate alone at {at_16m['+G/r8']:.3f}. All have rate .002, at which attention is not at its best; "
         f"[at its best](results/ablate_16m_rates.md) it has {at_best['-C,G,T,L']:.3f}, slim FEM "
         f"{at_best['full/r8']:.3f}.",
-        f"{slim_lead().replace('0.', '.')} nats on three seeds; of the first one's "
-        f"{short(at_16m['-C,G,T,L'] - at_16m['full/r8'], 3)} the slim outer gate brings "
-        f"{short(at_16m['-C,G,T,L'] - at_16m['+G/r8'], 3)}, L and T {short(at_16m['+G/r8'] - at_16m['-C/r8'], 3)}, "
-        f"C {short(at_16m['-C/r8'] - at_16m['full/r8'], 3)}, and "
-        f"{short(at_best['-C,G,T,L'] - at_best['full/r8'], 3)} remain where [each has its best rate]"
-        "(results/ablate_16m_rates.md); full gates without C lose "
-        f"{short(at_16m['-C'] - at_16m['-C,G,T,L'], 3)}. In equal time on a CPU attention is ahead by "
-        f"{short(timed['full/r8'] - timed['-C,G,T,L'], 3)} |",
+        f"{slim_lead()} nats on three seeds; of the first one's {lead('ablate_16m', 'full/r8')} the slim outer gate "
+        f"brings {lead('ablate_16m', '+G/r8')}, L and T {lead('ablate_16m', '-C/r8', '+G/r8')}, C "
+        f"{lead('ablate_16m', 'full/r8', '-C/r8')}, and {lead('ablate_16m_rates', 'full/r8')} remain where [each has "
+        "its best rate](results/ablate_16m_rates.md); full gates without C lose "
+        f"{lead('ablate_16m', '-C,G,T,L', '-C')}. In equal time on a CPU attention is ahead by "
+        f"{lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} |",
         f"{recalls('softmax+C')} steps to 99.9 %, FEM without C {recalls(OWN)}, attention {recalls('softmax')} |",
         f"alone reaches {mad('softmax+C'):.1f} of full FEM's {mad(FULL):.1f} %, attention {mad('softmax'):.1f}.",
         f"[{gained('gpt2', TRAINED):.3f} nats for a GPT-2]",

@@ -353,6 +353,7 @@ def test_swiglu_follows_the_width_unless_given():
         ({"mixer": {"use_convv": True}}, TypeError, "did you mean 'use_conv'"),
         ({"mixer": {"n_head": 4}}, ValueError, "num_attention_heads"),
         ({"mixer": {"causal": False}}, ValueError, "causal"),
+        ({"mixer": {"prior_type": "gla"}}, ValueError, "mixer must leave prior_type to the model's prior_type"),
         ({"use_conv": False}, ValueError, r"mixer=\{'use_conv': False\}"),
         ({"n_embd": 8}, ValueError, "hidden_size"),
         ({"num_heads": 4}, TypeError, "no field 'num_heads' .* did you mean .* or 'num_attention_heads'"),
