@@ -11,7 +11,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
+from fem.ops.common import flops
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.precision import double, needs_float64, products_overflow
 from fem.ops.common.read import Terms
@@ -291,3 +293,5 @@ def by_input(gradients: list[Tensor], beta: Tensor | None, g: Tensor | None) -> 
 
 
 scan.register_autograd(_differentiate, setup_context=_save)
+register_flop_formula(torch.ops.fem.linear_attention)(flops.linear_attention)
+register_flop_formula(torch.ops.fem.linear_attention_backward)(flops.linear_attention_backward)

@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
+from fem.ops.common import flops
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.precision import SMALLEST_BETA, compute_dtype
 from fem.ops.common.read import Read
@@ -330,6 +332,10 @@ def _(
     dv = k.new_empty(*k.shape[:3], grad_mean.shape[3])
     dbeta = out.new_empty(0) if beta is None else whole(beta)
     return whole(q), whole(k), dv, dbeta, whole(bias) if of_bias else out.new_empty(0)
+
+
+register_flop_formula(torch.ops.fem.softmax_read)(flops.softmax)
+register_flop_formula(torch.ops.fem.softmax_read_backward)(flops.softmax_backward)
 
 
 def _of_block(block: _Block, beta, grad_mean, grad_free_energy, known, stored, of_bias: bool) -> Gradients:

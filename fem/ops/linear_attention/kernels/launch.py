@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
+from fem.ops.common import flops
 from fem.ops.common.backend import next_width, triton_interprets
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.kernels.launch import on_amd, on_its_device
@@ -330,6 +332,8 @@ def _differentiate(ctx, *grads):
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+register_flop_formula(torch.ops.fem.linear_attention_triton)(flops.linear_attention)
+register_flop_formula(torch.ops.fem.linear_attention_triton_backward)(flops.linear_attention_backward)
 
 
 def _zeros(record):
