@@ -52,10 +52,13 @@ class Projection(nn.Linear):
 
 
 def check_embedded(name: str, x: Tensor) -> None:
-    """Raise unless x, an argument of a layer, is a floating-point tensor."""
+    """Raise unless x, an argument of a layer, is a floating-point tensor, of rows of one length."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         got = f"dtype {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise TypeError(f"{name} must be a floating-point tensor of embedded tokens, got {got}; embed token ids first.")
+    if x.is_nested or x.layout is not torch.strided:
+        got = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+        raise TypeError(f"{name} must be a dense tensor, got {got}; pad rows to one length, and mask what was added.")
 
 
 def check_place(name: str, x: Tensor, projection: nn.Module) -> None:

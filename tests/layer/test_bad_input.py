@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("as_users_run")
 
 NAN, INF = float("nan"), float("inf")
 X = torch.zeros(2, 6, 64)
+NESTED = torch.nested.nested_tensor([*X], layout=torch.jagged)
 ONES = torch.ones(2, 6, dtype=torch.bool)
 LINEAR, GLA, MAMBA = ({"prior_type": name} for name in ("linear", "gla", "mamba"))
 
@@ -249,6 +250,8 @@ TABLE = [
         r"x must be a floating-point tensor .* got dtype torch\.bool",
     ),
     (call, {"x": torch.zeros(2, 6, 64).cfloat()}, TypeError, "x must be a floating-point tensor .* got dtype"),
+    (call, {"x": X.to_sparse()}, TypeError, "x must be a dense tensor, got layout torch.sparse_coo; pad"),
+    (call, {"x": NESTED}, TypeError, "x must be a dense tensor, got a nested tensor; pad"),
     (call, {"x": X.tolist()}, TypeError, "x must be a floating-point tensor .* got a list"),
     (call, {"x": X.numpy()}, TypeError, "x must be a floating-point tensor .* got a ndarray"),
     (call, {"x": None}, TypeError, "x must be a floating-point tensor .* got a NoneType"),
