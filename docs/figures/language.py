@@ -1,0 +1,92 @@
+"""How far below attention's loss language models of equal size end: the table and the picture of docs/language.md.
+
+python docs/figures/language.py    # prints the table, writes docs/images/language.png
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from matplotlib.lines import Line2D
+
+from fem.experiments.common.names import colour
+from fem.plots import GREY, picture
+
+DOCS = Path(__file__).parents[1]
+ATTENTION = "-C,G,T,L"
+ROWS = {"+G": "softmax+G", "-C": "softmax+LTG", "full": "softmax+CLTG"}  # and, slim, the same with "/r8"
+NAMES = {"+G": "outer gate alone", "-C": "FEM without C", "full": "FEM"}
+SLIM = "/r8"
+BESIDE = (0.94, 1.0, 1.06)  # so that rows of one page do not hide each other
+PAGES = (
+    *("softmax_small", "softmax_medium", "softmax", "long", "long_rate", "10m", "3m"),
+    *("16m", "16m_seeds", "16m_rate4", "16m_rates"),
+)
+EQUAL_TIME = ("time", "16m_time")
+
+
+def found(page: str) -> dict[str, dict]:
+    return json.loads((DOCS / "results" / f"ablate_{page}.json").read_text())["results"]["ablate"]
+
+
+def size(page: str) -> tuple[str, str]:
+    """Parameters and tokens in millions, as the page's title has them."""
+    title = (DOCS / "results" / f"ablate_{page}.md").read_text().partition("\n")[0]
+    return re.search(r"([\d.]+)M parameters, ([\d.]+)M tokens", title).groups()
+
+
+def below(row: dict | None) -> tuple[float, float] | None:
+    """Nats below attention on the same seeds, and the standard error, 0 of one seed."""
+    if row is None:
+        return None
+    mean, _, error = row["below attention, paired"].partition(" ± ")
+    return float(mean), float(error or 0)
+
+
+def rates(rows: dict[str, dict]) -> str:
+    chosen = sorted({row["learning rate"] for row in rows.values()})
+    return ", ".join(rate.removeprefix("0") for rate in chosen)
+
+
+def table(pages: tuple[str, ...]) -> str:
+    columns = [row + slim for slim in ("", SLIM) for row in ROWS]
+    names = [name + (", slim" if slim else "") for slim in ("", SLIM) for name in NAMES.values()]
+    lines = [("parameters", "tokens", "seeds", "rate", "attention", *names), ["---", "---"] + ["---:"] * 9]
+    for page in pages:
+        rows, (parameters, tokens) = found(page), size(page)
+        seeds = len(rows[ATTENTION]["by seed"].split(","))
+        gains = (below(rows.get(column)) for column in columns)
+        written = ("" if gain is None else f"{gain[0] + 0.0:+.3f}" + f" ± {gain[1]:.3f}" * bool(gain[1]) for gain in gains)
+        link = f"[{parameters}M](results/ablate_{page}.md)"
+        lines.append((link, f"{tokens}M", str(seeds), rates(rows), f"{rows[ATTENTION]['loss']:.3f}", *written))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def draw(path: Path) -> None:
+    shapes = dict(zip(sorted({size(page)[0] for page in PAGES}, key=float), "v^osD"))
+    with picture(
+        path, "Nats per token below attention, at equal parameters and tokens; error bars over three seeds", 8.5, 3.6
+    ) as figure:
+        for axes, slim in zip(figure.subplots(1, 2, sharex=True, sharey=True), ("", SLIM)):
+            for page in PAGES:
+                parameters, tokens = size(page)
+                for place, (row, mixer) in zip(BESIDE, ROWS.items()):
+                    gain = below(found(page).get(row + slim))
+                    if gain is not None:
+                        look = {"color": colour(mixer), "marker": shapes[parameters], "alpha": 0.75, "linestyle": ""}
+                        axes.errorbar(float(tokens) * place, gain[0], gain[1] or None, elinewidth=1, **look)
+            axes.axhline(0, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
+            axes.set(title="slim gates" if slim else "full gates", xlabel="tokens, millions", xscale="log")
+            axes.set_xticks([0.3, 1, 3, 16], ["0.3", "1", "3", "16"])
+            axes.minorticks_off()
+        key = [Line2D([], [], color=colour(mixer), marker="o", linestyle="") for mixer in ROWS.values()]
+        key += [Line2D([], [], color=GREY, marker=shape, linestyle="") for shape in shapes.values()]
+        figure.legend(key, [*NAMES.values(), *(f"{parameters}M" for parameters in shapes)], loc="outside right center")
+
+
+if __name__ == "__main__":
+    for pages in (PAGES, EQUAL_TIME):
+        print(table(pages), end="\n\n")
+    draw(DOCS / "images" / "language.png")
