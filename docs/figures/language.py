@@ -45,6 +45,13 @@ def below(row: dict | None) -> tuple[float, float] | None:
     return float(mean), float(error or 0)
 
 
+def written(gain: tuple[float, float] | None) -> str:
+    if gain is None:
+        return ""
+    mean, error = gain
+    return f"{mean + 0.0:+.3f}" + (f" ± {error:.3f}" if error else "")
+
+
 def rates(rows: dict[str, dict]) -> str:
     chosen = sorted({row["learning rate"] for row in rows.values()})
     return ", ".join(rate.removeprefix("0") for rate in chosen)
@@ -57,10 +64,9 @@ def table(pages: tuple[str, ...]) -> str:
     for page in pages:
         rows, (parameters, tokens) = found(page), size(page)
         seeds = len(rows[ATTENTION]["by seed"].split(","))
-        gains = (below(rows.get(column)) for column in columns)
-        written = ("" if gain is None else f"{gain[0] + 0.0:+.3f}" + f" ± {gain[1]:.3f}" * bool(gain[1]) for gain in gains)
+        gains = (written(below(rows.get(column))) for column in columns)
         link = f"[{parameters}M](results/ablate_{page}.md)"
-        lines.append((link, f"{tokens}M", str(seeds), rates(rows), f"{rows[ATTENTION]['loss']:.3f}", *written))
+        lines.append((link, f"{tokens}M", str(seeds), rates(rows), f"{rows[ATTENTION]['loss']:.3f}", *gains))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
