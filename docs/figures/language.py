@@ -22,7 +22,7 @@ SLIM = "/r8"
 BESIDE = (0.94, 1.0, 1.06)  # so that rows of one page do not hide each other
 PAGES = (
     *("softmax_small", "softmax_medium", "softmax", "long", "long_rate", "10m", "3m"),
-    *("16m", "16m_seeds", "16m_rate4", "16m_rates"),
+    *("16m_half", "16m", "16m_seeds", "16m_rate4", "16m_rates", "16m_3m"),
 )
 EQUAL_TIME = ("time", "16m_time")
 

@@ -63,7 +63,7 @@ def lead(page: str, row: str, over: str = "-C,G,T,L") -> str:
 
 
 def millions(page: str) -> str:
-    return f"{results(page)['ablate']['full']['parameters'] / 1e6:.2f}M"
+    return f"{results(page)['ablate']['-C,G,T,L']['parameters'] / 1e6:.2f}M"
 
 
 def ratio(part: str, time: int, mixer: str, what: str, page: str | None = None, beside: str = "attention") -> float:
@@ -190,7 +190,7 @@ def readme() -> list[str]:
         f"[language model, {millions('ablate_softmax')}, 0.3M tokens](docs/results/ablate_softmax.md)",
         f"| {loss('ablate_softmax', '-C,G,T,L'):.3f} | {loss('ablate_softmax', 'full'):.3f} | without C "
         f"{loss('ablate_softmax', '-C'):.3f}; outer gate alone {loss('ablate_softmax', '+G'):.3f} |",
-        f"[{at_10m['-C,G,T,L']['parameters'] / 1e6:.2f}M parameters, 1.8M tokens](docs/results/ablate_10m.md), one "
+        f"[{millions('ablate_10m')} parameters, 1.8M tokens](docs/results/ablate_10m.md), one "
         f"seed | {at_10m['-C,G,T,L']['loss']:.3f} | {at_10m['full']['loss']:.3f} | not taken apart; slim gates "
         f"{at_10m['full/r8']['loss']:.3f} |",
         f"slim ones {lead('ablate_16m', 'full/r8')} nats, of which the outer gate {lead('ablate_16m', '+G/r8')}, the "
@@ -201,6 +201,9 @@ def readme() -> list[str]:
         f"(docs/results/ablate_16m.md) the slim outer gate alone brings {lead('ablate_16m', '+G/r8')} of "
         f"{lead('ablate_16m', 'full/r8')}, full gates nothing |",
         f"of three, one seed | {at_best['-C,G,T,L']:.3f} | {at_best['full/r8']:.3f} | slim gates |",
+        f"[{millions('ablate_16m_3m')} parameters, 16M tokens](docs/results/ablate_16m_3m.md), one seed, one learning "
+        f"rate | {loss('ablate_16m_3m', '-C,G,T,L'):.3f} | {loss('ablate_16m_3m', 'full/r8'):.3f} | slim gates |",
+        f"[{millions('ablate_16m_time')}, in equal time](docs/results/ablate_16m_time.md)",
         f"on a CPU, one seed | {timed['-C,G,T,L']['loss']:.3f} | {timed['full/r8']['loss']:.3f} | slim gates lose: "
         f"their step takes {slower_step} attention's |",
         f"| {loss('ablate_gla', '-C,G,T,L'):.3f} | {loss('ablate_gla', 'full'):.3f} | "
@@ -274,12 +277,10 @@ def faq() -> list[str]:
         f"slim outer gate alone at {at_16m['+G/r8']:.3f}. All have rate .002, at which attention is not at its best; "
         f"[at its best](results/ablate_16m_rates.md) it has {at_best['-C,G,T,L']:.3f}, slim FEM "
         f"{at_best['full/r8']:.3f}.",
-        f"{slim_lead()} nats on three seeds; of the first one's {lead('ablate_16m', 'full/r8')} the slim outer gate "
-        f"brings {lead('ablate_16m', '+G/r8')}, L and T {lead('ablate_16m', '-C/r8', '+G/r8')}, C "
-        f"{lead('ablate_16m', 'full/r8', '-C/r8')}, and {lead('ablate_16m_rates', 'full/r8')} remain where [each has "
-        "its best rate](results/ablate_16m_rates.md); full gates without C lose "
-        f"{lead('ablate_16m', '-C,G,T,L', '-C')}. In equal time on a CPU attention is ahead by "
-        f"{lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} |",
+        f"{slim_lead()} nats on three seeds, {lead('ablate_16m_rates', 'full/r8')} where [each has its best rate]"
+        f"(results/ablate_16m_rates.md), {lead('ablate_16m_3m', 'full/r8')} with [three times the parameters]"
+        f"(results/ablate_16m_3m.md); full gates without C lose {lead('ablate_16m', '-C,G,T,L', '-C')}. In equal time "
+        f"on a CPU attention is ahead by {lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} |",
         f"{recalls('softmax+C')} steps to 99.9 %, FEM without C {recalls(OWN)}, attention {recalls('softmax')} |",
         f"alone reaches {mad('softmax+C'):.1f} of full FEM's {mad(FULL):.1f} %, attention {mad('softmax'):.1f}.",
         f"[{gained('gpt2', TRAINED):.3f} nats for a GPT-2]",
@@ -311,15 +312,17 @@ def faq() -> list[str]:
 
 
 def language() -> list[str]:
-    timed = results("ablate_16m_time")["ablate"]
+    pages = ("ablate_16m_half", "ablate_16m_rate4", "ablate_16m_3m")
+    half, one, three = ((lead(page, "full/r8"), f"[{millions(page)}", f"](results/{page}.md)") for page in pages)
     return [
         f"{slim_lead()} nats",
         f"[each at its best of three](results/ablate_16m_rates.md), {lead('ablate_16m_rates', 'full/r8')} remain.",
         f"Of the {lead('ablate_16m', 'full/r8')} nats of the first seed the slim outer gate brings "
         f"{lead('ablate_16m', '+G/r8')}, free energy and temperature gate {lead('ablate_16m', '-C/r8', '+G/r8')}, the "
         f"conditioner {lead('ablate_16m', 'full/r8', '-C/r8')}.",
-        f"as a step of slim FEM takes {timed['full/r8']['ms a step'] / timed['-C,G,T,L']['ms a step']:.2f} times as",
-        "[at 1.22 times](results/ablate_16m_time.md)",  # by interpolation, as that page says
+        f"at rate .004, one seed each, {' nats with '.join(half[:2])} parameters{half[2]}, {one[0]} with "
+        f"{''.join(one[1:])}, {three[0]} with {''.join(three[1:])}.",
+        "1.4 to 1.5 times as long; it would be level [at 1.22 times]",  # as the pages of the three sizes say
         *(plain(figures.table(pages)) for pages in (figures.PAGES, figures.EQUAL_TIME)),
     ]
 
