@@ -12,12 +12,12 @@ from pathlib import Path
 from matplotlib.lines import Line2D
 
 from fem.experiments.common.names import colour
+from fem.experiments.lm.ablations import mixer_name
 from fem.plots import GREY, picture
 
 DOCS = Path(__file__).parents[1]
 ATTENTION = "-C,G,T,L"
-ROWS = {"+G": "softmax+G", "-C": "softmax+LTG", "full": "softmax+CLTG"}  # and, slim, the same with "/r8"
-NAMES = {"+G": "outer gate alone", "-C": "FEM without C", "full": "FEM"}
+NAMES = {"+G": "outer gate alone", "-C": "FEM without C", "full": "FEM"}  # of rows, which may be slim besides
 SLIM = "/r8"
 BESIDE = (0.94, 1.0, 1.06)  # so that rows of one page do not hide each other
 PAGES = (
@@ -58,7 +58,7 @@ def rates(rows: dict[str, dict]) -> str:
 
 
 def table(pages: tuple[str, ...]) -> str:
-    columns = [row + slim for slim in ("", SLIM) for row in ROWS]
+    columns = [row + slim for slim in ("", SLIM) for row in NAMES]
     names = [name + (", slim" if slim else "") for slim in ("", SLIM) for name in NAMES.values()]
     lines = [("parameters", "tokens", "seeds", "rate", "attention", *names), ["---", "---"] + ["---:"] * 9]
     for page in pages:
@@ -71,23 +71,24 @@ def table(pages: tuple[str, ...]) -> str:
 
 
 def draw(path: Path) -> None:
-    shapes = dict(zip(sorted({size(page)[0] for page in PAGES}, key=float), "v^osD"))
+    pages = [(*size(page), found(page)) for page in PAGES]
+    shapes = dict(zip(sorted({parameters for parameters, _, _ in pages}, key=float), "v^osD"))
+    colours = {row: colour(mixer_name(row, "softmax")) for row in NAMES}
     with picture(
         path, "Nats per token below attention, at equal parameters and tokens; error bars over three seeds", 8.5, 3.6
     ) as figure:
         for axes, slim in zip(figure.subplots(1, 2, sharex=True, sharey=True), ("", SLIM)):
-            for page in PAGES:
-                parameters, tokens = size(page)
-                for place, (row, mixer) in zip(BESIDE, ROWS.items()):
-                    gain = below(found(page).get(row + slim))
+            for parameters, tokens, rows in pages:
+                for place, (row, its_colour) in zip(BESIDE, colours.items()):
+                    gain = below(rows.get(row + slim))
                     if gain is not None:
-                        look = {"color": colour(mixer), "marker": shapes[parameters], "alpha": 0.75, "linestyle": ""}
+                        look = {"color": its_colour, "marker": shapes[parameters], "alpha": 0.75, "linestyle": ""}
                         axes.errorbar(float(tokens) * place, gain[0], gain[1] or None, elinewidth=1, **look)
             axes.axhline(0, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
             axes.set(title="slim gates" if slim else "full gates", xlabel="tokens, millions", xscale="log")
             axes.set_xticks([0.3, 1, 3, 16], ["0.3", "1", "3", "16"])
             axes.minorticks_off()
-        key = [Line2D([], [], color=colour(mixer), marker="o", linestyle="") for mixer in ROWS.values()]
+        key = [Line2D([], [], color=its_colour, marker="o", linestyle="") for its_colour in colours.values()]
         key += [Line2D([], [], color=GREY, marker=shape, linestyle="") for shape in shapes.values()]
         figure.legend(key, [*NAMES.values(), *(f"{parameters}M" for parameters in shapes)], loc="outside right center")
 

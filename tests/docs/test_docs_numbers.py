@@ -313,15 +313,14 @@ def faq() -> list[str]:
 
 def language() -> list[str]:
     pages = ("ablate_16m_half", "ablate_16m_rate4", "ablate_16m_3m")
-    half, one, three = ((lead(page, "full/r8"), f"[{millions(page)}", f"](results/{page}.md)") for page in pages)
+    by_size = ", ".join(f"{lead(page, 'full/r8')} with [{millions(page)}](results/{page}.md)" for page in pages)
     return [
         f"{slim_lead()} nats",
         f"[each at its best of three](results/ablate_16m_rates.md), {lead('ablate_16m_rates', 'full/r8')} remain.",
         f"Of the {lead('ablate_16m', 'full/r8')} nats of the first seed the slim outer gate brings "
         f"{lead('ablate_16m', '+G/r8')}, free energy and temperature gate {lead('ablate_16m', '-C/r8', '+G/r8')}, the "
         f"conditioner {lead('ablate_16m', 'full/r8', '-C/r8')}.",
-        f"at rate .004, one seed each, {' nats with '.join(half[:2])} parameters{half[2]}, {one[0]} with "
-        f"{''.join(one[1:])}, {three[0]} with {''.join(three[1:])}.",
+        f"at rate .004, one seed each, the nats are {by_size} parameters.",
         "1.4 to 1.5 times as long; it would be level [at 1.22 times]",  # as the pages of the three sizes say
         *(plain(figures.table(pages)) for pages in (figures.PAGES, figures.EQUAL_TIME)),
     ]

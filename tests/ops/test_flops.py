@@ -2,22 +2,12 @@
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from operations import counted
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.functional import keyed_scan_read, softmax_read
 
 BATCH, QUERIES, TIME, HEADS, KEY_HEADS, WIDTH, CHANNELS = 2, 5, 13, 4, 2, 3, 7
-
-
-def counted(function, *inputs):
-    inputs = [None if x is None else x.detach().requires_grad_() for x in inputs]
-    counts = []
-    with FlopCounterMode(display=False) as counter:
-        results = function(*inputs)
-        counts.append(counter.get_total_flops())
-        sum(x.sum() for x in results if x is not None).backward()
-    return *counts, counter.get_total_flops() - counts[0]
 
 
 def attention(q, k, values):
