@@ -314,6 +314,14 @@ def _check_parts(config: FreeEnergyMixerConfig, prior: Prior | None) -> None:
     if prior is not None and not isinstance(prior, Prior):
         got = f"the class {prior.__name__}" if isinstance(prior, type) else repr(prior)
         raise TypeError(f"prior must be a Prior that was built, such as OperatorPrior(op), or None, got {got}.")
+    if prior is not None and prior.config is not None and prior.config != config:
+        named = [
+            field.name for field in fields(config) if getattr(prior.config, field.name) != getattr(config, field.name)
+        ]
+        shown = lambda config: ", ".join(f"{name}={getattr(config, name)!r}" for name in named)  # noqa: E731
+        raise ValueError(
+            f"prior must be built from the layer's own configuration, with {shown(config)}, got {shown(prior.config)}."
+        )
 
 
 def _check_buffers(prior: Prior) -> None:

@@ -119,10 +119,12 @@ class MixerState:
         """The same state on another device, or for a layer of another floating dtype.
 
         Positions and document numbers stay integers, sums stay float32 at least: only cached keys and values become
-        bfloat16 or float16. Raises TypeError on a dtype that is not floating.
+        bfloat16 or float16. Raises TypeError on a dtype that is not floating, and on anything but a device or dtype.
         """
+        if not isinstance(target, torch.dtype | torch.device | str):
+            raise TypeError(f"target must be a device or a dtype of torch, such as torch.float32, got {target!r}.")
         if not isinstance(target, torch.dtype):
-            return self._map(lambda tensor: tensor.to(target))
+            return self._map(lambda tensor: tensor.to(device=target))
         if not target.is_floating_point:
             raise TypeError(f"a state can be cast to a floating dtype, got {target}; its integers never change.")
         sums = torch.promote_types(target, torch.float32)
@@ -134,18 +136,24 @@ class MixerState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state as a flat dict of tensors, for safetensors and the like; `from_state_dict` reads it."""
-        kind = torch.tensor(list(self.layer.encode()), dtype=torch.uint8)
         tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in self._named()}
-        return {"layer": kind, "dtype": torch.empty(0, dtype=self.dtype), **tensors}
+        layer, names = (
+            torch.tensor(list(text.encode()), dtype=torch.uint8) for text in (self.layer, "\n".join(tensors))
+        )
+        return {"layer": layer, "names": names, "dtype": torch.empty(0, dtype=self.dtype), **tensors}
 
     @classmethod
     def from_state_dict(cls, tensors: dict[str, Tensor]) -> MixerState:
-        """The state that `state_dict` wrote. Raises ValueError on a dict that is none."""
-        tensors = {_now(name): tensor for name, tensor in tensors.items()}
-        wanted = {"layer", "dtype", *(f"cache_position.{field.name}" for field in fields(CachePosition))}
-        if missing := sorted(wanted - tensors.keys()):
-            raise ValueError(f"tensors must be what MixerState.state_dict returned, got none named {missing[0]!r}.")
-        return cls._of(bytes(tensors["layer"].tolist()).decode(), tensors["dtype"].dtype, tensors)
+        """The state that `state_dict` wrote. Raises ValueError where a tensor of it is missing."""
+        for name in ("layer", "names", "dtype"):
+            if name not in tensors:
+                raise ValueError(f"tensors must be what MixerState.state_dict returned, got none named {name!r}.")
+        layer, names = (bytes(tensors[name].tolist()).decode() for name in ("layer", "names"))
+        if missing := sorted(set(names.split("\n")) - tensors.keys()):
+            raise ValueError(
+                f"tensors must hold all that MixerState.state_dict returned, got none named {missing[0]!r}."
+            )
+        return cls._of(layer, tensors["dtype"].dtype, tensors)
 
     def check(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         """Raise ValueError unless the state fits inputs of this kind."""

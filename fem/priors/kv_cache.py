@@ -161,7 +161,7 @@ def _start(v: Float[Tensor, "b h t d"], beta: Float[Tensor, "h d"], keep: Tensor
     v = upcast(v)
     count = v.shape[2] if keep is None else keep[:, : v.shape[2]].sum(1).clamp_min(1)[:, None, None, None]
     shift = (v.sum(2, keepdim=True) / count).nan_to_num(0.0, 0.0, 0.0)
-    beta = beta.to(v.dtype)[:, None].expand_as(shift).contiguous()
+    beta = beta.detach().to(v.dtype)[:, None].expand_as(shift).clone(memory_format=torch.contiguous_format)
     small = small_beta(beta)
     return {"shift": shift, "beta": beta} | ({} if small is None else {"small": small})
 

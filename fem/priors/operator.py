@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig, Widths
 from fem.ops.common.precision import LEAST_PROVEN, upcast
@@ -27,8 +27,9 @@ class OperatorPrior(Prior):
 
     The numerator has one shift for the whole row, so a value may exceed what a row sees by 60 / beta at most; beyond
     that (in eager mode) a ValueError says so. Raises ValueError where op changes the shape, where (in eager mode) its
-    results for ones and for exp(beta (v - m)) <= 1 show a negative weight, and on a configuration with causal=False,
-    normalize=False, n_kv_head or window, which an operator cannot follow; TypeError on an op that cannot be called.
+    results for ones and for exp(beta (v - m)) <= 1 show a negative weight, on segment_ids under vmap, and on a
+    configuration with causal=False, normalize=False, n_kv_head or window, which an operator cannot follow; TypeError on
+    an op that cannot be called, or that changes the dtype. op runs in float32 at least, its parameters too.
     """
 
     name = "operator"
@@ -57,14 +58,14 @@ class OperatorPrior(Prior):
             raise ValueError(
                 "an operator prior keeps no state; call the layer on whole sequences, without state and return_state."
             )
-        v = upcast(v)
+        dtype, v = v.dtype, upcast(v)
         weight = self._over_documents(torch.ones_like(v), tokens)
         _check_weights(weight, None)
         empty = weight <= 0
         total = weight.masked_fill(empty, 1)
         mean = (self._over_documents(v, tokens) / total).masked_fill(empty, 0)
         if beta is None:
-            return Read(mean, None), None
+            return Read(mean.to(dtype), None), None
         kept = v if tokens.keep is None else v.masked_fill(~tokens.keep[..., None, None], -math.inf)
         shift = kept.detach().amax(1, keepdim=True).nan_to_num(neginf=0.0)
         energy = self._over_documents(torch.exp((beta * (v - shift)).clamp(max=0)), tokens)
@@ -76,7 +77,7 @@ class OperatorPrior(Prior):
                 "larger value; keep beta (max v - v) under 60, or use a prior of PRIORS, which has no such bound."
             )
         free_energy = shift + torch.log(ratio.masked_fill(empty, 1)) / beta
-        return Read(mean, torch.where(empty, 0, torch.maximum(free_energy, mean))), None
+        return Read(mean.to(dtype), torch.where(empty, 0, torch.maximum(free_energy, mean)).to(dtype)), None
 
     def _over_documents(self, x: Tensor, tokens: Tokens) -> Tensor:
         """op on every document of every row, as if masked tokens were not there."""
@@ -86,7 +87,7 @@ class OperatorPrior(Prior):
         keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if tokens.keep is None else tokens.keep
         document = torch.zeros_like(keep, dtype=torch.long) if tokens.document is None else tokens.document
         out = torch.zeros_like(flat)
-        for number in range(int(document.max()) + 1):
+        for number in range(_documents(tokens)):
             chosen = keep & (document == number)
             order = (~chosen).long().argsort(dim=1, stable=True)[..., None].expand_as(flat)
             moved = (flat * chosen[..., None]).gather(1, order)
@@ -94,11 +95,33 @@ class OperatorPrior(Prior):
         return out.view_as(x)
 
     def _checked(self, x: Tensor) -> Tensor:
-        y = self.op(x)
+        """op of x in float32 at least, on a copy: an op may work in place."""
+        with torch.autocast(x.device.type, enabled=False):
+            y = self._run(x.clone())
         if not isinstance(y, Tensor) or y.shape != x.shape:
             got = tuple(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
             raise ValueError(f"op must map (B, T, C) to the same shape, got {got} from {tuple(x.shape)}.")
+        if y.dtype != x.dtype:
+            raise TypeError(f"op must return the dtype of its input, {x.dtype}, got {y.dtype}; cast its result.")
         return y
+
+    def _run(self, x: Tensor) -> Tensor:
+        parameters = dict(self.op.named_parameters()) if isinstance(self.op, nn.Module) else {}
+        if all(p.dtype == upcast(p).dtype for p in parameters.values()):
+            return self.op(x)
+        return torch.func.functional_call(self.op, {name: upcast(p) for name, p in parameters.items()}, (x,))
+
+
+def _documents(tokens: Tokens) -> int:
+    """The largest number of documents in a row. Raises ValueError under vmap, where the number is unknown."""
+    if tokens.document is None:
+        return 1
+    if torch._C._functorch.is_batchedtensor(tokens.document):
+        raise ValueError(
+            "segment_ids cannot be mapped over by vmap with an operator prior, which runs op once for each document; "
+            "leave them out or call the layer once for each row."
+        )
+    return int(tokens.document.max()) + 1
 
 
 def _eager(x: Tensor) -> bool:

@@ -112,16 +112,29 @@ def test_cast_it_serves_a_layer_of_that_dtype(family, dtype):
     assert after.dtype == dtype
 
 
-def test_integers_are_no_dtype_for_a_state():
-    with pytest.raises(TypeError, match=r"cast to a floating dtype, got torch\.int64"):
-        prompt("gla")[2].to(torch.int64)
-
-
-def test_a_dict_that_is_no_state_is_refused():
+@pytest.mark.parametrize("target", [torch.int64, float, 1.0, None], ids=str)
+def test_a_state_moves_to_devices_and_floating_dtypes_only(target):
     with pytest.raises(
-        ValueError, match=r"what MixerState\.state_dict returned, got none named 'cache_position\.document'"
+        TypeError, match=r"floating dtype, got torch\.int64|target must be a device or a dtype of torch"
     ):
-        MixerState.from_state_dict({"layer": torch.zeros(1)})
+        prompt("gla")[2].to(target)
+
+
+@families
+def test_a_dict_without_one_of_a_states_tensors_is_refused(family):
+    saved = prompt(family)[2].state_dict()
+    for name in saved:
+        with pytest.raises(ValueError, match=f"MixerState.state_dict returned, got none named '{name}'"):
+            MixerState.from_state_dict({other: x for other, x in saved.items() if other != name})
+
+
+@families
+def test_training_through_one_rows_state_has_gradients_for_values_of_any_size(family):
+    layer, x = make_layer(torch.float32, **FAMILIES[family]), tokens(batch=1, dtype=torch.float32)
+    torch.nn.init.normal_(layer.value.weight, std=30.0)
+    y, _ = layer(x, return_state=True)
+    y.sum().backward()
+    assert layer.value.weight.grad.isfinite().all()
 
 
 OTHERS = {

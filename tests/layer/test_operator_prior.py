@@ -1,0 +1,74 @@
+"""An operator of the user's own as a prior: what it may do, and in which precision it runs."""
+
+import pytest
+import torch
+from layers import HEADS, WIDTH, make_layer, tokens
+
+from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+from fem.priors import OperatorPrior
+
+pytestmark = pytest.mark.usefixtures("as_users_run")
+
+
+class Filter(torch.nn.Module):
+    """A causal convolution of two taps with weights of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.taps = torch.nn.Parameter(torch.tensor([1.0, 0.3]))
+
+    def forward(self, x):
+        return torch.stack([x, torch.nn.functional.pad(x, (0, 0, 1, -1))], -1) @ self.taps
+
+
+def with_operator(op, dtype=torch.float32):
+    torch.manual_seed(0)
+    return FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=WIDTH, n_head=HEADS), OperatorPrior(op)).to(dtype)
+
+
+def test_an_operator_may_work_in_place():
+    x = tokens(dtype=torch.float32)
+    wanted = with_operator(lambda z: z.cumsum(1))(x)
+    torch.testing.assert_close(with_operator(lambda z: z.cumsum_(1))(x), wanted, rtol=0, atol=0)
+
+
+def test_an_operator_with_parameters_runs_in_a_half_precision_layer():
+    x = tokens(dtype=torch.bfloat16)
+    layer = with_operator(Filter(), torch.bfloat16)
+    y = layer(x)
+    y.float().square().sum().backward()
+    assert layer.prior.op.taps.grad.abs().min() > 0
+    wanted = layer.double()(x.double())
+    assert (y.double() - wanted).abs().max() <= 0.02 * (1 + wanted.abs().max())
+
+
+def test_an_operator_runs_in_float32_under_autocast():
+    layer, x = with_operator(Filter()), tokens(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    assert (y.float() - layer(x)).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.long])
+def test_an_operator_that_changes_the_dtype_is_refused(dtype):
+    with pytest.raises(TypeError, match=f"op must return the dtype of its input, torch.float32, got {dtype}"):
+        with_operator(lambda x: x.cumsum(1).to(dtype))(tokens(dtype=torch.float32))
+
+
+def test_documents_under_vmap_are_refused_and_masks_are_not():
+    layer, x = with_operator(lambda x: x.cumsum(1)), tokens(dtype=torch.float32)
+    keep = torch.ones(2, 13, dtype=torch.bool)
+    by_row = lambda x, marks, name: layer(x[None], **{name: marks[None]})[0]  # noqa: E731
+    masked = torch.vmap(by_row, in_dims=(0, 0, None))(x, keep, "attention_mask")
+    torch.testing.assert_close(masked, layer(x, keep))
+    with pytest.raises(ValueError, match="segment_ids cannot be mapped over by vmap with an operator prior"):
+        torch.vmap(by_row, in_dims=(0, 0, None))(x, keep.long(), "segment_ids")
+
+
+@pytest.mark.parametrize("fields", [{"causal": False}, {"window": 2}, {"use_conv": False}], ids=str)
+def test_a_prior_of_another_configuration_than_the_layers_is_refused(fields):
+    ((name, value),) = fields.items()
+    layer = make_layer(prior_type="softmax")
+    prior = make_layer(prior_type="softmax", **fields).prior
+    with pytest.raises(ValueError, match=f"prior must be built from the layer's own configuration.*got {name}={value}"):
+        FreeEnergyMixer(layer.config, prior)
