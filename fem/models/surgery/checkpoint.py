@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -16,9 +17,7 @@ from fem.models.surgery.graft import apply
 
 RECORD = "free_energy_mixer"  # the field of a config that holds the calls made on its model
 PREFIX = "FEM"
-REFUSAL = (
-    "this is no model of the original's class: open it by an Auto class after `import fem.models` or trust its code"
-)
+REFUSAL = "this folder holds a replaced model: open it by an Auto class after `import fem.models`"
 
 
 class ReplacedConfig(OpensWithFEM, PreTrainedConfig):
@@ -67,11 +66,19 @@ class Remembers(OpensWithFEM):
             "architectures": [PREFIX + name for name in architectures],
             "auto_map": original.pop("auto_map"),
             RECORD: calls,
-            "id2label": {REFUSAL: ""},  # other configs convert these keys to integers, so their error shows this text
-            # Beside the original's config: inside, its class would find and take it.
+            "transformers_version": original.pop("transformers_version", None),
+            # Inside the original's config, its own class would find this type and take the config.
             "original_type": original.pop("model_type"),
+            _first_number(type(self).original): REFUSAL,  # whose class asks for a number and shows this text
             "original": original | {"architectures": architectures},
         }
+
+
+def _first_number(original: type[PreTrainedConfig]) -> str:
+    """The original's first field that holds a whole number, such as vocab_size."""
+    common = {field.name for field in fields(PreTrainedConfig)}
+    numbers = [field.name for field in fields(original) if field.name not in common and field.type in (int, "int")]
+    return [*numbers, "hidden_size"][0]  # a composite or a class of its own making may declare none
 
 
 class RememberingClass(type):
