@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem.experiments.common.baselines import PUBLISHED, Published, build
-from fem.experiments.common.mixers import mixer_config
+from fem.experiments.common.mixers import KNOWN_ANSWERS, mixer_config
 from fem.mixer import FreeEnergyMixer
 from fem.mlp import SwiGLU
 
@@ -28,8 +28,31 @@ class Residual(nn.Module):
         return x + self.dropout(self.layer(self.norm(x)))
 
 
+class RunningMaximum(nn.Module):
+    """A linear map, the running maximum of every channel, a linear map."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.value, self.out = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        return self.out(self.value(x).cummax(1).values)
+
+
+class Recurrent(nn.GRU):
+    """torch's GRU, as wide as the model."""
+
+    def __init__(self, width: int):
+        super().__init__(width, width, batch_first=True)
+
+    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        return super().forward(x)[0]
+
+
 def build_mixer(name: str, width: int, heads: int) -> nn.Module:
-    """The mixer with this name: FEM with some of its parts, or "fla:DeltaNet" and the like."""
+    """The mixer with this name: FEM with some of its parts, a known answer, or "fla:DeltaNet" and the like."""
+    if name in KNOWN_ANSWERS:
+        return {"cummax": RunningMaximum, "gru": Recurrent}[name](width)
     if name in PUBLISHED:
         return build(PUBLISHED[name], width, max(1, min(heads, width // NARROWEST_HEAD)))
     return FreeEnergyMixer(mixer_config(name, width, heads))

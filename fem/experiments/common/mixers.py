@@ -14,10 +14,12 @@ from fem.config import FreeEnergyMixerConfig
 PARTS = {"C": "use_conv", "L": "use_lse", "T": "use_temperature", "G": "use_outer_gate"}
 SHOWN = {"softmax": "attention", "gla": "GLA", "rnn_softmax": "AFT", "mamba": "Mamba", "mamba_interactive": "Mamba-i"}
 UNNORMALISED = "-norm"
-OPTION = re.compile(r"r\d+|b\d+(\.\d+)?|l-?\d+(\.\d+)?|wide|norm")
+OPTION = re.compile(r"r\d+|b\d+(\.\d+)?|l-?\d+(\.\d+)?|h[1-9]\d*|wide|norm|norope")
 PUBLISHED_UNNORMALISED = ("gla", "mamba")
 LARGEST_BETA = 700.0  # that softplus can be inverted at
 POOLS = ("pool:mean", "pool:max", "pool:lse", "pool:attention", "pool:fem", "pool:fem/r4")
+KNOWN_ANSWERS = ("cummax", "gru")  # layers that take a prior's place: a running maximum of values, and a GRU
+UNTYPED = (*POOLS, *KNOWN_ANSWERS)  # rows that are no prior with parts
 
 
 def priors() -> Collection[str]:
@@ -57,7 +59,8 @@ def canonical(name: str) -> str:
 
     "-norm": the score is not normalised. "/norm": it is; gla and mamba without L are unnormalised otherwise, as they
     were published (Table 1 normalises them from +L on). "/r4": gates of rank 4. "/wide": values as wide as the layer.
-    "/b8": beta starts at 8. "/l6": lambda's bias starts at 6.
+    "/b8": beta starts at 8. "/l6": lambda's bias starts at 6. "/h16": 16 heads, whatever the others have. "/norope": no
+    position code.
     Raises ValueError on an unknown name.
     """
     whole, *options = name.split("/")
@@ -71,12 +74,12 @@ def canonical(name: str) -> str:
         or ("T" in parts and "L" not in parts)
         or (plus and not tail)
         or any(not OPTION.fullmatch(option) for option in options)
-        or len({option[0] for option in options}) < len(options)
+        or len({option.rstrip("-.0123456789") for option in options}) < len(options)
     ):
         raise ValueError(
             f"mixer must be a prior ({', '.join(priors())}), alone or with '+' and some of the letters "
             f"{''.join(PARTS)} (T needs L), or a name such as attention, FEM, FEM-GLA, AFT, then options such as /r4, "
-            f"/wide, /b8, /l6, /norm; got {name!r}."
+            f"/wide, /b8, /l6, /h16, /norope, /norm; got {name!r}."
         )
     if prior == "softmax" and plain != whole:
         raise ValueError(f"the softmax prior is normalised by definition; leave out {UNNORMALISED!r}, got {name!r}.")
@@ -112,6 +115,10 @@ def fields_of(name: str) -> dict:
     for option in options:
         if option == "wide":
             fields |= {"fem_ratio": 1.0, "p_t_to_fem_ratio": 2.0}
+        elif option == "norope":
+            fields["use_rope"] = False
+        elif option[0] == "h":
+            fields["n_head"] = int(option[1:])
         elif option[0] == "r":
             fields["gate_rank"] = int(option[1:])
         elif option[0] == "b":
@@ -123,9 +130,9 @@ def fields_of(name: str) -> dict:
 
 def mixer_config(name: str, width: int, heads: int, **fields) -> FreeEnergyMixerConfig:
     """The mixer with this name, its linear weights 4 D^2 in number; with "/wide", as many as its widths need."""
-    fields |= fields_of(canonical(name))
+    fields = {"n_head": heads} | fields | fields_of(canonical(name))
     build = FreeEnergyMixerConfig if "fem_ratio" in fields else FreeEnergyMixerConfig.matched
-    return build(n_embd=width, n_head=heads, **fields)
+    return build(n_embd=width, **fields)
 
 
 def file_name(mixer: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 
 from fem.experiments.common.grid import Tuned
-from fem.experiments.common.mixers import POOLS, mixer_config
+from fem.experiments.common.mixers import POOLS, UNTYPED, mixer_config, taken_apart
 from fem.experiments.common.names import KEY, by_name, colours, display
 from fem.experiments.common.paired import paired, shown, spread
 from fem.experiments.common.run import provenance
@@ -65,7 +65,7 @@ def table(rows: dict[str, list[dict]]) -> list[dict]:
         lines.append(
             {
                 "mixer": display(row),
-                "values": None if row in POOLS else mixer_config(row, training["width"], training["heads"]).fem_dim,
+                "values": None if row in UNTYPED else mixer_config(row, training["width"], training["heads"]).fem_dim,
                 "score": mean(scores),
                 "sd": spread(scores),
                 **({f"over {compared(rows)}": ahead[row]} if any(ahead.values()) else {}),

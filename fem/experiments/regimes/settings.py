@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fem.experiments.common.mixers import POOLS, canonical
+from fem.experiments.common.mixers import KNOWN_ANSWERS, POOLS, UNTYPED, canonical
 from fem.experiments.common.recipes import (
     INITIALISATIONS,
     listed,
@@ -37,7 +37,8 @@ class RegimesRecipe:
     tasks: str = option(",".join(WITHOUT_FILES), f"With commas; also {', '.join(OF_FILES)}, which need a file.")
     mixers: str = option(
         ROWS,
-        f"Priors with parts and options, such as attention+LTG/r4; for {' and '.join(POOLED)} also {', '.join(POOLS)}.",
+        f"Priors with parts and options, such as attention+LTG/r4, and {', '.join(KNOWN_ANSWERS)}; for "
+        f"{' and '.join(POOLED)} also {', '.join(POOLS)}.",
     )
     learning_rates: str = option("0.003,0.006,0.012", "Each mixer takes the best on the first seed's validation.")
     seeds: int = option(3, "How many seeds; each draws its own weights and data.")
@@ -80,7 +81,7 @@ class RegimesRecipe:
 
     @property
     def rows(self) -> list[str]:
-        return list(dict.fromkeys(name if name in POOLS else canonical(name) for name in listed(self.mixers)))
+        return list(dict.fromkeys(name if name in UNTYPED else canonical(name) for name in listed(self.mixers)))
 
     @property
     def rates(self) -> tuple[float, ...]:
