@@ -1,4 +1,4 @@
-"""Which prior can do what, found by trying: the table of the README.
+"""Which prior can do what, found by trying: the table of the FAQ.
 
 python docs/figures/matrix.py
 """

@@ -2,6 +2,7 @@
 keep beside them as JSON. A number that no claim below covers fails: add the claim, with the key that holds it."""
 
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -12,6 +13,7 @@ from statistics import mean
 import torch
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+from fem.experiments.common.paired import shown
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "figures"))
@@ -22,7 +24,7 @@ MEASURED = re.compile(r"(?<![\w.])(?:\d+)?\.\d+(?!\w*\.\d)|\b\d+ %")
 NOT_MEASURED = ("Python 3.10", "Apache-2.0")
 FAQ = (
     *("When should I not use FEM?", "Which parts do I need?", "Which prior should I take?"),
-    "How large is the state?",
+    *("How large is the state?", "What runs where?"),
 )
 
 TRAINED = "attention+LTG"  # FEM in a model that was trained without it
@@ -113,6 +115,12 @@ def mad(mixer: str) -> float:
     return 100 * results("mad_laptop")["mad"]["normal"][mixer]["mean"]["average"]["mean"]
 
 
+def paired_mad(mixer: str, other: str) -> str:
+    """How many percent a row is ahead of another in the mean over training, seed by seed."""
+    rows = results("mad_laptop")["mad"]["normal"]
+    return shown(*(rows[row]["mean"]["average"]["seeds"] for row in (mixer, other)), 100, 1)
+
+
 def recalls(mixer: str) -> str:
     """Steps until 99.9 % of MAD's recall is right."""
     found = results("mad_recall")["mad"]["torch"][mixer]["steps"]
@@ -132,97 +140,191 @@ def state(prior: str) -> float:
     return (long - short) / 1e5 if prior == "softmax" else long / 1e3
 
 
-FULL, OWN, SLIM = "softmax+CLTG", "softmax+LTG", "softmax+LTG/r4"
+FULL, OWN = "softmax+CLTG", "softmax+LTG"
+SLIM, SLIM_C = "softmax+LTG/r4", "softmax+CLTG/r4"
+PARTS_PAGE = "regimes_parts"
 
 
-def regimes_row(task: str, *others: str, page: str = "regimes", percent: bool = False) -> str:
-    """Attention's cell, slim FEM's, and the start of what the row says."""
-    shown = (lambda x: f"{100 * x:.0f} %") if percent else (lambda x: f"{x:.2f}")
-    return f"| {shown(score(task, 'softmax', page))} | {shown(score(task, SLIM, page))} |"
+def percent(task: str, mixer: str, page: str = PARTS_PAGE, digits: int = 0) -> str:
+    return f"{100 * score(task, mixer, page):.{digits}f} %"
 
 
-def of(task: str, mixer: str, page: str = "regimes", percent: bool = False) -> str:
-    found = score(task, mixer, page)
-    return f"{100 * found:.0f} %" if percent else f"{found:.2f}"
+def share(task: str, mixer: str, page: str = PARTS_PAGE, digits: int = 2) -> str:
+    return f"{score(task, mixer, page):.{digits}f}"
+
+
+def at_its_best(task: str) -> float:
+    """Attention's score, over its numbers of heads and with RoPE or without."""
+    rows = results("regimes_heads")["regimes"][task]
+    return max(mean(found["test"]) for row, found in rows.items() if re.fullmatch(r"softmax(/h\d+)?(/norope)?", row))
+
+
+def with_heads(task: str, row: str) -> str:
+    return percent(task, row, "regimes_heads")
+
+
+def the_three(row: str) -> str:
+    return f"{share('peak', row)}, {percent('snapshot', row)}, {percent('high-water', row)}"
+
+
+@cache
+def matched(**fields) -> FreeEnergyMixerConfig:
+    return FreeEnergyMixerConfig.matched(n_embd=512, n_head=8, **fields)
+
+
+@cache
+def weights(**fields) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in FreeEnergyMixer(matched(**fields)).parameters())
+
+
+def cached(**fields) -> int:
+    """Bytes of a token in a float32 cache of keys and of what is read."""
+    config = matched(**fields)
+    return 4 * (config.qk_dim + (2 if config.use_lse else 1) * config.fem_dim)
+
+
+ATTENTION = {"use_lse": False, "use_temperature": False, "use_outer_gate": False}
+PLAIN = {**ATTENTION, "use_conv": False}
+
+
+def extra_weights() -> list[float]:
+    """Percent more parameters of the fine-tuned models with full gates."""
+    sizes = [results(f"finetune_{name}")["finetune"] for name in ("gpt2", "llama")]
+    return [100 * (found[TRAINED]["parameters"] / found["attention"]["parameters"] - 1) for found in sizes]
+
+
+def of_nats(page: str, row: str = "full/r8") -> str:
+    return f"{loss(page, '-C,G,T,L'):.3f} | {loss(page, row):.3f}"
+
+
+def slower_step() -> str:
+    timed = results("ablate_16m_time")["ablate"]
+    return f"{timed['full/r8']['ms a step'] / timed['-C,G,T,L']['ms a step']:.2f}"
 
 
 def readme() -> list[str]:
-    demo, argmax, full = results("demo")["lm"], results("argmax"), "FEM-SM"
+    """The first screen's sentences, its table row by row, and what stands below."""
+    types = Counter(found["result"] for found in results("clients")["model_types"])
+    rates, timed = losses("ablate_16m_rates"), losses("ablate_16m_time")
+    slim = [ratio("layer", time, "FEM-SM slim, without C", "train_s", "layer_epyc") for time in (512, 2048)]
+    full = [
+        ratio("layer", time, name, "train_s", page)
+        for time in (512, 2048)
+        for name in ("FEM-SM", "FEM-SM without C")
+        for page in ("layer_epyc", "layer_cpu")
+    ]
+    more = [100 * (weights(**fields) / weights(**PLAIN) - 1) for fields in ({}, {"gate_rank": 8})]
+    gla = "gla/norm", "gla+LTG/r4"
+    pools = {name: percent("bags", f"pool:{name}", "regimes_pools", 1) for name in ("attention", "fem", "max", "lse")}
+    return [
+        f"it explains {percent('peak', SLIM_C)} of the variance, attention {100 * score('peak', 'softmax'):.0f} % with "
+        f"as many heads and {100 * at_its_best('peak'):.0f} % with its best.",
+        f"{lead('ablate_16m_rates', 'full/r8')} nats a token below attention after 16M tokens at equal size, and "
+        f"{lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} above it in equal training time.",
+        f"| {share('peak', 'softmax')} → {share('peak', SLIM_C)} of the variance |",
+        f": {at_its_best('peak'):.2f}.",
+        f"| {percent('snapshot', 'softmax')[:-2]} → {percent('snapshot', SLIM_C)}, "
+        f"{percent('high-water', 'softmax')[:-2]} → {percent('high-water', SLIM_C)} with 4 heads | made-up targets; "
+        f"attention with 16 heads has {with_heads('snapshot', 'softmax/h16')} and "
+        f"{with_heads('high-water', 'softmax/h16')} |",
+        f"| {share('peak', gla[0])} → {share('peak', gla[1])}; "
+        + ", ".join(f"{percent(task, gla[0])[:-2]} → {percent(task, gla[1])}" for task in ("snapshot", "high-water")),
+        f"| {pools['attention'][:-2]} → {pools['fem']} | pooling bags of digits: maximum {pools['max']}, log-sum-exp "
+        f"{pools['lse']}, mean {percent('bags', 'pool:mean', 'regimes_pools', 1)} |",
+        f"| {rates['-C,G,T,L']:.3f} → {rates['full/r8']:.3f} nats | 16M tokens of program source, "
+        f"{millions('ablate_16m_rates')} parameters",
+        f"{timed['-C,G,T,L']:.3f} → {timed['full/r8']:.3f} |",
+        f"{mad('softmax'):.1f} → {mad(FULL):.1f} %, CIFAR-10 {top1('cifar', 'softmax'):.1f} → "
+        f"{top1('cifar', FULL):.1f} % | the conditioner alone has {mad('softmax+C'):.1f} % of MAD;",
+        f"| {share('statistics', 'softmax', digits=3)} → {share('statistics', SLIM_C, digits=3)}; MSE "
+        f"{mse('forecast_etth1', 'ETTh1', 'softmax'):.3f} → {mse('forecast_etth1', 'ETTh1', FULL):.3f}; "
+        f"{after('gpt2', 'attention'):.3f} → {after('gpt2', TRAINED):.3f} nats | the last for "
+        f"{extra_weights()[0]:.0f} % more parameters |",
+        f"takes {slim[0]:.2f} times as long at 512 tokens and {slim[1]:.2f} times at 2048, its cache "
+        f"{cached(gate_rank=4, use_conv=False):,} bytes a token where attention's takes {cached(**PLAIN):,}; the "
+        f"conditioner adds {more[0]:.0f} to {more[1]:.0f} % of parameters.",
+        f"[{min(full):.2f} to {max(full):.2f} times](docs/results/summary.md#what-it-costs)",
+        f"{types['right']} model types of transformers](docs/results/clients.md) in all; {types['refused']} others",
+    ]
+
+
+def summary() -> list[str]:
+    argmax = results("argmax")
     hits = {name: 100 * mean(argmax["argmax"][name]["hits"]) for name in ("softmax", "fem")}
     constant = 100 * argmax["baselines"]["the best constant"]["hits"]
-    at_best, on_seeds = losses("ablate_16m_rates"), losses("ablate_16m_seeds")
-    timed, at_10m = (results(page)["ablate"] for page in ("ablate_16m_time", "ablate_10m"))
-    slower_step = f"{timed['full/r8']['ms a step'] / timed['-C,G,T,L']['ms a step']:.2f} times"
-    types = Counter(found["result"] for found in results("clients")["model_types"])
-    cases = Counter(found["outcome"] for found in results("chaos")["cases"])
-    assert set(cases) == {"same"}
-    sizes = [results(f"finetune_{name}")["finetune"] for name in ("gpt2", "llama")]
-    extra = [100 * (found[TRAINED]["parameters"] / found["attention"]["parameters"] - 1) for found in sizes]
+    full = "FEM-SM"
+    extra, at_10m = extra_weights(), losses("ablate_10m")
+    ett = ("ett-extremes", "ett-events")
+    gla, gla_slim, gla_full = "gla/norm", "gla+LTG/r4", "gla+LTG"
+    sizes = {
+        model: mse("forecast_ett96", "ETTm1", model, "parameters") for model in ("patchtst", "femforecaster", "dlinear")
+    }
+    mses = {
+        model: ", ".join(f"{mse('forecast_ett96', data, model):.3f}" for data in ("ETTm1", "ETTh2")) for model in sizes
+    }
+    gained_lt = paired_mad("softmax+CLT", "softmax+C")
     return [
-        f"({demo['fem']['parameters'] / 1e6:.2f}M parameters)",
-        f"FEM ends at a loss of {demo['fem']['val_loss']:.3f} nats",
-        f"attention at {demo['softmax']['val_loss']:.3f}.",
-        f"{types['right']} model types of transformers",
-        f"steps to 99.9 %, one seed | {recalls('softmax')} | {recalls(FULL)} | "
-        f"the conditioner; without it {recalls(OWN)} |",
-        f"{types['refused']} others are refused by name",
-        f"of {cases.total()} small trainings",
-        regimes_row("peak")
-        + f" the free energy, given width: slim gates {of('peak', SLIM)}, full gates {of('peak', OWN)}, "
-        f"outer gate alone {of('peak', 'softmax+G')} |",
-        regimes_row("high-water", percent=True)
-        + f" the same: slim {of('high-water', SLIM, percent=True)}, full {of('high-water', OWN, percent=True)}, "
-        f"outer gate alone {of('high-water', 'softmax+G', percent=True)} |",
-        regimes_row("ett-extremes", page="regimes_ett") + f" slim gates {of('ett-extremes', SLIM, 'regimes_ett')}, "
-        f"free energy alone {of('ett-extremes', 'softmax+L', 'regimes_ett')}, "
-        f"full gates {of('ett-extremes', OWN, 'regimes_ett')}, "
-        f"outer gate alone {of('ett-extremes', 'softmax+G', 'regimes_ett')} |",
-        regimes_row("snapshot", percent=True) + f" slim gates {of('snapshot', SLIM, percent=True)}, "
-        f"free energy alone {of('snapshot', 'softmax+L', percent=True)}, full {of('snapshot', OWN, percent=True)}, "
-        f"outer gate alone {of('snapshot', 'softmax+G', percent=True)} |",
-        regimes_row("bags", percent=True)
-        + f" slim gates {of('bags', SLIM, percent=True)}, full {of('bags', OWN, percent=True)}, "
-        f"free energy alone {of('bags', 'softmax+L', percent=True)}, "
-        f"outer gate alone {of('bags', 'softmax+G', percent=True)} |",
-        f"| {score('statistics', 'softmax'):.3f} | {score('statistics', SLIM):.3f} | none: the mean is right here; the "
-        f"free energy alone loses, {score('statistics', 'softmax+L'):.3f} |",
+        f"3 seeds | {share('peak', 'softmax')} | {share('peak', SLIM_C)} | the free energy, given width: slim "
+        f"{share('peak', SLIM_C)}, without C {share('peak', SLIM)}; full gates {share('peak', FULL)}, without C "
+        f"{share('peak', OWN)}; outer gate alone {share('peak', 'softmax+G')}. [Attention at its best number of heads]"
+        f"(regimes_heads.md): {at_its_best('peak'):.2f} |",
+        f"| {percent('snapshot', 'softmax')} | {percent('snapshot', SLIM_C)} | slim {percent('snapshot', SLIM_C)}, "
+        f"without C {percent('snapshot', SLIM)}, the conditioner alone {percent('snapshot', 'softmax+C')}, L alone "
+        f"{percent('snapshot', 'softmax+L')}, full {percent('snapshot', FULL)}. Heads do it as well: "
+        f"[attention with 8](regimes_heads.md) {with_heads('snapshot', 'softmax/h8')} |",
+        f"| {percent('high-water', 'softmax')} | {percent('high-water', SLIM_C)} | slim "
+        f"{percent('high-water', SLIM_C)}, without C {percent('high-water', SLIM)}, L alone "
+        f"{percent('high-water', 'softmax+L')}, full {percent('high-water', FULL)}. Heads do it as well: "
+        f"[attention with 16](regimes_heads.md) {with_heads('high-water', 'softmax/h16')} |",
+        f"| {the_three(gla)} | {the_three(gla_slim)} | slim without C; full without C {the_three(gla_full)}.",
+        f"one rate | {share(ett[0], 'softmax', 'regimes_ett')} | {share(ett[0], SLIM, 'regimes_ett')} | slim without C "
+        f"{share(ett[0], SLIM, 'regimes_ett')}, L alone {share(ett[0], 'softmax+L', 'regimes_ett')}, full "
+        f"{share(ett[0], OWN, 'regimes_ett')}, outer gate alone {share(ett[0], 'softmax+G', 'regimes_ett')}.",
+        f"| {percent(ett[1], 'softmax', 'regimes_ett', 1)} | {percent(ett[1], SLIM, 'regimes_ett', 1)} | L alone "
+        f'{percent(ett[1], "softmax+L", "regimes_ett", 1)}; always "no" '
+        f"{100 * results('regimes_ett')['constants'][ett[1]]:.1f} % |",
+        f"| {percent('bags', 'softmax')} | {percent('bags', SLIM)} | slim without C {percent('bags', SLIM)}, with it "
+        f"{percent('bags', SLIM_C)}; but [mean pooling behind an encoder](regimes_pools.md) has "
+        f"{percent('bags', 'pool:mean', 'regimes_pools', 1)}:",
+        f"| {percent('bags', 'pool:attention', 'regimes_pools', 1)} | {percent('bags', 'pool:fem', 'regimes_pools', 1)}"
+        f" | maximum {percent('bags', 'pool:max', 'regimes_pools', 1)}, log-sum-exp "
+        f"{percent('bags', 'pool:lse', 'regimes_pools', 1)} |",
+        f"| {share('statistics', 'softmax', digits=3)} | {share('statistics', SLIM, digits=3)} | none: the mean is "
+        f"right here; L alone loses, {share('statistics', 'softmax+L', digits=3)} |",
         f"| {hits['softmax']:.1f} % | {hits['fem']:.1f} % | the free energy; a constant hits {constant:.0f} % |",
-        f"[language model, {millions('ablate_softmax')}, 0.3M tokens](docs/results/ablate_softmax.md)",
-        f"| {loss('ablate_softmax', '-C,G,T,L'):.3f} | {loss('ablate_softmax', 'full'):.3f} | without C "
-        f"{loss('ablate_softmax', '-C'):.3f}; outer gate alone {loss('ablate_softmax', '+G'):.3f} |",
-        f"[{millions('ablate_10m')} parameters, 1.8M tokens](docs/results/ablate_10m.md), one "
-        f"seed | {at_10m['-C,G,T,L']['loss']:.3f} | {at_10m['full']['loss']:.3f} | not taken apart; slim gates "
-        f"{at_10m['full/r8']['loss']:.3f} |",
-        f"slim ones {lead('ablate_16m', 'full/r8')} nats, of which the outer gate {lead('ablate_16m', '+G/r8')}, the "
-        f"free energy {lead('ablate_16m', '-C/r8', '+G/r8')} and the conditioner "
-        f"{lead('ablate_16m', 'full/r8', '-C/r8')}.",
-        f"[{millions('ablate_16m')} parameters, 16M tokens](docs/results/ablate_16m_seeds.md), 3 seeds, one learning "
-        f"rate | {on_seeds['-C,G,T,L']:.3f} | {on_seeds['full/r8']:.3f} | slim gates; [with one seed]"
-        f"(docs/results/ablate_16m.md) the slim outer gate alone brings {lead('ablate_16m', '+G/r8')} of "
-        f"{lead('ablate_16m', 'full/r8')}, full gates nothing |",
-        f"of three, one seed | {at_best['-C,G,T,L']:.3f} | {at_best['full/r8']:.3f} | slim gates |",
-        f"[{millions('ablate_16m_3m')} parameters, 16M tokens](docs/results/ablate_16m_3m.md), one seed, one learning "
-        f"rate | {loss('ablate_16m_3m', '-C,G,T,L'):.3f} | {loss('ablate_16m_3m', 'full/r8'):.3f} | slim gates |",
-        f"[{millions('ablate_16m_time')}, in equal time](docs/results/ablate_16m_time.md)",
-        f"on a CPU, one seed | {timed['-C,G,T,L']['loss']:.3f} | {timed['full/r8']['loss']:.3f} | slim gates lose: "
-        f"their step takes {slower_step} attention's |",
-        f"| {loss('ablate_gla', '-C,G,T,L'):.3f} | {loss('ablate_gla', 'full'):.3f} | "
-        "[more than half](docs/results/ablate_gla_norm.md)",
-        f"| {mad('softmax'):.1f} % | {mad(FULL):.1f} % | the conditioner alone {mad('softmax+C'):.1f} %;",
+        f"[{millions('ablate_softmax')}, 0.3M tokens](ablate_softmax.md), 3 seeds | "
+        f"{of_nats('ablate_softmax', 'full')} | without C {loss('ablate_softmax', '-C'):.3f}; outer gate alone "
+        f"{loss('ablate_softmax', '+G'):.3f} |",
+        f"[{millions('ablate_10m')}, 1.8M tokens](ablate_10m.md), one seed, one rate | {of_nats('ablate_10m', 'full')} "
+        f"| not taken apart; slim {at_10m['full/r8']:.3f} |",
+        f"[{millions('ablate_16m_rates')}, 16M tokens](ablate_16m_rates.md), one seed, each at its best rate of three "
+        f"| {of_nats('ablate_16m_rates')} | slim |",
+        f"suits attention least | {of_nats('ablate_16m_seeds')} | slim; [with one seed](ablate_16m.md) the slim outer "
+        f"gate alone brings {lead('ablate_16m', '+G/r8')} of {lead('ablate_16m', 'full/r8')}, full gates nothing |",
+        f"[{millions('ablate_16m_3m')}, 16M tokens](ablate_16m_3m.md), one seed, one rate | {of_nats('ablate_16m_3m')} "
+        "| slim |",
+        f"[{millions('ablate_16m_time')}, in equal time](ablate_16m_time.md) on a CPU, one seed, one rate | "
+        f"{of_nats('ablate_16m_time')} | slim gates lose: their step takes {slower_step()} times attention's |",
+        f"[on GLA, 0.3M tokens](ablate_gla.md), 3 seeds | {of_nats('ablate_gla', 'full')} | ",
+        f"| {after('gpt2', 'attention'):.3f}, {after('llama', 'attention'):.3f} | {after('gpt2', TRAINED):.3f}, "
+        f"{after('llama', TRAINED):.3f} | with {min(extra):.0f} to {max(extra):.0f} % more parameters",
+        f"| {mad('softmax'):.1f} % | {mad(FULL):.1f} % | the conditioner alone {mad('softmax+C'):.1f} %; L and T bring "
+        f"it {gained_lt}, the outer gate",
+        f"steps to 99.9 %, one seed | {recalls('softmax')} | {recalls(FULL)} | the conditioner; without it "
+        f"{recalls(OWN)} |",
         f"| {top1('cifar', 'softmax'):.1f} % | {top1('cifar', FULL):.1f} % |",
         f"| {top1('digits', 'softmax'):.1f} % | {top1('digits', FULL):.1f} % |",
         f"| {mse('forecast_etth1', 'ETTh1', 'softmax'):.3f} | {mse('forecast_etth1', 'ETTh1', FULL):.3f} | a tie; "
         f"without any mixer {mse('forecast_etth1', 'ETTh1', 'none'):.3f} |",
-        "| "
-        + ", ".join(f"{mse('forecast_ett96', data, 'patchtst'):.3f}" for data in ("ETTm1", "ETTh2"))
-        + " (PatchTST) | "
-        + ", ".join(f"{mse('forecast_ett96', data, 'femforecaster'):.3f}" for data in ("ETTm1", "ETTh2"))
-        + " (`FEMForecaster`) | not taken apart; DLinear "
-        + ", ".join(f"{mse('forecast_ett96', data, 'dlinear'):.3f}" for data in ("ETTm1", "ETTh2"))
-        + " |",
-        f"| {after('gpt2', 'attention'):.3f}, {after('llama', 'attention'):.3f} | {after('gpt2', TRAINED):.3f}, "
-        f"{after('llama', TRAINED):.3f} | "
-        f"with {min(extra):.0f} to {max(extra):.0f} % more parameters, mostly the gate |",
+        f"| {mses['patchtst']} (PatchTST, {sizes['patchtst']:,} parameters) | {mses['femforecaster']} "
+        f"(`FEMForecaster`, {sizes['femforecaster']:,}) | not at equal parameters, not taken apart; DLinear "
+        f"({sizes['dlinear']:,}) {mses['dlinear']} |",
+        f"attention has {weights(**PLAIN):,} parameters and caches {cached(**PLAIN):,} bytes a token. Full FEM has "
+        f"{weights():,}, of which the conditioner {weights() - weights(use_conv=False):,}, and the same cache.",
+        f"cache {cached(gate_rank=4, use_conv=False):,}, {cached(gate_rank=8):,} and {cached(gate_rank=32):,} bytes",
+        f"of rank 8 with the conditioner they have {weights(gate_rank=8):,} parameters, "
+        f"{100 * (weights(gate_rank=8) / weights(**PLAIN) - 1):.1f} % more than attention.",
         *(
             f"| {shown} | {layer(name, 'layer_epyc', 'layer_cpu')} |"
             for shown, name in (
@@ -247,17 +349,28 @@ def faq() -> list[str]:
     memory = max(ratio("layer", time, "FEM-SM", "train_extra_bytes", "layer_epyc") for time in (512, 2048))
     slim, own = "FEM-SM slim, without C", "FEM-SM without C"
     wider = span([ratio("layer", time, slim, "train_s", "layer_epyc", own) for time in (512, 2048)], 1)
+    steps = {
+        name: span([ratio("layer", time, name, "train_s", "layer_epyc") for time in (512, 2048)])
+        for name in (slim, "FEM-SM")
+    }
     tokens = [ratio("decode", time, "FEM-SM", "token_s") for time in (1024, 4096, 16384)]
     demo, small = results("demo")["lm"], losses("ablate_softmax")
     speed = demo["fem"]["tokens_per_second"] / demo["softmax"]["tokens_per_second"]
     rate, at_3m = results("ablate_long_rate")["ablate"], losses("ablate_3m")
     seconds = [mse("forecast_etth1", "ETTh1", model, "cpu_seconds") for model in ("softmax", FULL)]
-    long = [rate["+G"]["loss"] - rate["-C"]["loss"], small["+G"] - small["-C"]]
     at_16m, at_best = losses("ablate_16m"), losses("ablate_16m_rates")
     lost = [short(score("statistics", "softmax") - score("statistics", mixer), 3) for mixer in (SLIM, "softmax+L")]
     pools = [100 * score("bags", f"pool:{pool}", "regimes_pools") for pool in ("fem", "attention")]
-    best = ("high-water", "snapshot")
     machines = f"{state('mamba'):.0f}, {state('mamba_interactive'):.0f} kB"
+    cases = Counter(found["outcome"] for found in results("chaos")["cases"])
+    assert set(cases) == {"same"}
+    bare, cache = weights(**PLAIN), cached(**PLAIN)
+    rank = {"gate_rank": 32}
+
+    def cost(**fields) -> str:
+        return f"{weights(**fields) / bare:.2f}, {cached(**fields) / cache:.2f}"
+
+    gla = weights(prior_type="gla", use_conv=False, **rank) / weights(prior_type="gla", **PLAIN)
     return [
         f"(MSE {mse('forecast_etth1', 'ETTh1', FULL):.4f} against {mse('forecast_etth1', 'ETTh1', 'softmax'):.4f}, two "
         f"seeds) for {seconds[1] / seconds[0]:.1f} times the training time",
@@ -265,40 +378,46 @@ def faq() -> list[str]:
         f"[{least:.2f}](results/layer_epyc.md) to [{most:.2f} times](results/layer_cpu.md) that of attention, "
         f"and up to {memory:.2f} times its memory",
         f"a streamed token [{min(tokens):.1f} to {max(tokens):.1f} times](results/decode_cpu.md)",
-        f"[{wider} times](results/layer_epyc.md) the published split's train step",
+        f"[{wider} times](results/layer_epyc.md) the full gates' train step",
         f"at 17 tokens of width 48 it takes {slower('digits'):.1f} times as long",
         f"language model runs at {100 * speed:.0f} % of",
         f"brought {small['-C,G,T,L'] - small['+G']:.3f} of the {small['-C,G,T,L'] - small['-C']:.3f} nats",
         f"it was {at_3m['-C,G,T,L'] - at_3m['+G']:.3f} of {at_3m['-C,G,T,L'] - at_3m['-C']:.3f}, "
         f"and the conditioner brought {at_3m['-C'] - at_3m['full']:.3f} more",
-        f"attention ends at {at_16m['-C,G,T,L']:.3f} nats, the outer gate alone at {at_16m['+G']:.3f} and FEM without "
-        f"C at {at_16m['-C']:.3f}: the last two are ahead for 1.5M tokens, then attention is. With C it ends at "
-        f"{at_16m['full']:.3f}. Slim gates end at {at_16m['full/r8']:.3f}, without C at {at_16m['-C/r8']:.3f}, the "
-        f"slim outer gate alone at {at_16m['+G/r8']:.3f}. All have rate .002, at which attention is not at its best; "
-        f"[at its best](results/ablate_16m_rates.md) it has {at_best['-C,G,T,L']:.3f}, slim FEM "
-        f"{at_best['full/r8']:.3f}.",
-        f"{slim_lead()} nats on three seeds, {lead('ablate_16m_rates', 'full/r8')} where [each has its best rate]"
-        f"(results/ablate_16m_rates.md), {lead('ablate_16m_3m', 'full/r8')} with [three times the parameters]"
-        f"(results/ablate_16m_3m.md); full gates without C lose {lead('ablate_16m', '-C,G,T,L', '-C')}. In equal time "
-        f"on a CPU attention is ahead by {lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} |",
+        f"attention ends at {at_best['-C,G,T,L']:.3f} nats and slim FEM at {at_best['full/r8']:.3f}. Full gates were "
+        f"run there at rate .002 alone, at which attention ({at_16m['-C,G,T,L']:.3f}) is not at its best: with the "
+        f"conditioner they end at {at_16m['full']:.3f}, without it at {at_16m['-C']:.3f}.",
+        f"takes {slower_step()} times attention's in a model of {millions('ablate_16m_time')} parameters",
+        f"attention is ahead by {lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} nats.",
+        f"explains {percent('peak', SLIM_C)} of the variance, attention {100 * score('peak', 'softmax'):.0f})",
+        f"{1.95} is the default",
+        f"| {1.95}; [no other start",
+        f"| {cost(**rank)}, | [heads](results/regimes_heads.md), [parts](results/regimes_parts.md): "
+        f"{share('peak', SLIM_C)} of the variance, without C {share('peak', SLIM)}, attention "
+        f"{share('peak', 'softmax')} |",
+        f"| {1.95} | {cost(use_conv=False, **rank)}; at rank 4 {cached(use_conv=False, gate_rank=4) / cache:.2f}, "
+        f"{steps[slim]} |",
+        f"computed extremes: {share('ett-extremes', SLIM, 'regimes_ett')} and "
+        f"{share('ett-extremes', 'softmax', 'regimes_ett')} |",
+        f"`beta_max_init={math.log(math.expm1(4)):.2f}` | {cost()}, {steps['FEM-SM']} | {share('peak', FULL)} of the "
+        "variance;",
+        f"| {1.95} | {gla:.2f}, a state of fixed size, | [parts](results/regimes_parts.md): "
+        f"{share('peak', 'gla+LTG/r4')} of the variance, GLA {share('peak', 'gla/norm')} |",
+        f"| {1.95} | a step [{slower_step()}](results/ablate_16m_time.md) in a model of {millions('ablate_16m_time')}",
+        f"{at_best['full/r8']:.3f} against {at_best['-C,G,T,L']:.3f} nats after 16M tokens |",
+        f"| {cost(**ATTENTION)}, | [MAD](results/mad_laptop.md)",
+        f"| {1.95} | | [bags](results/regimes_pools.md)",
+        *["| | 1.00, 1.00, 1.00 |"],
+        f"they lost [{lead('ablate_10m', 'full', 'full/r8')} nats](results/ablate_10m.md)",
         f"{recalls('softmax+C')} steps to 99.9 %, FEM without C {recalls(OWN)}, attention {recalls('softmax')} |",
         f"alone reaches {mad('softmax+C'):.1f} of full FEM's {mad(FULL):.1f} %, attention {mad('softmax'):.1f}.",
         f"[{gained('gpt2', TRAINED):.3f} nats for a GPT-2]",
         f"[{gained('llama', TRAINED):.3f} for a Llama]",
-        f"slim FEM explains {of('peak', SLIM, percent=True)} of running maxima and minima, attention "
-        f"{100 * score('peak', 'softmax'):.0f})",
         f"{rate['-C']['loss']:.3f} against {rate['-C,G,T,L']['loss']:.3f} nats per token",
         f"({top1('cifar', FULL):.1f} against {top1('cifar', 'softmax'):.1f} %, [half of it]",
-        f"{short(score('peak', SLIM), 2)}, {100 * score(best[0], SLIM):.0f} and {100 * score(best[1], SLIM):.0f} %, "
-        f"where attention has {short(score('peak', 'softmax'), 2)}, {100 * score(best[0], 'softmax'):.0f} and "
-        f"{100 * score(best[1], 'softmax'):.0f} %",
-        f"[real sensors](results/regimes_ett.md) {short(score('ett-extremes', SLIM, 'regimes_ett'), 2)} and "
-        f"{short(score('ett-extremes', 'softmax', 'regimes_ett'), 2)};",
-        f"L and T add {short(min(long), 2)} to {short(max(long), 2)} nats, slim gates lose",
         f"{short(gained('gpt2', 'attention+G'), 3)} to {short(gained('llama', 'attention+G'), 3)} nats |",
-        f"plain attention; slim gates lose {lost[0]}, L alone {lost[1]} |",
-        f"instead of attention pooling, {pools[0]:.1f} against {pools[1]:.1f} %;",
-        f"slim FEM names {of('bags', SLIM, percent=True)}, attention {of('bags', 'softmax', percent=True)} |",
+        f"attention; slim gates lose {lost[0]}, L alone {lost[1]} |",
+        f"instead of attention pooling, {pools[0]:.1f} against {pools[1]:.1f} % |",
         f"{scan('gla', '8192'):.0f} ms for a train step at 8192 tokens, "
         f"{scan('gla', '8192') / scan('gla', '1024'):.1f} times that of 1024",
         f"{scan('rnn_softmax', '8192'):.0f} and {scan('rnn_decay', '8192'):.0f} ms, and a state of "
@@ -308,20 +427,33 @@ def faq() -> list[str]:
         f"| `linear`, `gla` | D (2 d/H + 1) | {state('gla'):.0f} kB |",
         f"| `rnn_softmax`, `rnn_decay` | 4 d | {state('rnn_decay'):.1f} kB |",
         f"| `mamba`, `mamba_interactive` | 4 d N, N the rank | {machines} |",
+        f"of {cases.total()} small trainings",
     ]
 
 
 def language() -> list[str]:
-    pages = ("ablate_16m_half", "ablate_16m_rate4", "ablate_16m_3m")
-    by_size = ", ".join(f"{lead(page, 'full/r8')} with [{millions(page)}](results/{page}.md)" for page in pages)
+    sizes = ", ".join(
+        f"{lead(page, 'full/r8')} {'nats ' if page == 'ablate_16m_3m' else ''}with [{millions(page)}]"
+        f"(results/{page}.md)"
+        for page in ("ablate_16m_half", "ablate_16m_rate4", "ablate_16m_3m")
+    )
+    at_best, timed = losses("ablate_16m_rates"), losses("ablate_16m_time")
     return [
-        f"{slim_lead()} nats",
-        f"[each at its best of three](results/ablate_16m_rates.md), {lead('ablate_16m_rates', 'full/r8')} remain.",
-        f"Of the {lead('ablate_16m', 'full/r8')} nats of the first seed the slim outer gate brings "
+        f"slim FEM ends {lead('ablate_16m_rates', 'full/r8')} nats below attention**, {at_best['full/r8']:.3f} against "
+        f"{at_best['-C,G,T,L']:.3f}: {millions('ablate_16m_rates')} parameters",
+        "At rate .002, which",
+        f"[{slim_lead()} on three seeds](results/ablate_16m_seeds.md)",
+        f"Of the {lead('ablate_16m', 'full/r8')} nats of one seed at .002 the slim outer gate brings "
         f"{lead('ablate_16m', '+G/r8')}, free energy and temperature gate {lead('ablate_16m', '-C/r8', '+G/r8')}, the "
-        f"conditioner {lead('ablate_16m', 'full/r8', '-C/r8')}.",
-        f"at rate .004, one seed each, the nats are {by_size} parameters.",
-        "1.4 to 1.5 times as long; it would be level [at 1.22 times]",  # as the pages of the three sizes say
+        f"conditioner {lead('ablate_16m', 'full/r8', '-C/r8')}; [at .004](results/ablate_16m_rate4.md) the gate brings "
+        f"{lead('ablate_16m_rate4', '+G/r8')} of {lead('ablate_16m_rate4', 'full/r8')}.",
+        "at rate .002, they bring nothing",
+        f"(.004) have leads of {sizes} parameters. At .004 slim FEM is at its best with {millions('ablate_16m_rates')}",
+        f"at these sizes, {timed['-C,G,T,L']:.3f} against {timed['full/r8']:.3f}, as a step of slim FEM takes 1.4 to "
+        "1.5 times as long; it would be level [at 1.22 times](results/ablate_16m_time.md).",  # the pages say so
+        f"[With {millions('ablate_10m')} parameters](results/ablate_10m.md) and 1.8M tokens",
+        "The texts: 16.0M and 1.8M tokens are program source, Python's and torch's, and what is held out is code of "
+        "the same projects; 3.1M are Python's sources and help topics; 0.3M and 1.0M are speeches.",
         *(plain(figures.table(pages)) for pages in (figures.PAGES, figures.EQUAL_TIME)),
     ]
 
@@ -349,6 +481,11 @@ def test_every_measured_number_of_the_readme_is_that_of_a_results_page():
     text = plain((ROOT / "README.md").read_text())
     numbers = checked(text, readme(), NOT_MEASURED)
     assert not numbers
+
+
+def test_every_measured_number_of_the_table_of_all_comparisons_is_that_of_a_results_page():
+    text = plain((ROOT / "docs" / "results" / "summary.md").read_text())
+    assert not checked(text, summary())
 
 
 def test_every_measured_number_of_the_faq_is_that_of_a_results_page():
