@@ -406,9 +406,8 @@ def faq() -> list[str]:
         f"| {1.95} | a step [{slower_step()}](results/ablate_16m_time.md) in a model of {millions('ablate_16m_time')}",
         f"{at_best['full/r8']:.3f} against {at_best['-C,G,T,L']:.3f} nats after 16M tokens |",
         f"| {cost(**ATTENTION)}, | [MAD](results/mad_laptop.md)",
-        f"| {1.95} | | [bags](results/regimes_pools.md)",
-        *["| | 1.00, 1.00, 1.00 |"],
-        f"they lost [{lead('ablate_10m', 'full', 'full/r8')} nats](results/ablate_10m.md)",
+        "| | 1.00, 1.00, 1.00 |",
+        f"they lost [{lead('ablate_10m', 'full', 'full/r8')} nats](results/ablate_10m.md) to full gates after 1.8M tokens.",
         f"{recalls('softmax+C')} steps to 99.9 %, FEM without C {recalls(OWN)}, attention {recalls('softmax')} |",
         f"alone reaches {mad('softmax+C'):.1f} of full FEM's {mad(FULL):.1f} %, attention {mad('softmax'):.1f}.",
         f"[{gained('gpt2', TRAINED):.3f} nats for a GPT-2]",
@@ -416,8 +415,8 @@ def faq() -> list[str]:
         f"{rate['-C']['loss']:.3f} against {rate['-C,G,T,L']['loss']:.3f} nats per token",
         f"({top1('cifar', FULL):.1f} against {top1('cifar', 'softmax'):.1f} %, [half of it]",
         f"{short(gained('gpt2', 'attention+G'), 3)} to {short(gained('llama', 'attention+G'), 3)} nats |",
-        f"attention; slim gates lose {lost[0]}, L alone {lost[1]} |",
-        f"instead of attention pooling, {pools[0]:.1f} against {pools[1]:.1f} % |",
+        f"attention; slim gates lose {lost[0]}, L alone {lost[1]} ",
+        f"instead of attention pooling, {pools[0]:.1f} against {pools[1]:.1f} % | {1.95} | | [bags]",
         f"{scan('gla', '8192'):.0f} ms for a train step at 8192 tokens, "
         f"{scan('gla', '8192') / scan('gla', '1024'):.1f} times that of 1024",
         f"{scan('rnn_softmax', '8192'):.0f} and {scan('rnn_decay', '8192'):.0f} ms, and a state of "
