@@ -77,7 +77,7 @@ def softmax_read(
         raise ValueError(
             f"window must be a whole number of at least 1 (a token sees itself), got {window!r}; None sees everything."
         )
-    if queries > time and (causal or window is not None or segment_ids is not None):
+    if (causal or window is not None or segment_ids is not None) and queries > time:
         raise ValueError(
             f"q has {queries} queries and k only {time} keys, but the queries are the last of the keys with causal, "
             "window or segment_ids; pass causal=False without them for cross-attention."

@@ -66,8 +66,8 @@ class FreeEnergyCrossMixer(nn.Module):
     ) -> Float[Tensor, "b tq d"]:
         _check_tokens("x", x, self.config.n_embd, self.query)
         _check_tokens("memory", memory, self.memory_dim, self.key)
-        if len(x) != len(memory):
-            raise ValueError(f"x and memory must have one batch size, got {len(x)} and {len(memory)}.")
+        if x.shape[0] != memory.shape[0]:  # len() would fix the batch of an exported graph
+            raise ValueError(f"x and memory must have one batch size, got {x.shape[0]} and {memory.shape[0]}.")
         tokens, _ = read_tokens(tuple(memory.shape[:2]), memory.device, memory_mask, mask_name="memory_mask")
         memory = tokens.zero_masked(memory)
         if not memory.shape[1]:
@@ -108,7 +108,7 @@ class FreeEnergyPooling(nn.Module):
     def forward(self, x: Float[Tensor, "b t m"], attention_mask: Tensor | None = None) -> Float[Tensor, "b q d"]:
         _check_tokens("x", x, self.read.memory_dim, self.read.key)
         tokens, _ = read_tokens(tuple(x.shape[:2]), x.device, attention_mask)  # which names this mask in its errors
-        queries = self.query.to(x.dtype).expand(len(x), -1, -1)
+        queries = self.query.to(x.dtype).expand(x.shape[0], -1, -1)
         return self.read(queries, x, tokens.keep)
 
 

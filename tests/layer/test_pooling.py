@@ -37,6 +37,16 @@ def inputs(seed=1):
     return draw(3, 4, 8), draw(3, 5, 6)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e20])
+def test_a_bad_number_in_one_row_leaves_the_others_alone_where_queries_are_as_many_as_keys(bad):
+    layer, (_, memory) = cross(), inputs()
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+    spoilt = memory.clone()
+    spoilt[1, 2, 3] = bad
+    clean, found = layer(x, memory, MASK), layer(x, spoilt, MASK)
+    torch.testing.assert_close(found[[0, 2]], clean[[0, 2]], rtol=1e-9, atol=1e-9)
+
+
 def in_loops(layer, x, memory, keep):
     """o_t, one number at a time."""
     config, out = layer.config, torch.zeros(x.shape[0], x.shape[1], layer.config.fem_dim, dtype=x.dtype)

@@ -59,6 +59,26 @@ def test_a_hessian_times_a_vector_is_the_slope_of_the_gradient(family):
         assert (got - wanted).abs().max() <= 1e-6 * (1 + wanted.abs().max())
 
 
+OPERATOR = "an operator"
+FIRST = [*FAMILIES, "capped", OPERATOR]
+
+
+@pytest.mark.parametrize("family", FIRST)
+def test_create_graph_does_not_change_a_first_gradient(family):
+    if family == OPERATOR:
+        config = FreeEnergyMixerConfig(n_embd=WIDTH, n_head=HEADS)
+        layer = FreeEnergyMixer(config, prior=OperatorPrior(lambda x: x.cumsum(1))).double()
+    else:
+        layer = make_layer(**FAMILIES.get(family, {"value_logexp_cap": 0.3}))
+    x = tokens(time=7).requires_grad_()
+    wanted = [x, *layer.parameters()]
+    first, with_graph = (
+        torch.autograd.grad(layer(x).square().sum(), wanted, create_graph=create) for create in (False, True)
+    )
+    for got, want in zip(with_graph, first, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
 @families
 def test_gradients_pass_through_a_state(family):
     layer, x = make_layer(**FAMILIES[family]), tokens().requires_grad_()

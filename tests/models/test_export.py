@@ -15,7 +15,14 @@ from small_models import VOCABULARY, lively, small_config, tokens
 from torch import nn
 from torch.export import Dim, export
 
-from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, replace_attention
+from fem import (
+    PRIORS,
+    FreeEnergyCrossMixer,
+    FreeEnergyMixer,
+    FreeEnergyMixerConfig,
+    FreeEnergyPooling,
+    replace_attention,
+)
 from fem.functional import softmax_read
 from fem.models import FEMForCausalLM
 
@@ -88,6 +95,22 @@ def test_an_exported_read_is_exact_where_a_later_value_drowns_all_others(how):
             given = [x[:, -cut:] for x in (q, k, v, keep)]
             for found, expected in zip(program(*given), Read(**how)(*given)):
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["window", "pooling", "cross"])
+def test_reads_with_masks_are_exported_for_any_batch_and_length(kind):
+    draw = {
+        "window": lambda rows, time: (*(torch.randn(rows, time, 2, 4) for _ in range(3)), torch.rand(rows, time) > 0.3),
+        "pooling": lambda rows, time: (torch.randn(rows, time, 16), torch.rand(rows, time) > 0.3),
+        "cross": lambda rows, time: (torch.randn(rows, time + 1, 16), torch.randn(rows, time, 16)),
+    }[kind]
+    layer = {"window": Read(window=3), "pooling": FreeEnergyPooling(16, 2, 3), "cross": FreeEnergyCrossMixer(16, 2)}
+    with torch.no_grad():
+        program = exported(layer[kind], *draw(2, 7)).module()
+        for rows, time in ((1, 4), (3, 9)):
+            inputs = draw(rows, time)
+            for found, expected in zip(program(*inputs), layer[kind](*inputs)):
+                close(found, expected)
 
 
 def in_onnx(model: nn.Module, path, **inputs: torch.Tensor):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from scan_reads import READS, gradients_of, scan_call
 from softmax_calls import SoftmaxCall, softmax_call
+from test_every_read import KEEPS_VALUES, LAYOUTS
 
 KINDS = (*READS, "softmax", "softmax by window", "softmax both ways", "softmax with bias")
 CALLS = 400
@@ -63,8 +64,16 @@ def draw(kind: str, seed: int):
         marks["segment_ids"] = ids[None]
     documents = [torch.nonzero(kept & (ids == n))[:, 0] for n in range(5)]
     dtype = choose.choice(DTYPES)
+    settings["layout"] = layout = choose.choice([None] * 4 + KEEPS_VALUES)
+    laid = LAYOUTS[layout] if layout else lambda x: x
     described = f"{kind}, seed {seed}, {dtype}, {settings}"
-    return call.map(lambda x: x.to(dtype)), dtype, [tokens for tokens in documents if len(tokens)], marks, described
+    return (
+        call.map(lambda x: laid(x.to(dtype)) if x.dim() > 2 else x.to(dtype)),
+        dtype,
+        [tokens for tokens in documents if len(tokens)],
+        marks,
+        described,
+    )
 
 
 def pieces(time: int, seed: int) -> list[int]:

@@ -40,7 +40,12 @@ def differentiated(*tensors: Tensor | None) -> bool:
 def again_differentiable(
     function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Gradients of a differentiable function's inputs that can themselves be differentiated again."""
+    """Gradients of a differentiable function's inputs that can themselves be differentiated again.
+
+    The function is differentiated with respect to views: inputs may be computed from each other, and the gradient of
+    one must not contain that of another, which the caller's graph adds itself.
+    """
+    inputs = [None if x is None else x.view_as(x) for x in inputs]
     asked = [x for x in inputs if x is not None and x.requires_grad]
     outputs = [(y, grad) for y, grad in zip(function(*inputs), grads) if grad is not None and y.requires_grad]
     if not outputs:

@@ -12,8 +12,8 @@ from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.precision import upcast
 from fem.ops.common.read import Read
 from fem.ops.softmax.cached import PROVEN, SMALL_BETA, proven, unpack
+from fem.ops.softmax.scores import flash
 
-_flash = torch._scaled_dot_product_flash_attention_for_cpu
 _BLOCK = 1 << 18  # values at a time on a CPU, so that their exponentials stay in the cache
 _LIFT = 2.0**40  # p is scaled by it, so that terms which underflow are negligible even times the largest finite e
 
@@ -58,7 +58,7 @@ def _attend(q, keys, values, mask, scale) -> Float[Tensor, "b hkv g w"]:
     """p @ [v | e], in float32 at least; 0 where nothing is seen."""
     if q.is_cpu and keys.shape[-1] == values.shape[-1] and q.dtype == keys.dtype == values.dtype:
         mask = None if mask is None else mask.to(q.dtype)
-        return upcast(_flash(q, keys, values, 0.0, False, attn_mask=mask, scale=scale)[0])
+        return upcast(flash(q, keys, values, False, mask, scale)[0])
     scores = (upcast(q) * scale) @ upcast(keys).mT
     scores = scores if mask is None else scores + mask
     peak = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)

@@ -149,13 +149,11 @@ def _harmless(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
 
 
 def _set_aside(q, k, v, keep):
-    """q, k, v with 0 for what is not finite or masked; and, if a kept token was not finite, which: (B, T_q, H, 1) and,
-    where it was a key, for all its channels, (B, T, H, d_v)."""
+    """q, k, v with 0 for what is not finite or a masked key; and, if anything else was not finite, which queries,
+    (B, T_q, H, 1), and which keys, (B, T, H, d_v). Queries may be tokens of another sequence, so no mask is theirs."""
     if keep is not None:
         hidden = ~keep[..., None, None]
         k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
-        if q.shape[1] == k.shape[1]:
-            q = q.masked_fill(hidden, 0.0)
     good_q, good_k, good_v = q.isfinite(), k.isfinite(), v.isfinite()
     bad = ~good_q.all(-1, keepdim=True), ~(good_v & good_k.all(-1, keepdim=True))
     q, k, v = (x.where(good, 0.0) for x, good in ((q, good_q), (k, good_k), (v, good_v)))
@@ -179,7 +177,7 @@ class _Read(torch.autograd.Function):
     def backward(ctx, grad_mean, grad_free_energy, grad_values):
         of_beta, of_bias = ctx.needs_input_grad[3:5]
         q, k, v, *rest = ctx.saved_tensors
-        v = rest[-3][..., : ctx.shape[3]] if v is None else v
+        v = rest[-3][:, :, :: q.shape[2] // k.shape[2], : ctx.shape[3]] if v is None else v
         if torch.is_grad_enabled():
             return *_again(q, k, v, grad_mean, grad_free_energy, grad_values, *rest[:5], *ctx.how), *[None] * 6
         shape = (*q.shape[:3], ctx.shape[3])
@@ -196,8 +194,6 @@ def _again(q, k, v, grad_mean, grad_free_energy, grad_values, beta, bias, keep, 
     """Gradients that can be differentiated again."""
     read = lambda *inputs: differentiable_read(*inputs, keep, first, end, causal, scale)  # noqa: E731
     grads = again_differentiable(read, (q, k, v, beta, bias), (grad_mean, grad_free_energy))
-    if grads[2] is not None and k.shape[2] < v.shape[2]:
-        grads[2] = grads[2].unflatten(2, (k.shape[2], -1)).sum(3)
     if _kept(grad_values):
         of_v = _of_kept(grad_values, k.new_empty(*k.shape[:3], v.shape[3]))
         grads[2] = of_v if grads[2] is None else grads[2] + of_v

@@ -48,6 +48,8 @@ def softmax_read(
     dtype = torch.promote_types(q.dtype, torch.promote_types(k.dtype, v.dtype))
     backend = softmax_backend(backend, q.device, dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale <= 0:  # attention kernels take the maximum of q k before they scale
+        q, scale = (-q, -scale) if scale else (q * 0.0, 1.0)
     keep, document = (None, None) if tokens is None else (tokens.keep, tokens.document)
     queries, time = q.shape[1], k.shape[1]
     if q.shape[0] * queries * time == 0:

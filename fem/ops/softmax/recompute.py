@@ -78,7 +78,7 @@ def _definition(q, k, v, beta, bias, first, end, causal, scale):
         row = torch.arange(q.shape[1], device=q.device)[None]
         first, end = torch.zeros_like(row), row + k.shape[1] - q.shape[1] + 1 if causal else row * 0 + k.shape[1]
     if bias is not None:
-        bias = bias.expand(len(q), q.shape[2], q.shape[1], k.shape[1])
+        bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     v = upcast(v).nan_to_num(0.0, 0.0, 0.0)
     return _Rows(q, per_head(k, 2), bias, first, end, scale), per_head(v, 2), per_head(upcast(beta), 0)[None, None]
 

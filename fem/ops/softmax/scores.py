@@ -11,8 +11,21 @@ from torch import Tensor
 
 from fem.ops.softmax.wide import WideAttention
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def flash(
+    q: Tensor, k: Tensor, values: Tensor, causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """torch's flash attention on a CPU over (B, H, T, d), and its lse."""
+    q, k, values = map(_in_rows, (q, k, values))
+    return _flash_forward(q, k, values, 0.0, causal, attn_mask=mask, scale=scale)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """x with its rows (.., T, d) apart from each other and d in one piece, as flash reads them."""
+    return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,7 @@ class Scores:
             if wide := self._wide(values):
                 return wide.forward()
             parts = (x.transpose(1, 2) for x in (self.q, self.k, values))
-            out, lse = _flash(*parts, 0.0, self.causal, attn_mask=self.mask, scale=self.scale)
+            out, lse = flash(*parts, self.causal, self.mask, self.scale)
             return out.transpose(1, 2), lse.transpose(1, 2)
         out = self._prior() @ values.transpose(1, 2)
         return out.transpose(1, 2).contiguous(), out.new_zeros(*self.q.shape[:3])
@@ -61,8 +74,9 @@ class Scores:
         if self.flash and not with_scores:
             if wide := self._wide(values):
                 return *wide.backward(grad, out, lse), None
-            parts = (x.transpose(1, 2) for x in (grad, self.q, self.k, values, out, lse))
-            grads = _flash_backward(*parts, 0.0, self.causal, attn_mask=self.mask, scale=self.scale)
+            grad, q, k, values, out = (_in_rows(x.transpose(1, 2)) for x in (grad, self.q, self.k, values, out))
+            parts = grad, q, k, values, out, lse.transpose(1, 2)
+            grads = _flash_gradients(*parts, 0.0, self.causal, attn_mask=self.mask, scale=self.scale)
             return *(x.transpose(1, 2) for x in grads), None
         p = self._prior()
         dp = grad.transpose(1, 2) @ values.permute(0, 2, 3, 1)

@@ -31,7 +31,7 @@ class Intervals(NamedTuple):
     def of_kept(self, keep: Bool[Tensor, "b t"]) -> tuple[Intervals, Int[Tensor, " b"], Int[Tensor, "b t"]]:
         """The same among keys in another order, kept ones first; how many these are, and that order."""
         before = torch.nn.functional.pad(keep.cumsum(1), (1, 0))  # kept keys before each
-        first, end = (before.gather(1, x.expand(len(keep), -1).long()).int() for x in self)
+        first, end = (before.gather(1, x.expand(keep.shape[0], -1).long()).int() for x in self)
         order = keep.long().argsort(dim=1, descending=True, stable=True)
         return Intervals(first, end), before[:, -1].int(), order
 
@@ -58,7 +58,7 @@ def intervals(
         opening = here // _DOCUMENT * _DOCUMENT
         if keep is not None:
             place = torch.where(keep, place, -1)
-            here, opening = (x.expand(len(place), -1).contiguous() for x in (here, opening))
+            here, opening = (x.expand(place.shape[0], -1).contiguous() for x in (here, opening))
         place = running_maximum(place)  # a masked key stands where the kept one before it does
         first = _count_before(place, opening if window is None else torch.maximum(here - window + 1, opening))
         if not causal:
