@@ -13,7 +13,7 @@ import torch
 from torch import Generator
 
 from fem.experiments.common.jobs import record_of
-from fem.experiments.common.mixers import POOLS, canonical, fields_of, mixer_config
+from fem.experiments.common.mixers import KNOWN_ANSWERS, POOLS, canonical, fields_of, mixer_config
 from fem.experiments.common.paired import paired, shown
 from fem.experiments.regimes import experiment
 from fem.experiments.regimes.experiment import RegimesRecipe, run
@@ -133,8 +133,12 @@ def test_all_rows_have_the_same_parameters():
     training = Training()
     count = lambda name: sum(p.numel() for p in build(TASKS["bags"], canonical(name), training).parameters())  # noqa: E731
     wanted = count("softmax")
-    rows = [*ROWS.split(","), "softmax+LTG/wide", "softmax+LTG/r4/b8"]
+    rows = [*ROWS.split(","), "softmax+LTG/wide", "softmax+LTG/r4/b8", "softmax/h16/norope", "FEM/h16/r4"]
     assert {name: count(name) for name in rows} == {name: pytest.approx(wanted, rel=0.01) for name in rows}
+    known = [sum(p.numel() for p in build(TASKS["peak"], name, training).parameters()) for name in KNOWN_ANSWERS]
+    assert known == pytest.approx(
+        [sum(p.numel() for p in build(TASKS["peak"], "softmax", training).parameters())] * 2, rel=0.01
+    )
     pools = [sum(p.numel() for p in build(TASKS["bags"], name, training).parameters()) for name in POOLS]
     assert max(pools) == pytest.approx(min(pools), rel=0.01)
 
@@ -147,6 +151,7 @@ def test_all_rows_have_the_same_parameters():
         ("gla/norm", "gla/norm"),
         ("gla+L/norm", "gla+L"),
         ("softmax/norm", "softmax"),
+        ("softmax/norope/h16", "softmax/h16/norope"),
         ("softmax+LTG/l-2.5/wide", "softmax+LTG/l-2.5/wide"),
     ],
 )
@@ -159,6 +164,8 @@ def test_options_become_fields():
     assert (fields["gate_rank"], fields["lambda_init"]) == (4, 6.0)
     assert math.log1p(math.exp(fields["beta_max_init"])) == pytest.approx(8)
     assert fields_of("gla-norm")["normalize"] is False
+    config = mixer_config("softmax/h16/norope", 64, 4)
+    assert (config.n_head, config.use_rope) == (16, False)
     assert "normalize" not in fields_of("gla/norm")
     assert (mixer_config("softmax+LTG/wide", 64, 4).fem_dim, mixer_config("softmax+LTG/wide", 64, 4).qk_dim) == (64, 64)
 
@@ -166,7 +173,15 @@ def test_options_become_fields():
 @pytest.mark.parametrize(
     "name",
     [
-        *("softmax/r4", "softmax+G/b8", "softmax+LTG/r", "softmax+LTG/r4/r8", "softmax+LTG/x"),
+        *(
+            "softmax/r4",
+            "softmax+G/b8",
+            "softmax+LTG/r",
+            "softmax+LTG/r4/r8",
+            "softmax/h8/h16",
+            "softmax/h0",
+            "softmax+LTG/x",
+        ),
         *("softmax+LTG/b0", "softmax+LTG/b1000", "gla-norm/norm"),
     ],
 )
@@ -266,6 +281,13 @@ def test_a_row_is_compared_with_attention_or_with_the_papers_start_of_the_same_m
     assert not any(name.startswith("over") for name in table({"softmax+G": scored(0.1)})[0])
 
 
+def test_of_several_attentions_the_best_is_what_rows_are_compared_with():
+    rows = {"softmax": scored(0.2), "softmax/h16/norope": scored(0.4), "softmax/h8": scored(0.3), "gru": scored(0.9)}
+    assert {row: reference(row, rows) for row in rows} == dict.fromkeys(rows, "softmax/h16/norope") | {
+        "softmax/h16/norope": None
+    }
+
+
 @pytest.mark.parametrize(
     "wanted, options",
     [
@@ -274,6 +296,7 @@ def test_a_row_is_compared_with_attention_or_with_the_papers_start_of_the_same_m
         ("Where the free energy pays: peak; 2 blocks; 1 head", {"tasks": "peak", "blocks": 2, "heads": 1}),
         ("Where the free energy pays: starts of beta and lambda", {"mixers": "softmax+LTG,softmax+LTG/b8"}),
         ("Where the free energy pays: values as wide as the model", {"mixers": "softmax,softmax+LTG/wide"}),
+        ("Where the free energy pays: more heads; peak", {"tasks": "peak", "mixers": "softmax/h16,FEM"}),
         ("Pooling a set: bags", {"tasks": "bags", "mixers": "pool:fem"}),
     ],
 )

@@ -104,7 +104,7 @@ def build_backbone(
     """
 
     def config(name: str) -> FreeEnergyMixerConfig:
-        return FreeEnergyMixerConfig.matched(n_embd=width, n_head=heads, **fields, **fields_of(name))
+        return FreeEnergyMixerConfig.matched(**{"n_embd": width, "n_head": heads} | fields | fields_of(name))
 
     with torch.device("meta"):
         own = 0 if mixer == NONE else count_parameters(FreeEnergyMixer(config(mixer)))

@@ -26,8 +26,8 @@ ROWS = {
     "+G": Row("G", "control: the outer gate alone, no free energy"),
     "+C,G": Row("CG", "control: all but the free energy"),
 }
-OPTIONS = {"r": "gates of rank {}", "b": "beta starting at {}", "l": "lambda's bias at {}"}
-NAMED_OPTIONS = {"norm": "normalised", "wide": "values as wide as the model"}
+OPTIONS = {"r": "gates of rank {}", "b": "beta starting at {}", "l": "lambda's bias at {}", "h": "{} heads"}
+NAMED_OPTIONS = {"norm": "normalised", "wide": "values as wide as the model", "norope": "no position code"}
 
 
 def row_fields(row: str, prior: str) -> dict:

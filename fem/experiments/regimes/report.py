@@ -136,10 +136,9 @@ def title(recipe: RegimesRecipe) -> str:
         return "Where the free energy pays: starts of beta and lambda"
     if any("/wide" in row for row in recipe.rows):
         return "Where the free energy pays: values as wide as the model"
-    if any(re.search(r"/(h\d|norope)", row) for row in recipe.rows):
-        return "Where the free energy pays: more heads, and no position code"
     usual = type(recipe)()
-    about = [] if set(TASKS) <= set(recipe.task_names) else [", ".join(recipe.task_names)]
+    about = ["more heads"] if any(re.search(r"/(h\d|norope)", row) for row in recipe.rows) else []
+    about += [] if set(TASKS) <= set(recipe.task_names) else [", ".join(recipe.task_names)]
     about += [_counted(recipe.blocks, "block")] if recipe.blocks != usual.blocks else []
     about += [_counted(recipe.heads, "head")] if recipe.heads != usual.heads else []
     return "Where the free energy pays" + (f": {'; '.join(about)}" if about else "")
