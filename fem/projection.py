@@ -11,7 +11,8 @@ from torch import Tensor, nn
 class Projection(nn.Linear):
     """y = W x + W_c h + b, from features [x, h]: the input x and, behind it, the conditioner's h.        (Eq. 34a)
 
-    W starts N(0, std), b at `start` and W_c at 0, so a new layer ignores its conditioner.
+    W starts N(0, std), b at `start` and W_c at 0, so a new layer ignores its conditioner. A map that only reads h
+    starts at 1e-12: DoRA divides by the norms of rows, and 1 + eta (Eq. 34b) is still 1 in float32.
     """
 
     def __init__(
@@ -23,7 +24,7 @@ class Projection(nn.Linear):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
         with torch.no_grad():
-            self.weight[:, self.in_features - self.context :] = 0
+            self.weight[:, self.in_features - self.context :] = 0 if self.in_features > self.context else 1e-12
         if self.bias is not None:
             nn.init.constant_(self.bias, self.start)
 

@@ -36,6 +36,8 @@ from fem.models.loss import IGNORED, cross_entropy, next_tokens
 
 logger = logging.get_logger(__name__)
 
+WRITTEN = "written_by_fem"  # on an engine's cache: its values are [v | e], not those of another model
+
 
 class FEMBlock(GradientCheckpointingLayer):
     """x + Mixer(RMSNorm(x)), then x + SwiGLU(RMSNorm(x))"""
@@ -209,6 +211,14 @@ class FEMModel(FEMPreTrainedModel):
         if past is None and segment_ids is None and self._wants_cache(use_cache):
             past = DynamicCache(config=self.config)
         seen = 0 if past is None else past.get_seq_length()
+        if isinstance(seen, int) and past is not None:  # a static cache counts on the device once it holds tokens
+            if seen and not getattr(past, WRITTEN, False):
+                raise ValueError(
+                    f"past_key_values must be a cache that a FEM model has filled, got {type(past).__name__} with "
+                    f"{seen} tokens from elsewhere, which lack exp(beta v); instead of peft's PrefixTuningConfig use "
+                    "PromptTuningConfig."
+                )
+            setattr(past, WRITTEN, True)
         packed = segment_ids is not None or (past is None and position_ids is not None)
         self._check_length(seen, seen + x.shape[1], packed)
         position_ids = positions_of(self.config, x, attention_mask, position_ids, segment_ids, seen)
@@ -314,6 +324,12 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *sizes) -> None:
         """As transformers; prompts in chunks find a cache from the start, drafts one that records its past."""
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
+        kind = generation_config.cache_implementation or "dynamic"
+        if self.config._attn_implementation == EXACT and not kind.startswith("dynamic"):
+            raise ValueError(
+                f"cache_implementation={kind!r} needs an engine's cache; call "
+                'model.set_attn_implementation("sdpa") first, or leave it out for the cache of the exact form.'
+            )
         drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
         needed = drafts or generation_config.prefill_chunk_size is not None
         if needed and generation_config.use_cache is not False and self.config._attn_implementation == EXACT:

@@ -94,7 +94,17 @@ def test_learnt_prompts_stand_before_padded_rows(kind):
 @pytest.mark.parametrize("kind", ["fem", "replaced"])
 def test_dora_divides_by_no_zero(kind):
     model = FEMForCausalLM(small_config()) if kind == "fem" else replace_attention(llama())
-    trained_step(adapted(model, use_dora=True, target_modules="all-linear", exclude_modules=["value_scale"]))
+    trained_step(adapted(model, use_dora=True, target_modules="all-linear"))
+
+
+@pytest.mark.parametrize("implementation", ["exact", "sdpa", "eager"])
+def test_learnt_prefixes_are_refused(implementation):
+    peft = pytest.importorskip("peft", reason="adapters need peft, of the extra 'dev'")
+    base = FEMForCausalLM(small_config(mixer={"use_conv": False}))
+    base.set_attn_implementation(implementation)
+    model = peft.get_peft_model(base, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises((TypeError, ValueError), match="past_key_values must be"):
+        model(input_ids=tokens(2, 5), labels=tokens(2, 5))
 
 
 # --- heads and generation

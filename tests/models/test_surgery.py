@@ -17,6 +17,7 @@ from fem import FreeEnergyMixer, replace_attention
 from fem.models.surgery.head import FreeEnergyHead
 
 transformers = pytest.importorskip("transformers", reason="originals of transformers need the extra 'lm'")
+from small_models import small_config  # noqa: E402
 
 VOCABULARY = 61
 TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 60, "pad_token_id": 0}
@@ -362,6 +363,13 @@ def test_load_replaced_wants_a_replaced_model(tmp_path):
         fem.models.load_replaced(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_replaced_decoder_is_one_graph(name, as_users_run):
+    model = awake(replace_attention(decoder(name)))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    close(compiled(tokens(), use_cache=False).logits, model(tokens()).logits, 1e-5)
+
+
 # --- preserve=False: fresh mixers
 
 
@@ -457,6 +465,7 @@ def test_multihead_attention_alone_comes_back_as_a_mixer():
     "build, name",
     [
         (lambda: nn.Linear(3, 3), "Linear"),
+        (lambda: fem.models.FEMForCausalLM(small_config()), "FEMForCausalLM, which is built of Free Energy Mixers"),
         (lambda: nn.MultiheadAttention(32, 4, kdim=16, vdim=16), "MultiheadAttention.*kdim"),
         (lambda: nn.MultiheadAttention(32, 4, add_bias_kv=True), "add_bias_kv"),
         (lambda: transformers.FalconModel(falcon()), "FalconAttention.*attention functions"),
@@ -464,7 +473,7 @@ def test_multihead_attention_alone_comes_back_as_a_mixer():
         (lambda: cross_attention_alone(), "cross-attention"),
         (lambda: nn.Sequential(Attention(gated=True)), "gate"),
     ],
-    ids=["nothing", "kdim", "bias_kv", "own_reads", "own_parts", "cross", "timm"],
+    ids=["nothing", "fem", "kdim", "bias_kv", "own_reads", "own_parts", "cross", "timm"],
 )
 @pytest.mark.parametrize("preserve", [True, False])
 def test_what_cannot_be_replaced_is_refused_by_name(build, name, preserve):

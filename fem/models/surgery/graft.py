@@ -68,6 +68,10 @@ def _mixer(site: Site, prior_type: str, config: dict) -> FreeEnergyMixer:
 
 def _chosen(model: nn.Module, layers: list[int] | None) -> list[Site]:
     sites, refused = _survey(model)
+    if not sites and any(isinstance(module, FreeEnergyMixer) for module in model.modules()):
+        raise ValueError(
+            f"model must have attention to replace, got {type(model).__name__}, which is built of Free Energy Mixers."
+        )
     unknown = [reason for reason, is_cross in refused if not is_cross]
     if not sites or (unknown and layers is None):
         found = "; ".join(reason for reason, _ in refused) or "no attention was found in it"

@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -168,7 +168,7 @@ class PretrainedSite(Site):
         attention.config = copy.deepcopy(attention.config)
         attention.config._attn_implementation = FREE_ENERGY
         attention.free_energy = head
-        attention.register_forward_pre_hook(_hand_on_features, with_kwargs=True)
+        attention.register_forward_pre_hook(partial(_hand_on_features, *_call_of(type(attention))), with_kwargs=True)
         return attention
 
     def swap(self, mixer: FreeEnergyMixer) -> nn.Module:
@@ -220,9 +220,8 @@ def _dropout(attention: nn.Module) -> float:
     return 0.0
 
 
-def _hand_on_features(attention: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _hand_on_features(name: str, hands_on: bool, attention: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Give the projections' input to the gates: by an argument that the original passes on, or through the head."""
-    name, hands_on = _call_of(type(attention))
     features = args[0] if args else kwargs[name]
     if hands_on:
         return args, kwargs | {"features": features}
@@ -230,7 +229,6 @@ def _hand_on_features(attention: nn.Module, args: tuple, kwargs: dict) -> tuple[
     return args, kwargs
 
 
-@cache
 def _call_of(attention: type[nn.Module]) -> tuple[str, bool]:
     """The name of the argument that is projected, and whether further arguments reach the attention function."""
     _, _, call = inspect.getsource(attention.forward).rpartition("attention_interface(")
