@@ -6,7 +6,7 @@ python docs/figures/language.py    # prints the table, writes docs/images/langua
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from matplotlib.lines import Line2D
@@ -32,9 +32,15 @@ def found(page: str) -> dict[str, dict]:
 
 
 def size(page: str) -> tuple[str, str]:
-    """Parameters and tokens in millions, as the page's title has them."""
-    title = (DOCS / "results" / f"ablate_{page}.md").read_text().partition("\n")[0]
-    return re.search(r"([\d.]+)M parameters, ([\d.]+)M tokens", title).groups()
+    """Attention's parameters and the tokens of a training, in millions."""
+    data = json.loads((DOCS / "results" / f"ablate_{page}.json").read_text())
+    parameters, recipe = data["results"]["ablate"][ATTENTION]["parameters"], data["config"]["recipe"]
+    return f"{parameters / 1e6:.2f}", f"{recipe['steps'] * recipe['batch'] * recipe['context'] / 1e6:.1f}"
+
+
+def name_of(page: str) -> str:
+    """The page that shows these numbers: all with 16M tokens are on one."""
+    return "ablate_16m" if page.startswith("16m") else f"ablate_{page}"
 
 
 def below(row: dict | None) -> tuple[float, float] | None:
@@ -65,8 +71,57 @@ def table(pages: tuple[str, ...]) -> str:
         rows, (parameters, tokens) = found(page), size(page)
         seeds = len(rows[ATTENTION]["by seed"].split(","))
         gains = (written(below(rows.get(column))) for column in columns)
-        link = f"[{parameters}M](results/ablate_{page}.md)"
+        link = f"[{parameters}M](results/{name_of(page)}.md)"
         lines.append((link, f"{tokens}M", str(seeds), rates(rows), f"{rows[ATTENTION]['loss']:.3f}", *gains))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+ALL_ROWS = (ATTENTION, *(row + slim for slim in ("", SLIM) for row in NAMES))
+
+
+def called(row: str) -> str:
+    name, slim, _ = row.partition(SLIM)
+    return "attention" if row == ATTENTION else NAMES[name] + (", slim" if slim else "")
+
+
+def losses_16m() -> dict[str, str]:
+    """The tables of the page on 16M tokens: by learning rate on the first seed, by seed, by size, in equal time."""
+    by_rate: dict[str, dict[str, str]] = {}
+    for page in ("16m", "16m_rate4", "16m_rates"):
+        rates = json.loads((DOCS / "results" / f"ablate_{page}.json").read_text())["results"]["learning_rates"]
+        for row, losses in rates.items():
+            shown = {rate: f"{loss:.3f}" for rate, loss in losses.items() if rate.startswith("0.")}
+            by_rate.setdefault(row, {}).update(shown)
+    by_seed = {row: found["by seed"].split(", ") for row, found in found("16m_conditioner").items()}
+    by_seed |= {row: found["by seed"].split(", ") for row, found in found("16m_seeds").items()}
+    sizes = ("16m_half", "16m_rate4", "16m_3m")
+    time, usual = found("16m_time"), found("16m")
+    return {
+        "rates": _lines(
+            ("row", ".002", ".004", ".008"), by_rate, lambda row: [by_rate[row].get(f"0.00{r}", "") for r in "248"]
+        ),
+        "seeds": _lines(("row", "seed 0", "seed 1", "seed 2"), by_seed, lambda row: (by_seed[row] + [""])[:3]),
+        "sizes": _lines(
+            ("row", *(f"{size(page)[0]}M" for page in sizes)),
+            (ATTENTION, "+G" + SLIM, "full" + SLIM),
+            lambda row: [f"{found(page)[row]['loss']:.3f}" if row in found(page) else "" for page in sizes],
+        ),
+        "time": _lines(
+            ("row", "steps", "ms a step", "loss", "loss at equal tokens"),
+            time,
+            lambda row: [
+                f"{time[row]['steps']:,}",
+                f"{time[row]['ms a step']:.0f}",
+                f"{time[row]['loss']:.3f}",
+                f"{usual[row]['loss']:.3f}",
+            ],
+        ),
+    }
+
+
+def _lines(titles: tuple[str, ...], rows: Collection[str], cells: Callable[[str], list[str]]) -> str:
+    lines = [titles, ["---"] + ["---:"] * (len(titles) - 1)]
+    lines += [(called(row), *cells(row)) for row in ALL_ROWS if row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -96,4 +151,5 @@ def draw(path: Path) -> None:
 if __name__ == "__main__":
     for pages in (PAGES, EQUAL_TIME):
         print(table(pages), end="\n\n")
+    print(*losses_16m().values(), sep="\n\n", end="\n\n")
     draw(DOCS / "images" / "language.png")

@@ -127,7 +127,7 @@ def redraw(output: Path) -> list[str]:
 
 
 def found_results(output: Path) -> dict[str, dict]:
-    """{page: {"config", "results"}} of the pages that runs have made, by name."""
+    """{page: {"config", "results"}} of the pages that runs have made, but not of numbers that another page shows."""
     found = {}
     for path in sorted(output.glob("*.json")):
         try:
@@ -135,7 +135,8 @@ def found_results(output: Path) -> dict[str, dict]:
         except Broken as broken:
             note(f"{broken}; left out.")
             continue
-        if isinstance(data.get("config"), dict) and isinstance(data.get("results"), dict):
+        own = path.with_suffix(".md").exists()
+        if own and isinstance(data.get("config"), dict) and isinstance(data.get("results"), dict):
             found[path.stem] = data
     return found
 
