@@ -27,7 +27,6 @@ class Mutant:
     old: str
     new: str
     tests: tuple[str, ...]
-    interpreted: bool = False  # by Triton's interpreter
 
 
 SOFTMAX, LINEAR, RECURRENT = "tests/ops/softmax", "tests/ops/linear_attention", "tests/ops/recurrent"
@@ -180,79 +179,6 @@ MUTANTS = (
 )
 
 
-CHANNEL, STATES = (f"{RECURRENT}/kernels_{name}.py" for name in ("channel_scan", "ssm"))
-KERNELS = {  # one place of each kernel that is shifted, or whose mask is dropped
-    "linear_attention/kernels/scores.py": (
-        f"{LINEAR}/kernels_linear_attention.py",
-        ("scores", "tl.store(through + place,", "tl.store(through + place + 1,"),
-        ("scores_gradients", "tl.store(dg + of_row + local * heads,", "tl.store(dg + of_row + local,"),
-    ),
-    "linear_attention/kernels/channel_scores.py": (
-        f"{LINEAR}/kernels_linear_attention.py",
-        ("channel_scores", "tl.store(through + place * DK + keys,", "tl.store(through + place * DK,"),
-        ("channel_scores_gradients", "store_tile(dg + of_row, local,", "store_tile(dg + of_row, local + 1,"),
-    ),
-    "linear_attention/kernels/state.py": (
-        f"{LINEAR}/kernels_linear_attention.py",
-        ("remember", "store_tile(mean, keys, columns, DV, DK,", "store_tile(mean, keys + 1, columns, DV, DK,"),
-        ("remember_gradients", "store_tile(dv + of_row * DV, rows,", "store_tile(dv + of_row * DV, rows + 1,"),
-    ),
-    "linear_attention/kernels/state_passing.py": (
-        f"{LINEAR}/kernels_linear_attention.py",
-        ("pass_states", "mu_added = load_tile(added_mean + source", "mu_added = load_tile(added_mean + place"),
-        ("pass_states_gradients", "free_energy + (place + 1) * DK * DV", "free_energy + place * DK * DV"),
-    ),
-    "linear_attention/kernels/output.py": (
-        f"{LINEAR}/kernels_linear_attention.py",
-        ("read", "store_tile(read_mean + of_row * DV, rows,", "store_tile(read_mean + of_row * DV, rows + 1,"),
-        ("state_gradients", "tl.store(dlog_weight + place * DK + keys,", "tl.store(dlog_weight + keys,"),
-        ("token_gradients", "y = tl.load(slopes + of_row + rows * heads,", "y = tl.load(slopes + of_row + rows,"),
-    ),
-    "channel_scan/kernels/forward.py": (
-        CHANNEL,
-        ("channel_sums", "through + of_chunk, passed", "through + columns, passed"),
-        ("channel_carry", "batch * chunks * channels + columns, batch", "batch * channels + columns, batch"),
-        ("channel_reads", "weighted / total, mask=inside)", "weighted / total)"),
-    ),
-    "channel_scan/kernels/backward.py": (
-        CHANNEL,
-        ("channel_gradient_sums", "(through, 3, size) + of_chunk,", "(through, 3, size) + columns,"),
-        ("channel_gradient_carry", "(batch + 1) * chunks", "(batch + 1) * (chunks - 1)"),
-        ("channel_gradients", "tl.store(d_decay + place,", "tl.store(d_decay + place - channels,"),
-    ),
-    "ssm/kernels/forward.py": (
-        STATES,
-        ("ssm_sums", "through + of_chunk, passed", "through + of_states, passed"),
-        ("ssm_reads", "seen = load_log(c + token * N + n,", "seen = load_log(c + token * N + n - N,"),
-    ),
-    "ssm/kernels/backward.py": (
-        STATES,
-        ("ssm_gradient_sums", "(through, 3, size) + of_chunk,", "(through, 3, size) + of_states,"),
-        ("ssm_gradients", "tl.store(d_delta + place,", "tl.store(d_delta + place + channels,"),
-    ),
-    "decay_scan/kernels/scan.py": (
-        CHANNEL,
-        ("scan_sums", "tl.store(added + of_chunk, h,", "tl.store(added + columns, h,"),
-        ("scan_carry", "place, step = place + (chunks - 1) * channels, -channels", "step = channels"),
-        ("scan_chunks", "h = tl.load(entering + of_chunk,", "h = tl.load(entering + columns,"),
-        ("gradient_sums", "tl.store(added + of_chunk, flow,", "tl.store(added + columns, flow,"),
-        ("gradient_chunks", "load_channels(h + place - channels,", "load_channels(h + place,"),
-    ),
-    "softmax/kernels/entries.py": (
-        f"{SOFTMAX}/kernels_softmax_entries.py",
-        ("free_energies", "exact = tl.where(sum_s > 0,", "exact = tl.where(sum_s >= 0,"),
-        ("gradients of keys", "seen = (at >= low) & (at < high)", "seen = at < high"),
-        ("gradients of flagged blocks", "if tl.load(flagged + here) > 0:", "if tl.load(flagged + part) > 0:"),
-        ("gradients of finite values", 'tl.where(tl.abs(x) < float("inf"), x, 0.0)', "x"),
-    ),
-}
-MUTANTS += tuple(
-    Mutant(f"kernel {kernel}", f"fem/ops/{file}", old, new, (test,), True)
-    for file, (test, *edits) in KERNELS.items()
-    for kernel, old, new in edits
-)
-
-
 def survives(mutant: Mutant) -> bool:
     """Whether all tests pass on the mutant. Raises ValueError where the edit fits nothing."""
     with tempfile.TemporaryDirectory() as folder:
@@ -279,8 +205,6 @@ def survives(mutant: Mutant) -> bool:
             *mutant.tests,
         ]
         environment = os.environ | {"PYTHONPATH": str(tree)}
-        if mutant.interpreted:
-            command, environment = [*command, "-o", "addopts="], environment | {"TRITON_INTERPRET": "1"}
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True)
         crashed = -done.returncode in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)  # a store beyond its tensor
         if done.returncode not in (0, 1) and not crashed:

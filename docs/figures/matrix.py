@@ -10,7 +10,6 @@ import torch
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
 
 TIME = {"softmax": "T²"}
-WITHOUT_KERNELS = {"softmax"}  # torch's own attention reads it
 COLUMNS = (
     "cost",
     "stream",
@@ -18,7 +17,6 @@ COLUMNS = (
     "padding, documents",
     "window",
     "grouped heads",
-    "Triton",
     "vLLM",
     "batching",
 )
@@ -69,7 +67,6 @@ def row(prior: str) -> list[str]:
         works(lambda: packs(prior)),
         works(lambda: layer(prior, window=3)(x)),
         works(lambda: layer(prior, n_kv_head=2)(x)),
-        prior not in WITHOUT_KERNELS,
         *served(prior),
     )
     return [f"`{prior}`", TIME.get(prior, "T"), *("yes" if can else "" for can in found)]

@@ -370,5 +370,5 @@ def test_doctor_stops_a_step_that_takes_too_long_and_keeps_what_it_had_found(tmp
     monkeypatch.setattr(card.subprocess, "run", hangs)
     found = card.examine(tmp_path, "scans,decoding", shown=lambda line: None)
     assert [step["ended"].startswith("stopped after") for step in found["steps"].values()] == [True, True]
-    assert "1 of 1 kinds of scan pass" in found["verdict"]
+    assert "2 of 2 checks pass" in found["verdict"]
     assert "not finished: scans, decoding" in found["verdict"]

@@ -1,4 +1,4 @@
-"""Inputs for linear attention, of the plain path and of the kernels."""
+"""Inputs for linear attention."""
 
 import torch
 

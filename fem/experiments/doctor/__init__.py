@@ -11,7 +11,6 @@ from fem.experiments.common.run import processor, versions
 from fem.experiments.common.tables import show_table
 from fem.extras import extras, installed
 from fem.ops.common.backend import softmax_backend
-from fem.ops.common.self_check import verdicts
 
 WHY = {
     "sdpa": "torch's fused attention reads [v | exp(beta v)] in one call",
@@ -53,34 +52,17 @@ def packages() -> list[dict]:
     ]
 
 
-def kernels() -> list[dict]:
-    """What the self-checks of the scans' kernels have found so far, on all GPUs that this user has run them on."""
-    return [
-        {
-            "scan": ", ".join(map(str, found["kind"])),
-            "card": found["card"],
-            "torch, Triton": f"{found['torch']}, {found['triton']}",
-            "auto takes": "triton" if found["passed"] else f"plain: {found['why']}",
-        }
-        for found in verdicts()
-    ]
-
-
 def in_short() -> str:
     """One sentence on what runs here."""
     cards = torch.cuda.device_count()
     if not cards:
         return "No GPU: every read runs on the processor, softmax by torch's attention and scans by their plain form."
-    passed = sum(found["passed"] for found in verdicts())
-    known = f"{passed} kinds of scan have passed their check" if passed else "no scan has been checked yet"
-    return f"{cards} GPU: softmax is read by torch's attention; {known}. Try `fem doctor --gpu`."
+    return f"{cards} GPU: softmax is read by torch's attention, scans as docs/kernels.md says. Try `fem doctor --gpu`."
 
 
 def show() -> None:
     """Print what runs on this machine and why."""
     show_table("Versions", [{"part": name, "state": found} for name, found in versions().items()] + [compiler()])
     show_table("Devices", devices())
-    if rows := kernels():
-        show_table("Kernels of the scans, checked", rows)
     show_table("Optional packages", packages())
     print(in_short())

@@ -14,7 +14,7 @@ from fem.ops.channel_scan.plain import channel_scan
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import NO_WEIGHT, Read, Terms, connected_zeros, merge, nothing_read, read_of
-from fem.ops.common.scaled_sums import Streams, Sums, last_step, start_of, state_of
+from fem.ops.common.scaled_sums import Sums, last_step, start_of, state_of
 from fem.ops.common.tokens import Tokens
 
 Heads = Float[Tensor, "b t h d"]
@@ -38,8 +38,7 @@ def channel_scan_read(
     The state is (B, H, d_v) of `peak`, `total` and `weighted`, the scaled sums of `fem.ops.common.scaled_sums`, and
     with a beta `free_energy`, float32 at least. Gradients pass through it, but not through the peak.
     """
-    given = (x is not None for x in (log_weight, log_decay, beta))
-    backend = scan_backend(backend, v.device, "channel_scan", widest(v, log_weight, log_decay), *given)
+    backend = scan_backend(backend, v.device, widest(v, log_weight, log_decay))
     if backend == "reference" and 0 not in v.shape[:2]:
         loops = partial(naive_channel_scan_read, log_weight, v, beta, log_decay)
         return by_definition(loops, v.dtype, causal, tokens, normalize, initial_state, return_state)
@@ -93,13 +92,7 @@ def _one_way(log_weight, v, beta, log_decay, tokens, state, present: bool, backe
         state = state_of(Sums(*start[:2]), *start[2:])
         state = {name: part.unflatten(-1, shape[2:]) for name, part in state.items()}
         return nothing_read(connected_zeros(v.to(dtype), shape, x, v, a, beta, *start), beta), state
-    if backend == "triton":
-        from fem.ops.channel_scan.kernels import launch as channel_scan_triton
-
-        terms, after = channel_scan_triton.channel_scan(a, x, v, beta, Streams.after(*start, beta=beta))
-        last = after.weights
-    else:
-        terms, last = channel_scan(*(None if part is None else part.to(dtype) for part in (a, x, v)), beta, start)
+    terms, last = channel_scan(*(None if part is None else part.to(dtype) for part in (a, x, v)), beta, start)
     free_energy = None if beta is None else terms.free_energy[:, -1].clone()
     if not present:
         first = (start[0] + start[1][0].log(), start[1][1] / start[1][0], *start[2:])

@@ -33,18 +33,14 @@ def decay_scan(
     Raises ValueError where shapes or devices differ, TypeError unless all are floating-point tensors.
     """
     _check(log_decay, u, initial_state)
-    backend = scan_backend(backend, u.device, "decay_scan", widest(u, log_decay, initial_state))
+    backend = scan_backend(backend, u.device, widest(u, log_decay, initial_state))
     dtype = compute_dtype(log_decay, u)
     if u.numel() == 0:
         return connected_zeros(u, u.shape, log_decay, u, initial_state)
     if initial_state is None:
         initial_state = torch.zeros_like(u[:, 0], dtype=dtype)
     flat = [log_decay.flatten(2), u.flatten(2), initial_state.flatten(1)]
-    if backend == "triton":
-        from fem.ops.decay_scan.kernels import launch as decay_scan_triton  # needs Triton
-
-        h = decay_scan_triton.decay_scan(*flat)
-    elif backend == "reference":
+    if backend == "reference":
         h = naive_decay_scan(*flat)
     else:
         flat = [tensor.to(dtype) for tensor in flat]

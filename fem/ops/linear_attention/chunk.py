@@ -74,16 +74,6 @@ def _items_backward(
     return torch.addcmul(d_v, beta, d_exponent), (d_exponent * (v - peak)).sum(1, keepdim=True)
 
 
-def mix_by_steps(
-    scores: Tensor, items: Tensor, beta: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Bool[Tensor, "y r"]]:
-    """Log-weight, mean and F - M of the items (y, i, .) under the scores (y, r, i), and which rows are in doubt.
-
-    Those rows are 0. By steps that PyTorch can differentiate any number of times.
-    """
-    return _quotients(scores @ items, _least(scores), beta)
-
-
 def _quotients(sums: Tensor, least: float, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     weight, numerator, partition = _columns(sums, beta)
     doubt = weight < least
@@ -105,10 +95,11 @@ def _sure_quotients(sums: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, 
     return weight.log().squeeze(-1), numerator / weight, gain, doubt
 
 
-def mix_at_once(
-    scores: Tensor, items: Tensor, beta: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Bool[Tensor, "y r"]]:
-    """`mix_by_steps` without masks where no row is in doubt. Reads a value back from the device."""
+def _mix(scores: Tensor, items: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Log-weight, mean and F - M of the items (y, i, .) under the scores (y, r, i), and the rows in doubt, (y, r).
+
+    Those rows are 0. Reads a value back from the device: masks are needed only where a row is in doubt.
+    """
     sums, least = scores @ items, _least(scores)
     weight, _, partition = _columns(sums, beta)
     lightest = weight.amin() if beta is None else torch.minimum(weight.amin(), partition.amin())
@@ -160,10 +151,10 @@ def _least(scores: Tensor) -> float:
 # --- what a chunk adds -------------------------------------------------------------------------------------------
 
 
-def remember(chunk: Chunk, mix=mix_at_once) -> tuple[State, Bool[Tensor, "y dk"]]:
+def remember(chunk: Chunk) -> tuple[State, Bool[Tensor, "y dk"]]:
     """The chunk's own contribution to the state at its end, and the key channels in doubt."""
     kept, items, peak = _kept(chunk)
-    log_weight, mean, gain, doubt = mix(kept.mT, items, chunk.beta)
+    log_weight, mean, gain, doubt = _mix(kept.mT, items, chunk.beta)
     return State(log_weight, mean, _lifted(gain, peak, log_weight)), doubt & (chunk.k.amax(1) > 0)
 
 
@@ -195,10 +186,10 @@ def _kept(chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | None]:
 # --- what a chunk reads ------------------------------------------------------------------------------------------
 
 
-def read(chunk: Chunk, state: State, present: bool, mix=mix_at_once) -> tuple[Terms, Bool[Tensor, "y c"]]:
+def read(chunk: Chunk, state: State, present: bool) -> tuple[Terms, Bool[Tensor, "y c"]]:
     """What each token of the chunk reads from state and chunk, and the tokens in doubt."""
     scores, items, scale, peak = _visible(chunk, state, present)
-    log_weight, mean, gain, doubt = mix(scores, items, chunk.beta)
+    log_weight, mean, gain, doubt = _mix(scores, items, chunk.beta)
     terms = Terms(log_weight + scale.squeeze(-1), mean, _lifted(gain, peak, log_weight))
     return terms, doubt & (chunk.q.amax(2) > 0)
 

@@ -22,7 +22,6 @@ from fem.ops.linear_attention.chunk import (
     Chunk,
     State,
     adds,
-    mix_by_steps,
     read,
     read_backward,
     read_exactly,
@@ -31,6 +30,7 @@ from fem.ops.linear_attention.chunk import (
     remember_exactly,
     sees,
 )
+from fem.ops.linear_attention.decode import by_steps
 from fem.ops.linear_attention.fallback import Way, compute, differentiate
 from fem.ops.linear_attention.state_passing import pass_states, pass_states_backward
 
@@ -105,30 +105,6 @@ def _flat(state: State) -> State:
 
 def rows_of(beta: Tensor | None, batch: int) -> Tensor | None:
     return None if beta is None else beta.unsqueeze(1).repeat(batch, 1, 1)
-
-
-def whole(q, k, v, beta, g, start: State, present: bool) -> tuple[Terms, State]:
-    """Reads and final state, the sequence as one chunk: T^2 pairs in float64, by steps that PyTorch can transform.
-
-    A row that spans more than 600 nats, which matrix products cannot compute exactly, is NaN.
-    """
-    batch, time, heads, _ = q.shape
-    slab = Slab(batch, heads, 0, time, time)
-    chunk = slab.inputs(*double(q, k, v), rows_of(None if beta is None else beta.double(), batch), *double(g))
-    state = State(*double(*_flat(start)))
-    added = _proved(*remember(chunk, mix_by_steps), adds(chunk))
-    last = pass_states(state, slab.per_row(added), slab.through(chunk), chunk.beta)
-    last = _each(last, lambda x: x[:, -1].unflatten(0, (batch, heads)).to(q.dtype))
-    terms = _proved(*read(chunk, state, present, mix_by_steps), sees(chunk, state, present))
-    terms = terms._replace(log_weight=terms.log_weight.unsqueeze(-1))
-    tokens = lambda x: x.unflatten(0, (batch, heads)).transpose(1, 2).to(q.dtype)  # noqa: E731
-    return Terms(*(None if x is None else tokens(x) for x in terms)), last
-
-
-def _proved(found: Terms | State, doubt: Tensor, alive: Tensor) -> Terms | State:
-    lost = doubt & alive
-    mark = lambda x: torch.where(lost.view(lost.shape + (1,) * (x.ndim - 2)), torch.nan, x)  # noqa: E731
-    return type(found)(*(None if x is None else mark(x) for x in found))
 
 
 @torch.library.custom_op(
@@ -266,9 +242,11 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _of_tensors(present, q, k, v, beta, g, *start):
-    terms, last = whole(q, k, v, beta, g, State(*start), present)
-    return [q.new_zeros(0) if x is None else x for x in (*terms, *last)]
+def _by_steps(present, *tensors):
+    """The outputs of `scan` in steps that PyTorch can differentiate any number of times, in float64."""
+    q, k, v, beta, g, *start = double(*tensors)
+    terms, last = by_steps(q, k, v, beta, g, State(*start), present)
+    return [v.new_zeros(0) if x is None else x.to(tensors[2].dtype) for x in (*terms, *last)]
 
 
 def _differentiate(ctx, *grads):
@@ -278,7 +256,7 @@ def _differentiate(ctx, *grads):
     if torch.is_grad_enabled():
         if not ctx.continued:
             start = [x[0].unflatten(0, (len(q), -1)) if x.numel() else None for x in saved[:3]]
-        found = again_differentiable(partial(_of_tensors, ctx.present), (q, k, v, beta, g, *start), grads[:6])
+        found = again_differentiable(partial(_by_steps, ctx.present), (q, k, v, beta, g, *start), grads[:6])
         return *found, None
     grads = [q.new_zeros(shape) if x is None else x for x, shape in zip(grads, ctx.shapes)]
     return by_input(scan_backward(grads, q, k, v, beta, g, saved, ctx.present), beta, g)

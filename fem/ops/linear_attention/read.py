@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import next_width, scan_backend, widest
+from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, merge, nothing_read, read_of
 from fem.ops.common.steps import portable
@@ -14,9 +14,8 @@ from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import differentiated, transformed
 from fem.ops.linear_attention.chunk import State
 from fem.ops.linear_attention.decode import by_steps, step
-from fem.ops.linear_attention.kernels.blocks import WIDEST_KEY
 from fem.ops.linear_attention.naive import naive_linear_attention_read
-from fem.ops.linear_attention.plain import scan, whole
+from fem.ops.linear_attention.plain import scan
 
 
 def linear_attention_read(
@@ -38,7 +37,7 @@ def linear_attention_read(
     state: what each key channel has kept, as the read of all tokens before under its own weights, batch first:
     log_weight (B, H, d_k), mean and free_energy (B, H, d_k, d_v), in fp32 (float64 for float64 inputs).
     """
-    backend = _backend(backend, q, v, beta, log_decay, tokens)
+    backend = scan_backend(backend, v.device, widest(v, log_decay))
     if backend == "reference" and 0 not in v.shape[:2]:
         read, state = _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, normalize)
         return (read, state) if return_state else read
@@ -75,45 +74,27 @@ def linear_attention_terms(
 
     Without `present` a token sees those before it alone.
     """
-    sums = dtype = compute_dtype(v)
-    run = scan
-    if backend == "triton":
-        from fem.ops.linear_attention.kernels import launch as linear_attention_triton
-
-        run, dtype = linear_attention_triton.scan, linear_attention_triton.product_dtype(q, v)
-    q, k, v = (x.to(dtype) for x in (q, k, v))
-    beta = None if beta is None else beta.to(sums)
-    g = None if log_decay is None else log_decay.to(sums)
+    sums = compute_dtype(v)
+    q, k, v = (x.to(sums) for x in (q, k, v))
+    beta, g = (None if x is None else x.to(sums) for x in (beta, log_decay))
     g = None if g is None else g.masked_fill(g < LOG_ZERO, LOG_ZERO)  # clamp would keep g itself for the gradient
     g = g.unsqueeze(-1) if g is not None and g.ndim == 3 else g
     if tokens is not None:
         q, k, v, g = _only_kept(tokens, q, k, v, g)
     start = State(**{"free_energy": None} | (initial_state or _empty_state(k, v, beta, sums)))
     if 0 in v.shape[:2]:
-        zeros = connected_zeros(v.to(sums), v.shape, q, k, v, beta, g, *start)
+        zeros = connected_zeros(v, v.shape, q, k, v, beta, g, *start)
         terms, last = nothing_read(zeros, beta)._replace(log_weight=zeros[..., :1]), start
-    elif portable():
-        terms, last = by_steps(*(x.to(sums) for x in (q, k, v)), beta, g, start, present)
-    elif backend == "plain" and transformed(q, k, v, beta, g, *start):
-        terms, last = whole(q, k, v, beta, g, start, present)
+    elif portable() or transformed(q, k, v, beta, g, *start):
+        terms, last = by_steps(q, k, v, beta, g, start, present)
     elif q.shape[1] == 1 and present and not differentiated(q, k, v, beta, g, *start):
-        terms, last = step(*(x.to(sums) for x in (q, k, v)), beta, g, start)
+        terms, last = step(q, k, v, beta, g, start)
     else:
-        results = run(q, k, v, beta, g, *start, present)
+        results = scan(q, k, v, beta, g, *start, present)
         terms, last = Terms(*results[:3]), State(*results[3:6])
     if beta is None:
         terms, last = terms._replace(free_energy=None), last._replace(free_energy=None)
     return terms, {name: x for name, x in last._asdict().items() if x is not None}
-
-
-def _backend(backend: str, q: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, tokens) -> str:
-    if backend == "auto" and q.shape[-1] > WIDEST_KEY:
-        return "plain"
-    decay = None if tokens is None or tokens.start is None else "head"  # a document's start is a decay to nothing
-    if log_decay is not None:
-        decay = "head" if log_decay.ndim == 3 else "channel"
-    widths = next_width(q.shape[-1]), next_width(v.shape[-1])
-    return scan_backend(backend, v.device, "linear_attention", widest(v, log_decay), *widths, decay, beta is not None)
 
 
 def _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, normalize):

@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.backend import next_width, scan_backend
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.precision import upcast
 from fem.ops.softmax import entries as softmax_entries
@@ -26,28 +25,13 @@ def recompute(
     seen: Intervals | None,
     causal: bool,
     scale: float,
-    backend: str = "auto",
 ) -> Float[Tensor, "b tq h dv"]:
-    """The free energies, doubtful ones computed again; seen: what a query sees; None: all, or i <= t if causal.
-
-    On a GPU by our kernels, without a host synchronisation, where they passed their check and no bias is learnt
-    (backend: as `scan_backend` has it).
-    """
+    """The free energies, doubtful ones computed again; seen: what a query sees; None: all, or i <= t if causal."""
     first, end = (None, None) if seen is None else seen
-    widths = next_width(q.shape[3]), next_width(v.shape[3])
-    if not _host_alone(bias) and scan_backend(backend, q.device, "softmax", q.dtype, *widths) == "triton":
-        from fem.ops.softmax.kernels.launch import recompute_on_device  # needs Triton
-
-        return recompute_on_device(free_energy, doubtful, q, k, v, beta, bias, first, end, causal, scale)[0]
     if not torch.compiler.is_compiling() and not bool(doubtful.any()):
         fallbacks.count(doubtful.numel(), 0)
         return free_energy
     return torch.where(doubtful, _recompute(doubtful, q, k, v, beta, bias, first, end, causal, scale), free_energy)
-
-
-def _host_alone(bias: Tensor | None) -> bool:
-    """Whether our kernels cannot: they leave a bias without its gradient, and an exported graph has none of ours."""
-    return torch.compiler.is_exporting() or (bias is not None and bias.requires_grad)
 
 
 @dataclass(frozen=True)

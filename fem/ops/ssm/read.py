@@ -13,7 +13,7 @@ from fem.ops.channel_scan.read import by_definition
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, merge, nothing_read, read_of
-from fem.ops.common.scaled_sums import Streams, Sums, leave, start_of, state_of
+from fem.ops.common.scaled_sums import Sums, start_of, state_of
 from fem.ops.common.tokens import Tokens
 from fem.ops.ssm.inputs import Inputs
 from fem.ops.ssm.naive import naive_ssm_read
@@ -45,8 +45,7 @@ def ssm_read(
     logs: log delta, log B and log C, exact where delta, B or C themselves have underflowed.
     Training keeps the states of every 64th token and computes the others again: memory O(T d_v), not O(T d_v N).
     """
-    dtype = widest(v, delta, A, B, C, D)
-    backend = scan_backend(backend, v.device, "ssm", dtype, A.shape[-1], beta is not None)
+    backend = scan_backend(backend, v.device, widest(v, delta, A, B, C, D))
     if backend == "reference" and 0 not in v.shape[:2]:
         loops = partial(naive_ssm_read, delta, A, B, C, D, v, beta)
         return by_definition(loops, v.dtype, causal, tokens, normalize, initial_state, return_state)
@@ -113,13 +112,6 @@ def _one_way(
             connected_zeros(v.to(dtype), v.shape, delta, A, B, C, D, v, beta, *start), beta
         )
         end = start
-    elif backend == "triton":
-        from fem.ops.ssm.kernels import launch as ssm_triton
-
-        per_state = None if beta is None else beta.repeat(rank)
-        begin = Streams.after(*start, beta=per_state)
-        (log_weight, *read), after = ssm_triton.ssm_scan(delta, A, B, C, D, v, beta, opens, begin, logs)
-        end = [*after.weights, *([] if beta is None else [leave(after, per_state).free_energy])]
     else:
         delta, B, C, v = (x.to(dtype) for x in (delta, B, C, v))
         inputs = Inputs(delta, A, B, C, D, v, beta, opens, *(logs or [None] * 3))

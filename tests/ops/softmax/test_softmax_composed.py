@@ -1,6 +1,5 @@
 """The GPU's path, as far as a CPU runs it: attention over [v | e], and FlexAttention forward."""
 
-import contextlib
 import subprocess
 import sys
 import warnings
@@ -8,7 +7,6 @@ import warnings
 import pytest
 import test_softmax_read
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
@@ -378,98 +376,6 @@ for spike in (0.0, 300.0):
         torch.testing.assert_close(whole, eager, rtol=1e-5, atol=1e-5 * (1 + spike))
 print("whole")
 """
-
-LAUNCHES = """
-import torch
-from torch._inductor import config
-from torch._inductor.async_compile import AsyncCompile
-from fem.experiments.doctor.without_card import compiled_for
-from fem.ops.softmax import composed
-config.cpu_backend, config.compile_threads = "triton", 1
-written, counts = [], []
-class Idle:
-    def run(self, *arguments, **options): pass
-AsyncCompile.triton = lambda self, name, *arguments, **options: written.append(name) or Idle()
-def launched(run):
-    written.clear()
-    out = run()
-    counts.append(len(written))
-    return out
-v, out = (torch.randn(2, 2048, 16, d).bfloat16().requires_grad_() for d in (32, 64))
-beta = torch.ones(16, 32, requires_grad=True)
-prologue, epilogue = (composed._fused(f) for f in (composed._prologue, composed._epilogue))
-with compiled_for("sm_90"):
-    packed, shift, near = launched(lambda: prologue(v, beta, None))
-    given = beta, torch.zeros_like(shift), torch.zeros_like(near), None
-    mean, free_energy, _ = launched(lambda: epilogue(out, *given))
-    launched(lambda: torch.autograd.backward([mean, free_energy], [mean.detach(), free_energy.detach()]))
-    launched(lambda: packed.backward(packed.detach()))
-    more = torch.randn(3, 1111, 16, 32).bfloat16().requires_grad_()
-    launched(lambda: prologue(more, beta, None))
-print(*counts)
-"""
-
-
-@pytest.mark.slow
-def test_prologue_and_epilogue_are_eight_kernels_on_a_gpu():
-    """As inductor writes them for an H100, forward and backward, once for rows of any number and length. Attention is
-    one launch each way besides, and so are entries that are computed again."""
-    pytest.importorskip("triton")
-    done = subprocess.run([sys.executable, "-c", LAUNCHES], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    counts = [int(count) for count in done.stdout.split()]
-    assert sum(counts) == 8  # a backward pass may be written with its forward
-    assert counts[-1] == 0
-
-
-@pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("conditioner", [True, False])
-def test_training_a_layer_reads_no_value_on_the_host(monkeypatch, kernels, conditioner):
-    """Fake tensors have none: with kernels for doubtful entries nobody asks; without them somebody does."""
-    pytest.importorskip("triton")
-
-    def on_a_gpu(q, k, v, beta, *, causal, span, **_):
-        return softmax_composed.composed_read(q, k, v, beta, None, None, None, causal, q.shape[-1] ** -0.5, span)
-
-    monkeypatch.setattr(recompute, "scan_backend", lambda *arguments: "triton" if kernels else "plain")
-    monkeypatch.setattr(prior, "softmax_read", on_a_gpu)
-    with FakeTensorMode():
-        layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=16, n_head=2, use_conv=conditioner))
-        x = torch.randn(2, 9, 16, requires_grad=True)
-        with contextlib.nullcontext() if kernels else pytest.raises(DataDependentOutputException):
-            layer(x).sum().backward()
-
-
-WHOLE = """
-import torch
-from torch._inductor import config
-from torch._inductor.async_compile import AsyncCompile
-from fem.experiments.doctor.without_card import compiled_for
-from fem.ops.softmax import composed, recompute
-config.cpu_backend, config.compile_threads = "triton", 1
-recompute.scan_backend = lambda *arguments: "triton"
-launched = []
-class Idle:
-    def run(self, *arguments, **options): launched.append("torch")
-AsyncCompile.triton = lambda self, *arguments, **options: Idle()
-leaves = [torch.randn(2, 2048, 16, d).bfloat16().requires_grad_() for d in (64, 64, 32)]
-leaves.append(torch.ones(16, 32, requires_grad=True))
-read = torch.compile(lambda *x: tuple(composed.composed_read(*x, None, None, None, True, .125)), fullgraph=True)
-with compiled_for("sm_90") as ours:
-    for run in (lambda: read(*leaves), lambda: torch.autograd.backward(results, [x.detach() for x in results])):
-        results = run()
-        print(len(launched), *(one.kernel for one in ours), sep=",", end=" ")
-        launched.clear(), ours.clear()
-"""
-
-
-@pytest.mark.slow
-def test_a_compiled_read_is_few_launches_on_a_gpu():
-    """As inductor writes it for an H100: torch's kernels and ours, forward and backward. Attention is one launch more
-    each way. That nothing is read on the host: kernels_softmax_entries.py."""
-    pytest.importorskip("triton")
-    done = subprocess.run([sys.executable, "-c", WHOLE], capture_output=True, text=True)
-    assert done.stdout.split() == ["4,free_energies", "7,gradients"], done.stderr[-2000:]
 
 
 GRAPHS = """
