@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fem.config import PRIORS, FreeEnergyMixerConfig
 from fem.priors.base import ROTARY
 
-if TYPE_CHECKING:
-    from fem.models.configuration import FEMConfig
-
 BY_LENGTH = ("dynamic", "longrope")  # whose angles depend on a length: here on the longest row's
 
 
-def read_rope(config: FEMConfig, given: dict | None, rope_theta: float | None) -> None:
+def read_rope(config: PreTrainedConfig, given: dict | None, rope_theta: float | None) -> None:
     """Sets config.rope_parameters, where any are given, in the words of transformers 5, from older ones too.
 
     Raises ValueError on a kind of scaling that is unknown.
@@ -39,7 +35,7 @@ def read_rope(config: FEMConfig, given: dict | None, rope_theta: float | None) -
     config.rope_parameters = rope
 
 
-def scaled(config: FEMConfig, mixer: FreeEnergyMixerConfig) -> FreeEnergyMixerConfig:
+def scaled(config: PreTrainedConfig, mixer: FreeEnergyMixerConfig) -> FreeEnergyMixerConfig:
     """The mixer with the angles of config.rope_parameters, as a Llama of its key width would turn by.
 
     A Llama's angles under "dynamic" and "longrope" change with the length of the row. These are the ones that it has in

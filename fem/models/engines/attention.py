@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fem.config import FreeEnergyMixerConfig
-from fem.models.engines.support import FULL, SLIDING, head_width, layer_type
+from fem.models.engines.support import FULL, SLIDING, layer_type
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import read_tokens
 from fem.ops.softmax.cached import REACH, exponents, pack, unpack
-
-if TYPE_CHECKING:
-    from fem.models.configuration import FEMConfig
 
 EXACT = "exact"  # the attn_implementation of a model that reads with the library's own kernels and cache
 
@@ -31,13 +27,13 @@ class EngineAttention(nn.Module):
         e = exp(beta (v - c))        [mean | R] = softmax(q k / sqrt(d_k)) [v | e]        F = c + log(R) / beta
 
     q (B, T, H, d_k), k (B, T, H_kv, d_k), v (B, T, H_kv, d_v), beta (H_kv, d_v), or None for the mean alone. Heads are
-    padded with zeros to `head_width(config)`. e is right while |beta (v - c)| <= REACH[v.dtype] nats and is clipped
+    padded with zeros to config.head_dim. e is right while |beta (v - c)| <= REACH[v.dtype] nats and is clipped
     there beyond, with a warning on a CPU; `largest` keeps the largest |beta (v - c)| since the model was loaded.
     c is `shift`, (H_kv, d_v) in units of v; 0 unless `calibrate` has set it. attention_mask: the engine's, or
     a dict of them by kind of layer; keywords: the engine's, handed on.
     """
 
-    def __init__(self, config: FEMConfig, mixer: FreeEnergyMixerConfig, layer: int):
+    def __init__(self, config: PreTrainedConfig, mixer: FreeEnergyMixerConfig, layer: int):
         super().__init__()
         self.config = config
         self.layer_idx = layer
@@ -46,7 +42,7 @@ class EngineAttention(nn.Module):
         self.sliding_window = mixer.window
         self.kind = layer_type(mixer)
         self.num_key_value_groups = mixer.n_head // mixer.kv_heads
-        self.width = head_width(config)
+        self.width = config.head_dim
         self.shift = None
         if config.value_shift:
             self.shift = nn.Parameter(torch.zeros(mixer.kv_heads, mixer.value_width), requires_grad=False)
@@ -123,7 +119,7 @@ def _eager(module: EngineAttention, q, k, values, attention_mask, scaling, dropo
 
 
 def positions_of(
-    config: FEMConfig,
+    config: PreTrainedConfig,
     x: Tensor,
     attention_mask,
     position_ids: Tensor | None,
@@ -150,7 +146,7 @@ def positions_of(
 
 
 def masks_of(
-    config: FEMConfig, kinds: set[str], x: Tensor, attention_mask, position_ids: Tensor, cache: Cache | None
+    config: PreTrainedConfig, kinds: set[str], x: Tensor, attention_mask, position_ids: Tensor, cache: Cache | None
 ) -> dict:
     """The engine's mask for each kind of layer; transformers makes it in the form that config names."""
     if isinstance(attention_mask, dict):

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from fem.models.engines.support import obstacle
 from fem.ops.softmax.cached import exponents
 
-if TYPE_CHECKING:
-    from fem.models.modeling import FEMForCausalLM, FEMModel
-
 
 @torch.no_grad()
-def calibrate(model: FEMForCausalLM | FEMModel, input_ids: Int[Tensor, "b t"]) -> list[float]:
+def calibrate(model: PreTrainedModel, input_ids: Int[Tensor, "b t"]) -> list[float]:
     """Set the shift c of every value channel to the middle of its values on a text, and return what range is left.
 
     That is the largest |beta (v - c)| of each layer in nats, which has to stay below `fem.ops.softmax.cached.REACH` of

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from transformers import PreTrainedConfig
 
 from fem.config import FreeEnergyMixerConfig
-
-if TYPE_CHECKING:
-    from fem.models.configuration import FEMConfig
 
 FEED_FORWARD = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
 PER_HEAD = {  # the projections of a prior whose outputs belong to single heads
@@ -19,7 +16,7 @@ PER_HEAD = {  # the projections of a prior whose outputs belong to single heads
 }
 
 
-def tensor_plan(config: FEMConfig) -> dict[str, str]:
+def tensor_plan(config: PreTrainedConfig) -> dict[str, str]:
     """base_model_tp_plan: projections to heads are split by columns, the output by rows; the conditioner is not split.
 
     Where some layer's heads share what is learnt (an SSM's B and C, one decay for all heads) the mixers stay whole on
@@ -35,7 +32,7 @@ def tensor_plan(config: FEMConfig) -> dict[str, str]:
     return {f"layers.*.{name}": style for name, style in plan.items()}
 
 
-def check_heads(config: FEMConfig, processes: int) -> None:
+def check_heads(config: PreTrainedConfig, processes: int) -> None:
     """Raises ValueError where the heads of layers that the plan splits cannot be dealt to this many processes."""
     if not any(name.startswith("layers.*.mixer.") for name in config.base_model_tp_plan):
         return

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from transformers import PreTrainedConfig
 
 from fem.config import PRIORS, FreeEnergyMixerConfig
 from fem.priors.softmax import SoftmaxPrior
-
-if TYPE_CHECKING:
-    from fem.models.configuration import FEMConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _CAPPED = "has a value_logexp_cap, and a cache of [v | e] has a range of its own"
 
 
-def obstacle(config: FEMConfig) -> str | None:
+def obstacle(config: PreTrainedConfig) -> str | None:
     """Why no engine's attention can serve such a model, in one sentence; None: it can."""
     mixers = config.mixer_configs()
     for layer, mixer in enumerate(mixers):
@@ -42,7 +39,7 @@ def _obstacle(mixer: FreeEnergyMixerConfig) -> str | None:
     return None
 
 
-def obstacle_to_states(config: FEMConfig) -> str | None:
+def obstacle_to_states(config: PreTrainedConfig) -> str | None:
     """Why no engine can serve such a model by slots for states, each as large as the next, beside an attention's cache
     for softmax layers; None: it can."""
     mixers = config.mixer_configs()
@@ -72,7 +69,7 @@ def has_state(mixer: FreeEnergyMixerConfig) -> bool:
     return mixer.use_conv or not attends(mixer)
 
 
-def head_width(config: FEMConfig) -> int:
+def head_width(config: PreTrainedConfig) -> int:
     """Width of a head in an engine's cache, where keys and values have the same.
 
     In the paper's shape 2 d_v = d_k, and nothing is padded; otherwise it is the wider of the two, rounded up to a
