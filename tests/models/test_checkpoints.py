@@ -86,6 +86,7 @@ model = getattr(transformers, config.architectures[0]).from_pretrained(folder)
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fem", "replaced"])
 @pytest.mark.parametrize("program", list(PROGRAMS))
 def test_fresh_process_opens_what_was_saved(kind, program, tmp_path):
@@ -97,6 +98,7 @@ def test_fresh_process_opens_what_was_saved(kind, program, tmp_path):
     torch.testing.assert_close(found, model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fem", "replaced"])
 def test_untrusted_code_is_refused(kind, tmp_path):
     model = FEMForCausalLM(small_config()) if kind == "fem" else replace_attention(HOSTS["llama"]())
@@ -218,6 +220,7 @@ def test_classes_outside_transformers_are_loaded_by_passing_them(tmp_path):
     torch.testing.assert_close(loaded(tokens(1, 5)).logits, model(tokens(1, 5)).logits)
 
 
+@pytest.mark.slow
 def test_fem_finds_transformers_when_it_comes_second():
     """`import fem` alone stays light: it registers its models only where transformers is there already."""
     light = "import sys, fem; assert 'transformers' not in sys.modules"

@@ -58,7 +58,10 @@ def test_a_layer_exported_for_inference_is_torchs_own_operations_at_any_length(p
         close(program.module()(x), layer(x))
 
 
-@pytest.mark.parametrize("prior", list(PRIORS))
+@pytest.mark.parametrize(
+    "prior",
+    [prior if prior in ("softmax", "mamba") else pytest.param(prior, marks=pytest.mark.slow) for prior in PRIORS],
+)
 def test_a_layer_exported_with_gradients_has_those_of_the_layer(prior):
     layer = lively(FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=16, n_head=2, prior_type=prior)))
     program = exported(layer, torch.randn(2, 7, 16)).module()

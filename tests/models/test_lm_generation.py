@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import cycle
 
 import pytest
 import torch
@@ -42,6 +43,12 @@ def model(request) -> FEMForCausalLM:
     return small_model(**FAMILIES[request.param])
 
 
+@pytest.fixture(params=["softmax", "gla", "hybrid"])
+def kind_of_model(request) -> FEMForCausalLM:
+    """For promises of the cache around the states: keys, a state, and both."""
+    return small_model(**FAMILIES[request.param])
+
+
 @pytest.fixture
 def softmax_model() -> FEMForCausalLM:
     return small_model()
@@ -60,8 +67,9 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", list(CACHED_MODES))
-def test_cached_generation_equals_uncached(model, mode):
+@pytest.mark.parametrize(("family", "mode"), zip(FAMILIES, cycle(CACHED_MODES)))
+def test_cached_generation_equals_uncached(family, mode):
+    model = small_model(**FAMILIES[family])
     ids = tokens(2, 7)
     cached = generate(model, ids, **CACHED_MODES[mode])
     assert cached.shape[1] == 13
@@ -81,7 +89,8 @@ def test_cached_logits_equal_whole_logits_for_any_split(model):
         close(torch.cat(parts, 1), whole)
 
 
-def test_returned_cache_continues_the_text(model):
+def test_returned_cache_continues_the_text(kind_of_model):
+    model = kind_of_model
     ids = tokens(2, 5)
     whole = generate(model, ids)
     first = generate(model, ids, max_new_tokens=2, return_dict_in_generate=True)
@@ -89,7 +98,8 @@ def test_returned_cache_continues_the_text(model):
     assert torch.equal(second, whole)
 
 
-def test_copied_cache_continues_a_prompt_twice(model):
+def test_copied_cache_continues_a_prompt_twice(kind_of_model):
+    model = kind_of_model
     prompt, endings = tokens(1, 6), [tokens(1, 3, seed) for seed in (5, 6)]
     cache = model(prompt, use_cache=True).past_key_values
     for ending in endings:
@@ -97,7 +107,8 @@ def test_copied_cache_continues_a_prompt_twice(model):
         close(continued, model(torch.cat([prompt, ending], 1)).logits[:, 6:])
 
 
-def test_left_padded_batch_generates_as_single_rows(model):
+def test_left_padded_batch_generates_as_single_rows(kind_of_model):
+    model = kind_of_model
     ids, lengths = tokens(3, 8), (8, 5, 1)
     mask = torch.stack([torch.arange(8) >= 8 - length for length in lengths]).long()
     padded = generate(model, ids, attention_mask=mask)
@@ -142,7 +153,8 @@ def test_rows_of_a_cache_can_be_reordered_selected_and_repeated(model):
     close(model(more, past_key_values=cache).logits, model(repeated).logits[:, 6:])
 
 
-def test_reset_cache_has_seen_nothing(model):
+def test_reset_cache_has_seen_nothing(kind_of_model):
+    model = kind_of_model
     cache = model(tokens(2, 6), use_cache=True).past_key_values
     assert cache.nbytes > 0
     cache.reset()
@@ -165,8 +177,11 @@ def test_no_cache_is_built_unless_it_can_be_of_use(softmax_model):
     assert softmax_model.train()(ids).past_key_values is None
 
 
-@pytest.mark.parametrize("draft", ["prompt lookup", "another model", "the model itself"])
-def test_assisted_decoding_writes_the_same_text(model, draft):
+@pytest.mark.parametrize(
+    ("family", "draft"), zip(FAMILIES, cycle(["prompt lookup", "another model", "the model itself"]))
+)
+def test_assisted_decoding_writes_the_same_text(family, draft):
+    model = small_model(**FAMILIES[family])
     options = {"prompt_lookup_num_tokens": 3}
     if draft != "prompt lookup":
         options = {"assistant_model": FEMForCausalLM(model.config).eval() if draft == "another model" else model}
@@ -174,8 +189,9 @@ def test_assisted_decoding_writes_the_same_text(model, draft):
     assert torch.equal(generate(model, ids, **options), generate(model, ids))
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 20])
-def test_a_prompt_read_in_chunks_writes_the_same_text(model, chunk):
+@pytest.mark.parametrize(("family", "chunk"), zip(FAMILIES, cycle([4, 1, 20])))
+def test_a_prompt_read_in_chunks_writes_the_same_text(family, chunk):
+    model = small_model(**FAMILIES[family])
     ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
     mask[1, :3] = 0
     whole = generate(model, ids, attention_mask=mask)
