@@ -1,4 +1,4 @@
-"""Pages of results for the scripts beside this file, which measure with `fem.experiments.common.measure`."""
+"""Pages of results for the scripts beside this file, which measure with `fem_research.common.measure`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 
 import torch
 
-from fem.experiments.common.run import processor
-from fem.experiments.common.tables import markdown_table
+from fem.runs.run import processor
+from fem.runs.tables import markdown_table
 
 
 def environment() -> dict[str, str]:

@@ -21,10 +21,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.distributed import DistributedConfig
 
-from fem.experiments.common.measure import resident
 from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.context import context_parallel, own_part
 from fem.models.loss import next_tokens
+from fem_research.common.measure import resident
 
 SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 4096}
 TIME, ROWS, STEPS = 512, 1, 2

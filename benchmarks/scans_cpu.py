@@ -12,9 +12,9 @@ import torch
 from measure import save
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
-from fem.experiments.common.measure import alternate, cpu_growth, in_fresh_process
 from fem.functional import channel_scan_read
 from fem.ops.common.read import Read
+from fem_research.common.measure import alternate, cpu_growth, in_fresh_process
 
 WIDTH, HEADS = 256, 4
 SHORT, LONG = 1024, 8192

@@ -1,5 +1,5 @@
-"""The command line, `fem`. A command is a module of fem/experiments/commands with a function `command`, and
-its line here.
+"""The command line, `fem`. A command is a module with a function `command`: those of the library are in fem/commands,
+those of other packages join by the entry-point group `fem.commands`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ import shlex
 import signal
 import sys
 from difflib import get_close_matches
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
+from importlib.metadata import entry_points
+from types import ModuleType
 from typing import Annotated
 
 from fem import __version__
@@ -22,49 +24,42 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: {missing_package(error)}")
 
-COMMANDS = {
-    "demo": "What FEM does, in minutes: two language models on real text, and a look inside.",
-    "train": "Train a language model, on one process or under torchrun.",
-    "finetune": "Train a small GPT-2 or Llama further, as it is and turned into FEM.",
-    "ablate": "What each part of FEM adds to a language model, with controls.",
-    "eval": "Score a language model with lm-evaluation-harness.",
-    "generate": "Continue a prompt, printing the text as it comes.",
-    "inspect": "A page that shows what each channel of each head reads from a text.",
-    "argmax": "Can one read fetch every channel's maximum? (Appendix P)",
-    "regimes": "Tasks that separate reading one mixture from reading per channel.",
-    "mad": "Six synthetic tasks that probe a sequence mixer. (Table 1)",
-    "forecast": "Forecast time series at equal parameters. (Table 4)",
-    "vision": "Classify images at equal parameters. (Table 3)",
-    "bench": "Time and memory beside attention of equal weights. (Tables 5 and 7)",
-    "doctor": "What runs on this machine, and what is missing.",
-    "report": "Turn finished runs into pages beside the paper's tables.",
-}
+RESEARCH = "the paper's experiments are commands of a package of their own: pip install ./research in your copy"
 
 UsageError = typer.BadParameter.__base__  # typer raises it for unknown options and commands, too
-RESUMABLE = ("ablate", "mad", "regimes", "forecast", "vision")
+
+
+@cache
+def commands() -> dict[str, ModuleType]:
+    """Every command and the package whose module it is: those of the library, and those of installed packages."""
+    packages = [import_module("fem.commands"), *(entry.load() for entry in entry_points(group="fem.commands"))]
+    return {name: package for package in packages for name in package.HELP}
 
 
 class Commands(TyperGroup):
     """Commands whose modules are imported only when they are called, so that `fem --help` answers at once."""
 
     def list_commands(self, context) -> list[str]:
-        return list(COMMANDS)
+        return list(commands())
 
     def get_command(self, context, name: str) -> TyperCommand | None:
-        return TyperCommand(name, help=COMMANDS[name]) if name in COMMANDS else None
+        return TyperCommand(name, help=commands()[name].HELP[name]) if name in commands() else None
 
     def resolve_command(self, context, args: list[str]):
         name, *rest = args
-        if name not in COMMANDS:
-            near = get_close_matches(name, COMMANDS, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(COMMANDS)}."
+        known = commands()
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(known)}."
+            if not entry_points(group="fem.commands"):
+                hint = f"{hint.rstrip('.')}; {RESEARCH}."
             context.fail(f"there is no command {name!r}; {hint}")
         return name, load(name), rest
 
 
 def load(name: str) -> TyperCommand:
     """The command itself, with its options."""
-    command = import_module(f"fem.experiments.commands.{name}").command
+    command = import_module(f"{commands()[name].__name__}.{name}").command
 
     @wraps(command)
     def interruptible(*args, **options):
@@ -81,7 +76,8 @@ def load(name: str) -> TyperCommand:
 
 def stopped(name: str) -> str:
     """The message after Ctrl-C: whether anything is kept, and the command that continues."""
-    kept = "what had ended is kept, and the same command goes on" if name in RESUMABLE else "to begin again"
+    resumes = name in commands()[name].RESUMABLE
+    kept = "finished parts are saved, and the same command goes on" if resumes else "to begin again"
     return f"stopped; {kept}: {shlex.join(['fem', *sys.argv[1:]])}"
 
 
@@ -130,7 +126,7 @@ def _first_to_say() -> bool:
     """Whether this process is to print the error: under torchrun, where all meet the same one, the first does."""
     if not _under_torchrun():
         return True
-    from fem.experiments.common.distributed import store_key, torchrun_store
+    from fem.train.distributed import store_key, torchrun_store
 
     return torchrun_store().add(f"{store_key()}/error", 1) == 1
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from matplotlib.lines import Line2D
 
-from fem.experiments.common.names import colour
-from fem.experiments.lm.ablations import mixer_name
 from fem.plots import GREY, picture
+from fem_research.common.names import colour
+from fem_research.lm.ablations import mixer_name
 
 DOCS = Path(__file__).parents[1]
 ATTENTION = "-C,G,T,L"

@@ -22,10 +22,10 @@ def shown(page: Path) -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_commands_of_a_page_exist_with_their_options(page):
-    from fem.cli import COMMANDS, load
+    from fem.cli import commands, load
 
     for name, options in shown(page):
-        assert name in COMMANDS, f"fem {name}"
+        assert name in commands(), f"fem {name}"
         known = {flag for parameter in load(name).params for flag in (*parameter.opts, *parameter.secondary_opts)}
         assert set(options) - {"--help"} <= known, f"fem {name}"
 

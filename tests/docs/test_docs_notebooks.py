@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fem.experiments.common.names import FULL_COLOURS, GREYS, OTHER_GREY, PART_COLOURS
+from fem_research.common.names import FULL_COLOURS, GREYS, OTHER_GREY, PART_COLOURS
 
 nbclient = pytest.importorskip("nbclient", reason="running notebooks needs the extra 'dev'")
 nbformat = pytest.importorskip("nbformat", reason="running notebooks needs the extra 'dev'")
@@ -53,7 +53,7 @@ def code(notebook):
 
 @named
 def test_a_mixer_has_its_one_name_and_colour(path):
-    """Colours of mixers come from `fem.experiments.common.names`, not from the notebook."""
+    """Colours of mixers come from `fem_research.common.names`, not from the notebook."""
     own = {*GREYS.values(), *FULL_COLOURS.values(), *PART_COLOURS.values()} - {OTHER_GREY}
     source = "\n".join(cell.source for cell in code(nbformat.read(path, as_version=4)))
     drawn = re.findall(r"color=\"(#\w+)\"", source)

@@ -13,7 +13,7 @@ from statistics import mean
 import torch
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
-from fem.experiments.common.paired import shown
+from fem_research.common.paired import shown
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "figures"))

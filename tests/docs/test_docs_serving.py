@@ -78,7 +78,7 @@ def test_torchrun_knows_what_the_pages_type_and_fem_train_takes_the_rest(monkeyp
     from torch.distributed.run import get_args_parser
 
     from fem.cli import load
-    from fem.experiments.lm import training
+    from fem.train import training
 
     ran = []
     monkeypatch.setattr(training, "run", lambda recipe, *_, **__: ran.append(recipe))

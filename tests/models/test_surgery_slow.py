@@ -14,9 +14,9 @@ pytest.importorskip("transformers", reason="originals of transformers need the e
 pytest.importorskip("datasets", reason="training on text needs the extra 'lm'")
 
 from fem import replace_attention
-from fem.experiments.lm.finetune import FinetuneRecipe, finetune, train_original, validate
-from fem.experiments.lm.text import build_corpus
 from fem.models import load_replaced
+from fem_research.lm.finetune import FinetuneRecipe, finetune, train_original, validate
+from fem_research.lm.text import build_corpus
 
 pytestmark = pytest.mark.slow
 RECIPE = FinetuneRecipe(layers=2, width=64, vocabulary=512, context=64, steps=250, further_steps=120, runs=1)

@@ -103,7 +103,7 @@ def little_room(size: int) -> None:
 
 def stop_for_good(rank: int) -> None:
     """This rank stops in the middle of its seventh step, as a process does that the machine does not let go on."""
-    from fem.experiments.lm.trainer import TextTrainer
+    from fem.train.trainer import TextTrainer
 
     original = TextTrainer.training_step
 
@@ -282,8 +282,8 @@ def once(chaos: Chaos, case: Case, number: int) -> dict:
 
 
 def page(found: list[dict], output: Path, seed: int) -> None:
-    from fem.experiments.common.run import hardware, now, provenance, versions, write_json
-    from fem.experiments.common.tables import markdown_table
+    from fem.runs.run import hardware, now, provenance, versions, write_json
+    from fem.runs.tables import markdown_table
 
     data = {"seed": seed, "cases": found, "versions": versions(), "hardware": hardware(), "date": now()}
     write_json(output / "chaos.json", data)

@@ -22,8 +22,8 @@ SERVER.set_forkserver_preload(
         "torch.utils.tensorboard",
         "transformers.trainer",
         "fem.cli",
-        "fem.experiments.commands.train",
-        "fem.experiments.lm.training",
+        "fem.commands.train",
+        "fem.train.training",
     ]
 )
 
@@ -43,7 +43,7 @@ class Ended:
 
 def arguments(recipe, output: Path, resume: bool) -> list[str]:
     """The arguments of the command line."""
-    from fem.experiments.common.run import called
+    from fem.runs.run import called
 
     words = ["train", "--output", str(output), *(["--resume", "auto"] if resume else [])]
     for part in fields(recipe):

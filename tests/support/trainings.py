@@ -23,7 +23,7 @@ def write_corpus(path, documents=120, seed=0):
 
 
 def tiny(made_up, **changes):
-    from fem.experiments.lm.recipe import TrainRecipe
+    from fem.train.recipe import TrainRecipe
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 88}
     given = {
@@ -71,8 +71,8 @@ def main(recipe, output, resume, death):
     """death: ["step", n], at the end of this step; ["save", n], while it is saved, after the optimiser's state;
     ["room", n], no death, but from step 10 on no file may grow beyond n bytes, as on a full disk; or None."""
     torch.set_num_threads(1)
-    from fem.experiments.lm import metrics, trainer, training
-    from fem.experiments.lm.recipe import TrainRecipe
+    from fem.train import metrics, trainer, training
+    from fem.train.recipe import TrainRecipe
 
     if death is not None:
         place, step = death

@@ -1,0 +1,41 @@
+from pathlib import Path
+
+import jaxtyping
+import pytest
+import torch
+
+with torch.device("meta"):
+    torch.empty(0)  # torch keeps a list of what makes tensors: of its own functions, not of those that a test put there
+
+POISONED = [Path(__file__).parent / "tests" / name for name in ("ops", "layer")]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def as_users_run():
+    """Without the shape checks of the tests, which would speak before our own errors do."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(request, monkeypatch):
+    """Fresh buffers hold NaN, integers 113, in tests of reads and layers: what nobody wrote shows."""
+    if not any(folder in request.path.parents for folder in POISONED):
+        return
+
+    def filled(make):
+        def fresh(*sizes, **options):
+            tensor = make(*sizes, **options)
+            return tensor.fill_(torch.nan if tensor.is_floating_point() else 113)
+
+        return fresh
+
+    for owner, name in ((torch.Tensor, "new_empty"), (torch, "empty_like"), (torch, "empty")):
+        monkeypatch.setattr(owner, name, filled(getattr(owner, name)))

@@ -1,0 +1,10 @@
+"""The commands of the library, one module each. A command imports torch only when it begins, so help is quick."""
+
+HELP = {
+    "train": "Train a language model, on one process or under torchrun.",
+    "eval": "Score a language model with lm-evaluation-harness.",
+    "generate": "Continue a prompt, printing the text as it comes.",
+    "inspect": "A page that shows what each channel of each head reads from a text.",
+    "doctor": "What runs on this machine, and what is missing.",
+}
+RESUMABLE = ()

@@ -1,0 +1,25 @@
+"""`fem doctor`: what runs on this machine, by which backend, and what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    gpu: Annotated[bool, typer.Option("--gpu", help="Check and time everything: at most 5 minutes a step.")] = False,
+    only: Annotated[str | None, typer.Option(help="With --gpu: some of the steps, separated by commas.")] = None,
+    output: Annotated[Path, typer.Option(help="With --gpu: folder of the page and the figures.")] = Path("runs/doctor"),
+):
+    """What runs on this machine and why: versions, devices, backends and optional packages."""
+    if gpu:
+        from fem.doctor.card import examine
+
+        print(examine(output, only)["verdict"])
+        print(f"Page: {output / 'report.md'}")
+    else:
+        from fem.doctor import show
+
+        show()

@@ -1,0 +1,21 @@
+"""`fem eval`: scores of a language model by lm-evaluation-harness."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fem.runs.options import recipe_options
+from fem.train.eval import EvalRecipe, run
+
+
+@recipe_options(EvalRecipe)
+def command(
+    changes: dict,
+    output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("runs/eval"),
+):
+    """Score a language model with lm-evaluation-harness: the paper's suite, or any tasks."""
+    run(EvalRecipe(**changes), output)
+    typer.echo(f"written to {output}: report.md, results.json, table.csv")

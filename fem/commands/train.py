@@ -1,0 +1,77 @@
+"""`fem train`: a language model from a recipe, on one process or many."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fem.runs.options import recipe_options
+from fem.runs.recipes import require_one_of
+from fem.train.recipe import RECIPES, TrainRecipe
+
+
+@recipe_options(TrainRecipe)
+def command(
+    changes: dict,
+    recipe: Annotated[str, typer.Option(help=f"Defaults of all other options: {', '.join(RECIPES)}.")] = "laptop",
+    output: Annotated[Path, typer.Option(help="Folder of checkpoints, metrics.jsonl and results.json.")] = Path(
+        "runs/train"
+    ),
+    resume: Annotated[
+        str | None, typer.Option(help='"auto": go on from the newest complete checkpoint in output, if there is one.')
+    ] = None,
+    time_limit: Annotated[
+        str | None, typer.Option(help="Save and stop before this time is up: minutes, HH:MM:SS or D-HH:MM:SS.")
+    ] = None,
+    allow_changed_data: Annotated[
+        bool,
+        typer.Option(
+            "--allow-changed-data", help="Resume with other data or another tokenizer; config.json records it."
+        ),
+    ] = False,
+):
+    """Train a language model, on one process or under torchrun; --resume auto continues a stopped run.
+
+    Exit status: 0 finished; 75 saved and to go on (signals, --time-limit); 130 Ctrl-C; 2 a mistake, said in a sentence.
+    """
+    require_one_of("recipe", recipe, RECIPES)
+    if resume not in (None, "auto"):
+        raise ValueError(f"resume must be auto, or left out, got {resume!r}.")
+    given = replace(RECIPES[recipe], **changes)
+    from transformers.utils.logging import disable_progress_bar
+
+    from fem.train.distributed import GO_ON, Lost, Paused
+    from fem.train.signals import seconds_of
+    from fem.train.training import run
+
+    disable_progress_bar()
+    seconds = seconds_of(time_limit)
+    try:
+        run(given, output, resume == "auto", allow_changed_data=allow_changed_data, seconds=seconds)
+    except Paused as stopped:
+        _say(f"{stopped}; to go on: {again()}")
+        raise typer.Exit(stopped.code) from None
+    except Lost as lost:
+        _say(f"error: {lost}; to go on: {again()}", everyone=True)
+        sys.stderr.flush()
+        os._exit(GO_ON)  # a normal exit would wait for gloo's threads, which wait for the lost process
+    except KeyboardInterrupt:
+        _say(f"stopped at once; to go on from the last checkpoint: {again()}")
+        raise typer.Exit(130) from None
+
+
+def again() -> str:
+    """What to type to go on where this command stopped."""
+    words = sys.argv[1:]
+    return shlex.join(["fem", *words, *([] if "--resume" in words else ["--resume", "auto"])])
+
+
+def _say(sentence: str, everyone: bool = False) -> None:
+    if everyone or os.environ.get("RANK", "0") == "0":
+        print(sentence, file=sys.stderr)

@@ -1,0 +1,68 @@
+"""`fem doctor`: what runs on this machine, by which backend, and what is missing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import torch
+
+from fem.runs.run import processor, versions
+from fem.runs.tables import show_table
+from fem.extras import extras, installed
+from fem.ops.common.backend import softmax_backend
+
+WHY = {
+    "sdpa": "torch's fused attention reads [v | exp(beta v)] in one call",
+    "plain": "no fused kernel for this device: scores are materialised",
+}
+
+
+def devices() -> list[dict]:
+    """Every device that torch can use here, the backend that computes a softmax read on it, and why."""
+    names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    if torch.backends.mps.is_available():
+        names.append("mps")
+    backends = {name: softmax_backend("auto", torch.device(name), torch.float32) for name in names}
+    return [{"device": name, "what": _what(name), "reads by": by, "because": WHY[by]} for name, by in backends.items()]
+
+
+def _what(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    threads = f", {torch.get_num_threads()} threads on {os.cpu_count()} cores" if device == "cpu" else ""
+    return processor() + threads
+
+
+def compiler() -> dict:
+    """Whether torch.compile can build code on the CPU."""
+    name = next((name for name in ("g++", "clang++", "cl") if shutil.which(name)), None)
+    return {
+        "part": "torch.compile on CPU",
+        "state": f"inductor, with {name}" if name else 'no C++ compiler: use backend="aot_eager"',
+    }
+
+
+def packages() -> list[dict]:
+    """Every optional package: its version, or the command that installs its extra."""
+    return [
+        {"extra": extra, "package": name, "state": installed(name) or f"missing: pip install '.[{extra}]'"}
+        for extra, names in extras().items()
+        for name in names
+    ]
+
+
+def in_short() -> str:
+    """One sentence on what runs here."""
+    cards = torch.cuda.device_count()
+    if not cards:
+        return "No GPU: every read runs on the processor, softmax by torch's attention and scans by their plain form."
+    return f"{cards} GPU: softmax is read by torch's attention, scans as docs/kernels.md says. Try `fem doctor --gpu`."
+
+
+def show() -> None:
+    """Print what runs on this machine and why."""
+    show_table("Versions", [{"part": name, "state": found} for name, found in versions().items()] + [compiler()])
+    show_table("Devices", devices())
+    show_table("Optional packages", packages())
+    print(in_short())

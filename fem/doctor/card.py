@@ -1,0 +1,112 @@
+"""`fem doctor --gpu`: checks, each in a process of its own with a time limit; a page, and one line that sums it up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fem.runs.run import hardware, now, provenance, versions, write_json
+from fem.runs.tables import markdown_table
+from fem.extras import installed
+
+LIMIT = 300  # seconds that a step may take: first calls compile
+
+
+class Step(NamedTuple):
+    title: str
+    rows: Callable[[torch.device], Iterator[dict]]
+
+
+def software(device: torch.device) -> Iterator[dict]:
+    """Versions, of the packages whose kernels scans are read by, too."""
+    for name, found in versions().items():
+        yield {"part": name, "found": found, "result": "ok"}
+    for name in ("triton", "fla-core", "mamba-ssm"):
+        yield {"part": name, "found": installed(name) or "missing", "result": "ok"}
+
+
+def steps() -> dict[str, Step]:
+    from fem.doctor import checks, speed
+
+    return {
+        "software": Step("Versions", software),
+        "scans": Step("Layers of every prior that scans, against float64", checks.scans),
+        "softmax": Step("Softmax reads against the plain form in float64", checks.softmax),
+        "situations": Step("A layer checkpointed, compiled, captured", checks.situations),
+        "offsets": Step("Tensors of more than 2^31 numbers", checks.large_offsets),
+        "training": Step("A train step", speed.training),
+        "decoding": Step("Decoding one token", speed.decoding),
+    }
+
+
+def examine(output: Path, only: str | None = None, shown: Callable[[str], None] = print) -> dict:
+    """Run the steps and write results.json and report.md to `output`; returns what results.json holds."""
+    chosen = steps() if only is None else {name: steps()[name] for name in only.split(",")}
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    output.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for name, step in chosen.items():
+        shown(f"{step.title} (at most {LIMIT} s)")
+        found[name] = _in_a_process(name, device, output / f"{name}.jsonl")
+    results = {"device": device, "hardware": hardware(), "versions": versions(), "date": now(), "steps": found}
+    results["verdict"] = verdict(device, found)
+    write_json(output / "results.json", results)
+    (output / "report.md").write_text(page(results, chosen), encoding="utf-8")
+    return results
+
+
+def _in_a_process(name: str, device: str, path: Path) -> dict:
+    """Run one step: what it found before it ended, and how it ended."""
+    path.unlink(missing_ok=True)
+    started = time.monotonic()
+    try:
+        command = [sys.executable, "-W", "ignore", "-m", __name__, name, device, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+        errors = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        ended = "ok" if done.returncode == 0 else errors[-1]
+    except subprocess.TimeoutExpired:
+        ended = f"stopped after {LIMIT} s"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    path.unlink(missing_ok=True)
+    return {"ended": ended, "seconds": round(time.monotonic() - started, 1), "rows": rows}
+
+
+def verdict(device: str, found: dict) -> str:
+    """In words: how many checks pass, which do not, and how fast a train step is."""
+    rows = [row for step in found.values() for row in step["rows"]]
+    wrong = [row for row in rows if row["result"] != "ok"]
+    unfinished = [name for name, step in found.items() if step["ended"] != "ok"]
+    text = f"On {device}, {len(rows) - len(wrong)} of {len(rows)} checks pass"
+    speeds = {row["layer"]: row for row in found.get("training", {"rows": []})["rows"] if row["result"] == "ok"}
+    if device != "cpu" and "FEM, softmax" in speeds:
+        text += f"; FEM takes {speeds['FEM, softmax']['of attention']:.2f} times attention's train step"
+    if unfinished:
+        text += f"; not finished: {', '.join(unfinished)}"
+    return text + "."
+
+
+def page(results: dict, chosen: dict[str, Step]) -> str:
+    parts = [f"# fem doctor --gpu\n\n{results['verdict']}\n"]
+    for name, step in results["steps"].items():
+        parts.append(f"## {chosen[name].title}\n\nEnded: {step['ended']}, after {step['seconds']} s.\n")
+        columns = list(dict.fromkeys(column for row in step["rows"] for column in row))
+        if columns:
+            parts.append(markdown_table([{column: row.get(column) for column in columns} for row in step["rows"]]))
+        elif results["device"] == "cpu":
+            parts.append("It needs a GPU: nothing was run.\n")
+    return "\n".join([*parts, provenance("fem doctor --gpu")])
+
+
+if __name__ == "__main__":
+    name, device, path = sys.argv[1:]
+    torch.set_num_threads(1)
+    with open(path, "w", encoding="utf-8") as file:
+        for row in steps()[name].rows(torch.device(device)):
+            print(json.dumps(row), file=file, flush=True)

@@ -1,0 +1,79 @@
+"""A recipe's fields as options of a command."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import Field, fields
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from rich.markup import escape
+
+from fem.runs.run import called, note
+
+Command = Callable[..., Any]
+
+
+def recipe_options(recipe: type) -> Callable[[Command], Command]:
+    """Give a command every field of `recipe` as an option.
+
+    The command's first argument receives the fields that the user gave, {field: value}, so that
+    `replace(recipe, **changes)` is the recipe to run; its other arguments stay options of their own. The help shows the
+    defaults of `recipe`, a dataclass.
+    """
+    types = get_type_hints(recipe)
+
+    def as_option(field: Field) -> inspect.Parameter:
+        default, name = field.default, called(field)
+        if isinstance(default, bool):
+            flag, default = f"--{name}/--no-{name}", f"{'' if default else 'no-'}{name}"
+        else:
+            flag = f"--{name}"
+        shown = "" if default in (None, "") else f" [default: {default}]"
+        info = typer.Option(flag, help=escape(field.metadata["help"] + shown), show_default=False)
+        return _keyword(field.name, types[field.name], info)
+
+    def decorate(command: Command) -> Command:
+        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+        options = [as_option(field) for field in fields(recipe)]
+        names = {option.name for option in options}
+        old = {other: field for field in fields(recipe) for other in field.metadata["also"]}
+        old |= {field.name: field for field in fields(recipe) if field.metadata["called"]}
+        for other, field in old.items():
+            hidden = typer.Option(f"--{other.replace('_', '-')}", hidden=True)
+            options.append(_keyword(f"old_{other}", types[field.name], hidden))
+
+        def run(**given):
+            for other, field in old.items():
+                if (value := given.pop(f"old_{other}")) is not None:
+                    note(f"--{other.replace('_', '-')} is called --{called(field)} here.")
+                    given[field.name] = value
+            changes = {name: value for name, value in given.items() if name in names and value is not None}
+            try:
+                return command(changes, **{name: value for name, value in given.items() if name not in names})
+            except ValueError as error:
+                raise ValueError(_as_typed(str(error), recipe)) from error
+
+        keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        parameters = [*keyword_only, *options]
+        run.__name__, run.__module__ = command.__name__, command.__module__
+        run.__doc__ = inspect.cleandoc(command.__doc__ or "")
+        run.__signature__ = inspect.Signature(parameters)
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+def _as_typed(sentence: str, recipe: type) -> str:
+    """The sentence of an error, with names of options for names of fields: its first word, and any with a value."""
+    typed = {field.name: called(field).replace("-", "_") for field in fields(recipe)}
+    return re.sub(r"^\w+|\b\w+(?= = )", lambda found: typed.get(found[0], found[0]), sentence)
+
+
+def _keyword(name: str, kind: Any, info: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
+    )

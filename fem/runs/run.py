@@ -1,0 +1,299 @@
+"""What every experiment shares: a recipe goes in, a folder of results comes out.
+
+A recipe is a frozen dataclass that says what is computed, and nothing about where. A run's folder holds config.json
+(recipe, versions, seed, hardware, date), metrics.jsonl (one line per measurement), results.json, tables and plots.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import Field, asdict, field, fields, is_dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from fem.extras import installed
+
+PACKAGES = (
+    "free-energy-mixer",
+    "torch",
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "accelerate",
+    "neuralforecast",
+)
+RESULTS, PAGE, CONFIG = "results.json", "report.md", "config.json"
+
+
+def option(
+    default: Any,
+    help: str,
+    also: tuple[str, ...] = (),
+    called: str | None = None,
+    shown: Callable[[str], str] | None = None,
+) -> Any:
+    """A field of a recipe: its default, and the line that explains it in the command's help.
+
+    called: its name on the command line, where that is not the field's. also: its names in other commands or earlier
+    versions, which the command line accepts, as it does the field's own, with a note that gives the name here.
+    shown: how a page writes the value, where that differs from the value itself.
+    """
+    return field(default=default, metadata={"help": help, "also": also, "called": called, "shown": shown})
+
+
+def called(part: Field) -> str:
+    """The name of a recipe's field on the command line, without dashes in front."""
+    return (part.metadata.get("called") or part.name).replace("_", "-")
+
+
+class Run:
+    """A run under way: it writes its files to `folder`, from which `open_run` moves them when the run has succeeded."""
+
+    def __init__(self, folder: Path, seed: int):
+        self.folder = folder
+        self.seed = seed
+        self.started = time.monotonic()
+
+    def log(self, **metrics) -> None:
+        """Append one measurement to metrics.jsonl."""
+        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics) + "\n")
+
+    def finish(self, results: dict) -> dict:
+        """Write the results to results.json, with versions, seed and seconds; returns what was written."""
+        seconds = round(time.monotonic() - self.started, 1)
+        results = results | {"versions": versions(), "seed": self.seed, "seconds": seconds}
+        write_json(self.folder / RESULTS, results)
+        return results
+
+
+def check_output(output: Path, experiment: str | None = None) -> None:
+    """Raises ValueError where `output` is a file, or a folder with the results of another experiment."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output must be a folder, got the file {str(output)!r}; choose another name.")
+    found = None if experiment is None else read_json(output / CONFIG)
+    if found is None:
+        return
+    other = found.get("experiment") if isinstance(found, dict) else None
+    if other != experiment:
+        what = f"a run of fem {other}" if other else "a config.json that belongs to no run, such as a model's"
+        raise ValueError(f"output must not hold another experiment, got {str(output)!r} with {what}; choose another.")
+
+
+@contextmanager
+def open_run(output: Path, experiment: str, recipe) -> Iterator[Run]:
+    """A run of `recipe`. Its files are moved to `output` when the block ends, results.json last.
+
+    Files of an earlier run are replaced; a run that fails or is stopped leaves them as they were.
+    Raises ValueError where `output` is no folder or another experiment's, TypeError if `recipe` is no dataclass.
+    """
+    if not is_dataclass(recipe):
+        raise TypeError(f"recipe must be a dataclass, got {type(recipe).__name__}.")
+    check_output(output, experiment)
+    output = output.absolute()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as staging:
+        run = Run(Path(staging), recipe.seed)
+        config = {"experiment": experiment, "recipe": asdict(recipe), "seed": recipe.seed}
+        write_json(run.folder / CONFIG, config | circumstances())
+        yield run
+        _publish(run.folder, output)
+
+
+def _publish(staging: Path, output: Path) -> None:
+    files = [path for path in staging.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: path.name == RESULTS):
+        target = output / path.relative_to(staging)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, target)
+
+
+def command_line(experiment: str, recipe, start, profile: str | None = None) -> str:
+    """The command that runs `recipe`, with an option for every field that differs from `start`, the command's defaults.
+
+    Of files, only the names are given.
+    """
+    words = ["fem", experiment] if profile is None else ["fem", experiment, "--profile", profile]
+    for part in fields(recipe):
+        value, name = getattr(recipe, part.name), called(part)
+        if value is None or value == getattr(start, part.name):
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            text = without_folders(str(value))
+            shown = part.metadata["shown"]
+            words += [f"--{name}", text if shown is None else shown(text)]
+    return shlex.join(words)
+
+
+def without_folders(text: str) -> str:
+    """A value of a recipe, or several with commas, with files called by name: the folders are this machine's own."""
+    return ",".join(map(_file_name, text.split(",")))
+
+
+def _file_name(text: str) -> str:
+    path = Path(text)
+    return path.name if path.is_absolute() or (os.sep in text and path.exists()) else text
+
+
+def provenance(command: str) -> str:
+    """The last section of a page of results: the command, the date, the machine and the versions."""
+    found = hardware()
+    machine = ", ".join([found["processor"], f"threads: {found['threads']}", *found["gpus"]])
+    software = ", ".join(f"{name} {version}" for name, version in versions().items())
+    return f"## How this was made\n\n`{command}` on {now()}, {machine}; {software}.\n"
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; None where there is no such file, or none that can be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def write_json(path: Path, data: dict) -> None:
+    """Write data as JSON: readers see the old file or the new one."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name to write a file under, which is renamed when the block ends: readers see the old file or the
+    new one, even after a power cut."""
+    temporary = path.with_name(path.name + ".tmp")
+    yield temporary
+    sync(temporary)
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows opens no folders
+    handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def note(sentence: str) -> None:
+    """Print a note on standard error; of torchrun's processes, only the first does."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note: {sentence}", file=sys.stderr)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; the name of its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages that results depend on."""
+    found = {package: installed(package) for package in PACKAGES}
+    return {"python": platform.python_version()} | {name: known for name, known in found.items() if known}
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, threads and accelerators that a run used."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"processor": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpus": gpus}
+
+
+def circumstances() -> dict[str, Any]:
+    """Versions, hardware and date, as every record of a run keeps them."""
+    return {"versions": versions(), "hardware": hardware(), "date": now()}
+
+
+def processor() -> str:
+    """The name of this machine's processor."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+@contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """Compute with `count` threads: on a busy machine, small tensors take ten times longer with two than with one."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Lines(Progress):
+    """Progress without a terminal: a line whenever a task gets a new description, as it does at every evaluation."""
+
+    def update(self, task_id: TaskID, *, description: str | None = None, **changes) -> None:
+        task = next(task for task in self.tasks if task.id == task_id)
+        news = description is not None and description != task.description
+        super().update(task_id, description=description, **changes)
+        if news:
+            where = f"({task.completed:.0f}/{task.total or 0:.0f})"
+            self.console.print(f"{description} {where}", soft_wrap=True, markup=False, highlight=False)
+
+
+def steps_bar(bars: Progress, title: str, steps: int) -> tuple[TaskID, Callable[[int, float | None], None]]:
+    """A bar for the steps of a training, and the function that moves it: advance(step, last validation loss if any)."""
+    bar = bars.add_task(title, total=steps)
+
+    def advance(step: int, loss: float | None) -> None:
+        bars.update(bar, completed=step, description=title if loss is None else f"{title}, loss {loss:.3f}")
+
+    return bar, advance
+
+
+def progress() -> Progress:
+    """Steps, time taken and time left on standard error: a bar on a terminal, else a line per evaluation."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return Lines(console=console, disable=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("taken,"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        console=console,
+    )

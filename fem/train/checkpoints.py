@@ -1,0 +1,170 @@
+"""Checkpoints in an output folder, which of them are complete, and language models loaded from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fem.runs.run import first_line, note, read_json
+from fem.train.integrity import MANIFEST, damage
+
+if TYPE_CHECKING:
+    from torch import nn
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+STAGING = ".saving"  # in the output folder: where a checkpoint is written before it is renamed
+KEPT = 2  # checkpoints of a training that goes on by itself
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+
+def checkpoints(output: Path) -> list[Path]:
+    """The folders `output`/checkpoint-N in the order of N, complete or not."""
+    found = [p for p in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def newest(output: Path) -> Path | None:
+    """The newest complete checkpoint in `output`: every file is as it was saved."""
+    return next((checkpoint for checkpoint in reversed(checkpoints(output)) if damage(checkpoint) is None), None)
+
+
+def to_go_on_from(output: Path) -> Path | None:
+    """`newest`, with a note for every later checkpoint, which is damaged; None where there are no checkpoints.
+
+    Raises ValueError where there are some and none is whole.
+    """
+    damaged = {}
+    for checkpoint in reversed(checkpoints(output)):
+        if (problem := damage(checkpoint)) is None:
+            for name, known in damaged.items():
+                note(f"{name} is damaged: {known}; going on from {checkpoint.name}.")
+            return checkpoint
+        damaged[checkpoint.name] = problem
+    if damaged:
+        raise ValueError(f"no checkpoint in {str(output)!r} is whole; remove them to begin again.")
+    return None
+
+
+def set_aside_after(checkpoint: Path) -> None:
+    """Rename the later checkpoints, which are damaged, so that no training takes them for ones that can be used."""
+    for later in checkpoints(checkpoint.parent):
+        if step_of(later) > step_of(checkpoint):
+            aside = later.with_name(f"damaged-{later.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(later, aside)
+
+
+def model_folder(folder: str | Path) -> Path:
+    """The folder with the weights: `folder` itself, its newest complete checkpoint, or its subfolder `model`.
+
+    Raises ValueError where none of them holds a model in safetensors, and where these are not what their digests say.
+    """
+    folder = Path(folder)
+    if folder.is_file() or not folder.exists():
+        pickle = f" {folder.suffix} files may run code when they are read." if folder.suffix in PICKLES else ""
+        what = "the file" if folder.is_file() else "no such folder"
+        raise ValueError(
+            f"model must be a folder with config.json and safetensors, got {what} {str(folder)!r}.{pickle}"
+        )
+    checkpoint = None if _holds_a_model(folder) else newest(folder)
+    places = (folder, folder / "model")  # `fem demo` saves it in the second
+    found = checkpoint or next(filter(_holds_a_model, places), None)
+    if found is None and any((folder / name).exists() for name in WEIGHTS) and (folder / "config.json").exists():
+        raise ValueError(f"config.json in {str(folder)!r} names no model_type, it may be corrupt or cut off.")
+    if found is None:
+        cut_off = ", but only checkpoints that were cut off" if checkpoints(folder) else ""
+        raise ValueError(f"model must hold config.json and safetensors, got {str(folder)!r} without them{cut_off}.")
+    if not any((found / name).exists() for name in WEIGHTS):
+        pickles = [path.name for path in found.glob("*model*") if path.suffix in PICKLES]
+        unsafe = f" but with {pickles[0]}, which may run code when it is read; convert it" if pickles else ""
+        raise ValueError(f"model must hold its weights as safetensors, got {str(found)!r} without them{unsafe}.")
+    _check_index(found)
+    if checkpoint is None and (found / MANIFEST).exists() and (fault := damage(found, "*.safetensors")):
+        raise ValueError(
+            f"the model in {str(found)!r} may be corrupt or cut off: {fault}; if you changed it, "
+            f"delete {MANIFEST} there."
+        )
+    return found
+
+
+def _check_index(folder: Path) -> None:
+    """Raises ValueError where the index of a model in several files names anything but safetensors beside it."""
+    index = folder / WEIGHTS[1]
+    if not index.exists():
+        return
+    try:
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        strange = sorted(name for name in named if Path(name).name != name or not name.endswith(".safetensors"))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{str(index)!r} must list the parts of the weights, and cannot be read.") from error
+    if strange:
+        raise ValueError(f"{str(index)!r} must name safetensors in its own folder alone, got {strange[0]!r}.")
+
+
+def _holds_a_model(folder: Path) -> bool:
+    return "model_type" in (read_json(folder / "config.json") or {})
+
+
+def not_finite(model: nn.Module) -> str | None:
+    """The first parameter that holds NaN or infinity, of sharded ones in this process's part; None: there is none."""
+    local = ((name, x.to_local() if hasattr(x, "to_local") else x) for name, x in model.named_parameters())
+    return next((name for name, x in local if not x.isfinite().all()), None)
+
+
+def load_language_model(folder: str | Path):
+    """The model and the tokenizer in `folder`, a saved model or the output of `fem train`.
+
+    Raises ValueError where files are missing, cut off or corrupt, where weights are missing or not finite, and where
+    model and tokenizer do not belong together.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from fem.models import load_replaced
+    from fem.models.surgery.checkpoint import RECORD
+
+    found = model_folder(folder)
+    replaced = RECORD in json.loads((found / "config.json").read_text(encoding="utf-8"))
+    load = load_replaced if replaced else AutoModelForCausalLM.from_pretrained
+    try:
+        model, report = load(
+            found, use_safetensors=True, dtype="auto", trust_remote_code=False, output_loading_info=True
+        )
+    except (SafetensorError, RuntimeError, OSError, KeyError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"the model in {str(found)!r} brings code of its own: fem runs none.") from error
+        raise ValueError(
+            f"the model in {str(found)!r} cannot be read, it may be corrupt or cut off: {first_line(error)}"
+        ) from error
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"the weights in {str(found)!r} must be all that its config.json asks for; {missing[0]!r} is missing."
+        )
+    if (name := not_finite(model)) is not None:
+        raise ValueError(f"the weights in {str(found)!r} must be finite, got NaN or infinity in {name!r}.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises no narrower one on a file that it cannot read
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"the tokenizer in {str(found)!r} brings code of its own: fem runs none.") from None
+        if any(found.glob("tokenizer.*")):
+            raise ValueError(
+                f"the tokenizer in {str(found)!r} cannot be read, it may be corrupt or cut off: {first_line(error)}"
+            ) from error
+        raise ValueError(f"{str(found)!r} holds no tokenizer beside the model; save one there.") from error
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= model.config.vocab_size:
+        raise ValueError(
+            f"tokenizer and model do not belong together: token ids up to {largest}, but vocab_size = "
+            f"{model.config.vocab_size} in {str(found)!r}."
+        )
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer

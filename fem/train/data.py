@@ -1,0 +1,132 @@
+"""A recipe's data: its tokenizer, its rows of tokens, and the digests that identify both."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from fem.runs.run import first_line, note
+from fem.train.documents import content, hub_documents, local_documents, local_files
+from fem.train.hub import way_to_the_hub
+from fem.train.integrity import MANIFEST, damage, publish
+from fem.train.packing import (
+    Row,
+    Share,
+    ShuffledRows,
+    StreamedRows,
+    TokenFile,
+    adopt,
+    source_of,
+    write_tokens,
+)
+from fem.train.pieces import without_endless_words
+from fem.train.recipe import TrainRecipe
+from fem.train.tokenizer import train_tokenizer
+
+TOKENIZER_DOCUMENTS = 20_000
+TOKENIZER, TOKENS = "tokenizer", "tokens"
+
+
+def identity(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerFast) -> dict:
+    """What decides the tokens: digests of the tokenizer and of the files' content, or a stream's name and subset."""
+    files = local_files(recipe.data)
+    spelt = f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}"
+    found = {
+        "data": recipe.data if files is None else content(files),
+        "field": recipe.field,
+        "tokenizer": hashlib.blake2b(spelt.encode(), digest_size=16).hexdigest(),
+    }
+    return found if files is not None else found | {"subset": recipe.subset}
+
+
+def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast:
+    """The recipe's tokenizer, or one trained on the beginning of the local data and kept in `output`/tokenizer."""
+    own = output / TOKENIZER
+    if recipe.tokenizer is None and own.exists() and (own / MANIFEST).exists() and (problem := damage(own)):
+        note(f"the tokenizer in {str(own)!r} is damaged ({problem}); training it again on the data.")
+        shutil.rmtree(own)
+    if recipe.tokenizer is None and not own.exists():
+        files = check_data(recipe)
+        documents = islice(local_documents(files, recipe.field), TOKENIZER_DOCUMENTS)
+        staging = own.with_name(".tokenizer")
+        shutil.rmtree(staging, ignore_errors=True)
+        trained = train_tokenizer(without_endless_words(documents), recipe.vocabulary)
+        try:
+            trained.save_pretrained(staging)
+        except Exception as error:
+            if type(error) is not Exception:  # tokenizers raises a bare Exception where the disk fails
+                raise
+            raise OSError(f"the tokenizer could not be written to {str(output)!r}: {error}.") from error
+        publish(staging, own)
+    name = str(own) if recipe.tokenizer is None else recipe.tokenizer
+    try:
+        if not os.path.isdir(name):
+            way_to_the_hub()
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"tokenizer {name!r} brings code of its own: fem runs none.") from None
+        raise ValueError(f"tokenizer {name!r} cannot be read: {first_line(error)}") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"tokenizer must have an end-of-text token to separate documents, got {name!r} without one.")
+    return tokenizer
+
+
+def check_data(recipe: TrainRecipe) -> list[Path] | None:
+    """The local files of the recipe, None for a stream. Raises ValueError where it names neither."""
+    if not recipe.data:
+        raise ValueError("data must be given: --data with a file, a folder or the name of a dataset on the hub.")
+    files = local_files(recipe.data)
+    if files is None and recipe.tokenizer is None:
+        raise ValueError(
+            f"data must be a file or a folder that exists, or a dataset of the hub together with --tokenizer, got "
+            f"{recipe.data!r} and no tokenizer."
+        )
+    return files
+
+
+@dataclass(frozen=True)
+class Data:
+    """Rows to train on, rows to validate on, and one row on which the gates are measured."""
+
+    train: ShuffledRows | StreamedRows
+    validation: list[Row]
+    probe: Row | None
+
+
+def write_data(
+    recipe: TrainRecipe, output: Path, tokenizer: PreTrainedTokenizerFast, source: dict, told: Callable[[int], None]
+) -> None:
+    """Write local files as tokens to `output`/tokens. Raises ValueError where tokens of other files are there."""
+    files, folder = local_files(recipe.data), output / TOKENS
+    known = source_of(folder)
+    earlier = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    if known == earlier:  # what earlier versions wrote of the files
+        adopt(folder, source)
+    write_tokens(local_documents(files, recipe.field), tokenizer, folder, source, told)
+
+
+def load_data(recipe: TrainRecipe, output: Path, tokenizer: PreTrainedTokenizerFast, share: Share) -> Data:
+    """The rows of `output`/tokens, or a stream. Raises ValueError where there are too few."""
+    if local_files(recipe.data) is None:
+        stream = hub_documents(recipe.data, recipe.subset, share.rank, share.world)
+        return Data(StreamedRows(stream, recipe.field, tokenizer, recipe.context), [], None)
+    file = TokenFile.open(output / TOKENS)
+    rows = file.rows(recipe.context)
+    held_out = min(recipe.validation_rows, max(1, rows // 10))
+    train = rows - held_out
+    if train < 1:
+        raise ValueError(
+            f"data are too short: {len(file.tokens)} tokens make {rows} rows of {recipe.context}; give more text, or a "
+            "smaller context."
+        )
+    validation = [file.row(index, recipe.context) for index in range(train, rows)]
+    probe = file.row(train - 1, recipe.context)
+    return Data(ShuffledRows(file, recipe.context, train, share, recipe.seed), validation, probe)

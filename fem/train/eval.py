@@ -1,0 +1,150 @@
+"""`fem eval`: scores of a language model by lm-evaluation-harness, on the paper's tasks or any others."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fem.runs.recipes import listed, require_one_of, require_positive
+from fem.runs.run import check_output, command_line, open_run, option, provenance
+from fem.runs.tables import markdown_table, show_table, write_page, write_table
+from fem.train.suites import SUITES, paper_row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRecipe:
+    """A model, and the tasks that score it."""
+
+    model: str = option("", "Folder of a model, or the output of fem train: its newest whole checkpoint.")
+    suite: str | None = option(None, f"A list of tasks by name: {', '.join(SUITES)}.")
+    tasks: str = option("", "Names of the harness's tasks, with commas between them.")
+    include_path: str | None = option(None, "Folder with task files (YAML) of your own; needs --allow-code.")
+    allow_code: bool = option(False, "Let task files run code: the harness's YAML may name functions in files.")
+    batch_size: int = option(8, "Sequences per batch.")
+    limit: int | None = option(None, "Use at most this many examples of each task, to try things out.")
+    beside: str = option("340M FEM", "Row of the paper's Table 2 to print beside the suite's scores.")
+    seed: int = option(42, "Seed of the few-shot examples and of sampling.")
+
+    def __post_init__(self):
+        if not self.model:
+            raise ValueError("model must be given: --model with the folder of a model or of a training.")
+        if self.suite is not None:
+            require_one_of("suite", self.suite, SUITES)
+        if not self.task_names():
+            raise ValueError("tasks must be given: --suite with a suite, or --tasks with names.")
+        require_positive(self, "batch_size", "limit")
+        if self.include_path is not None and not Path(self.include_path).is_dir():
+            raise ValueError(f"include_path must be a folder of task files, got {self.include_path!r}.")
+        if self.include_path is not None and not self.allow_code:
+            raise ValueError(
+                "include_path needs --allow-code: the harness's task files may run code of their own (!function, "
+                f"templates, other files); read those in {self.include_path!r} first."
+            )
+        paper_row(self.beside)
+
+    def task_names(self) -> list[str]:
+        suite = [score.task for score in SUITES.get(self.suite, ())]
+        return list(dict.fromkeys(suite + listed(self.tasks)))
+
+
+def evaluate(
+    recipe: EvalRecipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, dict[str, float]]:
+    """{task: {metric: score}}, of groups and of tasks; "METRIC_stderr" where the harness estimates an error.
+
+    Raises ValueError on unknown tasks.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=recipe.include_path, include_defaults=_needs_own_tasks(recipe))
+    unknown = [name for name in recipe.task_names() if not manager.match_tasks([name])]
+    if unknown:
+        raise ValueError(f"tasks must be known to lm-evaluation-harness or lie in --include-path, got {unknown[0]!r}.")
+    longest = model.config.max_position_embeddings
+    harness = HFLM(
+        pretrained=model,
+        tokenizer=tokenizer,
+        device=str(model.device),
+        max_length=longest,
+        batch_size=recipe.batch_size,
+    )
+    seeds = {f"{name}_random_seed": recipe.seed for name in ("numpy", "torch", "fewshot")}
+    found = simple_evaluate(
+        harness,
+        tasks=recipe.task_names(),
+        task_manager=manager,
+        limit=recipe.limit,
+        log_samples=False,
+        random_seed=recipe.seed,
+        **seeds,
+    )
+    return {task: _scores(scores) for task, scores in (found["results"] | found.get("groups", {})).items()}
+
+
+def _needs_own_tasks(recipe: EvalRecipe) -> bool:
+    """Whether the harness's own tasks are needed: to load their list takes seconds."""
+    if recipe.suite is not None or recipe.include_path is None:
+        return True
+    own = {path.stem for path in Path(recipe.include_path).rglob("*.yaml")}
+    return not set(recipe.task_names()) <= own
+
+
+def _scores(scores: dict) -> dict[str, float]:
+    """Scores by metric: the harness's "acc,none" is "acc"; of several filters of a metric, the first counts."""
+    found: dict[str, float] = {}
+    for name, value in scores.items():
+        if isinstance(value, int | float) and "," in name:
+            found.setdefault(name.partition(",")[0], float(value))
+    return found
+
+
+def rows(recipe: EvalRecipe, scores: dict[str, dict[str, float]]) -> list[dict]:
+    """The suite's scores beside the paper's, then every metric of the other tasks."""
+    suite = SUITES.get(recipe.suite, ())
+    paper = paper_row(recipe.beside)
+    table = [
+        {
+            "task": score.column,
+            "metric": score.metric,
+            "score": scores.get(score.task, {}).get(score.metric),
+            "stderr": scores.get(score.task, {}).get(f"{score.metric}_stderr"),
+            "paper": paper[score.column],
+        }
+        for score in suite
+    ]
+    for task in recipe.task_names():
+        if task in {score.task for score in suite}:
+            continue
+        for metric, value in scores.get(task, {}).items():
+            if not metric.endswith("_stderr"):
+                error = scores[task].get(f"{metric}_stderr")
+                table.append({"task": task, "metric": metric, "score": value, "stderr": error, "paper": None})
+    return table
+
+
+def run(recipe: EvalRecipe, output: Path) -> dict:
+    """Score the model and write the results to `output`; returns what results.json holds."""
+    from fem.train.checkpoints import load_language_model
+
+    check_output(output, "eval")
+    model, tokenizer = load_language_model(recipe.model)
+    with open_run(output, "eval", recipe) as under_way:
+        scores = evaluate(recipe, model, tokenizer)
+        table = rows(recipe, scores)
+        for task, found in scores.items():
+            under_way.log(task=task, **found)
+        write_table(under_way.folder, "table", table)
+        title = f"lm-evaluation-harness; paper: Table 2, {recipe.beside}" if recipe.suite else "Scores"
+        made = provenance(command_line("eval", recipe, EvalRecipe))
+        write_page(under_way.folder, f"{Path(recipe.model).name}: {title}", markdown_table(table), made)
+        results = under_way.finish({"eval": scores, "model": recipe.model})
+    show_table(title, table)
+    return results

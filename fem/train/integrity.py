@@ -1,0 +1,63 @@
+"""Folders whose files can be checked: digests are listed beside them, and a folder is named once all is on disk."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+from fem.runs.run import sync, write_json
+
+MANIFEST = "complete.json"
+
+
+def digest(path: Path) -> str:
+    """BLAKE2b of a file's bytes, 128 bits in hexadecimal."""
+    found = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            found.update(part)
+    return found.hexdigest()
+
+
+def publish(staging: Path, target: Path) -> None:
+    """Turn `staging` into the folder `target`: flush its files to disk, list their digests, then rename it."""
+    files = sorted(path for path in staging.rglob("*") if path.is_file() and path.name != MANIFEST)
+    listed = {}
+    for path in files:
+        sync(path)
+        name = path.relative_to(staging).as_posix()
+        listed[name] = {"bytes": path.stat().st_size, "blake2b": digest(path)}
+    write_json(staging / MANIFEST, listed)
+    for folder in {path.parent for path in files} | {staging}:
+        sync(folder)
+    if target.exists():
+        shutil.rmtree(target)
+    os.replace(staging, target)
+    sync(target.parent)
+
+
+def damage(folder: Path, files: str = "*") -> str | None:
+    """What is wrong with a published folder, such as "model.safetensors has other bytes than were saved", or None.
+
+    files: a pattern of the names to check. In the lists of earlier versions, files have sizes only.
+    """
+    try:
+        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        for name in fnmatch.filter(listed, files):
+            path, wanted = folder / name, listed[name]
+            size, known = (wanted, None) if isinstance(wanted, int) else (wanted["bytes"], wanted["blake2b"])
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes instead of {size}"
+            if known is not None and digest(path) != known:
+                return f"{name} has other bytes than were saved"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} cannot be read"
+    return None

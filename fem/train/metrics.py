@@ -1,0 +1,191 @@
+"""What a training logs: losses, learning rate, beta, lambda, recomputed reads, speed and memory."""
+
+from __future__ import annotations
+
+import math
+import time
+from datetime import timedelta
+from importlib.util import find_spec
+from statistics import median
+
+import torch
+from rich.progress import Progress
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+from transformers import TrainerCallback
+
+from fem.gates import Temperature, TwoLevelGate
+from fem.models import FEMForCausalLM
+from fem.ops.common.fallback_count import fallbacks
+from fem.runs.run import Run
+from fem.train.packing import Row
+from fem.train.place import read_metrics
+from fem.train.recipe import TrainRecipe
+from fem.train.saving import NotFinite, kept
+from fem.train.throughput import flops_per_token, peak_flops, peak_memory
+from fem.train.trainer import ADVICE
+
+LOGGED = {"loss": "train_loss", "eval_loss": "val_loss"} | {
+    name: name for name in ("grad_norm", "grad_norm_max", "skipped_steps", "learning_rate")
+}
+LOOKED_BACK = 20  # lines of metrics.jsonl
+SPIKES = {"train_loss": 1.2, "grad_norm_max": 5.0}  # a spike is this many times the median of these lines
+
+
+class MetricsCallback(TrainerCallback):
+    """Writes metrics.jsonl, TensorBoard's files where it is installed, and a progress bar, on process 0 only.
+
+    A line has the step, the losses, beta (smallest, mean, largest), the mean of lambda on the row `probe`, the share of
+    free energies that were recomputed, tokens per second, seconds left, and on a known GPU the share of its peak (MFU).
+    """
+
+    def __init__(self, recipe: TrainRecipe, run: Run, model: FEMForCausalLM, probe: Row | None, bars: Progress | None):
+        self.recipe, self.run, self.probe, self.bars = recipe, run, probe, bars
+        self.flops = flops_per_token(model, recipe.context)
+        self.loss: float | None = None
+
+    def on_train_begin(self, args, state, control, **_):
+        fallbacks.reset()
+        self.start_clock()
+        self.processes, self.writer = args.world_size, None
+        self.lines = read_metrics(self.run.folder) if self.bars is not None else []
+        if self.bars is not None:
+            self.bar = self.bars.add_task("training", total=state.max_steps, completed=state.global_step)
+            if find_spec("tensorboard"):
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.writer = SummaryWriter(self.run.folder / "tensorboard", purge_step=state.global_step + 1)
+
+    def start_clock(self) -> None:
+        """Start to time steps, their data included. The loss is read before and after, which waits for the GPU."""
+        self.steps, self.began = 0, time.perf_counter()
+
+    def on_evaluate(self, args, state, control, **_):
+        self.start_clock()
+
+    on_save = on_evaluate
+
+    def on_step_end(self, args, state, control, **_):
+        self.steps += 1
+        if self.bars is not None:
+            told = self.loss is not None and self.bars.console.is_terminal  # without a terminal, on_log prints a line
+            shown = f"training, loss {self.loss:.3f}" if told else "training"
+            self.bars.update(self.bar, completed=state.global_step, description=shown)
+
+    def on_log(self, args, state, control, logs, model, **_):
+        found = {ours: float(logs[theirs]) for theirs, ours in LOGGED.items() if theirs in logs}
+        for name in ("train_loss", "val_loss"):
+            if name in found and not math.isfinite(found[name]):
+                what = "the validation loss" if name == "val_loss" else "the loss"
+                raise NotFinite(state.global_step, f"{what} is {found[name]}", f"{ADVICE}; {kept(self.run.folder)}")
+        found = {name: value for name, value in found.items() if math.isfinite(value)}
+        self.loss = found.get("train_loss", self.loss)
+        if "train_loss" in found:
+            found |= self.speed(state.max_steps - state.global_step) | read_statistics(model, self.probe)
+            self.start_clock()
+        if found and self.bars is not None:
+            found |= self.spikes(found)
+            self.run.log(step=state.global_step, **found)
+            self.lines.append(found)
+            if not self.bars.console.is_terminal:
+                self.bars.console.print(in_words(state.global_step, state.max_steps, found), soft_wrap=True)
+            numbers = {name: value for name, value in found.items() if name != "spike"}
+            for name, value in numbers.items() if self.writer is not None else ():
+                self.writer.add_scalar(name, value, state.global_step)
+
+    def spikes(self, found: dict[str, float]) -> dict[str, str]:
+        """{"spike": "grad_norm_max 53 is 12 times the median of the last lines"}, where there is one."""
+        told = []
+        for name, times in SPIKES.items():
+            earlier = [line[name] for line in self.lines[-LOOKED_BACK:] if name in line]
+            usual = median(earlier) if len(earlier) >= LOOKED_BACK // 4 else math.inf
+            if found.get(name, 0.0) > times * usual > 0:
+                told.append(f"{name} {found[name]:.3g} is {found[name] / usual:.1f} times the median of the last lines")
+        return {"spike": "; ".join(told)} if told else {}
+
+    def on_train_end(self, args, state, control, **_):
+        if self.writer is not None:
+            self.writer.close()
+
+    def speed(self, steps_left: int) -> dict[str, float]:
+        if not self.steps:
+            return {}
+        a_step = (time.perf_counter() - self.began) / self.steps
+        tokens = self.recipe.batch_size * self.recipe.context / a_step
+        found = {
+            "tokens_per_second": tokens,
+            "seconds_left": a_step * steps_left,
+            "peak_memory_bytes": peak_memory(),
+        }
+        if peak := peak_flops():
+            found["mfu"] = tokens * self.flops / (peak * self.processes)
+        return found
+
+
+def in_words(step: int, steps: int, found: dict) -> str:
+    """A line of a log: "step 10/1000, loss 5.104, grad norm 1.2, 8,432 tokens/s, 0:12:09 left"."""
+    parts = [f"step {step}/{steps}"]
+    for name, shown in (("train_loss", "loss"), ("val_loss", "validation loss"), ("grad_norm", "grad norm")):
+        if name in found:
+            parts.append(f"{shown} {found[name]:.4g}")
+    if "tokens_per_second" in found:
+        left = timedelta(seconds=round(found["seconds_left"]))
+        parts += [f"{found['tokens_per_second']:,.0f} tokens/s", f"{left} left"]
+    if "skipped_steps" in found:
+        parts.append(f"{found['skipped_steps']:.0f} steps left out")
+    if "spike" in found:
+        parts.append(f"spike: {found['spike']}")
+    return ", ".join(parts)
+
+
+def summary(metrics: list[dict]) -> dict:
+    """The last value of everything that was measured, with the steps of the last validation and of the end."""
+    last: dict = {}
+    for line in metrics:
+        last |= line | ({"validated_at": line["step"]} if "val_loss" in line else {})
+    return {name: value for name, value in last.items() if name not in ("seconds_left", "spike")}
+
+
+@torch.no_grad()
+def read_statistics(model: FEMForCausalLM, row: Row | None) -> dict[str, float]:
+    """beta over all channels, lambda over all channels and the row's tokens, and the share of recomputed reads."""
+    found: dict[str, float] = {}
+    # By the class: a module that is split by heads has a forward of its own, which gives the beta of its heads alone.
+    betas = [Temperature.forward(module) for module in model.modules() if isinstance(module, Temperature)]
+    if betas:
+        beta = torch.cat([(beta.full_tensor() if isinstance(beta, DTensor) else beta).flatten() for beta in betas])
+        found |= {"beta_min": beta.min().item(), "beta_mean": beta.mean().item(), "beta_max": beta.max().item()}
+    if fallbacks.entries:
+        found["recomputed_share"] = fallbacks.recomputed / fallbacks.entries
+    if row is not None:
+        found |= gate_statistics(model, row)
+    fallbacks.reset()
+    return found
+
+
+def over_heads(mean: Tensor, part: nn.Module) -> Tensor:
+    """The mean over all heads, where `mean` is that over the heads of `part` which this process has."""
+    meshes = [parameter.device_mesh for parameter in part.parameters() if isinstance(parameter, DTensor)]
+    return DTensor.from_local(mean / meshes[0].size(), meshes[0], [Partial()]).full_tensor() if meshes else mean
+
+
+def gate_statistics(model: FEMForCausalLM, row: Row) -> dict[str, float]:
+    lambdas: list[float] = []
+
+    def collect(gate, args):
+        lambda_, _ = gate.factors(args[0])
+        if lambda_ is not None:
+            lambdas.append(over_heads(lambda_.float().mean(), gate.inner).item())
+
+    gates = [module for module in model.modules() if isinstance(module, TwoLevelGate)]
+    hooks = [gate.register_forward_pre_hook(collect) for gate in gates]
+    training = model.training
+    try:
+        model.eval()
+        ids, segments = (row[name][None].to(model.device) for name in ("input_ids", "segment_ids"))
+        model(input_ids=ids, segment_ids=segments, logits_to_keep=1)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return {"lambda_mean": sum(lambdas) / len(lambdas)} if lambdas else {}

@@ -1,0 +1,18 @@
+"""A new language model whose start depends on a seed alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fem.models import FEMConfig, FEMForCausalLM
+
+
+def build_model(config: FEMConfig, seed: int) -> FEMForCausalLM:
+    """A new model. With the same seed and vocabulary, all mixers start from the same embeddings."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = FEMForCausalLM(config)
+    embeddings, generator = model.get_input_embeddings().weight, torch.Generator().manual_seed(seed)
+    nn.init.normal_(embeddings, std=config.initializer_range, generator=generator)
+    return model

@@ -1,0 +1,228 @@
+"""Rows of equal length, packed with documents: from a file of tokens in a seeded order, or from a stream.
+
+A row is {"input_ids", "labels", "segment_ids"}, each (context,). A document that does not fit continues in the next
+row; segment ids count the documents of the row; the first token of each is not a target (-100). Both sources can start
+at any step without reading what came before it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import IterableDataset as HubStream
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from transformers import PreTrainedTokenizerFast
+
+from fem.models.loss import IGNORED
+from fem.runs.run import note, read_json
+from fem.train.documents import text_of
+from fem.train.integrity import MANIFEST, damage, publish
+from fem.train.pieces import Part
+
+Row = dict[str, Tensor]
+DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 18
+SOURCE = "source.json"
+
+
+def packed(ids: np.ndarray, opens: np.ndarray) -> Row:
+    """The row of these tokens; `opens` marks those that begin a document, to which the row's first is added."""
+    opens = opens.copy()
+    opens[0] = True
+    ids = ids.astype(np.int64)
+    labels = np.where(opens, IGNORED, ids)
+    return {
+        "input_ids": torch.from_numpy(ids),
+        "labels": torch.from_numpy(labels),
+        "segment_ids": torch.from_numpy(np.cumsum(opens)),
+    }
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """The tokens (N,) of all documents on disk, each followed by an end token, and where documents end (documents,)."""
+
+    tokens: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def open(cls, folder: Path) -> TokenFile:
+        return cls(np.memmap(folder / "tokens.bin", np.uint32, "r"), np.load(folder / "ends.npy"))
+
+    def row(self, index: int, context: int) -> Row:
+        begin, end = index * context, (index + 1) * context
+        first, last = np.searchsorted(self.ends, (begin + 1, end))
+        opens = np.zeros(context, bool)
+        opens[self.ends[first:last] - begin] = True
+        return packed(self.tokens[begin:end], opens)
+
+    def rows(self, context: int) -> int:
+        return len(self.tokens) // context
+
+
+def write_tokens(
+    documents: Iterator[str],
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    source: Any,
+    told: Callable[[int], None] = lambda tokens: None,
+) -> TokenFile:
+    """Write the documents' tokens to `folder` in one step, or open what an earlier call wrote there.
+
+    source: identifies the documents and the tokenizer. Damaged tokens are written again, with a note; whether `source`
+    is the one that a run began with is for its config.json to say. told: called with the number of tokens so far.
+    Raises ValueError where the folder was written from another source, or where the documents have no text.
+    """
+    if folder.exists():
+        problem = damage(folder)
+        listed = (folder / MANIFEST).exists()
+        if source_of(folder) != source and (problem is None or not listed):
+            raise ValueError(f"data have changed since {str(folder)!r} was written; give another --output.")
+        if problem is None:
+            return TokenFile.open(folder)
+        note(f"the tokens in {str(folder)!r} are damaged ({problem}); writing them again from the data.")
+    staging = folder.with_name(f".{folder.name}")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    ends, total = [], 0
+    with open(staging / "tokens.bin", "wb") as file:
+        for batch in _batches(documents):
+            for piece, ids in zip(batch, encode(batch, tokenizer)):
+                ids = ids[:-1] if isinstance(piece, Part) else ids
+                file.write(ids.tobytes())
+                total += len(ids)
+                if not isinstance(piece, Part):
+                    ends.append(total)
+            told(total)
+    if total == len(ends):
+        raise ValueError("data must not be empty, got documents without a token.")
+    np.save(staging / "ends.npy", np.array(ends, np.int64))
+    (staging / SOURCE).write_text(json.dumps(source), encoding="utf-8")
+    publish(staging, folder)
+    return TokenFile.open(folder)
+
+
+def source_of(folder: Path) -> Any:
+    """What the tokens in `folder` were written from; None where that cannot be read."""
+    return read_json(folder / SOURCE)
+
+
+def adopt(folder: Path, source: Any) -> None:
+    """Give tokens that an earlier version wrote of the same data the `source` of this one, and a list of digests."""
+    staging = folder.with_name(f".{folder.name}")
+    shutil.rmtree(staging, ignore_errors=True)
+    shutil.copytree(folder, staging)
+    (staging / SOURCE).write_text(json.dumps(source), encoding="utf-8")
+    publish(staging, folder)
+
+
+def encode(documents: list[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[np.ndarray]:
+    """Each document's tokens and an end token. Special tokens that are spelt out in the text are read as text."""
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = True
+    for found in backend.encode_batch_fast(documents, add_special_tokens=False):
+        yield np.array([*found.ids, tokenizer.eos_token_id], np.uint32)
+
+
+def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    batch, size = [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document)
+        if len(batch) == DOCUMENTS_AT_ONCE or size > CHARACTERS_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of every batch that one process reads: micro-batches are dealt to the processes in turn."""
+
+    rows: int  # per batch, over all processes
+    micro: int  # per forward pass of one process
+    rank: int = 0
+    world: int = 1
+
+    def __post_init__(self):
+        if self.rows % (self.micro * self.world):
+            raise ValueError(
+                f"batch_size must be a multiple of micro_batch x processes = {self.micro} x {self.world}, "
+                f"got {self.rows}."
+            )
+
+    @property
+    def accumulation(self) -> int:
+        """Forward passes of one process per step."""
+        return self.rows // (self.micro * self.world)
+
+    def numbers(self, step: int) -> Iterator[int]:
+        """The endless sequence of this process's row numbers from `step` on, counted over all processes."""
+        for micro in count(step * self.accumulation):
+            first = (micro * self.world + self.rank) * self.micro
+            yield from range(first, first + self.micro)
+
+
+class ShuffledRows(IterableDataset):
+    """The first `rows` rows of a file, in another order every epoch; batches are equal for any number of processes."""
+
+    def __init__(self, file: TokenFile, context: int, rows: int, share: Share, seed: int):
+        self.file, self.context, self.rows, self.share, self.seed = file, context, rows, share, seed
+        self.step = 0
+
+    def __iter__(self) -> Iterator[Row]:
+        for number in self.share.numbers(self.step):
+            epoch, place = divmod(number, self.rows)
+            yield self.file.row(int(_order(self.rows, self.seed, epoch)[place]), self.context)
+
+    def state_dict(self) -> None:
+        """Nothing: the step alone says where the rows are, for any number of processes."""
+
+    def load_state_dict(self, state: dict | None, step: int) -> None:
+        self.step = step
+
+
+@lru_cache(maxsize=2)
+def _order(rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(rows)
+
+
+class StreamedRows(IterableDataset):
+    """Rows packed from a stream of documents in its order, over and over; the state is its place in the stream."""
+
+    def __init__(self, stream: HubStream, field: str, tokenizer: PreTrainedTokenizerFast, context: int):
+        self.stream, self.field, self.tokenizer, self.context = stream, field, tokenizer, context
+        self.beginning = stream.state_dict()
+        self.ids, self.opens = np.zeros(0, np.uint32), np.zeros(0, bool)
+
+    def __iter__(self) -> Iterator[Row]:
+        empty_passes = 0  # the first may have begun at the end of the stream
+        while empty_passes < 2:
+            empty_passes += 1
+            for record in self.stream:
+                empty_passes = 0
+                (ids,) = encode([text_of(record, self.field, "every record")], self.tokenizer)
+                self.ids = np.concatenate([self.ids, ids])
+                self.opens = np.concatenate([self.opens, np.arange(len(ids)) == 0])
+                while len(self.ids) >= self.context:
+                    row = packed(self.ids[: self.context], self.opens[: self.context])
+                    self.ids, self.opens = self.ids[self.context :], self.opens[self.context :]
+                    yield row
+            self.stream.load_state_dict(self.beginning)
+        raise ValueError("data must not be empty, got a stream without a record.")
+
+    def state_dict(self) -> dict:
+        return {"stream": self.stream.state_dict(), "ids": self.ids.tolist(), "opens": self.opens.tolist()}
+
+    def load_state_dict(self, state: dict, step: int) -> None:
+        self.stream.load_state_dict(state["stream"])
+        self.ids, self.opens = np.array(state["ids"], np.uint32), np.array(state["opens"], bool)

@@ -1,0 +1,137 @@
+"""What an output folder holds, and whether a training may begin or resume in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fem.runs.run import CONFIG, RESULTS, check_output, circumstances, note, now, replacing, write_json
+from fem.train.checkpoints import STAGING, checkpoints, set_aside_after, step_of, to_go_on_from
+from fem.train.recipe import TrainRecipe, differences
+
+METRICS, COPY, FAILED = "metrics.jsonl", "run", "failed.json"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a training begins: its checkpoint if it is resumed, and the content of config.json."""
+
+    checkpoint: Path | None
+    config: dict
+
+    @property
+    def step(self) -> int:
+        return 0 if self.checkpoint is None else step_of(self.checkpoint)
+
+
+def look(recipe: TrainRecipe, output: Path, resume: bool) -> Place:
+    """Where in `output` a training of the recipe begins; writes nothing.
+
+    Raises ValueError where it was begun with another recipe, needs --resume, or holds another experiment.
+    """
+    check_output(output, "train")
+    there = checkpoints(output)
+    if there and not resume:
+        raise ValueError(f"output holds {there[-1].name} already; add --resume auto, or choose another.")
+    checkpoint = to_go_on_from(output)
+    config = read_config(output, checkpoint)
+    if config is None:
+        if (output / RESULTS).exists() or (output / METRICS).exists():
+            raise ValueError(f"output must be empty or a training's, got {str(output)!r} with other results.")
+        config = {"experiment": "train", "recipe": asdict(recipe), "seed": recipe.seed, "data": None, "history": []}
+        return Place(None, config)
+    if changed := differences(config["recipe"], recipe):
+        begin = "" if there else ", or remove it to begin again"
+        raise ValueError(
+            f"the run in {str(output)!r} has another recipe: {', '.join(changed)}; choose another output{begin}."
+        )
+    return Place(checkpoint, config)
+
+
+def read_config(output: Path, checkpoint: Path | None) -> dict | None:
+    """The content of config.json, or of the checkpoint's copy, which has a digest; None where no training has begun.
+
+    Raises ValueError where it is damaged and there is no copy.
+    """
+    path = output / CONFIG
+    copy = None if checkpoint is None else checkpoint / COPY / CONFIG
+    problem = "is missing" if checkpoint is not None else None
+    if path.exists():
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(found["recipe"], dict):
+                return json.loads(copy.read_text(encoding="utf-8")) if copy is not None and copy.exists() else found
+            problem = "is no run's"
+        except (OSError, ValueError, KeyError, TypeError):
+            problem = "cannot be read"
+    if problem is None:
+        return None
+    if copy is None or not copy.exists():
+        raise ValueError(f"{str(path)!r} {problem} and no checkpoint has a copy; restore it, or choose another output.")
+    note(f"{CONFIG} {problem}; taken from {checkpoint.name}.")
+    return json.loads(copy.read_text(encoding="utf-8"))
+
+
+def remember(output: Path, config: dict) -> None:
+    write_json(output / CONFIG, config | circumstances())
+
+
+def event(config: dict, what: str, step: int) -> None:
+    """Add to the history in config.json what makes this run differ from one of its recipe alone."""
+    config.setdefault("history", []).append({"step": step, "event": what, "date": now()})
+
+
+def begin(output: Path, checkpoint: Path | None) -> None:
+    """Remove from `output` whatever is later than the checkpoint that the run begins with."""
+    shutil.rmtree(output / STAGING, ignore_errors=True)
+    (output / RESULTS).unlink(missing_ok=True)
+    step = 0
+    if checkpoint is not None:
+        step = step_of(checkpoint)
+        set_aside_after(checkpoint)
+    with replacing(output / METRICS) as temporary:
+        temporary.write_text("".join(earlier_metrics(output, checkpoint, step)), encoding="utf-8")
+
+
+def earlier_metrics(output: Path, checkpoint: Path | None, step: int) -> list[str]:
+    """The lines of metrics.jsonl up to the checkpoint: its own copy of them, or those that can be read."""
+    copy = None if checkpoint is None else checkpoint / COPY / METRICS
+    if copy is not None and copy.exists():
+        return copy.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.dumps(line) + "\n" for line in read_metrics(output) if line["step"] <= step]
+
+
+def read_metrics(output: Path) -> list[dict]:
+    """The lines of metrics.jsonl that can be read: a kill may cut off the last, a power cut may damage others."""
+    if not (output / METRICS).exists():
+        return []
+    found, broken = [], 0
+    lines = (output / METRICS).read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    for line in lines:
+        try:
+            known = json.loads(line)
+            found.append(known | {"step": int(known["step"])})
+        except (ValueError, TypeError, KeyError):
+            broken += line is not lines[-1]
+    if broken:
+        note(f"{METRICS} has {broken} damaged lines, which are left out.")
+    return found
+
+
+def copy_run(output: Path, checkpoint: Path) -> None:
+    """Copy config.json and metrics.jsonl to the checkpoint, for when those in `output` are damaged."""
+    (checkpoint / COPY).mkdir(exist_ok=True)
+    for name in (CONFIG, METRICS):
+        if (output / name).exists():
+            shutil.copyfile(output / name, checkpoint / COPY / name)
+
+
+def said_of_failure(output: Path) -> str | None:
+    """What stopped the last attempt, where it was a number that is not finite; else None."""
+    try:
+        found = json.loads((output / FAILED).read_text(encoding="utf-8"))
+        return f"{found['what']} at step {found['step']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,148 @@
+"""What `fem train` trains: models, data and training, from a laptop's to the paper's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from fem.runs.recipes import require_not_negative, require_one_of, require_positive
+from fem.runs.run import option
+
+DTYPES = ("float32", "bfloat16")
+PARALLEL = ("ddp", "fsdp")
+NONFINITE = ("stop", "skip")
+SMALLEST_VOCABULARY = 257  # one entry per byte, and the end of a document
+PAPER_ROWS = 128  # of 4096 tokens: 0.5M tokens a step
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRecipe:
+    """Model, data and training. A batch is counted over all processes, so that a recipe fits any number of GPUs."""
+
+    preset: str = option("fem-sm-tiny", "Model, such as fem-sm-340m, fem-gla-small, transformer-tiny.")
+    model: str = option(
+        "{}", 'Other model fields than the preset\'s, as JSON: {"mixer": {"use_conv": false}}.', called="model_fields"
+    )
+    data: str = option(
+        "",
+        "Text, .jsonl, .parquet, a folder of them, or a dataset of the hub, which is streamed.",
+        also=("text", "text_file"),
+    )
+    subset: str | None = option(None, "Configuration of the hub dataset.")
+    field: str = option("text", "Field of a record that has its text.")
+    tokenizer: str | None = option(
+        None, "Tokenizer, a folder or a name on the hub; default: trained on the local data."
+    )
+    vocabulary: int = option(4096, "Entries of a tokenizer that is trained here.")
+    context: int = option(512, "Tokens per row.")
+    batch_size: int = option(16, "Rows per step, over all processes.", also=("batch",))
+    micro_batch: int | None = option(None, "Rows per forward pass of a process; default: all its rows of a step.")
+    max_steps: int = option(1000, "Optimiser steps; more extend a finished run.", called="steps")
+    warmup_steps: int = option(50, "Steps in which the learning rate rises; a cosine takes it to zero.")
+    learning_rate: float = option(1e-3, "Peak learning rate of AdamW.")
+    beta2: float = option(0.95, "AdamW's second moment.")
+    weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
+    clip: float = option(1.0, "Largest norm of the gradient; larger ones are scaled down.")
+    dtype: str = option("float32", f"Arithmetic: {' or '.join(DTYPES)}; weights and optimiser stay float32.")
+    compile: bool = option(False, "torch.compile the model.")
+    checkpointing: bool = option(False, "Recompute activations in the backward pass: slower, with less memory.")
+    parallel: str = option("ddp", "Under torchrun: ddp, or fsdp to shard weights and optimiser over the processes.")
+    context_parallel: int = option(1, "Processes that share a row, each with a part of its tokens, for longer rows.")
+    tensor_parallel: int = option(1, "Processes that share every layer, each with a part of its heads; with fsdp.")
+    validation_rows: int = option(64, "Rows held out, the last of local data, at most a tenth; none of a stream.")
+    eval_steps: int = option(200, "Steps between validations.")
+    log_steps: int = option(10, "Steps between lines of metrics.jsonl.")
+    save_steps: int = option(200, "Steps between checkpoints; there is one at the end.")
+    keep: int = option(2, "Checkpoints to keep, the newest.")
+    nonfinite: str = option("stop", "Where a gradient is not finite: stop the run, or skip the step (stop, skip).")
+    comm_timeout: int = option(300, "Seconds that processes wait for one another in a step before they give up.")
+    seed: int = option(42, "Seed of the weights and of the order of the rows.")
+
+    def __post_init__(self):
+        counts = ("context", "batch_size", "max_steps", "log_steps", "save_steps", "eval_steps", "keep")
+        require_positive(self, *counts, "micro_batch", "learning_rate", "clip", "comm_timeout")
+        require_positive(self, "context_parallel", "tensor_parallel")
+        require_not_negative(self, "validation_rows", "warmup_steps", "weight_decay", "seed")
+        if self.context < 2:
+            raise ValueError(f"context must be at least 2 tokens, of which one predicts, got {self.context}.")
+        if not 0 <= self.beta2 < 1:
+            raise ValueError(f"beta2 must lie in [0, 1), got {self.beta2}.")
+        if self.warmup_steps > self.max_steps:
+            raise ValueError(f"warmup_steps must be at most max_steps = {self.max_steps}, got {self.warmup_steps}.")
+        if self.vocabulary < SMALLEST_VOCABULARY:
+            raise ValueError(f"vocabulary must be at least {SMALLEST_VOCABULARY}, got {self.vocabulary}.")
+        for name, known in (("dtype", DTYPES), ("parallel", PARALLEL), ("nonfinite", NONFINITE)):
+            require_one_of(name, getattr(self, name), known)
+        if self.context % self.context_parallel:
+            raise ValueError(
+                f"context must be a multiple of context_parallel = {self.context_parallel}, got {self.context}."
+            )
+        if self.tensor_parallel > 1 and self.parallel != "fsdp":
+            raise ValueError(f"tensor_parallel needs parallel='fsdp', got {self.parallel!r}.")
+        if self.compile and self.processes_of_a_row > 1:
+            which = "context_parallel" if self.context_parallel > 1 else "tensor_parallel"
+            raise ValueError(f"compile has no messages between processes; leave it out, or {which}.")
+        self.model_fields()
+
+    @property
+    def processes_of_a_row(self) -> int:
+        """Processes that work on the same rows."""
+        return self.context_parallel * self.tensor_parallel
+
+    def model_fields(self) -> dict:
+        """The fields of `FEMConfig` that differ from the preset's."""
+        try:
+            fields = json.loads(self.model)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"model_fields must be a JSON object, got {self.model!r}.") from error
+        if not isinstance(fields, dict):
+            raise ValueError(f"model_fields must be a JSON object, got {self.model!r}.")
+        return fields
+
+
+def paper(size: str, tokens: float) -> TrainRecipe:
+    """The paper's language models (Section 3): 0.5M tokens a step, of which 1B warm up."""
+    step = PAPER_ROWS * 4096
+    return TrainRecipe(
+        preset=f"fem-sm-{size}",
+        data="HuggingFaceFW/fineweb-edu",
+        subset="sample-100BT",
+        tokenizer="meta-llama/Llama-2-7b-hf",
+        context=4096,
+        batch_size=PAPER_ROWS,
+        max_steps=round(tokens / step),
+        warmup_steps=round(1e9 / step),
+        learning_rate=4e-4,
+        dtype="bfloat16",
+        validation_rows=0,
+        save_steps=1000,
+        seed=42,
+    )
+
+
+RECIPES = {"laptop": TrainRecipe(), "paper-340m": paper("340m", 15e9), "paper-1.3b": paper("1.3b", 100e9)}
+FREE = {
+    "micro_batch",
+    "eval_steps",
+    "log_steps",
+    "save_steps",
+    "keep",
+    "compile",
+    "checkpointing",
+    "tensor_parallel",
+    "nonfinite",
+    "comm_timeout",
+    "data",  # compared by its content
+}
+
+
+def differences(stored: dict, recipe: TrainRecipe) -> list[str]:
+    """The changed fields that a run under way does not allow, as "learning_rate (0.001 there, 0.002 here)".
+
+    max_steps may be raised.
+    """
+    given, stored = asdict(recipe), {"context_parallel": 1} | stored  # which is missing in runs of version 0.1
+    changed = [name for name in given if name not in FREE and stored.get(name) != given[name]]
+    if "max_steps" in changed and stored.get("max_steps", 0) < recipe.max_steps:
+        changed.remove("max_steps")
+    return [f"{name} ({stored.get(name)} there, {given[name]} here)" for name in changed]

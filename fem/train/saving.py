@@ -1,0 +1,100 @@
+"""A Trainer whose checkpoints are complete as soon as they are there, and hold finite weights only."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import PrinterCallback
+
+from fem.runs.run import read_json, write_json
+from fem.train.checkpoints import KEPT, checkpoints, newest, not_finite, set_aside_after, step_of
+from fem.train.distributed import lost_touch
+from fem.train.integrity import publish
+from fem.train.watch import Watch, WeightDecayTrainer
+
+MEASURED = "watch.json"
+
+
+class NotFinite(ValueError):
+    """A loss, a gradient or a weight is infinite or NaN, at `step`."""
+
+    def __init__(self, step: int, what: str, advice: str):
+        super().__init__(f"{what} at step {step}; {advice}")
+        self.step, self.what = step, what
+
+
+class SavingTrainer(WeightDecayTrainer):
+    """Writes checkpoints to a staging folder, then renames them into `output`, where the newest `keep` stay.
+
+    `TrainingArguments.output_dir` must be `output`/.saving. A subclass adds files of its own in `add_files`.
+    """
+
+    def __init__(self, *, output: Path, keep: int, **given):
+        super().__init__(**given)
+        self.output, self.keep = output, keep
+
+    def add_files(self, checkpoint: Path) -> None:
+        """Add files to the checkpoint before it is renamed; called on every process."""
+
+    def _save_checkpoint(self, model: nn.Module, trial) -> None:
+        name = f"checkpoint-{self.state.global_step}"
+        staging = Path(self.args.output_dir)
+        if (weight := not_finite(self.model)) is not None:
+            raise NotFinite(self.state.global_step, f"{weight} is not finite", kept(self.output))
+        try:
+            super()._save_checkpoint(model, trial)
+            self.add_files(staging / name)
+            self.accelerator.wait_for_everyone()
+            if self.args.process_index == 0:
+                publish(staging / name, self.output / name)
+                for old in checkpoints(self.output)[: -self.keep]:
+                    shutil.rmtree(old)
+            self.accelerator.wait_for_everyone()
+        except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+            if lost_touch(error):
+                raise
+            shutil.rmtree(staging, ignore_errors=True)
+            reason = str(error).strip().splitlines()[-1]
+            if isinstance(error, RuntimeError):  # torch's writer names its position in the file, not the cause
+                reason = f"a file could not be written whole, as on a full disk ({reason})"
+            told = f"{name} could not be saved in {str(self.output)!r}: {reason}; {kept(self.output)}."
+            raise OSError(told) from error
+
+
+class WatchedTrainer(SavingTrainer):
+    """A `SavingTrainer` whose checkpoints hold what its `watch` has measured, and which goes on from them."""
+
+    def __init__(self, *, watch: Watch, **given):
+        super().__init__(callbacks=[watch], keep=KEPT, **given)
+        self.watch = watch
+        self.remove_callback(PrinterCallback)
+
+    def add_files(self, checkpoint: Path) -> None:
+        if self.args.process_index == 0:
+            write_json(checkpoint / MEASURED, {"seconds": self.watch.seconds, "curve": self.watch.curve})
+
+    def go_on(self, checkpoint: Path | None) -> None:
+        """Train, from the checkpoint if there is one; later ones are set aside."""
+        if checkpoint is None:
+            self.train()
+            return
+        saved = read_json(checkpoint / MEASURED)
+        self.watch.seconds = saved["seconds"]
+        for score in saved["curve"]:
+            self.watch.measured(score)
+        if self.is_world_process_zero():
+            set_aside_after(checkpoint)
+        if step_of(checkpoint) < self.args.max_steps:
+            self.train(resume_from_checkpoint=str(checkpoint))
+        else:  # the Trainer would take one more step
+            self._load_from_checkpoint(str(checkpoint))
+
+
+def kept(output: Path) -> str:
+    """What a run that stops now can resume from, as the end of a sentence."""
+    last = newest(output)
+    return "no earlier one is there" if last is None else f"{last.name} is whole, --resume auto goes on from it"

@@ -1,0 +1,211 @@
+"""The Trainer of `fem train`: it resumes in the middle of its data, and checks that every step is finite."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from accelerate.data_loader import prepare_data_loader
+from torch import Generator, Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+
+from fem.models.context import context_parallel, own_part
+from fem.models.loss import next_tokens
+from fem.runs.run import note, write_json
+from fem.train.packing import Share, ShuffledRows, StreamedRows
+from fem.train.place import copy_run
+from fem.train.saving import NotFinite, SavingTrainer, kept
+from fem.train.sharding import DATA, shard
+
+ADVICE = "a smaller learning rate, more warm-up steps or float32 may help, --nonfinite skip leaves such steps out"
+
+
+class Milestones(TrainerCallback):
+    """Logs at every checkpoint, so that a kill loses no losses summed up since the last log; validates at the end."""
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == state.max_steps and args.eval_strategy != "no":
+            control.should_evaluate = True
+        control.should_log = control.should_log or control.should_save or control.should_evaluate
+
+
+class WrapperCheck(TrainerCallback):
+    """Raises RuntimeError where the model is not wrapped as the recipe says."""
+
+    def __init__(self, parallel: str):
+        self.parallel = parallel
+
+    def on_train_begin(self, args, state, control, model: nn.Module | None = None, **_):
+        from torch.distributed.fsdp import FSDPModule
+
+        if self.parallel == "fsdp" and not isinstance(model, FSDPModule):
+            raise RuntimeError(f"parallel='fsdp' must shard the model, got {type(model).__name__} that is not sharded.")
+
+
+class TextTrainer(SavingTrainer):
+    """Reads rows from where the checkpoint left off; stops at a gradient that is not finite, or skips its step.
+
+    parts: the processes that share the training rows, each reading a part of their tokens; None: rows are not shared.
+    mesh: the processes that share layers (`heads_and_data`); None: each has whole layers.
+    share: the part of the rows that this process reads, alone or with others.
+    skip: skip such steps. extended: the schedule is longer than the checkpoint's.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: ShuffledRows | StreamedRows,
+        parts: DeviceMesh | None,
+        mesh: DeviceMesh | None,
+        share: Share,
+        skip: bool,
+        extended: bool,
+        **given,
+    ):
+        self.rows, self.parts, self.mesh, self.share = rows, parts, mesh, share
+        super().__init__(**given)
+        self.skip, self.extended = skip, extended
+        self.skipped, self.largest_norm = 0, 0.0  # since the last log
+        self.logged_at, self.losses_before = 0, None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp:
+            shard(self.accelerator, self.args.fsdp_plugin_args, self.mesh)
+            self.is_fsdp_enabled = True
+
+    def compute_loss_context_manager(self):
+        return self.accelerator.autocast() if self.args.fsdp else super().compute_loss_context_manager()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Under FSDP too, save the whole model, for `from_pretrained`."""
+        super().save_model(output_dir, _internal_call)
+        if self.args.fsdp:  # the Trainer has written shards only
+            whole = self.accelerator.get_state_dict(self.model)  # on the first process, with tied weights twice
+            tied = self.model.all_tied_weights_keys
+            self._save(output_dir, {name: whole[name] for name in whole if name not in tied})
+
+    def get_train_dataloader(self) -> DataLoader:
+        """This process's rows. With its own generator, the loader draws nothing from the global random state."""
+        return DataLoader(
+            self.rows,
+            batch_size=self.args.per_device_train_batch_size,
+            generator=Generator(),
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """The Trainer's, always with two groups of weights: where layers are split, it would make a third and a fourth,
+        of weights that are whole, and checkpoints hold the groups."""
+        if self.mesh is not None and self.optimizer is None:
+            decayed = set(self.get_decay_parameter_names(self.model))
+            groups = [{"params": [], "weight_decay": self.args.weight_decay}, {"params": [], "weight_decay": 0.0}]
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    groups[name not in decayed]["params"].append(parameter)
+            kind, settings = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.optimizer = kind(groups, **settings)
+        return super().create_optimizer(model)
+
+    def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
+        """Where layers are split, the processes that share them read the same rows, and their losses count once."""
+        if self.mesh is None:
+            return super().get_eval_dataloader(eval_dataset)
+        rows = DataLoader(self.eval_dataset, self.args.per_device_eval_batch_size, collate_fn=self.data_collator)
+        data = self.mesh[DATA]
+        self.gather_function = self._gather_over_data
+        return prepare_data_loader(rows, self.args.device, data.size(), data.get_local_rank(), put_on_device=True)
+
+    def _gather_over_data(self, losses: Tensor) -> Tensor:
+        found = DTensor.from_local(losses, self.mesh[DATA], [Shard(0)]).full_tensor()
+        loader = self.accelerator.gradient_state  # its last batch is filled up with rows of the first
+        return found[: loader.remainder] if loader.end_of_dataloader and loader.remainder > 0 else found
+
+    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial):
+        found = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
+        if checkpoint is not None:
+            self.logged_at = self.state.global_step
+            self.state.compute_steps(self.args, max_steps)  # the intervals of this command, not of the checkpoint
+            self.rows.load_state_dict(self._place_in_rows(Path(checkpoint)), self.state.global_step)
+        return found
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.extended:
+            self.lr_scheduler.last_epoch -= 1
+            self.lr_scheduler.step()  # the learning rate of this step in the longer schedule
+
+    def _place_in_rows(self, checkpoint: Path) -> dict | None:
+        """Where the rows were at the checkpoint. Raises ValueError where another number of processes read a stream."""
+        known = len(list(checkpoint.glob("rows_*.json")))
+        if isinstance(self.rows, StreamedRows) and known != self.share.world:
+            raise ValueError(
+                f"a stream goes on with as many processes as it was read by, {known}, got {self.share.world}; "
+                "local data go on with any number."
+            )
+        own = checkpoint / self._rows_name
+        return json.loads(own.read_text(encoding="utf-8")) if own.exists() else None
+
+    @property
+    def _rows_name(self) -> str:
+        return f"rows_{self.share.rank}.json"
+
+    def get_batch_samples(self, *args):
+        batches, targets = super().get_batch_samples(*args)
+        # Processes that share rows all count the targets of the whole rows.
+        return batches, targets if self.parts is None else targets / self.parts.size()
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Tensor], *args):
+        if self.losses_before is None:
+            self.losses_before = self._tr_loss.clone()
+        if self.parts is None:
+            return super().training_step(model, inputs, *args)
+        labels = inputs.pop("labels")
+        part = {name: own_part(x, self.parts) for name, x in (inputs | {"shift_labels": next_tokens(labels)}).items()}
+        with context_parallel(self.model, self.parts):
+            return super().training_step(model, part, *args)
+
+    def _clip_grad_norm(self, model: nn.Module):
+        before, self.losses_before = self.losses_before, None
+        norm = super()._clip_grad_norm(model)
+        size = float(norm)
+        if math.isfinite(size):
+            self.largest_norm = max(self.largest_norm, size)
+            return norm
+        step = self.state.global_step + 1
+        if not self.skip:
+            loss = float(self._tr_loss)
+            what = f"the gradient is {size}" if math.isfinite(loss) else f"the loss is {loss}"
+            raise NotFinite(step, what, f"{ADVICE}; {kept(self.output)}")
+        if self.args.process_index == 0:
+            note(f"the gradient is {size} at step {step}; the step is left out.")
+        self.skipped += 1
+        done = self.state.global_step - self._globalstep_last_logged
+        # As if this step had the average loss of the others.
+        self._tr_loss.copy_(before * (done + 1) / done if done else before)
+        model.zero_grad()
+        return norm
+
+    def log(self, logs: dict[str, float], *args, **given) -> None:
+        if "loss" in logs:
+            steps = self.state.global_step - self.logged_at
+            if self.skipped:
+                logs["skipped_steps"] = self.skipped
+            if self.skipped == steps:
+                del logs["loss"]
+            elif self.largest_norm:
+                logs["grad_norm_max"] = self.largest_norm
+            self.skipped, self.largest_norm, self.logged_at = 0, 0.0, self.state.global_step
+        super().log(logs, *args, **given)
+
+    def add_files(self, checkpoint: Path) -> None:
+        together = self.args.world_size // self.share.world  # processes that read the same rows
+        if self.args.process_index % together == 0 and (state := self.rows.state_dict()) is not None:
+            write_json(checkpoint / self._rows_name, state)
+        if self.args.process_index == 0:
+            copy_run(self.output, checkpoint)

@@ -1,0 +1,333 @@
+"""`fem train` itself: from a recipe to a model, data and a Trainer, and from there to results."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from transformers import PrinterCallback, TrainingArguments
+from transformers.training_args import ParallelMode
+
+from fem.models import FEMConfig, preset
+from fem.models.engines.parallel import check_heads
+from fem.models.presets import PRESETS
+from fem.runs.recipes import nearest
+from fem.runs.run import RESULTS, Run, check_output, note, now, progress, read_json, write_json
+from fem.train.checkpoints import STAGING, load_language_model
+from fem.train.data import check_data, identity, load_data, load_tokenizer, write_data
+from fem.train.distributed import Paused, Ranks, end_process_group, end_with_parent, joining
+from fem.train.documents import local_files
+from fem.train.lock import HOLDER, LOCK, one_writer
+from fem.train.metrics import MetricsCallback, summary
+from fem.train.model import build_model
+from fem.train.packing import Share
+from fem.train.place import (
+    FAILED,
+    Place,
+    begin,
+    event,
+    look,
+    read_metrics,
+    remember,
+    said_of_failure,
+)
+from fem.train.recipe import TrainRecipe
+from fem.train.saving import NotFinite, kept
+from fem.train.sharding import FSDP, heads_and_data, parts_of_rows, split_by_heads
+from fem.train.signals import SaveAndStop
+from fem.train.throughput import flops_per_token
+from fem.train.trainer import Milestones, TextTrainer, WrapperCheck
+
+# Environment variables that change the arithmetic behind the recipe's back.
+REFUSED = (
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_DYNAMO_BACKEND",
+    *(f"ACCELERATE_USE_{what}" for what in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG", "SAGEMAKER")),
+)
+RECORDED = (
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "ATEN_CPU_CAPABILITY"),
+    *("ACCELERATE_", "FSDP_", "ONEDNN_", "DNNL_", "MKL_"),
+)
+SECONDS_A_LINE = 10.0
+
+
+def run(
+    recipe: TrainRecipe,
+    output: Path,
+    resume: bool = False,
+    *,
+    allow_changed_data: bool = False,
+    seconds: float | None = None,
+) -> dict:
+    """Train by the recipe; returns what results.json holds.
+
+    A run that is finished is left as it is. seconds: a limit of time, before which the run is saved and stops.
+    Raises ValueError where output holds another run or data have changed, OSError where a checkpoint cannot be saved,
+    `Paused` where a signal or the limit stopped it.
+    """
+    deadline = None if seconds is None else time.monotonic() + seconds
+    end_with_parent()
+    check(recipe, output)
+    with joining():
+        args = training_arguments(recipe, output)
+        ranks = Ranks(recipe.comm_timeout)
+    with ExitStack() as held:
+        held.enter_context(ranks.in_touch())
+        held.enter_context(told_of_a_full_disk(output))
+        place, finished = ranks.first(lambda: prepare(recipe, output, resume, allow_changed_data, held))
+        found = fit(recipe, output, args, place, ranks, deadline) if finished is None else finished
+    end_process_group()
+    if isinstance(found, Paused):
+        raise found
+    return found
+
+
+@contextmanager
+def told_of_a_full_disk(output: Path) -> Iterator[None]:
+    """Add to the system's error the folder, and the checkpoint to resume from."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(f"{str(output)!r} could not be written to: {error.strerror}; {kept(output)}.") from error
+
+
+def check(recipe: TrainRecipe, output: Path) -> None:
+    """Raises ValueError where no training can begin; writes nothing."""
+    check_output(output)
+    check_data(recipe)
+    if recipe.preset not in PRESETS:
+        families = ", ".join(dict.fromkeys(name.rpartition("-")[0] for name in PRESETS))
+        sizes = ", ".join(dict.fromkeys(name.rpartition("-")[2] for name in PRESETS))
+        raise ValueError(
+            f"preset must be one of FAMILY-SIZE with a family of {families} and a size of {sizes}; got "
+            f"{recipe.preset!r}{nearest(recipe.preset, PRESETS)}"
+        )
+    model_config(recipe, recipe.model_fields().get("vocab_size", recipe.vocabulary))
+    for name in REFUSED:
+        value = os.environ.get(name, "")
+        same = name == "ACCELERATE_MIXED_PRECISION" and value == {"bfloat16": "bf16"}.get(recipe.dtype, "no")
+        if value.lower() not in ("", "no", "false", "0") and not same:
+            raise ValueError(f"{name}={value} would change the arithmetic behind the recipe; unset it, or say --dtype.")
+
+
+def prepare(
+    recipe: TrainRecipe, output: Path, resume: bool, allow_changed_data: bool, held: ExitStack
+) -> tuple[Place, dict | None]:
+    """On the first process alone: hold the lock, decide where to begin, and write tokenizer and tokens.
+
+    Returns the place, and the results where the run there is finished. A folder created here is removed again where the
+    data cannot be used.
+    """
+    if output.exists():
+        look(recipe, output, resume)  # raises before anything is written, even a lock
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    output.mkdir(parents=True, exist_ok=True)
+    held.enter_context(one_writer(output))
+    fresh = output in made and {path.name for path in output.iterdir()} <= {LOCK, HOLDER}
+    try:
+        place = look(recipe, output, resume)
+        if place.step >= recipe.max_steps:
+            return place, finished_results(recipe, output, place)
+        stored = place.config["recipe"]
+        if stored["max_steps"] < recipe.max_steps and place.step:
+            event(place.config, f"max_steps {stored['max_steps']} -> {recipe.max_steps}", place.step)
+        place.config["recipe"] = asdict(recipe)
+        if not (output / "config.json").exists():
+            remember(output, place.config)
+        take_data(recipe, output, place, allow_changed_data)
+        if outside := {name: value for name, value in os.environ.items() if name.startswith(RECORDED)}:
+            place.config["environment"] = outside
+        remember(output, place.config)
+        begin(output, place.checkpoint)
+        if place.checkpoint is not None and (failure := said_of_failure(output)):
+            note(f"the last attempt stopped because {failure}; as it is, this one will come to the same step.")
+        return place, None
+    except ValueError:
+        if fresh:
+            shutil.rmtree(output, ignore_errors=True)
+            for folder in made[1:]:
+                folder.rmdir()
+        raise
+
+
+def take_data(recipe: TrainRecipe, output: Path, place: Place, allow_changed: bool) -> None:
+    """Write tokenizer and tokens to `output`. Raises ValueError where the run began with others."""
+    tokenizer = load_tokenizer(recipe, output)
+    source = identity(recipe, tokenizer)
+    known = place.config.get("data")
+    changed = [name for name in source if known is not None and known.get(name) != source[name]]
+    if changed and not allow_changed:
+        raise ValueError(
+            f"data have changed since the run in {str(output)!r} began: another {' and '.join(changed)}; give another "
+            "--output, or --allow-changed-data to go on with them all the same."
+        )
+    if allow_changed:
+        event(place.config, f"data taken as they are now: {json.dumps(source)}", place.step)
+        shutil.rmtree(output / "tokens", ignore_errors=True)
+    place.config["data"] = source
+    if local_files(recipe.data) is not None:
+        write_data(recipe, output, tokenizer, source, tell_of_tokens())
+    load_data(recipe, output, tokenizer, Share(1, 1))  # raises where there are too few
+    model_config(recipe, len(tokenizer))
+
+
+def tell_of_tokens():
+    """A function that notes the number of tokens so far, at most every ten seconds."""
+    last = [time.monotonic()]
+
+    def tell(tokens: int) -> None:
+        if time.monotonic() - last[0] > SECONDS_A_LINE:
+            last[0] = time.monotonic()
+            note(f"tokenising: {tokens:,} tokens so far.")
+
+    return tell
+
+
+def finished_results(recipe: TrainRecipe, output: Path, place: Place) -> dict:
+    """The results of a run that has reached its last step; written now where it was killed before it wrote them."""
+    note(f"the run in {str(output)!r} is finished, {place.step} of {recipe.max_steps} steps; --steps extends it.")
+    if (known := read_json(output / RESULTS)) is not None:
+        return known
+    model, _ = load_language_model(place.checkpoint)
+    facts = {"parameters": model.num_parameters(), "flops_per_token": flops_per_token(model, recipe.context)}
+    last = [line for line in read_metrics(output) if line["step"] <= place.step]
+    results = Run(output, recipe.seed).finish({"train": summary(last) | facts}) | {"seconds": None}
+    write_json(output / RESULTS, results)
+    return results
+
+
+def fit(
+    recipe: TrainRecipe, output: Path, args: TrainingArguments, place: Place, ranks: Ranks, deadline: float | None
+) -> dict | Paused:
+    """Train from the place's checkpoint, or from the beginning. `Paused` is returned and not raised: a traceback would
+    keep the Trainer alive, and the process groups must end after it."""
+    parts, mesh = parts_of_rows(recipe), heads_and_data(recipe)
+    rank, world = (number // recipe.processes_of_a_row for number in (ranks.rank, ranks.world))
+    share = Share(recipe.batch_size, args.per_device_train_batch_size, rank, world)
+    tokenizer = load_tokenizer(recipe, output)
+    data = load_data(recipe, output, tokenizer, share)
+    model = build_model(model_config(recipe, len(tokenizer)), recipe.seed)
+    if mesh is not None:
+        split_by_heads(model, mesh)
+    with progress() if ranks.rank == 0 else nullcontext() as bars:
+        under_way = Run(output, recipe.seed)
+        metrics = MetricsCallback(recipe, under_way, model, data.probe, bars)
+        stop = SaveAndStop(ranks, deadline)
+        trainer = TextTrainer(
+            output=output,
+            rows=data.train,
+            parts=parts,
+            mesh=mesh,
+            share=share,
+            keep=recipe.keep,
+            skip=recipe.nonfinite == "skip",
+            extended=place.checkpoint is not None and trained_for(place.checkpoint) != recipe.max_steps,
+            model=model,
+            args=args,
+            train_dataset=data.train,
+            eval_dataset=data.validation or None,
+            processing_class=tokenizer,
+            callbacks=[stop, Milestones(), WrapperCheck(recipe.parallel), metrics],
+        )
+        trainer.remove_callback(PrinterCallback)
+        try:
+            with stop:
+                trainer.train(resume_from_checkpoint=None if place.checkpoint is None else str(place.checkpoint))
+        except NotFinite as error:
+            if ranks.rank == 0:
+                write_json(output / FAILED, {"step": error.step, "what": error.what, "date": now()})
+            raise
+        if stop.stopped_by and trainer.state.global_step < recipe.max_steps:
+            return Paused(
+                f"stopped by {stop.reason}; step {trainer.state.global_step} of {recipe.max_steps} is saved",
+                stop.code,
+            )
+    facts = {"parameters": model.num_parameters(), "flops_per_token": metrics.flops}
+    results = {"train": summary(read_metrics(output)) | facts}
+    if ranks.rank != 0:
+        return results
+    (output / FAILED).unlink(missing_ok=True)
+    return under_way.finish(results)
+
+
+def trained_for(checkpoint: Path) -> int:
+    """The number of steps for which the checkpoint's schedule was made."""
+    return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]
+
+
+def model_config(recipe: TrainRecipe, vocabulary: int) -> FEMConfig:
+    """The preset with the recipe's changes, for rows of the recipe's context."""
+    known = {*inspect.signature(FEMConfig).parameters, "rope_parameters"}
+    if unknown := [name for name in recipe.model_fields() if name not in known]:
+        raise ValueError(f"model_fields must be fields of FEMConfig, got {unknown[0]!r}{nearest(unknown[0], known)}")
+    fields = {"vocab_size": vocabulary, "max_position_embeddings": recipe.context} | recipe.model_fields()
+    config = preset(recipe.preset, **fields)
+    if config.vocab_size < vocabulary:
+        raise ValueError(f"vocab_size must cover the tokenizer's {vocabulary} entries, got {config.vocab_size}.")
+    if config.max_position_embeddings is not None and config.max_position_embeddings < recipe.context:
+        raise ValueError(
+            f"context must be at most max_position_embeddings = {config.max_position_embeddings}, got {recipe.context}."
+        )
+    check_heads(config, recipe.tensor_parallel)
+    return config
+
+
+def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
+    cuda = torch.cuda.is_available()
+    args = TrainingArguments(
+        output_dir=str(output / STAGING),
+        max_steps=recipe.max_steps,
+        warmup_steps=recipe.warmup_steps,
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type="cosine",
+        adam_beta2=recipe.beta2,
+        weight_decay=recipe.weight_decay,
+        max_grad_norm=recipe.clip,
+        bf16=recipe.dtype == "bfloat16",
+        torch_compile=recipe.compile,
+        activation_checkpointing=recipe.checkpointing,
+        seed=recipe.seed,
+        eval_strategy="steps" if recipe.validation_rows else "no",
+        eval_steps=recipe.eval_steps,
+        logging_steps=recipe.log_steps,
+        logging_nan_inf_filter=False,
+        save_steps=recipe.save_steps,
+        ignore_data_skip=True,
+        remove_unused_columns=False,
+        prediction_loss_only=True,
+        ddp_find_unused_parameters=False,
+        use_cpu=not cuda,
+        ddp_timeout=recipe.comm_timeout,
+        fsdp=True if recipe.parallel == "fsdp" else None,
+        fsdp_config=dict(FSDP) if recipe.parallel == "fsdp" else None,
+        dataloader_pin_memory=cuda,
+        use_cache=True,
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+        log_level_replica="error",
+    )
+    if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED:
+        raise ValueError("parallel='fsdp' needs torchrun, with one process or more.")
+    readers, rest = divmod(args.world_size, recipe.processes_of_a_row)  # groups of processes, each with rows of its own
+    if rest:
+        names = [name for name in ("context_parallel", "tensor_parallel") if getattr(recipe, name) > 1]
+        raise ValueError(
+            f"{' x '.join(names)} must divide the number of processes, {args.world_size}, "
+            f"got {' x '.join(str(getattr(recipe, name)) for name in names)}."
+        )
+    given = recipe.micro_batch or max(1, recipe.batch_size // readers)
+    args.per_device_train_batch_size = args.per_device_eval_batch_size = given
+    args.gradient_accumulation_steps = Share(recipe.batch_size, given, world=readers).accumulation
+    return args

@@ -1,0 +1,42 @@
+"""What `fem argmax` runs, as a recipe: the task's size and how the readers are trained."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from fem.runs.recipes import require_one_of, require_positive
+from fem.runs.run import option
+
+FORMS = ("spread", "paper")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArgmaxRecipe:
+    """The task's size and how the readers are trained. The defaults take some minutes on one core."""
+
+    form: str = option("spread", "spread: every channel has a level and a width of its own; paper: Appendix P.")
+    tokens: int = option(64, "Tokens T of an example.")
+    channels: int = option(64, "Channels D of an example.")
+    heads: int = option(4, "Heads of both readers.")
+    train_examples: int = option(200_000, "Training examples.")
+    validation_examples: int = option(1_000, "Examples that decide when the training of a reader stops.")
+    test_examples: int = option(1_000, "Further examples, on which the trained readers are scored.")
+    batch: int = option(32, "Examples per step.", called="batch_size")
+    steps: int = option(4_000, "Most optimiser steps of each reader.")
+    enough: float = option(0.999, "Share of hits on the validation at which training stops.")
+    learning_rate: float = option(2e-2, "Learning rate of AdamW.")
+    eval_every: int = option(250, "Steps between two validations.")
+    seeds: int = option(3, "How many seeds.")
+    seed: int = option(0, "First seed, of the data and of both readers.")
+    threads: int = option(1, "CPU threads; more of them are faster on an idle machine, and slower on a busy one.")
+
+    def __post_init__(self):
+        require_positive(self, *(name for name in asdict(self) if name not in ("enough", "seed", "form")))
+        require_one_of("form", self.form, FORMS)
+        if self.channels % self.heads:
+            raise ValueError(f"heads must divide channels = {self.channels}, got heads = {self.heads}.")
+        if self.train_examples < self.batch:
+            raise ValueError(f"train_examples must fill one batch of {self.batch}, got {self.train_examples}.")
+
+
+FULL = {"tokens": 128, "channels": 512, "steps": 2_000}

@@ -1,0 +1,105 @@
+"""The comparisons that each profile measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fem.runs.recipes import listed, require_one_of, require_positive, require_some_of
+from fem.runs.run import option
+from fem_research.bench.paper import TABLE5, TABLE7
+
+BASELINE = "attention"
+PARTS = ("read", "layer", "gpt2", "table5", "decode", "served", "context")
+BY_TOKEN = ("decode", "served")  # parts that time generation
+READS = (BASELINE, "FEM", "FEM, plain")
+LAYERS = (
+    *(BASELINE, "FEM-SM without C", "FEM-SM slim, without C", "FEM-SM"),
+    *("FEM-SM without C, plain", "FEM-GLA without C", "FEM-GLA"),
+)
+DECODES = (BASELINE, "FEM-SM without C", "FEM-SM", "FEM-GLA")
+SERVED = (BASELINE, "FEM-SM without C")
+CONTEXTS = (BASELINE, "FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT")
+BASELINES_AT_LENGTH = ("GLA (fla)", "Mamba (mamba-ssm)")
+
+
+@dataclass(frozen=True)
+class Size:
+    """One mixer's shape."""
+
+    batch: int
+    time: int
+    width: int
+    heads: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: mixers that run in turn on the same input. layers: blocks of the model; 0: the mixer alone."""
+
+    part: str
+    size: Size
+    dtype: str
+    mixers: tuple[str, ...]
+    layers: int = 0
+
+    @property
+    def name(self) -> str:
+        size = self.size
+        return f"{self.part}, T {size.time:,}, batch {size.batch}, width {size.width}, {self.dtype}"
+
+
+DTYPES = ("float32", "bfloat16")
+
+
+def _laptop() -> list[Case]:
+    return [
+        *(Case("read", Size(1, time, 512, 8), dtype, READS) for dtype in DTYPES for time in (512, 2048)),
+        *(Case("layer", Size(2, time, 512, 8), dtype, LAYERS) for dtype in DTYPES[:1] for time in (512, 2048)),
+        Case("gpt2", Size(1, 512, 768, 12), "float32", tuple(TABLE7), layers=1),
+        Case("table5", Size(1, 1024, 512, 4), "float32", (BASELINE, *TABLE5), layers=2),
+        *(Case("decode", Size(1, time, 1024, 16), "float32", DECODES) for time in (1024, 4096, 16384)),
+        *(Case("served", Size(1, time, 1024, 16), "float32", SERVED) for time in (1024, 4096, 16384)),
+        *(Case("context", Size(1, time, 256, 4), "float32", CONTEXTS) for time in (1024, 2048, 4096, 8192)),
+    ]
+
+
+def _paper() -> list[Case]:
+    cases = []
+    for dtype in DTYPES:
+        for time in (2048, 8192, 32768):
+            cases += [Case("read", Size(1, time, 1024, heads), dtype, READS) for heads in (16, 8)]
+        cases += [Case("layer", Size(8, time, 1024, 16), dtype, LAYERS) for time in (1024, 4096)]
+        cases.append(Case("gpt2", Size(8, 1024, 768, 12), dtype, tuple(TABLE7), layers=12))
+        cases.append(Case("table5", Size(4, 2048, 512, 4), dtype, (BASELINE, *TABLE5), layers=8))
+    for time in (1024, 4096, 16384, 65536):
+        cases.append(Case("decode", Size(1, time, 1024, 16), "bfloat16", DECODES))
+        cases.append(Case("served", Size(1, time, 1024, 16), "bfloat16", SERVED))
+    for time in (2048, 8192, 32768, 131072):
+        cases.append(Case("context", Size(1, time, 1024, 16), "bfloat16", CONTEXTS + BASELINES_AT_LENGTH))
+    return cases
+
+
+PROFILES = {"laptop": _laptop(), "paper": _paper()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRecipe:
+    """What is measured, and for how long."""
+
+    profile: str = option("laptop", f"Sizes: {' or '.join(PROFILES)} (for a GPU).")
+    parts: str = option(",".join(PARTS), "Parts, with commas between them.")
+    seconds: float = option(4.0, "Seconds to measure a case's train steps; a third of that more for forward passes.")
+    threads: int = option(1, "CPU threads.")
+    seed: int = option(0, "Seed of weights and inputs.")
+
+    def __post_init__(self):
+        require_one_of("profile", self.profile, PROFILES)
+        require_some_of("parts", self.part_names, PARTS)
+        require_positive(self, "seconds", "threads")
+
+    @property
+    def part_names(self) -> list[str]:
+        return listed(self.parts)
+
+    def cases(self) -> list[Case]:
+        return [case for case in PROFILES[self.profile] if case.part in self.part_names]

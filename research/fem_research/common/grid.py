@@ -1,0 +1,111 @@
+"""Trainings of mixers over seeds and learning rates: those without a record run, and all end in one folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.progress import Progress
+
+from fem.runs.run import open_run
+from fem.runs.tables import Rows, show_table, write_table
+from fem_research.common.jobs import Job, keep, place_of, record_of
+
+RUNS = "runs"  # the folder of the records, in an experiment's folder
+
+
+class Tuned(NamedTuple):
+    """Records of a comparison: of every row by learning rate on the first seed, and by seed at its best rate."""
+
+    tuning: dict[str, dict[float, dict]]
+    chosen: dict[str, list[dict]]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The records in `folder`, and how those that are missing are made.
+
+    train(jobs, folder): runs jobs and yields the records that it has written, as `sweep` and `one_by_one` do.
+    told(record): what the progress bar says of a training that has ended.
+    """
+
+    folder: Path
+    train: Callable[[list[Job], Path], Iterable[dict]]
+    bars: Progress
+    title: str
+    told: Callable[[dict], str] = lambda record: ""
+
+    def records(self, jobs: Iterable[Job]) -> list[dict]:
+        """The record of every job, in their order; the jobs that have none are run."""
+        jobs = list(jobs)
+        missing = [job for job in jobs if record_of(job, self.folder) is None]
+        bar = self.bars.add_task(self.title, total=len(jobs), completed=len(jobs) - len(missing))
+        for record in self.train(missing, self.folder):
+            self.bars.update(bar, advance=1, description=f"{self.title}{self.told(record)}")
+        return [record_of(job, self.folder) for job in jobs]
+
+    def tuned(
+        self,
+        rows: Sequence[str],
+        rates: Sequence[float],
+        seeds: Sequence[int],
+        job: Callable[[str, float, int], Job],
+        error: Callable[[dict], float],
+    ) -> Tuned:
+        """Every row at every learning rate on the first seed, then at the rate of its smallest error on all seeds.
+
+        job(row, rate, seed) is a training, error(record) what it is judged by.
+        """
+        found = iter(self.records(job(row, rate, seeds[0]) for row in rows for rate in rates))
+        tuning = {row: {rate: next(found) for rate in rates} for row in rows}
+        best = {row: min(rates, key=lambda rate: error(records[rate])) for row, records in tuning.items()}
+        found = iter(self.records(job(row, best[row], seed) for row in rows for seed in seeds))
+        return Tuned(tuning, {row: [next(found) for _ in seeds] for row in rows})
+
+
+def one_by_one(
+    jobs: Iterable[Job], folder: Path, train: Callable[[Any, Path], dict], writes: bool = True
+) -> Iterator[dict]:
+    """Run the jobs in this process; train(job, place) returns a record, and may keep checkpoints in the folder `place`.
+
+    writes: whether this process is the one that writes; of torchrun's, one does.
+    """
+    for job in jobs:
+        with place_of(job, folder) if writes else nullcontext(folder / job.key) as place:
+            record = train(job, place)
+            if writes:
+                keep(job, folder, record)
+        yield record
+
+
+def publish(
+    output: Path,
+    experiment: str,
+    recipe: Any,
+    *,
+    records: Iterable[tuple[dict, dict]],
+    tables: Mapping[str, Rows],
+    page: Callable[[Path], object],
+    results: dict,
+    redraw: Callable[[Mapping, Mapping, Path], None],
+    shown: tuple[str, Rows],
+) -> dict:
+    """Write a comparison to `output`: metrics.jsonl, tables, page, results.json and pictures; returns the results.
+
+    records: what metrics.jsonl says of every record, and the record. page(folder) writes report.md. shown: the title
+    and the rows of the table for the terminal.
+    """
+    with open_run(output, experiment, recipe) as under_way:
+        for said, record in records:
+            for point in record["curve"]:
+                under_way.log(experiment=experiment, **said, **point)
+        for name, rows in tables.items():
+            write_table(under_way.folder, name, rows)
+        page(under_way.folder)
+        results = under_way.finish(results)
+        redraw(results, asdict(recipe), under_way.folder)
+    show_table(*shown)
+    return results

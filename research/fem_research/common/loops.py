@@ -1,0 +1,63 @@
+"""Checkpoints of a training in a plain loop: the states of its parts, and what it has measured."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fem.runs.run import first_line
+from fem.train.checkpoints import KEPT, STAGING, checkpoints, set_aside_after, to_go_on_from
+from fem.train.integrity import publish
+
+STATE = "state.pt"
+
+
+def save(folder: Path, number: int, parts: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
+    """Write `folder`/checkpoint-NUMBER: the `state_dict` of every part, and what was measured; the newest two stay.
+
+    Raises OSError where it cannot be written whole, as on a full disk.
+    """
+    staging = folder / STAGING
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(parents=True)
+        torch.save({name: part.state_dict() for name, part in parts.items()} | measured, staging / STATE)
+        publish(staging, folder / f"checkpoint-{number}")
+    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError, and names no file
+        shutil.rmtree(staging, ignore_errors=True)
+        reason = error if isinstance(error, OSError) else f"is the disk full? ({first_line(error)})"
+        raise OSError(f"checkpoint-{number} could not be saved in {str(folder)!r}: {reason}") from error
+    for old in checkpoints(folder)[:-KEPT]:
+        shutil.rmtree(old)
+
+
+def restore(folder: Path, parts: Mapping[str, Any], device: torch.device) -> dict[str, Any] | None:
+    """Load the newest complete checkpoint into the parts; returns what was measured, None where there is none.
+
+    Later ones are set aside, which a note says. Raises ValueError where none is whole, or it does not fit the parts.
+    """
+    newest = to_go_on_from(folder)
+    if newest is None:
+        return None
+    set_aside_after(newest)
+    return load(newest / STATE, parts, device, folder)
+
+
+def load(path: Path, parts: Mapping[str, Any], device: torch.device, place: Path) -> dict[str, Any]:
+    """Load a file into the parts; returns what else it holds.
+
+    Raises ValueError where it does not fit the parts, and says that `place` is to be removed.
+    """
+    try:
+        saved = torch.load(path, device, weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(saved.pop(name))
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        told = f"{str(place)!r} is damaged, or another version's; remove it to train it again."
+        raise ValueError(told) from error
+    return saved

@@ -1,0 +1,139 @@
+"""The mixers that experiments compare, by names such as "softmax+LTG/r4": a prior, the parts of FEM that are switched
+on, and options. "fla:DeltaNet" is the layer of that name in flash-linear-attention.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+from functools import cache
+
+from fem.config import FreeEnergyMixerConfig
+
+PARTS = {"C": "use_conv", "L": "use_lse", "T": "use_temperature", "G": "use_outer_gate"}
+SHOWN = {"softmax": "attention", "gla": "GLA", "rnn_softmax": "AFT", "mamba": "Mamba", "mamba_interactive": "Mamba-i"}
+UNNORMALISED = "-norm"
+OPTION = re.compile(r"r\d+|b\d+(\.\d+)?|l-?\d+(\.\d+)?|h[1-9]\d*|wide|norm|norope")
+PUBLISHED_UNNORMALISED = ("gla", "mamba")
+LARGEST_BETA = 700.0  # that softplus can be inverted at
+POOLS = ("pool:mean", "pool:max", "pool:lse", "pool:attention", "pool:fem", "pool:fem/r4")
+KNOWN_ANSWERS = ("cummax", "gru")  # layers that take a prior's place: a running maximum of values, and a GRU
+UNTYPED = (*POOLS, *KNOWN_ANSWERS)  # rows that are no prior with parts
+
+
+def priors() -> Collection[str]:
+    """The names of the priors. They are imported when first asked for: a command's help starts without torch."""
+    from fem.priors import PRIORS
+
+    return PRIORS
+
+
+@cache
+def aliases() -> dict[str, str]:
+    """Other names of mixers, in small letters."""
+    return {
+        "sm": "softmax",
+        "laser": "softmax+L",
+        "fem": "softmax+CLTG",
+        "fem-sm": "softmax+CLTG",
+        **{f"fem-{prior}": f"{prior}+CLTG" for prior in priors()},
+        **{shown.lower(): prior for prior, shown in SHOWN.items()},
+        **{f"fem-{shown.lower()}": f"{prior}+CLTG" for prior, shown in SHOWN.items()},
+    }
+
+
+def known(name: str) -> str:
+    """`canonical`, or the name of a published mixer as it is. Raises ValueError on an unknown name."""
+    if not name.startswith("fla:"):
+        return canonical(name)
+    from fem_research.common.baselines import PUBLISHED
+
+    if name not in PUBLISHED:
+        raise ValueError(f"mixer must be one of {', '.join(PUBLISHED)} where it is fla's; got {name!r}.")
+    return name
+
+
+def canonical(name: str) -> str:
+    """The canonical name of a mixer: prior, "+" and its parts in the order C, L, T, G, then its options after slashes.
+
+    "-norm": the score is not normalised. "/norm": it is; gla and mamba without L are unnormalised otherwise, as they
+    were published (Table 1 normalises them from +L on). "/r4": gates of rank 4. "/wide": values as wide as the layer.
+    "/b8": beta starts at 8. "/l6": lambda's bias starts at 6. "/h16": 16 heads, whatever the others have. "/norope": no
+    position code.
+    Raises ValueError on an unknown name.
+    """
+    whole, *options = name.split("/")
+    plain = whole.removesuffix(UNNORMALISED)
+    head, plus, tail = plain.partition("+")
+    prior, _, parts = aliases().get(head.lower(), head).partition("+")
+    parts += tail
+    if (
+        prior not in priors()
+        or not set(parts) <= PARTS.keys()
+        or ("T" in parts and "L" not in parts)
+        or (plus and not tail)
+        or any(not OPTION.fullmatch(option) for option in options)
+        or len({option.rstrip("-.0123456789") for option in options}) < len(options)
+    ):
+        raise ValueError(
+            f"mixer must be a prior ({', '.join(priors())}), alone or with '+' and some of the letters "
+            f"{''.join(PARTS)} (T needs L), or a name such as attention, FEM, FEM-GLA, AFT, then options such as /r4, "
+            f"/wide, /b8, /l6, /h16, /norope, /norm; got {name!r}."
+        )
+    if prior == "softmax" and plain != whole:
+        raise ValueError(f"the softmax prior is normalised by definition; leave out {UNNORMALISED!r}, got {name!r}.")
+    for option, needed in (("r", "TG"), ("b", "T"), ("l", "T")):
+        if any(o[0] == option for o in options) and not set(needed) & set(parts):
+            raise ValueError(
+                f"/{option} sets a part that {whole!r} does not have ({' or '.join(needed)}), got {name!r}."
+            )
+    if plain != whole and "norm" in options:
+        raise ValueError(f"{UNNORMALISED!r} and '/norm' contradict each other; leave one out, got {name!r}.")
+    if any(option[0] == "b" and not 0 < float(option[1:]) <= LARGEST_BETA for option in options):
+        raise ValueError(f"beta must start above 0 and at most at {LARGEST_BETA:g}, got {name!r}.")
+    published_raw = prior in PUBLISHED_UNNORMALISED and "L" not in parts
+    raw = plain != whole or (published_raw and "norm" not in options)
+    options = [option for option in options if option != "norm" or (published_raw and not raw)]
+    shown = "".join(letter for letter in PARTS if letter in parts)
+    return "/".join([prior + (f"+{shown}" if shown else "") + (UNNORMALISED if raw else ""), *sorted(options)])
+
+
+def taken_apart(name: str) -> tuple[str, str, bool, list[str]]:
+    """Prior, parts, whether the score is left unnormalised by "-norm", and options of a canonical name."""
+    whole, *options = name.split("/")
+    prior, _, parts = whole.removesuffix(UNNORMALISED).partition("+")
+    return prior, parts, whole.endswith(UNNORMALISED), options
+
+
+def fields_of(name: str) -> dict:
+    """The fields of `FreeEnergyMixerConfig` that make the mixer with this canonical name."""
+    prior, parts, raw, options = taken_apart(name)
+    fields: dict = {"prior_type": prior} | {field: letter in parts for letter, field in PARTS.items()}
+    if raw:
+        fields["normalize"] = False
+    for option in options:
+        if option == "wide":
+            fields |= {"fem_ratio": 1.0, "p_t_to_fem_ratio": 2.0}
+        elif option == "norope":
+            fields["use_rope"] = False
+        elif option[0] == "h":
+            fields["n_head"] = int(option[1:])
+        elif option[0] == "r":
+            fields["gate_rank"] = int(option[1:])
+        elif option[0] == "b":
+            fields["beta_max_init"] = math.log(math.expm1(float(option[1:])))
+        elif option[0] == "l":
+            fields["lambda_init"] = float(option[1:])
+    return fields
+
+
+def mixer_config(name: str, width: int, heads: int, **fields) -> FreeEnergyMixerConfig:
+    """The mixer with this name, its linear weights 4 D^2 in number; with "/wide", as many as its widths need."""
+    fields = {"n_head": heads} | fields | fields_of(canonical(name))
+    build = FreeEnergyMixerConfig if "fem_ratio" in fields else FreeEnergyMixerConfig.matched
+    return build(n_embd=width, **fields)
+
+
+def file_name(mixer: str) -> str:
+    return mixer.replace("/", "_")

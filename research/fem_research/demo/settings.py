@@ -1,0 +1,58 @@
+"""What `fem demo` runs, as a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fem.runs.recipes import require_positive
+from fem.runs.run import option
+
+if TYPE_CHECKING:
+    from fem_research.lm.small import LanguageRecipe
+
+LEAST_CONTEXT = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoRecipe:
+    """The demo's sizes. The defaults take under eight minutes on two cores."""
+
+    text_file: Path | None = option(
+        None, "Your own UTF-8 text, instead of the help topics of this Python.", also=("text",)
+    )
+    seeds: int = option(1, "How many seeds the language models are trained with.")
+    seed: int = option(0, "First seed.")
+    argmax_steps: int = option(4_000, "Most training steps of each argmax reader.")
+    steps: int = option(500, "Training steps of each language model.")
+    layers: int = option(4, "Blocks of a language model.")
+    width: int = option(128, "Width of a language model.")
+    heads: int = option(4, "Heads of a language model.")
+    mlp_width: int = option(352, "Width of softmax attention's SwiGLU.")
+    vocabulary: int = option(2048, "Entries of the byte-pair tokenizer.")
+    context: int = option(128, "Tokens per sequence.")
+    batch_size: int = option(16, "Sequences per step.", also=("batch",))
+    threads: int = option(1, "CPU threads; more of them are faster on an idle machine, and slower on a busy one.")
+
+    def __post_init__(self):
+        require_positive(self, *(name for name in asdict(self) if name not in ("text_file", "seed")))
+        if self.context < LEAST_CONTEXT:
+            raise ValueError(f"context must be at least {LEAST_CONTEXT} tokens for the picture, got {self.context}.")
+        if self.width % self.heads:
+            raise ValueError(f"heads must divide width = {self.width}, got {self.heads}.")
+
+    def language(self) -> LanguageRecipe:
+        """What both language models share."""
+        from fem_research.lm.small import LanguageRecipe
+
+        own = ("text_file", "seeds", "argmax_steps", "threads", "batch_size")
+        shared = {name: value for name, value in asdict(self).items() if name not in own}
+        return LanguageRecipe(**shared, batch=self.batch_size)
+
+    def documents(self) -> Path | list[str]:
+        from fem_research.lm.text import help_topics
+
+        if self.text_file is None and not help_topics():
+            raise ValueError("text_file must be given: this Python comes without its help topics.")
+        return self.text_file or ["\n\n\n".join(help_topics())]

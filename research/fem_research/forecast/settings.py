@@ -1,0 +1,159 @@
+"""What `fem forecast` runs: data, models and training, as a recipe and its jobs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+from fem.runs.recipes import listed, require_not_negative, require_positive
+from fem.runs.run import option
+from fem_research.common.jobs import digest_of
+from fem_research.common.mixers import canonical
+
+if TYPE_CHECKING:
+    import torch
+
+    from fem_research.forecast.series import Series, Windows
+
+NONE = "none"  # no mixer: no token sees another
+BASELINES = ("dlinear", "patchtst", "itransformer", "femforecaster")
+LOOKBACKS = {96: 1024, 336: 2048, 720: 4096}  # up to this horizon, this many rows of history
+MANY_CHANNELS = 100
+NOT_IN_THE_KEY = ("data", "horizon", "models", "seeds", "seed", "threads")
+
+
+def width_for(channels: int) -> int:
+    """32 floor(sqrt(channels)): 64 for ETT, 128 for Weather, 352 for Solar."""
+    return 32 * math.isqrt(channels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastRecipe:
+    """Data, models and training; lists have commas. The defaults suit a laptop: minutes per model on ETTh1."""
+
+    data: str = option("", "CSV files (.csv or .csv.gz): a column date, then the channels.")
+    horizon: str = option("96", "Rows to forecast.")
+    models: str = option(
+        "attention,FEM,none",
+        f"With commas: attention, FEM-GLA, GLA ...; none, for no mixer; {', '.join(BASELINES)}.",
+        called="mixers",
+    )
+    seeds: int = option(2, "How many seeds; every model has the same.")
+    seed: int = option(0, "First seed: of weights, order and dropout.")
+    lookback: int | None = option(None, "Rows of history; default: 1024 to 4096, by horizon.")
+    width: int | None = option(None, "Width of the backbone; default: 32 floor(sqrt(channels)).")
+    layers: int = option(3, "Blocks of the backbone.")
+    heads: int = option(8, "Heads of every mixer.")
+    dropout: float = option(0.1, "Dropout of tokens and of each block's output.")
+    beta_max_init: float = option(1.8, "Where FEM's inverse temperature starts, before the softplus.")
+    epochs: int = option(3, "Most epochs of training the backbone, each over all windows.")
+    patience: int = option(12, "Stop after so many epochs without a lower validation error.")
+    batch: int | None = option(None, "Windows per step; default: 32, or 8 from 100 channels on.", called="batch_size")
+    learning_rate: float = option(6e-4, "Peak learning rate of AdamW for the backbone.")
+    weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
+    peer_lookback: int = option(512, "Rows of history for neuralforecast's models.", called="baseline_lookback")
+    peer_steps: int = option(500, "Most optimiser steps for neuralforecast's models.", called="baseline_steps")
+    peer_stride: int = option(
+        1, "Rows between the windows that neuralforecast's models train and validate on.", called="baseline_stride"
+    )
+    threads: int = option(1, "CPU threads; more of them are faster on an idle machine, and slower on a busy one.")
+
+    def __post_init__(self):
+        counts = ("seeds", "layers", "heads", "epochs", "patience", "threads")
+        sizes = ("lookback", "width", "batch", "peer_lookback", "peer_steps", "peer_stride")
+        require_positive(self, *counts, "learning_rate", *sizes)
+        require_not_negative(self, "seed", "weight_decay")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}.")
+        if not all(text.isdecimal() and int(text) > 0 for text in listed(self.horizon)) or not listed(self.horizon):
+            raise ValueError(f"horizon must be a positive number, or several with commas, got {self.horizon!r}.")
+        if not self.model_names:
+            raise ValueError("mixers must name at least one model, got an empty list.")
+
+    @property
+    def model_names(self) -> list[str]:
+        """The models' canonical names, in the order given. Raises ValueError on an unknown name."""
+        known = (NONE, *BASELINES)
+        return list(dict.fromkeys(name if name in known else canonical(name) for name in listed(self.models)))
+
+    @property
+    def horizons(self) -> list[int]:
+        return [int(text) for text in listed(self.horizon)]
+
+    def jobs(self) -> list[Job]:
+        """All runs, seed by seed. Raises ValueError on data that cannot be used for training."""
+        from fem_research.forecast.tables import load_series
+
+        if not listed(self.data):
+            raise ValueError("data must name at least one CSV file, got none; give --data PATH.")
+        series = [load_series(path) for path in listed(self.data)]
+        seeds = range(self.seed, self.seed + self.seeds)
+        jobs = [Job(*found, self) for found in product(series, self.horizons, seeds, self.model_names)]
+        for job in jobs:
+            job.windows()
+        return jobs
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a model with one seed on one series at one horizon."""
+
+    series: Series
+    horizon: int
+    seed: int
+    model: str
+    recipe: ForecastRecipe
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.model in BASELINES
+
+    @property
+    def lookback(self) -> int:
+        if self.is_baseline:
+            return self.recipe.peer_lookback
+        longest = next((rows for horizon, rows in LOOKBACKS.items() if self.horizon <= horizon), 6 * self.horizon)
+        return self.recipe.lookback or longest
+
+    @property
+    def width(self) -> int:
+        return self.recipe.width or width_for(len(self.series.channels))
+
+    @property
+    def batch(self) -> int:
+        return self.recipe.batch or (8 if len(self.series.channels) >= MANY_CHANNELS else 32)
+
+    @property
+    def title(self) -> str:
+        return f"{self.series.name} {self.horizon}: {self.model}, seed {self.seed}"
+
+    @property
+    def key(self) -> str:
+        """A file name that differs between runs which differ in any value or in their data."""
+        decides = {name: value for name, value in asdict(self.recipe).items() if name not in NOT_IN_THE_KEY}
+        if self.recipe.peer_stride == 1:  # records from before there was a stride stay valid
+            del decides["peer_stride"]
+        found = digest_of(decides, self.series.values.tobytes())
+        return f"{self.series.name}-{self.horizon}-{self.model}-seed{self.seed}-{found}"
+
+    def windows(self, device: torch.device | str = "cpu") -> dict[str, Windows]:
+        """The windows of every split. Raises ValueError where a split is too short for one."""
+        from fem_research.forecast.series import windows
+
+        if not self.is_baseline and self.lookback <= self.horizon:
+            raise ValueError(f"lookback must be longer than the horizon {self.horizon}, got {self.lookback}.")
+        return windows(self.series, self.lookback, self.horizon, device)
+
+
+PROFILES: dict[str, dict] = {  # the fields that differ from the recipe's defaults
+    "laptop": {},
+    "paper": {
+        "horizon": "96,192,336,720",
+        "models": "fem-sm,fem-gla,fem-mamba,fem-aft,gla,itransformer,patchtst,dlinear,softmax,none",
+        "seeds": 1,
+        "epochs": 100,
+        "peer_steps": 5000,
+    },
+}

@@ -1,0 +1,248 @@
+"""`fem ablate`: what each part of FEM adds to a language model of equal size, trained on the same tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING
+
+from rich.progress import Progress
+
+from fem.runs.run import (
+    check_output,
+    command_line,
+    cpu_threads,
+    progress,
+    provenance,
+    steps_bar,
+)
+from fem.runs.tables import markdown_table, write_page
+from fem_research.common.grid import RUNS, Grid, one_by_one, publish
+from fem_research.common.jobs import digest_of
+from fem_research.common.mixers import file_name
+from fem_research.common.names import KEY, by_name, colours, display
+from fem_research.common.paired import shown, spread
+from fem_research.lm.ablate_recipe import AblateRecipe
+from fem_research.lm.ablations import mixer_name, remark, row_fields
+
+if TYPE_CHECKING:
+    from fem_research.lm.small import LanguageRecipe
+    from fem_research.lm.text import Corpus
+
+
+PLAIN, GATED = "-C,G,T,L", "+G"
+ON_THE_PAGE_ALONE = ("row", "what", "sd", "by seed", "parameters", "tokens/s")  # a terminal has no room for them
+EQUAL_TIME = (
+    " All rows train for equal time: one whose step takes longer than the fastest row's takes fewer steps, and its "
+    "learning rate falls to 0 within these. ms a step: median process time of forward, backward and AdamW, in turn."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything that decides the result of one training."""
+
+    row: str
+    mixer: dict
+    language: LanguageRecipe
+    text: str  # a digest of its tokens
+
+    @property
+    def key(self) -> str:
+        digest = digest_of(asdict(self))
+        return f"{file_name(self.row)}-lr{self.language.learning_rate:g}-seed{self.language.seed}-{digest}"
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """The records of every row: by learning rate on the first seed, and by seed at the best learning rate."""
+
+    prior: str
+    tuning: dict[str, dict[float, dict]]
+    chosen: dict[str, list[dict]]
+    seconds: dict[str, float]  # of a step, where all rows train for equal time; else empty
+
+    def name(self, row: str) -> str:
+        return display(mixer_name(row, self.prior))
+
+    def best(self, row: str) -> float:
+        return min(self.tuning[row], key=lambda rate: self.tuning[row][rate]["val_loss"])
+
+    def table(self) -> list[dict]:
+        """Validation loss in nats per token: mean and standard deviation over the seeds, and how far it is below the
+        prior alone and the outer gate alone, seed by seed, with the standard error.
+        """
+        found = []
+        for row, records in self.chosen.items():
+            losses = self._losses(row)
+            over = {
+                f"below {self.name(other)}, paired": shown(self._losses(other), losses) if other != row else ""
+                for other in (PLAIN, GATED)
+                if other in self.chosen
+            }
+            found.append(
+                {
+                    "mixer": self.name(row),
+                    "row": row,
+                    "what": remark(row),
+                    "loss": mean(losses),
+                    "sd": spread(losses),
+                    **over,
+                    "by seed": ", ".join(f"{loss:.3f}" for loss in losses),
+                    **self._time(row),
+                    "learning rate": f"{self.best(row):g}",
+                    "parameters": records[0]["parameters"],
+                    "tokens/s": round(mean(record["tokens_per_second"] for record in records)),
+                }
+            )
+        return found
+
+    def _time(self, row: str) -> dict:
+        if not self.seconds:
+            return {}
+        return {"steps": self.chosen[row][0]["job"]["language"]["steps"], "ms a step": round(1e3 * self.seconds[row])}
+
+    def _losses(self, row: str) -> list[float]:
+        return [record["val_loss"] for record in self.chosen[row]]
+
+    def tuning_table(self) -> list[dict]:
+        """A line per row of the ablation, a column per learning rate."""
+        return [
+            {"mixer": self.name(row), "row": row}
+            | {f"{rate:g}": record["val_loss"] for rate, record in records.items()}
+            for row, records in self.tuning.items()
+        ]
+
+
+def run(recipe: AblateRecipe, output: Path) -> dict:
+    """The ablation, written to `output`; trainings with a record there do not run again."""
+    from fem_research.lm.equal_time import step_seconds, steps_of
+    from fem_research.lm.small import model_config
+    from fem_research.lm.text import build_corpus
+
+    check_output(output, "ablate")
+    for row in recipe.row_names():  # an error here comes before the text is read
+        model_config(recipe.language(recipe.rates()[0], recipe.seed), row_fields(row, recipe.prior), recipe.vocabulary)
+    with cpu_threads(recipe.threads), progress() as bars:
+        corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)
+        text = hashlib.blake2b(corpus.train["input_ids"][:].numpy(), digest_size=8).hexdigest()
+        seconds = step_seconds(recipe, output) if recipe.equal_time else {}
+
+        def job(row: str, rate: float, seed: int) -> Job:
+            mixer = row_fields(row, recipe.prior) | {"lambda_init": recipe.lambda_init}
+            language = recipe.language(rate, seed)
+            if seconds:
+                language = replace(language, steps=steps_of(row, recipe.steps, seconds))
+            return Job(row=row, mixer=mixer, language=language, text=text)
+
+        train_all = partial(one_by_one, train=lambda job, place: train_job(job, corpus, bars, place))
+        grid, seeds = Grid(output / RUNS, train_all, bars, "trainings"), range(recipe.seed, recipe.seed + recipe.seeds)
+        tuned = grid.tuned(recipe.row_names(), recipe.rates(), seeds, job, itemgetter("val_loss"))
+    ablation = Ablation(recipe.prior, *tuned, seconds)
+    table = ablation.table()
+    return publish(
+        output,
+        "ablate",
+        recipe,
+        records=(
+            ({"row": row, "learning_rate": ablation.best(row), "seed": record["job"]["language"]["seed"]}, record)
+            for row, records in ablation.chosen.items()
+            for record in records
+        ),
+        tables={"table": table, "learning_rates": ablation.tuning_table()},
+        page=lambda folder: page(folder, ablation, recipe),
+        results={
+            "ablate": {row["row"]: row for row in table},
+            "learning_rates": {row["row"]: row for row in ablation.tuning_table()},
+            "curves": {row: [record["curve"] for record in records] for row, records in ablation.chosen.items()},
+            "prior": recipe.prior,
+        },
+        redraw=redraw,
+        shown=(
+            f"Validation loss, {recipe.prior} prior, equal parameters",
+            [{name: value for name, value in row.items() if name not in ON_THE_PAGE_ALONE} for row in table],
+        ),
+    )
+
+
+def train_job(job: Job, corpus: Corpus, bars: Progress, place: Path) -> dict:
+    """Train, with checkpoints in `place`; returns {"job", "val_loss", "parameters", "tokens_per_second", "curve"}."""
+    from fem.train.model import build_model
+    from fem_research.lm.small import model_config, train
+
+    recipe = job.language
+    name = display(mixer_name(job.row, job.mixer["prior_type"]))
+    bar, advance = steps_bar(bars, f"{name}, rate {recipe.learning_rate:g}, seed {recipe.seed}", recipe.steps)
+    curve: list[dict] = []
+
+    def log(metrics: dict) -> None:
+        if "val_loss" in metrics:
+            tokens = metrics["step"] * recipe.batch * recipe.context
+            curve.append({"step": metrics["step"], "tokens": tokens, "val_loss": metrics["val_loss"]})
+
+    model = build_model(model_config(recipe, job.mixer, len(corpus.tokenizer)), recipe.seed)
+    record = {"job": asdict(job), **train(model, corpus, recipe, log, advance, place), "curve": curve}
+    bars.remove_task(bar)
+    return record
+
+
+def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
+    from fem_research.lm.text import source_name
+
+    tokens = recipe.steps * recipe.batch * recipe.context
+    write_page(
+        folder,
+        f"The parts of FEM in a language model: {recipe.prior} prior, {parameters(ablation) / 1e6:.2f}M parameters, "
+        f"{tokens / 1e6:.1f}M tokens{', equal time' if recipe.equal_time else ''}",
+        f"{recipe.layers} blocks of width {recipe.width} with {recipe.heads} heads; {recipe.steps} steps of "
+        f"{recipe.batch} x {recipe.context} tokens of {source_name(recipe.text)}, "
+        f"byte-pair vocabulary of {recipe.vocabulary}. {KEY} All rows have the same parameters "
+        "within 1 %, the same initialisation, and per seed the same rows of text in the same order; each has the best "
+        "of the learning rates on the first seed. /r8: gates of rank 8, whose width goes to the values. Loss: "
+        "validation, nats per token after the last step, mean over seeds; sd: over seeds; row: the paper's name, by "
+        "the parts that are missing (-) or alone (+); below ..., paired: the difference from that row on the same "
+        "seeds, ± its standard error. "
+        f"{tokens:,} tokens a training{' of the fastest row' if recipe.equal_time else ''}, about "
+        f"{6.0 * parameters(ablation) * tokens:.2g} floating-point operations (6 a parameter and token)."
+        + (EQUAL_TIME if recipe.equal_time else ""),
+        markdown_table(ablation.table(), {"loss": min}),
+        "![last validation loss of every row, a dot per seed](loss.png)",
+        "![validation loss over steps, a line per seed](curves.png)",
+        "## Learning rates",
+        f"Seed {recipe.seed}, validation loss after the last step.",
+        markdown_table(ablation.tuning_table()),
+        provenance(command_line("ablate", recipe, AblateRecipe())),
+    )
+
+
+def parameters(ablation: Ablation) -> int:
+    return next(iter(ablation.chosen.values()))[0]["parameters"]
+
+
+def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
+    """From what results.json holds: loss.png, the last loss of every row, a dot per seed; curves.png, the way there."""
+    from fem.plots import Panel, dots, learning_curves
+
+    def named(found: Mapping) -> dict:
+        return {mixer_name(row, results["prior"]): value for row, value in found.items()}
+
+    losses = {name: _numbers(found["by seed"]) for name, found in named(results["ablate"]).items()}
+    ordered = dict(sorted(losses.items(), key=lambda pair: mean(pair[1])))
+    title = "Validation loss in nats per token, lowest first: a dot per seed"
+    dots(folder / "loss.png", title, {"equal parameters": by_name(ordered)}, colours(ordered))
+    if "curves" in results:  # the first results did not keep them
+        lines = {
+            name: [([point["step"] for point in curve], [point["val_loss"] for point in curve]) for curve in seeds]
+            for name, seeds in named(results["curves"]).items()
+        }
+        panel = Panel("nats per token", "step", by_name(lines), logarithmic=True)
+        learning_curves(folder / "curves.png", "Validation loss over steps: a line per seed", [panel], colours(lines))
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]

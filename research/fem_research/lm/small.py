@@ -1,0 +1,137 @@
+"""A small language model, trained with transformers' Trainer, for the demo, ablations and comparisons."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import TrainingArguments
+
+from fem.models import FEMConfig, FEMForCausalLM
+from fem.models.presets import preset
+from fem.runs.run import option
+from fem.train.checkpoints import STAGING, to_go_on_from
+from fem.train.saving import NotFinite, WatchedTrainer
+from fem.train.watch import Score, Watch
+from fem_research.lm.text import Corpus
+
+SOFTMAX_ATTENTION = {"use_conv": False, "use_temperature": False, "use_lse": False, "use_outer_gate": False}
+MIXERS = {"fem": {}, "softmax": SOFTMAX_ATTENTION}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageRecipe:
+    """A language model and its training. The defaults suit a laptop: a million parameters, a few minutes."""
+
+    layers: int = option(4, "Blocks of the model.")
+    width: int = option(128, "Width of the model.")
+    heads: int = option(4, "Heads of every mixer.")
+    mlp_width: int = option(352, "Width of softmax attention's SwiGLU; mixers with more parameters get narrower ones.")
+    vocabulary: int = option(2048, "Entries of the byte-pair tokenizer.")
+    context: int = option(128, "Tokens per sequence.")
+    batch: int = option(16, "Sequences per step.")
+    steps: int = option(700, "Optimiser steps.")
+    learning_rate: float = option(2e-3, "Peak learning rate of AdamW.")
+    warmup: float = option(0.05, "Share of the steps in which the learning rate rises.")
+    weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
+    validations: int = option(8, "Validations, evenly spaced; the last at the end.")
+    validation_blocks: int = option(256, "Most held-out blocks of tokens, evenly spaced, that a validation reads.")
+    seed: int = option(0, "Seed of the weights and of the order of the data.")
+
+
+def model_config(recipe: LanguageRecipe, mixer: dict, vocabulary: int) -> FEMConfig:
+    """A model with as many parameters as softmax attention's: a mixer that has more gets narrower SwiGLUs.
+
+    mixer: fields of `FreeEnergyMixerConfig`, its prior_type among them where it is not softmax.
+    """
+    fields = dict(mixer)
+    return preset(
+        "fem-sm-tiny",
+        vocab_size=vocabulary,
+        hidden_size=recipe.width,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        intermediate_size=recipe.mlp_width,
+        max_position_embeddings=recipe.context,
+        prior_type=fields.pop("prior_type", "softmax"),
+        mixer=fields,
+    )
+
+
+def train(
+    model: FEMForCausalLM,
+    corpus: Corpus,
+    recipe: LanguageRecipe,
+    log: Callable[[Score], None],
+    advance: Callable[[int, float | None], None],
+    folder: Path | None = None,
+) -> Score:
+    """Train the model in place; returns its last {"val_loss", "parameters", "tokens_per_second"}.
+
+    val_loss: nats per token of the held-out blocks. tokens_per_second: of the training steps, without validation.
+    log is called with every measurement, advance with every step and the last validation loss. Every validation leaves
+    a checkpoint in `folder`, if one is given, from which a stopped training goes on; one whose weights are no longer
+    finite ends there, with an infinite val_loss.
+    """
+    watch = Watch(log, advance)
+    with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as output:
+        trainer = WatchedTrainer(
+            output=Path(output),
+            watch=watch,
+            model=model,
+            args=training_arguments(recipe, Path(output, STAGING), saved=folder is not None),
+            train_dataset=corpus.train,
+            eval_dataset=_evenly_spaced(corpus.validation, recipe.validation_blocks),
+        )
+        try:
+            trainer.go_on(to_go_on_from(Path(output)))
+        except NotFinite:
+            watch.loss = math.inf
+    steps = watch.curve[-1]["step"]  # the Trainer always validates after the last step, and before it saves
+    return {
+        "val_loss": watch.loss,
+        "parameters": model.num_parameters(),
+        "tokens_per_second": steps * recipe.batch * recipe.context / watch.seconds,
+    }
+
+
+def training_arguments(recipe: LanguageRecipe, output: Path, saved: bool) -> TrainingArguments:
+    every = max(1, recipe.steps // recipe.validations)
+    return TrainingArguments(
+        output_dir=str(output),
+        max_steps=recipe.steps,
+        per_device_train_batch_size=recipe.batch,
+        per_device_eval_batch_size=recipe.batch,
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=round(recipe.warmup * recipe.steps),
+        weight_decay=recipe.weight_decay,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        seed=recipe.seed,
+        data_seed=recipe.seed,
+        eval_strategy="steps",
+        eval_steps=every,
+        logging_steps=every,
+        save_strategy="steps" if saved else "no",
+        save_steps=every,
+        prediction_loss_only=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        use_cache=True,
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+    )
+
+
+def _evenly_spaced(blocks: Dataset, most: int) -> Dataset:
+    count = min(most, len(blocks))
+    return blocks.select(np.linspace(0, len(blocks) - 1, count).astype(int))

@@ -1,0 +1,155 @@
+"""Which settings of the tasks are trained on, and how: MAD's own protocol, and one small enough for a laptop."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fem_research.mad.tasks import build
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A task, its settings where they differ from MAD's baseline, and how long to train on how many examples."""
+
+    task: str
+    settings: dict[str, int | float]
+    train_examples: int
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How one model is trained and tested, apart from its learning rate and weight decay.
+
+    enough: the accuracy at which a training ends, at the next of its tests.
+    """
+
+    enough: ClassVar[float] = math.inf
+    heads: int
+    batch: int
+    warmup: float
+    bfloat16: bool
+    checkpoints: int
+    test_examples: int
+    width: int = 128
+    blocks: int = 2
+    mlp_width: int = 352
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingUntil(Training):
+    """As `Training`, until `enough` of the scored tokens of the test are right."""
+
+    enough: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Everything that `fem mad --profile` fixes.
+
+    title, about: what its page says of it. score: what the table shows, a key of `table.SCORES`.
+    """
+
+    title: str
+    about: str
+    settings: tuple[Setting, ...]
+    learning_rates: tuple[float, ...]
+    weight_decays: tuple[float, ...]
+    training: Training
+    score: str
+
+
+EPOCHS, BATCH = 200, 128
+PAPER_EXAMPLES = {"memorization": 256}
+FEWER_EXAMPLES = (6400, 3200, 1600, 800)
+CHANGES: dict[str, dict[str, tuple[int | float, ...]]] = {
+    "compression": {"vocab_size": (32, 64, 128), "seq_len": (64, 128, 256)},
+    "fuzzy-in-context-recall": {"vocab_size": (32, 64, 128), "seq_len": (256, 512, 1024)},
+    "in-context-recall": {"vocab_size": (32, 64, 128), "seq_len": (256, 512, 1024)},
+    "memorization": {"vocab_size": (512, 1024, 2048, 4096, 8192)},
+    "noisy-in-context-recall": {
+        "vocab_size": (48, 80, 144),
+        "seq_len": (256, 512, 1024),
+        "frac_noise": (0.4, 0.6, 0.8),
+    },
+    "selective-copying": {
+        "vocab_size": (32, 64, 128),
+        "seq_len": (512, 1024),
+        "num_tokens_to_copy": (32, 64, 96),
+    },
+}
+
+
+def _paper_settings() -> tuple[Setting, ...]:
+    """The baseline of every task, and the baseline with one variable changed at a time: 66 settings."""
+
+    def of(task: str, settings: dict, examples: int) -> Setting:
+        build(task, settings)
+        return Setting(task, settings, examples, EPOCHS * -(-examples // BATCH))
+
+    found = []
+    for task, changes in CHANGES.items():
+        examples = PAPER_EXAMPLES.get(task, 12800)
+        found.append(of(task, {}, examples))
+        found += [of(task, {name: value}, examples) for name, values in changes.items() for value in values]
+        if task not in PAPER_EXAMPLES:
+            found += [of(task, {}, fewer) for fewer in FEWER_EXAMPLES]
+    return tuple(found)
+
+
+LAPTOP_SETTINGS = (
+    Setting("compression", {"vocab_size": 16, "seq_len": 16}, 3200, 1200),
+    Setting(
+        "fuzzy-in-context-recall",
+        {"vocab_size": 11, "seq_len": 32, "k_motif_size": 2, "v_motif_size": 2},
+        3200,
+        500,
+    ),
+    Setting("in-context-recall", {"vocab_size": 16, "seq_len": 32}, 3200, 800),
+    Setting("memorization", {"vocab_size": 2048, "seq_len": 32}, 128, 96),
+    Setting(
+        "noisy-in-context-recall",
+        {"vocab_size": 12, "noise_vocab_size": 4, "frac_noise": 0.2, "seq_len": 32},
+        3200,
+        400,
+    ),
+    Setting("selective-copying", {"vocab_size": 16, "seq_len": 64, "num_tokens_to_copy": 24}, 1600, 160),
+)
+
+PROFILES = {
+    "paper": Profile(
+        title="six synthetic tasks",
+        about="In brackets Table 1's figure, whose heads, widths and learning rates are not published. Blank: not run.",
+        settings=_paper_settings(),
+        learning_rates=(1e-4, 5e-4, 1e-3),
+        weight_decays=(0.0, 0.1),
+        training=Training(heads=16, batch=BATCH, warmup=0.0, bfloat16=True, checkpoints=EPOCHS, test_examples=1280),
+        score="mad_macro",
+    ),
+    "recall": Profile(
+        title="in-context recall at the benchmark's own size",
+        about="One of the benchmark's 66 settings, with its width, heads, batch, data, optimiser and number of steps, "
+        "and one of its learning rates; a training ends early at a test, one every hundred steps, with 99.9 % right, "
+        "and counts as it was then.",
+        settings=(Setting("in-context-recall", {}, 12800, EPOCHS * 100),),
+        learning_rates=(1e-3,),
+        weight_decays=(0.0,),
+        training=TrainingUntil(
+            heads=16, batch=BATCH, warmup=0.0, bfloat16=True, checkpoints=EPOCHS, test_examples=1280, enough=0.999
+        ),
+        score="mad",
+    ),
+    "laptop": Profile(
+        title="six synthetic tasks, at a laptop's size",
+        about="Sizes, steps and settings are a laptop's: 6 of 66 settings, an eighth of the epochs at most. Models are "
+        "undertrained: figures compare with each other and not with Table 1, where softmax attention recalls 99.9 % in "
+        "context.",
+        settings=LAPTOP_SETTINGS,
+        learning_rates=(1e-3,),
+        weight_decays=(0.0,),
+        training=Training(heads=4, batch=32, warmup=0.05, bfloat16=False, checkpoints=16, test_examples=512),
+        score="mad",
+    ),
+}

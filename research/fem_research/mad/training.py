@@ -1,0 +1,138 @@
+"""One run: a mixer in its backbone, trained on one setting of a task and tested at evenly spaced steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from fem.optim import parameter_groups
+from fem_research.common.blocks import count_parameters
+from fem_research.common.jobs import digest_of
+from fem_research.common.loops import restore, save
+from fem_research.common.mixers import file_name
+from fem_research.mad.backbone import build_backbone
+from fem_research.mad.settings import Setting, Training
+from fem_research.mad.tasks import IGNORED, build, generate
+
+MINUTE = 60.0  # between checkpoints: those of a small model may take longer than its steps
+Point = dict[str, int | float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything that decides the result of a run."""
+
+    mixer: str
+    setting: Setting
+    initialisation: str
+    learning_rate: float
+    weight_decay: float
+    seed: int
+    training: Training
+
+    @property
+    def key(self) -> str:
+        """A file name that differs between jobs which differ in any value."""
+        return f"{self.setting.task}-{file_name(self.mixer)}-seed{self.seed}-{digest_of(asdict(self))}"
+
+
+def train(job: Job, device: torch.device, place: Path | None = None) -> dict[str, Any]:
+    """Run the job; returns its tests, {"step", "train_loss", "test_loss", "micro", "macro"}, as "curve", the model's
+    size as "parameters", and "seconds".
+
+    AdamW with decay on weights alone, and cross-entropy over the scored tokens, at a constant learning rate after
+    the warm-up: in MAD's own code the cosine schedule has no effect. Ends at the test that reaches `Training.enough`.
+    A test a minute or more after the last checkpoint leaves another in the folder `place`, if one is given: a stopped
+    training goes on from there and ends with the same weights.
+    """
+    began = saved = perf_counter()
+    setting, training = job.setting, job.training
+    data = Data.of(setting, training, job.seed, device)
+    vocab_size = build(setting.task, setting.settings).vocab_size
+    with torch.random.fork_rng():
+        torch.manual_seed(job.seed)
+        model = build_backbone(setting.task, vocab_size, job.mixer, training, job.initialisation).to(device)
+    optimiser = torch.optim.AdamW(parameter_groups(model, job.weight_decay), lr=job.learning_rate, fused=True)
+    rise = max(1, round(training.warmup * setting.steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / rise))
+    tests = {round(setting.steps * part / training.checkpoints) for part in range(1, training.checkpoints + 1)}
+    parts = {"model": model, "optimiser": optimiser, "schedule": schedule}
+    measured: dict[str, Any] = (place and restore(place, parts, device)) or {"curve": [], "seconds": 0.0}
+    curve, began = measured["curve"], began - measured["seconds"]
+    done = curve[-1]["step"] if curve else 0
+    batches = islice(data.batches(training.batch, job.seed), done, setting.steps)
+    for step, (inputs, targets) in enumerate(batches, done + 1):
+        if curve and curve[-1]["micro"] >= training.enough:
+            break
+        with torch.autocast(device.type, torch.bfloat16, enabled=training.bfloat16):
+            logits = model(inputs)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        schedule.step()
+        if step in tests:
+            curve.append({"step": step, "train_loss": loss.item(), **evaluate(model, data, training)})
+            if place and perf_counter() - saved >= MINUTE:
+                save(place, step, parts, {"curve": curve, "seconds": perf_counter() - began})
+                saved = perf_counter()
+    return {"curve": curve, "parameters": count_parameters(model), "seconds": perf_counter() - began}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Inputs and targets of both splits, on the device."""
+
+    inputs: Int[Tensor, "n t"]
+    targets: Int[Tensor, "n t"]
+    test_inputs: Int[Tensor, "m t"]
+    test_targets: Int[Tensor, "m t"]
+
+    @classmethod
+    def of(cls, setting: Setting, training: Training, seed: int, device: torch.device) -> Data:
+        sizes = {"train": setting.train_examples, "test": training.test_examples}
+        drawn = (generate(setting.task, n, seed, split, **setting.settings) for split, n in sizes.items())
+        return cls(*(torch.from_numpy(array).to(device) for pair in drawn for array in pair))
+
+    def batches(self, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of epoch after epoch, each in another order; the last batch of an epoch may be smaller."""
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            for rows in torch.randperm(len(self.inputs), generator=generator).split(size):
+                yield self.inputs[rows.to(self.inputs.device)], self.targets[rows.to(self.inputs.device)]
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: Data, training: Training) -> Point:
+    """The mean loss and the `accuracies` over all scored tokens of the test."""
+    found = []
+    for inputs, targets in zip(data.test_inputs.split(training.batch), data.test_targets.split(training.batch)):
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=training.bfloat16):
+            logits = model(inputs).float()
+        scored = targets != IGNORED
+        losses = F.cross_entropy(logits[scored], targets[scored], reduction="none")
+        found.append((losses, logits[scored].argmax(-1), targets[scored]))
+    losses, predictions, targets = (torch.cat(parts) for parts in zip(*found))
+    return {"test_loss": losses.mean().item(), **accuracies(predictions, targets)}
+
+
+def accuracies(predictions: Int[Tensor, " n"], targets: Int[Tensor, " n"]) -> dict[str, float]:
+    """micro: the share of targets that are predicted. macro: that share within each class, averaged over the classes
+    that are targets.
+
+    MAD averages over a batch's classes, predicted ones included, and then over batches: a few stray predictions of
+    classes that are never targets halve its number.
+    """
+    hit = (predictions == targets).double()
+    total = torch.bincount(targets)
+    hits = torch.bincount(targets, weights=hit, minlength=len(total))
+    return {"micro": hit.mean().item(), "macro": (hits[total > 0] / total[total > 0]).mean().item()}

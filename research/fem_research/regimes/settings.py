@@ -1,0 +1,102 @@
+"""What `fem regimes` runs, as a recipe and its jobs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fem.runs.recipes import (
+    INITIALISATIONS,
+    listed,
+    numbers,
+    require_one_of,
+    require_positive,
+    require_some_of,
+)
+from fem.runs.run import option
+from fem_research.common.mixers import KNOWN_ANSWERS, POOLS, UNTYPED, canonical
+from fem_research.common.names import as_shown
+
+if TYPE_CHECKING:
+    from fem_research.regimes.tasks import Task
+    from fem_research.regimes.training import Job, Training
+
+WITHOUT_FILES = ("peak", "high-water", "snapshot", "statistics", "recall", "bags")
+ROWS = (
+    "attention,attention+G,attention+L,attention+LT,attention+LTG,attention+LTG/r4,attention+C,attention+CG,FEM,FEM/r4,"
+    "GLA,GLA/norm,GLA+LTG,GLA+LTG/r4"
+)
+OF_FILES = {"ett-extremes": "ett", "ett-events": "ett", "speakers": "play"}
+POOLED = ("bags", "speakers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegimesRecipe:
+    """Tasks, mixers and the training that all share. Lists are names or numbers with commas between them."""
+
+    tasks: str = option(",".join(WITHOUT_FILES), f"With commas; also {', '.join(OF_FILES)}, which need a file.")
+    mixers: str = option(
+        ROWS,
+        f"Priors with parts and options, such as attention+LTG/r4, and {', '.join(KNOWN_ANSWERS)}; for "
+        f"{' and '.join(POOLED)} also {', '.join(POOLS)}.",
+        shown=as_shown,
+    )
+    learning_rates: str = option("0.003,0.006,0.012", "Each mixer takes the best on the first seed's validation.")
+    seeds: int = option(3, "How many seeds; each draws its own weights and data.")
+    seed: int = option(0, "First seed.")
+    ett: Path | None = option(None, "ETTm1.csv or .csv.gz, for the tasks of ETT.")
+    play: Path | None = option(None, "A play, 'NAME:' before each speech, for the task speakers.")
+    width: int = option(64, "Width of a model.")
+    heads: int = option(4, "Heads of every mixer.")
+    blocks: int = option(1, "Blocks of [mixer, SwiGLU].", called="layers")
+    mlp_width: int = option(176, "Width of softmax attention's SwiGLU; mixers with more parameters get narrower ones.")
+    initialisation: str = option("torch", f"How the linear maps of all models start: {' or '.join(INITIALISATIONS)}.")
+    batch: int = option(16, "Examples per step.", called="batch_size")
+    steps: int = option(500, "Optimiser steps.")
+
+    def __post_init__(self):
+        require_positive(self, "seeds", "width", "heads", "blocks", "mlp_width", "batch", "steps")
+        require_some_of("tasks", self.task_names, [*WITHOUT_FILES, *OF_FILES])
+        for task in self.task_names:
+            if task in OF_FILES and getattr(self, OF_FILES[task]) is None:
+                raise ValueError(f"the task {task} needs its data: give --{OF_FILES[task]} FILE.")
+        if set(POOLS) & set(self.rows) and not set(self.task_names) <= set(POOLED):
+            raise ValueError(
+                f"mixers such as {POOLS[0]} pool a set; they need --tasks bags or speakers, got {self.tasks!r}."
+            )
+        require_one_of("initialisation", self.initialisation, INITIALISATIONS)
+        if not (self.rows and self.rates):
+            raise ValueError("mixers and learning_rates must name at least one each.")
+
+    @property
+    def task_names(self) -> list[str]:
+        return listed(self.tasks)
+
+    @property
+    def known_tasks(self) -> dict[str, Task]:
+        """The tasks that need no file, and those whose file is given."""
+        from fem_research.regimes.real import tasks_of_files
+        from fem_research.regimes.training import TASKS
+
+        return TASKS | tasks_of_files(self.ett, self.play)
+
+    @property
+    def rows(self) -> list[str]:
+        return list(dict.fromkeys(name if name in UNTYPED else canonical(name) for name in listed(self.mixers)))
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        return numbers("learning_rates", self.learning_rates)
+
+    @property
+    def training(self) -> Training:
+        from fem_research.regimes.training import Training
+
+        shared = {field.name for field in fields(Training)} & {field.name for field in fields(self)}
+        return Training(**{name: getattr(self, name) for name in shared})
+
+    def job(self, task: str, mixer: str, rate: float, seed: int) -> Job:
+        from fem_research.regimes.training import Job, sizes
+
+        return Job(task=task, sizes=sizes(task), mixer=mixer, learning_rate=rate, seed=seed, training=self.training)

@@ -1,0 +1,225 @@
+"""`fem report`: finished runs become pages in docs/results, with an index of what was run and what was not."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from fem.runs.run import PAGE, RESULTS, check_output, first_line, note, without_folders, write_json
+from fem.runs.tables import markdown_table
+from fem.train.suites import PAPER, paper_row, paper_rows
+
+INDEX = "README.md"
+OURS = re.compile(r"^## What it says\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
+PICTURE = re.compile(r"\]\(([^)/#:]+\.png)\)")
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something to measure: where the paper has it, the experiment, and the command that does it."""
+
+    paper: str
+    what: str
+    experiment: str
+    command: str
+
+
+ITEMS = (
+    Item("", "Where the free energy pays", "regimes", "fem regimes"),
+    Item("Appendix P", "Every channel's maximum in one read", "argmax", "fem argmax --full"),
+    Item("Table 1", "MAD, six synthetic tasks", "mad", "fem mad --profile paper"),
+    Item("", "What each part adds to a language model", "ablate", "fem ablate"),
+    Item("", "FEM in a model that was trained without it", "finetune", "fem finetune"),
+    Item("Table 2", "Language models of 340M and 1.3B parameters", "eval", "fem train --recipe paper-340m; fem eval"),
+    Item("Table 3", "Pictures", "vision", "fem vision --profile deit-tiny --data FOLDER"),
+    Item("Table 4", "Forecasting", "forecast", "fem forecast --profile paper --data FILES"),
+    Item("Tables 5 and 7", "Speed and memory", "bench", "fem bench --profile paper"),
+    Item("", "The demo: argmax, two language models, a look inside", "demo", "fem demo"),
+)
+
+
+DRAWN_BY = {
+    "argmax": "fem_research.argmax.experiment",
+    "ablate": "fem_research.lm.ablate",
+    "bench": "fem_research.bench.tables",
+    "demo": "fem_research.demo.experiment",
+    "forecast": "fem_research.forecast.report",
+    "mad": "fem_research.mad.report",
+    "regimes": "fem_research.regimes.report",
+    "vision": "fem_research.vision.report",
+}
+
+
+class Broken(Exception):
+    """A run whose files cannot be read."""
+
+
+def read_run(path: Path) -> dict:
+    """The JSON object in a run's file. Raises `Broken` where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Broken(f"{str(path)!r} cannot be read: {first_line(error)}") from error
+    if not isinstance(found, dict):
+        raise Broken(f"{str(path)!r} holds no JSON object")
+    return found
+
+
+def add_page(run: Path, output: Path) -> None:
+    """Copy the run's page, pictures and numbers, named after its folder. "What it says" of an earlier page is kept.
+
+    Raises ValueError where `run` is not the folder of a run that has ended and has a page, `Broken` where its files
+    cannot be read; neither leaves a page.
+    """
+    for name in (PAGE, RESULTS, "config.json"):
+        if not (run / name).is_file():
+            raise ValueError(f"runs must be folders of runs that have ended, got {str(run)!r} without {name}.")
+    name = re.sub(r"\W", "_", run.name)
+    config, results = read_run(run / "config.json"), read_run(run / RESULTS)
+    if not isinstance(config.get("experiment"), str):
+        raise Broken(f"{str(run / 'config.json')!r} does not say which experiment it is")
+    try:
+        text = (run / PAGE).read_text(encoding="utf-8")
+    except ValueError as error:
+        raise Broken(f"{str(run / PAGE)!r} is no text in UTF-8") from error
+    if missing := [picture for picture in PICTURE.findall(text) if not (run / picture).is_file()]:
+        raise Broken(f"{str(run / PAGE)!r} shows {missing[0]}, which is not there")
+    output.mkdir(parents=True, exist_ok=True)
+    for picture in set(PICTURE.findall(text)):
+        shutil.copyfile(run / picture, output / f"{name}_{picture}")
+    text = PICTURE.sub(rf"]({name}_\1)", text)
+    page = output / f"{name}.md"
+    if page.exists() and (said := OURS.search(page.read_text(encoding="utf-8"))):
+        title, _, rest = text.partition("\n")
+        text = f"{title}\n\n{said[0].strip()}\n\n## What was run\n{rest}"
+    if isinstance(recipe := config.get("recipe"), dict):
+        config["recipe"] = {name: without_folders(x) if isinstance(x, str) else x for name, x in recipe.items()}
+    write_json(output / f"{name}.json", {"config": config, "results": results})
+    page.write_text(text, encoding="utf-8")
+
+
+def redraw(output: Path) -> list[str]:
+    """Draw the pictures of all pages again, from the numbers beside them; returns their names.
+
+    A picture whose numbers are not kept, such as the curves of early runs, is left as it is.
+    """
+    drawn = []
+    for name, data in found_results(output).items():
+        module = DRAWN_BY.get(data["config"].get("experiment"))
+        if module is None:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                import_module(module).redraw(data["results"], data["config"]["recipe"], Path(folder))
+            except KeyError as missing:
+                note(f"{name}.json has no {missing}; its pictures are left as they are.")
+                continue
+            for picture in sorted(Path(folder).glob("*.png")):
+                shutil.copyfile(picture, output / f"{name}_{picture.name}")
+                drawn.append(f"{name}_{picture.name}")
+    return drawn
+
+
+def found_results(output: Path) -> dict[str, dict]:
+    """{page: {"config", "results"}} of the pages that runs have made, but not of numbers that another page shows."""
+    found = {}
+    for path in sorted(output.glob("*.json")):
+        try:
+            data = read_run(path)
+        except Broken as broken:
+            note(f"{broken}; left out.")
+            continue
+        own = path.with_suffix(".md").exists()
+        if own and isinstance(data.get("config"), dict) and isinstance(data.get("results"), dict):
+            found[path.stem] = data
+    return found
+
+
+def index(output: Path) -> str:
+    """Our pages by experiment, or the command that makes one; then Tables 2 and 4 of all runs."""
+    from fem_research.forecast.report import TABLE_4_NOTE, table4
+
+    found = found_results(output)
+    sections = []
+    for item in ITEMS:
+        own = [name for name, data in found.items() if data["config"].get("experiment") == item.experiment]
+        title = f"## {item.what}" + (f" ({item.paper} of the paper)" if item.paper else "")
+        pages = "\n".join(f"* {link(output / f'{name}.md')}" for name in own)
+        command = "Command" if not item.paper else "At the paper's size" if own else "Not run yet"
+        sections.append(f"{title}\n\n{pages}\n\n{command}: `{item.command}`.")
+    others = sorted(path for path in output.glob("*.md") if path.stem not in found and path.name != INDEX)
+    forecasts = [row for data in found.values() for row in data["results"].get("forecast", [])]
+    return INDEX_PAGE.format(
+        items="\n\n".join(sections),
+        others="\n".join(f"* {link(page)}" for page in others),
+        table2=markdown_table(table2(found)),
+        note=TABLE_4_NOTE,
+        table4=markdown_table(table4(forecasts)),
+    )
+
+
+def add_pages(runs: Sequence[Path] | None, output: Path) -> int:
+    """Copy the pages of these runs, or of all in runs/ that have ended, and write the index; returns how many."""
+    check_output(output)
+    if not runs:
+        runs = [path.parent for path in sorted(Path("runs").glob(f"*/{PAGE}")) if (path.parent / RESULTS).exists()]
+    added = 0
+    for run in runs:
+        try:
+            add_page(run, output)
+            added += 1
+        except Broken as broken:
+            note(f"{broken}; the run is left out.")
+    output.mkdir(parents=True, exist_ok=True)
+    (output / INDEX).write_text(index(output), encoding="utf-8")
+    return added
+
+
+def link(page: Path) -> str:
+    """A link to the page that says its title."""
+    title = page.read_text(encoding="utf-8").partition("\n")[0] if page.exists() else page.stem
+    return f"[{title.removeprefix('# ')}]({page.name})"
+
+
+def table2(found: dict[str, dict]) -> list[dict]:
+    """The paper's rows, each with ours below it where `fem eval --suite paper --beside ROW` has run."""
+    rows = []
+    for name, paper in paper_rows().items():
+        rows.append({"model": f"{name}, paper"} | {column: f"{score:.3f}" for column, score in paper.items()})
+        for data in found.values():
+            recipe = data["config"].get("recipe", {})
+            if recipe.get("suite") == "paper" and paper_row(recipe["beside"]) == paper:
+                scores = data["results"].get("eval", {})
+                own = {score.column: scores.get(score.task, {}).get(score.metric) for score in PAPER}
+                ours = {column: None if value is None else f"{value:.3f}" for column, value in own.items()}
+                rows.append({"model": f"{name}, ours"} | ours)
+    return rows
+
+
+INDEX_PAGE = """# Results
+
+Every page ends with the command that made it, its date, versions and hardware. Figures of the paper are marked as such
+and never stand in the place of ours.
+
+{items}
+
+## Measured by the scripts in `benchmarks/` and `tests/support/`
+
+{others}
+
+## Table 2: language models
+
+Accuracy (exact match for MATH). Ours stand below the paper's once `fem eval --suite paper --beside "340M FEM"` has run.
+
+{table2}
+## Table 4: forecasting
+
+{note}
+
+{table4}"""

@@ -1,0 +1,148 @@
+"""One run: a classifier with one mixer and one seed, trained by transformers' Trainer, which can be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import Progress
+from transformers import EvalPrediction, TrainingArguments
+from transformers.utils.logging import disable_progress_bar
+
+from fem.models import FEMForImageClassification, FEMImageConfig
+from fem.runs.run import read_json, steps_bar
+from fem.train.checkpoints import STAGING, checkpoints, to_go_on_from
+from fem.train.integrity import MANIFEST
+from fem.train.saving import MEASURED, WatchedTrainer
+from fem.train.watch import Watch
+from fem_research.common.mixers import fields_of
+from fem_research.common.names import display
+from fem_research.vision.images import Pictures
+from fem_research.vision.pixels import Augmentation, Batches, View
+from fem_research.vision.settings import VisionRecipe
+
+WRITTEN_LAST = ("trainer_state.json", MEASURED)
+
+
+def model_config(job: VisionRecipe, classes: list[str]) -> FEMImageConfig:
+    """The job's model, with as many parameters as DeiT: a mixer that has more gets narrower MLPs."""
+    mixer = fields_of(job.mixers)
+    return FEMImageConfig(
+        image_size=job.image_size,
+        patch_size=job.patch_size,
+        num_channels=job.channels,
+        hidden_size=job.width,
+        num_hidden_layers=job.layers,
+        num_attention_heads=job.heads,
+        prior_type=mixer.pop("prior_type"),
+        mixer=mixer,
+        pooling=job.pooling,
+        drop_path_rate=job.drop_path,
+        id2label=dict(enumerate(classes)),
+        label2id={name: index for index, name in enumerate(classes)},
+    )
+
+
+class ImageWatch(Watch):
+    """`Watch`, which also passes the epoch to the training view."""
+
+    def __init__(self, view: View, advance: Callable[[int, float | None], None]):
+        super().__init__(lambda score: None, advance)
+        self.view = view
+
+    def on_epoch_begin(self, args, state, control, **_):
+        self.view.epoch = int(state.epoch + 1e-6)
+
+
+def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Path, bars: Progress) -> dict:
+    """Run the job, from its newest complete checkpoint in `folder` if there is one; save the model to `model_folder`.
+
+    Returns {"mixer", "seed", "parameters", "accuracy", "loss", "images_per_second", "seconds", "curve"}: top-1 accuracy
+    and loss (nats) on the held-out pictures after the last step; speed and seconds are those of training steps only.
+    """
+    disable_progress_bar()
+    with torch.random.fork_rng():
+        torch.manual_seed(job.seed)
+        model = FEMForImageClassification(model_config(job, pictures.classes))
+    look = (job.image_size, job.channels, job.central_share)
+    augmentation = Augmentation(
+        min_area=job.min_area, flip=job.flip, mixup=job.mixup, cutmix=job.cutmix, smoothing=job.smoothing
+    )
+    view = View(pictures.train, *look, augmentation, job.seed)
+    args = training_arguments(job, len(view), folder)
+    _, advance = steps_bar(bars, f"{display(job.mixers)}, seed {job.seed}", args.max_steps)
+    watch = ImageWatch(view, advance)
+    trainer = WatchedTrainer(
+        output=folder,
+        watch=watch,
+        model=model,
+        args=args,
+        train_dataset=view,
+        eval_dataset=View(pictures.test, *look),
+        data_collator=Batches(len(pictures.classes), augmentation),
+        compute_metrics=_accuracy,
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+    )
+    trainer.go_on(newest(folder))
+    trainer.save_model(str(model_folder))
+    tests = [point for point in watch.curve if "val_accuracy" in point]
+    return {
+        "mixer": job.mixers,
+        "seed": job.seed,
+        "parameters": model.num_parameters(),
+        "accuracy": tests[-1]["val_accuracy"],
+        "loss": tests[-1]["val_loss"],
+        "images_per_second": args.max_steps * job.batch / watch.seconds,
+        "seconds": watch.seconds,
+        "curve": tests,
+    }
+
+
+def newest(folder: Path) -> Path | None:
+    """`to_go_on_from`, and earlier versions' checkpoints, which have no list of files: they are complete where the two
+    files written last can be read.
+    """
+    there = checkpoints(folder)
+    readable = [found for found in there if all(read_json(found / name) for name in WRITTEN_LAST)]
+    if not readable or any((checkpoint / MANIFEST).exists() for checkpoint in there):
+        return to_go_on_from(folder)
+    return readable[-1]
+
+
+def training_arguments(job: VisionRecipe, pictures: int, folder: Path) -> TrainingArguments:
+    steps = job.epochs * -(-pictures // job.batch)
+    every = -(-steps // job.validations)
+    cuda = torch.cuda.is_available()
+    args = TrainingArguments(
+        output_dir=str(folder / STAGING),
+        max_steps=steps,
+        learning_rate=job.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=round(job.warmup * steps),
+        weight_decay=job.weight_decay,
+        max_grad_norm=1.0,
+        seed=job.seed,
+        data_seed=job.seed,
+        bf16=job.dtype == "bfloat16",
+        eval_strategy="steps",
+        eval_steps=every,
+        logging_steps=every,
+        save_strategy="steps",
+        save_steps=every,
+        remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
+        dataloader_num_workers=job.workers,
+        dataloader_pin_memory=cuda,
+        use_cpu=not cuda,
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+    )
+    args.per_device_train_batch_size = args.per_device_eval_batch_size = max(1, job.batch // args.world_size)
+    return args
+
+
+def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    return {"accuracy": float(np.mean(prediction.predictions == prediction.label_ids))}

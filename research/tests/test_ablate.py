@@ -1,0 +1,245 @@
+"""`fem ablate`: the rows, equal sizes and starts, the choice of the learning rate, and resuming."""
+
+import csv
+import json
+import math
+from dataclasses import replace
+from functools import partialmethod
+from itertools import combinations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
+
+from fem.models import FEMConfig
+from fem.models.presets import count_parameters
+from fem.runs.run import progress, read_json
+from fem.train.model import build_model
+from fem.train.saving import SavingTrainer
+from fem.train.watch import Watch
+from fem_research.common.grid import Grid
+from fem_research.common.jobs import keep
+from fem_research.lm import ablate, equal_time
+from fem_research.lm.ablations import ROWS, row_fields
+from fem_research.lm.small import LanguageRecipe, model_config
+
+TINY = ablate.AblateRecipe(
+    rows="full -C,G,T +G",
+    learning_rates="0.001,0.01",
+    seeds=2,
+    layers=1,
+    width=32,
+    heads=2,
+    mlp_width=88,
+    vocabulary=270,
+    context=16,
+    batch=2,
+    steps=3,
+    validations=3,
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("the sun sees the moon and the moon sees the sun. " * 60)
+    return path
+
+
+def test_rows_have_the_parts_their_names_say():
+    for row, (parts, _) in ROWS.items():
+        fields = row_fields(row, "softmax")
+        named = set(row.removeprefix("-").removeprefix("+").split(","))
+        wanted = {"full": set("CLTG")}.get(row, named if row.startswith("+") else set("CLTG") - named)
+        assert set(parts) == wanted
+        switches = {"C": "use_conv", "L": "use_lse", "T": "use_temperature", "G": "use_outer_gate"}
+        assert {letter for letter, field in switches.items() if fields[field]} == wanted
+    assert {(a, b) for a, b in combinations(ROWS, 2) if ROWS[a].parts == ROWS[b].parts} == set()
+
+
+@pytest.mark.parametrize("prior", ["softmax", "gla", "rnn_softmax"])
+def test_rows_have_equal_parameters(prior):
+    recipe = LanguageRecipe()
+    attention = model_config(recipe, row_fields("-C,G,T,L", "softmax"), recipe.vocabulary)
+    wanted = count_parameters(attention)
+    for row in ROWS:
+        config = model_config(recipe, row_fields(row, prior), recipe.vocabulary)
+        assert isinstance(config, FEMConfig)
+        assert config.prior_type == prior
+        assert count_parameters(config) == pytest.approx(wanted, rel=0.01)
+
+
+def test_rows_start_from_the_same_embeddings():
+    recipe = TINY.language(0.001, seed=5)
+    models = [build_model(model_config(recipe, row_fields(row, "softmax"), 270), 5) for row in ("full", "+G")]
+    assert torch.equal(*(model.get_input_embeddings().weight for model in models))
+
+
+def test_laser_reads_the_free_energy_at_beta_one():
+    model = build_model(model_config(TINY.language(0.001, 0), row_fields("-C,G,T", "softmax"), 270), 0)
+    mixer = model.model.layers[0].mixer
+    assert mixer.beta is None
+    reading = mixer.inspect(torch.randn(1, 6, 32))
+    assert torch.equal(reading.beta, torch.ones_like(reading.beta))
+    assert reading.lambda_ is None or torch.all(reading.lambda_ == 1)
+
+
+def test_every_row_takes_its_own_best_rate_on_the_first_seed_alone(tmp_path):
+    losses = {("full", 0.001, 0): 3.0, ("full", 0.01, 0): 2.0, ("+G", 0.001, 0): 1.0, ("+G", 0.01, 0): math.inf}
+    asked = []
+
+    def train(jobs, folder):
+        for job in jobs:
+            cell = job.row, job.language.learning_rate, job.language.seed
+            asked.append(cell)
+            record = {"val_loss": losses.get(cell, 7.0), "parameters": 10, "tokens_per_second": 1.0, "curve": []}
+            keep(job, folder, record)
+            yield record
+
+    def job(row, rate, seed):
+        return ablate.Job(row=row, mixer={}, language=TINY.language(rate, seed), text="x")
+
+    grid = Grid(tmp_path, train, progress(), "trainings")
+    tuned = grid.tuned(["full", "+G"], (0.001, 0.01), range(2), job, lambda record: record["val_loss"])
+    ablation = ablate.Ablation("softmax", *tuned, {})
+    assert [ablation.best(row) for row in ("full", "+G")] == [0.01, 0.001]
+    assert {(row, rate) for row, rate, seed in asked if seed == 1} == {("full", 0.01), ("+G", 0.001)}
+    table = {row["row"]: row for row in ablation.table()}
+    assert table["full"]["loss"] == pytest.approx((2.0 + 7.0) / 2)
+    assert table["full"]["sd"] == pytest.approx(5 / math.sqrt(2))
+    assert [list(row) for row in ablation.tuning_table()] == [["mixer", "row", "0.001", "0.01"]] * 2
+    assert [row["mixer"] for row in ablation.table()] == ["FEM", "attention+G"]
+
+
+def test_an_ablation_writes_what_it_promises_and_goes_on(text, tmp_path, monkeypatch):
+    recipe = replace(TINY, text=text, lambda_init=-2.0)
+    found = ablate.run(recipe, tmp_path / "run")
+    results = found["ablate"]
+    assert list(results) == ["full", "-C,G,T", "+G"]
+    assert [[point["tokens"] for point in curve] for curve in found["curves"]["+G"]] == [[32, 64, 96]] * 2
+    runs = sorted((tmp_path / "run" / "runs").iterdir())
+    assert len(runs) == 9
+    mixers = [json.loads(path.read_text())["job"]["mixer"] for path in runs]
+    assert {mixer["lambda_init"] for mixer in mixers} == {-2.0}
+    with open(tmp_path / "run" / "table.csv", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss"]) for row in rows] == [row["loss"] for row in results.values()]
+    for picture in ("loss.png", "curves.png"):
+        assert (tmp_path / "run" / picture).read_bytes().startswith(b"\x89PNG")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["tokens"] for line in lines if (line["row"], line["seed"]) == ("full", 0)] == [32, 64, 96]
+
+    trained = []
+    train_job = ablate.train_job
+    monkeypatch.setattr(ablate, "train_job", lambda job, *rest: (trained.append(job.row), train_job(job, *rest))[1])
+    runs[0].write_text("cut off")
+    runs[1].unlink()
+    again = ablate.run(recipe, tmp_path / "run")["ablate"]
+    assert len(trained) == 2
+    for row in results:
+        assert again[row]["loss"] == results[row]["loss"]
+
+
+def test_in_equal_time_slower_rows_take_fewer_steps(text, tmp_path, monkeypatch):
+    recipe = replace(TINY, text=text, rows="full -C,G,T,L", learning_rates="0.001", seeds=1, steps=7, equal_time=True)
+    clock = {"full": 0.3, "-C,G,T,L": 0.2}
+    monkeypatch.setattr(equal_time, "alternate", lambda steps, *how: {row: clock[row] for row in steps})
+    table = ablate.run(recipe, tmp_path)["ablate"]
+    taken = {row: (found["steps"], found["ms a step"]) for row, found in table.items()}
+    assert taken == {"full": (5, 300), "-C,G,T,L": (7, 200)}  # 7 steps of .2 s take as long as 4.7 of .3 s
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for row, (steps, _) in taken.items():
+        assert max(line["step"] for line in lines if line["row"] == row) == steps
+    page = (tmp_path / "report.md").read_text()
+    assert ", equal time\n" in page
+    assert "--equal-time" in page
+
+    clock["full"] = 9.0  # what was measured is kept: the trainings of a run that goes on are the same
+    assert ablate.run(recipe, tmp_path)["ablate"] == table
+    for changed in ({"rows": "full -C,G,T,L +G"}, {"width": 16}):
+        with pytest.raises(ValueError, match="holds what other models cost, or is damaged; remove it"):
+            ablate.run(replace(recipe, **changed), tmp_path)
+    (tmp_path / equal_time.COSTS).write_text('{"model": {', encoding="utf-8")
+    with pytest.raises(ValueError, match="or is damaged"):
+        ablate.run(recipe, tmp_path)
+
+
+def test_what_a_step_of_every_row_costs_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(equal_time, "SECONDS", 0.0)
+    seconds = equal_time.step_seconds(replace(TINY, equal_time=True), tmp_path / "new")
+    assert seconds.keys() == {"full", "-C,G,T", "+G"}
+    assert min(seconds.values()) > 0
+
+
+def test_a_training_that_was_stopped_ends_as_one_that_was_not(text, tmp_path, monkeypatch):
+    recipe = replace(TINY, text=text, rows="full", learning_rates="0.001", seeds=1)
+    begin, begun = Watch.on_step_begin, []
+
+    def stopped_in_the_third_step(watch, args, state, control, **given):
+        begun.append(state.global_step)
+        if len(begun) == 3:
+            raise KeyboardInterrupt
+        begin(watch, args, state, control, **given)
+
+    ablate.run(recipe, tmp_path / "whole")
+    monkeypatch.setattr(Watch, "on_step_begin", stopped_in_the_third_step)
+    with pytest.raises(KeyboardInterrupt):
+        ablate.run(recipe, tmp_path / "stopped")
+    ablate.run(recipe, tmp_path / "stopped")
+    assert begun == [0, 1, 2, 2]
+    ((whole, again),) = zip(*(sorted((tmp_path / name / "runs").iterdir()) for name in ("whole", "stopped")))
+    assert again.name == whole.name
+    whole, again = (json.loads(path.read_text()) for path in (whole, again))
+    assert again["curve"] == whole["curve"]
+    assert again["val_loss"] == whole["val_loss"]
+
+
+def test_a_training_that_was_stopped_before_its_record_was_written_has_its_loss(text, tmp_path, monkeypatch):
+    recipe = replace(TINY, text=text, rows="full", learning_rates="0.001", seeds=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            SavingTrainer, "_save_checkpoint", partialmethod(saved_then_stopped, SavingTrainer._save_checkpoint)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            ablate.run(recipe, tmp_path / "stopped")
+    again, whole = (ablate.run(recipe, tmp_path / name)["ablate"]["full"] for name in ("stopped", "whole"))
+    assert again["loss"] == whole["loss"]
+    again, whole = (read_json(next((tmp_path / name / "runs").iterdir())) for name in ("stopped", "whole"))
+    assert again["curve"] == whole["curve"]  # the Trainer takes a step more than it was asked for
+
+
+def saved_then_stopped(trainer, save, *given):
+    save(trainer, *given)
+    if trainer.state.global_step == TINY.steps:
+        raise KeyboardInterrupt
+
+
+def test_a_training_whose_weights_are_not_finite_ends_and_loses(text, tmp_path):
+    results = ablate.run(replace(TINY, text=text, rows="full", learning_rates="0.001,1e30", seeds=1), tmp_path)
+    assert results["learning_rates"]["full"]["1e+30"] == math.inf
+    assert math.isfinite(results["ablate"]["full"]["loss"])
+
+
+def test_rows_are_called_by_the_paper_s_names_or_by_the_mixers():
+    rows = "attention, FEM,attention+LTG/r8,softmax+L"
+    assert ablate.AblateRecipe(rows=rows).row_names() == ["-C,G,T,L", "full", "-C/r8", "-C,G,T"]
+    assert ablate.AblateRecipe(rows="GLA,FEM-GLA", prior="gla").row_names() == ["-C,G,T,L", "full"]
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"rows": "attention,GLA"}, "mixers must be from softmax\\+CLTG, .*got 'GLA'; see --prior"),
+        ({"rows": "full +X"}, "mixers must be rows from full; -G; .*got '\\+X'"),
+        ({"rows": ""}, "must name at least one"),
+        ({"prior": "nothing"}, "prior must be one of softmax, .*; got 'nothing'"),
+        ({"learning_rates": "fast"}, "learning_rates must be numbers"),
+        ({"seeds": 0}, "seeds must be positive"),
+        ({"threads": 0}, "threads must be positive"),
+        ({"context": 0}, "context must be positive"),
+    ],
+)
+def test_mistakes_are_one_sentence(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        replace(TINY, **changes)

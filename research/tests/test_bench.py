@@ -1,0 +1,213 @@
+"""`fem bench`: what is compared, how it is measured, and what is written."""
+
+import json
+import subprocess
+import sys
+from statistics import median
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from fem import cli
+from fem_research.bench import cases, decode, experiment, mixers, paper, tables, workloads
+from fem_research.bench.cases import PARTS, PROFILES, Case
+from fem_research.bench.mixers import BASELINE, Size
+from fem_research.common import baselines, measure
+
+CPU = torch.device("cpu")
+SMALL = Size(1, 24, 32, 2)
+TINY = [
+    Case("read", SMALL, "float32", cases.READS),
+    Case("read", SMALL, "bfloat16", cases.READS),
+    Case("layer", SMALL, "float32", cases.LAYERS),
+    Case("gpt2", SMALL, "float32", ("RWKV7", BASELINE, "FEM-SM"), layers=1),
+    Case("table5", SMALL, "float32", (BASELINE, "FEM-SM -G,T,L,C", "DiffTrans"), layers=1),
+    *(Case("decode", Size(1, time, 32, 2), "float32", cases.DECODES) for time in (8, 16)),
+    Case("served", Size(1, 8, 32, 2), "float32", cases.SERVED),
+    *(Case("context", Size(1, time, 32, 2), "float32", cases.CONTEXTS) for time in (16, 32)),
+]
+
+
+@pytest.fixture
+def quickly(monkeypatch):
+    monkeypatch.setattr(measure, "FEWEST_TURNS", 1)
+    monkeypatch.setattr(decode, "STRETCH", 3)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+def test_every_mixer_of_every_profile_is_known():
+    for case in (case for profile in PROFILES.values() for case in profile if case.part != "read"):
+        for name in case.mixers:
+            assert name == "DiffTrans" or name in baselines.BASELINES or mixers.build_mixer(name, SMALL)
+
+
+@pytest.mark.parametrize("name", ["attention", "FEM-SM without C", "FEM-GLA without C", "attention, plain", "GLA"])
+def test_mixers_have_equal_linear_weights(name):
+    mixer = mixers.build_mixer(name, Size(1, 4, 256, 4))
+    weights = sum(module.weight.numel() for module in mixer.modules() if isinstance(module, nn.Linear))
+    assert abs(weights / (4 * 256**2) - 1) < 0.006
+
+
+@pytest.mark.parametrize(
+    "name, stream",
+    [
+        ("attention", decode.stream),
+        ("FEM-SM", decode.stream),
+        ("FEM-GLA", decode.stream),
+        ("attention", decode.served),
+        ("FEM-SM without C", decode.served),
+    ],
+)
+@torch.no_grad()
+def test_what_is_timed_token_by_token_is_what_the_layer_computes(name, stream, quickly):
+    layer, tokens = mixers.build_mixer(name, SMALL).eval(), torch.randn(5, 2, 1, 32)
+    prompt = torch.randn(2, 9, 32)
+    generate, _ = stream(layer, prompt, tokens)
+    whole = layer(torch.cat([prompt, *tokens], 1))
+    for _ in range(2):
+        torch.testing.assert_close(torch.cat(generate(), 1), whole[:, 9:], rtol=1e-5, atol=1e-5)
+
+
+SERVED = """
+import torch
+from fem_research.bench import cases, decode, mixers
+from fem.ops.common import gated_read
+torch.manual_seed(0)
+gated_read._gated_read = None  # the compiler fuses the gates: no operator of ours stands in the graph
+with torch.no_grad():
+    for name in cases.SERVED:
+        layer = mixers.build_mixer(name, mixers.Size(1, 24, 32, 2)).eval()
+        prompt, tokens = torch.randn(1, 9, 32), torch.randn(5, 1, 1, 32)
+        whole = layer(torch.cat([prompt, *tokens], 1))
+        generate, _ = decode.served(layer, prompt, tokens)
+        for _ in range(2):
+            torch.testing.assert_close(torch.cat(generate(), 1), whole[:, 9:], rtol=1e-5, atol=1e-5)
+"""
+
+
+@pytest.mark.slow
+def test_a_served_token_is_one_graph_and_what_the_layer_computes():
+    """In a process of its own: the shape checks of the other tests break graphs."""
+    subprocess.run([sys.executable, "-c", SERVED], check=True)
+
+
+def test_attention_and_fem_keep_2_d_numbers_per_token(quickly):
+    streams = {name: decode.stream(mixers.build_mixer(name, SMALL), *drawn()) for name in ("attention", "FEM-SM")}
+    assert streams["attention"][1] == 4 * 2 * 32 * 9
+    assert 4 * 2 * 32 * 9 <= streams["FEM-SM"][1] <= 4 * 2 * 32 * 9 + 300  # and a shift, a beta and a place
+    for name in cases.SERVED:
+        assert decode.served(mixers.build_mixer(name, SMALL), *drawn())[1] == 4 * 2 * 32 * 9
+
+
+def drawn():
+    return torch.randn(1, 9, 32), torch.randn(2, 1, 1, 32)
+
+
+def test_medians_are_of_alternating_turns_without_the_first(monkeypatch):
+    order, seconds = [], iter([100.0, 200.0, 3.0, 1.0, 1.0, 5.0, 2.0, 9.0])
+    monkeypatch.setattr(measure, "cpu_seconds", lambda step: step() or next(seconds))
+    found = measure.alternate({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 1.0, CPU)
+    assert order == ["a", "b"] * 4
+    assert found == {"a": median([3, 1, 2]), "b": median([1, 5, 9])}
+
+
+def test_operations_are_those_of_the_matrix_products():
+    layer, x = nn.Linear(32, 48, bias=False), torch.randn(7, 32)
+    assert measure.operations(lambda: layer(x)) == 2 * 7 * 32 * 48
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is measured on Linux alone")
+def test_memory_is_the_peak_beyond_what_was_held():
+    block = 48 << 20
+    held = torch.ones(block // 4)
+    grown = measure.cpu_growth(lambda: torch.ones(block // 4).sum() + held[0])
+    assert 0.95 * block <= grown < 1.5 * block
+
+
+def test_memory_of_a_case_is_measured_in_a_process_of_its_own():
+    case = Case("layer", Size(1, 512, 64, 2), "float32", ("attention", "FEM-SM without C, plain"))
+    found = measure.in_fresh_process(workloads.cpu_growths, case, list(case.mixers), 1)
+    assert found["FEM-SM without C, plain"] > 2 * found["attention"] > 0
+
+
+def test_the_papers_ratios_stand_beside_ours():
+    case = Case("gpt2", SMALL, "float32", tuple(paper.TABLE7), layers=1)
+    costs = {"parameters": 1, "forward_s": 2.0, "train_s": 3.0, "train_extra_bytes": 4, "forward_flop": 5}
+    found = {"attention": costs, "FEM-SM": costs | {"forward_s": 2.2}}
+    rows = {row["mixer"]: row for row in tables.rows("gpt2", [(case, found)])}
+    assert rows["FEM"]["forward ratio"] == "1.10 (1.13)"
+    assert rows["FEM"]["train ratio"] == "1.00 (1.26)"
+    assert rows["attention"]["memory ratio"] == "1.00 (1.00)"
+    assert rows["RWKV7"]["forward ratio"] == "(1.28)"
+    assert rows["RWKV7"]["forward ms"] is None
+
+
+def test_a_baseline_needs_a_gpu_and_its_library(monkeypatch):
+    case = Case("gpt2", SMALL, "float32", tuple(paper.TABLE7), layers=1)
+    assert not workloads.runs(case, "RWKV7", CPU)
+    monkeypatch.setattr(baselines, "find_spec", lambda name: None)
+    assert not workloads.runs(case, "RWKV7", torch.device("cuda"))
+    monkeypatch.setattr(baselines, "find_spec", lambda name: name)
+    assert workloads.runs(case, "RWKV7", torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    "name, error", [("FEM-SM", torch.cuda.OutOfMemoryError("full")), ("HGRN2", TypeError("another version"))]
+)
+def test_a_mixer_that_runs_out_of_memory_or_whose_library_fails_is_left_out(monkeypatch, quickly, name, error):
+    def fail():
+        raise error
+
+    real = workloads.workload
+
+    def some_fail(case, named, device):
+        return workloads.Workload(fail, fail, 0) if named == name else real(case, named, device)
+
+    monkeypatch.setattr(workloads, "workload", some_fail)
+    monkeypatch.setattr(workloads, "runs", lambda case, name, device: True)
+    monkeypatch.setattr(workloads, "in_fresh_process", lambda function, case, names, threads: dict.fromkeys(names, 1))
+    with pytest.warns(UserWarning, match=f"{name} is left out of layer"):
+        found = workloads.measure(Case("layer", SMALL, "float32", ("attention", name)), CPU, 1e-9)
+    assert list(found) == ["attention"]
+
+
+def test_every_part_has_a_section_a_table_and_its_picture(monkeypatch, tmp_path, quickly):
+    monkeypatch.setitem(PROFILES, "laptop", TINY)
+    monkeypatch.setattr(workloads, "in_fresh_process", lambda function, case, names, threads: dict.fromkeys(names, 1))
+    shown = CliRunner().invoke(cli.app, ["bench", "--seconds", "1e-9", "--output", str(tmp_path / "bench")])
+    assert shown.exit_code == 0, shown.output
+    page = (tmp_path / "bench" / "report.md").read_text()
+    assert "`fem bench" in page
+    for part in PARTS:
+        assert f"## {tables.TITLES[part]}\n" in page
+        assert (tmp_path / "bench" / f"{part}.csv").exists()
+        assert (tmp_path / "bench" / f"{part}.png").exists() == (part in ("decode", "context"))
+    records = json.loads((tmp_path / "bench" / "results.json").read_text())["bench"]
+    assert [record["part"] for record in records] == [case.part for case in TINY]
+    for record in records:
+        assert all(costs for costs in record["results"].values())
+        assert {"attention", "FEM"} & record["results"].keys()
+
+
+@pytest.mark.parametrize(
+    "wrong, sentence",
+    [
+        ({"profile": "phone"}, "profile must be one of laptop, paper; got 'phone'"),
+        ({"parts": "read,write"}, "parts must be from .*; got 'write'"),
+        ({"parts": ""}, "got none"),
+        ({"seconds": 0.0}, "must be positive"),
+    ],
+)
+def test_a_recipe_that_measures_nothing_is_refused(wrong, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        experiment.BenchRecipe(**wrong)
+
+
+@pytest.mark.parametrize("part", ["layer", "decode"])
+def test_a_table_begins_with_the_mixer_which_stays_in_sight_while_it_scrolls(part):
+    case = Case(part, SMALL, "float32", (BASELINE,))
+    cost = {"token_s": 1.0, "state_bytes": 1, "forward_s": 1.0, "train_s": 1.0, "train_extra_bytes": 1}
+    (row,) = tables.rows(part, [(case, {BASELINE: cost})])
+    assert next(iter(row)) == "mixer"

@@ -1,0 +1,56 @@
+"""Records of trainings: the names of their files, which decide whether a training runs again."""
+
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
+
+from fem_research.common.jobs import keep, record_of
+from fem_research.forecast.series import Series
+from fem_research.forecast.settings import ForecastRecipe
+from fem_research.forecast.settings import Job as ForecastJob
+from fem_research.lm import ablate
+from fem_research.lm.ablations import row_fields
+from fem_research.mad.experiment import MADRecipe
+from fem_research.regimes.settings import RegimesRecipe
+from fem_research.vision.settings import VisionRecipe
+
+SERIES = Series("x", ("a",), np.arange(40.0).reshape(20, 2), {})
+
+
+def ablation() -> str:
+    language = ablate.AblateRecipe().language(0.001, 0)
+    return ablate.Job(row="full", mixer=row_fields("full", "softmax"), language=language, text="x").key
+
+
+KEYS = {
+    "mad": lambda: MADRecipe().jobs()[0].key,
+    "regimes": lambda: RegimesRecipe().job("peak", "softmax", 0.003, 0).key,
+    "forecast": lambda: ForecastJob(SERIES, 4, 0, "none", ForecastRecipe()).key,
+    "vision": lambda: next(VisionRecipe().jobs()).key,
+    "ablate": ablation,
+}
+
+
+@pytest.mark.parametrize(
+    "experiment, key",
+    [
+        ("mad", "compression-softmax-seed0-51b68eb3078a"),
+        ("regimes", "peak-softmax-seed0-4b72b7787282"),
+        ("forecast", "x-4-none-seed0-29f40ef8ac8a"),
+        ("vision", "softmax-seed0-5c232b785f17"),
+        ("ablate", "full-lr0.001-seed0-166c96d68789"),
+    ],
+)
+def test_records_of_earlier_versions_are_found_again(experiment, key):
+    """A new field must leave the names as they are where it has its default: else all trainings run again."""
+    assert KEYS[experiment]() == key
+
+
+def test_a_record_counts_for_the_job_that_it_names(tmp_path):
+    job, other = MADRecipe().jobs()[:2]
+    for named, found in ((job, True), (other, False)):
+        keep(job, tmp_path, {"job": asdict(named), "loss": 1.0})
+        assert (record_of(job, tmp_path) is not None) == found

@@ -1,0 +1,374 @@
+"""The command line, run folders, tables, plots and optional packages."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch.distributed import TCPStore
+from typer.testing import CliRunner
+
+from fem import __version__, cli, extras
+from fem.doctor import card
+from fem.plots import Panel, channel_readings, dots, learning_curves
+from fem.runs import run as recipe
+from fem.runs import tables
+from fem.runs.run import open_run, option
+from fem_research.argmax import experiment as argmax
+
+
+@dataclass(frozen=True)
+class Recipe:
+    seed: int = option(5, "Seed.")
+
+
+def fem(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["fem", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return end.value.code
+
+
+def test_every_command_explains_itself():
+    listing = CliRunner().invoke(cli.app, ["--help"]).output
+    for command in cli.commands():
+        assert command in listing
+        shown = CliRunner().invoke(cli.app, [command, "--help"])
+        assert shown.exit_code == 0
+        assert "Usage" in shown.output
+
+
+@pytest.mark.parametrize("command", [None, *cli.commands()])
+def test_help_waits_for_no_library(command):
+    words = ["fem", *([command] if command else []), "--help"]
+    code = f"import sys; from fem import cli; sys.argv = {words}\ntry: cli.main()\nexcept SystemExit: pass\n"
+    code += "print({'torch', 'transformers', 'datasets', 'matplotlib', 'pandas'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.endswith("set()\n"), done.stdout + done.stderr
+    assert "Usage" in done.stdout
+
+
+def test_version_and_a_misspelt_command(monkeypatch, capsys):
+    assert fem(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"free-energy-mixer {__version__}\n"
+    assert fem(monkeypatch, "trian") == 2
+    assert "did you mean 'train'?" in capsys.readouterr().err
+
+
+def test_every_field_of_a_recipe_is_an_option_with_its_default():
+    shown = CliRunner().invoke(cli.app, ["argmax", "--help"], env={"COLUMNS": "200"}).output
+    for line in ("--learning-rate", "--validation-examples", "[default: 64]", "[default: 0.02]", "--full", "--output"):
+        assert line in shown
+
+
+@pytest.mark.parametrize(
+    "arguments, wanted",
+    [
+        ([], argmax.ArgmaxRecipe()),
+        (["--steps", "7"], argmax.ArgmaxRecipe(steps=7)),
+        (["--full"], argmax.ArgmaxRecipe(tokens=128, channels=512, steps=2000)),
+        (["--full", "--seed", "0", "--steps", "7"], argmax.ArgmaxRecipe(tokens=128, channels=512, steps=7)),
+    ],
+)
+def test_options_change_the_chosen_recipe_and_nothing_else(monkeypatch, tmp_path, arguments, wanted):
+    ran = []
+    monkeypatch.setattr(argmax, "run", lambda recipe, output: ran.append((recipe, output)))
+    assert fem(monkeypatch, "argmax", "--output", str(tmp_path), *arguments) == 0
+    assert ran == [(wanted, tmp_path)]
+
+
+def test_another_command_s_name_for_an_option_is_taken_with_a_hint(monkeypatch, capsys):
+    pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
+    from fem.train import training
+
+    ran = []
+    monkeypatch.setattr(training, "run", lambda recipe, *_, **__: ran.append(recipe))
+    assert fem(monkeypatch, "train", "--max-steps", "70", "--batch", "3", "--text", "a.txt", "--model", "{}") == 0
+    assert (ran[0].max_steps, ran[0].batch_size, ran[0].data) == (70, 3, "a.txt")
+    said = capsys.readouterr().err
+    assert "--max-steps is called --steps here" in said
+    assert "--model is called --model-fields here" in said
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["argmax", "--heads", "7"], "error: heads must divide channels = 64, got heads = 7.\n"),
+        (["argmax", "--steps", "0"], "error: steps must be positive, got 0.\n"),
+        (["demo", "--seeds", "0"], "error: seeds must be positive, got 0.\n"),
+        (["finetune", "--context", "0"], "error: context must be positive, got 0.\n"),
+        (["finetune", "--vocabulary", "0"], "error: vocabulary must be positive, got 0.\n"),
+        (["finetune", "--awakening", "-1"], "error: awakening must be positive, got -1.0.\n"),
+        (["finetune", "--heads", "5"], "error: heads must divide width = 96, got 5.\n"),
+        (["finetune", "--architecture", "llama", "--heads", "1"], "error: heads must be even for llama, got 1.\n"),
+        (
+            ["finetune", "--architecture", "llama", "--heads", "32"],
+            "error: heads must divide width / 2 = 48, got 32.\n",
+        ),
+        (["finetune", "--seed", "-1"], "error: seed must not be negative, got -1.\n"),
+        (["ablate", "--seed", "-1"], "error: seed must not be negative, got -1.\n"),
+        (
+            ["finetune", "--arms", "original,FEM"],
+            "note: --arms is called --mixers here.\nerror: mixers must be attention and some of attention, "
+            "attention+G, attention+LTG/r4, attention+LTG, got 'original,FEM'.\n",
+        ),
+        (["train", "--steps", "12"], "error: warmup_steps must be at most steps = 12, got 50.\n"),
+        (["ablate", "--threads", "0"], "error: threads must be positive, got 0.\n"),
+        (
+            ["forecast", "--peer-steps", "0"],
+            "note: --peer-steps is called --baseline-steps here.\nerror: baseline_steps must be positive, got 0.\n",
+        ),
+        (["demo", "--heads", "3"], "error: heads must divide width = 128, got 3.\n"),
+        (["demo", "--context", "8"], "error: context must be at least 24 tokens for the picture, got 8.\n"),
+    ],
+)
+def test_a_mistake_is_answered_by_one_sentence_and_status_2(monkeypatch, tmp_path, capsys, arguments, sentence):
+    monkeypatch.chdir(tmp_path)
+    assert fem(monkeypatch, *arguments) == 2
+    assert capsys.readouterr().err == sentence
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["argmax", "--steps", "many"], ["argmax", "--step", "3"], ["nothing"]])
+def test_an_unknown_option_or_command_is_status_2(monkeypatch, capsys, arguments):
+    assert fem(monkeypatch, *arguments) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["argmax", "--wat"], "error: No such option: --wat"),
+        (["nonsense"], "error: there is no command 'nonsense'"),
+        (["argmax", "--heads", "7"], "error: heads must divide"),
+    ],
+)
+def test_processes_under_torchrun_say_a_wrong_call_once_in_a_line(monkeypatch, tmp_path, capsys, arguments, sentence):
+    monkeypatch.chdir(tmp_path)
+    store = TCPStore("localhost", 0, is_master=True)
+    told = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "here"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+    assert [fem(monkeypatch, *arguments) for _ in range(2)] == [2, 2]
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(sentence)
+
+
+def test_a_refusal_names_the_option_as_it_is_typed(monkeypatch, capsys):
+    assert fem(monkeypatch, "argmax", "--batch-size", "0") == 2
+    assert capsys.readouterr().err == "error: batch_size must be positive, got 0.\n"
+
+
+def test_help_shows_brackets_and_values(monkeypatch):
+    shown = CliRunner().invoke(cli.app, ["regimes", "--help"], env={"COLUMNS": "200"}).output
+    assert "[mixer, SwiGLU]" in shown
+    assert "[default: ]" not in shown
+    assert "None" not in shown
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("argmax", "to begin again: fem argmax --seed 3"), ("mad", "the same command goes on: fem mad --seed 3")],
+)
+def test_ctrl_c_says_what_to_type(monkeypatch, capsys, command, said):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(import_module(f"fem_research.{command}.experiment"), "run", interrupted)
+    assert fem(monkeypatch, command, "--seed", "3") == 130
+    assert capsys.readouterr().err.splitlines()[-1].endswith(said)
+
+
+def test_without_a_terminal_progress_is_a_line_per_evaluation(capsys):
+    with recipe.progress() as bars:
+        bar = bars.add_task("reading", total=4)
+        for step, description in (
+            (1, "reading"),
+            (2, "reading, loss 2.5"),
+            (3, "reading, loss 2.5"),
+            (4, "reading, [x]"),
+        ):
+            bars.update(bar, completed=step, description=description)
+    assert capsys.readouterr().err == "reading, loss 2.5 (2/4)\nreading, [x] (4/4)\n"
+
+
+def test_the_best_of_a_column_is_bold():
+    rows = [{"mixer": "a", "loss": "5.1 (5.0)", "hits": 3}, {"mixer": "b", "loss": "4.9", "hits": None}]
+    table = tables.markdown_table([*rows, {"mixer": "c", "loss": "", "hits": 1200}], {"loss": min, "hits": max})
+    assert "| b | **4.9** |  |" in table
+    assert "**1,200**" in table
+    assert table.count("**") == 4
+    table = tables.markdown_table([{"loss": 1.5e-05}, {"loss": 0.0003}], {"loss": min})
+    assert "**1.500e-05**" in table
+
+
+def test_a_column_that_is_blank_in_every_row_is_left_out():
+    table = tables.markdown_table([{"mixer": "a", "sd": None, "loss": 0}, {"mixer": "b", "sd": "", "loss": None}])
+    assert table.splitlines()[0] == "| mixer | loss |"
+    assert "| b |  |" in table
+
+
+def test_an_output_that_is_a_file_is_refused_before_anything_runs(monkeypatch, tmp_path, capsys):
+    (tmp_path / "taken").write_text("mine")
+    assert fem(monkeypatch, "argmax", "--output", str(tmp_path / "taken")) == 2
+    assert "output must be a folder" in capsys.readouterr().err
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch, capsys):
+    def missing(recipe, output):
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers.trainer")
+
+    monkeypatch.setattr(argmax, "run", missing)
+    assert fem(monkeypatch, "argmax") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: this needs transformers, which is not installed: pip install '.[lm]' in your copy")
+    assert said.count("\n") == 1
+
+
+def test_a_missing_module_of_our_own_is_no_missing_package():
+    error = ModuleNotFoundError("No module named 'fem.nothing'", name="fem.nothing")
+    with pytest.raises(ModuleNotFoundError, match="No module named"):
+        extras.missing_package(error)
+
+
+def test_extras_are_those_of_the_distribution():
+    found = extras.extras()
+    assert "typer" in found["cli"]
+    assert "transformers" in found["lm"]
+    assert not any("free-energy-mixer" in packages for packages in found.values())
+
+
+def test_doctor_tells_versions_devices_and_packages():
+    shown = CliRunner().invoke(cli.app, ["doctor"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0
+    for word in ("torch", "cpu", "because", "transformers", "torch.compile"):
+        assert word in shown.output
+
+
+def test_a_finished_run_appears_whole(tmp_path):
+    with open_run(tmp_path / "deep" / "run", "test", Recipe()) as run:
+        run.log(step=1, loss=0.5)
+        run.log(step=2, loss=0.25)
+        (run.folder / "model").mkdir()
+        (run.folder / "model" / "weights").write_bytes(b"w")
+        run.finish({"score": 1.0})
+        assert not (tmp_path / "deep" / "run").exists()
+    folder = tmp_path / "deep" / "run"
+    assert json.loads((folder / "config.json").read_text())["recipe"] == {"seed": 5}
+    assert [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [0.5, 0.25]
+    results = json.loads((folder / "results.json").read_text())
+    assert (results["score"], results["seed"]) == (1.0, 5)
+    assert results["seconds"] >= 0
+    assert (folder / "model" / "weights").read_bytes() == b"w"
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("stop", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_a_stopped_run_leaves_the_earlier_one_as_it_was(tmp_path, stop):
+    with open_run(tmp_path / "run", "test", Recipe()) as run:
+        run.finish({"score": 1})
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+
+    def stopped():
+        with open_run(tmp_path / "run", "test", Recipe()) as run:
+            run.finish({"score": 2})
+            raise stop
+
+    with pytest.raises(stop):
+        stopped()
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_run_deletes_no_file_it_did_not_write(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with open_run(tmp_path, "test", Recipe()) as run:
+        run.finish({})
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+    assert (tmp_path / "results.json").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals as POSIX has them")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_that_is_stopped_leaves_nothing(tmp_path, number):
+    command = [sys.executable, "-m", "fem.cli", "argmax", "--steps", "1000000", "--enough", "2"]
+    heard = partial(signal.signal, number, signal.SIG_DFL)  # a shell's background jobs are deaf to Ctrl-C
+    quiet = {"stderr": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=tmp_path, preexec_fn=heard, **quiet)
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("runs/.argmax-*/metrics.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert list(tmp_path.glob("runs/.argmax-*/metrics.jsonl"))
+        process.send_signal(number)
+        assert process.wait(120) != 0
+    finally:
+        process.kill()
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "results.json"
+    recipe.write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        recipe.write_json(path, {("no", "key"): 1})
+    monkeypatch.setattr(recipe.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        recipe.write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_tables_are_blank_where_nothing_was_run(tmp_path):
+    rows = [{"mixer": "fem", "loss": 5.1, "tokens": 12345}, {"mixer": "gla", "loss": None, "tokens": 1234.5}]
+    tables.write_table(tmp_path, "table", rows)
+    assert (tmp_path / "table.md").read_text() == (
+        "| mixer | loss | tokens |\n| --- | ---: | ---: |\n| fem | 5.100 | 12,345 |\n| gla |  | 1,234 |\n"
+    )
+    with open(tmp_path / "table.csv", newline="") as file:
+        assert list(csv.DictReader(file))[1] == {"mixer": "gla", "loss": "", "tokens": "1234.5"}
+
+
+def test_plots_are_written(tmp_path):
+    series = {"FEM": [([0, 1], [1.0, 0.5]), ([0, 1], [1.1, 0.6])], "other": [([0, 1], [1.0, 0.9])]}
+    learning_curves(tmp_path / "curves.png", "title", [Panel("loss", "step", series)] * 2, {"FEM": "#1f5fbf"})
+    scores = {"one": {"FEM": [0.5, 0.6], "other": [0.4]}, "two": {"other": [1]}}
+    dots(tmp_path / "dots.png", "title", scores, {"FEM": "#1f5fbf"}, {"one": 0.3}, "guessing")
+    weights = np.full((3, 4), 0.25)
+    heads = [("one", weights[0], weights), ("two", weights[0], weights)]
+    channel_readings(tmp_path / "reading.png", "title", ["a", "$^$", "c", "<|end|>"], heads)
+    for name in ("curves.png", "dots.png", "reading.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_doctor_looks_at_the_card_and_keeps_a_page(tmp_path):
+    shown = CliRunner().invoke(cli.app, ["doctor", "--gpu", "--only", "software,offsets", "--output", str(tmp_path)])
+    assert shown.exit_code == 0, shown.output
+    assert "checks pass" in shown.output
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["verdict"] in (tmp_path / "report.md").read_text()
+    assert {name: step["ended"] for name, step in found["steps"].items()} == {"software": "ok", "offsets": "ok"}
+    if found["device"] == "cpu":
+        page = (tmp_path / "report.md").read_text()
+        assert "nothing was run" in page.partition("## Tensors of more than 2^31 numbers")[2]
+
+
+def test_doctor_stops_a_step_that_takes_too_long_and_keeps_what_it_had_found(tmp_path, monkeypatch):
+    def hangs(command, **options):
+        Path(command[-1]).write_text('{"check": "one", "result": "ok"}\n')
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(card.subprocess, "run", hangs)
+    found = card.examine(tmp_path, "scans,decoding", shown=lambda line: None)
+    assert [step["ended"].startswith("stopped after") for step in found["steps"].values()] == [True, True]
+    assert "2 of 2 checks pass" in found["verdict"]
+    assert "not finished: scans, decoding" in found["verdict"]

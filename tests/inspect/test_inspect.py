@@ -1,0 +1,351 @@
+"""`fem inspect`: its tables against loops over the definitions, its files, and its refusals."""
+
+import base64
+import csv
+import json
+import math
+import re
+import sys
+from importlib.resources import files
+
+import numpy as np
+import pytest
+import torch
+from layers import ABLATIONS, FAMILIES, make_layer
+from layers import tokens as make_tokens
+
+pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
+
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from fem import cli
+from fem.inspect import experiment as inspect
+from fem.inspect import page as inspection_page
+from fem.inspect.experiment import InspectRecipe, encode
+from fem.inspect.layers import (
+    LayerTables,
+    by_division,
+    effective_tokens,
+    layer_tables,
+    readers,
+    readings,
+)
+from fem.models import FEMConfig, FEMForCausalLM, replace_attention
+from fem.runs.tables import show_table
+from fem.train.tokenizer import train_tokenizer
+
+TEXT = "the sun sees the moon.\n\tthe moon | sees </script><b> the INSPECTION"
+TIME = 5
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["the sun sees the moon. the moon sees the river. " * 20], 280)
+
+
+def saved_model(folder, tokenizer):
+    """A model away from its start, so that its channels differ, saved with its tokenizer."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    model = FEMForCausalLM(FEMConfig(vocab_size=len(tokenizer), max_position_embeddings=96, **sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, tokenizer):
+    return saved_model(tmp_path_factory.mktemp("model"), tokenizer)
+
+
+def tables(layer, time=TIME) -> LayerTables:
+    reading = layer.inspect(make_tokens(batch=1, time=time))
+    return layer_tables(1, layer.prior.name, reading)
+
+
+def fem(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["fem", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return end.value.code
+
+
+# --- the tables
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gap_and_read_follow_from_prior_and_posterior(family):
+    found = tables(make_layer(**FAMILIES[family]))
+    heads, channels, time, _ = found.read.shape
+    for h, j, t in np.ndindex(heads, channels, time):
+        p = found.prior[h, j if found.prior.shape[1] > 1 else 0, t]
+        q = found.posterior[h, j, t]
+        lam = found.lambda_[h, j, t]
+        assert sum(p) == pytest.approx(1, abs=1e-9)
+        divergence = sum(p[i] * math.log(p[i] / q[i]) for i in range(time) if p[i] > 0)
+        if family.startswith(
+            "mamba_interactive"
+        ):  # it selects pairs of token and channel; over tokens alone less is seen
+            assert found.gap[h, j, t] > divergence - 1e-9
+        else:
+            assert found.gap[h, j, t] == pytest.approx(divergence, abs=1e-7)
+        for i in range(time):
+            assert found.read[h, j, t, i] == pytest.approx((1 - lam) * p[i] + lam * q[i], abs=1e-12)
+
+
+@pytest.mark.parametrize("family", ["softmax", "mamba"])
+def test_effective_tokens_are_the_exponential_of_the_entropy(family):
+    found = tables(make_layer(**FAMILIES[family]))
+    for part, counts in ((found.prior, found.prior_tokens), (found.posterior, found.posterior_tokens)):
+        assert counts.shape == part.shape[:-1]
+        for place in np.ndindex(counts.shape):
+            entropy = -sum(w * math.log(w) for w in part[place] if w > 0)
+            assert counts[place] == pytest.approx(math.exp(entropy), rel=1e-9)
+
+
+def test_effective_tokens_of_even_single_and_empty_rows():
+    rows = np.array([[0.25] * 4, [0, 1, 0, 0], [0] * 4, [0.5, 0, 0, 0.5]])
+    np.testing.assert_allclose(effective_tokens(rows), [4, 1, 0, 2], rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_parts_that_a_layer_lacks_are_none(name):
+    layer = make_layer(**ABLATIONS[name])
+    found = tables(layer)
+    config = layer.config
+    for part in (found.posterior, found.posterior_tokens, found.gap, found.beta, found.hidden_beta):
+        assert (part is None) == (not config.use_lse)
+    assert (found.lambda_ is None) == (not config.use_temperature)
+    assert (found.gate is None) == (not config.use_outer_gate)
+    if not config.use_lse:
+        np.testing.assert_array_equal(found.read, np.broadcast_to(found.prior, found.read.shape))
+    elif not config.use_temperature:
+        np.testing.assert_array_equal(found.read, found.posterior)
+    rows = inspect.head_rows([found]) + inspect.channel_rows([found], ["a"] * TIME)
+    assert len(rows) == config.n_head * (1 + config.value_width)
+
+
+def test_the_table_of_heads_fits_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = inspect.short(inspect.head_rows([tables(make_layer())]))
+    show_table("heads", rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(rows) + 5  # a title and four borders or headings: no cell is broken
+    assert "…" not in "".join(lines)
+
+
+def test_the_most_divided_head_is_the_one_whose_channels_part():
+    even = tables(make_layer())
+    read = np.full_like(even.read, 1 / TIME)
+    read[2, 0, -1] = np.eye(TIME)[1]
+    divided = LayerTables(**{**vars(even), "read": read})
+    flat = LayerTables(**{**vars(even), "read": np.full_like(read, 1 / TIME)})
+    assert by_division([flat, divided, flat])[0] == (1, 2)
+
+
+def test_a_layer_that_reads_nan_is_refused():
+    layer = make_layer()
+    reading = layer.inspect(make_tokens(batch=1, time=2))
+    broken = type(reading)(**{**vars(reading), "mean": reading.mean * math.nan})
+    with pytest.raises(ValueError, match="layer 3 reads NaN"):
+        layer_tables(3, "softmax", broken)
+
+
+# --- the text
+
+
+@pytest.mark.parametrize("text", [TEXT, " two  spaces ", "one"])
+def test_tokens_are_named_by_their_pieces_of_the_text(tokenizer, text):
+    ids, names = encode(tokenizer, text)
+    assert len(ids) == len(names)
+    assert "".join(names) == text
+
+
+def test_a_token_inside_a_character_has_a_name_too(tokenizer):
+    ids, names = encode(tokenizer, "é")
+    assert len(ids) == 2
+    assert names[0] == "é"
+    assert names[1]
+
+
+# --- what the command writes
+
+
+@pytest.fixture(scope="module")
+def written(model, tmp_path_factory):
+    output = tmp_path_factory.mktemp("run")
+    inspect.run(model, InspectRecipe(text=TEXT), output)
+    return output
+
+
+def page_of(output) -> dict:
+    page = (output / "inspect.html").read_text(encoding="utf-8")
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
+
+
+def test_the_command_writes_page_picture_and_tables(written, tokenizer):
+    names = {path.name for path in written.iterdir()}
+    assert names == {"config.json", "results.json", "inspect.html", "inspect.png", *(
+        f"{table}.{ending}" for table in ("heads", "channels") for ending in ("csv", "md")
+    )}  # fmt: skip
+    assert (written / "inspect.png").read_bytes().startswith(b"\x89PNG")
+    results = json.loads((written / "results.json").read_text())
+    assert "".join(results["tokens"]) == TEXT
+    assert [(row["layer"], row["head"]) for row in results["heads"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+
+
+def test_the_channels_table_holds_what_the_layers_read(written, model):
+    from fem.train.checkpoints import load_language_model
+
+    loaded, tokenizer = load_language_model(model)
+    ids, names = encode(tokenizer, TEXT)
+    fed = []
+    hook = loaded.model.layers[1].mixer.register_forward_pre_hook(lambda _, given: fed.append(given[0]))
+    with torch.no_grad():
+        loaded(torch.tensor([ids]))
+    hook.remove()
+    reading = loaded.model.layers[1].mixer.inspect(fed[0])
+    with open(written / "channels.csv", newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["layer"] == "2"]
+    assert len(rows) == 2 * reading.mean.shape[-1]
+    for row in rows:
+        h, j = int(row["head"]) - 1, int(row["channel"]) - 1
+        q = reading.posterior[0, h, j, -1]
+        assert row["posterior reads"] == inspect.visible(names[int(q.argmax())])
+        for name, value in {
+            "posterior weight": q.max(),
+            "prior weight": reading.prior[0, h, -1].max(),
+            "lambda": reading.lambda_[0, -1, h, j],
+            "hidden beta": reading.hidden_beta[0, -1, h, j],
+            "beta": reading.beta[h, j],
+            "gate": reading.gate[0, -1, h, j],
+        }.items():
+            assert float(row[name]) == pytest.approx(float(value), rel=1e-6)
+
+
+def test_named_layers_alone_are_shown(model, tmp_path):
+    inspect.run(model, InspectRecipe(text="the sun", layers="2"), tmp_path / "run")
+    assert [layer["layer"] for layer in page_of(tmp_path / "run")["layers"]] == [2]
+
+
+# --- the page
+
+
+@pytest.mark.parametrize("family", ["softmax", "mamba"])
+def test_a_page_holds_the_weights_to_four_thousandths(family):
+    found = tables(make_layer(**FAMILIES[family]), time=7)
+    rows, columns = np.tril_indices(7)
+    for head, stored in enumerate(inspection_page.page_data(found)["heads"]):
+        for name, wanted in {"prior": found.prior[head], "posterior": found.posterior[head]}.items():
+            packed = np.frombuffer(base64.b64decode(stored[name]), dtype=np.uint8).reshape(len(wanted), -1)
+            unpacked = np.zeros_like(wanted)
+            unpacked[:, rows, columns] = (packed / 255) ** 2
+            np.testing.assert_allclose(unpacked, wanted, atol=0.004)
+            np.testing.assert_allclose(unpacked[wanted < 0.01], wanted[wanted < 0.01], atol=0.0004)
+        np.testing.assert_allclose(np.array(stored["gap"]) / 1000, found.gap[head].ravel(), atol=0.0006)
+        np.testing.assert_allclose(np.array(stored["lambda"]) / 1000, found.lambda_[head].ravel(), atol=0.0006)
+
+
+def test_no_token_breaks_out_of_the_data(tmp_path):
+    names = ["</script>", "<!--", "INSPECTION", "\u2028", '"']
+    inspection_page.write_page(tmp_path / "inspect.html", "</script>", names, [tables(make_layer())], (0, 0))
+    page = (tmp_path / "inspect.html").read_text(encoding="utf-8")
+    template = files("fem.inspect").joinpath("page.html").read_text(encoding="utf-8")
+    assert page.count("</script") == template.count("</script") == 2
+    assert "<!--" not in page
+    assert page_of(tmp_path)["tokens"] == names
+
+
+def test_the_page_needs_no_network(written):
+    page = (written / "inspect.html").read_text(encoding="utf-8")
+    assert "default-src 'none'" in page
+    assert not re.search(r"https?://|src=|@import|url\(", page)
+    assert "".join(page_of(written)["tokens"]) == TEXT
+
+
+def test_a_page_too_large_for_a_browser_is_refused(monkeypatch, model, tmp_path):
+    monkeypatch.setattr(inspection_page, "LARGEST", 1000)
+    with pytest.raises(ValueError, match=r"page must stay under 0 MB, got .* name fewer --layers"):
+        inspect.run(model, InspectRecipe(text="the sun"), tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"model": "nowhere"}, "model must be a folder"),
+        ({"text": " \n"}, r"text must hold something to read, got ' \\n'"),
+        ({"text": "sun " * 90}, r"text must have 1 to 64 tokens, got \d+; shorten it"),
+        ({"layers": "3"}, "layers must be among 1 to 2, got 3"),
+        ({"layers": "all"}, "layers must be numbers such as \"1,4\", got 'all'"),
+    ],
+)
+def test_a_mistake_is_answered_by_one_sentence(monkeypatch, capsys, tmp_path, model, changes, sentence):
+    monkeypatch.chdir(tmp_path)
+    given = {"model": model, "text": "the sun"} | changes
+    options = [word for name in ("text", "layers") if name in given for word in (f"--{name}", given[name])]
+    assert fem(monkeypatch, "inspect", "--model", given["model"], *options) == 2
+    answer = capsys.readouterr().err.strip()
+    assert re.match(f"error: {sentence}", answer)
+    assert answer.count("\n") == 0
+    assert not (tmp_path / "runs" / "inspect").exists()
+
+
+def test_a_model_without_its_option_is_taken_with_a_hint(monkeypatch, capsys):
+    taken = []
+    monkeypatch.setattr(inspect, "run", lambda *given: taken.append(given))
+    assert fem(monkeypatch, "inspect", "runs/a", "--text", "the") == 0
+    assert (taken[0][0], capsys.readouterr().err) == ("runs/a", "note: the model is given as --model here.\n")
+    assert fem(monkeypatch, "inspect", "--text", "the") == 2
+    assert "model must be given: --model" in capsys.readouterr().err
+
+
+def test_a_model_without_fem_is_refused(monkeypatch, capsys, tmp_path, tokenizer):
+    folder = tmp_path / "gpt2"
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=8, n_layer=1, n_head=1)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    assert fem(monkeypatch, "inspect", str(folder), "--text", "the", "--output", str(tmp_path / "run")) == 2
+    sentence = "model must have Free Energy Mixer layers, got a GPT2LMHeadModel without any."
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_a_model_whose_attention_was_replaced_is_read_as_it_computes(tmp_path, tokenizer, preserve):
+    torch.manual_seed(0)
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=2, n_head=2))
+    model = replace_attention(gpt2, preserve=preserve).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    found = inspect.run(str(tmp_path / "model"), InspectRecipe(text="the sun sees the moon"), tmp_path / "out")
+    ids = torch.tensor([tokenizer("the sun sees the moon")["input_ids"]])
+    parts = list(readers(model))
+    assert len(parts) == 2
+    gate_inputs = {}
+    hooks = [
+        part.gate.register_forward_hook(lambda gate, args, o: gate_inputs.update({gate: (*args, o)})) for part in parts
+    ]
+    first, second = readings(model, ids)
+    for hook in hooks:
+        hook.remove()
+    for part, reading in zip(parts, (first, second)):
+        _, read, output = gate_inputs[part.gate]
+        torch.testing.assert_close(reading.mean, read.mean)
+        share = reading.lambda_
+        torch.testing.assert_close(
+            reading.gate * ((1 - share) * reading.mean + share * reading.free_energy), output, rtol=1e-4, atol=1e-5
+        )
+        torch.testing.assert_close(reading.prior.sum(-1), torch.ones_like(reading.prior[..., 0]))
+        assert not reading.prior.triu(1).any()
+    shown = [row["lambda"] for row in found["heads"]]
+    expected = [reading.lambda_[0, :, head].mean().item() for reading in (first, second) for head in range(2)]
+    assert shown == pytest.approx(expected, rel=1e-4)

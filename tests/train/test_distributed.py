@@ -1,0 +1,233 @@
+"""The same training on two processes, with sharded weights, compiled, and with activations recomputed."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
+
+from forked import Training
+from test_resume import train
+from trainings import losses, tiny, weights, write_corpus
+
+from fem.train.checkpoints import load_language_model
+from fem.train.distributed import end_process_group
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def test_two_processes_train_the_same_model_as_one(tmp_path):
+    recipe = tiny(write_corpus(tmp_path / "data.jsonl"), max_steps=20)
+    for processes in (1, 2):
+        done = train(recipe, tmp_path / str(processes), processes=processes)
+        assert done.returncode == 0, done.stderr
+    one, two = (losses(tmp_path / name) for name in "12")
+    assert len(one) == len(two)
+    for a, b in zip(one, two):
+        assert a == pytest.approx(b, rel=1e-4)
+    a, b = (weights(tmp_path / name, 20) for name in "12")
+    assert max((a[name] - b[name]).abs().max().item() for name in a) < 1e-4
+    assert json.loads((tmp_path / "2" / "results.json").read_text())["train"]["step"] == 20
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A hybrid that one process has trained: a recipe and its folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 88}
+    hybrid = json.dumps(sizes | {"layer_priors": ["softmax", "gla"]})
+    recipe = tiny(write_corpus(folder / "data.jsonl"), vocabulary=301, model=hybrid, micro_batch=1)
+    ended = Training(recipe, folder / "run", 1).end(300)
+    assert ended.code == 0, ended.said
+    return recipe, folder / "run"
+
+
+SHARED = {
+    "rows": (2, {"context_parallel": 2}),
+    "rows, in two pairs": (4, {"parallel": "fsdp", "context_parallel": 2}),
+    "layers": (2, {"parallel": "fsdp", "tensor_parallel": 2}),
+    "layers, in two pairs": (4, {"parallel": "fsdp", "tensor_parallel": 2}),
+    "rows and layers": (4, {"parallel": "fsdp", "context_parallel": 2, "tensor_parallel": 2}),
+}
+
+
+@pytest.mark.parametrize("what", SHARED)
+def test_processes_that_share_rows_or_layers_train_as_one(whole, tmp_path, what):
+    """Every row, or every layer, is split over two processes; pairs read rows of their own."""
+    processes, way = SHARED[what]
+    ended = Training(replace(whole[0], **way), tmp_path / "run", processes).end(300)
+    assert ended.code == 0, ended.said
+    for a, b in zip(losses(whole[1]), losses(tmp_path / "run"), strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+    assert apart(whole[1], tmp_path / "run") < 1e-5
+
+
+def test_shared_layers_go_on_whole_or_shared_by_others(whole, tmp_path):
+    """Bit for bit on as many processes; and any checkpoint opens as one model."""
+    recipe = replace(whole[0], parallel="fsdp")
+    ended = Training(replace(recipe, tensor_parallel=2), tmp_path / "two", 2).end(300)
+    assert ended.code == 0, ended.said
+    for processes, tensor, most in ((2, 2, 0.0), (1, 1, 1e-6), (4, 4, 1e-6)):
+        then = replace(recipe, tensor_parallel=tensor)
+        assert apart(gone_on(then, tmp_path / "two", tmp_path / f"to{processes}", processes), tmp_path / "two") <= most
+    model, _ = load_language_model(tmp_path / "two")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Makes runs once: (processes, parallel) to the run's recipe and folder."""
+    data = write_corpus(tmp_path_factory.mktemp("data") / "data.jsonl")
+    made = {}
+
+    def run(processes, parallel):
+        if (processes, parallel) not in made:
+            recipe, output = tiny(data, parallel=parallel), tmp_path_factory.mktemp(parallel) / "run"
+            ended = Training(recipe, output, processes).end(300)
+            assert ended.code == 0, ended.said
+            made[processes, parallel] = recipe, output
+        return made[processes, parallel]
+
+    return run
+
+
+def gone_on(recipe, whole, output, processes):
+    """The run without its last checkpoint, resumed to its end."""
+    shutil.copytree(whole, output)
+    shutil.rmtree(output / "checkpoint-12")
+    (output / "results.json").unlink()
+    ended = Training(recipe, output, processes, resume=True).end(300)
+    assert ended.code == 0, ended.said
+    return output
+
+
+def apart(one, other):
+    a, b = weights(one, 12), weights(other, 12)
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+@pytest.mark.parametrize(
+    "first, then, parallel",
+    [(first, then, "ddp") for first in (1, 2, 4) for then in (1, 2, 4) if first != then]
+    + [(1, 2, "fsdp"), (2, 1, "fsdp"), (2, 4, "fsdp"), (4, 1, "fsdp")],
+)
+def test_local_data_go_on_with_another_number_of_processes(finished, tmp_path, first, then, parallel):
+    recipe, whole = finished(first, parallel)
+    output = gone_on(recipe, whole, tmp_path / "run", then)
+    assert apart(output, whole) < 1e-6
+    for a, b in zip(losses(output), losses(whole), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+def test_checkpoints_in_shards_go_on_bit_for_bit_and_open_anywhere(finished, tmp_path):
+    recipe, whole = finished(2, "fsdp")
+    parts = {path.relative_to(whole / "checkpoint-12").as_posix() for path in whole.glob("checkpoint-12/*/*.distcp")}
+    assert parts == {f"{part}/__{rank}_0.distcp" for part in ("optimizer_0", "pytorch_model_fsdp_0") for rank in (0, 1)}
+    assert apart(gone_on(recipe, whole, tmp_path / "run", 2), whole) == 0
+    assert apart(whole, finished(1, "ddp")[1]) < 1e-6
+    model, tokenizer = load_language_model(whole)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert len(tokenizer) == model.config.vocab_size
+
+
+def test_shards_in_bfloat16_compute_what_copies_do(tmp_path):
+    data = write_corpus(tmp_path / "data.jsonl")
+    for parallel in ("ddp", "fsdp"):
+        recipe = tiny(data, parallel=parallel, dtype="bfloat16", max_steps=6)
+        ended = Training(recipe, tmp_path / parallel, 2).end(300)
+        assert ended.code == 0, ended.said
+    for a, b in zip(losses(tmp_path / "ddp"), losses(tmp_path / "fsdp"), strict=True):
+        assert a == pytest.approx(b, rel=1e-3)
+
+
+@pytest.mark.parametrize("changes", [{"preset": "no"}, {"batch_size": 3}, {"field": "no"}])
+def test_a_mistake_is_said_once_by_all_processes(tmp_path, changes):
+    recipe = tiny(write_corpus(tmp_path / "data.jsonl"), **changes)
+    ended = Training(recipe, tmp_path / "run", 2).end(300)
+    assert ended.code == 1
+    assert [line.split(" must")[0] for line in ended.said.splitlines() if line.startswith("error: ")] == [
+        {"preset": "error: preset", "batch_size": "error: batch_size", "field": "error: data.jsonl, record 1"}[name]
+        for name in changes
+    ]
+
+
+@pytest.mark.parametrize("way", ["compile", "checkpointing"])
+def test_compiled_and_recomputed_training_tell_the_same_losses(tmp_path, way):
+    if way == "compile" and not shutil.which("g++"):
+        pytest.skip("torch.compile on a CPU needs g++")
+    data = write_corpus(tmp_path / "data.jsonl")
+    for name, changes in (("plain", {}), (way, {way: True})):
+        done = train(tiny(data, max_steps=6, **changes), tmp_path / name)
+        assert done.returncode == 0, done.stderr
+    for a, b in zip(losses(tmp_path / "plain"), losses(tmp_path / way), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+def sharded():
+    """Run by torchrun: every weight sharded over the processes, twenty steps, against one unsharded copy."""
+    import copy
+
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    from fem.models import FEMConfig
+    from fem.train.metrics import read_statistics
+    from fem.train.model import build_model
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 88}
+    config = FEMConfig(vocab_size=101, **sizes, layer_priors=["softmax", "gla"])
+    alone = build_model(config, 0).train()
+    model = copy.deepcopy(alone)
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    assert isinstance(model, FSDPModule)
+    assert all(isinstance(block, FSDPModule) for block in model.model.layers)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    optimizers = [torch.optim.AdamW(m.parameters(), 3e-3) for m in (alone, model)]
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        ids = torch.randint(101, (2 * world, 24), generator=draw)
+        segments = (torch.arange(24) > 9).long().expand_as(ids)
+        mine = slice(2 * rank, 2 * rank + 2)
+        for m, optimizer, rows in ((alone, optimizers[0], slice(None)), (model, optimizers[1], mine)):
+            loss = m(input_ids=ids[rows], labels=ids[rows], segment_ids=segments[rows]).loss
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+            optimizer.step()
+    row = {"input_ids": ids[0], "segment_ids": segments[0]}
+    together = read_statistics(model, row)
+    assert together == pytest.approx(read_statistics(alone, row) | {"recomputed_share": 0.0}, rel=1e-4)
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        wanted = alone.state_dict()
+        assert found.keys() == wanted.keys()
+        assert max((found[name] - wanted[name]).abs().max().item() for name in wanted) < 1e-4
+
+
+def test_fsdp2_shards_every_weight_and_trains_as_one_process():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    here = os.pathsep.join(str(Path(__file__).parents[up] / folder) for up, folder in ((1, "support"), (0, "")))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": here}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    sharded()
+    end_process_group()

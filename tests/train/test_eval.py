@@ -1,0 +1,284 @@
+"""`fem generate` and `fem eval`: streaming, and lm-evaluation-harness's scores against our own computations."""
+
+import copy
+import json
+import math
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
+
+from fem import cli
+from fem.models import FEMConfig
+from fem.train import eval as evaluation
+from fem.train import suites
+from fem.train.checkpoints import load_language_model
+from fem.train.generate import continue_prompt
+from fem.train.model import build_model
+from fem.train.tokenizer import train_tokenizer
+
+CONTEXT = 48
+QUESTIONS = [
+    ("the sun sees the", ["moon", "river stone", "leaf"], 0),
+    ("the bird sees the", ["sun", "leaf", "moon and the stone"], 1),
+    ("nobody sees", ["anything", "it", "the"], 2),
+]
+PAGES = ["the sun sees the moon.", "über dem Fluß: " + "the leaf sees the sun, and so on; " * 6]
+COMMON = "dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {data}\ntest_split: test\n"
+TASKS = {
+    "made_up_choice": """output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{gold}}"
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+""",
+    "made_up_pages": """output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{page}}"
+metric_list:
+  - metric: bits_per_byte
+  - metric: byte_perplexity
+""",
+    "made_up_writing": """output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["\\n"], do_sample: false, max_gen_toks: 6}
+metric_list:
+  - metric: exact_match
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model of random weights, large enough that no two tokens are equally likely, beside its tokenizer."""
+    torch.set_num_threads(1)
+    tokenizer = train_tokenizer([*PAGES, *(question for question, _, _ in QUESTIONS)] * 3, 300)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = FEMConfig(vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, **sizes, initializer_range=0.5)
+    path = tmp_path_factory.mktemp("model")
+    build_model(config, 0).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_language_model(folder)
+
+
+def log_probabilities(model, ids):
+    """log p(ids[t] | ids[:t]) for t >= 1, one forward a token, in float64."""
+    with torch.no_grad():
+        rows = [model(torch.tensor([ids[:t]])).logits[0, -1].double().log_softmax(-1) for t in range(1, len(ids))]
+    return [row[token].item() for row, token in zip(rows, ids[1:])]
+
+
+def argmax_continuation(model, ids, count):
+    for _ in range(count):
+        with torch.no_grad():
+            ids = [*ids, model(torch.tensor([ids])).logits[0, -1].argmax().item()]
+    return ids
+
+
+class Pieces:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+def test_without_temperature_the_likeliest_tokens_come_one_by_one(model):
+    network, tokenizer = model
+    ids, pieces = tokenizer("the sun")["input_ids"], Pieces()
+    text = continue_prompt(network, tokenizer, "the sun", max_new_tokens=7, temperature=0, streamer=pieces)
+    wanted = argmax_continuation(network, ids, 7)
+    assert tokenizer.eos_token_id not in wanted
+    assert pieces.tokens == wanted
+    assert text == tokenizer.decode(wanted[len(ids) :])
+
+
+def test_a_seed_is_a_text_and_leaves_the_random_state_alone(model):
+    before = torch.random.get_rng_state()
+    texts = [continue_prompt(*model, "the", max_new_tokens=12, temperature=2.0, seed=seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_an_empty_prompt_begins_a_document(model):
+    network, tokenizer = model
+    text = continue_prompt(network, tokenizer, "", max_new_tokens=3, temperature=0)
+    assert text == tokenizer.decode(argmax_continuation(network, [tokenizer.eos_token_id], 3)[1:])
+
+
+def test_nothing_begins_a_document_where_the_tokenizer_knows_no_such_token(model):
+    network, tokenizer = model
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.eos_token = tokenizer.bos_token = None
+    with pytest.raises(ValueError, match="prompt must hold a token"):
+        continue_prompt(network, tokenizer, "", max_new_tokens=3)
+
+
+def test_a_prompt_of_its_own_fills_the_context(model):
+    network, tokenizer = model
+    pieces = Pieces()
+    continue_prompt(network, tokenizer, "the sun", temperature=3.0, streamer=pieces)
+    assert len(pieces.tokens) == CONTEXT or pieces.tokens[-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        ({"prompt": "the " * 80}, "the 0 that a context of 48 leaves a prompt of .* shorten the prompt"),
+        ({"prompt": "the", "max_new_tokens": 48}, "between 1 and the 47"),
+        ({"prompt": "the", "max_new_tokens": 0}, "max_new_tokens must be positive, got 0"),
+        ({"prompt": "the", "temperature": -1.0}, "temperature must be 0 or more"),
+        ({"prompt": "the", "temperature": math.nan}, "temperature must be 0 or more, got nan"),
+        ({"prompt": "the \udcff"}, "prompt must be UTF-8"),
+        ({"prompt": "the", "top_k": 0}, "top_k must be positive"),
+    ],
+)
+def test_what_cannot_be_generated_is_one_sentence(model, given, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        continue_prompt(*model, **given)
+
+
+def test_the_command_prints_prompt_and_continuation(folder, model, monkeypatch, capsys):
+    options = ["--model", str(folder), "--prompt", "the sun", "--max-new-tokens", "5", "--temperature", "0"]
+    monkeypatch.setattr(sys, "argv", ["fem", "generate", *options])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code
+    assert capsys.readouterr().out.startswith("the sun")
+
+
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        ({"tasks": "piqa"}, "model must be given"),
+        ({"model": "m"}, "tasks must be given"),
+        ({"model": "m", "suite": "other"}, "suite must be one of paper"),
+        ({"model": "m", "tasks": "a", "include_path": "/no/where"}, "include_path must be a folder"),
+        ({"model": "m", "tasks": "a", "include_path": "/"}, "include_path needs --allow-code: .* may run code"),
+        ({"model": "m", "tasks": "a", "limit": 0}, "limit must be positive"),
+        ({"model": "m", "tasks": "a", "beside": "9B"}, "beside must be a row of Table 2"),
+    ],
+)
+def test_a_recipe_that_scores_nothing_is_one_sentence(given, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        evaluation.EvalRecipe(**given)
+
+
+def test_the_suite_has_the_papers_columns_beside_the_papers_row():
+    recipe = evaluation.EvalRecipe(model="m", suite="paper", tasks="own")
+    scores = {"piqa": {"acc": 0.7, "acc_stderr": 0.01, "acc_norm": 0.8}, "own": {"acc": 0.5, "acc_stderr": 0.2}}
+    table = {row["task"]: row for row in evaluation.rows(recipe, scores)}
+    assert list(table) == [score.column for score in suites.PAPER] + ["own"]
+    assert table["PIQA"] == {"task": "PIQA", "metric": "acc", "score": 0.7, "stderr": 0.01, "paper": 0.676}
+    assert table["MMLU-P"]["score"] is None
+    assert table["own"]["score"] == 0.5
+    assert len(recipe.task_names()) == 16  # IFEval gives two columns
+    assert len(suites.paper_rows()) == 11
+    assert suites.paper_row("1.3B FEM-GLA")["SciQ"] == 0.782
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tasks")
+    records = {
+        "made_up_choice": [{"question": q, "choices": c, "gold": g} for q, c, g in QUESTIONS],
+        "made_up_pages": [{"page": page} for page in PAGES],
+        "made_up_writing": [{"question": q, "answer": "no model writes this"} for q, _, _ in QUESTIONS],
+    }
+    for name, task in TASKS.items():
+        data = path / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(record) + "\n" for record in records[name]))
+        (path / f"{name}.yaml").write_text(f"task: {name}\n{COMMON.format(data=data)}{task}")
+    return path
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    pytest.importorskip("lm_eval", reason="needs free-energy-mixer[eval]")
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def evaluate(folder, tasks, output, names):
+    recipe = evaluation.EvalRecipe(
+        model=str(folder), tasks=names, include_path=str(tasks), allow_code=True, batch_size=2
+    )
+    return evaluation.run(recipe, output)["eval"]
+
+
+@pytest.mark.slow
+def test_bits_per_byte_are_those_of_the_windows(folder, model, tasks, offline, tmp_path):
+    """Windows of 48 predictions each; the last begins with earlier tokens, which are not counted again."""
+    network, tokenizer = model
+    found = evaluate(folder, tasks, tmp_path / "run", "made_up_pages")["made_up_pages"]
+    nats = 0.0
+    for page in PAGES:
+        ids = [tokenizer.eos_token_id, *tokenizer(page)["input_ids"]]
+        for start in range(1, len(ids), CONTEXT):
+            end = min(start + CONTEXT, len(ids))
+            first = 0 if start == 1 else end - 1 - CONTEXT
+            nats -= sum(log_probabilities(network, ids[first:end])[-(end - start) :])
+    size = sum(len(page.encode()) for page in PAGES)
+    assert len(tokenizer(PAGES[1])["input_ids"]) > CONTEXT
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+    assert found["byte_perplexity"] == pytest.approx(math.exp(nats / size), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_choices_go_to_the_likeliest_answer(folder, model, tasks, offline, tmp_path):
+    network, tokenizer = model
+    found = evaluate(folder, tasks, tmp_path / "run", "made_up_choice")["made_up_choice"]
+    right, right_by_length = [], []
+    for question, choices, gold in QUESTIONS:
+        begin = tokenizer(question)["input_ids"]
+        scores = []
+        for choice in choices:
+            ids = tokenizer(question + " " + choice)["input_ids"]
+            scores.append(sum(log_probabilities(network, ids)[len(begin) - 1 :]))
+        right.append(scores.index(max(scores)) == gold)
+        by_length = [score / len(choice) for score, choice in zip(scores, choices)]
+        right_by_length.append(by_length.index(max(by_length)) == gold)
+    assert found["acc"] == pytest.approx(sum(right) / 3)
+    assert found["acc_norm"] == pytest.approx(sum(right_by_length) / 3)
+
+
+@pytest.mark.slow
+def test_written_answers_are_those_of_greedy_generation(folder, model, tasks, offline, tmp_path):
+    """Left-padded batches of the harness write what single prompts write."""
+    network, tokenizer = model
+    answers = [continue_prompt(network, tokenizer, q, max_new_tokens=6, temperature=0) for q, _, _ in QUESTIONS]
+    records = [{"question": q, "answer": a.partition("\n")[0]} for (q, _, _), a in zip(QUESTIONS, answers)]
+    own = tmp_path / "tasks"
+    own.mkdir()
+    data = own / "made_up_writing.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    text = f"task: made_up_writing\n{COMMON.format(data=data)}{TASKS['made_up_writing']}"
+    (own / "made_up_writing.yaml").write_text(text)
+    assert evaluate(folder, own, tmp_path / "run", "made_up_writing")["made_up_writing"]["exact_match"] == 1.0
+    assert evaluate(folder, tasks, tmp_path / "other", "made_up_writing")["made_up_writing"]["exact_match"] == 0.0
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["eval"]["made_up_writing"]["exact_match"] == 1.0
+    assert "made_up_writing" in (tmp_path / "run" / "table.md").read_text()
+
+
+@pytest.mark.slow
+def test_an_unknown_task_is_one_sentence_and_leaves_no_folder(folder, tasks, offline, tmp_path):
+    with pytest.raises(ValueError, match=r"tasks must be known to lm-evaluation-harness .*got 'made_up_nothing'"):
+        evaluate(folder, tasks, tmp_path / "run", "made_up_nothing,made_up_pages")
+    assert list(tmp_path.iterdir()) in ([], [tmp_path / "cache"])

@@ -1,0 +1,530 @@
+"""`fem train`: recipes, data, packing, checkpoints, resuming, and error messages."""
+
+import errno
+import json
+import math
+import shutil
+from dataclasses import asdict, replace
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
+
+from datasets import Dataset, IterableDataset, load_dataset
+from safetensors.torch import load_file, save_file
+from torch.utils.data import DataLoader
+from trainings import assert_same_run, losses, tiny, weights, write_corpus
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from fem.models import preset
+from fem.train import checkpoints, documents, integrity, metrics, packing, trainer, training
+from fem.train import data as lm_data
+from fem.train.checkpoints import load_language_model, newest
+from fem.train.recipe import RECIPES, differences
+from fem.train.tokenizer import train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("data") / "made_up.jsonl")
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """A run that was never stopped."""
+    torch.set_num_threads(1)
+    output = tmp_path_factory.mktemp("whole") / "run"
+    training.run(tiny(data), output)
+    return output
+
+
+@pytest.fixture(scope="module")
+def tokenizer(data):
+    return train_tokenizer(list(documents.local_documents([data], "text")), 300)
+
+
+def test_a_run_writes_what_it_promises(whole, data):
+    results = json.loads((whole / "results.json").read_text())
+    found = results["train"]
+    assert found["step"] == found["validated_at"] == 12
+    assert found["val_loss"] < math.log(300)
+    assert {"tokens_per_second", "peak_memory_bytes", "beta_mean", "lambda_mean", "recomputed_share"} <= found.keys()
+    assert {"versions", "seed", "seconds"} <= results.keys()
+    assert json.loads((whole / "config.json").read_text())["recipe"] == asdict(tiny(data))
+    assert [line["step"] for line in losses(whole) if "train_loss" in line] == [3, 5, 6, 9, 10, 12]
+    assert [path.name for path in checkpoints.checkpoints(whole)] == ["checkpoint-5", "checkpoint-10", "checkpoint-12"]
+    assert not any(map(integrity.damage, checkpoints.checkpoints(whole)))
+    assert not (whole / training.STAGING / "checkpoint-12").exists()
+
+
+def test_the_model_of_a_run_loads_with_its_tokenizer(whole):
+    model, tokenizer = load_language_model(whole)
+    assert model.config.use_cache
+    assert model.config.max_position_embeddings == 24
+    assert torch.equal(model.model.embed_tokens.weight.cpu(), weights(whole, 12)["model.embed_tokens.weight"])
+    assert tokenizer.decode(tokenizer("the sun")["input_ids"]) == "the sun"
+
+
+@pytest.mark.parametrize("name", ["", "checkpoint-12"])
+def test_weights_are_read_once_to_check_them(whole, monkeypatch, name):
+    read, digest = [], integrity.digest
+    monkeypatch.setattr(integrity, "digest", lambda path: (read.append(path.name), digest(path))[1])
+    load_language_model(whole / name)
+    assert read.count("model.safetensors") == 1
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("place", ["in a step", "in a save"])
+def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path, monkeypatch, place):
+    def stop(self, *args, **given):
+        state = args[1] if place == "in a step" else self.state
+        if state.global_step == (7 if place == "in a step" else 10):
+            raise Stopped
+
+    owner, name = (
+        (metrics.MetricsCallback, "on_step_begin") if place == "in a step" else (trainer.TextTrainer, "_save_scaler")
+    )
+    original = getattr(owner, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, lambda self, *a, **k: (stop(self, *a, **k), original(self, *a, **k))[1])
+        with pytest.raises(Stopped):
+            training.run(tiny(data), tmp_path)
+    assert newest(tmp_path).name == "checkpoint-5"
+    training.run(tiny(data), tmp_path, resume=True)
+    assert_same_run(tmp_path, whole, 12)
+
+
+def test_dropout_and_accumulation_resume_bit_for_bit(data, tmp_path):
+    model = json.loads(tiny(data).model) | {"mixer": {"dropout": 0.2}}
+    recipe = tiny(data, model=json.dumps(model), micro_batch=2, max_steps=4, save_steps=2)
+    for name in ("one", "other"):
+        training.run(recipe, tmp_path / name)
+    shutil.rmtree(tmp_path / "other" / "checkpoint-4")
+    training.run(recipe, tmp_path / "other", resume=True)
+    assert_same_run(tmp_path / "one", tmp_path / "other", 4)
+
+
+def test_accumulated_steps_equal_whole_ones(whole, data, tmp_path):
+    training.run(tiny(data, micro_batch=2), tmp_path)
+    for a, b in zip(losses(whole), losses(tmp_path)):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+def test_the_newest_checkpoint_that_is_whole_is_taken(whole, data, tmp_path):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    with open(tmp_path / "checkpoint-12" / "optimizer.pt", "r+b") as file:
+        file.truncate(100)
+    assert newest(tmp_path).name == "checkpoint-10"
+    (tmp_path / "checkpoint-10" / integrity.MANIFEST).unlink()
+    assert newest(tmp_path).name == "checkpoint-5"
+    training.run(tiny(data), tmp_path, resume=True)
+    assert_same_run(tmp_path, whole, 12)
+
+
+def test_a_full_disk_is_one_sentence_and_loses_no_checkpoint(data, tmp_path, monkeypatch):
+    save, full = torch.save, OSError(errno.ENOSPC, "No space left on device")
+
+    def fails_late(state, path, *args, **given):
+        if "checkpoint-10" in str(path) and "optimizer" in str(path):
+            raise full
+        return save(state, path, *args, **given)
+
+    monkeypatch.setattr(torch, "save", fails_late)
+    with pytest.raises(OSError, match=r"checkpoint-10 could not be saved .*No space left.*checkpoint-5 is whole"):
+        training.run(tiny(data), tmp_path)
+    assert newest(tmp_path).name == "checkpoint-5"
+    assert not (tmp_path / training.STAGING).exists()
+
+
+def test_old_checkpoints_go_when_new_ones_are_whole(data, tmp_path):
+    training.run(tiny(data, max_steps=4, save_steps=1, keep=2), tmp_path)
+    assert [path.name for path in checkpoints.checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_of_little_data_a_tenth_is_held_out(data, tokenizer, tmp_path):
+    recipe, share = tiny(data, validation_rows=1000), packing.Share(4, 4)
+    lm_data.write_data(recipe, tmp_path, tokenizer, lm_data.identity(recipe, tokenizer), lambda tokens: None)
+    found = lm_data.load_data(recipe, tmp_path, tokenizer, share)
+    rows = packing.TokenFile.open(tmp_path / "tokens").rows(24)
+    assert len(found.validation) == rows // 10
+    assert found.train.rows == rows - rows // 10
+
+
+def test_a_run_ends_with_a_validation(data, tmp_path):
+    training.run(tiny(data, max_steps=4, eval_steps=3), tmp_path)
+    assert [line["step"] for line in losses(tmp_path) if "val_loss" in line] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "changes, resume, sentence",
+    [
+        ({}, False, "output holds checkpoint-12 already; add --resume auto"),
+        ({"learning_rate": 0.5}, True, r"another recipe: learning_rate \(0.001 there, 0.5 here\)"),
+    ],
+)
+def test_a_run_is_not_overwritten(whole, data, changes, resume, sentence):
+    before = sorted(path.name for path in whole.iterdir())
+    with pytest.raises(ValueError, match=sentence):
+        training.run(tiny(data, **changes), whole, resume)
+    assert sorted(path.name for path in whole.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"data": ""}, "data must be given"),
+        ({"data": "no/such/file.txt"}, "data must be a file or a folder that exists, .*got 'no/such/file.txt'"),
+        ({"batch_size": 6, "micro_batch": 4}, "batch_size must be a multiple of micro_batch"),
+        ({"context": 50000}, "data are too short"),
+        ({"model": '{"max_position_embeddings": 8}'}, "context must be at most max_position_embeddings = 8"),
+        ({"model": '{"vocab_size": 8}'}, "vocab_size must cover"),
+        ({"tokenizer": "no/such/tokenizer"}, "tokenizer 'no/such/tokenizer' cannot be read"),
+        ({"field": "content"}, "must have text in 'content', got the fields text"),
+        ({"parallel": "fsdp"}, "needs torchrun"),
+        ({"context": 25, "context_parallel": 2}, "context must be a multiple of context_parallel = 2, got 25"),
+        ({"compile": True, "context_parallel": 2}, "compile has no messages between processes"),
+        ({"context_parallel": 2}, "context_parallel must divide the number of processes, 1, got 2"),
+        ({"tensor_parallel": 2}, "tensor_parallel needs parallel='fsdp', got 'ddp'"),
+        ({"tensor_parallel": 2, "parallel": "fsdp", "compile": True}, "leave it out, or tensor_parallel"),
+        ({"tensor_parallel": 4, "parallel": "fsdp"}, "must be multiples of .* 4 .*, got 2 and 2"),
+        ({"preset": "nothing"}, "preset must be one of"),
+    ],
+)
+def test_mistakes_are_one_sentence(data, tmp_path, as_users_run, changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        training.run(tiny(data, **changes), tmp_path / "run")
+    assert not checkpoints.checkpoints(tmp_path / "run")
+
+
+@pytest.mark.parametrize("field, value", [("dtype", "float8"), ("max_steps", 0), ("model", "[1]"), ("model", "{")])
+def test_a_recipe_refuses_values_that_no_run_can_have(data, field, value):
+    with pytest.raises(ValueError, match=field):
+        tiny(data, **{field: value})
+
+
+@pytest.mark.parametrize(
+    "name, content, sentence",
+    [
+        ("a.txt", b"", "must not be empty"),
+        ("a.txt", b"\xff\xfe\x00\x81", "must be UTF-8"),
+        ("a.txt", b"words \x00", "zero bytes"),
+        ("a.jsonl", b"", "must not be empty"),
+        ("a.jsonl", b'{"text": "whole"}\n{"text": "cut', "another line 2"),
+        ("a.jsonl", b'"text"\n', "must have text in 'text', got str"),
+        ("a.jsonl", b"\xff\n", "must be UTF-8"),
+        ("a.parquet", b"PAR1 cut off", "must be whole Parquet"),
+        ("a.exe", b"MZ", "data must be .txt"),
+    ],
+)
+def test_data_that_cannot_be_used_are_refused_in_one_sentence(tmp_path, name, content, sentence):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=sentence):
+        list(documents.local_documents(documents.local_files(str(tmp_path / name)), "text"))
+
+
+def test_a_folder_gives_the_documents_of_its_files_in_order(tmp_path):
+    Dataset.from_dict({"text": ["three", "four"]}).to_parquet(tmp_path / "c.parquet")
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.jsonl").write_text('{"text": "two", "id": 1}\n\n')
+    (tmp_path / "notes.csv").write_text("no document")
+    files = documents.local_files(str(tmp_path))
+    assert list(documents.local_documents(files, "text")) == ["one", "two", "three", "four"]
+
+
+def expected_rows(texts, tokenizer, context):
+    """Rows by the definition, token by token."""
+    ids, opens = [], []
+    for text in texts:
+        document = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        ids += document
+        opens += [True] + [False] * (len(document) - 1)
+    rows = []
+    for start in range(0, len(ids) - context + 1, context):
+        segment, row = 0, []
+        for place in range(context):
+            begins = opens[start + place] or place == 0
+            segment += begins
+            row.append((ids[start + place], -100 if begins else ids[start + place], segment))
+        rows.append(row)
+    return rows
+
+
+def triples(row):
+    return list(zip(*(row[name].tolist() for name in ("input_ids", "labels", "segment_ids"))))
+
+
+@pytest.mark.parametrize("context", [1, 7, 24])
+def test_rows_are_the_documents_one_behind_the_other(data, tokenizer, tmp_path, context):
+    texts = list(documents.local_documents([data], "text"))
+    file = packing.write_tokens(iter(texts), tokenizer, tmp_path / "tokens", ["a"])
+    wanted = expected_rows(texts, tokenizer, context)
+    assert file.rows(context) == len(wanted)
+    assert [triples(file.row(index, context)) for index in range(len(wanted))] == wanted
+
+
+def test_tokens_of_other_data_are_not_taken_for_these(data, tokenizer, tmp_path):
+    for source in (["a"], ["a"]):
+        packing.write_tokens(iter(["text"]), tokenizer, tmp_path / "tokens", source)
+    with pytest.raises(ValueError, match="data have changed"):
+        packing.write_tokens(iter(["text"]), tokenizer, tmp_path / "tokens", ["b"])
+
+
+def batches(file, share, steps, step=0, rows=11):
+    source = packing.ShuffledRows(file, 8, rows, share, seed=3)
+    source.load_state_dict({}, step)
+    loader = DataLoader(source, batch_size=share.micro)
+    return [batch["input_ids"] for batch in islice(loader, steps * share.accumulation)]
+
+
+def test_processes_and_accumulation_share_the_same_batches(tokenizer, data, tmp_path):
+    file = packing.write_tokens(documents.local_documents([data], "text"), tokenizer, tmp_path / "tokens", [])
+    whole = torch.stack(batches(file, packing.Share(4, 4), 6))
+    parts = [batches(file, packing.Share(4, 1, rank, 2), 6) for rank in range(2)]
+    for step in range(6):
+        together = [row for micro in range(2) for part in parts for row in part[2 * step + micro]]
+        assert torch.equal(torch.stack(together), whole[step])
+    later = torch.stack(batches(file, packing.Share(4, 4), 2, step=4))
+    assert torch.equal(later, whole[4:])
+
+
+def test_every_row_is_read_once_an_epoch(tokenizer, data, tmp_path):
+    file = packing.write_tokens(documents.local_documents([data], "text"), tokenizer, tmp_path / "tokens", [])
+    rows = torch.cat(batches(file, packing.Share(11, 11), 2))
+    all_rows = torch.stack([file.row(index, 8)["input_ids"] for index in range(11)])
+    for epoch in rows.split(11):
+        assert sorted(map(tuple, epoch.tolist())) == sorted(map(tuple, all_rows.tolist()))
+    assert not torch.equal(rows[:11], rows[11:])
+
+
+def stream(data):
+    return load_dataset("json", data_files=str(data), split="train", streaming=True)
+
+
+@pytest.fixture
+def hub(data, monkeypatch):
+    """Every dataset of the hub is the one in `data`."""
+    monkeypatch.setattr(documents, "load_dataset", lambda name, subset, **how: stream(data))
+    monkeypatch.setattr(documents, "way_to_the_hub", lambda: None)
+
+
+def test_processes_share_a_stream(hub, data):
+    parts = [[record["text"] for record in documents.hub_documents("a/b", None, rank, 2)] for rank in range(2)]
+    assert sorted(parts[0] + parts[1]) == sorted(record["text"] for record in stream(data))
+    assert all(parts)
+
+
+def test_a_stream_gives_the_documents_again_and_again(data, tokenizer):
+    texts = list(documents.local_documents([data], "text"))
+    wanted = expected_rows(texts * 2, tokenizer, 24)
+    rows = packing.StreamedRows(stream(data), "text", tokenizer, 24)
+    assert [triples(row) for row in islice(rows, len(wanted))] == wanted
+
+
+@pytest.mark.parametrize("read", [0, 1, 5, 90])
+def test_a_stream_goes_on_where_its_state_says(data, tokenizer, read):
+    rows = packing.StreamedRows(stream(data), "text", tokenizer, 24)
+    iterator = iter(rows)
+    for _ in range(read):
+        next(iterator)
+    state = json.loads(json.dumps(rows.state_dict()))
+    later = [triples(row) for row in islice(iterator, 20)]
+    again = packing.StreamedRows(stream(data), "text", tokenizer, 24)
+    again.load_state_dict(state, step=read)
+    assert [triples(row) for row in islice(again, 20)] == later
+
+
+def test_an_empty_stream_is_refused(tokenizer):
+    empty = IterableDataset.from_generator(lambda: iter(()))
+    with pytest.raises(ValueError, match="must not be empty"):
+        next(iter(packing.StreamedRows(empty, "text", tokenizer, 8)))
+
+
+def test_a_streamed_run_resumes_bit_for_bit(hub, data, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    changes = {"data": "some/dataset", "tokenizer": str(tmp_path / "tokenizer"), "validation_rows": 0}
+    recipe = tiny(data, **changes, max_steps=6, save_steps=3)
+    for name in ("one", "other"):
+        training.run(recipe, tmp_path / name)
+    shutil.rmtree(tmp_path / "other" / "checkpoint-6")
+    training.run(recipe, tmp_path / "other", resume=True)
+    assert_same_run(tmp_path / "one", tmp_path / "other", 6)
+
+
+def test_a_stream_goes_on_with_the_processes_that_read_it(hub, data, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    changes = {"data": "some/dataset", "tokenizer": str(tmp_path / "tokenizer"), "validation_rows": 0, "max_steps": 6}
+    training.run(tiny(data, **changes, save_steps=3), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
+    kept = tmp_path / "run" / "checkpoint-3"
+    shutil.copy(kept / "rows_0.json", kept / "rows_1.json")
+    with pytest.raises(ValueError, match="as many processes as it was read by, 2, got 1"):
+        training.run(tiny(data, **changes, save_steps=3), tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize(
+    "error, told",
+    [(ConnectionError("Couldn't reach the Hub\nand more"), "Couldn't reach the Hub"), (TimeoutError(), "TimeoutError")],
+)
+def test_a_dataset_that_does_not_exist_is_one_sentence(monkeypatch, error, told):
+    def offline(*args, **given):
+        raise error
+
+    monkeypatch.setattr(documents, "load_dataset", offline)
+    monkeypatch.setattr(documents, "way_to_the_hub", lambda: None)
+    with pytest.raises(ValueError, match=r"dataset of the hub, got 'no/where': " + told + "$"):
+        documents.hub_documents("no/where", None, 0, 1)
+
+
+def test_checkpoints_none_of_which_is_whole_are_left_alone(whole, data, tmp_path):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    for checkpoint in checkpoints.checkpoints(tmp_path):
+        (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole; remove them to begin again"):
+        training.run(tiny(data), tmp_path, resume=True)
+    assert len(checkpoints.checkpoints(tmp_path)) == 3
+
+
+def test_a_loss_of_nan_stops_the_run(data, tmp_path):
+    with pytest.raises(ValueError, match=r"the loss is (nan|inf) at step"):
+        training.run(tiny(data, learning_rate=1e12, clip=1e12, warmup_steps=0, log_steps=1), tmp_path)
+
+
+def test_the_paper_recipes_are_the_papers():
+    for name, tokens, model in (("paper-340m", 15e9, "fem-sm-340m"), ("paper-1.3b", 100e9, "fem-sm-1.3b")):
+        recipe = RECIPES[name]
+        a_step = recipe.batch_size * recipe.context
+        assert a_step == pytest.approx(0.5e6, rel=0.05)
+        assert recipe.max_steps * a_step == pytest.approx(tokens, rel=1e-3)
+        assert recipe.warmup_steps * a_step == pytest.approx(1e9, rel=1e-3)
+        assert (recipe.preset, recipe.learning_rate, recipe.weight_decay, recipe.clip) == (model, 4e-4, 0.1, 1.0)
+        assert (recipe.context, recipe.dtype, recipe.seed) == (4096, "bfloat16", 42)
+        for processes in (1, 8, 64):
+            assert packing.Share(recipe.batch_size, 2, 0, processes).accumulation == 64 // processes
+
+
+def test_logged_beta_and_lambda_are_those_of_the_layers(whole, data):
+    model, _ = load_language_model(whole)
+    row = packing.TokenFile.open(whole / "tokens").row(3, 24)
+    layers = [block.mixer for block in model.model.layers]
+    found = metrics.read_statistics(model, row)
+    betas = torch.cat([layer.inspect(torch.zeros(1, 2, 32)).beta.flatten() for layer in layers])
+    assert found["beta_mean"] == pytest.approx(betas.mean().item())
+    assert found["beta_max"] == pytest.approx(betas.max().item())
+    seen, hooks = [], [layer.register_forward_pre_hook(lambda layer, args: seen.append(args)) for layer in layers]
+    with torch.no_grad():
+        model(row["input_ids"][None], segment_ids=row["segment_ids"][None])
+    lambdas = [layer.inspect(*args[:3]).lambda_.mean() for layer, args in zip(layers, seen)]
+    for hook in hooks:
+        hook.remove()
+    assert found["lambda_mean"] == pytest.approx(np.mean(lambdas), rel=1e-5)
+
+
+def test_flops_of_a_transformer_are_counted_by_hand():
+    from fem.train.throughput import flops_per_token
+
+    config = preset("transformer-tiny", vocab_size=100)
+    model = AutoModelForCausalLM.from_config(config)
+    d, layers, width = config.hidden_size, config.num_hidden_layers, config.intermediate_size
+    products = layers * (4 * d * d + 3 * d * width) + 100 * d
+    scores = layers * 3 * 64 * 2 * d
+    assert flops_per_token(model, 64) == pytest.approx(6 * products + scores, rel=0.02)
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path, data, tokenizer):
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(ValueError, match="must have an end-of-text token"):
+        lm_data.load_tokenizer(tiny(data, tokenizer=str(tmp_path / "tokenizer")), tmp_path)
+
+
+KINDS = ("missing", "pickle", "folder of pickles", "nothing", "cut off", "corrupt", "other")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "config", "tokenizer", "part of the tokenizer", "no tokenizer"])
+def test_models_that_cannot_be_read_are_refused_in_one_sentence(whole, tmp_path, kind):
+    folder = tmp_path / "model"
+    if kind not in ("missing", "pickle", "nothing"):
+        shutil.copytree(newest(whole), folder)
+    sentence = {
+        "missing": "got no such folder",
+        "pickle": "got the file .*may run code",
+        "folder of pickles": "must hold its weights as safetensors, .*pytorch_model.bin, which may run code",
+        "nothing": "must hold config.json and safetensors",
+        "cut off": "corrupt or cut off",
+        "corrupt": "corrupt or cut off",
+        "other": "do not belong together",
+        "config": "config.json in .* names no model_type, it may be corrupt or cut off",
+        "tokenizer": "the tokenizer in .* cannot be read, it may be corrupt or cut off: ",
+        "part of the tokenizer": "the tokenizer in .* cannot be read, it may be corrupt or cut off: ",
+        "no tokenizer": "holds no tokenizer beside the model",
+    }[kind]
+    weights = folder / "model.safetensors"
+    if kind == "pickle":
+        folder = tmp_path / "model.pt"
+        folder.write_bytes(b"pickle")
+    elif kind == "nothing":
+        folder.mkdir()
+    elif kind == "folder of pickles":
+        weights.rename(folder / "pytorch_model.bin")
+    elif kind == "cut off":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif kind == "corrupt":
+        weights.write_bytes(b"\x00" * 64)
+    elif kind == "config":
+        (folder / "config.json").write_bytes((folder / "config.json").read_bytes()[:100])
+    elif kind == "tokenizer":
+        (folder / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes()[:200])
+    elif kind == "part of the tokenizer":
+        (folder / "tokenizer.json").write_text('{"added_tokens": [], "model": {"type": "BPE"}}')
+    elif kind == "no tokenizer":
+        (folder / "tokenizer.json").unlink()
+    elif kind == "other":
+        train_tokenizer(["another text entirely, with other letters: äöüß"] * 3, 400).save_pretrained(folder)
+        tokens = json.loads((folder / "tokenizer.json").read_text())
+        tokens["added_tokens"].append({**tokens["added_tokens"][0], "id": 900, "content": "<|more|>"})
+        for index in range(300, 310):
+            tokens["added_tokens"].append({**tokens["added_tokens"][0], "id": index, "content": f"<|{index}|>"})
+        (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    with pytest.raises(ValueError, match=sentence) as told:
+        load_language_model(folder)
+    assert "\n" not in str(told.value)
+
+
+def altered(folder, change):
+    """The model in `folder`, its weights saved anew as another program would, without a list of digests."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "complete.json").unlink()
+
+
+def test_weights_that_are_not_those_that_were_saved_are_never_read_in_silence(whole, tmp_path):
+    changed, short, spoilt, sparse = (shutil.copytree(newest(whole), tmp_path / name) for name in "abcd")
+    weights = changed / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
+    with pytest.raises(ValueError, match=r"model.safetensors has other bytes than were saved; .* delete complete.json"):
+        load_language_model(changed)
+    (changed / "complete.json").unlink()
+    load_language_model(changed)
+    altered(short, lambda weights: weights.pop("model.layers.0.mixer.output.weight"))
+    with pytest.raises(ValueError, match=r"must be all .*; 'model.layers.0.mixer.output.weight' is missing"):
+        load_language_model(short)
+    altered(spoilt, lambda weights: weights["model.norm.weight"].fill_(torch.nan))
+    with pytest.raises(ValueError, match=r"must be finite, got NaN or infinity in 'model.norm.weight'"):
+        load_language_model(spoilt)
+    tokens = json.loads((sparse / "tokenizer.json").read_text())
+    tokens["model"]["vocab"][max(tokens["model"]["vocab"])] = 10**6
+    (sparse / "tokenizer.json").write_text(json.dumps(tokens))
+    with pytest.raises(ValueError, match="token ids up to 1000000, but vocab_size"):
+        load_language_model(sparse)
+
+
+def test_a_run_of_another_recipe_names_what_differs(data):
+    stored = asdict(tiny(data))
+    assert differences(stored, tiny(data, keep=1, log_steps=1)) == []
+    assert differences(stored, replace(tiny(data), seed=7)) == ["seed (42 there, 7 here)"]
