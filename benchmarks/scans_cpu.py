@@ -1,6 +1,6 @@
 """The linear-time priors on one CPU thread: how a train step grows with T, against the formulas they replace.
 
-python benchmarks/scans_cpu.py            # writes docs/results/scans_cpu.{json,md}
+python benchmarks/scans_cpu.py            # writes research/results/scans_cpu.{json,md}
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def main() -> None:
         "free energy (inexact: it underflows and leaks the future), the exact read takes "
         f"{ratio('rnn_softmax')} of the time for `rnn_softmax` and {ratio('rnn_decay')} for `rnn_decay`."
     )
-    save("docs/results/scans_cpu", "Linear-time priors on a CPU", results, rows, note)
+    save("research/results/scans_cpu", "Linear-time priors on a CPU", results, rows, note)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pages of the site that are no Markdown files below docs/: the README, CONTRIBUTING and the notebooks.
+"""Pages of the site that are no Markdown files below docs/: the README, CONTRIBUTING, the results and the notebooks.
 
 Mathematics is written as GitHub reads it, and becomes MathML here, which browsers set themselves.
 """
@@ -14,6 +14,7 @@ from mkdocs.structure.files import File, Files
 from fem import __version__
 
 DOCS = Path(__file__).parent
+RESEARCH = DOCS.parent / "research"
 FROM_THE_ROOT = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 MOVED = {
     "../README.md": "index.md",
@@ -36,6 +37,9 @@ def on_config(config: MkDocsConfig) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page, file in FROM_THE_ROOT.items():
         files.append(File.generated(config, page, content=(DOCS.parent / file).read_text()))
+    for path in sorted(path for path in RESEARCH.glob("results/*") if path.suffix in (".md", ".png")):
+        name = path.relative_to(RESEARCH).as_posix()
+        files.append(File(name, str(RESEARCH), config.site_dir, config.use_directory_urls))
     for notebook in sorted(DOCS.glob("notebooks/*.ipynb")):
         page = notebook.relative_to(DOCS).with_suffix(".md").as_posix()
         files.append(File.generated(config, page, content=notebook_page(notebook)))
@@ -62,7 +66,7 @@ def expanded(entry, pages: list[str], placed: set[str]):
 def on_page_markdown(markdown: str, **_) -> str:
     """Links lead where they lead in the repository, and formulas are set."""
     linked = re.sub(r"\]\(([^)#]+)", lambda link: f"]({site_address(link[1])}", markdown)
-    linked = PICTURE.sub(by_palette, re.sub(r'((?:src|srcset)=")docs/', r"\1", linked))
+    linked = PICTURE.sub(by_palette, re.sub(r'((?:src|srcset)=")(?:docs|research)/', r"\1", linked))
     return typeset(linked)
 
 
@@ -113,7 +117,8 @@ def on_post_template(output_content: str, **_) -> str:
 
 
 def site_address(target: str) -> str:
-    return re.sub(r"\.ipynb$", ".md", MOVED.get(target, target.removeprefix("docs/")))
+    target = target.replace("../../docs/", "../").replace("../research/results/", "results/")
+    return re.sub(r"\.ipynb$", ".md", MOVED.get(target, re.sub("^(docs|research)/", "", target)))
 
 
 def notebook_page(notebook: Path) -> str:

@@ -1,4 +1,4 @@
-"""The README's plot on a dark ground, colours kept: docs/results/demo_reading_dark.png. The site turns plots itself.
+"""The README's plot on a dark ground: research/results/demo_reading_dark.png. The site turns plots itself.
 
 python docs/figures/dark.py
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[2] / "research" / "results"
 INVERTED = 0.87
 HALF_TURN = np.array([[-0.574, 1.43, 0.144], [0.426, 0.43, 0.144], [0.426, 1.43, -0.856]])  # of the hue, as in CSS
 

@@ -16,6 +16,7 @@ from fem_research.common.names import colour
 from fem_research.lm.ablations import mixer_name
 
 DOCS = Path(__file__).parents[1]
+RESULTS = DOCS.parent / "research" / "results"
 ATTENTION = "-C,G,T,L"
 NAMES = {"+G": "outer gate alone", "-C": "FEM without C", "full": "FEM"}  # of rows, which may be slim besides
 SLIM = "/r8"
@@ -28,12 +29,12 @@ EQUAL_TIME = ("time", "16m_time")
 
 
 def found(page: str) -> dict[str, dict]:
-    return json.loads((DOCS / "results" / f"ablate_{page}.json").read_text())["results"]["ablate"]
+    return json.loads((RESULTS / f"ablate_{page}.json").read_text())["results"]["ablate"]
 
 
 def size(page: str) -> tuple[str, str]:
     """Attention's parameters and the tokens of a training, in millions."""
-    data = json.loads((DOCS / "results" / f"ablate_{page}.json").read_text())
+    data = json.loads((RESULTS / f"ablate_{page}.json").read_text())
     parameters, recipe = data["results"]["ablate"][ATTENTION]["parameters"], data["config"]["recipe"]
     return f"{parameters / 1e6:.2f}", f"{recipe['steps'] * recipe['batch'] * recipe['context'] / 1e6:.1f}"
 
@@ -71,7 +72,7 @@ def table(pages: tuple[str, ...]) -> str:
         rows, (parameters, tokens) = found(page), size(page)
         seeds = len(rows[ATTENTION]["by seed"].split(","))
         gains = (written(below(rows.get(column))) for column in columns)
-        link = f"[{parameters}M](results/{name_of(page)}.md)"
+        link = f"[{parameters}M](../research/results/{name_of(page)}.md)"
         lines.append((link, f"{tokens}M", str(seeds), rates(rows), f"{rows[ATTENTION]['loss']:.3f}", *gains))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -88,7 +89,7 @@ def losses_16m() -> dict[str, str]:
     """The tables of the page on 16M tokens: by learning rate on the first seed, by seed, by size, in equal time."""
     by_rate: dict[str, dict[str, str]] = {}
     for page in ("16m", "16m_rate4", "16m_rates"):
-        rates = json.loads((DOCS / "results" / f"ablate_{page}.json").read_text())["results"]["learning_rates"]
+        rates = json.loads((RESULTS / f"ablate_{page}.json").read_text())["results"]["learning_rates"]
         for row, losses in rates.items():
             shown = {rate: f"{loss:.3f}" for rate, loss in losses.items() if rate.startswith("0.")}
             by_rate.setdefault(row, {}).update(shown)

@@ -1,4 +1,4 @@
-"""`fem report`: finished runs become pages in docs/results, with an index of what was run and what was not."""
+"""`fem report`: finished runs become pages in research/results, with an index of what was run and what was not."""
 
 from __future__ import annotations
 

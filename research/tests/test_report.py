@@ -90,7 +90,7 @@ def test_forecasts_of_several_runs_join_in_table_4(tmp_path, output):
 
 
 def test_scores_stand_under_the_paper_s_row_and_only_there():
-    recipe = {"suite": "paper", "beside": "340M fem-sm"}
+    recipe = {"suite": "paper", "beside": "340M FEM"}
     found = {"ours": {"config": {"recipe": recipe}, "results": {"eval": {"piqa": {"acc": 0.5}}}}}
     rows = {row["model"]: row for row in table2(found)}
     assert rows["340M FEM, ours"]["PIQA"] == "0.500"

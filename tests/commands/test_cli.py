@@ -57,6 +57,14 @@ def test_help_waits_for_no_library(command):
     assert "Usage" in done.stdout
 
 
+def test_without_the_research_package_its_commands_say_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "entry_points", lambda group: [])
+    cli.commands.cache_clear()
+    assert fem(monkeypatch, "mad") == 2
+    cli.commands.cache_clear()
+    assert "pip install ./research" in " ".join(capsys.readouterr().err.split())
+
+
 def test_version_and_a_misspelt_command(monkeypatch, capsys):
     assert fem(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"free-energy-mixer {__version__}\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-NAMED = set(re.findall(r"`((?:fem|tests|docs|benchmarks)/[\w/.]*)`", PAGE))
+NAMED = set(re.findall(r"`((?:fem|research|tests|docs|benchmarks)/[\w/.]*)`", PAGE))
 
 
 def test_every_path_that_the_map_names_is_there():

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("typer", reason="the command line needs the extra 'cli'")
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "research").rglob("*.md"))]
 COMMAND = re.compile(r"(?<!from )\bfem(?:\.cli)? ([a-z]+)\b([^#`\n|;&]*)")
 
 

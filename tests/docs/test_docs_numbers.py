@@ -32,7 +32,7 @@ TRAINED = "attention+LTG"  # FEM in a model that was trained without it
 
 @cache
 def results(name: str) -> dict:
-    found = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())
+    found = json.loads((ROOT / "research" / "results" / f"{name}.json").read_text())
     return found.get("results", found)
 
 
@@ -253,8 +253,8 @@ def readme() -> list[str]:
         f"takes {slim[0]:.2f} times as long at 512 tokens and {slim[1]:.2f} times at 2048, its cache "
         f"{cached(gate_rank=4, use_conv=False):,} bytes a token where attention's takes {cached(**PLAIN):,}; the "
         f"conditioner adds {more[0]:.0f} to {more[1]:.0f} % of parameters.",
-        f"[{min(full):.2f} to {max(full):.2f} times](docs/results/summary.md#what-it-costs)",
-        f"{types['right']} model types of transformers](docs/results/clients.md) in all; {types['refused']} others",
+        f"[{min(full):.2f} to {max(full):.2f} times](results/summary.md#what-it-costs)",
+        f"{types['right']} model types of transformers](results/clients.md) in all; {types['refused']} others",
     ]
 
 
@@ -517,7 +517,8 @@ def sections(text: str, wanted: tuple[str, ...]) -> str:
 
 
 def plain(text: str) -> str:
-    """One line, without code blocks and formulas."""
+    """One line, without code blocks, formulas and the folders of links to the results."""
+    text = re.sub(r"\((?:\.\./)?research/results/", "(results/", text)
     return " ".join(re.sub(r"```.*?```|\$`.*?`\$", "", text, flags=re.DOTALL).split())
 
 
@@ -537,7 +538,7 @@ def test_every_measured_number_of_the_readme_is_that_of_a_results_page():
 
 
 def test_every_measured_number_of_the_table_of_all_comparisons_is_that_of_a_results_page():
-    text = plain((ROOT / "docs" / "results" / "summary.md").read_text())
+    text = plain((ROOT / "research" / "results" / "summary.md").read_text())
     assert not checked(text, summary())
 
 

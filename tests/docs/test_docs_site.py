@@ -49,13 +49,15 @@ def pages(site):
 
 
 def test_no_two_pages_share_a_title():
-    titles = [page.read_text().split("\n", 1)[0] for page in sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "research" / "results").glob("*.md")]
+    titles = [page.read_text().split("\n", 1)[0] for page in pages]
     assert sorted(titles) == sorted(set(titles))
 
 
 def test_every_page_of_the_documentation_is_there(site):
     written = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")]
     written += [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.ipynb")]
+    written += [path.relative_to(ROOT / "research") for path in (ROOT / "research" / "results").glob("*.md")]
     assert len(written) > 10
     menu = (site / "index.html").read_text()
     for page in written:

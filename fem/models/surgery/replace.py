@@ -28,7 +28,7 @@ def replace_attention(
     preserve=False puts a fresh FreeEnergyMixer of any prior in place, with 4 D^2 linear weights
     (FreeEnergyMixerConfig.matched), causal where the original is, rotated at its rope_theta without its scaling.
 
-    Replaced: what reads through transformers' attention functions (docs/results/clients.md lists the model types),
+    Replaced: what reads through transformers' attention functions (research/results/clients.md lists the model types),
     timm's ViT, and nn.MultiheadAttention as self-attention, alone or in nn.TransformerEncoder/DecoderLayer.
     Cross-attention beside self-attention stays as it is. layers: indices of the self-attentions to replace, in the
     order of model.modules(); None: all. config: fields of FreeEnergyMixerConfig, where the original does not decide.

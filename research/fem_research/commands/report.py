@@ -1,4 +1,4 @@
-"""`fem report`: finished runs become pages in docs/results."""
+"""`fem report`: finished runs become pages in research/results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def command(
     runs: Annotated[
         list[Path] | None, typer.Argument(help="Folders of runs; default: all in runs/ that have ended.")
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder of the pages.")] = Path("docs/results"),
+    output: Annotated[Path, typer.Option(help="Folder of the pages.")] = Path("research/results"),
     redraw_only: Annotated[
         bool, typer.Option("--redraw", help="Draw the pictures of all pages again, from their numbers; run nothing.")
     ] = False,
