@@ -62,7 +62,7 @@ def test_without_the_research_package_its_commands_say_what_to_install(monkeypat
     cli.commands.cache_clear()
     assert fem(monkeypatch, "mad") == 2
     cli.commands.cache_clear()
-    assert "pip install ./research" in " ".join(capsys.readouterr().err.split())
+    assert "./research" in capsys.readouterr().err
 
 
 def test_version_and_a_misspelt_command(monkeypatch, capsys):
