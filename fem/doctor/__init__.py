@@ -7,10 +7,10 @@ import shutil
 
 import torch
 
-from fem.runs.run import processor, versions
-from fem.runs.tables import show_table
 from fem.extras import extras, installed
 from fem.ops.common.backend import softmax_backend
+from fem.runs.run import processor, versions
+from fem.runs.tables import show_table
 
 WHY = {
     "sdpa": "torch's fused attention reads [v | exp(beta v)] in one call",

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from fem.extras import installed
 from fem.runs.run import hardware, now, provenance, versions, write_json
 from fem.runs.tables import markdown_table
-from fem.extras import installed
 
 LIMIT = 300  # seconds that a step may take: first calls compile
 
