@@ -543,7 +543,7 @@ def test_every_measured_number_of_the_table_of_all_comparisons_is_that_of_a_resu
 
 
 def test_every_measured_number_of_the_page_on_16m_tokens_is_in_a_json_or_said_to_be_a_note():
-    text = plain((ROOT / "docs" / "results" / "ablate_16m.md").read_text())
+    text = plain((ROOT / "research" / "results" / "ablate_16m.md").read_text())
     said, _, rest = text.partition("The text is that of")
     run, _, notes = rest.partition("## What was run")[2].partition("## What a step costs")
     assert "their timings were not kept" in notes
