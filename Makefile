@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml research/pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "error: no venv module; on Debian: apt-get install python3-venv"; exit 1; }
 	@echo "installing into $(VENV): PyTorch first (about 200 MB), then the rest"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' --editable research
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' --editable ./research
 	@touch $@
 
 install: $(STAMP)
