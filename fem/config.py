@@ -7,24 +7,10 @@ import functools
 import math
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields, replace
-from importlib import import_module
 from numbers import Integral, Real
-from typing import NamedTuple
 
+from fem.prior_table import BACKENDS, known_priors
 
-class Widths(NamedTuple):
-    """What a prior costs: its linear weights, and the number of projections whose width is qk_dim."""
-
-    linear: int
-    key_maps: int
-
-
-# The priors by name, each a class of fem.priors, which fills this on import: a configuration asks the class what it
-# costs (`widths`) and which fields it reads (`uses`).
-PRIORS: dict[str, type] = {}
-PRIOR_WIDTHS: dict = {}  # read by nothing: version 0.1 had priors register here as well, and such code still runs
-
-BACKENDS = ("auto", "plain", "sdpa", "triton", "reference")
 AUTHORS_BACKENDS = {"auto": "auto", "naive": "plain", "flash": "sdpa", **{name: name for name in BACKENDS}}
 DECAYS = ("scalar", "head", "channel")
 
@@ -139,8 +125,6 @@ class FreeEnergyMixerConfig:
     softmax_backend: str = "auto"
 
     def __post_init__(self):
-        if not PRIORS:
-            import_module("fem.priors")  # which fills it
         self._check_choices()
         self._resolve_aliases()
         self._resolve_widths()
@@ -169,8 +153,8 @@ class FreeEnergyMixerConfig:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout!r}.")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_head must divide n_embd = {self.n_embd}, got n_head = {self.n_head}.")
-        if not isinstance(self.prior_type, str) or self.prior_type not in PRIORS:
-            raise ValueError(f"prior_type must be one of {', '.join(PRIORS)}; got {self.prior_type!r}.")
+        if not isinstance(self.prior_type, str) or self.prior_type not in known_priors():
+            raise ValueError(f"prior_type must be one of {', '.join(known_priors())}; got {self.prior_type!r}.")
         if not isinstance(self.decay, str) or self.decay not in DECAYS:
             raise ValueError(f"decay must be one of {', '.join(DECAYS)}; got {self.decay!r}.")
         if self.causal and self.conv_bidirectional:
@@ -272,7 +256,7 @@ class FreeEnergyMixerConfig:
         """Weights of all linear maps of the layer, prior included, conditioner and biases apart (Appendix H.7)."""
         value_and_output = self.n_embd * (self.kv_heads * self.value_width + self.fem_dim)
         gates = (self.use_temperature + self.use_outer_gate) * self._gate_weights
-        return value_and_output + gates + PRIORS[self.prior_type].widths(self).linear
+        return value_and_output + gates + known_priors()[self.prior_type].widths(self).linear
 
     @property
     def _gate_weights(self) -> int:
@@ -297,17 +281,28 @@ class FreeEnergyMixerConfig:
                     f"matched solves the widths; leave out {name}, or build FreeEnergyMixerConfig directly."
                 )
         start = cls(n_embd=n_embd, n_head=n_head, prior_type=prior_type, **fields)
-        conv_hidden = fields.get("conv_hidden")  # None: resolved anew, as it follows fem_dim
-        key_maps, step = PRIORS[prior_type].widths(start).key_maps, start._key_step
+        key_maps, step = known_priors()[prior_type].widths(start).key_maps, start._key_step
         nominal = _nearest_multiple(2 * n_embd / max(key_maps, 2), step)
-        around = (0,) if key_maps <= 2 else (0, -step, step)
-        candidates = (
-            replace(start, fem_dim=fem_dim, qk_dim=nominal + offset, conv_hidden=conv_hidden)
-            for offset in around
+        offsets = (0,) if key_maps <= 2 else (0, -step, step)
+        conv_hidden = fields.get("conv_hidden")  # None follows fem_dim
+        off = lambda config: abs(config.linear_weights - 4 * n_embd**2)  # noqa: E731
+        solved = (
+            start._nearest_width(qk_dim=nominal + offset, conv_hidden=conv_hidden)
+            for offset in offsets
             if nominal + offset > 0
-            for fem_dim in range(n_head, 4 * n_embd + 1, n_head)
         )
-        return min(candidates, key=lambda config: abs(config.linear_weights - 4 * n_embd**2))
+        return min(solved, key=off)
+
+    def _nearest_width(self, **fields) -> FreeEnergyMixerConfig:
+        """The configuration with these fields whose weights come nearest to 4 D^2, by bisection."""
+        target = 4 * self.n_embd**2
+        with_heads = lambda size: replace(self, fem_dim=size * self.n_head, **fields)  # noqa: E731
+        low, high = 1, 4 * self.n_embd // self.n_head  # widths of a head's values; more than 4 D in all is never needed
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if with_heads(middle).linear_weights < target else (low, middle)
+        around = [with_heads(size) for size in (low - 1, low) if size]
+        return min(around, key=lambda config: abs(config.linear_weights - target))
 
 
 _DEFAULTS = {field.name: field.default for field in fields(FreeEnergyMixerConfig) if field.default is not MISSING}
@@ -320,8 +315,9 @@ def build_config(**fields) -> FreeEnergyMixerConfig:
 
 def _readers() -> dict[str, list[str]]:
     """For each field that only some priors read, the names of these priors."""
-    names = dict.fromkeys(name for prior in PRIORS.values() for name in prior.uses)
-    return {name: [key for key, prior in PRIORS.items() if name in prior.uses] for name in names}
+    priors = known_priors()
+    names = dict.fromkeys(name for prior in priors.values() for name in prior.uses)
+    return {name: [key for key, prior in priors.items() if name in prior.uses] for name in names}
 
 
 def positive_int(name: str, value, others: tuple = ()) -> int:

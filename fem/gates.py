@@ -10,7 +10,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
-from fem.ops.common.gated_read import gated_read, outer_gate
 from fem.ops.common.precision import upcast
 from fem.ops.common.read import Read
 from fem.optim import mark_undecayed
@@ -87,32 +86,28 @@ class TwoLevelGate(nn.Module):
             if gate is not None:
                 nn.init.normal_(gate.up.weight if isinstance(gate, SlimProjection) else gate.weight, std=1e-7)
 
-    def logits(self, features: Float[Tensor, "*t f"]) -> tuple[Tensor | None, Tensor | None]:
-        """W_lambda x and W_g x, (.., H, d_v) each, or (.., H, 1) of one number per head; None: the part is off."""
-        width = 1 if self.per_head else self.config.value_width
-        split = lambda gate: None if gate is None else torch.unflatten(gate(features), -1, (-1, width))  # noqa: E731
-        return split(self.inner), split(self.outer)
-
-    def factors(self, features: Float[Tensor, "b t f"]) -> tuple[Tensor | None, Tensor | None]:
-        """lambda and g themselves, (B, T, H, d_v) each; None where the part is off."""
-        inner, outer = self.logits(features)
-        lambda_ = None if inner is None else self._per_channel(inner.sigmoid())
-        if outer is None:
+    def factors(self, features: Float[Tensor, "*t f"]) -> tuple[Tensor | None, Tensor | None]:
+        """lambda and g, (.., H, d_v) each, or (.., H, 1) of one number per head; None where the part is off."""
+        config = self.config
+        width = 1 if self.per_head else config.value_width
+        split = lambda gate: upcast(torch.unflatten(gate(features), -1, (-1, width)))  # noqa: E731
+        lambda_ = None if self.inner is None else split(self.inner).sigmoid()
+        if self.outer is None:
             return lambda_, None
-        return lambda_, self._per_channel(head_gate(outer)) if self.per_head else outer_gate(outer, self.config.eps)
+        g = F.softplus(split(self.outer))
+        if self.per_head:
+            return lambda_, g / math.log(2)
+        return lambda_, g * torch.rsqrt(g.square().mean(-1, keepdim=True) + config.eps)
 
     def forward(self, features: Float[Tensor, "*t f"], read: Read) -> Float[Tensor, "*t h d"]:
-        inner, outer = self.logits(features)
-        if not self.per_head:
-            return gated_read(read.mean, read.free_energy, inner, outer, self.config.eps)
-        inner = None if inner is None else self._per_channel(inner)
-        u = gated_read(read.mean, read.free_energy, inner, None, self.config.eps)
-        return u if outer is None else u * head_gate(outer).to(u.dtype)
-
-    def _per_channel(self, x: Float[Tensor, "*t h c"]) -> Float[Tensor, "*t h d"]:
-        return x.expand(*x.shape[:-1], self.config.value_width)
+        lambda_, g = self.factors(features)
+        u = mix(read, lambda_)
+        return u if g is None else g.to(u.dtype) * u
 
 
-def head_gate(logits: Float[Tensor, "*t h 1"]) -> Float[Tensor, "*t h 1"]:
-    """g = softplus(logits) / log 2: one number per head, 1 at logits of 0, in float32 at least."""
-    return F.softplus(upcast(logits)) / math.log(2)
+def mix(read: Read, lambda_: Tensor | None) -> Tensor:
+    """u = (1 - lambda) mean + lambda F; without lambda F, if there is one, else the mean.                    (Eq. 7)"""
+    mean, free_energy = read
+    if free_energy is None:
+        return mean
+    return free_energy if lambda_ is None else torch.lerp(mean, free_energy, lambda_.to(mean.dtype))

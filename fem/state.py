@@ -10,6 +10,13 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 CACHED = ("key", "value")  # tokens of a cache, in the dtype of the layer's input; all other sums are float32 at least
+# Fields that no state depends on: how the layer starts, what it does after the read, which implementation reads.
+NOT_IN_STATES = frozenset(
+    [
+        *("prior_type", "fem_ratio", "p_t_to_fem_ratio", "mamba_normalize", "dropout", "use_outer_gate", "gate_rank"),
+        *("lambda_init", "backend", "softmax_backend"),
+    ]
+)
 _SLACK = 1.125  # a view is copied where the storage that it keeps alive has more than this many times its bytes
 
 
@@ -47,9 +54,6 @@ class MixerState:
     memory: dict[str, Tensor]  # the prior's own
     conditioner: Tensor | None  # the conditioner's hidden state, (B, H_c)
     cache_position: CachePosition
-
-    def __setstate__(self, saved: dict) -> None:
-        vars(self).update({_now(name): value for name, value in saved.items()})
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"memory.{name}", tensor) for name, tensor in self.memory.items())
@@ -95,22 +99,6 @@ class MixerState:
         """The state of the rows `index`, in that order; rows may repeat or be left out (beam search)."""
         return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
-    def _floats(self, memory: bool) -> dict[str, Tensor]:
-        """The conditioner's state and, if asked for, the prior's memory, but for integers."""
-        named = self._named() if memory else [("conditioner", self.conditioner)]
-        return {name: x for name, x in named if x is not None and x.is_floating_point()}
-
-    def spoilt(self, memory: bool) -> Bool[Tensor, " b"]:
-        """Which rows hold NaN in the conditioner's state or, if asked for, in the prior's memory."""
-        found = [x.isnan().flatten(1).any(1) for x in self._floats(memory).values()]
-        return torch.stack(found).any(0) if found else torch.zeros_like(self.cache_position.started)
-
-    def filled(self, rows: Bool[Tensor, " b"], number: float, memory: bool) -> MixerState:
-        """The state with a number in all places of some rows that `spoilt` looks at."""
-        fill = lambda x: x.masked_fill(rows.view(-1, *[1] * (x.ndim - 1)), number)  # noqa: E731
-        tensors = {name: fill(x) for name, x in self._floats(memory).items()}
-        return self._of(self.layer, self.dtype, dict(self._named()) | tensors)
-
     def detach(self) -> MixerState:
         """The same state without its history, for truncated backpropagation."""
         return self._map(torch.Tensor.detach)
@@ -155,18 +143,29 @@ class MixerState:
             )
         return cls._of(layer, tensors["dtype"].dtype, tensors)
 
-    def check(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Raise ValueError unless the state fits inputs of this kind."""
-        position = self.cache_position.position
-        if position.shape[0] != batch:
-            raise foreign_state("batch size", position.shape[0], batch)
-        if self.dtype != dtype:
-            raise foreign_state("input dtype", self.dtype, dtype)
-        if position.device != device:
-            raise foreign_state("device", position.device, device)
+    def check(self, layer: str, x: Tensor) -> None:
+        """Raise ValueError unless the state fits a layer of this kind and its input x, (B, T, D)."""
+        if self.layer != layer:
+            got, wanted = (dict(item.partition("=")[::2] for item in kind.split(", ")) for kind in (self.layer, layer))
+            differing = [name for name in wanted if got.get(name) != wanted[name]]
+            shown = lambda kind: ", ".join(f"{name}={kind.get(name)}" for name in differing)  # noqa: E731
+            raise _foreign("layer", shown(got), shown(wanted))
+        if self.batch != len(x):
+            raise _foreign("batch size", self.batch, len(x))
+        if self.dtype != x.dtype:
+            raise _foreign("input dtype", self.dtype, x.dtype)
+        if self.device != x.device:
+            raise _foreign("device", self.device, x.device)
 
 
-def foreign_state(what: str, got, wanted) -> ValueError:
+def kind_of(config, prior: str) -> str:
+    """The prior and every field of a layer's configuration that its states depend on, "name=value, ..."."""
+    named = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in NOT_IN_STATES}
+    written = lambda value: ";".join(map(str, value)) if isinstance(value, tuple) else value  # noqa: E731
+    return ", ".join(f"{name}={written(value)}" for name, value in ({"prior": prior} | named).items())
+
+
+def _foreign(what: str, got, wanted) -> ValueError:
     """The error for a state of another layer, batch size, dtype or device (`what`)."""
     return ValueError(
         f"state belongs to another {what}: it has {got}, this call has {wanted}; "
@@ -174,10 +173,4 @@ def foreign_state(what: str, got, wanted) -> ValueError:
     )
 
 
-def _now(name: str) -> str:
-    """Today's name of a saved tensor: version 0.1 said `cursor` for `cache_position`."""
-    return "cache_position" + name.removeprefix("cursor") if name.startswith("cursor") else name
-
-
-Cursor = CachePosition  # its name in states saved by version 0.1
-torch.serialization.add_safe_globals([MixerState, CachePosition, (CachePosition, "fem.state.Cursor")])
+torch.serialization.add_safe_globals([MixerState, CachePosition])

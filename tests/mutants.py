@@ -143,17 +143,10 @@ MUTANTS = (
     ),
     Mutant(
         "the outer gate divides by the mean, not by the root of the mean square",
-        "fem/ops/common/gated_read.py",
-        "return g * torch.rsqrt(g.square().mean(-1, keepdim=True) + eps)",
-        "return g / (g.mean(-1, keepdim=True) + eps)",
-        ("tests/ops/test_gated_read.py",),
-    ),
-    Mutant(
-        "the outer gate's gradient forgets its norm",
-        "fem/ops/common/gated_read.py",
-        "dg.addcmul_(g, projection, value=-1)",
-        "dg.addcmul_(g, projection, value=0)",
-        ("tests/ops/test_gated_read.py",),
+        "fem/gates.py",
+        "return lambda_, g * torch.rsqrt(g.square().mean(-1, keepdim=True) + config.eps)",
+        "return lambda_, g / (g.mean(-1, keepdim=True) + config.eps)",
+        ("tests/layer/test_gates.py",),
     ),
     Mutant(
         "the conditioner remembers the document before",

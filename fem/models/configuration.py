@@ -9,13 +9,13 @@ from typing import no_type_check
 
 from transformers import PreTrainedConfig
 
-from fem.config import PRIORS, FreeEnergyMixerConfig, build_config, finite_number, positive_int, unknown_field
+from fem.config import FreeEnergyMixerConfig, build_config, finite_number, positive_int, unknown_field
 from fem.models.engines.parallel import tensor_plan
 from fem.models.engines.support import attends, head_width, layer_type, obstacle
 from fem.models.opener import OpensWithFEM
 from fem.models.peft import teach_peft
 from fem.models.rope import read_rope, scaled
-from fem.priors.base import ROTARY
+from fem.prior_table import PRIORS, ROTARY
 
 MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
 MODEL_NAMES = {

@@ -30,7 +30,7 @@ from fem.mlp import SwiGLU
 from fem.models.arguments import check_names, read_documents
 from fem.models.cache import FEMCache
 from fem.models.configuration import FEMConfig
-from fem.models.engines.attention import EXACT, EngineAttention, masks_of, positions_of
+from fem.models.engines.attention import EXACT, EngineAttention, masks_of, positions_of, served
 from fem.models.engines.support import obstacle
 from fem.models.loss import IGNORED, cross_entropy, next_tokens
 
@@ -83,7 +83,7 @@ class FEMBlock(GradientCheckpointingLayer):
 
     def _mix_in_engine(self, x: Tensor, past: Cache | None, position_ids: Tensor, **keywords) -> Tensor:
         attention = functools.partial(self.attention, past_key_values=past, **keywords)
-        return self.mixer.served(x, position_ids, attention)
+        return served(self.mixer, x, position_ids, attention)
 
 
 class FEMPreTrainedModel(PreTrainedModel):

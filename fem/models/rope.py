@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fem.config import PRIORS, FreeEnergyMixerConfig
-from fem.priors.base import ROTARY
+from fem.config import FreeEnergyMixerConfig
+from fem.prior_table import PRIORS, ROTARY
 
 BY_LENGTH = ("dynamic", "longrope")  # whose angles depend on a length: here on the longest row's
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fem.config import PRIORS
+from fem.prior_table import PRIORS
 from fem.priors.base import Prior
 from fem.priors.linear_attention import GatedLinearPrior, LinearPrior
 from fem.priors.mamba import InteractiveMambaPrior, MambaPrior

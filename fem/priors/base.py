@@ -9,13 +9,12 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
-from fem.config import FreeEnergyMixerConfig, Widths
+from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.read import Read
 from fem.ops.common.rope import Turn, frequencies, rotate_all, turns
 from fem.ops.common.tokens import Tokens
+from fem.prior_table import Widths
 from fem.projection import Projection
-
-ROTARY = ("rope_frequencies", "rope_factor")  # what a prior that calls `rotated` adds to its `uses`
 
 
 class Prior(nn.Module, ABC):
@@ -28,9 +27,6 @@ class Prior(nn.Module, ABC):
     name: ClassVar[str]
     uses: ClassVar[tuple[str, ...]] = ()  # fields of the configuration that not every prior reads
     per_channel: ClassVar[bool] = False  # whether every value channel has its own distribution
-    # Whether NaN in a token may reach rows that do not see it: rows before it, or those of other documents.
-    spoils_before: ClassVar[bool] = True
-    spoils_documents: ClassVar[bool] = True
 
     def __init__(self, config: FreeEnergyMixerConfig | None):
         super().__init__()

@@ -8,17 +8,18 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.config import FreeEnergyMixerConfig, Widths
+from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.precision import upcast
 from fem.ops.common.tokens import Tokens
 from fem.ops.linear_attention.read import linear_attention_read
-from fem.priors.base import ROTARY, Prior
+from fem.prior_table import ROWS, gla_decay_width
+from fem.priors.base import Prior
 
 
 class FeatureMapPrior(Prior):
     """s_t(i) = sum_c phi(q_t)_c exp(sum_{i<r<=t} g_rc) phi(k_i)_c,   phi = ReLU(RoPE(.)) + eps            (Eq. 28)"""
 
-    uses = ROTARY
+    uses = ROWS["linear"].uses
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
@@ -44,9 +45,7 @@ class LinearPrior(FeatureMapPrior):
 
     name = "linear"
 
-    @staticmethod
-    def widths(config: FreeEnergyMixerConfig) -> Widths:
-        return Widths(2 * config.n_embd * config.qk_dim, key_maps=2)
+    widths = staticmethod(ROWS["linear"].widths)
 
     def log_decay(self, features):
         return None
@@ -59,20 +58,12 @@ class GatedLinearPrior(FeatureMapPrior):
     """
 
     name = "gla"
-    uses = ("decay", *ROTARY)
+    uses = ROWS["gla"].uses
+    widths = staticmethod(ROWS["gla"].widths)
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
-        self.decay = self.project(self.decay_dim(config))
-
-    @staticmethod
-    def decay_dim(config: FreeEnergyMixerConfig) -> int:
-        return {"scalar": 1, "head": config.n_head, "channel": config.qk_dim}[config.decay]
-
-    @staticmethod
-    def widths(config: FreeEnergyMixerConfig) -> Widths:
-        linear = config.n_embd * (2 * config.qk_dim + GatedLinearPrior.decay_dim(config))
-        return Widths(linear, key_maps=3 if config.decay == "channel" else 2)
+        self.decay = self.project(gla_decay_width(config))
 
     def log_decay(self, features):
         decay = log_decay(self.decay(features))

@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fem.config import FreeEnergyMixerConfig, Widths
+from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.precision import upcast
 from fem.ops.common.read import mix_channels, read_of
 from fem.ops.ssm.read import ssm_read, ssm_terms
 from fem.optim import mark_undecayed
+from fem.prior_table import ROWS
 from fem.priors.base import Prior, indicators
 
 LONGEST_MEMORY = 512  # tokens after which the slowest state of a new layer has lost half
@@ -47,10 +48,6 @@ class SelectiveSSM(nn.Module):
         self.a.copy_(_inverse_softplus(rates).expand_as(self.a))
         self.d.copy_(_inverse_softplus(torch.ones_like(self.d)))
 
-    @staticmethod
-    def linear(config: FreeEnergyMixerConfig) -> int:
-        return config.n_embd * (config.fem_dim + 2 * config.ssm_rank)
-
     def forward(self, features: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor]]:
         """Delta (B, T, H, d_v), A (H, d_v, N), B and C (B, T, N), D (H, d_v), and the logarithms of Delta, B and C.
 
@@ -67,17 +64,12 @@ class MambaPrior(Prior):
     """p_tj(i) = H_tj(i) / sum_r H_tj(r), H the impulse response of a selective SSM.           (Eq. 32, Appendix H.4)"""
 
     name = "mamba"
-    uses = ("ssm_rank",)
+    uses, widths = ROWS["mamba"].uses, staticmethod(ROWS["mamba"].widths)
     per_channel = True
-    spoils_before = False
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
         self.ssm = SelectiveSSM(config, self.project)
-
-    @staticmethod
-    def widths(config: FreeEnergyMixerConfig) -> Widths:
-        return Widths(SelectiveSSM.linear(config), key_maps=0)
 
     def read(self, features, v, beta, tokens, memory):
         numbers, logs = self.ssm(features)
@@ -94,9 +86,8 @@ class InteractiveMambaPrior(Prior):
 
     name = "mamba_interactive"
     undecayed = ("mixing",)
-    uses = ("ssm_rank",)
+    uses, widths = ROWS["mamba_interactive"].uses, staticmethod(ROWS["mamba_interactive"].widths)
     per_channel = True
-    spoils_before = False
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
@@ -109,10 +100,6 @@ class InteractiveMambaPrior(Prior):
     def reset_parameters(self) -> None:
         one = torch.eye(self.mixing.shape[-1], device=self.mixing.device)
         self.mixing.copy_(_inverse_softplus(one + (1 - one) * 0.1 / len(one)).expand_as(self.mixing))
-
-    @staticmethod
-    def widths(config: FreeEnergyMixerConfig) -> Widths:
-        return Widths(SelectiveSSM.linear(config) + config.fem_dim * config.value_width, key_maps=0)
 
     @staticmethod
     def beta_shape(config: FreeEnergyMixerConfig) -> tuple[int, ...]:

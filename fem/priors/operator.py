@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fem.config import FreeEnergyMixerConfig, Widths
+from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.precision import LEAST_PROVEN, upcast
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import Tokens
@@ -42,7 +42,7 @@ class OperatorPrior(Prior):
         self.op = op
 
     @staticmethod
-    def widths(config) -> Widths:
+    def widths(config):
         raise TypeError("an operator prior has no widths to solve for: its weights are the operator's own.")
 
     def check(self, config: FreeEnergyMixerConfig) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fem.config import FreeEnergyMixerConfig, Widths
+from fem.config import FreeEnergyMixerConfig
 from fem.ops.channel_scan.read import channel_scan_read
+from fem.prior_table import ROWS
 from fem.priors.base import Prior
 from fem.priors.linear_attention import log_decay
 
@@ -12,16 +13,12 @@ class RNNSoftmaxPrior(Prior):
     """AFT: s_tj(i) = exp(k_ij), a log-weight k = W x + b per token and channel.               (Eq. 30, Appendix H.3)"""
 
     name = "rnn_softmax"
+    widths = staticmethod(ROWS["rnn_softmax"].widths)
     per_channel = True
-    spoils_before = False
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
         self.log_weight = self.project(config.fem_dim)
-
-    @staticmethod
-    def widths(config: FreeEnergyMixerConfig) -> Widths:
-        return Widths(config.n_embd * config.fem_dim, key_maps=0)
 
     def read(self, features, v, beta, tokens, memory):
         log_weight = self.log_weight(features).view_as(v)
@@ -32,16 +29,12 @@ class RNNDecayPrior(Prior):
     """s_tj(i) = exp(sum_{i<r<=t} g_rj),   g = logsigmoid(W x + b) / 16 per channel.           (Eq. 31, Appendix H.3)"""
 
     name = "rnn_decay"
+    widths = staticmethod(ROWS["rnn_decay"].widths)
     per_channel = True
-    spoils_before = False
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
         self.decay = self.project(config.fem_dim)
-
-    @staticmethod
-    def widths(config: FreeEnergyMixerConfig) -> Widths:
-        return Widths(config.n_embd * config.fem_dim, key_maps=0)
 
     def read(self, features, v, beta, tokens, memory):
         decay = log_decay(self.decay(features)).view_as(v)

@@ -8,12 +8,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.config import FreeEnergyMixerConfig, Widths
+from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.decode import packed_step
 from fem.ops.softmax.read import cached_read, softmax_read
-from fem.priors.base import ROTARY, Prior
+from fem.prior_table import ROWS
+from fem.priors.base import Prior
 from fem.priors.kv_cache import PACKED, STREAM, append, append_one, within_window
 
 
@@ -24,17 +25,13 @@ class SoftmaxPrior(Prior):
     """
 
     name = "softmax"
-    spoils_before = spoils_documents = False
-    uses = ("window", "n_kv_head", *ROTARY)
+    uses = ROWS["softmax"].uses
+    widths = staticmethod(ROWS["softmax"].widths)
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
         self.query = self.project(config.qk_dim)
         self.key = self.project(config.kv_heads * config.key_width)
-
-    @staticmethod
-    def widths(config: FreeEnergyMixerConfig) -> Widths:
-        return Widths(config.n_embd * (config.qk_dim + config.kv_heads * config.key_width), key_maps=2)
 
     @classmethod
     def reads_otherwise(cls) -> bool:

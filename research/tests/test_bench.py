@@ -73,9 +73,7 @@ def test_what_is_timed_token_by_token_is_what_the_layer_computes(name, stream, q
 SERVED = """
 import torch
 from fem_research.bench import cases, decode, mixers
-from fem.ops.common import gated_read
 torch.manual_seed(0)
-gated_read._gated_read = None  # the compiler fuses the gates: no operator of ours stands in the graph
 with torch.no_grad():
     for name in cases.SERVED:
         layer = mixers.build_mixer(name, mixers.Size(1, 24, 32, 2)).eval()

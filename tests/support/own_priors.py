@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fem.config import PRIORS
+from fem.prior_table import PRIORS
 from fem.priors.softmax import SoftmaxPrior
 
 

@@ -13,9 +13,10 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fem.config import FreeEnergyMixerConfig
+from fem.mixer import FreeEnergyMixer
 from fem.models.engines.support import FULL, SLIDING, layer_type
 from fem.ops.common.read import Read
-from fem.ops.common.tokens import read_tokens
+from fem.ops.common.tokens import PLAIN, read_tokens
 from fem.ops.softmax.cached import REACH, exponents, pack, unpack
 
 EXACT = "exact"  # the attn_implementation of a model that reads with the library's own kernels and cache
@@ -106,6 +107,15 @@ class EngineAttention(nn.Module):
 
     def _shift(self, beta: Tensor) -> Tensor:
         return torch.zeros_like(beta) if self.shift is None else self.shift.detach().to(beta)
+
+
+def served(mixer: FreeEnergyMixer, x: Float[Tensor, "b t d"], position: Tensor, attention) -> Float[Tensor, "b t d"]:
+    """A softmax layer read by attention(q, k, v, beta), which keeps its own cache; position (B, T) of the tokens."""
+    features, _ = mixer.features(x, PLAIN, None)
+    v = mixer.values(x, features)
+    q, k = mixer.prior.queries_and_keys(features, position)
+    read = attention(q, k, v, mixer.temperature(v))
+    return mixer.output(mixer.dropout(mixer.gate(features, read).flatten(-2)))
 
 
 def _eager(module: EngineAttention, q, k, values, attention_mask, scaling, dropout=0.0, **keywords):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from fem.config import PRIORS, FreeEnergyMixerConfig
+from fem.config import FreeEnergyMixerConfig
+from fem.prior_table import PRIORS
 from fem.priors.softmax import SoftmaxPrior
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
 from fem.models.engines.support import attends, has_state, obstacle_to_states
-from fem.ops.common.tokens import read_tokens
+from fem.ops.common.tokens import Tokens, read_tokens
 from fem.state import CachePosition, MixerState
 
 CONDITIONER = "conditioner"
@@ -110,21 +110,23 @@ class ServedMixer(FreeEnergyMixer, MambaBase):
         """The layer of a scan prior. x (1, N, D): the tokens of all requests, one after another."""
         return self._by_request(x, self._next)
 
-    def served(self, x: Tensor, position: Tensor, attention) -> Tensor:
-        """The layer of the softmax prior with the conditioner."""
-        return super().served(x, position, attention, self._by_request(x, self._next_features))
+    def features(self, x: Tensor, tokens: Tokens, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Those of a softmax layer follow each request's own conditioner; its keys and values are the engine's."""
+        if attends(self.config):
+            return self._by_request(x, self._next_features), None
+        return super().features(x, tokens, hidden)
 
     def _next(self, x: Tensor, held: dict[str, Tensor] | None, position: CachePosition):
         state = None
         if held is not None:
-            state = MixerState(self._kind, x.dtype, held, held.pop(CONDITIONER, None), position)
+            state = MixerState(self.kind, x.dtype, held, held.pop(CONDITIONER, None), position)
         y, state = super().forward(x, state=state, return_state=True)
         return y, _tensors(state.memory, state.conditioner, self.config)
 
     def _next_features(self, x: Tensor, held: dict[str, Tensor] | None, position: CachePosition):
         tokens, _ = read_tokens(tuple(x.shape[:2]), x.device, cache_position=position)
-        h, hidden = self.conditioner(x, tokens, None if held is None else held[CONDITIONER])
-        return torch.cat([x, h], -1), {CONDITIONER: hidden}
+        features, hidden = super().features(x, tokens, None if held is None else held[CONDITIONER])
+        return features, {CONDITIONER: hidden}
 
     def _by_request(self, x: Tensor, function) -> Tensor:
         """function(new tokens (B, T, D), what their rows' slots hold or None, their position) for every request."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fem.config import BACKENDS
+from fem.prior_table import BACKENDS
 
 
 def softmax_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -16,7 +16,7 @@ from transformers import StaticCache
 
 from fem.mixer import FreeEnergyMixer
 from fem.models import FEMConfig
-from fem.models.engines.attention import EngineAttention
+from fem.models.engines import attention as engine
 from fem_research.bench.cases import Case
 from fem_research.bench.mixers import Attention, build_mixer
 from fem_research.common.measure import alternate
@@ -107,10 +107,10 @@ def served(
             return layer.output(o.transpose(1, 2).flatten(2))
 
     else:
-        attend = EngineAttention(config, layer.config, 0).to(prompt.device)
+        attend = engine.EngineAttention(config, layer.config, 0).to(prompt.device)
 
         def read(x: Tensor, place: Tensor, mask: Tensor | None) -> Tensor:
-            return layer.served(x, place, lambda q, k, v, beta: attend(q, k, v, beta, mask, cache))
+            return engine.served(layer, x, place, lambda q, k, v, beta: attend(q, k, v, beta, mask, cache))
 
     read(prompt, position[:time], None)
     graph = torch.compile(lambda x, place: read(x, place, (place >= position)[None, None, None]), fullgraph=True)

@@ -1,0 +1,68 @@
+"""One call of a layer: what comes in is checked and masked, what goes out is joined by the state."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+
+from fem.ops.common.tokens import Tokens, read_tokens
+from fem.ops.common.transforms import transformed
+from fem.projection import check_embedded, check_place
+from fem.state import CachePosition, MixerState
+
+HINTS = {
+    "key_padding_mask": "attention_mask, whose True means keep: pass ~key_padding_mask",
+    "attn_mask": "attention_mask for padding, causal and window of the configuration for the rest",
+    "is_causal": "causal of the configuration",
+}
+
+
+class Call(NamedTuple):
+    """A layer's input with masked tokens set to 0, the tokens, and what the call before left behind."""
+
+    x: Float[Tensor, "b t d"]
+    tokens: Tokens
+    memory: dict[str, Tensor] | None  # of the prior; {} at the start of a sequence, None where no state is kept
+    hidden: Float[Tensor, "b c"] | None  # of the conditioner
+    position: CachePosition  # after the call
+    kind: str  # of the layer, as its states name it
+    return_state: bool
+
+    @classmethod
+    def open(cls, layer, x, attention_mask, segment_ids, state: MixerState | None, return_state: bool) -> Call:
+        check_call(layer, x, state, return_state)
+        before = None if state is None else state.cache_position
+        tokens, position = read_tokens(tuple(x.shape[:2]), x.device, attention_mask, segment_ids, before)
+        memory = {} if return_state and state is None else None if state is None else state.memory
+        hidden = None if state is None else state.conditioner
+        return cls(tokens.zero_masked(x), tokens, memory, hidden, position, layer.kind, return_state)
+
+    def close(self, y: Tensor, memory: dict[str, Tensor] | None, hidden: Tensor | None):
+        """y, or with return_state y and the state after the call."""
+        if not self.return_state:
+            return y
+        state = MixerState(self.kind, self.x.dtype, memory, hidden, self.position)
+        if self.x.shape[1] == 1 or transformed():  # the activations of one token keep little memory alive
+            return y, state
+        return y, state.compact()
+
+
+def check_call(layer, x: Tensor, state: MixerState | None, return_state: bool) -> None:
+    """Raise unless x fits the layer and the state, if any, is one of its own for these rows."""
+    config = layer.config
+    check_embedded("x", x)
+    if x.ndim != 3 or x.shape[-1] != config.n_embd:
+        raise ValueError(f"x must have shape (batch, time, n_embd = {config.n_embd}), got {tuple(x.shape)}.")
+    check_place("x", x, layer.value)
+    if not isinstance(return_state, bool):
+        raise TypeError(f"return_state must be True or False, got {return_state!r}.")
+    if state is not None and not isinstance(state, MixerState):
+        raise TypeError(f"state must be a MixerState that this layer returned, got a {type(state).__name__}.")
+    if not config.causal and (state is not None or return_state):
+        raise ValueError(
+            "a state continues a causal sequence; this layer has causal=False: leave out state and return_state."
+        )
+    if state is not None:
+        state.check(layer.kind, x)

@@ -1,0 +1,71 @@
+"""What each prior costs and which fields it reads, without torch, for the configuration and for the priors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+BACKENDS = ("auto", "plain", "sdpa", "triton", "reference")
+ROTARY = ("rope_frequencies", "rope_factor")  # read by every prior whose queries and keys turn by position
+
+PRIORS: dict[str, type] = {}  # the classes by name; fem.priors fills it, and users may add their own
+
+
+class Widths(NamedTuple):
+    """What a prior costs: its linear weights, and the number of projections whose width is qk_dim."""
+
+    linear: int
+    key_maps: int
+
+
+class PriorRow(NamedTuple):
+    """A prior of the library: the fields that not every prior reads, and its `Widths` under a configuration."""
+
+    uses: tuple[str, ...]
+    widths: Callable[..., Widths]
+
+
+def gla_decay_width(config) -> int:
+    """How many decays GLA has for each token."""
+    return {"scalar": 1, "head": config.n_head, "channel": config.qk_dim}[config.decay]
+
+
+def _softmax(config) -> Widths:
+    return Widths(config.n_embd * (config.qk_dim + config.kv_heads * config.key_width), key_maps=2)
+
+
+def _linear(config) -> Widths:
+    return Widths(2 * config.n_embd * config.qk_dim, key_maps=2)
+
+
+def _gla(config) -> Widths:
+    linear = config.n_embd * (2 * config.qk_dim + gla_decay_width(config))
+    return Widths(linear, key_maps=3 if config.decay == "channel" else 2)
+
+
+def _rnn(config) -> Widths:
+    return Widths(config.n_embd * config.fem_dim, key_maps=0)
+
+
+def _mamba(config) -> Widths:
+    return Widths(config.n_embd * (config.fem_dim + 2 * config.ssm_rank), key_maps=0)
+
+
+def _mamba_interactive(config) -> Widths:
+    return Widths(_mamba(config).linear + config.fem_dim * config.value_width, key_maps=0)
+
+
+ROWS = {
+    "softmax": PriorRow(("window", "n_kv_head", *ROTARY), _softmax),
+    "linear": PriorRow(ROTARY, _linear),
+    "gla": PriorRow(("decay", *ROTARY), _gla),
+    "rnn_softmax": PriorRow((), _rnn),
+    "rnn_decay": PriorRow((), _rnn),
+    "mamba": PriorRow(("ssm_rank",), _mamba),
+    "mamba_interactive": PriorRow(("ssm_rank",), _mamba_interactive),
+}
+
+
+def known_priors() -> dict[str, PriorRow | type]:
+    """Every prior by name, each with `uses` and `widths`: the library's, and those that a user has added to PRIORS."""
+    return {**ROWS, **PRIORS}

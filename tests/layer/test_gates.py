@@ -1,0 +1,20 @@
+"""The two gates of Eq. 10 and 11, by their definition."""
+
+import pytest
+import torch
+
+from fem import FreeEnergyMixerConfig
+from fem.gates import TwoLevelGate
+from fem.ops.common.read import Read
+
+
+@pytest.mark.parametrize("gate_rank", [None, 3])
+def test_the_gates_are_those_of_equations_10_and_11(gate_rank):
+    config = FreeEnergyMixerConfig(n_embd=12, n_head=2, fem_dim=8, use_conv=False, gate_rank=gate_rank)
+    gate = TwoLevelGate(config).double()
+    x, mean, free_energy = (torch.randn(2, 5, *shape).double() for shape in ((12,), (2, 4), (2, 4)))
+    out = gate(3 * x, Read(mean, free_energy))
+    inner, outer = (part(3 * x).unflatten(-1, (2, 4)) for part in (gate.inner, gate.outer))
+    lambda_, g = 1 / (1 + torch.exp(-inner)), torch.log(1 + torch.exp(outer))
+    g = g / torch.sqrt((g * g).sum(-1, keepdim=True) / 4 + config.eps)
+    torch.testing.assert_close(out, g * ((1 - lambda_) * mean + lambda_ * free_energy))
