@@ -86,7 +86,7 @@ class TwoLevelGate(nn.Module):
             if gate is not None:
                 nn.init.normal_(gate.up.weight if isinstance(gate, SlimProjection) else gate.weight, std=1e-7)
 
-    def factors(self, features: Float[Tensor, "*t f"]) -> tuple[Tensor | None, Tensor | None]:
+    def forward(self, features: Float[Tensor, "*t f"]) -> tuple[Tensor | None, Tensor | None]:
         """lambda and g, (.., H, d_v) each, or (.., H, 1) of one number per head; None where the part is off."""
         config = self.config
         width = 1 if self.per_head else config.value_width
@@ -99,8 +99,9 @@ class TwoLevelGate(nn.Module):
             return lambda_, g / math.log(2)
         return lambda_, g * torch.rsqrt(g.square().mean(-1, keepdim=True) + config.eps)
 
-    def forward(self, features: Float[Tensor, "*t f"], read: Read) -> Float[Tensor, "*t h d"]:
-        lambda_, g = self.factors(features)
+    def mixed(self, features: Float[Tensor, "*t f"], read: Read) -> Float[Tensor, "*t h d"]:
+        """o = g ((1 - lambda) mean + lambda F).                                                          (Eq. 11)"""
+        lambda_, g = self(features)
         u = mix(read, lambda_)
         return u if g is None else g.to(u.dtype) * u
 

@@ -42,6 +42,7 @@ def read_tables(
 ) -> Reading:
     """The tables of a read whose scores s_t(n) select among `values`; n runs over tokens, or over (token, channel)."""
     time = scores.shape[1]
+    lambda_, gate = (None if x is None else x.expand_as(read.mean) for x in (lambda_, gate))
     p = scores.double() / scores.double().sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     values = values.double()
     per_token = lambda table: table.unflatten(-1, (time, -1)).sum(-1).permute(0, 2, 3, 1, 4).to(scores.dtype)  # noqa: E731

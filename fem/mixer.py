@@ -71,7 +71,7 @@ class FreeEnergyMixer(nn.Module):
         f, hidden = self.features(call.x, call.tokens, call.hidden)  # [x, h]                     Eq. 33
         v = self.values(call.x, f)  # v (1 + eta)                                                 Eq. 34b
         read, memory = self.read(f, v, call.tokens, call.memory)  # mean and F                    Eq. 4
-        lambda_, g = self.gate.factors(f)  #                                                      Eq. 7, 10
+        lambda_, g = self.gate(f)  #                                                              Eq. 7, 10
         u = mix(read, lambda_)  # (1 - lambda) mean + lambda F                                    Eq. 7
         o = u if g is None else g.to(u.dtype) * u  #                                              Eq. 11
         return call.close(self.output(self.dropout(o.flatten(-2))), memory, hidden)
@@ -123,7 +123,7 @@ class FreeEnergyMixer(nn.Module):
         features, _ = self.features(call.x, tokens, None)
         v = self.values(call.x, features)
         read, _ = self.read(features, v, tokens, None)
-        lambda_, gate = (None if x is None else x.expand_as(read.mean) for x in self.gate.factors(features))
+        lambda_, gate = self.gate(features)
         beta = self.temperature(v)
         return read_tables(
             read, beta, lambda_, gate, *self.prior.selection(features, v, tokens), self.prior.per_channel

@@ -35,7 +35,7 @@ def step(layer, x: Float[Tensor, "b 1 d"], state: MixerState) -> tuple[Float[Ten
     v = layer.values(x, features)[:, 0]
     features = features[:, 0]  # a map takes a matrix of tokens in two operations, (B, T, D) in four
     read, memory = layer.prior.step(features, v, before.position, state.memory)
-    o = layer.gate(features, read).flatten(-2)
+    o = layer.gate.mixed(features, read).flatten(-2)
     y = layer.output(layer.dropout(o) if layer.dropout.training else o)
     after = CachePosition(before.position + 1, before.document, before.segment, before.started)
     return y[:, None], MixerState(layer.kind, x.dtype, memory, hidden, after)

@@ -77,7 +77,7 @@ class FreeEnergyCrossMixer(nn.Module):
         read = softmax_read(
             q, k, v, self._temperature(v), causal=False, key_mask=tokens.keep, backend=self.config.backend
         )
-        return self.output(self.dropout(self.gate(x, read).flatten(-2)))
+        return self.output(self.dropout(self.gate.mixed(x, read).flatten(-2)))
 
     def _temperature(self, v: Tensor) -> Tensor | None:
         if not self.config.use_lse:

@@ -177,7 +177,7 @@ def _go_on(ring: _Ring, mixer: FreeEnergyMixer, args: tuple, given: dict) -> tup
         marks = call.get("attention_mask"), call.get("segment_ids")
         _, after = read_tokens(tuple(x.shape[:2]), x.device, *marks, cache_position)
         ring.send(torch.stack([after.position, after.document, after.segment, after.started]), 1)
-    return (), call | {"state": MixerState(mixer._kind, x.dtype, {}, None, cache_position)}
+    return (), call | {"state": MixerState(mixer.kind, x.dtype, {}, None, cache_position)}
 
 
 def _first(tokens: Tokens) -> Tokens:

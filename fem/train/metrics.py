@@ -172,13 +172,13 @@ def over_heads(mean: Tensor, part: nn.Module) -> Tensor:
 def gate_statistics(model: FEMForCausalLM, row: Row) -> dict[str, float]:
     lambdas: list[float] = []
 
-    def collect(gate, args):
-        lambda_, _ = gate.factors(args[0])
+    def collect(gate, args, factors):
+        lambda_, _ = factors
         if lambda_ is not None:
             lambdas.append(over_heads(lambda_.float().mean(), gate.inner).item())
 
     gates = [module for module in model.modules() if isinstance(module, TwoLevelGate)]
-    hooks = [gate.register_forward_pre_hook(collect) for gate in gates]
+    hooks = [gate.register_forward_hook(collect) for gate in gates]
     training = model.training
     try:
         model.eval()

@@ -13,7 +13,7 @@ def test_the_gates_are_those_of_equations_10_and_11(gate_rank):
     config = FreeEnergyMixerConfig(n_embd=12, n_head=2, fem_dim=8, use_conv=False, gate_rank=gate_rank)
     gate = TwoLevelGate(config).double()
     x, mean, free_energy = (torch.randn(2, 5, *shape).double() for shape in ((12,), (2, 4), (2, 4)))
-    out = gate(3 * x, Read(mean, free_energy))
+    out = gate.mixed(3 * x, Read(mean, free_energy))
     inner, outer = (part(3 * x).unflatten(-1, (2, 4)) for part in (gate.inner, gate.outer))
     lambda_, g = 1 / (1 + torch.exp(-inner)), torch.log(1 + torch.exp(outer))
     g = g / torch.sqrt((g * g).sum(-1, keepdim=True) / 4 + config.eps)

@@ -115,7 +115,7 @@ def served(mixer: FreeEnergyMixer, x: Float[Tensor, "b t d"], position: Tensor, 
     v = mixer.values(x, features)
     q, k = mixer.prior.queries_and_keys(features, position)
     read = attention(q, k, v, mixer.temperature(v))
-    return mixer.output(mixer.dropout(mixer.gate(features, read).flatten(-2)))
+    return mixer.output(mixer.dropout(mixer.gate.mixed(features, read).flatten(-2)))
 
 
 def _eager(module: EngineAttention, q, k, values, attention_mask, scaling, dropout=0.0, **keywords):

@@ -57,7 +57,7 @@ class FreeEnergyHead(nn.Module):
         scale: float | None,
     ) -> Float[Tensor, "b tq h dv"]:
         beta = None if self.beta is None else self.beta()
-        return self.gate(features, self._read(q, k, v, beta, bias, causal, scale))
+        return self.gate.mixed(features, self._read(q, k, v, beta, bias, causal, scale))
 
     def inspect(
         self,
@@ -75,7 +75,7 @@ class FreeEnergyHead(nn.Module):
         scores = torch.stack(weights, -1)
         beta = None if self.beta is None else self.beta()
         read = self._read(q, k, v, beta, bias, causal, scale)
-        return read_tables(read, beta, *self.gate.factors(features), scores, values.expand_as(scores), False)
+        return read_tables(read, beta, *self.gate(features), scores, values.expand_as(scores), False)
 
     def _read(self, q, k, v, beta, bias, causal, scale) -> Read:
         return softmax_read(q, k, v, beta, causal=causal, scale=scale, bias=bias, backend=self.backend)

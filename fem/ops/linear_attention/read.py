@@ -79,7 +79,7 @@ def linear_attention_terms(
     beta, g = (None if x is None else x.to(sums) for x in (beta, log_decay))
     g = None if g is None else g.masked_fill(g < LOG_ZERO, LOG_ZERO)  # clamp would keep g itself for the gradient
     g = g.unsqueeze(-1) if g is not None and g.ndim == 3 else g
-    if tokens is not None:
+    if tokens is not None and 0 not in v.shape[:2]:
         q, k, v, g = _only_kept(tokens, q, k, v, g)
     start = State(**{"free_energy": None} | (initial_state or _empty_state(k, v, beta, sums)))
     if 0 in v.shape[:2]:
