@@ -27,7 +27,7 @@ from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import read_tokens
 from fem.ops.common.transforms import may_look
-from fem.ops.decay_scan.read import decay_scan
+from fem.ops.decay_scan import read as decay
 from fem.ops.linear_attention import read as linear_attention
 from fem.ops.softmax import read as softmax
 from fem.ops.ssm import read as ssm
@@ -92,7 +92,7 @@ def softmax_read(
     )
 
 
-SUMS = {"weighted", "peak", "total"}  # what the states of the channel scan and of the SSM hold
+SUMS = ("weighted", "peak", "total")  # what the states of the channel scan and of the SSM hold
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ class ScanState:
 
 
 def channel_scan_read(
-    log_weight: Float[Tensor, "b t h dv"] | None,
+    log_weight: Float[Tensor, "b t h d"] | None,
     v: Float[Tensor, "b t h dv"],
-    beta: Float[Tensor, "h dv"] | None,
-    log_decay: Float[Tensor, "b t h dv"] | None = None,
+    beta: Float[Tensor, "h df"] | None,
+    log_decay: Float[Tensor, "b t h d"] | None = None,
     causal: bool = True,
     key_mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
@@ -115,27 +115,31 @@ def channel_scan_read(
     return_state: bool = False,
     normalize: bool = True,
     backend: str = "auto",
+    free_values: Float[Tensor, "b t h df"] | None = None,
 ) -> Read | tuple[Read, ScanState]:
-    """Mean and free energy of the values under a weight per value channel that may decay.
+    """The mean of values v and the free energy of values f under a weight per value channel that may decay.
 
         s_tj(i) = exp(log_weight_ij + sum_{i<r<=t} log_decay_rj)        p_tj(i) = s_tj(i) / sum_r s_tj(r)
-        mean_tj = sum_i p_tj(i) v_ij        F_tj = (1 / beta_j) log sum_i p_tj(i) exp(beta_j v_ij)   (Eq. 4, 30, 31)
+        mean_tj = sum_i p_tj(i) v_ij        F_tj = (1 / beta_j) log sum_i p_tj(i) exp(beta_j f_ij)   (Eq. 4, 30, 31)
 
-    log_weight (None: 0; -inf: no weight), log_decay <= 0 (None: 0; the decay into step t), both in nats, and v are
-    (B, T, H, d_v); beta (H, d_v) > 0 in nats per unit of v, None for the mean alone. Both results are (B, T, H, d_v).
+    v (B, T, H, d_v); f = free_values (B, T, H, d_f), or v itself where it is None; either width may be 0.
+    beta (H, d_f) > 0 in nats per unit of f, None for the mean only. Mean (B, T, H, d_v), free energy (B, T, H, d_f).
+    log_weight (None: 0; -inf: no weight) and log_decay <= 0 (None: 0; the decay into step t), in nats, have one entry a
+    channel: (B, T, H, d_v), and with free_values (B, T, H, d_v + d_f), the channels of v first.
     causal=False adds the scores of the same scan of the reversed sequence, the present token once.
     key_mask (B, T): bool or 0/1 integers; a masked token counts as deleted. segment_ids (B, T): integers, a change
-    forgets. normalize=False: mean = sum s v, F = (1 / beta) log sum s e^{beta v}.
+    forgets. normalize=False: mean = sum s v, F = (1 / beta) log sum s e^{beta f}.
     With return_state the state comes back too; passed as initial_state, it continues the sequence.
     A row of no weight reads 0. Exact for any finite input. Raises ValueError on shapes and values, TypeError on dtypes.
     """
     check_flags(causal=causal, return_state=return_state, normalize=normalize)
-    _check_scan(v, beta, causal, initial_state, return_state, {"log_weight": log_weight, "log_decay": log_decay})
+    per_channel = {"log_weight": log_weight, "log_decay": log_decay}
+    _check_scan(v, beta, causal, initial_state, return_state, per_channel, free_values)
     dtype = compute_dtype(log_weight, v, log_decay)
-    _check_memory(initial_state, SUMS, (v.shape[0], *v.shape[2:]), beta, dtype)
+    _check_memory(initial_state, _sums((len(v),), v, free_values, beta), dtype)
     check_values("log_decay", log_decay, DECAY, key_mask)
     check_values("log_weight", log_weight, LOG_WEIGHT, key_mask)
-    op = partial(channel_scan.channel_scan_read, log_weight, v, beta, log_decay, backend=backend)
+    op = partial(channel_scan.channel_scan_read, log_weight, v, beta, log_decay, free_values, backend=backend)
     return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
 
 
@@ -143,7 +147,7 @@ def keyed_scan_read(
     q: Float[Tensor, "b t h dk"],
     k: Float[Tensor, "b t h dk"],
     v: Float[Tensor, "b t h dv"],
-    beta: Float[Tensor, "h dv"] | None,
+    beta: Float[Tensor, "h df"] | None,
     log_decay: Float[Tensor, "b t h"] | Float[Tensor, "b t h dk"] | None = None,
     causal: bool = True,
     key_mask: Tensor | None = None,
@@ -152,21 +156,23 @@ def keyed_scan_read(
     return_state: bool = False,
     normalize: bool = True,
     backend: str = "auto",
+    free_values: Float[Tensor, "b t h df"] | None = None,
 ) -> Read | tuple[Read, ScanState]:
-    """Mean and free energy of the values under linear attention, gated by a decay where there is one.
+    """The mean of values v and the free energy of values f under linear attention, gated by a decay where there is one.
 
         s_t(i) = sum_c q_tc exp(sum_{i<r<=t} log_decay_rc) k_ic        p_t(i) = s_t(i) / sum_r s_t(r)
-        mean_tj = sum_i p_t(i) v_ij        F_tj = (1 / beta_j) log sum_i p_t(i) exp(beta_j v_ij)         (Eq. 4, App. H)
+        mean_tj = sum_i p_t(i) v_ij        F_tj = (1 / beta_j) log sum_i p_t(i) exp(beta_j f_ij)         (Eq. 4, App. H)
 
-    q, k (B, T, H, d_k) >= 0 are features already; v (B, T, H, d_v); beta (H, d_v) > 0 in nats per unit of v, None for
-    the mean alone. log_decay <= 0 in nats, the decay into step t: (B, T, H), or (B, T, H, d_k) for one per key channel.
+    q, k (B, T, H, d_k) >= 0 are features already. v (B, T, H, d_v), f = free_values (B, T, H, d_f), beta (H, d_f) are
+    those of `channel_scan_read`.
+    log_decay <= 0 in nats, the decay into step t: (B, T, H), or (B, T, H, d_k) for one per key channel.
     Masks, documents, causal=False, states and normalize=False are those of `channel_scan_read`.
     Exact for any finite input, in time O(T d_k d_v) and memory O(T (d_k + d_v)). A row of no weight reads 0.
     Raises ValueError on shapes and values, TypeError on dtypes.
     """
     check_flags(causal=causal, return_state=return_state, normalize=normalize)
-    _check_scan(v, beta, causal, initial_state, return_state, {})
-    _check_projections(q, k, v)
+    _check_scan(v, beta, causal, initial_state, return_state, {}, free_values)
+    _check_projections(q, k, v, widths=0)
     if q.shape != k.shape:
         raise ValueError(f"q and k must have one shape, got {tuple(q.shape)} and {tuple(k.shape)}.")
     if log_decay is not None:
@@ -176,23 +182,25 @@ def keyed_scan_read(
                 f"log_decay must have shape (batch, time, heads) = {tuple(q.shape[:3])} or that of q, "
                 f"{tuple(q.shape)}, got {tuple(log_decay.shape)}."
             )
-    shape = (q.shape[0], *q.shape[2:], v.shape[3])
-    _check_memory(initial_state, {"log_weight", "mean"}, shape, beta, compute_dtype(v))
+    kept = (q.shape[0], *q.shape[2:])
+    memory = {"log_weight": kept, "mean": (*kept, v.shape[3])}
+    memory |= {} if beta is None else {"free_energy": (*kept, beta.shape[1])}
+    _check_memory(initial_state, memory, compute_dtype(v))
     check_values("log_decay", log_decay, DECAY, key_mask)
     for name, tensor in (("q", q), ("k", k)):
         check_values(name, tensor, FEATURE, key_mask)
-    op = partial(linear_attention.linear_attention_read, q, k, v, beta, log_decay, backend=backend)
+    op = partial(linear_attention.linear_attention_read, q, k, v, beta, log_decay, free_values, backend=backend)
     return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
 
 
 def ssm_read(
-    delta: Float[Tensor, "b t h dv"],
-    A: Float[Tensor, "h dv n"],
+    delta: Float[Tensor, "b t h d"],
+    A: Float[Tensor, "h d n"],
     B: Float[Tensor, "b t n"],
     C: Float[Tensor, "b t n"],
-    D: Float[Tensor, "h dv"],
+    D: Float[Tensor, "h d"],
     v: Float[Tensor, "b t h dv"],
-    beta: Float[Tensor, "h dv"] | None,
+    beta: Float[Tensor, "h df"] | None,
     causal: bool = True,
     key_mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
@@ -200,23 +208,25 @@ def ssm_read(
     return_state: bool = False,
     normalize: bool = True,
     backend: str = "auto",
+    free_values: Float[Tensor, "b t h df"] | None = None,
 ) -> Read | tuple[Read, ScanState]:
-    """Mean and free energy of the values under the impulse response of a selective state space model.
+    """The mean of values v and the free energy of values f under the impulse response of a selective state space model.
 
         s_tj(i) = sum_n C_tn exp(sum_{i<r<=t} delta_rj A_jn) delta_ij B_in + D_j [i = t]       p = s / sum_i s
-        mean_tj = sum_i p_tj(i) v_ij        F_tj = (1 / beta_j) log sum_i p_tj(i) exp(beta_j v_ij)       (Eq. 4, 32)
+        mean_tj = sum_i p_tj(i) v_ij        F_tj = (1 / beta_j) log sum_i p_tj(i) exp(beta_j f_ij)       (Eq. 4, 32)
 
     that is, with state_t = exp(delta_t A) state_{t-1} + delta_t B_t x_t and y(x)_t = C_t . state_t + D x_t,
-    mean = y(v) / y(1) and F = (1 / beta) log(y(e^{beta v}) / y(1)).
-    delta >= 0 and v: (B, T, H, d_v); A (H, d_v, N) <= 0; B, C (B, T, N) >= 0; D (H, d_v) >= 0;
-    beta (H, d_v) > 0 in nats per unit of v, None for the mean alone.
+    mean = y(v) / y(1) and F = (1 / beta) log(y(e^{beta f}) / y(1)).
+    v (B, T, H, d_v), f = free_values (B, T, H, d_f) and beta (H, d_f) are those of `channel_scan_read`. With d the
+    number of all channels, those of v first: delta (B, T, H, d) >= 0; A (H, d, N) <= 0; B, C (B, T, N) >= 0;
+    D (H, d) >= 0.
     Masks, documents, causal=False, states and normalize=False are those of `channel_scan_read`.
     Exact for any finite input, in memory O(T d_v). Raises ValueError on shapes and values, TypeError on dtypes.
     """
     check_flags(causal=causal, return_state=return_state, normalize=normalize)
-    _check_scan(v, beta, causal, initial_state, return_state, {"delta": delta})
+    _check_scan(v, beta, causal, initial_state, return_state, {"delta": delta}, free_values)
     check_floating("v", v, A=A, B=B, C=C, D=D)
-    batch, time, heads, width = v.shape
+    batch, time, heads, width = delta.shape
     rank = max(1, A.shape[-1] if A.dim() else 1)
     for name, tensor, shape in (
         ("A", A, (heads, width, rank)),
@@ -225,14 +235,33 @@ def ssm_read(
         ("D", D, (heads, width)),
     ):
         if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape} for this v and the rank of A, got {tuple(tensor.shape)}.")
-    _check_memory(initial_state, SUMS, (batch, rank, heads, width), beta, compute_dtype(delta, A, B, C, D, v))
+            raise ValueError(f"{name} must have shape {shape} beside this delta and A, got {tuple(tensor.shape)}.")
+    _check_memory(initial_state, _sums((batch, rank), v, free_values, beta), compute_dtype(delta, A, B, C, D, v))
     check_values("A", A, FINITE_DECAY, None)
     check_values("D", D, WEIGHT, None)
     for name, tensor in (("delta", delta), ("B", B), ("C", C)):
         check_values(name, tensor, WEIGHT, key_mask)
-    op = partial(ssm.ssm_read, delta, A, B, C, D, v, beta, backend=backend)
+    op = partial(ssm.ssm_read, delta, A, B, C, D, v, beta, free_values, backend=backend)
     return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
+
+
+def decay_scan(
+    log_decay: Float[Tensor, "b t *c"],
+    u: Float[Tensor, "b t *c"],
+    initial_state: Float[Tensor, " b *c"] | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "b t *c"]:
+    """Sums in which older terms decay.
+
+        h_t = exp(log_decay_t) h_{t-1} + u_t        h_0 = initial_state, or 0                    (Eq. 33)
+
+    log_decay: (B, T, C) <= 0 in nats, the decay into step t, -inf to forget all before t; u: (B, T, C);
+    initial_state: (B, C). Returns h (B, T, C) in u's dtype, summed in at least fp32; the final state is h[:, -1].
+    Raises ValueError on shapes, devices and values, TypeError unless all are floating-point tensors.
+    """
+    check_floating("u", u, u=u, log_decay=log_decay)
+    check_values("log_decay", log_decay, DECAY, None)
+    return decay.decay_scan(log_decay, u, initial_state, backend)
 
 
 def _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize):
@@ -249,20 +278,30 @@ def _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, nor
     return read, ScanState(memory, cache_position)
 
 
-def _check_scan(v, beta, causal, initial_state, return_state, like_v: dict[str, Tensor | None]) -> None:
+def _check_scan(
+    v, beta, causal, initial_state, return_state, per_channel: dict[str, Tensor | None], free_values
+) -> None:
     check_floating("v", v, v=v)
-    if v.dim() != 4 or 0 in v.shape[2:]:
+    if v.dim() != 4 or v.shape[2] == 0 or (v.shape[3] == 0 and free_values is None):
         raise ValueError(
             f"v must have shape (batch, time, heads, d_v), heads and d_v at least 1, got {tuple(v.shape)}."
         )
-    for name, tensor in like_v.items():
+    channels = v.shape[3]
+    if free_values is not None:
+        _check_free_values(free_values, v, beta)
+        channels += free_values.shape[3]
+        if channels == 0:
+            raise ValueError("v and free_values must have at least one channel together, got none.")
+    for name, tensor in per_channel.items():
         if tensor is None:
             continue
         check_floating("v", v, **{name: tensor})
-        if tensor.shape != v.shape:
-            raise ValueError(f"{name} must have the shape of v, {tuple(v.shape)}, got {tuple(tensor.shape)}.")
+        wanted = (*v.shape[:3], channels)
+        if tuple(tensor.shape) != wanted:
+            what = "the shape of v" if free_values is None else "one entry per channel of v and free_values"
+            raise ValueError(f"{name} must have {what}, {wanted}, got {tuple(tensor.shape)}.")
     if beta is not None:
-        check_beta(beta, v)
+        check_beta(beta, v if free_values is None else free_values)
     if not causal and (return_state or initial_state is not None):
         raise ValueError("causal=False reads the future, which no state holds; use causal=True with states.")
     if initial_state is None:
@@ -279,21 +318,25 @@ def _check_scan(v, beta, causal, initial_state, return_state, like_v: dict[str, 
         raise ValueError(f"initial_state must be on the device of v, {v.device}, got {position.device}.")
 
 
-def _check_memory(
-    state: ScanState | None, names: set[str], shape: tuple[int, ...], beta: Tensor | None, dtype: torch.dtype
-) -> None:
-    """Raise ValueError unless a state holds the tensors of these names, one of them of this shape, all of this dtype.
+def _sums(start: tuple[int, ...], v: Tensor, free_values: Tensor | None, beta: Tensor | None) -> dict[str, tuple]:
+    """The tensors of a state of scaled sums and their shapes, which begin with `start`."""
+    names = SUMS if beta is None else (*SUMS, "free_energy")
+    if free_values is None:
+        return dict.fromkeys(names, (*start, *v.shape[2:]))
+    mean = {f"mean.{name}": (*start, *v.shape[2:]) for name in SUMS if v.shape[3]}
+    return mean | {f"free.{name}": (*start, *free_values.shape[2:]) for name in names if free_values.shape[3]}
 
-    With a beta it has to hold `free_energy` as well.
-    """
+
+def _check_memory(state: ScanState | None, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    """Raise ValueError unless a state holds the tensors of these names and shapes, all of this dtype."""
     if state is None:
         return
-    names, memory = names if beta is None else names | {"free_energy"}, state.memory
-    if set(memory) != names or shape not in {tuple(tensor.shape) for tensor in memory.values()}:
-        described = {name: tuple(tensor.shape) for name, tensor in memory.items()}
+    memory = state.memory
+    described = {name: tuple(tensor.shape) for name, tensor in memory.items()}
+    if described != wanted:
         raise ValueError(
-            f"initial_state must hold {', '.join(sorted(names))} of this read, of shape {shape}, "
-            f"got {described}; pass the state that this read returned, with beta given both times or neither."
+            f"initial_state must hold {wanted} for this read, got {described}; pass the state that this read "
+            "returned, with beta and free_values given both times or neither."
         )
     for name, tensor in memory.items():
         if tensor.dtype != dtype:
@@ -321,7 +364,18 @@ def check_beta(beta: Tensor, v: Tensor) -> None:
         )
 
 
-def _check_projections(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_free_values(free_values: Tensor, v: Tensor, beta: Tensor | None) -> None:
+    check_floating("v", v, free_values=free_values)
+    if free_values.dim() != 4 or free_values.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"free_values must have shape (batch, time, heads, d_f) = {(*v.shape[:3], 'd_f')}, "
+            f"got {tuple(free_values.shape)}."
+        )
+    if beta is None:
+        raise ValueError("free_values are read at temperatures: pass beta of shape (heads, d_f), got None.")
+
+
+def _check_projections(q: Tensor, k: Tensor, v: Tensor, widths: int = 1) -> None:
     check_floating("q", q, q=q)
     check_floating("q", q, k=k, v=v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -335,7 +389,7 @@ def _check_projections(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q and k must agree in batch, got {q.shape[0]} and {k.shape[0]}.")
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must agree in width, got {q.shape[3]} and {k.shape[3]}.")
-    if 0 in (*k.shape[2:], v.shape[3]):
+    if 0 in k.shape[2:] or v.shape[3] < widths:
         raise ValueError(
             f"k and v must have at least one head and one channel, got {tuple(k.shape)} and {tuple(v.shape)}."
         )

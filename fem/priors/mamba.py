@@ -112,8 +112,8 @@ class InteractiveMambaPrior(Prior):
         return read_of(terms, per_channel, self.config.normalize, v.dtype), after
 
     def _terms(self, features, v, beta, tokens, memory=None):
-        options = {"causal": self.config.causal, "backend": scan_backend(self.config.backend, v.device, v.dtype)}
-        options |= {"initial_state": memory or None, "return_state": memory is not None}
+        scan_backend(self.config.backend, v.device, v.dtype)  # refuses what scans do not have
+        options = {"causal": self.config.causal, "initial_state": memory or None, "return_state": memory is not None}
         numbers, logs = self.ssm(features)
         return ssm_terms(*numbers, v, beta, tokens=tokens, logs=logs, **options)
 

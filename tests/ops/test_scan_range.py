@@ -8,7 +8,7 @@ import torch
 from scan_reads import READS, gradients_of, relative, scan_call
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
-from fem.functional import ScanState, channel_scan_read, decay_scan, keyed_scan_read
+from fem.functional import channel_scan_read, decay_scan, keyed_scan_read
 
 every_read = pytest.mark.parametrize("name", READS)
 SCANS = [name for name in PRIORS if name != "softmax"]
@@ -239,24 +239,6 @@ def test_decay_scan_names_a_shape_that_does_not_fit(change, as_users_run):
         decay_scan(**arguments)
     with pytest.raises(ValueError, match="on the device of u"):
         decay_scan(torch.zeros(2, 5, 3, device="meta"), torch.zeros(2, 5, 3))
-
-
-@pytest.mark.parametrize("name", ["aft with decay", "ssm"])
-def test_a_state_from_before_it_held_the_free_energy_is_continued(name):
-    call = scan_call(name, 20).map(lambda x: x.float())
-    _, state = call.at(slice(0, 12)).read(return_state=True)
-    memory, beta = dict(state.memory), call.arguments["beta"]
-    memory["energy_peak"] = memory["peak"] + beta * memory.pop("free_energy")
-    memory["energy"] = memory["total"]
-    from fem.ops.channel_scan.read import channel_scan_read as channel_read
-    from fem.ops.ssm.read import ssm_read as state_space_read
-
-    rest = call.at(slice(12, 20))
-    op = state_space_read if name == "ssm" else channel_read
-    arguments = dict(rest.arguments)
-    got = op(**arguments, initial_state=memory)
-    for one, other in zip(got, rest.read(initial_state=ScanState(state.memory, state.cache_position))):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("prior", ["mamba", "mamba_interactive"])

@@ -105,7 +105,8 @@ def _channel_scan_backward(d_log_weight, grads, log_decay, x, v, beta, start, sa
     if again:  # what was saved is rounded
         streams = _streams(log_decay, x, v, beta, before)
         memory, energies = leave(streams, beta), streams.energies
-        grads[-1] = grads[-1] * (memory.peak[:, -1] - memory.peak[:, -1].to(dtype)).exp()
+        last = memory.peak[:, -1]
+        grads[-1] = grads[-1] * (last - last.to(dtype)).clamp(-1, 1).exp()  # LOG_ZERO rounds by far more than 1
     else:
         mean, *free_energy, peak, total = saved[: 3 if beta is None else 4]
         memory = Memory(peak, total, mean, *free_energy)

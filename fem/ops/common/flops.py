@@ -21,15 +21,17 @@ def softmax_backward(_, __, q: Shape, k: Shape, v: Shape, beta: Shape | None, *o
     return 2 * _pairs(q, k) * (3 * q[3] + 2 * _columns(v, beta))
 
 
-def linear_attention(q: Shape, k: Shape, v: Shape, beta: Shape | None, *others, **kwargs) -> int:
+def linear_attention(q: Shape, k: Shape, v: Shape, free: Shape | None, beta: Shape | None, *others, **kwargs) -> int:
     """Of S_t = S_{t-1} + k_t^T [v_t | e_t] and q_t S_t."""
     batch, time, heads, width = q
-    return 4 * batch * time * heads * width * _columns(v, beta)
+    return 4 * batch * time * heads * width * (v[3] + (0 if beta is None else beta[1]))
 
 
-def linear_attention_backward(_, q: Shape, k: Shape, v: Shape, beta: Shape | None, *others, **kwargs) -> int:
+def linear_attention_backward(
+    _, q: Shape, k: Shape, v: Shape, free: Shape | None, beta: Shape | None, *others, **kwargs
+) -> int:
     """Of the two gradients of each of the two products."""
-    return 2 * linear_attention(q, k, v, beta)
+    return 2 * linear_attention(q, k, v, free, beta)
 
 
 def _pairs(q: Shape, k: Shape) -> int:

@@ -68,20 +68,13 @@ def start_of(state: dict[str, Tensor] | None, beta: Tensor | None, like: Tensor)
         zero = torch.zeros_like(like)
         return [torch.full_like(like, LOG_ZERO), torch.stack([zero + 1, zero]), *([] if beta is None else [zero])]
     dims = state["peak"].ndim - 1
-    return [part.to(like.dtype).flatten(-dims) for part in state_parts(state, beta) if part is not None]
-
-
-def state_parts(state: dict[str, Tensor], beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The peak, the sums and the free energy that a state holds."""
-    peak, total = state["peak"], state["total"]
-    free_energy = state.get("free_energy")
-    if free_energy is None and beta is not None:  # of version 0.1, whose states held the energies instead
-        free_energy = (state["energy_peak"] - peak + (state["energy"] / total).log()) / beta.to(peak.dtype)
-    return peak, torch.stack([total, state["weighted"]]), free_energy if beta is not None else None
+    sums = torch.stack([state["total"], state["weighted"]])
+    parts = [state["peak"], sums, *([] if beta is None else [state["free_energy"]])]
+    return [part.to(like.dtype).flatten(-dims) for part in parts]
 
 
 def state_of(weights: Sums, free_energy: Tensor | None = None) -> dict[str, Tensor]:
-    """What a scan returns as its state; `state_parts` reads it."""
+    """What a scan returns as its state; `start_of` reads it."""
     total, weighted = weights.sums.unbind(0)
     state = {"peak": weights.peak, "total": total, "weighted": weighted}
     return state if free_energy is None else {**state, "free_energy": free_energy}

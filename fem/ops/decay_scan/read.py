@@ -23,15 +23,7 @@ def decay_scan(
     initial_state: Float[Tensor, " b *c"] | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "b t *c"]:
-    """Sums in which older terms decay.
-
-        h_t = exp(log_decay_t) h_{t-1} + u_t        h_0 = initial_state, or 0                    (Eq. 33)
-
-    log_decay: (B, T, C) <= 0 in nats, the decay into step t, -inf to forget all before t; u: (B, T, C);
-    initial_state: (B, C). Returns h (B, T, C) in u's dtype, summed in at least fp32; the final state is h[:, -1].
-    backend: "auto", "plain", "triton" (whose gradients cannot be differentiated again) or "reference".
-    Raises ValueError where shapes or devices differ, TypeError unless all are floating-point tensors.
-    """
+    """`fem.functional.decay_scan` of any values: positive decays grow, and NaN stays NaN."""
     _check(log_decay, u, initial_state)
     backend = scan_backend(backend, u.device, widest(u, log_decay, initial_state))
     dtype = compute_dtype(log_decay, u)

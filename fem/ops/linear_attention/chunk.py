@@ -5,8 +5,9 @@ weights with which c kept them. To a query it is one more item beside the chunk'
 
     Z_r = sum_i s_ri        mean_rj = sum_i s_ri v_ij / Z_r        F_rj = M_j + (1/beta_j) log(sum_i s_ri e_ij / Z_r)
 
-with e_ij = exp(beta_j (F_ij - M_j)): one matrix product of scores and items [1 | v | e]. Rows in which underflow may
-have lost digits are reported as in doubt; `fallback` computes their chunk again. y counts chunks, c tokens.
+with e_ij = exp(beta_j (F_ij - M_j)), where a token's F is its free value f, or v itself where f is None: one matrix
+product of scores and items [1 | v | e]. Rows in which underflow may have lost digits are reported as in doubt;
+`fallback` computes their chunk again. y counts chunks, c tokens.
 """
 
 from __future__ import annotations
@@ -39,39 +40,49 @@ class State(NamedTuple):
 
     log_weight: Float[Tensor, "y dk"]
     mean: Float[Tensor, "y dk dv"]
-    free_energy: Float[Tensor, "y dk dv"] | None = None
+    free_energy: Float[Tensor, "y dk df"] | None = None
 
 
 class Chunk(NamedTuple):
-    """One chunk of one row and head: features, decay, values and the temperature, (y, 1, dv)."""
+    """One chunk of one row and head: features, decay, values and the temperature.
+
+    free: the values whose free energy is read; None: v.
+    """
 
     q: Float[Tensor, "y c dk"]
     k: Float[Tensor, "y c dk"]
     g: Decay | None
     v: Float[Tensor, "y c dv"]
-    beta: Float[Tensor, "y 1 dv"] | None
+    free: Float[Tensor, "y c df"] | None
+    beta: Float[Tensor, "y 1 df"] | None
+
+    def energies(self) -> Tensor:
+        return self.v if self.free is None else self.free
 
 
 # --- items, and how scores mix them ---------------------------------------------------------------------------------
 
 
-def _items(v: Tensor, peak: Tensor | None, beta: Tensor | None) -> Tensor:
-    ones = torch.ones_like(v[..., :1])
-    if beta is None:
-        return torch.cat([ones, v], -1)
-    return torch.cat([ones, v, (beta * (v - peak)).exp()], -1)
+def _items(chunk: Chunk, peak: Tensor | None) -> Tensor:
+    ones = chunk.v.new_ones(*chunk.v.shape[:2], 1)
+    if chunk.beta is None:
+        return torch.cat([ones, chunk.v], -1)
+    return torch.cat([ones, chunk.v, (chunk.beta * (chunk.energies() - peak)).exp()], -1)
 
 
 def _items_backward(
-    grad: Tensor, items: Tensor, v: Tensor, peak: Tensor | None, beta: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of v and beta."""
-    width = v.shape[-1]
+    grad: Tensor, items: Tensor, chunk: Chunk, peak: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of v, free and beta."""
+    width = chunk.v.shape[-1]
     d_v = grad[..., 1 : 1 + width]
-    if beta is None:
-        return d_v, None
+    if chunk.beta is None:
+        return d_v, None, None
     d_exponent = grad[..., 1 + width :] * items[..., 1 + width :]
-    return torch.addcmul(d_v, beta, d_exponent), (d_exponent * (v - peak)).sum(1, keepdim=True)
+    d_beta = (d_exponent * (chunk.energies() - peak)).sum(1, keepdim=True)
+    if chunk.free is None:
+        return torch.addcmul(d_v, chunk.beta, d_exponent), None, d_beta
+    return d_v, chunk.beta * d_exponent, d_beta
 
 
 def _quotients(sums: Tensor, least: float, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -102,7 +113,7 @@ def _mix(scores: Tensor, items: Tensor, beta: Tensor | None) -> tuple[Tensor, Te
     """
     sums, least = scores @ items, _least(scores)
     weight, _, partition = _columns(sums, beta)
-    lightest = weight.amin() if beta is None else torch.minimum(weight.amin(), partition.amin())
+    lightest = weight.amin() if beta is None or not beta.numel() else torch.minimum(weight.amin(), partition.amin())
     return _sure_quotients(sums, beta) if lightest >= least else _quotients(sums, least, beta)
 
 
@@ -140,8 +151,8 @@ def _lifted(gain: Tensor | None, peak: Tensor | None, log_weight: Tensor) -> Ten
 def _columns(sums: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     if beta is None:
         return sums[..., :1], sums[..., 1:], None
-    width = (sums.shape[-1] - 1) // 2
-    return sums.split([1, width, width], -1)
+    free = beta.shape[-1]
+    return sums.split([1, sums.shape[-1] - 1 - free, free], -1)
 
 
 def _least(scores: Tensor) -> float:
@@ -163,24 +174,25 @@ def remember_backward(grad: State, chunk: Chunk) -> tuple[Chunk]:
     kept, items, peak = _kept(chunk)
     d_kept, d_items, d_beta = _mix_backward(grad, kept.mT, items, chunk.beta)
     d_kept = d_kept.mT
-    d_v, of_items = _items_backward(d_items, items, chunk.v, peak, chunk.beta)
+    d_v, d_free, of_items = _items_backward(d_items, items, chunk, peak)
     d_g = None
     if chunk.g is not None:
         d_g = until_end_backward(_sum_to(d_kept * kept, chunk.g))
         d_kept = d_kept * until_end(chunk.g).exp()
-    return (Chunk(torch.zeros_like(chunk.q), d_kept, d_g, d_v, None if d_beta is None else d_beta + of_items),)
+    d_beta = None if d_beta is None else d_beta + of_items
+    return (Chunk(torch.zeros_like(chunk.q), d_kept, d_g, d_v, d_free, d_beta),)
 
 
 def remember_exactly(chunk: Chunk) -> State:
     """`remember` by logarithms: slow, but exact at any magnitude."""
-    return State(*_log_quotients(_log_kept(chunk).mT, chunk.v, chunk.v, chunk.beta))
+    return State(*_log_quotients(_log_kept(chunk).mT, chunk.v, chunk.energies(), chunk.beta))
 
 
 def _kept(chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | None]:
     """The keys as they are left at the end of the chunk, the items, and the peak M."""
     kept = chunk.k if chunk.g is None else chunk.k * until_end(chunk.g).exp()
-    peak = None if chunk.beta is None else chunk.v.detach().amax(1, keepdim=True)
-    return kept, _items(chunk.v, peak, chunk.beta), peak
+    peak = None if chunk.beta is None else chunk.energies().detach().amax(1, keepdim=True)
+    return kept, _items(chunk, peak), peak
 
 
 # --- what a chunk reads ------------------------------------------------------------------------------------------
@@ -200,7 +212,7 @@ def read_backward(grad: Terms, chunk: Chunk, state: State, present: bool) -> tup
     width = chunk.q.shape[-1]
     d_scores, d_items, d_beta = _mix_backward(grad, scores, items, chunk.beta)
     d_items[:, width:, 1 : 1 + chunk.v.shape[-1]] *= (-scale).exp()  # the other items are what they were scaled to
-    d_v, of_tokens = _items_backward(d_items[:, width:], items[:, width:], chunk.v, peak, chunk.beta)
+    d_v, d_free, of_tokens = _items_backward(d_items[:, width:], items[:, width:], chunk, peak)
     d_state, of_state = _summaries_backward(d_items[:, :width], items[:, :width], state, peak, chunk.beta)
     d_left = d_scores[..., :width]
     d_q, d_k, d_g = pair_scores_backward(d_scores[..., width:], chunk.q, chunk.k, chunk.g, present)
@@ -209,13 +221,14 @@ def read_backward(grad: Terms, chunk: Chunk, state: State, present: bool) -> tup
     else:
         d_g = d_g + since_start_backward(_sum_to(d_left * scores[..., :width], chunk.g))
         d_q = torch.addcmul(d_q, d_left, since_start(chunk.g).exp())
-    return Chunk(d_q, d_k, d_g, d_v, None if d_beta is None else d_beta + of_tokens + of_state), d_state
+    d_beta = None if d_beta is None else d_beta + of_tokens + of_state
+    return Chunk(d_q, d_k, d_g, d_v, d_free, d_beta), d_state
 
 
 def read_exactly(chunk: Chunk, state: State, present: bool) -> Terms:
     """`read` by logarithms: slow, but exact at any magnitude."""
     values = torch.cat([state.mean, chunk.v], 1)
-    energies = None if chunk.beta is None else torch.cat([state.free_energy, chunk.v], 1)
+    energies = None if chunk.beta is None else torch.cat([state.free_energy, chunk.energies()], 1)
     return _log_quotients(_log_visible(chunk, state, present), values, energies, chunk.beta)
 
 
@@ -249,11 +262,11 @@ def _visible(chunk: Chunk, state: State, present: bool) -> tuple:
     peak = energy = None
     if chunk.beta is not None:
         lead = state.free_energy + log_weight.clamp_max(0) / chunk.beta  # M has to be near F for beta's gradient
-        peak = torch.maximum(*(x.detach().amax(1, keepdim=True) for x in (chunk.v, lead)))
+        peak = torch.maximum(*(x.detach().amax(1, keepdim=True) for x in (chunk.energies(), lead)))
         energy = (chunk.beta * (state.free_energy - peak) + log_weight).exp()
     weight = log_weight.exp()
     summaries = torch.cat([weight, weight * state.mean] + ([] if energy is None else [energy]), 2)
-    items = torch.cat([summaries, _items(chunk.v, peak, chunk.beta) * (-scale).exp()], 1)
+    items = torch.cat([summaries, _items(chunk, peak) * (-scale).exp()], 1)
     left = chunk.q if chunk.g is None else chunk.q * since_start(chunk.g).exp()
     return torch.cat([left, pair_scores(chunk.q, chunk.k, chunk.g, present)], 2), items, scale, peak
 

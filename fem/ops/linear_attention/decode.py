@@ -12,9 +12,16 @@ from fem.ops.linear_attention.scores import log
 
 
 def step(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, state: State, present: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    free: Tensor | None,
+    beta: Tensor | None,
+    g: Tensor | None,
+    state: State,
+    present: bool = True,
 ) -> tuple[Terms, State]:
-    """The read of one token and the state after it; q, k, v, g are (B, 1, H, d), the state (B, H, ...).
+    """The read of one token and the state after it; q, k, v, free, g are (B, 1, H, d), the state (B, H, ...).
 
     Without `present` the token reads those before it alone.
 
@@ -22,10 +29,11 @@ def step(
     Z = sum_c q_c w'_c      mean = sum_c q_c w'_c mean'_c / Z      F = (1/beta) log(sum_c q_c w'_c e^{beta F'_c} / Z)
     """
     value = v.transpose(1, 2).expand_as(state.mean)
+    energy = value if free is None else free.transpose(1, 2).expand_as(state.free_energy)
     left = state.log_weight if g is None else state.log_weight + g[:, 0]
     per_channel = None if beta is None else beta.unsqueeze(1)
     before = Terms(left.unsqueeze(-1), state.mean, state.free_energy)
-    after = merge(before, Terms(log(k[:, 0]).unsqueeze(-1), value, value), per_channel)
+    after = merge(before, Terms(log(k[:, 0]).unsqueeze(-1), value, energy), per_channel)
     after = after._replace(log_weight=after.log_weight.clamp_min(LOG_ZERO))
     log_weight, mean, free_energy = after if present else before
     scores = log(q[:, 0]).unsqueeze(-1) + log_weight
@@ -40,14 +48,21 @@ def step(
 
 
 def by_steps(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, start: State, present: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    free: Tensor | None,
+    beta: Tensor | None,
+    g: Tensor | None,
+    start: State,
+    present: bool,
 ) -> tuple[Terms, State]:
-    """The scan of (B, T, H, d), one `step` after another, for `torch.export`."""
+    """The scan of (B, T, H, d), one `step` after another: for `torch.export` and second derivatives."""
 
     def token(before, *parts):
-        q, k, v, g = (None if x is None else x.unsqueeze(1) for x in parts)
-        terms, after = step(q, k, v, beta, g, State(*before), present)
+        q, k, v, free, g = (None if x is None else x.unsqueeze(1) for x in parts)
+        terms, after = step(q, k, v, free, beta, g, State(*before), present)
         return [x for x in after if x is not None], [x[:, 0] for x in terms if x is not None]
 
-    last, rows = along_time(token, [x for x in start if x is not None], q, k, v, g)
+    last, rows = along_time(token, [x for x in start if x is not None], q, k, v, free, g)
     return Terms(*rows), State(*last)

@@ -38,7 +38,7 @@ def recompute(way: Way, result: Record, doubt: Tensor, *arguments: Record) -> Te
     chunks = doubt.any(1).nonzero().squeeze(1)
     if len(chunks):
         chunks = chunks[(doubt[chunks] & way.alive(*_take(arguments, chunks))).any(1)]
-    entries = result.mean[0].numel()
+    entries = _entries(result)
     if len(chunks) and doubt.numel() and result.mean.dtype != torch.float64:
         doubled = _take(arguments, chunks, torch.float64)
         better, doubt = way.fast(*doubled)
@@ -67,7 +67,7 @@ def correct(way: Way, result: tuple[Record, ...], fallback: Tensor, grad: Record
         for record, with_ in zip(result, better):
             _put(record, doubled, with_)
     exact = (fallback == 2).nonzero().squeeze(1)
-    for part in _groups(exact, grad.mean[0].numel() * grad.mean.shape[1]):
+    for part in _groups(exact, _entries(grad) * grad.mean.shape[1]):
         better = _backward(way.exact, *_take((grad, *arguments), part, torch.float64))
         for record, with_ in zip(result, better):
             _put(record, part, with_)
@@ -98,6 +98,11 @@ def _put(record: Record, chunks: Tensor, better: Record) -> None:
     for tensor, with_ in zip(record, better):
         if tensor is not None:
             tensor[chunks] = with_.to(tensor.dtype)
+
+
+def _entries(results: Record) -> int:
+    """Numbers that one chunk gives."""
+    return sum(x[0].numel() for x in results if x is not None)
 
 
 def _groups(chunks: Tensor, entries: int):

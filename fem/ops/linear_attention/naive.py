@@ -17,19 +17,20 @@ def naive_linear_attention_read(
     q: Float[Tensor, "b t h dk"],
     k: Float[Tensor, "b t h dk"],
     v: Float[Tensor, "b t h dv"],
-    beta: Float[Tensor, "h dv"] | None,
+    beta: Float[Tensor, "h df"] | None,
     log_decay: Float[Tensor, "b t h *dk"] | None = None,
     causal: bool = True,
     key_mask: Shaped[Tensor, "b t"] | None = None,
     segment_ids: Int[Tensor, "b t"] | None = None,
     initial_state: dict[str, Tensor] | None = None,
     normalize: bool = True,
+    free_values: Float[Tensor, "b t h df"] | None = None,
 ) -> tuple[Read, dict[str, Tensor]]:
     """Mean and free energy under a linear-attention prior with decay, row by row of the definition, in float64.
 
         s_t(i) = sum_c q_tc exp(sum_{i<r<=t} log_decay_rc) k_ic over the allowed i; for i > t the sum has t <= r < i
-        mean_tj = sum_i s_t(i) v_ij / Z_t        F_tj = (1/beta_j) log(sum_i s_t(i) exp(beta_j v_ij) / Z_t)
-        Z_t = sum_i s_t(i), or 1 with normalize=False
+        mean_tj = sum_i s_t(i) v_ij / Z_t        F_tj = (1/beta_j) log(sum_i s_t(i) exp(beta_j f_ij) / Z_t)
+        Z_t = sum_i s_t(i), or 1 with normalize=False; f are the free values, v without them
 
     The state after the last token is the read of each key channel c, with weights exp(sum_{i<r} log_decay_rc) k_ic.
     An initial state stands for one token per key channel before the first.
@@ -39,12 +40,13 @@ def naive_linear_attention_read(
     beta = None if beta is None else beta.double()
     g = torch.zeros_like(q) if log_decay is None else log_decay.double()
     g = (g if g.ndim == 4 else g.unsqueeze(-1)).expand_as(q)
+    f = v if free_values is None else free_values
     keep = torch.ones(batch, time) if key_mask is None else key_mask
     rows, states = [], []
     for b in range(batch):
         kept = [t for t in range(time) if keep[b, t]]
         ids = [0] * time if segment_ids is None else segment_ids[b].tolist()
-        log_k, means, energies = k[b, kept].log(), v[b, kept], v[b, kept]  # the items that can be seen, in order
+        log_k, means, energies = k[b, kept].log(), v[b, kept], f[b, kept]  # the items that can be seen, in order
         before = 0
         if initial_state is not None:
             before = width
@@ -75,14 +77,16 @@ def naive_linear_attention_read(
                 s = (q[b, t].log() + left).logsumexp(-1, keepdim=True)
                 rows.append(weighted_read(s, means[seen], energies[seen], beta, normalize))
             else:
-                none = v.new_zeros(heads, v.shape[-1])
-                rows.append((none, none))
+                rows.append((torch.zeros_like(v[b, t]), torch.zeros_like(f[b, t])))
         if numbers and causal:
             seen, left = weights(len(numbers) - 1)
             channels = left.split(1, -1)
             reads = [weighted_read(one, means[seen], energies[seen], beta, True) for one in channels]
             mean, free_energy = (torch.stack(parts, 1) for parts in zip(*reads))
             states.append((left.logsumexp(0), mean, free_energy))
+        elif causal:  # nothing kept, and nothing before
+            nothing = [x.new_zeros(heads, width, x.shape[-1], dtype=torch.float64) for x in (v, f)]
+            states.append((torch.full_like(q[b, 0], -1e30), *nothing))
     mean, free_energy = (torch.stack(parts).unflatten(0, (batch, time)) for parts in zip(*rows))
     names = ("log_weight", "mean", "free_energy")[: 2 if beta is None else 3]
     state = dict(zip(names, (torch.stack(parts) for parts in zip(*states)))) if states else {}

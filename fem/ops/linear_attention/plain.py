@@ -70,10 +70,11 @@ class Slab:
         x = x.view(self.batch, self.heads, self.chunks, self.chunk, out.shape[-1]).permute(0, 2, 3, 1, 4)
         out[:, self.start : self.stop] = x.flatten(1, 2)[:, : self.stop - self.start]
 
-    def inputs(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None) -> Chunk:
-        """beta is (B H, 1, d_v)."""
+    def inputs(self, q, k, v, free, beta, g) -> Chunk:
+        """beta is (B H, 1, d_f)."""
         beta = None if beta is None else beta.repeat_interleave(self.chunks, 0)
-        return Chunk(self.split(q), self.split(k), self.split(g), self.split(v, fill=torch.clone), beta)
+        values = (self.split(x, fill=torch.clone) for x in (v, free))
+        return Chunk(self.split(q), self.split(k), self.split(g), *values, beta)
 
     def through(self, chunk: Chunk) -> Tensor | None:
         return None if chunk.g is None else chunk.g.sum(1).unflatten(0, (-1, self.chunks))
@@ -110,29 +111,29 @@ def rows_of(beta: Tensor | None, batch: int) -> Tensor | None:
 @torch.library.custom_op(
     "fem::linear_attention",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor log_weight, Tensor mean, "
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? free, Tensor? beta, Tensor? g, Tensor log_weight, Tensor mean, "
     "Tensor? free_energy, bool present) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def scan(q, k, v, beta, g, log_weight, mean, free_energy, present):
+def scan(q, k, v, free, beta, g, log_weight, mean, free_energy, present):
     """Reads (3), the final state (3); for the backward pass the states where slabs begin (3) and the fallbacks (2)."""
     start = State(log_weight, mean, free_energy if beta is not None else None)
-    in_float64 = needs_float64(v, beta) or products_overflow(q, k)
+    in_float64 = needs_float64(v if free is None else free, beta) or products_overflow(q, k)
     with torch.autocast(q.device.type, enabled=False):
         if not in_float64:
-            return _scan(q, k, v, beta, g, start, present)
-        results = _scan(*double(q, k, v, beta, g), State(*double(*start)), present)
+            return _scan(q, k, v, free, beta, g, start, present)
+        results = _scan(*double(q, k, v, free, beta, g), State(*double(*start)), present)
         return tuple(x.to(q.dtype) if x.is_floating_point() else x for x in results)
 
 
-def _scan(q, k, v, beta, g, start: State, present: bool) -> tuple[Tensor, ...]:
-    reads = Terms(*_empty_reads(q, v, beta))
+def _scan(q, k, v, free, beta, g, start: State, present: bool) -> tuple[Tensor, ...]:
+    reads = Terms(*_empty_reads(q, v, free, beta))
     rows = rows_of(beta, len(q))
     state = _flat(start)
     entering, fallbacks_added, fallbacks_read = [], [], []
     for slab in _slabs(q, g):
         entering.append(state)
-        chunk = slab.inputs(q, k, v, rows, g)
+        chunk = slab.inputs(q, k, v, free, rows, g)
         added, fallback_added = compute(REMEMBER, chunk)
         along = pass_states(state, slab.per_row(added), slab.through(chunk), rows)
         before = _flat(_each(along, lambda x: x[:, :-1]))
@@ -145,7 +146,8 @@ def _scan(q, k, v, beta, g, start: State, present: bool) -> tuple[Tensor, ...]:
         fallbacks_read.append(fallback_read)
     fallback_read = torch.cat(fallbacks_read)
     again = int(fallback_read.count_nonzero()) / max(1, len(fallback_read))
-    fallbacks.count(reads.mean.numel(), round(again * reads.mean.numel()))
+    entries = 0 if beta is None else reads.free_energy.numel()
+    fallbacks.count(entries, round(again * entries))
     last = _each(state, lambda x: x.unflatten(0, start.log_weight.shape[:2]).contiguous())
     entering.append(state)  # so that there are at least two: torch.compile specialises a graph to a size of one
     entering = (None if parts[0] is None else torch.stack(parts) for parts in zip(*entering))
@@ -153,60 +155,64 @@ def _scan(q, k, v, beta, g, start: State, present: bool) -> tuple[Tensor, ...]:
     return *reads, *results, torch.cat(fallbacks_added), fallback_read
 
 
-def _empty_reads(q: Tensor, v: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty((*q.shape[:3], 1)), v.new_empty(v.shape), v.new_empty(0 if beta is None else v.shape)
+def _empty_reads(q: Tensor, v: Tensor, free: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    energies = 0 if beta is None else v.shape if free is None else free.shape
+    return q.new_empty((*q.shape[:3], 1)), v.new_empty(v.shape), v.new_empty(energies)
 
 
 @scan.register_fake
-def _(q, k, v, beta, g, log_weight, mean, free_energy, present):
+def _(q, k, v, free, beta, g, log_weight, mean, free_energy, present):
     chunk, step = _sizes(q, g)
-    time, rows, free = q.shape[1], q.shape[0] * q.shape[2], beta is not None
-    last = [q.new_empty(shape) for shape in (log_weight.shape, mean.shape, mean.shape if free else 0)]
+    time, rows = q.shape[1], q.shape[0] * q.shape[2]
+    start = [log_weight, mean, *([] if beta is None else [free_energy])]
     slabs = (time + step - 1) // step + 1
-    shapes = [(slabs, rows, *shape[2:]) for shape in (log_weight.shape, mean.shape)]
-    entering = [q.new_empty(shape) for shape in (*shapes, shapes[1] if free else 0)]
+    none = [] if beta is not None else [0]
+    last = [q.new_empty(shape) for shape in (*(x.shape for x in start), *none)]
+    entering = [q.new_empty(shape) for shape in (*((slabs, rows, *x.shape[2:]) for x in start), *none)]
     fallbacks = [q.new_empty(rows * ((time + chunk - 1) // chunk), dtype=torch.uint8) for _ in range(2)]
-    return *_empty_reads(q, v, beta), *last, *entering, *fallbacks
+    return *_empty_reads(q, v, free, beta), *last, *entering, *fallbacks
 
 
 @torch.library.custom_op(
     "fem::linear_attention_backward",
     mutates_args=(),
-    schema="(Tensor[] grads, Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor[] saved, bool present) "
+    schema="(Tensor[] grads, Tensor q, Tensor k, Tensor v, Tensor? free, Tensor? beta, Tensor? g, Tensor[] saved, "
+    "bool present) "
     "-> Tensor[]",
 )
-def scan_backward(grads, q, k, v, beta, g, saved, present):
-    """Gradients of q, k, v, the initial state (2 or 3), beta and g, as far as there are any."""
-    in_float64 = needs_float64(v, beta) or products_overflow(q, k)
+def scan_backward(grads, q, k, v, free, beta, g, saved, present):
+    """Gradients of q, k, v, the initial state (2 or 3), free, beta and g, as far as there are any."""
+    in_float64 = needs_float64(v if free is None else free, beta) or products_overflow(q, k)
     with torch.autocast(q.device.type, enabled=False):
         if not in_float64:
-            return _scan_backward(grads, q, k, v, beta, g, saved, present)
+            return _scan_backward(grads, q, k, v, free, beta, g, saved, present)
         *entering, fallback_added, fallback_read = saved
         saved = [*double(*entering), fallback_added, fallback_read]
-        results = _scan_backward(double(*grads), *double(q, k, v, beta, g), saved, present)
+        results = _scan_backward(double(*grads), *double(q, k, v, free, beta, g), saved, present)
         return [x.to(q.dtype) for x in results]
 
 
-def _scan_backward(grads, q, k, v, beta, g, saved, present: bool) -> list[Tensor]:
-    free = beta is not None
+def _scan_backward(grads, q, k, v, free, beta, g, saved, present: bool) -> list[Tensor]:
+    with_energies = beta is not None
     rows = rows_of(beta, len(q))
     slabs = _slabs(q, g)
     *entering, fallbacks_added, fallbacks_read = saved
     counts = [slab.batch * slab.heads * slab.chunks for slab in slabs]
     fallbacks = list(zip(fallbacks_added.split(counts), fallbacks_read.split(counts)))
-    d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    d_g = None if g is None else torch.empty_like(g, memory_format=torch.contiguous_format)
+    d_q, d_k, d_v, d_free, d_g = (
+        None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, free, g)
+    )
     d_rows = None if beta is None else torch.zeros_like(rows)
-    d_state = _flat(State(grads[3], grads[4], grads[5] if free else None))
+    d_state = _flat(State(grads[3], grads[4], grads[5] if with_energies else None))
     for n in reversed(range(len(slabs))):
         slab, (fallback_added, fallback_read) = slabs[n], fallbacks[n]
-        chunk = slab.inputs(q, k, v, rows, g)
-        start = State(entering[0][n], entering[1][n], entering[2][n] if free else None)
+        chunk = slab.inputs(q, k, v, free, rows, g)
+        start = State(entering[0][n], entering[1][n], entering[2][n] if with_energies else None)
         added, through = slab.per_row(compute(REMEMBER, chunk)[0]), slab.through(chunk)
         along = pass_states(start, added, through, rows)
         before = _flat(_each(along, lambda x: x[:, :-1]))
 
-        d_log_weight, *d_reads = (slab.split(x) for x in grads[: 3 if free else 2])
+        d_log_weight, *d_reads = (slab.split(x) for x in grads[: 3 if with_energies else 2])
         d_terms = Terms(d_log_weight.squeeze(-1), *d_reads)
         d_chunk, d_before = differentiate(read_way(present), fallback_read, d_terms, chunk, before)
         d_state, d_added, d_through, d_beta = pass_states_backward(
@@ -217,57 +223,55 @@ def _scan_backward(grads, q, k, v, beta, g, saved, present: bool) -> list[Tensor
         slab.write(d_q, d_chunk.q)
         slab.write(d_k, d_chunk.k + d_more.k)
         slab.write(d_v, d_chunk.v + d_more.v)
-        if free:
+        if free is not None:
+            slab.write(d_free, d_chunk.free + d_more.free)
+        if with_energies:
             d_rows += d_beta + (d_chunk.beta + d_more.beta).unflatten(0, (-1, slab.chunks)).sum(1)
         if g is not None:
             d_through = d_through if d_through.shape[-1] == g.shape[-1] else d_through.sum(-1, keepdim=True)
             slab.write(d_g, d_chunk.g + d_more.g + d_through.flatten(0, 1).unsqueeze(1))
     d_start = [x.unflatten(0, (len(q), -1)).contiguous() for x in d_state if x is not None]
     d_beta = None if beta is None else d_rows.unflatten(0, (len(q), -1)).sum((0, 2))
-    return [x for x in (d_q, d_k, d_v, *d_start, d_beta, d_g) if x is not None]
+    return [x for x in (d_q, d_k, d_v, *d_start, d_free, d_beta, d_g) if x is not None]
 
 
 @scan_backward.register_fake
-def _(grads, q, k, v, beta, g, saved, present):
+def _(grads, q, k, v, free, beta, g, saved, present):
     states = grads[3:6] if beta is not None else grads[3:5]
-    inputs = (x for x in (q, k, v, *states, beta, g) if x is not None)
+    inputs = (x for x in (q, k, v, *states, free, beta, g) if x is not None)
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
 
 
 def _save(ctx, inputs, output):
-    q, k, v, beta, g, *start, ctx.present = inputs
-    ctx.continued = any(ctx.needs_input_grad[5:8])  # else the start is the first of the states at slabs' boundaries
-    ctx.save_for_backward(q, k, v, beta, g, *output[6:], *(start if ctx.continued else ()))
+    *tensors, log_weight, mean, free_energy, ctx.present = inputs
+    start = (log_weight, mean, free_energy)
+    ctx.continued = any(ctx.needs_input_grad[6:9])  # else the start is the first of the states at slabs' boundaries
+    ctx.save_for_backward(*tensors, *output[6:], *(start if ctx.continued else ()))
     ctx.shapes = [x.shape for x in output[:6]]
     ctx.set_materialize_grads(False)
 
 
 def _by_steps(present, *tensors):
     """The outputs of `scan` in steps that PyTorch can differentiate any number of times, in float64."""
-    q, k, v, beta, g, *start = double(*tensors)
-    terms, last = by_steps(q, k, v, beta, g, State(*start), present)
+    q, k, v, free, beta, g, *start = double(*tensors)
+    terms, last = by_steps(q, k, v, free, beta, g, State(*start), present)
     return [v.new_zeros(0) if x is None else x.to(tensors[2].dtype) for x in (*terms, *last)]
 
 
 def _differentiate(ctx, *grads):
     tensors = ctx.saved_tensors  # read once: checkpointing hands it out but once
-    q, k, v, beta, g = tensors[:5]
-    saved, start = tensors[5:10], tensors[10:]
+    q, k, v, free, beta, g = tensors[:6]
+    saved, start = tensors[6:11], tensors[11:]
     if torch.is_grad_enabled():
         if not ctx.continued:
             start = [x[0].unflatten(0, (len(q), -1)) if x.numel() else None for x in saved[:3]]
-        found = again_differentiable(partial(_by_steps, ctx.present), (q, k, v, beta, g, *start), grads[:6])
+        found = again_differentiable(partial(_by_steps, ctx.present), (q, k, v, free, beta, g, *start), grads[:6])
         return *found, None
     grads = [q.new_zeros(shape) if x is None else x for x, shape in zip(grads, ctx.shapes)]
-    return by_input(scan_backward(grads, q, k, v, beta, g, saved, ctx.present), beta, g)
-
-
-def by_input(gradients: list[Tensor], beta: Tensor | None, g: Tensor | None) -> tuple[Tensor | None, ...]:
-    """What `scan_backward` returns, in the order of the inputs of `scan`, with None for those that are not given."""
-    found = iter(gradients)
+    found = iter(scan_backward(grads, q, k, v, free, beta, g, saved, ctx.present))
     d_q, d_k, d_v, d_weight, d_mean = (next(found) for _ in range(5))
-    d_free_energy, d_beta = (None, None) if beta is None else (next(found), next(found))
-    return d_q, d_k, d_v, d_beta, None if g is None else next(found), d_weight, d_mean, d_free_energy, None
+    d_energy, d_free, d_beta, d_g = (None if x is None else next(found) for x in (beta, free, beta, g))
+    return d_q, d_k, d_v, d_free, d_beta, d_g, d_weight, d_mean, d_energy, None
 
 
 scan.register_autograd(_differentiate, setup_context=_save)

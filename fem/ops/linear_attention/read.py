@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import compute_dtype
-from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, merge, nothing_read, read_of
+from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, merge, read_of
 from fem.ops.common.steps import portable
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import differentiated, transformed
@@ -22,8 +22,9 @@ def linear_attention_read(
     q: Float[Tensor, "b t h dk"],
     k: Float[Tensor, "b t h dk"],
     v: Float[Tensor, "b t h dv"],
-    beta: Float[Tensor, "h dv"] | None,
+    beta: Float[Tensor, "h df"] | None,
     log_decay: Float[Tensor, "b t h"] | Float[Tensor, "b t h dk"] | None = None,
+    free_values: Float[Tensor, "b t h df"] | None = None,
     *,
     causal: bool = True,
     tokens: Tokens | None = None,
@@ -35,23 +36,23 @@ def linear_attention_read(
     """`fem.functional.keyed_scan_read` of checked arguments, with `tokens` in the place of masks and documents.
 
     state: what each key channel has kept, as the read of all tokens before under its own weights, batch first:
-    log_weight (B, H, d_k), mean and free_energy (B, H, d_k, d_v), in fp32 (float64 for float64 inputs).
+    log_weight (B, H, d_k), mean (B, H, d_k, d_v) and free_energy (B, H, d_k, d_f), in fp32 (float64 for float64).
     """
     backend = scan_backend(backend, v.device, widest(v, log_decay))
     if backend == "reference" and 0 not in v.shape[:2]:
-        read, state = _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, normalize)
+        read, state = _by_definition(q, k, v, free_values, beta, log_decay, causal, tokens, initial_state, normalize)
         return (read, state) if return_state else read
     terms, state = linear_attention_terms(
-        q, k, v, beta, log_decay, tokens=tokens, initial_state=initial_state, backend=backend
+        q, k, v, beta, log_decay, free_values=free_values, tokens=tokens, initial_state=initial_state
     )
     if not causal:
         later = linear_attention_terms(
             *(_reversed(x) for x in (q, k, v)),
             beta,
             _reversed(log_decay),
+            free_values=_reversed(free_values),
             tokens=None if tokens is None else tokens.reversed(),
             present=False,
-            backend=backend,
         )[0]
         terms = merge(terms, Terms(*(_reversed(x) for x in later)), None if beta is None else beta.to(later.mean.dtype))
     read = read_of(terms, beta, normalize, v.dtype)
@@ -62,13 +63,13 @@ def linear_attention_terms(
     q: Float[Tensor, "b t h dk"],
     k: Float[Tensor, "b t h dk"],
     v: Float[Tensor, "b t h dv"],
-    beta: Float[Tensor, "h dv"] | None,
+    beta: Float[Tensor, "h df"] | None,
     log_decay: Float[Tensor, "b t h"] | Float[Tensor, "b t h dk"] | None = None,
+    free_values: Float[Tensor, "b t h df"] | None = None,
     *,
     tokens: Tokens | None = None,
     initial_state: dict[str, Tensor] | None = None,
     present: bool = True,
-    backend: str = "plain",
 ) -> tuple[Terms, dict[str, Tensor]]:
     """The causal read with its total weight, log_weight (B, T, H, 1), and the state after the last token.
 
@@ -76,29 +77,36 @@ def linear_attention_terms(
     """
     sums = compute_dtype(v)
     q, k, v = (x.to(sums) for x in (q, k, v))
-    beta, g = (None if x is None else x.to(sums) for x in (beta, log_decay))
+    free, beta, g = (None if x is None else x.to(sums) for x in (free_values, beta, log_decay))
     g = None if g is None else g.masked_fill(g < LOG_ZERO, LOG_ZERO)  # clamp would keep g itself for the gradient
     g = g.unsqueeze(-1) if g is not None and g.ndim == 3 else g
     if tokens is not None and 0 not in v.shape[:2]:
-        q, k, v, g = _only_kept(tokens, q, k, v, g)
-    start = State(**{"free_energy": None} | (initial_state or _empty_state(k, v, beta, sums)))
+        q, k, v, free, g = _only_kept(tokens, q, k, v, free, g)
+    start = State(**{"free_energy": None} | (initial_state or _empty_state(k, v, v if free is None else free, beta)))
     if 0 in v.shape[:2]:
-        zeros = connected_zeros(v, v.shape, q, k, v, beta, g, *start)
-        terms, last = nothing_read(zeros, beta)._replace(log_weight=zeros[..., :1]), start
-    elif portable() or transformed(q, k, v, beta, g, *start):
-        terms, last = by_steps(q, k, v, beta, g, start, present)
-    elif q.shape[1] == 1 and present and not differentiated(q, k, v, beta, g, *start):
-        terms, last = step(q, k, v, beta, g, start)
+        zeros = connected_zeros(v, (*q.shape[:3], 1), q, k, v, free, beta, g, *start)
+        energies = None if beta is None else zeros.expand(*v.shape[:3], len(beta[0]))
+        terms, last = Terms(zeros, zeros.expand_as(v), energies), start
+    elif portable() or transformed(q, k, v, free, beta, g, *start):
+        terms, last = by_steps(q, k, v, free, beta, g, start, present)
+    elif q.shape[1] == 1 and present and not differentiated(q, k, v, free, beta, g, *start):
+        terms, last = step(q, k, v, free, beta, g, start)
     else:
-        results = scan(q, k, v, beta, g, *start, present)
+        results = scan(q, k, v, free, beta, g, *start, present)
         terms, last = Terms(*results[:3]), State(*results[3:6])
     if beta is None:
         terms, last = terms._replace(free_energy=None), last._replace(free_energy=None)
     return terms, {name: x for name, x in last._asdict().items() if x is not None}
 
 
-def _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, normalize):
+def _by_definition(q, k, v, free_values, beta, log_decay, causal, tokens, initial_state, normalize):
     """The read by the loops over the definition, in `naive`, which take masks and document numbers."""
+    for name, x in (("q", q), ("k", k)):
+        if differentiated(x) and bool((x == 0).any()):
+            raise ValueError(
+                f"{name} must be positive where backend='reference' differentiates it, as that takes its logarithm, "
+                "got a 0; use backend='plain'."
+            )
     keep = None if tokens is None else tokens.keep
     document = None if tokens is None else tokens.document
     if initial_state and tokens is not None and tokens.start is not None:
@@ -106,31 +114,36 @@ def _by_definition(q, k, v, beta, log_decay, causal, tokens, initial_state, norm
         anew = (tokens.start & (first.cumsum(1) == 1)).any(1)[:, None, None]
         initial_state = initial_state | {"log_weight": torch.where(anew, -torch.inf, initial_state["log_weight"])}
     read, state = naive_linear_attention_read(
-        q, k, v, beta, log_decay, causal, keep, document, initial_state or None, normalize
+        q, k, v, beta, log_decay, causal, keep, document, initial_state or None, normalize, free_values
     )
     sums = compute_dtype(v)
     read = Read(*(None if x is None else x.to(v.dtype) for x in read))
     return read, {name: x.to(sums) for name, x in state.items()}
 
 
-def _only_kept(tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None):
+def _only_kept(tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, free: Tensor | None, g: Tensor | None):
     """Inputs in which masked tokens read, add and decay nothing, and the state is forgotten where a document starts."""
     if tokens.keep is not None:
         keep = tokens.keep[:, :, None, None]
-        lowest = torch.where(keep, v.detach(), torch.inf).amin(1, keepdim=True)  # so that it raises no chunk's peak
-        v = torch.where(keep, v, torch.where(lowest < torch.inf, lowest, 0))
+        v, free = _filled(v, keep), None if free is None else _filled(free, keep)
         q, k, g = (None if x is None else torch.where(keep, x, 0) for x in (q, k, g))
     if tokens.start is not None:
         g = torch.zeros_like(q[..., :1]) if g is None else g
         g = torch.where(tokens.start[:, :, None, None], LOG_ZERO, g)
-    return q, k, v, g
+    return q, k, v, free, g
 
 
-def _empty_state(k: Tensor, v: Tensor, beta: Tensor | None, sums: torch.dtype) -> dict[str, Tensor]:
+def _filled(v: Tensor, keep: Tensor) -> Tensor:
+    """Values in which masked tokens have the least of the others, so that they raise no chunk's peak."""
+    lowest = torch.where(keep, v.detach(), torch.inf).amin(1, keepdim=True)
+    return torch.where(keep, v, torch.where(lowest < torch.inf, lowest, 0))
+
+
+def _empty_state(k: Tensor, v: Tensor, free: Tensor, beta: Tensor | None) -> dict[str, Tensor]:
     batch, _, heads, width = k.shape
-    mean = v.new_zeros(batch, heads, width, v.shape[-1], dtype=sums)
-    state = {"log_weight": k.new_full((batch, heads, width), LOG_ZERO, dtype=sums), "mean": mean}
-    return state if beta is None else state | {"free_energy": mean}
+    zeros = lambda x: x.new_zeros(batch, heads, width, x.shape[-1])  # noqa: E731
+    state = {"log_weight": k.new_full((batch, heads, width), LOG_ZERO), "mean": zeros(v)}
+    return state if beta is None else state | {"free_energy": zeros(free)}
 
 
 def _reversed(x: Tensor | None) -> Tensor | None:

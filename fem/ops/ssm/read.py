@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.channel_scan.read import by_definition
+from fem.ops.channel_scan.read import by_definition, read_pair, split_channels
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, merge, nothing_read, read_of
@@ -28,8 +28,9 @@ def ssm_read(
     B: Float[Tensor, "b t n"],
     C: Float[Tensor, "b t n"],
     D: Float[Tensor, "h d"],
-    v: Heads,
-    beta: Float[Tensor, "h d"] | None,
+    v: Float[Tensor, "b t h dv"],
+    beta: Float[Tensor, "h df"] | None,
+    free_values: Float[Tensor, "b t h df"] | None = None,
     *,
     causal: bool = True,
     tokens: Tokens | None = None,
@@ -45,12 +46,23 @@ def ssm_read(
     logs: log delta, log B and log C, exact where delta, B or C themselves have underflowed.
     Training keeps the states of every 64th token and computes the others again: memory O(T d_v), not O(T d_v N).
     """
+    if free_values is not None:
+        widths = v.shape[-1], free_values.shape[-1]
+        delta, D, log_delta = (split_channels(x, widths) for x in (delta, D, None if logs is None else logs[0]))
+        A = split_channels(A, widths, 1)
+        logs = [None if logs is None else (log, *logs[1:]) for log in log_delta]
+        reads = [
+            partial(ssm_read, delta[n], A[n], B, C, D[n], values, temperature, logs=logs[n])
+            for n, (values, temperature) in enumerate(((v, None), (free_values, beta)))
+        ]
+        options = {"causal": causal, "tokens": tokens, "normalize": normalize, "backend": backend}
+        return read_pair(reads, v, free_values, initial_state, return_state, options)
     backend = scan_backend(backend, v.device, widest(v, delta, A, B, C, D))
     if backend == "reference" and 0 not in v.shape[:2]:
         loops = partial(naive_ssm_read, delta, A, B, C, D, v, beta)
         return by_definition(loops, v.dtype, causal, tokens, normalize, initial_state, return_state)
     options = {"causal": causal, "tokens": tokens, "initial_state": initial_state, "return_state": return_state}
-    terms, state = ssm_terms(delta, A, B, C, D, v, beta, **options, backend=backend, logs=logs)
+    terms, state = ssm_terms(delta, A, B, C, D, v, beta, **options, logs=logs)
     read = read_of(terms, beta, normalize, v.dtype)
     return (read, state) if return_state else read
 
@@ -68,26 +80,25 @@ def ssm_terms(
     tokens: Tokens | None = None,
     initial_state: dict[str, Tensor] | None = None,
     return_state: bool = False,
-    backend: str = "plain",
     logs: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Terms, dict[str, Tensor] | None]:
     """The normalised read with the logarithm of its total weight, and the state after the last token, if wanted.
 
     logs: as in `ssm_read`.
     """
-    past, state = _one_way(delta, A, B, C, D, v, beta, tokens, initial_state, return_state, backend, logs)
+    past, state = _one_way(delta, A, B, C, D, v, beta, tokens, initial_state, return_state, logs)
     if causal:
         return past, state
     back = None if tokens is None else tokens.reversed()
     delta, B, C, v = (x.flip(1) for x in (delta, B, C, v))
     logs = None if logs is None else tuple(log.flip(1) for log in logs)
-    future, _ = _one_way(delta, A, B, C, None, v, beta, back, None, False, backend, logs)
+    future, _ = _one_way(delta, A, B, C, None, v, beta, back, None, False, logs)
     future = Terms(*(None if part is None else part.flip(1) for part in future))
     return merge(past, future, None if beta is None else beta.to(past.mean.dtype)), state
 
 
 def _one_way(
-    delta, A, B, C, D, v, beta, tokens, state, return_state: bool, backend: str, logs
+    delta, A, B, C, D, v, beta, tokens, state, return_state: bool, logs
 ) -> tuple[Terms, dict[str, Tensor] | None]:
     """The read of the tokens up to each, the present one included; without D, of the tokens before it alone."""
     dtype = compute_dtype(delta, A, B, C, D, v)

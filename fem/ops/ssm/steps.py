@@ -15,8 +15,8 @@ from fem.ops.common.steps import along_time
 def step_by_step(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, *start) -> list[Tensor]:
     """The reads and the last states, by steps that PyTorch can differentiate any number of times."""
     rank, channels = a.shape
-    log_delta, log_b, log_c = (delta.log(), b.log(), c.log()) if log_delta is None else (log_delta, log_b, log_c)
-    log_skip = None if skip is None else skip.log()
+    log_delta, log_b, log_c = (_log(delta), _log(b), _log(c)) if log_delta is None else (log_delta, log_b, log_c)
+    log_skip = None if skip is None else _log(skip)
 
     def step(before, delta, v, opens, log_delta, log_b, log_c):
         peak, *memory = before
@@ -37,6 +37,12 @@ def step_by_step(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, 
     states = [part.unflatten(-1, (rank, channels)) for part in start]
     last, reads = along_time(step, states, delta, v, opens, log_delta, log_b, log_c)
     return [*reads, *(part.flatten(-2) for part in last)]
+
+
+def _log(x: Tensor) -> Tensor:
+    """log x; at 0 without gradient, where it would be infinite."""
+    positive = x > 0
+    return torch.where(positive, torch.where(positive, x, 1).log(), -math.inf)
 
 
 def _read_items(scores: Tensor, items: list[Tensor], beta: Tensor | None) -> list[Tensor]:

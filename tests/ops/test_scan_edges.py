@@ -1,0 +1,80 @@
+"""Scans at their edges: rows without weight, factors of exactly 0, calls without tokens, values that are refused."""
+
+import pytest
+import torch
+
+from fem.functional import channel_scan_read, decay_scan, keyed_scan_read, ssm_read
+
+
+def gradients(read, leaves, **options):
+    return torch.autograd.grad(sum(x.square().sum() for x in read), leaves, **options)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("decays", [True, False])
+def test_a_row_without_weight_has_gradients_of_zero(causal, decays):
+    """In float32, and with values for which the scan runs in float64: what it keeps is rounded."""
+    x, v, a = torch.randn(2, 7, 1, 2), 50 * torch.randn(2, 7, 1, 2), -torch.rand(2, 7, 1, 2)
+    x[0] = -torch.inf
+    leaves = [one.requires_grad_() for one in (x, v, *([a] if decays else []))]
+    found = gradients(channel_scan_read(x, v, torch.ones(1, 2), a if decays else None, causal), leaves)
+    for one in found:
+        assert one.isfinite().all()
+        assert not one[0].any()
+        assert one[1].any()
+
+
+@pytest.mark.parametrize("mask", [[1, 0, 1, 1, 0], [0, 0, 1, 1, 1]])
+def test_second_derivatives_of_a_masked_state_space_are_those_of_the_kept_tokens(mask):
+    shape = {"delta": (1, 5, 1, 2), "A": (1, 2, 3), "B": (1, 5, 3), "C": (1, 5, 3), "D": (1, 2), "v": (1, 5, 1, 2)}
+    given = {name: torch.rand(*size, dtype=torch.float64) for name, size in shape.items()}
+    given["A"] = -given["A"]
+    kept = torch.tensor(mask).bool()
+    results = []
+    for only in (False, True):
+        leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
+        inputs = {name: x[:, kept] if only and name not in "AD" else x for name, x in leaves.items()}
+        read = ssm_read(**inputs, beta=torch.ones(1, 2).double(), key_mask=None if only else kept.long()[None])
+        first = gradients(read, list(leaves.values()), create_graph=True)
+        results.append(gradients(first, list(leaves.values())))
+    for masked, alone in zip(*results):
+        torch.testing.assert_close(masked, alone)
+
+
+def test_a_linear_read_of_no_token_under_a_mask_is_empty_and_keeps_the_state():
+    q, k, v, beta = torch.rand(2, 4, 1, 3), torch.rand(2, 4, 1, 3), torch.randn(2, 4, 1, 2), torch.ones(1, 2)
+    none = torch.ones(2, 0, dtype=torch.bool)
+    read = keyed_scan_read(q[:, :0], k[:, :0], v[:, :0], beta, key_mask=none)
+    assert read.mean.shape == read.free_energy.shape == (2, 0, 1, 2)
+    _, state = keyed_scan_read(q, k, v, beta, return_state=True)
+    _, after = keyed_scan_read(
+        q[:, :0], k[:, :0], v[:, :0], beta, key_mask=none, initial_state=state, return_state=True
+    )
+    for name, x in state.memory.items():
+        torch.testing.assert_close(after.memory[name], x)
+
+
+def test_a_row_that_is_masked_throughout_stays_in_the_state_of_the_definition():
+    q, k, v, beta = torch.rand(2, 4, 1, 3), torch.rand(2, 4, 1, 3), torch.randn(2, 4, 1, 2), torch.ones(1, 2)
+    mask = torch.tensor([[0, 0, 0, 0], [1, 1, 1, 1]])
+    options = {"key_mask": mask, "return_state": True}
+    states = [keyed_scan_read(q, k, v, beta, backend=name, **options)[1].memory for name in ("reference", "plain")]
+    for name, x in states[1].items():
+        torch.testing.assert_close(states[0][name], x, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_the_definition_refuses_to_differentiate_features_of_zero(name):
+    given = {"q": torch.rand(1, 4, 1, 3), "k": torch.rand(1, 4, 1, 3)}
+    given[name][0, 2, 0, 1] = 0
+    given[name].requires_grad_()
+    with pytest.raises(ValueError, match=f"{name} must be positive"):
+        keyed_scan_read(**given, v=torch.randn(1, 4, 1, 2), beta=torch.ones(1, 2), backend="reference")
+
+
+@pytest.mark.parametrize("wrong", [0.5, float("nan")])
+def test_decays_that_grow_are_refused(wrong):
+    log_decay = torch.zeros(1, 3, 2)
+    log_decay[0, 1, 1] = wrong
+    with pytest.raises(ValueError, match="log_decay must be zero or negative"):
+        decay_scan(log_decay, torch.randn(1, 3, 2))
