@@ -1,6 +1,6 @@
-"""What is left of FEM's lead where attention has more heads: the table and the picture of results/regimes_heads.md.
+"""What is left of FEM's lead where attention has more heads: table and picture of research/results/regimes_heads.md.
 
-python docs/figures/heads.py    # prints the table, writes docs/results/regimes_heads_by_heads.png
+python docs/figures/heads.py    # prints the table, writes research/results/regimes_heads_by_heads.png
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import re
 from pathlib import Path
 from statistics import mean
 
-from fem.experiments.common.names import colour
-from fem.experiments.common.paired import shown
 from fem.plots import GREY, picture
+from fem_research.common.names import colour
+from fem_research.common.paired import shown
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[2] / "research" / "results"
 FEM = "softmax+CLTG/r4"
 OURS = {"softmax": "attention, RoPE", "softmax/norope": "attention, no position code", FEM: "slim FEM, RoPE"}
 STYLES = {"softmax": "-", "softmax/norope": "--", FEM: "-"}
-SEEDS = (("snapshot", "fields"), ("high-water", "fields"), ("peak", "peak"), ("peak", "long"))
+SEEDS = (("peak", "peak"), ("peak", "long"))
 
 
 def found(page: str, task: str) -> dict[str, list[float]]:
@@ -67,11 +67,9 @@ def draw(path: Path) -> None:
     with picture(path, "Score by number of heads, 500 steps, seed 0; dots: cummax", 8.5, 2.9) as figure:
         axes = figure.subplots(1, 3, sharey=True)
         for place, task in zip(axes, ("peak", "high-water", "snapshot")):
-            rows = (
-                found("heads", task) | {k: v[:1] for k, v in found("heads_peak", task).items()}
-                if task == "peak"
-                else found("heads", task)
-            )
+            rows = found("heads", task)
+            if task == "peak":
+                rows = {row: scores[:1] for row, scores in found("heads_peak", task).items()} | rows
             for own, label in OURS.items():
                 prior, *options = own.split("/")
                 points = {}

@@ -18,6 +18,7 @@ from fem_research.common.paired import shown
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "figures"))
 
+import heads  # noqa: E402
 import language as figures  # noqa: E402
 
 MEASURED = re.compile(r"(?<![\w.])(?:\d+)?\.\d+(?!\w*\.\d)|\b\d+ %")
@@ -159,6 +160,13 @@ def at_its_best(task: str) -> float:
     return max(mean(found["test"]) for row, found in rows.items() if re.fullmatch(r"softmax(/h\d+)?(/norope)?", row))
 
 
+def level_later() -> float:
+    """What attention with a head for every channel and slim FEM both explain after 2,000 steps."""
+    rows = results("regimes_heads_long")["regimes"]["peak"].values()
+    (found,) = {round(mean(row["test"]), 2) for row in rows}
+    return found
+
+
 def with_heads(task: str, row: str) -> str:
     return percent(task, row, "regimes_heads")
 
@@ -227,11 +235,12 @@ def readme() -> list[str]:
     pools = {name: percent("bags", f"pool:{name}", "regimes_pools", 1) for name in ("attention", "fem", "max", "lse")}
     return [
         f"it explains {percent('peak', SLIM_C)} of the variance, attention {100 * score('peak', 'softmax'):.0f} % with "
-        f"as many heads, and {100 * at_its_best('peak'):.0f} % with a head for every channel.",
+        f"as many heads and {100 * at_its_best('peak'):.0f} % with a head for every channel, which gets",
         f"{lead('ablate_16m_rates', 'full/r8')} nats a token below attention after 16M tokens at equal size, and "
         f"{lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} above it in equal training time.",
         f"| {share('peak', 'softmax')} → {share('peak', SLIM_C)} of the variance |",
-        f"one channel and no position code: {at_its_best('peak'):.2f}. `torch.cummax` between two linear maps: "
+        f"one channel and no position code: {at_its_best('peak'):.2f}; after 2,000 steps for 500 both have "
+        f"{level_later():.2f}. `torch.cummax` between two linear maps: "
         f"{share('peak', 'cummax', 'regimes_heads_peak')} |",
         f"| {percent('snapshot', 'softmax')[:-2]} → {percent('snapshot', SLIM_C)}, "
         f"{percent('high-water', 'softmax')[:-2]} → {percent('high-water', SLIM_C)} with 4 heads | made-up targets; "
@@ -277,7 +286,7 @@ def summary() -> list[str]:
         f"3 seeds | {share('peak', 'softmax')} | {share('peak', SLIM_C)} | the free energy, given width: slim "
         f"{share('peak', SLIM_C)}, without C {share('peak', SLIM)}; full gates {share('peak', FULL)}, without C "
         f"{share('peak', OWN)}; outer gate alone {share('peak', 'softmax+G')}. [Attention with a head for every "
-        f"channel](regimes_heads_peak.md): {at_its_best('peak'):.2f} |",
+        f"channel](regimes_heads.md): {at_its_best('peak'):.2f}, after 2,000 steps {level_later():.2f} |",
         f"| {percent('snapshot', 'softmax')} | {percent('snapshot', SLIM_C)} | slim {percent('snapshot', SLIM_C)}, "
         f"without C {percent('snapshot', SLIM)}, the conditioner alone {percent('snapshot', 'softmax+C')}, L alone "
         f"{percent('snapshot', 'softmax+L')}, full {percent('snapshot', FULL)}. Heads do it as well: "
@@ -398,11 +407,11 @@ def faq() -> list[str]:
         f"conditioner they end at {at_16m['full']:.3f}, without it at {at_16m['-C']:.3f}.",
         f"takes {slower_step()} times attention's in a model of {millions('ablate_16m_time')} parameters",
         f"attention is ahead by {lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} nats.",
-        f"has {at_its_best('peak'):.2f} of the variance where slim FEM with 4 heads has {share('peak', SLIM_C)}.",
+        f"has {at_its_best('peak'):.2f} of the variance where slim FEM with 4 heads has {share('peak', SLIM_C)};",
         f"explains {percent('peak', SLIM_C)} of the variance, attention {100 * score('peak', 'softmax'):.0f})",
         f"{1.95} is the default",
         f"| {1.95}; [no other start",
-        f"| {cost(**rank)}, | [heads](results/regimes_heads_peak.md), [parts](results/regimes_parts.md): "
+        f"| {cost(**rank)}, | [heads](results/regimes_heads.md), [parts](results/regimes_parts.md): "
         f"{share('peak', SLIM_C)} of the variance, without C {share('peak', SLIM)}, attention "
         f"{share('peak', 'softmax')} |",
         f"| {1.95} | {cost(use_conv=False, **rank)}; at rank 4 {cached(use_conv=False, gate_rank=4) / cache:.2f}, "
@@ -484,6 +493,40 @@ def with_16m_tokens() -> list[str]:
     ]
 
 
+def with_more_heads() -> list[str]:
+    grid, peak, long = (results(f"regimes_heads{name}")["regimes"] for name in ("", "_peak", "_long"))
+    first = {(task, row): found["test"][0] for task, rows in grid.items() for row, found in rows.items()}
+    tuned = peak["peak"]["softmax/h64/norope"]["validation_by_rate"]
+    assert set(tuned) == {"0.012", "0.024"}
+
+    def right(task: str, row: str, digits: int = 0) -> str:
+        return f"{100 * first[task, row]:.{digits}f} %"
+
+    def of_peak(row: str) -> str:
+        return short(mean(peak["peak"][row]["test"]), 3)
+
+    lead = shown(peak["peak"][SLIM_C]["test"], peak["peak"]["softmax/h64/norope"]["test"])
+    later = [short(mean(long["peak"][row]["test"]), 3) for row in (SLIM_C, "softmax/h64/norope")]
+    return [
+        f"Attention with 8 heads and RoPE is right in {right('snapshot', 'softmax/h8')}; with 4 heads it has "
+        f"{right('snapshot', 'softmax')} and slim FEM {right('snapshot', SLIM_C)} on this seed.",
+        f"Attention with 16 heads is right in {right('high-water', 'softmax/h16')}, with 8 and no position code in "
+        f"{right('high-water', 'softmax/h8/norope', 1)}; with 4 it has {right('high-water', 'softmax')} and slim FEM "
+        f"{right('high-water', SLIM_C)}.",
+        f"a lead of {lead.removeprefix('+').replace('0.', '.')} is left after 500 steps, over five seeds: slim FEM "
+        f"{of_peak(SLIM_C)} with 4 heads, attention {of_peak('softmax/h64/norope')} with a head for every one of its "
+        f"64 channels and no position code, {of_peak('softmax/h32/norope')} with 32 heads.",
+        f"nothing is left, {later[0]} and {later[1]} (one seed)",
+        f"(cummax) has {of_peak('cummax')}; it is behind on high-water ({right('high-water', 'cummax')}) and cannot do "
+        f"snapshot ({right('snapshot', 'cummax')}).",
+        f"(32 heads: {right('high-water', 'softmax/h32')} and {right('snapshot', 'softmax/h32')}). FEM gains by heads "
+        f"too: with 16 it is right in {right('high-water', 'softmax+CLTG/h16/r4')} of both tasks of fields, "
+        f"{short(first['peak', 'softmax+CLTG/h16/r4'], 3)} on peak.",
+        plain(heads.table()),
+        *("--learning-rates 0.012,0.024", "--learning-rates 0.012 --steps", "Rates: .012 and .024", ".048"),
+    ]
+
+
 def language() -> list[str]:
     sizes = ", ".join(
         f"{lead(page, 'full/r8')} {'nats ' if page == 'ablate_16m_3m' else ''}with [{millions(page)}]"
@@ -548,6 +591,11 @@ def test_every_measured_number_of_the_page_on_16m_tokens_is_in_a_json_or_said_to
     run, _, notes = rest.partition("## What was run")[2].partition("## What a step costs")
     assert "their timings were not kept" in notes
     assert not checked(f"{said} {run}", with_16m_tokens(), ("16.0M tokens", "within 1 %"))
+
+
+def test_every_measured_number_that_the_page_on_heads_says_is_in_a_json():
+    text = plain((ROOT / "research" / "results" / "regimes_heads.md").read_text())
+    assert not checked(text.partition("## What was run")[0], with_more_heads())
 
 
 def test_every_measured_number_of_the_faq_is_that_of_a_results_page():
