@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parents[2] / "research" / "results"
 FEM = "softmax+CLTG/r4"
 OURS = {"softmax": "attention, RoPE", "softmax/norope": "attention, no position code", FEM: "slim FEM, RoPE"}
 STYLES = {"softmax": "-", "softmax/norope": "--", FEM: "-"}
-SEEDS = (("peak", "peak"), ("peak", "long"))
+SEEDS = (("snapshot", "fields"), ("high-water", "fields"), ("peak", "peak"), ("peak", "long"))
 
 
 def found(page: str, task: str) -> dict[str, list[float]]:
