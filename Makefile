@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+TITAN := .venv-titan
 STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
@@ -13,6 +14,7 @@ help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
 	@echo "make test      the fast tests        make test-all   fast and slow tests"
 	@echo "make test-vllm the same tokens from vLLM as from transformers, in an environment of its own (10 minutes)"
+	@echo "make test-titan trainings in torchtitan against plain ones, in an environment of its own (15 minutes)"
 	@echo "make docs      the site, into site/  make test-docs  runs every tutorial, page and notebook, and builds the site"
 	@echo "make screens   pictures of README and site, light and dark, wide and narrow, into runs/screens"
 	@echo "make types     mypy on a user's file"
@@ -69,6 +71,19 @@ $(VLLM)/.installed: pyproject.toml constraints.txt
 
 test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python benchmarks/serving_vllm.py
+
+# torchtitan takes an older datasets, and that an older hub client, than the tests ran with: an environment of its own.
+# Prints and writes research/results/titan_cpu.md.
+$(TITAN)/.installed: pyproject.toml constraints.txt
+	@test -x $(TITAN)/bin/python || $(PYTHON) -m venv $(TITAN)
+	@echo "installing torchtitan into $(TITAN) (about 1 GB)"
+	@grep -v '^datasets\|^huggingface_hub' constraints.txt > $(TITAN)/constraints.txt
+	@$(TITAN)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(TITAN)/constraints.txt torch numpy
+	@$(TITAN)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(TITAN)/constraints.txt --editable '.[titan]' --editable ./research
+	@touch $@
+
+test-titan: $(TITAN)/.installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TITAN)/bin/python benchmarks/titan_cpu.py
 
 # The variable silences an advertisement, of a successor, that would hide warnings of ours.
 docs: install

@@ -23,8 +23,8 @@ class Projection(nn.Linear):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
-        with torch.no_grad():
-            self.weight[:, self.in_features - self.context :] = 0 if self.in_features > self.context else 1e-12
+        if self.context:  # by a function that takes a sharded weight, too
+            nn.init.constant_(self.weight[:, -self.context :], 0 if self.in_features > self.context else 1e-12)
         if self.bias is not None:
             nn.init.constant_(self.bias, self.start)
 

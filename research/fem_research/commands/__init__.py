@@ -10,6 +10,7 @@ HELP = {
     "forecast": "Forecast time series at equal parameters. (Table 4)",
     "vision": "Classify images at equal parameters. (Table 3)",
     "bench": "Time and memory beside attention of equal weights. (Tables 5 and 7)",
+    "plan": "What a training costs before it runs: memory, messages, predicted time.",
     "report": "Turn finished runs into pages beside the paper's tables.",
 }
 RESUMABLE = ("ablate", "mad", "regimes", "forecast", "vision")  # the same command goes on where it was stopped

@@ -1,0 +1,171 @@
+"""What the paper's language models would cost on 8, 64 and 512 GPUs: writes research/results/plan.{md,json}.
+
+python benchmarks/plan.py       # about three minutes of one core
+"""
+
+from __future__ import annotations
+
+import torch
+from measure import save
+
+from fem import parameter_groups
+from fem.models import FEMForCausalLM
+from fem.runs.tables import markdown_table
+from fem_research.plan.cost import REACHED, Job, advice, cache_bytes, fits, memory, messages, prediction
+from fem_research.plan.model import FORMS, config_of, kept, saved, weights
+
+SIZES, GPUS, CONTEXTS, CACHES = ("340m", "1.3b"), (8, 64, 512), (4096, 131072), (4096, 32768, 131072)
+TOO_MUCH = Job(size="1.3b", form="full", gpus=8, micro=8, recompute=False)
+LENGTH = 256  # tokens of the row on which activations are checked
+
+NOTE = """Everything here is counted or predicted on a CPU; **no GPU has run any of it**, and times are predictions.
+Memory, bytes and cache are those of `fem plan`, which takes other sizes, cards and splits;
+its formulas stand in `fem/train/plan/cost.py` and below. Cards: H100 SXM, 80 GB. A step has the paper's
+0.5M tokens. Form: the softmax prior with the paper's gates (full) or slim ones, GLA, and plain attention;
+all of the same number of parameters.
+
+## Memory of a GPU
+
+1.3B parameters on 64 GPUs, two rows of 4096 tokens at a time, GB:
+
+{memory}
+Weights, moments and gradients are float32 shards of FSDP2; gathered are the bfloat16 weights in use. Kept:
+what autograd keeps for the backward pass, with and without computing blocks again.
+
+## 8, 64 and 512 GPUs
+
+Slim gates, one row at a time, blocks computed again. Where a step has fewer rows than there are GPUs, 8 of
+them share every layer (tensor parallel) or several share a row (context parallel, in `fem train` alone).
+"At best" is the roofline; "likely" supposes {reached:.0%} of it for arithmetic and memory, which is an
+assumption.
+
+{jobs}
+All of them fit. Of one that does not, the plan says what to change; 1.3B parameters, full gates, 8 GPUs, 8
+rows at a time, nothing computed again: "{advice}"
+
+## What the serving cache holds
+
+MB of one row by its length, bfloat16, all layers, counted from the state of a layer:
+
+{caches}
+## How it is worked out
+
+* Parameters: counted on the device `meta`; shards as FSDP2 cuts them, by the first dimension, padded.
+* AdamW: two float32 numbers a parameter, beside float32 weights and gradients: 16 bytes a parameter over all shards
+  (the accounting of ZeRO, [Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054), with float32 gradients).
+* Activations: all blocks of memory that autograd keeps of one block, in bfloat16, counted on this CPU as the
+  difference of a row of 128 and one of 64 tokens; with recomputation the inputs of all blocks and all of one ([Chen
+  et al. 2016](https://arxiv.org/abs/1604.06174)). A GPU's kernels keep other things than a CPU's, of the scans
+  above all: not checked on a card.
+* Operations: 6 N + 3 T sum(d_qk + 2 d_v) a token, as `fem train` counts its MFU ([Kaplan et al.
+  2020](https://arxiv.org/abs/2001.08361), with causal pairs); a third more where blocks are computed again.
+* Messages: FSDP2 gathers every block twice and the embeddings, which are the head, three times in each pass, and
+  scatters every gradient once (the head's twice); tensor parallelism sums the outputs of two maps of a block and
+  the gradients of the inputs of each of its split maps. Equal to the byte to what torchtitan did on torch's fake
+  backend ([page](titan_cpu.md)). Bytes of context parallelism are a formula only.
+* Time: the slowest of arithmetic at the card's peak, memory at its bandwidth and FSDP's messages, which overlap;
+  messages of tensor and context parallelism are added. A ring moves (n - 1) / n of the bytes ([NCCL's bus
+  bandwidth](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)). Peaks and bandwidths: vendors'
+  data sheets.
+
+## What was checked here
+
+On the preset `tiny` (four blocks of width 128); bytes kept on a row of {length} tokens in bfloat16."""
+
+
+def memories() -> list[dict]:
+    rows = []
+    gb = lambda *sizes: f"{sum(sizes) / 1e9:.2f}"  # noqa: E731
+    for form in FORMS:
+        plain, again = (memory(Job(form=form, micro=2, recompute=r)) for r in (False, True))
+        shards = gb(*(again[name] for name in ("weights", "optimiser", "gradients")))
+        rows.append(
+            {"form": form, "weights, moments, gradients": shards, "gathered": gb(again["gathered"])}
+            | {"logits": gb(again["logits"]), "kept": gb(plain["activations"])}
+            | {"kept, computed again": gb(again["activations"]), "in all": gb(*plain.values())}
+            | {"in all, computed again": gb(*again.values())}
+        )
+    return rows
+
+
+def jobs() -> list[dict]:
+    rows = []
+    for size in SIZES:
+        for context in CONTEXTS:
+            for gpus in GPUS:
+                job = _dealt(size, context, gpus)
+                told, sent = prediction(job), messages(job)
+                rows.append(
+                    {"model": size, "context": f"{context // 1024}k", "GPUs": gpus}
+                    | {"share a layer": job.tensor, "share a row": job.rows_over}
+                    | {"GB of a GPU": f"{sum(memory(job).values()) / 1e9:.1f}", "fits": "yes" if fits(job) else "no"}
+                    | {"GB sent a step": f"{sum(sent.values()) / 1e9:.1f}"}
+                    | {"s, at best": f"{told['step']:.3f}", "MFU, at best": f"{told['utilisation']:.0%}"}
+                    | {"s, likely": f"{told['likely step']:.3f}"}
+                    | {"B tokens a day, likely": f"{told['likely tokens a day'] / 1e9:,.0f}"}
+                )
+                print(rows[-1], advice(job), flush=True)
+    return rows
+
+
+def _dealt(size: str, context: int, gpus: int) -> Job:
+    """The job with as little splitting as its rows allow."""
+    splits = [(t, c) for c in (1, 2, 4, 8, 16, 32, 64) for t in (1, 2, 4, 8) if gpus % (t * c) == 0]
+    for tensor, rows_over in sorted(splits, key=lambda s: s[0] * s[1]):
+        try:
+            job = Job(size=size, context=context, gpus=gpus, tensor=tensor, rows_over=rows_over)
+        except ValueError:
+            continue
+        if fits(job):
+            return job
+    raise ValueError(f"no split fits {size} at {context} on {gpus} GPUs.")
+
+
+def caches() -> list[dict]:
+    mb = lambda *of: f"{cache_bytes(*of) / 1e6:,.0f}"  # noqa: E731
+    return [
+        {"model": size, "form": form} | {f"{tokens // 1024}k": mb(size, form, tokens) for tokens in CACHES}
+        for size in SIZES
+        for form in FORMS
+    ]
+
+
+def checks() -> list[dict]:
+    rows = []
+    for form in FORMS:
+        config = config_of("tiny", form)
+        torch.manual_seed(0)
+        model = FEMForCausalLM(config)
+        ids = torch.randint(0, 99, (1, LENGTH))
+        planned, built = sum(w.count for w in weights("tiny", form)), sum(p.numel() for p in model.parameters())
+        rows.append(_check("parameters", form, planned, built))
+        optimizer = torch.optim.AdamW(parameter_groups(model, 0.1))
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        moments = [x for s in optimizer.state.values() for name, x in s.items() if name != "step"]
+        rows.append(_check("bytes of AdamW's moments", form, 8 * planned, sum(x.nbytes for x in moments)))
+        model = model.bfloat16()
+        stack = torch.nn.Sequential(*model.model.layers)
+        x = torch.randn(1, LENGTH, config.hidden_size).bfloat16()
+        bytes_kept = LENGTH * config.num_hidden_layers * kept("tiny", form)[0]
+        rows.append(_check("bytes kept, all blocks", form, bytes_kept, saved(stack, x)))
+    return rows
+
+
+def _check(what: str, form: str, planned: int, counted: int) -> dict:
+    return {"what": what, "form": form, "planned": planned, "counted": counted} | {
+        "error": f"{abs(planned - counted) / counted:.1%}"
+    }
+
+
+def main() -> None:
+    found = {"memory": memories(), "jobs": jobs(), "caches": caches()}
+    rows = checks()
+    tables = {name: markdown_table(table) for name, table in found.items()}
+    note = NOTE.format(**tables, reached=REACHED, advice=advice(TOO_MUCH), length=LENGTH)
+    save("research/results/plan", "What a training would cost", found | {"checks": rows}, rows, note)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

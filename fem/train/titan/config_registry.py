@@ -1,0 +1,111 @@
+"""torchtitan's configurations for FEM: a debug model and the paper's language models, by form."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.trainer import Trainer
+
+from fem.models.presets import preset
+from fem.optim import decayed_names
+from fem.train.recipe import RECIPES, TrainRecipe
+from fem.train.titan.data import TokenRows
+from fem.train.titan.model import FEMDecoder, FEMStateDictAdapter
+from fem.train.titan.parallel import parallelize
+
+# `fem train`'s recipes; the micro-batch of one GPU, and whether its blocks are computed again in the backward pass.
+SIZES = {
+    "debug": (TrainRecipe(max_steps=20, warmup_steps=2, context=128, batch_size=4), 2, False),
+    "paper_340m": (RECIPES["paper-340m"], 8, True),
+    "paper_1_3b": (RECIPES["paper-1.3b"], 2, True),
+}
+PRESETS = {"debug": "tiny", "paper_340m": "340m", "paper_1_3b": "1.3b"}
+FORMS = {"": "fem-sm", "_slim": "fem-sm-slim", "_gla": "fem-gla"}
+
+
+class NoTokenizer(BaseTokenizer):
+    """None is needed: `TokenRows` reads tokens."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config: Config, *, tokenizer_path: str):
+        super().__init__()
+
+    def encode(self, *args, **kwargs):
+        raise NotImplementedError("the rows are tokens already.")
+
+    decode = get_vocab_size = encode
+
+
+def trainer(size: str, form: str) -> Trainer.Config:
+    """The recipe of this size for this form of FEM."""
+    recipe, micro, recompute = SIZES[size]
+    model = FEMDecoder.Config(fields=preset(f"{FORMS[form]}-{PRESETS[size]}").to_dict())
+    loss = CrossEntropyLoss.Config(global_vocab_size=model.fields["vocab_size"])
+    return Trainer.Config(
+        model_spec=ModelSpec(
+            name="fem",
+            flavor=size + form,
+            model=model,
+            parallelize_fn=parallelize,
+            pipelining_fn=pipeline_llm,
+            post_optimizer_build_fn=None,
+            state_dict_adapter=FEMStateDictAdapter,
+        ),
+        loss=ChunkedLossWrapper.Config(loss_fn=loss),
+        tokenizer=NoTokenizer.Config(),
+        dataloader=TokenRows.Config(seed=recipe.seed),
+        optimizer=OptimizersContainer.Config(param_groups=groups(model, recipe)),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=recipe.warmup_steps, decay_type="cosine"),
+        training=TrainingConfig(
+            local_batch_size=micro,
+            global_batch_size=recipe.batch_size,
+            seq_len=recipe.context,
+            steps=recipe.max_steps,
+            max_norm=recipe.clip,
+            mixed_precision_param=recipe.dtype,
+            disable_cuda_graphs=True,
+        ),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        checkpoint=CheckpointManager.Config(interval=recipe.save_steps),
+        activation_checkpoint=FullAC.Config() if recompute else None,
+        metrics=MetricsProcessor.Config(log_freq=1 if size == "debug" else recipe.log_steps),
+    )
+
+
+def groups(model: FEMDecoder.Config, recipe: TrainRecipe) -> list[ParamGroupConfig]:
+    """The two groups of `fem.parameter_groups`, told apart by the names of those that do not decay."""
+    with torch.device("meta"):
+        built = FEMDecoder(model)
+    decayed = set(decayed_names(built))
+    kept = {_pattern(name) for name, _ in built.named_parameters() if name not in decayed}
+    adamw = {"lr": recipe.learning_rate, "betas": (0.9, recipe.beta2)}
+    return [
+        ParamGroupConfig(pattern=pattern, optimizer_name="AdamW", optimizer_kwargs=adamw | {"weight_decay": decay})
+        for pattern, decay in (("|".join(sorted(kept)), 0.0), (".*", recipe.weight_decay))
+    ]
+
+
+def _pattern(name: str) -> str:
+    """The same parameter of any layer, checkpointed or not."""
+    exact = re.escape(name)
+    return "^" + re.sub(r"^layers\\\.\d+\\\.", r"layers\\.\\d+\\.(_checkpoint_wrapped_module\\.)?", exact) + "$"
+
+
+for _size in SIZES:
+    for _form in FORMS:
+        globals()[_size + _form] = partial(trainer, _size, _form)

@@ -1,0 +1,81 @@
+"""The rows of `fem train` for torchtitan: the same tokens in the same order, on any number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torchtitan.components.dataloader import BaseDataLoader
+
+from fem.models.loss import next_tokens
+from fem.train.packing import Share, ShuffledRows, TokenFile
+
+
+class TokenRows(BaseDataLoader):
+    """Batches of a folder of tokens that `fem train` wrote (`OUTPUT/tokens`), in its order under the same seed.
+
+    The state is the number of steps, so a run goes on with another number of processes.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        rows: int | None = None  # how many of the folder's rows are read, from the first; None: all
+        seed: int = 42
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        seq_len: int,
+        local_batch_size: int,
+        **kwargs,
+    ):
+        if config.dataset_path is None:
+            raise ValueError("dataloader.dataset_path must be the folder OUTPUT/tokens of a `fem train`, got None.")
+        file = TokenFile.open(Path(config.dataset_path))
+        held = file.rows(seq_len)
+        rows = held if config.rows is None else config.rows
+        if not 0 < rows <= held:
+            raise ValueError(f"dataloader.rows must be 1 to {held}, the rows of {seq_len} tokens there, got {rows}.")
+        share = Share(local_batch_size * dp_world_size, local_batch_size, dp_rank, dp_world_size)
+        self.rows = ShuffledRows(file, seq_len, rows, share, config.seed)
+        self.size = local_batch_size
+        self.batches = 0  # of this process, each a part of one batch over all processes
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        self.rows.step = self.batches
+        rows = iter(self.rows)
+        while True:
+            batch = [next(rows) for _ in range(self.size)]
+            joined = {name: torch.stack([row[name] for row in batch]) for name in batch[0]}
+            self.batches += 1
+            yield (
+                {"input": joined["input_ids"], "positions": _positions(joined["segment_ids"])},
+                next_tokens(joined["labels"]),
+            )
+
+    def state_dict(self) -> dict:
+        return {"rows": self.batches * self.size * self.rows.share.world}
+
+    def load_state_dict(self, state: dict) -> None:
+        if not state:
+            return
+        self.batches, rest = divmod(state["rows"], self.size * self.rows.share.world)
+        if rest:
+            raise ValueError(
+                f"the checkpoint lies behind {state['rows']} rows, which must be a multiple of the batch over all "
+                f"processes, got {self.size} x {self.rows.share.world}."
+            )
+
+
+def _positions(documents: Tensor) -> Tensor:
+    """Positions (B, T) that are 0 where the document changes, as torchtitan marks documents."""
+    places = torch.arange(documents.shape[1]).expand_as(documents)
+    opens = torch.ones_like(documents, dtype=torch.bool)
+    opens[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return places - torch.where(opens, places, 0).cummax(-1).values

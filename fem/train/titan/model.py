@@ -1,0 +1,140 @@
+"""`FEMForCausalLM` as torchtitan builds, shards, starts and saves a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.protocols.model import BaseModel
+from torchtitan.protocols.module import ModuleDict
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+
+from fem.models import FEMConfig, FEMForCausalLM
+from fem.models.arguments import read_documents
+from fem.models.engines.parallel import check_heads
+from fem.projection import Projection
+from fem.train.throughput import flops_per_token
+
+# Names in torchtitan, which shards, recomputes and compiles `layers` by their names, and names in transformers.
+NAMES = {
+    "tok_embeddings.": "model.embed_tokens.",
+    "layers.": "model.layers.",
+    "norm.": "model.norm.",
+    "lm_head.": "lm_head.",
+}
+
+
+class FEMDecoder(BaseModel):
+    """The parts of `FEMForCausalLM` under torchtitan's names; a pipeline stage has some of them, and None elsewhere."""
+
+    _skip_lm_head = False  # set by the trainer where the loss applies the head to chunks of the rows
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseModel.Config):
+        fields: dict  # of `FEMConfig`
+
+        @property
+        def fem(self) -> FEMConfig:
+            return FEMConfig(**self.fields)
+
+        @property
+        def layers(self) -> range:
+            """What torchtitan counts to cut a pipeline."""
+            return range(self.fem.num_hidden_layers)
+
+        def update_from_config(self, *, config, **kwargs) -> None:
+            """Raise ValueError on what a FEM model cannot do in torchtitan."""
+            fem, parallelism = self.fem, config.parallelism
+            if parallelism.spmd_backend != "partial_dtensor":
+                raise ValueError(
+                    f"parallelism.spmd_backend must be 'partial_dtensor', got {parallelism.spmd_backend!r}."
+                )
+            if parallelism.context_parallel_degree > 1:
+                raise ValueError(
+                    "parallelism.context_parallel_degree must be 1 in torchtitan, got "
+                    f"{parallelism.context_parallel_degree}; rows are split by `fem train --context-parallel`."
+                )
+            if parallelism.pipeline_parallel_degree > 1 and fem.tie_word_embeddings:
+                raise ValueError("a pipeline needs tie_word_embeddings=False: its ends lie on different devices.")
+            if not config.training.disable_cuda_graphs:
+                raise ValueError(
+                    "training.disable_cuda_graphs must be True: the certificate of a read decides on the host."
+                )
+            longest = fem.max_position_embeddings
+            if longest is not None and config.training.seq_len > longest:
+                raise ValueError(
+                    f"training.seq_len must be at most max_position_embeddings = {longest}, "
+                    f"got {config.training.seq_len}."
+                )
+            if fem.value_shift:
+                raise ValueError("value_shift must be False in training: the shift belongs to a model that is served.")
+            check_heads(fem, parallelism.tensor_parallel_degree)
+
+        def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+            with torch.device("meta"):
+                whole = FEMForCausalLM(self.fem)
+            return whole.num_parameters(), flops_per_token(whole, seq_len)
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        whole = FEMForCausalLM(config.fem)
+        for block in whole.model.layers:
+            block.attention = None  # how an engine reads the layer; training reads it exactly
+        self.enable_weight_tying = whole.config.tie_word_embeddings
+        self.initializer_range = whole.config.initializer_range
+        self.tok_embeddings = whole.model.embed_tokens
+        self.layers = ModuleDict({str(i): block for i, block in enumerate(whole.model.layers)})
+        self.norm = whole.model.norm
+        self.lm_head = whole.lm_head
+        self.tie()
+
+    def verify_module_protocol(self) -> None:
+        """Nothing: the parts are plain modules, which are split by `parallelize` and start by `init_states`."""
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits of tokens (B, T), whose positions (B, T) restart where a document does."""
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        documents = read_documents(x, None, positions, 0)
+        for block in self.layers.values():
+            x = block(x, segment_ids=documents)
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if self.lm_head is None or self._skip_lm_head else self.lm_head(x)
+
+    def init_states(self, *, buffer_device: torch.device | None = None) -> None:
+        """The starting values of `FEMForCausalLM`."""
+        self.tie()
+        for module in self.modules():
+            if isinstance(module, (nn.Embedding, nn.Linear)) and not isinstance(module, Projection):
+                nn.init.normal_(module.weight, std=self.initializer_range)
+            elif module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    def tie(self) -> None:
+        """Let the head have the weights of the embeddings again, after what gave each of them its own."""
+        if self.enable_weight_tying:
+            self.lm_head.weight = self.tok_embeddings.weight
+
+
+class FEMStateDictAdapter(StateDictAdapter):
+    """Weights between torchtitan's names and those of `FEMForCausalLM`'s safetensors."""
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        tied = self.model_config.fem.tie_word_embeddings
+        kept = {name: value for name, value in state_dict.items() if not (tied and name == "lm_head.weight")}
+        return {_renamed(name, NAMES): value for name, value in kept.items()}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        own = {theirs: ours for ours, theirs in NAMES.items()}
+        found = {_renamed(name, own): value for name, value in hf_state_dict.items()}
+        if self.model_config.fem.tie_word_embeddings:
+            found["lm_head.weight"] = found["tok_embeddings.weight"]
+        return found
+
+
+def _renamed(name: str, names: dict[str, str]) -> str:
+    old = next(old for old in names if name.startswith(old))
+    return names[old] + name.removeprefix(old)

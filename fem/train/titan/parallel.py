@@ -1,0 +1,92 @@
+"""How torchtitan splits a FEM model over devices: heads (tensor parallel), then shards of weights (FSDP2)."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.distributed.compile import apply_compile
+from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+
+from fem.train.titan.model import FEMDecoder
+
+
+def parallelize(
+    model: FEMDecoder,
+    *,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    compile_config: CompileConfig,
+    ac_config: ActivationCheckpointingConfig,
+    dump_folder: str,
+) -> FEMDecoder:
+    """Split heads by `base_model_tp_plan`, checkpoint and compile each block, and shard what is left."""
+    if parallel_dims.tp_enabled:
+        split_heads(model, parallel_dims.get_mesh("tp"))
+    if ac_config is not None:
+        ac_config.build(dump_folder=dump_folder).apply(model)
+    if compile_config.enable and "model" in compile_config.components:
+        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
+    apply_fsdp_to_decoder(
+        model,
+        parallel_dims.get_mesh(["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]),
+        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+        pp_enabled=parallel_dims.pp_enabled,
+        cpu_offload=training.enable_cpu_offload,
+        reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
+    )
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)  # gradients are summed, which gloo can do, too
+    return model
+
+
+def split_heads(model: FEMDecoder, mesh: DeviceMesh) -> None:
+    """Split mixers and SwiGLUs by `base_model_tp_plan` and the vocabulary by its entries; all else is computed alike.
+
+    Raises ValueError on a model whose mixers have no heads to split.
+    """
+    plan = model.config.fem.base_model_tp_plan
+    if not any(".mixer." in name for name in plan):
+        raise ValueError("tensor_parallel_degree must be 1 for a prior whose heads share what is learnt.")
+    styles = {"colwise": ColwiseParallel(), "rowwise": RowwiseParallel(), "local_params": OwnHeads()}
+    split = {name: styles[style] for name, style in plan.items() if not name.endswith(".theta")}
+    split["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate())
+    split["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    whole = {
+        name: Whole()
+        for name, part in model.named_modules()
+        if any(True for _ in part.parameters(recurse=False)) and re.sub(r"\.\d+\.", ".*.", name) not in split
+    }
+    parallelize_module(model, mesh, split | whole)
+    model.tie()
+
+
+class Whole(ParallelStyle):
+    """A module that every process of the mesh computes alike, from the same input and with all its weights."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def share(module, inputs, mesh):
+            return tuple(DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs)
+
+        return distribute_module(module, mesh, None, share, lambda module, output, mesh: output.to_local())
+
+
+class OwnHeads(ParallelStyle):
+    """A module without input, such as beta, of whose rows each process has those of its heads."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def split(name, part, mesh):
+            for key, value in list(part.named_parameters(recurse=False)):
+                part.register_parameter(key, nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])))
+
+        return distribute_module(module, mesh, split, None, lambda module, output, mesh: output.to_local())

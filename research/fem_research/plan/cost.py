@@ -1,0 +1,254 @@
+"""Bytes and seconds of a step on one GPU: what is counted, what crosses wires, and what the roofline allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fem.runs.recipes import require_one_of, require_positive
+from fem.runs.run import option
+from fem.train.recipe import PAPER_ROWS
+from fem_research.plan.model import FORMS, cache, config_of, kept, style_of, weights
+
+SIZES = ("tiny", "340m", "1.3b")
+NODE = 8  # GPUs of a machine, which NVLink joins
+USABLE = 0.9  # of a card's memory: what CUDA, NCCL and the allocator take is not counted; an assumption
+REACHED = 0.4  # of the roofline's speed, in `likely`: an assumption, as nobody has measured FEM on these cards
+CHUNKS = 8  # in which torchtitan's loss makes the logits of a row (ChunkedLossWrapper.num_chunks)
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a vendor's data sheet says: bfloat16 operations, bytes, and bytes a second (one way, of one GPU)."""
+
+    flops: float
+    memory: float
+    bandwidth: float
+    nvlink: float
+    network: float
+
+
+CARDS = {  # SXM modules; network: one port a GPU, 400 Gb/s (InfiniBand NDR), of A100 200 Gb/s (HDR)
+    "a100": Card(312e12, 80e9, 2.039e12, 300e9, 25e9),
+    "h100": Card(989e12, 80e9, 3.35e12, 450e9, 50e9),
+    "h200": Card(989e12, 141e9, 4.8e12, 450e9, 50e9),
+    "b200": Card(2250e12, 180e9, 7.7e12, 900e9, 50e9),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training: a model of the paper's size in one form, and how its rows and layers are dealt to GPUs."""
+
+    size: str = option("1.3b", "The paper's language model: 340m or 1.3b.")
+    form: str = option("slim", f"Form of the mixers: {', '.join(FORMS)}.")
+    gpus: int = option(64, "GPUs, 8 to a machine.")
+    card: str = option("h100", f"Kind of GPU: {', '.join(CARDS)}.")
+    context: int = option(4096, "Tokens of a row.")
+    micro: int = option(1, "Rows of one pass.")
+    tensor: int = option(1, "GPUs that share every layer (tensor parallel).")
+    rows_over: int = option(1, "GPUs that share a row (context parallel, in `fem train` alone).")
+    recompute: bool = option(True, "Compute blocks again in the backward pass (activation checkpointing).")
+    tokens: int = option(PAPER_ROWS * 4096, "Tokens of a step, over all GPUs.")
+
+    def __post_init__(self):
+        for name, known in (("size", SIZES), ("form", tuple(FORMS)), ("card", tuple(CARDS))):
+            require_one_of(name, getattr(self, name), known)
+        require_positive(self, "gpus", "context", "micro", "tensor", "rows_over", "tokens")
+        if self.tokens % self.context:
+            raise ValueError(f"context must divide the {self.tokens} tokens of a step, got {self.context}.")
+        if self.gpus % (self.tensor * self.rows_over):
+            raise ValueError(
+                f"gpus must be a multiple of tensor x rows_over = {self.tensor} x {self.rows_over}, got {self.gpus}."
+            )
+        if self.tensor > 1 and config_of(self.size, self.form).num_attention_heads % self.tensor:
+            raise ValueError(f"tensor must divide the number of heads, got {self.tensor}.")
+        if self.context % self.rows_over:
+            raise ValueError(f"context must be a multiple of rows_over = {self.rows_over}, got {self.context}.")
+        if self.rows % (self.groups * self.micro):
+            raise ValueError(
+                f"a step has {self.rows} rows of {self.context} tokens, which {self.groups} groups of GPUs cannot "
+                f"share with {self.micro} at a time; raise tensor or rows_over, or lower micro or gpus."
+            )
+
+    @property
+    def rows(self) -> int:
+        return self.tokens // self.context
+
+    @property
+    def groups(self) -> int:
+        """Groups of GPUs that read rows of their own."""
+        return self.gpus // (self.tensor * self.rows_over)
+
+    @property
+    def shards(self) -> int:
+        """GPUs that FSDP shards weights and optimiser over."""
+        return self.gpus // self.tensor
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes of a GPU in a step."""
+        return self.rows // (self.groups * self.micro)
+
+    @property
+    def here(self) -> int:
+        """Tokens of one pass on one GPU."""
+        return self.micro * self.context // self.rows_over
+
+
+def memory(job: Job) -> dict[str, int]:
+    """Bytes of the GPU that holds most, by what they are.
+
+    weights, gradients: 4 bytes a number of the shard; optimiser: AdamW's two moments, 8 bytes. gathered: bfloat16
+    weights of the head, embeddings and two blocks (FSDP gathers one ahead), and the float32 gradients of a block before
+    they are scattered. activations: `kept` bytes a token of every block; with recompute the input of every block and
+    all of one block. Under tensor parallelism what belongs to heads and SwiGLU shrinks, and a sixth of the softmax
+    block's (inputs of norms and maps, read whole by each) does not: it is counted as if it did not shrink at all.
+    logits: a chunk of the loss, in bfloat16 and float32, with its gradient.
+    """
+    held = weights(job.size, job.form, job.tensor)
+    shard = sum(w.shard(job.shards) for w in held)
+    config = config_of(job.size, job.form)
+    block = sum(w.count for w in held if w.name.startswith("model.layers.0."))
+    ends = sum(w.count for w in held if not w.name.startswith("model.layers."))
+    of_block, of_input = kept(job.size, job.form)
+    layers = config.num_hidden_layers
+    whole = 10 * config.hidden_size  # bytes a token: residual stream, two norms' inputs and outputs, in bfloat16
+    of_block = whole + (of_block - whole) // job.tensor
+    tokens = job.here
+    activations = tokens * (layers * of_input + of_block if job.recompute else layers * of_block)
+    return {
+        "weights": 4 * shard,
+        "optimiser": 8 * shard,
+        "gradients": 4 * shard,
+        "gathered": 2 * (ends + 2 * block) + 4 * block,
+        "activations": activations,
+        "logits": tokens // CHUNKS * config.vocab_size // job.tensor * (2 + 4 + 4),
+    }
+
+
+def fits(job: Job) -> bool:
+    return sum(memory(job).values()) <= USABLE * CARDS[job.card].memory
+
+
+def advice(job: Job) -> str:
+    """One sentence: whether the job fits, and the least change after which it does."""
+    need, card = sum(memory(job).values()) / 1e9, CARDS[job.card].memory / 1e9
+    if fits(job):
+        return f"It needs {need:.1f} GB of {card:.0f} on each GPU, and fits."
+    halves = [job.micro >> k for k in range(job.micro.bit_length())]
+    changes = [{"recompute": again, "micro": micro} for again in (job.recompute, True) for micro in halves]
+    changes += [changes[-1] | {"tensor": t} for t in (2, 4, 8)]
+    changes += [changes[-1] | {"tensor": 1, "rows_over": c} for c in (2, 4, 8, 16, 32)]
+    for change in changes:
+        try:
+            other = replace(job, **change)
+        except ValueError:
+            continue
+        if fits(other):
+            said = ", ".join(f"{name}={value}" for name, value in change.items() if getattr(job, name) != value)
+            then = sum(memory(other).values()) / 1e9
+            return (
+                f"It needs {need:.1f} GB of {card:.0f} on each GPU and does not fit: with {said} it needs {then:.1f}."
+            )
+    return f"It needs {need:.1f} GB of {card:.0f} on each GPU, and no change of these fits it: take more GPUs."
+
+
+def messages(job: Job) -> dict[str, int]:
+    """Bytes of the whole tensors of all collectives in a step, as the GPU's group sees them.
+
+    all-gather: bfloat16 weights, in a pass every block twice (forward, backward), and the embeddings, which are the
+    head, three times (forward, loss, backward). reduce-scatter: float32 gradients, of every block once, of the weights
+    of the head twice (of the loss, of the embeddings). all-reduce (tensor): see `_tensor_messages`. rows: keys and
+    values of softmax layers, gathered in the forward pass (and again where blocks are recomputed), their gradients
+    summed and scattered in the backward pass; what scans hand on is small and not counted.
+    """
+    held = weights(job.size, job.form, job.tensor)
+    config = config_of(job.size, job.form)
+    blocks = sum(w.shard(job.shards) for w in held if w.name.startswith("model.layers.")) * job.shards
+    head = next(w.shard(job.shards) for w in held if w.name == "model.embed_tokens.weight") * job.shards
+    ends = sum(w.shard(job.shards) for w in held if not w.name.startswith("model.layers.")) * job.shards
+    found = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0, "rows": 0}
+    if job.shards > 1:
+        found["all-gather"] = job.passes * 2 * (2 * blocks + 3 * ends)
+        found["reduce-scatter"] = job.passes * 4 * (blocks + head + ends)
+    if job.tensor > 1:
+        found["all-reduce"] = job.passes * _tensor_messages(job)
+    if job.rows_over > 1:
+        pairs = sum(
+            m.kv_heads * (m.key_width + m.value_width) for m in config.mixer_configs() if m.prior_type == "softmax"
+        )
+        found["rows"] = job.passes * job.micro * job.context * 2 * pairs * (2 + job.recompute) // job.tensor
+    return found
+
+
+def _tensor_messages(job: Job) -> int:
+    """Bytes of the all-reduces of a pass: outputs of row-parallel maps and embeddings in the forward pass (of blocks
+    twice where they are recomputed), gradients of the inputs of every column-parallel map in the backward pass, and
+    three float32 numbers a token in the loss."""
+    config = config_of(job.size, job.form)
+    outputs = inputs = 0
+    for weight in weights(job.size, job.form):
+        style = style_of(weight.name, config)
+        if not weight.name.startswith("model.layers.") or len(weight.shape) == 1 or weight.name.endswith("theta"):
+            continue
+        outputs += weight.shape[0] if style == "rowwise" else 0
+        inputs += weight.shape[1] if style == "colwise" else 0
+    ends = 2 * config.hidden_size
+    return job.here * (2 * (outputs * (1 + job.recompute) + inputs + ends) + 3 * 4)
+
+
+def flops_per_token(job: Job) -> int:
+    """6 N + 3 T sum_softmax (d_qk + (1 + lse) d_v), as `fem train` counts its utilisation: without recomputation."""
+    config = config_of(job.size, job.form)
+    count = sum(w.count for w in weights(job.size, job.form))
+    softmax = [m for m in config.mixer_configs() if m.prior_type == "softmax"]
+    return 6 * count + 3 * job.context * sum(m.qk_dim + (1 + m.use_lse) * m.fem_dim for m in softmax)
+
+
+def prediction(job: Job) -> dict[str, float]:
+    """Seconds of a step at best (the roofline), and what follows from them. Nothing of it is measured.
+
+    arithmetic: operations over the card's peak, a third more where blocks are recomputed. memory: weights read in
+    bfloat16 three times a pass, the shard's weights, moments and gradients once read and once written, and what is
+    kept for the backward pass once written and once read (twice where recomputed). A GPU does the slower of the two.
+    Collectives move (n - 1) / n of their bytes, all-reduces twice that, by `_link`; FSDP's overlap with the arithmetic,
+    those of tensor and context parallelism do not.
+    """
+    card, sent = CARDS[job.card], messages(job)
+    held = weights(job.size, job.form, job.tensor)
+    tokens = job.tokens / job.gpus
+    arithmetic = tokens * flops_per_token(job) * (4 / 3 if job.recompute else 1) / card.flops
+    of_block, _ = kept(job.size, job.form)
+    layers = config_of(job.size, job.form).num_hidden_layers
+    moved = job.passes * 3 * 2 * sum(w.count for w in held) + 2 * 16 * sum(w.shard(job.shards) for w in held)
+    moved += job.passes * job.here * layers * of_block // job.tensor * 2 * (2 if job.recompute else 1)
+    memory_time = moved / card.bandwidth
+    ring = lambda n: (n - 1) / n  # noqa: E731
+    fsdp = (sent["all-gather"] + sent["reduce-scatter"]) * ring(job.shards) / _link(job, job.gpus)
+    exposed = 2 * sent["all-reduce"] * ring(job.tensor) / _link(job, job.tensor)
+    exposed += sent["rows"] * ring(job.rows_over) / _link(job, job.tensor * job.rows_over)
+    best = max(arithmetic, memory_time, fsdp) + exposed
+    likely = max(max(arithmetic, memory_time) / REACHED, fsdp) + exposed
+    return {
+        "arithmetic": arithmetic,
+        "memory": memory_time,
+        "sharding": fsdp,
+        "splitting": exposed,
+        "step": best,
+        "utilisation": tokens * flops_per_token(job) / card.flops / best,
+        "likely step": likely,
+        "likely tokens a day": 86400 / likely * job.tokens,
+    }
+
+
+def _link(job: Job, span: int) -> float:
+    """Bytes a second of a ring over neighbours among `span` GPUs: NVLink, or, beyond a machine, the ports of those of
+    its GPUs that belong to one ring, as NCCL's rings enter a machine by every port."""
+    card = CARDS[job.card]
+    return card.nvlink if span <= NODE else min(card.nvlink, NODE // min(job.tensor, NODE) * card.network)
+
+
+def cache_bytes(size: str, form: str, tokens: int) -> int:
+    """Bytes of the state that serving keeps for one row after so many tokens, in bfloat16."""
+    stays, grows = cache(size, form)
+    return stays + grows * tokens

@@ -1,0 +1,42 @@
+"""A plan as a table: what is said, and how it is known."""
+
+from __future__ import annotations
+
+from fem.runs.tables import markdown_table
+from fem_research.plan.cost import Job, advice, cache_bytes, flops_per_token, memory, messages, prediction
+from fem_research.plan.model import weights
+
+COUNTED = ("weights", "optimiser", "gradients")  # of the bytes that a GPU holds
+CACHES = (4096, 32768, 131072)
+
+
+def table(job: Job) -> list[dict[str, str]]:
+    """A line for everything that the plan says."""
+    rows = []
+
+    def line(what: str, much: str, how: str) -> None:
+        rows.append({"what": what, "how much": much, "how it is known": how})
+
+    gb = lambda size: f"{size / 1e9:.2f} GB"  # noqa: E731
+    held, told = memory(job), prediction(job)
+    line("parameters", f"{sum(w.count for w in weights(job.size, job.form)):,}", "counted")
+    for name, size in held.items():
+        how = "counted" if name in COUNTED else "counted on a CPU" if name == "activations" else "formula"
+        line(f"memory of a GPU: {name}", gb(size), how)
+    line("memory of a GPU", gb(sum(held.values())), "sum")
+    line("operations a token", f"{flops_per_token(job):.3g}", "formula")
+    for name, size in messages(job).items():
+        if size:
+            line(f"bytes a step: {name}", gb(size), "formula" if name == "rows" else "formula, checked by counting")
+    forms = {"utilisation": "{:.0%}", "likely tokens a day": "{:.3g}"}
+    for name, value in told.items():
+        line(name, forms.get(name, "{:.3f} s").format(value), "PREDICTED")
+    for tokens in CACHES:
+        line(f"cache of a row of {tokens:,}", f"{cache_bytes(job.size, job.form, tokens) / 1e6:,.0f} MB", "counted")
+    return rows
+
+
+def show(job: Job) -> None:
+    print(markdown_table(table(job)))
+    print(advice(job))
+    print("Times are predictions from data sheets (research/results/plan.md says how); nothing of it ran on a GPU.")

@@ -1,0 +1,104 @@
+"""What `fem plan` says of a training, against models that are built and messages that were counted."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fem.mixer import FreeEnergyMixer
+from fem.models import FEMForCausalLM
+from fem.models.presets import count_parameters
+from fem_research.plan.cost import Job, advice, cache_bytes, flops_per_token, memory, messages, prediction
+from fem_research.plan.model import FORMS, config_of, kept, saved, weights
+
+COUNTED = [  # bytes of a pass that `benchmarks/titan_cpu.py count` counted on torch's fake backend
+    ("full", 8, 1, False, (6377856, 7426176, 0)),
+    ("full", 64, 1, True, (6673152, 7721472, 0)),
+    ("slim", 8, 1, True, (6377600, 7425920, 0)),
+    ("gla", 8, 1, False, (6395392, 7443712, 0)),
+    ("full", 2, 2, False, (0, 0, 2575360)),
+    ("slim", 8, 2, True, (3236608, 3760640, 2575360)),
+    ("gla", 16, 4, False, (1649344, 1911232, 2853888)),
+]
+TINY = Job(size="tiny", form="slim", gpus=8, context=128, tokens=8 * 128)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_planned_parameters_are_those_of_the_model(form):
+    assert sum(w.count for w in weights("tiny", form)) == count_parameters(config_of("tiny", form))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_planned_activations_are_what_a_model_keeps(form):
+    config = config_of("tiny", form)
+    torch.manual_seed(0)
+    blocks = torch.nn.Sequential(*FEMForCausalLM(config).bfloat16().model.layers)
+    counted = saved(blocks, torch.randn(1, 256, config.hidden_size).bfloat16())
+    planned = 256 * config.num_hidden_layers * kept("tiny", form)[0]
+    assert planned == pytest.approx(counted, rel=0.05)  # constants that do not grow with the row are left out
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_planned_cache_is_the_state_of_every_layer(form):
+    config = config_of("tiny", form)
+    layer = FreeEnergyMixer(config.mixer_configs()[0]).bfloat16().eval()
+    with torch.no_grad():
+        _, state = layer(torch.randn(1, 200, config.hidden_size).bfloat16(), return_state=True)
+    assert cache_bytes("tiny", form, 200) == config.num_hidden_layers * state.nbytes
+
+
+@pytest.mark.parametrize("form, gpus, tensor, recompute, counted", COUNTED)
+def test_planned_messages_are_those_that_torchtitan_sent(form, gpus, tensor, recompute, counted):
+    job = replace(TINY, form=form, gpus=gpus, tensor=tensor, recompute=recompute, micro=2, tokens=256 * gpus // tensor)
+    assert tuple(messages(job)[kind] for kind in ("all-gather", "reduce-scatter", "all-reduce")) == counted
+
+
+def test_planned_operations_are_those_of_fem_train():
+    from fem.train.throughput import flops_per_token as of_model
+
+    assert flops_per_token(TINY) == of_model(FEMForCausalLM(config_of("tiny", "slim")), 128)
+
+
+def test_shards_and_recomputing_take_less_memory():
+    one, eight = memory(replace(TINY, gpus=1)), memory(TINY)
+    assert eight["optimiser"] < one["optimiser"] / 7
+    assert memory(TINY)["activations"] < memory(replace(TINY, recompute=False))["activations"] / 2
+
+
+def test_no_step_is_faster_than_its_arithmetic():
+    told = prediction(TINY)
+    assert told["likely step"] >= told["step"] >= told["arithmetic"] > 0
+    assert 0 < told["utilisation"] <= 1
+
+
+def test_a_job_that_does_not_fit_is_told_what_to_change():
+    job = Job(size="340m", form="full", gpus=8, micro=16, recompute=False)
+    assert "does not fit: with micro=8 it needs" in advice(job)
+    assert advice(replace(job, micro=8)).endswith("and fits.")
+
+
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        ({"gpus": 512, "tokens": 8 * 128}, "a step has 8 rows of 128 tokens"),
+        ({"gpus": 6, "tensor": 4}, "gpus must be a multiple of tensor x rows_over = 4 x 1, got 6"),
+        ({"tensor": 8}, "tensor must divide the number of heads, got 8"),
+        ({"context": 100}, "context must divide the 1024 tokens"),
+        ({"micro": 0}, "micro must be positive, got 0"),
+        ({"rows_over": 8, "context": 4}, "context must be a multiple of rows_over = 8, got 4"),
+    ],
+)
+def test_an_impossible_job_is_refused_in_one_sentence(wrong, named):
+    with pytest.raises(ValueError, match=named):
+        replace(TINY, **wrong)
+
+
+@pytest.mark.slow
+def test_the_command_says_that_times_are_predictions():
+    done = subprocess.run(["fem", "plan", "--size", "tiny"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "PREDICTED" in done.stdout
+    assert "nothing of it ran on a GPU" in done.stdout
