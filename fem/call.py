@@ -19,6 +19,12 @@ HINTS = {
 }
 
 
+def unknown_argument(name: str, *_) -> TypeError:
+    """The error for an argument that other attention layers take under this name."""
+    hint = f"use {HINTS[name]}." if name in HINTS else "it takes attention_mask, segment_ids, state and return_state."
+    return TypeError(f"the layer's call has no argument {name!r}; {hint}")
+
+
 class Call(NamedTuple):
     """A layer's input with masked tokens set to 0, the tokens, and what the call before left behind."""
 

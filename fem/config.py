@@ -46,6 +46,8 @@ def _name_unknown_fields(cls):
             if name not in known:
                 raise unknown_field(cls.__name__, name, given[name], known)
         init(self, **given)
+        if not {"normalize", "mamba_normalize"} <= given.keys():  # a copy of a configuration names every field
+            self._check_read(given)
 
     cls.__init__ = checked
     return cls
@@ -139,8 +141,10 @@ class FreeEnergyMixerConfig:
             value = getattr(self, name)
             if value is not None or name in WHOLE:
                 self._set(**{name: positive_int(name, value)})
-        if self.gate_rank is not None and (type(self.gate_rank) is not int or self.gate_rank < 0):
-            raise ValueError(f"gate_rank must be None, 0 or a positive integer, got {self.gate_rank!r}.")
+        if self.gate_rank is not None:
+            if isinstance(self.gate_rank, bool) or not isinstance(self.gate_rank, Integral) or self.gate_rank < 0:
+                raise ValueError(f"gate_rank must be None, 0 or a positive integer, got {self.gate_rank!r}.")
+            self._set(gate_rank=int(self.gate_rank))
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
@@ -226,6 +230,25 @@ class FreeEnergyMixerConfig:
                     f"{name} needs prior_type={' or '.join(map(repr, readers))}, got {name}={value!r} with "
                     f"{self.prior_type!r}; leave it out."
                 )
+
+    def _check_read(self, given: dict) -> None:
+        """Raise ValueError on a field that was given, differs from its default, and is read by nothing.
+
+        beta_max_init, lambda_init, p_t_to_fem_ratio and a theta for priors without keys are let pass: the authors'
+        scripts, models and tables give them to all their layers alike.
+        """
+        prior = known_priors()[self.prior_type]
+        keys = prior.widths(self).key_maps > 0
+        needs = {
+            "qk_dim": (keys, "a prior with queries and keys"),
+            "rope_theta": (self.use_rope, "use_rope=True"),
+            "fem_ratio": (given.get("fem_dim") is None, "fem_dim=None, which it would set"),
+            "gate_rank": (self.use_temperature or self.use_outer_gate, "a gate: use_temperature or use_outer_gate"),
+            **dict.fromkeys(("conv_hidden", "conv_norm_first", "conv_bidirectional"), (self.use_conv, "use_conv=True")),
+        }
+        for name, (is_read, wanted) in needs.items():
+            if not is_read and name in given and given[name] != _DEFAULTS[name]:
+                raise ValueError(f"{name} needs {wanted}, got {name}={given[name]!r} without; leave it out.")
 
     @property
     def _key_step(self) -> int:

@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem import one_token
-from fem.call import Call
+from fem.call import Call, unknown_argument
 from fem.conditioner import TimeDecayConditioner
-from fem.config import FreeEnergyMixerConfig
+from fem.config import FreeEnergyMixerConfig, build_config
 from fem.gates import Temperature, TwoLevelGate, mix
 from fem.inspection import Reading, read_tables
 from fem.ops.common.read import Read
@@ -33,14 +33,26 @@ class FreeEnergyMixer(nn.Module):
     segment_ids (B, T): packed documents equal separate runs. With return_state=True the call returns (y, state);
     given that state, the next call continues the sequence by any number of tokens, and its mask and ids cover those.
 
-    prior: a `Prior` of your own; by default the one that config.prior_type names.
+    config, or its fields by name: FreeEnergyMixer(n_embd=512, n_head=8) has the linear weights of attention, as in
+    `FreeEnergyMixerConfig.matched`, unless a field names a width.
+    prior: a `Prior` of your own; by default the one that config.prior_type names. device, dtype: of the parameters.
     Raises ValueError on wrong shapes, on a state of another layer or batch, and on any state where causal=False;
     TypeError on a float mask, on integer x and on what is no state.
     """
 
-    def __init__(self, config: FreeEnergyMixerConfig, prior: Prior | None = None):
+    def __init__(
+        self,
+        config: FreeEnergyMixerConfig | None = None,
+        prior: Prior | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **sizes,
+    ):
         super().__init__()
-        _check_parts(config, prior)
+        if config is None and sizes:
+            config, sizes = build_config(**sizes), {}
+        _check_parts(config, prior, sizes)
         self.config = config
         value_dim = config.kv_heads * config.value_width
         self.conditioner = TimeDecayConditioner(config) if config.use_conv else None
@@ -56,6 +68,7 @@ class FreeEnergyMixer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.output = Projection(config.fem_dim, config.n_embd, config.bias)
         self.kind = kind_of(config, self.prior.name)
+        self.to(device=device, dtype=dtype)
 
     def forward(
         self,
@@ -64,7 +77,10 @@ class FreeEnergyMixer(nn.Module):
         segment_ids: Tensor | None = None,
         state: MixerState | None = None,
         return_state: bool = False,
+        **unknown,
     ) -> Float[Tensor, "b t d"] | tuple[Float[Tensor, "b t d"], MixerState]:
+        if unknown:
+            raise unknown_argument(*unknown)
         if return_state is True and one_token.fits(self, x, attention_mask, segment_ids, state):
             return one_token.step(self, x, state)
         call = Call.open(self, x, attention_mask, segment_ids, state, return_state)
@@ -161,9 +177,14 @@ def _part(memory: dict[str, Tensor] | None, prefix: str) -> dict[str, Tensor] | 
     return {name.removeprefix(prefix): tensor for name, tensor in memory.items() if name.startswith(prefix)}
 
 
-def _check_parts(config: FreeEnergyMixerConfig, prior: Prior | None) -> None:
+def _check_parts(config: FreeEnergyMixerConfig, prior: Prior | None, sizes: dict) -> None:
     if not isinstance(config, FreeEnergyMixerConfig):
-        raise TypeError(f"config must be a FreeEnergyMixerConfig, got a {type(config).__name__}.")
+        raise TypeError(
+            f"config must be a FreeEnergyMixerConfig, or its fields by name (n_embd=512, n_head=8), "
+            f"got a {type(config).__name__}."
+        )
+    if sizes:
+        raise TypeError(f"give config or fields by name, not both, got config and {', '.join(sizes)}.")
     if prior is not None and not isinstance(prior, Prior):
         got = f"the class {prior.__name__}" if isinstance(prior, type) else repr(prior)
         raise TypeError(f"prior must be a Prior that was built, such as OperatorPrior(op), or None, got {got}.")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
+
 from torch import nn
 
 
@@ -25,15 +28,20 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
         torch.optim.AdamW(fem.parameter_groups(model, weight_decay=0.1), lr=3e-4)
 
-    `decayed_names` says which are which. Raises ValueError on a negative weight_decay.
+    `decayed_names` says which are which; frozen parameters are in neither. Raises TypeError on what is no module or no
+    number, ValueError on a weight_decay that is negative or not finite.
     """
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay must be 0 or positive, got {weight_decay!r}.")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}.")
+    if isinstance(weight_decay, bool) or not isinstance(weight_decay, Real):
+        raise TypeError(f"weight_decay must be a number, got {weight_decay!r}.")
+    if not 0 <= weight_decay < math.inf:
+        raise ValueError(f"weight_decay must be finite and 0 or positive, got {weight_decay!r}.")
     decayed = set(decayed_names(model))
-    parameters = list(model.named_parameters())
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [
-        {"params": [p for name, p in parameters if name in decayed], "weight_decay": weight_decay},
-        {"params": [p for name, p in parameters if name not in decayed], "weight_decay": 0.0},
+        {"params": [p for name, p in trained if name in decayed], "weight_decay": weight_decay},
+        {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
     ]
 
 

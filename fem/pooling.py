@@ -10,6 +10,7 @@ from fem.config import build_config, positive_int
 from fem.functional import softmax_read
 from fem.gates import Temperature, TwoLevelGate
 from fem.ops.common.tokens import read_tokens
+from fem.optim import mark_undecayed
 from fem.projection import Projection, check_embedded, check_place
 
 FIELDS = (
@@ -38,12 +39,22 @@ class FreeEnergyCrossMixer(nn.Module):
     x (B, T_q, D), memory (B, T, D_m) -> (B, T_q, D). memory_mask (B, T), bool or 0/1, True/1 = keep: masking a token
     equals deleting it, and a row without any token returns W_O's bias. The order of the memory does not matter.
     n_embd: D; n_head: heads, a divisor of D; memory_dim: D_m, or None for D. fields: those of `FreeEnergyMixerConfig`
-    for widths, gates, beta and backend. Without a width the linear weights are 4 D^2, as in `matched` (of D_m = D).
+    for widths, gates, beta and backend. device, dtype: of the parameters. Without a width the linear weights are 4 D^2,
+    as in `matched` (of D_m = D).
 
     Raises ValueError on wrong shapes, TypeError on a float mask and on other fields.
     """
 
-    def __init__(self, n_embd: int, n_head: int, memory_dim: int | None = None, **fields):
+    def __init__(
+        self,
+        n_embd: int,
+        n_head: int,
+        memory_dim: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **fields,
+    ):
         super().__init__()
         if unknown := [name for name in fields if name not in FIELDS]:
             raise TypeError(f"fields must be among {', '.join(FIELDS)} for a read across; got {', '.join(unknown)}.")
@@ -57,6 +68,7 @@ class FreeEnergyCrossMixer(nn.Module):
         self.gate = TwoLevelGate(config)
         self.dropout = nn.Dropout(config.dropout)
         self.output = Projection(config.fem_dim, n_embd, config.bias)
+        self.to(device=device, dtype=dtype)
 
     def forward(
         self,
@@ -96,11 +108,25 @@ class FreeEnergyPooling(nn.Module):
     where queries is not positive.
     """
 
-    def __init__(self, n_embd: int, n_head: int, queries: int = 1, memory_dim: int | None = None, **fields):
+    undecayed = ("query",)
+
+    def __init__(
+        self,
+        n_embd: int,
+        n_head: int,
+        queries: int = 1,
+        memory_dim: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **fields,
+    ):
         super().__init__()
-        self.query = nn.Parameter(torch.empty(positive_int("queries", queries), n_embd))
+        self.query = nn.Parameter(torch.empty(positive_int("queries", queries), positive_int("n_embd", n_embd)))
         self.read = FreeEnergyCrossMixer(n_embd, n_head, memory_dim, **fields)
         self.reset_parameters()
+        mark_undecayed(self)
+        self.to(device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.query)

@@ -96,7 +96,17 @@ class MixerState:
         return self._map(lambda tensor: tensor.clone() if pins(tensor) else tensor)
 
     def reorder(self, index: Int[Tensor, " rows"]) -> MixerState:
-        """The state of the rows `index`, in that order; rows may repeat or be left out (beam search)."""
+        """The state of the rows `index`, in that order; rows may repeat or be left out (beam search).
+
+        Raises TypeError unless index is a tensor of integers, ValueError unless it is a list of rows of this batch.
+        """
+        if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
+            got = f"dtype {index.dtype}" if isinstance(index, Tensor) else f"a {type(index).__name__}"
+            raise TypeError(f"index must be a tensor of row numbers, int64 or int32, got {got}.")
+        if index.ndim != 1:
+            raise ValueError(f"index must have shape (rows,), got {tuple(index.shape)}.")
+        if index.is_cpu and not torch.compiler.is_compiling() and bool(((index < 0) | (index >= self.batch)).any()):
+            raise ValueError(f"index must name rows from 0 to {self.batch - 1}, got {index.tolist()}.")
         return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
     def detach(self) -> MixerState:

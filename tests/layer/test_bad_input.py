@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fem
-from fem import FreeEnergyMixer, FreeEnergyMixerConfig, MixerState, theory
+from fem import FreeEnergyMixer, FreeEnergyMixerConfig, FreeEnergyPooling, MixerState, theory
 from fem.functional import channel_scan_read, keyed_scan_read, softmax_read, ssm_read
 from fem.priors import PRIORS, OperatorPrior, Prior
 
@@ -208,6 +208,18 @@ TABLE = [
     (config, {"lambda_init": INF}, ValueError, "lambda_init must be a finite number, got inf"),
     (config, {"lambda_init": None}, ValueError, "lambda_init must be a finite number, got None"),
     (config, {"gate_rank": 1.5}, ValueError, "gate_rank must be None, 0 or a positive integer, got 1.5"),
+    # Fields that nothing would read.
+    (config, MAMBA | {"qk_dim": 16}, ValueError, "qk_dim needs a prior with queries and keys, got qk_dim=16 without"),
+    (config, {"rope_theta": 500.0, "use_rope": False}, ValueError, "rope_theta needs use_rope=True"),
+    (config, {"fem_dim": 32, "fem_ratio": 0.25}, ValueError, "fem_ratio needs fem_dim=None"),
+    (config, {"use_conv": False, "conv_hidden": 8}, ValueError, "conv_hidden needs use_conv=True"),
+    (config, {"use_conv": False, "conv_norm_first": False}, ValueError, "conv_norm_first needs use_conv=True"),
+    (
+        config,
+        {"use_temperature": False, "use_outer_gate": False, "gate_rank": 4},
+        ValueError,
+        "gate_rank needs a gate: use_temperature or use_outer_gate",
+    ),
     (matched, {"fem_dim": 32}, ValueError, "matched solves the widths; leave out fem_dim"),
     (matched, {"fem_ratio": 0.5}, ValueError, "matched solves the widths; leave out fem_ratio"),
     (matched, {"widow": 3}, TypeError, "did you mean 'window'"),
@@ -235,6 +247,24 @@ TABLE = [
     (operator, {"op": lambda x: x.cumsum(1), "v": 1e3}, ValueError, "v spreads too far for an operator prior"),
     (lambda: layer(OperatorPrior(torch.cumsum))(X, return_state=True), {}, ValueError, "keeps no state"),
     # Calling a layer.
+    (call, {"return_state": 1}, TypeError, "return_state must be True or False, got 1"),
+    (call, {"return_state": "yes"}, TypeError, "return_state must be True or False, got 'yes'"),
+    (call, {"key_padding_mask": ~ONES}, TypeError, "no argument 'key_padding_mask'; use attention_mask"),
+    (call, {"attn_mask": ONES}, TypeError, "no argument 'attn_mask'; use attention_mask"),
+    (call, {"is_causal": True}, TypeError, "no argument 'is_causal'; use causal of the configuration"),
+    (call, {"mask": ONES}, TypeError, "no argument 'mask'; it takes attention_mask, segment_ids"),
+    (call, {"segment_ids": ONES.cfloat()}, TypeError, "segment_ids must be integers, one id per document, got dtype"),
+    (call, {"attention_mask": ONES.to_sparse()}, TypeError, "attention_mask must be a dense tensor"),
+    (call, {"segment_ids": ONES.long().to_sparse()}, TypeError, "segment_ids must be a dense tensor"),
+    (call, {"attention_mask": NESTED.bool()}, TypeError, "attention_mask must be a dense tensor .* got a nested"),
+    (lambda: state_of().reorder([0, 1]), {}, TypeError, "index must be a tensor of row numbers, .* got a list"),
+    (lambda: state_of().reorder(torch.ones(2)), {}, TypeError, "index must be a tensor of row numbers, .* float32"),
+    (lambda: state_of().reorder(torch.tensor([-1])), {}, ValueError, "index must name rows from 0 to 1, got"),
+    (lambda: state_of().reorder(torch.tensor([2])), {}, ValueError, "index must name rows from 0 to 1, got"),
+    (lambda: state_of().reorder(torch.tensor([[0]])), {}, ValueError, r"index must have shape \(rows,\), got \(1, 1\)"),
+    (FreeEnergyMixer, {"n_embd": 64}, TypeError, "n_head"),
+    (FreeEnergyMixer, {"config": config(), "n_embd": 64}, TypeError, "give config or fields by name, not both"),
+    (FreeEnergyPooling, {"n_embd": -16, "n_head": 2}, ValueError, "n_embd must be a positive integer, got -16"),
     (call, {"x": torch.zeros(2, 6, 32)}, ValueError, r"x must have shape .*n_embd = 64.*got \(2, 6, 32\)"),
     (call, {"x": torch.zeros(6, 64)}, ValueError, r"x must have shape .*got \(6, 64\)"),
     (
@@ -405,8 +435,12 @@ TABLE = [
     (lambda: theory.taylor_state(1.0, 0.1, 0, 1), {}, ValueError, "key_width must be a positive integer, got 0"),
     (lambda: theory.argmax_patterns(P), {}, ValueError, "weights must have shape"),
     # The optimiser.
-    (lambda: fem.parameter_groups(layer(), -0.1), {}, ValueError, "weight_decay must be 0 or positive, got -0.1"),
-    (lambda: fem.parameter_groups(layer(), NAN), {}, ValueError, "weight_decay must be 0 or positive, got nan"),
+    (lambda: fem.parameter_groups(layer(), -0.1), {}, ValueError, "weight_decay must be finite and 0 or positive"),
+    (lambda: fem.parameter_groups(layer(), NAN), {}, ValueError, "weight_decay must be finite .* got nan"),
+    (lambda: fem.parameter_groups(layer(), INF), {}, ValueError, "weight_decay must be finite .* got inf"),
+    (lambda: fem.parameter_groups(layer(), True), {}, TypeError, "weight_decay must be a number, got True"),
+    (lambda: fem.parameter_groups(None, 0.1), {}, TypeError, "model must be a torch.nn.Module, got a NoneType"),
+    (lambda: fem.parameter_groups([X], 0.1), {}, TypeError, "model must be a torch.nn.Module, got a list"),
 ]
 
 

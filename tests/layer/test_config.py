@@ -10,7 +10,7 @@ import pytest
 import torch
 from layers import ABLATIONS
 
-from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
+from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, FreeEnergyPooling
 
 GATE_RANKS = (0, 4, 16)
 PAPER_SIZES = [(256, 4), (512, 8), (768, 8)]
@@ -100,6 +100,23 @@ def test_equal_configurations_are_one_kind_of_layer_however_their_numbers_were_w
     x = torch.randn(2, 3, 64)
     _, state = FreeEnergyMixer(one)(x, return_state=True)
     assert FreeEnergyMixer(other)(x, state=state).shape == x.shape
+
+
+def test_a_layer_takes_its_sizes_by_name_and_a_device_and_dtype():
+    layer = FreeEnergyMixer(
+        n_embd=numpy.int64(64), n_head=4, gate_rank=numpy.int64(4), device="meta", dtype=torch.bfloat16
+    )
+    assert layer.config == FreeEnergyMixerConfig.matched(n_embd=64, n_head=4, gate_rank=4)
+    assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
+    assert next(FreeEnergyPooling(16, 2, dtype=torch.float64).parameters()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_a_copy_keeps_what_nothing_reads(prior):
+    """Of a saved configuration or one with a change; only what a caller names is refused."""
+    config = FreeEnergyMixerConfig.matched(n_embd=64, n_head=4, prior_type=prior)
+    changed = dataclasses.replace(config, use_conv=False, use_temperature=False, use_outer_gate=False, fem_dim=32)
+    assert FreeEnergyMixerConfig(**json.loads(json.dumps(dataclasses.asdict(changed)))) == changed
 
 
 def test_a_copied_width_follows_where_it_is_named_none():

@@ -54,6 +54,9 @@ def test_other_trainers_find_their_marks():
     assert len(marked) == 4
 
 
-def test_a_negative_decay_is_refused():
-    with pytest.raises(ValueError, match=r"weight_decay must be 0 or positive, got -0\.1"):
-        fem.parameter_groups(torch.nn.Linear(2, 2), -0.1)
+def test_frozen_parameters_are_in_no_group_and_a_pools_query_does_not_decay():
+    pool = fem.FreeEnergyPooling(16, 2)
+    pool.read.value.requires_grad_(False)
+    decayed, kept = ({id(p) for p in group["params"]} for group in fem.parameter_groups(pool, 0.1))
+    assert id(pool.query) in kept
+    assert not {id(p) for p in pool.read.value.parameters()} & (decayed | kept)

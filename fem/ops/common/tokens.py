@@ -120,6 +120,9 @@ def _check_marks(name: str, marks: Tensor | None, device: torch.device) -> None:
         return
     if not isinstance(marks, Tensor):
         raise TypeError(f"{name} must be a tensor of shape (batch, time), got a {type(marks).__name__}.")
+    if marks.is_nested or marks.layout is not torch.strided:
+        got = "a nested tensor" if marks.is_nested else f"layout {marks.layout}"
+        raise TypeError(f"{name} must be a dense tensor of shape (batch, time), got {got}.")
     if marks.device != device:
         raise ValueError(f"{name} must be on the device of the tokens, {device}, got {marks.device}; move it there.")
 
@@ -142,7 +145,7 @@ def _as_bool(mask: Tensor, shape: tuple[int, int], name: str) -> Tensor:
 
 
 def _check_ids(segment_ids: Tensor, shape: tuple[int, int]) -> None:
-    if segment_ids.is_floating_point() or segment_ids.dtype == torch.bool:
+    if segment_ids.is_floating_point() or segment_ids.is_complex() or segment_ids.dtype == torch.bool:
         raise TypeError(f"segment_ids must be integers, one id per document, got dtype {segment_ids.dtype}.")
     if tuple(segment_ids.shape) != shape:
         raise ValueError(f"segment_ids must have shape (batch, time) = {shape}, got {tuple(segment_ids.shape)}.")
