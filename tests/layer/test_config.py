@@ -102,6 +102,7 @@ def test_equal_configurations_are_one_kind_of_layer_however_their_numbers_were_w
     assert FreeEnergyMixer(other)(x, state=state).shape == x.shape
 
 
+@pytest.mark.usefixtures("as_users_run")
 def test_a_layer_takes_its_sizes_by_name_and_a_device_and_dtype():
     layer = FreeEnergyMixer(
         n_embd=numpy.int64(64), n_head=4, gate_rank=numpy.int64(4), device="meta", dtype=torch.bfloat16
