@@ -53,7 +53,8 @@ def command(
     disable_progress_bar()
     seconds = seconds_of(time_limit)
     try:
-        run(given, output, resume == "auto", allow_changed_data=allow_changed_data, seconds=seconds)
+        results = run(given, output, resume == "auto", allow_changed_data=allow_changed_data, seconds=seconds)
+        _say(ending(results["train"], output))
     except Paused as stopped:
         _say(f"{stopped}; to go on: {again()}")
         raise typer.Exit(stopped.code) from None
@@ -64,6 +65,24 @@ def command(
     except KeyboardInterrupt:
         _say(f"stopped at once; to go on from the last checkpoint: {again()}")
         raise typer.Exit(130) from None
+
+
+def ending(trained: dict, output: Path) -> str:
+    """What a finished training reached, where its model is, and what to type next."""
+    from fem.train.checkpoints import newest
+
+    losses = [
+        f"{label} loss {trained[name]:.4f}"
+        for name, label in (("loss", "training"), ("val_loss", "validation"))
+        if trained.get(name) is not None
+    ]
+    folder = shlex.quote(str(output))
+    return (
+        f"finished: {', '.join(losses)} nats per token. The model is in {newest(output)}: from_pretrained and vllm "
+        f"serve open that folder.\n"
+        f'next: fem generate --model {folder} --prompt "..."; fem eval --model {folder} --tasks arc_easy; '
+        f'fem inspect --model {folder} --text "..."'
+    )
 
 
 def again() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -125,7 +126,8 @@ def run(folder: str, recipe: InspectRecipe, output: Path) -> dict:
     from fem.plots import channel_readings
     from fem.train.checkpoints import load_language_model
 
-    check_output(output, "inspect")
+    recipe = replace(recipe, model=str(folder))
+    check_output(output, "inspect", recipe)
     model, tokenizer = load_language_model(folder)
     ids, tokens = encode(tokenizer, recipe.text)
     layers = read_layers(model, ids, recipe)

@@ -16,6 +16,7 @@ class InspectRecipe:
 
     text: str
     layers: str | None = None
+    model: str = ""  # its folder, as the record of the run has it
 
     def __post_init__(self):
         if not self.text.strip():

@@ -44,6 +44,7 @@ PACKAGES = (
     "neuralforecast",
 )
 RESULTS, PAGE, CONFIG = "results.json", "report.md", "config.json"
+RUNS = "runs"  # in the folder of a comparison: the records of its trainings
 
 
 def option(
@@ -88,29 +89,56 @@ class Run:
         return results
 
 
-def check_output(output: Path, experiment: str | None = None) -> None:
-    """Raises ValueError where `output` is a file, or a folder with the results of another experiment."""
+def check_output(output: Path, experiment: str | None = None, recipe: Any = None) -> None:
+    """Raises ValueError where `output` is a file, or a folder with the results of another experiment.
+
+    With a recipe also where the folder holds the results of another recipe, or files of another origin. A folder of
+    trainings (`RUNS`) may be widened by another recipe of its experiment, which keeps them.
+    """
     if output.exists() and not output.is_dir():
         raise ValueError(f"output must be a folder, got the file {str(output)!r}; choose another name.")
-    found = None if experiment is None else read_json(output / CONFIG)
+    if experiment is None:
+        return
+    found = read_json(output / CONFIG)
     if found is None:
+        if recipe is not None:
+            _check_empty(output)
         return
     other = found.get("experiment") if isinstance(found, dict) else None
     if other != experiment:
         what = f"a run of fem {other}" if other else "a config.json that belongs to no run, such as a model's"
         raise ValueError(f"output must not hold another experiment, got {str(output)!r} with {what}; choose another.")
+    if recipe is None or (output / RUNS).is_dir() or not isinstance(stored := found.get("recipe"), dict):
+        return
+    given = json.loads(json.dumps(asdict(recipe), default=str))
+    changed = [f"{name} ({stored[name]!r} there, {x!r} here)" for name, x in given.items() if stored.get(name, x) != x]
+    if changed:
+        raise ValueError(
+            f"output must not hold the results of another recipe, got {str(output)!r} with "
+            f"{', '.join(changed)}; choose another."
+        )
+
+
+def _check_empty(output: Path) -> None:
+    if not output.is_dir() or (output / RUNS).is_dir():
+        return
+    if strangers := sorted(path.name for path in output.iterdir()):
+        raise ValueError(
+            f"output must be empty or the folder of the same run, got {str(output)!r} with {strangers[0]!r} and no "
+            f"{CONFIG} that can be read; choose another."
+        )
 
 
 @contextmanager
 def open_run(output: Path, experiment: str, recipe) -> Iterator[Run]:
     """A run of `recipe`. Its files are moved to `output` when the block ends, results.json last.
 
-    Files of an earlier run are replaced; a run that fails or is stopped leaves them as they were.
-    Raises ValueError where `output` is no folder or another experiment's, TypeError if `recipe` is no dataclass.
+    Files of the same recipe's earlier run are replaced; a run that fails or is stopped leaves them as they were.
+    Raises ValueError where `output` holds anything else (`check_output`), TypeError if `recipe` is no dataclass.
     """
     if not is_dataclass(recipe):
         raise TypeError(f"recipe must be a dataclass, got {type(recipe).__name__}.")
-    check_output(output, experiment)
+    check_output(output, experiment, recipe)
     output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as staging:

@@ -37,26 +37,19 @@ def newest(output: Path) -> Path | None:
 
 
 def to_go_on_from(output: Path) -> Path | None:
-    """`newest`, with a note for every later checkpoint, which is damaged; None where there are no checkpoints.
-
-    Raises ValueError where there are some and none is whole.
-    """
-    damaged = {}
-    for checkpoint in reversed(checkpoints(output)):
-        if (problem := damage(checkpoint)) is None:
-            for name, known in damaged.items():
-                note(f"{name} is damaged: {known}; going on from {checkpoint.name}.")
-            return checkpoint
-        damaged[checkpoint.name] = problem
-    if damaged:
+    """`newest`; None where there are no checkpoints. Raises ValueError where there are some and none is whole."""
+    found = newest(output)
+    if found is None and checkpoints(output):
         raise ValueError(f"no checkpoint in {str(output)!r} is whole; remove them to begin again.")
-    return None
+    return found
 
 
 def set_aside_after(checkpoint: Path) -> None:
-    """Rename the later checkpoints, which are damaged, so that no training takes them for ones that can be used."""
+    """Rename the later checkpoints, which are damaged, so that no training takes them for ones that can be used; a
+    note names each."""
     for later in checkpoints(checkpoint.parent):
         if step_of(later) > step_of(checkpoint):
+            note(f"{later.name} is damaged: {damage(later)}; going on from {checkpoint.name}.")
             aside = later.with_name(f"damaged-{later.name}")
             shutil.rmtree(aside, ignore_errors=True)
             os.replace(later, aside)
@@ -161,6 +154,9 @@ def load_language_model(folder: str | Path):
                 f"the tokenizer in {str(found)!r} cannot be read, it may be corrupt or cut off: {first_line(error)}"
             ) from error
         raise ValueError(f"{str(found)!r} holds no tokenizer beside the model; save one there.") from error
+    files = {"tokenizer.json", "tokenizer_config.json", *tokenizer.vocab_files_names.values()}
+    if not any((found / name).exists() for name in files):  # some classes of tokenizers are made of no file, and empty
+        raise ValueError(f"{str(found)!r} holds no tokenizer beside the model; save one there.")
     largest = max(tokenizer.get_vocab().values())
     if largest >= model.config.vocab_size:
         raise ValueError(

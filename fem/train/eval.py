@@ -134,7 +134,7 @@ def run(recipe: EvalRecipe, output: Path) -> dict:
     """Score the model and write the results to `output`; returns what results.json holds."""
     from fem.train.checkpoints import load_language_model
 
-    check_output(output, "eval")
+    check_output(output, "eval", recipe)
     model, tokenizer = load_language_model(recipe.model)
     with open_run(output, "eval", recipe) as under_way:
         scores = evaluate(recipe, model, tokenizer)

@@ -43,11 +43,13 @@ def continue_prompt(
     context = model.config.max_position_embeddings
     room = NEW_TOKENS if context is None else context - len(ids)
     new = min(NEW_TOKENS, room) if max_new_tokens is None else max_new_tokens
-    if new < 1 and room > 0:
+    if room < 1:
+        raise ValueError(f"prompt must be shorter than the context of {context} tokens, got {len(ids)} tokens.")
+    if new < 1:
         raise ValueError(f"max_new_tokens must be positive, got {new}.")
-    if context is not None and not 1 <= new <= room:
+    if context is not None and new > room:
         raise ValueError(
-            f"max_new_tokens must lie between 1 and the {max(room, 0)} that a context of {context} leaves a prompt of "
+            f"max_new_tokens must be at most the {room} that a context of {context} leaves a prompt of "
             f"{len(ids)} tokens, got {new}; shorten the prompt."
         )
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}

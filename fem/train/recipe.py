@@ -12,6 +12,7 @@ DTYPES = ("float32", "bfloat16")
 PARALLEL = ("ddp", "fsdp")
 NONFINITE = ("stop", "skip")
 SMALLEST_VOCABULARY = 257  # one entry per byte, and the end of a document
+WARMUP = 50  # steps; a twentieth of the laptop recipe
 PAPER_ROWS = 128  # of 4096 tokens: 0.5M tokens a step
 
 
@@ -38,7 +39,9 @@ class TrainRecipe:
     batch_size: int = option(16, "Rows per step, over all processes.", also=("batch",))
     micro_batch: int | None = option(None, "Rows per forward pass of a process; default: all its rows of a step.")
     max_steps: int = option(1000, "Optimiser steps; more extend a finished run.", called="steps")
-    warmup_steps: int = option(50, "Steps in which the learning rate rises; a cosine takes it to zero.")
+    warmup_steps: int | None = option(
+        None, f"Steps in which the learning rate rises; default: {WARMUP}, or half of --steps where that is less."
+    )
     learning_rate: float = option(1e-3, "Peak learning rate of AdamW.")
     beta2: float = option(0.95, "AdamW's second moment.")
     weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
@@ -62,13 +65,14 @@ class TrainRecipe:
         counts = ("context", "batch_size", "max_steps", "log_steps", "save_steps", "eval_steps", "keep")
         require_positive(self, *counts, "micro_batch", "learning_rate", "clip", "comm_timeout")
         require_positive(self, "context_parallel", "tensor_parallel")
-        require_not_negative(self, "validation_rows", "warmup_steps", "weight_decay", "seed")
+        require_not_negative(self, "validation_rows", "weight_decay", "seed")
+        require_not_negative(self, *(["warmup_steps"] if self.warmup_steps is not None else []))
         if self.context < 2:
             raise ValueError(f"context must be at least 2 tokens, of which one predicts, got {self.context}.")
         if not 0 <= self.beta2 < 1:
             raise ValueError(f"beta2 must lie in [0, 1), got {self.beta2}.")
-        if self.warmup_steps > self.max_steps:
-            raise ValueError(f"warmup_steps must be at most max_steps = {self.max_steps}, got {self.warmup_steps}.")
+        if self.warmup > self.max_steps:
+            raise ValueError(f"warmup_steps must be at most max_steps = {self.max_steps}, got {self.warmup}.")
         if self.vocabulary < SMALLEST_VOCABULARY:
             raise ValueError(f"vocabulary must be at least {SMALLEST_VOCABULARY}, got {self.vocabulary}.")
         for name, known in (("dtype", DTYPES), ("parallel", PARALLEL), ("nonfinite", NONFINITE)):
@@ -83,6 +87,11 @@ class TrainRecipe:
             which = "context_parallel" if self.context_parallel > 1 else "tensor_parallel"
             raise ValueError(f"compile has no messages between processes; leave it out, or {which}.")
         self.model_fields()
+
+    @property
+    def warmup(self) -> int:
+        """The steps in which the learning rate rises."""
+        return min(WARMUP, self.max_steps // 2) if self.warmup_steps is None else self.warmup_steps
 
     @property
     def processes_of_a_row(self) -> int:

@@ -97,4 +97,4 @@ class WatchedTrainer(SavingTrainer):
 def kept(output: Path) -> str:
     """What a run that stops now can resume from, as the end of a sentence."""
     last = newest(output)
-    return "no earlier one is there" if last is None else f"{last.name} is whole, --resume auto goes on from it"
+    return "no checkpoint is saved yet" if last is None else f"{last.name} is whole, --resume auto goes on from it"

@@ -258,6 +258,7 @@ def fit(
     if ranks.rank != 0:
         return results
     (output / FAILED).unlink(missing_ok=True)
+    shutil.rmtree(output / STAGING, ignore_errors=True)
     return under_way.finish(results)
 
 
@@ -288,7 +289,7 @@ def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
     args = TrainingArguments(
         output_dir=str(output / STAGING),
         max_steps=recipe.max_steps,
-        warmup_steps=recipe.warmup_steps,
+        warmup_steps=recipe.warmup,
         learning_rate=recipe.learning_rate,
         lr_scheduler_type="cosine",
         adam_beta2=recipe.beta2,

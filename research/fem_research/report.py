@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fem.runs.run import PAGE, RESULTS, check_output, first_line, note, without_folders, write_json
 from fem.runs.tables import markdown_table
+from fem.train.checkpoints import checkpoints
 from fem.train.suites import PAPER, paper_row, paper_rows
 
 INDEX = "README.md"
@@ -78,6 +79,10 @@ def add_page(run: Path, output: Path) -> None:
     cannot be read; neither leaves a page.
     """
     for name in (PAGE, RESULTS, "config.json"):
+        if not (run / name).is_file() and checkpoints(run):
+            raise ValueError(
+                f"runs must be folders with a page, got the training {str(run)!r}; fem eval --model {run} scores it."
+            )
         if not (run / name).is_file():
             raise ValueError(f"runs must be folders of runs that have ended, got {str(run)!r} without {name}.")
     name = re.sub(r"\W", "_", run.name)
@@ -90,11 +95,13 @@ def add_page(run: Path, output: Path) -> None:
         raise Broken(f"{str(run / PAGE)!r} is no text in UTF-8") from error
     if missing := [picture for picture in PICTURE.findall(text) if not (run / picture).is_file()]:
         raise Broken(f"{str(run / PAGE)!r} shows {missing[0]}, which is not there")
+    page = output / f"{name}.md"
+    if page.exists() and not page.with_suffix(".json").exists():
+        raise ValueError(f"output must not hold another {page.name}, got one without {name}.json; choose another.")
     output.mkdir(parents=True, exist_ok=True)
     for picture in set(PICTURE.findall(text)):
         shutil.copyfile(run / picture, output / f"{name}_{picture}")
     text = PICTURE.sub(rf"]({name}_\1)", text)
-    page = output / f"{name}.md"
     if page.exists() and (said := OURS.search(page.read_text(encoding="utf-8"))):
         title, _, rest = text.partition("\n")
         text = f"{title}\n\n{said[0].strip()}\n\n## What was run\n{rest}"
@@ -167,8 +174,14 @@ def index(output: Path) -> str:
 def add_pages(runs: Sequence[Path] | None, output: Path) -> int:
     """Copy the pages of these runs, or of all in runs/ that have ended, and write the index; returns how many."""
     check_output(output)
+    ours = INDEX_PAGE.partition("{")[0]
+    indexed = (output / INDEX).exists()
+    if indexed and not (output / INDEX).read_text(encoding="utf-8", errors="replace").startswith(ours):
+        raise ValueError(f"output must be a folder of results, got {str(output)!r} with a {INDEX} of its own.")
     if not runs:
         runs = [path.parent for path in sorted(Path("runs").glob(f"*/{PAGE}")) if (path.parent / RESULTS).exists()]
+        if not runs and not indexed:
+            raise ValueError("runs must be named, as no run in 'runs' has ended; give their folders.")
     added = 0
     for run in runs:
         try:

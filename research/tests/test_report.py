@@ -152,3 +152,24 @@ def test_without_names_every_finished_run_is_taken(tmp_path, monkeypatch, output
     assert add_pages(None, output) == 1
     assert (output / "one.md").exists()
     assert not (output / "two.md").exists()
+
+
+def test_a_folder_of_other_pages_is_left_alone(tmp_path, output, monkeypatch):
+    run = made_up_run(tmp_path / "runs" / "notes")
+    (output / "notes.md").write_text("mine")
+    with pytest.raises(ValueError, match="output must not hold another notes.md"):
+        add_pages([run], output)
+    (tmp_path / "README.md").write_text("# My project")
+    with pytest.raises(ValueError, match=r"output must be a folder of results.*README.md of its own"):
+        add_pages([run], tmp_path)
+    assert (output / "notes.md").read_text() == "mine"
+    assert (tmp_path / "README.md").read_text() == "# My project"
+    monkeypatch.chdir(output)
+    with pytest.raises(ValueError, match="runs must be named"):
+        add_pages(None, output)
+
+
+def test_a_training_is_no_page(tmp_path, output):
+    (tmp_path / "train" / "checkpoint-5").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"got the training .*; fem eval --model"):
+        add_page(tmp_path / "train", output)

@@ -18,12 +18,18 @@ from torch.distributed import TCPStore
 from typer.testing import CliRunner
 
 from fem import __version__, cli, extras
+from fem.commands import train as train_command
 from fem.doctor import card
+from fem.inspect import experiment as inspection
+from fem.inspect.settings import InspectRecipe
 from fem.plots import Panel, channel_readings, dots, learning_curves
 from fem.runs import run as recipe
 from fem.runs import tables
 from fem.runs.run import open_run, option
+from fem.train import eval as evaluation
+from fem.train.recipe import TrainRecipe
 from fem_research.argmax import experiment as argmax
+from fem_research.lm import finetune
 
 
 @dataclass(frozen=True)
@@ -110,33 +116,36 @@ def test_another_command_s_name_for_an_option_is_taken_with_a_hint(monkeypatch, 
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["argmax", "--heads", "7"], "error: heads must divide channels = 64, got heads = 7.\n"),
-        (["argmax", "--steps", "0"], "error: steps must be positive, got 0.\n"),
-        (["demo", "--seeds", "0"], "error: seeds must be positive, got 0.\n"),
-        (["finetune", "--context", "0"], "error: context must be positive, got 0.\n"),
-        (["finetune", "--vocabulary", "0"], "error: vocabulary must be positive, got 0.\n"),
-        (["finetune", "--awakening", "-1"], "error: awakening must be positive, got -1.0.\n"),
-        (["finetune", "--heads", "5"], "error: heads must divide width = 96, got 5.\n"),
-        (["finetune", "--architecture", "llama", "--heads", "1"], "error: heads must be even for llama, got 1.\n"),
+        (["argmax", "--heads", "7"], "error: --heads must divide --channels = 64, got --heads = 7.\n"),
+        (["argmax", "--steps", "0"], "error: --steps must be positive, got 0.\n"),
+        (["demo", "--seeds", "0"], "error: --seeds must be positive, got 0.\n"),
+        (["finetune", "--context", "0"], "error: --context must be positive, got 0.\n"),
+        (["finetune", "--vocabulary", "0"], "error: --vocabulary must be positive, got 0.\n"),
+        (["finetune", "--awakening", "-1"], "error: --awakening must be positive, got -1.0.\n"),
+        (["finetune", "--heads", "5"], "error: --heads must divide --width = 96, got 5.\n"),
+        (["finetune", "--architecture", "llama", "--heads", "1"], "error: --heads must be even for llama, got 1.\n"),
         (
             ["finetune", "--architecture", "llama", "--heads", "32"],
-            "error: heads must divide width / 2 = 48, got 32.\n",
+            "error: --heads must divide width / 2 = 48, got 32.\n",
         ),
-        (["finetune", "--seed", "-1"], "error: seed must not be negative, got -1.\n"),
-        (["ablate", "--seed", "-1"], "error: seed must not be negative, got -1.\n"),
+        (["finetune", "--seed", "-1"], "error: --seed must not be negative, got -1.\n"),
+        (["ablate", "--seed", "-1"], "error: --seed must not be negative, got -1.\n"),
         (
             ["finetune", "--arms", "original,FEM"],
-            "note: --arms is called --mixers here.\nerror: mixers must be attention and some of attention, "
+            "note: --arms is called --mixers here.\nerror: --mixers must be attention and some of attention, "
             "attention+G, attention+LTG/r4, attention+LTG, got 'original,FEM'.\n",
         ),
-        (["train", "--steps", "12"], "error: warmup_steps must be at most steps = 12, got 50.\n"),
-        (["ablate", "--threads", "0"], "error: threads must be positive, got 0.\n"),
+        (
+            ["train", "--steps", "12", "--warmup-steps", "50"],
+            "error: --warmup-steps must be at most --steps = 12, got 50.\n",
+        ),
+        (["ablate", "--threads", "0"], "error: --threads must be positive, got 0.\n"),
         (
             ["forecast", "--peer-steps", "0"],
-            "note: --peer-steps is called --baseline-steps here.\nerror: baseline_steps must be positive, got 0.\n",
+            "note: --peer-steps is called --baseline-steps here.\nerror: --baseline-steps must be positive, got 0.\n",
         ),
-        (["demo", "--heads", "3"], "error: heads must divide width = 128, got 3.\n"),
-        (["demo", "--context", "8"], "error: context must be at least 24 tokens for the picture, got 8.\n"),
+        (["demo", "--heads", "3"], "error: --heads must divide --width = 128, got 3.\n"),
+        (["demo", "--context", "8"], "error: --context must be at least 24 tokens for the picture, got 8.\n"),
     ],
 )
 def test_a_mistake_is_answered_by_one_sentence_and_status_2(monkeypatch, tmp_path, capsys, arguments, sentence):
@@ -298,11 +307,38 @@ def test_a_stopped_run_leaves_the_earlier_one_as_it_was(tmp_path, stop):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_run_deletes_no_file_it_did_not_write(tmp_path):
-    (tmp_path / "mine.txt").write_text("mine")
+STRANGERS = {  # what may lie in an output folder, and what the refusal says
+    "a user's file": ({"results.json": "{}"}, "must be empty or the folder of the same run.*results.json"),
+    "a broken config": ({"config.json": "{", "report.md": "mine"}, "must be empty or the folder of the same run"),
+    "a model": ({"config.json": '{"model_type": "gpt2"}'}, "a config.json that belongs to no run"),
+    "another experiment": ({"config.json": '{"experiment": "mad", "recipe": {}}'}, "a run of fem mad"),
+}
+
+
+@pytest.mark.parametrize("stranger", [*STRANGERS, "another recipe"])
+@pytest.mark.parametrize("command", ["test", "eval", "inspect", "finetune"])
+def test_no_command_writes_to_a_folder_of_other_things(tmp_path, command, stranger):
+    runs = {
+        "test": (lambda: open_run(tmp_path, "test", Recipe()).__enter__(), {"seed": 1}),
+        "eval": (lambda: evaluation.run(evaluation.EvalRecipe(model="m", tasks="t"), tmp_path), {"model": "other"}),
+        "inspect": (lambda: inspection.run("m", InspectRecipe(text="a"), tmp_path), {"model": "other"}),
+        "finetune": (lambda: finetune.run(finetune.FinetuneRecipe(), tmp_path), {"seed": -1}),
+    }
+    run, recipe = runs[command]
+    other = {"config.json": json.dumps({"experiment": command, "recipe": recipe})}
+    files, words = STRANGERS.get(stranger, (other, "results of another recipe.* there, "))
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"output must.*{words}"):
+        run()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
+
+
+def test_a_comparison_may_be_widened_in_its_folder(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps({"experiment": "test", "recipe": {"seed": 1}}))
     with open_run(tmp_path, "test", Recipe()) as run:
         run.finish({})
-    assert (tmp_path / "mine.txt").read_text() == "mine"
     assert (tmp_path / "results.json").exists()
 
 
@@ -380,3 +416,15 @@ def test_doctor_stops_a_step_that_takes_too_long_and_keeps_what_it_had_found(tmp
     assert [step["ended"].startswith("stopped after") for step in found["steps"].values()] == [True, True]
     assert "2 of 2 checks pass" in found["verdict"]
     assert "not finished: scans, decoding" in found["verdict"]
+
+
+def test_a_default_warm_up_shrinks_to_fit():
+    assert [TrainRecipe(max_steps=steps).warmup for steps in (1, 10, 1000)] == [0, 5, 50]
+    assert TrainRecipe(max_steps=10, warmup_steps=10).warmup == 10
+
+
+def test_a_finished_training_says_what_it_reached_and_what_comes_next(tmp_path):
+    said = train_command.ending({"loss": 2.5, "val_loss": 2.75}, tmp_path)
+    assert "training loss 2.5000, validation loss 2.7500 nats per token" in said
+    for command in ("generate", "eval", "inspect"):
+        assert f"fem {command} --model {tmp_path}" in said

@@ -17,7 +17,7 @@ from datasets import Dataset, IterableDataset, load_dataset
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from trainings import assert_same_run, losses, tiny, weights, write_corpus
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from fem.models import preset
 from fem.train import checkpoints, documents, integrity, metrics, packing, trainer, training
@@ -493,6 +493,14 @@ def test_models_that_cannot_be_read_are_refused_in_one_sentence(whole, tmp_path,
     with pytest.raises(ValueError, match=sentence) as told:
         load_language_model(folder)
     assert "\n" not in str(told.value)
+
+
+def test_a_tokenizer_of_no_file_is_none(tmp_path):
+    """Some classes of tokenizers are made of nothing, and then read every text as nothing."""
+    config = GPT2Config(vocab_size=50, n_embd=8, n_head=2, n_layer=1, n_positions=8)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds no tokenizer beside the model"):
+        load_language_model(tmp_path)
 
 
 def altered(folder, change):

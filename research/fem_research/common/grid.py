@@ -14,8 +14,6 @@ from fem.runs.run import open_run
 from fem.runs.tables import Rows, show_table, write_table
 from fem_research.common.jobs import Job, keep, place_of, record_of
 
-RUNS = "runs"  # the folder of the records, in an experiment's folder
-
 
 class Tuned(NamedTuple):
     """Records of a comparison: of every row by learning rate on the first seed, and by seed at its best rate."""

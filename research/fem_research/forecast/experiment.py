@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from fem.runs.run import check_output, command_line, cpu_threads, progress
-from fem_research.common.grid import RUNS, Grid, one_by_one, publish
+from fem.runs.run import RUNS, check_output, command_line, cpu_threads, progress
+from fem_research.common.grid import Grid, one_by_one, publish
 from fem_research.forecast.settings import ForecastRecipe, Job
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from rich.progress import Progress
 
 from fem.runs.run import (
+    RUNS,
     check_output,
     command_line,
     cpu_threads,
@@ -22,7 +23,7 @@ from fem.runs.run import (
     steps_bar,
 )
 from fem.runs.tables import markdown_table, write_page
-from fem_research.common.grid import RUNS, Grid, one_by_one, publish
+from fem_research.common.grid import Grid, one_by_one, publish
 from fem_research.common.jobs import digest_of
 from fem_research.common.mixers import file_name
 from fem_research.common.names import KEY, by_name, colours, display

@@ -126,7 +126,7 @@ def rows(found: dict) -> list[dict]:
 
 def run(recipe: FinetuneRecipe, output: Path) -> dict:
     """The comparison, written to `output`; returns what results.json holds."""
-    check_output(output, "finetune")
+    check_output(output, "finetune", recipe)
     build_model(recipe, recipe.vocabulary)  # an error here comes before the text is read
     corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)
     with open_run(output, "finetune", recipe) as under_way, progress() as bars:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from fem.runs.run import check_output, command_line, progress
-from fem_research.common.grid import RUNS, Grid, publish
+from fem.runs.run import RUNS, check_output, command_line, progress
+from fem_research.common.grid import Grid, publish
 from fem_research.common.sweep import sweep
 from fem_research.mad.recipe import MADRecipe
 from fem_research.mad.table import SCORES, readable, scored, table1

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from fem.runs.run import check_output, command_line, progress
-from fem_research.common.grid import RUNS, Grid, publish
+from fem.runs.run import RUNS, check_output, command_line, progress
+from fem_research.common.grid import Grid, publish
 from fem_research.common.sweep import sweep
 from fem_research.regimes.report import overview, redraw, summary, write_report
 from fem_research.regimes.settings import RegimesRecipe

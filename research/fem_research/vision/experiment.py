@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from fem.runs.run import check_output, cpu_threads, progress
-from fem_research.common.grid import RUNS, Grid, one_by_one, publish
+from fem.runs.run import RUNS, check_output, cpu_threads, progress
+from fem_research.common.grid import Grid, one_by_one, publish
 from fem_research.vision.settings import VisionRecipe
 
 
