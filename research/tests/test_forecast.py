@@ -268,7 +268,7 @@ def test_a_run_that_diverges_says_so(monkeypatch, csv, tmp_path):
         (["--horizon", "soon"], "horizon must be a positive number, or several with commas, got 'soon'."),
         (["--mixers", "transformer"], "mixer must be a prior"),
         (["--profile", "phone"], "profile must be one of laptop, paper; got 'phone'."),
-        (["--epochs", "0"], "epochs must be positive, got 0."),
+        (["--epochs", "0"], "--epochs must be positive, got 0."),
     ],
 )
 def test_a_mistake_is_one_sentence(monkeypatch, tmp_path, capsys, arguments, sentence):

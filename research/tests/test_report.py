@@ -157,7 +157,7 @@ def test_without_names_every_finished_run_is_taken(tmp_path, monkeypatch, output
 def test_a_folder_of_other_pages_is_left_alone(tmp_path, output, monkeypatch):
     run = made_up_run(tmp_path / "runs" / "notes")
     (output / "notes.md").write_text("mine")
-    with pytest.raises(ValueError, match="output must not hold another notes.md"):
+    with pytest.raises(ValueError, match=r"output must not hold another notes\.md"):
         add_pages([run], output)
     (tmp_path / "README.md").write_text("# My project")
     with pytest.raises(ValueError, match=r"output must be a folder of results.*README.md of its own"):

@@ -661,7 +661,7 @@ def test_every_profile_is_a_model(profile):
         (["--mixers", "hyena"], "mixer must be a prior"),
         (["--channels", "2"], "channels must be 1 (grey) or 3 (RGB), got 2."),
         (["--profile", "imagenet"], "profile must be one of digits, cifar, deit-tiny, deit-small; got 'imagenet'."),
-        (["--epochs", "0"], "epochs must be positive, got 0."),
+        (["--epochs", "0"], "--epochs must be positive, got 0."),
         (["--min-area", "0"], "min_area must lie in (0, 1], got 0.0."),
         (["--data", "."], "data must hold pictures"),
     ],
