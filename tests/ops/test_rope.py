@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from fem.ops.common.rope import rotate
+from fem.ops.common.rope import rotate, rotate_all
 
 
 def by_complex_numbers(x, position, theta):
@@ -59,3 +61,27 @@ def test_halves_pair_as_in_transformers():
 def test_an_odd_width_is_named():
     with pytest.raises(ValueError, match="width must be even, got 5"):
         rotate(torch.randn(1, 2, 1, 5), torch.arange(2))
+
+
+def test_a_compiled_train_step_makes_its_table_of_angles_once(as_users_run):
+    """In float64, which a GPU computes slowly, and not for every head and layer, as a kernel of q or k would."""
+    graphs = []
+
+    def compiler(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    def layers(q, k):
+        for _ in range(2):
+            position = torch.arange(q.shape[1])
+            frequency = 0.5 ** torch.arange(2, dtype=torch.float64)
+            q, k = rotate_all((q, k), position, frequency)
+        return q, k
+
+    q, k = torch.randn(2, 1, 5, 2, 4, requires_grad=True)
+    backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    for one, other in zip(torch.compile(layers, backend=backend)(q, k), layers(q, k)):
+        assert torch.equal(one, other)
+    targets = graphs[0]
+    assert targets.count("fem.rotary_table.default") == 1
+    assert not any("cos" in target or "sin" in target for target in targets)

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
+from fem.ops.common.steps import portable
+
 
 def rotate(
     x: Float[Tensor, "b t h d"], position: Int[Tensor, " t"] | Int[Tensor, "b t"], theta: float = 10000.0
@@ -41,7 +43,8 @@ def rotate_all(
     factor: what cos and sin are multiplied by.
     """
     x = tensors[0]
-    cos, sin = _cos_and_sin(position, frequency, factor, x.dtype)
+    table = _table if torch.compiler.is_compiling() and not portable() else _cos_and_sin
+    cos, sin = table(position, frequency, factor, x.dtype)
     if len(tensors) > 1 and x.shape[1] == 1:  # of one token the calls cost more than the copy
         turned = _turned(torch.cat(tensors, 2), cos, sin)
         return list(torch.split_with_sizes(turned, [x.shape[2] for x in tensors], 2))
@@ -54,6 +57,23 @@ def _cos_and_sin(position: Tensor, frequency: Tensor, factor: float, dtype: torc
     if factor != 1.0:
         cos, sin = factor * cos, factor * sin
     return cos.to(dtype), sin.to(dtype)
+
+
+@torch.library.custom_op(
+    "fem::rotary_table",
+    mutates_args=(),
+    schema="(Tensor position, Tensor frequency, float factor, ScalarType dtype) -> (Tensor, Tensor)",
+)
+def _table(position, frequency, factor, dtype):
+    """`_cos_and_sin`, which inductor would fuse into the kernels of q and of k: float64 for every head and layer. As an
+    op it is made once in a graph, as equal calls are one."""
+    return _cos_and_sin(position, frequency, factor, dtype)
+
+
+@_table.register_fake
+def _(position, frequency, factor, dtype):
+    shape = (*position.shape, 1, frequency.shape[0])
+    return tuple(position.new_empty(shape, dtype=dtype) for _ in "cs")
 
 
 class Turn(NamedTuple):
