@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs screens notebooks types lint chaos suite clients bench clean
+.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs screens notebooks types lint chaos suite clients bench card clean
 
 help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
@@ -20,6 +20,7 @@ help:
 	@echo "make types     mypy on a user's file"
 	@echo "make lint      style and import direction      make bench   what FEM costs on this machine"
 	@echo "make chaos     kills, stops and damages 140 small trainings; what became of them, into research/results"
+	@echo "make card      the library on PyTorch's CUDA build and a card that is not there, into .card (2 GB)"
 	@echo "make install   only install, into $(VENV)"
 
 $(STAMP): pyproject.toml research/pyproject.toml constraints.txt
@@ -120,6 +121,15 @@ suite: install
 # Other libraries on a small FEM model, and every model type of transformers turned into FEM: research/results/clients.md.
 clients: install
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m clients research/results
+
+# Launches, waits and bytes on four kinds of GPU, none of which is here: docs/card.md.
+CARDS ?= 80 89 90 120
+card: install
+	$(BIN)/python tests/card/build.py .card
+	@for sm in $(CARDS); do \
+		echo "sm_$$sm"; \
+		PYTHONPATH=$(CURDIR) FAKE_SM=$$sm .card/run -m pytest -q -o addopts= -p no:cacheprovider tests/card/cases.py || exit 1; \
+	done
 
 bench: install
 	OMP_NUM_THREADS=1 $(BIN)/fem bench

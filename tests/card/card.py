@@ -1,0 +1,132 @@
+"""What PyTorch launched, waited for and kept on the card that is not there (docs/card.md)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+SM = int(os.environ.get("FAKE_SM", "90"))
+SHARED = {80: 163, 89: 99, 90: 227, 120: 99}  # KiB of shared memory that a program may ask for
+
+_runtime = ctypes.CDLL("libcudart.so.13")
+_runtime.card_get.restype = ctypes.c_char_p
+
+
+class Events(list):
+    """What happened, in words: "kernel ..", "matmul ..", "triton ..", "copy ..", "fill", "wait ..", "graph .."."""
+
+    @property
+    def launches(self) -> int:
+        """All that the card is given to do: kernels, products, copies within the card and fills."""
+        work = ("kernel", "matmul", "triton", "fill", "graph", "copy card to card")
+        return sum(event.startswith(work) for event in self)
+
+    @property
+    def waits(self) -> int:
+        """How often the host waits for the card. A copy to pageable memory is followed by such a wait."""
+        return sum("wait" in event for event in self)
+
+    @property
+    def awkward(self) -> list[str]:
+        """Products of 16-bit numbers, an operand of which has rows of no multiple of 8, or starts off 16 bytes."""
+        found = []
+        for event in self:
+            if event.startswith("matmul"):
+                _, name, *numbers = event.split()
+                operands = [tuple(map(int, numbers[at : at + 3])) for at in (0, 3, 6)]
+                if any(bits == 16 and (width % 8 or off) for bits, width, off in operands):
+                    found.append(f"{name} with (bits, width, bytes off) {operands}")
+        return found
+
+    def summary(self, most: int = 40) -> str:
+        return "\n".join(f"{count:5d} {what}" for what, count in Counter(map(_short, self)).most_common(most))
+
+
+def _short(event: str) -> str:
+    fused = re.search(r"(flash_\w+|fmha_\w+)<", event)
+    names = re.findall(r"at::native::(?:\(anonymous namespace\)::)?(\w+)", event)
+    return fused.group(1) if fused else "kernel " + "/".join(dict.fromkeys(names)) if names else event[:120]
+
+
+@contextmanager
+def record() -> Iterator[Events]:
+    events = Events()
+    _runtime.card_start()
+    try:
+        yield events
+    finally:
+        events.extend(_runtime.card_get(index).decode() for index in range(_runtime.card_stop()))
+
+
+def kept(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
+    """The output of a forward, and the bytes that are held for its backward, the output aside."""
+    before = torch.cuda.memory_allocated()
+    y = forward()
+    return y, torch.cuda.memory_allocated() - before - y.untyped_storage().nbytes()
+
+
+def pose() -> None:
+    """Make Triton believe in the card: it compiles by ptxas for it, with its limits, and launches nothing."""
+    import triton.backends
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import autotuner, driver
+
+    class Utilities:
+        def load_binary(self, name, kernel, shared, device):
+            return 1, 1, 64, 0, 1024  # module, function, registers, spills, threads
+
+        def get_device_properties(self, device):
+            processors = torch.cuda.get_device_properties(0).multi_processor_count
+            limits = {"max_shared_mem": SHARED[SM] << 10, "max_num_regs": 65536, "warpSize": 32}
+            unknown = dict.fromkeys(("sm_clock_rate", "mem_clock_rate", "mem_bus_width"), 1)
+            return limits | {"multiprocessor_count": processors} | unknown
+
+        def __getattr__(self, name):
+            return lambda *arguments, **options: None
+
+    class Launcher:
+        def __init__(self, source, metadata):
+            self.name = metadata["name"] if isinstance(metadata, dict) else metadata.name
+
+        def __call__(self, x, y, z, stream, function, *arguments):
+            _runtime.card_event(f"triton {self.name}".encode())
+
+    class Driver:
+        utils, launcher_cls = Utilities(), Launcher
+        is_active = staticmethod(lambda: True)
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", SM, 32))
+        get_current_device = staticmethod(lambda: 0)
+        set_current_device = staticmethod(lambda device: None)
+        get_current_stream = staticmethod(lambda device=None: 0)
+        get_active_torch_device = staticmethod(lambda: torch.device("cuda", 0))
+        get_device_interface = staticmethod(lambda: torch.cuda)
+        map_python_to_cpp_type = staticmethod(lambda kind: kind)
+        get_benchmarker = staticmethod(lambda: lambda call, quantiles=None, **options: (call(), [1.0, 1.0, 1.0])[1])
+        get_empty_cache_for_benchmark = staticmethod(lambda: torch.empty(1, device="cuda"))
+        clear_cache = staticmethod(lambda cache: None)
+
+    driver.set_active(Driver())
+    nvidia = triton.backends.backends["nvidia"]
+    triton.backends.backends["nvidia"] = type(nvidia)(compiler=nvidia.compiler, driver=Driver)
+    tuner = autotuner.Autotuner
+    pruned, measured = tuner.prune_configs, tuner._bench
+
+    def prune(self, *arguments):
+        self.found = False
+        return pruned(self, *arguments)
+
+    def measure(self, *arguments, **options):
+        """Nothing can be timed here: the first configuration that the card has room for is taken."""
+        times = [float("inf")] * 3 if self.found else measured(self, *arguments, **options)
+        self.found = self.found or times[0] < float("inf")
+        return times
+
+    tuner.prune_configs, tuner._bench = prune, measure
+    torch._dynamo.config.fail_on_recompile_limit_hit = True

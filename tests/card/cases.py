@@ -1,0 +1,113 @@
+"""The library on the card that is not there: `make card`. No value is checked, as no kernel computes (docs/card.md)."""
+
+from __future__ import annotations
+
+import json
+
+import card
+import pytest
+import torch
+from measure import LAYERS, MODES, RECORD, ROWS, TIME, WIDTH, build, decode, train
+from torch.utils.checkpoint import checkpoint
+
+from fem import PRIORS
+from fem.models import FEMConfig, FEMForCausalLM
+
+card.pose()
+RECORDED = {(row["layer"], row["mode"]): row for row in json.loads(RECORD.read_text())["after"]}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+
+
+def through(mode: str, layer):
+    return torch.compile(layer) if mode == "compiled" else layer
+
+
+def tokens(rows: int = 2, time: int = 256, width: int = 256) -> torch.Tensor:
+    return torch.randn(rows, time, width, device="cuda", requires_grad=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_train_step_takes_no_more_than_is_recorded(name, mode):
+    if (name, mode) not in RECORDED:
+        pytest.skip("measure.py has recorded no such row")
+    layer = build(**LAYERS[name])
+    x = torch.randn(ROWS, TIME, WIDTH, device="cuda", requires_grad=True)
+    row, _ = train(through(mode, layer), x)
+    wanted = RECORDED[name, mode]
+    if mode == "eager":
+        row |= decode(layer)
+    above = {what: (got, wanted[what]) for what, got in row.items() if got > wanted[what]}
+    assert not above, f"{name}, {mode}: more than research/results/card.json holds (got, recorded): {above}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "fields, marks",
+    [({"window": 64}, "none"), ({}, "padding"), ({"n_kv_head": 2}, "documents"), ({"window": 64}, "documents")],
+    ids=["window", "padding", "grouped heads, documents", "window, documents"],
+)
+def test_softmax_of_every_length_meets_no_recompile_limit(fields, marks, mode):
+    call = through(mode, build(256, 4, **fields))
+    for rows, time in ((2, 256), (1, 256), (2, 192), (3, 64), (2, 1)):
+        x = tokens(rows, time)
+        given = {}
+        if marks == "padding":
+            given = {"attention_mask": torch.ones(rows, time, dtype=torch.bool, device="cuda").tril(time // 2)}
+        if marks == "documents":
+            given = {"segment_ids": torch.arange(time, device="cuda").div(100, rounding_mode="floor").expand(rows, -1)}
+        train(call, x, warm=0, **given)
+        with torch.no_grad():
+            call(x, **given)
+
+
+@pytest.mark.parametrize("prior", [prior for prior in PRIORS if prior != "softmax"])
+def test_scans_read_padding_and_documents(prior):
+    layer, x = build(256, 4, prior_type=prior), tokens()
+    train(layer, x, warm=0, attention_mask=torch.ones(2, 256, dtype=torch.bool, device="cuda").tril(99))
+    train(layer, x, warm=0, segment_ids=torch.arange(256, device="cuda").div(100, rounding_mode="floor").expand(2, -1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("prior", ["softmax", "gla", "rnn_softmax"])
+def test_checkpointed_layers_run(prior, mode):
+    layer = build(256, 4, prior_type=prior)
+    train(through(mode, lambda x: checkpoint(layer, x, use_reentrant=False)), tokens())
+
+
+@pytest.mark.parametrize(
+    "width, heads, fields",
+    [
+        (2048, 16, {"gate_rank": 0, "use_conv": True}),
+        (768, 12, {"use_conv": True}),
+        (1024, 16, {"gate_rank": 8}),
+        (1024, 16, {"prior_type": "gla", "use_conv": True}),
+        (1024, 16, {"prior_type": "gla", "decay": "channel"}),
+    ],
+)
+def test_matrix_products_have_widths_that_tensor_cores_like(width, heads, fields):
+    _, awkward = train(build(width, heads, **fields), tokens(2, 128, width), warm=0)
+    assert not awkward, awkward[:3]
+
+
+@pytest.mark.parametrize("prior, form, cache", [
+    *[(prior, "exact", "dynamic") for prior in PRIORS],
+    ("softmax", "sdpa", "dynamic"),
+    ("softmax", "sdpa", "static"),
+])  # fmt: skip
+def test_a_model_generates(prior, form, cache):
+    mixer = {"use_conv": False} if form == "sdpa" else {}
+    sizes = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = FEMConfig(**sizes, intermediate_size=128, prior_type=prior, mixer=mixer)
+    model = FEMForCausalLM(config).cuda().bfloat16().eval()
+    if form != "exact":
+        model.set_attn_implementation(form)
+    prompt = torch.randint(128, (2, 9)).cuda()
+    mask = torch.ones_like(prompt)
+    mask[0, :3] = 0
+    made = model.generate(prompt, attention_mask=mask, max_new_tokens=6, min_new_tokens=6, cache_implementation=cache)
+    assert made.shape == (2, 15)

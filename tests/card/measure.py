@@ -1,0 +1,106 @@
+"""Launches, waits and bytes of layers on the card that is not there: `.card/run tests/card/measure.py after`.
+
+Writes research/results/card.json and card.md: "before" is what e785e87 took, "after" what cases.py asks for.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import card
+import torch
+
+from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
+
+RECORD = Path(__file__).parents[2] / "research" / "results" / "card.json"
+WIDTH, HEADS, ROWS, TIME = 1024, 16, 8, 2048
+ATTENTION = {"use_lse": False, "use_temperature": False, "use_outer_gate": False}
+LAYERS = {
+    "attention": ATTENTION,
+    "softmax": {},
+    "softmax, slim": {"gate_rank": 8},
+    **{prior: {"prior_type": prior} for prior in PRIORS if prior != "softmax"},
+}
+MODES = ("eager", "compiled")
+
+
+def build(width: int = WIDTH, heads: int = HEADS, **fields) -> FreeEnergyMixer:
+    config = FreeEnergyMixerConfig.matched(n_embd=width, n_head=heads, **{"use_conv": False, **fields})
+    return FreeEnergyMixer(config).cuda()
+
+
+def train(call, x: torch.Tensor, warm: int = 2, **marks) -> tuple[dict, list[str]]:
+    """What one train step in bfloat16 autocast takes, after `warm` others, and its awkward products."""
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return call(x, **marks)
+
+    for _ in range(warm):
+        forward().float().sum().backward()
+    with card.record() as there:
+        y, held = card.kept(forward)
+    gradient = torch.ones_like(y)
+    with card.record() as back:
+        y.backward(gradient)
+    row = {"forward": there.launches, "backward": back.launches, "waits": there.waits + back.waits}
+    return row | {"kept MiB": round(held / 2**20)}, there.awkward + back.awkward
+
+
+@torch.no_grad()
+def decode(layer: FreeEnergyMixer, tokens: int = 512) -> dict:
+    """What one token after `tokens` others takes, in bfloat16 and eager mode: its fourth."""
+    layer = layer.bfloat16().eval()
+    draw = lambda count: torch.randn(ROWS, count, layer.config.n_embd, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    _, state = layer(draw(tokens), return_state=True)
+    for _ in range(3):
+        _, state = layer(draw(1), state=state, return_state=True)
+    x = draw(1)
+    with card.record() as events:
+        layer(x, state=state, return_state=True)
+    return {"token": events.launches, "token's waits": events.waits}
+
+
+def rows() -> Iterator[dict]:
+    for name, fields in LAYERS.items():
+        for mode in MODES:
+            torch._dynamo.reset()
+            gc.collect()
+            layer = build(**fields)
+            x = torch.randn(ROWS, TIME, WIDTH, device="cuda", requires_grad=True)
+            row = {"layer": name, "mode": mode}
+            try:
+                row |= train(torch.compile(layer) if mode == "compiled" else layer, x)[0]
+                row |= decode(layer) if mode == "eager" else {}
+            except Exception as error:  # a row of the table says what failed
+                row["error"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:80]}"
+            print(row, flush=True)
+            yield row
+
+
+def table(record: dict) -> str:
+    columns = ("forward", "backward", "waits", "kept MiB", "token", "token's waits")
+    lines = [f"| layer | mode | {' | '.join(columns)} |", f"|{'---|' * (len(columns) + 2)}"]
+    found = [{(row["layer"], row["mode"]): row for row in record.get(when, [])} for when in ("before", "after")]
+    for key in dict.fromkeys(key for one in found for key in one):
+        pairs = [[one.get(key, {}).get(column, "") for one in found] for column in columns]
+        cells = [f"{a} → {b}" if a != "" and b != "" else f"{a}{b}" for a, b in pairs]
+        lines.append(f"| {' | '.join([*key, *cells])} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    card.pose()
+    when, measured = sys.argv[1], list(rows())
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    record |= {"setting": f"sm_{card.SM}, {ROWS} x {TIME} tokens, width {WIDTH}, {HEADS} heads", when: measured}
+    record["torch"] = torch.__version__
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    text = "# Launches, waits and bytes of a layer\n\nBefore (e785e87) → after, one layer, by `make card`: "
+    text += f"{record['setting']}, bfloat16 autocast, PyTorch {record['torch']}. `token`: one more token, eager.\n"
+    text += "What these numbers are: [a card that is not there](../../docs/card.md).\n\n"
+    RECORD.with_suffix(".md").write_text(f"{text}{table(record)}\n")
