@@ -128,7 +128,7 @@ card: install
 	$(BIN)/python tests/card/build.py .card
 	@for sm in $(CARDS); do \
 		echo "sm_$$sm"; \
-		PYTHONPATH=$(CURDIR) FAKE_SM=$$sm .card/run -m pytest -q -o addopts= -p no:cacheprovider tests/card/cases.py || exit 1; \
+		PYTHONPATH=$(CURDIR) FAKE_SM=$$sm .card/run -m pytest -q -o addopts= --show-capture=no -p no:cacheprovider tests/card/cases.py || exit 1; \
 	done
 
 bench: install

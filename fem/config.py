@@ -81,7 +81,7 @@ class FreeEnergyMixerConfig:
     of the d_k / 2 planes; rope_factor: what rotated queries and keys are multiplied by. Scaled angles need the two
     (`FEMConfig.rope_parameters` fills them in).
     value_logexp_cap: clip |beta v| in the log-sum-exp branch (None: exact, no clip).
-    conv_hidden: width H_c of the conditioner (None: d / 16, at least 8).
+    conv_hidden: width H_c of the conditioner (None: d / 16, at least 8, and from 16 on a multiple of 8).
     backend: which implementation reads ("auto", "plain", "sdpa", "triton", "reference").
     softmax_backend and mamba_normalize are the authors' names of backend and normalize.
     Read back, widths, backend and normalize are what they resolved to, and `dataclasses.replace` keeps them: to follow
@@ -199,6 +199,8 @@ class FreeEnergyMixerConfig:
                 raise ValueError(f"{name} must be a multiple of {step}{even}, got {getattr(self, name)}.")
         if self.conv_hidden is None:
             width = max(8, self.fem_dim // 16)
+            if width >= 16:  # a map of [x, h] has rows of D + H_c numbers, which tensor cores want in eights
+                width = _nearest_multiple(width, 8)
             self._set(conv_hidden=width + width % 2 if self.conv_bidirectional else width)
         if self.conv_bidirectional and self.conv_hidden % 2:
             raise ValueError(

@@ -80,7 +80,8 @@ def decoding(device: torch.device) -> Iterator[dict]:
     width, heads, dtype = (1024, 16, torch.bfloat16) if gpu else (64, 4, torch.float32)
     base: dict[int, float] = {}
     attention = {"use_lse": False, "use_temperature": False, "use_outer_gate": False}
-    for name, fields in {"attention": attention} | {f"FEM, {prior}": {"prior_type": prior} for prior in PRIORS}.items():
+    layers = {"attention": attention} | {f"FEM, {prior}": {"prior_type": prior} for prior in PRIORS}
+    for name, fields in layers.items():
         config = FreeEnergyMixerConfig.matched(n_embd=width, n_head=heads, use_conv=False, **fields)
         layer = FreeEnergyMixer(config).to(device, dtype).eval()
         for time in (1024, 4096, 16384) if gpu else (128,):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import card
 import pytest
@@ -11,6 +12,7 @@ from measure import LAYERS, MODES, RECORD, ROWS, TIME, WIDTH, build, decode, tra
 from torch.utils.checkpoint import checkpoint
 
 from fem import PRIORS
+from fem.doctor.card import steps
 from fem.models import FEMConfig, FEMForCausalLM
 
 card.pose()
@@ -111,3 +113,12 @@ def test_a_model_generates(prior, form, cache):
     mask[0, :3] = 0
     made = model.generate(prompt, attention_mask=mask, max_new_tokens=6, min_new_tokens=6, cache_implementation=cache)
     assert made.shape == (2, 15)
+
+
+@pytest.mark.parametrize("step", ["softmax", "offsets", "training", "decoding"])
+def test_a_step_of_the_doctor_raises_nothing(step):
+    """Values aside: a comparison that fails says "off by" or "differs", an exception its type."""
+    rows = list(steps()[step].rows(torch.device("cuda", 0)))
+    assert rows
+    raised = [row for row in rows if re.match(r"\w+(Error|Exception|Failed|Exceeded)\b", row["result"])]
+    assert not raised, raised[:3]

@@ -1,5 +1,7 @@
 """Launches, waits and bytes of layers on the card that is not there: `.card/run tests/card/measure.py after`.
 
+Names of layers behind "after" measure these again alone.
+
 Writes research/results/card.json and card.md: "before" is what e785e87 took, "after" what cases.py asks for.
 """
 
@@ -65,9 +67,10 @@ def decode(layer: FreeEnergyMixer, tokens: int = 512) -> dict:
     return {"token": events.launches, "token's waits": events.waits}
 
 
-def rows() -> Iterator[dict]:
-    for name, fields in LAYERS.items():
+def rows(names: list[str]) -> Iterator[dict]:
+    for name in names or LAYERS:
         for mode in MODES:
+            fields = LAYERS[name]
             torch._dynamo.reset()
             gc.collect()
             layer = build(**fields)
@@ -95,8 +98,10 @@ def table(record: dict) -> str:
 
 if __name__ == "__main__":
     card.pose()
-    when, measured = sys.argv[1], list(rows())
+    when, measured = sys.argv[1], list(rows(sys.argv[2:]))
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    again = {row["layer"] for row in measured}
+    measured = [row for row in record.get(when, []) if row["layer"] not in again] + measured
     record |= {"setting": f"sm_{card.SM}, {ROWS} x {TIME} tokens, width {WIDTH}, {HEADS} heads", when: measured}
     record["torch"] = torch.__version__
     RECORD.write_text(json.dumps(record, indent=1) + "\n")

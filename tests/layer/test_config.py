@@ -128,6 +128,12 @@ def test_a_copied_width_follows_where_it_is_named_none():
     assert anew == FreeEnergyMixerConfig(n_embd=512, n_head=4)
 
 
+@pytest.mark.parametrize("width, heads, hidden", [(64, 4, 8), (384, 6, 12), (768, 12, 24), (2048, 16, 128)])
+def test_a_wide_conditioner_makes_rows_that_tensor_cores_like(width, heads, hidden):
+    config = FreeEnergyMixerConfig.matched(n_embd=width, n_head=heads, gate_rank=0 if width == 2048 else None)
+    assert config.conv_hidden == hidden
+
+
 def test_beta_starts_where_the_paper_says():
     layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=64, n_head=4, lambda_init=-3.0))
     torch.testing.assert_close(layer.beta(), torch.full((4, 8), 1.953), atol=1e-3, rtol=0)

@@ -66,8 +66,12 @@ def _cos_and_sin(position: Tensor, frequency: Tensor, factor: float, dtype: torc
 )
 def _table(position, frequency, factor, dtype):
     """`_cos_and_sin`, which inductor would fuse into the kernels of q and of k: float64 for every head and layer. As an
-    op it is made once in a graph, as equal calls are one."""
-    return _cos_and_sin(position, frequency, factor, dtype)
+    op it is made once in a graph, as equal calls are one, by three kernels: cos and sin round what they write."""
+    if factor != 1.0:
+        return _cos_and_sin(position, frequency, factor, dtype)
+    angle = position[..., None, None] * frequency
+    rounded = lambda of: of(angle, out=torch.empty(angle.shape, dtype=dtype, device=angle.device))  # noqa: E731
+    return rounded(torch.cos), rounded(torch.sin)
 
 
 @_table.register_fake
