@@ -73,7 +73,7 @@ def ending(trained: dict, output: Path) -> str:
 
     losses = [
         f"{label} loss {trained[name]:.4f}"
-        for name, label in (("loss", "training"), ("val_loss", "validation"))
+        for name, label in (("train_loss", "training"), ("val_loss", "validation"))
         if trained.get(name) is not None
     ]
     folder = shlex.quote(str(output))
