@@ -8,7 +8,7 @@ import sys
 import numpy
 import pytest
 import torch
-from layers import ABLATIONS
+from layers import ABLATIONS, some_pairs
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, FreeEnergyPooling
 
@@ -21,10 +21,44 @@ if "gla" in PRIORS:
     MATCHED += [{"prior_type": "gla", "decay": "channel"}, {"prior_type": "gla", "decay": "scalar"}]
 
 
-@pytest.mark.parametrize("ablation", ABLATIONS)
-@pytest.mark.parametrize("fields", MATCHED, ids=lambda fields: " ".join(map(str, fields.values())))
-@pytest.mark.parametrize("width, heads", PAPER_SIZES)
-def test_matched_layers_have_the_weights_of_attention(width, heads, fields, ablation):
+SOLVED = [  # fields, and fem_dim, qk_dim, conv_hidden as found by trying every width
+    ({"prior_type": "softmax", "n_embd": 512, "n_head": 8}, (256, 512, 16)),
+    ({"prior_type": "softmax", "n_embd": 360, "n_head": 6, "gate_rank": 8, "use_outer_gate": True}, (342, 360, 21)),
+    ({"prior_type": "softmax", "n_embd": 200, "n_head": 5, "use_rope": False, "use_outer_gate": False}, (135, 200, 8)),
+    ({"prior_type": "softmax", "n_embd": 512, "n_head": 8, "n_kv_head": 4}, (368, 512, 23)),
+    ({"prior_type": "linear", "n_embd": 128, "n_head": 8, "gate_rank": 0}, (120, 128, 8)),
+    ({"prior_type": "gla", "n_embd": 256, "n_head": 8, "decay": "channel"}, (136, 160, 8)),
+    ({"prior_type": "gla", "n_embd": 768, "n_head": 12, "decay": "scalar", "gate_rank": 4}, (756, 768, 47)),
+    ({"prior_type": "rnn_softmax", "n_embd": 60, "n_head": 3}, (48, 60, 8)),
+    (
+        {"prior_type": "rnn_decay", "n_embd": 512, "n_head": 16, "use_temperature": False, "use_lse": False},
+        (512, 512, 32),
+    ),
+    ({"prior_type": "mamba", "n_embd": 512, "n_head": 8}, (400, 512, 25)),
+    ({"prior_type": "mamba", "n_embd": 96, "n_head": 1, "ssm_rank": 4}, (75, 96, 8)),
+    ({"prior_type": "mamba_interactive", "n_embd": 256, "n_head": 8}, (192, 256, 12)),
+    ({"prior_type": "mamba_interactive", "n_embd": 16, "n_head": 2, "gate_rank": 0}, (8, 16, 8)),
+]
+
+
+@pytest.mark.parametrize("fields, widths", SOLVED)
+def test_matched_solves_the_widths_that_trying_them_all_finds(fields, widths):
+    config = FreeEnergyMixerConfig.matched(**fields)
+    assert (config.fem_dim, config.qk_dim, config.conv_hidden) == widths
+
+
+def gated(fields, ablation):
+    """Whether the ablation has a gate for the fields' gate_rank."""
+    off = ABLATIONS[ablation]
+    return "gate_rank" not in fields or off.get("use_temperature", True) or off.get("use_outer_gate", True)
+
+
+@pytest.mark.parametrize(
+    "case, ablation", [(case, a) for case, a in some_pairs([*enumerate(MATCHED)], ABLATIONS) if gated(case[1], a)]
+)
+def test_matched_layers_have_the_weights_of_attention(case, ablation):
+    number, fields = case
+    width, heads = PAPER_SIZES[number % 3]
     config = FreeEnergyMixerConfig.matched(n_embd=width, n_head=heads, **fields, **ABLATIONS[ablation])
     off = lambda config: abs(config.linear_weights / (4 * width**2) - 1)  # noqa: E731
     neighbours = [dataclasses.replace(config, fem_dim=config.fem_dim + step) for step in (-heads, heads)]
@@ -35,8 +69,7 @@ def test_matched_layers_have_the_weights_of_attention(width, heads, fields, abla
         assert off(config) <= 0.005
 
 
-@pytest.mark.parametrize("ablation", ABLATIONS)
-@pytest.mark.parametrize("fields", MATCHED, ids=lambda fields: " ".join(map(str, fields.values())))
+@pytest.mark.parametrize("fields, ablation", [pair for pair in some_pairs(MATCHED, ABLATIONS, 6) if gated(*pair)])
 def test_the_report_counts_the_weights_that_exist(fields, ablation):
     config = FreeEnergyMixerConfig.matched(n_embd=64, n_head=4, bias=False, **fields, **ABLATIONS[ablation])
     layer = FreeEnergyMixer(config)

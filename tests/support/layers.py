@@ -11,10 +11,9 @@ FAMILIES = {
     "softmax grouped": {"prior_type": "softmax", "n_kv_head": 2},
     "softmax window": {"prior_type": "softmax", "window": 4},
 }
-FAMILIES |= {f"{name} slim": {"prior_type": name, "gate_rank": 2} for name in PRIORS}
-FAMILIES |= {
-    f"{name} gates per head": {"prior_type": name, "gate_rank": 0} for name in ("softmax", "gla") if name in PRIORS
-}
+# Gates know nothing of the prior: one prior of each kind of state has slim ones.
+FAMILIES |= {f"{name} slim": {"prior_type": name, "gate_rank": 2} for name in ("softmax", "mamba") if name in PRIORS}
+FAMILIES |= {f"{name} gates per head": {"prior_type": name, "gate_rank": 0} for name in ("gla",) if name in PRIORS}
 if "gla" in PRIORS:
     FAMILIES["gla scalar"] = {"prior_type": "gla", "decay": "scalar"}
     FAMILIES["gla channel"] = {"prior_type": "gla", "decay": "channel"}
@@ -30,6 +29,11 @@ ABLATIONS = {
     "-C": {"use_conv": False},
     "-C,G,T,L": {"use_conv": False, "use_outer_gate": False, "use_temperature": False, "use_lse": False},
 }
+
+
+def some_pairs(one, other, every=3):
+    """Pairs of two lists in which every entry of both occurs, and one of `every` possible pairs."""
+    return [(a, b) for i, a in enumerate(one) for j, b in enumerate(other) if (i + j) % every == 0]
 
 
 def make_layer(dtype=torch.float64, seed=0, **fields) -> FreeEnergyMixer:
