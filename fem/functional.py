@@ -40,7 +40,7 @@ def softmax_read(
     q: Float[Tensor, "b tq h dk"],
     k: Float[Tensor, "b t hkv dk"],
     v: Float[Tensor, "b t hkv dv"],
-    beta: Float[Tensor, "hkv dv"] | None,
+    beta: Float[Tensor, "hkv df"] | None,
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
@@ -48,15 +48,18 @@ def softmax_read(
     key_mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
     backend: str = "auto",
+    free_values: Float[Tensor, "b t hkv df"] | None = None,
 ) -> Read:
-    """Mean and free energy of the values under a softmax prior.
+    """The mean of values v and the free energy of values f under a softmax prior.
 
         p_ti = softmax_i(scale q_t . k_i + bias_ti)        mean_tj = sum_i p_ti v_ij
-        F_tj = (1 / beta_j) log sum_i p_ti exp(beta_j v_ij)                        (Eq. 4, Appendix H.1)
+        F_tj = (1 / beta_j) log sum_i p_ti exp(beta_j f_ij)                        (Eq. 4, Appendix H.1)
 
-    q (B, T_q, H, d_k), k (B, T, H_kv, d_k), v (B, T, H_kv, d_v), H a multiple of H_kv: query head h reads key head
-    h // (H / H_kv). beta (H_kv, d_v) > 0, in nats per unit of v; None gives the mean alone. Both results are
-    (B, T_q, H, d_v), in the dtype of q, k, v together; sums run in float32 at least.
+    Time comes before heads, unlike in torch's scaled_dot_product_attention: q (B, T_q, H, d_k), k (B, T, H_kv, d_k),
+    v (B, T, H_kv, d_v), H a multiple of H_kv: query head h reads key head h // (H / H_kv).
+    f = free_values (B, T, H_kv, d_f), or v itself where it is None; either width may be 0. beta (H_kv, d_f) > 0, in nats
+    per unit of f; None gives the mean only. The mean is (B, T_q, H, d_v) and the free energy (B, T_q, H, d_f), in the
+    dtype of q, k, v together; sums run in float32 at least.
     causal: the T_q queries are the last T_q tokens, and see no later one. scale: 1/sqrt(d_k) by default.
     window: a query sees t - window < i <= t, or |t - i| < window without causal, in kept tokens of its document.
     bias: float, broadcastable to (B, H, T_q, T), differentiable; -inf forbids the pair.
@@ -66,11 +69,13 @@ def softmax_read(
     attention call cannot prove are computed again. Raises ValueError on shapes and values, TypeError on dtypes.
     """
     check_flags(causal=causal)
-    _check_projections(q, k, v)
+    _check_projections(q, k, v, widths=0)
     batch, queries, heads, _ = q.shape
     time = k.shape[1]
+    if free_values is not None:
+        _check_free_values(free_values, v, beta)
     if beta is not None:
-        check_beta(beta, v)
+        check_beta(beta, v if free_values is None else free_values)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale)):
         raise ValueError(f"scale must be a finite number or None (1/sqrt(d_k)), got {scale!r}.")
     if window is not None and (type(window) is not int or window < 1):
@@ -88,7 +93,7 @@ def softmax_read(
     if key_mask is not None or segment_ids is not None:
         tokens, _ = read_tokens((batch, time), k.device, key_mask, segment_ids, mask_name="key_mask")
     return softmax.softmax_read(
-        q, k, v, beta, causal=causal, scale=scale, window=window, bias=bias, tokens=tokens, backend=backend
+        q, k, v, beta, free_values, causal=causal, scale=scale, window=window, bias=bias, tokens=tokens, backend=backend
     )
 
 

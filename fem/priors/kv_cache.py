@@ -1,8 +1,9 @@
 """What softmax attention remembers: the keys of every token that a later one can still see, and [v | e] of its values.
 
-e = exp(beta (v - c)) is written once, when the token arrives, so that a later token reads the cache by attention alone
-(`fem/ops/softmax/cached.py`). The shift c and beta are those of the stream's first tokens. Without a free energy, and
-in float16, whose range e would leave, the values stand alone.
+e = exp(beta (f - c)), f the values whose free energy is read, is written once, when the token arrives, so that a later
+token reads the cache by attention alone (`fem/ops/softmax/cached.py`). The shift c and beta are those of the stream's
+first tokens. Without a free energy, and in float16, where e overflows, the values are cached as they come. So is an f
+of its own, [v | f], where e could not give it back: under gradients, on a GPU, and beyond e's range.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from torch import Tensor
 from fem.ops.common.precision import upcast
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import may_look, transformed
-from fem.ops.softmax.cached import LARGEST, pack_to_be_proven, small_beta
+from fem.ops.softmax.cached import LARGEST, PROVEN, pack_to_be_proven, packing, unpacked
+from fem.ops.softmax.packing import Packing
 from fem.state import CACHED as KEPT  # (B, H, T, d) each: a row of queries reads them at the speed of memory
 
 Memory = dict[str, Tensor]
 
 PACKED = ("shift", "beta", "small")  # (B, H, 1, d_v) each, where the values are [v | e]; small: only if some beta is
+_LEAST = 60.0  # nats: e^-60 times a weight of e^-27 is still a normal number of float32
 STREAM = {*KEPT, "shift", "beta"}  # all that a plain stream keeps: neither marks nor a small beta
 
 
@@ -31,41 +34,78 @@ def append(
     memory: Memory,
     k: Float[Tensor, "b t h dk"],
     v: Float[Tensor, "b t h dv"],
-    beta: Float[Tensor, "h dv"] | None,
+    beta: Float[Tensor, "h df"] | None,
     tokens: Tokens,
     with_position: bool,
+    free_values: Float[Tensor, "b t h df"] | None = None,
 ) -> Memory:
     """The memory with the tokens behind it, and, only once a call brought them, their mask, document and position."""
-    memory = _in_one_piece(memory)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
+    f = None if free_values is None else free_values.transpose(1, 2)
     marks = _marks(memory, k, tokens, with_position)
     if tokens.keep is not None:
         hidden = ~tokens.keep[:, None, :, None]
-        k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
-    if beta is not None and v.dtype != torch.float16:
-        if memory and "shift" not in memory:  # written by a version that kept v alone
-            memory = memory | _start(memory["value"], beta, memory.get("keep"))
-            memory |= {"value": _packed(memory["value"], memory)}
-        start = memory if memory else _start(v, beta, tokens.keep)
-        v = _packed(v, start, k)
-        marks |= {name: start[name] for name in PACKED if name in start}
-    elif "shift" in memory:  # of a stream in a wider dtype
-        memory = memory | {"value": memory["value"][..., : v.shape[3]]}
+        k, v, f = (None if x is None else x.masked_fill(hidden, 0.0) for x in (k, v, f))
+    start = {name: memory[name] for name in PACKED if name in memory}
+    if not memory and beta is not None and v.dtype != torch.float16:
+        start = _start(v if f is None else f, beta, tokens.keep)
+    if start and f is not None and not _recoverable(f, start):
+        memory, start = in_values(memory), {}
+    if start:
+        v = _packed(v, f, start, k)
+    elif f is not None:
+        v = torch.cat([v, f], -1)
     if not memory:
-        return {"key": k.contiguous(), "value": v.contiguous()} | marks
+        return {"key": k.contiguous(), "value": v.contiguous()} | marks | start
     plain = not (with_position or torch.is_grad_enabled() or torch.compiler.is_compiling())
     if not plain or transformed(k, v, memory["key"], memory["value"]):
-        return _joined(memory, k, v) | marks
-    return _extended(memory["key"], memory["value"], k, v) | marks
+        return _joined(memory, k, v) | marks | start
+    return _extended(memory["key"], memory["value"], k, v) | marks | start
 
 
-def append_one(memory: Memory, k: Float[Tensor, "b h 1 dk"], v: Float[Tensor, "b h 1 dv"]) -> Memory:
-    """`append` of one token to a plain `STREAM`, on a CPU and without gradients."""
-    shift, beta = memory["shift"], memory["beta"]
-    e = ((upcast(v) - shift) * beta).exp()
+def packing_of(memory: Memory) -> Packing | None:
+    """How the values of a memory were packed; None: they are as they came."""
+    return Packing(memory["beta"], memory["shift"], memory.get("small")) if "shift" in memory else None
+
+
+def append_one(
+    memory: Memory,
+    k: Float[Tensor, "b h 1 dk"],
+    v: Float[Tensor, "b h 1 dv"],
+    f: Float[Tensor, "b h 1 df"] | None,
+) -> Memory | None:
+    """`append` of one token to a plain `STREAM`, on a CPU and without gradients; None where it cannot stay packed."""
+    start = {"shift": memory["shift"], "beta": memory["beta"]}
+    z = (upcast(v if f is None else f) - start["shift"]) * start["beta"]
+    if f is not None and not _within_reach(z):
+        return None
+    e = z.exp()
     plain = e.sum().item() <= LARGEST and isfinite(k.sum().item())
-    packed = torch.cat([v, e.to(v.dtype)], -1) if plain else _packed(v, memory, k)
-    return {"shift": shift, "beta": beta} | _extended(memory["key"], memory["value"], k, packed)
+    packed = torch.cat([v, e.to(v.dtype)], -1) if plain else _packed(v, f, start, k)
+    return start | _extended(memory["key"], memory["value"], k, packed)
+
+
+def _recoverable(f: Tensor, start: Memory) -> bool:
+    """Whether f can be had back from e, which then stands in its place: no gradient is wanted, and e is a number."""
+    if f.requires_grad or not may_look(f):
+        return False
+    z, small = packing_of(start).exponents(upcast(f)), start.get("small")
+    return _within_reach(z if small is None else torch.where(small, PROVEN * z, z))  # exp(z) - 1 wants |z| < 1
+
+
+def _within_reach(z: Tensor) -> bool:
+    """Whether no e exceeds e^30, what `proven` asks for, and all are normal numbers of float32. NaN is not."""
+    low, high = z.aminmax()
+    return low.item() > -_LEAST and high.item() < PROVEN
+
+
+def in_values(memory: Memory) -> Memory:
+    """The memory with [v | f] in the place of [v | e]."""
+    if not memory:
+        return memory
+    how = packing_of(memory)
+    values = torch.cat(unpacked(memory["value"], how, True, how.shift.shape[-1]), -1)
+    return {name: x for name, x in memory.items() if name not in PACKED} | {"value": values}
 
 
 class _Room:
@@ -146,15 +186,6 @@ def _joined(memory: Memory, k: Float[Tensor, "b h n dk"], v: Float[Tensor, "b h 
     return {name: torch.cat([memory[name], new], 2) for name, new in zip(KEPT, (k, v))}
 
 
-def _in_one_piece(memory: Memory) -> Memory:
-    """The memory as one tensor per name; version 0.1 saved the last tokens apart, under "recent ..."."""
-    recent = {name: memory[f"recent {name}"] for name in KEPT if f"recent {name}" in memory}
-    if not recent:
-        return memory
-    whole = {name: tensor for name, tensor in memory.items() if not name.startswith("recent ")}
-    return whole | _joined(whole, *recent.values())
-
-
 @torch.no_grad()
 def _start(v: Float[Tensor, "b h t d"], beta: Float[Tensor, "h d"], keep: Tensor | None) -> Memory:
     """The shift of a stream, the mean of its first values, and its beta."""
@@ -162,14 +193,14 @@ def _start(v: Float[Tensor, "b h t d"], beta: Float[Tensor, "h d"], keep: Tensor
     count = v.shape[2] if keep is None else keep[:, : v.shape[2]].sum(1).clamp_min(1)[:, None, None, None]
     shift = (v.sum(2, keepdim=True) / count).nan_to_num(0.0, 0.0, 0.0)
     beta = beta.detach().to(v.dtype)[:, None].expand_as(shift).clone(memory_format=torch.contiguous_format)
-    small = small_beta(beta)
-    return {"shift": shift, "beta": beta} | ({} if small is None else {"small": small})
+    how = packing(beta, shift)
+    return {"shift": how.shift, "beta": beta} | ({} if how.small is None else {"small": how.small})
 
 
-def _packed(v: Float[Tensor, "b h t d"], start: Memory, k: Tensor | None = None) -> Float[Tensor, "b h t w"]:
-    """[v | e]. e has no derivative: reads with derivatives start from v. NaN where the key is not finite."""
-    packed = pack_to_be_proven(v.detach(), start["beta"], start["shift"], start.get("small"))
-    if k is not None and not (may_look(k) and isfinite(k.detach().sum().item())):
+def _packed(v: Tensor, f: Tensor | None, start: Memory, k: Tensor) -> Float[Tensor, "b h t w"]:
+    """[v | e]. e has no derivative: reads with derivatives start from values. NaN where the key is not finite."""
+    packed = pack_to_be_proven(v.detach(), (v if f is None else f).detach(), packing_of(start))
+    if not (may_look(k) and isfinite(k.detach().sum().item())):
         packed.masked_fill_(~k.isfinite().all(-1, keepdim=True), torch.nan)
     return torch.cat([v, packed[..., v.shape[-1] :]], -1) if v.requires_grad or transformed(v) else packed
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.read import Read
-from fem.ops.common.tokens import Tokens
+from fem.ops.common.tokens import PLAIN, Tokens
 from fem.ops.softmax.decode import packed_step
 from fem.ops.softmax.read import cached_read, softmax_read
 from fem.prior_table import ROWS
 from fem.priors.base import Prior
-from fem.priors.kv_cache import PACKED, STREAM, append, append_one, within_window
+from fem.priors.kv_cache import STREAM, append, append_one, in_values, packing_of, within_window
 
 
 class SoftmaxPrior(Prior):
@@ -52,18 +52,17 @@ class SoftmaxPrior(Prior):
         k = torch.unflatten(self.key(features), -1, (-1, config.key_width))
         return self.rotated((q, k), position)
 
-    def read(self, features, v, beta, tokens, memory):
+    def read(self, features, v, beta, tokens, memory, free_values=None):
         config = self.config
         q, k = self.queries_and_keys(features, tokens.position)
         if memory is None:
             how = {"causal": config.causal, "window": config.window, "tokens": tokens, "backend": config.backend}
             span = math.inf if config.value_logexp_cap is None else 2 * config.value_logexp_cap
-            return softmax_read(q, k, v, beta, span=span, **how), None
-        memory = append(memory, k, v, beta, tokens, with_position=config.window is not None)
+            return softmax_read(q, k, v, beta, free_values, span=span, **how), None
+        memory = append(memory, k, v, beta, tokens, config.window is not None, free_values)
         tokens = Tokens(memory.get("keep"), None, memory.get("document"), memory.get("position"))
-        start = tuple(memory.get(name) for name in PACKED) if "shift" in memory else None
-        how = {"window": config.window, "tokens": tokens, "backend": config.backend}
-        read = cached_read(q, memory["key"], memory["value"], beta, start, **how)
+        how = {"window": config.window, "tokens": tokens, "backend": config.backend, "split": free_values is not None}
+        read = cached_read(q, memory["key"], memory["value"], beta, packing_of(memory), **how)
         if config.window is not None:
             memory = within_window(memory, config.window)
         return read, memory
@@ -73,20 +72,24 @@ class SoftmaxPrior(Prior):
         own = type(self).queries_and_keys is not SoftmaxPrior.queries_and_keys  # scores that `step` does not know
         return plain and not own and self.config.window is None and self.config.backend in ("auto", "sdpa")
 
-    def step(self, features, v, position, memory):
-        """e = exp(beta (v - c))        [mean | R] = softmax(q K^T / sqrt(d_k)) [V | E]        F = c + log(R) / beta"""
-        width, (batch, kv_heads, channels) = self.config.key_width, v.shape
+    def step(self, features, v, position, memory, free_values=None):
+        """e = exp(beta (f - c))        [mean | R] = softmax(q K^T / sqrt(d_k)) [V | E]        F = c + log(R) / beta"""
+        width, (batch, kv_heads, _) = self.config.key_width, v.shape
         q, k = self.query(features), self.key(features)
         heads = q.shape[1] // width
         both = torch.cat([q, k], 1).view(batch, heads + kv_heads, 1, width)
         if self.config.use_rope:
             both = self.turn(position.tolist()[0], width, both.dtype)(both)  # rows without marks stand alike
         q, k = torch.split_with_sizes(both, (heads, kv_heads), 1)
-        memory = append_one(memory, k, v.unsqueeze(2))
-        q, key, value, shift, beta = q[:, :, 0], memory["key"], memory["value"], memory["shift"], memory["beta"]
-        read = packed_step(q, key, value, shift, beta, None, None, width**-0.5)
+        f = None if free_values is None else free_values.unsqueeze(2)
+        beta, after = memory["beta"][0, :, 0], append_one(memory, k, v.unsqueeze(2), f)
+        if after is None:
+            after = append(in_values(memory), k.transpose(1, 2), v.unsqueeze(1), beta, PLAIN, False, f.transpose(1, 2))
+        memory, q, how = after, q[:, :, 0], packing_of(after)
+        read = None if how is None else packed_step(q, memory["key"], memory["value"], how, None, width**-0.5)
         if read is None:
-            read = Read(*(x[:, 0] for x in cached_read(q[:, None], key, value[..., :channels], beta[0, :, 0])))
+            read = cached_read(q[:, None], memory["key"], memory["value"], beta, how, split=f is not None)
+            read = Read(*(x[:, 0] for x in read))
         elif v.dtype != read.mean.dtype:
             read = Read(*(x.to(v.dtype) for x in read))
         return read, memory

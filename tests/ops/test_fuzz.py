@@ -45,14 +45,17 @@ def draw(kind: str, seed: int):
     else:
         settings |= {"heads": 2, "groups": choose.choice([1, 2]), "scores": size(-1, 3)}
         settings["causal"] = kind != "softmax both ways" and (kind == "softmax" or choose.random() < 0.7)
+        settings["free"] = choose.choice([None, None, 1, 4])
         settings["window"] = choose.choice([1, 2, 17, 64, 200]) if kind == "softmax by window" else None
         settings["bias"] = choose.choice([0.0, 0.3, 0.9]) if kind == "softmax with bias" else None
         call = softmax_call(**settings)
     if choose.random() < 0.3:
         settings["spike"] = choose.choice([-1, 1]) * size(1, 3)
-        v = call.arguments["v"].clone()
-        v[:, length // 3] += settings["spike"]
-        call = call.set(v=v)
+        for name in ("v", "f"):
+            if (values := call.arguments.get(name)) is not None:
+                values = values.clone()
+                values[:, length // 3] += settings["spike"]
+                call = call.set(**{name: values})
     marks, kept, ids = {}, torch.ones(length, dtype=torch.bool), torch.zeros(length, dtype=torch.long)
     if choose.random() < 0.3:
         settings["masked"] = choose.choice([0.1, 0.5, 1.0])
@@ -99,7 +102,8 @@ def excess(call, dtype, documents, marks, seed: int) -> dict[str, float]:
     exact, mine, plain = call.leaves(torch.float64), call.leaves(), call.leaves()
     wanted, other = by_definition(exact, documents), by_definition(plain, documents)
     rows = torch.cat(documents)
-    largest = call.arguments["v"].double().abs().max().item()
+    values = [call.arguments.get(name) for name in ("v", "f")]
+    largest = max(x.double().abs().max().item() for x in values if x is not None)
     length, softmax = call.arguments["v"].shape[1], isinstance(call, SoftmaxCall)
     score = exact.largest_score() if softmax else 0.0
     floor = max(16 * torch.finfo(dtype).eps, score * torch.finfo(torch.float32).eps) * (1 + largest)

@@ -11,12 +11,12 @@ from torch import Tensor
 from fem import functional
 from fem.ops.common.tokens import read_tokens
 from fem.ops.softmax.read import cached_read
-from fem.priors.kv_cache import KEPT, PACKED, append, within_window
+from fem.priors.kv_cache import KEPT, append, packing_of, within_window
 
 
 @dataclass(frozen=True)
 class SoftmaxCall:
-    """A query per key: q (B, T, H, d_k), k, v (B, T, H_kv, .), beta (H_kv, d_v), bias (H, T, T) or None."""
+    """A query per key: q (B, T, H, d_k), k, v, f or None (B, T, H_kv, .), beta (H_kv, d_f), bias (H, T, T) or None."""
 
     arguments: dict[str, Tensor | None]
     causal: bool = True
@@ -35,17 +35,17 @@ class SoftmaxCall:
         return self.map(lambda x: x.detach().to(dtype or x.dtype).clone().requires_grad_())
 
     def at(self, tokens: Tensor) -> SoftmaxCall:
-        q, k, v, _, bias = self.arguments.values()
+        q, k, v, _, bias, f = self.arguments.values()
         bias = None if bias is None else bias[:, tokens][:, :, tokens]
-        return self.set(q=q[:, tokens], k=k[:, tokens], v=v[:, tokens], bias=bias)
+        return self.set(q=q[:, tokens], k=k[:, tokens], v=v[:, tokens], bias=bias, f=_at(f, tokens))
 
     def rows(self, rows: slice, keys: slice, marks: dict[str, Tensor]):
         """The read of some queries over some keys."""
-        q, k, v, beta, bias = self.arguments.values()
+        q, k, v, beta, bias, f = self.arguments.values()
         bias = None if bias is None else bias[:, rows, keys]
-        marks = {name: mark[:, keys] for name, mark in marks.items()}
+        how = {name: mark[:, keys] for name, mark in marks.items()} | {"window": self.window, "bias": bias}
         q, k, v = q[:, rows], k[:, keys], v[:, keys]
-        return functional.softmax_read(q, k, v, beta, self.causal, window=self.window, bias=bias, **marks)
+        return functional.softmax_read(q, k, v, beta, self.causal, free_values=_at(f, keys), **how)
 
     def read(self, **marks: Tensor):
         return self.rows(slice(None), slice(None), marks)
@@ -64,17 +64,17 @@ class SoftmaxCall:
 
     def streamed(self, *sizes: int, key_mask=None, segment_ids=None):
         """The causal read by the cache that a layer keeps, without gradients."""
-        q, k, v, beta, _ = self.arguments.values()
+        q, k, v, beta, _, f = self.arguments.values()
         memory, cache_position, reads, first = {}, None, [], 0
         for size in sizes:
             piece = slice(first, first + size)
             marks = (None if mark is None else mark[:, piece] for mark in (key_mask, segment_ids))
             tokens, cache_position = read_tokens((1, size), v.device, *marks, cache_position, "key_mask")
-            memory = append(memory, k[:, piece], v[:, piece], beta, tokens, with_position=self.window is not None)
+            memory = append(memory, k[:, piece], v[:, piece], beta, tokens, self.window is not None, _at(f, piece))
             keys, values = (memory[name] for name in KEPT)
-            start = tuple(memory.get(name) for name in PACKED) if "shift" in memory else None
             seen = type(tokens)(memory.get("keep"), None, memory.get("document"), memory.get("position"))
-            reads.append(cached_read(q[:, piece], keys, values, beta, start, window=self.window, tokens=seen))
+            how = {"window": self.window, "tokens": seen, "split": f is not None}
+            reads.append(cached_read(q[:, piece], keys, values, beta, packing_of(memory), **how))
             memory = memory if self.window is None else within_window(memory, self.window)
             first += size
         return functional.Read(*(torch.cat(parts, 1) for parts in zip(*reads)))
@@ -86,8 +86,9 @@ class SoftmaxCall:
 
     def definition(self):
         """The read from a table of all scores, in the dtype of the inputs; a query that sees no key reads 0."""
-        q, k, v, beta, bias = self.arguments.values()
+        q, k, v, beta, bias, f = self.arguments.values()
         groups, time = q.shape[2] // k.shape[2], q.shape[1]
+        f = (v if f is None else f).repeat_interleave(groups, 2)
         k, v, beta = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2), beta.repeat_interleave(groups, 0)
         scores = (q.unsqueeze(2) * k.unsqueeze(1)).sum(-1) * q.shape[-1] ** -0.5
         if bias is not None:
@@ -99,14 +100,18 @@ class SoftmaxCall:
         seen = seen[None, :, :, None] & (scores.detach() > -torch.inf)
         empty = ~seen.any(2, keepdim=True)
         log_p = torch.where(seen, scores, -torch.inf).masked_fill(empty, 0.0).log_softmax(2).unsqueeze(-1)
-        read = free_energies(log_p, v.unsqueeze(1), beta)
+        read = (log_p.exp() * v.unsqueeze(1)).sum(2), free_energies(log_p, f.unsqueeze(1), beta)[1]
         return functional.Read(*(part.masked_fill(empty[:, :, 0, :, None], 0.0) for part in read))
 
 
 def softmax_call(
-    time: int, heads=2, groups=1, keys=3, width=3, beta=2.0, spread=1.0, scores=1.0, bias=None, causal=True, window=None
-):
-    """Values of that spread, scores of that size and, where `bias` is a share, a bias that forbids such a part."""
+    time: int, heads=2, groups=1, keys=3, width=3, beta=2.0, spread=1.0, scores=1.0, bias=None, causal=True, window=None,
+    free=None,
+):  # fmt: skip
+    """Values of that spread, scores of that size and, where `bias` is a share, a bias that forbids such a part.
+
+    free: how many values of their own have a free energy; None: all have.
+    """
     normal = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
     q, k = normal(1, time, heads, keys), normal(1, time, heads // groups, keys)
     q = q * (scores / (q.norm(dim=-1).amax() * k.norm(dim=-1).amax() * keys**-0.5))
@@ -115,6 +120,11 @@ def softmax_call(
         forbids = normal(heads, time, time).masked_fill(torch.rand(heads, time, time) < bias, -torch.inf)
     arguments = {
         "q": q, "k": k, "v": spread * normal(1, time, heads // groups, width),
-        "beta": beta * (0.5 + torch.rand(heads // groups, width, dtype=torch.float64)), "bias": forbids,
+        "beta": beta * (0.5 + torch.rand(heads // groups, free or width, dtype=torch.float64)), "bias": forbids,
+        "f": None if free is None else spread * normal(1, time, heads // groups, free),
     }  # fmt: skip
     return SoftmaxCall(arguments, causal, window)
+
+
+def _at(x: Tensor | None, tokens) -> Tensor | None:
+    return None if x is None else x[:, tokens]

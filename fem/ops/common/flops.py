@@ -11,14 +11,14 @@ from collections.abc import Sequence
 Shape = Sequence[int]
 
 
-def softmax(q: Shape, k: Shape, v: Shape, beta: Shape | None, *others, **kwargs) -> int:
+def softmax(q: Shape, k: Shape, v: Shape, f: Shape | None, beta: Shape, *others, **kwargs) -> int:
     """Of q k^T and p [v | e]."""
-    return 2 * _pairs(q, k) * (q[3] + _columns(v, beta))
+    return 2 * _pairs(q, k) * (q[3] + v[3] + beta[1])
 
 
-def softmax_backward(_, __, q: Shape, k: Shape, v: Shape, beta: Shape | None, *others, **kwargs) -> int:
+def softmax_backward(_, __, q: Shape, k: Shape, v: Shape, f: Shape | None, beta: Shape, *others, **kwargs) -> int:
     """Of the scores once more, and of the gradients of p, [v | e], q and k."""
-    return 2 * _pairs(q, k) * (3 * q[3] + 2 * _columns(v, beta))
+    return 2 * _pairs(q, k) * (3 * q[3] + 2 * (v[3] + beta[1]))
 
 
 def linear_attention(q: Shape, k: Shape, v: Shape, free: Shape | None, beta: Shape | None, *others, **kwargs) -> int:

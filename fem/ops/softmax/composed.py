@@ -1,4 +1,7 @@
-"""The softmax read on a GPU: torch's best attention over [v | e], between one fused prologue and one fused epilogue."""
+"""The softmax read by torch's own operations: an attention kernel between a fused prologue and a fused epilogue.
+
+It runs on a GPU, and wherever `torch.export` traces.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,35 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fem.ops.common.precision import LEAST_PROVEN, upcast
+from fem.ops.common.precision import upcast
 from fem.ops.common.read import Read
+from fem.ops.common.steps import portable
+from fem.ops.softmax.exported import definition_where, mask_of
+from fem.ops.softmax.packing import Packing
 from fem.ops.softmax.recompute import recompute
 from fem.ops.softmax.support import Intervals
 
 _TILE = 128
 _PROVEN_SPAN = 58.0  # nats: the shift takes up to log 2 more, the rounding of p and e the rest to 60
-_NOT_FINITE = 2.0**100  # in place of an e that is not finite: only rows that see it have an R this large
-_FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+_WIDEST = 128  # columns of one attention call: two calls of half the width cost half of one padded to 256
+_RECOMPILES = 64  # of FlexAttention: one for each of gradients, few rows, one row, few tokens, one token, and dtypes
+_CUDNN, _FLASH, _EFFICIENT = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+)
 
 
 def composed_read(
     q: Float[Tensor, "b tq h dk"],
     k: Float[Tensor, "b t hkv dk"],
     v: Float[Tensor, "b t hkv dv"],
-    beta: Float[Tensor, "hkv dv"] | None,
+    f: Float[Tensor, "b t hkv df"],
+    beta: Float[Tensor, "hkv df"],
     bias: Float[Tensor, "#b #h #tq #t"] | None,
     keep: Bool[Tensor, "b t"] | None,
     seen: Intervals | None,
@@ -37,84 +49,83 @@ def composed_read(
     scale: float,
     span: float = math.inf,
 ) -> Read:
-    """Mean and free energy of the values under a softmax prior, as a chain of torch's own operations.
+    """The mean of v and the free energy of f under a softmax prior, as a chain of torch's own operations.
 
-        w = log2(e) beta v      c = ceil(max_i w_i)      e = 2^(w - c)      [mean | R] = attention(q, k, [v | e])
-        F = (log2(R) + c) / (log2(e) beta)                                              (Eq. 4, Appendix H.1)
-
-    The shift is an integer, so that a later token rescales e without rounding it. R >= e^-60 proves an entry; others
-    are computed again from the definition in float64, on a GPU by our kernels, so that the host waits for no flag.
-    span: what beta (max v - min v) is at most, in nats; up to 58 it proves all entries. seen: what a row sees besides
-    `keep`, which FlexAttention reads by blocks; None: all, or i <= t if causal, which scaled dot product attention
-    knows. bfloat16 is read as it is, float16 in float32. A row that sees no key reads 0.
+    [mean | R] = attention(q, k, [v | e]), where R proves an entry (`packing`); others are computed again from the
+    definition in float64. span: what beta (max f - min f) is at most, in nats; up to 58 it proves all entries.
+    seen: what a row sees besides `keep`, which FlexAttention reads by blocks; None: all, or i <= t if causal, which
+    scaled dot product attention knows. On a GPU, 16-bit inputs are read in bfloat16, as e would leave float16's range.
+    A row that sees no key reads 0. NaN in a token that is not masked may reach rows that do not see it.
     """
-    dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else upcast(q).dtype
-    kept = None
-    if keep is not None:
-        seen, kept, order = seen.of_kept(keep)
-        k, v = (x.take_along_dim(order[:, :, None, None], 1) for x in (k, v))
-        if bias is not None and bias.shape[3] > 1:
-            bias = bias.take_along_dim(order[:, None, None], 3)
-    with torch.autocast(q.device.type, enabled=False):
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    exporting = torch.compiler.is_exporting()
+    whole = f, keep, seen, bias  # as the definition takes them
+    hidden = sees = None
+    if exporting:
+        dtype, mask = upcast(q).dtype, None
+        if not (bias is None and keep is None and seen is None):
+            mask, sees = mask_of(q, k, bias, keep, seen, causal)
+        hidden = None if keep is None else ~keep
+        attend = functools.partial(_masked, mask=mask, causal=causal and mask is None, scale=scale)
+    else:
+        dtype = torch.bfloat16 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
+        if keep is not None:
+            seen, kept, order = seen.of_kept(keep)
+            k, v, f = (x.take_along_dim(order[:, :, None, None], 1) for x in (k, v, f))
+            if bias is not None and bias.shape[3] > 1:
+                bias = bias.take_along_dim(order[:, None, None], 3)
+            hidden = torch.arange(k.shape[1], device=k.device) >= kept[:, None]
         sees = None if seen is None else (seen.first < seen.end)[..., None, None]
-        if beta is None:
-            mean = _attend(q, k, v, bias, seen, causal, scale)
-            return Read(mean if sees is None else torch.where(sees, mean, 0.0), None)
+        attend = functools.partial(_attend, bias=bias, seen=seen, causal=causal, scale=scale)
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v = (x.to(dtype) for x in (q, k, v))
         fused = _fused if q.is_cuda and not torch.compiler.is_compiling() else lambda function: function
-        packed, shift, near = fused(_prologue)(v, beta, kept)
-        out = _attend(q, k, packed, bias, seen, causal, scale)
-        mean, free_energy, doubtful = fused(_epilogue)(out, beta, shift, near, sees)
-        if span > _PROVEN_SPAN:
-            free_energy = recompute(free_energy, doubtful, q, k, v, beta, bias, seen, causal, scale)
+        together = exporting or v.shape[3] + f.shape[3] <= max(_WIDEST, q.shape[3])
+        parts, shift, small = fused(_prologue)(v, f, beta, hidden, together)
+        out = [attend(q, k, part) for part in parts]
+        mean, free_energy, doubtful = fused(_epilogue)(out, beta, shift, small, sees)
+        if not f.shape[3] or span <= _PROVEN_SPAN:
+            return Read(mean, free_energy)
+        if portable():
+            mask = mask if mask is not None else mask_of(q, k, bias, keep, seen, causal)[0]
+            return Read(mean, definition_where(doubtful, free_energy, q, k, f, beta, mask, scale))
+        f, keep, seen, bias = (f, None, seen, bias) if not exporting else whole
+        free_energy = recompute(free_energy, doubtful, q, k, f, beta, bias, keep, seen, causal, scale)
         return Read(mean, free_energy)
 
 
 def _prologue(
-    v: Float[Tensor, "b t h d"], beta: Float[Tensor, "h d"], kept: Int[Tensor, " b"] | None
-) -> tuple[Float[Tensor, "b t h w"], Float[Tensor, "b 1 h d"], Bool[Tensor, "b 1 h d"]]:
-    """[v | e], the shift, and where a channel is so near 0 that e is 2^w - 1."""
-    w, rate = upcast(v), upcast(beta) * math.log2(math.e)
-    at = rate.detach()
-    level = at * w.detach()
-    visible = finite = level.isfinite()
-    bad = ~finite
-    if kept is not None:
-        exists = (torch.arange(v.shape[1], device=v.device) < kept[:, None])[..., None, None]
-        visible, bad = finite & exists, bad & exists
-    high = level.where(visible, -torch.inf).amax(1, keepdim=True)
-    low = level.where(visible, torch.inf).amin(1, keepdim=True)
-    high, low = high.where(high >= low, 0.0), low.where(high >= low, 0.0)
-    near = torch.maximum(high, -low) < 1
-    shift = torch.where(near, 0.0, high.ceil())
-    w = w.where(visible, 0.0)
-    z = at * w - shift + (rate - at) * (w.detach() - shift / at)  # no digit of v itself in beta's gradient
-    z = z.where(visible, 0.0)
-    e = torch.where(near, torch.expm1(z.where(near, 0.0) * math.log(2)), torch.exp2(z))
-    e = torch.where(bad, _NOT_FINITE, e)
-    return torch.cat([w.to(v.dtype), e.to(v.dtype)], -1), shift, near
+    v: Float[Tensor, "b t h d"],
+    f: Float[Tensor, "b t h df"],
+    beta: Float[Tensor, "h df"],
+    hidden: Bool[Tensor, "b t"] | None,
+    together: bool,
+) -> tuple[list[Tensor], Float[Tensor, "b 1 h df"], Bool[Tensor, "b 1 h df"] | None]:
+    """[v | e] in one piece or in two, the shift, and where e is exp(.) - 1."""
+    hidden = None if hidden is None else hidden[..., None, None]
+    f = upcast(f)
+    how = Packing.of(f, upcast(beta)[None, None], hidden)
+    z = how.exponents(f)
+    if hidden is not None:
+        v, z = v.masked_fill(hidden, 0.0), z.masked_fill(hidden, 0.0)
+    parts = [v, how.energies(z).to(v.dtype)]
+    return [torch.cat(parts, -1)] if together else parts, how.shift, how.small
 
 
 def _epilogue(
-    out: Float[Tensor, "b tq h w"], beta: Tensor, shift: Tensor, near: Tensor, sees: Bool[Tensor, "#b tq 1 1"] | None
-) -> tuple[Float[Tensor, "b tq h d"], Float[Tensor, "b tq h d"], Bool[Tensor, "b tq h d"]]:
+    out: list[Tensor], beta: Tensor, shift: Tensor, small: Tensor | None, sees: Bool[Tensor, "#b #tq #h 1"] | None
+) -> tuple[Float[Tensor, "b tq h dv"], Float[Tensor, "b tq h df"], Bool[Tensor, "b tq h df"]]:
     """Mean, free energy, and where it is not proven."""
-    mean, total = out.chunk(2, -1)
+    channels = beta.shape[1]
+    mean, total = out if len(out) > 1 else out[0].split((out[0].shape[-1] - channels, channels), -1)
     total = upcast(total)
-    rate = upcast(beta) * math.log2(math.e)
-    shift, near, rate = (x.repeat_interleave(out.shape[2] // x.shape[-2], -2) for x in (shift, near, rate))
-    at = rate.detach()
-    doubtful = (total < LEAST_PROVEN[torch.float32]) & ~near
+    how = Packing(upcast(beta)[None, None], shift, small).per_query_head(total.shape[2])
+    doubtful = how.doubtful(total)
     if sees is not None:
         doubtful = doubtful & sees
     total = torch.where(doubtful, 1.0, total)
     if sees is not None:
         total = torch.where(sees, total, 1.0)
-    bits = torch.where(near, torch.log1p(torch.where(near, total, 0)), torch.log(torch.where(near, 1, total)))
-    bits = bits * math.log2(math.e)
-    free_energy = (bits + shift) / at + bits.detach() * (1 / rate - 1 / at)
-    bad = total > math.sqrt(_NOT_FINITE)
-    mean, free_energy = (torch.where(bad, torch.nan, x) for x in (mean, free_energy))
+    free_energy = how.shift + how.logarithm(total) / how.beta
     if sees is not None:
         mean, free_energy = (torch.where(sees, x, 0.0) for x in (mean, free_energy))
     return mean, free_energy, doubtful
@@ -147,6 +158,13 @@ def _compiled(function: Callable) -> Callable:
     return torch.compile(function)
 
 
+def _masked(q, k, values, mask: Tensor | None, causal: bool, scale: float) -> Float[Tensor, "b tq h w"]:
+    """p @ values under a table of what is added to the scores."""
+    per_head = lambda x: x.repeat_interleave(q.shape[2] // x.shape[2], 2)  # noqa: E731
+    q, k, values = (x.transpose(1, 2) for x in (q, per_head(k), per_head(values)))
+    return F.scaled_dot_product_attention(q, k, values, mask, is_causal=causal, scale=scale).transpose(1, 2)
+
+
 def _attend(q, k, values, bias, seen: Intervals | None, causal: bool, scale: float) -> Float[Tensor, "b tq h w"]:
     """p @ values by torch's attention: scaled dot product without a restriction by pairs, FlexAttention with one.
 
@@ -154,6 +172,8 @@ def _attend(q, k, values, bias, seen: Intervals | None, causal: bool, scale: flo
     kernel takes, and key heads are repeated in float32, whose fused kernel knows no groups.
     """
     width, heads = values.shape[-1], q.shape[2]
+    if not width:
+        return values.new_zeros(*q.shape[:3], 0)
     if q.dtype == torch.float32 and k.shape[2] < heads:
         k, values = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k, values))
     columns = -(-max(q.shape[-1], width) // 16) * 16
@@ -161,20 +181,36 @@ def _attend(q, k, values, bias, seen: Intervals | None, causal: bool, scale: flo
     q, k, values = (wide_as(x).transpose(1, 2) for x in (q, k, values))
     how = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if seen is None:
-        with sdpa_kernel(_FUSED) if q.is_cuda else contextlib.nullcontext():
+        with _kernels(columns) if q.is_cuda else contextlib.nullcontext():
             out = F.scaled_dot_product_attention(q, k, values, is_causal=causal, **how)
     else:
         score = None if bias is None else _biased(bias)
-        out = _flex(q.device.type)(q, k, values, score, block_mask(seen, k.shape[2]), **how)
+        out = _flex(q, k, values, score, block_mask(seen, k.shape[2]), **how)
     return out.transpose(1, 2)[..., :width]
 
 
+def _kernels(columns: int) -> contextlib.AbstractContextManager:
+    """cuDNN's backward may refuse more than 128 columns, so there it comes last."""
+    order = [_CUDNN, _FLASH, _EFFICIENT] if columns <= 128 else [_FLASH, _EFFICIENT, _CUDNN]
+    return sdpa_kernel(order, set_priority=True)
+
+
+def _flex(q, *inputs, **how) -> Tensor:
+    """FlexAttention; on a GPU compiled once for each kind of call, and an error where that fails, never the form of
+    T x T scores. Its kernel for few queries knows neither gradients nor other lengths."""
+    if not q.is_cuda or torch.compiler.is_compiling():
+        from torch.nn.attention.flex_attention import flex_attention
+
+        return flex_attention(q, *inputs, **how)
+    with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
+        return _compiled_flex()(q, *inputs, **how, kernel_options={"FORCE_USE_FLEX_ATTENTION": True})
+
+
 @functools.cache
-def _flex(device: str):
-    """fullgraph: where a kernel for new shapes cannot be had, an error, and never the form of T x T scores."""
+def _compiled_flex() -> Callable:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True) if device == "cuda" else flex_attention
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 def _biased(bias: Float[Tensor, "#b #h #tq #t"]):

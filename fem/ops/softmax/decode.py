@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.precision import upcast
 from fem.ops.common.read import Read
 from fem.ops.softmax.cached import PROVEN, SMALL_BETA, proven, unpack
+from fem.ops.softmax.packing import Packing
 from fem.ops.softmax.scores import flash
 
 _BLOCK = 1 << 18  # values at a time on a CPU, so that their exponentials stay in the cache
@@ -22,15 +23,13 @@ def packed_step(
     q: Float[Tensor, "b h dk"],
     keys: Float[Tensor, "b hkv t dk"],
     values: Float[Tensor, "b hkv t w"],
-    shift: Float[Tensor, "b hkv 1 dv"],
-    beta: Float[Tensor, "b hkv 1 dv"],
-    small: Bool[Tensor, "b hkv 1 dv"] | None,
+    how: Packing,
     mask: Float[Tensor, "#b #h t"] | None,
     scale: float,
 ) -> Read | None:
     """`softmax_step` over values [v | e] of `pack_to_be_proven`; None where R does not prove an entry.
 
-    shift, beta, small: those that the values were packed with. Results are (B, H, d_v), without gradients.
+    how: with a beta and a shift (B, H_kv, 1, d_f). Results are (B, H, d_v) and (B, H, d_f), without gradients.
     """
     batch, heads, width = q.shape
     kv_heads = keys.shape[1]
@@ -40,18 +39,19 @@ def packed_step(
         one = mask.shape[1] == 1
         mask = mask[:, :, None] if one else mask.expand(-1, heads, -1).unflatten(1, (kv_heads, -1))
     out = _attend(q, keys, values, mask, scale)
-    if mask is None and small is None:  # every row sees a key, so R = 0 proves nothing
-        mean, total = out.chunk(2, -1)
+    channels = how.shift.shape[-1]
+    mean, total = out.split_with_sizes((out.shape[-1] - channels, channels), -1)
+    if mask is None and how.small is None:  # every row sees a key, so R = 0 proves nothing
         logarithm = total.log()
         if not torch.linalg.vector_norm(logarithm, math.inf).item() <= PROVEN:  # no e exceeds e^30, so no total does
             return None
-        read = Read(mean, torch.addcdiv(shift, logarithm, beta))
-    elif math.isfinite(q.sum().item()) and bool(proven(out, beta).all()):
-        read = unpack(out, beta, shift)
+        free_energy = torch.addcdiv(how.shift, logarithm, how.beta)
+    elif math.isfinite(q.sum().item()) and bool(proven(total, how.small).all()):
+        free_energy = unpack(out, how.beta, how.shift).free_energy
     else:
         return None
-    fallbacks.count(out.numel() // 2, 0)
-    return Read(read.mean.reshape(batch, heads, -1), read.free_energy.view(batch, heads, -1))
+    fallbacks.count(total.numel(), 0)
+    return Read(mean.reshape(batch, heads, mean.shape[-1]), free_energy.reshape(batch, heads, channels))
 
 
 def _attend(q, keys, values, mask, scale) -> Float[Tensor, "b hkv g w"]:
@@ -69,41 +69,44 @@ def _attend(q, keys, values, mask, scale) -> Float[Tensor, "b hkv g w"]:
 def softmax_step(
     q: Float[Tensor, "b h dk"],
     keys: Float[Tensor, "b hkv t dk"],
-    values: Float[Tensor, "b hkv t dv"],
-    beta: Float[Tensor, "hkv dv"] | None,
+    v: Float[Tensor, "b hkv t dv"],
+    f: Float[Tensor, "b hkv t df"],
+    beta: Float[Tensor, "hkv df"],
     mask: Float[Tensor, "#b #h t"] | None,
     scale: float,
+    shared: bool,
 ) -> Read | None:
-    """Mean and free energy of one query per head, over a cache.
+    """The mean of v and the free energy of f for one query per head, over a cache.
 
-        mean_j = sum_i p_i v_ij        F_j = m_j + (1 / beta_j) log sum_i p_i e^{beta_j (v_ij - m_j)},   m_j <= mean_j
+        mean_j = sum_i p_i v_ij        F_j = m_j + (1 / beta_j) log sum_i p_i e^{beta_j (f_ij - m_j)},
+        m_j <= sum_i p_i f_ij;    shared: v is f.
 
     and, where a beta is small, log(1 + sum_i p_i (e^{..} - 1)), which keeps its digits.
 
     p: softmax of the scores plus `mask`. By Jensen's inequality F >= mean, so the sum is at least 1 and nothing small
-    can be missed from it; where e is too large to be sure, None is returned. Results are (B, 1, H, d_v), in float32 at
+    can be missed from it; where e is too large to be sure, None is returned. Results are (B, 1, H, .), in float32 at
     least. A row that sees no key reads 0. Without gradients.
     """
     batch, heads, width = q.shape
-    kv_heads, channels = values.shape[1], values.shape[3]
+    kv_heads = keys.shape[1]
     q = upcast(q).view(batch, kv_heads, heads // kv_heads, width) * scale
     scores = q @ upcast(keys).mT
     if mask is not None:
         scores += mask.expand(batch, heads, -1).reshape(scores.shape)
     prior = _lifted_softmax(scores)
-    v = upcast(values)
-    mean = (prior @ v).div_(_LIFT)
-    per_head = lambda x: x.view(batch, 1, heads, channels)  # noqa: E731
-    if beta is None:
-        return Read(per_head(mean), None) if bool(mean.isfinite().all()) else None
+    mean = (prior @ upcast(v)).div_(_LIFT)
+    per_head = lambda x: x.reshape(batch, 1, heads, x.shape[-1])  # noqa: E731
+    if not f.shape[-1]:
+        return Read(per_head(mean), per_head(mean[..., :0])) if bool(mean.isfinite().all()) else None
+    of_f, f = mean if shared else (prior @ upcast(f)).div_(_LIFT), upcast(f)
     beta = beta[:, None].to(mean.dtype)
     seen = prior.amax(-1, keepdim=True) > 0
     # A row that sees no key has a mean of 0, which may be far below all values: their largest serves it as well.
-    means = mean if bool(seen.all()) else torch.where(seen, mean, v.amax(2, keepdim=True))
+    means = of_f if bool(seen.all()) else torch.where(seen, of_f, f.amax(2, keepdim=True))
     middle = means.amin(2, keepdim=True)
     small = bool((beta < SMALL_BETA).any())
-    total = _energies(prior, v, middle, beta if small else beta * math.log2(math.e), small)
-    if not bool((total + mean).isfinite().all()):
+    total = _energies(prior, f, middle, beta if small else beta * math.log2(math.e), small)
+    if not (math.isfinite(total.sum().item()) and math.isfinite(mean.sum().item())):
         return None
     fallbacks.count(total.numel(), 0)
     total = total.div_(_LIFT)
@@ -121,15 +124,15 @@ def _lifted_softmax(scores: Float[Tensor, "b hkv g t"]) -> Float[Tensor, "b hkv 
 
 def _energies(
     prior: Float[Tensor, "b hkv g t"],
-    v: Float[Tensor, "b hkv t dv"],
-    middle: Float[Tensor, "b hkv 1 dv"],
-    rate: Float[Tensor, "hkv 1 dv"],
+    f: Float[Tensor, "b hkv t df"],
+    middle: Float[Tensor, "b hkv 1 df"],
+    rate: Float[Tensor, "hkv 1 df"],
     small: bool,
-) -> Float[Tensor, "b hkv g dv"]:
-    """sum_i p_i 2^(rate (v_i - middle)), or sum_i p_i (e^(rate (v_i - middle)) - 1) if small, by blocks of tokens."""
+) -> Float[Tensor, "b hkv g df"]:
+    """sum_i p_i 2^(rate (f_i - middle)), or sum_i p_i (e^(rate (f_i - middle)) - 1) if small, by blocks of tokens."""
     total, offset = 0.0, -rate * middle
-    room = v.shape[2] if v.is_cuda else max(1, _BLOCK // (v.shape[0] * v.shape[1] * v.shape[3]))
-    for p, block in zip(prior.split(room, -1), v.split(room, 2)):
+    room = f.shape[2] if f.is_cuda else max(1, _BLOCK // (f.shape[0] * f.shape[1] * f.shape[3]))
+    for p, block in zip(prior.split(room, -1), f.split(room, 2)):
         z = (block - middle).mul_(rate).expm1_() if small else torch.addcmul(offset, block, rate).exp2_()
         total = total + p @ z
     return total

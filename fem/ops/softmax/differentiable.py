@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.read import LOG_ZERO
+from fem.ops.common.read import LOG_ZERO, Read
 from fem.ops.softmax.support import Intervals
 
 
@@ -14,17 +14,18 @@ def differentiable_read(
     q: Float[Tensor, "b tq h dk"],
     k: Float[Tensor, "b t hkv dk"],
     v: Float[Tensor, "b t hkv dv"],
-    beta: Float[Tensor, "hkv dv"] | None,
+    f: Float[Tensor, "b t hkv df"],
+    beta: Float[Tensor, "hkv df"],
     bias: Float[Tensor, "#b #h #tq #t"] | None,
     keep: Bool[Tensor, "b t"] | None,
     first: Tensor | None,
     end: Tensor | None,
     causal: bool,
     scale: float,
-) -> tuple[Tensor, ...]:
-    """The mean, and with a beta the free energy, in float64; time and memory grow with T_q T d_v.
+) -> Read:
+    """The mean of v and the free energy of f in float64; time and memory grow with T_q T d_f.
 
-    mean_j = sum_i p_i v_ij        F_j = mean_j + (1 / beta_j) log sum_i p_i exp(beta_j (v_ij - mean_j))
+    m_j = sum_i p_i f_ij        F_j = m_j + (1 / beta_j) log sum_i p_i exp(beta_j (f_ij - m_j))
     """
     queries, heads, time = q.shape[1], q.shape[2], k.shape[1]
     per_head = lambda x, dim: x.double().repeat_interleave(heads // x.shape[dim], dim)  # noqa: E731
@@ -42,12 +43,9 @@ def differentiable_read(
     empty = ~seen.any(-1, keepdim=True)
     log_p = torch.where(seen, scores, -torch.inf).masked_fill(empty, 0.0).log_softmax(-1).masked_fill(~seen, LOG_ZERO)
     p = log_p.exp()
-    v = per_head(v, 2).permute(0, 2, 1, 3)
-    v = v.masked_fill(~seen.any(-2)[..., None], 0.0)  # so that what nobody sees is multiplied by nothing but 0
-    mean = p @ v
-    if beta is None:
-        return (mean.transpose(1, 2),)
-    beta = per_head(beta, 0)[:, None]
-    away = beta[:, :, None] * (v[:, :, None] - mean[:, :, :, None])
-    free_energy = mean + (log_p[..., None] + away).logsumexp(-2) / beta
-    return mean.transpose(1, 2), free_energy.masked_fill(empty, 0.0).transpose(1, 2)
+    nobody = ~seen.any(-2)[..., None]  # whose values are multiplied by nothing but 0
+    v, f = (per_head(x, 2).transpose(1, 2).masked_fill(nobody, 0.0) for x in (v, f))
+    middle, beta = p @ f, per_head(beta, 0)[:, None]
+    away = beta[:, :, None] * (f[:, :, None] - middle[:, :, :, None])
+    free_energy = middle + (log_p[..., None] + away).logsumexp(-2) / beta
+    return Read((p @ v).transpose(1, 2), free_energy.masked_fill(empty, 0.0).transpose(1, 2))

@@ -16,20 +16,22 @@ def naive_softmax_read(
     q: Float[Tensor, "b tq h dk"],
     k: Float[Tensor, "b t hkv dk"],
     v: Float[Tensor, "b t hkv dv"],
-    beta: Float[Tensor, "hkv dv"] | None,
+    beta: Float[Tensor, "hkv df"] | None,
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
     bias: Float[Tensor, "..."] | None = None,
     key_mask: Shaped[Tensor, "b t"] | None = None,
     segment_ids: Int[Tensor, "b t"] | None = None,
+    free_values: Float[Tensor, "b t hkv df"] | None = None,
 ) -> Read:
-    """Mean and free energy under a softmax prior, entry by entry of the definition, in float64.
+    """The mean of v and the free energy of f = free_values (None: v) under a softmax prior, entry by entry of the definition, in float64.
 
     p_ti = softmax_i(scale q_t . k_i + bias_ti) over the allowed i
-    mean_tj = sum_i p_ti v_ij        F_tj = (1 / beta_j) log sum_i p_ti exp(beta_j v_ij)        (Eq. 4)
+    mean_tj = sum_i p_ti v_ij        F_tj = (1 / beta_j) log sum_i p_ti exp(beta_j f_ij)        (Eq. 4)
     """
     q, k, v = q.double(), k.double(), v.double()
+    f = v if free_values is None else free_values.double()
     batch, queries, heads, width = q.shape
     time, groups = k.shape[1], heads // k.shape[2]
     scale = width**-0.5 if scale is None else scale
@@ -59,7 +61,7 @@ def naive_softmax_read(
             means.append((p @ v[b, :, g]).masked_fill(empty, 0.0))
             if beta is not None:
                 bj = beta[g].double()
-                exponent = log_p[:, :, None] + (bj * v[b, :, g])[None]
+                exponent = log_p[:, :, None] + (bj * f[b, :, g])[None]
                 free_energies.append((torch.logsumexp(exponent, 1) / bj).masked_fill(empty, 0.0))
     stacked = lambda parts: torch.stack(parts).unflatten(0, (batch, heads)).transpose(1, 2)  # noqa: E731
     return Read(stacked(means), None if beta is None else stacked(free_energies))

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fem.ops.common import flops
-from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.precision import SMALLEST_BETA, compute_dtype
 from fem.ops.common.read import Read
 from fem.ops.common.transforms import again_differentiable, transformed
 from fem.ops.softmax.differentiable import differentiable_read
-from fem.ops.softmax.plain import FreeEnergyRead, Gradients
+from fem.ops.softmax.plain import Gradients, PairRead
+from fem.ops.softmax.recompute import recompute
 from fem.ops.softmax.scores import Scores
 from fem.ops.softmax.support import Intervals
 
@@ -30,11 +30,12 @@ _LARGE_SCORES = 200.0  # nats: exp(s - lse) from a rounded lse is then off by mo
 _FEW_SCORES = 700  # of a head: little to compute, and of one or two likely keys a gradient is all rounding error
 
 
-def free_energy_read(
+def pair_read(
     q: Float[Tensor, "b tq h dk"],
     k: Float[Tensor, "b t hkv dk"],
     v: Float[Tensor, "b t hkv dv"],
-    beta: Float[Tensor, "hkv dv"] | None,
+    f: Float[Tensor, "b t hkv df"],
+    beta: Float[Tensor, "hkv df"],
     bias: Float[Tensor, "#b #h #tq #t"] | None,
     keep: Bool[Tensor, "b t"] | None,
     seen: Intervals | None,
@@ -42,27 +43,34 @@ def free_energy_read(
     scale: float,
     flash: bool,
 ) -> Read:
-    """Mean and free energy, in float32 at least. seen: what a query sees besides `keep`; None: all, i <= t if causal.
+    """The mean of v and the free energy of f, in float32 at least. seen: what a query sees besides `keep`; None: all,
+    or i <= t if causal.
 
     flash: by torch's flash attention on a CPU instead of materialised scores.
     """
     first, end = (None, None) if seen is None else seen
-    if transformed(q, k, v, beta, bias):
+    if transformed(q, k, v, f, beta, bias):
         dtype = compute_dtype(q)
-        read = differentiable_read(q, k, v, beta, bias, keep, first, end, causal, scale)
-        return Read(read[0].to(dtype), None if beta is None else read[1].to(dtype))
-    mean, free_energy, _ = _Read.apply(q, k, v, beta, bias, keep, first, end, causal, scale, flash)
-    return Read(mean, None if beta is None else free_energy)
+        read = differentiable_read(q, k, v, f, beta, bias, keep, first, end, causal, scale)
+        return Read(*(x.to(dtype) for x in read))
+    out, free_energy, doubtful = _Read.apply(q, k, v, None if f is v else f, beta, bias, keep, first, end, causal, scale, flash)
+    free_energy = recompute(free_energy, doubtful, q, k, f, beta, bias, keep, seen, causal, scale)
+    return Read(out[..., : v.shape[3]], free_energy)
 
 
 class _Block(NamedTuple):
-    """Some queries, the keys that any of them sees, and which results depend on a token that is not finite."""
+    """Some queries, the keys that any of them sees, and which means and free energies depend on a number that is not
+    finite."""
 
     rows: slice
     keys: slice
     scores: Scores
     v: Float[Tensor, "b t h dv"]
-    poisoned: Bool[Tensor, "b tq h #dv"] | None
+    f: Float[Tensor, "b t h df"]
+    poisoned: tuple[Bool[Tensor, "b tq h #dv"], Bool[Tensor, "b tq h #df"]] | None
+
+    def read(self, beta: Float[Tensor, "1 1 h df"]) -> PairRead:
+        return PairRead(self.scores, self.v, self.f, beta)
 
 
 class _Call:
@@ -72,17 +80,18 @@ class _Call:
     block again instead of using a rounded lse.
     """
 
-    def __init__(self, q, k, v, beta, bias, keep, first, end, causal, scale, flash):
+    def __init__(self, q, k, v, f, beta, bias, keep, first, end, causal, scale, flash):
         self.heads, dtype = q.shape[2], compute_dtype(q)
-        q, k, v = q.to(dtype), self._per_head(k, 2).to(dtype), self._per_head(v, 2).to(dtype)
+        q, k, v = q.to(dtype), *(self._per_head(x, 2).to(dtype) for x in (k, v))
+        f = v if f is None else self._per_head(f, 2).to(dtype)
         self.bad, double = None, False
-        if not _harmless(q, k, v, scale):
-            q, k, v, self.bad = _set_aside(q, k, v, keep)
-            double = not _harmless(q, k, v, scale)
+        if not _harmless(q, k, v, f, scale):
+            q, k, v, f, self.bad = _set_aside(q, k, v, f, keep)
+            double = not _harmless(q, k, v, f, scale)
         self.careful = self.bad is not None or double
         dtype = torch.float64 if double else dtype
-        self.q, self.k, self.v = q.to(dtype), k.to(dtype), v.to(dtype)
-        self.beta = None if beta is None else self._per_head(beta, 0).to(dtype)[None, None]
+        self.q, self.k, self.v, self.f = (x.to(dtype) for x in (q, k, v, f))
+        self.beta = self._per_head(beta, 0).to(dtype)[None, None]
         self.bias = None if bias is None else bias.to(dtype)
         self.keep, self.causal, self.scale, self.flash = keep, causal, scale, flash and not double
         self.seen = None if first is None else Intervals(first, end)
@@ -100,7 +109,7 @@ class _Call:
             everything = slice(0, queries), slice(0, keys)
             mask = self._mask(None if self.keep is None else self.keep[:, None, None], *everything)
             scores = Scores(self.q, self.k, mask, self.causal, self.scale, self.flash)
-            yield _Block(*everything, scores, self.v, None)
+            yield _Block(*everything, scores, self.v, self.f, None)
             return
         low, high = self.seen.first.amin(0).tolist(), self.seen.end.amax(0).tolist()
         for start in range(0, queries, ROWS):
@@ -114,7 +123,7 @@ class _Call:
                 allowed = allowed & self.keep[:, None, None, seen]
             mask = self._mask(None if bool(allowed.all()) else allowed, rows, seen)
             scores = Scores(self.q[:, rows], self.k[:, seen], mask, False, self.scale, self.flash)
-            yield _Block(rows, seen, scores, self.v[:, seen], self._poisoned(allowed, rows, seen))
+            yield _Block(rows, seen, scores, self.v[:, seen], self.f[:, seen], self._poisoned(allowed, rows, seen))
 
     def bias_of(self, rows: slice, keys: slice, of: Tensor) -> Tensor:
         """The part of the bias, or of something of its shape, that belongs to a block."""
@@ -127,232 +136,176 @@ class _Call:
             return torch.where(allowed, self.q.new_zeros(()) if bias is None else bias, -torch.inf)
         return None if bias is None else bias.expand(*bias.shape[:3], keys.stop - keys.start)
 
-    def _poisoned(self, allowed: Tensor, rows: slice, keys: slice) -> Bool[Tensor, "b tq h #dv"] | None:
+    def _poisoned(self, allowed: Tensor, rows: slice, keys: slice) -> tuple[Tensor, Tensor] | None:
         if self.bad is None:
             return None
-        of_query, of_key = (x.transpose(1, 2) for x in self.bad)
+        of_query, *of_keys = (x.transpose(1, 2) for x in self.bad)
         allowed = allowed.expand(len(self.q), self.heads, -1, -1)
         if self.bias is not None:
             allowed = allowed & ~torch.isneginf(self._mask(None, rows, keys))
-        sees = allowed.float() @ of_key[:, :, keys].float() > 0
         asks = of_query[:, :, rows] & allowed.any(-1, keepdim=True)
-        return (sees | asks).transpose(1, 2)
+        sees = (allowed.float() @ of_key[:, :, keys].float() > 0 for of_key in of_keys)
+        return tuple((asks | x).transpose(1, 2) for x in sees)
 
 
-def _harmless(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
+def _harmless(q: Tensor, k: Tensor, v: Tensor, f: Tensor, scale: float) -> bool:
     """Whether all is finite, no score is so large that its rounding matters, and no sum can leave the dtype's range."""
-    if not (q.numel() and k.numel() and v.numel()):
-        return True
-    of_q, of_k, of_v = (max(-low.item(), high.item()) for low, high in (x.aminmax() for x in (q, k, v)))
-    scores = of_q * of_k * q.shape[3] * max(1.0, abs(scale))
-    return scores < _HUGE_SCORES and of_v * k.shape[1] < torch.finfo(q.dtype).max / 8  # False of NaN
+    largest = lambda x: max(*(abs(end.item()) for end in x.aminmax())) if x.numel() else 0.0  # noqa: E731
+    scores = largest(q) * largest(k) * q.shape[3] * max(1.0, abs(scale))
+    values = largest(v) if f is v else max(largest(v), largest(f))
+    return scores < _HUGE_SCORES and values * k.shape[1] < torch.finfo(q.dtype).max / 8  # False of NaN
 
 
-def _set_aside(q, k, v, keep):
-    """q, k, v with 0 for what is not finite or a masked key; and, if anything else was not finite, which queries,
-    (B, T_q, H, 1), and which keys, (B, T, H, d_v). Queries may be tokens of another sequence, so no mask is theirs."""
+def _set_aside(q, k, v, f, keep):
+    """q, k, v, f with 0 for what is not finite or a masked key; and, if anything else was not finite, which queries,
+    (B, T_q, H, 1), and which keys, (B, T, H, d_v) and (B, T, H, d_f). Queries may be tokens of another sequence, so no
+    mask is theirs."""
     if keep is not None:
         hidden = ~keep[..., None, None]
-        k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
-    good_q, good_k, good_v = q.isfinite(), k.isfinite(), v.isfinite()
-    bad = ~good_q.all(-1, keepdim=True), ~(good_v & good_k.all(-1, keepdim=True))
-    q, k, v = (x.where(good, 0.0) for x, good in ((q, good_q), (k, good_k), (v, good_v)))
-    return q, k, v, bad if bool(bad[0].any() | bad[1].any()) else None
+        k, v, f = (x.masked_fill(hidden, 0.0) for x in (k, v, f))
+    good_q, good_k, *good = (x.isfinite() for x in (q, k, v, f))
+    of_key = good_k.all(-1, keepdim=True)
+    bad = ~good_q.all(-1, keepdim=True), *(~(x & of_key) for x in good)
+    q, k, v, f = (x.where(fine, 0.0) for x, fine in zip((q, k, v, f), (good_q, good_k, *good)))
+    return q, k, v, f, bad if any(bool(x.any()) for x in bad) else None
 
 
 class _Read(torch.autograd.Function):
-    """Returns the `values` that it saves, too, so that second derivatives account for their dependence on v."""
+    """f: None where it is v, as dynamo takes no tensor twice; their gradients are then added in one pass."""
 
     @staticmethod
-    def forward(ctx, q, k, v, beta, bias, *how):
+    def forward(ctx, *inputs):
         ctx.set_materialize_grads(False)
-        out, free_energy, lse, values, shift, span = _forward(q, k, v, beta, bias, *how)
-        keep, first, end, *ctx.how = how
-        v_or_none = None if first is None else v  # else `values` holds it
-        ctx.save_for_backward(q, k, v_or_none, beta, bias, keep, first, end, out, lse, values, shift, span)
-        ctx.shape = v.shape
-        return out[..., : v.shape[3]], free_energy, values
+        out, free_energy, lse, doubtful = _forward(*inputs)
+        *tensors, ctx.causal, ctx.scale, ctx.flash = inputs
+        ctx.save_for_backward(*tensors, out, lse)
+        mean = out[..., : inputs[2].shape[3]]
+        ctx.mark_non_differentiable(doubtful)
+        return mean, free_energy, doubtful
 
     @staticmethod
-    def backward(ctx, grad_mean, grad_free_energy, grad_values):
-        of_beta, of_bias = ctx.needs_input_grad[3:5]
-        q, k, v, *rest = ctx.saved_tensors
-        v = rest[-3][:, :, :: q.shape[2] // k.shape[2], : ctx.shape[3]] if v is None else v
+    def backward(ctx, grad_mean, grad_free, _):
+        *tensors, out, lse = ctx.saved_tensors
+        inputs, support, how = tensors[:6], tensors[6:], (ctx.causal, ctx.scale)
         if torch.is_grad_enabled():
-            return *_again(q, k, v, grad_mean, grad_free_energy, grad_values, *rest[:5], *ctx.how), *[None] * 6
-        shape = (*q.shape[:3], ctx.shape[3])
-        grad_mean = rest[5].new_zeros(shape) if grad_mean is None else grad_mean
-        if grad_free_energy is None:
-            grad_free_energy = rest[5].new_zeros(shape if rest[0] is not None else 0)
-        dq, dk, dv, dbeta, dbias = _backward(grad_mean, grad_free_energy, q, k, v, *rest, *ctx.how, of_bias)
-        if _kept(grad_values):
-            dv = dv + _of_kept(grad_values, dv)
-        return dq, dk, dv, dbeta if of_beta else None, dbias if of_bias else None, *[None] * 6
+            read = lambda q, k, v, f, *x: differentiable_read(q, k, v, v if f is None else f, *x, *support, *how)  # noqa: E731
+            return *again_differentiable(read, inputs, (grad_mean, grad_free)), *[None] * 6
+        zeros = lambda width: out.new_zeros(*out.shape[:3], width)  # noqa: E731
+        widths = inputs[2].shape[3], inputs[4].shape[1]
+        grads = [zeros(width) if grad is None else grad for grad, width in zip((grad_mean, grad_free), widths)]
+        of_bias = ctx.needs_input_grad[5]
+        dq, dk, dv, df, dbeta, dbias = _backward(*grads, *tensors, *how, ctx.flash, out, lse, of_bias)
+        return dq, dk, dv, None if inputs[3] is None else df, dbeta, dbias if of_bias else None, *[None] * 6
 
 
-def _again(q, k, v, grad_mean, grad_free_energy, grad_values, beta, bias, keep, first, end, causal, scale, _):
-    """Gradients that can be differentiated again."""
-    read = lambda *inputs: differentiable_read(*inputs, keep, first, end, causal, scale)  # noqa: E731
-    grads = again_differentiable(read, (q, k, v, beta, bias), (grad_mean, grad_free_energy))
-    if _kept(grad_values):
-        of_v = _of_kept(grad_values, k.new_empty(*k.shape[:3], v.shape[3]))
-        grads[2] = of_v if grads[2] is None else grads[2] + of_v
-    return grads
-
-
-def _kept(grad_values: Tensor | None) -> bool:
-    """Whether `values` were saved, and have a gradient: reads in several blocks save none."""
-    return grad_values is not None and grad_values.ndim == 4
-
-
-def _of_kept(grad_values: Tensor, dv: Tensor) -> Tensor:
-    """The gradient of v, in the shape of dv, from that of the saved [v | e | zeros] per query head."""
-    return grad_values[..., : dv.shape[3]].unflatten(2, (dv.shape[2], -1)).sum(3).to(dv.dtype)
-
-
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? bias, Tensor? keep, Tensor? first, Tensor? end"
-_HOW = "bool causal, float scale, bool flash"
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? f, Tensor beta, Tensor? bias, Tensor? keep, Tensor? first, Tensor? end, "
+    "bool causal, float scale, bool flash"
+)
 
 
 @torch.library.custom_op(
     "fem::softmax_read",
     mutates_args=(),
-    schema=f"({_INPUTS}, {_HOW}) -> "
-    "(Tensor out, Tensor free_energy, Tensor lse, Tensor values, Tensor shift, Tensor span)",
+    schema=f"({_INPUTS}) -> (Tensor out, Tensor free_energy, Tensor lse, Tensor doubtful)",
 )
-def _forward(q, k, v, beta, bias, keep, first, end, causal, scale, flash):
-    """[mean | R | zeros], F, and what the backward needs besides; with beta=None the mean alone."""
+def _forward(q, k, v, f, beta, *how):
+    """[mean | R | zeros], F, lse, and which F are not proven."""
     with torch.autocast(q.device.type, enabled=False):
-        call = _Call(q, k, v, beta, bias, keep, first, end, causal, scale, flash)
-        if first is None and not call.careful:
+        call = _Call(q, k, v, f, beta, *how)
+        if call.seen is None:
             (block,) = call.blocks()
-            if beta is None:
-                values = block.scores.padded(block.v)
-                out, lse = block.scores.attend(values)
-                return out, out.new_empty(0), lse, values, out.new_empty(0), out.new_empty(0)
-            read = FreeEnergyRead.of(block.scores, block.v, call.beta)
-            out, free_energy, lse, recomputed = read.forward()
-            fallbacks.count(free_energy.numel(), recomputed)
-            return out, free_energy, lse, read.values, read.shift, read.span
-        empty = _empty(q, k, v, beta, first, flash)
-        out, free_energy, lse, values, shift, span = (x.zero_() for x in empty) if call.careful else empty
-        channels = v.shape[3]
-        if first is None:
-            values[..., :channels] = call._per_head(v, 2)
+            return block.read(call.beta).forward()
+        out, free_energy, lse, doubtful = results = _empty(q, k, v, f, beta, *how)
+        if call.careful:  # whose blocks may be narrower
+            out.zero_()
         for block in call.blocks():
-            if beta is None:
-                o, weight = block.scores.attend(block.scores.padded(block.v))
-            else:
-                o, free, weight, recomputed = FreeEnergyRead.of(block.scores, block.v, call.beta).forward()
-                fallbacks.count(free.numel(), recomputed)
-                free_energy[:, block.rows] = free
-            out[:, block.rows, :, : o.shape[3]], lse[:, block.rows] = o, weight
+            for result, part in zip(results, block.read(call.beta).forward()):
+                result[:, block.rows][..., : part.shape[-1]] = part
             if block.poisoned is not None:
-                out[:, block.rows, :, :channels].masked_fill_(block.poisoned, torch.nan)
-                if beta is not None:
-                    free_energy[:, block.rows].masked_fill_(block.poisoned, torch.nan)
-        return out, free_energy, lse, values, shift, span
+                of_mean, of_free = block.poisoned
+                out[:, block.rows, :, : v.shape[3]].masked_fill_(of_mean, torch.nan)
+                free_energy[:, block.rows].masked_fill_(of_free, torch.nan)
+                doubtful[:, block.rows].masked_fill_(of_free, False)
+        return results
 
 
 @_forward.register_fake
-def _(q, k, v, beta, bias, keep, first, end, causal, scale, flash):
-    return _empty(q, k, v, beta, first, flash)
-
-
-def _empty(q, k, v, beta, first, flash):
+def _empty(q, k, v, f, beta, bias, keep, first, end, causal, scale, flash):
     """Tensors of the shapes that `_forward` returns."""
-    (batch, queries, heads, width), (time, channels) = q.shape, (k.shape[1], v.shape[3])
-    columns = channels if beta is None else 2 * channels
-    width = max(columns, width) if flash else columns
-    empty = lambda *shape: q.new_empty(shape, dtype=compute_dtype(q))  # noqa: E731
-    out, lse = empty(batch, queries, heads, width), empty(batch, queries, heads)
-    values = empty(batch, time, heads, width) if first is None else empty(0)
-    free_energy = empty(0) if beta is None else empty(batch, queries, heads, channels)
-    bounds = [empty(0) if beta is None or first is not None else empty(batch, 1, heads, channels) for _ in range(2)]
-    return out, free_energy, lse, values, *bounds
+    channels = beta.shape[1]
+    columns = v.shape[3] + channels
+    columns = max(columns, q.shape[3]) if flash else columns
+    out, free_energy = (q.new_empty(*q.shape[:3], n, dtype=compute_dtype(q)) for n in (columns, channels))
+    return out, free_energy, out.new_empty(q.shape[:3]), out.new_empty(free_energy.shape, dtype=torch.bool)
 
 
 @torch.library.custom_op(
     "fem::softmax_read_backward",
     mutates_args=(),
-    schema=f"(Tensor grad_mean, Tensor grad_free_energy, {_INPUTS}, Tensor out, Tensor lse, Tensor values, "
-    f"Tensor shift, Tensor span, {_HOW}, bool of_bias) -> "
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor dbeta, Tensor dbias)",
+    schema=f"(Tensor grad_mean, Tensor grad_free, {_INPUTS}, Tensor out, Tensor lse, bool of_bias) -> "
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor df, Tensor dbeta, Tensor dbias)",
 )
-def _backward(
-    grad_mean, grad_free_energy, q, k, v, beta, bias, keep, first, end, out, lse, values, shift, span,
-    causal, scale, flash, of_bias,
-):  # fmt: skip
+def _backward(grad_mean, grad_free, q, k, v, f, beta, bias, *rest):
+    *how, out, lse, of_bias = rest
     with torch.autocast(q.device.type, enabled=False):
-        call = _Call(q, k, v, beta, bias, keep, first, end, causal, scale, flash)
-        whole = first is None and not call.careful
-        total = None
-        for block in call.blocks():
-            grads = [x[:, block.rows] if x.numel() else x for x in (grad_mean, grad_free_energy)]
-            if block.poisoned is not None:
-                grads = [x.masked_fill(block.poisoned & (x != 0), torch.nan) if x.numel() else x for x in grads]
-            known = None if call.careful else (out[:, block.rows], lse[:, block.rows])
-            stored = (values, shift, span) if whole else None
-            part = _of_block(block, call.beta, *grads, known, stored, of_bias)
-            if whole:
-                total = part
-                dbias = part.scores.sum_to_size(bias.shape) if of_bias else None
-                break
-            if total is None:
-                total = Gradients(
-                    *(None if x is None else torch.zeros_like(x) for x in (call.q, call.k, call.v, call.beta)), None
-                )
-                dbias = torch.zeros_like(call.bias) if of_bias else None
-            total.q[:, block.rows] = part.q
-            total.k[:, block.keys] += part.k
-            total.v[:, block.keys] += part.v
-            if beta is not None:
-                total.beta.add_(part.beta)
-            if of_bias:
-                here = call.bias_of(block.rows, block.keys, dbias)
-                here += part.scores.sum_to_size(here.shape)
-        dq, dk, dv, dbeta, _ = total
-        if q.shape[2] > k.shape[2]:
-            dk, dv = (x.unflatten(2, (k.shape[2], -1)).sum(3) for x in (dk, dv))
-        dbeta = out.new_empty(0) if beta is None else dbeta[0, 0].unflatten(0, (len(beta), -1)).sum(1).to(beta.dtype)
+        call = _Call(q, k, v, f, beta, bias, *how)
+        if call.seen is None:
+            (block,) = call.blocks()
+            total = _of_block(block, call.beta, grad_mean, grad_free, (out, lse), of_bias)
+            dbias = total.scores.sum_to_size(bias.shape) if of_bias else None
+        else:
+            total, dbias = _of_blocks(call, grad_mean, grad_free, out, lse, of_bias)
+        shared = k.shape[2], q.shape[2] // k.shape[2]
+        of_keys = lambda x: x.unflatten(2, shared).sum(3) if shared[1] > 1 else x  # noqa: E731
+        dbeta = total.beta[0, 0].unflatten(0, shared).sum(1).to(beta.dtype)
+        dv = total.v + total.f if f is None else total.v
+        df = out.new_empty(0) if f is None else of_keys(total.f)
+        gradients = total.q, of_keys(total.k), of_keys(dv), df
         dbias = dbias.to(bias.dtype) if of_bias else out.new_empty(0)
-        return *(x.to(q.dtype).contiguous() for x in (dq, dk, dv)), dbeta, dbias
+        return *(x.to(q.dtype).contiguous() for x in gradients), dbeta, dbias
 
 
 @_backward.register_fake
-def _(
-    grad_mean, grad_free_energy, q, k, v, beta, bias, keep, first, end, out, lse, values, shift, span,
-    causal, scale, flash, of_bias,
-):  # fmt: skip
-    whole = lambda x: x.new_empty(x.shape)  # noqa: E731
-    dv = k.new_empty(*k.shape[:3], grad_mean.shape[3])
-    dbeta = out.new_empty(0) if beta is None else whole(beta)
-    return whole(q), whole(k), dv, dbeta, whole(bias) if of_bias else out.new_empty(0)
+def _(grad_mean, grad_free, q, k, v, f, beta, bias, *rest):
+    like = lambda x: x.new_empty(x.shape)  # noqa: E731
+    df = q.new_empty(0) if f is None else like(f)
+    return like(q), like(k), like(v), df, like(beta), like(bias) if rest[-1] else q.new_empty(0)
 
 
 register_flop_formula(torch.ops.fem.softmax_read)(flops.softmax)
 register_flop_formula(torch.ops.fem.softmax_read_backward)(flops.softmax_backward)
 
 
-def _of_block(block: _Block, beta, grad_mean, grad_free_energy, known, stored, of_bias: bool) -> Gradients:
-    """known: [mean | R] and lse of the block, and stored: its values and their bounds, where these can be used."""
-    scores = block.scores
-    if beta is None:
-        values = scores.padded(block.v)
-        known = scores.attend(values) if known is None else known
-        grad = scores.padded(grad_mean.to(values.dtype))  # the scores may have asked for float64
-        dq, dk, dv, ds = scores.attend_backward(grad, values, *known, of_bias)
-        return Gradients(dq, dk, dv[..., : grad_mean.shape[3]], None, ds)
-    if stored is None:
-        read = FreeEnergyRead.of(scores, block.v, beta)
-    else:
-        values, shift, span = stored
-        read = FreeEnergyRead(scores, values, beta, shift, span)
-    delicate = scores.q.shape[1] * scores.k.shape[1] <= _FEW_SCORES
-    delicate = delicate or (beta.dtype == torch.float32 and bool(beta.amin() < SMALLEST_BETA))
-    if delicate or (known is not None and bool(known[1].abs().amax() > _LARGE_SCORES)):
+def _of_blocks(call: _Call, grad_mean, grad_free, out, lse, of_bias: bool) -> tuple[Gradients, Tensor | None]:
+    """The gradients of a read by blocks."""
+    total = Gradients(*(torch.zeros_like(x) for x in (call.q, call.k, call.v, call.f, call.beta)), None)
+    dbias = torch.zeros_like(call.bias) if of_bias else None
+    for block in call.blocks():
+        grads = [x[:, block.rows] for x in (grad_mean, grad_free)]
+        if block.poisoned is not None:
+            grads = [x.masked_fill(bad & (x != 0), torch.nan) for x, bad in zip(grads, block.poisoned)]
+        known = None if call.careful else (out[:, block.rows], lse[:, block.rows])
+        part = _of_block(block, call.beta, *grads, known, of_bias)
+        total.q[:, block.rows] = part.q
+        for whole, more in zip(total[1:4], part[1:4]):
+            whole[:, block.keys] += more
+        total.beta.add_(part.beta)
+        if of_bias:
+            here = call.bias_of(block.rows, block.keys, dbias)
+            here += part.scores.sum_to_size(here.shape)
+    return total, dbias
+
+
+def _of_block(block: _Block, beta, grad_mean, grad_free, known, of_bias: bool) -> Gradients:
+    """known: [mean | R] and lse of the block, where these can be used."""
+    scores, read = block.scores, block.read(beta)
+    rough = scores.q.shape[1] * scores.k.shape[1] <= _FEW_SCORES  # whose gradients need more digits than float32 has
+    rough = rough or (beta.dtype == torch.float32 and beta.numel() and bool(beta.amin() < SMALLEST_BETA))
+    if beta.numel() and (rough or (known is not None and bool(known[1].abs().amax() > _LARGE_SCORES))):
         read, known = read.in_float64(), None
     if known is None:
         out, _, lse, _ = read.forward()
         known = out, lse
-    return read.backward(grad_mean, grad_free_energy, *known, of_bias)
+    dtype = known[0].dtype
+    return read.backward(grad_mean.to(dtype), grad_free.to(dtype), *known, of_bias)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import softmax_backend
@@ -13,11 +13,12 @@ from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import Read, connected_zeros
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import differentiated, transformed
+from fem.ops.softmax.cached import unpacked
 from fem.ops.softmax.composed import composed_read
 from fem.ops.softmax.decode import packed_step, softmax_step
-from fem.ops.softmax.exported import exported_read
 from fem.ops.softmax.naive import naive_softmax_read
-from fem.ops.softmax.op import free_energy_read
+from fem.ops.softmax.op import pair_read
+from fem.ops.softmax.packing import Packing
 from fem.ops.softmax.support import Intervals, intervals
 
 
@@ -25,7 +26,8 @@ def softmax_read(
     q: Float[Tensor, "b tq h dk"],
     k: Float[Tensor, "b t hkv dk"],
     v: Float[Tensor, "b t hkv dv"],
-    beta: Float[Tensor, "hkv dv"] | None,
+    beta: Float[Tensor, "hkv df"] | None,
+    free_values: Float[Tensor, "b t hkv df"] | None = None,
     *,
     causal: bool = True,
     scale: float | None = None,
@@ -35,15 +37,15 @@ def softmax_read(
     backend: str = "auto",
     span: float = math.inf,
 ) -> Read:
-    """Mean and free energy of the values under a softmax prior.
+    """The mean of v and the free energy of f under a softmax prior.
 
         p_ti = softmax_i(scale q_t . k_i + bias_ti)        mean_tj = sum_i p_ti v_ij
-        F_tj = (1 / beta_j) log sum_i p_ti exp(beta_j v_ij)                        (Eq. 4, Appendix H.1)
+        F_tj = (1 / beta_j) log sum_i p_ti exp(beta_j f_ij)                        (Eq. 4, Appendix H.1)
 
-    `tokens` describe the T keys; with causal, a window or documents the T_q queries are the last of them. Query head h
-    reads key head h // (H / H_kv). span: as in `composed_read`, for values that were clipped. The dtype of q, k and v
-    together is that of both results, under autocast too; sums run in float32 at least. Arguments are checked in
-    `fem.functional`; raises ValueError on an unknown backend.
+    f = free_values, of any width; None: v itself. `tokens` describe the T keys; with causal, a window or documents the
+    T_q queries are the last of them. Query head h reads key head h // (H / H_kv). span: as in `composed_read`, for
+    values that were clipped. The dtype of q, k and v together is that of both results, under autocast too; sums run in
+    float32 at least. Arguments are checked in `fem.functional`; raises ValueError on an unknown backend.
     """
     dtype = torch.promote_types(q.dtype, torch.promote_types(k.dtype, v.dtype))
     backend = softmax_backend(backend, q.device, dtype)
@@ -52,65 +54,76 @@ def softmax_read(
         q, scale = (-q, -scale) if scale else (q * 0.0, 1.0)
     keep, document = (None, None) if tokens is None else (tokens.keep, tokens.document)
     queries, time = q.shape[1], k.shape[1]
+    f, temperatures = _second(v, free_values, beta, v.shape[2])
     if q.shape[0] * queries * time == 0:
-        zeros = connected_zeros(v.to(dtype), (*q.shape[:3], v.shape[3]), q, k, v, beta, bias)
-        return Read(zeros, None if beta is None else zeros)
+        zeros = [connected_zeros(x.to(dtype), (*q.shape[:3], x.shape[3]), q, k, v, f, beta, bias) for x in (v, f)]
+        return Read(zeros[0], None if beta is None else zeros[1])
     if backend == "reference":
-        return _as(dtype, naive_softmax_read(q, k, v, beta, causal, scale, window, bias, keep, document))
+        read = naive_softmax_read(q, k, v, beta, causal, scale, window, bias, keep, document, free_values)
+        return _as(dtype, beta, read)
     if bias is not None:
         bias = bias[(None,) * (4 - bias.dim())]
-    composed = backend == "sdpa" and q.is_cuda and not torch.compiler.is_exporting()
+    composed = torch.compiler.is_exporting() or (backend == "sdpa" and q.is_cuda)
     by_pairs = window is not None or document is not None or (causal and 1 < queries < time)
-    by_pairs = by_pairs or (composed and (keep is not None or bias is not None))
+    on_gpu = composed and not torch.compiler.is_exporting()
+    by_pairs = by_pairs or (on_gpu and (keep is not None or bias is not None))
     causal = causal and queries > 1
     seen = intervals(queries, time, causal, window, tokens, q.device) if by_pairs else None
-    if torch.compiler.is_exporting():
-        return _as(dtype, exported_read(q, k, v, beta, bias, keep, seen, causal, scale))
-    if composed:
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        return _as(dtype, composed_read(q, k, v, beta, bias, keep, seen, causal, scale, span))
-    if queries == 1 and backend == "sdpa" and _free(q, k, v, beta, bias):
-        mask = _mask(keep, seen, bias, time)
-        read = softmax_step(q[:, 0], k.transpose(1, 2), v.transpose(1, 2), beta, mask, scale)
+    if queries == 1 and not composed and backend == "sdpa" and _free(q, k, v, f, beta, bias):
+        mask, heads_first = _mask(keep, seen, bias, time), (x.transpose(1, 2) for x in (k, v, f))
+        read = softmax_step(q[:, 0], *heads_first, temperatures, mask, scale, f is v)
         if read is not None:
-            return _as(dtype, read)
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    return _as(dtype, free_energy_read(q, k, v, beta, bias, keep, seen, causal, scale, backend == "sdpa"))
+            return _as(dtype, beta, read)
+    q, k, v, f = q.to(dtype), k.to(dtype), v.to(dtype), f.to(dtype)
+    if composed:
+        return _as(dtype, beta, composed_read(q, k, v, f, temperatures, bias, keep, seen, causal, scale, span))
+    return _as(dtype, beta, pair_read(q, k, v, f, temperatures, bias, keep, seen, causal, scale, backend == "sdpa"))
 
 
 def cached_read(
     q: Float[Tensor, "b tq h dk"],
     keys: Float[Tensor, "b hkv t dk"],
     values: Float[Tensor, "b hkv t w"],
-    beta: Float[Tensor, "hkv dv"] | None,
-    start: tuple[Float[Tensor, "b hkv 1 dv"], Float[Tensor, "b hkv 1 dv"], Bool[Tensor, "b hkv 1 dv"] | None]
-    | None = None,
+    beta: Float[Tensor, "hkv df"] | None,
+    how: Packing | None = None,
     *,
+    split: bool = False,
     window: int | None = None,
     tokens: Tokens | None = None,
     backend: str = "auto",
 ) -> Read:
     """`softmax_read` of the last tokens over a cache, which has the heads first.
 
-    start: the shift, the beta and `small_beta(beta)` with which values of twice the width were packed as [v | e]: one
-    token is then read by one attention over them, where that is proven to be exact. Otherwise v is read, with `beta`.
+    how: with which temperatures and shifts the values were packed as [v | e]: one token is then read by one attention
+    over them, where that is proven to be exact. None: they are v, or with `split`, which says that the free energy is
+    of other values f than v, [v | f].
     """
     time = keys.shape[2]
     dtype = torch.promote_types(q.dtype, torch.promote_types(keys.dtype, values.dtype))
-    alone = lambda: values if start is None else values[..., : start[0].shape[-1]]  # noqa: E731
-    if q.shape[1] == 1 and softmax_backend(backend, q.device, dtype) == "sdpa" and _free(q, keys, values, beta):
+    step = q.shape[1] == 1 and softmax_backend(backend, q.device, dtype) == "sdpa" and _free(q, keys, values, beta)
+    if step:
         by_pairs = window is not None or (tokens is not None and tokens.document is not None)
         seen = intervals(1, time, False, window, tokens, q.device) if by_pairs else None
         mask = _mask(None if tokens is None else tokens.keep, seen, None, time)
         scale = q.shape[-1] ** -0.5
-        read = None if start is None else packed_step(q[:, 0], keys, values, *start, mask, scale)
+        read = None if how is None else packed_step(q[:, 0], keys, values, how, mask, scale)
         if read is not None:
-            return _as(dtype, Read(*(x[:, None] for x in read)))
-        read = softmax_step(q[:, 0], keys, alone(), beta, mask, scale)
+            return _as(dtype, beta, Read(*(x[:, None] for x in read)))
+    v, free_values = unpacked(values, how, split, 0 if beta is None else beta.shape[-1])
+    if step:
+        f, temperatures = _second(v, free_values, beta, keys.shape[1])
+        read = softmax_step(q[:, 0], keys, v, f, temperatures, mask, scale, f is v)
         if read is not None:
-            return _as(dtype, read)
-    k, v = keys.transpose(1, 2), alone().transpose(1, 2)
-    return softmax_read(q, k, v, beta, window=window, tokens=tokens, backend=backend)
+            return _as(dtype, beta, read)
+    k, v, free_values = (None if x is None else x.transpose(1, 2) for x in (keys, v, free_values))
+    return softmax_read(q, k, v, beta, free_values, window=window, tokens=tokens, backend=backend)
+
+
+def _second(v: Tensor, free_values: Tensor | None, beta: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
+    """The values whose free energy is read, and its temperatures; attention is a pair of which the second is empty."""
+    if beta is None:
+        return v[..., :0], v.new_empty(heads, 0)
+    return v if free_values is None else free_values, beta
 
 
 def _free(*tensors: Tensor | None) -> bool:
@@ -131,5 +144,5 @@ def _mask(
     return torch.where(allowed, 0.0 if bias is None else bias, -torch.inf)
 
 
-def _as(dtype: torch.dtype, read: Read) -> Read:
-    return Read(*(None if x is None else x.to(dtype) for x in read))
+def _as(dtype: torch.dtype, beta: Tensor | None, read: Read) -> Read:
+    return Read(read.mean.to(dtype), None if beta is None else read.free_energy.to(dtype))

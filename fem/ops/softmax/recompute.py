@@ -1,139 +1,97 @@
-"""The free energies that one attention call does not prove, from the definition in float64: rows in chunks."""
+"""The free energies that one attention call does not prove, from their definition in float64.
+
+    F_tj = c_j + log(sum_i p_ti exp(beta_j (f_ij - c_j))) / beta_j                  where float64 has the digits, and
+    F_tj = (log sum_i exp(s_ti + beta_j f_ij) - log sum_i exp(s_ti)) / beta_j       entry by entry elsewhere
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.fallback_count import fallbacks
-from fem.ops.common.precision import upcast
-from fem.ops.softmax import entries as softmax_entries
+from fem.ops.common.precision import LEAST_PROVEN, upcast
+from fem.ops.common.transforms import again_differentiable
 from fem.ops.softmax.support import Intervals
+
+_NUMBERS = 1 << 23  # in float64 at once: rows x keys x channels, 64 MiB
 
 
 def recompute(
-    free_energy: Float[Tensor, "b tq h dv"],
-    doubtful: Bool[Tensor, "b tq h dv"],
+    free_energy: Float[Tensor, "b tq h df"],
+    doubtful: Bool[Tensor, "b tq h df"],
     q: Float[Tensor, "b tq h dk"],
     k: Float[Tensor, "b t hkv dk"],
-    v: Float[Tensor, "b t hkv dv"],
-    beta: Float[Tensor, "hkv dv"],
+    f: Float[Tensor, "b t hkv df"],
+    beta: Float[Tensor, "hkv df"],
     bias: Float[Tensor, "#b #h #tq #t"] | None,
+    keep: Bool[Tensor, "b t"] | None,
     seen: Intervals | None,
     causal: bool,
     scale: float,
-) -> Float[Tensor, "b tq h dv"]:
+) -> Float[Tensor, "b tq h df"]:
     """The free energies, doubtful ones computed again; seen: what a query sees; None: all, or i <= t if causal."""
-    first, end = (None, None) if seen is None else seen
-    if not torch.compiler.is_compiling() and not bool(doubtful.any()):
+    real = type(doubtful) is Tensor and not doubtful.is_meta and not torch.compiler.is_compiling()
+    if real and not bool(doubtful.any()):
         fallbacks.count(doubtful.numel(), 0)
         return free_energy
-    return torch.where(doubtful, _recompute(doubtful, q, k, v, beta, bias, first, end, causal, scale), free_energy)
+    first, end = (None, None) if seen is None else seen
+    again = _recompute(doubtful, q, k, f, beta, bias, keep, first, end, causal, scale)
+    return torch.where(doubtful, again, free_energy)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """s_ti = scale q_t . k_i + bias_ti of the rows asked for, in float64, -inf where t does not see i."""
-
-    q: Float[Tensor, "b tq h d"]
-    k: Float[Tensor, "b t h d"]
-    bias: Float[Tensor, "b h tq t"] | None
-    first: Tensor
-    end: Tensor
-    scale: float
-
-    def of_rows(self, batch: int, head: int, rows: Tensor) -> Float[Tensor, "r keys"]:
-        first, end = (x[batch % len(x), rows, None] for x in (self.first, self.end))
-        keys = int(end.amax())
-        s = self.scale * self.q[batch, rows, head].double() @ self.k[batch, :keys, head].double().T
-        if self.bias is not None:
-            s += self.bias[batch, head, rows, :keys]
-        index = torch.arange(keys, device=s.device)
-        return s.masked_fill_((index < first) | (index >= end), -torch.inf)
-
-
-def _definition(q, k, v, beta, bias, first, end, causal, scale):
-    """Scores, values and beta per query head, of finite numbers."""
-    per_head = lambda x, dim: x.repeat_interleave(q.shape[2] // x.shape[dim], dim)  # noqa: E731
-    if first is None:
-        row = torch.arange(q.shape[1], device=q.device)[None]
-        first, end = torch.zeros_like(row), row + k.shape[1] - q.shape[1] + 1 if causal else row * 0 + k.shape[1]
-    if bias is not None:
-        bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    v = upcast(v).nan_to_num(0.0, 0.0, 0.0)
-    return _Rows(q, per_head(k, 2), bias, first, end, scale), per_head(v, 2), per_head(upcast(beta), 0)[None, None]
+_INPUTS = (
+    "Tensor doubtful, Tensor q, Tensor k, Tensor f, Tensor beta, Tensor? bias, Tensor? keep, Tensor? first, "
+    "Tensor? end, bool causal, float scale"
+)
+_WAITS = (torch.Tag.cudagraph_unsafe,)  # how many entries there are is read on the host
 
 
 @torch.library.custom_op(
-    "fem::softmax_recompute",
-    mutates_args=(),
-    schema="(Tensor doubtful, Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? bias, Tensor? first, Tensor? end, "
-    "bool causal, float scale) -> Tensor",
-    tags=(torch.Tag.cudagraph_unsafe,),  # how many there are is read on the host
+    "fem::softmax_recompute", mutates_args=(), schema=f"({_INPUTS}) -> Tensor", tags=_WAITS
 )
-def _recompute(doubtful, q, k, v, beta, bias, first, end, causal, scale):
-    """The free energy where it is doubtful, anything finite elsewhere."""
-    found = torch.zeros(doubtful.shape, dtype=upcast(q).dtype, device=q.device)
+def _recompute(doubtful, *inputs):
+    """The free energy where it is doubtful, 0 elsewhere."""
     entries = _listed(doubtful)
     fallbacks.count(doubtful.numel(), len(entries))
-    if len(entries):
-        exact = softmax_entries.free_energies(*_definition(q, k, v, beta, bias, first, end, causal, scale), entries)
-        b, head, row, channel = entries.unbind(1)
-        found[b, row, head, channel] = exact.to(found.dtype)
-    return found
+    with torch.no_grad():
+        return _placed(doubtful, entries, *inputs)
 
 
 @_recompute.register_fake
-def _(doubtful, q, k, v, beta, bias, first, end, causal, scale):
+def _(doubtful, q, *_):
     return torch.empty(doubtful.shape, dtype=upcast(q).dtype, device=q.device)
-
-
-def _listed(doubtful: Tensor) -> softmax_entries.Entries:
-    """(batch, head, row, channel) of each, ascending."""
-    return doubtful.transpose(1, 2).nonzero()
 
 
 @torch.library.custom_op(
     "fem::softmax_recompute_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor doubtful, Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? bias, Tensor? first, "
-    "Tensor? end, bool causal, float scale, bool of_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.cudagraph_unsafe,),
+    schema=f"(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=_WAITS,
 )
-def _recompute_backward(grad, doubtful, q, k, v, beta, bias, first, end, causal, scale, of_bias):
-    zeros = lambda x: torch.zeros(x.shape, dtype=upcast(x).dtype, device=x.device)  # noqa: E731
-    dbias = zeros(bias) if of_bias else grad.new_empty(0)
-    entries = _listed(doubtful)
-    if not len(entries):
-        return *(torch.zeros_like(x) for x in (q, k, v, beta)), dbias.to(bias.dtype) if of_bias else dbias
-    b, head, row, channel = entries.unbind(1)
-    scores, *definition = _definition(q, k, v, beta, bias, first, end, causal, scale)
-    more = [zeros(x) for x in (scores.q, scores.k, *definition)]
+def _recompute_backward(grad, doubtful, q, k, f, beta, bias, *how):
+    inputs = [x for x in (q, k, f, beta, bias) if x is not None]
+    totals = [torch.zeros(x.shape, dtype=upcast(x).dtype, device=x.device) for x in inputs]
+    for place, rows, channels in _parts(_listed(doubtful), k.shape[1], f.shape[3]):
+        of_rows = lambda *x: _of_rows(place, rows, channels, *_five(x), *how)  # noqa: B023, E731
+        of_head = [x.double() for x in _of_head(place, *inputs)]
+        gradients = torch.func.vjp(of_rows, *of_head)[1](grad[place[0], rows, place[1], channels].double())
+        for total, more in zip(_of_head(place, *totals), gradients, strict=True):
+            total += more
+    return _five([total.to(x.dtype) for total, x in zip(totals, inputs)], q.new_empty(0))
 
-    def add_scores(batch: int, head: int, rows: Tensor, ds: Tensor) -> None:
-        place = dbias[batch % len(dbias), head % dbias.shape[1]]
-        if dbias.shape[3] == 1:
-            ds = ds.sum(1, keepdim=True)
-        if dbias.shape[2] == 1:
-            rows, ds = torch.zeros_like(rows[:1]), ds.sum(0, keepdim=True)
-        place[rows, : ds.shape[1]] += ds.to(place.dtype)
 
-    softmax_entries.add_gradients(
-        scores, *definition, entries, grad[b, row, head, channel], *more, add_scores if of_bias else None
-    )
-    dq, dk, dv, dbeta = more
-    of_group = lambda x, dim: x.unflatten(dim, (k.shape[2], -1)).sum(dim + 1)  # noqa: E731
-    dk, dv, dbeta = of_group(dk, 2).to(k.dtype), of_group(dv, 2).to(v.dtype), of_group(dbeta[0, 0], 0).to(beta.dtype)
-    return dq.to(q.dtype), dk, dv, dbeta, dbias.to(bias.dtype) if of_bias else dbias
+def _five(tensors, missing: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """q, k, f, beta and the bias; `missing` where there is no bias."""
+    return *tensors[:4], tensors[4] if len(tensors) > 4 else missing
 
 
 @_recompute_backward.register_fake
-def _(grad, doubtful, q, k, v, beta, bias, first, end, causal, scale, of_bias):
-    whole = lambda x: x.new_empty(x.shape)  # noqa: E731
-    return whole(q), whole(k), whole(v), whole(beta), whole(bias) if of_bias else grad.new_empty(0)
+def _(grad, doubtful, q, k, f, beta, bias, *_):
+    return tuple(x.new_empty(x.shape) for x in (q, k, f, beta, q.new_empty(0) if bias is None else bias))
 
 
 def _save(ctx, inputs, output):
@@ -142,9 +100,86 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad):
-    of_bias = ctx.needs_input_grad[5]
-    *gradients, dbias = _recompute_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale, of_bias)
-    return None, *gradients, dbias if of_bias else None, *[None] * 4
+    doubtful, *tensors = ctx.saved_tensors
+    inputs, how = tensors[:5], (*tensors[5:], ctx.causal, ctx.scale)
+    if torch.is_grad_enabled():
+        gradients = again_differentiable(lambda *x: [_placed(doubtful, _listed(doubtful), *x, *how)], inputs, [grad])
+    else:
+        gradients = _recompute_backward(grad, doubtful, *inputs, *how)
+    return None, *gradients[:4], gradients[4] if inputs[4] is not None else None, *[None] * 5
 
 
 _recompute.register_autograd(_differentiate, setup_context=_save)
+
+_Head = tuple[int, int]  # of the batch, and of the queries
+
+
+def _listed(doubtful: Tensor) -> Tensor:
+    """(batch, head, row, channel) of each, ascending."""
+    return doubtful.transpose(1, 2).nonzero()
+
+
+def _placed(doubtful, entries, q, k, f, beta, bias, *how) -> Tensor:
+    """The free energies of the entries, at their places."""
+    found = torch.zeros(doubtful.shape, dtype=upcast(q).dtype, device=q.device)
+    parts = []
+    for place, rows, channels in _parts(entries, k.shape[1], f.shape[3]):
+        inputs = [x.double() for x in _of_head(place, q, k, f, beta, *([] if bias is None else [bias]))]
+        parts.append(_of_rows(place, rows, channels, *_five(inputs), *how))
+    if not parts:
+        return found
+    batch, head, row, channel = entries.unbind(1)
+    return found.index_put((batch, row, head, channel), torch.cat(parts).to(found.dtype))
+
+
+def _parts(entries: Tensor, keys: int, channels: int) -> Iterator[tuple[_Head, Tensor, Tensor]]:
+    """Entries of one head, as many as fit into memory at once: the rows and channels of each."""
+    places, counts = entries[:, :2].unique_consecutive(dim=0, return_counts=True)
+    step = max(1, _NUMBERS // (keys * channels)) * channels
+    for place, of_head in zip(places.tolist(), entries[:, 2:].split(counts.tolist())):
+        for part in of_head.split(step):
+            yield tuple(place), *part.unbind(1)
+
+
+def _of_head(place: _Head, q: Tensor, k: Tensor, f: Tensor, beta: Tensor, *bias: Tensor) -> list[Tensor]:
+    """The parts of the tensors that belong to a head."""
+    batch, head = place
+    group = head // (q.shape[2] // k.shape[2])
+    of_bias = [x[batch % x.shape[0], head % x.shape[1]] for x in bias]
+    return [q[batch, :, head], k[batch, :, group], f[batch, :, group], beta[group], *of_bias]
+
+
+def _of_rows(place, rows, channels, q, k, f, beta, bias, keep, first, end, causal, scale) -> Float[Tensor, " n"]:
+    """The free energies of entries of one head, in float64 and of torch's own steps, which can be differentiated."""
+    row, row_of = rows.unique_consecutive(return_inverse=True)
+    index = torch.arange(k.shape[0], device=k.device)
+    allowed = torch.ones(len(row), len(index), dtype=torch.bool, device=k.device)
+    if first is not None:
+        first, end = (x[place[0] % x.shape[0], row, None] for x in (first, end))
+        allowed = (first <= index) & (index < end)
+    elif causal:
+        allowed = index <= row[:, None] + k.shape[0] - q.shape[0]
+    if keep is not None:
+        allowed = allowed & keep[place[0]]
+    s = scale * q[row] @ k.nan_to_num(0.0, 0.0, 0.0).mT
+    if bias is not None:
+        bias = bias.expand(q.shape[0], k.shape[0])[row]
+        allowed = allowed & ~torch.isneginf(bias)
+        s = s + bias.where(allowed, 0.0)
+    empty = ~allowed.any(1)
+    s = s.masked_fill(~allowed, -torch.inf).masked_fill(empty[:, None], 0.0)
+    log_p = s.log_softmax(1)
+    channel, channel_of = channels.unique(return_inverse=True)
+    f, beta = f[:, channel].nan_to_num(0.0, 0.0, 0.0), beta[channel]
+    hidden = ~allowed.any(0)[:, None]
+    shift = f.detach().masked_fill(hidden, -torch.inf).amax(0).nan_to_num(neginf=0.0)
+    f = torch.where(hidden, shift, f)
+    total = log_p.exp() @ ((f - shift) * beta).exp()
+    sure = total.detach() >= LEAST_PROVEN[torch.float64]
+    free = (shift + total.where(sure, 1.0).log() / beta)[row_of, channel_of]
+    unsure = ~sure[row_of, channel_of]
+    if bool(unsure.any()):
+        at, of = row_of[unsure], channel_of[unsure]
+        energies = (log_p[at] + (beta * f).mT[of]).logsumexp(1) / beta[of]
+        free = free.index_put((unsure.nonzero()[:, 0],), energies)
+    return free.masked_fill(empty[row_of], 0.0)

@@ -61,7 +61,7 @@ def test_a_step_equals_the_definition(time, spread, offset, span, masked, seed):
     q, k, v, beta = draw(time, spread)
     v = v * span + offset
     mask = torch.zeros(2, 1, time).masked_fill(torch.rand(2, 1, time) < 0.3, -math.inf) if masked else None
-    read = softmax_step(q, k, v, beta, mask, 0.4)
+    read = softmax_step(q, k, v, v, beta, mask, 0.4, True)
     mean, free = definition(q, k, v, beta, mask, 0.4)
     if read is None:
         assert (beta * v.amax(2) - beta * v.amin(2)).max() > 60
@@ -74,7 +74,7 @@ def test_a_step_equals_the_definition(time, spread, offset, span, masked, seed):
 def test_an_entry_that_might_be_lost_is_handed_back_and_read_exactly():
     q, k, v, beta = draw(31)
     v[0, 1, 7, 2] += 400
-    assert softmax_step(q, k, v, beta, None, 0.4) is None
+    assert softmax_step(q, k, v, v, beta, None, 0.4, True) is None
     mean, free = definition(q, k, v, beta, None, 5**-0.5)
     with torch.no_grad():
         read = cached_read(q[:, None], k, v, beta)
@@ -93,7 +93,7 @@ def test_a_token_of_less_weight_than_float32_can_say_counts_by_its_value(without
     q, k, v, beta = draw(2, heads=1, key_heads=1, batch=1)
     mask = torch.tensor([[[0.0, -88.5]]])
     v[..., 1, :] = v[..., 0, :] + 87 / beta
-    read = softmax_step(q, k, v, beta, mask, 0.0)
+    read = softmax_step(q, k, v, v, beta, mask, 0.0, True)
     _, free = definition(q, k, v, beta, mask, 0.0)
     torch.testing.assert_close(read.free_energy.double(), free, rtol=1e-5, atol=1e-5)
 
@@ -108,7 +108,7 @@ def test_large_scores_cost_a_stream_no_digits():
 
 def test_a_row_that_sees_nothing_reads_0():
     q, k, v, beta = draw(5)
-    read = softmax_step(q, k, v, beta, torch.full((2, 1, 5), -math.inf), 1.0)
+    read = softmax_step(q, k, v, v, beta, torch.full((2, 1, 5), -math.inf), 1.0, True)
     assert read.mean.eq(0).all()
     assert read.free_energy.eq(0).all()
 
@@ -187,16 +187,6 @@ def test_two_continuations_of_a_stream_never_write_to_one_place(mode):
         learning.sum().backward()
     assert torch.equal(one.memory["key"], kept[0])
     assert torch.equal(two.memory["key"], kept[1])
-
-
-def test_a_state_that_kept_its_last_tokens_apart_still_continues():
-    layer, x = make_layer(torch.float32, prior_type="softmax"), tokens(time=12, dtype=torch.float32)
-    with torch.no_grad():
-        _, state = layer(x[:, :8], return_state=True)
-        apart = {name: y[:, :, :6] if name in kv_cache.KEPT else y for name, y in state.memory.items()}
-        apart |= {f"recent {name}": state.memory[name][:, :, 6:] for name in kv_cache.KEPT}
-        wanted, found = (layer(x[:, 8:], state=s, return_state=True)[0] for s in (state, replace(state, memory=apart)))
-    assert torch.equal(wanted, found)
 
 
 def test_a_cache_holds_d_for_a_key_and_d_for_a_value_and_its_exponential():
@@ -317,8 +307,8 @@ def test_a_visible_nan_shows_in_one_token_over_any_cache(what, time):
     {"q": q, "k": k[:, :, 1], "v": v[:, :, 1]}[what].fill_(torch.nan)
     with torch.no_grad():
         start = kv_cache._start(v, beta, None)
-        packed = kv_cache._packed(v, start, k)
-        for values, of in ((v, None), (packed, tuple(start.get(name) for name in kv_cache.PACKED))):
+        packed = kv_cache._packed(v, None, start, k)
+        for values, of in ((v, None), (packed, kv_cache.packing_of(start))):
             read = cached_read(q[:, None], k, values, beta, of)
             assert read.mean.isnan().all()
             assert read.free_energy.isnan().all()
@@ -362,9 +352,9 @@ def test_an_infinite_key_or_a_value_far_above_the_rest_is_marked_in_one_token_as
     v[0, 0, 1, 2], k[0, 1, 1, 0] = 1e3, -torch.inf
     memory = {"key": k[:, :, :1], "value": torch.empty(0)}
     start = kv_cache._start(v[:, :, :1], torch.ones(2, 3), None)
-    memory |= {"value": kv_cache._packed(v[:, :, :1], start)} | start
+    memory |= {"value": kv_cache._packed(v[:, :, :1], None, start, k[:, :, :1])} | start
     with torch.no_grad():
-        written = kv_cache.append_one(memory, k[:, :, 1:], v[:, :, 1:])["value"][:, :, 1]
+        written = kv_cache.append_one(memory, k[:, :, 1:], v[:, :, 1:], None)["value"][:, :, 1]
     assert written[0, 0, 5] == torch.inf
     assert written[0, 0, :5].isfinite().all()
     assert written[0, 1].isnan().all()
