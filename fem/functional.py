@@ -57,9 +57,9 @@ def softmax_read(
 
     Time comes before heads, unlike in torch's scaled_dot_product_attention: q (B, T_q, H, d_k), k (B, T, H_kv, d_k),
     v (B, T, H_kv, d_v), H a multiple of H_kv: query head h reads key head h // (H / H_kv).
-    f = free_values (B, T, H_kv, d_f), or v itself where it is None; either width may be 0. beta (H_kv, d_f) > 0, in nats
-    per unit of f; None gives the mean only. The mean is (B, T_q, H, d_v) and the free energy (B, T_q, H, d_f), in the
-    dtype of q, k, v together; sums run in float32 at least.
+    f = free_values (B, T, H_kv, d_f), or v itself where it is None; either width may be 0. beta (H_kv, d_f) > 0, in
+    nats per unit of f; None gives the mean only. The mean is (B, T_q, H, d_v) and the free energy (B, T_q, H, d_f), in
+    the dtype of q, k, v together; sums run in float32 at least.
     causal: the T_q queries are the last T_q tokens, and see no later one. scale: 1/sqrt(d_k) by default.
     window: a query sees t - window < i <= t, or |t - i| < window without causal, in kept tokens of its document.
     bias: float, broadcastable to (B, H, T_q, T), differentiable; -inf forbids the pair.

@@ -58,9 +58,9 @@ MUTANTS = (
     ),
     Mutant(
         "the form for narrow spans ends at 0.3",
-        "fem/ops/softmax/plain.py",
-        "_SMALL_SPAN = 1.0",
-        "_SMALL_SPAN = 0.3",
+        "fem/ops/softmax/packing.py",
+        "SMALL_SPAN = 1.0",
+        "SMALL_SPAN = 0.3",
         (f"{SOFTMAX}/test_softmax_thresholds.py",),
     ),
     Mutant(

@@ -58,7 +58,7 @@ def test_a_state_of_no_token_begins_a_sequence(name):
 @pytest.mark.parametrize("backend", ["auto", "plain", "reference"])
 def test_a_softmax_read_of_nothing_reads_nothing(backend, what):
     call = without(softmax_call(3), what)
-    q, k, v, beta, _ = call.arguments.values()
+    q, k, v, beta, *_ = call.arguments.values()
     read = softmax_read(q, k, v, beta, backend=backend)
     assert read.mean.shape == read.free_energy.shape == (*q.shape[:3], v.shape[3])
     check_gradients_of_zero(read, call.tensors())
@@ -67,7 +67,7 @@ def test_a_softmax_read_of_nothing_reads_nothing(backend, what):
 @pytest.mark.parametrize("backend", ["auto", "plain", "reference"])
 def test_queries_of_no_key_read_0(backend):
     call = softmax_call(3).leaves()
-    q, k, v, beta, _ = call.arguments.values()
+    q, k, v, beta, *_ = call.arguments.values()
     read = softmax_read(q, k[:, :0], v[:, :0], beta, causal=False, backend=backend)
     assert read.mean.shape == (1, 3, 2, 3)
     assert not any(part.any() for part in read)

@@ -105,9 +105,19 @@ class SoftmaxCall:
 
 
 def softmax_call(
-    time: int, heads=2, groups=1, keys=3, width=3, beta=2.0, spread=1.0, scores=1.0, bias=None, causal=True, window=None,
+    time: int,
+    heads=2,
+    groups=1,
+    keys=3,
+    width=3,
+    beta=2.0,
+    spread=1.0,
+    scores=1.0,
+    bias=None,
+    causal=True,
+    window=None,
     free=None,
-):  # fmt: skip
+):
     """Values of that spread, scores of that size and, where `bias` is a share, a bias that forbids such a part.
 
     free: how many values of their own have a free energy; None: all have.

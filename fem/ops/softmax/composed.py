@@ -64,7 +64,7 @@ def composed_read(
         dtype, mask = upcast(q).dtype, None
         if not (bias is None and keep is None and seen is None):
             mask, sees = mask_of(q, k, bias, keep, seen, causal)
-        hidden = None if keep is None else ~keep
+        hidden = None if keep is None else ~keep[..., None, None]
         attend = functools.partial(_masked, mask=mask, causal=causal and mask is None, scale=scale)
     else:
         dtype = torch.bfloat16 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
@@ -73,10 +73,11 @@ def composed_read(
             k, v, f = (x.take_along_dim(order[:, :, None, None], 1) for x in (k, v, f))
             if bias is not None and bias.shape[3] > 1:
                 bias = bias.take_along_dim(order[:, None, None], 3)
-            hidden = torch.arange(k.shape[1], device=k.device) >= kept[:, None]
+            hidden = (torch.arange(k.shape[1], device=k.device) >= kept[:, None])[..., None, None]
         sees = None if seen is None else (seen.first < seen.end)[..., None, None]
         attend = functools.partial(_attend, bias=bias, seen=seen, causal=causal, scale=scale)
-    with torch.autocast(q.device.type, enabled=False):
+    # An exported graph would hold the context as a graph of its own, which torch.cond does not survive.
+    with contextlib.nullcontext() if exporting else torch.autocast(q.device.type, enabled=False):
         q, k, v = (x.to(dtype) for x in (q, k, v))
         fused = _fused if q.is_cuda and not torch.compiler.is_compiling() else lambda function: function
         together = exporting or v.shape[3] + f.shape[3] <= max(_WIDEST, q.shape[3])
@@ -97,11 +98,10 @@ def _prologue(
     v: Float[Tensor, "b t h d"],
     f: Float[Tensor, "b t h df"],
     beta: Float[Tensor, "h df"],
-    hidden: Bool[Tensor, "b t"] | None,
+    hidden: Bool[Tensor, "b t 1 1"] | None,
     together: bool,
 ) -> tuple[list[Tensor], Float[Tensor, "b 1 h df"], Bool[Tensor, "b 1 h df"] | None]:
     """[v | e] in one piece or in two, the shift, and where e is exp(.) - 1."""
-    hidden = None if hidden is None else hidden[..., None, None]
     f = upcast(f)
     how = Packing.of(f, upcast(beta)[None, None], hidden)
     z = how.exponents(f)
@@ -140,8 +140,8 @@ _UNFUSED: set[Callable] = set()
 
 
 def _try_fused(function: Callable, *arguments):
-    for x in arguments:  # any number of rows and tokens; heads and widths stay sizes that loops are fused over
-        for dim in range(0 if x is None or x.ndim == 2 else min(x.ndim, 2)):
+    for x in torch.utils._pytree.tree_leaves(arguments):  # any number of rows and tokens; loops are fused over the rest
+        for dim in range(2 if isinstance(x, Tensor) and x.ndim == 4 else 0):
             torch._dynamo.maybe_mark_dynamic(x, dim)
     try:
         return _compiled(function)(*arguments)
@@ -207,7 +207,7 @@ def _flex(q, *inputs, **how) -> Tensor:
 
 
 @functools.cache
-def _compiled_flex() -> Callable:
+def _compiled_flex():
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)

@@ -47,19 +47,18 @@ def definition_where(
     beta = per_head(beta, 0)
     k, level = per_head(k, 2), beta * per_head(f, 2)
     mask = mask.expand(q.shape[0], heads, q.shape[1], k.shape[1])  # of whole shapes: none is broadcast
-    lift = free_energy * beta
+    lift, doubtful, q, k, level = (x.transpose(1, 2) for x in (free_energy * beta, doubtful, q, k, level))
     recomputed = lambda *given: torch.where(doubtful, _definition(*given, scale), lift)  # noqa: E731
     proven = lambda *given: lift.clone()  # noqa: E731
     with without_gradient():
-        return torch.cond(doubtful.any(), recomputed, proven, (q, k, level, mask)) / beta
+        return torch.cond(doubtful.any(), recomputed, proven, (q, k, level, mask)).transpose(1, 2) / beta
 
 
-def _definition(q, k, level, mask, scale: float) -> Float[Tensor, "b tq h df"]:
+def _definition(q, k, level, mask, scale: float) -> Float[Tensor, "b h tq df"]:
     """beta F = log sum_i e^{s_i + beta f_i} - log sum_i e^{s_i}, one key after another, in float64."""
-    q, k = (x.double().transpose(1, 2) for x in (q, k))
-    scores = (scale * q @ k.mT + mask.double()).transpose(1, 2)
+    scores = scale * q.double() @ k.double().mT + mask.double()
     start = scores.new_full((*scores.shape[:3], level.shape[3]), LOG_ZERO)
     add = lambda total, s, y: ([torch.logaddexp(total[0], s + y)], [])  # noqa: E731
-    each = scores.permute(0, 3, 1, 2)[..., None], level.double()[:, :, None]
+    each = scores.permute(0, 3, 1, 2)[..., None], level.double().transpose(1, 2)[:, :, :, None]
     (total,), _ = along_time(add, [start], *each)
-    return (total - scores.logsumexp(-1, keepdim=True)).float()
+    return (total - scores.logsumexp(-1, keepdim=True)).to(q.dtype)

@@ -25,7 +25,7 @@ def naive_softmax_read(
     segment_ids: Int[Tensor, "b t"] | None = None,
     free_values: Float[Tensor, "b t hkv df"] | None = None,
 ) -> Read:
-    """The mean of v and the free energy of f = free_values (None: v) under a softmax prior, entry by entry of the definition, in float64.
+    """The mean of v and the free energy of f = free_values (None: v), entry by entry, in float64.
 
     p_ti = softmax_i(scale q_t . k_i + bias_ti) over the allowed i
     mean_tj = sum_i p_ti v_ij        F_tj = (1 / beta_j) log sum_i p_ti exp(beta_j f_ij)        (Eq. 4)

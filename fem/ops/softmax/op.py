@@ -53,7 +53,9 @@ def pair_read(
         dtype = compute_dtype(q)
         read = differentiable_read(q, k, v, f, beta, bias, keep, first, end, causal, scale)
         return Read(*(x.to(dtype) for x in read))
-    out, free_energy, doubtful = _Read.apply(q, k, v, None if f is v else f, beta, bias, keep, first, end, causal, scale, flash)
+    out, free_energy, doubtful = _Read.apply(
+        q, k, v, None if f is v else f, beta, bias, keep, first, end, causal, scale, flash
+    )
     free_energy = recompute(free_energy, doubtful, q, k, f, beta, bias, keep, seen, causal, scale)
     return Read(out[..., : v.shape[3]], free_energy)
 
@@ -216,7 +218,7 @@ def _forward(q, k, v, f, beta, *how):
         if call.seen is None:
             (block,) = call.blocks()
             return block.read(call.beta).forward()
-        out, free_energy, lse, doubtful = results = _empty(q, k, v, f, beta, *how)
+        out, free_energy, _, doubtful = results = _empty(q, k, v, f, beta, *how)
         if call.careful:  # whose blocks may be narrower
             out.zero_()
         for block in call.blocks():

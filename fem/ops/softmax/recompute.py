@@ -1,7 +1,7 @@
 """The free energies that one attention call does not prove, from their definition in float64.
 
-    F_tj = c_j + log(sum_i p_ti exp(beta_j (f_ij - c_j))) / beta_j                  where float64 has the digits, and
-    F_tj = (log sum_i exp(s_ti + beta_j f_ij) - log sum_i exp(s_ti)) / beta_j       entry by entry elsewhere
+F_tj = c_j + log(sum_i p_ti exp(beta_j (f_ij - c_j))) / beta_j                  where float64 has the digits, and
+F_tj = (log sum_i exp(s_ti + beta_j f_ij) - log sum_i exp(s_ti)) / beta_j       entry by entry elsewhere
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ _INPUTS = (
 _WAITS = (torch.Tag.cudagraph_unsafe,)  # how many entries there are is read on the host
 
 
-@torch.library.custom_op(
-    "fem::softmax_recompute", mutates_args=(), schema=f"({_INPUTS}) -> Tensor", tags=_WAITS
-)
+@torch.library.custom_op("fem::softmax_recompute", mutates_args=(), schema=f"({_INPUTS}) -> Tensor", tags=_WAITS)
 def _recompute(doubtful, *inputs):
     """The free energy where it is doubtful, 0 elsewhere."""
     entries = _listed(doubtful)
@@ -66,13 +64,7 @@ def _(doubtful, q, *_):
     return torch.empty(doubtful.shape, dtype=upcast(q).dtype, device=q.device)
 
 
-@torch.library.custom_op(
-    "fem::softmax_recompute_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=_WAITS,
-)
-def _recompute_backward(grad, doubtful, q, k, f, beta, bias, *how):
+def _gradients(grad, doubtful, q, k, f, beta, bias, *how):
     inputs = [x for x in (q, k, f, beta, bias) if x is not None]
     totals = [torch.zeros(x.shape, dtype=upcast(x).dtype, device=x.device) for x in inputs]
     for place, rows, channels in _parts(_listed(doubtful), k.shape[1], f.shape[3]):
@@ -87,6 +79,16 @@ def _recompute_backward(grad, doubtful, q, k, f, beta, bias, *how):
 def _five(tensors, missing: Tensor | None = None) -> tuple[Tensor | None, ...]:
     """q, k, f, beta and the bias; `missing` where there is no bias."""
     return *tensors[:4], tensors[4] if len(tensors) > 4 else missing
+
+
+@torch.library.custom_op(
+    "fem::softmax_recompute_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=_WAITS,
+)
+def _recompute_backward(*inputs):
+    return _gradients(*inputs)
 
 
 @_recompute_backward.register_fake
@@ -104,8 +106,8 @@ def _differentiate(ctx, grad):
     inputs, how = tensors[:5], (*tensors[5:], ctx.causal, ctx.scale)
     if torch.is_grad_enabled():
         gradients = again_differentiable(lambda *x: [_placed(doubtful, _listed(doubtful), *x, *how)], inputs, [grad])
-    else:
-        gradients = _recompute_backward(grad, doubtful, *inputs, *how)
+    else:  # a graph needs an op, but inside an op vjp does not know dispatch modes
+        gradients = (_gradients if type(grad) is Tensor else _recompute_backward)(grad, doubtful, *inputs, *how)
     return None, *gradients[:4], gradients[4] if inputs[4] is not None else None, *[None] * 5
 
 
