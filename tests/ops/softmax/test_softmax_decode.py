@@ -247,8 +247,8 @@ def test_a_step_over_ordinary_values_takes_no_exponential_of_the_cache(exponenti
 
 def with_values(layer, change):
     """The layer with its values changed by a function of them."""
-    whole = layer._values
-    layer._values = lambda x, features: change(whole(x, features))
+    whole = layer.values
+    layer.values = lambda x, features: change(whole(x, features))
     return layer
 
 
