@@ -60,8 +60,8 @@ starts weights by the names of Llama's parts. So FEM is a torchtitan model of it
 `torch.distributed.set_timeout`, which torchtitan 0.3.0 calls after its first step; `fem.train.titan`
 supplies it. Not run: pipelines, `torch.compile`, float8, any GPU.
 
-`make test-titan` writes this page. The trainings took {minutes} minutes on two cores that other work shared; the time of
-the installation is not in them."""
+`make test-titan` writes this page. The trainings took {minutes} minutes on two cores that other work shared; the time
+of the installation is not in them."""
 
 
 def write_tokens(folder: Path) -> None:
