@@ -120,11 +120,12 @@ def check_output(output: Path, experiment: str | None = None, recipe: Any = None
 
 
 def _check_empty(output: Path) -> None:
-    if not output.is_dir() or (output / RUNS).is_dir():
-        return
-    if strangers := sorted(path.name for path in output.iterdir()):
+    strangers = {path.name for path in output.iterdir()} if output.is_dir() else set()
+    if RUNS in strangers:  # a comparison that has trained, but has no results yet
+        strangers &= {CONFIG, RESULTS, PAGE}
+    if strangers:
         raise ValueError(
-            f"output must be empty or the folder of the same run, got {str(output)!r} with {strangers[0]!r} and no "
+            f"output must be empty or the folder of the same run, got {str(output)!r} with {min(strangers)!r} and no "
             f"{CONFIG} that can be read; choose another."
         )
 

@@ -336,6 +336,9 @@ def test_no_command_writes_to_a_folder_of_other_things(tmp_path, command, strang
 
 def test_a_comparison_may_be_widened_in_its_folder(tmp_path):
     (tmp_path / "runs").mkdir()
+    (tmp_path / "report.md").write_text("mine")
+    with pytest.raises(ValueError, match=r"report\.md"), open_run(tmp_path, "test", Recipe()):
+        pass
     (tmp_path / "config.json").write_text(json.dumps({"experiment": "test", "recipe": {"seed": 1}}))
     with open_run(tmp_path, "test", Recipe()) as run:
         run.finish({})
