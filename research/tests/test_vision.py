@@ -6,7 +6,7 @@ import os
 import sys
 import zipfile
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -120,8 +120,7 @@ def test_without_its_parts_the_model_is_transformers_vit():
     torch.testing.assert_close(ours(x).logits, theirs(x).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("prior", ["softmax", "gla"])
-@pytest.mark.parametrize("profile", ["deit-tiny", "deit-small"])
+@pytest.mark.parametrize(("profile", "prior"), [("deit-tiny", "softmax"), ("deit-small", "gla")])
 def test_models_have_deits_parameters(profile, prior):
     width, heads = PROFILES[profile]["width"], PROFILES[profile]["heads"]
     sizes = {"hidden_size": width, "num_attention_heads": heads, "num_hidden_layers": 12, "num_labels": 1000}
@@ -132,8 +131,7 @@ def test_models_have_deits_parameters(profile, prior):
     assert ours == pytest.approx(deit, rel=0.004)
 
 
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize(("prior", "pooling"), zip(PRIORS, cycle(["cls", "mean"])))
 def test_every_pixel_counts_and_every_weight_learns(prior, pooling):
     model = randomised(classifier(prior_type=prior, pooling=pooling)).train()
     x = torch.randn(2, 2, 9, 9, requires_grad=True)
@@ -549,7 +547,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(pictures, tmp_path,
     assert not same(trained(replace(JOB, seed=1), pictures, tmp_path / "other")[2], whole[2])
 
 
-@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("listed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(pictures, tmp_path, monkeypatch, capsys, listed):
     """listed: with a list of files, as now; else as the version before wrote checkpoints."""
     whole = trained(JOB, pictures, tmp_path / "whole")

@@ -80,7 +80,7 @@ class Stopped(Exception):
     pass
 
 
-@pytest.mark.parametrize("place", ["in a step", "in a save"])
+@pytest.mark.parametrize("place", ["in a save", pytest.param("in a step", marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path, monkeypatch, place):
     def stop(self, *args, **given):
         state = args[1] if place == "in a step" else self.state
@@ -103,8 +103,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path, monkeypatch, p
 def test_dropout_and_accumulation_resume_bit_for_bit(data, tmp_path):
     model = json.loads(tiny(data).model) | {"mixer": {"dropout": 0.2}}
     recipe = tiny(data, model=json.dumps(model), micro_batch=2, max_steps=4, save_steps=2)
-    for name in ("one", "other"):
-        training.run(recipe, tmp_path / name)
+    training.run(recipe, tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
     shutil.rmtree(tmp_path / "other" / "checkpoint-4")
     training.run(recipe, tmp_path / "other", resume=True)
     assert_same_run(tmp_path / "one", tmp_path / "other", 4)
@@ -142,8 +142,9 @@ def test_a_full_disk_is_one_sentence_and_loses_no_checkpoint(data, tmp_path, mon
     assert not (tmp_path / training.STAGING).exists()
 
 
-def test_old_checkpoints_go_when_new_ones_are_whole(data, tmp_path):
-    training.run(tiny(data, max_steps=4, save_steps=1, keep=2), tmp_path)
+def test_a_run_ends_with_a_validation_and_keeps_its_newest_checkpoints(data, tmp_path):
+    training.run(tiny(data, max_steps=4, eval_steps=3, save_steps=1, keep=2), tmp_path)
+    assert [line["step"] for line in losses(tmp_path) if "val_loss" in line] == [3, 4]
     assert [path.name for path in checkpoints.checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
 
 
@@ -154,11 +155,6 @@ def test_of_little_data_a_tenth_is_held_out(data, tokenizer, tmp_path):
     rows = packing.TokenFile.open(tmp_path / "tokens").rows(24)
     assert len(found.validation) == rows // 10
     assert found.train.rows == rows - rows // 10
-
-
-def test_a_run_ends_with_a_validation(data, tmp_path):
-    training.run(tiny(data, max_steps=4, eval_steps=3), tmp_path)
-    assert [line["step"] for line in losses(tmp_path) if "val_loss" in line] == [3, 4]
 
 
 @pytest.mark.parametrize(
@@ -345,26 +341,20 @@ def test_an_empty_stream_is_refused(tokenizer):
         next(iter(packing.StreamedRows(empty, "text", tokenizer, 8)))
 
 
-def test_a_streamed_run_resumes_bit_for_bit(hub, data, tokenizer, tmp_path):
+def test_a_streamed_run_resumes_bit_for_bit_with_the_processes_that_read_it(hub, data, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     changes = {"data": "some/dataset", "tokenizer": str(tmp_path / "tokenizer"), "validation_rows": 0}
     recipe = tiny(data, **changes, max_steps=6, save_steps=3)
-    for name in ("one", "other"):
-        training.run(recipe, tmp_path / name)
-    shutil.rmtree(tmp_path / "other" / "checkpoint-6")
-    training.run(recipe, tmp_path / "other", resume=True)
-    assert_same_run(tmp_path / "one", tmp_path / "other", 6)
-
-
-def test_a_stream_goes_on_with_the_processes_that_read_it(hub, data, tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    changes = {"data": "some/dataset", "tokenizer": str(tmp_path / "tokenizer"), "validation_rows": 0, "max_steps": 6}
-    training.run(tiny(data, **changes, save_steps=3), tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
-    kept = tmp_path / "run" / "checkpoint-3"
+    training.run(recipe, tmp_path / "one")
+    for name in ("same", "more"):
+        shutil.copytree(tmp_path / "one", tmp_path / name)
+        shutil.rmtree(tmp_path / name / "checkpoint-6")
+    training.run(recipe, tmp_path / "same", resume=True)
+    assert_same_run(tmp_path / "one", tmp_path / "same", 6)
+    kept = tmp_path / "more" / "checkpoint-3"
     shutil.copy(kept / "rows_0.json", kept / "rows_1.json")
     with pytest.raises(ValueError, match="as many processes as it was read by, 2, got 1"):
-        training.run(tiny(data, **changes, save_steps=3), tmp_path / "run", resume=True)
+        training.run(recipe, tmp_path / "more", resume=True)
 
 
 @pytest.mark.parametrize(
