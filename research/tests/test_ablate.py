@@ -58,7 +58,7 @@ def test_rows_have_the_parts_their_names_say():
     assert {(a, b) for a, b in combinations(ROWS, 2) if ROWS[a].parts == ROWS[b].parts} == set()
 
 
-@pytest.mark.parametrize("prior", ["softmax", "gla", "rnn_softmax"])
+@pytest.mark.parametrize("prior", ["softmax", pytest.param("gla", marks=pytest.mark.slow), "rnn_softmax"])
 def test_rows_have_equal_parameters(prior):
     recipe = LanguageRecipe()
     attention = model_config(recipe, row_fields("-C,G,T,L", "softmax"), recipe.vocabulary)

@@ -124,6 +124,7 @@ def test_memory_is_the_peak_beyond_what_was_held():
     assert 0.95 * block <= grown < 1.5 * block
 
 
+@pytest.mark.slow
 def test_memory_of_a_case_is_measured_in_a_process_of_its_own():
     case = Case("layer", Size(1, 512, 64, 2), "float32", ("attention", "FEM-SM without C, plain"))
     found = measure.in_fresh_process(workloads.cpu_growths, case, list(case.mixers), 1)

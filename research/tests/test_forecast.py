@@ -358,6 +358,7 @@ def test_without_neuralforecast_one_sentence_names_the_extra(monkeypatch):
         _ = models.FEMForecaster
 
 
+@pytest.mark.slow
 def test_importing_the_models_imports_no_neuralforecast():
     code = "import sys, fem.models; print({'neuralforecast', 'ray', 'pytorch_lightning'} & sys.modules.keys())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

@@ -38,7 +38,7 @@ def batch(x, mask=None):
     return {"insample_y": x[..., None], "insample_mask": None if mask is None else mask[..., None]}
 
 
-@pytest.mark.parametrize("prior_type", ["softmax", "gla", "rnn_softmax", "mamba"])
+@pytest.mark.parametrize("prior_type", ["softmax", pytest.param("mamba", marks=pytest.mark.slow)])
 def test_cross_validation_is_our_windows_and_metric(prior_type):
     forecaster = NeuralForecast(models=[FEMForecaster(**SMALL, prior_type=prior_type, loss=MSE())], freq=1)
     table = forecaster.cross_validation(long_table(ROWS), val_size=20, test_size=20, n_windows=None, step_size=1)
@@ -69,20 +69,23 @@ def with_exogenous(series=2, seed=0):
 EXOGENOUS = {"hist_exog_list": ["past"], "futr_exog_list": ["known"], "stat_exog_list": ["size"]}
 
 
-@pytest.mark.parametrize("column", ["past", "known before", "known after", "size", "y"])
-def test_every_exogenous_input_reaches_the_forecast(column):
+def test_every_exogenous_input_reaches_the_forecast():
     table, static = with_exogenous()
     rows, future = table[table["ds"] < 55], table[table["ds"] >= 55].drop(columns=["y", "past"])
     forecaster = NeuralForecast(models=[FEMForecaster(**SMALL | EXOGENOUS)], freq=1)
     forecaster.fit(rows, static_df=static)
-    before = forecaster.predict(df=rows, static_df=static, futr_df=future)["FEMForecaster"]
-    changed = {"size": static, "known after": future}.get(column, rows)
-    recent = slice(None) if column == "size" else changed["ds"] >= 50
-    changed.loc[recent, column.split()[0]] += 1.0
-    after = forecaster.predict(df=rows, static_df=static, futr_df=future)["FEMForecaster"]
-    assert not np.allclose(before, after)
+    given = {"df": rows, "static_df": static, "futr_df": future}
+    before = forecaster.predict(**given)["FEMForecaster"]
+    places = [("df", "past"), ("df", "known"), ("futr_df", "known"), ("static_df", "size"), ("df", "y")]
+    for name, column in places:
+        changed = given[name].copy()
+        recent = changed["ds"] >= 50 if "ds" in changed else slice(None)
+        changed.loc[recent, column] += 1.0
+        after = forecaster.predict(**given | {name: changed})["FEMForecaster"]
+        assert not np.allclose(before, after), (name, column)
 
 
+@pytest.mark.slow
 def test_a_forecaster_with_exogenous_inputs_is_loaded_in_a_fresh_process(tmp_path):
     table, static = with_exogenous()
     rows, future = table[table["ds"] < 55], table[table["ds"] >= 55].drop(columns=["y", "past"])
@@ -197,7 +200,9 @@ def test_bad_sizes_are_one_sentence():
         FEMForecaster(**SMALL, prior_type="lstm")
 
 
-@pytest.mark.parametrize("model", BASELINES)
+@pytest.mark.parametrize(
+    "model", [BASELINES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in BASELINES[1:])]
+)
 def test_every_baseline_trains_on_train_rows_and_is_tested_on_all_windows(model):
     assert MODELS.keys() == set(BASELINES)
     splits = {"train": (0, 100), "validation": (100, 120), "test": (120, 150)}
