@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from fem import PRIORS, cli
+from fem import cli
 from fem.inspect import experiment as inspect
 from fem.inspect import page as inspection_page
 from fem.inspect.experiment import InspectRecipe, encode
@@ -76,7 +76,7 @@ def fem(monkeypatch, *arguments):
 # --- the tables
 
 
-@pytest.mark.parametrize("family", [*PRIORS, "softmax grouped", "softmax slim", "gla unnormalised"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_gap_and_read_follow_from_prior_and_posterior(family):
     found = tables(make_layer(**FAMILIES[family]))
     heads, channels, time, _ = found.read.shape
