@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fem.runs.options import recipe_options
-from fem_research.plan.cost import Job
+from fem_research.plan.settings import Job
 
 
 @recipe_options(Job)

@@ -2,97 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from fem.runs.recipes import require_one_of, require_positive
-from fem.runs.run import option
-from fem.train.recipe import PAPER_ROWS
-from fem_research.plan.model import FORMS, cache, config_of, kept, style_of, weights
+from fem_research.plan.model import cache, config_of, kept, style_of, weights
+from fem_research.plan.settings import CARDS, Job
 
-SIZES = ("tiny", "340m", "1.3b")
 NODE = 8  # GPUs of a machine, which NVLink joins
 USABLE = 0.9  # of a card's memory: what CUDA, NCCL and the allocator take is not counted; an assumption
 REACHED = 0.4  # of the roofline's speed, in `likely`: an assumption, as nobody has measured FEM on these cards
 CHUNKS = 8  # in which torchtitan's loss makes the logits of a row (ChunkedLossWrapper.num_chunks)
-
-
-@dataclass(frozen=True)
-class Card:
-    """What a vendor's data sheet says: bfloat16 operations, bytes, and bytes a second (one way, of one GPU)."""
-
-    flops: float
-    memory: float
-    bandwidth: float
-    nvlink: float
-    network: float
-
-
-CARDS = {  # SXM modules; network: one port a GPU, 400 Gb/s (InfiniBand NDR), of A100 200 Gb/s (HDR)
-    "a100": Card(312e12, 80e9, 2.039e12, 300e9, 25e9),
-    "h100": Card(989e12, 80e9, 3.35e12, 450e9, 50e9),
-    "h200": Card(989e12, 141e9, 4.8e12, 450e9, 50e9),
-    "b200": Card(2250e12, 180e9, 7.7e12, 900e9, 50e9),
-}
-
-
-@dataclass(frozen=True)
-class Job:
-    """A training: a model of the paper's size in one form, and how its rows and layers are dealt to GPUs."""
-
-    size: str = option("1.3b", "The paper's language model: 340m or 1.3b.")
-    form: str = option("slim", f"Form of the mixers: {', '.join(FORMS)}.")
-    gpus: int = option(64, "GPUs, 8 to a machine.")
-    card: str = option("h100", f"Kind of GPU: {', '.join(CARDS)}.")
-    context: int = option(4096, "Tokens of a row.")
-    micro: int = option(1, "Rows of one pass.")
-    tensor: int = option(1, "GPUs that share every layer (tensor parallel).")
-    rows_over: int = option(1, "GPUs that share a row (context parallel, in `fem train` alone).")
-    recompute: bool = option(True, "Compute blocks again in the backward pass (activation checkpointing).")
-    tokens: int = option(PAPER_ROWS * 4096, "Tokens of a step, over all GPUs.")
-
-    def __post_init__(self):
-        for name, known in (("size", SIZES), ("form", tuple(FORMS)), ("card", tuple(CARDS))):
-            require_one_of(name, getattr(self, name), known)
-        require_positive(self, "gpus", "context", "micro", "tensor", "rows_over", "tokens")
-        if self.tokens % self.context:
-            raise ValueError(f"context must divide the {self.tokens} tokens of a step, got {self.context}.")
-        if self.gpus % (self.tensor * self.rows_over):
-            raise ValueError(
-                f"gpus must be a multiple of tensor x rows_over = {self.tensor} x {self.rows_over}, got {self.gpus}."
-            )
-        if self.tensor > 1 and config_of(self.size, self.form).num_attention_heads % self.tensor:
-            raise ValueError(f"tensor must divide the number of heads, got {self.tensor}.")
-        if self.context % self.rows_over:
-            raise ValueError(f"context must be a multiple of rows_over = {self.rows_over}, got {self.context}.")
-        if self.rows % (self.groups * self.micro):
-            raise ValueError(
-                f"a step has {self.rows} rows of {self.context} tokens, which {self.groups} groups of GPUs cannot "
-                f"share with {self.micro} at a time; raise tensor or rows_over, or lower micro or gpus."
-            )
-
-    @property
-    def rows(self) -> int:
-        return self.tokens // self.context
-
-    @property
-    def groups(self) -> int:
-        """Groups of GPUs that read rows of their own."""
-        return self.gpus // (self.tensor * self.rows_over)
-
-    @property
-    def shards(self) -> int:
-        """GPUs that FSDP shards weights and optimiser over."""
-        return self.gpus // self.tensor
-
-    @property
-    def passes(self) -> int:
-        """Forward and backward passes of a GPU in a step."""
-        return self.rows // (self.groups * self.micro)
-
-    @property
-    def here(self) -> int:
-        """Tokens of one pass on one GPU."""
-        return self.micro * self.context // self.rows_over
 
 
 def memory(job: Job) -> dict[str, int]:

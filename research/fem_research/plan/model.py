@@ -14,8 +14,8 @@ from fem.mixer import FreeEnergyMixer
 from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.modeling import FEMBlock
 from fem.models.presets import preset
+from fem_research.plan.settings import FORMS
 
-FORMS = {"full": "fem-sm", "slim": "fem-sm-slim", "gla": "fem-gla", "attention": "transformer"}
 SHORT, LONG = 64, 128  # tokens of the two forward passes whose difference is what one more token keeps
 
 
