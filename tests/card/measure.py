@@ -105,6 +105,6 @@ if __name__ == "__main__":
     record |= {"setting": f"sm_{card.SM}, {ROWS} x {TIME} tokens, width {WIDTH}, {HEADS} heads", when: measured}
     record["torch"] = torch.__version__
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    text = f"{TABLE}\n\nOne layer, e785e87 → now (a single number: not measured again): {record['setting']}, bfloat16\n"
+    text = f"{TABLE}\n\nOne layer, e785e87 → later (one number: not measured again): {record['setting']}, bfloat16\n"
     text += f"autocast, PyTorch {record['torch']}. `token`: one more token, in eager mode.\n\n{table(record)}\n"
     PAGE.write_text(PAGE.read_text().split(TABLE)[0] + text)
