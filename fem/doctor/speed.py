@@ -40,7 +40,7 @@ def training(device: torch.device) -> Iterator[dict]:
             for prior in PRIORS:
                 config = FreeEnergyMixerConfig.matched(n_embd=width, n_head=heads, prior_type=prior, use_conv=False)
                 layers[f"FEM, {prior}"] = FreeEnergyMixer(config).to(device, dtype)
-            if gpu and find_spec("fla"):
+            if gpu and find_spec("fla") and find_spec("fla.layers"):  # not of fla-core
                 from fla.layers import GatedLinearAttention
 
                 gla = GatedLinearAttention(hidden_size=width, num_heads=heads).to(device, dtype)

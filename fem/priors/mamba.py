@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
-from fem.ops.common.backend import scan_backend
 from fem.ops.common.precision import upcast
 from fem.ops.common.read import mix_channels, read_of
 from fem.ops.ssm.read import ssm_read, ssm_terms
@@ -112,7 +111,8 @@ class InteractiveMambaPrior(Prior):
         return read_of(terms, per_channel, self.config.normalize, v.dtype), after
 
     def _terms(self, features, v, beta, tokens, memory=None):
-        scan_backend(self.config.backend, v.device, v.dtype)  # refuses what scans do not have
+        if self.config.backend in ("sdpa", "triton"):
+            raise ValueError(f"backend={self.config.backend!r} has no form of mamba_interactive; use backend='auto'.")
         options = {"causal": self.config.causal, "initial_state": memory or None, "return_state": memory is not None}
         numbers, logs = self.ssm(features)
         return ssm_terms(*numbers, v, beta, tokens=tokens, logs=logs, **options)

@@ -9,9 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fem.ops.channel_scan.composed import composed
 from fem.ops.channel_scan.naive import naive_channel_scan_read
 from fem.ops.channel_scan.plain import channel_scan
 from fem.ops.common.backend import scan_backend, widest
+from fem.ops.common.composed import fused
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import NO_WEIGHT, Read, Terms, connected_zeros, merge, nothing_read, read_of
 from fem.ops.common.scaled_sums import Sums, last_step, start_of, state_of
@@ -52,6 +54,10 @@ def channel_scan_read(
     if backend == "reference" and 0 not in v.shape[:2]:
         loops = partial(naive_channel_scan_read, log_weight, v, beta, log_decay)
         return by_definition(loops, v.dtype, causal, tokens, normalize, initial_state, return_state)
+    if backend == "triton" and fused(causal, initial_state, return_state, log_weight, v, beta, log_decay):
+        x, values, a = (None if part is None else part.flatten(2) for part in _seen(log_weight, v, log_decay, tokens))
+        sums = composed(x, values, None if beta is None else beta.float().flatten(), a)
+        return read_of(Terms(*(part.view(v.shape) for part in sums)), beta, normalize, v.dtype)
     terms, state = channel_scan_terms(
         log_weight, v, beta, log_decay, causal=causal, tokens=tokens, initial_state=initial_state
     )

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+from functools import lru_cache
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
 from fem.prior_table import BACKENDS
+
+INSTALL = "pip install 'free-energy-mixer[gpu]'"
 
 
 def softmax_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -31,16 +38,30 @@ def softmax_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
 
 
 def scan_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend of a scan on `device`: "plain" or "reference".
+    """The backend of a scan on `device`: "plain", "triton" (the kernels of flash-linear-attention) or "reference".
 
-    Raises ValueError on an unknown name, or one that scans do not have.
+    "auto" takes the kernels on CUDA in all but float64, where fla-core is installed, and the plain form elsewhere.
+    Raises ValueError on an unknown name, or one that scans do not have or that cannot run here.
     """
     _check(backend)
     if backend == "sdpa":
         raise ValueError("backend='sdpa' is attention, a scan has no such form; use backend='auto'.")
-    if backend == "triton":
-        raise ValueError("backend='triton' has no kernel for this scan yet; use backend='auto'.")
-    return "plain" if backend == "auto" else backend
+    has_kernels = dtype != torch.float64 and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    if backend == "triton" and not has_kernels:
+        raise ValueError(f"backend='triton' needs CUDA and at most 32 bits, got {dtype} on {device}; use 'auto'.")
+    if backend == "triton" and not _kernels_installed():
+        raise ValueError(f"backend='triton' needs the kernels of fla-core, which is not installed: {INSTALL}.")
+    if backend == "auto":
+        return "triton" if device.type == "cuda" and has_kernels and _kernels_installed(warned=True) else "plain"
+    return backend
+
+
+@lru_cache
+def _kernels_installed(warned: bool = False) -> bool:
+    found = find_spec("fla") is not None
+    if warned and not found:
+        warnings.warn(f"scans run without fused kernels on this GPU, much slower: {INSTALL}.", stacklevel=4)
+    return found
 
 
 def widest(v: Tensor, *others: Tensor | None) -> torch.dtype:

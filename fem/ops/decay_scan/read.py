@@ -14,6 +14,7 @@ from fem.ops.common.recurrence import running_sums
 from fem.ops.common.scaled_sums import last_step
 from fem.ops.common.steps import along_time, portable
 from fem.ops.common.transforms import transformed
+from fem.ops.decay_scan.composed import composed
 from fem.ops.decay_scan.naive import naive_decay_scan
 
 
@@ -34,6 +35,10 @@ def decay_scan(
     flat = [log_decay.flatten(2), u.flatten(2), initial_state.flatten(1)]
     if backend == "reference":
         h = naive_decay_scan(*flat)
+    elif backend == "triton" and u.shape[1] > 1:
+        log_decay, u_flat, before = flat
+        first = torch.addcmul(u_flat[:, 0].to(dtype), log_decay[:, 0].to(dtype).exp(), before.to(dtype))
+        (h,) = composed(log_decay, torch.cat([first.unsqueeze(1), u_flat[:, 1:].to(dtype)], 1))
     else:
         flat = [tensor.to(dtype) for tensor in flat]
         steps = portable() or transformed(*flat)

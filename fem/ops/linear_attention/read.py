@@ -7,12 +7,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import scan_backend, widest
+from fem.ops.common.composed import fused
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, merge, read_of
 from fem.ops.common.steps import portable
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import differentiated, transformed
 from fem.ops.linear_attention.chunk import State
+from fem.ops.linear_attention.composed import composed, forget
 from fem.ops.linear_attention.decode import by_steps, step
 from fem.ops.linear_attention.naive import naive_linear_attention_read
 from fem.ops.linear_attention.plain import scan
@@ -42,6 +44,9 @@ def linear_attention_read(
     if backend == "reference" and 0 not in v.shape[:2]:
         read, state = _by_definition(q, k, v, free_values, beta, log_decay, causal, tokens, initial_state, normalize)
         return (read, state) if return_state else read
+    if backend == "triton" and fused(causal, initial_state, return_state, q, k, v, beta, log_decay, free_values):
+        terms = Terms(*composed(*_kept(tokens, q, k, v, free_values, beta, log_decay)))
+        return read_of(terms, beta, normalize, v.dtype)
     terms, state = linear_attention_terms(
         q, k, v, beta, log_decay, free_values=free_values, tokens=tokens, initial_state=initial_state
     )
@@ -81,7 +86,8 @@ def linear_attention_terms(
     g = None if g is None else g.masked_fill(g < LOG_ZERO, LOG_ZERO)  # clamp would keep g itself for the gradient
     g = g.unsqueeze(-1) if g is not None and g.ndim == 3 else g
     if tokens is not None and 0 not in v.shape[:2]:
-        q, k, v, free, g = _only_kept(tokens, q, k, v, free, g)
+        q, k, v, free, g = _only_kept(tokens.keep, q, k, v, free, g)
+        g = forget(q, g, tokens.start)
     start = State(**{"free_energy": None} | (initial_state or _empty_state(k, v, v if free is None else free, beta)))
     if 0 in v.shape[:2]:
         zeros = connected_zeros(v, (*q.shape[:3], 1), q, k, v, free, beta, g, *start)
@@ -121,15 +127,23 @@ def _by_definition(q, k, v, free_values, beta, log_decay, causal, tokens, initia
     return read, {name: x.to(sums) for name, x in state.items()}
 
 
-def _only_kept(tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, free: Tensor | None, g: Tensor | None):
-    """Inputs in which masked tokens read, add and decay nothing, and the state is forgotten where a document starts."""
-    if tokens.keep is not None:
-        keep = tokens.keep[:, :, None, None]
+def _kept(tokens: Tokens | None, q, k, v, free, beta, log_decay) -> tuple[Tensor | None, ...]:
+    """The inputs of `composed`."""
+    g = None if log_decay is None else log_decay.float().clamp_min(LOG_ZERO)
+    g = g.unsqueeze(-1) if g is not None and g.ndim == 3 else g
+    beta = None if beta is None else beta.float()
+    if tokens is None:
+        return q, k, v, free, beta, g, None
+    q, k, v, free, g = _only_kept(tokens.keep, q, k, v, free, g)
+    return q, k, v, free, beta, g, tokens.start
+
+
+def _only_kept(keep: Tensor | None, q: Tensor, k: Tensor, v: Tensor, free: Tensor | None, g: Tensor | None):
+    """Inputs in which masked tokens read, add and decay nothing."""
+    if keep is not None:
+        keep = keep[:, :, None, None]
         v, free = _filled(v, keep), None if free is None else _filled(free, keep)
         q, k, g = (None if x is None else torch.where(keep, x, 0) for x in (q, k, g))
-    if tokens.start is not None:
-        g = torch.zeros_like(q[..., :1]) if g is None else g
-        g = torch.where(tokens.start[:, :, None, None], LOG_ZERO, g)
     return q, k, v, free, g
 
 

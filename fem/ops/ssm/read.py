@@ -57,7 +57,9 @@ def ssm_read(
         ]
         options = {"causal": causal, "tokens": tokens, "normalize": normalize, "backend": backend}
         return read_pair(reads, v, free_values, initial_state, return_state, options)
-    backend = scan_backend(backend, v.device, widest(v, delta, A, B, C, D))
+    if backend == "triton":
+        raise ValueError("backend='triton' has no kernel for state space models; use backend='auto'.")
+    backend = scan_backend("plain" if backend == "auto" else backend, v.device, widest(v, delta, A, B, C, D))
     if backend == "reference" and 0 not in v.shape[:2]:
         loops = partial(naive_ssm_read, delta, A, B, C, D, v, beta)
         return by_definition(loops, v.dtype, causal, tokens, normalize, initial_state, return_state)

@@ -1,0 +1,61 @@
+"""The kernels of flash-linear-attention themselves, in Triton's interpreter: small scans, forward and backward."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+# Two things need help there: the autotuner, which has no driver to time with, takes the first configuration;
+# and Python's `range` gives integers without `.to`.
+SCRIPT = """
+import builtins, importlib, os, sys
+os.environ["TRITON_INTERPRET"] = "1"
+import torch
+import triton.runtime.autotuner as autotuner
+autotuner.Autotuner._bench = lambda self, *arguments, config=None, **options: [0.0, 0.0, 0.0]
+class Index(int):
+    def to(self, *_): return self
+plain = lambda x: int(x.handle.data.item()) if hasattr(x, "handle") else int(x)
+for name in ("common.chunk_h", "common.chunk_o", "gla.chunk", "hgrn.chunk", "hgrn.fused_recurrent", "utils.cumsum"):
+    module = importlib.import_module(f"fla.ops.{name}")
+    module.range = lambda *a: (Index(i) for i in builtins.range(*map(plain, a)))
+from fem.functional import channel_scan_read, decay_scan, keyed_scan_read
+torch.manual_seed(0)
+torch.set_num_threads(1)
+time, documents = 70, sys.argv[2] == "documents"
+ids = {"segment_ids": torch.arange(time)[None] // 30} if documents else {}
+def results(dtype, backend):
+    torch.manual_seed(0)
+    leaf = lambda x: x.to(dtype).requires_grad_()
+    q, k, v = leaf(torch.rand(1, time, 2, 16)), leaf(torch.rand(1, time, 2, 16)), leaf(torch.randn(1, time, 2, 8))
+    beta, g = leaf(torch.rand(2, 8) + 0.5), leaf(-torch.rand(1, time, 2, 8) / 8)
+    if sys.argv[1] == "channel":
+        leaves = [v, beta, g]
+        found = channel_scan_read(None, v, beta, g, backend=backend, **ids)
+    elif sys.argv[1] == "sum":
+        leaves = [v, g]
+        found = [decay_scan(g.flatten(2), v.flatten(2), backend=backend)]
+    else:
+        shape = {"linear": None, "head": (1, time, 2), "key": (1, time, 2, 16)}[sys.argv[1]]
+        g = None if shape is None else leaf(-torch.rand(shape) / 8)
+        leaves = [x for x in (q, k, v, beta, g) if x is not None]
+        found = keyed_scan_read(q, k, v, beta, g, backend=backend, **ids)
+    return [*found, *torch.autograd.grad(sum(x.square().sum() for x in found), leaves)]
+for found, wanted in zip(results(torch.float32, "triton"), results(torch.float64, "plain"), strict=True):
+    error = ((found.double() - wanted).norm() / wanted.norm()).item()
+    assert error < 1e-5, error
+print("equal")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("fla") is None or find_spec("triton") is None, reason="needs fla-core and Triton")
+@pytest.mark.parametrize("documents", ["one", "documents"])
+@pytest.mark.parametrize("scan", ["linear", "head", "key", "channel", "sum"])
+def test_the_kernels_read_what_the_definition_says(scan, documents):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, scan, documents]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.endswith("equal\n"), done.stderr[-2000:]
