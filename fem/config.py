@@ -29,6 +29,7 @@ RANGES = {  # inclusive
     "rope_theta": (SMALLEST, math.inf),
     "rope_factor": (SMALLEST, math.inf),
     "value_logexp_cap": (SMALLEST, math.inf),
+    "free_share": (SMALLEST, 1.0),
     "beta_max_init": (-87.0, 1e30),  # softplus of it is a normal number of float32
     "lambda_init": (-math.inf, math.inf),
 }
@@ -80,6 +81,9 @@ class FreeEnergyMixerConfig:
     rope_theta: rotary plane j turns by theta^(-2 j / d_k) a position; rope_frequencies: by these instead, one for each
     of the d_k / 2 planes; rope_factor: what rotated queries and keys are multiplied by. Scaled angles need the two
     (`FEMConfig.rope_parameters` fills them in).
+    free_share: None: every channel reads mean and F and mixes them by lambda (the paper's). 0 < free_share <= 1: split
+    values; that share of each head's channels, the last ones, reads F, the others read the mean, and there is no
+    lambda. It is rounded to whole channels; a share that rounds to none is refused.
     value_logexp_cap: clip |beta v| in the log-sum-exp branch (None: exact, no clip).
     conv_hidden: width H_c of the conditioner (None: d / 16, at least 8, and from 16 on a multiple of 8).
     backend: which implementation reads ("auto", "plain", "sdpa", "triton", "reference").
@@ -115,6 +119,7 @@ class FreeEnergyMixerConfig:
     beta_max_init: float = 1.8
     lambda_init: float = 0.0
     value_logexp_cap: float | None = None
+    free_share: float | None = None
     use_rope: bool = True
     rope_theta: float = 10000.0
     rope_frequencies: tuple[float, ...] | None = None
@@ -151,7 +156,7 @@ class FreeEnergyMixerConfig:
         if self.normalize is not None and not isinstance(self.normalize, bool):
             raise ValueError(f"normalize must be True, False or None, got {self.normalize!r}.")
         for name, (low, high) in RANGES.items():
-            if getattr(self, name) is not None or name != "value_logexp_cap":
+            if getattr(self, name) is not None or name not in ("value_logexp_cap", "free_share"):
                 self._set(**{name: finite_number(name, getattr(self, name), low, high)})
         if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout!r}.")
@@ -225,6 +230,21 @@ class FreeEnergyMixerConfig:
             raise ValueError(
                 f"value_logexp_cap clips the log-sum-exp, which is off; leave it out, got {self.value_logexp_cap!r}."
             )
+        if self.free_share is not None:
+            if not self.use_lse:
+                raise ValueError(f"free_share needs use_lse=True, got free_share={self.free_share!r} without.")
+            if self.free_width == 0:
+                raise ValueError(
+                    f"free_share must give each head a whole channel of its {self.value_width}, "
+                    f"got {self.free_share!r}, which rounds to none."
+                )
+        if not known_priors()[self.prior_type].takes_pairs:
+            for name in ("free_share", "value_logexp_cap"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} needs a prior that reads two kinds of values, got {name}={getattr(self, name)!r} with "
+                        f"{self.prior_type!r}; leave it out."
+                    )
         for name, readers in _readers().items():
             value = getattr(self, name)
             if self.prior_type not in readers and value != _DEFAULTS[name]:
@@ -272,6 +292,16 @@ class FreeEnergyMixerConfig:
         return self.fem_dim // self.n_head
 
     @property
+    def free_width(self) -> int:
+        """How many of a head's channels read the free energy: all of them, or those of free_share."""
+        return self.value_width if self.free_share is None else round(self.free_share * self.value_width)
+
+    @property
+    def learns_lambda(self) -> bool:
+        """Whether lambda mixes mean and free energy."""
+        return self.use_temperature and self.free_share is None
+
+    @property
     def context_width(self) -> int:
         """Width of the conditioner's features, which every projection reads behind the input; 0 without it."""
         return self.conv_hidden if self.use_conv else 0
@@ -280,7 +310,7 @@ class FreeEnergyMixerConfig:
     def linear_weights(self) -> int:
         """Weights of all linear maps of the layer, prior included, conditioner and biases apart (Appendix H.7)."""
         value_and_output = self.n_embd * (self.kv_heads * self.value_width + self.fem_dim)
-        gates = (self.use_temperature + self.use_outer_gate) * self._gate_weights
+        gates = (self.learns_lambda + self.use_outer_gate) * self._gate_weights
         return value_and_output + gates + known_priors()[self.prior_type].widths(self).linear
 
     @property
@@ -318,15 +348,37 @@ class FreeEnergyMixerConfig:
         )
         return min(solved, key=off)
 
+    @classmethod
+    def slim(cls, n_embd: int, n_head: int, prior_type: str = "softmax", **fields) -> FreeEnergyMixerConfig:
+        """`matched` with slim gates, for reads of many extremes, and for text at equal tokens.
+
+        lambda and g are maps of rank D / 16, so that the values stay nearly as wide as attention's and every channel
+        reads mean and F: a train step and a cache of about 1.5 times attention's. With the conditioner under softmax,
+        without it under the scans. fields replace any of this.
+        """
+        given = {"gate_rank": _slim_rank(n_embd), "use_conv": prior_type == "softmax"} | fields
+        return cls.matched(n_embd=n_embd, n_head=n_head, prior_type=prior_type, **given)
+
+    @classmethod
+    def split(cls, n_embd: int, n_head: int, prior_type: str = "softmax", **fields) -> FreeEnergyMixerConfig:
+        """`matched` with split values, at attention's own price in time and cache.
+
+        Half of each head's channels read F, the others the mean (free_share=.5), without lambda; an outer gate of rank
+        D / 16 and no conditioner. fields replace any of this.
+        """
+        given = {"gate_rank": _slim_rank(n_embd), "use_conv": False, "free_share": 0.5} | fields
+        return cls.matched(n_embd=n_embd, n_head=n_head, prior_type=prior_type, **given)
+
     def _nearest_width(self, **fields) -> FreeEnergyMixerConfig:
         """The configuration with these fields whose weights come nearest to 4 D^2, by bisection."""
         target = 4 * self.n_embd**2
         with_heads = lambda size: replace(self, fem_dim=size * self.n_head, **fields)  # noqa: E731
-        low, high = 1, 4 * self.n_embd // self.n_head  # widths of a head's values; more than 4 D in all is never needed
+        least = 1 if self.free_share is None else int(0.5 / self.free_share) + 1  # free_share rounds to a channel there
+        low, high = least, 4 * self.n_embd // self.n_head  # widths of a head's values: no more than 4 D in all
         while low < high:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if with_heads(middle).linear_weights < target else (low, middle)
-        around = [with_heads(size) for size in (low - 1, low) if size]
+        around = [with_heads(size) for size in (low - 1, low) if size >= least]
         return min(around, key=lambda config: abs(config.linear_weights - target))
 
 
@@ -364,6 +416,12 @@ def finite_number(name: str, value, low: float, high: float) -> float:
         wanted = "positive" if low == SMALLEST else f"in [{low:g}, {high:g}]"
         raise ValueError(f"{name} must be {wanted}, got {value!r}.")
     return float(value)
+
+
+def _slim_rank(n_embd: int) -> int:
+    """D / 16, the rank that won where slim gates did; a multiple of 8 from width 128 on."""
+    positive_int("n_embd", n_embd)
+    return _nearest_multiple(n_embd / 16, 8) if n_embd >= 128 else max(1, round(n_embd / 16))
 
 
 def _nearest_multiple(width: float | int, step: int) -> int:

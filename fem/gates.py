@@ -66,7 +66,7 @@ class TwoLevelGate(nn.Module):
         super().__init__()
         self.config = config
         self.per_head = config.gate_rank == 0
-        self.inner = self._map(config.lambda_init) if config.use_temperature else None
+        self.inner = self._map(config.lambda_init) if config.learns_lambda else None
         self.outer = self._map(0.0) if config.use_outer_gate else None
 
     def _map(self, start: float) -> Projection | SlimProjection:
@@ -102,13 +102,14 @@ class TwoLevelGate(nn.Module):
     def mixed(self, features: Float[Tensor, "*t f"], read: Read) -> Float[Tensor, "*t h d"]:
         """o = g ((1 - lambda) mean + lambda F).                                                          (Eq. 11)"""
         lambda_, g = self(features)
-        u = mix(read, lambda_)
+        u = self.mix(read, lambda_)
         return u if g is None else g.to(u.dtype) * u
 
-
-def mix(read: Read, lambda_: Tensor | None) -> Tensor:
-    """u = (1 - lambda) mean + lambda F; without lambda F, if there is one, else the mean.                    (Eq. 7)"""
-    mean, free_energy = read
-    if free_energy is None:
-        return mean
-    return free_energy if lambda_ is None else torch.lerp(mean, free_energy, lambda_.to(mean.dtype))
+    def mix(self, read: Read, lambda_: Tensor | None) -> Float[Tensor, "*t h d"]:
+        """u = (1 - lambda) mean + lambda F; of split values [mean, F]; else F, or the mean without it.       (Eq. 7)"""
+        mean, free_energy = read
+        if free_energy is None:
+            return mean
+        if self.config.free_share is not None:
+            return torch.cat([mean, free_energy], -1)
+        return free_energy if lambda_ is None else torch.lerp(mean, free_energy, lambda_.to(mean.dtype))

@@ -19,14 +19,15 @@ class Reading:
     prior p_t(i): (B, H, T, T), or (B, H, d_v, T, T) where every channel has its own; posterior q_tj(i) at beta, the
     beta_max of Eq. 7: (B, H, d_v, T, T). mean, free_energy, lambda_, gate and hidden_beta (the beta* of Eq. 8, in
     nats per unit of v): (B, T, H, d_v). beta: one per head and channel, (H, d_v). Parts that the layer lacks are None.
+    Of split values, mean has the first d_m channels, posterior, free_energy, hidden_beta and beta the last d_f.
     """
 
     prior: Float[Tensor, "..."]
     posterior: Float[Tensor, "b h d t i"] | None
-    mean: Float[Tensor, "b t h d"]
+    mean: Float[Tensor, "b t h dm"]
     free_energy: Float[Tensor, "b t h d"] | None
-    lambda_: Float[Tensor, "b t h d"] | None
-    gate: Float[Tensor, "b t h d"] | None
+    lambda_: Float[Tensor, "b t h dv"] | None
+    gate: Float[Tensor, "b t h dv"] | None
     hidden_beta: Float[Tensor, "b t h d"] | None
     beta: Float[Tensor, "..."] | None
 
@@ -42,7 +43,7 @@ def read_tables(
 ) -> Reading:
     """The tables of a read whose scores s_t(n) select among `values`; n runs over tokens, or over (token, channel)."""
     time = scores.shape[1]
-    lambda_, gate = (None if x is None else x.expand_as(read.mean) for x in (lambda_, gate))
+    lambda_, gate = (None if x is None else x.expand(*x.shape[:-1], values.shape[3]) for x in (lambda_, gate))
     p = scores.double() / scores.double().sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     values = values.double()
     per_token = lambda table: table.unflatten(-1, (time, -1)).sum(-1).permute(0, 2, 3, 1, 4).to(scores.dtype)  # noqa: E731
@@ -53,8 +54,10 @@ def read_tables(
         heads = scores.shape[2] // beta.shape[0]
         beta = beta.repeat_interleave(heads, 0)
         per_head = beta.double().reshape(beta.shape[0], -1)
+        first = values.shape[3] - read.free_energy.shape[-1]  # channels that read the mean only
+        p, values = p[..., first:, :], values[..., first:, :]
         q = per_token(posterior(p, values, per_head))
-        lam = torch.ones_like(read.mean) if lambda_ is None else lambda_
+        lam = torch.ones_like(read.free_energy) if lambda_ is None else lambda_
         hidden = hidden_temperature(p, values, lam.double(), per_head.expand(lam.shape)).to(scores.dtype)
     return Reading(
         prior=shown if per_channel else shown[:, :, 0],

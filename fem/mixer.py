@@ -12,9 +12,8 @@ from fem import one_token
 from fem.call import Call, unknown_argument
 from fem.conditioner import TimeDecayConditioner
 from fem.config import FreeEnergyMixerConfig, build_config
-from fem.gates import Temperature, TwoLevelGate, mix
+from fem.gates import Temperature, TwoLevelGate
 from fem.inspection import Reading, read_tables
-from fem.ops.common.read import Read
 from fem.ops.common.tokens import Tokens
 from fem.optim import undecayed_names
 from fem.priors import PRIORS, OperatorPrior, Prior
@@ -85,10 +84,11 @@ class FreeEnergyMixer(nn.Module):
             return one_token.step(self, x, state)
         call = Call.open(self, x, attention_mask, segment_ids, state, return_state)
         f, hidden = self.features(call.x, call.tokens, call.hidden)  # [x, h]                     Eq. 33
-        v = self.values(call.x, f)  # v (1 + eta)                                                 Eq. 34b
-        read, memory = self.read(f, v, call.tokens, call.memory)  # mean and F                    Eq. 4
+        beta = self.temperature(call.x)
+        v, free_values = self.values(call.x, f, beta)  # v (1 + eta)                              Eq. 34b
+        read, memory = self.prior.read(f, v, beta, call.tokens, call.memory, free_values)  #      Eq. 4
         lambda_, g = self.gate(f)  #                                                              Eq. 7, 10
-        u = mix(read, lambda_)  # (1 - lambda) mean + lambda F                                    Eq. 7
+        u = self.gate.mix(read, lambda_)  # (1 - lambda) mean + lambda F                          Eq. 7
         o = u if g is None else g.to(u.dtype) * u  #                                              Eq. 11
         return call.close(self.output(self.dropout(o.flatten(-2))), memory, hidden)
 
@@ -101,31 +101,27 @@ class FreeEnergyMixer(nn.Module):
         h, hidden = self.conditioner(x, tokens, hidden)
         return torch.cat([x, h], -1), hidden
 
-    def values(self, x: Float[Tensor, "b t d"], features: Float[Tensor, "b t f"]) -> Float[Tensor, "b t h dv"]:
-        v = self.value(x)
-        if self.value_scale is not None:
-            v = torch.addcmul(v, v, self.value_scale(features[..., self.config.n_embd :]))  # v (1 + eta_v), Eq. 34b
-        return torch.unflatten(v, -1, (-1, self.config.value_width))
-
-    def temperature(self, v: Tensor) -> Tensor | None:
+    def temperature(self, like: Tensor) -> Tensor | None:
         """beta, in `Prior.beta_shape`; 1 where it is not learnt, None without a free energy."""
         if not self.config.use_lse:
             return None
-        return v.new_ones(self.prior.beta_shape(self.config)) if self.beta is None else self.beta()
+        return like.new_ones(self.prior.beta_shape(self.config)) if self.beta is None else self.beta()
 
-    def read(
-        self, features: Tensor, v: Tensor, tokens: Tokens, memory: dict[str, Tensor] | None
-    ) -> tuple[Read, dict[str, Tensor] | None]:
-        beta, cap = self.temperature(v), self.config.value_logexp_cap
-        if beta is None or cap is None:
-            return self.prior.read(features, v, beta, tokens, memory)
-        per_channel = beta.reshape(beta.shape[0], -1)  # (H, d_v), or (H, 1) of a prior with one beta per head
-        clipped = ((per_channel * v).clamp(-cap, cap) / per_channel).to(v.dtype)
-        mean, of_mean = self.prior.read(features, v, None, tokens, _part(memory, "mean."))
-        free, of_free = self.prior.read(features, clipped, beta, tokens, _part(memory, "free."))
-        if memory is not None:
-            memory = {f"mean.{k}": m for k, m in of_mean.items()} | {f"free.{k}": m for k, m in of_free.items()}
-        return Read(mean.mean, free.free_energy), memory
+    def values(
+        self, x: Float[Tensor, "b t d"], features: Float[Tensor, "b t f"], beta: Tensor | None
+    ) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b t h df"] | None]:
+        """The values whose mean is read, and those whose free energy is read; None: the same ones."""
+        config, v = self.config, self.value(x)
+        if self.value_scale is not None:
+            v = torch.addcmul(v, v, self.value_scale(features[..., config.n_embd :]))  # v (1 + eta_v), Eq. 34b
+        v = torch.unflatten(v, -1, (-1, config.value_width))
+        free = v
+        if config.free_share is not None:
+            v, free = v.split([config.value_width - config.free_width, config.free_width], -1)
+        cap = config.value_logexp_cap
+        if cap is not None:
+            free = ((beta * free).clamp(-cap, cap) / beta).to(v.dtype)
+        return v, None if free is v else free
 
     @torch.no_grad()
     def inspect(
@@ -137,13 +133,13 @@ class FreeEnergyMixer(nn.Module):
             raise ValueError(f"inspect needs at least one row and one token, got x of shape {tuple(x.shape)}.")
         tokens = call.tokens
         features, _ = self.features(call.x, tokens, None)
-        v = self.values(call.x, features)
-        read, _ = self.read(features, v, tokens, None)
+        beta = self.temperature(call.x)
+        v, free_values = self.values(call.x, features, beta)
+        read, _ = self.prior.read(features, v, beta, tokens, None, free_values)
         lambda_, gate = self.gate(features)
-        beta = self.temperature(v)
-        return read_tables(
-            read, beta, lambda_, gate, *self.prior.selection(features, v, tokens), self.prior.per_channel
-        )
+        v = v if self.config.free_share is None else torch.cat([v, free_values], -1)
+        selection = self.prior.selection(features, v, tokens)
+        return read_tables(read, beta, lambda_, gate, *selection, self.prior.per_channel)
 
     def no_weight_decay(self) -> set[str]:
         """Names of all parameters that weight decay should leave alone, as timm asks for them."""
@@ -169,12 +165,6 @@ class FreeEnergyMixer(nn.Module):
             "conditioner": conditioner,
             "blocks": {name: count for name, count in blocks.items() if count},
         }
-
-
-def _part(memory: dict[str, Tensor] | None, prefix: str) -> dict[str, Tensor] | None:
-    if memory is None:
-        return None
-    return {name.removeprefix(prefix): tensor for name, tensor in memory.items() if name.startswith(prefix)}
 
 
 def _check_parts(config: FreeEnergyMixerConfig, prior: Prior | None, sizes: dict) -> None:

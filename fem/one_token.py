@@ -32,9 +32,9 @@ def step(layer, x: Float[Tensor, "b 1 d"], state: MixerState) -> tuple[Float[Ten
     check_call(layer, x, state, return_state=True)
     before = state.cache_position
     features, hidden = layer.features(x, PLAIN, state.conditioner)
-    v = layer.values(x, features)[:, 0]
+    v, free_values = (None if part is None else part[:, 0] for part in layer.values(x, features, layer.temperature(x)))
     features = features[:, 0]  # a map takes a matrix of tokens in two operations, (B, T, D) in four
-    read, memory = layer.prior.step(features, v, before.position, state.memory)
+    read, memory = layer.prior.step(features, v, before.position, state.memory, free_values)
     o = layer.gate.mixed(features, read).flatten(-2)
     y = layer.output(layer.dropout(o) if layer.dropout.training else o)
     after = CachePosition(before.position + 1, before.document, before.segment, before.started)

@@ -23,6 +23,7 @@ class PriorRow(NamedTuple):
 
     uses: tuple[str, ...]
     widths: Callable[..., Widths]
+    takes_pairs: bool = True  # whether it reads the mean of some values and the free energy of others
 
 
 def gla_decay_width(config) -> int:
@@ -62,10 +63,10 @@ ROWS = {
     "rnn_softmax": PriorRow((), _rnn),
     "rnn_decay": PriorRow((), _rnn),
     "mamba": PriorRow(("ssm_rank",), _mamba),
-    "mamba_interactive": PriorRow(("ssm_rank",), _mamba_interactive),
+    "mamba_interactive": PriorRow(("ssm_rank",), _mamba_interactive, takes_pairs=False),
 }
 
 
 def known_priors() -> dict[str, PriorRow | type]:
-    """Every prior by name, each with `uses` and `widths`: the library's, and those that a user has added to PRIORS."""
+    """Every prior by name, each with `uses`, `widths` and `takes_pairs`: the library's, and those that users added."""
     return {**ROWS, **PRIORS}

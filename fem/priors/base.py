@@ -26,6 +26,7 @@ class Prior(nn.Module, ABC):
 
     name: ClassVar[str]
     uses: ClassVar[tuple[str, ...]] = ()  # fields of the configuration that not every prior reads
+    takes_pairs: ClassVar[bool] = True  # whether `read` takes free_values
     per_channel: ClassVar[bool] = False  # whether every value channel has its own distribution
 
     def __init__(self, config: FreeEnergyMixerConfig | None):
@@ -56,8 +57,9 @@ class Prior(nn.Module, ABC):
         beta: Float[Tensor, "..."] | None,
         tokens: Tokens,
         memory: dict[str, Tensor] | None,
+        free_values: Float[Tensor, "b t h df"] | None = None,
     ) -> tuple[Read, dict[str, Tensor] | None]:
-        """Mean and free energy of the values under the prior, and the memory after them.
+        """The mean of v and the free energy of free_values (None: of v itself), and the memory after them.
 
         memory: what the call before returned, every tensor with the batch first; {} at the start of a sequence; None:
         no memory is kept, and None is returned.
@@ -74,6 +76,7 @@ class Prior(nn.Module, ABC):
         v: Float[Tensor, "b h d"],
         position: Int[Tensor, " b"],
         memory: dict[str, Tensor],
+        free_values: Float[Tensor, "b h df"] | None = None,
     ) -> tuple[Read, dict[str, Tensor]]:
         """`read` of one more token of a stream without masks and documents, in fewer operations, on a CPU and without
         gradients. beta is what the memory keeps.
@@ -82,8 +85,8 @@ class Prior(nn.Module, ABC):
 
     @staticmethod
     def beta_shape(config: FreeEnergyMixerConfig) -> tuple[int, ...]:
-        """How many temperatures the read has: one per channel of each value head."""
-        return (config.kv_heads, config.value_width)
+        """How many temperatures the read has: one for each channel of each value head that reads a free energy."""
+        return (config.kv_heads, config.free_width)
 
     def selection(
         self, features: Float[Tensor, "b t f"], v: Float[Tensor, "b t h d"], tokens: Tokens
@@ -137,13 +140,27 @@ class Prior(nn.Module, ABC):
             self._frequencies[device] = made
         return made
 
-    def scan(self, op, *inputs: Tensor | None, tokens: Tokens, memory: dict[str, Tensor] | None):
+    def scan(
+        self,
+        op,
+        *inputs: Tensor | None,
+        tokens: Tokens,
+        memory: dict[str, Tensor] | None,
+        free_values: Tensor | None = None,
+    ):
         """One of the scans of `fem.ops` with this prior's configuration and memory."""
         config = self.config
         fixed = {"causal": config.causal, "tokens": tokens, "normalize": config.normalize, "backend": config.backend}
+        fixed |= {"free_values": free_values}
         if memory is None:
             return op(*inputs, **fixed), None
         return op(*inputs, **fixed, initial_state=memory or None, return_state=True)
+
+
+def twice(x: Tensor | None, free_values: Tensor | None, dim: int, config: FreeEnergyMixerConfig) -> Tensor | None:
+    """x with an entry for each value channel, repeated where every channel is read both ways, as under a cap."""
+    both = x is not None and free_values is not None and config.free_share is None
+    return torch.cat([x, x], dim) if both else x
 
 
 def indicators(v: Float[Tensor, "b t h d"]):

@@ -30,9 +30,10 @@ class FeatureMapPrior(Prior):
     def log_decay(self, features: Float[Tensor, "b t f"]) -> Tensor | None:
         """g <= 0, per head (B, T, H) or per key channel (B, T, H, d_k); None: no decay."""
 
-    def read(self, features, v, beta, tokens, memory):
+    def read(self, features, v, beta, tokens, memory, free_values=None):
         q, k = (self._feature_map(projection(features), tokens) for projection in (self.query, self.key))
-        return self.scan(linear_attention_read, q, k, v, beta, self.log_decay(features), tokens=tokens, memory=memory)
+        inputs = (q, k, v, beta, self.log_decay(features))
+        return self.scan(linear_attention_read, *inputs, tokens=tokens, memory=memory, free_values=free_values)
 
     def _feature_map(self, x: Tensor, tokens: Tokens) -> Float[Tensor, "b t h d"]:
         x = upcast(x.unflatten(-1, (-1, self.config.key_width)))

@@ -15,7 +15,7 @@ from fem.ops.common.read import mix_channels, read_of
 from fem.ops.ssm.read import ssm_read, ssm_terms
 from fem.optim import mark_undecayed
 from fem.prior_table import ROWS
-from fem.priors.base import Prior, indicators
+from fem.priors.base import Prior, indicators, twice
 
 LONGEST_MEMORY = 512  # tokens after which the slowest state of a new layer has lost half
 
@@ -70,9 +70,12 @@ class MambaPrior(Prior):
         super().__init__(config)
         self.ssm = SelectiveSSM(config, self.project)
 
-    def read(self, features, v, beta, tokens, memory):
-        numbers, logs = self.ssm(features)
-        return self.scan(partial(ssm_read, logs=logs), *numbers, v, beta, tokens=tokens, memory=memory)
+    def read(self, features, v, beta, tokens, memory, free_values=None):
+        (delta, a, b, c, d), (log_delta, log_b, log_c) = self.ssm(features)
+        per_channel = ((delta, -1), (a, 1), (d, 1), (log_delta, -1))
+        delta, a, d, log_delta = (twice(x, free_values, dim, self.config) for x, dim in per_channel)
+        op = partial(ssm_read, logs=(log_delta, log_b, log_c))
+        return self.scan(op, delta, a, b, c, d, v, beta, tokens=tokens, memory=memory, free_values=free_values)
 
 
 class InteractiveMambaPrior(Prior):
@@ -87,6 +90,7 @@ class InteractiveMambaPrior(Prior):
     undecayed = ("mixing",)
     uses, widths = ROWS["mamba_interactive"].uses, staticmethod(ROWS["mamba_interactive"].widths)
     per_channel = True
+    takes_pairs = False  # its channels are mixed, so none is read on its own
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
@@ -104,7 +108,7 @@ class InteractiveMambaPrior(Prior):
     def beta_shape(config: FreeEnergyMixerConfig) -> tuple[int, ...]:
         return (config.n_head,)
 
-    def read(self, features, v, beta, tokens, memory):
+    def read(self, features, v, beta, tokens, memory, free_values=None):
         per_channel = None if beta is None else beta[:, None].expand(-1, v.shape[-1])
         terms, after = self._terms(features, v, per_channel, tokens, memory)
         terms = mix_channels(F.softplus(upcast(self.mixing)), terms, per_channel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +28,18 @@ class OperatorPrior(Prior):
 
     The numerator has one shift for the whole row, so a value may exceed what a row sees by 60 / beta at most; beyond
     that (in eager mode) a ValueError says so. Raises ValueError where op changes the shape, where (in eager mode) its
-    results for ones and for exp(beta (v - m)) <= 1 show a negative weight, on segment_ids under vmap, and on a
-    configuration with causal=False, normalize=False, n_kv_head or window, which an operator cannot follow; TypeError on
-    an op that cannot be called, or that changes the dtype. op runs in float32 at least, its parameters too.
+    results for ones and for exp(beta (v - m)) <= 1 show a negative weight, on segment_ids under vmap, and on fields
+    that an operator cannot follow: causal=False, normalize=False, n_kv_head, window, free_share, value_logexp_cap;
+    TypeError on an op that cannot be called, or that changes the dtype. op runs in float32 at least, its parameters
+    too.
     """
 
     name = "operator"
     per_channel = True
+    takes_pairs = False
+    FIXED: ClassVar[dict] = {"causal": True, "normalize": True} | dict.fromkeys(
+        ("n_kv_head", "window", "free_share", "value_logexp_cap")
+    )
 
     def __init__(self, op: Callable[[Tensor], Tensor]):
         super().__init__(config=None)
@@ -46,14 +52,14 @@ class OperatorPrior(Prior):
         raise TypeError("an operator prior has no widths to solve for: its weights are the operator's own.")
 
     def check(self, config: FreeEnergyMixerConfig) -> None:
-        for name, wanted in (("causal", True), ("normalize", True), ("n_kv_head", None), ("window", None)):
+        for name, wanted in self.FIXED.items():
             if getattr(config, name) != wanted:
                 raise ValueError(
-                    f"an operator prior is causal and normalised, one head per head of values; leave out {name}, "
+                    f"an operator prior is causal, normalised and reads one kind of values; leave out {name}, "
                     f"got {name}={getattr(config, name)!r}."
                 )
 
-    def read(self, features, v, beta, tokens, memory):
+    def read(self, features, v, beta, tokens, memory, free_values=None):
         if memory is not None:
             raise ValueError(
                 "an operator prior keeps no state; call the layer on whole sequences, without state and return_state."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.channel_scan.read import channel_scan_read
 from fem.prior_table import ROWS
-from fem.priors.base import Prior
+from fem.priors.base import Prior, twice
 from fem.priors.linear_attention import log_decay
 
 
@@ -20,9 +20,10 @@ class RNNSoftmaxPrior(Prior):
         super().__init__(config)
         self.log_weight = self.project(config.fem_dim)
 
-    def read(self, features, v, beta, tokens, memory):
-        log_weight = self.log_weight(features).view_as(v)
-        return self.scan(channel_scan_read, log_weight, v, beta, tokens=tokens, memory=memory)
+    def read(self, features, v, beta, tokens, memory, free_values=None):
+        log_weight = self.log_weight(features).unflatten(-1, (-1, self.config.value_width))
+        log_weight = twice(log_weight, free_values, -1, self.config)
+        return self.scan(channel_scan_read, log_weight, v, beta, tokens=tokens, memory=memory, free_values=free_values)
 
 
 class RNNDecayPrior(Prior):
@@ -36,6 +37,7 @@ class RNNDecayPrior(Prior):
         super().__init__(config)
         self.decay = self.project(config.fem_dim)
 
-    def read(self, features, v, beta, tokens, memory):
-        decay = log_decay(self.decay(features)).view_as(v)
-        return self.scan(channel_scan_read, None, v, beta, decay, tokens=tokens, memory=memory)
+    def read(self, features, v, beta, tokens, memory, free_values=None):
+        decay = log_decay(self.decay(features)).unflatten(-1, (-1, self.config.value_width))
+        decay = twice(decay, free_values, -1, self.config)
+        return self.scan(channel_scan_read, None, v, beta, decay, tokens=tokens, memory=memory, free_values=free_values)

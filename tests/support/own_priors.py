@@ -21,8 +21,8 @@ class MeanPrior(SoftmaxPrior):
 
     name = "mean_alone"
 
-    def read(self, features, v, beta, tokens, memory):
-        read, memory = super().read(features, v, beta, tokens, memory)
+    def read(self, features, v, beta, tokens, memory, free_values=None):
+        read, memory = super().read(features, v, beta, tokens, memory, free_values)
         return read._replace(free_energy=read.mean), memory
 
 

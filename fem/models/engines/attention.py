@@ -112,9 +112,10 @@ class EngineAttention(nn.Module):
 def served(mixer: FreeEnergyMixer, x: Float[Tensor, "b t d"], position: Tensor, attention) -> Float[Tensor, "b t d"]:
     """A softmax layer read by attention(q, k, v, beta), which keeps its own cache; position (B, T) of the tokens."""
     features, _ = mixer.features(x, PLAIN, None)
-    v = mixer.values(x, features)
+    beta = mixer.temperature(x)
+    v, _ = mixer.values(x, features, beta)  # no engine's cache holds two kinds of values: `obstacle` refuses them
     q, k = mixer.prior.queries_and_keys(features, position)
-    read = attention(q, k, v, mixer.temperature(v))
+    read = attention(q, k, v, beta)
     return mixer.output(mixer.dropout(mixer.gate.mixed(features, read).flatten(-2)))
 
 

@@ -9,6 +9,7 @@ from fem.prior_table import PRIORS
 from fem.priors.softmax import SoftmaxPrior
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+_SPLIT = "has split values (free_share), which no engine's cache holds yet"
 _CAPPED = "has a value_logexp_cap, and a cache of [v | e] has a range of its own"
 
 
@@ -50,8 +51,8 @@ def obstacle_to_states(config: PreTrainedConfig) -> str | None:
     for layer, mixer in enumerate(mixers):
         if not attends(mixer) and issubclass(PRIORS[mixer.prior_type], SoftmaxPrior):
             return f"layer {layer} keeps keys and values, and its prior {mixer.prior_type!r} reads them in its own way."
-        if attends(mixer) and mixer.value_logexp_cap is not None:
-            return f"layer {layer} {_CAPPED}."
+        if attends(mixer) and (mixer.value_logexp_cap is not None or mixer.free_share is not None):
+            return f"layer {layer} {_CAPPED if mixer.free_share is None else _SPLIT}."
         if attends(mixer) and mixer.kv_heads != config.num_key_value_heads:
             return f"layer {layer} has {mixer.kv_heads} key heads, but a cache has {config.num_key_value_heads}."
         if has_state(mixer) and mixer != states[0]:

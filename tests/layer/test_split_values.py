@@ -1,0 +1,88 @@
+"""Split values: some channels of a head read the mean, the others the free energy, in one read of attention's width."""
+
+import pytest
+import torch
+from layers import HEADS, WIDTH, make_layer, tokens
+
+from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
+
+PAIRED = [name for name, prior in PRIORS.items() if prior.takes_pairs]
+paired = pytest.mark.parametrize("prior", PAIRED)
+KEEP = torch.tensor([[1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1]]).bool()
+IDS = torch.tensor([[3, 3, 3, 4, 4, 4, 4, 3, 3, 3, 3, 3, 3], [1] * 13])
+
+
+def in_both_ways(split, x, **marks):
+    """What the split layer must give, from the paper's reading of all its channels."""
+    whole = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=WIDTH, n_head=HEADS, prior_type=split.config.prior_type, **{
+        name: getattr(split.config, name) for name in ("fem_dim", "causal", "use_conv", "conv_hidden")
+    })).double()  # fmt: skip
+    weights, d_f = split.state_dict(), split.config.free_width
+    weights |= {name: x for name, x in whole.state_dict().items() if name.startswith("gate.inner")}
+    weights["beta.theta"] = torch.nn.functional.pad(weights["beta.theta"], (split.config.value_width - d_f, 0))
+    whole.load_state_dict(weights)
+    reading = whole.inspect(x, **marks)
+    u = torch.cat([reading.mean[..., :-d_f], reading.free_energy[..., -d_f:]], -1)
+    return whole.output((reading.gate * u).flatten(-2))
+
+
+@paired
+@pytest.mark.parametrize("share, causal", [(0.5, True), (0.25, False), (1.0, True)])
+def test_the_last_channels_read_the_free_energy_and_the_others_the_mean(prior, share, causal):
+    layer, x = make_layer(prior_type=prior, free_share=share, fem_dim=32, causal=causal), tokens()
+    marks = {"attention_mask": KEEP, "segment_ids": IDS}
+    torch.testing.assert_close(layer(x), in_both_ways(layer, x), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(layer(x, **marks)[KEEP], in_both_ways(layer, x, **marks)[KEEP], rtol=1e-9, atol=1e-9)
+
+
+@paired
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_stream_of_split_values_equals_the_whole(prior, share):
+    layer, x = make_layer(prior_type=prior, free_share=share), tokens()
+    with torch.no_grad():
+        whole, state, parts = layer(x), None, []
+        for part in x.split([5, 1, 1, 6], 1):
+            y, state = layer(part, state=state, return_state=True)
+            parts.append(y)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-9)
+
+
+@paired
+def test_split_values_train_and_inspect_shows_them(prior):
+    layer, x = make_layer(prior_type=prior, free_share=0.5), tokens()
+    layer(x).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    reading, d_f = layer.inspect(x), layer.config.free_width
+    assert reading.mean.shape[-1] == layer.config.value_width - d_f
+    assert reading.free_energy.shape[-1] == reading.hidden_beta.shape[-1] == reading.posterior.shape[2] == d_f
+    assert reading.lambda_ is None
+    torch.testing.assert_close(reading.posterior.sum(-1), torch.ones_like(reading.posterior[..., 0]))
+
+
+def test_the_softmax_cache_of_split_values_is_attentions():
+    config = FreeEnergyMixerConfig.split(n_embd=64, n_head=4)
+    _, state = FreeEnergyMixer(config)(torch.randn(1, 10, 64), return_state=True)
+    assert state.memory["value"].shape[-1] == config.value_width
+
+
+def test_a_share_of_no_channel_or_without_a_free_energy_is_refused():
+    fields = {"n_embd": 64, "n_head": 4}
+    with pytest.raises(ValueError, match=r"free_share must give each head a whole channel of its 8, got 0\.05"):
+        FreeEnergyMixerConfig(**fields, free_share=0.05)
+    with pytest.raises(ValueError, match="free_share needs use_lse=True"):
+        FreeEnergyMixerConfig(**fields, free_share=0.5, use_temperature=False, use_lse=False)
+    with pytest.raises(ValueError, match="free_share needs a prior that reads two kinds of values"):
+        FreeEnergyMixerConfig(**fields, free_share=0.5, prior_type="mamba_interactive")
+
+
+@pytest.mark.parametrize("build", [FreeEnergyMixerConfig.slim, FreeEnergyMixerConfig.split])
+@pytest.mark.parametrize("prior", PAIRED)
+def test_starting_points_have_the_weights_of_attention(build, prior):
+    config = build(n_embd=512, n_head=8, prior_type=prior)
+    assert config.gate_rank == 32
+    assert abs(config.linear_weights / (4 * 512**2) - 1) <= 0.005
+    layer = FreeEnergyMixer(build(n_embd=64, n_head=4, prior_type=prior, bias=False))
+    generators = ("beta.theta", "ssm.a", "ssm.d")  # no linear maps, outside the paper's count
+    weights = sum(p.numel() for name, p in layer.named_parameters() if not name.endswith(generators))
+    report = layer.parameter_report()
+    assert report["linear"] + report["conditioner"] == weights
