@@ -200,15 +200,23 @@ def _give_hidden(ring: _Ring, conditioner: TimeDecayConditioner, args: tuple, fo
 
 
 def _read_handed_on(
-    ring: _Ring, prior: Prior, features: Tensor, v: Tensor, beta: Tensor | None, tokens: Tokens, memory: dict | None
+    ring: _Ring,
+    prior: Prior,
+    features: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    tokens: Tokens,
+    memory: dict | None,
+    free_values: Tensor | None = None,
 ) -> tuple[Read, dict]:
     """`Prior.read` that starts from the memory of the previous process, and hands its own on to the next."""
     read, before = partial(type(prior).read, prior), {}
     if not ring.first:
         with torch.no_grad():  # one token shows which tensors a memory has, and their shapes
-            _, like = read(features[:, :1], v[:, :1], beta, _first(tokens), {})
+            free = None if free_values is None else free_values[:, :1]
+            _, like = read(features[:, :1], v[:, :1], beta, _first(tokens), {}, free)
         before = dict(zip(like, ring.take(list(like.values()))))
-    found, after = read(features, v, beta, tokens, before)
+    found, after = read(features, v, beta, tokens, before, free_values)
     if not ring.last:
         outputs = ring.give(list(after.values()), *(x for x in found if x is not None))
         found = Read(*outputs, *[None] * (beta is None))
@@ -223,13 +231,15 @@ def _read_gathered(
     beta: Tensor | None,
     tokens: Tokens,
     memory: dict | None,
+    free_values: Tensor | None = None,
 ) -> tuple[Read, dict]:
     """`SoftmaxPrior.read` of the own queries over the keys and values of all parts up to this one."""
     q, k = prior.queries_and_keys(features, tokens.position)
-    both = ring.gather(torch.cat([k, v], -1), grad_placements=[Partial()])
+    parts = [k, v] if free_values is None else [k, v, free_values]
+    gathered = ring.gather(torch.cat(parts, -1), grad_placements=[Partial()])
     keep = torch.ones_like(tokens.document) if tokens.keep is None else tokens.keep
     marks = torch.stack([keep, tokens.document, tokens.position.expand_as(keep)], -1)
     keep, document, position = ring.gather(marks).unbind(-1)
-    k, v = both.split([k.shape[-1], v.shape[-1]], -1)
+    k, v, *free = gathered.split([part.shape[-1] for part in parts], -1)
     how = {"window": prior.config.window, "backend": prior.config.backend}
-    return softmax_read(q, k, v, beta, tokens=Tokens(keep.bool(), None, document, position), **how), {}
+    return softmax_read(q, k, v, beta, *free, tokens=Tokens(keep.bool(), None, document, position), **how), {}
