@@ -21,7 +21,7 @@ from fem.models.opener import OpensWithFEM
 from fem.models.presets import TRANSFORMER
 from fem.optim import undecayed_names
 
-ENCODER = {"causal": False, "use_rope": False, "conv_bidirectional": True}
+ENCODER = {"causal": False, "use_rope": False}
 POOLINGS = ("cls", "mean")
 COUNTS = ("image_size", "patch_size", "num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
@@ -86,7 +86,9 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
         return (self.image_size // self.patch_size) ** 2 + (self.pooling == "cls")
 
     def _build(self, fields: dict) -> FreeEnergyMixerConfig:
-        return build_config(**{"n_embd": self.hidden_size, "n_head": self.num_attention_heads, **ENCODER, **fields})
+        backwards = {"conv_bidirectional": True} if fields.get("use_conv", True) else {}
+        sizes = {"n_embd": self.hidden_size, "n_head": self.num_attention_heads}
+        return build_config(**sizes | ENCODER | backwards | fields)
 
     def _matching_mlp(self, mixer: FreeEnergyMixerConfig) -> int:
         attention = self._build({"prior_type": TRANSFORMER["prior_type"], **TRANSFORMER["mixer"]})
