@@ -69,7 +69,7 @@ def softmax_read(
     attention call cannot prove are computed again. Raises ValueError on shapes and values, TypeError on dtypes.
     """
     check_flags(causal=causal)
-    _check_projections(q, k, v, widths=0)
+    _check_projections(q, k, v, free_values)
     batch, queries, heads, _ = q.shape
     time = k.shape[1]
     if free_values is not None:
@@ -177,7 +177,7 @@ def keyed_scan_read(
     """
     check_flags(causal=causal, return_state=return_state, normalize=normalize)
     _check_scan(v, beta, causal, initial_state, return_state, {}, free_values)
-    _check_projections(q, k, v, widths=0)
+    _check_projections(q, k, v, free_values)
     if q.shape != k.shape:
         raise ValueError(f"q and k must have one shape, got {tuple(q.shape)} and {tuple(k.shape)}.")
     if log_decay is not None:
@@ -380,7 +380,7 @@ def _check_free_values(free_values: Tensor, v: Tensor, beta: Tensor | None) -> N
         raise ValueError("free_values are read at temperatures: pass beta of shape (heads, d_f), got None.")
 
 
-def _check_projections(q: Tensor, k: Tensor, v: Tensor, widths: int = 1) -> None:
+def _check_projections(q: Tensor, k: Tensor, v: Tensor, free_values: Tensor | None) -> None:
     check_floating("q", q, q=q)
     check_floating("q", q, k=k, v=v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -394,7 +394,7 @@ def _check_projections(q: Tensor, k: Tensor, v: Tensor, widths: int = 1) -> None
         raise ValueError(f"q and k must agree in batch, got {q.shape[0]} and {k.shape[0]}.")
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must agree in width, got {q.shape[3]} and {k.shape[3]}.")
-    if 0 in k.shape[2:] or v.shape[3] < widths:
+    if 0 in k.shape[2:] or (free_values is None and v.shape[3] == 0):
         raise ValueError(
             f"k and v must have at least one head and one channel, got {tuple(k.shape)} and {tuple(v.shape)}."
         )

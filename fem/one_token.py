@@ -32,7 +32,8 @@ def step(layer, x: Float[Tensor, "b 1 d"], state: MixerState) -> tuple[Float[Ten
     check_call(layer, x, state, return_state=True)
     before = state.cache_position
     features, hidden = layer.features(x, PLAIN, state.conditioner)
-    v, free_values = (None if part is None else part[:, 0] for part in layer.values(x, features, layer.temperature(x)))
+    beta = None if layer.config.value_logexp_cap is None else layer.temperature(x)  # else the memory's beta is enough
+    v, free_values = (None if part is None else part[:, 0] for part in layer.values(x, features, beta))
     features = features[:, 0]  # a map takes a matrix of tokens in two operations, (B, T, D) in four
     read, memory = layer.prior.step(features, v, before.position, state.memory, free_values)
     o = layer.gate.mixed(features, read).flatten(-2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import ClassVar
@@ -102,7 +103,8 @@ class OperatorPrior(Prior):
 
     def _checked(self, x: Tensor) -> Tensor:
         """op of x in float32 at least, on a copy: an op may work in place."""
-        with torch.autocast(x.device.type, enabled=False):
+        off = contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+        with off:  # the meta device knows no autocast
             y = self._run(x.clone())
         if not isinstance(y, Tensor) or y.shape != x.shape:
             got = tuple(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"

@@ -655,13 +655,13 @@ def test_every_profile_is_a_model(profile):
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["--patch-size", "3"], "patch_size must divide image_size = 8, got 3."),
+        (["--patch-size", "3"], "--patch-size must divide --image-size = 8, got 3."),
         (["--mixers", "hyena"], "mixer must be a prior"),
-        (["--channels", "2"], "channels must be 1 (grey) or 3 (RGB), got 2."),
+        (["--channels", "2"], "--channels must be 1 (grey) or 3 (RGB), got 2."),
         (["--profile", "imagenet"], "profile must be one of digits, cifar, deit-tiny, deit-small; got 'imagenet'."),
         (["--epochs", "0"], "--epochs must be positive, got 0."),
-        (["--min-area", "0"], "min_area must lie in (0, 1], got 0.0."),
-        (["--data", "."], "data must hold pictures"),
+        (["--min-area", "0"], "--min-area must lie in (0, 1], got 0.0."),
+        (["--data", "."], "--data must hold pictures"),
     ],
 )
 def test_a_mistake_is_one_sentence_before_anything_runs(tmp_path, monkeypatch, capsys, arguments, sentence):

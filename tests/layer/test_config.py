@@ -23,18 +23,18 @@ if "gla" in PRIORS:
 
 SOLVED = [  # fields, and fem_dim, qk_dim, conv_hidden as found by trying every width
     ({"prior_type": "softmax", "n_embd": 512, "n_head": 8}, (256, 512, 16)),
-    ({"prior_type": "softmax", "n_embd": 360, "n_head": 6, "gate_rank": 8, "use_outer_gate": True}, (342, 360, 21)),
+    ({"prior_type": "softmax", "n_embd": 360, "n_head": 6, "gate_rank": 8, "use_outer_gate": True}, (342, 360, 24)),
     ({"prior_type": "softmax", "n_embd": 200, "n_head": 5, "use_rope": False, "use_outer_gate": False}, (135, 200, 8)),
-    ({"prior_type": "softmax", "n_embd": 512, "n_head": 8, "n_kv_head": 4}, (368, 512, 23)),
+    ({"prior_type": "softmax", "n_embd": 512, "n_head": 8, "n_kv_head": 4}, (368, 512, 24)),
     ({"prior_type": "linear", "n_embd": 128, "n_head": 8, "gate_rank": 0}, (120, 128, 8)),
     ({"prior_type": "gla", "n_embd": 256, "n_head": 8, "decay": "channel"}, (136, 160, 8)),
-    ({"prior_type": "gla", "n_embd": 768, "n_head": 12, "decay": "scalar", "gate_rank": 4}, (756, 768, 47)),
+    ({"prior_type": "gla", "n_embd": 768, "n_head": 12, "decay": "scalar", "gate_rank": 4}, (756, 768, 48)),
     ({"prior_type": "rnn_softmax", "n_embd": 60, "n_head": 3}, (48, 60, 8)),
     (
         {"prior_type": "rnn_decay", "n_embd": 512, "n_head": 16, "use_temperature": False, "use_lse": False},
         (512, 512, 32),
     ),
-    ({"prior_type": "mamba", "n_embd": 512, "n_head": 8}, (400, 512, 25)),
+    ({"prior_type": "mamba", "n_embd": 512, "n_head": 8}, (400, 512, 24)),
     ({"prior_type": "mamba", "n_embd": 96, "n_head": 1, "ssm_rank": 4}, (75, 96, 8)),
     ({"prior_type": "mamba_interactive", "n_embd": 256, "n_head": 8}, (192, 256, 12)),
     ({"prior_type": "mamba_interactive", "n_embd": 16, "n_head": 2, "gate_rank": 0}, (8, 16, 8)),

@@ -99,10 +99,10 @@ def stream(layer, weights, x):
 
 
 @families
-@pytest.mark.parametrize("widths", [{}, {"fem_dim": 16, "qk_dim": 16}], ids=str)
+@pytest.mark.parametrize("width", [None, 16])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-def test_forward_mode_passes_through_a_state(family, widths, mode):
-    layer, x = make_layer(**FAMILIES[family], **widths), tokens(time=7)
+def test_forward_mode_passes_through_a_state(family, width, mode):
+    layer, x = make_layer(**FAMILIES[family], fem_dim=width), tokens(time=7)
     weights = {name: p.detach() for name, p in layer.named_parameters()}
     directions = {name: torch.randn_like(p) for name, p in weights.items()}, torch.randn_like(x)
     _, wanted = jvp(lambda p, x: functional_call(layer, p, (x,)), (weights, x), directions)

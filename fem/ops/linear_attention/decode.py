@@ -39,7 +39,7 @@ def step(
     scores = log(q[:, 0]).unsqueeze(-1) + log_weight
     total = scores.logsumexp(2, keepdim=True)
     seen = total > NO_WEIGHT
-    log_p = scores - total
+    log_p = torch.where(seen, scores - total, LOG_ZERO)  # rows that see nothing have no p that sums to 1
     reads = [torch.where(seen, log_p.exp().mT @ mean, 0)]
     if beta is not None:
         reads.append(torch.where(seen, log_average(log_p, per_channel * free_energy, 2) / per_channel, 0))

@@ -106,8 +106,9 @@ def _differentiate(ctx, grad):
     inputs, how = tensors[:5], (*tensors[5:], ctx.causal, ctx.scale)
     if torch.is_grad_enabled():
         gradients = again_differentiable(lambda *x: [_placed(doubtful, _listed(doubtful), *x, *how)], inputs, [grad])
-    else:  # a graph needs an op, but inside an op vjp does not know dispatch modes
-        gradients = (_gradients if type(grad) is Tensor else _recompute_backward)(grad, doubtful, *inputs, *how)
+    else:  # a graph and the meta device need an op, but inside an op vjp does not know dispatch modes
+        plain = type(grad) is Tensor and not grad.is_meta
+        gradients = (_gradients if plain else _recompute_backward)(grad, doubtful, *inputs, *how)
     return None, *gradients[:4], gradients[4] if inputs[4] is not None else None, *[None] * 5
 
 
