@@ -32,6 +32,12 @@ QUICK = "rnn_decay"  # an exported step is slow to trace
 EVERY_PRIOR = [prior if prior == QUICK else pytest.param(prior, marks=pytest.mark.slow) for prior in PRIORS]
 
 
+@pytest.fixture(autouse=True)
+def a_process_of_its_own():
+    """Dynamo remembers which sizes were fixed in an earlier export of the same code, and keeps them fixed."""
+    torch._dynamo.reset()
+
+
 def own_operators(program) -> set[str]:
     """Of this library, in the graph and in the graphs below it."""
     modules = [m for m in program.graph_module.modules() if hasattr(m, "graph")]
