@@ -154,7 +154,7 @@ def test_a_mistake_is_said_once_by_all_processes(tmp_path, changes):
     ended = Training(recipe, tmp_path / "run", 2).end(300)
     assert ended.code == 1
     assert [line.split(" must")[0] for line in ended.said.splitlines() if line.startswith("error: ")] == [
-        {"preset": "error: preset", "batch_size": "error: batch_size", "field": "error: data.jsonl, record 1"}[name]
+        {"preset": "error: --preset", "batch_size": "error: --batch-size", "field": "error: data.jsonl, record 1"}[name]
         for name in changes
     ]
 
