@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -98,7 +99,7 @@ def test_an_impossible_job_is_refused_in_one_sentence(wrong, named):
 
 @pytest.mark.slow
 def test_the_command_says_that_times_are_predictions():
-    done = subprocess.run(["fem", "plan", "--size", "tiny"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "fem.cli", "plan", "--size", "tiny"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "PREDICTED" in done.stdout
     assert "nothing of it ran on a GPU" in done.stdout
