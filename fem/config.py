@@ -353,15 +353,15 @@ class FreeEnergyMixerConfig:
         """`matched` with slim gates, for reads of many extremes, and for text at equal tokens.
 
         lambda and g are maps of rank D / 16, so that the values stay nearly as wide as attention's and every channel
-        reads mean and F: a train step and a cache of about 1.5 times attention's. With the conditioner under softmax,
-        without it under the scans. fields replace any of this.
+        reads mean and F: at width 512 a cache of 1.4 times attention's. With the conditioner under softmax, without
+        it under the scans. fields replace any of this.
         """
         given = {"gate_rank": _slim_rank(n_embd), "use_conv": prior_type == "softmax"} | fields
         return cls.matched(n_embd=n_embd, n_head=n_head, prior_type=prior_type, **given)
 
     @classmethod
     def split(cls, n_embd: int, n_head: int, prior_type: str = "softmax", **fields) -> FreeEnergyMixerConfig:
-        """`matched` with split values, at attention's own price in time and cache.
+        """`matched` with split values: a read and a softmax cache no wider than attention's. Its time is not measured.
 
         Half of each head's channels read F, the others the mean (free_share=.5), without lambda; an outer gate of rank
         D / 16 and no conditioner. fields replace any of this.

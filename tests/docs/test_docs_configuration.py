@@ -1,15 +1,49 @@
-"""The table of the configuration has every field, with the default that it has."""
+"""The table of fields has every field with its default; that of starting points says what each costs."""
 
+import json
 import re
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from fem import FreeEnergyMixerConfig
+import torch
 
-PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "configuration.md").read_text()
+START = re.compile(r"^\| (?:attention: )?`(\.\w+\(.*\))` \| ([\d,]+) \| ([\d,]+) \| (\d+) \| (.*) \|$", re.MULTILINE)
 
 
 def test_every_field_is_in_the_table_with_its_default():
     shown = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", PAGE, re.MULTILINE))
     plain = lambda default: "required" if default is MISSING else f"`{default!r}`".replace("'", '"')  # noqa: E731
     assert shown == {field.name: plain(field.default) for field in fields(FreeEnergyMixerConfig)}
+
+
+def test_what_a_starting_point_costs_is_counted_and_its_time_is_of_a_layer_as_large():
+    found = START.findall(PAGE)
+    assert [call.partition("(")[0] for call, *_ in found] == [*[".matched"] * 3, *[".slim"] * 2, ".split"]
+    for call, *shown in found:
+        layer = FreeEnergyMixer(eval(f"FreeEnergyMixerConfig{call}")).eval()
+        parameters = sum(p.numel() for p in layer.parameters())
+        with torch.no_grad():
+            short, long = (layer(torch.randn(1, tokens, 512), return_state=True)[1] for tokens in (2, 12))
+        cache, spare = divmod(long.nbytes - short.nbytes, 10)
+        assert not spare
+        width = long.memory["value"].shape[-1]
+        assert shown == [f"{parameters:,}", f"{cache:,}", str(width), train_step(parameters)], call
+
+
+def train_step(parameters: int) -> str:
+    """Over attention's, of the layer with this many parameters that was timed."""
+    cases = json.loads((ROOT / "research" / "results" / "layer_epyc.json").read_text())["results"]["bench"]
+    timed = {
+        case["size"]["time"]: [case["results"]["attention"], *case["results"].values()]
+        for case in cases
+        if (case["part"], case["size"]["width"], case["size"]["heads"]) == ("layer", 512, 8)
+    }
+    ratios = [
+        next((f"{row['train_s'] / rows[0]['train_s']:.2f}" for row in rows if row["parameters"] == parameters), None)
+        for _, rows in sorted(timed.items())
+    ]
+    return ", ".join(ratios) if all(ratios) else "not measured"

@@ -194,6 +194,8 @@ def cached(**fields) -> int:
 
 ATTENTION = {"use_lse": False, "use_temperature": False, "use_outer_gate": False}
 PLAIN = {**ATTENTION, "use_conv": False}
+SLIM_512 = {"gate_rank": 32}
+assert matched(**SLIM_512) == FreeEnergyMixerConfig.slim(n_embd=512, n_head=8)  # what README's first lines build
 
 
 def extra_weights() -> list[float]:
@@ -230,7 +232,7 @@ def readme() -> list[str]:
         for name in ("FEM-SM", "FEM-SM without C")
         for page in ("layer_epyc", "layer_cpu")
     ]
-    more = [100 * (weights(**fields) / weights(**PLAIN) - 1) for fields in ({}, {"gate_rank": 8})]
+    more = [100 * (weights(**fields) / weights(**PLAIN) - 1) for fields in (SLIM_512, {})]
     gla = "gla/norm", "gla+LTG/r4"
     pools = {name: percent("bags", f"pool:{name}", "regimes_pools", 1) for name in ("attention", "fem", "max", "lse")}
     return [
@@ -259,10 +261,11 @@ def readme() -> list[str]:
         f"{mse('forecast_etth1', 'ETTh1', 'softmax'):.3f} → {mse('forecast_etth1', 'ETTh1', FULL):.3f}; "
         f"{after('gpt2', 'attention'):.3f} → {after('gpt2', TRAINED):.3f} nats | the last for "
         f"{extra_weights()[0]:.0f} % more parameters |",
-        f"takes {slim[0]:.2f} times as long at 512 tokens and {slim[1]:.2f} times at 2048, its cache "
-        f"{cached(gate_rank=4, use_conv=False):,} bytes a token where attention's takes {cached(**PLAIN):,}; the "
-        f"conditioner adds {more[0]:.0f} to {more[1]:.0f} % of parameters.",
-        f"[{min(full):.2f} to {max(full):.2f} times](results/summary.md#what-it-costs)",
+        f"the layer above has {more[0]:.0f} % more parameters, all of them the conditioner's, and caches "
+        f"{cached(**SLIM_512):,} bytes a token where attention caches {cached(**PLAIN):,};",
+        f"of rank 4 without the conditioner takes {slim[0]:.2f} times as long at 512 tokens and {slim[1]:.2f} times at "
+        "2048.",
+        f"[{min(full):.2f} to {max(full):.2f} times](results/summary.md#what-it-costs), {more[1]:.0f} % of parameters",
         f"{types['right']} model types of transformers](results/clients.md) in all; {types['refused']} others",
     ]
 
@@ -383,12 +386,11 @@ def faq() -> list[str]:
     cases = Counter(found["outcome"] for found in results("chaos")["cases"])
     assert set(cases) == {"same"}
     bare, cache = weights(**PLAIN), cached(**PLAIN)
-    rank = {"gate_rank": 32}
 
     def cost(**fields) -> str:
         return f"{weights(**fields) / bare:.2f}, {cached(**fields) / cache:.2f}"
 
-    gla = weights(prior_type="gla", use_conv=False, **rank) / weights(prior_type="gla", **PLAIN)
+    gla = weights(prior_type="gla", use_conv=False, **SLIM_512) / weights(prior_type="gla", **PLAIN)
     return [
         f"(MSE {mse('forecast_etth1', 'ETTh1', FULL):.4f} against {mse('forecast_etth1', 'ETTh1', 'softmax'):.4f}, two "
         f"seeds) for {seconds[1] / seconds[0]:.1f} times the training time",
@@ -411,10 +413,10 @@ def faq() -> list[str]:
         f"explains {percent('peak', SLIM_C)} of the variance, attention {100 * score('peak', 'softmax'):.0f})",
         f"{1.95} is the default",
         f"| {1.95}; [no other start",
-        f"| {cost(**rank)}, | [heads](results/regimes_heads.md), [parts](results/regimes_parts.md): "
+        f"| {cost(**SLIM_512)}, | [heads](results/regimes_heads.md), [parts](results/regimes_parts.md): "
         f"{share('peak', SLIM_C)} of the variance, without C {share('peak', SLIM)}, attention "
         f"{share('peak', 'softmax')} |",
-        f"| {1.95} | {cost(use_conv=False, **rank)}; at rank 4 {cached(use_conv=False, gate_rank=4) / cache:.2f}, "
+        f"| {1.95} | {cost(use_conv=False, **SLIM_512)}; at rank 4 {cached(use_conv=False, gate_rank=4) / cache:.2f}, "
         f"{steps[slim]} |",
         f"computed extremes: {share('ett-extremes', SLIM, 'regimes_ett')} and "
         f"{share('ett-extremes', 'softmax', 'regimes_ett')} |",
