@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 from datasets import Dataset, IterableDataset, load_dataset
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
-from trainings import assert_same_run, losses, tiny, weights, write_corpus
+from trainings import assert_same_run, losses, tiny, weights
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from fem.models import preset
@@ -25,20 +25,6 @@ from fem.train import data as lm_data
 from fem.train.checkpoints import load_language_model, newest
 from fem.train.recipe import RECIPES, differences
 from fem.train.tokenizer import train_tokenizer
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("data") / "made_up.jsonl")
-
-
-@pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
-    """A run that was never stopped."""
-    torch.set_num_threads(1)
-    output = tmp_path_factory.mktemp("whole") / "run"
-    training.run(tiny(data), output)
-    return output
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import torch
 pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
 from chaos import damaged
-from trainings import assert_same_run, losses, tiny, weights, write_corpus
+from trainings import assert_same_run, losses, tiny, weights
 
 from fem import cli
 from fem.runs import run
@@ -30,19 +30,6 @@ from fem.train.lock import one_writer
 from fem.train.signals import SaveAndStop, seconds_of
 
 SLOW = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("data") / "made_up.jsonl")
-
-
-@pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
-    torch.set_num_threads(1)
-    output = tmp_path_factory.mktemp("whole") / "run"
-    training.run(tiny(data), output)
-    return output
 
 
 @pytest.fixture

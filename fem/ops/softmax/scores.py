@@ -108,28 +108,6 @@ class Scores:
         mask = None if self.mask is None else self.mask.double()
         return replace(self, q=self.q.double(), k=self.k.double(), mask=mask)
 
-    def of_heads(self, batch: Tensor, head: Tensor) -> Scores:
-        """The scores of the listed heads, in float64: a batch of them, one head each."""
-        mask = self.mask
-        if mask is not None:
-            mask = mask.expand(len(self.q), self.q.shape[2], -1, -1)[batch, head][:, None]
-        q, k = (x[batch, :, head][:, :, None] for x in (self.q, self.k))
-        return replace(self, q=q, k=k, mask=mask).double()
-
-    def of_rows(self, batch: int, head: int, rows: Tensor) -> Float[Tensor, "r keys"]:
-        """The scores of ascending rows of one head, in float64; causal ones end at the last key that a row sees."""
-        end = int(rows[-1]) + 1 if self.causal else self.k.shape[1]
-        s = self.scale * self.q[batch, rows, head].double() @ self.k[batch, :end, head].double().T
-        if self.mask is not None:
-            s += self.mask.expand(len(self.q), *self._shape[1:])[batch, head, rows, :end]
-        if self.causal:
-            s.masked_fill_(torch.arange(end, device=s.device) > rows[:, None], -torch.inf)
-        return s
-
-    @property
-    def _shape(self) -> tuple[int, int, int, int]:
-        return len(self.q), self.q.shape[2], self.q.shape[1], self.k.shape[1]
-
     def _prior(self) -> Float[Tensor, "b h tq t"]:
         s = (self.q.transpose(1, 2) @ self.k.permute(0, 2, 3, 1)).mul_(self.scale)
         if self.mask is not None:

@@ -1,0 +1,19 @@
+import pytest
+import torch
+from trainings import tiny, write_corpus
+
+from fem.train import training
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("data") / "made_up.jsonl")
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """A run that was never stopped."""
+    torch.set_num_threads(1)
+    output = tmp_path_factory.mktemp("whole") / "run"
+    training.run(tiny(data), output)
+    return output
