@@ -253,6 +253,7 @@ def fit(
                 f"stopped by {stop.reason}; step {trainer.state.global_step} of {recipe.max_steps} is saved",
                 stop.code,
             )
+        trainer.accelerator.wait_for_everyone()  # each still lists the staging folder, which the first removes below
     facts = {"parameters": model.num_parameters(), "flops_per_token": metrics.flops}
     results = {"train": summary(read_metrics(output)) | facts}
     if ranks.rank != 0:
