@@ -13,10 +13,10 @@ PARTS = ("read", "layer", "gpt2", "table5", "decode", "served", "context")
 BY_TOKEN = ("decode", "served")  # parts that time generation
 READS = (BASELINE, "FEM", "FEM, plain")
 LAYERS = (
-    *(BASELINE, "FEM-SM without C", "FEM-SM slim, without C", "FEM-SM"),
+    *(BASELINE, "FEM-SM without C", "FEM-SM", "slim", "slim with C", "split", "split with C"),
     *("FEM-SM without C, plain", "FEM-GLA without C", "FEM-GLA"),
 )
-DECODES = (BASELINE, "FEM-SM without C", "FEM-SM", "FEM-GLA")
+DECODES = (BASELINE, "FEM-SM without C", "FEM-SM", "slim", "split", "FEM-GLA")
 SERVED = (BASELINE, "FEM-SM without C")
 CONTEXTS = (BASELINE, "FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT")
 BASELINES_AT_LENGTH = ("GLA (fla)", "Mamba (mamba-ssm)")

@@ -14,7 +14,7 @@ from fem.config import FreeEnergyMixerConfig
 PARTS = {"C": "use_conv", "L": "use_lse", "T": "use_temperature", "G": "use_outer_gate"}
 SHOWN = {"softmax": "attention", "gla": "GLA", "rnn_softmax": "AFT", "mamba": "Mamba", "mamba_interactive": "Mamba-i"}
 UNNORMALISED = "-norm"
-OPTION = re.compile(r"r\d+|b\d+(\.\d+)?|l-?\d+(\.\d+)?|h[1-9]\d*|wide|norm|norope")
+OPTION = re.compile(r"r\d+|s0?\.\d+|s1|b\d+(\.\d+)?|l-?\d+(\.\d+)?|h[1-9]\d*|wide|norm|norope")
 PUBLISHED_UNNORMALISED = ("gla", "mamba")
 LARGEST_BETA = 700.0  # that softplus can be inverted at
 POOLS = ("pool:mean", "pool:max", "pool:lse", "pool:attention", "pool:fem", "pool:fem/r4")
@@ -58,7 +58,8 @@ def canonical(name: str) -> str:
     """The canonical name of a mixer: prior, "+" and its parts in the order C, L, T, G, then its options after slashes.
 
     "-norm": the score is not normalised. "/norm": it is; gla and mamba without L are unnormalised otherwise, as they
-    were published (Table 1 normalises them from +L on). "/r4": gates of rank 4. "/wide": values as wide as the layer.
+    were published (Table 1 normalises them from +L on). "/r4": gates of rank 4. "/s.5": split values, half of a head's
+    channels read F and the others the mean. "/wide": values as wide as the layer.
     "/b8": beta starts at 8. "/l6": lambda's bias starts at 6. "/h16": 16 heads, whatever the others have. "/norope": no
     position code.
     Raises ValueError on an unknown name.
@@ -79,11 +80,11 @@ def canonical(name: str) -> str:
         raise ValueError(
             f"mixer must be a prior ({', '.join(priors())}), alone or with '+' and some of the letters "
             f"{''.join(PARTS)} (T needs L), or a name such as attention, FEM, FEM-GLA, AFT, then options such as /r4, "
-            f"/wide, /b8, /l6, /h16, /norope, /norm; got {name!r}."
+            f"/s.5, /wide, /b8, /l6, /h16, /norope, /norm; got {name!r}."
         )
     if prior == "softmax" and plain != whole:
         raise ValueError(f"the softmax prior is normalised by definition; leave out {UNNORMALISED!r}, got {name!r}.")
-    for option, needed in (("r", "TG"), ("b", "T"), ("l", "T")):
+    for option, needed in (("r", "TG"), ("s", "L"), ("b", "T"), ("l", "T")):
         if any(o[0] == option for o in options) and not set(needed) & set(parts):
             raise ValueError(
                 f"/{option} sets a part that {whole!r} does not have ({' or '.join(needed)}), got {name!r}."
@@ -121,6 +122,8 @@ def fields_of(name: str) -> dict:
             fields["n_head"] = int(option[1:])
         elif option[0] == "r":
             fields["gate_rank"] = int(option[1:])
+        elif option[0] == "s":
+            fields["free_share"] = float(option[1:])
         elif option[0] == "b":
             fields["beta_max_init"] = math.log(math.expm1(float(option[1:])))
         elif option[0] == "l":
