@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,6 +114,17 @@ def not_finite(model: nn.Module) -> str | None:
     return next((name for name, x in local if not x.isfinite().all()), None)
 
 
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
+    """Raises ValueError, in one sentence, where a library cannot read `what`: these raise errors of many classes."""
+    try:
+        yield
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"{what} brings code of its own: fem runs none.") from error
+        raise ValueError(f"{what} cannot be read, it may be missing, corrupt or cut off: {first_line(error)}") from error
+
+
 def load_language_model(folder: str | Path):
     """The model and the tokenizer in `folder`, a saved model or the output of `fem train`.
 
@@ -119,7 +132,6 @@ def load_language_model(folder: str | Path):
     model and tokenizer do not belong together.
     """
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from fem.models import load_replaced
@@ -128,35 +140,21 @@ def load_language_model(folder: str | Path):
     found = model_folder(folder)
     replaced = RECORD in json.loads((found / "config.json").read_text(encoding="utf-8"))
     load = load_replaced if replaced else AutoModelForCausalLM.from_pretrained
-    try:
+    with _readable(f"the model in {str(found)!r}"):
         model, report = load(
             found, use_safetensors=True, dtype="auto", trust_remote_code=False, output_loading_info=True
         )
-    except (SafetensorError, RuntimeError, OSError, KeyError, ValueError) as error:
-        if "trust_remote_code" in str(error):
-            raise ValueError(f"the model in {str(found)!r} brings code of its own: fem runs none.") from error
-        raise ValueError(
-            f"the model in {str(found)!r} cannot be read, it may be corrupt or cut off: {first_line(error)}"
-        ) from error
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"the weights in {str(found)!r} must be all that its config.json asks for; {missing[0]!r} is missing."
         )
     if (name := not_finite(model)) is not None:
         raise ValueError(f"the weights in {str(found)!r} must be finite, got NaN or infinity in {name!r}.")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises no narrower one on a file that it cannot read
-        if "trust_remote_code" in str(error):
-            raise ValueError(f"the tokenizer in {str(found)!r} brings code of its own: fem runs none.") from None
-        if any(found.glob("tokenizer.*")):
-            raise ValueError(
-                f"the tokenizer in {str(found)!r} cannot be read, it may be corrupt or cut off: {first_line(error)}"
-            ) from error
-        raise ValueError(f"{str(found)!r} holds no tokenizer beside the model; save one there.") from error
-    files = {"tokenizer.json", "tokenizer_config.json", *tokenizer.vocab_files_names.values()}
-    if not any((found / name).exists() for name in files):  # some classes of tokenizers are made of no file, and empty
+    saved = [*found.glob("*token*"), *found.glob("vocab*"), *found.glob("*.model")]
+    if not saved:  # some classes of tokenizers can be made of no file, and are empty
         raise ValueError(f"{str(found)!r} holds no tokenizer beside the model; save one there.")
+    with _readable(f"the tokenizer in {str(found)!r}"):
+        tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=False)
     largest = max(tokenizer.get_vocab().values())
     if largest >= model.config.vocab_size:
         raise ValueError(

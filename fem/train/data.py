@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,9 +21,6 @@ from fem.train.packing import (
     ShuffledRows,
     StreamedRows,
     TokenFile,
-    adopt,
-    source_of,
-    write_tokens,
 )
 from fem.train.pieces import without_endless_words
 from fem.train.recipe import TrainRecipe
@@ -99,18 +95,6 @@ class Data:
     train: ShuffledRows | StreamedRows
     validation: list[Row]
     probe: Row | None
-
-
-def write_data(
-    recipe: TrainRecipe, output: Path, tokenizer: PreTrainedTokenizerFast, source: dict, told: Callable[[int], None]
-) -> None:
-    """Write local files as tokens to `output`/tokens. Raises ValueError where tokens of other files are there."""
-    files, folder = local_files(recipe.data), output / TOKENS
-    known = source_of(folder)
-    earlier = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    if known == earlier:  # what earlier versions wrote of the files
-        adopt(folder, source)
-    write_tokens(local_documents(files, recipe.field), tokenizer, folder, source, told)
 
 
 def load_data(recipe: TrainRecipe, output: Path, tokenizer: PreTrainedTokenizerFast, share: Share) -> Data:

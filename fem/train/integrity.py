@@ -43,18 +43,17 @@ def publish(staging: Path, target: Path) -> None:
 def damage(folder: Path, files: str = "*") -> str | None:
     """What is wrong with a published folder, such as "model.safetensors has other bytes than were saved", or None.
 
-    files: a pattern of the names to check. In the lists of earlier versions, files have sizes only.
+    files: a pattern of the names to check.
     """
     try:
         listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         for name in fnmatch.filter(listed, files):
-            path, wanted = folder / name, listed[name]
-            size, known = (wanted, None) if isinstance(wanted, int) else (wanted["bytes"], wanted["blake2b"])
+            path, size = folder / name, listed[name]["bytes"]
             if not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size} bytes instead of {size}"
-            if known is not None and digest(path) != known:
+            if digest(path) != listed[name]["blake2b"]:
                 return f"{name} has other bytes than were saved"
     except FileNotFoundError:
         return f"{MANIFEST} is missing"

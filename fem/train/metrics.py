@@ -6,12 +6,10 @@ import math
 import time
 from datetime import timedelta
 from importlib.util import find_spec
-from statistics import median
 
 import torch
 from rich.progress import Progress
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from fem.gates import Temperature, TwoLevelGate
@@ -19,7 +17,6 @@ from fem.models import FEMForCausalLM
 from fem.ops.common.fallback_count import fallbacks
 from fem.runs.run import Run
 from fem.train.packing import Row
-from fem.train.place import read_metrics
 from fem.train.recipe import TrainRecipe
 from fem.train.saving import NotFinite, kept
 from fem.train.throughput import flops_per_token, peak_flops, peak_memory
@@ -28,8 +25,6 @@ from fem.train.trainer import ADVICE
 LOGGED = {"loss": "train_loss", "eval_loss": "val_loss"} | {
     name: name for name in ("grad_norm", "grad_norm_max", "skipped_steps", "learning_rate")
 }
-LOOKED_BACK = 20  # lines of metrics.jsonl
-SPIKES = {"train_loss": 1.2, "grad_norm_max": 5.0}  # a spike is this many times the median of these lines
 
 
 class MetricsCallback(TrainerCallback):
@@ -48,7 +43,6 @@ class MetricsCallback(TrainerCallback):
         fallbacks.reset()
         self.start_clock()
         self.processes, self.writer = args.world_size, None
-        self.lines = read_metrics(self.run.folder) if self.bars is not None else []
         if self.bars is not None:
             self.bar = self.bars.add_task("training", total=state.max_steps, completed=state.global_step)
             if find_spec("tensorboard"):
@@ -84,24 +78,11 @@ class MetricsCallback(TrainerCallback):
             found |= self.speed(state.max_steps - state.global_step) | read_statistics(model, self.probe)
             self.start_clock()
         if found and self.bars is not None:
-            found |= self.spikes(found)
             self.run.log(step=state.global_step, **found)
-            self.lines.append(found)
             if not self.bars.console.is_terminal:
                 self.bars.console.print(in_words(state.global_step, state.max_steps, found), soft_wrap=True)
-            numbers = {name: value for name, value in found.items() if name != "spike"}
-            for name, value in numbers.items() if self.writer is not None else ():
+            for name, value in found.items() if self.writer is not None else ():
                 self.writer.add_scalar(name, value, state.global_step)
-
-    def spikes(self, found: dict[str, float]) -> dict[str, str]:
-        """{"spike": "grad_norm_max 53 is 12 times the median of the last lines"}, where there is one."""
-        told = []
-        for name, times in SPIKES.items():
-            earlier = [line[name] for line in self.lines[-LOOKED_BACK:] if name in line]
-            usual = median(earlier) if len(earlier) >= LOOKED_BACK // 4 else math.inf
-            if found.get(name, 0.0) > times * usual > 0:
-                told.append(f"{name} {found[name]:.3g} is {found[name] / usual:.1f} times the median of the last lines")
-        return {"spike": "; ".join(told)} if told else {}
 
     def on_train_end(self, args, state, control, **_):
         if self.writer is not None:
@@ -133,8 +114,6 @@ def in_words(step: int, steps: int, found: dict) -> str:
         parts += [f"{found['tokens_per_second']:,.0f} tokens/s", f"{left} left"]
     if "skipped_steps" in found:
         parts.append(f"{found['skipped_steps']:.0f} steps left out")
-    if "spike" in found:
-        parts.append(f"spike: {found['spike']}")
     return ", ".join(parts)
 
 
@@ -143,15 +122,14 @@ def summary(metrics: list[dict]) -> dict:
     last: dict = {}
     for line in metrics:
         last |= line | ({"validated_at": line["step"]} if "val_loss" in line else {})
-    return {name: value for name, value in last.items() if name not in ("seconds_left", "spike")}
+    return {name: value for name, value in last.items() if name != "seconds_left"}
 
 
 @torch.no_grad()
 def read_statistics(model: FEMForCausalLM, row: Row | None) -> dict[str, float]:
     """beta over all channels, lambda over all channels and the row's tokens, and the share of recomputed reads."""
     found: dict[str, float] = {}
-    # By the class: a module that is split by heads has a forward of its own, which gives the beta of its heads alone.
-    betas = [Temperature.forward(module) for module in model.modules() if isinstance(module, Temperature)]
+    betas = [module() for module in model.modules() if isinstance(module, Temperature)]
     if betas:
         beta = torch.cat([(beta.full_tensor() if isinstance(beta, DTensor) else beta).flatten() for beta in betas])
         found |= {"beta_min": beta.min().item(), "beta_mean": beta.mean().item(), "beta_max": beta.max().item()}
@@ -163,19 +141,13 @@ def read_statistics(model: FEMForCausalLM, row: Row | None) -> dict[str, float]:
     return found
 
 
-def over_heads(mean: Tensor, part: nn.Module) -> Tensor:
-    """The mean over all heads, where `mean` is that over the heads of `part` which this process has."""
-    meshes = [parameter.device_mesh for parameter in part.parameters() if isinstance(parameter, DTensor)]
-    return DTensor.from_local(mean / meshes[0].size(), meshes[0], [Partial()]).full_tensor() if meshes else mean
-
-
 def gate_statistics(model: FEMForCausalLM, row: Row) -> dict[str, float]:
     lambdas: list[float] = []
 
     def collect(gate, args, factors):
         lambda_, _ = factors
         if lambda_ is not None:
-            lambdas.append(over_heads(lambda_.float().mean(), gate.inner).item())
+            lambdas.append(lambda_.float().mean().item())
 
     gates = [module for module in model.modules() if isinstance(module, TwoLevelGate)]
     hooks = [gate.register_forward_hook(collect) for gate in gates]

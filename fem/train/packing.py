@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -32,6 +33,7 @@ from fem.train.pieces import Part
 Row = dict[str, Tensor]
 DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 18
 SOURCE = "source.json"
+SECONDS_A_NOTE = 10.0
 
 
 def packed(ids: np.ndarray, opens: np.ndarray) -> Row:
@@ -74,12 +76,11 @@ def write_tokens(
     tokenizer: PreTrainedTokenizerFast,
     folder: Path,
     source: Any,
-    told: Callable[[int], None] = lambda tokens: None,
 ) -> TokenFile:
     """Write the documents' tokens to `folder` in one step, or open what an earlier call wrote there.
 
     source: identifies the documents and the tokenizer. Damaged tokens are written again, with a note; whether `source`
-    is the one that a run began with is for its config.json to say. told: called with the number of tokens so far.
+    is the one that a run began with is for its config.json to say. A note says every ten seconds how far it is.
     Raises ValueError where the folder was written from another source, or where the documents have no text.
     """
     if folder.exists():
@@ -93,7 +94,7 @@ def write_tokens(
     staging = folder.with_name(f".{folder.name}")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    ends, total = [], 0
+    ends, total, due = [], 0, time.monotonic() + SECONDS_A_NOTE
     with open(staging / "tokens.bin", "wb") as file:
         for batch in _batches(documents):
             for piece, ids in zip(batch, encode(batch, tokenizer)):
@@ -102,7 +103,9 @@ def write_tokens(
                 total += len(ids)
                 if not isinstance(piece, Part):
                     ends.append(total)
-            told(total)
+            if time.monotonic() > due:
+                note(f"tokenising: {total:,} tokens so far.")
+                due = time.monotonic() + SECONDS_A_NOTE
     if total == len(ends):
         raise ValueError("data must not be empty, got documents without a token.")
     np.save(staging / "ends.npy", np.array(ends, np.int64))
@@ -114,15 +117,6 @@ def write_tokens(
 def source_of(folder: Path) -> Any:
     """What the tokens in `folder` were written from; None where that cannot be read."""
     return read_json(folder / SOURCE)
-
-
-def adopt(folder: Path, source: Any) -> None:
-    """Give tokens that an earlier version wrote of the same data the `source` of this one, and a list of digests."""
-    staging = folder.with_name(f".{folder.name}")
-    shutil.rmtree(staging, ignore_errors=True)
-    shutil.copytree(folder, staging)
-    (staging / SOURCE).write_text(json.dumps(source), encoding="utf-8")
-    publish(staging, folder)
 
 
 def encode(documents: list[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[np.ndarray]:

@@ -51,7 +51,6 @@ class TrainRecipe:
     checkpointing: bool = option(False, "Recompute activations in the backward pass: slower, with less memory.")
     parallel: str = option("ddp", "Under torchrun: ddp, or fsdp to shard weights and optimiser over the processes.")
     context_parallel: int = option(1, "Processes that share a row, each with a part of its tokens, for longer rows.")
-    tensor_parallel: int = option(1, "Processes that share every layer, each with a part of its heads; with fsdp.")
     validation_rows: int = option(64, "Rows held out, the last of local data, at most a tenth; none of a stream.")
     eval_steps: int = option(200, "Steps between validations.")
     log_steps: int = option(10, "Steps between lines of metrics.jsonl.")
@@ -62,9 +61,8 @@ class TrainRecipe:
     seed: int = option(42, "Seed of the weights and of the order of the rows.")
 
     def __post_init__(self):
-        counts = ("context", "batch_size", "max_steps", "log_steps", "save_steps", "eval_steps", "keep")
-        require_positive(self, *counts, "micro_batch", "learning_rate", "clip", "comm_timeout")
-        require_positive(self, "context_parallel", "tensor_parallel")
+        counts = ("context", "batch_size", "max_steps", "log_steps", "save_steps", "eval_steps", "keep", "micro_batch")
+        require_positive(self, *counts, "context_parallel", "learning_rate", "clip", "comm_timeout")
         require_not_negative(self, "validation_rows", "weight_decay", "seed")
         require_not_negative(self, *(["warmup_steps"] if self.warmup_steps is not None else []))
         if self.context < 2:
@@ -81,22 +79,14 @@ class TrainRecipe:
             raise ValueError(
                 f"context must be a multiple of context_parallel = {self.context_parallel}, got {self.context}."
             )
-        if self.tensor_parallel > 1 and self.parallel != "fsdp":
-            raise ValueError(f"tensor_parallel needs parallel='fsdp', got {self.parallel!r}.")
-        if self.compile and self.processes_of_a_row > 1:
-            which = "context_parallel" if self.context_parallel > 1 else "tensor_parallel"
-            raise ValueError(f"compile has no messages between processes; leave it out, or {which}.")
+        if self.compile and self.context_parallel > 1:
+            raise ValueError("compile has no messages between processes; leave it out, or context_parallel.")
         self.model_fields()
 
     @property
     def warmup(self) -> int:
         """The steps in which the learning rate rises."""
         return min(WARMUP, self.max_steps // 2) if self.warmup_steps is None else self.warmup_steps
-
-    @property
-    def processes_of_a_row(self) -> int:
-        """Processes that work on the same rows."""
-        return self.context_parallel * self.tensor_parallel
 
     def model_fields(self) -> dict:
         """The fields of `FEMConfig` that differ from the preset's."""
@@ -138,7 +128,6 @@ FREE = {
     "keep",
     "compile",
     "checkpointing",
-    "tensor_parallel",
     "nonfinite",
     "comm_timeout",
     "data",  # compared by its content
@@ -150,7 +139,7 @@ def differences(stored: dict, recipe: TrainRecipe) -> list[str]:
 
     max_steps may be raised.
     """
-    given, stored = asdict(recipe), {"context_parallel": 1} | stored  # which is missing in runs of version 0.1
+    given = asdict(recipe)
     changed = [name for name in given if name not in FREE and stored.get(name) != given[name]]
     if "max_steps" in changed and stored.get("max_steps", 0) < recipe.max_steps:
         changed.remove("max_steps")

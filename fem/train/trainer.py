@@ -6,11 +6,8 @@ import json
 import math
 from pathlib import Path
 
-from accelerate.data_loader import prepare_data_loader
 from torch import Generator, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
@@ -20,7 +17,7 @@ from fem.runs.run import note, write_json
 from fem.train.packing import Share, ShuffledRows, StreamedRows
 from fem.train.place import copy_run
 from fem.train.saving import NotFinite, SavingTrainer, kept
-from fem.train.sharding import DATA, shard
+from fem.train.sharding import shard
 
 ADVICE = "a smaller learning rate, more warm-up steps or float32 may help, --nonfinite skip leaves such steps out"
 
@@ -34,24 +31,10 @@ class Milestones(TrainerCallback):
         control.should_log = control.should_log or control.should_save or control.should_evaluate
 
 
-class WrapperCheck(TrainerCallback):
-    """Raises RuntimeError where the model is not wrapped as the recipe says."""
-
-    def __init__(self, parallel: str):
-        self.parallel = parallel
-
-    def on_train_begin(self, args, state, control, model: nn.Module | None = None, **_):
-        from torch.distributed.fsdp import FSDPModule
-
-        if self.parallel == "fsdp" and not isinstance(model, FSDPModule):
-            raise RuntimeError(f"parallel='fsdp' must shard the model, got {type(model).__name__} that is not sharded.")
-
-
 class TextTrainer(SavingTrainer):
     """Reads rows from where the checkpoint left off; stops at a gradient that is not finite, or skips its step.
 
     parts: the processes that share the training rows, each reading a part of their tokens; None: rows are not shared.
-    mesh: the processes that share layers (`heads_and_data`); None: each has whole layers.
     share: the part of the rows that this process reads, alone or with others.
     skip: skip such steps. extended: the schedule is longer than the checkpoint's.
     """
@@ -61,13 +44,12 @@ class TextTrainer(SavingTrainer):
         *,
         rows: ShuffledRows | StreamedRows,
         parts: DeviceMesh | None,
-        mesh: DeviceMesh | None,
         share: Share,
         skip: bool,
         extended: bool,
         **given,
     ):
-        self.rows, self.parts, self.mesh, self.share = rows, parts, mesh, share
+        self.rows, self.parts, self.share = rows, parts, share
         super().__init__(**given)
         self.skip, self.extended = skip, extended
         self.skipped, self.largest_norm = 0, 0.0  # since the last log
@@ -76,7 +58,7 @@ class TextTrainer(SavingTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         if self.args.fsdp:
-            shard(self.accelerator, self.args.fsdp_plugin_args, self.mesh)
+            shard(self.accelerator, self.args.fsdp_plugin_args)
             self.is_fsdp_enabled = True
 
     def compute_loss_context_manager(self):
@@ -98,33 +80,6 @@ class TextTrainer(SavingTrainer):
             generator=Generator(),
             pin_memory=self.args.dataloader_pin_memory,
         )
-
-    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """The Trainer's, always with two groups of weights: where layers are split, it would make a third and a fourth,
-        of weights that are whole, and checkpoints hold the groups."""
-        if self.mesh is not None and self.optimizer is None:
-            decayed = set(self.get_decay_parameter_names(self.model))
-            groups = [{"params": [], "weight_decay": self.args.weight_decay}, {"params": [], "weight_decay": 0.0}]
-            for name, parameter in self.model.named_parameters():
-                if parameter.requires_grad:
-                    groups[name not in decayed]["params"].append(parameter)
-            kind, settings = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            self.optimizer = kind(groups, **settings)
-        return super().create_optimizer(model)
-
-    def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
-        """Where layers are split, the processes that share them read the same rows, and their losses count once."""
-        if self.mesh is None:
-            return super().get_eval_dataloader(eval_dataset)
-        rows = DataLoader(self.eval_dataset, self.args.per_device_eval_batch_size, collate_fn=self.data_collator)
-        data = self.mesh[DATA]
-        self.gather_function = self._gather_over_data
-        return prepare_data_loader(rows, self.args.device, data.size(), data.get_local_rank(), put_on_device=True)
-
-    def _gather_over_data(self, losses: Tensor) -> Tensor:
-        found = DTensor.from_local(losses, self.mesh[DATA], [Shard(0)]).full_tensor()
-        loader = self.accelerator.gradient_state  # its last batch is filled up with rows of the first
-        return found[: loader.remainder] if loader.end_of_dataloader and loader.remainder > 0 else found
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial):
         found = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)

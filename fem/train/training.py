@@ -18,18 +18,17 @@ from transformers import PrinterCallback, TrainingArguments
 from transformers.training_args import ParallelMode
 
 from fem.models import FEMConfig, preset
-from fem.models.engines.parallel import check_heads
 from fem.models.presets import PRESETS
 from fem.runs.recipes import nearest
 from fem.runs.run import RESULTS, Run, check_output, note, now, progress, read_json, write_json
 from fem.train.checkpoints import STAGING, load_language_model
-from fem.train.data import check_data, identity, load_data, load_tokenizer, write_data
+from fem.train.data import TOKENS, check_data, identity, load_data, load_tokenizer
 from fem.train.distributed import Paused, Ranks, end_process_group, end_with_parent, joining
-from fem.train.documents import local_files
+from fem.train.documents import local_documents, local_files
 from fem.train.lock import HOLDER, LOCK, one_writer
 from fem.train.metrics import MetricsCallback, summary
 from fem.train.model import build_model
-from fem.train.packing import Share
+from fem.train.packing import Share, write_tokens
 from fem.train.place import (
     FAILED,
     Place,
@@ -42,10 +41,10 @@ from fem.train.place import (
 )
 from fem.train.recipe import TrainRecipe
 from fem.train.saving import NotFinite, kept
-from fem.train.sharding import FSDP, heads_and_data, parts_of_rows, split_by_heads
+from fem.train.sharding import FSDP, parts_of_rows
 from fem.train.signals import SaveAndStop
 from fem.train.throughput import flops_per_token
-from fem.train.trainer import Milestones, TextTrainer, WrapperCheck
+from fem.train.trainer import Milestones, TextTrainer
 
 # Environment variables that change the arithmetic behind the recipe's back.
 REFUSED = (
@@ -57,7 +56,6 @@ RECORDED = (
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "ATEN_CPU_CAPABILITY"),
     *("ACCELERATE_", "FSDP_", "ONEDNN_", "DNNL_", "MKL_"),
 )
-SECONDS_A_LINE = 10.0
 
 
 def run(
@@ -174,24 +172,12 @@ def take_data(recipe: TrainRecipe, output: Path, place: Place, allow_changed: bo
         )
     if allow_changed:
         event(place.config, f"data taken as they are now: {json.dumps(source)}", place.step)
-        shutil.rmtree(output / "tokens", ignore_errors=True)
+        shutil.rmtree(output / TOKENS, ignore_errors=True)
     place.config["data"] = source
     if local_files(recipe.data) is not None:
-        write_data(recipe, output, tokenizer, source, tell_of_tokens())
+        write_tokens(local_documents(local_files(recipe.data), recipe.field), tokenizer, output / TOKENS, source)
     load_data(recipe, output, tokenizer, Share(1, 1))  # raises where there are too few
     model_config(recipe, len(tokenizer))
-
-
-def tell_of_tokens():
-    """A function that notes the number of tokens so far, at most every ten seconds."""
-    last = [time.monotonic()]
-
-    def tell(tokens: int) -> None:
-        if time.monotonic() - last[0] > SECONDS_A_LINE:
-            last[0] = time.monotonic()
-            note(f"tokenising: {tokens:,} tokens so far.")
-
-    return tell
 
 
 def finished_results(recipe: TrainRecipe, output: Path, place: Place) -> dict:
@@ -212,14 +198,12 @@ def fit(
 ) -> dict | Paused:
     """Train from the place's checkpoint, or from the beginning. `Paused` is returned and not raised: a traceback would
     keep the Trainer alive, and the process groups must end after it."""
-    parts, mesh = parts_of_rows(recipe), heads_and_data(recipe)
-    rank, world = (number // recipe.processes_of_a_row for number in (ranks.rank, ranks.world))
+    parts = parts_of_rows(recipe)
+    rank, world = (number // recipe.context_parallel for number in (ranks.rank, ranks.world))
     share = Share(recipe.batch_size, args.per_device_train_batch_size, rank, world)
     tokenizer = load_tokenizer(recipe, output)
     data = load_data(recipe, output, tokenizer, share)
     model = build_model(model_config(recipe, len(tokenizer)), recipe.seed)
-    if mesh is not None:
-        split_by_heads(model, mesh)
     with progress() if ranks.rank == 0 else nullcontext() as bars:
         under_way = Run(output, recipe.seed)
         metrics = MetricsCallback(recipe, under_way, model, data.probe, bars)
@@ -228,7 +212,6 @@ def fit(
             output=output,
             rows=data.train,
             parts=parts,
-            mesh=mesh,
             share=share,
             keep=recipe.keep,
             skip=recipe.nonfinite == "skip",
@@ -238,7 +221,7 @@ def fit(
             train_dataset=data.train,
             eval_dataset=data.validation or None,
             processing_class=tokenizer,
-            callbacks=[stop, Milestones(), WrapperCheck(recipe.parallel), metrics],
+            callbacks=[stop, Milestones(), metrics],
         )
         trainer.remove_callback(PrinterCallback)
         try:
@@ -281,7 +264,6 @@ def model_config(recipe: TrainRecipe, vocabulary: int) -> FEMConfig:
         raise ValueError(
             f"context must be at most max_position_embeddings = {config.max_position_embeddings}, got {recipe.context}."
         )
-    check_heads(config, recipe.tensor_parallel)
     return config
 
 
@@ -322,12 +304,10 @@ def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
     )
     if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED:
         raise ValueError("parallel='fsdp' needs torchrun, with one process or more.")
-    readers, rest = divmod(args.world_size, recipe.processes_of_a_row)  # groups of processes, each with rows of its own
+    readers, rest = divmod(args.world_size, recipe.context_parallel)  # groups of processes, each with rows of its own
     if rest:
-        names = [name for name in ("context_parallel", "tensor_parallel") if getattr(recipe, name) > 1]
         raise ValueError(
-            f"{' x '.join(names)} must divide the number of processes, {args.world_size}, "
-            f"got {' x '.join(str(getattr(recipe, name)) for name in names)}."
+            f"context_parallel must divide the number of processes, {args.world_size}, got {recipe.context_parallel}."
         )
     given = recipe.micro_batch or max(1, recipe.batch_size // readers)
     args.per_device_train_batch_size = args.per_device_eval_batch_size = given

@@ -52,33 +52,18 @@ def whole(tmp_path_factory):
 SHARED = {
     "rows": (2, {"context_parallel": 2}),
     "rows, in two pairs": (4, {"parallel": "fsdp", "context_parallel": 2}),
-    "layers": (2, {"parallel": "fsdp", "tensor_parallel": 2}),
-    "layers, in two pairs": (4, {"parallel": "fsdp", "tensor_parallel": 2}),
-    "rows and layers": (4, {"parallel": "fsdp", "context_parallel": 2, "tensor_parallel": 2}),
 }
 
 
 @pytest.mark.parametrize("what", SHARED)
-def test_processes_that_share_rows_or_layers_train_as_one(whole, tmp_path, what):
-    """Every row, or every layer, is split over two processes; pairs read rows of their own."""
+def test_processes_that_share_rows_train_as_one(whole, tmp_path, what):
+    """Every row is split over two processes; pairs read rows of their own."""
     processes, way = SHARED[what]
     ended = Training(replace(whole[0], **way), tmp_path / "run", processes).end(300)
     assert ended.code == 0, ended.said
     for a, b in zip(losses(whole[1]), losses(tmp_path / "run"), strict=True):
         assert a == pytest.approx(b, rel=1e-5)
     assert apart(whole[1], tmp_path / "run") < 1e-5
-
-
-def test_shared_layers_go_on_whole_or_shared_by_others(whole, tmp_path):
-    """Bit for bit on as many processes; and any checkpoint opens as one model."""
-    recipe = replace(whole[0], parallel="fsdp")
-    ended = Training(replace(recipe, tensor_parallel=2), tmp_path / "two", 2).end(300)
-    assert ended.code == 0, ended.said
-    for processes, tensor, most in ((2, 2, 0.0), (1, 1, 1e-6), (4, 4, 1e-6)):
-        then = replace(recipe, tensor_parallel=tensor)
-        assert apart(gone_on(then, tmp_path / "two", tmp_path / f"to{processes}", processes), tmp_path / "two") <= most
-    model, _ = load_language_model(tmp_path / "two")
-    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 @pytest.fixture(scope="module")

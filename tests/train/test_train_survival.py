@@ -23,7 +23,7 @@ from trainings import assert_same_run, losses, tiny, weights
 
 from fem import cli
 from fem.runs import run
-from fem.train import distributed, integrity, metrics, place, trainer, training
+from fem.train import distributed, metrics, place, trainer, training
 from fem.train.checkpoints import checkpoints, load_language_model, newest
 from fem.train.distributed import Paused
 from fem.train.lock import one_writer
@@ -184,17 +184,6 @@ def test_weights_that_are_not_finite_never_become_a_checkpoint(data, tmp_path, m
     assert newest(tmp_path / "run").name == "checkpoint-5"
 
 
-def test_a_spike_is_told_from_the_lines_before_it():
-    found = metrics.MetricsCallback.spikes
-    lines = [{"train_loss": 2.0, "grad_norm_max": 1.0}] * 5
-    told = lambda **now: found(type("Told", (), {"lines": lines})(), now)  # noqa: E731
-    assert told(train_loss=2.1, grad_norm_max=4.0) == {}
-    assert told(train_loss=2.1, grad_norm_max=6.0) == {
-        "spike": "grad_norm_max 6 is 6.0 times the median of the last lines"
-    }
-    assert "train_loss 3 is 1.5 times" in told(train_loss=3.0)["spike"]
-
-
 # What stops it
 
 
@@ -344,29 +333,6 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(cut, whole, data, cap
     assert not (cut / ".saving").exists()
     assert (cut / "damaged-checkpoint-10").is_dir()
     assert_same_run(cut, whole, 12)
-
-
-@SLOW
-def test_checkpoints_of_the_version_before_still_go_on(cut, whole, data):
-    for checkpoint in checkpoints(cut):
-        listed = json.loads((checkpoint / integrity.MANIFEST).read_text())
-        sizes = {name: known["bytes"] for name, known in listed.items() if not name.startswith("run/")}
-        (checkpoint / integrity.MANIFEST).write_text(json.dumps(sizes))
-        shutil.rmtree(checkpoint / "run")
-        (checkpoint / "rows_0.json").write_text("{}")
-    for folder in (cut / "tokens", cut / "tokenizer"):
-        (folder / integrity.MANIFEST).unlink()
-    stat = data.stat()
-    (cut / "tokens" / "source.json").write_text(json.dumps([[data.name, stat.st_size, stat.st_mtime_ns]]))
-    config = json.loads((cut / "config.json").read_text())
-    for name in ("data", "history"):
-        del config[name]
-    for name in ("nonfinite", "comm_timeout"):
-        del config["recipe"][name]
-    (cut / "config.json").write_text(json.dumps(config))
-    training.run(tiny(data), cut, resume=True)
-    assert_same_run(cut, whole, 12)
-    assert integrity.damage(cut / "tokens") is None
 
 
 @pytest.mark.parametrize("left", [b"\0" * 300, pytest.param(None, marks=SLOW)])
