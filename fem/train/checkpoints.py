@@ -122,7 +122,9 @@ def _readable(what: str) -> Iterator[None]:
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise ValueError(f"{what} brings code of its own: fem runs none.") from error
-        raise ValueError(f"{what} cannot be read, it may be missing, corrupt or cut off: {first_line(error)}") from error
+        raise ValueError(
+            f"{what} cannot be read, it may be missing, corrupt or cut off: {first_line(error)}"
+        ) from error
 
 
 def load_language_model(folder: str | Path):

@@ -43,8 +43,8 @@ READS = {"channel": channel_scan_read, "ssm": ssm_read, "head": keyed_scan_read,
 LOOPS = {
     "channel": naive_channel_scan_read,
     "ssm": naive_ssm_read,
-    "head": lambda *arguments, **options: naive_linear_attention_read(*arguments, **options)[0],
-    "none": lambda *arguments, **options: naive_linear_attention_read(*arguments, **options)[0],
+    "head": naive_linear_attention_read,
+    "none": naive_linear_attention_read,
 }
 
 

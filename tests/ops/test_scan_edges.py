@@ -54,24 +54,6 @@ def test_a_linear_read_of_no_token_under_a_mask_is_empty_and_keeps_the_state():
         torch.testing.assert_close(after.memory[name], x)
 
 
-def test_a_row_that_is_masked_throughout_stays_in_the_state_of_the_definition():
-    q, k, v, beta = torch.rand(2, 4, 1, 3), torch.rand(2, 4, 1, 3), torch.randn(2, 4, 1, 2), torch.ones(1, 2)
-    mask = torch.tensor([[0, 0, 0, 0], [1, 1, 1, 1]])
-    options = {"key_mask": mask, "return_state": True}
-    states = [keyed_scan_read(q, k, v, beta, backend=name, **options)[1].memory for name in ("reference", "plain")]
-    for name, x in states[1].items():
-        torch.testing.assert_close(states[0][name], x, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["q", "k"])
-def test_the_definition_refuses_to_differentiate_features_of_zero(name):
-    given = {"q": torch.rand(1, 4, 1, 3), "k": torch.rand(1, 4, 1, 3)}
-    given[name][0, 2, 0, 1] = 0
-    given[name].requires_grad_()
-    with pytest.raises(ValueError, match=f"{name} must be positive"):
-        keyed_scan_read(**given, v=torch.randn(1, 4, 1, 2), beta=torch.ones(1, 2), backend="reference")
-
-
 @pytest.mark.parametrize("wrong", [0.5, float("nan")])
 def test_decays_that_grow_are_refused(wrong):
     log_decay = torch.zeros(1, 3, 2)

@@ -14,6 +14,7 @@ from fem.ops.channel_scan.naive import naive_channel_scan_read
 from fem.ops.channel_scan.plain import channel_scan
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.composed import fused
+from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import NO_WEIGHT, Read, Terms, connected_zeros, merge, nothing_read, read_of
 from fem.ops.common.scaled_sums import Sums, last_step, start_of, state_of
@@ -53,7 +54,7 @@ def channel_scan_read(
     backend = scan_backend(backend, v.device, widest(v, log_weight, log_decay))
     if backend == "reference" and 0 not in v.shape[:2]:
         loops = partial(naive_channel_scan_read, log_weight, v, beta, log_decay)
-        return by_definition(loops, v.dtype, causal, tokens, normalize, initial_state, return_state)
+        return by_definition(loops, v.dtype, causal, tokens, initial_state, return_state, normalize=normalize)
     if backend == "triton" and fused(causal, initial_state, return_state, log_weight, v, beta, log_decay):
         x, values, a = (None if part is None else part.flatten(2) for part in _seen(log_weight, v, log_decay, tokens))
         sums = composed(x, values, None if beta is None else beta.float().flatten(), a)
@@ -105,17 +106,6 @@ def read_pair(reads, v: Tensor, free_values: Tensor, state, return_state: bool, 
         results[n] = read[n]
         after |= {name + key: x for key, x in memory.items()}
     return (Read(*results), after) if return_state else Read(*results)
-
-
-def by_definition(loops, dtype, causal, tokens, normalize, initial_state, return_state) -> Read:
-    """The read by the loops over the definition, in `naive`. Raises ValueError on states, which these do not keep."""
-    if initial_state is not None or return_state:
-        raise ValueError(
-            "backend='reference' reads whole sequences and keeps no state; use backend='auto' with states."
-        )
-    keep, document = (None, None) if tokens is None else (tokens.keep, tokens.document)
-    read = loops(causal=causal, key_mask=keep, segment_ids=document, normalize=normalize)
-    return Read(*(None if part is None else part.to(dtype) for part in read))
 
 
 def _one_way(log_weight, v, beta, log_decay, tokens, state, present: bool):

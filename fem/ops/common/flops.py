@@ -36,7 +36,3 @@ def linear_attention_backward(
 
 def _pairs(q: Shape, k: Shape) -> int:
     return q[0] * q[2] * q[1] * k[1]
-
-
-def _columns(v: Shape, beta: Shape | None) -> int:
-    return v[3] if beta is None else 2 * v[3]

@@ -1,6 +1,11 @@
-"""Reads row by row in float64, from the logarithms of the weights: what the recurrent definitions share."""
+"""The definitions of the recurrent reads in float64, row by row: slow, differentiable by plain autograd.
+
+Tests compare every implementation with these loops, which share no code with them; backend="reference" runs them.
+"""
 
 from __future__ import annotations
+
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -8,57 +13,51 @@ from torch import Tensor
 from fem.ops.common.read import Read
 
 
-def decayed(log_decay: Tensor, t: int, seen: list[int]):
-    """The tokens of `seen` with the decay between each and t."""
-    zero = torch.zeros_like(log_decay[t])
-    for i in seen:
-        between = [r for r in seen if (i < r <= t) or (t <= r < i)]
-        yield i, sum((log_decay[r] for r in between), zero)
+def by_definition(definition, dtype, causal, tokens, initial_state, return_state, **options) -> Read:
+    """The read by a definition, which takes masks and segment ids. Raises ValueError on states: it keeps none."""
+    if initial_state is not None or return_state:
+        raise ValueError(
+            "backend='reference' reads whole sequences and keeps no state; use backend='auto' with states."
+        )
+    keep, document = (None, None) if tokens is None else (tokens.keep, tokens.document)
+    read = definition(causal=causal, key_mask=keep, segment_ids=document, **options)
+    return Read(*(None if part is None else part.to(dtype) for part in read))
 
 
-def read_rows(log_scores, v, beta, causal, key_mask, segment_ids, normalize) -> Read:
-    """The read of every row t from log_scores(b, t, seen), (len(seen), H, d_v), over the tokens of its document."""
+def decays(log_decay: Tensor, t: int, seen: list[int]) -> Tensor:
+    """sum_{i<r<=t} log_decay_r for every i of `seen` up to t, sum_{t<=r<i} for those after it; r runs over `seen`."""
+    g, n = log_decay[seen], seen.index(t)
+    past = g[1 : n + 1].flip(0).cumsum(0).flip(0)
+    return torch.cat([past, torch.zeros_like(g[:1]), g[n:-1].cumsum(0)])
+
+
+def read_rows(log_scores, v, beta, causal, key_mask, segment_ids, normalize, free_values=None) -> Read:
+    """The read of every row t under log_scores(b, t, seen), (len(seen), H, d_v or 1), over its document's tokens."""
     batch, time = v.shape[:2]
     beta = None if beta is None else beta.double()
-    nothing = torch.zeros_like(v[0, 0])
+    f = v if free_values is None else free_values.double()
     rows = []
     for b in range(batch):
-        document, last = [], None
+        kept = [t for t in range(time) if key_mask is None or key_mask[b, t]]
+        ids = [0] * time if segment_ids is None else segment_ids[b].tolist()
+        opens = [ids[i] != ids[t] for i, t in pairwise(kept)]
+        document = dict(zip(kept, accumulate(opens, initial=0)))
         for t in range(time):
-            if key_mask is not None and not key_mask[b, t]:
-                rows.append((nothing, nothing))
-                continue
-            same = segment_ids is None or last is None or segment_ids[b, t] == segment_ids[b, last]
-            document, last = ([*document, t] if same else [t]), t
-            seen = document if causal else _whole_document(b, t, time, key_mask, segment_ids)
-            rows.append(weighted_read(log_scores(b, t, seen), v[b, seen], v[b, seen], beta, normalize))
+            seen = [i for i in kept if t in document and document[i] == document[t] and (i <= t or not causal)]
+            if seen:
+                rows.append(_read_row(log_scores(b, t, seen), v[b, seen], f[b, seen], beta, normalize))
+            else:
+                rows.append((torch.zeros_like(v[b, t]), torch.zeros_like(f[b, t])))
     mean, free_energy = (torch.stack(parts).unflatten(0, (batch, time)) for parts in zip(*rows))
     return Read(mean, None if beta is None else free_energy)
 
 
-def _whole_document(b, t, time, key_mask, segment_ids) -> list[int]:
-    kept = [i for i in range(time) if key_mask is None or key_mask[b, i]]
-    here = kept.index(t)
-    first = last = here
-    same = lambda i, j: segment_ids is None or segment_ids[b, kept[i]] == segment_ids[b, kept[j]]  # noqa: E731
-    while first > 0 and same(first, first - 1):
-        first -= 1
-    while last + 1 < len(kept) and same(last, last + 1):
-        last += 1
-    return kept[first : last + 1]
-
-
-def weighted_read(
-    s: Tensor, means: Tensor, energies: Tensor, beta: Tensor | None, normalize: bool
-) -> tuple[Tensor, Tensor]:
-    """Mean and free energy of items (i, h, dv) under the weights e^s, s (i, h, dv or 1).
-
-    Of a token both are its value; of items that are themselves reads, their means and their free energies.
-    """
+def _read_row(s: Tensor, v: Tensor, f: Tensor, beta: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Mean of v and free energy of f (i, H, d_v) under the weights e^s, s (i, H, d_v or 1)."""
     empty = torch.isneginf(s.detach()).all(0)
     s = s.masked_fill(empty, 0.0)
     log_p = s - s.logsumexp(0) if normalize else s
-    mean = (log_p.exp() * means).sum(0).masked_fill(empty, 0.0)
+    mean = (log_p.exp() * v).sum(0).masked_fill(empty, 0.0)
     if beta is None:
-        return mean, mean
-    return mean, ((log_p + beta * energies).logsumexp(0) / beta).masked_fill(empty, 0.0)
+        return mean, torch.zeros_like(f[0])
+    return mean, ((log_p + beta * f).logsumexp(0) / beta).masked_fill(empty, 0.0)

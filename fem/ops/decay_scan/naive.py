@@ -1,7 +1,4 @@
-"""The decaying sum in float64, by loops over its definition: slow, differentiable by plain autograd.
-
-The tests compare every implementation with it; it shares no code with what it tests.
-"""
+"""The definition of the decaying sum, in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from torch import Tensor
 def naive_decay_scan(
     log_decay: Float[Tensor, "b t c"], u: Float[Tensor, "b t c"], initial_state: Float[Tensor, "b c"] | None = None
 ) -> Float[Tensor, "b t c"]:
-    """h_t = exp(log_decay_t) h_{t-1} + u_t, one step after the other, in float64."""
+    """h_t = exp(log_decay_t) h_{t-1} + u_t, one step after the other."""
     h = torch.zeros_like(u[:, 0]).double() if initial_state is None else initial_state.double()
     rows = []
     for t in range(u.shape[1]):

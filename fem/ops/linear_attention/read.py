@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.composed import fused
+from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, merge, read_of
 from fem.ops.common.steps import portable
@@ -42,8 +45,9 @@ def linear_attention_read(
     """
     backend = scan_backend(backend, v.device, widest(v, log_decay))
     if backend == "reference" and 0 not in v.shape[:2]:
-        read, state = _by_definition(q, k, v, free_values, beta, log_decay, causal, tokens, initial_state, normalize)
-        return (read, state) if return_state else read
+        loops = partial(naive_linear_attention_read, q, k, v, beta, log_decay)
+        options = {"normalize": normalize, "free_values": free_values}
+        return by_definition(loops, v.dtype, causal, tokens, initial_state, return_state, **options)
     if backend == "triton" and fused(causal, initial_state, return_state, q, k, v, beta, log_decay, free_values):
         terms = Terms(*composed(*_kept(tokens, q, k, v, free_values, beta, log_decay)))
         return read_of(terms, beta, normalize, v.dtype)
@@ -103,28 +107,6 @@ def linear_attention_terms(
     if beta is None:
         terms, last = terms._replace(free_energy=None), last._replace(free_energy=None)
     return terms, {name: x for name, x in last._asdict().items() if x is not None}
-
-
-def _by_definition(q, k, v, free_values, beta, log_decay, causal, tokens, initial_state, normalize):
-    """The read by the loops over the definition, in `naive`, which take masks and document numbers."""
-    for name, x in (("q", q), ("k", k)):
-        if differentiated(x) and bool((x == 0).any()):
-            raise ValueError(
-                f"{name} must be positive where backend='reference' differentiates it, as that takes its logarithm, "
-                "got a 0; use backend='plain'."
-            )
-    keep = None if tokens is None else tokens.keep
-    document = None if tokens is None else tokens.document
-    if initial_state and tokens is not None and tokens.start is not None:
-        first = torch.ones_like(tokens.start) if keep is None else keep
-        anew = (tokens.start & (first.cumsum(1) == 1)).any(1)[:, None, None]
-        initial_state = initial_state | {"log_weight": torch.where(anew, -torch.inf, initial_state["log_weight"])}
-    read, state = naive_linear_attention_read(
-        q, k, v, beta, log_decay, causal, keep, document, initial_state or None, normalize, free_values
-    )
-    sums = compute_dtype(v)
-    read = Read(*(None if x is None else x.to(v.dtype) for x in read))
-    return read, {name: x.to(sums) for name, x in state.items()}
 
 
 def _kept(tokens: Tokens | None, q, k, v, free, beta, log_decay) -> tuple[Tensor | None, ...]:

@@ -34,18 +34,17 @@ def _total(parts) -> Tensor | None:
     return None if parts[0] is None else sum(parts)
 
 
-def _of_number(number: Tensor, of_log: Tensor, at_zero: Tensor | None) -> Tensor:
-    """The gradient of a number from that of its logarithm; where the number is 0, its own."""
-    return of_log / number if at_zero is None else torch.where(number > 0, of_log / number, at_zero)
+def _of_number(number: Tensor, of_log: Tensor) -> Tensor:
+    """The gradient of a number from that of its logarithm; 0 where the number is 0."""
+    return torch.where(number > 0, of_log / number, 0)
 
 
 def _through_logarithms(
     inputs: Inputs, piece: slice, before: Streams, d_y: list[Tensor], d_end: list[Tensor]
 ) -> SegmentGradients:
     segment, streams = inputs.cut(piece)
-    zeros = inputs.any_zeros()
     parts = [
-        backward(one, end, segment, z, payload, start, zeros)
+        backward(one, end, segment, z, payload, start)
         for one, end, (z, payload), start in zip(d_y, d_end, streams, before)
     ]
     d_v, d_beta = parts[0].v, None
@@ -53,16 +52,11 @@ def _through_logarithms(
         d_v, d_beta = d_v + parts[1].z * inputs.beta, (parts[1].z * inputs.v[:, piece]).sum((0, 1))
     d_input, d_c, d_skip = (_total(part[n] for part in parts) for n in (1, 2, 3))
     d_delta, d_b = d_input.sum(-2), d_input.sum(-1)
-    of_delta = of_b = of_c = of_skip = None
-    delta, b, c = (x[:, piece] for x in (inputs.delta, inputs.b, inputs.c))
-    if zeros:
-        of_input, of_c, of_skip = (_total(x) for x in zip(*(part.at_zeros for part in parts)))
-        of_delta, of_b = (of_input * b.unsqueeze(-1)).sum(-2), (of_input * delta.unsqueeze(-2)).sum(-1)
     if inputs.log_delta is None:
-        d_delta, d_b = _of_number(delta, d_delta, of_delta), _of_number(b, d_b, of_b)
-        d_c = _of_number(c, d_c, of_c)
+        factors = (inputs.delta[:, piece], d_delta), (inputs.b[:, piece], d_b), (inputs.c[:, piece], d_c)
+        d_delta, d_b, d_c = (_of_number(*factor) for factor in factors)
     if d_skip is not None:
-        d_skip = _of_number(inputs.skip, d_skip, of_skip)
+        d_skip = _of_number(inputs.skip, d_skip)
     d_decay = _total(part.log_decay for part in parts)
     return SegmentGradients(d_decay, d_delta, d_b, d_c, d_v, d_beta, d_skip, [part.start for part in parts])
 

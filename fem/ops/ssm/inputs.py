@@ -46,13 +46,6 @@ class Inputs(NamedTuple):
             return self.log_delta[:, piece], self.log_b[:, piece], self.log_c[:, piece]
         return tuple(x[:, piece].log() for x in (self.delta, self.b, self.c))
 
-    def any_zeros(self) -> bool:
-        """Whether a factor is exactly 0: its gradient cannot be had from that of its logarithm."""
-        zero = torch.zeros((), dtype=torch.bool, device=self.v.device)
-        if self.log_delta is None:
-            zero = (self.delta == 0).any() | (self.b == 0).any() | (self.c == 0).any()
-        return bool(zero if self.skip is None else zero | (self.skip == 0).any())
-
     def cut(self, piece: slice) -> tuple[Segment, list[tuple[Tensor, Tensor | None]]]:
         """A segment, and the (z, payload) of its streams."""
         v = self.v[:, piece]

@@ -3,8 +3,7 @@
     state_n = sum_{i <= t} e^{sum a_n} delta_i B_in e^{z_i} (1, v_i)        y = sum_n C_n state_n + D e^{z_t} (1, v_t)
 
 The stream of the weights has z = 0 and the payload v, that of the energies z = beta v and no payload. States are scaled
-sums; y has a peak of its own. delta, B, C and D enter as logarithms, and so do their gradients; `at_zeros` has the
-gradients of the numbers themselves, for entries that are exactly 0.
+sums; y has a peak of its own. delta, B, C and D enter as logarithms, and so do their gradients.
 Shapes: D for the value channels of all heads; z, v (B, T, D); C (B, T, N); A (N, D); states (B, T, N, D).
 """
 
@@ -36,7 +35,6 @@ class StreamGradients(NamedTuple):
     z: Tensor | None  # None for the weights, whose z is 0
     v: Tensor | None
     start: Tensor
-    at_zeros: tuple[Tensor, Tensor, Tensor | None] | None  # of the numbers delta B, C and D
 
 
 def advance(segment: Segment, z: Tensor, v: Tensor | None, start: Sums) -> Sums:
@@ -47,7 +45,7 @@ def advance(segment: Segment, z: Tensor, v: Tensor | None, start: Sums) -> Sums:
 
 def observe(segment: Segment, z: Tensor, v: Tensor | None, start: Sums, states: Sums) -> Sums:
     """y for every token, (B, T, D)."""
-    _, sums, top, share, own = _look(segment, z, start, states)
+    sums, top, share, own = _look(segment, z, start, states)
     y = (sums * share).sum(-2)
     if own is not None:
         y[0].add_(own)
@@ -58,13 +56,12 @@ def observe(segment: Segment, z: Tensor, v: Tensor | None, start: Sums, states: 
 
 
 def backward(
-    grad: Tensor, grad_end: Tensor, segment: Segment, z: Tensor, v: Tensor | None, start: Sums, zeros: bool
+    grad: Tensor, grad_end: Tensor, segment: Segment, z: Tensor, v: Tensor | None, start: Sums
 ) -> StreamGradients:
     """Gradients from those of y, (K, B, T, D), and of the last states, (K, B, N D)."""
     states = advance(segment, z, v, start)
-    peak, sums, top, share, own = _look(segment, z, start, states)
-    on_sums = (sums * grad.unsqueeze(-2)).sum(0)
-    pull = on_sums * share
+    sums, _, share, own = _look(segment, z, start, states)
+    pull = (sums * grad.unsqueeze(-2)).sum(0) * share
     d_states = (grad.unsqueeze(-2) * share).flatten(-2)
     d_z, d_v, d_skip, on_itself, d_before = None, None, None, 0, 0
     if own is None:
@@ -80,36 +77,25 @@ def backward(
         d_states, segment.log_decay.flatten(-2), x.flatten(-2), _per_state(v, x), start, states
     )
     shape = x.shape
-    d_decay, added = entered.log_decay.view(shape), entered.added.view(shape)
+    d_decay = entered.log_decay.view(shape)
     if own is None:
         d_decay.add_(pull)
-    d_input = added * entered.weight.view(shape)
+    d_input = (entered.added * entered.weight).view(shape)
     if v is None:
         d_z = d_input.sum(-2).add_(on_itself)
     else:
         d_v = entered.v.view(shape).sum(-2)
         if own is not None:
             d_v.addcmul_(own, grad[1])
-    at_zeros = None
-    if zeros:
-        of_input = _power(z.unsqueeze(-2) - states.peak.view(shape)) * added
-        of_c = (_power(peak - top.unsqueeze(-2)) * on_sums).sum(-1)
-        at_zeros = of_input, of_c, None if own is None else (_power(z - top) * on_token).sum((0, 1))
-    return StreamGradients(d_decay, d_input, pull.sum(-1), d_skip, d_z, d_v, entered.start + d_before, at_zeros)
-
-
-def _power(exponent: Tensor) -> Tensor:
-    return exponent.clamp_(max=80.0).exp_()  # a greater one has a derivative that no float32 holds
+    return StreamGradients(d_decay, d_input, pull.sum(-1), d_skip, d_z, d_v, entered.start + d_before)
 
 
 def _next_step(grad: Tensor) -> Tensor:
     return torch.cat([grad[..., 1:, :], torch.zeros_like(grad[..., :1, :])], -2)
 
 
-def _look(
-    segment: Segment, z: Tensor, start: Sums, states: Sums
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """The states' peaks and sums; the peak of all that a token reads; its states' and its own factor relative to it."""
+def _look(segment: Segment, z: Tensor, start: Sums, states: Sums) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The states' sums; the peak of all that a token reads; its states' and its own factor relative to it."""
     shape = segment.log_decay.shape
     peak, sums = states
     if segment.log_skip is None:
@@ -122,7 +108,7 @@ def _look(
         top = torch.maximum(top, own)
     top.clamp_(min=LOG_ZERO)
     own = None if own is None else own.sub_(top).exp_()
-    return peak, sums.view(-1, *shape), top, heights.sub_(top.unsqueeze(-2)).exp_(), own
+    return sums.view(-1, *shape), top, heights.sub_(top.unsqueeze(-2)).exp_(), own
 
 
 def _per_state(v: Tensor | None, like: Tensor) -> Tensor | None:

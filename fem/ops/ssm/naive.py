@@ -1,7 +1,4 @@
-"""The state space read in float64, by loops over its definition: slow, differentiable by plain autograd.
-
-The tests compare every implementation with it; it shares no code with what it tests.
-"""
+"""The definition of the state space read, in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from fem.ops.common.naive_rows import decayed, read_rows
+from fem.ops.common.naive_rows import decays, read_rows
 from fem.ops.common.read import Read
 
 
@@ -26,7 +23,7 @@ def naive_ssm_read(
     segment_ids: Int[Tensor, "b t"] | None = None,
     normalize: bool = True,
 ) -> Read:
-    """Mean and free energy under the impulse response of a selective state space model, in float64.
+    """Mean and free energy under the impulse response of a selective state space model.
 
     s_tj(i) = sum_n C_tn exp(sum_{i<r<=t} delta_rj A_jn) delta_ij B_in + D_j [i = t]; for i > t over t <= r < i
     """
@@ -34,12 +31,9 @@ def naive_ssm_read(
     a = delta.unsqueeze(-1) * A
 
     def log_scores(b: int, t: int, seen: list[int]) -> Tensor:
-        scores = []
-        for i, decay in decayed(a[b], t, seen):
-            terms = [decay + (C[b, t] * B[b, i]).log() + delta[b, i].log().unsqueeze(-1)]
-            if i == t:
-                terms.append(D.log().unsqueeze(-1))
-            scores.append(torch.cat(terms, -1).logsumexp(-1))
-        return torch.stack(scores)
+        through_states = decays(a[b], t, seen) + (C[b, t] * B[b, seen]).log()[:, None, None]
+        scores = (through_states + delta[b, seen].log().unsqueeze(-1)).logsumexp(-1)
+        present = torch.stack([D.log() if i == t else torch.full_like(D, -torch.inf) for i in seen])
+        return torch.stack([scores, present]).logsumexp(0)
 
     return read_rows(log_scores, v, beta, causal, key_mask, segment_ids, normalize)

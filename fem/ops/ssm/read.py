@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.channel_scan.read import by_definition, read_pair, split_channels
+from fem.ops.channel_scan.read import read_pair, split_channels
 from fem.ops.common.backend import scan_backend, widest
+from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, merge, nothing_read, read_of
 from fem.ops.common.scaled_sums import Sums, start_of, state_of
@@ -62,7 +63,7 @@ def ssm_read(
     backend = scan_backend("plain" if backend == "auto" else backend, v.device, widest(v, delta, A, B, C, D))
     if backend == "reference" and 0 not in v.shape[:2]:
         loops = partial(naive_ssm_read, delta, A, B, C, D, v, beta)
-        return by_definition(loops, v.dtype, causal, tokens, normalize, initial_state, return_state)
+        return by_definition(loops, v.dtype, causal, tokens, initial_state, return_state, normalize=normalize)
     options = {"causal": causal, "tokens": tokens, "initial_state": initial_state, "return_state": return_state}
     terms, state = ssm_terms(delta, A, B, C, D, v, beta, **options, logs=logs)
     read = read_of(terms, beta, normalize, v.dtype)

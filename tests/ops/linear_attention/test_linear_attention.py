@@ -11,7 +11,7 @@ import jaxtyping
 import pytest
 import torch
 from hypothesis import given, settings
-from linear_attention import draw, draw_memory
+from linear_attention import definition, draw
 
 from fem.functional import keyed_scan_read
 from fem.ops.common.fallback_count import FallbackCount
@@ -44,18 +44,23 @@ CASES = {
 }
 
 
-def scan(tensors, memory=None, **options):
-    """The public read; `memory` is what an initial state holds."""
-    _, empty = keyed_scan_read(
-        **{n: x if n == "beta" or x is None else x[:, :1] for n, x in tensors.items()}, return_state=True
-    )
-    state = None if memory is None else type(empty)(memory, type(empty.cache_position).zero(len(tensors["q"]), "cpu"))
-    return keyed_scan_read(**tensors, initial_state=state, **options)
-
-
 def close(got, wanted, tolerance, floor):
     error = (got.double() - wanted.double()).abs().max().item()
     assert error <= tolerance * wanted.double().abs().max().item() + floor, f"off by {error} of {wanted.abs().max()}"
+
+
+def streamed(tensors, mask, ids, cut, return_state, **call):
+    """The public read in one call or, with a cut inside, in two, and the state after it."""
+    if not return_state:
+        return keyed_scan_read(**tensors, **call, key_mask=mask, segment_ids=ids), {}
+    reads, state = [], None
+    for part in (slice(cut), slice(cut, None)) if cut < tensors["q"].shape[1] else (slice(None),):
+        piece = {n: x if n == "beta" or x is None else x[:, part] for n, x in tensors.items()}
+        marks = {"key_mask": mask, "segment_ids": ids}
+        marks = {n: None if x is None else x[:, part] for n, x in marks.items()}
+        read, state = keyed_scan_read(**piece, **call, **marks, initial_state=state, return_state=True)
+        reads.append(read)
+    return [None if x[0] is None else torch.cat(x, 1) for x in zip(*reads)], state.memory
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -69,16 +74,12 @@ def test_reads_states_and_gradients_are_those_of_the_definition(case, decay, dty
     batch, time = tensors["q"].shape[:2]
     mask = torch.rand(batch, time) > 0.3 if masked else None
     ids = (torch.rand(batch, time) > 0.8).cumsum(1) if packed else None
-    memory = draw_memory(tensors) if with_state else {}
     tensors = {n: None if x is None else x.to(dtype).requires_grad_() for n, x in tensors.items()}
-    memory = {n: x.to(dtype).requires_grad_() for n, x in memory.items()}
     causal = call.get("causal", True)
 
-    got = scan(tensors, memory or None, **call, return_state=causal, key_mask=mask, segment_ids=ids)
-    read, state = (got[0], got[1].memory) if causal else (got, {})
-    wanted, end = naive_linear_attention_read(
-        **tensors, **call, key_mask=mask, segment_ids=ids, initial_state=memory or None
-    )
+    read, state = streamed(tensors, mask, ids, time // 2 if with_state else time, return_state=causal, **call)
+    wanted, end = definition(mask, ids, **tensors, **call) if causal else (
+        naive_linear_attention_read(**tensors, **call, key_mask=mask, segment_ids=ids), {})  # fmt: skip
     kept = torch.ones(batch, time, 1, 1) if mask is None else mask[..., None, None].float()
     pairs = [(x * kept, y * kept) for x, y in zip(read, wanted) if x is not None]
     pairs += [(state[name], end[name]) for name in state]
@@ -88,7 +89,7 @@ def test_reads_states_and_gradients_are_those_of_the_definition(case, decay, dty
     cotangents = [torch.randn(y.shape, dtype=torch.float64) / time**0.5 for _, y in pairs]
     for x, y in pairs:
         close(x, y, tolerance, floor)
-    leaves = [x for x in (*tensors.values(), *memory.values()) if x is not None]
+    leaves = [x for x in tensors.values() if x is not None]
     mine, theirs = (
         torch.autograd.grad(sum((x * c).sum() for x, c in zip(side, cotangents)), leaves, materialize_grads=True)
         for side in zip(*pairs)
@@ -113,7 +114,7 @@ def plain(q, k, v, beta, log_decay):
 def test_half_precision_errs_at_most_twice_as_much_as_the_plain_form(dtype, span):
     tensors = {n: x.to(dtype).requires_grad_() for n, x in draw("head", time=41, span=span).items()}
     wide = {n: x.detach().double().requires_grad_() for n, x in tensors.items()}
-    exact = naive_linear_attention_read(**wide)[0]
+    exact = naive_linear_attention_read(**wide)
     cotangent = torch.randn(exact.mean.shape).to(dtype)
     results = []
     for (mean, free), leaves in (
@@ -300,9 +301,8 @@ def test_features_of_zero_have_their_gradients():
 def test_the_reference_backend_gives_the_same(decay):
     tensors = draw(decay, time=23)
     supports = {"key_mask": torch.rand(2, 23) > 0.3, "segment_ids": torch.randint(0, 2, (2, 23))}
-    for options in ({"return_state": True}, {"causal": False}):
-        fast, slow = (keyed_scan_read(**tensors, **supports, **options, backend=name) for name in ("auto", "reference"))
-        reads = (fast[0], slow[0]) if "return_state" in options else (fast, slow)
+    for causal in (True, False):
+        reads = (keyed_scan_read(**tensors, **supports, causal=causal, backend=name) for name in ("auto", "reference"))
         kept = supports["key_mask"][..., None, None]
         for x, y in zip(*reads):
             close(x * kept, y * kept, 2e-6, 0)
