@@ -46,6 +46,9 @@ CASES = {  # name: the model's fields, vLLM's options
         {"max_num_seqs": 8, "tensor_parallel_size": 2},
     ),
 }
+SPLIT = {"use_conv": False, "gate_rank": 8, "free_share": 0.5}
+CASES["split values, shifted"] = ({"mixer": SPLIT}, {"max_num_seqs": 8, "enable_prefix_caching": True})
+CASES["two processes, split values, shifted"] = ({"mixer": SPLIT}, {"max_num_seqs": 8, "tensor_parallel_size": 2})
 STATES = {"max_num_seqs": 8, "hf_overrides": {"architectures": ["FEMStatesForCausalLM"]}}
 CASES |= {
     f"states of {name}": ({"prior_type": name, "mixer": {"use_conv": False}}, STATES)
@@ -60,6 +63,11 @@ CASES["a hybrid: gla with the conditioner, then softmax with a window of 32"] = 
     STATES,
 )
 CASES["softmax with the conditioner"] = ({"mixer": {}}, STATES)
+CASES["softmax with the conditioner and split values"] = ({"mixer": {"free_share": 0.5}}, STATES)
+CASES["states of gla with split values"] = (
+    {"prior_type": "gla", "mixer": {"use_conv": False, "free_share": 0.5}},
+    STATES,
+)
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",

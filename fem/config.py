@@ -297,6 +297,11 @@ class FreeEnergyMixerConfig:
         return self.value_width if self.free_share is None else round(self.free_share * self.value_width)
 
     @property
+    def read_width(self) -> int:
+        """Width of what a head's attention sums: the values, and e where each channel reads both mean and F."""
+        return self.value_width * (2 if self.use_lse and self.free_share is None else 1)
+
+    @property
     def learns_lambda(self) -> bool:
         """Whether lambda mixes mean and free energy."""
         return self.use_temperature and self.free_share is None

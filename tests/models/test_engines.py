@@ -23,6 +23,10 @@ FAMILIES = {
     "window_in_one_layer": {"layer_priors": [{"prior_type": "softmax", "window": 5}, "softmax"]},
     "slim_gates": {"mixer": {"gate_rank": 4}},
     "one_gate_a_head": {"mixer": {"gate_rank": 0}},
+    "split": {"mixer": {"free_share": 0.5, "gate_rank": 4}},
+    "split_grouped": {"num_key_value_heads": 2, "mixer": {"free_share": 0.25}},
+    "free_energy_of_all": {"mixer": {"free_share": 1.0}},
+    "capped": {"mixer": {"value_logexp_cap": 2.0}},
     "no_rope": {"mixer": {"use_rope": False}},
     "free_energy_alone": {"mixer": {"use_temperature": False, "use_lse": True}},
     "plain_attention": {"mixer": {"use_temperature": False, "use_lse": False, "use_outer_gate": False}},
@@ -133,12 +137,28 @@ def test_an_engine_of_ones_own_is_given_keys_and_values_of_one_width():
     ]
 
 
+@pytest.mark.parametrize(("width", "heads"), [(32, 4), (384, 8), (320, 4), (512, 8)])
+def test_split_values_keep_the_head_and_the_cache_of_attention(width, heads):
+    """Heads of 8, 48, 80 and 64: no engine is asked to pad them, though values are a little narrower than keys."""
+    sizes = {"vocab_size": 9, "hidden_size": width, "num_attention_heads": heads, "num_hidden_layers": 1}
+    attention = FEMConfig(**sizes, mixer={"use_conv": False} | FAMILIES["plain_attention"]["mixer"])
+    split = FEMConfig(**sizes, mixer={"use_conv": False, "free_share": 0.5, "gate_rank": max(1, width // 16)})
+    mixer = split.mixer_configs()[0]
+    assert split.head_dim == attention.head_dim == width // heads == mixer.key_width
+    assert 0.8 * mixer.key_width < mixer.read_width == mixer.value_width <= mixer.key_width
+    caches = []
+    for config in (split, attention):
+        model = FEMForCausalLM(config).eval()
+        layer = served(model, "sdpa", torch.ones(2, 3, dtype=torch.long), use_cache=True).past_key_values.layers[0]
+        caches.append((layer.keys.nbytes, layer.values.nbytes))
+    assert caches[0] == caches[1]
+
+
 @pytest.mark.parametrize(
     "fields, reason",
     [
         ({"mixer": {"use_conv": True}}, "layer 0 has the conditioner"),
         ({"layer_priors": ["softmax", "gla"]}, "layer 1 has the 'gla' prior"),
-        ({"mixer": {"value_logexp_cap": 9.0}}, "value_logexp_cap"),
         ({"layer_priors": [{"prior_type": "softmax", "window": 3 + i} for i in range(2)]}, "windows of 3 and 4"),
         ({"layer_priors": ["softmax", {"prior_type": "softmax", "n_kv_head": 1}]}, "numbers of key heads"),
     ],

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("engine", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["full", "grouped", "window", "window_in_one_layer", "slim_gates"])
+@pytest.mark.parametrize("family", ["full", "grouped", "window", "window_in_one_layer", "slim_gates", "split"])
 def test_continuous_batching_writes_what_generate_writes(family, engine):
     """Prompts of 1 to 30 tokens, prefilled in chunks of at most 24 tokens: rows join and end while others run."""
     model, of = small_model(**FAMILIES[family]), torch.Generator().manual_seed(2)

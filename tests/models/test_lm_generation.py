@@ -198,9 +198,9 @@ def test_a_prompt_read_in_chunks_writes_the_same_text(family, chunk):
     assert torch.equal(generate(model, ids, attention_mask=mask, prefill_chunk_size=chunk), whole)
 
 
-@pytest.mark.parametrize("cache", ["static", "dynamic", "prompt lookup"])
-def test_an_engine_generates_over_the_caches_of_transformers(cache):
-    model = small_model(mixer={"use_conv": False})
+@pytest.mark.parametrize("cache, share", [("static", None), ("static", 0.5), ("dynamic", 0.5), ("prompt lookup", None)])
+def test_an_engine_generates_over_the_caches_of_transformers(cache, share):
+    model = small_model(mixer={"use_conv": False, "free_share": share})
     expected = generate(model, tokens(1, 6))
     model.set_attn_implementation("sdpa")
     options = {"prompt_lookup_num_tokens": 2} if cache == "prompt lookup" else {"cache_implementation": cache}

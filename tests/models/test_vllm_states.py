@@ -24,6 +24,8 @@ MODELS = {
     "gla and the conditioner": {"prior_type": "gla"},
     "mamba": {"prior_type": "mamba", "mixer": {"use_conv": False}},
     "softmax and the conditioner": {},
+    "split softmax and the conditioner": {"mixer": {"free_share": 0.5}},
+    "split gla": {"prior_type": "gla", "mixer": {"free_share": 0.5, "use_conv": False}},
     "hybrid": HYBRID,
 }
 
@@ -156,7 +158,6 @@ def test_which_tokens_are_whose_is_read_on_the_host_once_for_all_layers(states, 
     [
         ({"mixer": {"use_conv": False}}, "no layer has a state"),
         ({"layer_priors": ["gla", "rnn_decay"]}, "layer 1 has another state"),
-        ({"mixer": {"value_logexp_cap": 9.0}}, "layer 0 has a value_logexp_cap"),
         ({"layer_priors": ["gla", {"prior_type": "softmax", "n_kv_head": 2}]}, "layer 1 has 2 key heads"),
     ],
 )

@@ -29,6 +29,7 @@ CASES |= {
         "mixer": {"use_temperature": False, "use_lse": False, "normalize": False},
     },
     "the free energy alone": {"prior_type": "rnn_decay", "mixer": {"use_temperature": False, "use_lse": True}},
+    "split values": {"layer_priors": ["linear", "softmax"], "mixer": {"free_share": 0.5}},
     "capped": {"layer_priors": ["linear", "softmax"], "mixer": {"value_logexp_cap": 2.0}},
 }
 

@@ -16,6 +16,7 @@ FAMILIES = {
     "conditioner and grouped keys": {"num_key_value_heads": 4},
     "slim gates": {"mixer": {"use_conv": False, "gate_rank": 4}},
     "one gate a head": {"mixer": {"gate_rank": 0}},
+    "split values": {"mixer": {"use_conv": False, "gate_rank": 4, "free_share": 0.5}},
     "gla and a window": {"layer_priors": ["gla", {"prior_type": "softmax", "window": 4}]},
     "linear": {"prior_type": "linear"},
     "rnn_softmax": {"prior_type": "rnn_softmax"},
@@ -77,7 +78,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     scratch = Path(sys.argv[1])
-    cases = [(name, "exact") for name in FAMILIES] + [("softmax", "sdpa"), ("slim gates", "sdpa")]
+    cases = [(name, "exact") for name in FAMILIES] + [("softmax", "sdpa"), ("slim gates", "sdpa"), ("split values", "sdpa")]
     found = {f"{name}, {engine}": compare(name, engine, scratch) for name, engine in cases}
     if dist.get_rank() == 0:
         (scratch / "found.json").write_text(json.dumps(found))

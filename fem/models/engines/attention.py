@@ -25,13 +25,14 @@ EXACT = "exact"  # the attn_implementation of a model that reads with the librar
 class EngineAttention(nn.Module):
     """Mean and free energy from the attention that config._attn_implementation names, over its own cache.
 
-        e = exp(beta (v - c))        [mean | R] = softmax(q k / sqrt(d_k)) [v | e]        F = c + log(R) / beta
+        e = exp(beta (f - c))        [mean | R] = softmax(q k / sqrt(d_k)) [v | e]        F = c + log(R) / beta
 
-    q (B, T, H, d_k), k (B, T, H_kv, d_k), v (B, T, H_kv, d_v), beta (H_kv, d_v), or None for the mean alone. Heads are
-    padded with zeros to config.head_dim. e is right while |beta (v - c)| <= REACH[v.dtype] nats and is clipped
-    there beyond, with a warning on a CPU; `largest` keeps the largest |beta (v - c)| since the model was loaded.
-    c is `shift`, (H_kv, d_v) in units of v; 0 unless `calibrate` has set it. attention_mask: the engine's, or
-    a dict of them by kind of layer; keywords: the engine's, handed on.
+    q (B, T, H, d_k), k (B, T, H_kv, d_k), v (B, T, H_kv, d_v), f = free_values (B, T, H_kv, d_f), or v itself where
+    they are None; beta (H_kv, d_f), or None for the mean alone. Heads are padded with zeros to config.head_dim.
+    e is right while |beta (f - c)| <= REACH[f.dtype] nats and is clipped there beyond, with a warning on a CPU;
+    `largest` keeps the largest |beta (f - c)| since the model was loaded. c is `shift`, (H_kv, d_f) in units of f; 0
+    unless `calibrate` has set it. attention_mask: the engine's, or a dict of them by kind of layer; keywords: the
+    engine's, handed on.
     """
 
     def __init__(self, config: PreTrainedConfig, mixer: FreeEnergyMixerConfig, layer: int):
@@ -46,7 +47,7 @@ class EngineAttention(nn.Module):
         self.width = config.head_dim
         self.shift = None
         if config.value_shift:
-            self.shift = nn.Parameter(torch.zeros(mixer.kv_heads, mixer.value_width), requires_grad=False)
+            self.shift = nn.Parameter(torch.zeros(mixer.kv_heads, mixer.free_width), requires_grad=False)
         self.register_buffer("largest", torch.zeros(()), persistent=False)
         self.warned = False
 
@@ -65,13 +66,15 @@ class EngineAttention(nn.Module):
         q: Float[Tensor, "b t h dk"],
         k: Float[Tensor, "b t hkv dk"],
         v: Float[Tensor, "b t hkv dv"],
-        beta: Float[Tensor, "hkv dv"] | None,
+        beta: Float[Tensor, "hkv df"] | None,
+        free_values: Float[Tensor, "b t hkv df"] | None,
         attention_mask,
         past_key_values: Cache | None,
         **keywords,
     ) -> Read:
-        batch, time, width = *v.shape[:2], v.shape[3]
-        values = v if beta is None else self._pack(v, beta)
+        batch, time = v.shape[:2]
+        values = v if beta is None else self._pack(v, beta, v if free_values is None else free_values)
+        width = values.shape[3]
         q, k, values = (F.pad(x, (0, self.width - x.shape[3])).transpose(1, 2) for x in (q, k, values))
         if past_key_values is not None:
             k, values = past_key_values.update(k, values, self.layer_idx)
@@ -80,19 +83,19 @@ class EngineAttention(nn.Module):
         keywords["sliding_window"] = self.sliding_window
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager)
         out, _ = attend(self, q, k, values, attention_mask, dropout=0.0, scaling=self.scaling, **keywords)
-        out = out.reshape(batch, time, -1, self.width)
+        out = out.reshape(batch, time, -1, self.width)[..., :width]
         if beta is None:
-            return Read(out[..., :width], None)
+            return Read(out, None)
         of_query = lambda x: x.repeat_interleave(self.num_key_value_groups, 0)  # noqa: E731
-        read = unpack(out[..., : 2 * width], of_query(beta), of_query(self._shift(beta)))
+        read = unpack(out, of_query(beta), of_query(self._shift(beta)))
         return Read(*(x.to(v.dtype) for x in read))
 
-    def _pack(self, v: Tensor, beta: Tensor) -> Float[Tensor, "b t hkv w"]:
+    def _pack(self, v: Tensor, beta: Tensor, f: Tensor) -> Float[Tensor, "b t hkv w"]:
         shift = self._shift(beta)
-        torch.maximum(self.largest, exponents(v.detach(), beta.detach(), shift).abs().amax().float(), out=self.largest)
+        torch.maximum(self.largest, exponents(f.detach(), beta.detach(), shift).abs().amax().float(), out=self.largest)
         if v.device.type == "cpu" and not torch.compiler.is_compiling():
             self._warn_beyond(REACH[v.dtype], v.dtype)
-        return pack(v, beta, shift)
+        return pack(v, beta, shift, f)
 
     def _warn_beyond(self, reach: float, dtype: torch.dtype) -> None:
         if self.warned or self.largest <= reach:
@@ -110,12 +113,12 @@ class EngineAttention(nn.Module):
 
 
 def served(mixer: FreeEnergyMixer, x: Float[Tensor, "b t d"], position: Tensor, attention) -> Float[Tensor, "b t d"]:
-    """A softmax layer read by attention(q, k, v, beta), which keeps its own cache; position (B, T) of the tokens."""
+    """A softmax layer read by attention(q, k, v, beta, f), which keeps its own cache; position (B, T) of the tokens."""
     features, _ = mixer.features(x, PLAIN, None)
     beta = mixer.temperature(x)
-    v, _ = mixer.values(x, features, beta)  # no engine's cache holds two kinds of values: `obstacle` refuses them
+    v, free_values = mixer.values(x, features, beta)
     q, k = mixer.prior.queries_and_keys(features, position)
-    read = attention(q, k, v, beta)
+    read = attention(q, k, v, beta, free_values)
     return mixer.output(mixer.dropout(mixer.gate.mixed(features, read).flatten(-2)))
 
 

@@ -7,15 +7,16 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fem.mixer import FreeEnergyMixer
 from fem.models.engines.support import obstacle
 from fem.ops.softmax.cached import exponents
 
 
 @torch.no_grad()
 def calibrate(model: PreTrainedModel, input_ids: Int[Tensor, "b t"]) -> list[float]:
-    """Set the shift c of every value channel to the middle of its values on a text, and return what range is left.
+    """Set the shift c of every channel that reads F to the middle of its values on a text, and return what range is left.
 
-    That is the largest |beta (v - c)| of each layer in nats, which has to stay below `fem.ops.softmax.cached.REACH` of
+    That is the largest |beta (f - c)| of each layer in nats, which has to stay below `fem.ops.softmax.cached.REACH` of
     the dtype that serves: 80 in float32 and bfloat16, 9.5 in float16. The shift is saved with the model
     (config.value_shift). Raises ValueError on a model that no engine can serve.
     """
@@ -24,7 +25,14 @@ def calibrate(model: PreTrainedModel, input_ids: Int[Tensor, "b t"]) -> list[flo
         raise ValueError(f"calibrate is for models that an engine can serve: {reason}")
     seen: list[Tensor] = []
     blocks = model.get_decoder().layers
-    hooks = [block.mixer.value.register_forward_hook(lambda *call: seen.append(call[2])) for block in blocks]
+
+    def keep(mixer: FreeEnergyMixer, x: Tensor) -> None:
+        v, free_values = mixer.values(x, x, mixer.temperature(x))
+        seen.append(v if free_values is None else free_values)
+
+    hooks = [
+        block.mixer_norm.register_forward_hook(lambda _, args, x, mixer=block.mixer: keep(mixer, x)) for block in blocks
+    ]
     try:
         model(input_ids=input_ids, use_cache=False)
     finally:
@@ -32,11 +40,10 @@ def calibrate(model: PreTrainedModel, input_ids: Int[Tensor, "b t"]) -> list[flo
             hook.remove()
     reaches = []
     for block, values in zip(blocks, seen):
-        mixer, values = block.mixer, values.flatten(0, 1).unflatten(-1, (-1, block.mixer.config.value_width))
-        shift = (values.amin(0) + values.amax(0)) / 2
+        shift = (values.amin((0, 1)) + values.amax((0, 1))) / 2
         block.attention.shift = nn.Parameter(shift, requires_grad=False)
         block.attention.reset_reach()
-        beta = torch.ones_like(shift) if mixer.beta is None else mixer.beta()
-        reaches.append(exponents(values, beta, shift).abs().amax().item() if mixer.config.use_lse else 0.0)
+        beta = block.mixer.temperature(shift)
+        reaches.append(0.0 if beta is None else exponents(values, beta, shift).abs().amax().item())
     model.config.value_shift = True
     return reaches

@@ -52,7 +52,7 @@ def _of_mixer(mixer: FreeEnergyMixerConfig) -> dict[str, str]:
     up = ".up" if mixer.gate_rank else ""  # of a slim gate the first map is shared by the heads
     columns = ["value", *(f"prior.{name}" for name in PER_HEAD[mixer.prior_type])]
     columns += ["value_scale"] * mixer.use_conv
-    columns += [f"gate.inner{up}"] * mixer.use_temperature + [f"gate.outer{up}"] * mixer.use_outer_gate
+    columns += [f"gate.inner{up}"] * mixer.learns_lambda + [f"gate.outer{up}"] * mixer.use_outer_gate
     plan = dict.fromkeys(columns, "colwise") | {"output": "rowwise"}
     if mixer.use_temperature:
         plan |= {"beta": "local_params", "beta.theta": "colwise"}

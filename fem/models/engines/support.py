@@ -9,8 +9,6 @@ from fem.prior_table import PRIORS
 from fem.priors.softmax import SoftmaxPrior
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-_SPLIT = "has split values (free_share), which no engine's cache holds yet"
-_CAPPED = "has a value_logexp_cap, and a cache of [v | e] has a range of its own"
 
 
 def obstacle(config: PreTrainedConfig) -> str | None:
@@ -36,8 +34,6 @@ def _obstacle(mixer: FreeEnergyMixerConfig) -> str | None:
         return f"has the {mixer.prior_type!r} prior, which is not an attention over keys and values"
     if mixer.use_conv:
         return "has the conditioner (use_conv=True), a recurrence, and an attention's cache holds no state"
-    if mixer.value_logexp_cap is not None:
-        return _CAPPED
     return None
 
 
@@ -51,8 +47,6 @@ def obstacle_to_states(config: PreTrainedConfig) -> str | None:
     for layer, mixer in enumerate(mixers):
         if not attends(mixer) and issubclass(PRIORS[mixer.prior_type], SoftmaxPrior):
             return f"layer {layer} keeps keys and values, and its prior {mixer.prior_type!r} reads them in its own way."
-        if attends(mixer) and (mixer.value_logexp_cap is not None or mixer.free_share is not None):
-            return f"layer {layer} {_CAPPED if mixer.free_share is None else _SPLIT}."
         if attends(mixer) and mixer.kv_heads != config.num_key_value_heads:
             return f"layer {layer} has {mixer.kv_heads} key heads, but a cache has {config.num_key_value_heads}."
         if has_state(mixer) and mixer != states[0]:
@@ -74,12 +68,12 @@ def has_state(mixer: FreeEnergyMixerConfig) -> bool:
 def head_width(config: PreTrainedConfig) -> int:
     """Width of a head in an engine's cache, where keys and values have the same.
 
-    In the paper's shape 2 d_v = d_k, and nothing is padded; otherwise it is the wider of the two, rounded up to a
-    multiple of 32.
+    It is that of the keys, attention's own, where what is read is no wider: in the paper's shape, 2 d_v = d_k, and of
+    split values, d_v <= d_k. Wider reads are rounded up to a multiple of 32.
     """
     mixers = config.mixer_configs()
-    widths = {mixer.key_width for mixer in mixers} | {(1 + mixer.use_lse) * mixer.value_width for mixer in mixers}
-    return max(widths) if len(widths) == 1 else -(-max(widths) // 32) * 32
+    key, read = (max(getattr(mixer, name) for mixer in mixers) for name in ("key_width", "read_width"))
+    return key if read <= key else -(-read // 32) * 32
 
 
 def layer_type(mixer: FreeEnergyMixerConfig) -> str:
