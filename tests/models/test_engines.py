@@ -198,8 +198,9 @@ def shifted_values(reach: float, **fields) -> FEMForCausalLM:
     model = small_model(**fields)
     with torch.no_grad():
         for block in model.model.layers:
-            beta = block.mixer.beta().repeat_interleave(1, 0)
-            block.mixer.value.bias.copy_((reach / beta).flatten() * torch.where(torch.rand(beta.numel()) < 0.5, -1, 1))
+            beta = block.mixer.beta()
+            bias = block.mixer.value.bias.view(len(beta), -1)[:, -beta.shape[1] :]
+            bias.copy_(reach / beta * torch.where(torch.rand(beta.shape) < 0.5, -1, 1))
     return model
 
 
@@ -213,8 +214,9 @@ def test_an_engine_is_right_up_to_its_range(reach):
     torch.testing.assert_close(logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_beyond_the_range_the_clip_is_reported_and_a_shift_mends_it(tmp_path):
-    model, ids = shifted_values(150.0), tokens(2, 12)
+@pytest.mark.parametrize("family", ["full", "split_grouped"])
+def test_beyond_the_range_the_clip_is_reported_and_a_shift_mends_it(family, tmp_path):
+    model, ids = shifted_values(150.0, **FAMILIES[family]), tokens(2, 12)
     exact = model(ids).logits
     with pytest.warns(UserWarning, match="e is clipped there"):
         clipped = served(model, "sdpa", ids).logits

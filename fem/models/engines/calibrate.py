@@ -14,7 +14,7 @@ from fem.ops.softmax.cached import exponents
 
 @torch.no_grad()
 def calibrate(model: PreTrainedModel, input_ids: Int[Tensor, "b t"]) -> list[float]:
-    """Set the shift c of every channel that reads F to the middle of its values on a text, and return what range is left.
+    """Set the shift c of every channel that reads F to the middle of what it takes on a text; returns the range left.
 
     That is the largest |beta (f - c)| of each layer in nats, which has to stay below `fem.ops.softmax.cached.REACH` of
     the dtype that serves: 80 in float32 and bfloat16, 9.5 in float16. The shift is saved with the model
