@@ -112,6 +112,7 @@ def scan_state(scan=keyed, **changes):
     return scan(return_state=True, **changes)[1]
 
 
+OTHER, WIDE = torch.ones(1, 5, 2, 6), torch.ones(2, 5, 2, 3)
 P, V = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([1.0, 2.0, 3.0])
 
 
@@ -125,15 +126,26 @@ def hidden(lam=0.5, beta_max=1.0, p=P):
 
 CAUSES = {"causal": False, "conv_bidirectional": True, "conv_hidden": 9}
 BOOL = "must be True or False, got"
+BOOLS = "causal use_conv use_lse use_temperature use_outer_gate use_rope bias conv_norm_first"
+NUMBERS = "value_logexp_cap rope_theta eps fem_ratio p_t_to_fem_ratio beta_max_init lambda_init"
+FIELDS = {
+    "True or False": (
+        "causal use_conv use_lse use_temperature use_outer_gate use_rope bias conv_norm_first",
+        ["no", 1],
+    ),
+    "a positive integer": ("n_embd n_head ssm_rank fem_dim qk_dim n_kv_head window conv_hidden", [0, 4.0, "64", True]),
+    "a finite number": (NUMBERS, [NAN, INF, "x", True]),
+}
 TABLE = [
     # The configuration.
+    *(
+        (config, {name: wrong}, ValueError, f"{name} must be {kind}.*, got {wrong!r}")
+        for kind, (names, values) in FIELDS.items()
+        for name in names.split()
+        for wrong in values
+    ),
+    (config, {"mamba_normalize": "no"}, ValueError, f"mamba_normalize {BOOL} 'no'"),
     (config, {"n_head": 5}, ValueError, "n_head must divide n_embd = 64"),
-    (config, {"n_embd": 0}, ValueError, "n_embd must be a positive integer, got 0"),
-    (config, {"n_embd": "64"}, ValueError, "n_embd must be a positive integer, got '64'"),
-    (config, {"n_embd": None}, ValueError, "n_embd must be a positive integer, got None"),
-    (config, {"n_head": 4.0}, ValueError, "n_head must be a positive integer, got 4.0"),
-    (config, {"n_head": True}, ValueError, "n_head must be a positive integer, got True"),
-    (config, {"n_head": -4}, ValueError, "n_head must be a positive integer, got -4"),
     (config, {"prior_type": "softmin"}, ValueError, "prior_type must be one of softmax"),
     (config, {"prior_type": PRIORS["gla"]}, ValueError, "prior_type must be one of softmax"),
     (config, {"prior_type": ["gla"]}, ValueError, "prior_type must be one of softmax"),
@@ -151,62 +163,32 @@ TABLE = [
     (config, {"decay": "channel"}, ValueError, "decay needs prior_type='gla', got decay='channel' with 'softmax'"),
     (config, MAMBA | {"decay": "scalar"}, ValueError, "decay needs prior_type='gla'"),
     (config, {"ssm_rank": 4}, ValueError, "ssm_rank needs prior_type='mamba' or 'mamba_interactive', got ssm_rank=4"),
-    (config, {"ssm_rank": 0}, ValueError, "ssm_rank must be a positive integer, got 0"),
     (config, GLA | {"ssm_rank": 2.5}, ValueError, "ssm_rank must be a positive integer, got 2.5"),
     (config, {"fem_dim": 30}, ValueError, "fem_dim must be a multiple of 4, got 30"),
-    (config, {"fem_dim": 32.0}, ValueError, "fem_dim must be a positive integer, got 32.0"),
-    (config, {"fem_dim": -32}, ValueError, "fem_dim must be a positive integer, got -32"),
     (config, {"qk_dim": 12}, ValueError, "qk_dim must be a multiple of 8 .*RoPE"),
-    (config, {"qk_dim": 0}, ValueError, "qk_dim must be a positive integer, got 0"),
     (config, {"n_kv_head": 3}, ValueError, "n_kv_head must divide n_head = 4, got 3"),
-    (config, {"n_kv_head": 0}, ValueError, "n_kv_head must be a positive integer, got 0"),
     (config, LINEAR | {"n_kv_head": 2}, ValueError, "n_kv_head needs prior_type='softmax'"),
-    (config, {"window": 0}, ValueError, "window must be a positive integer, got 0"),
-    (config, {"window": 2.5}, ValueError, "window must be a positive integer, got 2.5"),
-    (config, {"window": True}, ValueError, "window must be a positive integer, got True"),
     (config, LINEAR | {"window": 4}, ValueError, "window needs prior_type='softmax'"),
     (config, {"normalize": False}, ValueError, "normalize=False is for scan priors"),
     (config, {"normalize": "no"}, ValueError, "normalize must be True, False or None, got 'no'"),
     (config, {"normalize": 0}, ValueError, "normalize must be True, False or None, got 0"),
-    (config, {"causal": "no"}, ValueError, f"causal {BOOL} 'no'"),
-    (config, {"causal": None}, ValueError, f"causal {BOOL} None"),
-    (config, {"use_conv": "false"}, ValueError, f"use_conv {BOOL} 'false'"),
-    (config, {"use_lse": 1}, ValueError, f"use_lse {BOOL} 1"),
-    (config, {"use_temperature": "yes"}, ValueError, f"use_temperature {BOOL} 'yes'"),
-    (config, {"use_outer_gate": 0}, ValueError, f"use_outer_gate {BOOL} 0"),
-    (config, {"use_rope": "off"}, ValueError, f"use_rope {BOOL} 'off'"),
-    (config, {"bias": None}, ValueError, f"bias {BOOL} None"),
-    (config, {"conv_norm_first": []}, ValueError, "conv_norm_first must be True or False, got"),
-    (config, {"mamba_normalize": "no"}, ValueError, f"mamba_normalize {BOOL} 'no'"),
     (config, {"conv_bidirectional": True}, ValueError, "needs causal=False"),
     (config, CAUSES, ValueError, "must be even, got 9"),
-    (config, {"conv_hidden": 8.0}, ValueError, "conv_hidden must be a positive integer, got 8.0"),
     (config, {"dropout": 1.0}, ValueError, r"dropout must lie in \[0, 1\), got 1.0"),
     (config, {"dropout": NAN}, ValueError, r"dropout must lie in \[0, 1\), got nan"),
     (config, {"dropout": "0.1"}, ValueError, r"dropout must lie in \[0, 1\), got '0.1'"),
     (config, {"dropout": None}, ValueError, r"dropout must lie in \[0, 1\), got None"),
     (config, {"value_logexp_cap": -1.0}, ValueError, "value_logexp_cap must be positive, got -1.0"),
-    (config, {"value_logexp_cap": INF}, ValueError, "value_logexp_cap must be a finite number, got inf"),
     (config, {"value_logexp_cap": 1, "use_lse": False, "use_temperature": False}, ValueError, "leave it out, got 1"),
     (config, {"rope_theta": 0}, ValueError, "rope_theta must be positive, got 0"),
-    (config, {"rope_theta": NAN}, ValueError, "rope_theta must be a finite number, got nan"),
-    (config, {"eps": INF}, ValueError, "eps must be a finite number, got inf"),
     (config, {"eps": 0.0}, ValueError, "eps must be positive, got 0.0"),
     (config, {"eps": 1e-60}, ValueError, "eps must be positive, got 1e-60"),
-    (config, {"eps": "small"}, ValueError, "eps must be a finite number, got 'small'"),
     (config, {"rope_frequencies": 8}, ValueError, "rope_frequencies must be a list of numbers, got 8"),
     (config, {"rope_frequencies": ["1"] * 8}, ValueError, "each of rope_frequencies must be a finite number, got '1'"),
     (config, {"rope_frequencies": [NAN] * 8}, ValueError, "each of rope_frequencies must be a finite number, got nan"),
     (config, {"rope_frequencies": [1.0] * 7}, ValueError, "one number for each of the 8 planes of a head, got 7"),
     (config, {"fem_ratio": 0}, ValueError, "fem_ratio must be positive, got 0"),
-    (config, {"fem_ratio": INF}, ValueError, "fem_ratio must be a finite number, got inf"),
-    (config, {"p_t_to_fem_ratio": NAN}, ValueError, "p_t_to_fem_ratio must be a finite number, got nan"),
-    (config, {"beta_max_init": "x"}, ValueError, "beta_max_init must be a finite number, got 'x'"),
-    (config, {"beta_max_init": NAN}, ValueError, "beta_max_init must be a finite number, got nan"),
     (config, {"beta_max_init": -104}, ValueError, r"beta_max_init must be in \[-87, 1e\+30\], got -104"),
-    (config, {"beta_max_init": True}, ValueError, "beta_max_init must be a finite number, got True"),
-    (config, {"lambda_init": INF}, ValueError, "lambda_init must be a finite number, got inf"),
-    (config, {"lambda_init": None}, ValueError, "lambda_init must be a finite number, got None"),
     (config, {"gate_rank": 1.5}, ValueError, "gate_rank must be None, 0 or a positive integer, got 1.5"),
     # Fields that nothing would read.
     (config, MAMBA | {"qk_dim": 16}, ValueError, "qk_dim needs a prior with queries and keys, got qk_dim=16 without"),
@@ -214,12 +196,7 @@ TABLE = [
     (config, {"fem_dim": 32, "fem_ratio": 0.25}, ValueError, "fem_ratio needs fem_dim=None"),
     (config, {"use_conv": False, "conv_hidden": 8}, ValueError, "conv_hidden needs use_conv=True"),
     (config, {"use_conv": False, "conv_norm_first": False}, ValueError, "conv_norm_first needs use_conv=True"),
-    (
-        config,
-        {"use_temperature": False, "use_outer_gate": False, "gate_rank": 4},
-        ValueError,
-        "gate_rank needs a gate: use_temperature or use_outer_gate",
-    ),
+    (config, {"use_temperature": False, "use_outer_gate": False, "gate_rank": 4}, ValueError, "gate_rank needs a gate"),
     (matched, {"fem_dim": 32}, ValueError, "matched solves the widths; leave out fem_dim"),
     (matched, {"fem_ratio": 0.5}, ValueError, "matched solves the widths; leave out fem_ratio"),
     (matched, {"widow": 3}, TypeError, "did you mean 'window'"),
@@ -266,18 +243,8 @@ TABLE = [
     (FreeEnergyPooling, {"n_embd": -16, "n_head": 2}, ValueError, "n_embd must be a positive integer, got -16"),
     (call, {"x": torch.zeros(2, 6, 32)}, ValueError, r"x must have shape .*n_embd = 64.*got \(2, 6, 32\)"),
     (call, {"x": torch.zeros(6, 64)}, ValueError, r"x must have shape .*got \(6, 64\)"),
-    (
-        call,
-        {"x": torch.zeros(2, 6, 64).long()},
-        TypeError,
-        r"x must be a floating-point tensor .* got dtype torch\.int64",
-    ),
-    (
-        call,
-        {"x": torch.zeros(2, 6, 64).bool()},
-        TypeError,
-        r"x must be a floating-point tensor .* got dtype torch\.bool",
-    ),
+    (call, {"x": torch.zeros(2, 6, 64).long()}, TypeError, "x must be a floating-point tensor .* got dtype"),
+    (call, {"x": torch.zeros(2, 6, 64).bool()}, TypeError, "x must be a floating-point tensor .* got dtype"),
     (call, {"x": torch.zeros(2, 6, 64).cfloat()}, TypeError, "x must be a floating-point tensor .* got dtype"),
     (call, {"x": X.to_sparse()}, TypeError, "x must be a dense tensor, got layout torch.sparse_coo; pad"),
     (call, {"x": NESTED}, TypeError, "x must be a dense tensor, got a nested tensor; pad"),
@@ -378,6 +345,7 @@ TABLE = [
     (keyed, {"initial_state": {}}, TypeError, "initial_state must be the state that a scan returned, got a dict"),
     (keyed, {"initial_state": scan_state(channel)}, ValueError, "initial_state must hold"),
     (keyed, {"initial_state": scan_state(beta=None)}, ValueError, "given both times or neither"),
+    (keyed, {"initial_state": scan_state(q=OTHER, k=OTHER)}, ValueError, "initial_state must hold"),
     (keyed, {"backend": "sdpa"}, ValueError, "a scan has no such form"),
     (keyed, {"v": normal(1, 0, 2, 3)}, ValueError, "k and v must agree in batch, time and heads"),
     (channel, {"log_weight": some(NAN, 1, 5, 2, 3)}, ValueError, "log_weight must be below infinity .* got nan"),
@@ -386,6 +354,13 @@ TABLE = [
     (channel, {"log_decay": torch.ones(1, 5, 2, 3)}, ValueError, "log_decay must be zero or negative"),
     (channel, {"v": normal(5, 2, 3)}, ValueError, "v must have shape"),
     (channel, {"v": torch.ones(1, 5, 2, 3).long()}, TypeError, "v must be floating point"),
+    (channel, {"v": normal(1, 5, 2, 0)}, ValueError, "heads and d_v at least 1"),
+    (channel, {"beta": torch.ones(1, 3)}, ValueError, "beta must have one entry per value channel"),
+    (channel, {"causal": False, "return_state": True}, ValueError, "causal=False"),
+    (channel, {"initial_state": scan_state(ssm)}, ValueError, "initial_state must hold"),
+    (channel, {"initial_state": scan_state(channel, log_weight=WIDE, v=WIDE)}, ValueError, "belongs to a batch of 2"),
+    (channel, {"initial_state": scan_state(channel, beta=None)}, ValueError, "initial_state must hold"),
+    (channel, {"backend": "reference", "return_state": True}, ValueError, "keeps no state"),
     (channel, {"initial_state": "start"}, TypeError, "initial_state must be the state that a scan returned, got a str"),
     (ssm, {"A": torch.ones(2, 3, 4)}, ValueError, "A must be finite, and zero or negative"),
     (ssm, {"A": -some(INF, 2, 3, 4)}, ValueError, "A must be finite, and zero or negative .* got -inf"),
@@ -395,6 +370,7 @@ TABLE = [
     (ssm, {"C": torch.ones(1, 5, 3)}, ValueError, r"C must have shape \(1, 5, 4\)"),
     (ssm, {"D": some(NAN, 2, 3)}, ValueError, "D must be finite and non-negative .* got nan"),
     (ssm, {"delta": some(-1.0, 1, 5, 2, 3)}, ValueError, "delta must be finite and non-negative"),
+    (ssm, {"initial_state": scan_state(channel)}, ValueError, "initial_state must hold"),
     (ssm, {"delta": torch.ones(1, 5, 2, 2)}, ValueError, "delta must have the shape of v"),
     # The theory.
     (free, {"p": torch.tensor([0.5, 0.25, 0.5])}, ValueError, "p must sum to 1 over the tokens"),
@@ -409,10 +385,18 @@ TABLE = [
     (free, {"dim": 3}, ValueError, "dim must be an axis of p and v"),
     (free, {"beta": -1.0}, ValueError, "beta must be >= 0"),
     (free, {"beta": NAN}, ValueError, "beta must be >= 0, got NaN"),
+    *(
+        (lambda read=read: read(P, V, -0.1), {}, ValueError, "beta must be >= 0")
+        for read in (theory.posterior, theory.kl_gap, theory.logit_gradient, theory.concentration, theory.value_hessian)
+    ),
+    (lambda: theory.effective_weights(P, V, -0.1, 1.0), {}, ValueError, "lam must lie in"),
+    (lambda: theory.effective_weights(P, V, 0.5, NAN), {}, ValueError, "beta_max must be >= 0"),
+    (free, {"beta": torch.tensor(NAN)}, ValueError, "beta must be >= 0"),
     (free, {"beta": "1"}, TypeError, "beta must be a number or a tensor, got a str"),
     (free, {"p": P.expand(2, 3), "beta": torch.ones(3)}, ValueError, "beta must broadcast"),
     (hidden, {"lam": 1.5}, ValueError, r"lam must lie in \[0, 1\]"),
     (hidden, {"lam": NAN}, ValueError, r"lam must lie in \[0, 1\]"),
+    (hidden, {"beta_max": -0.5}, ValueError, "beta_max must be >= 0"),
     (hidden, {"beta_max": INF}, ValueError, "beta_max must be finite"),
     (hidden, {"p": 2 * P}, ValueError, "p must sum to 1 over the tokens"),
     (lambda: theory.temperature_for_budget(P, V, -1.0), {}, ValueError, "kl must be >= 0"),
@@ -421,12 +405,7 @@ TABLE = [
     (lambda: theory.donsker_varadhan(P, P, V, 0.0), {}, ValueError, "beta must be > 0 here"),
     (lambda: theory.prior_gradient(P, V, 0.0), {}, ValueError, "beta must be > 0 here"),
     (lambda: theory.concentration(P, V, 0.0), {}, ValueError, "beta must be > 0 here"),
-    (
-        lambda: theory.index_accuracy(V, V[None, :2], V.long()),
-        {},
-        ValueError,
-        "prediction and winner must have the shape",
-    ),
+    (lambda: theory.index_accuracy(V, V[None, :2], V.long()), {}, ValueError, "prediction and winner"),
     (lambda: theory.index_accuracy(V, V[None], V), {}, TypeError, "winner must be a tensor of integers"),
     (lambda: theory.index_accuracy(V, V[None], V.long()), {}, ValueError, "winner must name tokens from 0 to 0"),
     (lambda: theory.taylor_degree(-1.0, 0.1), {}, ValueError, "radius must lie in"),
@@ -452,10 +431,6 @@ def test_a_wrong_call_gets_one_sentence(function, fields, error, message):
     assert "\n" not in str(caught.value)
     raised = traceback.extract_tb(caught.value.__traceback__)[-1].filename
     assert Path(raised).is_relative_to(Path(fem.__file__).parent), "said by somebody below us"
-
-
-def test_the_table_is_long():
-    assert len(TABLE) >= 150
 
 
 def test_a_masked_position_may_hold_anything():

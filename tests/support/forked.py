@@ -48,7 +48,9 @@ def arguments(recipe, output: Path, resume: bool) -> list[str]:
     words = ["train", "--output", str(output), *(["--resume", "auto"] if resume else [])]
     for part in fields(recipe):
         value = getattr(recipe, part.name)
-        if value is not None and not isinstance(value, bool):
+        if isinstance(value, bool):
+            words += [f"--{called(part)}"] if value else []
+        elif value is not None:
             words += [f"--{called(part)}", str(value)]
     return words
 

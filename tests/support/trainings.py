@@ -1,11 +1,7 @@
-"""Tiny trainings for the tests. As a script, RECIPE OUTPUT RESUME DEATH as JSON: one that may kill itself."""
+"""Tiny trainings for the tests."""
 
 import json
-import os
 import random
-import resource
-import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -61,38 +57,3 @@ def assert_same_run(one, other, step):
     a, b = weights(one, step), weights(other, step)
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def main(recipe, output, resume, death):
-    """death: ["step", n], at the end of this step; ["save", n], while it is saved, after the optimiser's state;
-    ["room", n], no death, but from step 10 on no file may grow beyond n bytes, as on a full disk; or None."""
-    torch.set_num_threads(1)
-    from fem.train import metrics, trainer, training
-    from fem.train.recipe import TrainRecipe
-
-    if death is not None:
-        place, step = death
-        owner, name = (
-            (trainer.TextTrainer, "_save_rng_state") if place == "save" else (metrics.MetricsCallback, "on_step_end")
-        )
-        method = getattr(owner, name)
-
-        def dying(self, *args, **given):
-            state = args[1] if place != "save" else self.state
-            if place == "room":
-                if state.global_step == 10:
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (step, step))
-                return method(self, *args, **given)
-            return die() if state.global_step == step else method(self, *args, **given)
-
-        setattr(owner, name, dying)
-    training.run(TrainRecipe(**recipe), Path(output), resume)
-    assert not torch.distributed.is_initialized(), "its threads block or abort some of the exits"
-
-
-if __name__ == "__main__":
-    main(*map(json.loads, sys.argv[1:]))

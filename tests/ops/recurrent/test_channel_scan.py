@@ -98,32 +98,3 @@ def test_the_total_weight_comes_with_the_terms():
         assert error(terms.log_weight[:, t], total) < 1e-6
     assert error(state["peak"] + state["total"].log(), total) < 1e-6
     torch.testing.assert_close(state["weighted"] / state["total"], terms.mean[:, -1])
-
-
-@pytest.mark.parametrize("name, change, message", [
-    ("v", lambda x: x[0], "v must have shape"),
-    ("v", lambda x: x[:, :0], "log_weight must have the shape of v"),
-    ("v", lambda x: x[..., :0], "heads and d_v at least 1"),
-    ("log_weight", lambda x: x[..., :2], "log_weight must have the shape of v"),
-    ("log_decay", lambda x: -x, "log_decay must be zero or negative"),
-    ("log_decay", lambda x: x * float("nan"), "log_decay must be zero or negative"),
-    ("beta", lambda x: x[:1], "beta must have one entry per value channel"),
-    ("beta", lambda x: -x, "beta must be positive"),
-])  # fmt: skip
-def test_bad_arguments_are_refused_in_one_sentence(name, change, message):
-    read = getattr(
-        channel_scan_read, "__wrapped__", channel_scan_read
-    )  # without the shape checks of the tests, as users call it
-    arguments = case("both", 6).tensors()
-    arguments[name] = change(arguments[name])
-    with pytest.raises(ValueError, match=message):
-        read(**arguments)
-
-
-def test_a_state_of_another_batch_and_a_state_of_two_directions_are_refused():
-    inputs = case("aft", 6)
-    _, state = inputs.read(return_state=True)
-    with pytest.raises(ValueError, match="initial_state belongs to a batch of 2"):
-        inputs.row(0).read(initial_state=state)
-    with pytest.raises(ValueError, match="causal=False"):
-        inputs.read(causal=False, return_state=True)

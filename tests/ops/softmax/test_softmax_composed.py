@@ -393,12 +393,14 @@ print(max(most))
 """
 
 
+@pytest.mark.slow
 def test_compiled_training_holds_no_tensor_of_pairs():
     done = subprocess.run([sys.executable, "-c", GRAPHS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) <= 512 * 16
 
 
+@pytest.mark.slow
 def test_prologue_attention_and_epilogue_are_one_graph():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.stdout == "whole\n", done.stderr[-2000:]
