@@ -9,7 +9,9 @@ import typer
 
 
 def command(
-    gpu: Annotated[bool, typer.Option("--gpu", help="Check and time everything: at most 5 minutes a step.")] = False,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Check everything against float64: at most 5 minutes a step.")
+    ] = False,
     only: Annotated[str | None, typer.Option(help="With --gpu: some of the steps, separated by commas.")] = None,
     output: Annotated[Path, typer.Option(help="With --gpu: folder of the page and the figures.")] = Path("runs/doctor"),
 ):

@@ -33,7 +33,7 @@ def software(device: torch.device) -> Iterator[dict]:
 
 
 def steps() -> dict[str, Step]:
-    from fem.doctor import checks, speed
+    from fem.doctor import checks
 
     return {
         "software": Step("Versions", software),
@@ -41,8 +41,6 @@ def steps() -> dict[str, Step]:
         "softmax": Step("Softmax reads against the plain form in float64", checks.softmax),
         "situations": Step("A layer checkpointed, compiled, captured", checks.situations),
         "offsets": Step("Tensors of more than 2^31 numbers", checks.large_offsets),
-        "training": Step("A train step", speed.training),
-        "decoding": Step("Decoding one token", speed.decoding),
     }
 
 
@@ -79,14 +77,11 @@ def _in_a_process(name: str, device: str, path: Path) -> dict:
 
 
 def verdict(device: str, found: dict) -> str:
-    """In words: how many checks pass, which do not, and how fast a train step is."""
+    """In words: how many checks pass, and which steps did not finish."""
     rows = [row for step in found.values() for row in step["rows"]]
     wrong = [row for row in rows if row["result"] != "ok"]
     unfinished = [name for name, step in found.items() if step["ended"] != "ok"]
     text = f"On {device}, {len(rows) - len(wrong)} of {len(rows)} checks pass"
-    speeds = {row["layer"]: row for row in found.get("training", {"rows": []})["rows"] if row["result"] == "ok"}
-    if device != "cpu" and "FEM, softmax" in speeds:
-        text += f"; FEM takes {speeds['FEM, softmax']['of attention']:.2f} times attention's train step"
     if unfinished:
         text += f"; not finished: {', '.join(unfinished)}"
     return text + "."

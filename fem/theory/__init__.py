@@ -10,7 +10,7 @@ have the inputs' dtype. Gradients with respect to p are meant on the simplex, wh
 means nothing. Statements, their tests and the corrections to the paper are in docs/equations.md.
 """
 
-from fem.theory.capacity import argmax_patterns, index_accuracy, taylor_degree, taylor_state
+from fem.theory.accuracy import index_accuracy
 from fem.theory.geometry import (
     Concentration,
     concentration,
@@ -27,7 +27,6 @@ from fem.theory.temperature import hidden_temperature, temperature_for_budget
 
 __all__ = [
     "Concentration",
-    "argmax_patterns",
     "concentration",
     "donsker_varadhan",
     "effective_weights",
@@ -42,8 +41,6 @@ __all__ = [
     "posterior_mean",
     "prior_gradient",
     "small_beta_expansion",
-    "taylor_degree",
-    "taylor_state",
     "temperature_for_budget",
     "value_hessian",
 ]

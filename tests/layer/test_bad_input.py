@@ -408,10 +408,6 @@ TABLE = [
     (lambda: theory.index_accuracy(V, V[None, :2], V.long()), {}, ValueError, "prediction and winner"),
     (lambda: theory.index_accuracy(V, V[None], V), {}, TypeError, "winner must be a tensor of integers"),
     (lambda: theory.index_accuracy(V, V[None], V.long()), {}, ValueError, "winner must name tokens from 0 to 0"),
-    (lambda: theory.taylor_degree(-1.0, 0.1), {}, ValueError, "radius must lie in"),
-    (lambda: theory.taylor_degree(1.0, 0.0), {}, ValueError, "tolerance must be positive"),
-    (lambda: theory.taylor_state(1.0, 0.1, 0, 1), {}, ValueError, "key_width must be a positive integer, got 0"),
-    (lambda: theory.argmax_patterns(P), {}, ValueError, "weights must have shape"),
     # The optimiser.
     (lambda: fem.parameter_groups(layer(), -0.1), {}, ValueError, "weight_decay must be finite and 0 or positive"),
     (lambda: fem.parameter_groups(layer(), NAN), {}, ValueError, "weight_decay must be finite .* got nan"),
