@@ -24,11 +24,12 @@ def apply(model: nn.Module, prior_type: str, preserve: bool, layers: list[int] |
     """`replace_attention`, but the call is not noted in the model's config."""
     sites = _chosen(model, layers)
     build = _head if preserve else _mixer
-    parts = [build(site, prior_type, config).train(site.module.training) for site in sites]
-    for site, part in zip(sites, parts):
-        module = site.graft(part) if preserve else site.swap(part)
-        site.put(module)
-        if site.parent is None:
+    parts = {path: build(site, prior_type, config).train(site.module.training) for path, site in sites.items()}
+    for path, site in sites.items():
+        module = site.graft(parts[path]) if preserve else site.swap(parts[path])
+        if path:
+            model.set_submodule(path, module)
+        else:
             model = module
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
@@ -62,11 +63,12 @@ def _head(site: Site, prior_type: str, config: dict) -> FreeEnergyHead:
 
 
 def _mixer(site: Site, prior_type: str, config: dict) -> FreeEnergyMixer:
-    fields = site.fields | (site.softmax_fields if prior_type == "softmax" else {}) | config
+    fields = site.fields | ((site.softmax_fields or {}) if prior_type == "softmax" else {}) | config
     return FreeEnergyMixer(FreeEnergyMixerConfig.matched(prior_type=prior_type, **fields)).to(site.weight)
 
 
-def _chosen(model: nn.Module, layers: list[int] | None) -> list[Site]:
+def _chosen(model: nn.Module, layers: list[int] | None) -> dict[str, Site]:
+    """The sites to replace, by their path in the model."""
     sites, refused = _survey(model)
     if not sites and any(isinstance(module, FreeEnergyMixer) for module in model.modules()):
         raise ValueError(
@@ -74,9 +76,9 @@ def _chosen(model: nn.Module, layers: list[int] | None) -> list[Site]:
         )
     unknown = [reason for reason, is_cross in refused if not is_cross]
     if not sites or (unknown and layers is None):
-        found = "; ".join(reason for reason, _ in refused) or "no attention was found in it"
+        reasons = "; ".join(reason for reason, _ in refused) or "no attention was found in it"
         raise ValueError(
-            f"{type(model).__name__} cannot be replaced: {found}. Pass the part that holds GPT-2, Llama, BERT or ViT "
+            f"{type(model).__name__} cannot be replaced: {reasons}. Pass the part that holds GPT-2, Llama, BERT or ViT "
             "attention or nn.MultiheadAttention, name layers=[...] to replace the others, or build the model on fem."
         )
     wanted = range(len(sites)) if layers is None else layers
@@ -85,24 +87,25 @@ def _chosen(model: nn.Module, layers: list[int] | None) -> list[Site]:
             raise ValueError(
                 f"layers must be indices below {len(sites)}, the number of self-attentions, got {index!r}."
             )
-    chosen = [sites[index] for index in sorted({index % len(sites) for index in wanted})]
-    for site in chosen:
-        if site.replaced:
-            raise ValueError(f"layers must not name what was replaced before, got {site.path or 'the model itself'!r}.")
-    return chosen
+    chosen = [list(sites)[index] for index in sorted({index % len(sites) for index in wanted})]
+    for path in chosen:
+        if sites[path] is None:
+            raise ValueError(f"layers must not name what was replaced before, got {path or 'the model itself'!r}.")
+    return {path: sites[path] for path in chosen}
 
 
-def _survey(model: nn.Module) -> tuple[list[Site], list[tuple[str, bool]]]:
-    """All self-attentions of the model, and for every other attention why not, and whether it is cross-attention."""
+def _survey(model: nn.Module) -> tuple[dict[str, Site | None], list[tuple[str, bool]]]:
+    """All self-attentions of the model by path, None for a replaced one; for every other attention why it is none of
+    them, and whether it is cross-attention."""
     families = list(_families())
     modules = dict(model.named_modules())
-    sites, refused = [], []
+    sites, refused = {}, []
     for path, module in modules.items():
         if not _is_attention(module) or any(_is_attention(part) for part in module.modules() if part is not module):
             continue
         parent = modules[path.rpartition(".")[0]] if path else None
         try:
-            sites.append(_site(families, module, path, parent))
+            sites[path] = _site(families, module, path, parent)
         except Refused as reason:
             refused.append((f"{path or 'it'} ({type(module).__name__}): {reason}", isinstance(reason, CrossAttention)))
     return sites, refused
@@ -112,9 +115,11 @@ def _is_attention(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Attention") or isinstance(module, nn.MultiheadAttention)
 
 
-def _site(families: list[ModuleType], module: nn.Module, path: str, parent: nn.Module | None) -> Site:
+def _site(families: list[ModuleType], module: nn.Module, path: str, parent: nn.Module | None) -> Site | None:
+    if any(isinstance(part, (FreeEnergyHead, FreeEnergyMixer)) for part in module.children()):
+        return None
     for family in families:
-        site = family.find(module, path, parent)
+        site = family.find(module, path.rpartition(".")[2], parent)
         if site is not None:
             return site
     raise Refused("this kind of attention is unknown here")

@@ -12,53 +12,36 @@ from fem.models.surgery.head import FreeEnergyHead, as_bias
 from fem.models.surgery.site import CrossAttention, Refused, Site
 
 
-def find(module: nn.Module, path: str, parent: nn.Module | None) -> MultiheadSite | None:
+def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
     """The site that `module` is; None if it is no MultiheadAttention. Raises Refused."""
-    if not isinstance(module, (nn.MultiheadAttention, MixerMultiheadAttention)):
+    if not isinstance(module, nn.MultiheadAttention):
         return None
     if isinstance(parent, nn.TransformerDecoderLayer) and module is parent.multihead_attn:
         raise CrossAttention("it is the cross-attention of a decoder layer")
     if type(parent).__name__.endswith("PoolingHead"):  # SigLIP's
         raise CrossAttention("a learnt query reads the tokens")
-    if type(module) is nn.MultiheadAttention:
-        if not module._qkv_same_embed_dim:
-            raise CrossAttention("its keys or values have another width (kdim, vdim) than its queries")
-        if module.bias_k is not None or module.add_zero_attn:
-            raise Refused("it adds keys of its own (add_bias_kv, add_zero_attn); build it without them")
-    elif not isinstance(module, (FreeEnergyMultiheadAttention, MixerMultiheadAttention)):
+    if type(module) is not nn.MultiheadAttention:
         raise Refused("it changes nn.MultiheadAttention in ways unknown here; put a plain one in its place first")
-    return MultiheadSite(module, path, parent)
+    if not module._qkv_same_embed_dim:
+        raise CrossAttention("its keys or values have another width (kdim, vdim) than its queries")
+    if module.bias_k is not None or module.add_zero_attn:
+        raise Refused("it adds keys of its own (add_bias_kv, add_zero_attn); build it without them")
+    sizes = {"n_embd": module.embed_dim, "n_head": module.num_heads, "dropout": module.dropout}
+    return Site(
+        module,
+        module.in_proj_weight,
+        fields=sizes | {"causal": False, "use_rope": False},
+        widths={"fem_dim": module.embed_dim, "qk_dim": module.embed_dim},
+        graft=lambda head: _graft(module, head),
+        swap=lambda mixer: MixerMultiheadAttention(mixer, module.batch_first),
+    )
 
 
-class MultiheadSite(Site):
-    @property
-    def weight(self) -> Tensor:
-        return self.module.in_proj_weight
-
-    @property
-    def fields(self) -> dict:
-        attention = self.module
-        return {
-            "n_embd": attention.embed_dim,
-            "n_head": attention.num_heads,
-            "causal": False,
-            "dropout": attention.dropout,
-            "use_rope": False,
-        }
-
-    @property
-    def widths(self) -> dict:
-        return {"fem_dim": self.module.embed_dim, "qk_dim": self.module.embed_dim}
-
-    def graft(self, head: FreeEnergyHead) -> nn.Module:
-        attention = self.module
-        attention.__class__ = FreeEnergyMultiheadAttention
-        attention._qkv_same_embed_dim = False  # TransformerEncoderLayer then calls forward instead of its fused kernel
-        attention.free_energy = head
-        return attention
-
-    def swap(self, mixer: FreeEnergyMixer) -> nn.Module:
-        return MixerMultiheadAttention(mixer, self.module.batch_first)
+def _graft(attention: nn.MultiheadAttention, head: FreeEnergyHead) -> nn.Module:
+    attention.__class__ = FreeEnergyMultiheadAttention
+    attention._qkv_same_embed_dim = False  # TransformerEncoderLayer then calls forward instead of its fused kernel
+    attention.free_energy = head
+    return attention
 
 
 class SelfAttentionCall(nn.Module):

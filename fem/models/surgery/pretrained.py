@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -50,6 +49,17 @@ CROSS_NAMES = {
     "enc_attn",
     "EncDecAttention",
 }
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
+HEAD_WIDTHS = (
+    "v_head_dim",
+    "head_dim",
+    "attention_head_size",
+    "head_size",
+    "dim_head",
+    "head_width",
+    "key_value_proj_dim",
+)
 UNREADABLE = {  # arguments of an attention function that change p in ways a softmax read has no place for
     "cache": "it reads a paged cache",
     "relative_position_bias": "it adds a position bias of its own",
@@ -57,16 +67,13 @@ UNREADABLE = {  # arguments of an attention function that change p in ways a sof
 }
 
 
-def find(module: nn.Module, path: str, parent: nn.Module | None) -> PretrainedSite | None:
-    """The site that the attention `module` is; None if transformers does not bring it. Raises Refused."""
-    if isinstance(module, MixerAttention):
-        return PretrainedSite(module, path, parent)
+def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
+    """The site that the attention `module` is; None if it is not one of transformers. Raises Refused."""
     if not isinstance(getattr(module, "config", None), PreTrainedConfig):
         return None
-    name = path.rpartition(".")[2]
     if "CrossAttention" in type(module).__name__ or getattr(module, "is_cross_attention", False) or name in CROSS_NAMES:
         raise CrossAttention("it is cross-attention")
-    parts = set(dict(module.named_children())) - {FREE_ENERGY}
+    parts = {name for name, _ in module.named_children()}
     projections = next((names for names in map(set, map(str.split, QUERIES)) if names <= parts), None)
     own = [name for name, _ in module.named_parameters(recurse=False) if name not in OWN]
     if projections is None or len(parts & OUTPUTS) > 1 or parts - projections - OUTPUTS - BESIDE or own:
@@ -79,111 +86,64 @@ def find(module: nn.Module, path: str, parent: nn.Module | None) -> PretrainedSi
     names = inspect.unwrap(type(module).forward).__code__.co_names
     if not {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"} <= set(names):
         raise Refused("it does not call transformers' attention functions; use a model class that does")
-    return PretrainedSite(module, path, parent, projections).checked()
+    heads = _first(module, HEADS) or _first(module.config, ("num_attention_heads", *HEADS))
+    width = _width(module, heads)
+    if heads is None or width is None:
+        raise Refused("neither it nor its config says how many heads it has, and how wide they are")
+    _check_sizes(module, projections, heads * width)
+    first = next(part for name, part in module.named_children() if name in projections)
+    groups = _first(module, ("num_key_value_groups",))
+    kv_heads = heads // groups if groups else _first(module, KV_HEADS) or heads
+    theta = _rope_theta(module)
+    fields = {"n_embd": _in(first), "n_head": heads, "causal": _is_causal(module), "dropout": _dropout(module)}
+    return Site(
+        module,
+        first.weight,
+        fields=fields | ({"use_rope": False} if theta is None else {"use_rope": True, "rope_theta": theta}),
+        widths={"n_kv_head": kv_heads, "fem_dim": heads * width, "qk_dim": heads * width},
+        graft=lambda head: _graft(module, head),
+        swap=lambda mixer: _swap(module, parent, projections, mixer),
+        softmax_fields={"n_kv_head": kv_heads, "window": getattr(module, "sliding_window", None)},
+    )
 
 
-@dataclass(frozen=True)
-class PretrainedSite(Site):
-    projections: frozenset[str] | set[str] = frozenset()
+def _width(module: nn.Module, heads: int | None) -> int | None:
+    """The width of a head: of its values, where queries are wider."""
+    whole = _first(module, ("embed_dim", "all_head_size", "inner_dim"))
+    return _first(module, HEAD_WIDTHS) or (whole // heads if whole and heads else None)
 
-    def checked(self) -> PretrainedSite:
-        """The site itself, if its sizes are those of a softmax read. Raises Refused."""
-        heads, width = self.n_head, self.head_width
-        if heads is None or width is None:
-            raise Refused("neither it nor its config says how many heads it has, and how wide they are")
-        made = {"q_proj", "query", "q_lin", "q"} & self.projections
-        queries = _out(getattr(self.module, *made)) if made else heads * width
-        if queries == 2 * heads * width:  # half of them are gates of the read
-            queries = heads * width
-        output = next((getattr(self.module, name) for name in OUTPUTS if hasattr(self.module, name)), None)
-        read = heads * width if output is None else _in(output)
-        if not self.replaced and not heads * width == queries == read:
-            raise Refused(f"its queries are {queries} and its reads {read} wide, which is not heads times head width")
-        return self
 
-    @property
-    def weight(self) -> Tensor:
-        return next(part.weight for name, part in self.module.named_children() if name in self.projections)
+def _check_sizes(module: nn.Module, projections: set[str], width: int) -> None:
+    """Raises Refused unless queries and reads have the width of all heads."""
+    made = {"q_proj", "query", "q_lin", "q"} & projections
+    queries = _out(getattr(module, *made)) if made else width
+    if queries == 2 * width:  # half of them are gates of the read
+        queries = width
+    output = next((getattr(module, name) for name in OUTPUTS if hasattr(module, name)), None)
+    read = width if output is None else _in(output)
+    if not width == queries == read:
+        raise Refused(f"its queries are {queries} and its reads {read} wide, which is not heads times head width")
 
-    @property
-    def n_embd(self) -> int:
-        return next(_in(part) for name, part in self.module.named_children() if name in self.projections)
 
-    @property
-    def n_head(self) -> int | None:
-        names = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead")
-        return _first(self.module, names) or _first(self.module.config, ("num_attention_heads", *names))
+def _graft(attention: nn.Module, head: FreeEnergyHead) -> nn.Module:
+    attention.is_causal = _is_causal(attention)
+    attention.config = copy.deepcopy(attention.config)
+    attention.config._attn_implementation = FREE_ENERGY
+    attention.free_energy = head
+    attention.register_forward_pre_hook(partial(_hand_on_features, *_call_of(type(attention))), with_kwargs=True)
+    return attention
 
-    @property
-    def head_width(self) -> int | None:
-        """Of the values, where queries are wider."""
-        width = _first(
-            self.module,
-            (
-                "v_head_dim",
-                "head_dim",
-                "attention_head_size",
-                "head_size",
-                "dim_head",
-                "head_width",
-                "key_value_proj_dim",
-            ),
-        )
-        whole = _first(self.module, ("embed_dim", "all_head_size", "inner_dim"))
-        return width or (whole // self.n_head if whole and self.n_head else None)
 
-    @property
-    def query_width(self) -> int:
-        return self.n_head * self.head_width
-
-    @property
-    def fields(self) -> dict:
-        theta = _rope_theta(self.module)
-        return {
-            "n_embd": self.n_embd,
-            "n_head": self.n_head,
-            "causal": _is_causal(self.module),
-            "dropout": _dropout(self.module),
-            "use_rope": theta is not None,
-            **({} if theta is None else {"rope_theta": theta}),
-        }
-
-    @property
-    def kv_heads(self) -> int:
-        groups = _first(self.module, ("num_key_value_groups",))
-        keys = _first(self.module, ("num_key_value_heads", "num_kv_heads", "kv_heads"))
-        return self.n_head // groups if groups else keys or self.n_head
-
-    @property
-    def softmax_fields(self) -> dict:
-        return {"n_kv_head": self.kv_heads, "window": getattr(self.module, "sliding_window", None)}
-
-    @property
-    def widths(self) -> dict:
-        return {"n_kv_head": self.kv_heads, "fem_dim": self.query_width, "qk_dim": self.query_width}
-
-    def graft(self, head: FreeEnergyHead) -> nn.Module:
-        attention = self.module
-        attention.is_causal = _is_causal(attention)
-        attention.config = copy.deepcopy(attention.config)
-        attention.config._attn_implementation = FREE_ENERGY
-        attention.free_energy = head
-        attention.register_forward_pre_hook(partial(_hand_on_features, *_call_of(type(attention))), with_kwargs=True)
-        return attention
-
-    def swap(self, mixer: FreeEnergyMixer) -> nn.Module:
-        attention = self.module
-        if self.projections and self.projections not in SWAPPED:
-            raise ValueError(
-                f"{type(attention).__name__} is called in a way that no mixer knows; preserve=True keeps it."
-            )
-        # BERT keeps its output projection in the module around; the mixer brings one.
-        if not any(hasattr(attention, name) for name in OUTPUTS):
-            output = getattr(self.parent, "output", None)
-            if not isinstance(getattr(output, "dense", None), nn.Linear):
-                raise ValueError(f"{type(attention).__name__} has no output projection; pass the module around it.")
-            output.dense = nn.Identity()
-        return MixerAttention(mixer, attention)
+def _swap(attention: nn.Module, parent: nn.Module | None, projections: set[str], mixer: FreeEnergyMixer) -> nn.Module:
+    if projections not in SWAPPED:
+        raise ValueError(f"{type(attention).__name__} is called in a way that no mixer knows; preserve=True keeps it.")
+    # BERT keeps its output projection in the module around; the mixer brings one.
+    if not any(hasattr(attention, name) for name in OUTPUTS):
+        output = getattr(parent, "output", None)
+        if not isinstance(getattr(output, "dense", None), nn.Linear):
+            raise ValueError(f"{type(attention).__name__} has no output projection; pass the module around it.")
+        output.dense = nn.Identity()
+    return MixerAttention(mixer, attention)
 
 
 def _first(thing: object, names: Iterable[str]) -> int | None:

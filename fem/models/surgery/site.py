@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -20,45 +20,19 @@ class CrossAttention(Refused):
 
 
 @dataclass(frozen=True)
-class Site(ABC):
-    """A self-attention module and the place it holds: `model.get_submodule(path)`, an attribute of `parent`."""
+class Site:
+    """A self-attention, and the fields of a `FreeEnergyMixerConfig` that it decides.
+
+    weight: one of its weights, whose device and dtype new ones take. fields: those of any mixer in its place;
+    softmax_fields: further ones of a mixer with a softmax prior; widths: further ones of a head that keeps projections.
+    graft: the original with a head in the place of its attention function, its parameters kept.
+    swap: a module that is called as the original is, and answers with a mixer.
+    """
 
     module: nn.Module
-    path: str
-    parent: nn.Module | None
-
-    @property
-    @abstractmethod
-    def weight(self) -> Tensor:
-        """One of the original's weights: new ones take its device and dtype."""
-
-    @property
-    @abstractmethod
-    def fields(self) -> dict:
-        """The fields of a FreeEnergyMixerConfig that the original decides, whatever mixer replaces it."""
-
-    @property
-    def softmax_fields(self) -> dict:
-        """The fields that the original decides of a mixer with a softmax prior alone."""
-        return {}
-
-    @property
-    @abstractmethod
-    def widths(self) -> dict:
-        """The fields that a head which keeps the original's projections needs besides."""
-
-    @property
-    def replaced(self) -> bool:
-        return any(isinstance(part, (FreeEnergyHead, FreeEnergyMixer)) for part in self.module.children())
-
-    @abstractmethod
-    def graft(self, head: FreeEnergyHead) -> nn.Module:
-        """The original with `head` in the place of its attention function, its parameters kept."""
-
-    @abstractmethod
-    def swap(self, mixer: FreeEnergyMixer) -> nn.Module:
-        """A module that is called as the original is, and answers with `mixer`."""
-
-    def put(self, module: nn.Module) -> None:
-        if self.parent is not None:
-            setattr(self.parent, self.path.rpartition(".")[2], module)
+    weight: Tensor
+    fields: dict
+    widths: dict
+    graft: Callable[[FreeEnergyHead], nn.Module]
+    swap: Callable[[FreeEnergyMixer], nn.Module]
+    softmax_fields: dict | None = None

@@ -12,38 +12,22 @@ from fem.models.surgery.site import Refused, Site
 PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "norm", "proj", "proj_drop")
 
 
-def find(module: nn.Module, path: str, parent: nn.Module | None) -> BlockSite | None:
-    """The site that the attention `module` is; None if timm does not bring it. Raises Refused."""
-    if isinstance(module, (BlockAttention, MixerBlockAttention)):
-        return BlockSite(module, path, parent)
+def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
+    """The site that the attention `module` is; None if it is not timm's. Raises Refused."""
     if not type(module).__module__.startswith("timm."):
         return None
     parts = [name for name, _ in module.named_children()]
     if type(module).__name__ != "Attention" or sorted(parts) != sorted(PARTS):
         raise Refused(f"its parts ({', '.join(parts)}) are not those of timm's plain ViT attention")
-    return BlockSite(module, path, parent)
-
-
-class BlockSite(Site):
-    @property
-    def weight(self) -> Tensor:
-        return self.module.qkv.weight
-
-    @property
-    def fields(self) -> dict:
-        attention = self.module
-        sizes = {"n_embd": attention.qkv.in_features, "n_head": attention.num_heads, "dropout": attention.attn_drop.p}
-        return sizes | {"causal": False, "use_rope": False}
-
-    @property
-    def widths(self) -> dict:
-        return {"fem_dim": self.module.proj.in_features, "qk_dim": self.module.proj.in_features}
-
-    def graft(self, head: FreeEnergyHead) -> nn.Module:
-        return BlockAttention(self.module, head)
-
-    def swap(self, mixer: FreeEnergyMixer) -> nn.Module:
-        return MixerBlockAttention(mixer, self.module.proj_drop)
+    sizes = {"n_embd": module.qkv.in_features, "n_head": module.num_heads, "dropout": module.attn_drop.p}
+    return Site(
+        module,
+        module.qkv.weight,
+        fields=sizes | {"causal": False, "use_rope": False},
+        widths={"fem_dim": module.proj.in_features, "qk_dim": module.proj.in_features},
+        graft=lambda head: BlockAttention(module, head),
+        swap=lambda mixer: MixerBlockAttention(mixer, module.proj_drop),
+    )
 
 
 class BlockAttention(nn.Module):
