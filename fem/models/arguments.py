@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from fem.ops.common.steps import running_maximum
@@ -29,6 +29,39 @@ def check_names(model: object, further: dict) -> None:
             f"{type(model).__name__}.forward takes no argument {', '.join(map(repr, unknown))}; documents are "
             "segment_ids, seq_idx, cu_seq_lens_q or position_ids that restart."
         )
+
+
+def mask_of_new_tokens(attention_mask: Tensor | None, past: int, x: Tensor) -> Tensor | None:
+    """The part of the mask (B, T_past + T) that covers the new tokens x (B, T, D); None where it keeps all of them.
+
+    Raises ValueError on another shape, TypeError on floating numbers other than 0 and 1.
+    """
+    if attention_mask is None:
+        return None
+    wanted = (x.shape[0], past + x.shape[1])
+    if tuple(attention_mask.shape) != wanted:
+        by_pairs = " A mask of pairs needs attn_implementation='sdpa'." if attention_mask.dim() == 4 else ""
+        raise ValueError(
+            f"attention_mask must have shape (batch, cached + new tokens) = {wanted}, "
+            f"got {tuple(attention_mask.shape)}.{by_pairs}"
+        )
+    if torch.compiler.is_compiling():
+        return attention_mask[:, past:]
+    if attention_mask.is_floating_point():
+        attention_mask = _from_floats(attention_mask)
+    mask = attention_mask[:, past:]
+    return None if bool((mask == 1).all()) else mask  # a call without mask is the fastest
+
+
+def _from_floats(mask: Tensor) -> Bool[Tensor, "b t"]:
+    """A mask of floating 0 and 1, as peft's prompt tuning makes it. Raises TypeError on one that is added to scores."""
+    keep = mask == 1
+    if bool(((mask == 0) | keep).all()) and bool(keep.any(-1).all()):
+        return keep
+    raise TypeError(
+        f"attention_mask must be bool, or 0 and 1 with 1 = keep, got {mask.dtype} with other numbers or rows of zeros; "
+        "one that is added to the scores has no place here."
+    )
 
 
 def read_documents(

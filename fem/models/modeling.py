@@ -6,7 +6,7 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -27,7 +27,7 @@ from transformers.utils.generic import can_return_tuple
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
 from fem.mlp import SwiGLU
-from fem.models.arguments import check_names, read_documents
+from fem.models.arguments import check_names, mask_of_new_tokens, read_documents
 from fem.models.cache import FEMCache
 from fem.models.configuration import FEMConfig
 from fem.models.engines.attention import EXACT, EngineAttention, masks_of, positions_of, served
@@ -62,7 +62,7 @@ class FEMBlock(GradientCheckpointingLayer):
         if engine is None:
             x = x + self._mix(self.mixer_norm(x), attention_mask, segment_ids, past_key_values)
         else:
-            x = x + self._mix_in_engine(self.mixer_norm(x), past_key_values, **engine)
+            x = x + self._mix_in_engine(self.mixer_norm(x), past_key_values=past_key_values, **engine)
         return x + self.mlp(self.mlp_norm(x))
 
     def _mix(
@@ -81,9 +81,8 @@ class FEMBlock(GradientCheckpointingLayer):
             rows.append(y)
         return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
-    def _mix_in_engine(self, x: Tensor, past: Cache | None, position_ids: Tensor, **keywords) -> Tensor:
-        attention = functools.partial(self.attention, past_key_values=past, **keywords)
-        return served(self.mixer, x, position_ids, attention)
+    def _mix_in_engine(self, x: Tensor, position_ids: Tensor, **keywords) -> Tensor:
+        return served(self.mixer, x, position_ids, functools.partial(self.attention, **keywords))
 
 
 class FEMPreTrainedModel(PreTrainedModel):
@@ -186,7 +185,7 @@ class FEMModel(FEMPreTrainedModel):
         past = 0 if cache is None else cache.get_seq_length()
         segment_ids = read_documents(x, attention_mask, position_ids, past, segment_ids, seq_idx, cu_seq_lens_q)
         self._check_length(past, past + x.shape[1], packed=segment_ids is not None)
-        attention_mask = _mask_of_new_tokens(attention_mask, past, x)
+        attention_mask = mask_of_new_tokens(attention_mask, past, x)
 
         masks = {"attention_mask": attention_mask, "segment_ids": segment_ids}
         return self._through_blocks(x, output_hidden_states, cache, **masks)
@@ -227,13 +226,13 @@ class FEMModel(FEMPreTrainedModel):
         return self._through_blocks(x, output_hidden_states, past, engine=engine)
 
     def _through_blocks(
-        self, x: Tensor, output_hidden_states: bool | None, cache: Cache | None, **how
+        self, x: Tensor, output_hidden_states: bool | None, cache: Cache | None, **keywords
     ) -> BaseModelOutputWithPast:
         record = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden_states = () if record else None
         for block in self.layers:
             hidden_states = (*hidden_states, x) if record else None
-            x = block(x, past_key_values=cache, **how)
+            x = block(x, past_key_values=cache, **keywords)
         x = self.norm(x)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
@@ -266,35 +265,6 @@ class FEMModel(FEMPreTrainedModel):
                 f"the row has {length} tokens, cached ones included, but config.max_position_embeddings = {longest}; "
                 "shorten it, or raise the limit in the config (None: no limit)."
             )
-
-
-def _mask_of_new_tokens(attention_mask: Tensor | None, past: int, x: Tensor) -> Tensor | None:
-    if attention_mask is None:
-        return None
-    wanted = (x.shape[0], past + x.shape[1])
-    if tuple(attention_mask.shape) != wanted:
-        by_pairs = " A mask of pairs needs attn_implementation='sdpa'." if attention_mask.dim() == 4 else ""
-        raise ValueError(
-            f"attention_mask must have shape (batch, cached + new tokens) = {wanted}, "
-            f"got {tuple(attention_mask.shape)}.{by_pairs}"
-        )
-    if torch.compiler.is_compiling():
-        return attention_mask[:, past:]
-    if attention_mask.is_floating_point():
-        attention_mask = _from_floats(attention_mask)
-    mask = attention_mask[:, past:]
-    return None if bool((mask == 1).all()) else mask  # a call without mask is the fastest
-
-
-def _from_floats(mask: Tensor) -> Bool[Tensor, "b t"]:
-    """A mask of floating 0 and 1, as peft's prompt tuning makes it. Raises TypeError on one that is added to scores."""
-    keep = mask == 1
-    if bool(((mask == 0) | keep).all()) and bool(keep.any(-1).all()):
-        return keep
-    raise TypeError(
-        f"attention_mask must be bool, or 0 and 1 with 1 = keep, got {mask.dtype} with other numbers or rows of zeros; "
-        "one that is added to the scores has no place here."
-    )
 
 
 class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):

@@ -139,28 +139,28 @@ def load_language_model(folder: str | Path):
     from fem.models import load_replaced
     from fem.models.surgery.checkpoint import RECORD
 
-    found = model_folder(folder)
-    replaced = RECORD in json.loads((found / "config.json").read_text(encoding="utf-8"))
+    path = model_folder(folder)
+    replaced = RECORD in json.loads((path / "config.json").read_text(encoding="utf-8"))
     load = load_replaced if replaced else AutoModelForCausalLM.from_pretrained
-    with _readable(f"the model in {str(found)!r}"):
+    with _readable(f"the model in {str(path)!r}"):
         model, report = load(
-            found, use_safetensors=True, dtype="auto", trust_remote_code=False, output_loading_info=True
+            path, use_safetensors=True, dtype="auto", trust_remote_code=False, output_loading_info=True
         )
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
-            f"the weights in {str(found)!r} must be all that its config.json asks for; {missing[0]!r} is missing."
+            f"the weights in {str(path)!r} must be all that its config.json asks for; {missing[0]!r} is missing."
         )
     if (name := not_finite(model)) is not None:
-        raise ValueError(f"the weights in {str(found)!r} must be finite, got NaN or infinity in {name!r}.")
-    saved = [*found.glob("*token*"), *found.glob("vocab*"), *found.glob("*.model")]
+        raise ValueError(f"the weights in {str(path)!r} must be finite, got NaN or infinity in {name!r}.")
+    saved = [*path.glob("*token*"), *path.glob("vocab*"), *path.glob("*.model")]
     if not saved:  # some classes of tokenizers can be made of no file, and are empty
-        raise ValueError(f"{str(found)!r} holds no tokenizer beside the model; save one there.")
-    with _readable(f"the tokenizer in {str(found)!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=False)
+        raise ValueError(f"{str(path)!r} holds no tokenizer beside the model; save one there.")
+    with _readable(f"the tokenizer in {str(path)!r}"):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     largest = max(tokenizer.get_vocab().values())
     if largest >= model.config.vocab_size:
         raise ValueError(
             f"tokenizer and model do not belong together: token ids up to {largest}, but vocab_size = "
-            f"{model.config.vocab_size} in {str(found)!r}."
+            f"{model.config.vocab_size} in {str(path)!r}."
         )
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer

@@ -38,11 +38,11 @@ def local_files(data: str) -> list[Path] | None:
 
 def content(files: list[Path]) -> str:
     """A digest of the files' contents, in their order; names, folders and times do not matter."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for path in files:
         kind = "text" if path.suffix in TEXT else path.suffix
-        found.update(f"{kind} {digest(path)}\n".encode())
-    return found.hexdigest()
+        hasher.update(f"{kind} {digest(path)}\n".encode())
+    return hasher.hexdigest()
 
 
 def local_documents(files: list[Path], field: str) -> Iterator[str]:
@@ -55,14 +55,14 @@ def local_documents(files: list[Path], field: str) -> Iterator[str]:
         if path.suffix in TEXT:
             yield from file_pieces(path)
             continue
-        found, visible = 0, False
+        records, visible = 0, False
         for record in _json_lines(path) if path.suffix in JSON_LINES else _parquet_rows(path, field):
-            found += 1
-            text = text_of(record, field, f"{path.name}, record {found}")
+            records += 1
+            text = text_of(record, field, f"{path.name}, record {records}")
             visible = visible or bool(text.strip())
             yield from pieces(text)
         if not visible:
-            what = "whose every text is white space" if found else "which holds no record"
+            what = "whose every text is white space" if records else "which holds no record"
             raise ValueError(f"data must not be empty, got {str(path)!r}, {what}.")
 
 

@@ -99,11 +99,11 @@ def _needs_own_tasks(recipe: EvalRecipe) -> bool:
 
 def _scores(scores: dict) -> dict[str, float]:
     """Scores by metric: the harness's "acc,none" is "acc"; of several filters of a metric, the first counts."""
-    found: dict[str, float] = {}
+    by_metric: dict[str, float] = {}
     for name, value in scores.items():
         if isinstance(value, int | float) and "," in name:
-            found.setdefault(name.partition(",")[0], float(value))
-    return found
+            by_metric.setdefault(name.partition(",")[0], float(value))
+    return by_metric
 
 
 def rows(recipe: EvalRecipe, scores: dict[str, dict[str, float]]) -> list[dict]:

@@ -16,11 +16,11 @@ MANIFEST = "complete.json"
 
 def digest(path: Path) -> str:
     """BLAKE2b of a file's bytes, 128 bits in hexadecimal."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
         while part := file.read(1 << 20):
-            found.update(part)
-    return found.hexdigest()
+            hasher.update(part)
+    return hasher.hexdigest()
 
 
 def publish(staging: Path, target: Path) -> None:

@@ -67,21 +67,21 @@ class MetricsCallback(TrainerCallback):
             self.bars.update(self.bar, completed=state.global_step, description=shown)
 
     def on_log(self, args, state, control, logs, model, **_):
-        found = {ours: float(logs[theirs]) for theirs, ours in LOGGED.items() if theirs in logs}
+        line = {ours: float(logs[theirs]) for theirs, ours in LOGGED.items() if theirs in logs}
         for name in ("train_loss", "val_loss"):
-            if name in found and not math.isfinite(found[name]):
+            if name in line and not math.isfinite(line[name]):
                 what = "the validation loss" if name == "val_loss" else "the loss"
-                raise NotFinite(state.global_step, f"{what} is {found[name]}", f"{ADVICE}; {kept(self.run.folder)}")
-        found = {name: value for name, value in found.items() if math.isfinite(value)}
-        self.loss = found.get("train_loss", self.loss)
-        if "train_loss" in found:
-            found |= self.speed(state.max_steps - state.global_step) | read_statistics(model, self.probe)
+                raise NotFinite(state.global_step, f"{what} is {line[name]}", f"{ADVICE}; {kept(self.run.folder)}")
+        line = {name: value for name, value in line.items() if math.isfinite(value)}
+        self.loss = line.get("train_loss", self.loss)
+        if "train_loss" in line:
+            line |= self.speed(state.max_steps - state.global_step) | read_statistics(model, self.probe)
             self.start_clock()
-        if found and self.bars is not None:
-            self.run.log(step=state.global_step, **found)
+        if line and self.bars is not None:
+            self.run.log(step=state.global_step, **line)
             if not self.bars.console.is_terminal:
-                self.bars.console.print(in_words(state.global_step, state.max_steps, found), soft_wrap=True)
-            for name, value in found.items() if self.writer is not None else ():
+                self.bars.console.print(in_words(state.global_step, state.max_steps, line), soft_wrap=True)
+            for name, value in line.items() if self.writer is not None else ():
                 self.writer.add_scalar(name, value, state.global_step)
 
     def on_train_end(self, args, state, control, **_):
@@ -93,14 +93,14 @@ class MetricsCallback(TrainerCallback):
             return {}
         a_step = (time.perf_counter() - self.began) / self.steps
         tokens = self.recipe.batch_size * self.recipe.context / a_step
-        found = {
+        speed = {
             "tokens_per_second": tokens,
             "seconds_left": a_step * steps_left,
             "peak_memory_bytes": peak_memory(),
         }
         if peak := peak_flops():
-            found["mfu"] = tokens * self.flops / (peak * self.processes)
-        return found
+            speed["mfu"] = tokens * self.flops / (peak * self.processes)
+        return speed
 
 
 def in_words(step: int, steps: int, found: dict) -> str:
@@ -128,17 +128,17 @@ def summary(metrics: list[dict]) -> dict:
 @torch.no_grad()
 def read_statistics(model: FEMForCausalLM, row: Row | None) -> dict[str, float]:
     """beta over all channels, lambda over all channels and the row's tokens, and the share of recomputed reads."""
-    found: dict[str, float] = {}
+    statistics: dict[str, float] = {}
     betas = [module() for module in model.modules() if isinstance(module, Temperature)]
     if betas:
         beta = torch.cat([(beta.full_tensor() if isinstance(beta, DTensor) else beta).flatten() for beta in betas])
-        found |= {"beta_min": beta.min().item(), "beta_mean": beta.mean().item(), "beta_max": beta.max().item()}
+        statistics |= {"beta_min": beta.min().item(), "beta_mean": beta.mean().item(), "beta_max": beta.max().item()}
     if fallbacks.entries:
-        found["recomputed_share"] = fallbacks.recomputed / fallbacks.entries
+        statistics["recomputed_share"] = fallbacks.recomputed / fallbacks.entries
     if row is not None:
-        found |= gate_statistics(model, row)
+        statistics |= gate_statistics(model, row)
     fallbacks.reset()
-    return found
+    return statistics
 
 
 def gate_statistics(model: FEMForCausalLM, row: Row) -> dict[str, float]:

@@ -123,8 +123,8 @@ def encode(documents: list[str], tokenizer: PreTrainedTokenizerFast) -> Iterator
     """Each document's tokens and an end token. Special tokens that are spelt out in the text are read as text."""
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = True
-    for found in backend.encode_batch_fast(documents, add_special_tokens=False):
-        yield np.array([*found.ids, tokenizer.eos_token_id], np.uint32)
+    for encoding in backend.encode_batch_fast(documents, add_special_tokens=False):
+        yield np.array([*encoding.ids, tokenizer.eos_token_id], np.uint32)
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:

@@ -15,9 +15,9 @@ from fem.models.context import context_parallel, own_part
 from fem.models.loss import next_tokens
 from fem.runs.run import note, write_json
 from fem.train.packing import Share, ShuffledRows, StreamedRows
-from fem.train.place import copy_run
 from fem.train.saving import NotFinite, SavingTrainer, kept
 from fem.train.sharding import shard
+from fem.train.start import copy_run
 
 ADVICE = "a smaller learning rate, more warm-up steps or float32 may help, --nonfinite skip leaves such steps out"
 

@@ -29,20 +29,20 @@ from fem.train.lock import HOLDER, LOCK, one_writer
 from fem.train.metrics import MetricsCallback, summary
 from fem.train.model import build_model
 from fem.train.packing import Share, write_tokens
-from fem.train.place import (
-    FAILED,
-    Place,
-    begin,
-    event,
-    look,
-    read_metrics,
-    remember,
-    said_of_failure,
-)
 from fem.train.recipe import TrainRecipe
 from fem.train.saving import NotFinite, kept
 from fem.train.sharding import FSDP, parts_of_rows
 from fem.train.signals import SaveAndStop
+from fem.train.start import (
+    FAILED,
+    Start,
+    add_event,
+    drop_later,
+    find_start,
+    last_failure,
+    read_metrics,
+    write_config,
+)
 from fem.train.throughput import flops_per_token
 from fem.train.trainer import Milestones, TextTrainer
 
@@ -81,12 +81,12 @@ def run(
     with ExitStack() as held:
         held.enter_context(ranks.in_touch())
         held.enter_context(told_of_a_full_disk(output))
-        place, finished = ranks.first(lambda: prepare(recipe, output, resume, allow_changed_data, held))
-        found = fit(recipe, output, args, place, ranks, deadline) if finished is None else finished
+        start, finished = ranks.first(lambda: prepare(recipe, output, resume, allow_changed_data, held))
+        outcome = fit(recipe, output, args, start, ranks, deadline) if finished is None else finished
     end_process_group()
-    if isinstance(found, Paused):
-        raise found
-    return found
+    if isinstance(outcome, Paused):
+        raise outcome
+    return outcome
 
 
 @contextmanager
@@ -121,36 +121,36 @@ def check(recipe: TrainRecipe, output: Path) -> None:
 
 def prepare(
     recipe: TrainRecipe, output: Path, resume: bool, allow_changed_data: bool, held: ExitStack
-) -> tuple[Place, dict | None]:
+) -> tuple[Start, dict | None]:
     """On the first process alone: hold the lock, decide where to begin, and write tokenizer and tokens.
 
-    Returns the place, and the results where the run there is finished. A folder created here is removed again where the
+    Returns the start, and the results where the run there is finished. A folder created here is removed again where the
     data cannot be used.
     """
     if output.exists():
-        look(recipe, output, resume)  # raises before anything is written, even a lock
+        find_start(recipe, output, resume)  # raises before anything is written, even a lock
     made = [folder for folder in (output, *output.parents) if not folder.exists()]
     output.mkdir(parents=True, exist_ok=True)
     held.enter_context(one_writer(output))
     fresh = output in made and {path.name for path in output.iterdir()} <= {LOCK, HOLDER}
     try:
-        place = look(recipe, output, resume)
-        if place.step >= recipe.max_steps:
-            return place, finished_results(recipe, output, place)
-        stored = place.config["recipe"]
-        if stored["max_steps"] < recipe.max_steps and place.step:
-            event(place.config, f"max_steps {stored['max_steps']} -> {recipe.max_steps}", place.step)
-        place.config["recipe"] = asdict(recipe)
+        start = find_start(recipe, output, resume)
+        if start.step >= recipe.max_steps:
+            return start, finished_results(recipe, output, start)
+        stored = start.config["recipe"]
+        if stored["max_steps"] < recipe.max_steps and start.step:
+            add_event(start.config, f"max_steps {stored['max_steps']} -> {recipe.max_steps}", start.step)
+        start.config["recipe"] = asdict(recipe)
         if not (output / "config.json").exists():
-            remember(output, place.config)
-        take_data(recipe, output, place, allow_changed_data)
+            write_config(output, start.config)
+        take_data(recipe, output, start, allow_changed_data)
         if outside := {name: value for name, value in os.environ.items() if name.startswith(RECORDED)}:
-            place.config["environment"] = outside
-        remember(output, place.config)
-        begin(output, place.checkpoint)
-        if place.checkpoint is not None and (failure := said_of_failure(output)):
+            start.config["environment"] = outside
+        write_config(output, start.config)
+        drop_later(output, start.checkpoint)
+        if start.checkpoint is not None and (failure := last_failure(output)):
             note(f"the last attempt stopped because {failure}; as it is, this one will come to the same step.")
-        return place, None
+        return start, None
     except ValueError:
         if fresh:
             shutil.rmtree(output, ignore_errors=True)
@@ -159,11 +159,11 @@ def prepare(
         raise
 
 
-def take_data(recipe: TrainRecipe, output: Path, place: Place, allow_changed: bool) -> None:
+def take_data(recipe: TrainRecipe, output: Path, start: Start, allow_changed: bool) -> None:
     """Write tokenizer and tokens to `output`. Raises ValueError where the run began with others."""
     tokenizer = load_tokenizer(recipe, output)
     source = identity(recipe, tokenizer)
-    known = place.config.get("data")
+    known = start.config.get("data")
     changed = [name for name in source if known is not None and known.get(name) != source[name]]
     if changed and not allow_changed:
         raise ValueError(
@@ -171,32 +171,32 @@ def take_data(recipe: TrainRecipe, output: Path, place: Place, allow_changed: bo
             "--output, or --allow-changed-data to go on with them all the same."
         )
     if allow_changed:
-        event(place.config, f"data taken as they are now: {json.dumps(source)}", place.step)
+        add_event(start.config, f"data taken as they are now: {json.dumps(source)}", start.step)
         shutil.rmtree(output / TOKENS, ignore_errors=True)
-    place.config["data"] = source
+    start.config["data"] = source
     if local_files(recipe.data) is not None:
         write_tokens(local_documents(local_files(recipe.data), recipe.field), tokenizer, output / TOKENS, source)
     load_data(recipe, output, tokenizer, Share(1, 1))  # raises where there are too few
     model_config(recipe, len(tokenizer))
 
 
-def finished_results(recipe: TrainRecipe, output: Path, place: Place) -> dict:
+def finished_results(recipe: TrainRecipe, output: Path, start: Start) -> dict:
     """The results of a run that has reached its last step; written now where it was killed before it wrote them."""
-    note(f"the run in {str(output)!r} is finished, {place.step} of {recipe.max_steps} steps; --steps extends it.")
+    note(f"the run in {str(output)!r} is finished, {start.step} of {recipe.max_steps} steps; --steps extends it.")
     if (known := read_json(output / RESULTS)) is not None:
         return known
-    model, _ = load_language_model(place.checkpoint)
+    model, _ = load_language_model(start.checkpoint)
     facts = {"parameters": model.num_parameters(), "flops_per_token": flops_per_token(model, recipe.context)}
-    last = [line for line in read_metrics(output) if line["step"] <= place.step]
+    last = [line for line in read_metrics(output) if line["step"] <= start.step]
     results = Run(output, recipe.seed).finish({"train": summary(last) | facts}) | {"seconds": None}
     write_json(output / RESULTS, results)
     return results
 
 
 def fit(
-    recipe: TrainRecipe, output: Path, args: TrainingArguments, place: Place, ranks: Ranks, deadline: float | None
+    recipe: TrainRecipe, output: Path, args: TrainingArguments, start: Start, ranks: Ranks, deadline: float | None
 ) -> dict | Paused:
-    """Train from the place's checkpoint, or from the beginning. `Paused` is returned and not raised: a traceback would
+    """Train from the start's checkpoint, or from the beginning. `Paused` is returned and not raised: a traceback would
     keep the Trainer alive, and the process groups must end after it."""
     parts = parts_of_rows(recipe)
     rank, world = (number // recipe.context_parallel for number in (ranks.rank, ranks.world))
@@ -215,7 +215,7 @@ def fit(
             share=share,
             keep=recipe.keep,
             skip=recipe.nonfinite == "skip",
-            extended=place.checkpoint is not None and trained_for(place.checkpoint) != recipe.max_steps,
+            extended=start.checkpoint is not None and trained_for(start.checkpoint) != recipe.max_steps,
             model=model,
             args=args,
             train_dataset=data.train,
@@ -226,7 +226,7 @@ def fit(
         trainer.remove_callback(PrinterCallback)
         try:
             with stop:
-                trainer.train(resume_from_checkpoint=None if place.checkpoint is None else str(place.checkpoint))
+                trainer.train(resume_from_checkpoint=None if start.checkpoint is None else str(start.checkpoint))
         except NotFinite as error:
             if ranks.rank == 0:
                 write_json(output / FAILED, {"step": error.step, "what": error.what, "date": now()})

@@ -23,7 +23,7 @@ from trainings import assert_same_run, losses, tiny, weights
 
 from fem import cli
 from fem.runs import run
-from fem.train import distributed, metrics, place, trainer, training
+from fem.train import distributed, metrics, start, trainer, training
 from fem.train.checkpoints import checkpoints, load_language_model, newest
 from fem.train.distributed import Paused
 from fem.train.lock import one_writer
@@ -436,9 +436,9 @@ def test_without_a_terminal_every_line_of_metrics_is_printed(data, tmp_path, cap
 
 
 def test_a_checkpoint_keeps_config_and_metrics_as_they_were(whole):
-    config = json.loads((whole / "checkpoint-10" / place.COPY / "config.json").read_text())
+    config = json.loads((whole / "checkpoint-10" / start.COPY / "config.json").read_text())
     assert config["recipe"]["max_steps"] == 12
-    lines = (whole / "checkpoint-10" / place.COPY / "metrics.jsonl").read_text().splitlines()
+    lines = (whole / "checkpoint-10" / start.COPY / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["step"] == 10
 
 

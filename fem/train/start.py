@@ -15,7 +15,7 @@ METRICS, COPY, FAILED = "metrics.jsonl", "run", "failed.json"
 
 
 @dataclass(frozen=True)
-class Place:
+class Start:
     """Where a training begins: its checkpoint if it is resumed, and the content of config.json."""
 
     checkpoint: Path | None
@@ -26,7 +26,7 @@ class Place:
         return 0 if self.checkpoint is None else step_of(self.checkpoint)
 
 
-def look(recipe: TrainRecipe, output: Path, resume: bool) -> Place:
+def find_start(recipe: TrainRecipe, output: Path, resume: bool) -> Start:
     """Where in `output` a training of the recipe begins; writes nothing.
 
     Raises ValueError where it was begun with another recipe, needs --resume, or holds another experiment.
@@ -41,13 +41,13 @@ def look(recipe: TrainRecipe, output: Path, resume: bool) -> Place:
         if (output / RESULTS).exists() or (output / METRICS).exists():
             raise ValueError(f"output must be empty or a training's, got {str(output)!r} with other results.")
         config = {"experiment": "train", "recipe": asdict(recipe), "seed": recipe.seed, "data": None, "history": []}
-        return Place(None, config)
+        return Start(None, config)
     if changed := differences(config["recipe"], recipe):
         begin = "" if there else ", or remove it to begin again"
         raise ValueError(
             f"the run in {str(output)!r} has another recipe: {', '.join(changed)}; choose another output{begin}."
         )
-    return Place(checkpoint, config)
+    return Start(checkpoint, config)
 
 
 def read_config(output: Path, checkpoint: Path | None) -> dict | None:
@@ -74,16 +74,16 @@ def read_config(output: Path, checkpoint: Path | None) -> dict | None:
     return json.loads(copy.read_text(encoding="utf-8"))
 
 
-def remember(output: Path, config: dict) -> None:
+def write_config(output: Path, config: dict) -> None:
     write_json(output / CONFIG, config | circumstances())
 
 
-def event(config: dict, what: str, step: int) -> None:
+def add_event(config: dict, what: str, step: int) -> None:
     """Add to the history in config.json what makes this run differ from one of its recipe alone."""
     config.setdefault("history", []).append({"step": step, "event": what, "date": now()})
 
 
-def begin(output: Path, checkpoint: Path | None) -> None:
+def drop_later(output: Path, checkpoint: Path | None) -> None:
     """Remove from `output` whatever is later than the checkpoint that the run begins with."""
     shutil.rmtree(output / STAGING, ignore_errors=True)
     (output / RESULTS).unlink(missing_ok=True)
@@ -128,7 +128,7 @@ def copy_run(output: Path, checkpoint: Path) -> None:
             shutil.copyfile(output / name, checkpoint / COPY / name)
 
 
-def said_of_failure(output: Path) -> str | None:
+def last_failure(output: Path) -> str | None:
     """What stopped the last attempt, where it was a number that is not finite; else None."""
     try:
         found = json.loads((output / FAILED).read_text(encoding="utf-8"))
