@@ -30,7 +30,7 @@ class Projection(nn.Linear):
 
     @property
     def qconfig(self):
-        """How torch.ao is to quantise the map. It sets this on every module, but knows nn.Linear itself alone."""
+        """How torch.ao is to quantise the map. It sets this on every module, but knows only nn.Linear itself."""
         return self._qconfig
 
     @qconfig.setter

@@ -48,7 +48,7 @@ class MixerMemory(CacheLayerMixin):
         first = max(0, tokens - RECORDED)
         return [slice(0, first)] * (first > 0) + [slice(t, t + 1) for t in range(first, tokens)]
 
-    def remember(self, state: MixerState, tokens: int) -> None:
+    def store(self, state: MixerState, tokens: int) -> None:
         self.past = [*self.past[1 - RECORDED :], state] if self.record_past else [state]
         self.tokens += tokens
         self.is_initialized = True

@@ -77,7 +77,7 @@ class FEMBlock(GradientCheckpointingLayer):
                 for mark in (attention_mask, segment_ids)
             )
             y, state = self.mixer(x[:, piece], *marks, state=memory.state, return_state=True)
-            memory.remember(state, tokens=y.shape[1])
+            memory.store(state, tokens=y.shape[1])
             rows.append(y)
         return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
@@ -258,7 +258,7 @@ class FEMModel(FEMPreTrainedModel):
         longest = self.config.max_position_embeddings
         if longest is None or packed or isinstance(past, Tensor) or length <= longest:
             return
-        if past:  # a warning alone: generation goes on with the text so far
+        if past:  # only a warning: generation goes on with the text so far
             logger.warning_once(f"the row grows beyond config.max_position_embeddings = {longest}.")
         else:
             raise ValueError(

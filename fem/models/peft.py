@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-TARGETS = ["query", "key", "value", "output"]  # priors without queries have the last two alone
+TARGETS = ["query", "key", "value", "output"]  # priors without queries have only the last two
 
 LORA = {"target_modules": TARGETS, "modules_to_save": ["beta", "inner"]}
 """LoraConfig(**LORA): low-rank updates of the projections; beta and lambda, which are small and which attention lacks,

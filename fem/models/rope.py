@@ -40,7 +40,7 @@ def scaled(config: PreTrainedConfig, mixer: FreeEnergyMixerConfig) -> FreeEnergy
 
     A Llama's angles under "dynamic" and "longrope" change with the length of the row. These are the ones that it has in
     its longest row, config.max_position_embeddings, whatever the row: then a cached key stays right.
-    Raises ValueError on parameters that transformers refuses, on those that turn a part of a head alone, and where
+    Raises ValueError on parameters that transformers refuses, on those that turn only a part of a head, and where
     angles by length meet rows without a limit.
     """
     rope = getattr(config, "rope_parameters", None)

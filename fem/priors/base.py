@@ -63,7 +63,7 @@ class Prior(nn.Module, ABC):
 
         memory: what the call before returned, every tensor with the batch first; {} at the start of a sequence; None:
         no memory is kept, and None is returned.
-        beta has `beta_shape`, or is None for the mean alone.
+        beta has `beta_shape`, or is None where only the mean is read.
         """
 
     def steps(self, memory: dict[str, Tensor]) -> bool:
@@ -91,7 +91,7 @@ class Prior(nn.Module, ABC):
     def selection(
         self, features: Float[Tensor, "b t f"], v: Float[Tensor, "b t h d"], tokens: Tokens
     ) -> tuple[Float[Tensor, "b t heads d n"], Float[Tensor, "b t heads d n"]]:
-        """p_t as a table, and the values it selects among, for `FreeEnergyMixer.inspect`. O(T) reads: small T alone.
+        """p_t as a table, and the values it selects among, for `FreeEnergyMixer.inspect`: O(T) reads, for small T.
 
         The mean is linear in the values, so the mean of the indicator of token i is p_t(i).
         """

@@ -109,7 +109,7 @@ def in_values(memory: Memory) -> Memory:
 
 
 class _Room:
-    """Buffers that start with a cache and have room for an eighth more tokens; one continuation alone may use it."""
+    """Buffers that start with a cache and have room for an eighth more tokens; only one continuation may use it."""
 
     def __init__(self, key: Float[Tensor, "b h t dk"], value: Float[Tensor, "b h t w"], end: int):
         self.size = end + end // 8
@@ -128,7 +128,7 @@ class _Room:
         if end > self.size or (self.of_inference and not torch.is_inference_mode_enabled()):
             return False
         try:
-            self.free.remove(time)  # by one thread alone
+            self.free.remove(time)  # only one thread succeeds
         except KeyError:
             return False
         return True
@@ -150,7 +150,7 @@ def _room_behind(key: Tensor, value: Tensor) -> _Room | None:
     return found.room if found is not None and found.key() is key and found.value() is value else None
 
 
-def _remember(key: Tensor, value: Tensor, room: _Room) -> None:
+def _register(key: Tensor, value: Tensor, room: _Room) -> None:
     place = id(key)
 
     def forget(gone: weakref.ref[Tensor]) -> None:
@@ -178,7 +178,7 @@ def _extended(
     room.value.narrow(2, time, new).copy_(v)
     key, value = room.key.narrow(2, 0, end), room.value.narrow(2, 0, end)
     room.free.add(end)
-    _remember(key, value, room)
+    _register(key, value, room)
     return {"key": key, "value": value}
 
 

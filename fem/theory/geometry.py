@@ -49,7 +49,7 @@ def kl_divergence(q: Along, p: Along, dim: int = -1) -> Along:
 def donsker_varadhan(q: Along, p: Along, v: Along, beta: PerRead, dim: int = -1) -> Along:
     """The utility that the free energy maximises, for any distribution q on the support of p.
 
-        E_q[v] - KL(q || p) / beta <= F(beta),    with equality at the posterior alone                        (Eq. 17)
+        E_q[v] - KL(q || p) / beta <= F(beta),    with equality only at the posterior                         (Eq. 17)
 
     beta > 0; v must be finite on the support of q.
     """

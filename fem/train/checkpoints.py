@@ -101,7 +101,7 @@ def _check_index(folder: Path) -> None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{str(index)!r} must list the parts of the weights, and cannot be read.") from error
     if strange:
-        raise ValueError(f"{str(index)!r} must name safetensors in its own folder alone, got {strange[0]!r}.")
+        raise ValueError(f"{str(index)!r} must name only safetensors in its own folder, got {strange[0]!r}.")
 
 
 def _holds_a_model(folder: Path) -> bool:

@@ -89,7 +89,7 @@ class Ranks:
 
     @contextmanager
     def in_touch(self) -> Iterator[None]:
-        """In this block, one process alone reports an error, and an operation that fails because another process does
+        """In this block, only one process reports an error, and an operation that fails because another process does
         not answer raises `Lost`, which names that process. Processes that report nothing exit with status 2."""
         try:
             yield

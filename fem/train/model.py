@@ -1,4 +1,4 @@
-"""A new language model whose start depends on a seed alone."""
+"""A new language model whose start depends only on a seed."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class ShuffledRows(IterableDataset):
             yield self.file.row(int(_order(self.rows, self.seed, epoch)[place]), self.context)
 
     def state_dict(self) -> None:
-        """Nothing: the step alone says where the rows are, for any number of processes."""
+        """Stateless: the position follows from the step, for any number of processes."""
 
     def load_state_dict(self, state: dict | None, step: int) -> None:
         self.step = step

@@ -79,7 +79,7 @@ def write_config(output: Path, config: dict) -> None:
 
 
 def add_event(config: dict, what: str, step: int) -> None:
-    """Add to the history in config.json what makes this run differ from one of its recipe alone."""
+    """Add to the history in config.json what makes this run differ from a run of its recipe."""
     config.setdefault("history", []).append({"step": step, "event": what, "date": now()})
 
 

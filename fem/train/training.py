@@ -122,7 +122,7 @@ def check(recipe: TrainRecipe, output: Path) -> None:
 def prepare(
     recipe: TrainRecipe, output: Path, resume: bool, allow_changed_data: bool, held: ExitStack
 ) -> tuple[Start, dict | None]:
-    """On the first process alone: hold the lock, decide where to begin, and write tokenizer and tokens.
+    """On the first process only: hold the lock, decide where to begin, and write tokenizer and tokens.
 
     Returns the start, and the results where the run there is finished. A folder created here is removed again where the
     data cannot be used.

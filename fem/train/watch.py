@@ -29,7 +29,7 @@ class WeightDecayTrainer(Trainer):
 
 
 class Watch(TrainerCallback):
-    """Passes every measurement to `log` and every step to `advance`; its seconds are those of the steps alone."""
+    """Passes every measurement to `log` and every step to `advance`; its seconds are only those of the steps."""
 
     def __init__(self, log: Callable[[Score], None], advance: Callable[[int, float | None], None]):
         self.log, self.advance = log, advance

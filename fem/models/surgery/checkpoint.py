@@ -23,7 +23,7 @@ REFUSAL = "this folder holds a replaced model: open it by an Auto class after `i
 class ReplacedConfig(OpensWithFEM, PreTrainedConfig):
     """What is saved of a replaced model: the original's config, the calls of `replace_attention`, and who opens it.
 
-    `from_dict` returns the original's config, of a subclass that remembers the calls.
+    `from_dict` returns the original's config, of a subclass that records the calls.
     """
 
     model_type = "fem_replaced"
@@ -37,10 +37,10 @@ class ReplacedConfig(OpensWithFEM, PreTrainedConfig):
                 f"the replaced model was of type {original!r}, unknown to transformers; import the package that "
                 "registers it, or pass its class: fem.models.load_replaced(folder, architecture=...)."
             )
-        return remembering(CONFIG_MAPPING[original]).from_dict(config_dict, **kwargs)
+        return replaced_config(CONFIG_MAPPING[original]).from_dict(config_dict, **kwargs)
 
 
-class Remembers(OpensWithFEM):
+class RecordsCalls(OpensWithFEM):
     """Mixed into the config of the original: the same config, saved as a `ReplacedConfig`."""
 
     auto_map = ReplacedConfig.auto_map
@@ -81,20 +81,20 @@ def _first_number(original: type[PreTrainedConfig]) -> str:
     return [*numbers, "hidden_size"][0]  # a composite or a class of its own making may declare none
 
 
-class RememberingClass(type):
-    """The type of configs made by `remembering`, so that pickle can find them again."""
+class ReplacedConfigType(type):
+    """The type of configs made by `replaced_config`, so that pickle can find them again."""
 
 
-copyreg.pickle(RememberingClass, lambda config: (remembering, (config.original,)))
+copyreg.pickle(ReplacedConfigType, lambda config: (replaced_config, (config.original,)))
 
 
 @cache
-def remembering(original: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+def replaced_config(original: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """The original config's subclass that is saved as a `ReplacedConfig`; the Auto classes learn to build from it."""
-    if issubclass(original, Remembers):
+    if issubclass(original, RecordsCalls):
         return original
-    config = RememberingClass(
-        PREFIX + original.__name__, (Remembers, original), {"original": original, "__module__": __name__}
+    config = ReplacedConfigType(
+        PREFIX + original.__name__, (RecordsCalls, original), {"original": original, "__module__": __name__}
     )
     for auto in vars(modeling_auto).values():
         mapping = getattr(auto, "_model_mapping", None)
@@ -110,7 +110,7 @@ def remembering(original: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
 
 @cache
 def replaced_class(architecture: type[PreTrainedModel], config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
-    """A class that builds the original and repeats the calls its config remembers; its instances are the original's."""
+    """A class that builds the original and repeats the calls of its config; its instances are the original's."""
 
     def build(self, given, *args, **kwargs):
         given.__class__ = config.original  # parts built through an Auto class are the original's
@@ -141,7 +141,7 @@ def load_replaced(
             f"folder must hold a model saved after replace_attention, got {str(folder)!r}; use from_pretrained."
         )
     if architecture is None:
-        config = remembering(type(transformers.AutoConfig.from_pretrained(folder)))
+        config = replaced_config(type(transformers.AutoConfig.from_pretrained(folder)))
         name = saved["architectures"][0].removeprefix(PREFIX)
         architecture = getattr(transformers, name, None) or getattr(transformers, PREFIX + name, None)
         if architecture is None:
@@ -150,5 +150,5 @@ def load_replaced(
             )
         architecture = next(base for base in architecture.__mro__ if not base.__name__.startswith(PREFIX))
     else:
-        config = remembering(architecture.config_class)
+        config = replaced_config(architecture.config_class)
     return replaced_class(architecture, config).from_pretrained(folder, **options)

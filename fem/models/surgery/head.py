@@ -69,7 +69,7 @@ class FreeEnergyHead(nn.Module):
         causal: bool,
         scale: float | None,
     ) -> Reading:
-        """What `forward` reads, as tables: O(T) reads and O(T^2) memory per channel, so small T alone."""
+        """What `forward` reads, as tables: O(T) reads and O(T^2) memory per channel, so only for small T."""
         weights = [softmax_read(q, k, one, None, causal=causal, scale=scale, bias=bias).mean for one in indicators(v)]
         values = v.repeat_interleave(q.shape[2] // v.shape[2], 2).permute(0, 2, 3, 1)[:, None]
         scores = torch.stack(weights, -1)

@@ -313,7 +313,7 @@ class MixerAttention(nn.Module):
         memory = self._memory(past_key_values)
         segments = None if memory.state is not None else segments
         y, state = self.mixer(hidden_states, keep, segments, state=memory.state, return_state=True)
-        memory.remember(state, tokens=hidden_states.shape[1])
+        memory.store(state, tokens=hidden_states.shape[1])
         return self.resid_dropout(y), None
 
     def _memory(self, cache: Cache) -> MixerMemory:

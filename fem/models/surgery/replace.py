@@ -46,9 +46,9 @@ def replace_attention(
     layers = None if layers is None else list(layers)
     model = apply(model, prior_type, preserve, layers, config)
     if hasattr(getattr(model, "config", None), "save_pretrained"):
-        from fem.models.surgery.checkpoint import RECORD, remembering
+        from fem.models.surgery.checkpoint import RECORD, replaced_config
 
         call = {"prior_type": prior_type, "preserve": preserve, "layers": layers, "config": config}
         setattr(model.config, RECORD, [*getattr(model.config, RECORD, ()), call])
-        model.config.__class__ = remembering(type(model.config))
+        model.config.__class__ = replaced_config(type(model.config))
     return model

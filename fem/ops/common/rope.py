@@ -1,4 +1,4 @@
-"""Rotary position embedding: the score of a rotated q and k depends on their distance alone."""
+"""Rotary position embedding: the score of a rotated q and k depends only on their distance."""
 
 from __future__ import annotations
 

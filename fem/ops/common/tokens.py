@@ -139,7 +139,7 @@ def _as_bool(mask: Tensor, shape: tuple[int, int], name: str) -> Tensor:
         return mask
     if may_look(mask) and bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError(
-            f"{name} must hold 0 and 1 alone, got values up to {int(mask.max())}; for documents use segment_ids."
+            f"{name} must hold 0 and 1 only, got values up to {int(mask.max())}; for documents use segment_ids."
         )
     return mask.bool()
 

@@ -162,15 +162,15 @@ def _least(scores: Tensor) -> float:
 # --- what a chunk adds -------------------------------------------------------------------------------------------
 
 
-def remember(chunk: Chunk) -> tuple[State, Bool[Tensor, "y dk"]]:
+def contribution(chunk: Chunk) -> tuple[State, Bool[Tensor, "y dk"]]:
     """The chunk's own contribution to the state at its end, and the key channels in doubt."""
     kept, items, peak = _kept(chunk)
     log_weight, mean, gain, doubt = _mix(kept.mT, items, chunk.beta)
     return State(log_weight, mean, _lifted(gain, peak, log_weight)), doubt & (chunk.k.amax(1) > 0)
 
 
-def remember_backward(grad: State, chunk: Chunk) -> tuple[Chunk]:
-    """Gradients of the chunk from that of `remember`; channels in doubt pass none."""
+def contribution_backward(grad: State, chunk: Chunk) -> tuple[Chunk]:
+    """Gradients of the chunk from that of `contribution`; channels in doubt pass none."""
     kept, items, peak = _kept(chunk)
     d_kept, d_items, d_beta = _mix_backward(grad, kept.mT, items, chunk.beta)
     d_kept = d_kept.mT
@@ -183,8 +183,8 @@ def remember_backward(grad: State, chunk: Chunk) -> tuple[Chunk]:
     return (Chunk(torch.zeros_like(chunk.q), d_kept, d_g, d_v, d_free, d_beta),)
 
 
-def remember_exactly(chunk: Chunk) -> State:
-    """`remember` by logarithms: slow, but exact at any magnitude."""
+def contribution_exactly(chunk: Chunk) -> State:
+    """`contribution` by logarithms: slow, but exact at any magnitude."""
     return State(*_log_quotients(_log_kept(chunk).mT, chunk.v, chunk.energies(), chunk.beta))
 
 

@@ -23,7 +23,7 @@ def step(
 ) -> tuple[Terms, State]:
     """The read of one token and the state after it; q, k, v, free, g are (B, 1, H, d), the state (B, H, ...).
 
-    Without `present` the token reads those before it alone.
+    Without `present` the token reads only those before it.
 
     w'_c = e^{g_c} w_c + k_c        mean'_c, F'_c: the reads of channel c and of the token, merged
     Z = sum_c q_c w'_c      mean = sum_c q_c w'_c mean'_c / Z      F = (1/beta) log(sum_c q_c w'_c e^{beta F'_c} / Z)

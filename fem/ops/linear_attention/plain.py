@@ -1,7 +1,7 @@
 """Linear attention as one differentiable operator.
 
-Time is cut into slabs, and slabs into chunks. In a slab it is computed what each chunk adds to the state
-(`chunk.remember`), then the state at every chunk's start (`state_passing`), then what each chunk reads (`chunk.read`).
+Time is cut into slabs, and slabs into chunks. A slab computes what each chunk adds to the state
+(`chunk.contribution`), the state at every chunk's start (`state_passing`), and what each chunk reads (`chunk.read`).
 For the backward pass only the states at the slabs' boundaries are kept; it computes the rest again.
 """
 
@@ -22,12 +22,12 @@ from fem.ops.linear_attention.chunk import (
     Chunk,
     State,
     adds,
+    contribution,
+    contribution_backward,
+    contribution_exactly,
     read,
     read_backward,
     read_exactly,
-    remember,
-    remember_backward,
-    remember_exactly,
     sees,
 )
 from fem.ops.linear_attention.decode import by_steps
@@ -38,7 +38,7 @@ CHUNK = 64
 CHUNK_OF_CHANNEL_DECAY = 16  # smaller, as its pairs are scored one by one, not by a matrix product
 TOKENS_AT_A_TIME = 2**12  # of a slab, over rows and heads: intermediate results fit the CPU's cache
 
-REMEMBER = Way(remember, remember_backward, remember_exactly, adds)
+CONTRIBUTION = Way(contribution, contribution_backward, contribution_exactly, adds)
 
 
 def read_way(present: bool) -> Way:
@@ -134,7 +134,7 @@ def _scan(q, k, v, free, beta, g, start: State, present: bool) -> tuple[Tensor, 
     for slab in _slabs(q, g):
         entering.append(state)
         chunk = slab.inputs(q, k, v, free, rows, g)
-        added, fallback_added = compute(REMEMBER, chunk)
+        added, fallback_added = compute(CONTRIBUTION, chunk)
         along = pass_states(state, slab.per_row(added), slab.through(chunk), rows)
         before = _flat(_each(along, lambda x: x[:, :-1]))
         state = _each(along, lambda x: x[:, -1])
@@ -208,7 +208,7 @@ def _scan_backward(grads, q, k, v, free, beta, g, saved, present: bool) -> list[
         slab, (fallback_added, fallback_read) = slabs[n], fallbacks[n]
         chunk = slab.inputs(q, k, v, free, rows, g)
         start = State(entering[0][n], entering[1][n], entering[2][n] if with_energies else None)
-        added, through = slab.per_row(compute(REMEMBER, chunk)[0]), slab.through(chunk)
+        added, through = slab.per_row(compute(CONTRIBUTION, chunk)[0]), slab.through(chunk)
         along = pass_states(start, added, through, rows)
         before = _flat(_each(along, lambda x: x[:, :-1]))
 
@@ -218,7 +218,7 @@ def _scan_backward(grads, q, k, v, free, beta, g, saved, present: bool) -> list[
         d_state, d_added, d_through, d_beta = pass_states_backward(
             slab.per_row(d_before), d_state, along, added, through, rows
         )
-        (d_more,) = differentiate(REMEMBER, fallback_added, _flat(d_added), chunk)
+        (d_more,) = differentiate(CONTRIBUTION, fallback_added, _flat(d_added), chunk)
 
         slab.write(d_q, d_chunk.q)
         slab.write(d_k, d_chunk.k + d_more.k)

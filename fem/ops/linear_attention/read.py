@@ -82,7 +82,7 @@ def linear_attention_terms(
 ) -> tuple[Terms, dict[str, Tensor]]:
     """The causal read with its total weight, log_weight (B, T, H, 1), and the state after the last token.
 
-    Without `present` a token sees those before it alone.
+    Without `present` a token sees only those before it.
     """
     sums = compute_dtype(v)
     q, k, v = (x.to(sums) for x in (q, k, v))

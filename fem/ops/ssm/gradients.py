@@ -84,9 +84,9 @@ def _through_plain_numbers(
 @torch.library.custom_op(
     "fem::ssm_scan_backward",
     mutates_args=(),
-    schema=f"(Tensor[] grads, {SCHEMA}, Tensor[] start, bool alone, Tensor[] saved) -> Tensor[]",
+    schema=f"(Tensor[] grads, {SCHEMA}, Tensor[] start, bool stateless, Tensor[] saved) -> Tensor[]",
 )
-def scan_gradients(grads, delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, start, alone, saved):
+def scan_gradients(grads, delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, start, stateless, saved):
     """Gradients of delta, a, b, c, v, the start without its peak, then, where there are any, of skip, beta and the
     logarithms."""
     inputs, dtype, reads = Inputs(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c), v.dtype, len(start)
@@ -114,7 +114,7 @@ def scan_gradients(grads, delta, a, b, c, skip, v, beta, opens, log_delta, log_b
     d_end = [d_last.clone()]
     if beta is not None:
         d_end.append(torch.zeros_like(d_last[:1]))
-        if not alone:
+        if not stateless:
             d_energy, of_beta = end_backward(grads[reads + 1], d_end[0], after, per_state)
             d_end[1] += d_energy
             d_beta += of_beta.sum(0).view_as(a).sum(0)
@@ -150,7 +150,7 @@ def scan_gradients(grads, delta, a, b, c, skip, v, beta, opens, log_delta, log_b
 
 
 @scan_gradients.register_fake
-def _(grads, delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, start, alone, saved):
+def _(grads, delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, start, stateless, saved):
     if log_delta is not None:
         b, c = (x.new_empty(0) for x in (b, c))
     like = (delta, a, b, c, v, *start[1:], skip, beta, log_delta, log_b, log_c)

@@ -1,4 +1,4 @@
-"""The scan behind `ssm_read` as one operator, in segments: training keeps the states of every 64th token alone.
+"""The scan behind `ssm_read` as one operator, in segments: training keeps the states of every 64th token only.
 
 The backward pass (`gradients`) goes through the segments from the last to the first and computes the states of each one
 again from those at its start: memory O(T d_v) instead of O(T d_v N).
@@ -22,11 +22,11 @@ from fem.ops.ssm.steps import step_by_step
 ENTRIES = 2**17  # of the states of a segment: half a megabyte of float32, so that a core's cache holds the sums
 
 
-def ssm_scan(inputs: Inputs, start: list[Tensor], alone: bool) -> tuple[Terms, list[Tensor]]:
+def ssm_scan(inputs: Inputs, start: list[Tensor], stateless: bool) -> tuple[Terms, list[Tensor]]:
     """What every token reads, (B, T, D), and the states after the last, from those before the first.
 
     States: peak (B, N D), sums (2, B, N D) and, with a beta, the free energy (B, N D).
-    alone: stateless: no initial state is given, and the states after the last token are not used; they may be wrong.
+    stateless: no initial state; the states after the last token are unused and may be invalid.
     """
     v, reads = inputs.v, len(start)
     one = v.shape[1] == 1 and not differentiated(*inputs, *start)
@@ -36,10 +36,10 @@ def ssm_scan(inputs: Inputs, start: list[Tensor], alone: bool) -> tuple[Terms, l
         shared = (inputs.a, inputs.skip, inputs.beta)
         cut = [[x] * -(-len(v) // rows) if x is None or any(x is y for y in shared) else x.split(rows) for x in inputs]
         starts = zip(*(part.split(rows, -2) for part in start))
-        found = [_ssm_scan(*part, list(first), alone)[: 2 * reads] for *part, first in zip(*cut, starts)]
+        found = [_ssm_scan(*part, list(first), stateless)[: 2 * reads] for *part, first in zip(*cut, starts)]
         outputs = [torch.cat(parts, 0 if n < reads else -2) for n, parts in enumerate(zip(*found))]
     else:
-        outputs = _ssm_scan(*inputs, start, alone)
+        outputs = _ssm_scan(*inputs, start, stateless)
     return Terms(*outputs[:reads]), outputs[reads : 2 * reads]
 
 
@@ -51,13 +51,13 @@ def _rows_at_once(v: Tensor, a: Tensor) -> int | None:
     return rows if rows < len(v) else None
 
 
-def _found(inputs: Inputs, start: list[Tensor], alone: bool) -> tuple[Found, bool, bool]:
+def _compute(inputs: Inputs, start: list[Tensor], stateless: bool) -> tuple[Found, bool, bool]:
     """The read, whether it was computed in plain numbers, and whether in float64."""
     in_float64 = needs_float64(inputs.v, inputs.beta)
     inputs = inputs.in_double() if in_float64 else inputs
     start = double(*start) if in_float64 else start
     states, _ = streams_before(start, inputs.a, inputs.beta)
-    found = in_plain_numbers(inputs, states) if alone and inputs.skip is not None else None
+    found = in_plain_numbers(inputs, states) if stateless and inputs.skip is not None else None
     if found is not None:
         return found, True, in_float64
     if needs_float64(inputs.v, inputs.beta, *inputs.logs(slice(None))[:2]):
@@ -66,12 +66,14 @@ def _found(inputs: Inputs, start: list[Tensor], alone: bool) -> tuple[Found, boo
     return by_logarithms(inputs, states), False, in_float64
 
 
-@torch.library.custom_op("fem::ssm_scan", mutates_args=(), schema=f"({SCHEMA}, Tensor[] start, bool alone) -> Tensor[]")
-def _ssm_scan(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, start, alone):
+@torch.library.custom_op(
+    "fem::ssm_scan", mutates_args=(), schema=f"({SCHEMA}, Tensor[] start, bool stateless) -> Tensor[]"
+)
+def _ssm_scan(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, start, stateless):
     """Reads, the states after the last token, then for the backward pass the peak and the total of the reads, their
     energies, whether this is in plain numbers and in float64, and the states at borders and at the end."""
     inputs = Inputs(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c)
-    (seen, borders, states), *how = _found(inputs, start, alone)
+    (seen, borders, states), *how = _compute(inputs, start, stateless)
     read = leave(seen, beta)
     last = states.weights.rounded(v.dtype)
     free_energy = [] if beta is None else [leave(states, streams_before(start, a, beta)[1]).free_energy]
@@ -84,7 +86,7 @@ def _ssm_scan(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, sta
 
 
 @_ssm_scan.register_fake
-def _(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, start, alone):
+def _(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, start, stateless):
     count, reads = (v.shape[1] + SEGMENT - 1) // SEGMENT + 1, len(start)
     whole = lambda count: [v.new_empty(v.shape) for _ in range(count)]  # noqa: E731
     borders = [part.new_empty(count, *part.shape) for part in start[:2]]
@@ -95,7 +97,7 @@ def _(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, start, alon
 
 
 def _save(ctx, inputs, output):
-    *tensors, start, ctx.alone = inputs
+    *tensors, start, ctx.stateless = inputs
     ctx.reads = reads = len(start)
     ctx.save_for_backward(*tensors, *start, *output[1:reads], *output[2 * reads :])
     ctx.shapes = [part.shape for part in output[: 2 * reads]]
@@ -111,7 +113,7 @@ def _differentiate(ctx, grads):
         found = again_differentiable(step_by_step, (*tensors, *start), given)
         return *found[:11], found[11:], None
     given = [*grads[:reads], *grads[reads + 1 : 2 * reads]]
-    found = iter(scan_gradients(given, *tensors, start, ctx.alone, outputs))
+    found = iter(scan_gradients(given, *tensors, start, ctx.stateless, outputs))
     d_delta, d_a, d_b, d_c, d_v = (next(found) for _ in range(5))
     d_start = [None, *(next(found) for _ in start[1:])]
     d_skip, d_beta, *d_logs = (None if tensors[n] is None else next(found) for n in (4, 6, 8, 9, 10))

@@ -103,7 +103,7 @@ def ssm_terms(
 def _one_way(
     delta, A, B, C, D, v, beta, tokens, state, return_state: bool, logs
 ) -> tuple[Terms, dict[str, Tensor] | None]:
-    """The read of the tokens up to each, the present one included; without D, of the tokens before it alone."""
+    """The read of the tokens up to each, the present one included; without D, only of the tokens before it."""
     dtype = compute_dtype(delta, A, B, C, D, v)
     shape, rank = v.shape, A.shape[-1]
     delta, v = delta.flatten(2), v.flatten(2)
@@ -118,7 +118,7 @@ def _one_way(
             logs = tuple(torch.where(tokens.keep[..., None], log, -math.inf) for log in logs)
     A = A.to(dtype).flatten(0, 1).T.contiguous()
     D, beta = (None if x is None else x.to(dtype).flatten() for x in (D, beta))
-    alone = state is None and not return_state
+    stateless = state is None and not return_state
     like = v.new_empty(shape[0], A.numel(), dtype=dtype)
     start = start_of(state, None if beta is None else beta.view(shape[2:]), like)
     if 0 in shape[:2]:
@@ -129,7 +129,7 @@ def _one_way(
     else:
         delta, B, C, v = (x.to(dtype) for x in (delta, B, C, v))
         inputs = Inputs(delta, A, B, C, D, v, beta, opens, *(logs or [None] * 3))
-        (log_weight, *read), end = ssm_scan(inputs, start, alone)
+        (log_weight, *read), end = ssm_scan(inputs, start, stateless)
     log_weight, mean, free_energy = (None if part is None else part.view(shape) for part in (log_weight, *read))
     if tokens is not None and tokens.keep is not None:  # a masked token does not even see itself through D
         log_weight = log_weight.where(tokens.keep[..., None, None], LOG_ZERO)
