@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs screens notebooks types lint chaos suite clients bench card clean
+.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs notebooks types lint chaos suite clients bench card clean
 
 help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
@@ -16,7 +16,6 @@ help:
 	@echo "make test-vllm the same tokens from vLLM as from transformers, in an environment of its own (10 minutes)"
 	@echo "make test-titan trainings in torchtitan against plain ones, in an environment of its own (15 minutes)"
 	@echo "make docs      the site, into site/  make test-docs  runs every tutorial, page and notebook, and builds the site"
-	@echo "make screens   pictures of README and site, light and dark, wide and narrow, into runs/screens"
 	@echo "make types     mypy on a user's file"
 	@echo "make lint      style and import direction      make bench   what FEM costs on this machine"
 	@echo "make chaos     kills, stops and damages 140 small trainings; what became of them, into research/results"
@@ -90,11 +89,6 @@ test-titan: $(TITAN)/.installed
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "to read it: $(BIN)/python -m http.server --directory site, then http://localhost:8000"
-
-# Pictures of the README, the site and the page of `fem inspect`. From npm: AXE=.../axe.min.js (axe-core) adds its check,
-# GITHUB=.../github-markdown.css (github-markdown-css) the README's looks on GitHub.
-screens: docs
-	$(BIN)/python tests/support/screens.py site runs/screens $(wildcard runs/demo/inspect.html) $(if $(AXE),--axe $(AXE)) $(if $(GITHUB),--github $(GITHUB))
 
 # The notebooks are kept with their results: run them again when what they use has changed.
 notebooks: install

@@ -14,162 +14,71 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
 
-@dataclass(frozen=True)
 class Mutant:
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
+    def __init__(self, name: str, file: str, old: str, new: str, *tests: str):
+        self.name, self.file, self.old, self.new, self.tests = name, file, old, new, tests
 
 
 SOFTMAX, LINEAR, RECURRENT = "tests/ops/softmax", "tests/ops/linear_attention", "tests/ops/recurrent"
 PRECISION, RANGE = "fem/ops/common/precision.py", "tests/ops/test_scan_range.py"
-MUTANTS = (
-    # The eleven thresholds and guards on which exactness rests. The first four were found by measurement: of eleven
-    # edits that were tried, these survived every fast test of that day. The other seven are our own choice of what else
-    # has a boundary that a test should hold.
-    Mutant(
-        "the certificate of the softmax read is e^-84",
-        "fem/ops/common/precision.py",
-        "math.exp(-60.0)",
-        "math.exp(-84.0)",
-        (f"{SOFTMAX}/test_softmax_thresholds.py",),
-    ),
-    Mutant(
-        "the certificate of linear attention is e^-84",
-        "fem/ops/common/precision.py",
-        "math.exp(-60.0)",
-        "math.exp(-84.0)",
-        (f"{LINEAR}/test_linear_attention_thresholds.py",),
-    ),
-    Mutant(
-        "dP is not centred at the likeliest key",
-        "fem/ops/softmax/scores.py",
-        "        dp.sub_(dp.gather(-1, p.argmax(-1, keepdim=True)))",
-        "        pass",
-        (f"{SOFTMAX}/test_softmax_thresholds.py",),
-    ),
-    Mutant(
-        "the form for narrow spans ends at 0.3",
-        "fem/ops/softmax/packing.py",
-        "SMALL_SPAN = 1.0",
-        "SMALL_SPAN = 0.3",
-        (f"{SOFTMAX}/test_softmax_thresholds.py",),
-    ),
-    Mutant(
-        "a gradient under scores of thousands uses a rounded sum",
-        "fem/ops/softmax/op.py",
-        "_LARGE_SCORES = 200.0",
-        "_LARGE_SCORES = 2e5",
-        (f"{SOFTMAX}/test_softmax_blocks.py", f"{SOFTMAX}/test_softmax_read.py"),
-    ),
-    Mutant(
-        "a packed cache proves what underflow may have taken",
-        "fem/ops/softmax/cached.py",
-        "PROVEN = 30.0",
-        "PROVEN = 80.0",
-        (f"{SOFTMAX}/test_cached.py", f"{SOFTMAX}/test_softmax_decode.py"),
-    ),
-    Mutant(
-        "the weights of a token step are not lifted above underflow",
-        "fem/ops/softmax/decode.py",
-        "_LIFT = 2.0**40",
-        "_LIFT = 1.0",
-        (f"{SOFTMAX}/test_softmax_decode.py",),
-    ),
-    Mutant(
-        "weights of linear attention up to e^90 are not scaled",
-        "fem/ops/linear_attention/chunk.py",
-        "LIGHT = 30.0",
-        "LIGHT = 90.0",
-        (LINEAR, RANGE),
-    ),
-    Mutant(
-        "products of features may leave float32",
-        PRECISION,
-        "LARGEST_PRODUCT = 1e30",
-        "LARGEST_PRODUCT = 1e90",
-        (RANGE,),
-    ),
-    Mutant(
-        "scans read log-weights of hundreds in float32",
-        PRECISION,
-        "1.0, 64.0, 16.0",
-        "1.0, 64.0, 1e9",
-        (RANGE, RECURRENT),
-    ),
-    Mutant(
-        "a state space holds totals next to the end of float32",
-        "fem/ops/ssm/numbers.py",
-        "torch.finfo(y.dtype).tiny ** 0.5",
-        "torch.finfo(y.dtype).tiny",
-        (f"{RECURRENT}/test_ssm.py", RANGE),
-    ),
+MUTANTS = (  # name, file, what stands there, what it becomes, and the tests that have to notice
+    # The eleven thresholds and guards on which exactness rests: the first four survived every fast test of the day they
+    # were tried; the other seven are our choice of what else has a boundary that a test should hold.
+    Mutant("the certificate of the softmax read is e^-84", PRECISION,
+           "math.exp(-60.0)", "math.exp(-84.0)", f"{SOFTMAX}/test_softmax_thresholds.py"),
+    Mutant("the certificate of linear attention is e^-84", PRECISION,
+           "math.exp(-60.0)", "math.exp(-84.0)", f"{LINEAR}/test_linear_attention_thresholds.py"),
+    Mutant("dP is not centred at the likeliest key", "fem/ops/softmax/scores.py",
+           "        dp.sub_(dp.gather(-1, p.argmax(-1, keepdim=True)))",
+           "        pass", f"{SOFTMAX}/test_softmax_thresholds.py"),
+    Mutant("the form for narrow spans ends at 0.3", "fem/ops/softmax/packing.py",
+           "SMALL_SPAN = 1.0", "SMALL_SPAN = 0.3", f"{SOFTMAX}/test_softmax_thresholds.py"),
+    Mutant("a gradient under scores of thousands uses a rounded sum", "fem/ops/softmax/op.py",
+           "_LARGE_SCORES = 200.0",
+           "_LARGE_SCORES = 2e5", f"{SOFTMAX}/test_softmax_blocks.py", f"{SOFTMAX}/test_softmax_read.py"),
+    Mutant("a packed cache proves what underflow may have taken", "fem/ops/softmax/cached.py",
+           "PROVEN = 30.0", "PROVEN = 80.0", f"{SOFTMAX}/test_cached.py", f"{SOFTMAX}/test_softmax_decode.py"),
+    Mutant("the weights of a token step are not lifted above underflow", "fem/ops/softmax/decode.py",
+           "_LIFT = 2.0**40", "_LIFT = 1.0", f"{SOFTMAX}/test_softmax_decode.py"),
+    Mutant("weights of linear attention up to e^90 are not scaled", "fem/ops/linear_attention/chunk.py",
+           "LIGHT = 30.0", "LIGHT = 90.0", LINEAR, RANGE),
+    Mutant("products of features may leave float32", PRECISION,
+           "LARGEST_PRODUCT = 1e30", "LARGEST_PRODUCT = 1e90", RANGE),
+    Mutant("scans read log-weights of hundreds in float32", PRECISION,
+           "1.0, 64.0, 16.0", "1.0, 64.0, 1e9", RANGE, RECURRENT),
+    Mutant("a state space holds totals next to the end of float32", "fem/ops/ssm/numbers.py",
+           "torch.finfo(y.dtype).tiny ** 0.5", "torch.finfo(y.dtype).tiny", f"{RECURRENT}/test_ssm.py", RANGE),
     # The mathematics of the layer.
-    Mutant(
-        "values wider than the keys see the later queries of their block",
-        "fem/ops/softmax/wide.py",
-        "            later.add_(self.above[: later.shape[1], : later.shape[2]])",
-        "            pass",
-        (f"{SOFTMAX}/test_wide.py",),
-    ),
-    Mutant(
-        "a masked token takes a position",
-        "fem/ops/common/tokens.py",
-        "count = ones.long().cumsum(1)",
-        "count = torch.ones_like(ones).long().cumsum(1)",
-        ("tests/ops/test_tokens.py",),
-    ),
-    Mutant(
-        "an id that returns continues its old document",
-        "fem/ops/common/tokens.py",
-        "start = ones & known & (ids != previous)",
-        "start = ones & known & (ids > previous)",
-        ("tests/ops/test_tokens.py",),
-    ),
-    Mutant(
-        "RoPE turns one half the wrong way",
-        "fem/ops/common/rope.py",
-        "torch.addcmul(low * cos, high, sin, value=-1)",
-        "torch.addcmul(low * cos, high, sin, value=1)",
-        ("tests/ops/test_rope.py",),
-    ),
-    Mutant(
-        "the outer gate divides by the mean, not by the root of the mean square",
-        "fem/gates.py",
-        "return lambda_, g * torch.rsqrt(g.square().mean(-1, keepdim=True) + config.eps)",
-        "return lambda_, g / (g.mean(-1, keepdim=True) + config.eps)",
-        ("tests/layer/test_gates.py",),
-    ),
-    Mutant(
-        "the conditioner remembers the document before",
-        "fem/conditioner.py",
-        'log_decay.masked_fill(tokens.start[..., None], float("-inf"))',
-        "log_decay.masked_fill(tokens.start[..., None], 0.0)",
-        ("tests/layer/test_conditioner.py", "tests/layer/test_mixer.py"),
-    ),
-    Mutant(
-        "the conditioner hears masked tokens",
-        "fem/conditioner.py",
-        "u = u.masked_fill(~tokens.keep[..., None], 0)",
-        "pass",
-        ("tests/layer/test_conditioner.py", "tests/layer/test_mixer.py"),
-    ),
-    Mutant(
-        "beta starts at softplus(1)",
-        "fem/gates.py",
-        "self.start = config.beta_max_init",
-        "self.start = 1.0",
-        ("tests/layer",),
-    ),
-)
+    Mutant("values wider than the keys see the later queries of their block", "fem/ops/softmax/wide.py",
+           "            later.add_(self.above[: later.shape[1], : later.shape[2]])",
+           "            pass", f"{SOFTMAX}/test_wide.py"),
+    Mutant("a masked token takes a position", "fem/ops/common/tokens.py",
+           "count = ones.long().cumsum(1)",
+           "count = torch.ones_like(ones).long().cumsum(1)", "tests/ops/test_tokens.py"),
+    Mutant("an id that returns continues its old document", "fem/ops/common/tokens.py",
+           "start = ones & known & (ids != previous)",
+           "start = ones & known & (ids > previous)", "tests/ops/test_tokens.py"),
+    Mutant("RoPE turns one half the wrong way", "fem/ops/common/rope.py",
+           "torch.addcmul(low * cos, high, sin, value=-1)",
+           "torch.addcmul(low * cos, high, sin, value=1)", "tests/ops/test_rope.py"),
+    Mutant("the outer gate divides by the mean, not by the root of the mean square", "fem/gates.py",
+           "return lambda_, g * torch.rsqrt(g.square().mean(-1, keepdim=True) + config.eps)",
+           "return lambda_, g / (g.mean(-1, keepdim=True) + config.eps)", "tests/layer/test_gates.py"),
+    Mutant("the conditioner remembers the document before", "fem/conditioner.py",
+           'log_decay.masked_fill(tokens.start[..., None], float("-inf"))',
+           "log_decay.masked_fill(tokens.start[..., None], 0.0)",
+           "tests/layer/test_conditioner.py", "tests/layer/test_mixer.py"),
+    Mutant("the conditioner hears masked tokens", "fem/conditioner.py",
+           "u = u.masked_fill(~tokens.keep[..., None], 0)",
+           "pass", "tests/layer/test_conditioner.py", "tests/layer/test_mixer.py"),
+    Mutant("beta starts at softplus(1)", "fem/gates.py",
+           "self.start = config.beta_max_init", "self.start = 1.0", "tests/layer"),
+)  # fmt: skip
 
 
 def survives(mutant: Mutant) -> bool:
@@ -185,20 +94,9 @@ def survives(mutant: Mutant) -> bool:
         if source.count(mutant.old) < 1:
             raise ValueError(f"{mutant.file} has no {mutant.old!r}; the mutant {mutant.name!r} has to be written anew.")
         file.write_text(source.replace(mutant.old, mutant.new))
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not slow",
-            *mutant.tests,
-        ]
+        pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
         environment = os.environ | {"PYTHONPATH": str(tree)}
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True)
+        done = subprocess.run([*pytest, *mutant.tests], cwd=tree, env=environment, capture_output=True)
         crashed = -done.returncode in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)  # a store beyond its tensor
         if done.returncode not in (0, 1) and not crashed:
             raise ValueError(f"the tests of {mutant.name!r} did not run:\n{done.stdout.decode()[-2000:]}")

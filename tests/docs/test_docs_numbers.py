@@ -18,7 +18,6 @@ from fem_research.common.paired import shown
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "figures"))
 
-import heads  # noqa: E402
 import language as figures  # noqa: E402
 
 MEASURED = re.compile(r"(?<![\w.])(?:\d+)?\.\d+(?!\w*\.\d)|\b\d+ %")
@@ -452,90 +451,6 @@ def faq() -> list[str]:
     ]
 
 
-def with_16m_tokens() -> list[str]:
-    at_best, timed, first = losses("ablate_16m_rates"), losses("ablate_16m_time"), losses("ablate_16m")
-    rates = results("ablate_16m_rates")["learning_rates"]
-    gains = [rates[row]["0.002"] - at_best[row] for row in ("-C,G,T,L", "full/r8")]
-    edge = rates["-C,G,T,L"]["0.004"] - rates["-C,G,T,L"]["0.008"]
-    by_seed = [
-        [float(loss) for loss in results("ablate_16m_seeds")["ablate"][row]["by seed"].split(", ")]
-        for row in ("-C,G,T,L", "full/r8")
-    ]
-    second = [
-        float(results("ablate_16m_conditioner")["ablate"][row]["by seed"].split(", ")[1])
-        for row in ("-C/r8", "full/r8")
-    ]
-    seeds = [lead("ablate_16m", "full/r8"), *(short(a - b, 3) for a, b in list(zip(*by_seed))[1:])]
-    sizes = ("ablate_16m_half", "ablate_16m_rate4", "ablate_16m_3m")
-    leads, of = [lead(page, "full/r8") for page in sizes], [millions(page) for page in sizes]
-    return [
-        f"slim FEM ends {lead('ablate_16m_rates', 'full/r8')} nats below attention**, {at_best['full/r8']:.3f} against "
-        f"{at_best['-C,G,T,L']:.3f}: {millions('ablate_16m_rates')} parameters, one seed. Attention's best rate, .008, "
-        f"is the edge of the grid, but gives only {short(edge, 3)} over .004; slim FEM's, .004, is inside.",
-        f"**At .002, which suits attention least**, the difference is {seeds[0]}, {seeds[1]} and {seeds[2]} on three "
-        f"seeds. Attention gains {short(gains[0], 3)} nats by higher rates, slim FEM {short(gains[1], 3)}.",
-        f"At .002 and on one seed the slim outer gate alone brings {lead('ablate_16m', '+G/r8')}, free energy and "
-        f"temperature gate {lead('ablate_16m', '-C/r8', '+G/r8')} on top, the conditioner "
-        f"{lead('ablate_16m', 'full/r8', '-C/r8')} ({short(second[0] - second[1], 3)} on a second seed). At .004 the "
-        f"gate brings {lead('ablate_16m_rate4', '+G/r8')} of {lead('ablate_16m_rate4', 'full/r8')}.",
-        f"**Full gates bring nothing** at .002: the outer gate alone {first['+G']:.3f}, FEM without C "
-        f"{first['-C']:.3f}, FEM {first['full']:.3f}, attention {first['-C,G,T,L']:.3f}.",
-        f"one rate (.004) and one seed each: {leads[0]}, {leads[1]} and {leads[2]} nats with {of[0]}, {of[1]} and "
-        f"{of[2]} parameters. At {of[1]} that",
-        f"slim FEM loses, {timed['full/r8']:.3f} against {timed['-C,G,T,L']:.3f} at rate .002: its step takes "
-        f"{slower_step()} times attention's. By interpolation it would be level where a step cost {level_at():.2f} "
-        "times.",
-        "[With 1M](ablate_long_rate.md) and [3.1M](ablate_3m.md) tokens slim FEM without the conditioner was last.",
-        *map(plain, figures.losses_16m().values()),
-        f"with {of[1]} parameters. By learning rate, seed 0:",
-        "By seed, at .002:",
-        "By size, at .004, seed 0:",
-        "In equal time, at .002, seed 0.",
-        "![validation loss over steps, at rate .002]",
-    ]
-
-
-def with_more_heads() -> list[str]:
-    pages = ("", "_peak", "_long", "_fields")
-    grid, peak, long, fields = (results(f"regimes_heads{page}")["regimes"] for page in pages)
-    first = {(task, row): found["test"][0] for task, rows in grid.items() for row, found in rows.items()}
-    tuned = peak["peak"]["softmax/h64/norope"]["validation_by_rate"]
-    assert set(tuned) == {"0.012", "0.024"}
-
-    def right(task: str, row: str, digits: int = 0) -> str:
-        return f"{100 * first[task, row]:.{digits}f} %"
-
-    def seeds(task: str, row: str) -> str:
-        assert len(fields[task][row]["test"]) == 3
-        return f"{100 * mean(fields[task][row]['test']):.0f} %"
-
-    def of_peak(row: str) -> str:
-        return short(mean(peak["peak"][row]["test"]), 3)
-
-    lead = shown(peak["peak"][SLIM_C]["test"], peak["peak"]["softmax/h64/norope"]["test"])
-    later = [short(mean(long["peak"][row]["test"]), 3) for row in (SLIM_C, "softmax/h64/norope")]
-    return [
-        f"Attention with 8 heads and RoPE is right in {right('snapshot', 'softmax/h8')}; with 4 heads it has "
-        f"{seeds('snapshot', 'softmax')} and slim FEM {seeds('snapshot', SLIM_C)}, over three seeds.",
-        f"Attention with 16 heads is right in {right('high-water', 'softmax/h16')}, with 8 and no position code in "
-        f"{right('high-water', 'softmax/h8/norope', 1)}; with 4 it has {seeds('high-water', 'softmax')} and slim FEM "
-        f"{seeds('high-water', SLIM_C)}, over three seeds.",
-        f"a lead of {lead.removeprefix('+').replace('0.', '.')} is left after 500 steps, over five seeds: slim FEM "
-        f"{of_peak(SLIM_C)} with 4 heads, attention {of_peak('softmax/h64/norope')} with a head for every one of its "
-        f"64 channels and no position code, {of_peak('softmax/h32/norope')} with 32 heads.",
-        f"nothing is left, {later[0]} and {later[1]} (one seed)",
-        f"(cummax) has {of_peak('cummax')}; it is behind on high-water ({right('high-water', 'cummax')}) and cannot do "
-        f"snapshot ({right('snapshot', 'cummax')}). torch's GRU, as wide as the model, is right in "
-        f"{right('snapshot', 'gru')} of snapshot and {right('high-water', 'gru')} of high-water, and has "
-        f"{short(first['peak', 'gru'], 3)} on peak, at rates .012 and .024,",
-        f"(32 heads: {right('high-water', 'softmax/h32')} and {right('snapshot', 'softmax/h32')}). FEM gains by heads "
-        f"too: with 16 it is right in {right('high-water', 'softmax+CLTG/h16/r4')} of both tasks of fields, "
-        f"{short(first['peak', 'softmax+CLTG/h16/r4'], 3)} on peak.",
-        plain(heads.table()),
-        *("--learning-rates 0.012,0.024", "--learning-rates 0.012 --steps", "Rates: .012 and .024", ".048"),
-    ]
-
-
 def language() -> list[str]:
     sizes = ", ".join(
         f"{lead(page, 'full/r8')} {'nats ' if page == 'ablate_16m_3m' else ''}with [{millions(page)}]"
@@ -592,19 +507,6 @@ def test_every_measured_number_of_the_readme_is_that_of_a_results_page():
 def test_every_measured_number_of_the_table_of_all_comparisons_is_that_of_a_results_page():
     text = plain((ROOT / "research" / "results" / "summary.md").read_text())
     assert not checked(text, summary())
-
-
-def test_every_measured_number_of_the_page_on_16m_tokens_is_in_a_json_or_said_to_be_a_note():
-    text = plain((ROOT / "research" / "results" / "ablate_16m.md").read_text())
-    said, _, rest = text.partition("The text is that of")
-    run, _, notes = rest.partition("## What was run")[2].partition("## What a step costs")
-    assert "their timings were not kept" in notes
-    assert not checked(f"{said} {run}", with_16m_tokens(), ("16.0M tokens", "within 1 %"))
-
-
-def test_every_measured_number_that_the_page_on_heads_says_is_in_a_json():
-    text = plain((ROOT / "research" / "results" / "regimes_heads.md").read_text())
-    assert not checked(text.partition("## What was run")[0], with_more_heads())
 
 
 def test_every_measured_number_of_the_faq_is_that_of_a_results_page():

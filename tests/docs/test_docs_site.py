@@ -137,7 +137,7 @@ return {
 
 
 def test_pages_fit_wide_and_narrow_screens_light_and_dark_without_a_console_error(site):
-    """At 1400 and 390 px. `make screens` takes the pictures."""
+    """At 1400 and 390 px."""
     wrong = []
     with served(site) as address, chromium() as driver:
         for number, page in enumerate(LOOKED_AT):

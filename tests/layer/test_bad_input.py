@@ -134,6 +134,7 @@ FIELDS = {
         ["no", 1],
     ),
     "a positive integer": ("n_embd n_head ssm_rank fem_dim qk_dim n_kv_head window conv_hidden", [0, 4.0, "64", True]),
+    "None, 0 or a positive integer": ("gate_rank", [-1, 1.0, True, "4"]),
     "a finite number": (NUMBERS, [NAN, INF, "x", True]),
 }
 TABLE = [
@@ -189,7 +190,6 @@ TABLE = [
     (config, {"rope_frequencies": [1.0] * 7}, ValueError, "one number for each of the 8 planes of a head, got 7"),
     (config, {"fem_ratio": 0}, ValueError, "fem_ratio must be positive, got 0"),
     (config, {"beta_max_init": -104}, ValueError, r"beta_max_init must be in \[-87, 1e\+30\], got -104"),
-    (config, {"gate_rank": 1.5}, ValueError, "gate_rank must be None, 0 or a positive integer, got 1.5"),
     # Fields that nothing would read.
     (config, MAMBA | {"qk_dim": 16}, ValueError, "qk_dim needs a prior with queries and keys, got qk_dim=16 without"),
     (config, {"rope_theta": 500.0, "use_rope": False}, ValueError, "rope_theta needs use_rope=True"),

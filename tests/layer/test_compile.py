@@ -52,10 +52,6 @@ def run(backend, families):
     assert done.stdout.count("whole:") == len(families)
 
 
-def test_a_layer_is_one_graph_forward_and_backward():
-    run("aot_eager", {name: FAMILIES[name] for name in ("softmax", "gla")})
-
-
 @pytest.mark.slow
 def test_every_layer_is_one_graph_forward_and_backward():
     run("aot_eager", FAMILIES)

@@ -90,7 +90,7 @@ def test_a_read_across_is_its_definition(row):
 def test_gradients_of_a_read_across_match_finite_differences(row):
     layer, (x, memory) = cross(**ROWS[row]), inputs()
     x.requires_grad_(), memory.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, memory: layer(x, memory, MASK), (x, memory))
+    assert torch.autograd.gradcheck(lambda *x: layer(*x, MASK[:1]), (x[:1, :2], memory[:1]))
     layer(x, memory, MASK).square().sum().backward()
     assert [name for name, p in layer.named_parameters() if p.grad is None or not p.grad.any()] == []
     assert memory.grad[~MASK.bool()].abs().max() == 0

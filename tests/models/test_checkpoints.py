@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
 import transformers
-from small_models import VOCABULARY, lively, small_config, tokens
+from small_models import VOCABULARY, awake, lively, small_config, tokens
 
 import fem
 from fem import replace_attention
@@ -31,15 +31,6 @@ HOSTS = {
 }
 BERT = SIZES | {"intermediate_size": 48, "max_position_embeddings": 64}
 TRAINED = HOSTS | {"bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**BERT))}
-
-
-def awake(model: torch.nn.Module) -> torch.nn.Module:
-    """Far from the original: a model that lost its heads would answer otherwise."""
-    for head in model.modules():
-        if isinstance(head, FreeEnergyHead):
-            for parameter in head.parameters():
-                torch.nn.init.normal_(parameter, std=0.5)
-    return model.eval()
 
 
 @pytest.fixture(params=list(HOSTS))

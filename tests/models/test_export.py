@@ -66,7 +66,7 @@ def test_a_layer_exported_for_inference_is_torchs_own_operations_at_any_length(p
 
 @pytest.mark.parametrize(
     "prior",
-    [prior if prior in ("softmax", "mamba") else pytest.param(prior, marks=pytest.mark.slow) for prior in PRIORS],
+    [prior if prior == "softmax" else pytest.param(prior, marks=pytest.mark.slow) for prior in PRIORS],
 )
 def test_a_layer_exported_with_gradients_has_those_of_the_layer(prior):
     layer = lively(FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=16, n_head=2, prior_type=prior)))
@@ -106,7 +106,9 @@ def test_an_exported_read_is_exact_where_a_later_value_drowns_all_others(how):
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["window", "pooling", "cross"])
+@pytest.mark.parametrize(
+    "kind", ["cross", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("window", "pooling"))]
+)
 def test_reads_with_masks_are_exported_for_any_batch_and_length(kind):
     draw = {
         "window": lambda rows, time: (*(torch.randn(rows, time, 2, 4) for _ in range(3)), torch.rand(rows, time) > 0.3),

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+from small_models import lively, small_config, tokens
 from transformers import DynamicCache
 
 from fem import PRIORS
-from fem.models import FEMCache, FEMConfig, FEMForCausalLM
+from fem.models import FEMCache, FEMForCausalLM
 
-VOCABULARY = 53
 CACHED_MODES = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "top_k": 0},
@@ -29,13 +29,7 @@ FAMILIES = {prior: {"prior_type": prior} for prior in PRIORS} | {"hybrid": HYBRI
 
 
 def small_model(**fields) -> FEMForCausalLM:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    config = FEMConfig(**{"vocab_size": VOCABULARY, "max_position_embeddings": 64, **sizes, **fields})
-    model = FEMForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.15)
-    return model
+    return lively(FEMForCausalLM(small_config(max_position_embeddings=64, **fields)))
 
 
 @pytest.fixture(params=list(FAMILIES))
@@ -52,10 +46,6 @@ def kind_of_model(request) -> FEMForCausalLM:
 @pytest.fixture
 def softmax_model() -> FEMForCausalLM:
     return small_model()
-
-
-def tokens(batch: int, time: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(VOCABULARY, (batch, time), generator=torch.Generator().manual_seed(seed))
 
 
 def generate(model, ids, **options):
@@ -239,15 +229,9 @@ def test_bf16_model_generates(softmax_model):
         ),
         (lambda m, c: c.crop(-2), ValueError, r"crop\(-2\).*there are 0; call activate_past"),
         (lambda m, c: c.crop(5), ValueError, r"negative number, got 5; .* call crop\("),
-        (
-            lambda m, c: m.generate(tokens(1, 4), cache_implementation="quantized"),
-            ValueError,
-            "set_attn_implementation",
-        ),
-        (
-            lambda m, c: m.generate(tokens(1, 4), cache_implementation="offloaded"),
-            ValueError,
-            "set_attn_implementation",
+        *(
+            (lambda m, c, kind=kind: m.generate(tokens(1, 4), cache_implementation=kind), ValueError, "set_attn_impl")
+            for kind in ("quantized", "offloaded")
         ),
         (lambda m, c: m(tokens(2, 2), attention_mask=torch.ones(2, 1, 2, 2)), ValueError, "attn_implementation='sdpa'"),
         (lambda m, c: c.update(torch.zeros(1), torch.zeros(1), 0), TypeError, "states of FEM layers"),

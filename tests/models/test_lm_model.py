@@ -364,11 +364,7 @@ def test_swiglu_follows_the_width_unless_given():
         ({"use_conv": False}, ValueError, r"mixer=\{'use_conv': False\}"),
         ({"n_embd": 8}, ValueError, "hidden_size"),
         ({"num_heads": 4}, TypeError, "no field 'num_heads' .* did you mean .* or 'num_attention_heads'"),
-        (
-            {"max_seq_len": 64},
-            TypeError,
-            "no field 'max_seq_len' .* known fields: vocab_size, .*max_position_embeddings",
-        ),
+        ({"max_seq_len": 64}, TypeError, "no field 'max_seq_len' .* known fields: vocab_size"),
         ({"head_dim": 8}, TypeError, "no field 'head_dim'"),
         ({"num_attention_heads": 3}, ValueError, "must divide hidden_size = 16, got 3"),
         ({"num_key_value_heads": 3}, ValueError, "n_kv_head must divide"),
@@ -387,11 +383,7 @@ def test_swiglu_follows_the_width_unless_given():
         ({"vocab_size": 0}, ValueError, "vocab_size must be a positive integer, got 0"),
         ({"num_hidden_layers": -1}, ValueError, "num_hidden_layers must be a positive integer, got -1"),
         ({"intermediate_size": 0}, ValueError, "intermediate_size must be a positive integer or None, got 0"),
-        (
-            {"max_position_embeddings": 0},
-            ValueError,
-            "max_position_embeddings must be a positive integer or None or 'auto', got 0",
-        ),
+        ({"max_position_embeddings": 0}, ValueError, "max_position_embeddings must be .* got 0"),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": None},
             ValueError,
@@ -438,11 +430,7 @@ def test_words_of_transformers_are_no_unknown_fields():
         ({"input_ids": (1, 33)}, ValueError, "33 tokens.*max_position_embeddings = 32"),
         ({"input_ids": (2, 5), "attention_mask": ONES[:, :4]}, ValueError, r"attention_mask.*\(2, 5\), got \(2, 4\)"),
         ({"input_ids": (2, 5), "attention_mask": ONES[None]}, ValueError, "attention_mask must have shape"),
-        (
-            {"input_ids": (2, 5), "attention_mask": ONES * 0.0},
-            TypeError,
-            "rows of zeros; one that is added to the scores",
-        ),
+        ({"input_ids": (2, 5), "attention_mask": ONES * 0.0}, TypeError, "rows of zeros"),
         ({"input_ids": (2, 5), "attention_mask": ONES * -1e9}, TypeError, "attention_mask must be bool, or 0 and 1"),
         ({"input_ids": (2, 5), "attention_mask": ONES * 2}, ValueError, "attention_mask must hold 0 and 1"),
         ({"input_ids": (2, 5), "segment_ids": ONES[0]}, ValueError, "segment_ids must have shape"),

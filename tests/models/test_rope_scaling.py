@@ -6,6 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+from layers import some_pairs
 from small_models import VOCABULARY, lively, small_config, tokens
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -28,8 +29,7 @@ PLAIN = {"mixer": {"use_conv": False}}
 KEYS = {"gla": {"prior_type": "gla"}, "softmax": PLAIN, "grouped": PLAIN | {"num_key_value_heads": 1}}
 
 
-@kinds
-@pytest.mark.parametrize("layer", KEYS)
+@pytest.mark.parametrize("kind, layer", some_pairs(SCALED, KEYS, 2))
 def test_queries_and_keys_turn_by_the_angles_of_a_llama(kind, layer):
     rope = SCALED[kind] | {"rope_theta": 500.0}
     config = small_config(rope_parameters=rope, **KEYS[layer])
@@ -47,8 +47,7 @@ def test_queries_and_keys_turn_by_the_angles_of_a_llama(kind, layer):
     assert (unscaled - got).abs().max() > 0.1
 
 
-@kinds
-@pytest.mark.parametrize("layer", KEYS)
+@pytest.mark.parametrize("kind, layer", some_pairs(SCALED, KEYS))
 def test_a_scaled_model_says_the_same_token_by_token_reopened_and_in_an_engine(kind, layer, tmp_path):
     model = lively(FEMForCausalLM(small_config(rope_parameters=SCALED[kind], **KEYS[layer]))).eval()
     ids = tokens(2, 20)

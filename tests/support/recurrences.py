@@ -9,11 +9,17 @@ from torch import Tensor
 
 from fem import functional
 from fem.ops.channel_scan.naive import naive_channel_scan_read
+from fem.ops.linear_attention.naive import naive_linear_attention_read
 from fem.ops.ssm.naive import naive_ssm_read
 
-KINDS = ("aft", "decay", "both", "ssm")
+RECURRENT = ("aft", "decay", "both", "ssm")
+KINDS = (*RECURRENT, "linear", "gla", "gla by channel")
 HEADS, WIDTH, RANK = 2, 3, 4
-DEFINITIONS = {"channel_scan_read": naive_channel_scan_read, "ssm_read": naive_ssm_read}
+DEFINITIONS = {
+    "channel_scan_read": naive_channel_scan_read,
+    "ssm_read": naive_ssm_read,
+    "keyed_scan_read": naive_linear_attention_read,
+}
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,12 @@ def case(kind: str, time: int, batch: int = 2, beta: float = 2.0, spread: float 
         }
         shared |= {"A": -positive(normal(HEADS, WIDTH, RANK) - 1), "D": positive(normal(HEADS, WIDTH))}
         made = Case("ssm_read", ("delta", "A", "B", "C", "D", "v", "beta"), along, shared)
+    elif kind not in RECURRENT:
+        along |= {name: 0.1 + torch.rand(batch, time, HEADS, RANK, dtype=torch.float64) for name in "qk"}
+        if kind != "linear":
+            shape = (batch, time, HEADS, RANK) if kind == "gla by channel" else (batch, time, HEADS)
+            along["log_decay"] = -0.2 * torch.rand(shape, dtype=torch.float64)
+        made = Case("keyed_scan_read", ("q", "k", "v", "beta", "log_decay"), along, shared)
     else:
         if kind != "decay":
             along["log_weight"] = 2 * heads()
@@ -93,9 +105,8 @@ def error(got: Tensor, wanted: Tensor, scale: float = 0.1) -> float:
     return ((got.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp_min(scale)).item()
 
 
-def state_equation(inputs: Case) -> tuple[Tensor, Tensor]:
+def state_equation(delta, A, B, C, D, v, beta) -> tuple[Tensor, Tensor]:
     """y(v) / y(1) and log(y(e^{beta v}) / y(1)) / beta of a state space model, step by step."""
-    delta, A, B, C, D, v, beta = inputs.arguments()
     states, means, energies = torch.zeros(3, *v[:, 0].shape, A.shape[-1], dtype=v.dtype), [], []
     for t in range(v.shape[1]):
         x = torch.stack([torch.ones_like(v[:, t]), v[:, t], (beta * v[:, t]).exp()])

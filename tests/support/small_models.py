@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fem.models import FEMConfig
+from fem.models.surgery.head import FreeEnergyHead
 
 VOCABULARY = 61
 
@@ -25,3 +26,12 @@ def lively(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 
 def tokens(batch: int, time: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(VOCABULARY, (batch, time), generator=torch.Generator().manual_seed(seed))
+
+
+def awake(model: torch.nn.Module) -> torch.nn.Module:
+    """Replaced attention far from the original: a model that lost its heads would answer otherwise."""
+    for head in model.modules():
+        if isinstance(head, FreeEnergyHead):
+            for parameter in head.parameters():
+                torch.nn.init.normal_(parameter, std=0.5)
+    return model.eval()

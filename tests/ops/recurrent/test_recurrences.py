@@ -1,4 +1,4 @@
-"""What `channel_scan_read` and `ssm_read` promise alike."""
+"""What all scan reads promise alike."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recurrences import HEADS, KINDS, WIDTH, case, error, gradients
+from recurrences import HEADS, KINDS, RECURRENT, WIDTH, case, error, gradients
 
 from fem.functional import ScanState
 
@@ -21,6 +21,7 @@ def compare(inputs, limit=1e-5, **options):
     seen = options.get("key_mask", torch.ones(wanted.mean.shape[:2])).bool()
     weights = [torch.randn_like(part) * seen[:, :, None, None] for part in wanted]
     for name, one, other in zip(("mean", "free_energy"), got, wanted):
+        assert one.dtype == inputs.along["v"].dtype
         assert error(one[seen], other[seen]) < limit, name
     expected = gradients(wanted, theirs, weights)
     for name, gradient in gradients(got, mine, weights).items():
@@ -67,7 +68,7 @@ def test_a_spike_that_decayed_away_leaves_no_trace(kind):
     compare(inputs.set(**changed), limit=1e-5)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "aft"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("aft", "linear")])
 @both_ways
 def test_decays_of_nothing_and_of_a_thousand_a_step(kind, causal):
     for level in (0.0, -1000.0):
@@ -138,28 +139,14 @@ def test_whole_equals_chunks_equals_steps(kind, sizes):
 
 
 @every_kind
-def test_gradients_pass_through_the_state(kind):
-    whole, halves = (case(kind, 24, dtype=torch.float64).leaves() for _ in range(2))
-    halves = whole.leaves()
-    first, state = halves.at(slice(0, 11)).read(return_state=True)
-    second = halves.at(slice(11, 24)).read(initial_state=state)
-    read = whole.read()
-    weights = [torch.randn_like(part) for part in read]
-    expected = gradients(read, whole, weights)
-    joined = [torch.cat(parts, 1) for parts in zip(first, second)]
-    for name, gradient in gradients(joined, halves, weights).items():
-        assert error(gradient, expected[name]) < 1e-12, name
-
-
-@every_kind
 def test_future_tokens_change_nothing(kind):
     inputs = case(kind, 33)
     before = inputs.read()
     for sign in (1, -1):
         changed = inputs.map(torch.clone)
         changed.along["v"][:, 20:] = sign * 1e4
-        if "log_weight" in changed.along:
-            changed.along["log_weight"][:, 20:] = 1e4
+        for name in {"log_weight", "q", "k"} & changed.along.keys():
+            changed.along[name][:, 20:] = 1e4
         for got, wanted in zip(changed.read(), before):
             assert (got - wanted)[:, :20].abs().max() <= 5e-6 * (1 + inputs.along["v"].abs().max())
 
@@ -207,17 +194,6 @@ def test_mean_alone_needs_no_beta(kind, causal):
 
 
 @every_kind
-@both_ways
-@pytest.mark.parametrize("spread", [1.0, 50.0])
-def test_bfloat16_inputs_lose_no_more_than_their_own_rounding(kind, causal, spread):
-    inputs = case(kind, 37, dtype=torch.bfloat16, spread=spread)
-    exact = inputs.map(lambda x: x.double()).read(causal=causal)
-    for got, wanted in zip(inputs.read(causal=causal), exact):
-        assert got.dtype == torch.bfloat16
-        assert error(got, wanted) < 2**-8
-
-
-@every_kind
 def test_autocast_computes_in_float32(kind):
     inputs = case(kind, 37)
     with torch.autocast("cpu", torch.bfloat16):
@@ -248,7 +224,9 @@ for kind in sys.argv[1].split():
 def test_reads_and_their_gradients_compile_into_one_graph():
     """In a process of its own: the shape checks of the other tests break graphs."""
     here = Path(__file__).parents[2] / "support"
-    done = subprocess.run([sys.executable, "-c", COMPILE, " ".join(KINDS)], capture_output=True, text=True, cwd=here)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, " ".join(RECURRENT)], capture_output=True, text=True, cwd=here
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -265,7 +243,7 @@ def test_long_sequences_stay_exact(kind):
         assert error(gradient, expected[name]) < 1e-5, name
 
 
-@every_kind
+@pytest.mark.parametrize("kind", RECURRENT)
 def test_the_state_is_small_and_opaque(kind):
     inputs = case(kind, 50)
     _, state = inputs.read(return_state=True)
@@ -302,9 +280,9 @@ def test_a_hundred_thousand_tokens_stream_without_drift(kind):
         assert error(got, expected) < 1e-4
 
 
-@every_kind
+@pytest.mark.parametrize("kind", RECURRENT)
 @both_ways
-@pytest.mark.parametrize("span", [4, 40, 200])
+@pytest.mark.parametrize("span", [4, 200])
 def test_bfloat16_loses_no_more_than_its_own_rounding(kind, causal, span):
     inputs = case(kind, 31, beta=2.0)
     inputs = inputs.set(v=torch.rand_like(inputs.along["v"]) * span / 2).map(lambda x: x.bfloat16())
