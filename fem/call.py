@@ -9,13 +9,16 @@ from torch import Tensor
 
 from fem.ops.common.tokens import Tokens, read_tokens
 from fem.ops.common.transforms import transformed
-from fem.projection import check_embedded, check_place
+from fem.projection import check_tokens
 from fem.state import CachePosition, MixerState
 
 HINTS = {
     "key_padding_mask": "attention_mask, whose True means keep: pass ~key_padding_mask",
     "attn_mask": "attention_mask for padding, causal and window of the configuration for the rest",
     "is_causal": "causal of the configuration",
+    "cu_seqlens": "segment_ids, the number of each token's document",
+    "memory": "FreeEnergyCrossMixer, which reads a memory",
+    **dict.fromkeys(("bias", "attn_bias"), "fem.functional.softmax_read, which adds a bias to its scores"),
 }
 
 
@@ -58,10 +61,7 @@ class Call(NamedTuple):
 def check_call(layer, x: Tensor, state: MixerState | None, return_state: bool) -> None:
     """Raise unless x fits the layer and the state, if any, is one of its own for these rows."""
     config = layer.config
-    check_embedded("x", x)
-    if x.ndim != 3 or x.shape[-1] != config.n_embd:
-        raise ValueError(f"x must have shape (batch, time, n_embd = {config.n_embd}), got {tuple(x.shape)}.")
-    check_place("x", x, layer.value)
+    check_tokens("x", x, f"(batch, time, n_embd = {config.n_embd})", config.n_embd, layer.value)
     if not isinstance(return_state, bool):
         raise TypeError(f"return_state must be True or False, got {return_state!r}.")
     if state is not None and not isinstance(state, MixerState):

@@ -256,14 +256,16 @@ class FreeEnergyMixerConfig:
     def _check_read(self, given: dict) -> None:
         """Raise ValueError on a field that was given, differs from its default, and is read by nothing.
 
-        beta_max_init, lambda_init, p_t_to_fem_ratio and a theta for priors without keys are let pass: the authors'
-        scripts, models and tables give them to all their layers alike.
+        p_t_to_fem_ratio passes for priors without keys: the authors' script of rnn_softmax gives it.
         """
         prior = known_priors()[self.prior_type]
         keys = prior.widths(self).key_maps > 0
         needs = {
             "qk_dim": (keys, "a prior with queries and keys"),
-            "rope_theta": (self.use_rope, "use_rope=True"),
+            **dict.fromkeys(("rope_theta", "rope_factor"), (self.use_rope, "use_rope=True")),
+            "p_t_to_fem_ratio": (given.get("qk_dim") is None, "qk_dim=None, which it would set"),
+            "beta_max_init": (self.use_temperature, "use_temperature=True"),
+            "lambda_init": (self.learns_lambda, "use_temperature=True without free_share"),
             "fem_ratio": (given.get("fem_dim") is None, "fem_dim=None, which it would set"),
             "gate_rank": (self.use_temperature or self.use_outer_gate, "a gate: use_temperature or use_outer_gate"),
             **dict.fromkeys(("conv_hidden", "conv_norm_first", "conv_bidirectional"), (self.use_conv, "use_conv=True")),
@@ -418,7 +420,8 @@ def finite_number(name: str, value, low: float, high: float) -> float:
     if not _is_number(value) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}.")
     if not low <= value <= high:
-        wanted = "positive" if low == SMALLEST else f"in [{low:g}, {high:g}]"
+        least = "positive" if low == SMALLEST else f"{low:g} or more"
+        wanted = least if high == math.inf else f"in [{low:g}, {high:g}]"
         raise ValueError(f"{name} must be {wanted}, got {value!r}.")
     return float(value)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from jaxtyping import Float
@@ -78,10 +78,11 @@ def softmax_read(
         check_beta(beta, v if free_values is None else free_values)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale)):
         raise ValueError(f"scale must be a finite number or None (1/sqrt(d_k)), got {scale!r}.")
-    if window is not None and (type(window) is not int or window < 1):
+    if window is not None and (isinstance(window, bool) or not isinstance(window, Integral) or window < 1):
         raise ValueError(
             f"window must be a whole number of at least 1 (a token sees itself), got {window!r}; None sees everything."
         )
+    window = None if window is None else int(window)
     if (causal or window is not None or segment_ids is not None) and queries > time:
         raise ValueError(
             f"q has {queries} queries and k only {time} keys, but the queries are the last of the keys with causal, "
@@ -230,7 +231,7 @@ def ssm_read(
     """
     check_flags(causal=causal, return_state=return_state, normalize=normalize)
     _check_scan(v, beta, causal, initial_state, return_state, {"delta": delta}, free_values)
-    check_floating("v", v, A=A, B=B, C=C, D=D)
+    check_floating("v", v, delta=delta, A=A, B=B, C=C, D=D)
     batch, time, heads, width = delta.shape
     rank = max(1, A.shape[-1] if A.dim() else 1)
     for name, tensor, shape in (

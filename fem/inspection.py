@@ -8,7 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fem.functional import softmax_read
 from fem.ops.common.read import Read
+from fem.priors.base import indicators
 from fem.theory import hidden_temperature, posterior
 
 
@@ -32,6 +34,23 @@ class Reading:
     beta: Float[Tensor, "..."] | None
 
 
+def softmax_tables(
+    q: Float[Tensor, "b tq h dk"],
+    k: Float[Tensor, "b t hkv dk"],
+    v: Float[Tensor, "b t hkv dv"],
+    beta: Tensor | None,
+    gates: tuple[Tensor | None, Tensor | None],
+    **how,
+) -> Reading:
+    """The tables of `softmax_read(q, k, v, beta, **how)` behind gates (lambda, g)."""
+    weights = [softmax_read(q, k, one, None, **how).mean for one in indicators(v)]
+    values = v.repeat_interleave(q.shape[2] // v.shape[2], 2).permute(0, 2, 3, 1)[:, None]
+    scores = torch.stack(weights, -1)
+    return read_tables(
+        softmax_read(q, k, v, beta, **how), beta, *gates, scores, values.expand_as(scores), False, len(weights)
+    )
+
+
 def read_tables(
     read: Read,
     beta: Tensor | None,
@@ -40,9 +59,10 @@ def read_tables(
     scores: Float[Tensor, "b t h c n"],
     values: Float[Tensor, "b t h c n"],
     per_channel: bool,
+    time: int,
 ) -> Reading:
-    """The tables of a read whose scores s_t(n) select among `values`; n runs over tokens, or over (token, channel)."""
-    time = scores.shape[1]
+    """The tables of a read whose scores s_t(n) select among `values`; n runs over `time` tokens, or over (token,
+    channel)."""
     lambda_, gate = (None if x is None else x.expand(*x.shape[:-1], values.shape[3]) for x in (lambda_, gate))
     p = scores.double() / scores.double().sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     values = values.double()

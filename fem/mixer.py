@@ -18,7 +18,7 @@ from fem.ops.common.tokens import Tokens
 from fem.optim import undecayed_names
 from fem.priors import PRIORS, OperatorPrior, Prior
 from fem.priors.base import buffer_error
-from fem.projection import Projection
+from fem.projection import Projection, place
 from fem.state import MixerState, kind_of
 
 
@@ -67,7 +67,7 @@ class FreeEnergyMixer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.output = Projection(config.fem_dim, config.n_embd, config.bias)
         self.kind = kind_of(config, self.prior.name)
-        self.to(device=device, dtype=dtype)
+        place(self, device, dtype)
 
     def forward(
         self,
@@ -139,7 +139,7 @@ class FreeEnergyMixer(nn.Module):
         lambda_, gate = self.gate(features)
         v = v if self.config.free_share is None else torch.cat([v, free_values], -1)
         selection = self.prior.selection(features, v, tokens)
-        return read_tables(read, beta, lambda_, gate, *selection, self.prior.per_channel)
+        return read_tables(read, beta, lambda_, gate, *selection, self.prior.per_channel, x.shape[1])
 
     def no_weight_decay(self) -> set[str]:
         """Names of all parameters that weight decay should leave alone, as timm asks for them."""

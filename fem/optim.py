@@ -39,6 +39,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
         raise ValueError(f"weight_decay must be finite and 0 or positive, got {weight_decay!r}.")
     decayed = set(decayed_names(model))
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError(f"model must have parameters that train, got a {type(model).__name__} with none.")
     return [
         {"params": [p for name, p in trained if name in decayed], "weight_decay": weight_decay},
         {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from fem.config import build_config, positive_int
 from fem.functional import softmax_read
 from fem.gates import Temperature, TwoLevelGate
+from fem.inspection import Reading, softmax_tables
 from fem.ops.common.tokens import read_tokens
-from fem.optim import mark_undecayed
-from fem.projection import Projection, check_embedded, check_place
+from fem.optim import mark_undecayed, undecayed_names
+from fem.projection import Projection, check_tokens, place
 
 FIELDS = (
     "fem_dim",
@@ -68,28 +69,51 @@ class FreeEnergyCrossMixer(nn.Module):
         self.gate = TwoLevelGate(config)
         self.dropout = nn.Dropout(config.dropout)
         self.output = Projection(config.fem_dim, n_embd, config.bias)
-        self.to(device=device, dtype=dtype)
+        place(self, device, dtype)
 
     def forward(
         self,
         x: Float[Tensor, "b tq d"],
         memory: Float[Tensor, "b t m"],
         memory_mask: Tensor | None = None,
+        **unknown,
     ) -> Float[Tensor, "b tq d"]:
-        _check_tokens("x", x, self.config.n_embd, self.query)
-        _check_tokens("memory", memory, self.memory_dim, self.key)
+        _refuse(unknown, "memory_mask")
+        q, k, v, keep = self._project(x, memory, memory_mask)
+        if not k.shape[1]:
+            return self.output(x.new_zeros(*x.shape[:2], self.config.fem_dim))
+        read = softmax_read(q, k, v, self._temperature(v), causal=False, key_mask=keep, backend=self.config.backend)
+        return self.output(self.dropout(self.gate.mixed(x, read).flatten(-2)))
+
+    @torch.no_grad()
+    def inspect(
+        self, x: Float[Tensor, "b tq d"], memory: Float[Tensor, "b t m"], memory_mask: Tensor | None = None
+    ) -> Reading:
+        """What every query reads from the memory, as tables: see `FreeEnergyMixer.inspect`."""
+        q, k, v, keep = self._project(x, memory, memory_mask)
+        if 0 in (*x.shape[:2], memory.shape[1]):
+            raise ValueError(f"inspect needs rows, queries and a memory, got {tuple(x.shape)}, {tuple(memory.shape)}.")
+        how = {"causal": False, "key_mask": keep, "backend": self.config.backend}
+        return softmax_tables(q, k, v, self._temperature(v), self.gate(x), **how)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of all parameters that weight decay should leave alone, as timm asks for them."""
+        return undecayed_names(self)
+
+    def _project(
+        self, x: Tensor, memory: Tensor, memory_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys, values, and which tokens of the memory there are (None: all)."""
+        width = self.config.n_embd
+        check_tokens("x", x, f"(batch, queries, {width})", width, self.query)
+        check_tokens("memory", memory, f"(batch, tokens, {self.memory_dim})", self.memory_dim, self.key)
         if x.shape[0] != memory.shape[0]:  # len() would fix the batch of an exported graph
             raise ValueError(f"x and memory must have one batch size, got {x.shape[0]} and {memory.shape[0]}.")
         tokens, _ = read_tokens(tuple(memory.shape[:2]), memory.device, memory_mask, mask_name="memory_mask")
         memory = tokens.zero_masked(memory)
-        if not memory.shape[1]:
-            return self.output(x.new_zeros(*x.shape[:2], self.config.fem_dim))
         q = self.query(x).unflatten(-1, (self.config.n_head, -1))
         k, v = (part(memory).unflatten(-1, (self.config.kv_heads, -1)) for part in (self.key, self.value))
-        read = softmax_read(
-            q, k, v, self._temperature(v), causal=False, key_mask=tokens.keep, backend=self.config.backend
-        )
-        return self.output(self.dropout(self.gate.mixed(x, read).flatten(-2)))
+        return q, k, v, tokens.keep
 
     def _temperature(self, v: Tensor) -> Tensor | None:
         if not self.config.use_lse:
@@ -102,7 +126,8 @@ class FreeEnergyPooling(nn.Module):
 
         y_q = FreeEnergyCrossMixer(query_q, x)
 
-    queries: Q, how many vectors a set becomes; they start N(0, 1). attention_mask (B, T), bool or 0/1: a masked element
+    queries: Q, how many vectors a set becomes; they start N(0, 1). Of an image (B, C, H, W) one vector (B, D) is
+    pool(x.flatten(2).mT)[:, 0]. attention_mask (B, T), bool or 0/1: a masked element
     equals a deleted one, and an empty set becomes W_O's bias. The order of the elements does not matter.
     n_embd, n_head, memory_dim and fields are those of `FreeEnergyCrossMixer`, and so is what it raises; ValueError
     where queries is not positive.
@@ -126,20 +151,35 @@ class FreeEnergyPooling(nn.Module):
         self.read = FreeEnergyCrossMixer(n_embd, n_head, memory_dim, **fields)
         self.reset_parameters()
         mark_undecayed(self)
-        self.to(device=device, dtype=dtype)
+        place(self, device, dtype)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.query)
 
-    def forward(self, x: Float[Tensor, "b t m"], attention_mask: Tensor | None = None) -> Float[Tensor, "b q d"]:
-        _check_tokens("x", x, self.read.memory_dim, self.read.key)
+    def forward(
+        self, x: Float[Tensor, "b t m"], attention_mask: Tensor | None = None, **unknown
+    ) -> Float[Tensor, "b q d"]:
+        _refuse(unknown, "attention_mask")
+        return self.read(*self._set(x, attention_mask))
+
+    def inspect(self, x: Float[Tensor, "b t m"], attention_mask: Tensor | None = None) -> Reading:
+        """What every query reads from the set, as tables: see `FreeEnergyMixer.inspect`."""
+        return self.read.inspect(*self._set(x, attention_mask))
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of all parameters that weight decay should leave alone, as timm asks for them."""
+        return undecayed_names(self)
+
+    def _set(self, x: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        width = self.read.memory_dim
+        check_tokens("x", x, f"(batch, tokens, {width})", width, self.read.key)
         tokens, _ = read_tokens(tuple(x.shape[:2]), x.device, attention_mask)  # which names this mask in its errors
         queries = self.query.to(x.dtype).expand(x.shape[0], -1, -1)
-        return self.read(queries, x, tokens.keep)
+        return queries, x, tokens.keep
 
 
-def _check_tokens(name: str, x: Tensor, width: int, projection: nn.Module) -> None:
-    check_embedded(name, x)
-    if x.ndim != 3 or x.shape[-1] != width:
-        raise ValueError(f"{name} must have shape (batch, tokens, {width}), got {tuple(x.shape)}.")
-    check_place(name, x, projection)
+def _refuse(unknown: dict, mask: str) -> None:
+    for name in unknown:
+        raise TypeError(
+            f"the call has no argument {name!r}; what to read is named by {mask} (batch, tokens), 1 = keep."
+        )

@@ -57,9 +57,9 @@ def _mamba_interactive(config) -> Widths:
 
 
 ROWS = {
-    "softmax": PriorRow(("window", "n_kv_head", *ROTARY), _softmax),
-    "linear": PriorRow(ROTARY, _linear),
-    "gla": PriorRow(("decay", *ROTARY), _gla),
+    "softmax": PriorRow(("window", "n_kv_head", "rope_theta", *ROTARY), _softmax),
+    "linear": PriorRow(("rope_theta", *ROTARY), _linear),
+    "gla": PriorRow(("decay", "rope_theta", *ROTARY), _gla),
     "rnn_softmax": PriorRow((), _rnn),
     "rnn_decay": PriorRow((), _rnn),
     "mamba": PriorRow(("ssm_rank",), _mamba),

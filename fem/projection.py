@@ -7,6 +7,8 @@ import warnings
 import torch
 from torch import Tensor, nn
 
+from fem.ops.common.arguments import as_device
+
 
 class Projection(nn.Linear):
     """y = W x + W_c h + b, from features [x, h]: the input x and, behind it, the conditioner's h.        (Eq. 34a)
@@ -52,8 +54,8 @@ class Projection(nn.Linear):
         del self._qconfig
 
 
-def check_embedded(name: str, x: Tensor) -> None:
-    """Raise unless x, an argument of a layer, is a floating-point tensor, of rows of one length."""
+def check_tokens(name: str, x: Tensor, axes: str, width: int, projection: nn.Module) -> None:
+    """Raise unless x, an argument of a layer, is a dense floating-point (B, T, width) at home with the weights."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         got = f"dtype {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise TypeError(f"{name} must be a floating-point tensor of embedded tokens, got {got}; embed token ids first.")
@@ -61,12 +63,14 @@ def check_embedded(name: str, x: Tensor) -> None:
         got = "a nested tensor" if x.is_nested else f"layout {x.layout}"
         raise TypeError(f"{name} must be a dense tensor, got {got}; pad rows to one length, and mask what was added.")
 
-
-def check_place(name: str, x: Tensor, projection: nn.Module) -> None:
-    """Raise unless x has the device and dtype of the weights that read it, where no other library manages these."""
+    if x.ndim != 3 or x.shape[-1] != width:
+        image = x.ndim == 4 and x.shape[1] == width
+        hint = f"; of one row, pass {name}[None]" if x.shape[1:] == (width,) else ""
+        hint = f"; of an image, pass {name}.flatten(2).mT" if image else hint
+        raise ValueError(f"{name} must have shape {axes}, got {tuple(x.shape)}{hint}.")
     if type(projection) is not Projection or "_hf_hook" in vars(projection):
         return
-    weight = projection.weight
+    weight = projection.weight  # no other library manages it
     if x.device != weight.device:
         raise ValueError(
             f"{name} must be on the layer's device, {weight.device}, got {name} on {x.device}; move one of them."
@@ -75,6 +79,13 @@ def check_place(name: str, x: Tensor, projection: nn.Module) -> None:
         raise TypeError(
             f"{name} must have the layer's dtype, {weight.dtype}, got {x.dtype}; cast one, or use autocast."
         )
+
+
+def place(module: nn.Module, device: torch.device | str | int | None, dtype: torch.dtype | None) -> None:
+    """Move a new layer's parameters. Raises ValueError on what is no device, TypeError on what is no floating dtype."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating dtype of torch, such as torch.bfloat16, got {dtype!r}.")
+    module.to(device=None if device is None else as_device("device", device), dtype=dtype)
 
 
 class _Quantised:

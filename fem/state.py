@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from fem.ops.common.arguments import as_device
+
 CACHED = ("key", "value")  # tokens of a cache, in the dtype of the layer's input; all other sums are float32 at least
 # Fields that no state depends on: how the layer starts, what it does after the read, which implementation reads.
 NOT_IN_STATES = frozenset(
@@ -122,7 +124,8 @@ class MixerState:
         if not isinstance(target, torch.dtype | torch.device | str):
             raise TypeError(f"target must be a device or a dtype of torch, such as torch.float32, got {target!r}.")
         if not isinstance(target, torch.dtype):
-            return self._map(lambda tensor: tensor.to(device=target))
+            device = as_device("target", target)
+            return self._map(lambda tensor: tensor.to(device))
         if not target.is_floating_point:
             raise TypeError(f"a state can be cast to a floating dtype, got {target}; its integers never change.")
         sums = torch.promote_types(target, torch.float32)
@@ -135,23 +138,27 @@ class MixerState:
     def state_dict(self) -> dict[str, Tensor]:
         """The state as a flat dict of tensors, for safetensors and the like; `from_state_dict` reads it."""
         tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in self._named()}
-        layer, names = (
-            torch.tensor(list(text.encode()), dtype=torch.uint8) for text in (self.layer, "\n".join(tensors))
-        )
+        layer, names = (torch.tensor(list(text.encode()), dtype=torch.uint8) for text in (self.layer, _listed(tensors)))
         return {"layer": layer, "names": names, "dtype": torch.empty(0, dtype=self.dtype), **tensors}
 
     @classmethod
     def from_state_dict(cls, tensors: dict[str, Tensor]) -> MixerState:
-        """The state that `state_dict` wrote. Raises ValueError where a tensor of it is missing."""
+        """The state that `state_dict` wrote. Raises ValueError on missing, additional and changed tensors."""
+        if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+            raise TypeError(
+                f"tensors must be the dict that MixerState.state_dict returned, got {type(tensors).__name__}."
+            )
         for name in ("layer", "names", "dtype"):
             if name not in tensors:
                 raise ValueError(f"tensors must be what MixerState.state_dict returned, got none named {name!r}.")
         layer, names = (bytes(tensors[name].tolist()).decode() for name in ("layer", "names"))
-        if missing := sorted(set(names.split("\n")) - tensors.keys()):
-            raise ValueError(
-                f"tensors must hold all that MixerState.state_dict returned, got none named {missing[0]!r}."
-            )
-        return cls._of(layer, tensors["dtype"].dtype, tensors)
+        own = {name: tensor for name, tensor in tensors.items() if name not in ("layer", "names", "dtype")}
+        listed, found = (dict(line.split(" ", 1) for line in text.split("\n")) for text in (names, _listed(own)))
+        for name in sorted(listed.keys() | found.keys()):
+            if listed.get(name) != found.get(name):
+                got = f"{name!r} of {found[name]}" if name in found else f"none named {name!r}"
+                raise ValueError(f"tensors must hold what MixerState.state_dict returned, got {got}.")
+        return cls._of(layer, tensors["dtype"].dtype, own)
 
     def check(self, layer: str, x: Tensor) -> None:
         """Raise ValueError unless the state fits a layer of this kind and its input x, (B, T, D)."""
@@ -166,6 +173,11 @@ class MixerState:
             raise _foreign("input dtype", self.dtype, x.dtype)
         if self.device != x.device:
             raise _foreign("device", self.device, x.device)
+
+
+def _listed(tensors: dict[str, Tensor]) -> str:
+    """A line for each tensor: its name, its shape and its dtype."""
+    return "\n".join(f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items())
 
 
 def kind_of(config, prior: str) -> str:

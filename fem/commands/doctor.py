@@ -16,6 +16,8 @@ def command(
     output: Annotated[Path, typer.Option(help="With --gpu: folder of the page and the figures.")] = Path("runs/doctor"),
 ):
     """What runs on this machine and why: versions, devices, backends and optional packages."""
+    if only is not None and not gpu:
+        raise ValueError(f"only names steps of --gpu; pass --gpu too, got only={only!r} without.")
     if gpu:
         from fem.doctor.card import examine
 

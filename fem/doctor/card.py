@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from fem.extras import installed
+from fem.runs.recipes import listed, require_some_of
 from fem.runs.run import hardware, now, provenance, versions, write_json
 from fem.runs.tables import markdown_table
 
@@ -46,7 +47,8 @@ def steps() -> dict[str, Step]:
 
 def examine(output: Path, only: str | None = None, shown: Callable[[str], None] = print) -> dict:
     """Run the steps and write results.json and report.md to `output`; returns what results.json holds."""
-    chosen = steps() if only is None else {name: steps()[name] for name in only.split(",")}
+    require_some_of("only", listed(only or ",".join(steps())), steps())
+    chosen = steps() if only is None else {name: steps()[name] for name in listed(only)}
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     output.mkdir(parents=True, exist_ok=True)
     found = {}

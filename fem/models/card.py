@@ -40,6 +40,8 @@ def write_model_card(model: PreTrainedModel, folder: str | Path, results: Mappin
 
     results: what was measured, such as {"validation loss (nats)": 3.21}, one row of the card's table each.
     """
+    if not hasattr(getattr(model, "config", None), "mixer_configs"):
+        raise TypeError(f"model must be a FEM language model, got a {type(model).__name__}.")
     config, folder = model.config, Path(folder)
     priors = [mixer.prior_type for mixer in config.mixer_configs()]
     layers = ", ".join(f"{len(list(same))} {prior}" for prior, same in groupby(priors))

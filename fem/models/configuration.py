@@ -170,7 +170,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
                 positive_int(name, getattr(self, name), others)
         for name in ("rms_norm_eps", "initializer_range"):
             finite_number(name, getattr(self, name), 0.0, math.inf)
-        for name in ("tie_word_embeddings", "value_shift"):
+        for name in ("tie_word_embeddings", "value_shift", "use_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not isinstance(self.prior_type, str):

@@ -96,6 +96,8 @@ class FEMPreTrainedModel(PreTrainedModel):
     _is_stateful = False  # a cache that records its past can forget the last tokens
 
     def __init__(self, config: PreTrainedConfig):
+        if not isinstance(config, self.config_class):
+            raise TypeError(f"config must be a {self.config_class.__name__}, got a {type(config).__name__}.")
         if self._no_engine(config) is not None:
             self._supports_flash_attn = self._supports_flex_attn = self._supports_attention_backend = False
         super().__init__(config)
@@ -174,6 +176,10 @@ class FEMModel(FEMPreTrainedModel):
             raise ValueError(f"give input_ids or inputs_embeds, got {'neither' if input_ids is None else 'both'}.")
         if output_attentions:
             raise ValueError("output_attentions=True finds no maps to return; layers[i].mixer.inspect(x) makes them.")
+        if input_ids is not None and (input_ids.dim() != 2 or input_ids.is_floating_point()):
+            raise ValueError(
+                f"input_ids must be integers of shape (batch, tokens), got {tuple(input_ids.shape)} {input_ids.dtype}."
+            )
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.config._attn_implementation != EXACT:
             segment_ids = seq_idx if segment_ids is None else segment_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import no_type_check
 
 import torch
@@ -13,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, ImageClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
-from fem.config import FreeEnergyMixerConfig, build_config, positive_int
+from fem.config import FreeEnergyMixerConfig, build_config, finite_number, positive_int
 from fem.mixer import FreeEnergyMixer
 from fem.models.configuration import refuse_unknown
 from fem.models.modeling import FEMPreTrainedModel
@@ -115,8 +116,9 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
             )
         if self.pooling not in POOLINGS:
             raise ValueError(f"pooling must be {' or '.join(POOLINGS)}, got {self.pooling!r}.")
-        if not 0 <= self.drop_path_rate < 1:
-            raise ValueError(f"drop_path_rate must lie in [0, 1), got {self.drop_path_rate}.")
+        finite_number("drop_path_rate", self.drop_path_rate, 0.0, math.nextafter(1.0, 0.0))
+        if not isinstance(self.mixer or {}, dict):
+            raise TypeError(f"mixer must be a dict of mixer fields, got {self.mixer!r}.")
         if (self.mixer or {}).get("causal"):
             raise ValueError("mixer must leave causal False: an image has no future, got causal=True.")
 

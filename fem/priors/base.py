@@ -13,7 +13,7 @@ from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.read import Read
 from fem.ops.common.rope import Turn, frequencies, rotate_all, turns
 from fem.ops.common.tokens import Tokens
-from fem.prior_table import Widths
+from fem.prior_table import PRIORS, Widths
 from fem.projection import Projection
 
 
@@ -31,6 +31,11 @@ class Prior(nn.Module, ABC):
 
     def __init__(self, config: FreeEnergyMixerConfig | None):
         super().__init__()
+        registered = PRIORS.get(self.name) is type(self)
+        if not isinstance(config, FreeEnergyMixerConfig) and (registered or config is not None):
+            raise TypeError(f"config must be a FreeEnergyMixerConfig, got a {type(config).__name__}.")
+        if registered and config.prior_type != self.name:
+            raise ValueError(f"config must have prior_type={self.name!r} for this prior, got {config.prior_type!r}.")
         self.config = config
         self._frequencies: dict[torch.device, Tensor] = {}  # rotary ones, by `_frequency`; saved nowhere
         self._turns: tuple[range, torch.dtype, list[Turn]] = (range(0), torch.float32, [])  # by `turn`; saved nowhere

@@ -29,10 +29,10 @@ class OperatorPrior(Prior):
 
     The numerator has one shift for the whole row, so a value may exceed what a row sees by 60 / beta at most; beyond
     that (in eager mode) a ValueError says so. Raises ValueError where op changes the shape, where (in eager mode) its
-    results for ones and for exp(beta (v - m)) <= 1 show a negative weight, on segment_ids under vmap, and on fields
-    that an operator cannot follow: causal=False, normalize=False, n_kv_head, window, free_share, value_logexp_cap;
-    TypeError on an op that cannot be called, or that changes the dtype. op runs in float32 at least, its parameters
-    too.
+    results for ones and for exp(beta (v - m)) <= 1 show a negative weight or NaN, or those of the first call that op is
+    not linear or not causal, on segment_ids under vmap, and on fields that an operator cannot follow: causal=False,
+    normalize=False, n_kv_head, window, free_share, value_logexp_cap; TypeError on an op that cannot be called, or that
+    changes the dtype. op runs in float32 at least, its parameters too.
     """
 
     name = "operator"
@@ -44,9 +44,10 @@ class OperatorPrior(Prior):
 
     def __init__(self, op: Callable[[Tensor], Tensor]):
         super().__init__(config=None)
-        if not callable(op):
+        if not callable(op) or isinstance(op, type):
             raise TypeError(f"op must be a function or module that maps (B, T, C) to (B, T, C), got {op!r}.")
         self.op = op
+        self._known = False  # whether op was seen to be linear and causal
 
     @staticmethod
     def widths(config):
@@ -66,6 +67,8 @@ class OperatorPrior(Prior):
                 "an operator prior keeps no state; call the layer on whole sequences, without state and return_state."
             )
         dtype, v = v.dtype, upcast(v)
+        if not self._known and v.numel() and _eager(v):
+            self._check_op(v.detach().flatten(2))
         weight = self._over_documents(torch.ones_like(v), tokens)
         _check_weights(weight, None)
         empty = weight <= 0
@@ -113,6 +116,20 @@ class OperatorPrior(Prior):
             raise TypeError(f"op must return the dtype of its input, {x.dtype}, got {y.dtype}; cast its result.")
         return y
 
+    @torch.no_grad()
+    def _check_op(self, like: Tensor) -> None:
+        """Raise unless op of some numbers shaped as `like` is the sum of what it makes of their past and future, and
+        the past's part knows nothing of the future."""
+        x = torch.rand(like.shape, generator=torch.Generator().manual_seed(0)).to(like)
+        past = torch.arange(x.shape[1], device=x.device)[:, None] <= x.shape[1] // 2
+        whole, before, after = (self._checked(part) for part in (x, x * past, x * ~past))
+        off = lambda difference: bool((difference.abs() > 10 * _ROUNDING * whole.abs().amax()).any())  # noqa: E731
+        if off(whole - before - after):
+            raise ValueError("op must be linear, got op(x + y) that is not op(x) + op(y).")
+        if off(after * past):
+            raise ValueError("op must be causal, got a result for a token that depends on later ones.")
+        self._known = True
+
     def _run(self, x: Tensor) -> Tensor:
         parameters = dict(self.op.named_parameters()) if isinstance(self.op, nn.Module) else {}
         if all(p.dtype == upcast(p).dtype for p in parameters.values()):
@@ -142,9 +159,10 @@ def _check_weights(of_less: Tensor, of_ones: Tensor | None) -> None:
     if not _eager(of_less):
         return
     most = (of_less if of_ones is None else of_ones).abs().amax()
-    wrong = (of_less < -_ROUNDING * most) | (False if of_ones is None else of_less > of_ones + _ROUNDING * most)
+    wrong = ~(of_less >= -_ROUNDING * most)  # NaN too
+    wrong = wrong if of_ones is None else wrong | (of_less > of_ones + _ROUNDING * most)
     if bool(wrong.any()):
         raise ValueError(
-            "op must be non-negative, got a negative weight: op(1) or op(x) of some 0 <= x <= 1 leaves [0, op(1)]; "
-            "pass its weights through a softplus."
+            "op must be non-negative, got a negative weight or NaN: op(1) or op(x) of some 0 <= x <= 1 leaves "
+            "[0, op(1)]; pass its weights through a softplus."
         )

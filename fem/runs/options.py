@@ -68,9 +68,9 @@ def recipe_options(recipe: type) -> Callable[[Command], Command]:
 
 
 def _as_typed(sentence: str, recipe: type) -> str:
-    """The sentence of an error, with options for names of fields: its first word, and any with a value."""
+    """The sentence of an error, with options for names of fields: its first word, any with a value or a line in it."""
     typed = {field.name: f"--{called(field)}" for field in fields(recipe)}
-    return re.sub(r"^\w+(?= )|\b\w+(?= = )", lambda found: typed.get(found[0], found[0]), sentence)
+    return re.sub(r"^\w+(?= )|\b\w+_\w+\b|\b\w+(?= = )", lambda found: typed.get(found[0], found[0]), sentence)
 
 
 def _keyword(name: str, kind: Any, info: Any) -> inspect.Parameter:

@@ -165,7 +165,7 @@ def _rows(p: Tensor, v: Tensor, dim: int) -> Rows:
         p, v = torch.broadcast_tensors(p.double(), v.double())
     except RuntimeError:
         raise ValueError(f"p and v must broadcast, got shapes {tuple(p.shape)} and {tuple(v.shape)}.") from None
-    if not -p.ndim <= dim < p.ndim:
+    if not isinstance(dim, int) or not -p.ndim <= dim < p.ndim:
         raise ValueError(f"dim must be an axis of p and v, of shape {tuple(p.shape)}, got {dim}.")
     p, v = p.movedim(dim, -1), v.movedim(dim, -1)
     if p.shape[-1] == 0:

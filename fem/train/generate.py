@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
+
+from fem.config import finite_number, positive_int
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,10 +33,12 @@ def continue_prompt(
     """
     import torch
 
-    if not temperature >= 0:
-        raise ValueError(f"temperature must be 0 or more, got {temperature}.")
-    if top_k < 1:
-        raise ValueError(f"top_k must be positive, got {top_k}.")
+    finite_number("temperature", temperature, 0.0, math.inf)
+    positive_int("top_k", top_k)
+    if max_new_tokens is not None:
+        positive_int("max_new_tokens", max_new_tokens)
+    if not isinstance(prompt, str):
+        raise TypeError(f"prompt must be text, got a {type(prompt).__name__}.")
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):
         raise ValueError(f"prompt must be UTF-8, got {prompt!r}.")
     begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -45,8 +50,6 @@ def continue_prompt(
     new = min(NEW_TOKENS, room) if max_new_tokens is None else max_new_tokens
     if room < 1:
         raise ValueError(f"prompt must be shorter than the context of {context} tokens, got {len(ids)} tokens.")
-    if new < 1:
-        raise ValueError(f"max_new_tokens must be positive, got {new}.")
     if context is not None and new > room:
         raise ValueError(
             f"max_new_tokens must be at most the {room} that a context of {context} leaves a prompt of "

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fem
-from fem import FreeEnergyMixer, FreeEnergyMixerConfig, FreeEnergyPooling, MixerState, theory
-from fem.functional import channel_scan_read, keyed_scan_read, softmax_read, ssm_read
+from fem import FreeEnergyCrossMixer, FreeEnergyMixer, FreeEnergyMixerConfig, FreeEnergyPooling, MixerState, theory
+from fem.functional import channel_scan_read, decay_scan, keyed_scan_read, softmax_read, ssm_read
 from fem.priors import PRIORS, OperatorPrior, Prior
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
@@ -108,6 +108,25 @@ def ssm(**changes):
     return ssm_read(**fields | changes)
 
 
+SIZES = {"n_embd": 64, "n_head": 4}
+
+
+def cross(**fields):
+    return FreeEnergyCrossMixer(**SIZES | fields)
+
+
+def crossed(**given):
+    return cross()(**{"x": X, "memory": X} | given)
+
+
+def pooled(**given):
+    return FreeEnergyPooling(**SIZES)(**{"x": X} | given)
+
+
+def restored(**changes):
+    return MixerState.from_state_dict(state_of().state_dict() | changes)
+
+
 def scan_state(scan=keyed, **changes):
     return scan(return_state=True, **changes)[1]
 
@@ -126,7 +145,6 @@ def hidden(lam=0.5, beta_max=1.0, p=P):
 
 CAUSES = {"causal": False, "conv_bidirectional": True, "conv_hidden": 9}
 BOOL = "must be True or False, got"
-BOOLS = "causal use_conv use_lse use_temperature use_outer_gate use_rope bias conv_norm_first"
 NUMBERS = "value_logexp_cap rope_theta eps fem_ratio p_t_to_fem_ratio beta_max_init lambda_init"
 FIELDS = {
     "True or False": (
@@ -149,7 +167,6 @@ TABLE = [
     (config, {"n_head": 5}, ValueError, "n_head must divide n_embd = 64"),
     (config, {"prior_type": "softmin"}, ValueError, "prior_type must be one of softmax"),
     (config, {"prior_type": PRIORS["gla"]}, ValueError, "prior_type must be one of softmax"),
-    (config, {"prior_type": ["gla"]}, ValueError, "prior_type must be one of softmax"),
     (config, {"prior_type": None}, ValueError, "prior_type must be one of softmax"),
     (config, {"fem_ratoi": 0.5}, TypeError, "no field 'fem_ratoi' .* did you mean 'fem_ratio'"),
     (config, {"zzz": 1}, TypeError, "no field 'zzz' .* known fields: n_embd"),
@@ -218,7 +235,12 @@ TABLE = [
     (operator, {"op": torch.cumsum, "n_kv_head": 2}, ValueError, "leave out n_kv_head, got n_kv_head=2"),
     (operator, {"op": torch.cumsum, "window": 2}, ValueError, "leave out window, got window=2"),
     (operator, {"op": lambda x: -x.cumsum(1)}, ValueError, "op must be non-negative, got a negative weight"),
-    (operator, {"op": lambda x: 2 * x - x.roll(1, 1)}, ValueError, "op must be non-negative, got a negative weight"),
+    (
+        operator,
+        {"op": lambda x: 2 * x - torch.nn.functional.pad(x, (0, 0, 1, -1))},
+        ValueError,
+        "op must be non-negative, got a negative weight",
+    ),
     (operator, {"op": lambda x: x[:, 1:]}, ValueError, r"op must map \(B, T, C\) to the same shape, got \(1, 5, 32\)"),
     (operator, {"op": lambda x: (x, x)}, ValueError, "op must map .* to the same shape, got a tuple"),
     (operator, {"op": lambda x: x.cumsum(1), "v": 1e3}, ValueError, "v spreads too far for an operator prior"),
@@ -242,7 +264,6 @@ TABLE = [
     (FreeEnergyMixer, {"config": config(), "n_embd": 64}, TypeError, "give config or fields by name, not both"),
     (FreeEnergyPooling, {"n_embd": -16, "n_head": 2}, ValueError, "n_embd must be a positive integer, got -16"),
     (call, {"x": torch.zeros(2, 6, 32)}, ValueError, r"x must have shape .*n_embd = 64.*got \(2, 6, 32\)"),
-    (call, {"x": torch.zeros(6, 64)}, ValueError, r"x must have shape .*got \(6, 64\)"),
     (call, {"x": torch.zeros(2, 6, 64).long()}, TypeError, "x must be a floating-point tensor .* got dtype"),
     (call, {"x": torch.zeros(2, 6, 64).bool()}, TypeError, "x must be a floating-point tensor .* got dtype"),
     (call, {"x": torch.zeros(2, 6, 64).cfloat()}, TypeError, "x must be a floating-point tensor .* got dtype"),
@@ -415,6 +436,66 @@ TABLE = [
     (lambda: fem.parameter_groups(layer(), True), {}, TypeError, "weight_decay must be a number, got True"),
     (lambda: fem.parameter_groups(None, 0.1), {}, TypeError, "model must be a torch.nn.Module, got a NoneType"),
     (lambda: fem.parameter_groups([X], 0.1), {}, TypeError, "model must be a torch.nn.Module, got a list"),
+    # A second list, over the whole surface: fields that nothing would read.
+    (config, {"use_temperature": False, "lambda_init": -3.0}, ValueError, "lambda_init needs use_temperature=True"),
+    (config, {"free_share": 0.5, "lambda_init": -3.0}, ValueError, "lambda_init needs .* without free_share"),
+    (config, {"use_temperature": False, "beta_max_init": 2.5}, ValueError, "beta_max_init needs use_temperature=True"),
+    (config, {"qk_dim": 64, "p_t_to_fem_ratio": 2.0}, ValueError, "p_t_to_fem_ratio needs qk_dim=None"),
+    (config, MAMBA | {"rope_theta": 500.0}, ValueError, "rope_theta needs prior_type='softmax' or 'linear' or 'gla'"),
+    (config, {"use_rope": False, "rope_factor": 2.0}, ValueError, "rope_factor needs use_rope=True"),
+    (cross, {"use_temperature": False, "lambda_init": 3.0}, ValueError, "lambda_init needs use_temperature=True"),
+    # Places, names and shapes that other libraries know.
+    (
+        FreeEnergyMixer,
+        SIZES | {"dtype": torch.int64},
+        TypeError,
+        r"dtype must be a floating dtype of torch, .* got torch\.int64",
+    ),
+    (FreeEnergyMixer, SIZES | {"dtype": "float32"}, TypeError, "dtype must be a floating dtype .* got 'float32'"),
+    (
+        FreeEnergyMixer,
+        SIZES | {"dtype": torch.cfloat},
+        TypeError,
+        "dtype must be a floating dtype .* got torch.complex",
+    ),
+    (FreeEnergyMixer, SIZES | {"device": "gpu"}, ValueError, "device must be a device of torch, .* got 'gpu'"),
+    (FreeEnergyPooling, SIZES | {"device": 3.5}, ValueError, "device must be a device of torch, .* got 3.5"),
+    (cross, {"dtype": torch.int8}, TypeError, "dtype must be a floating dtype of torch"),
+    (PRIORS["softmax"], {"config": None}, TypeError, "config must be a FreeEnergyMixerConfig, got a NoneType"),
+    (PRIORS["gla"], {"config": config()}, ValueError, "config must have prior_type='gla' .* got 'softmax'"),
+    (call, {"cu_seqlens": ONES}, TypeError, "no argument 'cu_seqlens'; use segment_ids, the number of each token's"),
+    (call, {"attn_bias": X}, TypeError, "no argument 'attn_bias'; use fem.functional.softmax_read"),
+    (call, {"memory": X}, TypeError, "no argument 'memory'; use FreeEnergyCrossMixer"),
+    (call, {"x": X[0]}, ValueError, r"x must have shape .*got \(6, 64\); of one row, pass x\[None\]"),
+    (crossed, {"attention_mask": ONES}, TypeError, "no argument 'attention_mask'; .* memory_mask .*1 = keep"),
+    (pooled, {"key_padding_mask": ONES}, TypeError, "no argument 'key_padding_mask'; .* attention_mask .*1 = keep"),
+    (pooled, {"x": torch.zeros(2, 64, 4, 4)}, ValueError, r"x must have shape .*of an image, pass x\.flatten\(2\)\.mT"),
+    # States, reads and operators.
+    (lambda: state_of().to("gpu"), {}, ValueError, "target must be a device of torch, .* got 'gpu'"),
+    (MixerState.from_state_dict, {"tensors": None}, TypeError, "tensors must be the dict that .* got NoneType"),
+    (
+        restored,
+        {"memory.other": X},
+        ValueError,
+        r"state_dict returned, got 'memory\.other' of \[2, 6, 64\] torch\.float32",
+    ),
+    (restored, {"conditioner": X}, ValueError, "state_dict returned, got 'conditioner' of"),
+    (
+        restored,
+        {"cache_position.position": X[:, 0, 0]},
+        ValueError,
+        r"got 'cache_position\.position' of \[2\] torch\.float",
+    ),
+    (read, {"q": normal(1, 5, 2, 4).to_sparse()}, TypeError, "q must be a dense tensor, got layout torch.sparse_coo"),
+    (ssm, {"delta": None}, TypeError, "delta must be a floating-point tensor, got a NoneType"),
+    (decay_scan, {"log_decay": -P, "u": P}, ValueError, r"u must have shape \(batch, time, \.\.\.\), got \(3,\)"),
+    (OperatorPrior, {"op": torch.nn.Linear}, TypeError, "op must be a function or module"),
+    (operator, {"op": lambda x: x * NAN}, ValueError, "op must be non-negative, got a negative weight or NaN"),
+    (operator, {"op": lambda x: x.cumsum(1) + 1}, ValueError, "op must be linear"),
+    (operator, {"op": lambda x: x.cumsum(1) ** 2}, ValueError, "op must be linear"),
+    (operator, {"op": lambda x: x.flip(1).cumsum(1).flip(1)}, ValueError, "op must be causal"),
+    (free, {"dim": None}, ValueError, "dim must be an axis of p and v"),
+    (lambda: fem.parameter_groups(torch.nn.Module(), 0.1), {}, ValueError, "model must have parameters that train"),
 ]
 
 

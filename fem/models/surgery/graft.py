@@ -56,9 +56,8 @@ def _head(site: Site, prior_type: str, config: dict) -> FreeEnergyHead:
         raise ValueError(
             "use_lse without use_temperature drops the original's mean; leave it out or pass preserve=False."
         )
-    start = {"use_conv": False, "lambda_init": LAMBDA_INIT}
-    if not config.get("use_temperature", True):
-        start["use_lse"] = False
+    start = {"use_conv": False}
+    start |= {"lambda_init": LAMBDA_INIT} if config.get("use_temperature", True) else {"use_lse": False}
     return FreeEnergyHead(FreeEnergyMixerConfig(**site.fields | site.widths | start | config), site.weight)
 
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from fem.config import FreeEnergyMixerConfig
 from fem.functional import Read, softmax_read
 from fem.gates import Temperature, TwoLevelGate
-from fem.inspection import Reading, read_tables
-from fem.priors.base import indicators
+from fem.inspection import Reading, softmax_tables
 
 LAMBDA_INIT = -10.0  # lambda = 4.5e-5
 
@@ -70,12 +69,9 @@ class FreeEnergyHead(nn.Module):
         scale: float | None,
     ) -> Reading:
         """What `forward` reads, as tables: O(T) reads and O(T^2) memory per channel, so only for small T."""
-        weights = [softmax_read(q, k, one, None, causal=causal, scale=scale, bias=bias).mean for one in indicators(v)]
-        values = v.repeat_interleave(q.shape[2] // v.shape[2], 2).permute(0, 2, 3, 1)[:, None]
-        scores = torch.stack(weights, -1)
         beta = None if self.beta is None else self.beta()
-        read = self._read(q, k, v, beta, bias, causal, scale)
-        return read_tables(read, beta, *self.gate(features), scores, values.expand_as(scores), False)
+        how = {"causal": causal, "scale": scale, "bias": bias, "backend": self.backend}
+        return softmax_tables(q, k, v, beta, self.gate(features), **how)
 
     def _read(self, q, k, v, beta, bias, causal, scale) -> Read:
         return softmax_read(q, k, v, beta, causal=causal, scale=scale, bias=bias, backend=self.backend)

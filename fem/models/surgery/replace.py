@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from fem.models.surgery.graft import apply
+from fem.ops.common.arguments import check_flags
 
 
 def replace_attention(
@@ -43,7 +44,10 @@ def replace_attention(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, got {model!r}; load it first, by from_pretrained for instance.")
-    layers = None if layers is None else list(layers)
+    check_flags(preserve=preserve)
+    layers = list(layers) if isinstance(layers, Iterable) else layers
+    if layers is not None and (not isinstance(layers, list) or len(set(layers)) != len(layers) or not layers):
+        raise ValueError(f"layers must be a list of indices, each once, or None for all, got {layers!r}.")
     model = apply(model, prior_type, preserve, layers, config)
     if hasattr(getattr(model, "config", None), "save_pretrained"):
         from fem.models.surgery.checkpoint import RECORD, replaced_config

@@ -31,6 +31,14 @@ FEATURE = Allowed(
 )
 
 
+def as_device(name: str, value: torch.device | str | int) -> torch.device:
+    """The device. Raises ValueError on what is none."""
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"{name} must be a device of torch, such as 'cuda', got {value!r}.") from None
+
+
 def check_flags(**flags: bool) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -44,6 +52,8 @@ def check_floating(beside: str, other: Tensor, **tensors: Tensor) -> None:
             raise TypeError(f"{name} must be a floating-point tensor, got a {type(tensor).__name__}.")
         if not tensor.is_floating_point():
             raise TypeError(f"{name} must be floating point, got dtype {tensor.dtype}.")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}.")
         if tensor.device != other.device:
             raise ValueError(f"{name} must be on the device of {beside}, {other.device}, got {tensor.device}.")
 

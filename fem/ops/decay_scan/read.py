@@ -48,6 +48,8 @@ def decay_scan(
 
 def _check(log_decay: Tensor, u: Tensor, initial_state: Tensor | None) -> None:
     check_floating("u", u, u=u)
+    if u.ndim < 2:
+        raise ValueError(f"u must have shape (batch, time, ...), got {tuple(u.shape)}.")
     given = [("log_decay", log_decay, u.shape)]
     given += [] if initial_state is None else [("initial_state", initial_state, u.shape[:1] + u.shape[2:])]
     for name, tensor, shape in given:

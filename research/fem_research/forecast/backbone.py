@@ -95,16 +95,18 @@ def build_backbone(
     layers: int,
     heads: int,
     dropout: float,
-    **fields,
+    beta_max_init: float = 1.8,
 ) -> ForecastBackbone:
     """The forecaster around a mixer, with the parameters of the one around softmax attention: its MLPs are narrower.
 
-    fields: further fields of `FreeEnergyMixerConfig`. Linear weights start N(0, 0.02), those that write into the
+    beta_max_init: of a mixer that learns beta. Linear weights start N(0, 0.02), those that write into the
     residual stream N(0, 0.02 / sqrt(2 layers)), biases at 0 and the conditioner's columns at 0.
     """
 
     def config(name: str) -> FreeEnergyMixerConfig:
-        return FreeEnergyMixerConfig.matched(**{"n_embd": width, "n_head": heads} | fields | fields_of(name))
+        own = fields_of(name)
+        start = {"beta_max_init": beta_max_init} if own["use_temperature"] else {}
+        return FreeEnergyMixerConfig.matched(n_embd=width, n_head=heads, **start | own)
 
     with torch.device("meta"):
         own = 0 if mixer == NONE else count_parameters(FreeEnergyMixer(config(mixer)))

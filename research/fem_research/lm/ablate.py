@@ -135,7 +135,9 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
         seconds = step_seconds(recipe, output) if recipe.equal_time else {}
 
         def job(row: str, rate: float, seed: int) -> Job:
-            mixer = row_fields(row, recipe.prior) | {"lambda_init": recipe.lambda_init}
+            mixer = row_fields(row, recipe.prior)
+            learns_lambda = mixer["use_temperature"] and "free_share" not in mixer
+            mixer |= {"lambda_init": recipe.lambda_init if learns_lambda else 0.0}
             language = recipe.language(rate, seed)
             if seconds:
                 language = replace(language, steps=steps_of(row, recipe.steps, seconds))
