@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from fem.ops.common.arguments import as_device
+from fem.state import as_device
 
 
 class Projection(nn.Linear):

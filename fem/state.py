@@ -9,8 +9,6 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from fem.ops.common.arguments import as_device
-
 CACHED = ("key", "value")  # tokens of a cache, in the dtype of the layer's input; all other sums are float32 at least
 # Fields that no state depends on: how the layer starts, what it does after the read, which implementation reads.
 NOT_IN_STATES = frozenset(
@@ -173,6 +171,14 @@ class MixerState:
             raise _foreign("input dtype", self.dtype, x.dtype)
         if self.device != x.device:
             raise _foreign("device", self.device, x.device)
+
+
+def as_device(name: str, value: torch.device | str | int) -> torch.device:
+    """The device. Raises ValueError on what is none."""
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"{name} must be a device of torch, such as 'cuda', got {value!r}.") from None
 
 
 def _listed(tensors: dict[str, Tensor]) -> str:

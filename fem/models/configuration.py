@@ -88,6 +88,10 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     def __post_init__(self, **given):
         given.pop("auto_map", None)  # the class knows it
+        if "recipe" in given:
+            raise ValueError(
+                "this folder is a training's, of fem train: open one of its checkpoints, checkpoint-N in it."
+            )
         rope = {name: given.pop(name, None) for name in ("rope_scaling", "rope_parameters", "rope_theta")}
         for name in given:
             if name in MIXER_FIELDS:

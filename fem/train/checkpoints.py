@@ -105,7 +105,8 @@ def _check_index(folder: Path) -> None:
 
 
 def _holds_a_model(folder: Path) -> bool:
-    return "model_type" in (read_json(folder / "config.json") or {})
+    config = read_json(folder / "config.json") or {}
+    return "model_type" in config and "recipe" not in config  # which a training's own has
 
 
 def not_finite(model: nn.Module) -> str | None:

@@ -60,10 +60,11 @@ def evaluate(
     Raises ValueError on unknown tasks.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from lm_eval import simple_evaluate
+    from lm_eval import evaluator, simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
+    evaluator.get_git_commit_hash = lambda: None  # outside of a repository git would print that this is fatal
     manager = TaskManager(include_path=recipe.include_path, include_defaults=_needs_own_tasks(recipe))
     unknown = [name for name in recipe.task_names() if not manager.match_tasks([name])]
     if unknown:

@@ -41,6 +41,7 @@ def find_start(recipe: TrainRecipe, output: Path, resume: bool) -> Start:
         if (output / RESULTS).exists() or (output / METRICS).exists():
             raise ValueError(f"output must be empty or a training's, got {str(output)!r} with other results.")
         config = {"experiment": "train", "recipe": asdict(recipe), "seed": recipe.seed, "data": None, "history": []}
+        config["model_type"] = "fem"  # so that from_pretrained(output) asks FEMConfig, which says what to open
         return Start(None, config)
     if changed := differences(config["recipe"], recipe):
         begin = "" if there else ", or remove it to begin again"

@@ -121,6 +121,8 @@ def test_another_command_s_name_for_an_option_is_taken_with_a_hint(monkeypatch, 
     [
         (["argmax", "--heads", "7"], "error: --heads must divide --channels = 64, got --heads = 7.\n"),
         (["argmax", "--steps", "0"], "error: --steps must be positive, got 0.\n"),
+        (["doctor", "--gpu", "--only", "x"], f"error: --only must be from {', '.join(card.steps())}; got 'x'.\n"),
+        (["doctor", "--only", "x"], "error: --only needs --gpu, whose steps it names, got 'x' without.\n"),
         (["demo", "--seeds", "0"], "error: --seeds must be positive, got 0.\n"),
         (["finetune", "--context", "0"], "error: --context must be positive, got 0.\n"),
         (["finetune", "--vocabulary", "0"], "error: --vocabulary must be positive, got 0.\n"),

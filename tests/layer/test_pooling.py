@@ -47,6 +47,21 @@ def test_a_bad_number_in_one_row_leaves_the_others_alone_where_queries_are_as_ma
     torch.testing.assert_close(found[[0, 2]], clean[[0, 2]], rtol=1e-9, atol=1e-9)
 
 
+def test_tables_of_a_read_across_are_its_prior_and_posterior():
+    layer, (x, memory) = cross(n_kv_head=1), inputs()
+    keep = MASK.bool()
+    reading = layer.inspect(x, memory, keep)
+    v = layer.value(memory).unflatten(-1, (1, -1))[:, :, 0]
+    torch.testing.assert_close(torch.einsum("bhti,bid->bthd", reading.prior, v), reading.mean)
+    assert (reading.prior * ~keep[:, None, None]).abs().max() == 0
+    weights = reading.prior[:, :, None] * (reading.beta[:, :, None, None] * v.mT[:, None, :, None]).exp()
+    seen = keep.any(-1)
+    torch.testing.assert_close(reading.posterior[seen], (weights / weights.sum(-1, keepdim=True))[seen])
+    pool = FreeEnergyPooling(8, 2, 3)
+    assert pool.inspect(X.new_zeros(2, 5, 8)).prior.shape == (2, 2, 3, 5)
+    assert {"query", "read.value.weight"} & pool.no_weight_decay() == {"query"}
+
+
 def in_loops(layer, x, memory, keep):
     """o_t, one number at a time."""
     config, out = layer.config, torch.zeros(x.shape[0], x.shape[1], layer.config.fem_dim, dtype=x.dtype)

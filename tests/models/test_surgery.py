@@ -522,11 +522,15 @@ def test_mask_of_a_flash_kernel_is_refused():
         ({"use_temperature": False, "use_lse": True}, "use_temperature"),
         ({"layers": [3]}, "layers.*below 3"),
         ({"layers": [True]}, "layers"),
+        ({"layers": 3}, "layers must be a list of indices"),
+        ({"layers": []}, "layers must be a list of indices"),
+        ({"layers": [0, 0]}, "layers must be .* each once"),
+        ({"preserve": "no"}, "preserve must be True or False, got 'no'"),
     ],
 )
-def test_what_would_not_preserve_is_refused_and_changes_nothing(fields, name):
+def test_what_would_not_preserve_is_refused_and_changes_nothing(as_users_run, fields, name):
     model = decoder("gpt2")
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises((ValueError, TypeError), match=name):
         replace_attention(model, **fields)
     assert not any(isinstance(module, FreeEnergyHead) for module in model.modules())
     assert not hasattr(model.config, "free_energy_mixer")

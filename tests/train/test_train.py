@@ -17,9 +17,9 @@ from datasets import Dataset, IterableDataset, load_dataset
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from trainings import assert_same_run, losses, tiny, weights
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from fem.models import preset
+from fem.models import FEMForCausalLM, preset
 from fem.train import checkpoints, documents, integrity, metrics, packing, trainer, training
 from fem.train import data as lm_data
 from fem.train.checkpoints import load_language_model, newest
@@ -52,6 +52,12 @@ def test_the_model_of_a_run_loads_with_its_tokenizer(whole):
     assert model.config.max_position_embeddings == 24
     assert torch.equal(model.model.embed_tokens.weight.cpu(), weights(whole, 12)["model.embed_tokens.weight"])
     assert tokenizer.decode(tokenizer("the sun")["input_ids"]) == "the sun"
+
+
+def test_the_folder_of_a_run_says_which_folder_in_it_to_open(whole):
+    for opener in (AutoConfig, AutoModelForCausalLM, FEMForCausalLM):
+        with pytest.raises(ValueError, match="open one of its checkpoints, checkpoint-N in it"):
+            opener.from_pretrained(whole)
 
 
 @pytest.mark.parametrize("name", ["", "checkpoint-12"])

@@ -31,14 +31,6 @@ FEATURE = Allowed(
 )
 
 
-def as_device(name: str, value: torch.device | str | int) -> torch.device:
-    """The device. Raises ValueError on what is none."""
-    try:
-        return torch.device(value)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"{name} must be a device of torch, such as 'cuda', got {value!r}.") from None
-
-
 def check_flags(**flags: bool) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
