@@ -363,8 +363,7 @@ class FreeEnergyMixerConfig:
         reads mean and F: at width 512 a cache of 1.4 times attention's. With the conditioner under softmax, without
         it under the scans. fields replace any of this.
         """
-        given = {"gate_rank": _slim_rank(n_embd), "use_conv": prior_type == "softmax"} | fields
-        return cls.matched(n_embd=n_embd, n_head=n_head, prior_type=prior_type, **given)
+        return cls.matched(n_embd, n_head, prior_type, **slim_fields(n_embd, prior_type) | fields)
 
     @classmethod
     def split(cls, n_embd: int, n_head: int, prior_type: str = "softmax", **fields) -> FreeEnergyMixerConfig:
@@ -373,8 +372,7 @@ class FreeEnergyMixerConfig:
         Half of each head's channels read F, the others the mean (free_share=.5), without lambda; an outer gate of rank
         D / 16 and no conditioner. fields replace any of this.
         """
-        given = {"gate_rank": _slim_rank(n_embd), "use_conv": False, "free_share": 0.5} | fields
-        return cls.matched(n_embd=n_embd, n_head=n_head, prior_type=prior_type, **given)
+        return cls.matched(n_embd, n_head, prior_type, **split_fields(n_embd, prior_type) | fields)
 
     def _nearest_width(self, **fields) -> FreeEnergyMixerConfig:
         """The configuration with these fields whose weights come nearest to 4 D^2, by bisection."""
@@ -426,10 +424,17 @@ def finite_number(name: str, value, low: float, high: float) -> float:
     return float(value)
 
 
-def _slim_rank(n_embd: int) -> int:
-    """D / 16, the rank that won where slim gates did; a multiple of 8 from width 128 on."""
-    positive_int("n_embd", n_embd)
-    return _nearest_multiple(n_embd / 16, 8) if n_embd >= 128 else max(1, round(n_embd / 16))
+def slim_fields(n_embd: int, prior_type: str) -> dict:
+    """What `FreeEnergyMixerConfig.slim` changes. The rank D / 16 won where slim gates did; from width 128 on it is a
+    multiple of 8."""
+    width = positive_int("n_embd", n_embd)
+    rank = _nearest_multiple(width / 16, 8) if width >= 128 else max(1, round(width / 16))
+    return {"gate_rank": rank, "use_conv": prior_type == "softmax"}
+
+
+def split_fields(n_embd: int, prior_type: str) -> dict:
+    """What `FreeEnergyMixerConfig.split` changes."""
+    return slim_fields(n_embd, prior_type) | {"use_conv": False, "free_share": 0.5}
 
 
 def _nearest_multiple(width: float | int, step: int) -> int:

@@ -104,7 +104,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
             self.intermediate_size = 256 * -(-8 * self.hidden_size // (3 * 256))
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        keep_keys = any(_keeps_keys(self._own_fields(layer)) for layer in range(self.num_hidden_layers))
+        keep_keys = any(map(_keeps_keys, self._own_fields()))
         if self.max_position_embeddings == "auto":
             self.max_position_embeddings = 4096 if keep_keys else None
         self.mixer_configs()  # raises on what no layer can have
@@ -122,23 +122,29 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     def mixer_configs(self) -> list[FreeEnergyMixerConfig]:
         """The configuration of every layer's mixer, in order."""
-        layers = [self._layer_fields(layer) for layer in range(self.num_hidden_layers)]
-        first = [layers.index(fields) for fields in layers]
-        built = {layer: self._build(layers[layer]) for layer in sorted(set(first))}
-        return [built[layer] for layer in first]
+        layers, found = self._layer_fields(), []
+        for layer, given in enumerate(layers):
+            first = layers.index(given)
+            found.append(self._build(given) if first == layer else found[first])
+        return found
 
-    def _layer_fields(self, layer: int) -> dict:
-        """The layer's own fields, and the shared ones, without those that only the priors of other layers read."""
-        own = self._own_fields(layer)
-        elsewhere = set().union(*(_uses(self._own_fields(i)) for i in range(self.num_hidden_layers))) - _uses(own)
-        fields = {name: value for name, value in self.mixer.items() if name not in elsewhere} | own
-        if self._grouped and _keeps_keys(fields):
-            fields.setdefault("n_kv_head", self.num_key_value_heads)
-        return fields
+    def _layer_fields(self) -> list[dict]:
+        """Each layer's own fields, and the shared ones, without those that only the priors of other layers read."""
+        layers, shared, found = self._own_fields(), self.mixer, []
+        grouped = {"n_kv_head": self.num_key_value_heads} if self._grouped else {}
+        somewhere = set().union(*map(_uses, layers))
+        for own in layers:
+            elsewhere = somewhere - _uses(own)
+            common = {name: value for name, value in shared.items() if name not in elsewhere}
+            found.append(common | (grouped if _keeps_keys(own) else {}) | own)
+        return found
 
-    def _own_fields(self, layer: int) -> dict:
-        entry = self.prior_type if self.layer_priors is None else self.layer_priors[layer]
-        return {"prior_type": self.prior_type} | ({"prior_type": entry} if isinstance(entry, str) else entry)
+    def _own_fields(self) -> list[dict]:
+        prior = self.prior_type
+        entries = self.layer_priors or [prior] * self.num_hidden_layers
+        return [
+            {"prior_type": prior} | ({"prior_type": entry} if isinstance(entry, str) else entry) for entry in entries
+        ]
 
     # What engines ask of a configuration, under their names.
 

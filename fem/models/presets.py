@@ -6,8 +6,9 @@ import copy
 
 import torch
 
+from fem.config import slim_fields, split_fields
 from fem.models.configuration import FEMConfig
-from fem.models.modeling import FEMForCausalLM
+from fem.models.modeling import FEMBlock
 from fem.priors import PRIORS
 
 FIELDS = (
@@ -27,10 +28,13 @@ TRANSFORMER = {
     "prior_type": "softmax",
     "mixer": {"use_conv": False, "use_lse": False, "use_temperature": False, "use_outer_gate": False},
 }
-FAMILIES = {"transformer": TRANSFORMER} | {
-    f"fem-{'sm' if prior == 'softmax' else prior}": {"prior_type": prior, "mixer": {}} for prior in PRIORS
+STARTS = {"": lambda *_: {}, "-slim": slim_fields, "-split": split_fields}  # mixer fields of a width and a prior
+FAMILIES = {"transformer": ("softmax", lambda *_: TRANSFORMER["mixer"])} | {
+    f"fem-{'sm' if name == 'softmax' else name}{start}": (name, fields_of)
+    for start, fields_of in STARTS.items()
+    for name, prior in PRIORS.items()
+    if start != "-split" or prior.takes_pairs
 }
-FAMILIES["fem-sm-slim"] = {"prior_type": "softmax", "mixer": {"gate_rank": 8}}
 PRESETS = tuple(f"{family}-{size}" for size in SIZES for family in FAMILIES)
 FIELDS_OF_MIXERS = ("prior_type", "layer_priors", "mixer")
 
@@ -46,17 +50,22 @@ def preset(name: str, **changes) -> FEMConfig:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}.")
     family, size = name.rsplit("-", 1)
     sizes = SIZES[size] | {field: value for field, value in changes.items() if field not in FIELDS_OF_MIXERS}
-    mixers = FAMILIES[family] | {field: value for field, value in changes.items() if field in FIELDS_OF_MIXERS}
+    transformer = FEMConfig(**sizes, **TRANSFORMER)  # refuses a hidden_size that is none
+    prior, fields_of = FAMILIES[family]
+    mixers = {"prior_type": prior} | {field: value for field, value in changes.items() if field in FIELDS_OF_MIXERS}
     if isinstance(own := changes.get("mixer") or {}, dict):  # FEMConfig refuses what is none
-        mixers["mixer"] = FAMILIES[family]["mixer"] | own
-    return with_parameters(FEMConfig(**sizes, **mixers), count_parameters(FEMConfig(**sizes, **TRANSFORMER)))
+        mixers["mixer"] = fields_of(transformer.hidden_size, prior) | own
+    return with_parameters(FEMConfig(**sizes, **mixers), count_parameters(transformer))
 
 
 def count_parameters(config: FEMConfig) -> int:
     """Parameters of the model that `config` describes, tied ones counted once; allocates nothing."""
-    with torch.device("meta"):
-        model = FEMForCausalLM(config)
-    return sum(parameter.numel() for parameter in model.parameters())
+    mixers = config.mixer_configs()
+    with torch.device("meta"):  # a block of each kind
+        blocks = {mixer: FEMBlock(config, mixer, 0) for mixer in set(mixers)}
+    sizes = {mixer: sum(parameter.numel() for parameter in block.parameters()) for mixer, block in blocks.items()}
+    tables = 1 if config.tie_word_embeddings else 2
+    return sum(sizes[mixer] for mixer in mixers) + (tables * config.vocab_size + 1) * config.hidden_size
 
 
 def with_parameters(config: FEMConfig, parameters: int) -> FEMConfig:

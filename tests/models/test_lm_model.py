@@ -14,7 +14,7 @@ from small_models import VOCABULARY, lively, small_config, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from fem import PRIORS
+from fem import PRIORS, FreeEnergyMixerConfig
 from fem.extras import how_to_install
 from fem.models import FEMConfig, FEMForCausalLM, FEMModel, loss, preset, write_model_card
 from fem.models.presets import FAMILIES, TRANSFORMER, count_parameters, with_parameters
@@ -450,15 +450,20 @@ def test_impossible_calls_are_refused_in_one_sentence(softmax_model, call, error
         softmax_model(**call)
 
 
-@pytest.mark.parametrize(
-    ("size", "parameters"),
-    [("tiny", 1.33e6), *(pytest.param(*size, marks=pytest.mark.slow) for size in (("340m", 341e6), ("1.3b", 1.30e9)))],
-)
+@pytest.mark.parametrize("size, parameters", [("tiny", 1.33e6), ("340m", 341e6), ("1.3b", 1.30e9)])
 def test_presets_have_the_parameters_of_their_transformer(size, parameters):
     transformer = count_parameters(preset(f"transformer-{size}"))
     assert transformer == pytest.approx(parameters, rel=0.01)
-    for family in ("fem-sm-slim", "fem-gla") if size == "tiny" else FAMILIES:
+    for family in FAMILIES:
         assert count_parameters(preset(f"{family}-{size}")) == pytest.approx(transformer, rel=5e-3), family
+
+
+@pytest.mark.parametrize("start", ["slim", "split"])
+@pytest.mark.parametrize("prior, family", [("softmax", "sm"), ("gla", "gla")])
+def test_presets_have_the_starting_points_of_the_layer_under_their_names(start, prior, family):
+    layer = getattr(FreeEnergyMixerConfig, start)(1024, 16, prior)
+    assert preset(f"fem-{family}-{start}-340m").mixer_configs() == [layer] * 24
+    assert layer.gate_rank == 64
 
 
 def test_counted_parameters_are_those_of_the_model():
