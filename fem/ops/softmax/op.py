@@ -1,12 +1,13 @@
 """The softmax read as one differentiable op, by blocks of queries against the keys that they can see.
 
-Where causality and masked keys are all that restricts the pairs, or there is but one block, one call reads everything.
-Tokens that hold NaN or inf are set aside first, so that they reach the rows that see them and no other.
+Where causality and masked keys are all that restricts the pairs, one call reads everything. What is not finite may
+reach any row of its own sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -53,51 +54,34 @@ def pair_read(
         dtype = compute_dtype(q)
         read = differentiable_read(q, k, v, f, beta, bias, keep, first, end, causal, scale)
         return Read(*(x.to(dtype) for x in read))
-    out, free_energy, doubtful = _Read.apply(
-        q, k, v, None if f is v else f, beta, bias, keep, first, end, causal, scale, flash
-    )
-    free_energy = recompute(free_energy, doubtful, q, k, f, beta, bias, keep, seen, causal, scale)
-    return Read(out[..., : v.shape[3]], free_energy)
+    how = keep, first, end, causal, scale
+    mean, free_energy, doubtful = _Read.apply(q, k, v, None if f is v else f, beta, bias, *how, flash)
+    return Read(mean, recompute(free_energy, doubtful, q, k, f, beta, bias, keep, seen, causal, scale))
 
 
 class _Block(NamedTuple):
-    """Some queries, the keys that any of them sees, and which means and free energies depend on a number that is not
-    finite."""
+    """Some queries, the keys that any of them sees, and the read of one over the other."""
 
     rows: slice
     keys: slice
-    scores: Scores
-    v: Float[Tensor, "b t h dv"]
-    f: Float[Tensor, "b t h df"]
-    poisoned: tuple[Bool[Tensor, "b tq h #dv"], Bool[Tensor, "b tq h #df"]] | None
-
-    def read(self, beta: Float[Tensor, "1 1 h df"]) -> PairRead:
-        return PairRead(self.scores, self.v, self.f, beta)
+    read: PairRead
 
 
 class _Call:
     """The tensors of a read, with as many key heads as query heads, and its blocks.
 
-    careful: whether some are not finite, or so large that scores and sums need float64; the backward then computes the
-    block again instead of using a rounded lse.
+    double: in float64 and from materialised scores, by blocks; see `_forward`.
     """
 
-    def __init__(self, q, k, v, f, beta, bias, keep, first, end, causal, scale, flash):
-        self.heads, dtype = q.shape[2], compute_dtype(q)
-        q, k, v = q.to(dtype), *(self._per_head(x, 2).to(dtype) for x in (k, v))
-        f = v if f is None else self._per_head(f, 2).to(dtype)
-        self.bad, double = None, False
-        if not _harmless(q, k, v, f, scale):
-            q, k, v, f, self.bad = _set_aside(q, k, v, f, keep)
-            double = not _harmless(q, k, v, f, scale)
-        self.careful = self.bad is not None or double
-        dtype = torch.float64 if double else dtype
-        self.q, self.k, self.v, self.f = (x.to(dtype) for x in (q, k, v, f))
+    def __init__(self, q, k, v, f, beta, bias, keep, first, end, causal, scale, flash, double=False):
+        self.heads, dtype = q.shape[2], torch.float64 if double else compute_dtype(q)
+        self.q, self.k, self.v = q.to(dtype), *(self._per_head(x, 2).to(dtype) for x in (k, v))
+        self.f = self.v if f is None else self._per_head(f, 2).to(dtype)
         self.beta = self._per_head(beta, 0).to(dtype)[None, None]
         self.bias = None if bias is None else bias.to(dtype)
         self.keep, self.causal, self.scale, self.flash = keep, causal, scale, flash and not double
         self.seen = None if first is None else Intervals(first, end)
-        if self.careful and self.seen is None:
+        if double and self.seen is None:
             row = torch.arange(q.shape[1], device=q.device)[None]
             self.seen = Intervals(torch.zeros_like(row), row + 1 if causal else torch.full_like(row, k.shape[1]))
 
@@ -111,7 +95,7 @@ class _Call:
             everything = slice(0, queries), slice(0, keys)
             mask = self._mask(None if self.keep is None else self.keep[:, None, None], *everything)
             scores = Scores(self.q, self.k, mask, self.causal, self.scale, self.flash)
-            yield _Block(*everything, scores, self.v, self.f, None)
+            yield _Block(*everything, PairRead(scores, self.v, self.f, self.beta))
             return
         low, high = self.seen.first.amin(0).tolist(), self.seen.end.amax(0).tolist()
         for start in range(0, queries, ROWS):
@@ -125,7 +109,7 @@ class _Call:
                 allowed = allowed & self.keep[:, None, None, seen]
             mask = self._mask(None if bool(allowed.all()) else allowed, rows, seen)
             scores = Scores(self.q[:, rows], self.k[:, seen], mask, False, self.scale, self.flash)
-            yield _Block(rows, seen, scores, self.v[:, seen], self.f[:, seen], self._poisoned(allowed, rows, seen))
+            yield _Block(rows, seen, PairRead(scores, self.v[:, seen], self.f[:, seen], self.beta))
 
     def bias_of(self, rows: slice, keys: slice, of: Tensor) -> Tensor:
         """The part of the bias, or of something of its shape, that belongs to a block."""
@@ -137,39 +121,6 @@ class _Call:
         if allowed is not None:
             return torch.where(allowed, self.q.new_zeros(()) if bias is None else bias, -torch.inf)
         return None if bias is None else bias.expand(*bias.shape[:3], keys.stop - keys.start)
-
-    def _poisoned(self, allowed: Tensor, rows: slice, keys: slice) -> tuple[Tensor, Tensor] | None:
-        if self.bad is None:
-            return None
-        of_query, *of_keys = (x.transpose(1, 2) for x in self.bad)
-        allowed = allowed.expand(len(self.q), self.heads, -1, -1)
-        if self.bias is not None:
-            allowed = allowed & ~torch.isneginf(self._mask(None, rows, keys))
-        asks = of_query[:, :, rows] & allowed.any(-1, keepdim=True)
-        sees = (allowed.float() @ of_key[:, :, keys].float() > 0 for of_key in of_keys)
-        return tuple((asks | x).transpose(1, 2) for x in sees)
-
-
-def _harmless(q: Tensor, k: Tensor, v: Tensor, f: Tensor, scale: float) -> bool:
-    """Whether all is finite, no score is so large that its rounding matters, and no sum can leave the dtype's range."""
-    largest = lambda x: max(*(abs(end.item()) for end in x.aminmax())) if x.numel() else 0.0  # noqa: E731
-    scores = largest(q) * largest(k) * q.shape[3] * max(1.0, abs(scale))
-    values = largest(v) if f is v else max(largest(v), largest(f))
-    return scores < _HUGE_SCORES and values * k.shape[1] < torch.finfo(q.dtype).max / 8  # False of NaN
-
-
-def _set_aside(q, k, v, f, keep):
-    """q, k, v, f with 0 for what is not finite or a masked key; and, if anything else was not finite, which queries,
-    (B, T_q, H, 1), and which keys, (B, T, H, d_v) and (B, T, H, d_f). Queries may be tokens of another sequence, so no
-    mask is theirs."""
-    if keep is not None:
-        hidden = ~keep[..., None, None]
-        k, v, f = (x.masked_fill(hidden, 0.0) for x in (k, v, f))
-    good_q, good_k, *good = (x.isfinite() for x in (q, k, v, f))
-    of_key = good_k.all(-1, keepdim=True)
-    bad = ~good_q.all(-1, keepdim=True), *(~(x & of_key) for x in good)
-    q, k, v, f = (x.where(fine, 0.0) for x, fine in zip((q, k, v, f), (good_q, good_k, *good)))
-    return q, k, v, f, bad if any(bool(x.any()) for x in bad) else None
 
 
 class _Read(torch.autograd.Function):
@@ -212,24 +163,26 @@ _INPUTS = (
     schema=f"({_INPUTS}) -> (Tensor out, Tensor free_energy, Tensor lse, Tensor doubtful)",
 )
 def _forward(q, k, v, f, beta, *how):
-    """[mean | R | zeros], F, lse, and which F are not proven."""
+    """[mean | R | zeros], F, lse, and which F are not proven.
+
+    Where a sum has left the dtype's range, or a score is so large that its rounding is all that counts, and the inputs
+    are finite, everything is read again in float64; lse is then inf, so that the backward does so too.
+    """
     with torch.autocast(q.device.type, enabled=False):
-        call = _Call(q, k, v, f, beta, *how)
-        if call.seen is None:
-            (block,) = call.blocks()
-            return block.read(call.beta).forward()
-        out, free_energy, _, doubtful = results = _empty(q, k, v, f, beta, *how)
-        if call.careful:  # whose blocks may be narrower
-            out.zero_()
-        for block in call.blocks():
-            for result, part in zip(results, block.read(call.beta).forward()):
-                result[:, block.rows][..., : part.shape[-1]] = part
-            if block.poisoned is not None:
-                of_mean, of_free = block.poisoned
-                out[:, block.rows, :, : v.shape[3]].masked_fill_(of_mean, torch.nan)
-                free_energy[:, block.rows].masked_fill_(of_free, torch.nan)
-                doubtful[:, block.rows].masked_fill_(of_free, False)
+        out, free_energy, lse, doubtful = results = _read(_Call(q, k, v, f, beta, *how))
+        inputs = [x for x in (q, k, v, f) if x is not None]
+        sound = isfinite(torch.linalg.vector_norm(out).item()) and lse.abs().amax().item() < _HUGE_SCORES
+        if not sound and all(bool(x.isfinite().all()) for x in inputs):
+            exact = _read(_Call(q, k, v, f, beta, *how, double=True))
+            for result, part in zip(results, exact):
+                result[..., : part.shape[-1]] = part
+            lse.fill_(torch.inf)
         return results
+
+
+def _read(call: _Call) -> tuple[Tensor, ...]:
+    parts = [block.read.forward() for block in call.blocks()]
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(x, 1) for x in zip(*parts))
 
 
 @_forward.register_fake
@@ -251,13 +204,25 @@ def _empty(q, k, v, f, beta, bias, keep, first, end, causal, scale, flash):
 def _backward(grad_mean, grad_free, q, k, v, f, beta, bias, *rest):
     *how, out, lse, of_bias = rest
     with torch.autocast(q.device.type, enabled=False):
-        call = _Call(q, k, v, f, beta, bias, *how)
-        if call.seen is None:
-            (block,) = call.blocks()
-            total = _of_block(block, call.beta, grad_mean, grad_free, (out, lse), of_bias)
-            dbias = total.scores.sum_to_size(bias.shape) if of_bias else None
-        else:
-            total, dbias = _of_blocks(call, grad_mean, grad_free, out, lse, of_bias)
+        largest = lse.abs().amax().item()
+        call = _Call(q, k, v, f, beta, bias, *how, double=largest == torch.inf)
+        rough = largest > _LARGE_SCORES or (beta.numel() > 0 and beta.amin().item() < SMALLEST_BETA)
+        total, dbias = None, torch.zeros_like(call.bias) if of_bias else None
+        for block in call.blocks():
+            here = lambda x: x[:, block.rows]  # noqa: B023, E731
+            part = _of_block(block.read, *map(here, (grad_mean, grad_free, out, lse)), rough, of_bias)
+            if of_bias:
+                of_block = call.bias_of(block.rows, block.keys, dbias)
+                of_block += part.scores.sum_to_size(of_block.shape)
+            if call.seen is None:
+                total = part
+                continue
+            if total is None:
+                total = Gradients(*(torch.zeros_like(x) for x in (call.q, call.k, call.v, call.f, call.beta)), None)
+            here(total.q).copy_(part.q)
+            for whole, more in zip(total[1:4], part[1:4]):
+                whole[:, block.keys] += more
+            total.beta.add_(part.beta)
         shared = k.shape[2], q.shape[2] // k.shape[2]
         of_keys = lambda x: x.unflatten(2, shared).sum(3) if shared[1] > 1 else x  # noqa: E731
         dbeta = total.beta[0, 0].unflatten(0, shared).sum(1).to(beta.dtype)
@@ -279,35 +244,10 @@ register_flop_formula(torch.ops.fem.softmax_read)(flops.softmax)
 register_flop_formula(torch.ops.fem.softmax_read_backward)(flops.softmax_backward)
 
 
-def _of_blocks(call: _Call, grad_mean, grad_free, out, lse, of_bias: bool) -> tuple[Gradients, Tensor | None]:
-    """The gradients of a read by blocks."""
-    total = Gradients(*(torch.zeros_like(x) for x in (call.q, call.k, call.v, call.f, call.beta)), None)
-    dbias = torch.zeros_like(call.bias) if of_bias else None
-    for block in call.blocks():
-        grads = [x[:, block.rows] for x in (grad_mean, grad_free)]
-        if block.poisoned is not None:
-            grads = [x.masked_fill(bad & (x != 0), torch.nan) for x, bad in zip(grads, block.poisoned)]
-        known = None if call.careful else (out[:, block.rows], lse[:, block.rows])
-        part = _of_block(block, call.beta, *grads, known, of_bias)
-        total.q[:, block.rows] = part.q
-        for whole, more in zip(total[1:4], part[1:4]):
-            whole[:, block.keys] += more
-        total.beta.add_(part.beta)
-        if of_bias:
-            here = call.bias_of(block.rows, block.keys, dbias)
-            here += part.scores.sum_to_size(here.shape)
-    return total, dbias
-
-
-def _of_block(block: _Block, beta, grad_mean, grad_free, known, of_bias: bool) -> Gradients:
-    """known: [mean | R] and lse of the block, where these can be used."""
-    scores, read = block.scores, block.read(beta)
-    rough = scores.q.shape[1] * scores.k.shape[1] <= _FEW_SCORES  # whose gradients need more digits than float32 has
-    rough = rough or (beta.dtype == torch.float32 and beta.numel() and bool(beta.amin() < SMALLEST_BETA))
-    if beta.numel() and (rough or (known is not None and bool(known[1].abs().amax() > _LARGE_SCORES))):
-        read, known = read.in_float64(), None
-    if known is None:
+def _of_block(read: PairRead, grad_mean, grad_free, out, lse, rough: bool, of_bias: bool) -> Gradients:
+    """rough: float32 has too few digits for these gradients."""
+    rough = rough or read.scores.q.shape[1] * read.scores.k.shape[1] <= _FEW_SCORES
+    if rough:
+        read = read if read.v.dtype == torch.float64 else read.in_float64()
         out, _, lse, _ = read.forward()
-        known = out, lse
-    dtype = known[0].dtype
-    return read.backward(grad_mean.to(dtype), grad_free.to(dtype), *known, of_bias)
+    return read.backward(grad_mean.to(out.dtype), grad_free.to(out.dtype), out, lse, of_bias)

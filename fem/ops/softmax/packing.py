@@ -60,12 +60,12 @@ class Packing(NamedTuple):
         """e from z."""
         return z.exp() if self.small is None else torch.where(self.small, z.expm1(), z.exp())
 
-    def logarithm(self, total: Tensor, out: Tensor | None = None) -> Tensor:
+    def logarithm(self, total: Tensor) -> Tensor:
         """z from e, or beta (F - c) from R."""
         if self.small is None:
-            return torch.log(total, out=out)
+            return total.log()
         near, far = torch.where(self.small, total, 0.0), torch.where(self.small, 1.0, total)
-        return torch.where(self.small, near.log1p(), far.log(), out=out)
+        return torch.where(self.small, near.log1p(), far.log())
 
     def slope(self, e: Tensor) -> Tensor:
         """exp(z) from e."""

@@ -75,6 +75,8 @@ def softmax_read(
         if read is not None:
             return _as(dtype, beta, read)
     q, k, v, f = q.to(dtype), k.to(dtype), v.to(dtype), f.to(dtype)
+    if keep is not None:  # whatever stands in a masked token, NaN too, is multiplied by 0 later on
+        k, v, f = (x.masked_fill(~keep[..., None, None], 0.0) for x in (k, v, f))
     if composed:
         return _as(dtype, beta, composed_read(q, k, v, f, temperatures, bias, keep, seen, causal, scale, span))
     return _as(dtype, beta, pair_read(q, k, v, f, temperatures, bias, keep, seen, causal, scale, backend == "sdpa"))

@@ -164,7 +164,7 @@ def _of_rows(place, rows, channels, q, k, f, beta, bias, keep, first, end, causa
         allowed = index <= row[:, None] + k.shape[0] - q.shape[0]
     if keep is not None:
         allowed = allowed & keep[place[0]]
-    s = scale * q[row] @ k.nan_to_num(0.0, 0.0, 0.0).mT
+    s = scale * q[row] @ k.mT
     if bias is not None:
         bias = bias.expand(q.shape[0], k.shape[0])[row]
         allowed = allowed & ~torch.isneginf(bias)
@@ -173,9 +173,9 @@ def _of_rows(place, rows, channels, q, k, f, beta, bias, keep, first, end, causa
     s = s.masked_fill(~allowed, -torch.inf).masked_fill(empty[:, None], 0.0)
     log_p = s.log_softmax(1)
     channel, channel_of = channels.unique(return_inverse=True)
-    f, beta = f[:, channel].nan_to_num(0.0, 0.0, 0.0), beta[channel]
+    f, beta = f[:, channel], beta[channel]
     hidden = ~allowed.any(0)[:, None]
-    shift = f.detach().masked_fill(hidden, -torch.inf).amax(0).nan_to_num(neginf=0.0)
+    shift = f.detach().masked_fill(hidden, -torch.inf).amax(0).nan_to_num(neginf=0.0)  # no row sees a key
     f = torch.where(hidden, shift, f)
     total = log_p.exp() @ ((f - shift) * beta).exp()
     sure = total.detach() >= LEAST_PROVEN[torch.float64]

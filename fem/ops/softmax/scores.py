@@ -47,10 +47,6 @@ class Scores:
         """Columns in which `channels` values are best laid out: flash attention wants those of q and k at least."""
         return max(channels, self.q.shape[-1]) if self.flash else channels
 
-    def padded(self, values: Float[Tensor, "b t h dv"]) -> Float[Tensor, "b t h w"]:
-        """The values with columns of zeros behind."""
-        return F.pad(values, (0, self.width(values.shape[-1]) - values.shape[-1]))
-
     def attend(self, values: Float[Tensor, "b t h w"]) -> tuple[Float[Tensor, "b tq h w"], Float[Tensor, "b tq h"]]:
         """p @ values, and lse_t = log sum_i exp(s_ti), 0 in a row without keys."""
         if self.flash:
