@@ -169,7 +169,7 @@ def _forward(q, k, v, f, beta, *how):
     are finite, everything is read again in float64; lse is then inf, so that the backward does so too.
     """
     with torch.autocast(q.device.type, enabled=False):
-        out, free_energy, lse, doubtful = results = _read(_Call(q, k, v, f, beta, *how))
+        out, _, lse, _ = results = _read(_Call(q, k, v, f, beta, *how))
         inputs = [x for x in (q, k, v, f) if x is not None]
         sound = isfinite(torch.linalg.vector_norm(out).item()) and lse.abs().amax().item() < _HUGE_SCORES
         if not sound and all(bool(x.isfinite().all()) for x in inputs):
