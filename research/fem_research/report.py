@@ -33,6 +33,7 @@ class Item:
 
 ITEMS = (
     Item("", "Where the free energy pays", "regimes", "fem regimes"),
+    Item("", "Sets and series with natural labels", "natural", "fem natural"),
     Item("Appendix P", "Every channel's maximum in one read", "argmax", "fem argmax --full"),
     Item("Table 1", "MAD, six synthetic tasks", "mad", "fem mad --profile paper"),
     Item("", "What each part adds to a language model", "ablate", "fem ablate"),
@@ -52,6 +53,7 @@ DRAWN_BY = {
     "demo": "fem_research.demo.experiment",
     "forecast": "fem_research.forecast.report",
     "mad": "fem_research.mad.report",
+    "natural": "fem_research.natural.experiment",
     "regimes": "fem_research.regimes.report",
     "vision": "fem_research.vision.report",
 }

@@ -6,6 +6,7 @@ HELP = {
     "ablate": "What each part of FEM adds to a language model, with controls.",
     "argmax": "Can one read fetch every channel's maximum? (Appendix P)",
     "regimes": "Tasks that separate reading one mixture from reading per channel.",
+    "natural": "Pool sets and series that have natural labels.",
     "mad": "Six synthetic tasks that probe a sequence mixer. (Table 1)",
     "forecast": "Forecast time series at equal parameters. (Table 4)",
     "vision": "Classify images at equal parameters. (Table 3)",
@@ -13,4 +14,11 @@ HELP = {
     "plan": "What a training costs before it runs: memory, messages, predicted time.",
     "report": "Turn finished runs into pages beside the paper's tables.",
 }
-RESUMABLE = ("ablate", "mad", "regimes", "forecast", "vision")  # the same command goes on where it was stopped
+RESUMABLE = (
+    "ablate",
+    "mad",
+    "regimes",
+    "natural",
+    "forecast",
+    "vision",
+)  # the same command goes on where it was stopped

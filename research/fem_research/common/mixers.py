@@ -17,7 +17,7 @@ UNNORMALISED = "-norm"
 OPTION = re.compile(r"r\d+|s0?\.\d+|s1|b\d+(\.\d+)?|l-?\d+(\.\d+)?|h[1-9]\d*|wide|norm|norope")
 PUBLISHED_UNNORMALISED = ("gla", "mamba")
 LARGEST_BETA = 700.0  # that softplus can be inverted at
-POOLS = ("pool:mean", "pool:max", "pool:lse", "pool:attention", "pool:fem", "pool:fem/r4")
+POOLS = ("pool:mean", "pool:max", "pool:lse", "pool:attention", "pool:gated", "pool:fem", "pool:fem/r4")
 KNOWN_ANSWERS = ("cummax", "gru")  # layers that take a prior's place: a running maximum of values, and a GRU
 UNTYPED = (*POOLS, *KNOWN_ANSWERS)  # rows that are no prior with parts
 

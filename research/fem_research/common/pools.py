@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from fem.gates import Temperature
@@ -18,13 +16,13 @@ ATTENTION = {"use_temperature": False, "use_lse": False, "use_outer_gate": False
 
 
 class Mean(nn.Module):
-    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b 1 d"]:
-        return x.mean(1, keepdim=True)
+    def forward(self, x: Float[Tensor, "b t d"], keep: Bool[Tensor, "b t"]) -> Float[Tensor, "b 1 d"]:
+        return (x * keep[..., None]).sum(1, keepdim=True) / keep.sum(1)[:, None, None]
 
 
 class Maximum(nn.Module):
-    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b 1 d"]:
-        return x.amax(1, keepdim=True)
+    def forward(self, x: Float[Tensor, "b t d"], keep: Bool[Tensor, "b t"]) -> Float[Tensor, "b 1 d"]:
+        return x.masked_fill(~keep[..., None], -torch.inf).amax(1, keepdim=True)
 
 
 class LogSumExp(nn.Module):
@@ -34,9 +32,23 @@ class LogSumExp(nn.Module):
         super().__init__()
         self.beta = Temperature(FreeEnergyMixerConfig(n_embd=width, n_head=1), (width,))
 
-    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b 1 d"]:
+    def forward(self, x: Float[Tensor, "b t d"], keep: Bool[Tensor, "b t"]) -> Float[Tensor, "b 1 d"]:
         beta = self.beta()
-        return ((beta * x).logsumexp(1, keepdim=True) - math.log(x.shape[1])) / beta
+        total = (beta * x).masked_fill(~keep[..., None], -torch.inf).logsumexp(1, keepdim=True)
+        return (total - keep.sum(1)[:, None, None].log()) / beta
+
+
+class GatedAttention(nn.Module):
+    """One mean, weighted by softmax_i(w . (tanh(V x_i) * sigmoid(U x_i))): gated attention of Ilse et al., 2018."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.tanh, self.gate, self.score = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 1)
+
+    def forward(self, x: Float[Tensor, "b t d"], keep: Bool[Tensor, "b t"]) -> Float[Tensor, "b 1 d"]:
+        score = self.score(self.tanh(x).tanh() * self.gate(x).sigmoid())
+        weight = score.masked_fill(~keep[..., None], -torch.inf).softmax(1)
+        return (weight * x).sum(1, keepdim=True)
 
 
 def pool(name: str, width: int, heads: int) -> nn.Module:
@@ -44,11 +56,12 @@ def pool(name: str, width: int, heads: int) -> nn.Module:
         return FreeEnergyPooling(width, heads, **ATTENTION)
     if name.startswith("pool:fem"):
         return FreeEnergyPooling(width, heads, gate_rank=4 if name.endswith("/r4") else None)
-    return {"pool:mean": Mean, "pool:max": Maximum}[name]() if name != "pool:lse" else LogSumExp(width)
+    plain = {"pool:mean": Mean, "pool:max": Maximum}
+    return plain[name]() if name in plain else {"pool:lse": LogSumExp, "pool:gated": GatedAttention}[name](width)
 
 
-class PoolModel(nn.Module):
-    """Bags (B, T, C) whose last token is empty -> answers (B, T, outputs), 0 before the last token.
+class BagModel(nn.Module):
+    """Bags (B, T, C) of which `keep` (B, T) is there -> answers (B, 1, outputs).
 
     A linear map and a SwiGLU encode every element, the pool makes one vector of them, and another SwiGLU and a linear
     map answer. All models have as many parameters as the one with attention pooling, by the widths of their SwiGLUs.
@@ -67,6 +80,7 @@ class PoolModel(nn.Module):
         )
         initialise(self, initialisation)
 
-    def forward(self, x: Float[Tensor, "b t c"]) -> Float[Tensor, "b t o"]:
-        answers = self.answer(self.pool(self.encode(x[:, :-1])))
-        return torch.cat([answers.new_zeros(*x.shape[:2], answers.shape[-1])[:, 1:], answers], 1)
+    def forward(self, x: Float[Tensor, "b t c"], keep: Bool[Tensor, "b t"]) -> Float[Tensor, "b 1 o"]:
+        encoded = x.new_zeros(*keep.shape, self.encode[0].out_features)
+        encoded[keep] = self.encode(x[keep])  # elements of all bags in one row: padding costs nothing here
+        return self.answer(self.pool(encoded, keep))

@@ -1,0 +1,1 @@
+"""Which pooling gives sets and series their natural labels: molecules, pictures, recordings."""
