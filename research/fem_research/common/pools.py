@@ -82,5 +82,5 @@ class BagModel(nn.Module):
 
     def forward(self, x: Float[Tensor, "b t c"], keep: Bool[Tensor, "b t"]) -> Float[Tensor, "b 1 o"]:
         encoded = x.new_zeros(*keep.shape, self.encode[0].out_features)
-        encoded[keep] = self.encode(x[keep])  # elements of all bags in one row: padding costs nothing here
+        encoded[keep] = self.encode(x[keep][None])[0]  # elements of all bags in one row: padding costs nothing here
         return self.answer(self.pool(encoded, keep))

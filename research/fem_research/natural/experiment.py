@@ -124,12 +124,13 @@ def write_report(folder: Path, scores, floors, label, files, overview, recipe: N
     write_page(
         folder,
         "Pooling sets and series with natural labels",
-        f"A linear map and a SwiGLU encode every element, a pool makes one vector of them, a SwiGLU and a linear map "
-        f"answer; width {recipe.width}, {recipe.heads} heads, equal parameters (a pool with more gets narrower SwiGLUs). "
+        "A linear map and a SwiGLU encode every element, a pool makes one vector of them, a SwiGLU and a linear map "
+        f"answer; width {recipe.width}, {recipe.heads} heads, equal parameters (a pool with more gets narrower "
+        "SwiGLUs). "
         f"{recipe.steps} steps of {recipe.batch} bags, AdamW without weight decay. Cross-validation in {recipe.folds} "
         f"parts, {recipe.seeds} times with other parts and weights. For every part the learning rate of "
-        f"{recipe.learning_rates} is chosen by the loss on a quarter of the other bags, and the model is then trained on "
-        "all of them. Features are standardised on the training bags. gated pooling: gated attention (Ilse et al., "
+        f"{recipe.learning_rates} is chosen by the loss on a quarter of the other bags, and the model is then trained "
+        "on all of them. Features are standardised on the training bags. gated pooling: gated attention (Ilse et al., "
         "2018). ±: standard error of the paired difference over bags, each with its share of right answers. loss: "
         "cross-entropy in nats. Numbers in brackets: how a file's SHA-256 begins.",
         markdown_table(overview, dict.fromkeys(scores, max)),

@@ -61,7 +61,7 @@ class NaturalRecipe:
         shared = {
             key: getattr(self, key) for key in ("width", "heads", "mlp_width", "initialisation", "batch", "steps")
         }
-        rates = numbers("learning_rates", self.learning_rates)
+        rates = list(numbers("learning_rates", self.learning_rates))
         return [
             Job(name=name, files=files, pool=pool, folds=self.folds, fold=fold, seed=seed, rates=rates, training=shared)
             for seed in range(self.seed, self.seed + self.seeds)
@@ -80,7 +80,7 @@ class Job:
     folds: int
     fold: int
     seed: int
-    rates: tuple[float, ...]
+    rates: list[float]  # a list, as JSON has it
     training: dict[str, int | str]
 
     @property
