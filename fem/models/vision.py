@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import no_type_check
 
 import torch
@@ -116,7 +115,8 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
             )
         if self.pooling not in POOLINGS:
             raise ValueError(f"pooling must be {' or '.join(POOLINGS)}, got {self.pooling!r}.")
-        finite_number("drop_path_rate", self.drop_path_rate, 0.0, math.nextafter(1.0, 0.0))
+        if finite_number("drop_path_rate", self.drop_path_rate, 0.0, 1.0) == 1:
+            raise ValueError(f"drop_path_rate must be below 1, got {self.drop_path_rate}.")
         if not isinstance(self.mixer or {}, dict):
             raise TypeError(f"mixer must be a dict of mixer fields, got {self.mixer!r}.")
         if (self.mixer or {}).get("causal"):

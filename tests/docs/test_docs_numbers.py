@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 
 import torch
 
@@ -249,8 +249,8 @@ def readme() -> list[str]:
         f"{with_heads('high-water', 'softmax/h16')} |",
         f"| {share('peak', gla[0])} → {share('peak', gla[1])}; "
         + ", ".join(f"{percent(task, gla[0])[:-2]} → {percent(task, gla[1])}" for task in ("snapshot", "high-water")),
-        f"| {pools['attention'][:-2]} → {pools['fem']} | pooling bags of digits: maximum {pools['max']}, log-sum-exp "
-        f"{pools['lse']}, mean {percent('bags', 'pool:mean', 'regimes_pools', 1)} |",
+        f"| {pools['attention'][:-2]} → {pools['fem']} | bags of digits: maximum {pools['max']}, log-sum-exp "
+        f"{pools['lse']}, mean {percent('bags', 'pool:mean', 'regimes_pools', 1)}; on [natural labels]",
         f"| {rates['-C,G,T,L']:.3f} → {rates['full/r8']:.3f} nats | 16M tokens of program source, "
         f"{millions('ablate_16m_rates')} parameters",
         f"{timed['-C,G,T,L']:.3f} → {timed['full/r8']:.3f} |",
@@ -267,6 +267,21 @@ def readme() -> list[str]:
         f"[{min(full):.2f} to {max(full):.2f} times](results/summary.md#what-it-costs), {more[1]:.0f} % of parameters",
         f"{types['right']} model types of transformers](results/clients.md) in all; {types['refused']} others",
     ]
+
+
+def natural(pool):
+    """Per cent of right answers, averaged over the sets with natural labels."""
+    return 100 * mean(mean(rows[f"pool:{pool}"]["right"]) for rows in results("natural")["natural"].values())
+
+
+def lead_on_natural(pool):
+    """What `natural` is ahead of attention pooling by, with the standard error of the difference, paired by bag."""
+    errors = []
+    for rows in results("natural")["natural"].values():
+        ahead = [a - b for a, b in zip(rows[f"pool:{pool}"]["right"], rows["pool:attention"]["right"], strict=True)]
+        errors.append(stdev(ahead) / len(ahead) ** 0.5)
+    error = 100 * sum(x * x for x in errors) ** 0.5 / len(errors)
+    return f"{natural(pool) - natural('attention'):.1f} ± {error:.1f}".replace("0.", ".")
 
 
 def summary() -> list[str]:
@@ -310,6 +325,8 @@ def summary() -> list[str]:
         f"| {percent('bags', 'pool:attention', 'regimes_pools', 1)} | {percent('bags', 'pool:fem', 'regimes_pools', 1)}"
         f" | maximum {percent('bags', 'pool:max', 'regimes_pools', 1)}, log-sum-exp "
         f"{percent('bags', 'pool:lse', 'regimes_pools', 1)} |",
+        f"| {natural('attention'):.1f} % | {natural('fem'):.1f} % | level (+{lead_on_natural('fem')}); "
+        f"maximum {natural('max'):.1f} %, log-sum-exp {natural('lse'):.1f} % |",
         f"| {share('statistics', 'softmax', digits=3)} | {share('statistics', SLIM, digits=3)} | none: the mean is "
         f"right here; L alone loses, {share('statistics', 'softmax+L', digits=3)} |",
         f"| {hits['softmax']:.1f} % | {hits['fem']:.1f} % | the free energy; a constant hits {constant:.0f} % |",

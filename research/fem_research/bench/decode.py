@@ -110,7 +110,7 @@ def served(
         attend = engine.EngineAttention(config, layer.config, 0).to(prompt.device)
 
         def read(x: Tensor, place: Tensor, mask: Tensor | None) -> Tensor:
-            return engine.served(layer, x, place, lambda q, k, v, beta: attend(q, k, v, beta, mask, cache))
+            return engine.served(layer, x, place, lambda q, k, v, beta, f: attend(q, k, v, beta, f, mask, cache))
 
     read(prompt, position[:time], None)
     graph = torch.compile(lambda x, place: read(x, place, (place >= position)[None, None, None]), fullgraph=True)
