@@ -14,7 +14,6 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
-from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
@@ -23,7 +22,7 @@ from fem.optim import decayed_names
 from fem.train.recipe import RECIPES, TrainRecipe
 from fem.train.titan.data import TokenRows
 from fem.train.titan.model import FEMDecoder, FEMStateDictAdapter
-from fem.train.titan.parallel import parallelize
+from fem.train.titan.parallel import parallelize, pipeline
 
 # `fem train`'s recipes; the micro-batch of one GPU, and whether its blocks are computed again in the backward pass.
 SIZES = {
@@ -32,7 +31,14 @@ SIZES = {
     "paper_1_3b": (RECIPES["paper-1.3b"], 2, True),
 }
 PRESETS = {"debug": "tiny", "paper_340m": "340m", "paper_1_3b": "1.3b"}
-FORMS = {"": "fem-sm", "_slim": "fem-sm-slim", "_gla": "fem-gla"}
+FORMS = {  # family of presets, further fields
+    "": ("fem-sm", {}),
+    "_untied": ("fem-sm", {"tie_word_embeddings": False}),  # for pipelines, whose ends lie on different devices
+    "_slim": ("fem-sm-slim", {}),
+    "_split": ("fem-sm-split", {}),
+    "_gla": ("fem-gla", {}),
+    "_hybrid": ("fem-gla", {"layer_priors": 3 * ["gla"] + ["softmax"]}),  # over and over
+}
 
 
 class NoTokenizer(BaseTokenizer):
@@ -54,7 +60,11 @@ class NoTokenizer(BaseTokenizer):
 def trainer(size: str, form: str) -> Trainer.Config:
     """The recipe of this size for this form of FEM."""
     recipe, micro, recompute = SIZES[size]
-    model = FEMDecoder.Config(fields=preset(f"{FORMS[form]}-{PRESETS[size]}").to_dict())
+    family, further = FORMS[form]
+    name = f"{family}-{PRESETS[size]}"
+    if priors := further.get("layer_priors"):
+        further = {"layer_priors": priors * (preset(name).num_hidden_layers // len(priors))}
+    model = FEMDecoder.Config(fields=preset(name, **further).to_dict())
     loss = CrossEntropyLoss.Config(global_vocab_size=model.fields["vocab_size"])
     return Trainer.Config(
         model_spec=ModelSpec(
@@ -62,7 +72,7 @@ def trainer(size: str, form: str) -> Trainer.Config:
             flavor=size + form,
             model=model,
             parallelize_fn=parallelize,
-            pipelining_fn=pipeline_llm,
+            pipelining_fn=pipeline,
             post_optimizer_build_fn=None,
             state_dict_adapter=FEMStateDictAdapter,
         ),
@@ -80,7 +90,7 @@ def trainer(size: str, form: str) -> Trainer.Config:
             mixed_precision_param=recipe.dtype,
             disable_cuda_graphs=True,
         ),
-        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor", context_parallel_load_balancer=None),
         checkpoint=CheckpointManager.Config(interval=recipe.save_steps),
         activation_checkpoint=FullAC.Config() if recompute else None,
         metrics=MetricsProcessor.Config(log_freq=1 if size == "debug" else recipe.log_steps),

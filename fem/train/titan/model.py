@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.module import ModuleDict
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
@@ -30,6 +31,7 @@ class FEMDecoder(BaseModel):
     """The parts of `FEMForCausalLM` under torchtitan's names; a pipeline stage has some of them, and None elsewhere."""
 
     _skip_lm_head = False  # set by the trainer where the loss applies the head to chunks of the rows
+    sharing: DeviceMesh | None = None  # the processes that share a row, each with a part of it
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):
@@ -51,11 +53,13 @@ class FEMDecoder(BaseModel):
                 raise ValueError(
                     f"parallelism.spmd_backend must be 'partial_dtensor', got {parallelism.spmd_backend!r}."
                 )
-            if parallelism.context_parallel_degree > 1:
+            if parallelism.context_parallel_degree > 1 and parallelism.context_parallel_load_balancer is not None:
                 raise ValueError(
-                    "parallelism.context_parallel_degree must be 1 in torchtitan, got "
-                    f"{parallelism.context_parallel_degree}; rows are split by `fem train --context-parallel`."
+                    "parallelism.context_parallel_load_balancer must be None, as states are handed from one part of a "
+                    f"row to the next, got {parallelism.context_parallel_load_balancer!r}."
                 )
+            if parallelism.context_parallel_degree > 1 and config.compile.enable:
+                raise ValueError("compile.enable must be False where processes share a row: they wait for messages.")
             if parallelism.pipeline_parallel_degree > 1 and fem.tie_word_embeddings:
                 raise ValueError("a pipeline needs tie_word_embeddings=False: its ends lie on different devices.")
             if not config.training.disable_cuda_graphs:
@@ -97,7 +101,11 @@ class FEMDecoder(BaseModel):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits of tokens (B, T), whose positions (B, T) restart where a document does."""
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-        documents = read_documents(x, None, positions, 0)
+        if self.sharing is None or positions is None:
+            documents = read_documents(x, None, positions, 0)
+        else:  # named by the place in the row where they start, by which the parts know those that go on
+            begin = self.sharing.get_local_rank() * x.shape[1]
+            documents = torch.arange(begin, begin + x.shape[1], device=x.device) - positions
         for block in self.layers.values():
             x = block(x, segment_ids=documents)
         if self.norm is not None:

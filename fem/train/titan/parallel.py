@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from contextlib import ExitStack
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -14,7 +17,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
+from fem.models.context import context_parallel
 from fem.train.titan.model import FEMDecoder
 
 
@@ -28,9 +33,11 @@ def parallelize(
     ac_config: ActivationCheckpointingConfig,
     dump_folder: str,
 ) -> FEMDecoder:
-    """Split heads by `base_model_tp_plan`, checkpoint and compile each block, and shard what is left."""
+    """Split heads by `base_model_tp_plan` and rows by parts, checkpoint and compile each block, shard what is left."""
     if parallel_dims.tp_enabled:
         split_heads(model, parallel_dims.get_mesh("tp"))
+    if parallel_dims.cp_enabled:
+        split_rows(model, parallel_dims.get_mesh("cp"))
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     if compile_config.enable and "model" in compile_config.components:
@@ -48,6 +55,21 @@ def parallelize(
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)  # gradients are summed, which gloo can do, too
     return model
+
+
+def pipeline(model: FEMDecoder, **given) -> tuple:
+    """torchtitan's pipeline by blocks, whose trainer hands over the parts of a batch: torch 2.13 takes the batch."""
+    schedule, *rest = pipeline_llm(model, **given)
+    step = schedule.step
+
+    def step_of_parts(*, arg_mbs: list | None, kwarg_mbs: list, target_mbs: list | None, **how) -> None:
+        inputs = [torch.cat(parts) for parts in zip(*arg_mbs or ())]
+        marks = {name: torch.cat([part[name] for part in kwarg_mbs]) for name in kwarg_mbs[0]}
+        step(*inputs, **marks, target=None if target_mbs is None else torch.cat(target_mbs), **how)
+
+    if "arg_mbs" not in inspect.signature(step).parameters:
+        schedule.step = step_of_parts
+    return schedule, *rest
 
 
 def split_heads(model: FEMDecoder, mesh: DeviceMesh) -> None:
@@ -69,6 +91,13 @@ def split_heads(model: FEMDecoder, mesh: DeviceMesh) -> None:
     }
     parallelize_module(model, mesh, split | whole)
     model.tie()
+
+
+def split_rows(model: FEMDecoder, mesh: DeviceMesh) -> None:
+    """Let the processes of the mesh share every row from now on."""
+    model.sharing, model.for_good = mesh, ExitStack()
+    for block in model.layers.values():
+        model.for_good.enter_context(context_parallel(block.mixer, mesh))
 
 
 class Whole(ParallelStyle):

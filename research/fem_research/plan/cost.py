@@ -76,9 +76,10 @@ def messages(job: Job) -> dict[str, int]:
 
     all-gather: bfloat16 weights, in a pass every block twice (forward, backward), and the embeddings, which are the
     head, three times (forward, loss, backward). reduce-scatter: float32 gradients, of every block once, of the weights
-    of the head twice (of the loss, of the embeddings). all-reduce (tensor): see `_tensor_messages`. rows: keys and
-    values of softmax layers, gathered in the forward pass (and again where blocks are recomputed), their gradients
-    summed and scattered in the backward pass; what scans hand on is small and not counted.
+    of the head twice (of the loss, of the embeddings). all-reduce (tensor): see `_tensor_messages`. rows: keys,
+    values and three integers a token (mask, document, position) of softmax layers, gathered in the forward pass (and
+    again where blocks are recomputed), gradients of keys and values summed and scattered in the backward pass; the
+    states that scans hand to a neighbour are small and not counted.
     """
     held = weights(job.size, job.form, job.tensor)
     config = config_of(job.size, job.form)
@@ -92,10 +93,10 @@ def messages(job: Job) -> dict[str, int]:
     if job.tensor > 1:
         found["all-reduce"] = job.passes * _tensor_messages(job)
     if job.rows_over > 1:
-        pairs = sum(
-            m.kv_heads * (m.key_width + m.value_width) for m in config.mixer_configs() if m.prior_type == "softmax"
-        )
-        found["rows"] = job.passes * job.micro * job.context * 2 * pairs * (2 + job.recompute) // job.tensor
+        softmax = [m for m in config.mixer_configs() if m.prior_type == "softmax"]
+        pairs = sum(m.kv_heads * (m.key_width + m.value_width) for m in softmax) // job.tensor
+        token = 2 * pairs * (2 + job.recompute) + 3 * 8 * len(softmax) * (1 + job.recompute)
+        found["rows"] = job.passes * job.micro * job.context * token
     return found
 
 

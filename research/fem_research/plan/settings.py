@@ -9,7 +9,13 @@ from fem.runs.run import option
 from fem.train.recipe import PAPER_ROWS
 
 SIZES = ("tiny", "340m", "1.3b")
-FORMS = {"full": "fem-sm", "slim": "fem-sm-slim", "gla": "fem-gla", "attention": "transformer"}
+FORMS = {
+    "full": "fem-sm",
+    "slim": "fem-sm-slim",
+    "split": "fem-sm-split",
+    "gla": "fem-gla",
+    "attention": "transformer",
+}
 
 
 @dataclass(frozen=True)
