@@ -322,6 +322,8 @@ def summary() -> list[str]:
         f"| {percent('bags', 'softmax')} | {percent('bags', SLIM)} | slim without C {percent('bags', SLIM)}, with it "
         f"{percent('bags', SLIM_C)}; but [mean pooling behind an encoder](regimes_pools.md) has "
         f"{percent('bags', 'pool:mean', 'regimes_pools', 1)}:",
+        f"(regimes_split.md) {percent('bags', 'softmax', 'regimes_split')} and "
+        f"{percent('bags', SLIM, 'regimes_split')} |",
         f"| {percent('bags', 'pool:attention', 'regimes_pools', 1)} | {percent('bags', 'pool:fem', 'regimes_pools', 1)}"
         f" | maximum {percent('bags', 'pool:max', 'regimes_pools', 1)}, log-sum-exp "
         f"{percent('bags', 'pool:lse', 'regimes_pools', 1)} |",
