@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from fem.models import FEMForCausalLM
+from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.engines.support import attends
 
 # Peak of dense bfloat16 matrix products in operations a second, by a part of the GPU's name (vendors' data sheets).
@@ -24,15 +24,20 @@ PEAKS = {
 
 
 def flops_per_token(model: FEMForCausalLM, context: int) -> int:
-    """6 N + 3 T sum_softmax (qk_dim + 2 fem_dim): weights and causal scores, forward and backward.
-
-    N: the parameters that multiply a token, so embeddings count only where they are tied to the head. In a softmax
-    layer a query reads T / 2 keys and values [v | exp(beta v)] on average; scans and gates are left out.
-    """
+    """`training_flops` of a model, whose embeddings multiply a token only where they are tied to the head."""
     config = model.config
     weights = model.num_parameters() - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
+    return training_flops(weights, config, context)
+
+
+def training_flops(weights: int, config: FEMConfig, context: int) -> int:
+    """6 N + 3 T sum_softmax (qk_dim + n_head read_width): weights and causal scores, forward and backward.
+
+    N: the parameters that multiply a token. In a softmax layer a query reads T / 2 keys and values on average,
+    [v | exp(beta v)] unless values are split; scans and gates are left out.
+    """
     softmax = [mixer for mixer in config.mixer_configs() if attends(mixer)]
-    return 6 * weights + 3 * context * sum(m.qk_dim + (1 + m.use_lse) * m.fem_dim for m in softmax)
+    return 6 * weights + 3 * context * sum(m.qk_dim + m.n_head * m.read_width for m in softmax)
 
 
 def peak_flops() -> float | None:

@@ -57,10 +57,14 @@ def test_planned_messages_are_those_that_torchtitan_sent(form, gpus, tensor, rec
     assert tuple(messages(job)[kind] for kind in ("all-gather", "reduce-scatter", "all-reduce")) == counted
 
 
-def test_planned_operations_are_those_of_fem_train():
+@pytest.mark.parametrize("form, reads", [("full", 2), ("slim", 2), ("split", 1), ("attention", 1)])
+def test_planned_operations_are_those_of_fem_train_and_count_what_a_channel_reads(form, reads):
     from fem.train.throughput import flops_per_token as of_model
 
-    assert flops_per_token(TINY) == of_model(FEMForCausalLM(config_of("tiny", "slim")), 128)
+    job, (mixer, *more) = replace(TINY, form=form), config_of("tiny", form).mixer_configs()
+    assert flops_per_token(job) == of_model(FEMForCausalLM(config_of("tiny", form)), 128)
+    longer = flops_per_token(replace(job, gpus=1, context=256)) - flops_per_token(job)
+    assert longer == 3 * 128 * (1 + len(more)) * (mixer.qk_dim + reads * mixer.fem_dim)
 
 
 def test_shards_and_recomputing_take_less_memory():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fem.train.throughput import training_flops
 from fem_research.plan.model import cache, config_of, kept, style_of, weights
 from fem_research.plan.settings import CARDS, Job
 
@@ -117,11 +118,9 @@ def _tensor_messages(job: Job) -> int:
 
 
 def flops_per_token(job: Job) -> int:
-    """6 N + 3 T sum_softmax (d_qk + (1 + lse) d_v), as `fem train` counts its utilisation: without recomputation."""
-    config = config_of(job.size, job.form)
+    """As `fem train` counts its utilisation: without recomputation."""
     count = sum(w.count for w in weights(job.size, job.form))
-    softmax = [m for m in config.mixer_configs() if m.prior_type == "softmax"]
-    return 6 * count + 3 * job.context * sum(m.qk_dim + (1 + m.use_lse) * m.fem_dim for m in softmax)
+    return training_flops(count, config_of(job.size, job.form), job.context)
 
 
 def prediction(job: Job) -> dict[str, float]:
