@@ -79,10 +79,10 @@ class FreeEnergyCrossMixer(nn.Module):
         **unknown,
     ) -> Float[Tensor, "b tq d"]:
         _refuse(unknown, "memory_mask")
-        q, k, v, keep = self._project(x, memory, memory_mask)
-        if not k.shape[1]:
+        inputs, how = self._read_of(x, memory, memory_mask)
+        if not memory.shape[1]:
             return self.output(x.new_zeros(*x.shape[:2], self.config.fem_dim))
-        read = softmax_read(q, k, v, self._temperature(v), causal=False, key_mask=keep, backend=self.config.backend)
+        read = softmax_read(*inputs, **how)
         return self.output(self.dropout(self.gate.mixed(x, read).flatten(-2)))
 
     @torch.no_grad()
@@ -90,20 +90,17 @@ class FreeEnergyCrossMixer(nn.Module):
         self, x: Float[Tensor, "b tq d"], memory: Float[Tensor, "b t m"], memory_mask: Tensor | None = None
     ) -> Reading:
         """What every query reads from the memory, as tables: see `FreeEnergyMixer.inspect`."""
-        q, k, v, keep = self._project(x, memory, memory_mask)
+        inputs, how = self._read_of(x, memory, memory_mask)
         if 0 in (*x.shape[:2], memory.shape[1]):
             raise ValueError(f"inspect needs rows, queries and a memory, got {tuple(x.shape)}, {tuple(memory.shape)}.")
-        how = {"causal": False, "key_mask": keep, "backend": self.config.backend}
-        return softmax_tables(q, k, v, self._temperature(v), self.gate(x), **how)
+        return softmax_tables(*inputs, self.gate(x), **how)
 
     def no_weight_decay(self) -> set[str]:
         """Names of all parameters that weight decay should leave alone, as timm asks for them."""
         return undecayed_names(self)
 
-    def _project(
-        self, x: Tensor, memory: Tensor, memory_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys, values, and which tokens of the memory there are (None: all)."""
+    def _read_of(self, x: Tensor, memory: Tensor, memory_mask: Tensor | None) -> tuple[tuple, dict]:
+        """What `softmax_read` is given: q, k, v, beta, and its options."""
         width = self.config.n_embd
         check_tokens("x", x, f"(batch, queries, {width})", width, self.query)
         check_tokens("memory", memory, f"(batch, tokens, {self.memory_dim})", self.memory_dim, self.key)
@@ -113,7 +110,11 @@ class FreeEnergyCrossMixer(nn.Module):
         memory = tokens.zero_masked(memory)
         q = self.query(x).unflatten(-1, (self.config.n_head, -1))
         k, v = (part(memory).unflatten(-1, (self.config.kv_heads, -1)) for part in (self.key, self.value))
-        return q, k, v, tokens.keep
+        return (q, k, v, self._temperature(v)), {
+            "causal": False,
+            "key_mask": tokens.keep,
+            "backend": self.config.backend,
+        }
 
     def _temperature(self, v: Tensor) -> Tensor | None:
         if not self.config.use_lse:

@@ -47,8 +47,10 @@ def steps() -> dict[str, Step]:
 
 def examine(output: Path, only: str | None = None, shown: Callable[[str], None] = print) -> dict:
     """Run the steps and write results.json and report.md to `output`; returns what results.json holds."""
-    require_some_of("--only", listed(only or ",".join(steps())), steps())
-    chosen = steps() if only is None else {name: steps()[name] for name in listed(only)}
+    known = steps()
+    names = list(known) if only is None else listed(only)
+    require_some_of("--only", names, known)
+    chosen = {name: known[name] for name in names}
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     output.mkdir(parents=True, exist_ok=True)
     found = {}

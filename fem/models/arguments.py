@@ -1,4 +1,4 @@
-"""What callers of transformers' models pass besides tokens: arguments that mark documents, and those to ignore."""
+"""What callers of transformers' models pass: a model, arguments that mark documents, and those to ignore."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ SET_ASIDE = {
     "max_length_k",
     "output_router_logits",
 }
+
+
+def check_language_model(model: object) -> None:
+    """Raise TypeError unless the model's config knows a mixer for every layer."""
+    if not hasattr(getattr(model, "config", None), "mixer_configs"):
+        raise TypeError(f"model must be a FEM language model, got a {type(model).__name__}.")
 
 
 def check_names(model: object, further: dict) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from fem.extras import how_to_install
+from fem.models.arguments import check_language_model
 
 TEMPLATE = """---
 library_name: transformers
@@ -40,8 +41,7 @@ def write_model_card(model: PreTrainedModel, folder: str | Path, results: Mappin
 
     results: what was measured, such as {"validation loss (nats)": 3.21}, one row of the card's table each.
     """
-    if not hasattr(getattr(model, "config", None), "mixer_configs"):
-        raise TypeError(f"model must be a FEM language model, got a {type(model).__name__}.")
+    check_language_model(model)
     config, folder = model.config, Path(folder)
     priors = [mixer.prior_type for mixer in config.mixer_configs()]
     layers = ", ".join(f"{len(list(same))} {prior}" for prior, same in groupby(priors))

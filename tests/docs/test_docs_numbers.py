@@ -8,12 +8,12 @@ import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import torch
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
-from fem_research.common.paired import shown
+from fem_research.common.paired import paired, shown
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "figures"))
@@ -278,8 +278,7 @@ def lead_on_natural(pool):
     """What `natural` is ahead of attention pooling by, with the standard error of the difference, paired by bag."""
     errors = []
     for rows in results("natural")["natural"].values():
-        ahead = [a - b for a, b in zip(rows[f"pool:{pool}"]["right"], rows["pool:attention"]["right"], strict=True)]
-        errors.append(stdev(ahead) / len(ahead) ** 0.5)
+        errors.append(paired(rows[f"pool:{pool}"]["right"], rows["pool:attention"]["right"])[1])
     error = 100 * sum(x * x for x in errors) ** 0.5 / len(errors)
     return f"{natural(pool) - natural('attention'):.1f} ± {error:.1f}".replace("0.", ".")
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fem.mixer import FreeEnergyMixer
+from fem.models.arguments import check_language_model
 from fem.models.engines.support import obstacle
 from fem.ops.softmax.cached import exponents
 
@@ -20,8 +21,7 @@ def calibrate(model: PreTrainedModel, input_ids: Int[Tensor, "b t"]) -> list[flo
     the dtype that serves: 80 in float32 and bfloat16, 9.5 in float16. The shift is saved with the model
     (config.value_shift). Raises ValueError on a model that no engine can serve.
     """
-    if not hasattr(model.config, "mixer_configs"):
-        raise TypeError(f"model must be a FEM language model, got a {type(model).__name__}.")
+    check_language_model(model)
     reason = obstacle(model.config)
     if reason is not None:
         raise ValueError(f"calibrate is for models that an engine can serve: {reason}")

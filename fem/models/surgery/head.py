@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
-from fem.functional import Read, softmax_read
+from fem.functional import softmax_read
 from fem.gates import Temperature, TwoLevelGate
 from fem.inspection import Reading, softmax_tables
 
@@ -56,7 +56,8 @@ class FreeEnergyHead(nn.Module):
         scale: float | None,
     ) -> Float[Tensor, "b tq h dv"]:
         beta = None if self.beta is None else self.beta()
-        return self.gate.mixed(features, self._read(q, k, v, beta, bias, causal, scale))
+        read = softmax_read(q, k, v, beta, causal=causal, scale=scale, bias=bias, backend=self.backend)
+        return self.gate.mixed(features, read)
 
     def inspect(
         self,
@@ -72,9 +73,6 @@ class FreeEnergyHead(nn.Module):
         beta = None if self.beta is None else self.beta()
         how = {"causal": causal, "scale": scale, "bias": bias, "backend": self.backend}
         return softmax_tables(q, k, v, beta, self.gate(features), **how)
-
-    def _read(self, q, k, v, beta, bias, causal, scale) -> Read:
-        return softmax_read(q, k, v, beta, causal=causal, scale=scale, bias=bias, backend=self.backend)
 
 
 def as_bias(allowed: Bool[Tensor, "..."] | Float[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:

@@ -14,11 +14,5 @@ HELP = {
     "plan": "What a training costs before it runs: memory, messages, predicted time.",
     "report": "Turn finished runs into pages beside the paper's tables.",
 }
-RESUMABLE = (
-    "ablate",
-    "mad",
-    "regimes",
-    "natural",
-    "forecast",
-    "vision",
-)  # the same command goes on where it was stopped
+# The same command goes on where it was stopped.
+RESUMABLE = ("ablate", "mad", "regimes", "natural", "forecast", "vision")
