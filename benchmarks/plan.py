@@ -5,6 +5,11 @@ python benchmarks/plan.py       # about three minutes of one core
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
 import torch
 from measure import save
 
@@ -15,14 +20,15 @@ from fem_research.plan.cost import REACHED, Job, advice, cache_bytes, fits, memo
 from fem_research.plan.model import FORMS, config_of, kept, saved, weights
 
 SIZES, GPUS, CONTEXTS, CACHES = ("340m", "1.3b"), (8, 64, 512), (4096, 131072), (4096, 32768, 131072)
-TOO_MUCH = Job(size="1.3b", form="full", gpus=8, micro=8, recompute=False)
+SOFTMAX = ("full", "slim", "split")
+COUNTED = json.loads(Path("research/results/titan_cpu.json").read_text())["results"]["collectives"]
 LENGTH = 256  # tokens of the row on which activations are checked
 
 NOTE = """Everything here is counted or predicted on a CPU; **no GPU has run any of it**, and times are predictions.
 Memory, bytes and cache are those of `fem plan`, which takes other sizes, cards and splits;
-its formulas stand in `fem/train/plan/cost.py` and below. Cards: H100 SXM, 80 GB. A step has the paper's
-0.5M tokens. Form: the softmax prior with the paper's gates (full) or slim ones, GLA, and plain attention;
-all of the same number of parameters.
+its formulas stand in `research/fem_research/plan/cost.py` and below. Cards: H100 SXM, 80 GB. A step has the
+paper's 0.5M tokens. Form: the softmax prior with the paper's gates (full), slim ones or split values, GLA, and
+plain attention; all of the same number of parameters.
 
 ## Memory of a GPU
 
@@ -34,14 +40,14 @@ what autograd keeps for the backward pass, with and without computing blocks aga
 
 ## 8, 64 and 512 GPUs
 
-Slim gates, one row at a time, blocks computed again. Where a step has fewer rows than there are GPUs, 8 of
-them share every layer (tensor parallel) or several share a row (context parallel, in `fem train` alone).
-"At best" is the roofline; "likely" supposes {reached:.0%} of it for arithmetic and memory, which is an
-assumption.
+One row at a time, blocks computed again. Where a step has fewer rows than there are GPUs, several of them
+share every layer (tensor parallel) or a row (context parallel). "At best" is the roofline; "likely" supposes
+{reached:.0%} of it for arithmetic and memory, which is an assumption.
 
 {jobs}
-All of them fit. Of one that does not, the plan says what to change; 1.3B parameters, full gates, 8 GPUs, 8
-rows at a time, nothing computed again: "{advice}"
+All of them fit. With nothing computed again these do not, and the plan says what to change:
+
+{unfit}
 
 ## What the serving cache holds
 
@@ -61,8 +67,9 @@ MB of one row by its length, bfloat16, all layers, counted from the state of a l
   2020](https://arxiv.org/abs/2001.08361), with causal pairs); a third more where blocks are computed again.
 * Messages: FSDP2 gathers every block twice and the embeddings, which are the head, three times in each pass, and
   scatters every gradient once (the head's twice); tensor parallelism sums the outputs of two maps of a block and
-  the gradients of the inputs of each of its split maps. Equal to the byte to what torchtitan did on torch's fake
-  backend ([page](titan_cpu.md)). Bytes of context parallelism are a formula only.
+  the gradients of the inputs of each of its split maps. GPUs that share a row gather keys, values
+  and three integers a token of every softmax layer, and scatter gradients of keys and values. Equal to the byte to
+  what torchtitan did on torch's fake backend ([page](titan_cpu.md)), sums over its layouts below.
 * Time: the slowest of arithmetic at the card's peak, memory at its bandwidth and FSDP's messages, which overlap;
   messages of tensor and context parallelism are added. A ring moves (n - 1) / n of the bytes ([NCCL's bus
   bandwidth](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)). Peaks and bandwidths: vendors'
@@ -88,37 +95,39 @@ def memories() -> list[dict]:
     return rows
 
 
-def jobs() -> list[dict]:
-    rows = []
-    for size in SIZES:
-        for context in CONTEXTS:
-            for gpus in GPUS:
-                job = _dealt(size, context, gpus)
-                told, sent = prediction(job), messages(job)
-                rows.append(
-                    {"model": size, "context": f"{context // 1024}k", "GPUs": gpus}
-                    | {"share a layer": job.tensor, "share a row": job.rows_over}
-                    | {"GB of a GPU": f"{sum(memory(job).values()) / 1e9:.1f}", "fits": "yes" if fits(job) else "no"}
-                    | {"GB sent a step": f"{sum(sent.values()) / 1e9:.1f}"}
-                    | {"s, at best": f"{told['step']:.3f}", "MFU, at best": f"{told['utilisation']:.0%}"}
-                    | {"s, likely": f"{told['likely step']:.3f}"}
-                    | {"B tokens a day, likely": f"{told['likely tokens a day'] / 1e9:,.0f}"}
-                )
-                print(rows[-1], advice(job), flush=True)
-    return rows
+def jobs() -> tuple[list[dict], list[dict]]:
+    """The table of all jobs, and what the plan says of those that do not fit with nothing computed again."""
+    rows, unfit = [], []
+    for size, form, context, gpus in product(SIZES, SOFTMAX, CONTEXTS, GPUS):
+        job = _dealt(size, form, context, gpus)
+        told, sent = prediction(job), messages(job)
+        name = {"model": size, "form": form, "context": f"{context // 1024}k", "GPUs": gpus}
+        rows.append(
+            name
+            | {"share a layer": job.tensor, "share a row": job.rows_over}
+            | {"GB of a GPU": f"{sum(memory(job).values()) / 1e9:.1f}"}
+            | {"GB sent a step": f"{sum(sent.values()) / 1e9:.1f}"}
+            | {"s, at best": f"{told['step']:.3f}", "MFU, at best": f"{told['utilisation']:.0%}"}
+            | {"s, likely": f"{told['likely step']:.3f}"}
+            | {"B tokens a day, likely": f"{told['likely tokens a day'] / 1e9:,.0f}"}
+        )
+        print(rows[-1], flush=True)
+        if not fits(kept_whole := replace(job, recompute=False)):
+            unfit.append(name | {"what the plan says": advice(kept_whole)})
+    return rows, unfit
 
 
-def _dealt(size: str, context: int, gpus: int) -> Job:
+def _dealt(size: str, form: str, context: int, gpus: int) -> Job:
     """The job with as little splitting as its rows allow."""
     splits = [(t, c) for c in (1, 2, 4, 8, 16, 32, 64) for t in (1, 2, 4, 8) if gpus % (t * c) == 0]
     for tensor, rows_over in sorted(splits, key=lambda s: s[0] * s[1]):
         try:
-            job = Job(size=size, context=context, gpus=gpus, tensor=tensor, rows_over=rows_over)
+            job = Job(size=size, form=form, context=context, gpus=gpus, tensor=tensor, rows_over=rows_over)
         except ValueError:
             continue
         if fits(job):
             return job
-    raise ValueError(f"no split fits {size} at {context} on {gpus} GPUs.")
+    raise ValueError(f"no split fits {size}, {form}, at {context} on {gpus} GPUs.")
 
 
 def caches() -> list[dict]:
@@ -149,6 +158,11 @@ def checks() -> list[dict]:
         x = torch.randn(1, LENGTH, config.hidden_size).bfloat16()
         bytes_kept = LENGTH * config.num_hidden_layers * kept("tiny", form)[0]
         rows.append(_check("bytes kept, all blocks", form, bytes_kept, saved(stack, x)))
+        for kind in messages(Job(form=form)):
+            layouts = [row for row in COUNTED if row["form"] == form]
+            planned, counted = (sum(row[f"{kind}, {how}"] for row in layouts) for how in ("planned", "counted"))
+            if counted:
+                rows.append(_check(f"bytes of messages: {kind}", form, planned, counted))
     return rows
 
 
@@ -159,10 +173,11 @@ def _check(what: str, form: str, planned: int, counted: int) -> dict:
 
 
 def main() -> None:
-    found = {"memory": memories(), "jobs": jobs(), "caches": caches()}
+    every, unfit = jobs()
+    found = {"memory": memories(), "jobs": every, "unfit": unfit, "caches": caches()}
     rows = checks()
     tables = {name: markdown_table(table) for name, table in found.items()}
-    note = NOTE.format(**tables, reached=REACHED, advice=advice(TOO_MUCH), length=LENGTH)
+    note = NOTE.format(**tables, reached=REACHED, length=LENGTH)
     save("research/results/plan", "What a training would cost", found | {"checks": rows}, rows, note)
 
 

@@ -15,14 +15,14 @@ from fem.models.presets import count_parameters
 from fem_research.plan.cost import Job, advice, cache_bytes, flops_per_token, memory, messages, prediction
 from fem_research.plan.model import FORMS, config_of, kept, saved, weights
 
-COUNTED = [  # bytes of a pass that `benchmarks/titan_cpu.py count` counted on torch's fake backend
-    ("full", 8, 1, False, (6377856, 7426176, 0)),
-    ("full", 64, 1, True, (6673152, 7721472, 0)),
-    ("slim", 8, 1, True, (6377600, 7425920, 0)),
-    ("gla", 8, 1, False, (6395392, 7443712, 0)),
-    ("full", 2, 2, False, (0, 0, 2575360)),
-    ("slim", 8, 2, True, (3236608, 3760640, 2575360)),
-    ("gla", 16, 4, False, (1649344, 1911232, 2853888)),
+COUNTED = [  # form, GPUs, of a layer, of a row, recompute: bytes that `benchmarks/titan_cpu.py count` counted
+    ("full", 8, 1, 1, False, (6377856, 7426176, 0, 0)),
+    ("full", 64, 1, 1, True, (6673152, 7721472, 0, 0)),
+    ("full", 2, 2, 1, False, (0, 0, 2575360, 0)),
+    ("full", 2, 1, 2, False, (6360448, 7408768, 0, 811008)),
+    ("slim", 8, 1, 4, True, (6377600, 7425920, 0, 1523712)),
+    ("split", 16, 2, 2, True, (3207808, 3731840, 1254912, 811008)),
+    ("gla", 16, 4, 1, False, (1649344, 1911232, 2853888, 0)),
 ]
 TINY = Job(size="tiny", form="slim", gpus=8, context=128, tokens=8 * 128)
 
@@ -51,10 +51,11 @@ def test_planned_cache_is_the_state_of_every_layer(form):
     assert cache_bytes("tiny", form, 200) == config.num_hidden_layers * state.nbytes
 
 
-@pytest.mark.parametrize("form, gpus, tensor, recompute, counted", COUNTED)
-def test_planned_messages_are_those_that_torchtitan_sent(form, gpus, tensor, recompute, counted):
-    job = replace(TINY, form=form, gpus=gpus, tensor=tensor, recompute=recompute, micro=2, tokens=256 * gpus // tensor)
-    assert tuple(messages(job)[kind] for kind in ("all-gather", "reduce-scatter", "all-reduce")) == counted
+@pytest.mark.parametrize("form, gpus, tensor, rows_over, recompute, counted", COUNTED)
+def test_planned_messages_are_those_that_torchtitan_sent(form, gpus, tensor, rows_over, recompute, counted):
+    split = {"tensor": tensor, "rows_over": rows_over, "recompute": recompute}
+    job = replace(TINY, form=form, gpus=gpus, micro=2, tokens=256 * gpus // (tensor * rows_over), **split)
+    assert tuple(messages(job).values()) == counted
 
 
 @pytest.mark.parametrize("form, reads", [("full", 2), ("slim", 2), ("split", 1), ("attention", 1)])

@@ -48,7 +48,7 @@ class Job:
     context: int = option(4096, "Tokens of a row.")
     micro: int = option(1, "Rows of one pass.")
     tensor: int = option(1, "GPUs that share every layer (tensor parallel).")
-    rows_over: int = option(1, "GPUs that share a row (context parallel, in `fem train` alone).")
+    rows_over: int = option(1, "GPUs that share a row (context parallel).")
     recompute: bool = option(True, "Compute blocks again in the backward pass (activation checkpointing).")
     tokens: int = option(PAPER_ROWS * 4096, "Tokens of a step, over all GPUs.")
 
