@@ -63,8 +63,9 @@ MB of one row by its length, bfloat16, all layers, counted from the state of a l
   difference of a row of 128 and one of 64 tokens; with recomputation the inputs of all blocks and all of one ([Chen
   et al. 2016](https://arxiv.org/abs/1604.06174)). A GPU's kernels keep other things than a CPU's, of the scans
   above all: not checked on a card.
-* Operations: 6 N + 3 T sum(d_qk + 2 d_v) a token, as `fem train` counts its MFU ([Kaplan et al.
-  2020](https://arxiv.org/abs/2001.08361), with causal pairs); a third more where blocks are computed again.
+* Operations: 6 N + 3 T sum(d_qk + 2 d_v) a token, d_v once where values are split, as `fem train` counts its MFU
+  ([Kaplan et al. 2020](https://arxiv.org/abs/2001.08361), with causal pairs); a third more where blocks are computed
+  again.
 * Messages: FSDP2 gathers every block twice and the embeddings, which are the head, three times in each pass, and
   scatters every gradient once (the head's twice); tensor parallelism sums the outputs of two maps of a block and
   the gradients of the inputs of each of its split maps. GPUs that share a row gather keys, values
