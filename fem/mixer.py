@@ -87,9 +87,7 @@ class FreeEnergyMixer(nn.Module):
         beta = self.temperature(call.x)
         v, free_values = self.values(call.x, f, beta)  # v (1 + eta)                              Eq. 34b
         read, memory = self.prior.read(f, v, beta, call.tokens, call.memory, free_values)  #      Eq. 4
-        lambda_, g = self.gate(f)  #                                                              Eq. 7, 10
-        u = self.gate.mix(read, lambda_)  # (1 - lambda) mean + lambda F                          Eq. 7
-        o = u if g is None else g.to(u.dtype) * u  #                                              Eq. 11
+        o = self.gate.mixed(f, read)  # g ((1 - lambda) mean + lambda F)                          Eq. 7, 10, 11
         return call.close(self.output(self.dropout(o.flatten(-2))), memory, hidden)
 
     def features(

@@ -147,8 +147,10 @@ class _Read(torch.autograd.Function):
         widths = inputs[2].shape[3], inputs[4].shape[1]
         grads = [zeros(width) if grad is None else grad for grad, width in zip((grad_mean, grad_free), widths)]
         of_bias = ctx.needs_input_grad[5]
-        dq, dk, dv, df, dbeta, dbias = _backward(*grads, *tensors, *how, ctx.flash, out, lse, of_bias)
-        return dq, dk, dv, None if inputs[3] is None else df, dbeta, dbias if of_bias else None, *[None] * 6
+        dq, dk, dvalues, dbeta, dbias = _backward(*grads, *tensors, *how, ctx.flash, out, lse, of_bias)
+        dv, df, _ = dvalues.split([*widths, dvalues.shape[3] - sum(widths)], -1)
+        dv, df = (dv + df, None) if inputs[3] is None else (dv, df)
+        return dq, dk, dv, df, dbeta, dbias if of_bias else None, *[None] * 6
 
 
 _INPUTS = (
@@ -175,7 +177,7 @@ def _forward(q, k, v, f, beta, *how):
         if not sound and all(bool(x.isfinite().all()) for x in inputs):
             exact = _read(_Call(q, k, v, f, beta, *how, double=True))
             for result, part in zip(results, exact):
-                result[..., : part.shape[-1]] = part
+                result.copy_(part)
             lse.fill_(torch.inf)
         return results
 
@@ -189,8 +191,7 @@ def _read(call: _Call) -> tuple[Tensor, ...]:
 def _empty(q, k, v, f, beta, bias, keep, first, end, causal, scale, flash):
     """Tensors of the shapes that `_forward` returns."""
     channels = beta.shape[1]
-    columns = v.shape[3] + channels
-    columns = max(columns, q.shape[3]) if flash else columns
+    columns = max(v.shape[3] + channels, q.shape[3])
     out, free_energy = (q.new_empty(*q.shape[:3], n, dtype=compute_dtype(q)) for n in (columns, channels))
     return out, free_energy, out.new_empty(q.shape[:3]), out.new_empty(free_energy.shape, dtype=torch.bool)
 
@@ -199,7 +200,7 @@ def _empty(q, k, v, f, beta, bias, keep, first, end, causal, scale, flash):
     "fem::softmax_read_backward",
     mutates_args=(),
     schema=f"(Tensor grad_mean, Tensor grad_free, {_INPUTS}, Tensor out, Tensor lse, bool of_bias) -> "
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor df, Tensor dbeta, Tensor dbias)",
+    "(Tensor dq, Tensor dk, Tensor dvalues, Tensor dbeta, Tensor dbias)",
 )
 def _backward(grad_mean, grad_free, q, k, v, f, beta, bias, *rest):
     *how, out, lse, of_bias = rest
@@ -218,17 +219,16 @@ def _backward(grad_mean, grad_free, q, k, v, f, beta, bias, *rest):
                 total = part
                 continue
             if total is None:
-                total = Gradients(*(torch.zeros_like(x) for x in (call.q, call.k, call.v, call.f, call.beta)), None)
+                values = call.v.new_zeros(*call.v.shape[:3], part.values.shape[3])
+                total = Gradients(*map(torch.zeros_like, (call.q, call.k)), values, torch.zeros_like(call.beta), None)
             here(total.q).copy_(part.q)
-            for whole, more in zip(total[1:4], part[1:4]):
+            for whole, more in zip(total[1:3], part[1:3]):
                 whole[:, block.keys] += more
             total.beta.add_(part.beta)
         shared = k.shape[2], q.shape[2] // k.shape[2]
         of_keys = lambda x: x.unflatten(2, shared).sum(3) if shared[1] > 1 else x  # noqa: E731
         dbeta = total.beta[0, 0].unflatten(0, shared).sum(1).to(beta.dtype)
-        dv = total.v + total.f if f is None else total.v
-        df = out.new_empty(0) if f is None else of_keys(total.f)
-        gradients = total.q, of_keys(total.k), of_keys(dv), df
+        gradients = total.q, of_keys(total.k), of_keys(total.values)
         dbias = dbias.to(bias.dtype) if of_bias else out.new_empty(0)
         return *(x.to(q.dtype).contiguous() for x in gradients), dbeta, dbias
 
@@ -236,8 +236,8 @@ def _backward(grad_mean, grad_free, q, k, v, f, beta, bias, *rest):
 @_backward.register_fake
 def _(grad_mean, grad_free, q, k, v, f, beta, bias, *rest):
     like = lambda x: x.new_empty(x.shape)  # noqa: E731
-    df = q.new_empty(0) if f is None else like(f)
-    return like(q), like(k), like(v), df, like(beta), like(bias) if rest[-1] else q.new_empty(0)
+    dvalues = v.new_empty(*v.shape[:3], rest[-3].shape[3])
+    return like(q), like(k), dvalues, like(beta), like(bias) if rest[-1] else q.new_empty(0)
 
 
 register_flop_formula(torch.ops.fem.softmax_read)(flops.softmax)

@@ -43,8 +43,8 @@ class Scores:
     flash: bool
 
     def width(self, channels: int) -> int:
-        """Columns in which `channels` values are best laid out: flash attention wants those of q and k at least."""
-        return max(channels, self.q.shape[-1]) if self.flash else channels
+        """Columns in which `channels` values are laid out: flash attention wants those of q and k at least."""
+        return max(channels, self.q.shape[-1])
 
     def attend(self, values: Float[Tensor, "b t h w"]) -> tuple[Float[Tensor, "b tq h w"], Float[Tensor, "b tq h"]]:
         """p @ values, and lse_t = log sum_i exp(s_ti), 0 in a row without keys."""
