@@ -126,9 +126,9 @@ def _first_to_say() -> bool:
     """Whether this process is to print the error: under torchrun, where all meet the same one, the first does."""
     if not _under_torchrun():
         return True
-    from fem.train.distributed import store_key, torchrun_store
+    from fem.train.distributed import first_to_say
 
-    return torchrun_store().add(f"{store_key()}/error", 1) == 1
+    return first_to_say()
 
 
 if __name__ == "__main__":

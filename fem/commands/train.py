@@ -26,9 +26,6 @@ def command(
     resume: Annotated[
         str | None, typer.Option(help='"auto": go on from the newest complete checkpoint in output, if there is one.')
     ] = None,
-    time_limit: Annotated[
-        str | None, typer.Option(help="Save and stop before this time is up: minutes, HH:MM:SS or D-HH:MM:SS.")
-    ] = None,
     allow_changed_data: Annotated[
         bool,
         typer.Option(
@@ -38,7 +35,7 @@ def command(
 ):
     """Train a language model, on one process or under torchrun; --resume auto continues a stopped run.
 
-    Exit status: 0 finished; 75 saved and to go on (signals, --time-limit); 130 Ctrl-C; 2 a mistake, said in a sentence.
+    Exit status: 0 finished; 75 saved and to go on (a signal); 130 Ctrl-C; 2 a mistake, said in a sentence.
     """
     require_one_of("recipe", recipe, RECIPES)
     if resume not in (None, "auto"):
@@ -46,21 +43,19 @@ def command(
     given = replace(RECIPES[recipe], **changes)
     from transformers.utils.logging import disable_progress_bar
 
-    from fem.train.distributed import GO_ON, Lost, Paused
-    from fem.train.signals import seconds_of
+    from fem.train.distributed import GO_ON, Lost, Paused, first_to_say
     from fem.train.training import run
 
     disable_progress_bar()
-    seconds = seconds_of(time_limit)
     try:
-        results = run(given, output, resume == "auto", allow_changed_data=allow_changed_data, seconds=seconds)
+        results = run(given, output, resume == "auto", allow_changed_data=allow_changed_data)
         _say(ending(results["train"], output))
     except Paused as stopped:
         _say(f"{stopped}; to go on: {again()}")
         raise typer.Exit(stopped.code) from None
     except Lost as lost:
-        _say(f"error: {lost}; to go on: {again()}", everyone=True)
-        sys.stderr.flush()
+        if first_to_say():
+            print(f"error: {lost}; to go on: {again()}", file=sys.stderr, flush=True)
         os._exit(GO_ON)  # a normal exit would wait for gloo's threads, which wait for the lost process
     except KeyboardInterrupt:
         _say(f"stopped at once; to go on from the last checkpoint: {again()}")
@@ -91,6 +86,6 @@ def again() -> str:
     return shlex.join(["fem", *words, *([] if "--resume" in words else ["--resume", "auto"])])
 
 
-def _say(sentence: str, everyone: bool = False) -> None:
-    if everyone or os.environ.get("RANK", "0") == "0":
+def _say(sentence: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
         print(sentence, file=sys.stderr)

@@ -6,41 +6,19 @@ p is a distribution over the tokens along `dim`, v are the tokens' values; p and
 beta, lam against the result, which has no `dim`. beta is an inverse temperature in nats per unit of v; infinity is
 the limit in which only the largest values are read. A token with p_i = 0 is outside the support: its value is not
 read, whatever it is, and neither gets a gradient. A row without support reads 0. Sums run in float64, and results
-have the inputs' dtype. Gradients with respect to p are meant on the simplex, where a constant added to all of them
-means nothing. Statements, their tests and the corrections to the paper are in docs/equations.md.
+have the inputs' dtype. Statements, their tests and the corrections to the paper are in docs/equations.md.
 """
 
 from fem.theory.accuracy import index_accuracy
-from fem.theory.geometry import (
-    Concentration,
-    concentration,
-    donsker_varadhan,
-    free_energy_slope,
-    kl_divergence,
-    logit_gradient,
-    prior_gradient,
-    small_beta_expansion,
-    value_hessian,
-)
 from fem.theory.read import effective_weights, free_energy, kl_gap, posterior, posterior_mean
-from fem.theory.temperature import hidden_temperature, temperature_for_budget
+from fem.theory.temperature import hidden_temperature
 
 __all__ = [
-    "Concentration",
-    "concentration",
-    "donsker_varadhan",
     "effective_weights",
     "free_energy",
-    "free_energy_slope",
     "hidden_temperature",
     "index_accuracy",
-    "kl_divergence",
     "kl_gap",
-    "logit_gradient",
     "posterior",
     "posterior_mean",
-    "prior_gradient",
-    "small_beta_expansion",
-    "temperature_for_budget",
-    "value_hessian",
 ]

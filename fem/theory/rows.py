@@ -9,7 +9,6 @@ whose terms are all >= 0: no digit is lost however small beta is, and F = mean +
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -24,15 +23,6 @@ _FLAT = 1e-75  # where all exponents are below it, the limit beta -> 0 is taken,
 _EXP_MAX = 700.0  # exp of it is a finite float64
 
 
-class Peak(NamedTuple):
-    """The tokens that hold the largest value of the support."""
-
-    best: Tensor
-    mass: Tensor  # their prior weight
-    rest: Tensor  # the prior weight of all other tokens
-    margin: Tensor  # from the largest value to the next smaller one; 0 if there is none
-
-
 class Rows(NamedTuple):
     """Prior, values less their mean (tokens last, both zero outside the support), and the mean."""
 
@@ -42,9 +32,6 @@ class Rows(NamedTuple):
 
     def exponents(self, beta: Tensor) -> Tensor:
         return beta.clamp_max(COLD)[..., None] * self.centred
-
-    def variance(self) -> Tensor:
-        return (self.p * self.centred.square()).sum(-1)
 
     def kl_gap(self, beta: Tensor) -> Tensor:
         """KL(p || q)."""
@@ -56,49 +43,18 @@ class Rows(NamedTuple):
         shift = shift[..., 0]
         return shift + torch.log1p(torch.expm1(-shift) + excess)
 
-    def log_ratio(self, beta: Tensor) -> Tensor:
-        """log(q / p), zero outside the support."""
-        z = self.exponents(beta)
-        top = z.amax(-1, keepdim=True)
-        total = (self.p * torch.exp(z - top)).sum(-1, keepdim=True)
-        steep = z - top - torch.where(total > 0, total, 1).log()
-        mild = z - self.kl_gap(beta)[..., None]
-        return torch.where(self.p > 0, torch.where(z.abs() < 1, mild, steep), 0)
-
-    def kl_from_prior(self, beta: Tensor) -> Tensor:
-        """KL(q || p)."""
-        ratio, gap = self.log_ratio(beta), self.kl_gap(beta)
-        mild = (self.p * ratio * torch.expm1(ratio)).sum(-1) - gap
-        steep = (self.p * ratio * torch.exp(ratio)).sum(-1)
-        return torch.where(self.exponents(beta).abs().amax(-1) < 1, mild, steep)
-
     def gain(self, beta: Tensor) -> Tensor:
         """F - mean."""
-        flat, beta_or_one = self.divisor(beta)
-        return torch.where(flat, beta.clamp_max(COLD) * self.variance() / 2, self.kl_gap(beta) / beta_or_one)
-
-    def slope(self, beta: Tensor) -> Tensor:
-        """dF / dbeta."""
-        flat, beta_or_one = self.divisor(beta)
-        return torch.where(flat, self.variance() / 2, self.kl_from_prior(beta) / beta_or_one / beta_or_one)
+        flat = self.exponents(beta).abs().amax(-1) < _FLAT
+        beta = beta.clamp_max(COLD)
+        slope_at_0 = (self.p * self.centred.square()).sum(-1) / 2
+        return torch.where(flat, beta * slope_at_0, self.kl_gap(beta) / torch.where(flat, 1, beta))
 
     def posterior(self, beta: Tensor) -> Tensor:
         z = self.exponents(beta)
         weight = self.p * torch.exp(z - z.amax(-1, keepdim=True))
         total = weight.sum(-1, keepdim=True)
         return weight / torch.where(total > 0, total, 1)
-
-    def peak(self) -> Peak:
-        inside = torch.where(self.p > 0, self.centred, -math.inf)
-        best = (inside == inside.amax(-1, keepdim=True)) & (self.p > 0)
-        rival = torch.where(best, -math.inf, inside).amax(-1)
-        margin = torch.where(rival.isinf(), 0, inside.amax(-1) - rival)
-        return Peak(best, (self.p * best).sum(-1), (self.p * ~best).sum(-1), margin)
-
-    def divisor(self, beta: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether all |z| are so small that the limit beta -> 0 holds to the last digit, and a beta to divide by."""
-        flat = self.exponents(beta).abs().amax(-1) < _FLAT
-        return flat, torch.where(flat, 1, beta.clamp_max(COLD))
 
 
 def prepare(p: Tensor, v: Tensor, dim: int, **per_read: PerRead) -> tuple[Rows | Tensor, ...]:
@@ -137,15 +93,6 @@ def check_distribution(name: str, p: Tensor, rounding: float) -> None:
             f"{name} must sum to 1 over the tokens (or to 0: no support), got sums with {shown(total)}; "
             "divide by the sum, or name the tokens' axis as dim."
         )
-
-
-def positive(name: str, value: PerRead) -> PerRead:
-    """The value. Raises ValueError where it is 0, negative or NaN."""
-    if isinstance(value, Tensor) and not _readable(value):
-        return value
-    if not (torch.as_tensor(value) > 0).all():
-        raise ValueError(f"{name} must be > 0 here, got {shown(torch.as_tensor(value))}.")
-    return value
 
 
 def as_given(result: Tensor, p: Tensor, v: Tensor, dim: int | None = None) -> Tensor:

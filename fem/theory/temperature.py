@@ -1,12 +1,8 @@
-"""Which inverse temperature a read stands for: of an interpolated read (Eq. 8), of a budget in nats (Theorem 2.8)."""
+"""The inverse temperature that an interpolated read stands for (Eq. 8)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
 from fem.theory.rows import Along, PerRead, as_given, prepare, shown
 
@@ -25,53 +21,13 @@ def hidden_temperature(p: Along, v: Along, lam: PerRead, beta_max: PerRead, dim:
     if beta_max.isinf().any():
         raise ValueError(f"beta_max must be finite, got {shown(beta_max)}; use a large number for hard selection.")
     target = lam * rows.gain(beta_max)
-    open_ended = lam * beta_max + torch.zeros_like(target)
+    anywhere = lam * beta_max + torch.zeros_like(target)
     inside = (lam > 0) & (lam < 1) & (target > 0)
-    found = _root(lambda beta: (rows.gain(beta), rows.slope(beta)), target, inside * beta_max)
-    return as_given(torch.where(inside, found, open_ended), p, v)
-
-
-@torch.no_grad()
-def temperature_for_budget(p: Along, v: Along, kl: PerRead, dim: int = -1) -> Along:
-    """The inverse temperature whose posterior spends the whole budget: it solves the constrained problem.
-
-        max E_q[v]  subject to  KL(q || p) <= kl    is reached by q(beta*)  with  KL(q(beta*) || p) = kl
-                                                                          (Eq. 3, Theorem 2.8 and Lemma E.1, corrected)
-
-    Infinite when the budget pays for hard selection, kl >= -log p(tokens of the largest value); values constant on
-    the support are that case for any budget. The optimum is E_q[v] = F(beta*) + kl / beta*, not F(beta*).
-    Carries no gradient. Raises ValueError on a negative or NaN kl.
-    """
-    rows, kl = prepare(p, v, dim, kl=kl)
-    peak = rows.peak()
-    limit = torch.where(peak.mass < 0.5, -peak.mass.log(), -torch.log1p(-peak.rest))
-    hard = (kl >= limit) | (peak.margin == 0)
-    inside = ~hard & (kl > 0)
-    decided = 800 / peak.margin  # there all other tokens have a posterior below e^-800 / p: hard selection in float64
-
-    def spent(beta: Tensor) -> tuple[Tensor, Tensor]:
-        q = rows.posterior(beta)
-        away = rows.centred - (q * rows.centred).sum(-1, keepdim=True)
-        return rows.kl_from_prior(beta), beta * (q * away.square()).sum(-1)
-
-    found = _root(spent, kl + torch.zeros_like(peak.mass), torch.where(inside, decided, 0))
-    return as_given(torch.where(hard, math.inf, found), p, v)
-
-
-def _root(function: Callable[[Tensor], tuple[Tensor, Tensor]], target: Tensor, high: Tensor) -> Tensor:
-    """Where an increasing function of known slope reaches target on [0, high]: Newton, bisecting when it is slow."""
-    low, high = torch.zeros_like(target), high + torch.zeros_like(target)
-    x, step = high / 2, high
-    for _ in range(300):
-        value, slope = function(x)
-        low, high = torch.where(value < target, x, low), torch.where(value < target, high, x)
-        newton = (target - value) / slope
-        usable = (x + newton > low) & (x + newton < high) & (2 * newton.abs() <= step.abs())
-        step = torch.where(usable, newton, (low + high) / 2 - x)
-        settled = (
-            ((value - target).abs() <= 2e-15 * target) | (newton.abs() <= 1e-15 * x) | (high - low <= 4e-16 * high)
-        )
-        if settled.all():
+    low, high = torch.zeros_like(target), inside * beta_max + torch.zeros_like(target)
+    for _ in range(1100):  # halvings from the largest to the smallest number of float64, at most
+        if (high - low <= 4e-16 * high).all():  # two units in the last place
             break
-        x = torch.where(settled, x, x + step)
-    return x
+        middle = (low + high) / 2
+        below = rows.gain(middle) < target
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return as_given(torch.where(inside, high, anywhere), p, v)

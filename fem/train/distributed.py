@@ -18,7 +18,6 @@ from fem.runs.run import first_line
 
 Found = TypeVar("Found")
 PATIENCE = timedelta(days=7)
-ROLL_CALL = 5.0  # seconds in which ranks that still run say so
 GO_ON = 75  # EX_TEMPFAIL of sysexits.h: not finished, the same command resumes
 COMMUNICATION = ("gloo", "NCCL", "ProcessGroup", "onnection", "imed out", "peer", "ollective")
 
@@ -49,7 +48,6 @@ class Ranks:
     def __init__(self, seconds: int = 300):
         several = dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        self.seconds = seconds
         if self.world > 1:
             self.patient = dist.new_group(backend="gloo", timeout=PATIENCE)
             self.prompt = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
@@ -87,57 +85,24 @@ class Ranks:
         dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.prompt)
         return int(shared)
 
-    @contextmanager
-    def in_touch(self) -> Iterator[None]:
-        """In this block, only one process reports an error, and an operation that fails because another process does
-        not answer raises `Lost`, which names that process. Processes that report nothing exit with status 2."""
-        try:
-            yield
-        except Exception as error:
-            if self.world == 1:
-                raise
-            lost = lost_touch(error)
-            missing = self.missing() if lost else []
-            if torchrun_store().add(f"{store_key()}/said", 1) > 1:
-                raise SystemExit(2) from None
-            if missing:
-                names = ", ".join(f"rank {rank}" for rank in missing)
-                told = f"{names} hangs or has ended: no answer within {self.seconds} s (--comm-timeout)"
-                raise Lost(told) from None
-            if lost:
-                raise Lost(f"the processes have lost touch: {first_line(error)}") from None
-            raise
-
-    def missing(self) -> list[int]:
-        """The ranks that do not answer a roll call within seconds."""
-        store = torchrun_store()
-        here = [f"{store_key()}/rank{rank}" for rank in range(self.world)]
-        store.set(here[self.rank], "here")
-        until = time.monotonic() + ROLL_CALL
-        while time.monotonic() < until and not store.check(here):
-            time.sleep(0.1)
-        return [rank for rank, key in enumerate(here) if not store.check([key])]
-
-
-def store_key() -> str:
-    """The prefix of all keys in the store; it changes when torchrun restarts the processes."""
-    return f"fem/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-
-
-def torchrun_store() -> dist.TCPStore:
-    """torchrun's key-value store, which works without any process group."""
-    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-
 
 @contextmanager
-def joining() -> Iterator[None]:
-    """In this block, processes that cannot connect to one another raise `Lost`, with one sentence."""
+def in_touch() -> Iterator[None]:
+    """In this block, an operation that fails because another process does not answer raises `Lost`."""
     try:
         yield
     except RuntimeError as error:
-        if "RANK" not in os.environ:
+        if not lost_touch(error):
             raise
-        raise Lost(f"the processes of the training did not find one another: {first_line(error)}") from None
+        raise Lost(f"the processes of the training have lost touch: {first_line(error)}") from None
+
+
+def first_to_say() -> bool:
+    """Whether this process is to print an error: of torchrun's processes, the first that asks torchrun's store."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return True
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return store.add(f"fem/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/error", 1) == 1
 
 
 def end_with_parent() -> None:

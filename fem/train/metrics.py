@@ -23,7 +23,7 @@ from fem.train.throughput import flops_per_token, peak_flops, peak_memory
 from fem.train.trainer import ADVICE
 
 LOGGED = {"loss": "train_loss", "eval_loss": "val_loss"} | {
-    name: name for name in ("grad_norm", "grad_norm_max", "skipped_steps", "learning_rate")
+    name: name for name in ("grad_norm", "grad_norm_max", "learning_rate")
 }
 
 
@@ -70,8 +70,8 @@ class MetricsCallback(TrainerCallback):
         line = {ours: float(logs[theirs]) for theirs, ours in LOGGED.items() if theirs in logs}
         for name in ("train_loss", "val_loss"):
             if name in line and not math.isfinite(line[name]):
-                what = "the validation loss" if name == "val_loss" else "the loss"
-                raise NotFinite(state.global_step, f"{what} is {line[name]}", f"{ADVICE}; {kept(self.run.folder)}")
+                what = f"the {'validation loss' if name == 'val_loss' else 'loss'} is {line[name]}"
+                raise NotFinite(f"{what} at step {state.global_step}; {ADVICE}; {kept(self.run.folder)}")
         line = {name: value for name, value in line.items() if math.isfinite(value)}
         self.loss = line.get("train_loss", self.loss)
         if "train_loss" in line:
@@ -112,8 +112,6 @@ def in_words(step: int, steps: int, found: dict) -> str:
     if "tokens_per_second" in found:
         left = timedelta(seconds=round(found["seconds_left"]))
         parts += [f"{found['tokens_per_second']:,.0f} tokens/s", f"{left} left"]
-    if "skipped_steps" in found:
-        parts.append(f"{found['skipped_steps']:.0f} steps left out")
     return ", ".join(parts)
 
 

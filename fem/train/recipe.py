@@ -10,7 +10,6 @@ from fem.runs.run import option
 
 DTYPES = ("float32", "bfloat16")
 PARALLEL = ("ddp", "fsdp")
-NONFINITE = ("stop", "skip")
 SMALLEST_VOCABULARY = 257  # one entry per byte, and the end of a document
 WARMUP = 50  # steps; a twentieth of the laptop recipe
 PAPER_ROWS = 128  # of 4096 tokens: 0.5M tokens a step
@@ -50,19 +49,17 @@ class TrainRecipe:
     compile: bool = option(False, "torch.compile the model.")
     checkpointing: bool = option(False, "Recompute activations in the backward pass: slower, with less memory.")
     parallel: str = option("ddp", "Under torchrun: ddp, or fsdp to shard weights and optimiser over the processes.")
-    context_parallel: int = option(1, "Processes that share a row, each with a part of its tokens, for longer rows.")
     validation_rows: int = option(64, "Rows held out, the last of local data, at most a tenth; none of a stream.")
     eval_steps: int = option(200, "Steps between validations.")
     log_steps: int = option(10, "Steps between lines of metrics.jsonl.")
     save_steps: int = option(200, "Steps between checkpoints; there is one at the end.")
     keep: int = option(2, "Checkpoints to keep, the newest.")
-    nonfinite: str = option("stop", "Where a gradient is not finite: stop the run, or skip the step (stop, skip).")
     comm_timeout: int = option(300, "Seconds that processes wait for one another in a step before they give up.")
     seed: int = option(42, "Seed of the weights and of the order of the rows.")
 
     def __post_init__(self):
         counts = ("context", "batch_size", "max_steps", "log_steps", "save_steps", "eval_steps", "keep", "micro_batch")
-        require_positive(self, *counts, "context_parallel", "learning_rate", "clip", "comm_timeout")
+        require_positive(self, *counts, "learning_rate", "clip", "comm_timeout")
         require_not_negative(self, "validation_rows", "weight_decay", "seed")
         require_not_negative(self, *(["warmup_steps"] if self.warmup_steps is not None else []))
         if self.context < 2:
@@ -73,14 +70,8 @@ class TrainRecipe:
             raise ValueError(f"warmup_steps must be at most max_steps = {self.max_steps}, got {self.warmup}.")
         if self.vocabulary < SMALLEST_VOCABULARY:
             raise ValueError(f"vocabulary must be at least {SMALLEST_VOCABULARY}, got {self.vocabulary}.")
-        for name, known in (("dtype", DTYPES), ("parallel", PARALLEL), ("nonfinite", NONFINITE)):
-            require_one_of(name, getattr(self, name), known)
-        if self.context % self.context_parallel:
-            raise ValueError(
-                f"context must be a multiple of context_parallel = {self.context_parallel}, got {self.context}."
-            )
-        if self.compile and self.context_parallel > 1:
-            raise ValueError("compile has no messages between processes; leave it out, or context_parallel.")
+        require_one_of("dtype", self.dtype, DTYPES)
+        require_one_of("parallel", self.parallel, PARALLEL)
         self.model_fields()
 
     @property
@@ -128,7 +119,6 @@ FREE = {
     "keep",
     "compile",
     "checkpointing",
-    "nonfinite",
     "comm_timeout",
     "data",  # compared by its content
 }

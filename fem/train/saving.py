@@ -20,11 +20,7 @@ MEASURED = "watch.json"
 
 
 class NotFinite(ValueError):
-    """A loss, a gradient or a weight is infinite or NaN, at `step`."""
-
-    def __init__(self, step: int, what: str, advice: str):
-        super().__init__(f"{what} at step {step}; {advice}")
-        self.step, self.what = step, what
+    """A loss, a gradient or a weight is infinite or NaN."""
 
 
 class SavingTrainer(WeightDecayTrainer):
@@ -44,7 +40,7 @@ class SavingTrainer(WeightDecayTrainer):
         name = f"checkpoint-{self.state.global_step}"
         staging = Path(self.args.output_dir)
         if (weight := not_finite(self.model)) is not None:
-            raise NotFinite(self.state.global_step, f"{weight} is not finite", kept(self.output))
+            raise NotFinite(f"{weight} is not finite at step {self.state.global_step}; {kept(self.output)}")
         try:
             super()._save_checkpoint(model, trial)
             self.add_files(staging / name)

@@ -11,7 +11,7 @@ from fem.runs.run import CONFIG, RESULTS, check_output, circumstances, note, now
 from fem.train.checkpoints import STAGING, checkpoints, set_aside_after, step_of, to_go_on_from
 from fem.train.recipe import TrainRecipe, differences
 
-METRICS, COPY, FAILED = "metrics.jsonl", "run", "failed.json"
+METRICS, COPY = "metrics.jsonl", "run"
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,3 @@ def copy_run(output: Path, checkpoint: Path) -> None:
     for name in (CONFIG, METRICS):
         if (output / name).exists():
             shutil.copyfile(output / name, checkpoint / COPY / name)
-
-
-def last_failure(output: Path) -> str | None:
-    """What stopped the last attempt, where it was a number that is not finite; else None."""
-    try:
-        found = json.loads((output / FAILED).read_text(encoding="utf-8"))
-        return f"{found['what']} at step {found['step']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

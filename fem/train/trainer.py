@@ -6,20 +6,17 @@ import json
 import math
 from pathlib import Path
 
-from torch import Generator, Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Generator, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from fem.models.context import context_parallel, own_part
-from fem.models.loss import next_tokens
-from fem.runs.run import note, write_json
+from fem.runs.run import write_json
 from fem.train.packing import Share, ShuffledRows, StreamedRows
 from fem.train.saving import NotFinite, SavingTrainer, kept
 from fem.train.sharding import shard
 from fem.train.start import copy_run
 
-ADVICE = "a smaller learning rate, more warm-up steps or float32 may help, --nonfinite skip leaves such steps out"
+ADVICE = "a smaller learning rate, more warm-up steps or float32 may help"
 
 
 class Milestones(TrainerCallback):
@@ -32,28 +29,23 @@ class Milestones(TrainerCallback):
 
 
 class TextTrainer(SavingTrainer):
-    """Reads rows from where the checkpoint left off; stops at a gradient that is not finite, or skips its step.
+    """Reads rows from where the checkpoint left off, and stops at a gradient that is not finite.
 
-    parts: the processes that share the training rows, each reading a part of their tokens; None: rows are not shared.
-    share: the part of the rows that this process reads, alone or with others.
-    skip: skip such steps. extended: the schedule is longer than the checkpoint's.
+    share: the part of the rows that this process reads. extended: the schedule is longer than the checkpoint's.
     """
 
     def __init__(
         self,
         *,
         rows: ShuffledRows | StreamedRows,
-        parts: DeviceMesh | None,
         share: Share,
-        skip: bool,
         extended: bool,
         **given,
     ):
-        self.rows, self.parts, self.share = rows, parts, share
+        self.rows, self.share = rows, share
         super().__init__(**given)
-        self.skip, self.extended = skip, extended
-        self.skipped, self.largest_norm = 0, 0.0  # since the last log
-        self.logged_at, self.losses_before = 0, None
+        self.extended = extended
+        self.largest_norm = 0.0  # since the last log
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -84,7 +76,6 @@ class TextTrainer(SavingTrainer):
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial):
         found = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
         if checkpoint is not None:
-            self.logged_at = self.state.global_step
             self.state.compute_steps(self.args, max_steps)  # the intervals of this command, not of the checkpoint
             self.rows.load_state_dict(self._place_in_rows(Path(checkpoint)), self.state.global_step)
         return found
@@ -110,57 +101,23 @@ class TextTrainer(SavingTrainer):
     def _rows_name(self) -> str:
         return f"rows_{self.share.rank}.json"
 
-    def get_batch_samples(self, *args):
-        batches, targets = super().get_batch_samples(*args)
-        # Processes that share rows all count the targets of the whole rows.
-        return batches, targets if self.parts is None else targets / self.parts.size()
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Tensor], *args):
-        if self.losses_before is None:
-            self.losses_before = self._tr_loss.clone()
-        if self.parts is None:
-            return super().training_step(model, inputs, *args)
-        labels = inputs.pop("labels")
-        part = {name: own_part(x, self.parts) for name, x in (inputs | {"shift_labels": next_tokens(labels)}).items()}
-        with context_parallel(self.model, self.parts):
-            return super().training_step(model, part, *args)
-
     def _clip_grad_norm(self, model: nn.Module):
-        before, self.losses_before = self.losses_before, None
         norm = super()._clip_grad_norm(model)
         size = float(norm)
-        if math.isfinite(size):
-            self.largest_norm = max(self.largest_norm, size)
-            return norm
-        step = self.state.global_step + 1
-        if not self.skip:
+        if not math.isfinite(size):
             loss = float(self._tr_loss)
             what = f"the gradient is {size}" if math.isfinite(loss) else f"the loss is {loss}"
-            raise NotFinite(step, what, f"{ADVICE}; {kept(self.output)}")
-        if self.args.process_index == 0:
-            note(f"the gradient is {size} at step {step}; the step is left out.")
-        self.skipped += 1
-        done = self.state.global_step - self._globalstep_last_logged
-        # As if this step had the average loss of the others.
-        self._tr_loss.copy_(before * (done + 1) / done if done else before)
-        model.zero_grad()
+            raise NotFinite(f"{what} at step {self.state.global_step + 1}; {ADVICE}; {kept(self.output)}")
+        self.largest_norm = max(self.largest_norm, size)
         return norm
 
     def log(self, logs: dict[str, float], *args, **given) -> None:
         if "loss" in logs:
-            steps = self.state.global_step - self.logged_at
-            if self.skipped:
-                logs["skipped_steps"] = self.skipped
-            if self.skipped == steps:
-                del logs["loss"]
-            elif self.largest_norm:
-                logs["grad_norm_max"] = self.largest_norm
-            self.skipped, self.largest_norm, self.logged_at = 0, 0.0, self.state.global_step
+            logs["grad_norm_max"], self.largest_norm = self.largest_norm, 0.0
         super().log(logs, *args, **given)
 
     def add_files(self, checkpoint: Path) -> None:
-        together = self.args.world_size // self.share.world  # processes that read the same rows
-        if self.args.process_index % together == 0 and (state := self.rows.state_dict()) is not None:
+        if (state := self.rows.state_dict()) is not None:
             write_json(checkpoint / self._rows_name, state)
         if self.args.process_index == 0:
             copy_run(self.output, checkpoint)

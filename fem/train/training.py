@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
@@ -20,29 +19,20 @@ from transformers.training_args import ParallelMode
 from fem.models import FEMConfig, preset
 from fem.models.presets import PRESETS
 from fem.runs.recipes import nearest
-from fem.runs.run import RESULTS, Run, check_output, note, now, progress, read_json, write_json
+from fem.runs.run import RESULTS, Run, check_output, note, progress, read_json, write_json
 from fem.train.checkpoints import STAGING, load_language_model
 from fem.train.data import TOKENS, check_data, identity, load_data, load_tokenizer
-from fem.train.distributed import Paused, Ranks, end_process_group, end_with_parent, joining
+from fem.train.distributed import Paused, Ranks, end_process_group, end_with_parent, in_touch
 from fem.train.documents import local_documents, local_files
-from fem.train.lock import HOLDER, LOCK, one_writer
+from fem.train.lock import LOCK, one_writer
 from fem.train.metrics import MetricsCallback, summary
 from fem.train.model import build_model
 from fem.train.packing import Share, write_tokens
 from fem.train.recipe import TrainRecipe
-from fem.train.saving import NotFinite, kept
-from fem.train.sharding import FSDP, parts_of_rows
+from fem.train.saving import kept
+from fem.train.sharding import FSDP
 from fem.train.signals import SaveAndStop
-from fem.train.start import (
-    FAILED,
-    Start,
-    add_event,
-    drop_later,
-    find_start,
-    last_failure,
-    read_metrics,
-    write_config,
-)
+from fem.train.start import Start, add_event, drop_later, find_start, read_metrics, write_config
 from fem.train.throughput import flops_per_token
 from fem.train.trainer import Milestones, TextTrainer
 
@@ -58,31 +48,21 @@ RECORDED = (
 )
 
 
-def run(
-    recipe: TrainRecipe,
-    output: Path,
-    resume: bool = False,
-    *,
-    allow_changed_data: bool = False,
-    seconds: float | None = None,
-) -> dict:
+def run(recipe: TrainRecipe, output: Path, resume: bool = False, *, allow_changed_data: bool = False) -> dict:
     """Train by the recipe; returns what results.json holds.
 
-    A run that is finished is left as it is. seconds: a limit of time, before which the run is saved and stops.
-    Raises ValueError where output holds another run or data have changed, OSError where a checkpoint cannot be saved,
-    `Paused` where a signal or the limit stopped it.
+    A run that is finished is left as it is. Raises ValueError where output holds another run or data have changed,
+    OSError where a checkpoint cannot be saved, `Paused` where a signal stopped it.
     """
-    deadline = None if seconds is None else time.monotonic() + seconds
     end_with_parent()
     check(recipe, output)
-    with joining():
+    with ExitStack() as held:
+        held.enter_context(in_touch())
+        held.enter_context(told_of_a_full_disk(output))
         args = training_arguments(recipe, output)
         ranks = Ranks(recipe.comm_timeout)
-    with ExitStack() as held:
-        held.enter_context(ranks.in_touch())
-        held.enter_context(told_of_a_full_disk(output))
         start, finished = ranks.first(lambda: prepare(recipe, output, resume, allow_changed_data, held))
-        outcome = fit(recipe, output, args, start, ranks, deadline) if finished is None else finished
+        outcome = fit(recipe, output, args, start, ranks) if finished is None else finished
     end_process_group()
     if isinstance(outcome, Paused):
         raise outcome
@@ -132,7 +112,7 @@ def prepare(
     made = [folder for folder in (output, *output.parents) if not folder.exists()]
     output.mkdir(parents=True, exist_ok=True)
     held.enter_context(one_writer(output))
-    fresh = output in made and {path.name for path in output.iterdir()} <= {LOCK, HOLDER}
+    fresh = output in made and {path.name for path in output.iterdir()} <= {LOCK}
     try:
         start = find_start(recipe, output, resume)
         if start.step >= recipe.max_steps:
@@ -148,8 +128,6 @@ def prepare(
             start.config["environment"] = outside
         write_config(output, start.config)
         drop_later(output, start.checkpoint)
-        if start.checkpoint is not None and (failure := last_failure(output)):
-            note(f"the last attempt stopped because {failure}; as it is, this one will come to the same step.")
         return start, None
     except ValueError:
         if fresh:
@@ -193,28 +171,22 @@ def finished_results(recipe: TrainRecipe, output: Path, start: Start) -> dict:
     return results
 
 
-def fit(
-    recipe: TrainRecipe, output: Path, args: TrainingArguments, start: Start, ranks: Ranks, deadline: float | None
-) -> dict | Paused:
+def fit(recipe: TrainRecipe, output: Path, args: TrainingArguments, start: Start, ranks: Ranks) -> dict | Paused:
     """Train from the start's checkpoint, or from the beginning. `Paused` is returned and not raised: a traceback would
     keep the Trainer alive, and the process groups must end after it."""
-    parts = parts_of_rows(recipe)
-    rank, world = (number // recipe.context_parallel for number in (ranks.rank, ranks.world))
-    share = Share(recipe.batch_size, args.per_device_train_batch_size, rank, world)
+    share = Share(recipe.batch_size, args.per_device_train_batch_size, ranks.rank, ranks.world)
     tokenizer = load_tokenizer(recipe, output)
     data = load_data(recipe, output, tokenizer, share)
     model = build_model(model_config(recipe, len(tokenizer)), recipe.seed)
     with progress() if ranks.rank == 0 else nullcontext() as bars:
         under_way = Run(output, recipe.seed)
         metrics = MetricsCallback(recipe, under_way, model, data.probe, bars)
-        stop = SaveAndStop(ranks, deadline)
+        stop = SaveAndStop(ranks)
         trainer = TextTrainer(
             output=output,
             rows=data.train,
-            parts=parts,
             share=share,
             keep=recipe.keep,
-            skip=recipe.nonfinite == "skip",
             extended=start.checkpoint is not None and trained_for(start.checkpoint) != recipe.max_steps,
             model=model,
             args=args,
@@ -224,13 +196,8 @@ def fit(
             callbacks=[stop, Milestones(), metrics],
         )
         trainer.remove_callback(PrinterCallback)
-        try:
-            with stop:
-                trainer.train(resume_from_checkpoint=None if start.checkpoint is None else str(start.checkpoint))
-        except NotFinite as error:
-            if ranks.rank == 0:
-                write_json(output / FAILED, {"step": error.step, "what": error.what, "date": now()})
-            raise
+        with stop:
+            trainer.train(resume_from_checkpoint=None if start.checkpoint is None else str(start.checkpoint))
         if stop.stopped_by and trainer.state.global_step < recipe.max_steps:
             return Paused(
                 f"stopped by {stop.reason}; step {trainer.state.global_step} of {recipe.max_steps} is saved",
@@ -241,7 +208,6 @@ def fit(
     results = {"train": summary(read_metrics(output)) | facts}
     if ranks.rank != 0:
         return results
-    (output / FAILED).unlink(missing_ok=True)
     shutil.rmtree(output / STAGING, ignore_errors=True)
     return under_way.finish(results)
 
@@ -304,12 +270,7 @@ def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
     )
     if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED:
         raise ValueError("parallel='fsdp' needs torchrun, with one process or more.")
-    readers, rest = divmod(args.world_size, recipe.context_parallel)  # groups of processes, each with rows of its own
-    if rest:
-        raise ValueError(
-            f"context_parallel must divide the number of processes, {args.world_size}, got {recipe.context_parallel}."
-        )
-    given = recipe.micro_batch or max(1, recipe.batch_size // readers)
-    args.per_device_train_batch_size = args.per_device_eval_batch_size = given
-    args.gradient_accumulation_steps = Share(recipe.batch_size, given, world=readers).accumulation
+    micro = recipe.micro_batch or max(1, recipe.batch_size // args.world_size)
+    args.per_device_train_batch_size = args.per_device_eval_batch_size = micro
+    args.gradient_accumulation_steps = Share(recipe.batch_size, micro, world=args.world_size).accumulation
     return args

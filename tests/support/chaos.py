@@ -199,7 +199,7 @@ class Chaos:
         """SIGSTOP, another training into the same folder, SIGCONT."""
         time.sleep(seconds)
         training.send(signal.SIGSTOP)
-        other = self.training(ONE, output, resume=True).end() if (output / ".writer.json").exists() else None
+        other = self.training(ONE, output, resume=True).end() if (output / ".lock").exists() else None
         training.send(signal.SIGCONT)
         ended = training.end()
         if other is None or "another training writes" in other.said:
@@ -209,8 +209,8 @@ class Chaos:
     def hung(self, training: Training, rank: int) -> Ended:
         """One of two ranks stops for good in a step; torchrun takes half a minute to end it."""
         ended = training.end(180)
-        if f"rank {rank} hangs" not in ended.said:
-            return Ended(ended.code, ended.said + "\nFAULT: nobody is named\n")
+        if "lost touch" not in ended.said:
+            return Ended(ended.code, ended.said + "\nFAULT: nobody says that a process hangs\n")
         return ended
 
     def judged(self, case: Case, output: Path, first: Ended | None, resumed: Ended) -> str:

@@ -14,8 +14,18 @@ from hypothesis import strategies as st
 from fem import theory
 
 F64 = torch.float64
-ONE_READ = (theory.free_energy, theory.kl_gap, theory.posterior_mean, theory.free_energy_slope)
-PER_TOKEN = (theory.posterior, theory.logit_gradient, theory.prior_gradient)
+ONE_READ = (theory.free_energy, theory.kl_gap, theory.posterior_mean)
+
+
+def slope(p, v, beta):
+    """dF / dbeta, by autograd."""
+    beta = torch.as_tensor(beta, dtype=F64).requires_grad_()
+    return torch.autograd.grad(theory.free_energy(p, v, beta), beta)[0]
+
+
+def nats(q, p):
+    """KL(q || p)."""
+    return (torch.xlogy(q, q) - torch.xlogy(q, p)).sum(-1)
 
 
 def holds_for(*strategies):
@@ -74,26 +84,23 @@ def test_reads_equal_the_definition_in_decimal_arithmetic(row, beta):
     torch.testing.assert_close(theory.free_energy(p, v, beta).item(), value, **close)
     torch.testing.assert_close(theory.kl_gap(p, v, beta).item(), forward, **close)
     torch.testing.assert_close(theory.posterior(p, v, beta), q.double(), rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(theory.free_energy_slope(p, v, beta).item() * beta**2, backward, **close)
+    torch.testing.assert_close(slope(p, v, beta).item() * beta**2, backward, rtol=1e-7, atol=1e-9)
     torch.testing.assert_close(theory.posterior_mean(p, v, beta).item(), value + backward / beta, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("beta", [1e-12, 1e-9, 1e-6, 1e-3, 0.1])
-def test_small_beta_loses_no_digit_of_gap_and_slope(beta):
+def test_small_beta_loses_no_digit_of_the_gap(beta):
     p, v = torch.tensor([0.5, 0.3, 0.2], dtype=F64), torch.tensor([1.0, -2.0, 4.0], dtype=F64)
-    _, forward, backward, _ = by_definition(p, v, beta)
-    assert theory.kl_gap(p, v, beta).item() == pytest.approx(forward, rel=1e-14, abs=0)
-    assert theory.free_energy_slope(p, v, beta).item() == pytest.approx(backward / beta**2, rel=1e-13, abs=0)
+    assert theory.kl_gap(p, v, beta).item() == pytest.approx(by_definition(p, v, beta)[1], rel=1e-14, abs=0)
 
 
 @pytest.mark.parametrize("span", [50.0, 1000.0, 1e6])
 @pytest.mark.parametrize("weight", [0.3, 1e-30, 1e-300])
 def test_spans_of_a_thousand_nats_are_exact(span, weight):
     p, v = torch.tensor([1 - weight, weight], dtype=F64), torch.tensor([0.0, span], dtype=F64)
-    value, forward, backward, q = by_definition(p, v, 1.0)
+    value, forward, _, q = by_definition(p, v, 1.0)
     torch.testing.assert_close(theory.free_energy(p, v, 1.0).item(), value, rtol=1e-15, atol=1e-15)
     torch.testing.assert_close(theory.kl_gap(p, v, 1.0).item(), forward, rtol=1e-14, atol=1e-15)
-    torch.testing.assert_close(theory.free_energy_slope(p, v, 1.0).item(), backward, rtol=1e-13, atol=1e-15)
     torch.testing.assert_close(theory.posterior(p, v, 1.0).float(), q)
 
 
@@ -114,7 +121,7 @@ def test_infinite_beta_is_hard_selection(row):
     assert theory.kl_gap(p, v, math.inf).item() == (math.inf if distinct(p, v) else 0)
 
 
-@pytest.mark.parametrize("read", ONE_READ + PER_TOKEN)
+@pytest.mark.parametrize("read", [*ONE_READ, theory.posterior])
 @pytest.mark.parametrize("foreign", [math.inf, -math.inf, math.nan, 1e300])
 def test_values_outside_the_support_are_not_read(read, foreign):
     p = leaf(0.25, 0.0, 0.75)
@@ -133,7 +140,6 @@ def test_a_row_without_support_reads_zero():
     assert theory.free_energy(p, v, 2.0) == 0
     assert torch.equal(theory.posterior(p, v, 2.0), p)
     assert theory.hidden_temperature(p, v, 0.5, 2.0) == 1
-    assert theory.temperature_for_budget(p, v, 0.5) == math.inf
 
 
 @holds_for(rows(), BETA, st.floats(1.1, 4))
@@ -148,24 +154,17 @@ def test_free_energy_lies_between_mean_and_maximum_and_grows(row, beta, factor):
 def test_donsker_varadhan_is_maximal_at_the_posterior(row, beta):
     p, v = row
     value = theory.free_energy(p, v, beta)
-    rivals = theory.donsker_varadhan(random_distributions(50, p), p, v, beta)
-    assert (rivals <= value + 1e-12).all()
-    torch.testing.assert_close(theory.donsker_varadhan(theory.posterior(p, v, beta), p, v, beta), value)
+    utility = lambda q: (q * v).sum(-1) - nats(q, p) / beta  # noqa: E731
+    assert (utility(random_distributions(50, p)) <= value + 1e-12).all()
+    torch.testing.assert_close(utility(theory.posterior(p, v, beta)), value)
 
 
-def test_leaving_the_support_costs_infinitely_many_nats():
-    p, q = torch.tensor([1.0, 0.0], dtype=F64), torch.tensor([0.5, 0.5], dtype=F64)
-    assert theory.kl_divergence(q, p) == math.inf
-    assert theory.kl_divergence(p, q).item() == pytest.approx(math.log(2))
-
-
-def test_small_beta_expansion_leaves_a_remainder_of_second_order():
+def test_the_free_energy_starts_at_the_mean_with_half_the_variance():
     p, v = torch.tensor([0.2, 0.7, 0.1], dtype=F64), torch.tensor([0.0, 1.0, 3.0], dtype=F64)
+    away = v - (p * v).sum()
     for beta in (0.1, 0.01, 0.001):
-        remainder = theory.free_energy(p, v, beta) - theory.small_beta_expansion(p, v, beta)
-        third = (p * (v - (p * v).sum()) ** 3).sum()
-        assert remainder.item() == pytest.approx(beta**2 * third.item() / 6, rel=beta)
-        assert remainder.abs() <= beta**2 * 27 / 6
+        remainder = theory.free_energy(p, v, beta) - (p * v).sum() - beta / 2 * (p * away**2).sum()
+        assert remainder.item() == pytest.approx(beta**2 * (p * away**3).sum().item() / 6, rel=beta)
 
 
 # Propositions E.4 and E.6: gradients
@@ -174,24 +173,25 @@ def test_small_beta_expansion_leaves_a_remainder_of_second_order():
 @holds_for(rows(zeros=False), st.floats(0.01, 50))
 def test_derivatives_are_posterior_slope_and_prior_gradients(row, beta):
     p, v, beta = row[0].requires_grad_(), row[1].requires_grad_(), leaf(beta)
-    by_p, by_v, by_beta = torch.autograd.grad(theory.free_energy(p, v, beta), (p, v, beta))
-    torch.testing.assert_close(by_v, theory.posterior(p, v, beta), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(by_beta, theory.free_energy_slope(p, v, beta), rtol=1e-8, atol=1e-12)
-    wanted = theory.prior_gradient(p, v, beta)
-    scale = wanted.detach().abs().max().item()
-    torch.testing.assert_close(by_p - by_p[0], wanted - wanted[0], rtol=1e-9, atol=1e-10 * scale)
+    value = theory.free_energy(p, v, beta)
+    by_p, by_v, by_beta = torch.autograd.grad(value, (p, v, beta), retain_graph=True)
+    q = theory.posterior(p, v, beta)
+    torch.testing.assert_close(by_v, q, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(by_beta * beta**2, nats(q, p), rtol=1e-7, atol=1e-10)
+    wanted = (beta * (v - value)).exp() / beta
+    torch.testing.assert_close(by_p - by_p[0], wanted - wanted[0], rtol=1e-9, atol=1e-10 * wanted.max().item())
     b = p.detach().log().requires_grad_()
     (by_logit,) = torch.autograd.grad(theory.free_energy(b.softmax(-1), v, beta), b)
-    torch.testing.assert_close(by_logit, theory.logit_gradient(p, v, beta), rtol=1e-8, atol=1e-11)
+    torch.testing.assert_close(by_logit, (q - p) / beta, rtol=1e-8, atol=1e-11)
 
 
 @pytest.mark.parametrize("beta", [1e-3, 0.7, 30.0])
-@pytest.mark.parametrize("read", ONE_READ + PER_TOKEN)
+@pytest.mark.parametrize("read", [*ONE_READ, theory.posterior])
 def test_autograd_agrees_with_finite_differences(read, beta):
     generator = torch.Generator().manual_seed(5)
     p = torch.rand(2, 5, dtype=F64, generator=generator).softmax(-1).requires_grad_()
     v = torch.randn(2, 5, dtype=F64, generator=generator).requires_grad_()
-    tolerance = {"atol": 1e-4, "rtol": 1e-3} if read is theory.prior_gradient or beta < 0.01 else {}
+    tolerance = {"atol": 1e-4, "rtol": 1e-3} if beta < 0.01 else {}
     assert torch.autograd.gradcheck(read, (p, v, leaf(beta, 2.0)), eps=1e-6 * min(1.0, beta * 100), **tolerance)
 
 
@@ -211,23 +211,22 @@ def test_gradients_are_finite_at_every_temperature(read, beta, dtype):
 def test_the_derivative_at_beta_zero_is_half_the_variance():
     p, v, beta = torch.tensor([0.5, 0.5], dtype=F64), torch.tensor([-1.0, 3.0], dtype=F64), leaf(0.0)
     assert torch.autograd.grad(theory.free_energy(p, v, beta), beta)[0] == 2.0
-    assert theory.free_energy_slope(p, v, 0.0) == 2.0
-    assert theory.logit_gradient(p, v, 0.0).tolist() == [-1.0, 1.0]
 
 
 @holds_for(rows(zeros=False), st.floats(0.01, 20))
 def test_the_value_hessian_is_a_covariance_bounded_by_half_beta(row, beta):
     p, v = row
-    hessian = theory.value_hessian(p, v, beta)
-    numeric = torch.autograd.functional.hessian(lambda v: theory.free_energy(p, v, beta), v)
-    torch.testing.assert_close(hessian, numeric, rtol=1e-8, atol=1e-9)
+    hessian = torch.autograd.functional.hessian(lambda v: theory.free_energy(p, v, beta), v)
+    q = theory.posterior(p, v, beta)
+    torch.testing.assert_close(hessian, beta * (q.diag() - q[:, None] * q), rtol=1e-8, atol=1e-9)
     eigenvalues = torch.linalg.eigvalsh(hessian)
     assert eigenvalues.min() >= -1e-12
     assert eigenvalues.max() <= beta / 2 + 1e-12
 
 
 def test_two_equal_tokens_reach_the_curvature_bound():
-    hessian = theory.value_hessian(torch.tensor([0.5, 0.5, 0.0]), torch.zeros(3), 3.0)
+    p, v = torch.tensor([0.5, 0.5], dtype=F64), torch.zeros(2, dtype=F64)
+    hessian = torch.autograd.functional.hessian(lambda v: theory.free_energy(p, v, 3.0), v)
     assert torch.linalg.eigvalsh(hessian).max().item() == pytest.approx(1.5)
 
 
@@ -282,7 +281,7 @@ def test_restricting_the_support_lowers_the_free_energy_only_without_renormalisi
     kept = torch.tensor([0.0, 1.0], dtype=F64)
     whole, renormalised = theory.free_energy(p, v, beta), theory.free_energy(kept, v, beta)
     assert renormalised > whole
-    assert theory.donsker_varadhan(kept, p, v, beta) < whole
+    assert (kept * v).sum() - nats(kept, p) / beta < whole
 
 
 # Proposition E.5: concentration
@@ -291,17 +290,18 @@ def test_restricting_the_support_lowers_the_free_energy_only_without_renormalisi
 @holds_for(rows(), st.floats(0.01, 50))
 def test_concentration_bounds_hold_with_ties_too(row, beta):
     p, v = row
-    bounds = theory.concentration(p, v, beta)
-    best = v == v[p > 0].max()
-    assert theory.posterior(p, v, beta)[~best].sum() <= bounds.missed * (1 + 1e-9) + 1e-15
-    assert bounds.lower - 1e-12 <= theory.free_energy(p, v, beta) <= bounds.upper + 1e-12
+    top = v[p > 0].max()
+    best = (v == top) & (p > 0)
+    rest = (p > 0) & ~best
+    margin = (top - v[rest].max()).item() if rest.any() else 0.0
+    q, mass = theory.posterior(p, v, beta), p[best].sum()
+    assert q[rest].sum() <= p[rest].sum() / mass * math.exp(-beta * margin) * (1 + 1e-9) + 1e-15
+    assert top + mass.log() / beta - 1e-12 <= theory.free_energy(p, v, beta) <= top + 1e-12
 
 
 def test_the_bound_without_the_prior_weight_is_wrong():
     p, v, beta = torch.tensor([0.99, 0.01], dtype=F64), torch.tensor([0.0, 1.0], dtype=F64), 2.0
-    winner = theory.posterior(p, v, beta)[1]
-    assert winner < 1 - math.exp(-beta)  # Proposition G.5 claims at least this much
-    assert 1 - winner <= theory.concentration(p, v, beta).missed
+    assert theory.posterior(p, v, beta)[1] < 1 - math.exp(-beta)  # Proposition G.5 claims at least this much
 
 
 def test_the_posterior_nears_the_maximum_exponentially_the_free_energy_like_one_over_beta():
@@ -351,66 +351,29 @@ def test_the_gate_reparameterises_the_temperature():
     ends = theory.hidden_temperature(p, v, torch.tensor([lam - step, lam + step], dtype=F64), beta_max)
     beta = theory.hidden_temperature(p, v, lam, beta_max)
     gain = theory.kl_gap(p, v, beta_max) / beta_max
-    assert (ends.diff() / (2 * step)).item() == pytest.approx((gain / theory.free_energy_slope(p, v, beta)).item())
+    assert (ends.diff() / (2 * step)).item() == pytest.approx((gain / slope(p, v, beta)).item())
 
 
 # Theorem 2.8: budget
 
 
-def nats(q, p):
-    return sum(a * math.log(a / b) for a, b in zip(q.tolist(), p.tolist()) if a)
-
-
-@holds_for(rows(least=2), st.floats(-8, 1).map(lambda exponent: 10.0**exponent))
-def test_the_budget_is_spent_to_the_last_nat(row, kl):
-    p, v = row
-    beta = theory.temperature_for_budget(p, v, kl)
-    hard = -math.log(p[(v == v[p > 0].max())].sum().clamp_max(1))
-    if not distinct(p, v) or kl > hard + 1e-12:
-        assert beta == math.inf
-    elif kl < hard - 1e-9:
-        q = theory.posterior(p, v, beta)
-        assert nats(q, p) == pytest.approx(kl, rel=1e-6, abs=1e-13)
-        spent = theory.free_energy(p, v, beta) + kl / beta
-        torch.testing.assert_close(theory.posterior_mean(p, v, beta), spent, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("kl", [0.0, 1e-3, 0.05, 0.4, 1.5, 4.0])
-@pytest.mark.parametrize("v", [(0.0, 1.0, 3.0), (2.0, 2.0, -1.0), (1.0, 1.0, 1.0)])
-def test_no_distribution_within_the_budget_does_better(kl, v):
+@pytest.mark.parametrize("beta", [0.1, 0.7, 2.0, 9.0])
+@pytest.mark.parametrize("v", [(0.0, 1.0, 3.0), (2.0, 2.0, -1.0)])
+def test_no_distribution_within_the_budget_that_the_posterior_spends_does_better(beta, v):
     p, v = torch.tensor([0.55, 0.3, 0.15], dtype=F64), torch.tensor(v, dtype=F64)
-    best = theory.posterior_mean(p, v, theory.temperature_for_budget(p, v, kl))
+    best, budget = theory.posterior_mean(p, v, beta), nats(theory.posterior(p, v, beta), p)
     n = 200
     grid = torch.tensor([(a, b, n - a - b) for a in range(n + 1) for b in range(n + 1 - a)], dtype=F64) / n
-    cost = sum(torch.where(grid[:, i] > 0, grid[:, i] * (grid[:, i] / p[i]).log(), 0) for i in range(3))
-    reached = (grid @ v)[cost <= kl]
-    assert (reached <= best + 1e-12).all()
-    if kl > 0.01:
-        assert reached.max() >= best - 0.05
+    reached = (grid @ v)[nats(grid, p) <= budget]
+    assert best - 0.2 <= reached.max() <= best + 1e-12
+    torch.testing.assert_close(best, theory.free_energy(p, v, beta) + budget / beta)  # not the free energy
 
 
-def test_the_optimum_of_the_budget_problem_is_not_the_free_energy():
-    p, v = torch.tensor([0.5, 0.5], dtype=F64), torch.tensor([0.0, 1.0], dtype=F64)
-    beta = theory.temperature_for_budget(p, v, 0.1)
-    optimum = theory.posterior_mean(p, v, beta)
-    assert optimum - theory.free_energy(p, v, beta) > 0.1
-    torch.testing.assert_close(optimum, theory.free_energy(p, v, beta) + 0.1 / beta)
-
-
-def test_a_budget_for_hard_selection_has_no_finite_temperature():
-    p, v = torch.tensor([0.5, 0.25, 0.25], dtype=F64), torch.tensor([0.0, 1.0, 1.0], dtype=F64)
-    budgets = torch.tensor([0.0, 0.5, math.log(2) - 1e-12, math.log(2), 3.0, math.inf], dtype=F64)
-    betas = theory.temperature_for_budget(p, v, budgets)
-    assert betas[0] == 0
-    assert (betas.diff().nan_to_num(0) >= 0).all()
-    assert betas.isinf().tolist() == [False, False, False, True, True, True]
-
-
-def test_budgets_that_lift_a_token_of_prior_weight_1e_300():
-    p, v = torch.tensor([1.0, 1e-300], dtype=F64), torch.tensor([0.0, 1.0], dtype=F64)
-    for kl in (1e-290, 1e-9, 1.0, 600.0, 690.77):
-        assert nats(theory.posterior(p, v, theory.temperature_for_budget(p, v, kl)), p) == pytest.approx(kl, abs=1e-10)
-    assert theory.temperature_for_budget(p, v, 690.78) == math.inf
+@holds_for(rows(least=2), st.floats(0.01, 50))
+def test_no_finite_temperature_spends_more_than_hard_selection(row, beta):
+    p, v = row
+    hard = -p[(v == v[p > 0].max())].sum().log()
+    assert nats(theory.posterior(p, v, beta), p) <= hard + 1e-12
 
 
 # Lemma 2.2, Lemma 2.4, Theorem E.7, Appendix M: capacity
@@ -453,7 +416,7 @@ def test_effective_weights_are_the_derivative_of_the_interpolated_read(row, lam,
     torch.testing.assert_close(torch.autograd.grad(u, v)[0], weights, rtol=1e-9, atol=1e-12)
     average = (weights * v).sum()
     assert average >= u - 1e-12
-    torch.testing.assert_close(average - u, lam * beta * theory.free_energy_slope(p, v, beta), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(average - u, lam * beta * slope(p, v.detach(), beta), rtol=1e-7, atol=1e-10)
 
 
 def test_the_papers_safety_condition_fails_at_one_entry_of_its_table():
@@ -497,8 +460,7 @@ def test_any_axis_may_hold_the_tokens(dim):
     last = (p.movedim(dim, -1), v.movedim(dim, -1), beta)
     for read in ONE_READ:
         torch.testing.assert_close(read(p, v, beta, dim=dim), read(*last))
-    for read in PER_TOKEN:
-        torch.testing.assert_close(read(p, v, beta, dim=dim), read(*last).movedim(-1, dim))
+    torch.testing.assert_close(theory.posterior(p, v, beta, dim=dim), theory.posterior(*last).movedim(-1, dim))
     lam = torch.full_like(beta, 0.3)
     torch.testing.assert_close(
         theory.hidden_temperature(p, v, lam, beta, dim=dim), theory.hidden_temperature(*last[:2], lam, beta)
@@ -524,7 +486,7 @@ def test_priors_are_shared_by_channels_and_betas_by_rows():
 def test_results_have_the_inputs_dtype_and_its_precision(dtype):
     p = torch.tensor([0.5, 0.25, 0.25], dtype=dtype)
     v = torch.tensor([100.0, -100.0, 300.0], dtype=dtype)
-    for read in (*ONE_READ, *PER_TOKEN):
+    for read in (*ONE_READ, theory.posterior):
         result = read(p, v, 2.0)
         assert result.dtype == dtype
         torch.testing.assert_close(result, read(p.double(), v.double(), 2.0).to(dtype))
@@ -537,4 +499,3 @@ def test_a_single_token_is_read_as_it_is(value, beta):
     assert theory.free_energy(p, v, beta).item() == value
     assert theory.posterior(p, v, beta).item() == 1
     assert theory.hidden_temperature(p, v, 0.5, beta).item() == 0.5 * beta
-    assert theory.temperature_for_budget(p, v, 0.3) == math.inf

@@ -47,35 +47,6 @@ def test_two_processes_train_the_same_model_as_one(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A hybrid that one process has trained: a recipe and its folder."""
-    folder = tmp_path_factory.mktemp("whole")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 88}
-    hybrid = json.dumps(sizes | {"layer_priors": ["softmax", "gla"]})
-    recipe = tiny(write_corpus(folder / "data.jsonl"), vocabulary=301, model=hybrid, micro_batch=1)
-    ended = Training(recipe, folder / "run", 1).end(300)
-    assert ended.code == 0, ended.said
-    return recipe, folder / "run"
-
-
-SHARED = {
-    "rows": (2, {"context_parallel": 2}),
-    "rows, in two pairs": (4, {"parallel": "fsdp", "context_parallel": 2}),
-}
-
-
-@pytest.mark.parametrize("what", SHARED)
-def test_processes_that_share_rows_train_as_one(whole, tmp_path, what):
-    """Every row is split over two processes; pairs read rows of their own."""
-    processes, way = SHARED[what]
-    ended = Training(replace(whole[0], **way), tmp_path / "run", processes).end(300)
-    assert ended.code == 0, ended.said
-    for a, b in zip(losses(whole[1]), losses(tmp_path / "run"), strict=True):
-        assert a == pytest.approx(b, rel=1e-5)
-    assert apart(whole[1], tmp_path / "run") < 1e-5
-
-
-@pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """Makes runs once: (processes, parallel) to the run's recipe and folder."""
     data = write_corpus(tmp_path_factory.mktemp("data") / "data.jsonl")

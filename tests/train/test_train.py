@@ -175,9 +175,6 @@ def test_a_run_is_not_overwritten(whole, data, changes, resume, sentence):
         ({"tokenizer": "no/such/tokenizer"}, "tokenizer 'no/such/tokenizer' cannot be read"),
         ({"field": "content"}, "must have text in 'content', got the fields text"),
         ({"parallel": "fsdp"}, "needs torchrun"),
-        ({"context": 25, "context_parallel": 2}, "context must be a multiple of context_parallel = 2, got 25"),
-        ({"compile": True, "context_parallel": 2}, "compile has no messages between processes"),
-        ({"context_parallel": 2}, "context_parallel must divide the number of processes, 1, got 2"),
         ({"preset": "nothing"}, "preset must be one of"),
     ],
 )

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from datetime import timedelta
 
 import pytest
@@ -26,8 +25,7 @@ from fem.runs import run
 from fem.train import distributed, metrics, start, trainer, training
 from fem.train.checkpoints import checkpoints, load_language_model, newest
 from fem.train.distributed import Paused
-from fem.train.lock import one_writer
-from fem.train.signals import SaveAndStop, seconds_of
+from fem.train.signals import SaveAndStop
 
 SLOW = pytest.mark.slow
 
@@ -151,23 +149,11 @@ def poison(monkeypatch, step):
     monkeypatch.setattr(trainer.TextTrainer, "training_step", poisoned)
 
 
-def test_a_gradient_of_nan_stops_the_run_and_names_the_step(data, tmp_path, monkeypatch, capsys):
+def test_a_gradient_of_nan_stops_the_run_and_names_the_step(data, tmp_path, monkeypatch):
     poison(monkeypatch, 10)
     with pytest.raises(ValueError, match=r"the gradient is nan at step 10; .*checkpoint-5 is whole"):
         training.run(tiny(data), tmp_path / "run")
     assert newest(tmp_path / "run").name == "checkpoint-5"
-    with pytest.raises(ValueError, match="at step 10"):
-        training.run(tiny(data), tmp_path / "run", resume=True)
-    assert "the gradient is nan at step 10; as it is, this one will come to the same step" in capsys.readouterr().err
-
-
-def test_a_step_whose_gradient_is_not_finite_is_skipped_if_asked(data, whole, tmp_path, monkeypatch):
-    poison(monkeypatch, 5)
-    training.run(tiny(data, nonfinite="skip", log_steps=1, max_steps=6), tmp_path / "run")
-    assert all(weight.isfinite().all() for weight in weights(tmp_path / "run", 6).values())
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line.get("skipped_steps") == 1] == [5]
-    assert all(math.isfinite(value) for line in lines for value in line.values() if isinstance(value, float))
 
 
 def test_weights_that_are_not_finite_never_become_a_checkpoint(data, tmp_path, monkeypatch):
@@ -212,34 +198,6 @@ def test_a_signal_saves_at_the_end_of_the_step(data, whole, tmp_path, monkeypatc
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_time_limit_saves_before_it_is_reached(data, tmp_path):
-    with pytest.raises(Paused, match="stopped by the time limit; step 1 of 12 is saved") as stopped:
-        training.run(tiny(data), tmp_path / "run", seconds=1.0)
-    assert stopped.value.code == 75
-
-
-@pytest.mark.parametrize(
-    "text, seconds",
-    [
-        ("90", 5400),
-        ("1:30", 90),
-        ("2:00:00", 7200),
-        ("1-12", 129600),
-        ("1-12:30", 131400),
-        ("1-0:00:10", 86410),
-        (None, None),
-    ],
-)
-def test_time_limits_are_read_as_slurm_writes_them(text, seconds):
-    assert seconds_of(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["soon", "0", "1:2:3:4", "-5"])
-def test_other_time_limits_are_refused(text):
-    with pytest.raises(ValueError, match="time_limit must be"):
-        seconds_of(text)
-
-
 def test_ctrl_c_says_what_to_type(data, tmp_path, monkeypatch, capsys):
     words = ["train", "--data", str(data), "--output", str(tmp_path / "run"), "--context", "24", "--vocabulary", "300"]
     monkeypatch.setattr(sys, "argv", ["fem", *words])
@@ -274,8 +232,7 @@ def test_two_trainings_never_write_into_one_folder(cut, whole, data):
     holder = subprocess.Popen([sys.executable, "-c", script, str(cut)], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"
-        said = rf"another training writes to .* \(process {holder.pid} on .*, begun 0 minutes ago\)"
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match="another training writes to"):
             training.run(tiny(data), cut, resume=True)
         assert {**contents(cut), **before} == contents(cut)
     finally:
@@ -283,23 +240,6 @@ def test_two_trainings_never_write_into_one_folder(cut, whole, data):
         holder.wait()
     training.run(tiny(data), cut, resume=True)
     assert_same_run(cut, whole, 12)
-
-
-def test_what_a_killed_writer_left_is_named_and_no_obstacle(tmp_path, capsys):
-    told = {"host": "node7", "pid": 17, "since": time.time() - 600}
-    (tmp_path / ".writer.json").write_text(json.dumps(told))
-    with one_writer(tmp_path):
-        pass
-    assert "(process 17 on node7, begun 10 minutes ago) ended without a word" in capsys.readouterr().err
-    assert not (tmp_path / ".writer.json").exists()
-
-
-@pytest.mark.parametrize("how", [KeyboardInterrupt, SystemExit, OSError])
-def test_a_writer_that_was_stopped_or_failed_is_not_said_to_have_ended_without_a_word(tmp_path, capsys, how):
-    with pytest.raises(how), one_writer(tmp_path):
-        raise how
-    with one_writer(tmp_path):
-        assert capsys.readouterr().err == ""
 
 
 def test_a_folder_that_another_training_filled_in_the_meantime_is_kept(whole, data, tmp_path, monkeypatch):
@@ -386,7 +326,7 @@ def test_a_disk_that_is_full_between_saves_is_told_with_what_is_left(data, tmp_p
     "field, value",
     [
         *(("clip", -1.0), ("clip", 0.0), ("warmup_steps", 13), ("warmup_steps", -1), ("learning_rate", 0.0)),
-        *(("beta2", 1.0), ("weight_decay", -0.1), ("seed", -1), ("vocabulary", 10), ("nonfinite", "ignore")),
+        *(("beta2", 1.0), ("weight_decay", -0.1), ("seed", -1), ("vocabulary", 10)),
         *(("comm_timeout", 0), ("context", 1)),
     ],
 )
