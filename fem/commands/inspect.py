@@ -8,23 +8,15 @@ from typing import Annotated
 import typer
 
 from fem.inspect.settings import MOST_TOKENS, InspectRecipe
-from fem.runs.run import note
 
 
 def command(
-    model: Annotated[
-        str | None, typer.Option(help="Folder of a model, or the output of fem train or fem demo. [required]")
-    ] = None,
+    model: Annotated[str, typer.Option(help="Folder of a model, or the output of fem train or fem demo.")],
     text: Annotated[str, typer.Option(help=f"The text to read, of at most {MOST_TOKENS} tokens.")] = "",
     layers: Annotated[str | None, typer.Option(help='Layers to show, such as "1,4"; all by default.')] = None,
     output: Annotated[Path, typer.Option(help="Folder of page, picture and tables.")] = Path("runs/inspect"),
-    folder: Annotated[str | None, typer.Argument(hidden=True)] = None,
 ):
     """What each channel of each head reads from a text: a page to explore, a picture, and tables."""
-    if folder is not None:
-        note("the model is given as --model here.")
-    if (model := model or folder) is None:
-        raise ValueError("model must be given: --model with the folder of a model or of a training.")
     recipe = InspectRecipe(text=text, layers=layers)
     from transformers.utils.logging import disable_progress_bar
 

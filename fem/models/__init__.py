@@ -26,7 +26,6 @@ __all__ = [
     "load_replaced",
     "preset",
     "replace_attention",
-    "write_model_card",
 ]
 
 if find_spec("transformers"):
@@ -34,7 +33,6 @@ if find_spec("transformers"):
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from fem.models.cache import FEMCache
-    from fem.models.card import write_model_card
     from fem.models.configuration import FEMConfig
     from fem.models.engines.calibrate import calibrate
     from fem.models.heads import FEMForQuestionAnswering, FEMForSequenceClassification, FEMForTokenClassification

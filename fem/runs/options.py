@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from rich.markup import escape
 
-from fem.runs.run import called, note
+from fem.runs.run import called
 
 Command = Callable[..., Any]
 
@@ -33,23 +33,15 @@ def recipe_options(recipe: type) -> Callable[[Command], Command]:
             flag = f"--{name}"
         shown = "" if default in (None, "") else f" [default: {default}]"
         info = typer.Option(flag, help=escape(field.metadata["help"] + shown), show_default=False)
-        return _keyword(field.name, types[field.name], info)
+        annotation = Annotated[types[field.name] | None, info]
+        return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
     def decorate(command: Command) -> Command:
         _, *own = inspect.signature(command, eval_str=True).parameters.values()
         options = [as_option(field) for field in fields(recipe)]
         names = {option.name for option in options}
-        old = {other: field for field in fields(recipe) for other in field.metadata["also"]}
-        old |= {field.name: field for field in fields(recipe) if field.metadata["called"]}
-        for other, field in old.items():
-            hidden = typer.Option(f"--{other.replace('_', '-')}", hidden=True)
-            options.append(_keyword(f"old_{other}", types[field.name], hidden))
 
         def run(**given):
-            for other, field in old.items():
-                if (value := given.pop(f"old_{other}")) is not None:
-                    note(f"--{other.replace('_', '-')} is called --{called(field)} here.")
-                    given[field.name] = value
             changes = {name: value for name, value in given.items() if name in names and value is not None}
             try:
                 return command(changes, **{name: value for name, value in given.items() if name not in names})
@@ -71,9 +63,3 @@ def _as_typed(sentence: str, recipe: type) -> str:
     """The sentence of an error, with options for names of fields: its first word, any with a value or a line in it."""
     typed = {field.name: f"--{called(field)}" for field in fields(recipe)}
     return re.sub(r"^\w+(?= )|\b\w+_\w+\b|\b\w+(?= = )", lambda found: typed.get(found[0], found[0]), sentence)
-
-
-def _keyword(name: str, kind: Any, info: Any) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
-    )

@@ -47,20 +47,13 @@ RESULTS, PAGE, CONFIG = "results.json", "report.md", "config.json"
 RUNS = "runs"  # in the folder of a comparison: the records of its trainings
 
 
-def option(
-    default: Any,
-    help: str,
-    also: tuple[str, ...] = (),
-    called: str | None = None,
-    shown: Callable[[str], str] | None = None,
-) -> Any:
+def option(default: Any, help: str, called: str | None = None, shown: Callable[[str], str] | None = None) -> Any:
     """A field of a recipe: its default, and the line that explains it in the command's help.
 
-    called: its name on the command line, where that is not the field's. also: its names in other commands or earlier
-    versions, which the command line accepts, as it does the field's own, with a note that gives the name here.
-    shown: how a page writes the value, where that differs from the value itself.
+    called: its name on the command line, where that is not the field's. shown: how a page writes the value, where that
+    differs from the value itself.
     """
-    return field(default=default, metadata={"help": help, "also": also, "called": called, "shown": shown})
+    return field(default=default, metadata={"help": help, "called": called, "shown": shown})
 
 
 def called(part: Field) -> str:

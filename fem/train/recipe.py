@@ -23,11 +23,7 @@ class TrainRecipe:
     model: str = option(
         "{}", 'Other model fields than the preset\'s, as JSON: {"mixer": {"use_conv": false}}.', called="model_fields"
     )
-    data: str = option(
-        "",
-        "Text, .jsonl, .parquet, a folder of them, or a dataset of the hub, which is streamed.",
-        also=("text", "text_file"),
-    )
+    data: str = option("", "Text, .jsonl, .parquet, a folder of them, or a dataset of the hub, which is streamed.")
     subset: str | None = option(None, "Configuration of the hub dataset.")
     field: str = option("text", "Field of a record that has its text.")
     tokenizer: str | None = option(
@@ -35,7 +31,7 @@ class TrainRecipe:
     )
     vocabulary: int = option(4096, "Entries of a tokenizer that is trained here.")
     context: int = option(512, "Tokens per row.")
-    batch_size: int = option(16, "Rows per step, over all processes.", also=("batch",))
+    batch_size: int = option(16, "Rows per step, over all processes.")
     micro_batch: int | None = option(None, "Rows per forward pass of a process; default: all its rows of a step.")
     max_steps: int = option(1000, "Optimiser steps; more extend a finished run.", called="steps")
     warmup_steps: int | None = option(

@@ -297,15 +297,6 @@ def test_a_mistake_is_answered_by_one_sentence(monkeypatch, capsys, tmp_path, mo
     assert not (tmp_path / "runs" / "inspect").exists()
 
 
-def test_a_model_without_its_option_is_taken_with_a_hint(monkeypatch, capsys):
-    taken = []
-    monkeypatch.setattr(inspect, "run", lambda *given: taken.append(given))
-    assert fem(monkeypatch, "inspect", "runs/a", "--text", "the") == 0
-    assert (taken[0][0], capsys.readouterr().err) == ("runs/a", "note: the model is given as --model here.\n")
-    assert fem(monkeypatch, "inspect", "--text", "the") == 2
-    assert "model must be given: --model" in capsys.readouterr().err
-
-
 def test_a_model_without_fem_is_refused(monkeypatch, capsys, tmp_path, tokenizer):
     folder = tmp_path / "gpt2"
     GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=8, n_layer=1, n_head=1)).save_pretrained(folder)

@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, T
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from fem import PRIORS, FreeEnergyMixerConfig
-from fem.extras import how_to_install
-from fem.models import FEMConfig, FEMForCausalLM, FEMModel, loss, preset, write_model_card
+from fem.models import FEMConfig, FEMForCausalLM, FEMModel, loss, preset
 from fem.models.presets import FAMILIES, TRANSFORMER, count_parameters, with_parameters
 
 ONES = torch.ones(2, 5, dtype=torch.long)
@@ -487,14 +486,3 @@ def test_impossible_presets_are_refused():
         preset("fem-sm-tiny", mixer=3)
     with pytest.raises(ValueError, match="no room for a SwiGLU"):
         with_parameters(small_config(), 10)
-
-
-def test_model_card_tells_the_layers_and_the_results(softmax_model, tmp_path):
-    path = write_model_card(softmax_model, tmp_path / "my-model", {"validation loss (nats)": 3.25})
-    card = path.read_text()
-    assert path.name == "README.md"
-    assert card.startswith("---\nlibrary_name: transformers\n")
-    assert "| layers, by prior | 2 softmax |" in card
-    assert "| validation loss (nats) | 3.25 |" in card
-    assert 'from_pretrained("my-model")' in card
-    assert how_to_install("lm") in card  # the library is on no index yet

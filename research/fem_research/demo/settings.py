@@ -19,9 +19,7 @@ LEAST_CONTEXT = 24
 class DemoRecipe:
     """The demo's sizes. The defaults take under eight minutes on two cores."""
 
-    text_file: Path | None = option(
-        None, "Your own UTF-8 text, instead of the help topics of this Python.", also=("text",)
-    )
+    text_file: Path | None = option(None, "Your own UTF-8 text, instead of the help topics of this Python.")
     seeds: int = option(1, "How many seeds the language models are trained with.")
     seed: int = option(0, "First seed.")
     argmax_steps: int = option(4_000, "Most training steps of each argmax reader.")
@@ -32,7 +30,7 @@ class DemoRecipe:
     mlp_width: int = option(352, "Width of softmax attention's SwiGLU.")
     vocabulary: int = option(2048, "Entries of the byte-pair tokenizer.")
     context: int = option(128, "Tokens per sequence.")
-    batch_size: int = option(16, "Sequences per step.", also=("batch",))
+    batch_size: int = option(16, "Sequences per step.")
     threads: int = option(1, "CPU threads; more of them are faster on an idle machine, and slower on a busy one.")
 
     def __post_init__(self):

@@ -24,12 +24,11 @@ class FinetuneRecipe:
     """A model, its training, and further training of it with every mixer. The defaults take a laptop some minutes."""
 
     text: Path | None = option(None, "UTF-8 text file; default: Python's sources and help topics.", called="text_file")
-    architecture: str = option("gpt2", "gpt2, or llama with grouped heads.", also=("host",))
+    architecture: str = option("gpt2", "gpt2, or llama with grouped heads.")
     mixers: str = option(
         ",".join(FIELDS),
         "attention: the model as it is; its copies: +G (the outer gate alone), +LTG/r4 (gates of rank 4), "
         "+LTG (full gates).",
-        also=("arms",),
     )
     layers: int = option(3, "Blocks of the original.")
     width: int = option(96, "Width of the original.")
