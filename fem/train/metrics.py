@@ -141,14 +141,8 @@ def read_statistics(model: FEMForCausalLM, row: Row | None) -> dict[str, float]:
 
 def gate_statistics(model: FEMForCausalLM, row: Row) -> dict[str, float]:
     lambdas: list[float] = []
-
-    def collect(gate, args, factors):
-        lambda_, _ = factors
-        if lambda_ is not None:
-            lambdas.append(lambda_.float().mean().item())
-
-    gates = [module for module in model.modules() if isinstance(module, TwoLevelGate)]
-    hooks = [gate.register_forward_hook(collect) for gate in gates]
+    inner = [gate.inner for gate in model.modules() if isinstance(gate, TwoLevelGate) and gate.inner is not None]
+    hooks = [part.register_forward_hook(lambda _, x, y: lambdas.append(y.sigmoid().mean().item())) for part in inner]
     training = model.training
     try:
         model.eval()
