@@ -242,8 +242,8 @@ class FreeEnergyMixerConfig:
             for name in ("free_share", "value_logexp_cap"):
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"{name} needs a prior that reads two kinds of values, got {name}={getattr(self, name)!r} with "
-                        f"{self.prior_type!r}; leave it out."
+                        f"{name} needs a prior that reads every channel on its own, got {name}={getattr(self, name)!r} "
+                        f"with {self.prior_type!r}, which reads all channels of a head together; leave it out."
                     )
         for name, readers in _readers().items():
             value = getattr(self, name)

@@ -71,7 +71,7 @@ def test_a_share_of_no_channel_or_without_a_free_energy_is_refused():
         FreeEnergyMixerConfig(**fields, free_share=0.05)
     with pytest.raises(ValueError, match="free_share needs use_lse=True"):
         FreeEnergyMixerConfig(**fields, free_share=0.5, use_temperature=False, use_lse=False)
-    with pytest.raises(ValueError, match="free_share needs a prior that reads two kinds of values"):
+    with pytest.raises(ValueError, match="mamba_interactive', which reads all channels of a head together"):
         FreeEnergyMixerConfig(**fields, free_share=0.5, prior_type="mamba_interactive")
 
 

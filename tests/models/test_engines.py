@@ -231,6 +231,13 @@ def test_beyond_the_range_the_clip_is_reported_and_a_shift_mends_it(family, tmp_
     assert loaded.model.layers[0].attention.largest == pytest.approx(reaches[0], rel=1e-4)
 
 
+def test_calibration_of_a_capped_model_centres_what_the_cap_leaves():
+    model, ids = shifted_values(20.0, **FAMILIES["capped"]), tokens(2, 12)
+    exact = model(ids).logits
+    assert max(calibrate(model, ids)) <= FAMILIES["capped"]["mixer"]["value_logexp_cap"]
+    torch.testing.assert_close(served(model, "sdpa", ids).logits, exact, rtol=1e-4, atol=1e-4)
+
+
 def test_calibration_is_refused_where_no_engine_serves():
     with pytest.raises(ValueError, match="the conditioner"):
         calibrate(small_model(mixer={"use_conv": True}), tokens(1, 4))

@@ -519,6 +519,7 @@ def test_mask_of_a_flash_kernel_is_refused():
         ({"fem_dim": 16}, "fem_dim"),
         ({"causal": False}, "causal"),
         ({"use_conv": True}, "use_conv"),
+        ({"free_share": 0.5}, "free_share changes what the original computes"),
         ({"use_temperature": False, "use_lse": True}, "use_temperature"),
         ({"layers": [3]}, "layers.*below 3"),
         ({"layers": [True]}, "layers"),

@@ -48,10 +48,11 @@ def _head(site: Site, prior_type: str, config: dict) -> FreeEnergyHead:
             raise ValueError(
                 f"{name} is the original's with preserve=True, got {config[name]!r}; leave it out or preserve=False."
             )
-    if config.get("use_conv") or config.get("value_logexp_cap") is not None:
-        raise ValueError(
-            "use_conv and value_logexp_cap change what the original computes; leave them out or pass preserve=False."
-        )
+    for name in ("use_conv", "free_share", "value_logexp_cap"):
+        if config.get(name):
+            raise ValueError(
+                f"{name} changes what the original computes, got {config[name]!r}; leave it out or pass preserve=False."
+            )
     if config.get("use_lse", False) and not config.get("use_temperature", True):
         raise ValueError(
             "use_lse without use_temperature drops the original's mean; leave it out or pass preserve=False."

@@ -24,9 +24,9 @@ class Gradients(NamedTuple):
 class PairRead:
     """The mean of v and the free energy of f at temperatures beta, under the same scores: float32 or float64.
 
-    values: [v | e | zeros], and zeros where no row may look. What else the backward needs is computed again, as nothing
-    should lie beside the attention's own gradients. A minimum along time of a slice of a head's channels takes six times
-    as long as that of a copy.
+    values: [v | e | zeros], and zeros where no row may look. What else the backward needs is computed again, as memory
+    is fullest while attention's own gradients are made. f is copied for its minimum and maximum, which take six times
+    as long over a slice of a head's channels.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class PairRead:
         return away if self.hidden is None else away.masked_fill_(self.hidden, 0.0)
 
     def _both(self, one: Float[Tensor, "b t h dv"], other: Float[Tensor, "b t h df"]) -> Float[Tensor, "b t h w"]:
-        """[one | other | zeros], as wide as attention reads them best; by copies, which take two thirds of cat's time."""
+        """[one | other | zeros], as wide as attention wants them; copies take two thirds of the time of torch.cat."""
         width = one.shape[-1] + other.shape[-1]
         both = one.new_empty(*one.shape[:3], self.scores.width(width))
         both[..., width:] = 0.0
