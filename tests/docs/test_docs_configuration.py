@@ -8,10 +8,12 @@ from pathlib import Path
 import torch
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+from fem.models import FEMConfig
+from fem.models.engines.support import obstacle, obstacle_to_states
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "configuration.md").read_text()
-START = re.compile(r"^\| (?:attention: )?`(\.\w+\(.*\))` \| ([\d,]+) \| ([\d,]+) \| (\d+) \| (.*) \|$", re.MULTILINE)
+START = re.compile(r"^\| (?:attention: )?`(\.\w+\(.*\))` \| ([\d,]+) \| ([\d,]+) \| (\d+) \| (\w+, \d+) \| (.*) \|$", re.M)
 
 
 def test_every_field_is_in_the_table_with_its_default():
@@ -31,7 +33,17 @@ def test_what_a_starting_point_costs_is_counted_and_its_time_is_of_a_layer_as_la
         cache, spare = divmod(long.nbytes - short.nbytes, 10)
         assert not spare
         width = long.memory["value"].shape[-1]
-        assert shown == [f"{parameters:,}", f"{cache:,}", str(width), train_step(parameters)], call
+        assert shown == [f"{parameters:,}", f"{cache:,}", str(width), engines(layer.config), train_step(parameters)], call
+
+
+def engines(mixer: FreeEnergyMixerConfig) -> str:
+    """Who serves the layer from an engine's cache, and the head size of that cache."""
+    given = {name: getattr(mixer, name) for name in ("use_lse", "use_temperature", "use_outer_gate", "use_conv")}
+    given |= {"gate_rank": mixer.gate_rank, "free_share": mixer.free_share}
+    config = FEMConfig(hidden_size=512, num_attention_heads=8, num_hidden_layers=1, mixer=given)
+    assert config.mixer_configs() == [mixer]
+    assert obstacle_to_states(config) is None or not mixer.use_conv
+    return f"{'all' if obstacle(config) is None else 'vLLM'}, {config.head_dim}"
 
 
 def train_step(parameters: int) -> str:
