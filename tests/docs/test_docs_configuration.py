@@ -13,7 +13,9 @@ from fem.models.engines.support import obstacle, obstacle_to_states
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "configuration.md").read_text()
-START = re.compile(r"^\| (?:attention: )?`(\.\w+\(.*\))` \| ([\d,]+) \| ([\d,]+) \| (\d+) \| (\w+, \d+) \| (.*) \|$", re.M)
+START = re.compile(
+    r"^\| (?:attention: )?`(\.\w+\(.*\))` \| ([\d,]+) \| ([\d,]+) \| (\d+) \| (\w+, \d+) \| (.*) \|$", re.M
+)
 
 
 def test_every_field_is_in_the_table_with_its_default():
@@ -33,7 +35,9 @@ def test_what_a_starting_point_costs_is_counted_and_its_time_is_of_a_layer_as_la
         cache, spare = divmod(long.nbytes - short.nbytes, 10)
         assert not spare
         width = long.memory["value"].shape[-1]
-        assert shown == [f"{parameters:,}", f"{cache:,}", str(width), engines(layer.config), train_step(parameters)], call
+        assert shown == [f"{parameters:,}", f"{cache:,}", str(width), engines(layer.config), train_step(parameters)], (
+            call
+        )
 
 
 def engines(mixer: FreeEnergyMixerConfig) -> str:
