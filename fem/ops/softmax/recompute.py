@@ -39,7 +39,7 @@ def recompute(
         fallbacks.count(doubtful.numel(), 0)
         return free_energy
     first, end = (None, None) if seen is None else seen
-    again = _recompute(doubtful, q, k, f, beta, bias, keep, first, end, causal, scale)
+    again, _ = _recompute(doubtful, q, k, f, beta, bias, keep, first, end, causal, scale)
     return torch.where(doubtful, again, free_energy)
 
 
@@ -47,20 +47,30 @@ _INPUTS = (
     "Tensor doubtful, Tensor q, Tensor k, Tensor f, Tensor beta, Tensor? bias, Tensor? keep, Tensor? first, "
     "Tensor? end, bool causal, float scale"
 )
-_WAITS = (torch.Tag.cudagraph_unsafe,)  # how many entries there are is read on the host
+_WAITS = (torch.Tag.cudagraph_unsafe,)  # whether there are entries is read on the host
 
 
-@torch.library.custom_op("fem::softmax_recompute", mutates_args=(), schema=f"({_INPUTS}) -> Tensor", tags=_WAITS)
+@torch.library.custom_op(
+    "fem::softmax_recompute", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)", tags=_WAITS
+)
 def _recompute(doubtful, *inputs):
-    """The free energy where it is doubtful, 0 elsewhere."""
+    """The free energy where it is doubtful, 0 elsewhere; and on the host, for the backward, whether any is."""
+    some = doubtful.any().cpu()
+    if not some:
+        fallbacks.count(doubtful.numel(), 0)
+        return _nothing(doubtful, *inputs).zero_(), some
     entries = _listed(doubtful)
     fallbacks.count(doubtful.numel(), len(entries))
     with torch.no_grad():
-        return _placed(doubtful, entries, *inputs)
+        return _placed(doubtful, entries, *inputs), some
 
 
 @_recompute.register_fake
-def _(doubtful, q, *_):
+def _(doubtful, *inputs):
+    return _nothing(doubtful, *inputs), doubtful.new_empty((), device="cpu")
+
+
+def _nothing(doubtful, q, *_) -> Tensor:
     return torch.empty(doubtful.shape, dtype=upcast(q).dtype, device=q.device)
 
 
@@ -84,31 +94,38 @@ def _five(tensors, missing: Tensor | None = None) -> tuple[Tensor | None, ...]:
 @torch.library.custom_op(
     "fem::softmax_recompute_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor some, Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=_WAITS,
 )
-def _recompute_backward(*inputs):
-    return _gradients(*inputs)
+def _recompute_backward(some, *inputs):
+    if some:
+        return _gradients(*inputs)
+    return tuple(x.zero_() for x in _like(*inputs))
 
 
 @_recompute_backward.register_fake
-def _(grad, doubtful, q, k, f, beta, bias, *_):
+def _(some, *inputs):
+    return _like(*inputs)
+
+
+def _like(grad, doubtful, q, k, f, beta, bias, *_) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (q, k, f, beta, q.new_empty(0) if bias is None else bias))
 
 
 def _save(ctx, inputs, output):
     *tensors, ctx.causal, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*tensors, output[1])
 
 
-def _differentiate(ctx, grad):
-    doubtful, *tensors = ctx.saved_tensors
+def _differentiate(ctx, grad, _):
+    doubtful, *tensors, some = ctx.saved_tensors
     inputs, how = tensors[:5], (*tensors[5:], ctx.causal, ctx.scale)
     if torch.is_grad_enabled():
         gradients = again_differentiable(lambda *x: [_placed(doubtful, _listed(doubtful), *x, *how)], inputs, [grad])
     else:  # a graph and the meta device need an op, but inside an op vjp does not know dispatch modes
         plain = type(grad) is Tensor and not grad.is_meta
-        gradients = (_gradients if plain else _recompute_backward)(grad, doubtful, *inputs, *how)
+        given = (grad, doubtful, *inputs, *how)
+        gradients = _gradients(*given) if plain else _recompute_backward(some, *given)
     return None, *gradients[:4], gradients[4] if inputs[4] is not None else None, *[None] * 5
 
 

@@ -306,7 +306,7 @@ def test_recomputed_entries_have_the_gradients_of_the_definition(shape):
     torch.library.opcheck(recompute._recompute, arguments, test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(
         recompute._recompute_backward,
-        (weight.double(), doubtful & False, *arguments[1:]),  # vjp knows no modes
+        (torch.tensor(False), weight.double(), *arguments),  # vjp knows no modes
         test_utils=("test_schema", "test_faketensor"),
     )
 
