@@ -1,9 +1,10 @@
-"""What softmax attention remembers: the keys of every token that a later one can still see, and [v | e] of its values.
+"""What softmax attention remembers: the keys of every token that a later one can still see, and on a CPU [v | e] of its
+values, on other devices the values.
 
 e = exp(beta (f - c)), f the values whose free energy is read, is written once, when the token arrives, so that a later
 token reads the cache by attention alone (`fem/ops/softmax/cached.py`). The shift c and beta are those of the stream's
 first tokens. Without a free energy, and in float16, where e overflows, the values are cached as they come. So is an f
-of its own, [v | f], where e could not give it back: under gradients, on a GPU, and beyond e's range.
+of its own, [v | f], where e could not give it back: under gradients, and beyond e's range.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def append(
         hidden = ~tokens.keep[:, None, :, None]
         k, v, f = (None if x is None else x.masked_fill(hidden, 0.0) for x in (k, v, f))
     start = {name: memory[name] for name in PACKED if name in memory}
-    if not memory and beta is not None and v.dtype != torch.float16:
+    if not memory and beta is not None and v.dtype != torch.float16 and v.device.type == "cpu":
         start = _start(v if f is None else f, beta, tokens.keep)
     if start and f is not None and not _recoverable(f, start):
         memory, start = in_values(memory), {}

@@ -28,7 +28,7 @@ from fem.ops.softmax.support import Intervals
 _TILE = 128
 _PROVEN_SPAN = 58.0  # nats: the shift takes up to log 2 more, the rounding of p and e the rest to 60
 _WIDEST = 128  # columns of one attention call: two calls of half the width cost half of one padded to 256
-_RECOMPILES = 64  # of FlexAttention: one for each of gradients, few rows, one row, few tokens, one token, and dtypes
+_RECOMPILES = 64  # one for each of gradients, few rows, one row, few tokens, one token, dtypes, widths
 _CUDNN, _FLASH, _EFFICIENT = (
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -79,11 +79,10 @@ def composed_read(
     # An exported graph would hold the context as a graph of its own, which torch.cond does not survive.
     with contextlib.nullcontext() if exporting else torch.autocast(q.device.type, enabled=False):
         q, k, v = (x.to(dtype) for x in (q, k, v))
-        fused = _fused if q.is_cuda and not torch.compiler.is_compiling() else lambda function: function
         together = exporting or v.shape[3] + f.shape[3] <= max(_WIDEST, q.shape[3])
-        parts, shift, small = fused(_prologue)(v, f, beta, hidden, together)
+        parts, shift, small = fused(_prologue, q)(v, f, beta, hidden, together)
         out = [attend(q, k, part) for part in parts]
-        mean, free_energy, doubtful = fused(_epilogue)(out, beta, shift, small, sees)
+        mean, free_energy, doubtful = fused(_epilogue, q)(out, beta, shift, small, sees)
         if not f.shape[3] or span <= _PROVEN_SPAN:
             return Read(mean, free_energy)
         if portable():
@@ -131,9 +130,11 @@ def _epilogue(
     return mean, free_energy, doubtful
 
 
-def _fused(function: Callable) -> Callable:
-    """The function compiled, for eager calls on a GPU; as it is where the compiler fails."""
-    return function if function in _UNFUSED else functools.partial(_try_fused, function)
+def fused(function: Callable, x: Tensor) -> Callable:
+    """The function compiled, for eager calls on a GPU, where x is; as it is elsewhere and where the compiler fails."""
+    if not x.is_cuda or torch.compiler.is_compiling() or function in _UNFUSED:
+        return function
+    return functools.partial(_try_fused, function)
 
 
 _UNFUSED: set[Callable] = set()
@@ -144,7 +145,8 @@ def _try_fused(function: Callable, *arguments):
         for dim in range(2 if isinstance(x, Tensor) and x.ndim == 4 else 0):
             torch._dynamo.maybe_mark_dynamic(x, dim)
     try:
-        return _compiled(function)(*arguments)
+        with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
+            return _compiled(function)(*arguments)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of whatever kind: without a compiler the functions run as they are

@@ -114,6 +114,44 @@ def softmax_step(
     return Read(per_head(mean), per_head(free_energy))
 
 
+def traced_step(
+    q: Float[Tensor, "b h dk"],
+    keys: Float[Tensor, "b hkv t dk"],
+    v: Float[Tensor, "b hkv t dv"],
+    f: Float[Tensor, "b hkv t df"],
+    beta: Float[Tensor, "hkv df"],
+    mask: Float[Tensor, "#b #h t"] | None,
+    scale: float,
+    shared: bool,
+) -> Read:
+    """`softmax_step` for a compiler, which fuses it into a few passes over the cache: it looks at no value.
+
+        F = c + log(1 + sum_i p_i (e^{beta (f_i - c)} - 1)) / beta
+        c = max(sum_i p_i f_i, max_i(f_i + log(p_i) / beta))
+
+    F is at least c, by Jensen's inequality and as a sum is at least each of its terms. So no p_i e^{..} exceeds 1, the
+    sum of all is at least 1, and the result is exact for any values: no flag says where it is not.
+    """
+    heads, kv_heads, least = q.shape[1], keys.shape[1], torch.finfo(upcast(q).dtype).min
+    per_head = lambda x: upcast(x)[:, :, None]  # noqa: E731
+    q = upcast(q).unflatten(1, (kv_heads, -1))[..., None, :]
+    scores = (q * per_head(keys)).sum(-1, keepdim=True) * scale  # a sum, as cuBLAS would want the cache in float32
+    if mask is not None:
+        scores = scores + mask.expand(-1, heads, -1).unflatten(1, (kv_heads, -1))[..., None]
+    log_p = scores - scores.amax(3, keepdim=True).clamp_min(least)
+    log_p = log_p - log_p.exp().sum(3, keepdim=True).clamp_min(1.0).log()
+    beta = beta.to(log_p.dtype)
+    beta = beta.as_strided(beta.shape, beta.stride())[:, None, None]  # inductor stores it: else made per number of f
+    p, v, f = log_p.exp(), per_head(v), per_head(f)
+    mean = (p * v).sum(3, keepdim=True)
+    middle = mean if shared else (p * f).sum(3, keepdim=True)
+    shift = torch.maximum(middle, (f + log_p / beta).amax(3, keepdim=True))
+    z = (f - shift) * beta
+    more = torch.where(z < 1, p * z.expm1(), (log_p + z).exp() - p).sum(3, keepdim=True)
+    free_energy = shift + more.log1p() / beta
+    return Read(*(x.reshape(x.shape[0], 1, heads, x.shape[-1]) for x in (mean, free_energy)))
+
+
 def _lifted_softmax(scores: Float[Tensor, "b hkv g t"]) -> Float[Tensor, "b hkv g t"]:
     """2^40 p, from squares of e^{s / 2}; 0 in a row of -inf."""
     peak = scores.amax(-1, keepdim=True).clamp_min_(torch.finfo(scores.dtype).min)

@@ -14,8 +14,8 @@ from fem.ops.common.read import Read, connected_zeros
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import differentiated, transformed
 from fem.ops.softmax.cached import unpacked
-from fem.ops.softmax.composed import composed_read
-from fem.ops.softmax.decode import packed_step, softmax_step
+from fem.ops.softmax.composed import composed_read, fused
+from fem.ops.softmax.decode import packed_step, softmax_step, traced_step
 from fem.ops.softmax.naive import naive_softmax_read
 from fem.ops.softmax.op import pair_read
 from fem.ops.softmax.packing import Packing
@@ -102,19 +102,22 @@ def cached_read(
     """
     time = keys.shape[2]
     dtype = torch.promote_types(q.dtype, torch.promote_types(keys.dtype, values.dtype))
-    step = q.shape[1] == 1 and softmax_backend(backend, q.device, dtype) == "sdpa" and _free(q, keys, values, beta)
+    step = q.shape[1] == 1 and softmax_backend(backend, q.device, dtype) == "sdpa"
+    traced = step and _traced(q, keys, values, beta)
+    step = traced or (step and _free(q, keys, values, beta))
     if step:
         by_pairs = window is not None or (tokens is not None and tokens.document is not None)
         seen = intervals(1, time, False, window, tokens, q.device) if by_pairs else None
         mask = _mask(None if tokens is None else tokens.keep, seen, None, time)
         scale = q.shape[-1] ** -0.5
-        read = None if how is None else packed_step(q[:, 0], keys, values, how, mask, scale)
+        read = None if how is None or traced else packed_step(q[:, 0], keys, values, how, mask, scale)
         if read is not None:
             return _as(dtype, beta, Read(*(x[:, None] for x in read)))
     v, free_values = unpacked(values, how, split, 0 if beta is None else beta.shape[-1])
     if step:
         f, temperatures = _second(v, free_values, beta, keys.shape[1])
-        read = softmax_step(q[:, 0], keys, v, f, temperatures, mask, scale, f is v)
+        one = fused(traced_step, q) if traced else softmax_step
+        read = one(q[:, 0], keys, v, f, temperatures, mask, scale, f is v)
         if read is not None:
             return _as(dtype, beta, read)
     k, v, free_values = (None if x is None else x.transpose(1, 2) for x in (keys, v, free_values))
@@ -131,6 +134,13 @@ def _second(v: Tensor, free_values: Tensor | None, beta: Tensor | None, heads: i
 def _free(*tensors: Tensor | None) -> bool:
     """Whether no derivative is wanted, and values may be read on the host."""
     return not (torch.compiler.is_compiling() or transformed(*tensors) or differentiated(*tensors))
+
+
+def _traced(*tensors: Tensor | None) -> bool:
+    """Whether no derivative is wanted, and a compiler is at work, as it is on a GPU for eager calls."""
+    if torch.compiler.is_exporting() or transformed(*tensors) or differentiated(*tensors):
+        return False
+    return torch.compiler.is_compiling() or tensors[0].is_cuda
 
 
 def _mask(

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fem.functional import softmax_read
 from fem.ops.softmax import read as read_module
-from fem.ops.softmax.decode import softmax_step
+from fem.ops.softmax.decode import softmax_step, traced_step
 from fem.ops.softmax.read import cached_read
 from fem.priors import kv_cache
 
@@ -61,14 +61,25 @@ def test_a_step_equals_the_definition(time, spread, offset, span, masked, seed):
     q, k, v, beta = draw(time, spread)
     v = v * span + offset
     mask = torch.zeros(2, 1, time).masked_fill(torch.rand(2, 1, time) < 0.3, -math.inf) if masked else None
-    read = softmax_step(q, k, v, v, beta, mask, 0.4, True)
     mean, free = definition(q, k, v, beta, mask, 0.4)
-    if read is None:
-        assert (beta * v.amax(2) - beta * v.amin(2)).max() > 60
-        return
     eps = 2e-6 * (1 + v.abs().max())
-    assert (read.mean - mean).abs().max() <= eps
-    assert ((read.free_energy - free).abs() * beta.amin()).max() <= eps
+    for step in (softmax_step, traced_step):
+        read = step(q, k, v, v, beta, mask, 0.4, True)
+        if read is None:
+            assert (beta * v.amax(2) - beta * v.amin(2)).max() > 60
+            continue
+        assert (read.mean - mean).abs().max() <= eps
+        assert ((read.free_energy - free).abs() * beta.amin()).max() <= eps
+
+
+@pytest.mark.parametrize("span", [1e-3, 1.0, 400.0])
+@pytest.mark.parametrize("beta", [1e-4, 0.05, 2.0])
+def test_a_traced_step_keeps_its_digits_at_any_span_and_temperature(span, beta):
+    q, k, v, _ = draw(40)
+    v, beta = v * span, torch.full((2, 3), beta)
+    read = traced_step(q, k, v, v.clone(), beta, None, 0.4, False)
+    for got, wanted in zip(read, definition(q, k, v, beta, None, 0.4)):
+        torch.testing.assert_close(got.double(), wanted, rtol=2e-6, atol=1e-6 * span)
 
 
 def test_an_entry_that_might_be_lost_is_handed_back_and_read_exactly():
@@ -93,9 +104,10 @@ def test_a_token_of_less_weight_than_float32_can_say_counts_by_its_value(without
     q, k, v, beta = draw(2, heads=1, key_heads=1, batch=1)
     mask = torch.tensor([[[0.0, -88.5]]])
     v[..., 1, :] = v[..., 0, :] + 87 / beta
-    read = softmax_step(q, k, v, v, beta, mask, 0.0, True)
     _, free = definition(q, k, v, beta, mask, 0.0)
-    torch.testing.assert_close(read.free_energy.double(), free, rtol=1e-5, atol=1e-5)
+    for step in (softmax_step, traced_step):
+        read = step(q, k, v, v, beta, mask, 0.0, True)
+        torch.testing.assert_close(read.free_energy.double(), free, rtol=1e-5, atol=1e-5)
 
 
 def test_large_scores_cost_a_stream_no_digits():
@@ -108,9 +120,10 @@ def test_large_scores_cost_a_stream_no_digits():
 
 def test_a_row_that_sees_nothing_reads_0():
     q, k, v, beta = draw(5)
-    read = softmax_step(q, k, v, v, beta, torch.full((2, 1, 5), -math.inf), 1.0, True)
-    assert read.mean.eq(0).all()
-    assert read.free_energy.eq(0).all()
+    for step in (softmax_step, traced_step):
+        read = step(q, k, v, v, beta, torch.full((2, 1, 5), -math.inf), 1.0, True)
+        assert read.mean.eq(0).all()
+        assert read.free_energy.eq(0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
