@@ -1,5 +1,5 @@
-"""The command line, `fem`. A command is a module with a function `command`: those of the library are in fem/commands,
-those of other packages join by the entry-point group `fem.commands`.
+"""The command line, `fem`. Its commands are those of fem/commands, and those of packages of the entry-point group
+`fem.commands`. Such a package has HELP (a line by name), RESUMABLE (names) and command(name), which is the function.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Commands(TyperGroup):
 
 def load(name: str) -> TyperCommand:
     """The command itself, with its options."""
-    command = import_module(f"{commands()[name].__name__}.{name}").command
+    command = commands()[name].command(name)
 
     @wraps(command)
     def interruptible(*args, **options):

@@ -1,5 +1,8 @@
 """The commands of the library, one module each. A command imports torch only when it begins, so help is quick."""
 
+from collections.abc import Callable
+from importlib import import_module
+
 HELP = {
     "train": "Train a language model, on one process or under torchrun.",
     "eval": "Score a language model with lm-evaluation-harness.",
@@ -8,3 +11,8 @@ HELP = {
     "doctor": "What runs on this machine, and what is missing.",
 }
 RESUMABLE = ()
+
+
+def command(name: str) -> Callable:
+    """The function behind `fem NAME`."""
+    return import_module(f"{__name__}.{name}").command

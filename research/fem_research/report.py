@@ -49,13 +49,13 @@ ITEMS = (
 DRAWN_BY = {
     "argmax": "fem_research.argmax.experiment",
     "ablate": "fem_research.lm.ablate",
-    "bench": "fem_research.bench.tables",
+    "bench": "fem_research.bench.experiment",
     "demo": "fem_research.demo.experiment",
-    "forecast": "fem_research.forecast.report",
+    "forecast": "fem_research.forecast.experiment",
     "mad": "fem_research.mad.report",
     "natural": "fem_research.natural.experiment",
-    "regimes": "fem_research.regimes.report",
-    "vision": "fem_research.vision.report",
+    "regimes": "fem_research.regimes.experiment",
+    "vision": "fem_research.vision.experiment",
 }
 
 
@@ -152,7 +152,7 @@ def found_results(output: Path) -> dict[str, dict]:
 
 def index(output: Path) -> str:
     """Our pages by experiment, or the command that makes one; then Tables 2 and 4 of all runs."""
-    from fem_research.forecast.report import TABLE_4_NOTE, table4
+    from fem_research.forecast.experiment import TABLE_4_NOTE, table4
 
     found = found_results(output)
     sections = []

@@ -18,10 +18,9 @@ from fem.runs.run import progress, read_json
 from fem.train.model import build_model
 from fem.train.saving import SavingTrainer
 from fem.train.watch import Watch
-from fem_research.common.grid import Grid
-from fem_research.common.jobs import keep
+from fem_research.common.grid import Grid, keep
 from fem_research.lm import ablate, equal_time
-from fem_research.lm.ablations import ROWS, row_fields
+from fem_research.lm.ablate_recipe import ROWS, row_fields
 from fem_research.lm.small import LanguageRecipe, model_config
 
 TINY = ablate.AblateRecipe(

@@ -11,10 +11,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fem import cli
-from fem_research.bench import cases, decode, experiment, mixers, paper, tables, workloads
+from fem_research.bench import cases, experiment, mixers, workloads
 from fem_research.bench.cases import PARTS, PROFILES, Case
 from fem_research.bench.mixers import BASELINE, Size
-from fem_research.common import baselines, measure
+from fem_research.common import measure
+from fem_research.common import mixers as mixers_of_all
+from fem_research.common.mixers import BASELINES
 
 CPU = torch.device("cpu")
 SMALL = Size(1, 24, 32, 2)
@@ -33,14 +35,14 @@ TINY = [
 @pytest.fixture
 def quickly(monkeypatch):
     monkeypatch.setattr(measure, "FEWEST_TURNS", 1)
-    monkeypatch.setattr(decode, "STRETCH", 3)
+    monkeypatch.setattr(workloads, "STRETCH", 3)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
 
 def test_every_mixer_of_every_profile_is_known():
     for case in (case for profile in PROFILES.values() for case in profile if case.part != "read"):
         for name in case.mixers:
-            assert name == "DiffTrans" or name in baselines.BASELINES or mixers.build_mixer(name, SMALL)
+            assert name == "DiffTrans" or name in BASELINES or mixers.build_mixer(name, SMALL)
 
 
 @pytest.mark.parametrize("name", ["attention", "FEM-SM without C", "FEM-GLA without C", "attention, plain", "GLA"])
@@ -53,11 +55,11 @@ def test_mixers_have_equal_linear_weights(name):
 @pytest.mark.parametrize(
     "name, stream",
     [
-        ("attention", decode.stream),
-        ("FEM-SM", decode.stream),
-        ("FEM-GLA", decode.stream),
-        ("attention", decode.served),
-        ("FEM-SM without C", decode.served),
+        ("attention", workloads.stream),
+        ("FEM-SM", workloads.stream),
+        ("FEM-GLA", workloads.stream),
+        ("attention", workloads.served),
+        ("FEM-SM without C", workloads.served),
     ],
 )
 @torch.no_grad()
@@ -72,14 +74,14 @@ def test_what_is_timed_token_by_token_is_what_the_layer_computes(name, stream, q
 
 SERVED = """
 import torch
-from fem_research.bench import cases, decode, mixers
+from fem_research.bench import cases, mixers, workloads
 torch.manual_seed(0)
 with torch.no_grad():
     for name in cases.SERVED:
         layer = mixers.build_mixer(name, mixers.Size(1, 24, 32, 2)).eval()
         prompt, tokens = torch.randn(1, 9, 32), torch.randn(5, 1, 1, 32)
         whole = layer(torch.cat([prompt, *tokens], 1))
-        generate, _ = decode.served(layer, prompt, tokens)
+        generate, _ = workloads.served(layer, prompt, tokens)
         for _ in range(2):
             torch.testing.assert_close(torch.cat(generate(), 1), whole[:, 9:], rtol=1e-5, atol=1e-5)
 """
@@ -92,11 +94,11 @@ def test_a_served_token_is_one_graph_and_what_the_layer_computes():
 
 
 def test_attention_and_fem_keep_2_d_numbers_per_token(quickly):
-    streams = {name: decode.stream(mixers.build_mixer(name, SMALL), *drawn()) for name in ("attention", "FEM-SM")}
+    streams = {name: workloads.stream(mixers.build_mixer(name, SMALL), *drawn()) for name in ("attention", "FEM-SM")}
     assert streams["attention"][1] == 4 * 2 * 32 * 9
     assert 4 * 2 * 32 * 9 <= streams["FEM-SM"][1] <= 4 * 2 * 32 * 9 + 300  # and a shift, a beta and a place
     for name in cases.SERVED:
-        assert decode.served(mixers.build_mixer(name, SMALL), *drawn())[1] == 4 * 2 * 32 * 9
+        assert workloads.served(mixers.build_mixer(name, SMALL), *drawn())[1] == 4 * 2 * 32 * 9
 
 
 def drawn():
@@ -132,10 +134,10 @@ def test_memory_of_a_case_is_measured_in_a_process_of_its_own():
 
 
 def test_the_papers_ratios_stand_beside_ours():
-    case = Case("gpt2", SMALL, "float32", tuple(paper.TABLE7), layers=1)
+    case = Case("gpt2", SMALL, "float32", tuple(cases.TABLE7), layers=1)
     costs = {"parameters": 1, "forward_s": 2.0, "train_s": 3.0, "train_extra_bytes": 4, "forward_flop": 5}
     found = {"attention": costs, "FEM-SM": costs | {"forward_s": 2.2}}
-    rows = {row["mixer"]: row for row in tables.rows("gpt2", [(case, found)])}
+    rows = {row["mixer"]: row for row in experiment.rows("gpt2", [(case, found)])}
     assert rows["FEM"]["forward ratio"] == "1.10 (1.13)"
     assert rows["FEM"]["train ratio"] == "1.00 (1.26)"
     assert rows["attention"]["memory ratio"] == "1.00 (1.00)"
@@ -144,11 +146,11 @@ def test_the_papers_ratios_stand_beside_ours():
 
 
 def test_a_baseline_needs_a_gpu_and_its_library(monkeypatch):
-    case = Case("gpt2", SMALL, "float32", tuple(paper.TABLE7), layers=1)
+    case = Case("gpt2", SMALL, "float32", tuple(cases.TABLE7), layers=1)
     assert not workloads.runs(case, "RWKV7", CPU)
-    monkeypatch.setattr(baselines, "find_spec", lambda name: None)
+    monkeypatch.setattr(mixers_of_all, "find_spec", lambda name: None)
     assert not workloads.runs(case, "RWKV7", torch.device("cuda"))
-    monkeypatch.setattr(baselines, "find_spec", lambda name: name)
+    monkeypatch.setattr(mixers_of_all, "find_spec", lambda name: name)
     assert workloads.runs(case, "RWKV7", torch.device("cuda"))
 
 
@@ -180,7 +182,7 @@ def test_every_part_has_a_section_a_table_and_its_picture(monkeypatch, tmp_path,
     page = (tmp_path / "bench" / "report.md").read_text()
     assert "`fem bench" in page
     for part in PARTS:
-        assert f"## {tables.TITLES[part]}\n" in page
+        assert f"## {experiment.TITLES[part]}\n" in page
         assert (tmp_path / "bench" / f"{part}.csv").exists()
         assert (tmp_path / "bench" / f"{part}.png").exists() == (part in ("decode", "context"))
     records = json.loads((tmp_path / "bench" / "results.json").read_text())["bench"]
@@ -208,5 +210,5 @@ def test_a_recipe_that_measures_nothing_is_refused(wrong, sentence):
 def test_a_table_begins_with_the_mixer_which_stays_in_sight_while_it_scrolls(part):
     case = Case(part, SMALL, "float32", (BASELINE,))
     cost = {"token_s": 1.0, "state_bytes": 1, "forward_s": 1.0, "train_s": 1.0, "train_extra_bytes": 1}
-    (row,) = tables.rows(part, [(case, {BASELINE: cost})])
+    (row,) = experiment.rows(part, [(case, {BASELINE: cost})])
     assert next(iter(row)) == "mixer"

@@ -16,7 +16,7 @@ from waves import command, ett, waves
 
 from fem import models
 from fem.runs.run import progress
-from fem_research.forecast import report, training
+from fem_research.forecast import experiment, training
 from fem_research.forecast.backbone import ForecastBackbone, build_backbone
 from fem_research.forecast.experiment import run
 from fem_research.forecast.series import Windows
@@ -196,20 +196,6 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(monkeypatch, csv, tmp
         run_job(recipe, tmp_path / "cut")
 
 
-def test_a_checkpoint_of_the_version_before_goes_on_or_is_refused(csv, tmp_path):
-    recipe = ForecastRecipe(data=str(csv), models="none", **TINY | {"epochs": 3})
-    whole = run_job(recipe, tmp_path / "whole")
-    (tmp_path / "old").mkdir()
-    old = shutil.copy(
-        tmp_path / "whole" / "checkpoint.pt" / "checkpoint-2" / "state.pt", tmp_path / "old" / "checkpoint.pt.pt"
-    )
-    assert {**run_job(recipe, tmp_path / "old"), "seconds": 0} == {**whole, "seconds": 0}
-    shutil.rmtree(tmp_path / "old" / "checkpoint.pt")
-    old.write_bytes(b"PK cut off")
-    with pytest.raises(ValueError, match=r"is damaged, or another version's; remove it to train it again"):
-        run_job(recipe, tmp_path / "old")
-
-
 def test_a_damaged_record_is_run_again(csv, tmp_path, capsys):
     recipe = ForecastRecipe(data=str(csv), models="none", **TINY)
     wanted = run(recipe, tmp_path)["forecast"]
@@ -343,10 +329,10 @@ def made_up(data, horizon, model, mse):
 def test_table_4_has_the_paper_s_figures_and_ours_where_all_horizons_were_run():
     runs = [made_up("ETTh1", horizon, "softmax+CLTG", 0.4 + horizon / 10000) for horizon in (96, 192, 336, 720)]
     runs += [made_up("ETTh1", horizon, "dlinear", 0.5) for horizon in (96, 192, 336)]
-    row = next(row for row in report.table4(report.summary(runs)) if row["dataset"] == "ETTh1")
+    row = next(row for row in experiment.table4(experiment.summary(runs)) if row["dataset"] == "ETTh1")
     assert row["FEM"] == "0.434 (0.419)"
     assert row["DLinear"] == "(0.413)"
-    assert report.table4([])[0]["FEM-AFT"] == "(0.223)"
+    assert experiment.table4([])[0]["FEM-AFT"] == "(0.223)"
 
 
 # neuralforecast

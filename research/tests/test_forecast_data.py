@@ -11,8 +11,7 @@ import torch
 from waves import command, ett, waves
 
 from fem_research.forecast import training
-from fem_research.forecast.series import Series, windows
-from fem_research.forecast.tables import ETT_CHANNELS, load_series
+from fem_research.forecast.series import ETT_CHANNELS, Series, load_series, windows
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
-from fem_research.common.jobs import keep, record_of
+from fem_research.common.grid import keep, record_of
 from fem_research.forecast.series import Series
 from fem_research.forecast.settings import ForecastRecipe
 from fem_research.forecast.settings import Job as ForecastJob
 from fem_research.lm import ablate
-from fem_research.lm.ablations import row_fields
+from fem_research.lm.ablate_recipe import row_fields
 from fem_research.mad.experiment import MADRecipe
 from fem_research.regimes.settings import RegimesRecipe
 from fem_research.vision.settings import VisionRecipe

@@ -18,30 +18,31 @@ import pytest
 import torch
 
 from fem import PRIORS, FreeEnergyMixerConfig
-from fem_research.common.baselines import PUBLISHED
-from fem_research.common.jobs import place_of, record_of
+from fem_research.common.blocks import PUBLISHED
+from fem_research.common.grid import place_of, record_of
 from fem_research.common.mixers import canonical, fields_of, known
 from fem_research.common.names import display
 from fem_research.common.sweep import _run, sweep
 from fem_research.mad import training
-from fem_research.mad.backbone import build_backbone, sinusoids
 from fem_research.mad.experiment import MADRecipe, run
-from fem_research.mad.report import mean_curve, summary, write_report
-from fem_research.mad.settings import PROFILES, Profile, Setting, Training, TrainingUntil
-from fem_research.mad.table import (
+from fem_research.mad.report import (
     NOT_OURS,
     TABLE1,
     average,
     baseline_runs,
     best,
+    mean_curve,
     readable,
     scored,
     steps_table,
     steps_to,
+    summary,
     table1,
     task_scores,
+    write_report,
 )
-from fem_research.mad.training import Data, Job, accuracies, evaluate, train
+from fem_research.mad.settings import PROFILES, Profile, Setting, Training, TrainingUntil
+from fem_research.mad.training import Data, Job, accuracies, build_backbone, evaluate, sinusoids, train
 
 TINY = Training(
     heads=2, batch=8, warmup=0.1, bfloat16=False, checkpoints=3, test_examples=12, width=16, blocks=2, mlp_width=32
@@ -335,7 +336,7 @@ def test_checkpoints_of_a_training_stay_until_its_record_is_written_and_nobody_e
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fem_research.common.jobs.write_json", full)
+        patch.setattr("fem_research.common.grid.write_json", full)
         with pytest.raises(OSError, match="No space left"):
             _run(train, own, "cpu", tmp_path)
     assert (tmp_path / own.key / "checkpoint-9").is_dir()

@@ -13,10 +13,10 @@ pytest.importorskip("matplotlib", reason="needs free-energy-mixer[cli]")
 from matplotlib.colors import to_rgb
 
 from fem.priors import PRIORS
-from fem_research.common.baselines import PUBLISHED
+from fem_research.common.blocks import PUBLISHED
 from fem_research.common.mixers import canonical
 from fem_research.common.names import FULL_COLOURS, GREYS, OTHER_GREY, PART_COLOURS, colour, display
-from fem_research.forecast.report import OWN_COLOURS
+from fem_research.forecast.experiment import OWN_COLOURS
 
 PARTS = ["", "G", "L", "LG", "LT", "LTG", "C", "CG", "CL", "CLG", "CLT", "CLTG"]
 ALL = sorted(

@@ -8,10 +8,9 @@ import torch
 
 from fem_research.common.mixers import POOLS
 from fem_research.common.pools import BagModel
-from fem_research.natural.data import bags, of_series
 from fem_research.natural.experiment import run
 from fem_research.natural.settings import NaturalRecipe
-from fem_research.natural.training import parts, standardised
+from fem_research.natural.training import bags, of_series, parts, standardised
 
 TINY = {"sets": "musk1", "pools": "pool:max,pool:attention", "folds": 3, "seeds": 2, "steps": 2, "width": 8, "heads": 2}
 

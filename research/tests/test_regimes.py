@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Generator
 
-from fem_research.common.jobs import record_of
+from fem_research.common.grid import record_of
 from fem_research.common.mixers import KNOWN_ANSWERS, POOLS, canonical, fields_of, mixer_config
 from fem_research.common.paired import paired, shown
 from fem_research.regimes import experiment
-from fem_research.regimes.experiment import RegimesRecipe, run
+from fem_research.regimes.experiment import RegimesRecipe, over, reference, run, table, title
 from fem_research.regimes.real import HELD_OUT, WINDOW, DailyExtremes, Exceeded, Speakers, digits, rows, speeches
-from fem_research.regimes.report import over, reference, table, title
 from fem_research.regimes.settings import ROWS, WITHOUT_FILES
 from fem_research.regimes.tasks import NOT_ASKED, HighWater, PeakHold, Recall, SetStatistics, Snapshot
 from fem_research.regimes.training import TASKS, Training, build, train

@@ -1,4 +1,4 @@
-"""`fem vision`: the image classifier, its data and augmentations, training, and the report."""
+"""`fem vision`: the image classifier, its data and augmentations, training, and the experiment."""
 
 import io
 import json
@@ -29,7 +29,7 @@ from fem import PRIORS, cli
 from fem.models import FEMForImageClassification, FEMImageConfig
 from fem.models.vision import DropPath
 from fem.train.checkpoints import checkpoints
-from fem_research.vision import images, pixels, report, training
+from fem_research.vision import experiment, images, training
 from fem_research.vision.experiment import VisionRecipe, run
 from fem_research.vision.settings import PROFILES
 
@@ -127,7 +127,7 @@ def test_models_have_deits_parameters(profile, prior):
     with torch.device("meta"):
         deit = ViTForImageClassification(ViTConfig(intermediate_size=4 * width, **sizes)).num_parameters()
         ours = FEMForImageClassification(FEMImageConfig(prior_type=prior, **sizes)).num_parameters()
-    assert deit / 1e6 == pytest.approx(report.TABLE_3[profile]["DeiT"][1], abs=0.06)
+    assert deit / 1e6 == pytest.approx(experiment.TABLE_3[profile]["DeiT"][1], abs=0.06)
     assert ours == pytest.approx(deit, rel=0.004)
 
 
@@ -393,7 +393,7 @@ def test_pictures_smaller_than_a_patch_are_refused(tmp_path):
 
 # from pictures to tensors
 
-PLAIN = pixels.Augmentation(min_area=0.3, flip=True, mixup=0.0, cutmix=0.0, smoothing=0.0)
+PLAIN = images.Augmentation(min_area=0.3, flip=True, mixup=0.0, cutmix=0.0, smoothing=0.0)
 
 
 def noise(width, height, mode="RGB"):
@@ -407,7 +407,7 @@ def noise(width, height, mode="RGB"):
 def test_pixels_are_normalised_by_channel(mode, mean, std):
     picture = noise(5, 3, mode)
     values = np.array(picture).reshape(3, 5, -1)
-    found = pixels.pixels(picture)
+    found = images.pixels(picture)
     assert found.shape == (len(mean), 3, 5)
     for c in range(len(mean)):
         for y in range(3):
@@ -418,7 +418,7 @@ def test_pixels_are_normalised_by_channel(mode, mean, std):
 def test_the_central_crop_is_the_middle_of_the_picture():
     picture = noise(12, 8)
     middle = np.array(picture)[1:7, 3:9]
-    np.testing.assert_array_equal(np.array(pixels.central_crop(picture, 6, 0.75)), middle)
+    np.testing.assert_array_equal(np.array(images.central_crop(picture, 6, 0.75)), middle)
 
 
 class Sheet(Image.Image):
@@ -437,7 +437,7 @@ class Sheet(Image.Image):
 @given(st.integers(1, 90), st.integers(1, 90), st.floats(0.05, 1), st.integers(0, 99))
 def test_random_crops_lie_in_the_picture_and_show_enough_of_it(width, height, min_area, seed):
     sheet = Sheet(width, height)
-    pixels.random_crop(sheet, 4, min_area, np.random.default_rng(seed))
+    images.random_crop(sheet, 4, min_area, np.random.default_rng(seed))
     left, top, right, bottom = sheet.box
     assert -1e-9 <= left < right <= width + 1e-9
     assert -1e-9 <= top < bottom <= height + 1e-9
@@ -452,7 +452,7 @@ def test_a_crop_depends_on_seed_epoch_and_index_alone(tmp_path):
     train = images.load_pictures(folder(tmp_path / "data", files)).train
 
     def look(seed, epoch, index, before=()):
-        view = pixels.View(train, 4, 3, 1.0, PLAIN, seed)
+        view = images.View(train, 4, 3, 1.0, PLAIN, seed)
         view.epoch = epoch
         for other in before:
             view[other]
@@ -477,7 +477,7 @@ def test_labels_of_a_mixture_tell_what_is_in_it(mixup, cutmix):
     x = classes[:, None, None, None].expand(-1, 1, 8, 8).float()
     shares = set()
     for seed in range(20):
-        batch = pixels.Batches(4, augmentation)(
+        batch = images.Batches(4, augmentation)(
             [
                 {"pixel_values": image, "labels": int(label), "draw": np.random.default_rng(seed)}
                 for image, label in zip(x, classes)
@@ -492,7 +492,7 @@ def test_labels_of_a_mixture_tell_what_is_in_it(mixup, cutmix):
 
 def test_labels_are_smoothed_in_training_and_plain_in_tests():
     examples = [{"pixel_values": torch.zeros(1, 2, 2), "labels": label} for label in (2, 0)]
-    batches = pixels.Batches(4, replace(PLAIN, smoothing=0.2))
+    batches = images.Batches(4, replace(PLAIN, smoothing=0.2))
     assert batches(examples)["labels"].tolist() == [2, 0]
     trained = [example | {"draw": np.random.default_rng(0)} for example in examples]
     expected = torch.tensor([[0.05, 0.05, 0.85, 0.05], [0.85, 0.05, 0.05, 0.05]])
@@ -537,7 +537,6 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(pictures, tmp_path,
     torn = newest.with_name("checkpoint-4")
     torn.mkdir()
     (torn / "trainer_state.json").write_text('{"cut')
-    assert training.newest(tmp_path / "stopped" / "run") == newest
     resumed = trained(JOB, pictures, tmp_path / "stopped")
     assert resumed[0] == whole[0]
     assert same(resumed[2], whole[2])
@@ -547,9 +546,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(pictures, tmp_path,
     assert not same(trained(replace(JOB, seed=1), pictures, tmp_path / "other")[2], whole[2])
 
 
-@pytest.mark.parametrize("listed", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(pictures, tmp_path, monkeypatch, capsys, listed):
-    """listed: with a list of files, as now; else as the version before wrote checkpoints."""
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(pictures, tmp_path, monkeypatch, capsys):
     whole = trained(JOB, pictures, tmp_path / "whole")
 
     def stop(self, args, state, control, **_):
@@ -560,16 +557,10 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(pictures, tmp_path, m
         patch.setattr(training.ImageWatch, "on_step_end", stop)
         with pytest.raises(KeyboardInterrupt):
             trained(JOB, pictures, tmp_path / "stopped")
-    before, newest = checkpoints(tmp_path / "stopped" / "run")
-    if listed:
-        (newest / "optimizer.pt").write_bytes(b"")
-    else:
-        for checkpoint in (before, newest):
-            (checkpoint / "complete.json").unlink()
-        (newest / training.MEASURED).write_text("")
+    *_, newest = checkpoints(tmp_path / "stopped" / "run")
+    (newest / "optimizer.pt").write_bytes(b"")
     resumed = trained(JOB, pictures, tmp_path / "stopped")
-    if listed:
-        assert f"{newest.name} is damaged: optimizer.pt has 0 bytes" in capsys.readouterr().err
+    assert f"{newest.name} is damaged: optimizer.pt has 0 bytes" in capsys.readouterr().err
     assert resumed[0] == whole[0]
     assert same(resumed[2], whole[2])
 
@@ -599,7 +590,7 @@ def test_accuracy_is_the_share_of_held_out_pictures_that_are_named_right(picture
     right = loss = 0.0
     for row in pictures.test:
         image = images.open_picture(row["image"], 3)
-        logits = model(pixels.pixels(pixels.central_crop(image, 4, 1.0))[None]).logits[0]
+        logits = model(images.pixels(images.central_crop(image, 4, 1.0))[None]).logits[0]
         right += (logits.argmax().item() == row["label"]) / 6
         loss += nn.functional.cross_entropy(logits, torch.tensor(row["label"])).item() / 6
     assert record["accuracy"] == pytest.approx(right)
@@ -638,12 +629,12 @@ def test_a_run_writes_what_it_promises_and_does_not_train_again(tmp_path, monkey
 def test_table_3_has_the_papers_figures_and_ours_where_we_ran():
     record = {"seed": 0, "parameters": 5_706_016, "loss": 1.0, "images_per_second": 9.0}
     records = [record | {"mixer": "softmax+CLTG", "accuracy": a} for a in (0.5, 0.6)]
-    rows = {row["model"]: row for row in report.table3(records, "deit-tiny")}
+    rows = {row["model"]: row for row in experiment.table3(records, "deit-tiny")}
     assert rows["FEM"]["deit-tiny, paper"] == "76.7"
     assert rows["FEM"]["deit-tiny, ours"] == pytest.approx(55)
     assert rows["FEM"]["deit-tiny, M, ours"] == pytest.approx(5.706, abs=1e-3)
     assert rows["DeiT"]["deit-tiny, ours"] is rows["FEM"]["deit-small, ours"] is None
-    assert all(row["deit-tiny, ours"] is None for row in report.table3(records, "cifar"))
+    assert all(row["deit-tiny, ours"] is None for row in experiment.table3(records, "cifar"))
 
 
 @pytest.mark.parametrize("profile", PROFILES)

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from fem import cli
-from fem_research.forecast.tables import ETT_CHANNELS
+from fem_research.forecast.series import ETT_CHANNELS
 
 
 def waves(rows: int, channels: int = 2) -> pd.DataFrame:

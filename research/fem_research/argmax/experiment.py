@@ -26,7 +26,9 @@ from fem.runs.run import Run, command_line, cpu_threads, open_run, progress, pro
 from fem.runs.tables import markdown_table, show_table, write_page, write_table
 from fem.theory import index_accuracy
 from fem_research.argmax.settings import ArgmaxRecipe
-from fem_research.common.names import by_name, colours, display
+from fem_research.common import pictures
+from fem_research.common.loops import descend
+from fem_research.common.names import display
 
 MARGIN, NOISE = 1.0, 0.05
 WIDTHS = (0.25, 2.0)
@@ -122,9 +124,7 @@ def train(recipe: ArgmaxRecipe, free_energy: bool, device: torch.device) -> Iter
             yield score
         batch = draw(recipe, "train", step % batches, recipe.batch)
         loss = F.mse_loss(reader(batch.values.to(device)), batch.target.to(device))
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
+        descend(loss, optimiser)
 
 
 Predict = Callable[[Tensor], Tensor]
@@ -222,22 +222,9 @@ def _row(name: str, score: Mapping[str, float], by_seed: str, parameters: int | 
 
 def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
     """argmax.png, from what results.json holds: error and hits over steps, as Figure 3."""
-    from fem.plots import Panel, learning_curves
-
-    curves = results["curves"]
-    lines = lambda metric: {  # noqa: E731
-        name: [([point["step"] for point in curve], [point[metric] for point in curve]) for curve in seeds]
-        for name, seeds in by_name(curves).items()
-    }
-    learning_curves(
-        folder / "argmax.png",
-        "Every channel's maximum in one read: T = {tokens}, D = {channels}, {heads} heads".format(**recipe),
-        [
-            Panel("validation error (1: a constant)", "step", lines("error")),
-            Panel("hits", "step", lines("hits")),
-        ],
-        colours(curves),
-    )
+    curves, error = results["curves"], ("validation error (1: a constant)", "step", "step", "error")
+    title = "Every channel's maximum in one read: T = {tokens}, D = {channels}, {heads} heads".format(**recipe)
+    pictures.curves(folder / "argmax.png", title, curves, [error, ("hits", "step", "step", "hits")])
 
 
 def ended(curves: Curves, recipe: ArgmaxRecipe) -> str:

@@ -2,16 +2,137 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from fem.plots import Panel, learning_curves
 from fem.runs.run import command_line, cpu_threads, open_run, progress, provenance
 from fem.runs.tables import markdown_table, show_table, write_page, write_table
-from fem_research.bench import decode, tables, workloads
-from fem_research.bench.cases import BY_TOKEN, BenchRecipe, Case
+from fem_research.bench.cases import BY_TOKEN, TABLE5, TABLE7, BenchRecipe, Case, Size
+from fem_research.bench.mixers import BASELINE, OWN_LAYER, colour_of, shown
+from fem_research.bench.workloads import measure, measure_tokens
+
+Results = list[tuple[Case, dict[str, dict]]]
+
+PAPER = {"gpt2": TABLE7, "table5": TABLE5}
+PAPER_BASELINE = {"gpt2": BASELINE, "table5": "FEM-SM -G,T,L,C"}
+TITLES = {
+    "read": "The read alone",
+    "layer": "One layer",
+    "gpt2": "Blocks of GPT-2 (Table 7)",
+    "table5": "Blocks of Table 5",
+    "decode": "Streaming decode, one layer",
+    "served": "Decode in a compiled graph, one layer",
+    "context": "One layer at growing contexts",
+}
+NOTES = {
+    "read": "Attention reads values as wide as its keys; FEM reads [v | exp(beta v)] of values half as wide.",
+    "layer": "Equal linear weights, 4 D^2; the conditioner C adds its own.",
+    "gpt2": "Blocks without embeddings and head; baselines need a GPU and their library. In brackets the paper's own "
+    "ratio to its flash attention: 12 blocks, T 1024, batch 8, FP32 on one L40S. Operations are those of matrix "
+    "products as torch's profiler counts them: it sees those of the plain form, and not those inside flash attention.",
+    "table5": f"Ratios are to {OWN_LAYER}: FEM without any of its parts. In brackets the paper's own ratio "
+    "to that row: 8 blocks, T 2048, batch 4 on one L40S.",
+    "decode": "Attention of equal weights keeps a KV cache, allocated at full length; FEM's values are half as wide.",
+    "served": "transformers' static cache of full length and torch.compile, for both; FEM's values are half as wide.",
+    "context": "Microseconds a token; extra memory is of a train step.",
+}
+PANELS = {
+    "decode": (("milliseconds a token", "token_s", 1e3, False), ("MiB of state", "state_bytes", 2**-20, False)),
+    "context": (
+        ("forward, microseconds a token", "forward_s", 1e6, True),
+        ("train step, microseconds a token", "train_s", 1e6, True),
+        ("train step, extra MiB", "train_extra_bytes", 2**-20, False),
+    ),
+}
+
+
+def rows(part: str, results: Results) -> list[dict]:
+    """The table of one part, with a row for every mixer of every case; last those that only the paper has."""
+    make = _decode if part in BY_TOKEN else _costs
+    published = {*TABLE5, *TABLE7}
+    return [
+        make(part, case, name, found)
+        for case, found in results
+        for name in sorted(case.mixers, key=lambda name: name not in found)
+        if name in found or name in published
+    ]
+
+
+def _costs(part: str, case: Case, name: str, found: dict[str, dict]) -> dict:
+    own, base = found.get(name, {}), found.get(PAPER_BASELINE.get(part, BASELINE), {})
+    tokens = case.size.batch * case.size.time
+    unit, scale = ("us/token", 1e6 / tokens) if part == "context" else ("ms", 1e3)
+    several_dtypes = {"dtype": case.dtype} if part in ("read", "layer") else {}
+    row = {"mixer": shown(name), "T": case.size.time, **several_dtypes}
+    for label, field in (("forward", "forward_s"), ("train", "train_s")):
+        row[f"{label} {unit}"] = None if field not in own else scale * own[field]
+        row[f"{label} ratio"] = _ratio(own.get(field), base.get(field), part, name, label)
+    grown = own.get("train_extra_bytes")
+    row["train memory MiB"] = None if grown is None else grown / 2**20
+    row["memory ratio"] = _ratio(grown, base.get("train_extra_bytes"), part, name, "train_gb")
+    if part in PAPER:
+        flop = own.get("forward_flop")
+        row["GFLOP forward"] = None if flop is None else flop / 1e9
+        row["parameters"] = own.get("parameters")
+    return row
+
+
+def _ratio(own: int | float | None, base: int | float | None, part: str, name: str, field: str) -> str | None:
+    """Our ratio to the baseline, and the paper's in brackets."""
+    ours = "" if not own or not base else f"{own / base:.2f}"
+    table = PAPER.get(part, {})
+    paper = getattr(table.get(name), field, None)
+    if paper is None:
+        return ours or None
+    return f"{ours} ({paper / getattr(table[PAPER_BASELINE[part]], field):.2f})".strip()
+
+
+def _decode(part: str, case: Case, name: str, found: dict[str, dict]) -> dict:
+    own, base = found[name], found[BASELINE]
+    return {
+        "mixer": shown(name),
+        "context": case.size.time,
+        "dtype": case.dtype,
+        "ms/token": 1e3 * own["token_s"],
+        "time ratio": f"{own['token_s'] / base['token_s']:.2f}",
+        "state bytes": own["state_bytes"],
+        "state ratio": f"{own['state_bytes'] / base['state_bytes']:.2g}",
+    }
+
+
+def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
+    """A picture for each part in which the context grows, from what results.json holds."""
+    cases = [(_case(record), record["results"]) for record in results["bench"]]
+    for part in PANELS:
+        if found := [pair for pair in cases if pair[0].part == part]:
+            curves(folder / f"{part}.png", part, found)
+
+
+def _case(record: Mapping) -> Case:
+    mixers = record.get("mixers") or record["contenders"]  # the name in results of version 0.1
+    return Case(record["part"], Size(**record["size"]), record["dtype"], tuple(mixers), record["layers"])
+
+
+def curves(path: Path, part: str, results: Results) -> None:
+    """One panel per cost, one line per mixer, both axes logarithmic."""
+    names = list(dict.fromkeys(name for _, found in results for name in found))
+    panels = []
+    for label, field, scale, per_token in PANELS[part]:
+        series = {}
+        for name in names:
+            points = [
+                (case.size.time, scale * found[name][field] / (case.size.time * case.size.batch if per_token else 1))
+                for case, found in results
+                if found.get(name, {}).get(field)
+            ]
+            if points:
+                series[shown(name)] = [tuple(zip(*points))]
+        panels.append(Panel(label, "context (tokens)", series, logarithmic=True))
+    learning_curves(path, TITLES[part], panels, {shown(name): colour_of(name) for name in names})
 
 
 def measured(recipe: BenchRecipe, device: torch.device) -> Iterator[tuple[Case, dict[str, dict]]]:
@@ -23,8 +144,8 @@ def measured(recipe: BenchRecipe, device: torch.device) -> Iterator[tuple[Case, 
             bars.update(bar, description=f"bench: {case.name}")
             with torch.random.fork_rng():
                 torch.manual_seed(recipe.seed)
-                part = decode if case.part in BY_TOKEN else workloads
-                yield case, part.measure(case, device, recipe.seconds)
+                costs = measure_tokens if case.part in BY_TOKEN else measure
+                yield case, costs(case, device, recipe.seconds)
             bars.advance(bar)
 
 
@@ -40,26 +161,26 @@ def run(recipe: BenchRecipe, output: Path) -> dict:
         write_report(under_way.folder, parts, provenance(command_line("bench", recipe, BenchRecipe())))
         records = [{**asdict(case), "device": device.type, "results": found} for case, found in results]
         found = under_way.finish({"bench": records})
-        tables.redraw(found, asdict(recipe), under_way.folder)
+        redraw(found, asdict(recipe), under_way.folder)
         return found
 
 
-def write_report(folder: Path, parts: dict[str, tables.Results], how_made: str) -> None:
+def write_report(folder: Path, parts: dict[str, Results], how_made: str) -> None:
     """A page with a section per part, and their tables."""
     where = "a GPU" if torch.cuda.is_available() else "a CPU"
     sections = []
     for part, results in parts.items():
-        case, title, rows = results[0][0], tables.TITLES[part], tables.rows(part, results)
-        write_table(folder, part, rows)
-        show_table(title, rows)
+        case, title, table = results[0][0], TITLES[part], rows(part, results)
+        write_table(folder, part, table)
+        show_table(title, table)
         blocks = f", {case.layers} block{'s' * (case.layers > 1)}" if case.layers else ""
         shape = f"Batch {case.size.batch}, width {case.size.width}, {case.size.heads} heads{blocks}."
-        sections += [f"## {title}", f"{shape} {tables.NOTES[part]}", markdown_table(rows)]
-        if part in tables.PANELS:
+        sections += [f"## {title}", f"{shape} {NOTES[part]}", markdown_table(table)]
+        if part in PANELS:
             sections.append(f"![{title.lower()}]({part}.png)")
     write_page(
         folder,
-        f"{tables.TITLES[next(iter(parts))] if len(parts) == 1 else 'What FEM costs'}, on {where}",
+        f"{TITLES[next(iter(parts))] if len(parts) == 1 else 'What FEM costs'}, on {where}",
         "Medians of mixers that run in turn: process time on a CPU, time between two events on a GPU. A train step is "
         "forward and backward; its memory is what it adds at its peak to what was allocated before. Blank: not run.",
         *sections,

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from fem.mixer import FreeEnergyMixer
 from fem.ops.common.rope import rotate
 from fem_research.bench.cases import BASELINE, Size
-from fem_research.common import baselines
-from fem_research.common.mixers import mixer_config
+from fem_research.common import blocks
+from fem_research.common.mixers import BASELINES, mixer_config
 from fem_research.common.names import colour, display
 
 PLAIN = ", plain"  # after a mixer's name: the plain backend
@@ -73,8 +73,8 @@ def build_mixer(name: str, size: Size) -> nn.Module:
     """The mixer to measure. Raises ModuleNotFoundError where it is a baseline whose library is not installed."""
     if name == BASELINE:
         return Attention(size.width, size.heads)
-    if name in baselines.BASELINES:
-        return baselines.build(name, size.width, size.heads)
+    if name in BASELINES:
+        return blocks.build(name, size.width, size.heads)
     mixer = name.removesuffix(PLAIN)
     return FreeEnergyMixer(
         mixer_config(MIXERS[mixer], size.width, size.heads, backend="plain" if mixer != name else "auto")

@@ -1,4 +1,12 @@
-"""The commands of the experiments, one module each, which the entry-point group `fem.commands` adds to `fem`."""
+"""The commands of the experiments, which the entry-point group `fem.commands` adds to `fem`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
 HELP = {
     "demo": "What FEM does, in minutes: two language models on real text, and a look inside.",
@@ -14,5 +22,68 @@ HELP = {
     "plan": "What a training costs before it runs: memory, messages, predicted time.",
     "report": "Turn finished runs into pages beside the paper's tables.",
 }
-# The same command goes on where it was stopped.
+# The same command resumes a stopped run.
 RESUMABLE = ("ablate", "mad", "regimes", "natural", "forecast", "vision")
+
+
+class Experiment(NamedTuple):
+    """Where an experiment's recipe and its `run` are, its options besides the recipe's, and how its folder is named."""
+
+    recipe: str
+    run: str
+    options: tuple[str, ...] = ()
+    suffix: str = ""
+
+
+EXPERIMENTS = {
+    "demo": Experiment("demo.settings.DemoRecipe", "demo.experiment"),
+    "finetune": Experiment("lm.finetune_recipe.FinetuneRecipe", "lm.finetune", suffix="-{architecture}"),
+    "ablate": Experiment("lm.ablate_recipe.AblateRecipe", "lm.ablate", suffix="-{prior}"),
+    "argmax": Experiment("argmax.settings.ArgmaxRecipe", "argmax.experiment", ("full",)),
+    "regimes": Experiment("regimes.settings.RegimesRecipe", "regimes.experiment", ("workers",)),
+    "natural": Experiment("natural.settings.NaturalRecipe", "natural.experiment", ("workers",)),
+    "mad": Experiment("mad.settings.MADRecipe", "mad.experiment", ("workers",), "-{profile}"),
+    "forecast": Experiment("forecast.settings.ForecastRecipe", "forecast.experiment", ("profile",), "-{profile}"),
+    "vision": Experiment("vision.settings.VisionRecipe", "vision.experiment", ("profile",), "-{profile}"),
+    "bench": Experiment("bench.cases.BenchRecipe", "bench.experiment"),
+}
+
+
+def command(name: str) -> Callable:
+    """The function behind `fem NAME`, which imports the experiment's `run` only when it is called."""
+    if name not in EXPERIMENTS:
+        return import_module(f"{__name__}.{name}").command
+    import typer
+
+    from fem.runs.options import recipe_options
+    from fem.runs.recipes import require_one_of
+
+    recipe, run, further, suffix = EXPERIMENTS[name]
+    module, _, recipe = f"fem_research.{recipe}".rpartition(".")
+    settings = import_module(module)
+    profiles = getattr(settings, "PROFILES", {})
+
+    def start(changes: dict, output: Path | None, full: bool | None = None, **given) -> None:
+        fixed = settings.FULL if full else {}
+        if "profile" in further:
+            given["profile"] = given["profile"] or next(iter(profiles))
+            require_one_of("profile", given["profile"], profiles)
+            fixed = profiles[given["profile"]]
+        made = getattr(settings, recipe)(**fixed | changes)
+        folder = output or Path(f"runs/{name}{suffix.format(**vars(made) | given)}")
+        import_module(f"fem_research.{run}").run(made, folder, *given.values())
+        typer.echo(f"written to {folder}")
+
+    options = {
+        "output": (Path | None, typer.Option(help=f"Folder of the run; default: runs/{name}{suffix}.")),
+        "workers": (int | None, typer.Option(help="Runs at a time; default: one per core, or four per GPU.")),
+        "profile": (str | None, typer.Option(help=f"Defaults of all other options: {', '.join(profiles)}.")),
+        "full": (bool, typer.Option("--full", help="The paper's size: T=128, D=512, 2000 steps.")),
+    }
+    keyword = lambda key, kind: Parameter(key, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind])  # noqa: E731
+    own = [keyword(key, options[key]) for key in ("output", *further)]
+    start.__signature__ = Signature([Parameter("changes", Parameter.POSITIONAL_OR_KEYWORD), *own])
+    start.__name__, start.__doc__ = name, HELP[name]
+    if name in RESUMABLE:
+        start.__doc__ += " The same command resumes a stopped run."
+    return recipe_options(getattr(settings, recipe))(start)

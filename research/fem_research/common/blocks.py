@@ -1,6 +1,8 @@
-"""The blocks that small experiments put around a mixer, at equal parameters, and how their linear maps start."""
+"""The blocks that small experiments put around a mixer, at equal parameters; mixers of other libraries."""
 
 from __future__ import annotations
+
+from importlib import import_module
 
 import torch
 from jaxtyping import Float
@@ -8,8 +10,25 @@ from torch import Tensor, nn
 
 from fem.mixer import FreeEnergyMixer
 from fem.mlp import SwiGLU
-from fem_research.common.baselines import PUBLISHED, Published, build
-from fem_research.common.mixers import KNOWN_ANSWERS, mixer_config
+from fem_research.common.mixers import BASELINES, KNOWN_ANSWERS, PUBLISHED, mixer_config
+
+
+class Published(nn.Module):
+    """A layer of another library: of what it returns, the first item, which is its output."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        y = self.layer(x)
+        return y[0] if isinstance(y, tuple) else y
+
+
+def build(name: str, width: int, heads: int) -> nn.Module:
+    baseline = BASELINES[name]
+    return Published(getattr(import_module(baseline.module), baseline.layer)(**baseline.arguments(width, heads)))
+
 
 EPS = 1e-5
 NARROWEST_HEAD = 32  # channels that the kernels of flash-linear-attention's mixers need

@@ -1,18 +1,72 @@
-"""Trainings of mixers over seeds and learning rates: those without a record run, and all end in one folder."""
+"""Trainings over seeds and learning rates, each with a record in a file: those without one run, in one folder."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from rich.progress import Progress
 
-from fem.runs.run import open_run
+from fem.runs.run import circumstances, note, open_run, read_json, write_json
 from fem.runs.tables import Rows, show_table, write_table
-from fem_research.common.jobs import Job, keep, place_of, record_of
+from fem.train.lock import one_writer
+
+
+@runtime_checkable
+class Job(Protocol):
+    """A dataclass of everything that decides a result; `key` is a file name of its own for every job."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def key(self) -> str: ...
+
+
+def digest_of(decides: Any, data: bytes = b"") -> str:
+    """Twelve hexadecimal digits for a file's name, which other values or other data would change."""
+    found = hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=6)
+    found.update(data)
+    return found.hexdigest()
+
+
+def record_of(job: Job, folder: Path) -> dict | None:
+    """The record of a job that has run; None where there is none, and where it is damaged, which a note says.
+
+    A record that names its job counts for this job alone.
+    """
+    path = folder / f"{job.key}.json"
+    if not path.exists():
+        return None
+    found = read_json(path)
+    if isinstance(found, dict):
+        return found if "job" not in found or found["job"] == asdict(job) else None
+    note(f"{path.name} is damaged; its training runs again.")
+    return None
+
+
+@contextmanager
+def place_of(job: Job, folder: Path) -> Iterator[Path]:
+    """A folder for the job's checkpoints, `folder`/KEY, locked for one writer; once the block has ended, it is removed.
+
+    A block that fails leaves it: the next one goes on from there.
+    """
+    place = folder / job.key
+    place.mkdir(parents=True, exist_ok=True)
+    with one_writer(place):
+        yield place
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def keep(job: Job, folder: Path, record: dict) -> None:
+    """Write the record of a job that has run to `folder`, with where and when it ran."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / f"{job.key}.json", record | circumstances())
 
 
 class Tuned(NamedTuple):
@@ -83,8 +137,9 @@ def publish(
     output: Path,
     experiment: str,
     recipe: Any,
+    records: Iterable[dict],
+    names: Sequence[str],
     *,
-    records: Iterable[tuple[dict, dict]],
     tables: Mapping[str, Rows],
     page: Callable[[Path], object],
     results: dict,
@@ -93,13 +148,16 @@ def publish(
 ) -> dict:
     """Write a comparison to `output`: metrics.jsonl, tables, page, results.json and pictures; returns the results.
 
-    records: what metrics.jsonl says of every record, and the record. page(folder) writes report.md. shown: the title
-    and the rows of the table for the terminal.
+    names: the fields of a record or its job that metrics.jsonl has beside every point of its curve. page(folder) writes
+    report.md. shown: the title and the rows of the table for the terminal.
     """
     with open_run(output, experiment, recipe) as under_way:
-        for said, record in records:
+        for record in records:
+            fields = record | record.get("job", {})
+            for part in [part for part in fields.values() if isinstance(part, dict)]:
+                fields = part | fields
             for point in record["curve"]:
-                under_way.log(experiment=experiment, **said, **point)
+                under_way.log(experiment=experiment, **{name: fields[name] for name in names}, **point)
         for name, rows in tables.items():
             write_table(under_way.folder, name, rows)
         page(under_way.folder)

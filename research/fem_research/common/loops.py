@@ -1,4 +1,4 @@
-"""Checkpoints of a training in a plain loop: the states of its parts, and what it has measured."""
+"""Trainings in a plain loop: one step, and checkpoints of the states of its parts and of what it has measured."""
 
 from __future__ import annotations
 
@@ -9,12 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from fem.runs.run import first_line
 from fem.train.checkpoints import KEPT, STAGING, checkpoints, set_aside_after, to_go_on_from
 from fem.train.integrity import publish
 
 STATE = "state.pt"
+
+
+def descend(
+    loss: Tensor, optimiser: torch.optim.Optimizer, schedule: LRScheduler | None = None, clip: float | None = None
+) -> None:
+    """One step of the optimiser and of its schedule; with `clip`, gradients of a larger norm are scaled down to it."""
+    optimiser.zero_grad()
+    loss.backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_([p for group in optimiser.param_groups for p in group["params"]], clip)
+    optimiser.step()
+    if schedule is not None:
+        schedule.step()
 
 
 def save(folder: Path, number: int, parts: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
@@ -45,19 +60,11 @@ def restore(folder: Path, parts: Mapping[str, Any], device: torch.device) -> dic
     if newest is None:
         return None
     set_aside_after(newest)
-    return load(newest / STATE, parts, device, folder)
-
-
-def load(path: Path, parts: Mapping[str, Any], device: torch.device, place: Path) -> dict[str, Any]:
-    """Load a file into the parts; returns what else it holds.
-
-    Raises ValueError where it does not fit the parts, and says that `place` is to be removed.
-    """
     try:
-        saved = torch.load(path, device, weights_only=True)
+        saved = torch.load(newest / STATE, device, weights_only=True)
         for name, part in parts.items():
             part.load_state_dict(saved.pop(name))
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        told = f"{str(place)!r} is damaged, or another version's; remove it to train it again."
+        told = f"{str(folder)!r} is damaged, or another version's; remove it to train it again."
         raise ValueError(told) from error
     return saved

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cache
+from importlib.util import find_spec
+from typing import NamedTuple
 
 from fem.config import FreeEnergyMixerConfig
 
@@ -20,6 +22,46 @@ LARGEST_BETA = 700.0  # that softplus can be inverted at
 POOLS = ("pool:mean", "pool:max", "pool:lse", "pool:attention", "pool:gated", "pool:fem", "pool:fem/r4")
 KNOWN_ANSWERS = ("cummax", "gru")  # layers that take a prior's place: a running maximum of values, and a GRU
 UNTYPED = (*POOLS, *KNOWN_ANSWERS)  # rows that are no prior with parts
+
+
+class Baseline(NamedTuple):
+    module: str
+    layer: str
+    arguments: Callable[[int, int], dict]  # from width and heads
+
+
+def _by_heads(width: int, heads: int) -> dict:
+    return {"hidden_size": width, "num_heads": heads}
+
+
+BASELINES = {
+    "RWKV6": Baseline("fla.layers", "RWKV6Attention", _by_heads),
+    "RWKV7": Baseline(  # always as the first layer, which needs no output of an earlier one
+        "fla.layers",
+        "RWKV7Attention",
+        lambda d, h: {"hidden_size": d, "head_dim": 64, "layer_idx": 0, "num_hidden_layers": 2},
+    ),
+    "LinAttn": Baseline("fla.layers", "LinearAttention", _by_heads),
+    "HGRN2": Baseline("fla.layers", "HGRN2Attention", lambda d, h: {"hidden_size": d, "expand_ratio": d // h}),
+    "PaTHAttention": Baseline("fla.layers", "PaTHAttention", _by_heads),
+    "GatedSlotAttention": Baseline("fla.layers", "GatedSlotAttention", _by_heads),
+    "DeltaNet": Baseline("fla.layers", "DeltaNet", _by_heads),
+    "GatedDeltaNet": Baseline(
+        "fla.layers",
+        "GatedDeltaNet",
+        lambda d, h: {"hidden_size": d, "num_heads": h, "head_dim": d // h, "expand_v": 1},
+    ),
+    "Mamba2": Baseline("fla.layers", "Mamba2", lambda d, h: {"hidden_size": d, "num_heads": d // 32, "head_dim": 64}),
+    "Mamba (fla)": Baseline("fla.layers", "Mamba", lambda d, h: {"hidden_size": d, "intermediate_size": 2 * d}),
+    "GLA (fla)": Baseline("fla.layers", "GatedLinearAttention", _by_heads),
+    "Mamba (mamba-ssm)": Baseline("mamba_ssm", "Mamba", lambda d, h: {"d_model": d}),
+}
+PUBLISHED = {f"fla:{baseline.layer}": name for name, baseline in BASELINES.items() if baseline.module == "fla.layers"}
+
+
+def available(name: str, device) -> bool:
+    """Whether a baseline can run here: its library is installed and the device is a GPU."""
+    return device.type == "cuda" and find_spec(BASELINES[name].module.partition(".")[0]) is not None
 
 
 def priors() -> Collection[str]:
@@ -47,8 +89,6 @@ def known(name: str) -> str:
     """`canonical`, or the name of a published mixer as it is. Raises ValueError on an unknown name."""
     if not name.startswith("fla:"):
         return canonical(name)
-    from fem_research.common.baselines import PUBLISHED
-
     if name not in PUBLISHED:
         raise ValueError(f"mixer must be one of {', '.join(PUBLISHED)} where it is fla's; got {name!r}.")
     return name

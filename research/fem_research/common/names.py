@@ -6,12 +6,7 @@ be typed, `canonical(display(name)) == name`, but for pools.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TypeVar
-
 from fem_research.common.mixers import PARTS, PUBLISHED_UNNORMALISED, SHOWN, UNNORMALISED, known, taken_apart
-
-Values = TypeVar("Values")
 
 FULL = "".join(PARTS)
 KEY = (
@@ -81,13 +76,3 @@ def colour(name: str) -> str:
     if not parts:
         return GREYS.get(prior, OTHER_GREY)
     return FULL_COLOURS.get(prior, PART_COLOURS[FULL]) if parts == FULL else PART_COLOURS[parts]
-
-
-def by_name(by_mixer: Mapping[str, Values]) -> dict[str, Values]:
-    """The same values, by the names that a reader sees."""
-    return {display(name): values for name, values in by_mixer.items()}
-
-
-def colours(mixers: Iterable[str]) -> dict[str, str]:
-    """The mixers' colours, by the names that a reader sees."""
-    return {display(name): colour(name) for name in mixers}

@@ -24,6 +24,13 @@ def spread(values: Sequence[int | float]) -> float | None:
 
 def shown(ours: Sequence[int | float], theirs: Sequence[int | float], scale: int | float = 1, digits: int = 3) -> str:
     """`paired` as text, multiplied by `scale`: "+0.047 ± 0.012"."""
-    difference, error = paired(ours, theirs)
-    text = f"{scale * difference:+.{digits}f}"
+    return in_words(*paired(ours, theirs), scale, digits)
+
+
+def in_words(mean: float, error: float | None, scale: int | float = 1, digits: int = 3) -> str:
+    text = f"{scale * mean:+.{digits}f}"
     return text if error is None else f"{text} ± {scale * error:.{digits}f}"
+
+
+def by_seed(values: Sequence[int | float], form: str = ".3f") -> str:
+    return ", ".join(f"{value:{form}}" for value in values)

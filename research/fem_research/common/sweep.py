@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fem_research.common.jobs import Job, keep, place_of
+from fem_research.common.grid import Job, keep, place_of
 
 RUNS_PER_GPU = 4
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import torch
 from rich.console import Console
+from rich.progress import Progress
 from transformers import PreTrainedTokenizerFast
 
 from fem.inspect.experiment import encode
@@ -18,18 +21,96 @@ from fem.inspect.page import write_page
 from fem.inspect.settings import MOST_TOKENS
 from fem.models import FEMForCausalLM
 from fem.plots import channel_readings
-from fem.runs.run import command_line, cpu_threads, open_run, progress, provenance
+from fem.runs.run import Run, command_line, cpu_threads, open_run, progress, provenance, steps_bar
 from fem.runs.tables import markdown_table, show_table, write_table
 from fem.train.generate import continue_prompt
+from fem.train.model import build_model
+from fem.train.watch import Score
 from fem_research.argmax import experiment as argmax
 from fem_research.argmax.settings import ArgmaxRecipe
+from fem_research.common import pictures
+from fem_research.common.names import display
+from fem_research.common.paired import spread
 from fem_research.demo.settings import DemoRecipe
-from fem_research.lm import compare
-from fem_research.lm.small import MIXERS, model_config
+from fem_research.lm.small import MIXERS, LanguageRecipe, model_config, train
 from fem_research.lm.text import Corpus, build_corpus
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Results and curves of every mixer in the order of the seeds, and its model of the first seed."""
+
+    results: dict[str, list[Score]]
+    curves: dict[str, list[list[Score]]]
+    models: dict[str, FEMForCausalLM]
+
+    def scores(self) -> dict[str, dict]:
+        """Means over the seeds, and every seed's validation loss."""
+        return {
+            name: {metric: mean(seed[metric] for seed in seeds) for metric in ("val_loss", "tokens_per_second")}
+            | {"parameters": int(seeds[0]["parameters"]), "val_losses": [seed["val_loss"] for seed in seeds]}
+            for name, seeds in self.results.items()
+        }
+
+    def rows(self, bytes_per_token: float) -> list[dict]:
+        """A table: validation loss in nats per token, its standard deviation over seeds, and in bits per byte."""
+        return [
+            {
+                "mixer": display(name),
+                "loss": score["val_loss"],
+                "sd": spread(score["val_losses"]),
+                "seeds": len(score["val_losses"]),
+                "bits/byte": score["val_loss"] / math.log(2) / bytes_per_token,
+                "parameters": score["parameters"],
+                "tokens/s": score["tokens_per_second"],
+            }
+            for name, score in self.scores().items()
+        ]
+
+
+def draw_losses(results: Mapping, path: Path) -> None:
+    """Validation loss over steps and over training time, a line per seed, from what results.json holds."""
+    pictures.curves(
+        path,
+        "Language models of equal size",
+        results["lm_curves"],
+        [
+            ("validation loss (nats per token)", "step", "step", "val_loss"),
+            ("the same over time", "seconds of training on this machine", "seconds", "val_loss"),
+        ],
+    )
+
+
+def compare(
+    mixers: Mapping[str, dict], recipe: LanguageRecipe, seeds: Sequence[int], corpus: Corpus, run: Run, bars: Progress
+) -> Comparison:
+    """Train a model of every mixer with every seed; measurements are appended to the run's metrics.jsonl."""
+    comparison = Comparison({name: [] for name in mixers}, {name: [] for name in mixers}, {})
+    for seed in seeds:
+        for name, mixer in mixers.items():
+            seeded = replace(recipe, seed=seed)
+            model = build_model(model_config(seeded, mixer, len(corpus.tokenizer)), seed)
+            curve: list[Score] = []
+            shown = f"language model: {display(name)}" + (f", seed {seed}" if len(seeds) > 1 else "")
+            _, advance = steps_bar(bars, shown, recipe.steps)
+
+            def log(metrics, name=name, seed=seed, curve=curve):
+                run.log(experiment="lm", model=name, seed=seed, **metrics)
+                if "val_loss" in metrics:
+                    curve.append(metrics)
+
+            comparison.results[name].append(train(model, corpus, seeded, log, advance))
+            comparison.curves[name].append(curve)
+            comparison.models.setdefault(name, model)
+    return comparison
+
 
 WORDS = (12, 24)  # fewest and most words of the sentence that the model reads for the picture
 PROMPT_WORDS, SAMPLE_TOKENS = 6, 60
+NEXT = """
+  fem generate --model {0} --prompt "The class"             what the model writes
+  fem inspect --model {0} --text "A list is a sequence."    which token each channel reads, in a text of yours
+  fem train --data FILE --output runs/mine                      a model of your own text"""
 PLAIN = re.compile(r"[A-Z][A-Za-z ,;'-]+[.!?]")
 
 
@@ -46,7 +127,7 @@ def run(recipe: DemoRecipe, output: Path) -> dict:
             corpus = build_corpus(recipe.documents(), recipe.vocabulary, recipe.context)
             bars.update(reading_text, completed=1)
             curves = argmax.compare(task, under_way, bars)
-            models = compare.compare(MIXERS, language, seeds, corpus, under_way, bars)
+            models = compare(MIXERS, language, seeds, corpus, under_way, bars)
         untrained = argmax.baselines(task)
         tables = {"argmax": argmax.rows(curves, task, untrained), "lm": models.rows(corpus.bytes_per_token)}
         for name, rows in tables.items():
@@ -66,14 +147,14 @@ def run(recipe: DemoRecipe, output: Path) -> dict:
         (folder / "report.md").write_text(text, encoding="utf-8")
     show_table("Every channel's maximum in one read", tables["argmax"])
     show_table("Language models of equal size", tables["lm"])
-    Console().print(sample, markup=False, highlight=False)
+    Console().print(f"{sample}\n{NEXT.format(output)}", markup=False, highlight=False, soft_wrap=True)
     return results
 
 
 def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
     """argmax.png, lm.png and reading.png, from what results.json holds."""
     argmax.redraw(results, asdict(ArgmaxRecipe()), folder)
-    compare.redraw(results, folder / "lm.png")
+    draw_losses(results, folder / "lm.png")
     words, heads = results["reading"]["words"], results["reading"]["shown"]
     tables = [(head["title"], np.array(head["prior"]), np.array(head["channels"])) for head in heads]
     channel_readings(folder / "reading.png", "What each channel reads at the end of the sentence", words, tables)

@@ -1,22 +1,175 @@
-"""`fem forecast`: forecasters of equal size that differ in their mixer alone, and the baselines of neuralforecast."""
+"""`fem forecast`: forecasters of equal size that differ only in their mixer, and the baselines of neuralforecast."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import mean
 
-from fem.runs.run import RUNS, check_output, command_line, cpu_threads, progress
+from fem.plots import dots, picture
+from fem.runs.run import RUNS, check_output, command_line, cpu_threads, progress, provenance
+from fem.runs.tables import markdown_table, write_page
 from fem_research.common.grid import Grid, one_by_one, publish
-from fem_research.forecast.settings import ForecastRecipe, Job
+from fem_research.common.names import colour, display
+from fem_research.common.paired import spread
+from fem_research.forecast.settings import PROFILES, ForecastRecipe, Job
+
+TABLE_4_MODELS = ("FEM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "GLA", "iTransformer", "PatchTST", "DLinear")
+TABLE_4 = {
+    "Weather": (0.222, 0.223, 0.218, 0.223, 0.221, 0.232, 0.221, 0.233),
+    "Solar": (0.189, 0.188, 0.193, 0.186, 0.204, 0.198, 0.219, 0.202),
+    "ETTh1": (0.419, 0.418, 0.421, 0.414, 0.418, 0.421, 0.454, 0.413),
+    "ETTh2": (0.340, 0.344, 0.340, 0.339, 0.342, 0.374, 0.330, 0.426),
+    "ETTm1": (0.341, 0.345, 0.346, 0.344, 0.357, 0.351, 0.373, 0.346),
+    "ETTm2": (0.242, 0.247, 0.246, 0.241, 0.250, 0.245, 0.265, 0.247),
+}
+TABLE_4_NOTE = (
+    "MSE, mean over horizons 96, 192, 336 and 720; the paper's in brackets. Ours is blank unless all four were run."
+)
+HORIZONS = (96, 192, 336, 720)
+NAMES = {
+    "itransformer": "iTransformer",
+    "patchtst": "PatchTST",
+    "dlinear": "DLinear",
+    "femforecaster": "FEMForecaster",
+    "none": "no mixer",
+}
+OWN_COLOURS = {"itransformer": "#64748b", "patchtst": "#857c74", "dlinear": "#a08c74", "none": "#111827"}
 
 
-def run(recipe: ForecastRecipe, output: Path) -> dict:
+def name_of(model: str) -> str:
+    return NAMES.get(model) or display(model)
+
+
+def colour_of(model: str) -> str:
+    return OWN_COLOURS.get(model) or colour("fem" if model == "femforecaster" else model)
+
+
+def summary(records: Sequence[dict]) -> list[dict]:
+    """Means over the seeds, and every seed's error, by data, horizon and model."""
+    groups: dict[tuple, list[dict]] = {}
+    for record in records:
+        groups.setdefault((record["data"], record["horizon"], record["model"]), []).append(record)
+    return [
+        {
+            "data": data,
+            "horizon": horizon,
+            "model": model,
+            "mse": mean(record["mse"] for record in found),
+            "mses": [record["mse"] for record in found],
+            "mae": mean(record["mae"] for record in found),
+            "seeds": [record["seed"] for record in found],
+            "lookback": found[0]["lookback"],
+            "parameters": found[0]["parameters"],
+            "cpu_seconds": mean(record["seconds"] for record in found),
+        }
+        for (data, horizon, model), found in groups.items()
+    ]
+
+
+def table(records: Sequence[dict]) -> list[dict]:
+    """A row per data, horizon and model, which comes first: a column that stays in sight."""
+    return [
+        {
+            "model": name_of(row["model"]),
+            "data": row["data"],
+            "horizon": row["horizon"],
+            "MSE": row["mse"],
+            "sd": spread(row["mses"]),
+            "MSE by seed": ", ".join(f"{error:.4f}" for error in row["mses"]),
+            "MAE": row["mae"],
+            "lookback": row["lookback"],
+            "parameters": row["parameters"],
+            "CPU s": row["cpu_seconds"],
+        }
+        for row in summary(records)
+    ]
+
+
+def short_table(records: Sequence[dict]) -> list[dict]:
+    """The columns of `table` that fit on a terminal."""
+    return [{name: row[name] for name in ("model", "data", "horizon", "MSE", "sd", "MAE")} for row in table(records)]
+
+
+def table4(summaries: Sequence[dict]) -> list[dict]:
+    """Table 4 from rows of `summary`: "ours (the paper's)"; ours blank unless all four horizons were run."""
+    ours: dict[tuple, dict[int, float]] = {}
+    for row in summaries:
+        ours.setdefault((row["data"].lower(), name_of(row["model"])), {})[row["horizon"]] = row["mse"]
+    rows = []
+    for data, figures in TABLE_4.items():
+        rows.append({"dataset": data})
+        for model, paper in zip(TABLE_4_MODELS, figures):
+            found = ours.get((data.lower(), model), {})
+            whole = f"{mean(found[horizon] for horizon in HORIZONS):.3f} " if found.keys() >= set(HORIZONS) else ""
+            rows[-1][model] = f"{whole}({paper:.3f})"
+    return rows
+
+
+def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
+    """errors.png, from what results.json holds: the test error of every model, a dot per seed."""
+    panels: dict[str, dict] = {}
+    for row in results["forecast"]:
+        panels.setdefault(f"{row['data']}, {row['horizon']}", {})[name_of(row["model"])] = row["mses"]
+    colours = {name_of(row["model"]): colour_of(row["model"]) for row in results["forecast"]}
+    dots(folder / "errors.png", "Test MSE by data and horizon: a dot per seed", panels, colours)
+
+
+def forecasts(path: Path, records: Sequence[dict]) -> None:
+    """The last channel of the middle test window, and its forecast by every model's first seed. A row of panels per
+    series, a column per horizon.
+    """
+    first: dict[tuple, dict] = {}
+    for record in records:
+        first.setdefault((record["data"], record["horizon"], record["model"]), record)
+    data, horizons = (list(dict.fromkeys(record[name] for record in records)) for name in ("data", "horizon"))
+    title = "Last channel in the middle of the test rows, scaled"
+    with picture(path, title, 4.6 * len(horizons) + 1.6, 3.0 * len(data) + 0.3) as figure:
+        panels = figure.subplots(len(data), len(horizons), squeeze=False)
+        for record in first.values():
+            axes = panels[data.index(record["data"])][horizons.index(record["horizon"])]
+            shown = record["example"]
+            past, future = range(-len(shown["history"]), 0), range(record["horizon"])
+            if not axes.lines:
+                axes.plot(
+                    [*past, *future], shown["history"] + shown["future"], color="black", linewidth=1, label="truth"
+                )
+            look = {"color": colour_of(record["model"]), "linewidth": 1.4}
+            axes.plot(future, shown["forecast"], **look, label=name_of(record["model"]))
+            axes.set_xlabel("rows from now")
+            axes.set_title(f"{record['data']}, horizon {record['horizon']}")
+        labelled = {label: line for axes in panels.flat for line, label in zip(*axes.get_legend_handles_labels())}
+        figure.legend(labelled.values(), labelled.keys(), loc="outside right upper")
+
+
+def write_report(folder: Path, records: Sequence[dict], command: str) -> None:
+    """forecasts.png and md in `folder`."""
+    forecasts(folder / "forecasts.png", records)
+    write_page(
+        folder,
+        "Forecasting: FEM in the paper's backbone",
+        "MSE and MAE on scaled data over all test windows, steps and channels; nothing is dropped. Scaling, splits and "
+        "windows are the same for all. All mixers are compared in one backbone with equal parameters: one that has "
+        'more gets narrower MLPs. "no mixer" is that backbone with the mixers\' parameters in its MLPs, so that no '
+        "token sees another. DLinear, PatchTST, iTransformer and FEMForecaster are trained by neuralforecast. CPU s: "
+        "of training one seed, its validation included; sd: over seeds.",
+        markdown_table(table(records), {"MSE": min, "MAE": min}),
+        "![test error of every model, a dot per seed](errors.png)",
+        "![one test window and its forecasts](forecasts.png)",
+        "## Table 4",
+        TABLE_4_NOTE,
+        markdown_table(table4(summary(records))),
+        provenance(command),
+    )
+
+
+def run(recipe: ForecastRecipe, output: Path, profile: str = "laptop") -> dict:
     """Run the jobs without a record in `output`/runs, write tables, plots, report; returns what results.json holds.
 
     Raises ValueError on data that cannot be trained on, before any training.
     """
     check_output(output, "forecast")
-    from fem_research.forecast import report
     from fem_research.forecast.training import train
 
     jobs = recipe.jobs()
@@ -28,17 +181,17 @@ def run(recipe: ForecastRecipe, output: Path) -> dict:
             return train_baseline(job, bars) if job.is_baseline else train(job, place, bars)
 
         records = Grid(output / RUNS, partial(one_by_one, train=train_one), bars, "models").records(jobs)
-    for job in jobs:
-        (output / RUNS / f"{job.key}.pt").unlink(missing_ok=True)  # of earlier versions
-    names = ("data", "horizon", "model", "seed")
     return publish(
         output,
         "forecast",
         recipe,
-        records=(({name: record[name] for name in names}, record) for record in records),
-        tables={"table": report.table(records), "table4": report.table4(report.summary(records))},
-        page=lambda folder: report.write_report(folder, records, command_line("forecast", recipe, ForecastRecipe)),
-        results={"forecast": report.summary(records)},
-        redraw=report.redraw,
-        shown=("Forecasts of equal size: errors on scaled test data", report.short_table(records)),
+        records,
+        ("data", "horizon", "model", "seed"),
+        tables={"table": table(records), "table4": table4(summary(records))},
+        page=lambda folder: write_report(
+            folder, records, command_line("forecast", recipe, ForecastRecipe(**PROFILES[profile]), profile)
+        ),
+        results={"forecast": summary(records)},
+        redraw=redraw,
+        shown=("Forecasts of equal size: errors on scaled test data", short_table(records)),
     )

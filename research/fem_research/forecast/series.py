@@ -1,11 +1,13 @@
-"""Time series of several channels: split, scaled, cut into windows."""
+"""Time series of several channels: read from CSV files, split, scaled, cut into windows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -62,3 +64,95 @@ def windows(series: Series, lookback: int, horizon: int, device: torch.device | 
                 f"and horizon {horizon}; choose smaller ones."
             )
     return found
+
+
+DATE = "date"
+ETT_CHANNELS = ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")
+ETT_HOURS = {"train": (0, 8640), "validation": (8640, 11520), "test": (11520, 14400)}
+CHANNELS = {"weather": 21, "solar": 137}
+UNEVEN = ("weather",)  # the published file lacks 8 of its 52,704 rows; everybody uses it as evenly spaced
+
+
+def load_series(path: str | Path) -> Series:
+    """The series in a CSV file, .csv or .csv.gz: a column `date`, then a column per channel. Solar has no dates.
+
+    ETT, Weather and Solar are recognised by the file's name: their channels are checked. ETT is split into 12, 4 and 4
+    months, and rows after these are unused; all else is split .7 / .1 / .2.
+    Raises ValueError on a missing file or column, a gap in the dates, a cell that is not a number, too few rows.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"data must be a CSV file (.csv or .csv.gz), got no such file: {str(path)!r}.")
+    name = path.name.partition(".")[0]
+    try:
+        table = pd.read_csv(path, header="infer" if _has_header(path) else None)
+    except (ValueError, UnicodeDecodeError, OSError, EOFError) as error:
+        raise ValueError(f"{path.name} cannot be read as a CSV file: {str(error).strip()}") from error
+    table.columns = table.columns.map(str)
+    _check_columns(name, table)
+    if DATE in table and _kind(name) not in UNEVEN:
+        _check_dates(path.name, table[DATE])
+    table = table.drop(columns=DATE, errors="ignore")
+    values = _numbers(path.name, table)
+    return Series(name, tuple(table.columns), values, _splits(name, len(values)))
+
+
+def _kind(name: str) -> str:
+    lower = name.lower()
+    return next((kind for kind in ("etth", "ettm", *CHANNELS) if lower.startswith(kind)), "")
+
+
+def _has_header(path: Path) -> bool:
+    return not pd.to_numeric(pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0], errors="coerce").notna().any()
+
+
+def _check_columns(name: str, table: pd.DataFrame) -> None:
+    kind = _kind(name)
+    wanted = [] if kind == "solar" else [DATE]
+    wanted += ETT_CHANNELS if kind.startswith("ett") else []
+    missing = [column for column in wanted if column not in table]
+    if missing:
+        raise ValueError(f"{name} has no column {', '.join(missing)}; its columns are {', '.join(table.columns[:9])}.")
+    channels = len(table.columns.drop(DATE, errors="ignore"))
+    if channels != CHANNELS.get(kind, channels) or channels == 0:
+        raise ValueError(f"{name} must have {CHANNELS.get(kind, 'at least 1')} channels, got {channels}.")
+
+
+def _check_dates(file: str, column: pd.Series) -> None:
+    dates = pd.to_datetime(column, errors="coerce")
+    if dates.isna().any():
+        row = int(dates.isna().to_numpy().argmax())
+        raise ValueError(f"{file} has a date that cannot be read in row {row + 1}: {column[row]!r}.")
+    steps = dates.diff().iloc[1:]
+    if len(steps) and (steps != steps.mode()[0]).any():
+        row = int((steps != steps.mode()[0]).to_numpy().argmax())
+        raise ValueError(
+            f"{file} has a gap in its dates: {dates[row + 1]} follows {dates[row]}, where rows are {steps.mode()[0]} "
+            f"apart; add the missing rows, or sort them."
+        )
+
+
+def _numbers(file: str, table: pd.DataFrame) -> np.ndarray:
+    values = table.apply(pd.to_numeric, errors="coerce").to_numpy(np.float64)
+    wrong = np.argwhere(~np.isfinite(values))
+    if len(wrong):
+        row, column = wrong[0]
+        raise ValueError(
+            f"{file} has {table.iloc[row, column]!s} in column {table.columns[column]}, row {row + 1}, where a finite "
+            f"number is wanted ({len(wrong)} such cells in all); fill them in."
+        )
+    return values
+
+
+def _splits(name: str, rows: int) -> dict[str, Range]:
+    kind = _kind(name)
+    if kind.startswith("ett"):
+        quarters = 4 if kind == "ettm" else 1
+        found = {split: (quarters * start, quarters * stop) for split, (start, stop) in ETT_HOURS.items()}
+        needed = found["test"][1]
+        if rows < needed:
+            raise ValueError(f"{name} is too short: its standard split needs {needed} rows, got {rows}.")
+        return found
+    train, test = int(0.7 * rows), int(0.2 * rows)
+    validation = int(0.1 * rows) if kind == "solar" else rows - train - test
+    return {"train": (0, train), "validation": (train, train + validation), "test": (rows - test, rows)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fem.runs.recipes import listed, require_not_negative, require_positive
 from fem.runs.run import option
-from fem_research.common.jobs import digest_of
+from fem_research.common.grid import digest_of
 from fem_research.common.mixers import canonical
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class ForecastRecipe:
 
     def jobs(self) -> list[Job]:
         """All runs, seed by seed. Raises ValueError on data that cannot be used for training."""
-        from fem_research.forecast.tables import load_series
+        from fem_research.forecast.series import load_series
 
         if not listed(self.data):
             raise ValueError("data must name at least one CSV file, got none; give --data PATH.")

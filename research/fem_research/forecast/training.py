@@ -71,11 +71,7 @@ def train(job: Job, folder: Path, bars: Progress) -> dict:
             backbone.train()
             for history, future in shuffled(split["train"], job.batch):
                 loss = backbone.loss(history, future)
-                optimiser.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(backbone.parameters(), CLIP)
-                optimiser.step()
-                schedule.step()
+                loops.descend(loss, optimiser, schedule, CLIP)
                 total += loss.item()
                 bars.advance(bar)
         backbone.eval()
@@ -139,11 +135,7 @@ class Training:
     def resume(self, folder: Path) -> None:
         """Load the newest complete checkpoint, if there is one. Raises ValueError where all are damaged."""
         device = next(self.parts["backbone"].parameters()).device
-        earlier = folder.with_name(folder.name + ".pt")  # where earlier versions kept it
-        measured = loops.restore(folder, self.parts, device)
-        if measured is None and earlier.exists():
-            measured = loops.load(earlier, self.parts, device, earlier)
-        if measured is not None:
+        if (measured := loops.restore(folder, self.parts, device)) is not None:
             self.best, self.curve, self.seconds = measured["best"], measured["curve"], measured["seconds"]
 
 

@@ -23,13 +23,11 @@ from fem.runs.run import (
     steps_bar,
 )
 from fem.runs.tables import markdown_table, write_page
-from fem_research.common.grid import Grid, one_by_one, publish
-from fem_research.common.jobs import digest_of
+from fem_research.common.grid import Grid, digest_of, one_by_one, publish
 from fem_research.common.mixers import file_name
-from fem_research.common.names import KEY, by_name, colours, display
-from fem_research.common.paired import shown, spread
-from fem_research.lm.ablate_recipe import AblateRecipe
-from fem_research.lm.ablations import mixer_name, remark, row_fields
+from fem_research.common.names import KEY, display
+from fem_research.common.paired import by_seed, shown, spread
+from fem_research.lm.ablate_recipe import AblateRecipe, mixer_name, remark, row_fields
 
 if TYPE_CHECKING:
     from fem_research.lm.small import LanguageRecipe
@@ -94,7 +92,7 @@ class Ablation:
                     "loss": mean(losses),
                     "sd": spread(losses),
                     **over,
-                    "by seed": ", ".join(f"{loss:.3f}" for loss in losses),
+                    "by seed": by_seed(losses),
                     **self._time(row),
                     "learning rate": f"{self.best(row):g}",
                     "parameters": records[0]["parameters"],
@@ -152,11 +150,8 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
         output,
         "ablate",
         recipe,
-        records=(
-            ({"row": row, "learning_rate": ablation.best(row), "seed": record["job"]["language"]["seed"]}, record)
-            for row, records in ablation.chosen.items()
-            for record in records
-        ),
+        (record for records in ablation.chosen.values() for record in records),
+        ("row", "learning_rate", "seed"),
         tables={"table": table, "learning_rates": ablation.tuning_table()},
         page=lambda folder: page(folder, ablation, recipe),
         results={
@@ -229,23 +224,18 @@ def parameters(ablation: Ablation) -> int:
 
 def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
     """From what results.json holds: loss.png, the last loss of every row, a dot per seed; curves.png, the way there."""
-    from fem.plots import Panel, dots, learning_curves
+    from fem_research.common import pictures
 
     def named(found: Mapping) -> dict:
         return {mixer_name(row, results["prior"]): value for row, value in found.items()}
 
-    losses = {name: _numbers(found["by seed"]) for name, found in named(results["ablate"]).items()}
+    losses = {
+        name: [float(number) for number in found["by seed"].split(",")]
+        for name, found in named(results["ablate"]).items()
+    }
     ordered = dict(sorted(losses.items(), key=lambda pair: mean(pair[1])))
     title = "Validation loss in nats per token, lowest first: a dot per seed"
-    dots(folder / "loss.png", title, {"equal parameters": by_name(ordered)}, colours(ordered))
+    pictures.scores(folder / "loss.png", title, {"equal parameters": ordered})
     if "curves" in results:  # the first results did not keep them
-        lines = {
-            name: [([point["step"] for point in curve], [point["val_loss"] for point in curve]) for curve in seeds]
-            for name, seeds in named(results["curves"]).items()
-        }
-        panel = Panel("nats per token", "step", by_name(lines), logarithmic=True)
-        learning_curves(folder / "curves.png", "Validation loss over steps: a line per seed", [panel], colours(lines))
-
-
-def _numbers(text: str) -> list[float]:
-    return [float(number) for number in text.split(",")]
+        title, panel = "Validation loss over steps: a line per seed", ("nats per token", "step", "step", "val_loss")
+        pictures.curves(folder / "curves.png", title, named(results["curves"]), [panel], logarithmic=True)

@@ -12,8 +12,7 @@ from fem.models import FEMForCausalLM
 from fem.runs.run import note, read_json, write_json
 from fem.train.model import build_model
 from fem_research.common.measure import Step, alternate
-from fem_research.lm.ablate_recipe import AblateRecipe
-from fem_research.lm.ablations import row_fields
+from fem_research.lm.ablate_recipe import AblateRecipe, row_fields
 from fem_research.lm.small import model_config
 
 SECONDS = 60.0  # for all rows

@@ -16,6 +16,7 @@ from fem.models import replace_attention
 from fem.models.surgery.head import FreeEnergyHead
 from fem.runs.run import check_output, command_line, open_run, progress, provenance
 from fem.runs.tables import markdown_table, show_table, write_page, write_table
+from fem_research.common.loops import descend
 from fem_research.common.paired import shown
 from fem_research.lm.finetune_recipe import ARCHITECTURES, ATTENTION, FIELDS, FinetuneRecipe
 from fem_research.lm.text import Corpus, build_corpus, source_name
@@ -61,11 +62,7 @@ def train(
     model.train()
     for _ in range(steps):
         ids = rows[torch.randint(len(rows), (batch,), generator=order)]
-        model(input_ids=ids, labels=ids).loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        descend(model(input_ids=ids, labels=ids).loss, optimizer, schedule, clip=1.0)
         advance()
     return model.eval()
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from transformers import TrainingArguments
+from transformers.utils.logging import disable_progress_bar
 
 from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.presets import preset
@@ -80,6 +81,7 @@ def train(
     a checkpoint in `folder`, if one is given, from which a stopped training goes on; one whose weights are no longer
     finite ends there, with an infinite val_loss.
     """
+    disable_progress_bar()
     watch = Watch(log, advance)
     with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as output:
         trainer = WatchedTrainer(

@@ -8,8 +8,8 @@ from pathlib import Path
 from fem.runs.run import RUNS, check_output, command_line, progress
 from fem_research.common.grid import Grid, publish
 from fem_research.common.sweep import sweep
-from fem_research.mad.recipe import MADRecipe
-from fem_research.mad.table import SCORES, readable, scored, table1
+from fem_research.mad.report import SCORES, readable, scored, table1
+from fem_research.mad.settings import MADRecipe
 from fem_research.mad.training import train
 
 
@@ -27,7 +27,8 @@ def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
         output,
         "mad",
         recipe,
-        records=((said(record["job"]), record) for record in records),
+        records,
+        ("task", "mixer", "initialisation", "learning_rate", "seed"),
         tables={"table": table},
         page=lambda folder: write_report(folder, records, profile, command_line("mad", recipe, MADRecipe())),
         results={"mad": summary(records)},
@@ -42,8 +43,3 @@ def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
 def told(record: dict) -> str:
     job = record["job"]
     return f": {job['mixer']}, {job['setting']['task']}, seed {job['seed']}: {record['curve'][-1]['micro']:.1%}"
-
-
-def said(job: dict) -> dict:
-    shared = ("mixer", "initialisation", "learning_rate", "seed")
-    return {"task": job["setting"]["task"]} | {name: job[name] for name in shared}

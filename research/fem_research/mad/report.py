@@ -1,36 +1,230 @@
-"""The report of a sweep: every score of every mixer, as numbers, pictures and a page."""
+"""The report of a sweep: scores by mixer and task, Table 1 with the paper's figures beside ours, pictures, a page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 
 from fem.plots import dots, picture
 from fem.runs.run import provenance
 from fem.runs.tables import markdown_table, write_page
+from fem_research.common.mixers import known
 from fem_research.common.names import KEY, colour, display
+from fem_research.common.paired import shown
 from fem_research.mad.settings import PROFILES, Profile
-from fem_research.mad.table import (
-    COLUMNS,
-    SCORES,
-    Curve,
-    Scores,
-    average,
-    baseline_runs,
-    by_row,
-    level_of,
-    prior_alone,
-    readable,
-    scored,
-    scores_of,
-    steps_of,
-    steps_table,
-    table1,
-    task_scores,
+from fem_research.mad.training import Point
+
+COLUMNS = {
+    "compression": "Compress",
+    "fuzzy-in-context-recall": "Fuzzy",
+    "in-context-recall": "In-Ctx",
+    "memorization": "Memorize",
+    "noisy-in-context-recall": "Noisy",
+    "selective-copying": "Copy",
+}
+PAPER: tuple[tuple[str, tuple[float, ...]], ...] = (  # Table 1; two of its rows are no mixers of ours
+    ("Hyena", (44.8, 14.4, 99.0, 89.4, 98.6, 93.0, 73.2)),
+    ("fla:DeltaNet", (42.2, 35.7, 99.9, 52.8, 99.9, 99.9, 71.7)),
+    ("linear", (33.1, 8.2, 91.0, 74.9, 75.6, 93.1, 62.6)),
+    ("fla:Mamba2", (43.6, 21.1, 96.4, 86.9, 96.7, 93.3, 73.0)),
+    ("fla:GatedDeltaNet", (45.0, 29.8, 99.9, 80.2, 99.9, 94.3, 74.9)),
+    ("DiffTrans", (42.9, 39.0, 99.9, 83.7, 97.1, 95.8, 76.4)),
+    ("softmax", (44.3, 24.5, 99.9, 85.7, 98.5, 95.1, 74.7)),
+    ("softmax+C", (45.0, 31.4, 99.9, 85.5, 99.9, 96.3, 76.3)),
+    ("softmax+CL", (50.3, 39.0, 99.9, 85.4, 99.9, 98.0, 78.8)),
+    ("softmax+CLT", (52.3, 39.1, 99.9, 85.8, 99.9, 99.4, 79.4)),
+    ("softmax+CLTG", (53.1, 43.1, 99.9, 85.9, 99.9, 99.3, 80.2)),
+    ("softmax+L", (49.5, 26.3, 99.9, 85.7, 97.5, 97.5, 76.1)),
+    ("softmax+LT", (50.7, 32.8, 99.9, 85.7, 98.0, 97.6, 77.5)),
+    ("softmax+LTG", (51.2, 35.4, 99.9, 85.9, 98.5, 99.0, 78.3)),
+    ("gla", (40.2, 8.5, 91.3, 81.3, 86.8, 76.8, 64.2)),
+    ("gla+C", (47.1, 9.4, 91.7, 83.4, 92.5, 88.5, 68.8)),
+    ("gla+CL", (51.2, 12.4, 92.2, 85.1, 92.4, 89.2, 70.4)),
+    ("gla+CLT", (51.9, 13.2, 97.1, 86.1, 93.5, 91.4, 72.2)),
+    ("gla+CLTG", (53.0, 19.1, 99.9, 86.3, 99.9, 99.0, 74.9)),
+    ("mamba", (52.7, 6.7, 90.4, 89.5, 90.1, 86.3, 69.3)),
+    ("mamba+CLTG-norm", (50.5, 12.8, 93.4, 88.9, 86.3, 92.2, 70.7)),
+    ("mamba+CLTG", (51.1, 16.8, 90.7, 89.7, 92.7, 97.0, 73.0)),
+    ("aft", (50.5, 9.15, 63.0, 31.1, 69.2, 90.1, 52.2)),
+    ("aft+CLTG", (55.5, 9.78, 90.3, 80.1, 90.2, 93.4, 69.9)),
 )
+NOT_OURS = ("Hyena", "DiffTrans")
+TABLE1 = tuple((name if name in NOT_OURS else known(name), figures) for name, figures in PAPER)
+
+Curve = Sequence[Point]
+
+
+def best(curve: Curve) -> Point:
+    """The evaluation of lowest perplexity, whose score MAD reports: a choice made on the test set."""
+    return min(curve, key=lambda point: point["test_loss"] if math.isfinite(point["test_loss"]) else math.inf)
+
+
+SCORES = {
+    "mad": "accuracy at the test of lowest perplexity",
+    "mad_macro": "accuracy at the test of lowest perplexity, mean over classes",
+    "final": "accuracy after the last step",
+    "final_macro": "accuracy after the last step, mean over classes",
+    "mean": "accuracy, mean over the evenly spaced tests",
+}
+MEASURES: dict[str, Callable[[Curve], float]] = {
+    "mad": lambda curve: best(curve)["micro"],
+    "mad_macro": lambda curve: best(curve)["macro"],
+    "final": lambda curve: curve[-1]["micro"],
+    "final_macro": lambda curve: curve[-1]["macro"],
+    "mean": lambda curve: mean(point["micro"] for point in curve),
+}
+
+
+def scores_of(records: Iterable[dict]) -> dict[str, str]:
+    """The scores that compare these runs, and their titles: the mean over tests does not, where runs end early."""
+    early = any("enough" in record["job"]["training"] for record in records)
+    return {score: title for score, title in SCORES.items() if not (early and score == "mean")}
+
+
+def steps_to(level: float, curve: Curve) -> int | None:
+    """The first evaluated step at which the accuracy reaches `level`."""
+    return next((point["step"] for point in curve if point["micro"] >= level), None)
+
+
+Row = tuple[str, str]  # a mixer and an initialisation
+
+
+def by_row(records: Iterable[dict]) -> dict[Row, list[dict]]:
+    rows = defaultdict(list)
+    for record in records:
+        rows[record["job"]["mixer"], record["job"]["initialisation"]].append(record)
+    return dict(rows)
+
+
+def task_scores(records: Iterable[dict], score: str) -> dict[str, list[float]]:
+    """One mixer's score in every task it ran, a figure per seed in the order of the seeds.
+
+    Best over learning rates and weight decays in every setting, then the mean over the task's settings.
+    """
+    measure = MEASURES[score]
+    found: dict[str, dict[int, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for record in records:
+        job = record["job"]
+        of_seed = found[job["setting"]["task"]][job["seed"]]
+        of_seed[str(job["setting"])].append(measure(record["curve"]))
+    return {
+        task: [mean(max(grid) for grid in settings.values()) for _, settings in sorted(seeds.items())]
+        for task, seeds in found.items()
+    }
+
+
+def average(tasks: dict[str, list[float]]) -> list[float] | None:
+    """Each seed's mean over the six tasks; None where a task was not run."""
+    return [mean(seed) for seed in zip(*(tasks[task] for task in COLUMNS))] if tasks.keys() >= COLUMNS.keys() else None
+
+
+Scores = dict[Row, dict[str, list[float]]]  # by mixer and initialisation: a figure per seed of every task
+
+
+def scored(records: Iterable[dict], score: str) -> Scores:
+    return {row: task_scores(own, score) for row, own in by_row(records).items()}
+
+
+def table1(found: Scores) -> list[dict]:
+    """Table 1 in percent: a column for our mean over seeds, and one for the paper's figure; None: not run.
+
+    Mixers that the paper has no row for come last. With several initialisations every mixer has a row for each.
+    """
+    initialisations = sorted({initialisation for _, initialisation in found})
+    published = {name for name, _ in TABLE1}
+    others = dict.fromkeys(mixer for mixer, _ in found if mixer not in published)
+    rows = [*TABLE1, *((mixer, (None,) * 7) for mixer in others)]
+    table = []
+    for mixer, figures in rows:
+        label = display(mixer)
+        own = [initialisation for initialisation in initialisations if (mixer, initialisation) in found]
+        if not own:
+            table.append(_row(label, figures, {}, None))
+        for initialisation in own:
+            name = f"{label}, {initialisation} start" if len(initialisations) > 1 else label
+            alone = found.get((prior_alone(mixer), initialisation))
+            table.append(_row(name, figures, found[mixer, initialisation], None if alone is None else average(alone)))
+    return table
+
+
+def prior_alone(mixer: str) -> str:
+    """The mixer's prior without any part of FEM; a published mixer itself."""
+    return mixer if mixer.startswith("fla:") else known(re.split(r"[+/]|-norm", mixer)[0])
+
+
+def _row(label: str, figures: Sequence[float | None], tasks: dict[str, list[float]], alone: list[float] | None) -> dict:
+    row: dict = {"model": label}
+    overall = average(tasks)
+    columns = [*((title, tasks.get(task)) for task, title in COLUMNS.items()), ("Avg", overall)]
+    for (title, ours), paper in zip(columns, figures):
+        row |= {title: 100 * mean(ours) if ours else None, f"{title}, paper": paper}
+    row["Avg, sd over seeds"] = 100 * stdev(overall) if overall and len(overall) > 1 else None
+    comparable = overall and alone and len(overall) == len(alone) and overall != alone
+    row["Avg over its prior"] = shown(overall, alone, 100, 1) if comparable else None
+    row["seeds"] = max(map(len, tasks.values()), default=None)
+    return row
+
+
+def readable(table: Iterable[dict], paper: bool) -> list[dict]:
+    """`table1` for a page: one column per task, one decimal; with `paper`, the paper's in brackets after it."""
+    titles = [*COLUMNS.values(), "Avg"]
+    beside = lambda row, title: f"({_decimal(row[f'{title}, paper'])})" if paper else ""  # noqa: E731
+    return [
+        {"model": row["model"]}
+        | {title: f"{_decimal(row[title])} {beside(row, title)}".removesuffix("()").strip() for title in titles}
+        | {
+            "sd": _decimal(row["Avg, sd over seeds"]),
+            "over its prior": row["Avg over its prior"] or "",
+            "seeds": row["seeds"],
+        }
+        for row in table
+    ]
+
+
+def _decimal(figure: float | None) -> str:
+    return "" if figure is None else f"{figure:.1f}"
+
+
+def baseline_runs(records: Iterable[dict], task: str) -> list[dict]:
+    """One mixer's runs in the task's first setting, one per seed: of the grid the one that first had enough right, else
+    the best by its mean accuracy."""
+    own = [record for record in records if record["job"]["setting"]["task"] == task]
+    seeds = defaultdict(list)
+    for record in own:
+        if record["job"]["setting"] == own[0]["job"]["setting"]:
+            seeds[record["job"]["seed"]].append(record)
+    return [min(grid, key=_slowness) for _, grid in sorted(seeds.items())]
+
+
+def _slowness(record: dict) -> tuple[int | float, float]:
+    enough = record["job"]["training"].get("enough", math.inf)
+    return steps_to(enough, record["curve"]) or math.inf, -MEASURES["mean"](record["curve"])
+
+
+def level_of(records: Sequence[dict]) -> float:
+    """The accuracy that `steps_table` counts steps to: the one at which runs end, else 90 %."""
+    return records[0]["job"]["training"].get("enough", 0.9)
+
+
+def steps_of(records: Sequence[dict], task: str, level: float) -> list[int | None]:
+    """`steps_to` of one mixer's runs in the task's first setting, a figure per seed."""
+    return [steps_to(level, record["curve"]) for record in baseline_runs(records, task)]
+
+
+def steps_table(records: Sequence[dict]) -> list[dict]:
+    """Steps until the accuracy in a task's first setting is `level_of`, a figure per seed, "-" where it never is."""
+    rows, level = [], level_of(records)
+    for (mixer, initialisation), own in by_row(records).items():
+        row: dict = {"mixer": display(mixer), "start": initialisation}
+        for task, title in COLUMNS.items():
+            row[title] = " ".join(str(step or "-") for step in steps_of(own, task, level)) or None
+        rows.append(row)
+    return rows
 
 
 def summary(records: Sequence[dict]) -> dict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -11,38 +11,69 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fem.optim import parameter_groups
-from fem_research.common.blocks import count_parameters
-from fem_research.common.jobs import digest_of
-from fem_research.common.loops import restore, save
-from fem_research.common.mixers import file_name
-from fem_research.mad.backbone import build_backbone
-from fem_research.mad.settings import Setting, Training
+from fem_research.common.blocks import EPS, count_parameters, initialise, mixer_blocks
+from fem_research.common.loops import descend, restore, save
+from fem_research.mad.settings import Job, Setting, Training
 from fem_research.mad.tasks import IGNORED, build, generate
+
+
+class LanguageBackbone(nn.Module):
+    """Tokens (B, T) -> logits (B, T, V): embedding, blocks, norm, head."""
+
+    def __init__(self, vocab_size: int, width: int, blocks: nn.Sequential):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.blocks = blocks
+        self.head = nn.Sequential(nn.RMSNorm(width, EPS), nn.Linear(width, vocab_size))
+
+    def forward(self, tokens: Int[Tensor, "b t"]) -> Float[Tensor, "b t v"]:
+        return self.head(self.blocks(self.embedding(tokens)))
+
+
+class AutoEncoderBackbone(nn.Module):
+    """Tokens (B, T) -> logits (B, T, V), all of them from h, the blocks' output at the last token:
+
+    logits_t = head(decode(h + position_t))
+    """
+
+    def __init__(self, vocab_size: int, width: int, blocks: nn.Sequential):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.blocks = blocks
+        norm = lambda: nn.RMSNorm(width, EPS)  # noqa: E731
+        linear = lambda: nn.Linear(width, width)  # noqa: E731
+        self.decode = nn.Sequential(norm(), linear(), nn.GELU(), norm(), linear(), nn.GELU())
+        self.head = nn.Sequential(norm(), nn.Linear(width, vocab_size))
+
+    def forward(self, tokens: Int[Tensor, "b t"]) -> Float[Tensor, "b t v"]:
+        code = self.blocks(self.embedding(tokens))[:, -1:]
+        return self.head(self.decode(code + sinusoids(tokens.shape[1], code)))
+
+
+def sinusoids(length: int, like: Float[Tensor, "*_ d"]) -> Float[Tensor, "t d"]:
+    """Fixed position vectors, sines in the first half and cosines in the second, at wavelengths from 2 pi to 2e4 pi."""
+    half = like.shape[-1] // 2
+    rates = 1e4 ** -(torch.arange(half, device=like.device) / half)
+    angles = torch.arange(length, device=like.device)[:, None] * rates
+    return torch.cat([angles.sin(), angles.cos()], -1).to(like.dtype)
+
+
+def build_backbone(task: str, vocab_size: int, mixer: str, training: Training, initialisation: str) -> nn.Module:
+    """The task's model around a mixer: as many parameters as around softmax attention (`mixer_blocks`), and all linear
+    maps started by one rule (`initialise`)."""
+    blocks = mixer_blocks(mixer, training.width, training.heads, training.blocks, training.mlp_width)
+    backbone = AutoEncoderBackbone if task == "compression" else LanguageBackbone
+    model = backbone(vocab_size, training.width, blocks)
+    initialise(model, initialisation)
+    return model
+
 
 MINUTE = 60.0  # between checkpoints: those of a small model may take longer than its steps
 Point = dict[str, int | float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Everything that decides the result of a run."""
-
-    mixer: str
-    setting: Setting
-    initialisation: str
-    learning_rate: float
-    weight_decay: float
-    seed: int
-    training: Training
-
-    @property
-    def key(self) -> str:
-        """A file name that differs between jobs which differ in any value."""
-        return f"{self.setting.task}-{file_name(self.mixer)}-seed{self.seed}-{digest_of(asdict(self))}"
 
 
 def train(job: Job, device: torch.device, place: Path | None = None) -> dict[str, Any]:
@@ -76,10 +107,7 @@ def train(job: Job, device: torch.device, place: Path | None = None) -> dict[str
         with torch.autocast(device.type, torch.bfloat16, enabled=training.bfloat16):
             logits = model(inputs)
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        schedule.step()
+        descend(loss, optimiser, schedule)
         if step in tests:
             curve.append({"step": step, "train_loss": loss.item(), **evaluate(model, data, training)})
             if place and perf_counter() - saved >= MINUTE:

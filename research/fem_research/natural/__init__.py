@@ -1,1 +1,0 @@
-"""Which pooling gives sets and series their natural labels: molecules, pictures, recordings."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import mean
+
+import pandas as pd
 
 from fem.runs.run import RUNS, check_output, command_line, progress, provenance
 from fem.runs.tables import markdown_table, write_page
 from fem_research.common.grid import Grid, publish
-from fem_research.common.names import by_name, colours, display
-from fem_research.common.paired import paired, shown
+from fem_research.common.names import display
+from fem_research.common.paired import by_seed, in_words, paired
 from fem_research.common.sweep import sweep
-from fem_research.natural.data import bags, digest
 from fem_research.natural.settings import SETS, NaturalRecipe
-from fem_research.natural.training import train
+from fem_research.natural.training import bags, digest, train
 
 REFERENCE = "pool:attention"
 
@@ -32,13 +34,7 @@ def run(recipe: NaturalRecipe, output: Path, workers: int | None = None) -> dict
         for name in recipe.set_names:
             grid = Grid(output / RUNS, train_all, bars, f"natural: {name}")
             found[name] = grid.records(recipe.jobs(name, files[name]))
-    scores = {name: {row: summary(row, records, recipe) for row in recipe.rows} for name, records in found.items()}
-    for rows in scores.values():
-        for row, of_row in rows.items():
-            other = rows.get(REFERENCE) if row != REFERENCE else None
-            of_row["over"] = (
-                None if other is None else dict(zip(("mean", "error"), paired(of_row["right"], other["right"])))
-            )
+    scores = {name: summaries(records, recipe) for name, records in found.items()}
     floors = {name: max(Counter(of_set).values()) / len(of_set) for name, of_set in label.items()}
     overview = [
         {"pool": display(row)} | {name: mean(rows[row]["accuracy"]) for name, rows in scores.items()}
@@ -48,11 +44,8 @@ def run(recipe: NaturalRecipe, output: Path, workers: int | None = None) -> dict
         output,
         "natural",
         recipe,
-        records=(
-            ({"set": name} | {key: record["job"][key] for key in ("pool", "seed", "fold")}, record)
-            for name, records in found.items()
-            for record in records
-        ),
+        chain(*found.values()),
+        ("name", "pool", "seed", "fold"),
         tables={"table": overview},
         page=lambda folder: write_report(folder, scores, floors, label, files, overview, recipe),
         results={"natural": scores, "constants": floors, "files": files},
@@ -61,19 +54,28 @@ def run(recipe: NaturalRecipe, output: Path, workers: int | None = None) -> dict
     )
 
 
-def summary(row: str, records: list[dict], recipe: NaturalRecipe) -> dict:
-    """A pool on a set: its accuracy by repeat, every bag's share of right answers, and the rates that folds took."""
-    own = [record for record in records if record["job"]["pool"] == row]
-    right = [(record["job"]["seed"], bag, yes) for record in own for bag, yes in zip(record["bags"], record["right"])]
-    repeats = range(recipe.seed, recipe.seed + recipe.seeds)
-    return {
-        "accuracy": [mean(yes for seed, _, yes in right if seed == repeat) for repeat in repeats],
-        "right": [mean(yes for _, bag, yes in right if bag == one) for one in sorted({bag for _, bag, _ in right})],
-        "loss": mean(record["curve"][-1]["loss"] for record in own),
-        "rates": dict(sorted(Counter(f"{record['learning_rate']:g}" for record in own).items())),
-        "parameters": own[0]["parameters"],
-        "seconds": round(sum(record["seconds"] for record in own), 1),
-    }
+def summaries(records: list[dict], recipe: NaturalRecipe) -> dict[str, dict]:
+    """Every pool on a set: its accuracy by repeat, every bag's share of right answers, its lead over attention pooling
+    paired by bags, and the rates that folds took."""
+    found: dict[str, dict] = {}
+    for row in recipe.rows:
+        own = [record for record in records if record["job"]["pool"] == row]
+        answers = pd.concat(
+            pd.DataFrame({"seed": r["job"]["seed"], "bag": r["bags"], "right": r["right"]}) for r in own
+        )
+        found[row] = {
+            "accuracy": answers.groupby("seed").right.mean().tolist(),
+            "right": answers.groupby("bag").right.mean().tolist(),
+            "loss": mean(record["curve"][-1]["loss"] for record in own),
+            "rates": dict(sorted(Counter(f"{record['learning_rate']:g}" for record in own).items())),
+            "parameters": own[0]["parameters"],
+            "seconds": round(sum(record["seconds"] for record in own), 1),
+            "over": None,
+        }
+    for row in found.keys() - {REFERENCE} if REFERENCE in found else ():
+        lead = paired(found[row]["right"], found[REFERENCE]["right"])
+        found[row]["over"] = dict(zip(("mean", "error"), lead))
+    return found
 
 
 def table(rows: Mapping[str, dict]) -> list[dict]:
@@ -81,12 +83,11 @@ def table(rows: Mapping[str, dict]) -> list[dict]:
         {
             "pool": display(row),
             "accuracy": mean(found["accuracy"]),
-            "over attention": "" if found["over"] is None else shown(found["right"], rows[REFERENCE]["right"]),
-            "by repeat": ", ".join(f"{score:.3f}" for score in found["accuracy"]),
+            "over attention": "" if found["over"] is None else in_words(**found["over"]),
+            "by repeat": by_seed(found["accuracy"]),
             "loss": found["loss"],
             "folds by rate": ", ".join(f"{rate}: {count}" for rate, count in found["rates"].items()),
-            "parameters": found["parameters"],
-            "seconds": found["seconds"],
+            **{name: found[name] for name in ("parameters", "seconds")},
         }
         for row, found in rows.items()
     ]
@@ -95,19 +96,11 @@ def table(rows: Mapping[str, dict]) -> list[dict]:
 
 def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
     """scores.png: a dot per repeat of every pool on every set."""
-    from fem.plots import dots
+    from fem_research.common import pictures
 
-    panels = {
-        name: {row: found["accuracy"] for row, found in rows.items()} for name, rows in results["natural"].items()
-    }
-    dots(
-        folder / "scores.png",
-        "Accuracy on bags that were not trained on: a dot per repeat",
-        {name: by_name(rows) for name, rows in panels.items()},
-        colours(next(iter(panels.values()))),
-        results["constants"],
-        "the most frequent label",
-    )
+    panels = {name: {row: of["accuracy"] for row, of in rows.items()} for name, rows in results["natural"].items()}
+    title = "Accuracy on bags that were not trained on: a dot per repeat"
+    pictures.scores(folder / "scores.png", title, panels, results["constants"], "the most frequent label")
 
 
 def write_report(folder: Path, scores, floors, label, files, overview, recipe: NaturalRecipe) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fem.runs.recipes import INITIALISATIONS, listed, numbers, require_one_of, require_positive, require_some_of
 from fem.runs.run import option
-from fem_research.common.jobs import digest_of
+from fem_research.common.grid import digest_of
 from fem_research.common.mixers import POOLS, file_name
 
 SETS = {  # the package that ships the set, and what is asked

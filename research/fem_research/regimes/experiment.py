@@ -1,19 +1,178 @@
-"""`fem regimes`: where the free energy helps, and where it does not."""
+"""`fem regimes`: where the free energy helps, and where it does not; its tables, picture and page."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
+from statistics import mean
 
 import torch
 
-from fem.runs.run import RUNS, check_output, command_line, progress
-from fem_research.common.grid import Grid, publish
+from fem.runs.run import RUNS, check_output, command_line, progress, provenance
+from fem.runs.tables import markdown_table, write_page
+from fem_research.common.grid import Grid, Tuned, publish
+from fem_research.common.mixers import POOLS, UNTYPED, mixer_config, taken_apart
+from fem_research.common.names import KEY, display
+from fem_research.common.paired import by_seed, paired, shown, spread
 from fem_research.common.sweep import sweep
-from fem_research.regimes.report import overview, redraw, summary, write_report
 from fem_research.regimes.settings import RegimesRecipe
-from fem_research.regimes.training import build, constants, train
+from fem_research.regimes.training import TASKS, build, constants, train
+
+Found = dict[str, dict[str, list[dict]]]
+STARTS = re.compile(r"/(b[\d.]+|l-?[\d.]+)")
+
+
+def tests(records: list[dict]) -> list[float]:
+    """The last test score of every seed."""
+    return [record["curve"][-1]["test"] for record in records]
+
+
+def reference(row: str, rows: dict[str, list[dict]]) -> str | None:
+    """What a row is compared with: plain attention; where that was not run, the same mixer with the paper's starts."""
+    other = _attention(rows) or STARTS.sub("", row)
+    return other if other in rows and other != row else None
+
+
+def over(row: str, rows: dict[str, list[dict]]) -> str:
+    """By how much the row is ahead of its reference, on the same seeds; empty where it has none."""
+    other = reference(row, rows)
+    return "" if other is None else shown(tests(rows[row]), tests(rows[other]))
+
+
+def compared(rows: dict[str, list[dict]]) -> str:
+    """The name of what the rows of a table are compared with."""
+    attention = _attention(rows)
+    return "the paper's start" if attention is None else display(attention)
+
+
+def _attention(rows: dict[str, list[dict]]) -> str | None:
+    """Attention without any part of FEM: of several numbers of heads and position codes the best on the test."""
+    plain = [row for row in rows if row not in UNTYPED and taken_apart(row)[:2] == ("softmax", "")]
+    if plain:
+        return max(plain, key=lambda row: mean(tests(rows[row])))
+    return "pool:attention" if "pool:attention" in rows else None
+
+
+def overview(found: Found) -> list[dict]:
+    """A row per mixer, a column per task: mean over seeds."""
+    rows = next(iter(found.values()))
+    return [
+        {"mixer": display(row)} | {task: mean(tests(of_task[row])) for task, of_task in found.items()} for row in rows
+    ]
+
+
+def table(rows: dict[str, list[dict]]) -> list[dict]:
+    """One task: mean and spread over seeds, and the difference from what a row is compared with, on the same seeds."""
+    lines = []
+    ahead = {row: over(row, rows) for row in rows}
+    for row, records in rows.items():
+        scores, training = tests(records), records[0]["job"]["training"]
+        lines.append(
+            {
+                "mixer": display(row),
+                "values": None if row in UNTYPED else mixer_config(row, training["width"], training["heads"]).fem_dim,
+                "score": mean(scores),
+                "sd": spread(scores),
+                **({f"over {compared(rows)}": ahead[row]} if any(ahead.values()) else {}),
+                "by seed": by_seed(scores),
+                "learning rate": f"{records[0]['job']['learning_rate']:g}",
+                "parameters": records[0]["parameters"],
+                "seconds": round(mean(record["seconds"] for record in records), 1),
+            }
+        )
+    return sorted(lines, key=lambda line: -line["score"])
+
+
+def verdict(task: str, rows: dict[str, list[dict]]) -> str:
+    """One sentence: which row wins, by how much over what it is compared with, and against the next one."""
+    ranked = sorted(rows, key=lambda row: -mean(tests(rows[row])))
+    best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
+    said = f"{task}: {display(best)} ({mean(tests(rows[best])):.3f})"
+    if ahead := over(best, rows):
+        said += f", {ahead} over {compared(rows)}"
+    if second is not None:
+        said += f"; next {display(second)}, {shown(tests(rows[best]), tests(rows[second]))} behind"
+    return said + "."
+
+
+def summary(tasks: Mapping[str, Tuned]) -> dict:
+    """Every score of every row, by task: by seed, by learning rate, and paired with what it is compared with."""
+    whole: dict = {}
+    for task, (tuning, rows) in tasks.items():
+        for row, records in rows.items():
+            other = reference(row, rows)
+            difference = None if other is None else paired(tests(records), tests(rows[other]))
+            rates = {f"{rate:g}": record["curve"][-1]["validation"] for rate, record in tuning[row].items()}
+            whole.setdefault(task, {})[row] = {
+                "test": tests(records),
+                "over": None if difference is None else {"row": other, "mean": difference[0], "error": difference[1]},
+                "learning_rate": records[0]["job"]["learning_rate"],
+                "validation_by_rate": rates,
+                "beta": [{k: v for k, v in r["curve"][-1].items() if k.startswith("beta")} for r in records],
+                "parameters": records[0]["parameters"],
+                "seconds": [round(record["seconds"], 1) for record in records],
+            }
+    return whole
+
+
+def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
+    """scores.png, from what results.json holds: a dot per seed of every row in every task."""
+    from fem_research.common import pictures
+
+    panels = {task: {row: of["test"] for row, of in rows.items()} for task, rows in results["regimes"].items()}
+    title, floor = "Score on new examples: a dot per seed", "an answer that never looks"
+    pictures.scores(folder / "scores.png", title, panels, results.get("constants"), floor)
+
+
+def title(recipe: RegimesRecipe) -> str:
+    if all(row in POOLS for row in recipe.rows):
+        return f"Pooling a set: {', '.join(recipe.task_names)}"
+    if all(STARTS.sub("", row) in recipe.rows for row in recipe.rows) and any(map(STARTS.search, recipe.rows)):
+        return "Where the free energy pays: starts of beta and lambda"
+    if any("/wide" in row for row in recipe.rows):
+        return "Where the free energy pays: values as wide as the model"
+    usual = type(recipe)()
+    about = ["more heads"] if any(re.search(r"/(h\d|norope)", row) for row in recipe.rows) else []
+    about += [] if set(TASKS) <= set(recipe.task_names) else [", ".join(recipe.task_names)]
+    about += [_counted(recipe.blocks, "block")] if recipe.blocks != usual.blocks else []
+    about += [_counted(recipe.heads, "head")] if recipe.heads != usual.heads else []
+    return "Where the free energy pays" + (f": {'; '.join(about)}" if about else "")
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number > 1)}"
+
+
+def write_report(folder: Path, found: Found, floors: dict[str, float], recipe: RegimesRecipe, command: str) -> None:
+    parts = []
+    for task, rows in found.items():
+        about = recipe.known_tasks[task]
+        parts += [
+            f"## {task}: {about.about}",
+            f"Asks for {about.asks_for}. Score: {about.measure} on {recipe.training.test_examples} new examples after "
+            f"the last step; an answer that never looks: {floors[task]:.3f}. values: their width over all heads.",
+            markdown_table(table(rows), {"score": max}),
+        ]
+    write_page(
+        folder,
+        title(recipe),
+        f"{_counted(recipe.blocks, 'block')} of [mixer, SwiGLU], width {recipe.width}, "
+        f"{_counted(recipe.heads, 'head')}, {recipe.steps} steps of {recipe.batch} examples, AdamW with cosine decay, "
+        "no weight decay, the same start and the same examples for every row of a seed; equal parameters (a mixer with "
+        "more gets a narrower SwiGLU). Every row takes the learning rate that is best on the first seed's validation, "
+        f"and is tested on other examples. {KEY} /r4: gates of rank 4, whose width goes to the values; /b8: beta "
+        "starts at 8 instead of 1.95; /l6: lambda's bias at 6; /wide: values as wide as the model; /h16: 16 heads; "
+        "/norope: no position code. cummax: a linear map, the running maximum of every channel, a linear map; gru: "
+        "torch's GRU. ±: standard error of the difference, seed by seed.",
+        markdown_table(overview(found), dict.fromkeys(found, max)),
+        "\n".join(f"* {verdict(task, rows)}" for task, rows in found.items()),
+        "![scores by task and mixer](scores.png)",
+        *parts,
+        provenance(command),
+    )
 
 
 def run(recipe: RegimesRecipe, output: Path, workers: int | None = None) -> dict:
@@ -35,12 +194,8 @@ def run(recipe: RegimesRecipe, output: Path, workers: int | None = None) -> dict
         output,
         "regimes",
         recipe,
-        records=(
-            ({"task": task, "mixer": row, "seed": record["job"]["seed"]}, record)
-            for task, rows in found.items()
-            for row, records in rows.items()
-            for record in records
-        ),
+        (record for rows in found.values() for records in rows.values() for record in records),
+        ("task", "mixer", "seed"),
         tables={"table": overview(found)},
         page=lambda folder: write_report(
             folder, found, floors, recipe, command_line("regimes", recipe, RegimesRecipe())

@@ -10,14 +10,16 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
 from fem.gates import Temperature
 from fem_research.common.blocks import EPS, count_parameters, initialise, mixer_blocks
-from fem_research.common.jobs import digest_of
+from fem_research.common.grid import digest_of
+from fem_research.common.loops import descend
 from fem_research.common.mixers import POOLS, file_name
-from fem_research.regimes.pools import PoolModel
+from fem_research.common.pools import BagModel
 from fem_research.regimes.real import DigitBags
 from fem_research.regimes.tasks import HighWater, PeakHold, Recall, SetStatistics, Snapshot, Task
 
@@ -81,6 +83,14 @@ class Model(nn.Module):
         return self.answer(self.blocks(self.read(x)))
 
 
+class PoolModel(BagModel):
+    """Bags (B, T, C) whose last token is empty -> answers (B, T, outputs), 0 before the last token."""
+
+    def forward(self, x: Float[Tensor, "b t c"]) -> Float[Tensor, "b t o"]:
+        whole = x.new_ones(x.shape[0], x.shape[1] - 1, dtype=bool)
+        return F.pad(super().forward(x[:, :-1], whole), (0, 0, x.shape[1] - 1, 0))
+
+
 def build(task: Task, mixer: str, training: Training) -> nn.Module:
     if mixer not in POOLS:
         return Model(task, mixer, training)
@@ -102,11 +112,11 @@ def train(
     with torch.random.fork_rng():
         torch.manual_seed(job.seed)
         model = build(task, job.mixer, training).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=0.0)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=0.0)
     rise = max(1, round(training.warmup * training.steps))
     fall = max(1, training.steps - rise)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
+        optimiser,
         lambda step: min((step + 1) / rise, (1 + math.cos(math.pi * max(0, step - rise) / fall)) / 2),
     )
     streams = {name: Generator().manual_seed(1000 * job.seed + number) for name, number in STREAMS.items()}
@@ -119,11 +129,7 @@ def train(
     for step in range(1, training.steps + 1):
         x, targets = (tensor.to(device) for tensor in task.draw(streams["train"], training.batch))
         loss = task.loss(model(x), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        descend(loss, optimiser, schedule, clip=1.0)
         if step in tested:
             found = {split: evaluate(model, task, examples, device) for split, examples in held_out.items()}
             curve.append({"step": step, "train_loss": loss.item(), **found, **temperatures(model)})

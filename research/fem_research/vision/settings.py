@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from fem.runs.recipes import listed, require_not_negative, require_one_of, require_positive
 from fem.runs.run import option
-from fem_research.common.jobs import digest_of
+from fem_research.common.grid import digest_of
 from fem_research.common.mixers import canonical
 from fem_research.common.names import as_shown
 

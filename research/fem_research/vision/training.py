@@ -12,18 +12,14 @@ from transformers import EvalPrediction, TrainingArguments
 from transformers.utils.logging import disable_progress_bar
 
 from fem.models import FEMForImageClassification, FEMImageConfig
-from fem.runs.run import read_json, steps_bar
-from fem.train.checkpoints import STAGING, checkpoints, to_go_on_from
-from fem.train.integrity import MANIFEST
-from fem.train.saving import MEASURED, WatchedTrainer
+from fem.runs.run import steps_bar
+from fem.train.checkpoints import STAGING, to_go_on_from
+from fem.train.saving import WatchedTrainer
 from fem.train.watch import Watch
 from fem_research.common.mixers import fields_of
 from fem_research.common.names import display
-from fem_research.vision.images import Pictures
-from fem_research.vision.pixels import Augmentation, Batches, View
+from fem_research.vision.images import Augmentation, Batches, Pictures, View
 from fem_research.vision.settings import VisionRecipe
-
-WRITTEN_LAST = ("trainer_state.json", MEASURED)
 
 
 def model_config(job: VisionRecipe, classes: list[str]) -> FEMImageConfig:
@@ -85,7 +81,7 @@ def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Pat
         compute_metrics=_accuracy,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
     )
-    trainer.go_on(newest(folder))
+    trainer.go_on(to_go_on_from(folder))
     trainer.save_model(str(model_folder))
     tests = [point for point in watch.curve if "val_accuracy" in point]
     return {
@@ -98,17 +94,6 @@ def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Pat
         "seconds": watch.seconds,
         "curve": tests,
     }
-
-
-def newest(folder: Path) -> Path | None:
-    """`to_go_on_from`, and earlier versions' checkpoints, which have no list of files: they are complete where the two
-    files written last can be read.
-    """
-    there = checkpoints(folder)
-    readable = [found for found in there if all(read_json(found / name) for name in WRITTEN_LAST)]
-    if not readable or any((checkpoint / MANIFEST).exists() for checkpoint in there):
-        return to_go_on_from(folder)
-    return readable[-1]
 
 
 def training_arguments(job: VisionRecipe, pictures: int, folder: Path) -> TrainingArguments:
