@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
-from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields, replace
-from numbers import Integral, Real
 
+from fem.checks import SMALLEST, finite_number, is_number, positive_int, unknown_field
 from fem.prior_table import BACKENDS, known_priors
 
 AUTHORS_BACKENDS = {"auto": "auto", "naive": "plain", "flash": "sdpa", **{name: name for name in BACKENDS}}
@@ -21,7 +19,6 @@ SWITCHES = (
     *("causal", "bias", "use_temperature", "use_lse", "use_outer_gate", "use_rope", "use_conv"),
     *("conv_norm_first", "conv_bidirectional", "mamba_normalize"),
 )
-SMALLEST = 1.1754943508222875e-38  # the smallest normal float32; smaller numbers may be flushed to 0
 RANGES = {  # inclusive
     "fem_ratio": (SMALLEST, math.inf),
     "p_t_to_fem_ratio": (SMALLEST, math.inf),
@@ -54,13 +51,6 @@ def _name_unknown_fields(cls):
     return cls
 
 
-def unknown_field(owner: str, name: str, value, known: Collection[str]) -> TypeError:
-    """What to raise where a configuration, `owner`, is given a field that it does not have."""
-    near = " or ".join(map(repr, difflib.get_close_matches(name, known, 2)))
-    hint = f"did you mean {near}?" if near else f"known fields: {', '.join(known)}."
-    return TypeError(f"{owner} has no field {name!r} (got {name}={value!r}); {hint}")
-
-
 @_name_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class FreeEnergyMixerConfig:
@@ -88,8 +78,8 @@ class FreeEnergyMixerConfig:
     conv_hidden: width H_c of the conditioner (None: d / 16, at least 8, and from 16 on a multiple of 8).
     backend: which implementation reads ("auto", "plain", "sdpa", "triton", "reference").
     softmax_backend and mamba_normalize are the authors' names of backend and normalize.
-    Read back, widths, backend and normalize are what they resolved to, and `dataclasses.replace` keeps them: to follow
-    another n_embd or ratio, give fem_dim, qk_dim and conv_hidden as None beside it.
+    After construction widths, backend and normalize hold what they resolved to, which `dataclasses.replace` keeps: with
+    another n_embd or ratio, reset fem_dim, qk_dim and conv_hidden to None.
 
     Raises TypeError on an unknown field, ValueError on a value that no layer can have and on a field that the prior
     does not read.
@@ -146,10 +136,8 @@ class FreeEnergyMixerConfig:
             value = getattr(self, name)
             if value is not None or name in WHOLE:
                 self._set(**{name: positive_int(name, value)})
-        if self.gate_rank is not None:
-            if isinstance(self.gate_rank, bool) or not isinstance(self.gate_rank, Integral) or self.gate_rank < 0:
-                raise ValueError(f"gate_rank must be None, 0 or a positive integer, got {self.gate_rank!r}.")
-            self._set(gate_rank=int(self.gate_rank))
+        if self.gate_rank is False or self.gate_rank not in (None, 0):
+            self._set(gate_rank=positive_int("gate_rank", self.gate_rank, (None, 0)))
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
@@ -158,22 +146,19 @@ class FreeEnergyMixerConfig:
         for name, (low, high) in RANGES.items():
             if getattr(self, name) is not None or name not in ("value_logexp_cap", "free_share"):
                 self._set(**{name: finite_number(name, getattr(self, name), low, high)})
-        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
+        if not is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout!r}.")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_head must divide n_embd = {self.n_embd}, got n_head = {self.n_head}.")
-        if not isinstance(self.prior_type, str) or self.prior_type not in known_priors():
-            raise ValueError(f"prior_type must be one of {', '.join(known_priors())}; got {self.prior_type!r}.")
-        if not isinstance(self.decay, str) or self.decay not in DECAYS:
-            raise ValueError(f"decay must be one of {', '.join(DECAYS)}; got {self.decay!r}.")
+        backends = dict.fromkeys(("backend", "softmax_backend"), AUTHORS_BACKENDS)
+        for name, known in {"prior_type": known_priors(), "decay": DECAYS, **backends}.items():
+            value = getattr(self, name)
+            if not (value is None and name == "backend") and not (isinstance(value, str) and value in known):
+                raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}.")
         if self.causal and self.conv_bidirectional:
             raise ValueError("conv_bidirectional=True lets the future in; it needs causal=False, got causal=True.")
 
     def _resolve_aliases(self):
-        for name in ("backend", "softmax_backend"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or value not in AUTHORS_BACKENDS):
-                raise ValueError(f"{name} must be one of {', '.join(AUTHORS_BACKENDS)}; got {value!r}.")
         if self.backend is not None and self.softmax_backend != "auto":
             raise ValueError(
                 f"softmax_backend is the authors' name of backend: give one, got backend={self.backend!r} "
@@ -226,25 +211,20 @@ class FreeEnergyMixerConfig:
             if not self.use_rope or len(self.rope_frequencies) != planes:
                 wanted = f"one number for each of the {planes:g} planes of a head" if self.use_rope else "use_rope=True"
                 raise ValueError(f"rope_frequencies needs {wanted}, got {len(self.rope_frequencies)} numbers.")
-        if self.value_logexp_cap is not None and not self.use_lse:
-            raise ValueError(
-                f"value_logexp_cap clips the log-sum-exp, which is off; leave it out, got {self.value_logexp_cap!r}."
-            )
-        if self.free_share is not None:
-            if not self.use_lse:
-                raise ValueError(f"free_share needs use_lse=True, got free_share={self.free_share!r} without.")
-            if self.free_width == 0:
+        for name in ("free_share", "value_logexp_cap"):
+            value = getattr(self, name)
+            if value is not None and not self.use_lse:
+                raise ValueError(f"{name} needs use_lse=True, got {name}={value!r} without; leave it out.")
+            if value is not None and not known_priors()[self.prior_type].takes_pairs:
                 raise ValueError(
-                    f"free_share must give each head a whole channel of its {self.value_width}, "
-                    f"got {self.free_share!r}, which rounds to none."
+                    f"{name} needs a prior that reads every channel on its own, got {name}={value!r} "
+                    f"with {self.prior_type!r}, which reads all channels of a head together; leave it out."
                 )
-        if not known_priors()[self.prior_type].takes_pairs:
-            for name in ("free_share", "value_logexp_cap"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{name} needs a prior that reads every channel on its own, got {name}={getattr(self, name)!r} "
-                        f"with {self.prior_type!r}, which reads all channels of a head together; leave it out."
-                    )
+        if self.free_width == 0:
+            raise ValueError(
+                f"free_share must give each head a whole channel of its {self.value_width}, "
+                f"got {self.free_share!r}, which rounds to none."
+            )
         for name, readers in _readers().items():
             value = getattr(self, name)
             if self.prior_type not in readers and value != _DEFAULTS[name]:
@@ -400,28 +380,6 @@ def _readers() -> dict[str, list[str]]:
     priors = known_priors()
     names = dict.fromkeys(name for prior in priors.values() for name in prior.uses)
     return {name: [key for key, prior in priors.items() if name in prior.uses] for name in names}
-
-
-def positive_int(name: str, value, others: tuple = ()) -> int:
-    """The value as an int. Raises ValueError, which names the `others` that may stand in its place."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        wanted = " or ".join(["a positive integer", *map(repr, others)])
-        raise ValueError(f"{name} must be {wanted}, got {value!r}.")
-    return int(value)
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def finite_number(name: str, value, low: float, high: float) -> float:
-    if not _is_number(value) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}.")
-    if not low <= value <= high:
-        least = "positive" if low == SMALLEST else f"{low:g} or more"
-        wanted = least if high == math.inf else f"in [{low:g}, {high:g}]"
-        raise ValueError(f"{name} must be {wanted}, got {value!r}.")
-    return float(value)
 
 
 def slim_fields(n_embd: int, prior_type: str) -> dict:

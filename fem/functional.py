@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral, Real
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fem.checks import finite_number, positive_int
 from fem.ops.channel_scan import read as channel_scan
 from fem.ops.common.arguments import (
     BIAS,
@@ -72,17 +72,11 @@ def softmax_read(
     _check_projections(q, k, v, free_values)
     batch, queries, heads, _ = q.shape
     time = k.shape[1]
-    if free_values is not None:
-        _check_free_values(free_values, v, beta)
-    if beta is not None:
-        check_beta(beta, v if free_values is None else free_values)
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale)):
-        raise ValueError(f"scale must be a finite number or None (1/sqrt(d_k)), got {scale!r}.")
-    if window is not None and (isinstance(window, bool) or not isinstance(window, Integral) or window < 1):
-        raise ValueError(
-            f"window must be a whole number of at least 1 (a token sees itself), got {window!r}; None sees everything."
-        )
-    window = None if window is None else int(window)
+    _check_free_energy(v, beta, free_values)
+    if scale is not None:
+        scale = finite_number("scale", scale, -math.inf, math.inf)
+    if window is not None:
+        window = positive_int("window", window, (None,))
     if (causal or window is not None or segment_ids is not None) and queries > time:
         raise ValueError(
             f"q has {queries} queries and k only {time} keys, but the queries are the last of the keys with causal, "
@@ -234,12 +228,8 @@ def ssm_read(
     check_floating("v", v, delta=delta, A=A, B=B, C=C, D=D)
     batch, time, heads, width = delta.shape
     rank = max(1, A.shape[-1] if A.dim() else 1)
-    for name, tensor, shape in (
-        ("A", A, (heads, width, rank)),
-        ("B", B, (batch, time, rank)),
-        ("C", C, (batch, time, rank)),
-        ("D", D, (heads, width)),
-    ):
+    shapes = (heads, width, rank), (batch, time, rank), (batch, time, rank), (heads, width)
+    for name, tensor, shape in zip("ABCD", (A, B, C, D), shapes):
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} beside this delta and A, got {tuple(tensor.shape)}.")
     _check_memory(initial_state, _sums((batch, rank), v, free_values, beta), compute_dtype(delta, A, B, C, D, v))
@@ -292,12 +282,10 @@ def _check_scan(
         raise ValueError(
             f"v must have shape (batch, time, heads, d_v), heads and d_v at least 1, got {tuple(v.shape)}."
         )
-    channels = v.shape[3]
-    if free_values is not None:
-        _check_free_values(free_values, v, beta)
-        channels += free_values.shape[3]
-        if channels == 0:
-            raise ValueError("v and free_values must have at least one channel together, got none.")
+    _check_free_energy(v, beta, free_values)
+    channels = v.shape[3] + (0 if free_values is None else free_values.shape[3])
+    if channels == 0:
+        raise ValueError("v and free_values must have at least one channel together, got none.")
     for name, tensor in per_channel.items():
         if tensor is None:
             continue
@@ -306,8 +294,6 @@ def _check_scan(
         if tuple(tensor.shape) != wanted:
             what = "the shape of v" if free_values is None else "one entry per channel of v and free_values"
             raise ValueError(f"{name} must have {what}, {wanted}, got {tuple(tensor.shape)}.")
-    if beta is not None:
-        check_beta(beta, v if free_values is None else free_values)
     if not causal and (return_state or initial_state is not None):
         raise ValueError("causal=False reads the future, which no state holds; use causal=True with states.")
     if initial_state is None:
@@ -315,13 +301,11 @@ def _check_scan(
     if not isinstance(initial_state, ScanState):
         raise TypeError(f"initial_state must be the state that a scan returned, got a {type(initial_state).__name__}.")
     position = initial_state.cache_position.position
-    if len(position) != len(v):
+    if len(position) != len(v) or position.device != v.device:
         raise ValueError(
-            f"initial_state belongs to a batch of {len(position)}, v has {len(v)}; "
+            f"initial_state belongs to a batch of {len(position)} on {position.device}, v has {len(v)} on {v.device}; "
             "pass the state returned for the same rows, or None to start anew."
         )
-    if position.device != v.device:
-        raise ValueError(f"initial_state must be on the device of v, {v.device}, got {position.device}.")
 
 
 def _sums(start: tuple[int, ...], v: Tensor, free_values: Tensor | None, beta: Tensor | None) -> dict[str, tuple]:
@@ -337,19 +321,13 @@ def _check_memory(state: ScanState | None, wanted: dict[str, tuple[int, ...]], d
     """Raise ValueError unless a state holds the tensors of these names and shapes, all of this dtype."""
     if state is None:
         return
-    memory = state.memory
-    described = {name: tuple(tensor.shape) for name, tensor in memory.items()}
-    if described != wanted:
+    described = {name: tuple(tensor.shape) for name, tensor in state.memory.items()}
+    dtypes = {tensor.dtype for tensor in state.memory.values()}
+    if described != wanted or dtypes != {dtype}:
         raise ValueError(
-            f"initial_state must hold {wanted} for this read, got {described}; pass the state that this read "
-            "returned, with beta and free_values given both times or neither."
+            f"initial_state must hold {wanted} in {dtype} for this read, got {described} in {dtypes}; pass the state "
+            "that this read returned for inputs of these dtypes, with beta and free_values given both times or neither."
         )
-    for name, tensor in memory.items():
-        if tensor.dtype != dtype:
-            raise ValueError(
-                f"initial_state must hold sums in {dtype}, as this read keeps them for its inputs, got {name} in "
-                f"{tensor.dtype}; cast v and what goes with it to the dtype they had."
-            )
 
 
 def check_beta(beta: Tensor, v: Tensor) -> None:
@@ -370,15 +348,18 @@ def check_beta(beta: Tensor, v: Tensor) -> None:
         )
 
 
-def _check_free_values(free_values: Tensor, v: Tensor, beta: Tensor | None) -> None:
-    check_floating("v", v, free_values=free_values)
-    if free_values.dim() != 4 or free_values.shape[:3] != v.shape[:3]:
-        raise ValueError(
-            f"free_values must have shape (batch, time, heads, d_f) = {(*v.shape[:3], 'd_f')}, "
-            f"got {tuple(free_values.shape)}."
-        )
-    if beta is None:
-        raise ValueError("free_values are read at temperatures: pass beta of shape (heads, d_f), got None.")
+def _check_free_energy(v: Tensor, beta: Tensor | None, free_values: Tensor | None) -> None:
+    if free_values is not None:
+        check_floating("v", v, free_values=free_values)
+        if free_values.dim() != 4 or free_values.shape[:3] != v.shape[:3]:
+            raise ValueError(
+                f"free_values must have shape (batch, time, heads, d_f) = {(*v.shape[:3], 'd_f')}, "
+                f"got {tuple(free_values.shape)}."
+            )
+        if beta is None:
+            raise ValueError("free_values are read at temperatures: pass beta of shape (heads, d_f), got None.")
+    if beta is not None:
+        check_beta(beta, v if free_values is None else free_values)
 
 
 def _check_projections(q: Tensor, k: Tensor, v: Tensor, free_values: Tensor | None) -> None:
@@ -391,10 +372,8 @@ def _check_projections(q: Tensor, k: Tensor, v: Tensor, free_values: Tensor | No
             )
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"k and v must agree in batch, time and heads, got {tuple(k.shape)} and {tuple(v.shape)}.")
-    if q.shape[0] != k.shape[0]:
-        raise ValueError(f"q and k must agree in batch, got {q.shape[0]} and {k.shape[0]}.")
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must agree in width, got {q.shape[3]} and {k.shape[3]}.")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must agree in batch and width, got {tuple(q.shape)} and {tuple(k.shape)}.")
     if 0 in k.shape[2:] or (free_values is None and v.shape[3] == 0):
         raise ValueError(
             f"k and v must have at least one head and one channel, got {tuple(k.shape)} and {tuple(v.shape)}."

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fem.config import build_config, positive_int
+from fem.checks import positive_int
+from fem.config import build_config
 from fem.functional import softmax_read
 from fem.gates import Temperature, TwoLevelGate
 from fem.inspection import Reading, softmax_tables

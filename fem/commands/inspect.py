@@ -24,4 +24,4 @@ def command(
 
     disable_progress_bar()
     run(model, recipe, output)
-    typer.echo(f"written to {output}: open inspect.html in a browser; inspect.png, heads.csv, channels.csv")
+    typer.echo(f"written to {output}: open inspect.html in a browser; inspect.png, heads.csv")

@@ -49,41 +49,6 @@ def short(rows: Sequence[dict]) -> list[dict]:
     return [{SHORT.get(name, name): value for name, value in row.items() if name not in IN_CSV_ALONE} for row in rows]
 
 
-def channel_rows(layers: Sequence[LayerTables], tokens: Sequence[str]) -> list[dict]:
-    """A row per channel, at the last token: which token it reads most under prior and posterior, lambda, beta, gate."""
-    return [
-        _channel_row(tables, head, channel, tokens)
-        for tables in layers
-        for head, channel in np.ndindex(tables.heads, tables.channels)
-    ]
-
-
-def _channel_row(tables: LayerTables, head: int, channel: int, tokens: Sequence[str]) -> dict:
-    own = channel if tables.prior.shape[1] > 1 else 0
-    last = lambda part, c=channel: None if part is None else part[head, c, -1]  # noqa: E731
-    number = lambda value: None if value is None else float(value)  # noqa: E731
-    return {
-        "layer": tables.layer,
-        "head": head + 1,
-        "channel": channel + 1,
-        **_favourite("prior", last(tables.prior, own), tokens),
-        **_favourite("posterior", last(tables.posterior), tokens),
-        "tokens in prior": number(last(tables.prior_tokens, own)),
-        "tokens in posterior": number(last(tables.posterior_tokens)),
-        "lambda": number(last(tables.lambda_)),
-        "beta": None if tables.beta is None else float(tables.beta[head, channel]),
-        "hidden beta": number(last(tables.hidden_beta)),
-        "gate": number(last(tables.gate)),
-        "KL gap": number(last(tables.gap)),
-    }
-
-
-def _favourite(name: str, weights: np.ndarray | None, tokens: Sequence[str]) -> dict:
-    best = None if weights is None else int(weights.argmax())
-    token, weight = (None, None) if best is None else (visible(tokens[best]), float(weights[best]))
-    return {f"{name} reads": token, f"{name} weight": weight}
-
-
 def visible(token: str) -> str:
     """The token with visible signs for its white space, and for `|`, which would end a cell of a Markdown table."""
     return token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·").replace("|", "¦")
@@ -136,7 +101,6 @@ def run(folder: str, recipe: InspectRecipe, output: Path) -> dict:
         most = layers[place]
         rows = head_rows(layers)
         write_table(under_way.folder, "heads", rows)
-        write_table(under_way.folder, "channels", channel_rows(layers, tokens))
         name = f"layer {most.layer}, head {head + 1}: the head whose channels differ most"
         channel_readings(
             under_way.folder / "inspect.png",

@@ -56,10 +56,10 @@ if hasattr(sys.modules.get("neuralforecast"), "NeuralForecast"):  # not while it
 
 
 def __getattr__(name: str):
-    if name in ("FEMForecaster", "AutoFEMForecaster"):
+    if name == "FEMForecaster":
         if not find_spec("neuralforecast"):
             raise ImportError(f"fem.models.{name} needs neuralforecast; {how_to_install('forecast')}.")
-        return getattr(import_module("fem.models.forecast"), name)
+        return import_module("fem.models.forecast").FEMForecaster
     if name in __all__:
         raise ImportError(f"fem.models.{name} needs transformers; {how_to_install('lm')}.")
     raise AttributeError(f"module 'fem.models' has no attribute {name!r}")

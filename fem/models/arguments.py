@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 from fem.ops.common.steps import running_maximum
 
-# Ignored, as a mixer knows this already: its cache counts the tokens, cu_seq_lens_q has the sizes of documents.
+# Ignored, as a mixer knows this already: its cache counts the tokens.
 SET_ASIDE = {
     "token_type_ids",
     "cache_position",
     "tokenizer",
-    "cu_seq_lens_k",
     "max_length_q",
     "max_length_k",
     "output_router_logits",
 }
+SAID_BY_POSITIONS = {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"}  # ignored beside position_ids, which say the same
 
 
 def check_language_model(model: object) -> None:
@@ -27,13 +27,14 @@ def check_language_model(model: object) -> None:
         raise TypeError(f"model must be a FEM language model, got a {type(model).__name__}.")
 
 
-def check_names(model: object, further: dict) -> None:
+def check_names(model: object, further: dict, position_ids: Tensor | None) -> None:
     """Raise TypeError on an argument that neither the model nor transformers knows."""
-    unknown = [name for name, value in further.items() if name not in SET_ASIDE and value is not None]
+    known = SET_ASIDE if position_ids is None else SET_ASIDE | SAID_BY_POSITIONS
+    unknown = [name for name, value in further.items() if name not in known and value is not None]
     if unknown:
         raise TypeError(
             f"{type(model).__name__}.forward takes no argument {', '.join(map(repr, unknown))}; documents are "
-            "segment_ids, seq_idx, cu_seq_lens_q or position_ids that restart."
+            "segment_ids or position_ids that restart."
         )
 
 
@@ -75,23 +76,17 @@ def read_documents(
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     past: int,
-    segment_ids: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
+    segment_ids: Tensor | None,
 ) -> Tensor | None:
-    """The document of every token of x (B, T, ...), from the first of the four that says so; None: there is but one.
+    """The document of every token of x (B, T, ...); None where there is only one.
 
-    segment_ids, seq_idx: (B, T), an id per token. cu_seq_lens_q: (documents + 1,), where each of the documents of one
-    row starts, and its end. position_ids: (B, T); a kept token that does not follow the one before opens a document,
-    unless a cache went before: a masked token's position is ignored, and gaps that masked tokens leave are none.
+    segment_ids: (B, T), an id per token; they come first. position_ids: (B, T); a kept token that does not follow the
+    one before opens a document, unless a cache went before: a masked token's position is ignored, and gaps that masked
+    tokens leave are none.
     Raises ValueError on wrong shapes.
     """
     if segment_ids is not None:
         return segment_ids
-    if seq_idx is not None:
-        return seq_idx
-    if cu_seq_lens_q is not None:
-        return _between(cu_seq_lens_q, x, past)
     if position_ids is None or past:
         return None
     if position_ids.shape[-1] != x.shape[1]:
@@ -100,16 +95,6 @@ def read_documents(
     if not torch.compiler.is_compiling() and not bool(opens.any()):
         return None
     return opens.long().cumsum(-1).expand(x.shape[0], -1)
-
-
-def _between(starts: Tensor, x: Tensor, past: int) -> Int[Tensor, "1 t"]:
-    if past or x.shape[0] != 1 or starts.dim() != 1:
-        raise ValueError(
-            "cu_seq_lens_q must hold the starts of the documents of one row without a cache, got shape "
-            f"{tuple(starts.shape)} for {x.shape[0]} rows and {past} cached tokens; pass segment_ids instead."
-        )
-    places = torch.arange(x.shape[1], device=x.device)
-    return torch.searchsorted(starts.to(x.device, places.dtype), places, right=True)[None]
 
 
 def _restarts(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

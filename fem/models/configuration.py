@@ -9,7 +9,8 @@ from typing import no_type_check
 
 from transformers import PreTrainedConfig
 
-from fem.config import FreeEnergyMixerConfig, build_config, finite_number, positive_int, unknown_field
+from fem.checks import finite_number, positive_int, unknown_field
+from fem.config import FreeEnergyMixerConfig, build_config
 from fem.models.engines.parallel import tensor_plan
 from fem.models.engines.support import attends, head_width, layer_type, obstacle
 from fem.models.opener import OpensWithFEM

@@ -7,11 +7,9 @@ from typing import Any, no_type_check
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
-from neuralforecast.common._base_auto import BaseAuto
 from neuralforecast.common._base_model import BaseModel
 from neuralforecast.core import MODEL_FILENAME_DICT
 from neuralforecast.losses.pytorch import MAE
-from ray import tune
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig, build_config
@@ -174,43 +172,4 @@ class PatchBlock(nn.Module):
         return z + self.mlp(z)
 
 
-class AutoFEMForecaster(BaseAuto):
-    """`FEMForecaster` with its hyperparameters searched, as neuralforecast's other Auto models, by ray or optuna.
-
-    The default space leaves `scaler_type` alone: `FEMForecaster` scales its windows itself.
-    """
-
-    default_config = {  # noqa: RUF012  (neuralforecast's name and type)
-        "input_size_multiplier": [1, 2, 3, 5],
-        "hidden_size": tune.choice([32, 64, 128]),
-        "n_heads": tune.choice([4, 8]),
-        "n_layers": tune.choice([1, 2, 3]),
-        "patch_len": tune.choice([8, 16, 24]),
-        "prior_type": tune.choice(["softmax", "gla"]),
-        "dropout": tune.choice([0.0, 0.1, 0.2]),
-        "learning_rate": tune.loguniform(1e-4, 1e-2),
-        "max_steps": tune.choice([500, 1000]),
-        "batch_size": tune.choice([32, 64, 128]),
-        "windows_batch_size": tune.choice([128, 256, 512]),
-        "random_seed": tune.randint(1, 20),
-    }
-
-    def __init__(self, h: int, loss=None, valid_loss=None, config=None, backend: str = "ray", **search):
-        """h: rows to forecast. config: a search space of its own, or None for `default_config`. search: num_samples,
-        search_alg, refit_with_val, ray_options and whatever else neuralforecast's BaseAuto takes."""
-        config = self.get_default_config(h, backend) if config is None else config
-        loss = MAE() if loss is None else loss
-        what = {"cls_model": FEMForecaster, "h": h, "loss": loss, "valid_loss": valid_loss, "config": config}
-        super().__init__(**what, backend=backend, **{"num_samples": 10} | search)
-
-    @classmethod
-    def get_default_config(cls, h: int, backend: str, n_series: int | None = None):
-        space = {"h": None, "loss": None, **cls.default_config}
-        space["input_size"] = tune.choice([h * x for x in space.pop("input_size_multiplier")])
-        space["step_size"] = tune.choice([1, h])
-        return cls._ray_config_to_optuna(space) if backend == "optuna" else space
-
-
-# What NeuralForecast.save and .load look up.
-for _name in (FEMForecaster.__name__, AutoFEMForecaster.__name__):
-    MODEL_FILENAME_DICT[_name.lower()] = FEMForecaster
+MODEL_FILENAME_DICT[FEMForecaster.__name__.lower()] = FEMForecaster  # what NeuralForecast.save and .load look up

@@ -139,8 +139,8 @@ class FEMModel(FEMPreTrainedModel):
 
     input_ids (B, T), or inputs_embeds (B, T, D). attention_mask (B, T_past + T): 1 = keep, over the cached tokens too;
     masking a token equals deleting it, on either side. segment_ids (B, T): packed documents equal separate runs;
-    seq_idx, cu_seq_lens_q and position_ids that restart say the same (`read_documents`), and positions are otherwise
-    counted from the mask, so any position_ids will do. past_key_values: a `FEMCache`, to which the call adds its
+    position_ids that restart say the same (`read_documents`), and positions are otherwise counted from the mask, so any
+    position_ids will do. past_key_values: a `FEMCache`, to which the call adds its
     tokens. What transformers passes and a mixer has no use for is ignored (`SET_ASIDE` of fem.models.arguments).
 
     Raises ValueError on wrong shapes and rows longer than config.max_position_embeddings, TypeError on another cache
@@ -168,8 +168,6 @@ class FEMModel(FEMPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         segment_ids: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
@@ -182,14 +180,12 @@ class FEMModel(FEMPreTrainedModel):
             )
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.config._attn_implementation != EXACT:
-            segment_ids = seq_idx if segment_ids is None else segment_ids
             asked = {"output_hidden_states": output_hidden_states, "segment_ids": segment_ids}
-            asked |= {} if cu_seq_lens_q is None else {"cu_seq_lens_q": cu_seq_lens_q}
             return self._in_engine(x, attention_mask, position_ids, past_key_values, use_cache, **asked, **kwargs)
-        check_names(self, kwargs)
+        check_names(self, kwargs, position_ids)
         cache = self._cache(past_key_values, use_cache)
         past = 0 if cache is None else cache.get_seq_length()
-        segment_ids = read_documents(x, attention_mask, position_ids, past, segment_ids, seq_idx, cu_seq_lens_q)
+        segment_ids = read_documents(x, attention_mask, position_ids, past, segment_ids)
         self._check_length(past, past + x.shape[1], packed=segment_ids is not None)
         attention_mask = mask_of_new_tokens(attention_mask, past, x)
 
@@ -334,8 +330,6 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         logits_to_keep: int | Tensor | None = None,
         segment_ids: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
@@ -343,7 +337,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         trained = labels is not None or shift_labels is not None
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if trained and tokens is not None and past_key_values is None:  # the loss needs the documents, too
-            segment_ids = read_documents(tokens, attention_mask, position_ids, 0, segment_ids, seq_idx, cu_seq_lens_q)
+            segment_ids = read_documents(tokens, attention_mask, position_ids, 0, segment_ids)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -354,8 +348,6 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
             segment_ids=segment_ids,
-            seq_idx=seq_idx,
-            cu_seq_lens_q=cu_seq_lens_q,
             **kwargs,
         )
         hidden = outputs.last_hidden_state

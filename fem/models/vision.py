@@ -13,7 +13,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, ImageClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
-from fem.config import FreeEnergyMixerConfig, build_config, finite_number, positive_int
+from fem.checks import finite_number, positive_int
+from fem.config import FreeEnergyMixerConfig, build_config
 from fem.mixer import FreeEnergyMixer
 from fem.models.configuration import refuse_unknown
 from fem.models.modeling import FEMPreTrainedModel

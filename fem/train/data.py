@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,13 +16,7 @@ from fem.runs.run import first_line, note
 from fem.train.documents import content, hub_documents, local_documents, local_files
 from fem.train.hub import way_to_the_hub
 from fem.train.integrity import MANIFEST, damage, publish
-from fem.train.packing import (
-    Row,
-    Share,
-    ShuffledRows,
-    StreamedRows,
-    TokenFile,
-)
+from fem.train.packing import Row, Share, ShuffledRows, TokenFile
 from fem.train.pieces import without_endless_words
 from fem.train.recipe import TrainRecipe
 from fem.train.tokenizer import train_tokenizer
@@ -31,7 +26,7 @@ TOKENIZER, TOKENS = "tokenizer", "tokens"
 
 
 def identity(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerFast) -> dict:
-    """What decides the tokens: digests of the tokenizer and of the files' content, or a stream's name and subset."""
+    """What decides the tokens: digests of the tokenizer and of the files, or a hub dataset's name and subset."""
     files = local_files(recipe.data)
     spelt = f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}"
     found = {
@@ -49,8 +44,8 @@ def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast
         note(f"the tokenizer in {str(own)!r} is damaged ({problem}); training it again on the data.")
         shutil.rmtree(own)
     if recipe.tokenizer is None and not own.exists():
-        files = check_data(recipe)
-        documents = islice(local_documents(files, recipe.field), TOKENIZER_DOCUMENTS)
+        check_data(recipe)
+        documents = islice(documents_of(recipe), TOKENIZER_DOCUMENTS)
         staging = own.with_name(".tokenizer")
         shutil.rmtree(staging, ignore_errors=True)
         trained = train_tokenizer(without_endless_words(documents), recipe.vocabulary)
@@ -75,33 +70,36 @@ def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast
     return tokenizer
 
 
-def check_data(recipe: TrainRecipe) -> list[Path] | None:
-    """The local files of the recipe, None for a stream. Raises ValueError where it names neither."""
+def documents_of(recipe: TrainRecipe) -> Iterator[str]:
+    """The recipe's documents, long ones in pieces."""
+    files = local_files(recipe.data)
+    if files is None:
+        return hub_documents(recipe.data, recipe.subset, recipe.field)
+    return local_documents(files, recipe.field)
+
+
+def check_data(recipe: TrainRecipe) -> None:
+    """Raises ValueError where the recipe names neither local files nor a dataset of the hub with a tokenizer."""
     if not recipe.data:
         raise ValueError("data must be given: --data with a file, a folder or the name of a dataset on the hub.")
-    files = local_files(recipe.data)
-    if files is None and recipe.tokenizer is None:
+    if local_files(recipe.data) is None and recipe.tokenizer is None:
         raise ValueError(
             f"data must be a file or a folder that exists, or a dataset of the hub together with --tokenizer, got "
             f"{recipe.data!r} and no tokenizer."
         )
-    return files
 
 
 @dataclass(frozen=True)
 class Data:
     """Rows to train on, rows to validate on, and one row on which the gates are measured."""
 
-    train: ShuffledRows | StreamedRows
+    train: ShuffledRows
     validation: list[Row]
-    probe: Row | None
+    probe: Row
 
 
-def load_data(recipe: TrainRecipe, output: Path, tokenizer: PreTrainedTokenizerFast, share: Share) -> Data:
-    """The rows of `output`/tokens, or a stream. Raises ValueError where there are too few."""
-    if local_files(recipe.data) is None:
-        stream = hub_documents(recipe.data, recipe.subset, share.rank, share.world)
-        return Data(StreamedRows(stream, recipe.field, tokenizer, recipe.context), [], None)
+def load_data(recipe: TrainRecipe, output: Path, share: Share) -> Data:
+    """The rows of `output`/tokens. Raises ValueError where there are too few."""
     file = TokenFile.open(output / TOKENS)
     rows = file.rows(recipe.context)
     held_out = min(recipe.validation_rows, max(1, rows // 10))

@@ -1,4 +1,4 @@
-"""Documents to train on: local text, JSON lines and Parquet, or a dataset of the hub, streamed."""
+"""Documents to train on: local text, JSON lines and Parquet, or a dataset of the hub."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from datasets import IterableDataset, load_dataset
-from datasets.distributed import split_dataset_by_node
+from datasets import load_dataset
 
 from fem.runs.run import first_line
 from fem.train.hub import way_to_the_hub
@@ -81,8 +80,8 @@ def text_of(record: Any, field: str, where: str) -> str:
     return text
 
 
-def hub_documents(name: str, subset: str | None, rank: int, world: int) -> IterableDataset:
-    """The part of a hub dataset's training split that process `rank` of `world` reads, streamed.
+def hub_documents(name: str, subset: str | None, field: str) -> Iterator[str]:
+    """The texts of a hub dataset's training split, read as they come.
 
     Raises ValueError where there is no such dataset, or where the hub cannot be reached.
     """
@@ -92,7 +91,8 @@ def hub_documents(name: str, subset: str | None, rank: int, world: int) -> Itera
     except Exception as error:
         told = f"data must be a file, a folder or a dataset of the hub, got {name!r}: {first_line(error)}"
         raise ValueError(told) from error
-    return split_dataset_by_node(stream, rank, world) if world > 1 else stream
+    for record in stream:
+        yield from pieces(text_of(record, field, "every record"))
 
 
 def _json_lines(path: Path) -> Iterator[Any]:

@@ -34,7 +34,7 @@ class MetricsCallback(TrainerCallback):
     free energies that were recomputed, tokens per second, seconds left, and on a known GPU the share of its peak (MFU).
     """
 
-    def __init__(self, recipe: TrainRecipe, run: Run, model: FEMForCausalLM, probe: Row | None, bars: Progress | None):
+    def __init__(self, recipe: TrainRecipe, run: Run, model: FEMForCausalLM, probe: Row, bars: Progress | None):
         self.recipe, self.run, self.probe, self.bars = recipe, run, probe, bars
         self.flops = flops_per_token(model, recipe.context)
         self.loss: float | None = None
@@ -124,7 +124,7 @@ def summary(metrics: list[dict]) -> dict:
 
 
 @torch.no_grad()
-def read_statistics(model: FEMForCausalLM, row: Row | None) -> dict[str, float]:
+def read_statistics(model: FEMForCausalLM, row: Row) -> dict[str, float]:
     """beta over all channels, lambda over all channels and the row's tokens, and the share of recomputed reads."""
     statistics: dict[str, float] = {}
     betas = [module() for module in model.modules() if isinstance(module, Temperature)]
@@ -133,8 +133,7 @@ def read_statistics(model: FEMForCausalLM, row: Row | None) -> dict[str, float]:
         statistics |= {"beta_min": beta.min().item(), "beta_mean": beta.mean().item(), "beta_max": beta.max().item()}
     if fallbacks.entries:
         statistics["recomputed_share"] = fallbacks.recomputed / fallbacks.entries
-    if row is not None:
-        statistics |= gate_statistics(model, row)
+    statistics |= gate_statistics(model, row)
     fallbacks.reset()
     return statistics
 

@@ -1,8 +1,8 @@
-"""Rows of equal length, packed with documents: from a file of tokens in a seeded order, or from a stream.
+"""Rows of equal length, packed with documents, from a file of tokens in a seeded order.
 
 A row is {"input_ids", "labels", "segment_ids"}, each (context,). A document that does not fit continues in the next
-row; segment ids count the documents of the row; the first token of each is not a target (-100). Both sources can start
-at any step without reading what came before it.
+row; segment ids count the documents of the row; the first token of each is not a target (-100). They can start at
+any step without reading what came before it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import IterableDataset as HubStream
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerFast
 
 from fem.models.loss import IGNORED
 from fem.runs.run import note, read_json
-from fem.train.documents import text_of
 from fem.train.integrity import MANIFEST, damage, publish
 from fem.train.pieces import Part
 
@@ -167,7 +165,8 @@ class Share:
 
 
 class ShuffledRows(IterableDataset):
-    """The first `rows` rows of a file, in another order every epoch; batches are equal for any number of processes."""
+    """The first `rows` rows of a file from `step` on, in another order every epoch; batches are equal for any number of
+    processes."""
 
     def __init__(self, file: TokenFile, context: int, rows: int, share: Share, seed: int):
         self.file, self.context, self.rows, self.share, self.seed = file, context, rows, share, seed
@@ -178,45 +177,7 @@ class ShuffledRows(IterableDataset):
             epoch, place = divmod(number, self.rows)
             yield self.file.row(int(_order(self.rows, self.seed, epoch)[place]), self.context)
 
-    def state_dict(self) -> None:
-        """Stateless: the position follows from the step, for any number of processes."""
-
-    def load_state_dict(self, state: dict | None, step: int) -> None:
-        self.step = step
-
 
 @lru_cache(maxsize=2)
 def _order(rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(rows)
-
-
-class StreamedRows(IterableDataset):
-    """Rows packed from a stream of documents in its order, over and over; the state is its place in the stream."""
-
-    def __init__(self, stream: HubStream, field: str, tokenizer: PreTrainedTokenizerFast, context: int):
-        self.stream, self.field, self.tokenizer, self.context = stream, field, tokenizer, context
-        self.beginning = stream.state_dict()
-        self.ids, self.opens = np.zeros(0, np.uint32), np.zeros(0, bool)
-
-    def __iter__(self) -> Iterator[Row]:
-        empty_passes = 0  # the first may have begun at the end of the stream
-        while empty_passes < 2:
-            empty_passes += 1
-            for record in self.stream:
-                empty_passes = 0
-                (ids,) = encode([text_of(record, self.field, "every record")], self.tokenizer)
-                self.ids = np.concatenate([self.ids, ids])
-                self.opens = np.concatenate([self.opens, np.arange(len(ids)) == 0])
-                while len(self.ids) >= self.context:
-                    row = packed(self.ids[: self.context], self.opens[: self.context])
-                    self.ids, self.opens = self.ids[self.context :], self.opens[self.context :]
-                    yield row
-            self.stream.load_state_dict(self.beginning)
-        raise ValueError("data must not be empty, got a stream without a record.")
-
-    def state_dict(self) -> dict:
-        return {"stream": self.stream.state_dict(), "ids": self.ids.tolist(), "opens": self.opens.tolist()}
-
-    def load_state_dict(self, state: dict, step: int) -> None:
-        self.stream.load_state_dict(state["stream"])
-        self.ids, self.opens = np.array(state["ids"], np.uint32), np.array(state["opens"], bool)

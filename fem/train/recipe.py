@@ -23,7 +23,7 @@ class TrainRecipe:
     model: str = option(
         "{}", 'Other model fields than the preset\'s, as JSON: {"mixer": {"use_conv": false}}.', called="model_fields"
     )
-    data: str = option("", "Text, .jsonl, .parquet, a folder of them, or a dataset of the hub, which is streamed.")
+    data: str = option("", "Text, .jsonl, .parquet, a folder of them, or a dataset of the hub.")
     subset: str | None = option(None, "Configuration of the hub dataset.")
     field: str = option("text", "Field of a record that has its text.")
     tokenizer: str | None = option(
@@ -45,7 +45,7 @@ class TrainRecipe:
     compile: bool = option(False, "torch.compile the model.")
     checkpointing: bool = option(False, "Recompute activations in the backward pass: slower, with less memory.")
     parallel: str = option("ddp", "Under torchrun: ddp, or fsdp to shard weights and optimiser over the processes.")
-    validation_rows: int = option(64, "Rows held out, the last of local data, at most a tenth; none of a stream.")
+    validation_rows: int = option(64, "Rows held out, the last ones, at most a tenth.")
     eval_steps: int = option(200, "Steps between validations.")
     log_steps: int = option(10, "Steps between lines of metrics.jsonl.")
     save_steps: int = option(200, "Steps between checkpoints; there is one at the end.")

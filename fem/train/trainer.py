@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -10,8 +9,7 @@ from torch import Generator, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from fem.runs.run import write_json
-from fem.train.packing import Share, ShuffledRows, StreamedRows
+from fem.train.packing import ShuffledRows
 from fem.train.saving import NotFinite, SavingTrainer, kept
 from fem.train.sharding import shard
 from fem.train.start import copy_run
@@ -31,18 +29,11 @@ class Milestones(TrainerCallback):
 class TextTrainer(SavingTrainer):
     """Reads rows from where the checkpoint left off, and stops at a gradient that is not finite.
 
-    share: the part of the rows that this process reads. extended: the schedule is longer than the checkpoint's.
+    rows: those that this process reads. extended: the schedule is longer than the checkpoint's.
     """
 
-    def __init__(
-        self,
-        *,
-        rows: ShuffledRows | StreamedRows,
-        share: Share,
-        extended: bool,
-        **given,
-    ):
-        self.rows, self.share = rows, share
+    def __init__(self, *, rows: ShuffledRows, extended: bool, **given):
+        self.rows = rows
         super().__init__(**given)
         self.extended = extended
         self.largest_norm = 0.0  # since the last log
@@ -77,7 +68,7 @@ class TextTrainer(SavingTrainer):
         found = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
         if checkpoint is not None:
             self.state.compute_steps(self.args, max_steps)  # the intervals of this command, not of the checkpoint
-            self.rows.load_state_dict(self._place_in_rows(Path(checkpoint)), self.state.global_step)
+            self.rows.step = self.state.global_step
         return found
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -85,21 +76,6 @@ class TextTrainer(SavingTrainer):
         if self.extended:
             self.lr_scheduler.last_epoch -= 1
             self.lr_scheduler.step()  # the learning rate of this step in the longer schedule
-
-    def _place_in_rows(self, checkpoint: Path) -> dict | None:
-        """Where the rows were at the checkpoint. Raises ValueError where another number of processes read a stream."""
-        known = len(list(checkpoint.glob("rows_*.json")))
-        if isinstance(self.rows, StreamedRows) and known != self.share.world:
-            raise ValueError(
-                f"a stream goes on with as many processes as it was read by, {known}, got {self.share.world}; "
-                "local data go on with any number."
-            )
-        own = checkpoint / self._rows_name
-        return json.loads(own.read_text(encoding="utf-8")) if own.exists() else None
-
-    @property
-    def _rows_name(self) -> str:
-        return f"rows_{self.share.rank}.json"
 
     def _clip_grad_norm(self, model: nn.Module):
         norm = super()._clip_grad_norm(model)
@@ -117,7 +93,5 @@ class TextTrainer(SavingTrainer):
         super().log(logs, *args, **given)
 
     def add_files(self, checkpoint: Path) -> None:
-        if (state := self.rows.state_dict()) is not None:
-            write_json(checkpoint / self._rows_name, state)
         if self.args.process_index == 0:
             copy_run(self.output, checkpoint)

@@ -21,9 +21,8 @@ from fem.models.presets import PRESETS
 from fem.runs.recipes import nearest
 from fem.runs.run import RESULTS, Run, check_output, note, progress, read_json, write_json
 from fem.train.checkpoints import STAGING, load_language_model
-from fem.train.data import TOKENS, check_data, identity, load_data, load_tokenizer
+from fem.train.data import TOKENS, check_data, documents_of, identity, load_data, load_tokenizer
 from fem.train.distributed import Paused, Ranks, end_process_group, end_with_parent, in_touch
-from fem.train.documents import local_documents, local_files
 from fem.train.lock import LOCK, one_writer
 from fem.train.metrics import MetricsCallback, summary
 from fem.train.model import build_model
@@ -152,9 +151,8 @@ def take_data(recipe: TrainRecipe, output: Path, start: Start, allow_changed: bo
         add_event(start.config, f"data taken as they are now: {json.dumps(source)}", start.step)
         shutil.rmtree(output / TOKENS, ignore_errors=True)
     start.config["data"] = source
-    if local_files(recipe.data) is not None:
-        write_tokens(local_documents(local_files(recipe.data), recipe.field), tokenizer, output / TOKENS, source)
-    load_data(recipe, output, tokenizer, Share(1, 1))  # raises where there are too few
+    write_tokens(documents_of(recipe), tokenizer, output / TOKENS, source)
+    load_data(recipe, output, Share(1, 1))  # raises where there are too few
     model_config(recipe, len(tokenizer))
 
 
@@ -176,7 +174,7 @@ def fit(recipe: TrainRecipe, output: Path, args: TrainingArguments, start: Start
     keep the Trainer alive, and the process groups must end after it."""
     share = Share(recipe.batch_size, args.per_device_train_batch_size, ranks.rank, ranks.world)
     tokenizer = load_tokenizer(recipe, output)
-    data = load_data(recipe, output, tokenizer, share)
+    data = load_data(recipe, output, share)
     model = build_model(model_config(recipe, len(tokenizer)), recipe.seed)
     with progress() if ranks.rank == 0 else nullcontext() as bars:
         under_way = Run(output, recipe.seed)
@@ -185,7 +183,6 @@ def fit(recipe: TrainRecipe, output: Path, args: TrainingArguments, start: Start
         trainer = TextTrainer(
             output=output,
             rows=data.train,
-            share=share,
             keep=recipe.keep,
             extended=start.checkpoint is not None and trained_for(start.checkpoint) != recipe.max_steps,
             model=model,

@@ -1,6 +1,5 @@
 """`FEMForecaster` in neuralforecast, and neuralforecast's own models on our windows."""
 
-import inspect
 import subprocess
 import sys
 
@@ -16,11 +15,9 @@ from fem_research.forecast.settings import BASELINES, ForecastRecipe, Job
 pytest.importorskip("neuralforecast", reason="needs neuralforecast: pip install 'free-energy-mixer[forecast]'")
 
 from neuralforecast import NeuralForecast
-from neuralforecast.core import MODEL_FILENAME_DICT
 from neuralforecast.losses.pytorch import MSE, DistributionLoss, MQLoss
 
-from fem.models import AutoFEMForecaster, FEMForecaster
-from fem.models.forecast import TRAINING
+from fem.models import FEMForecaster
 from fem_research.forecast.baselines import MODELS, QUIET, forecast, long_table, train_baseline
 
 ROWS = np.stack([np.sin(np.arange(150) / 4), np.cos(np.arange(150) / 7) + 3], 1).astype(np.float32)
@@ -102,37 +99,6 @@ def test_a_forecaster_with_exogenous_inputs_is_loaded_in_a_fresh_process(tmp_pat
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
     found = pd.read_csv(tmp_path / "found.csv")["FEMForecaster"]
     assert np.allclose(found, forecaster.predict(futr_df=future)["FEMForecaster"], atol=1e-6)
-
-
-def test_the_search_has_a_space_of_the_forecasters_own_arguments():
-    space = AutoFEMForecaster.get_default_config(5, "ray")
-    assert {"input_size", "step_size", "hidden_size", "prior_type"} <= space.keys()
-    assert space.keys() - {"h", "loss"} <= {
-        *inspect.signature(FEMForecaster).parameters,
-        *TRAINING,
-        "step_size",
-    }  # no scaler_type: it would put the loss into units in which a window that stands still is infinitely far off
-    model = AutoFEMForecaster(h=5, num_samples=1)
-    assert model.cls_model is FEMForecaster
-    assert MODEL_FILENAME_DICT["autofemforecaster"] is FEMForecaster
-
-
-@pytest.mark.slow
-def test_a_search_ends_with_the_better_of_its_trials_and_is_loaded_again(tmp_path):
-    optuna = pytest.importorskip("optuna", reason="this backend of the search needs optuna, of the extra 'dev'")
-    sizes = {name: value for name, value in SMALL.items() if name != "h"}
-    space = lambda trial: {**sizes, "learning_rate": trial.suggest_categorical("learning_rate", [1e-9, 1e-2])}  # noqa: E731
-    grid = optuna.samplers.GridSampler({"learning_rate": [1e-9, 1e-2]}, seed=0)
-    model = AutoFEMForecaster(h=5, config=space, backend="optuna", num_samples=2, search_alg=grid)
-    forecaster = NeuralForecast(models=[model], freq=1)
-    forecaster.fit(long_table(ROWS), val_size=20)
-    found = forecaster.models[0]
-    losses = {trial.params["learning_rate"]: trial.value for trial in found.results.trials}
-    assert losses[1e-2] < losses[1e-9]
-    assert found.model.hparams.learning_rate == 1e-2
-    forecaster.save(str(tmp_path), overwrite=True)
-    again = NeuralForecast.load(str(tmp_path)).predict(df=long_table(ROWS))
-    assert np.allclose(again["AutoFEMForecaster"], forecaster.predict()["AutoFEMForecaster"], atol=1e-6)
 
 
 def test_quantiles_and_distributions_have_their_columns():

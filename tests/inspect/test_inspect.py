@@ -1,7 +1,6 @@
 """`fem inspect`: its tables against loops over the definitions, its files, and its refusals."""
 
 import base64
-import csv
 import json
 import math
 import re
@@ -124,8 +123,7 @@ def test_parts_that_a_layer_lacks_are_none(name):
         np.testing.assert_array_equal(found.read, np.broadcast_to(found.prior, found.read.shape))
     elif not config.use_temperature:
         np.testing.assert_array_equal(found.read, found.posterior)
-    rows = inspect.head_rows([found]) + inspect.channel_rows([found], ["a"] * TIME)
-    assert len(rows) == config.n_head * (1 + config.value_width)
+    assert len(inspect.head_rows([found])) == config.n_head
 
 
 def test_the_table_of_heads_fits_80_columns(monkeypatch, capsys):
@@ -195,35 +193,6 @@ def test_the_command_writes_page_picture_and_tables(written, tokenizer):
     results = json.loads((written / "results.json").read_text())
     assert "".join(results["tokens"]) == TEXT
     assert [(row["layer"], row["head"]) for row in results["heads"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
-
-
-def test_the_channels_table_holds_what_the_layers_read(written, model):
-    from fem.train.checkpoints import load_language_model
-
-    loaded, tokenizer = load_language_model(model)
-    ids, names = encode(tokenizer, TEXT)
-    fed = []
-    hook = loaded.model.layers[1].mixer.register_forward_pre_hook(lambda _, given: fed.append(given[0]))
-    with torch.no_grad():
-        loaded(torch.tensor([ids]))
-    hook.remove()
-    reading = loaded.model.layers[1].mixer.inspect(fed[0])
-    with open(written / "channels.csv", newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["layer"] == "2"]
-    assert len(rows) == 2 * reading.mean.shape[-1]
-    for row in rows:
-        h, j = int(row["head"]) - 1, int(row["channel"]) - 1
-        q = reading.posterior[0, h, j, -1]
-        assert row["posterior reads"] == inspect.visible(names[int(q.argmax())])
-        for name, value in {
-            "posterior weight": q.max(),
-            "prior weight": reading.prior[0, h, -1].max(),
-            "lambda": reading.lambda_[0, -1, h, j],
-            "hidden beta": reading.hidden_beta[0, -1, h, j],
-            "beta": reading.beta[h, j],
-            "gate": reading.gate[0, -1, h, j],
-        }.items():
-            assert float(row[name]) == pytest.approx(float(value), rel=1e-6)
 
 
 def test_named_layers_alone_are_shown(model, tmp_path):

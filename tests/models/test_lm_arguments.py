@@ -18,8 +18,6 @@ LENGTHS = torch.tensor([end - start for start, end in CUTS])
 IDS = torch.arange(len(CUTS)).repeat_interleave(LENGTHS)[None]
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
 SAID_AS = {
-    "cu_seq_lens_q": {"cu_seq_lens_q": torch.tensor([0, 5, 6, 12], dtype=torch.int32)},
-    "seq_idx": {"seq_idx": IDS.int()},
     "positions": {"position_ids": POSITIONS},
     "positions_beside_a_whole_mask": {"position_ids": POSITIONS, "attention_mask": torch.ones(1, 12, dtype=torch.long)},
 }
@@ -93,16 +91,14 @@ def test_names_that_say_nothing_are_set_aside(model):
 
 @pytest.mark.parametrize("part", ["head", "body"])
 def test_unknown_names_are_refused_in_one_sentence(model, part):
-    with pytest.raises(TypeError, match="takes no argument 'documents'; documents are segment_ids, seq_idx"):
+    with pytest.raises(TypeError, match="takes no argument 'documents'; documents are segment_ids or position_ids"):
         (model if part == "head" else model.model)(tokens(1, 5), documents=tokens(1, 5))
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_starts_of_documents_belong_to_one_row_without_a_cache(model, rows):
-    ids = tokens(rows, 12)
-    cache = model(ids, use_cache=True).past_key_values if rows == 1 else None
-    with pytest.raises(ValueError, match=f"cu_seq_lens_q .* for {rows} rows and {12 if rows == 1 else 0} cached"):
-        model(ids, past_key_values=cache, **SAID_AS["cu_seq_lens_q"])
+@pytest.mark.parametrize("name", ["seq_idx", "cu_seq_lens_q"])
+def test_documents_that_are_said_without_positions_are_refused(model, name):
+    with pytest.raises(TypeError, match=f"takes no argument '{name}'"):
+        model(tokens(1, 5), **{name: torch.zeros(1, 5)})
 
 
 def test_generation_stops_at_strings(model):

@@ -118,7 +118,7 @@ def test_a_hub_that_does_not_answer_is_refused_in_one_sentence(monkeypatch, tmp_
 
     monkeypatch.setattr("huggingface_hub.utils.get_session", Silent)
     with pytest.raises(ValueError, match=r"got 'some/where': no way to .* within 6 seconds .TimeoutError"):
-        documents.hub_documents("some/where", None, 0, 1)
+        next(documents.hub_documents("some/where", None, "text"))
     with pytest.raises(ValueError, match=r"tokenizer 'some/where' cannot be read: no way to "):
         training.run(tiny("some/data", tokenizer="some/where"), tmp_path / "run")
 

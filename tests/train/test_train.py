@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
-from datasets import Dataset, IterableDataset, load_dataset
+from datasets import Dataset, load_dataset
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from trainings import assert_same_run, losses, tiny, weights
@@ -143,7 +143,7 @@ def test_a_run_ends_with_a_validation_and_keeps_its_newest_checkpoints(data, tmp
 def test_of_little_data_a_tenth_is_held_out(data, tokenizer, tmp_path):
     recipe, share = tiny(data, validation_rows=1000), packing.Share(4, 4)
     packing.write_tokens(documents.local_documents([data], "text"), tokenizer, tmp_path / "tokens", "source")
-    found = lm_data.load_data(recipe, tmp_path, tokenizer, share)
+    found = lm_data.load_data(recipe, tmp_path, share)
     rows = packing.TokenFile.open(tmp_path / "tokens").rows(24)
     assert len(found.validation) == rows // 10
     assert found.train.rows == rows - rows // 10
@@ -259,7 +259,7 @@ def test_tokens_of_other_data_are_not_taken_for_these(data, tokenizer, tmp_path)
 
 def batches(file, share, steps, step=0, rows=11):
     source = packing.ShuffledRows(file, 8, rows, share, seed=3)
-    source.load_state_dict({}, step)
+    source.step = step
     loader = DataLoader(source, batch_size=share.micro)
     return [batch["input_ids"] for batch in islice(loader, steps * share.accumulation)]
 
@@ -295,52 +295,11 @@ def hub(data, monkeypatch):
     monkeypatch.setattr(documents, "way_to_the_hub", lambda: None)
 
 
-def test_processes_share_a_stream(hub, data):
-    parts = [[record["text"] for record in documents.hub_documents("a/b", None, rank, 2)] for rank in range(2)]
-    assert sorted(parts[0] + parts[1]) == sorted(record["text"] for record in stream(data))
-    assert all(parts)
-
-
-def test_a_stream_gives_the_documents_again_and_again(data, tokenizer):
-    texts = list(documents.local_documents([data], "text"))
-    wanted = expected_rows(texts * 2, tokenizer, 24)
-    rows = packing.StreamedRows(stream(data), "text", tokenizer, 24)
-    assert [triples(row) for row in islice(rows, len(wanted))] == wanted
-
-
-@pytest.mark.parametrize("read", [0, 1, 5, 90])
-def test_a_stream_goes_on_where_its_state_says(data, tokenizer, read):
-    rows = packing.StreamedRows(stream(data), "text", tokenizer, 24)
-    iterator = iter(rows)
-    for _ in range(read):
-        next(iterator)
-    state = json.loads(json.dumps(rows.state_dict()))
-    later = [triples(row) for row in islice(iterator, 20)]
-    again = packing.StreamedRows(stream(data), "text", tokenizer, 24)
-    again.load_state_dict(state, step=read)
-    assert [triples(row) for row in islice(again, 20)] == later
-
-
-def test_an_empty_stream_is_refused(tokenizer):
-    empty = IterableDataset.from_generator(lambda: iter(()))
-    with pytest.raises(ValueError, match="must not be empty"):
-        next(iter(packing.StreamedRows(empty, "text", tokenizer, 8)))
-
-
-def test_a_streamed_run_resumes_bit_for_bit_with_the_processes_that_read_it(hub, data, tokenizer, tmp_path):
+def test_a_dataset_of_the_hub_becomes_the_tokens_that_local_files_do(hub, data, tokenizer, whole, tmp_path):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    changes = {"data": "some/dataset", "tokenizer": str(tmp_path / "tokenizer"), "validation_rows": 0}
-    recipe = tiny(data, **changes, max_steps=6, save_steps=3)
-    training.run(recipe, tmp_path / "one")
-    for name in ("same", "more"):
-        shutil.copytree(tmp_path / "one", tmp_path / name)
-        shutil.rmtree(tmp_path / name / "checkpoint-6")
-    training.run(recipe, tmp_path / "same", resume=True)
-    assert_same_run(tmp_path / "one", tmp_path / "same", 6)
-    kept = tmp_path / "more" / "checkpoint-3"
-    shutil.copy(kept / "rows_0.json", kept / "rows_1.json")
-    with pytest.raises(ValueError, match="as many processes as it was read by, 2, got 1"):
-        training.run(recipe, tmp_path / "more", resume=True)
+    recipe = replace(tiny(data, max_steps=2), data="a/b", tokenizer=str(tmp_path / "tokenizer"))
+    training.run(recipe, tmp_path / "run")
+    assert np.array_equal(*(packing.TokenFile.open(run / "tokens").tokens for run in (tmp_path / "run", whole)))
 
 
 @pytest.mark.parametrize(
@@ -354,7 +313,7 @@ def test_a_dataset_that_does_not_exist_is_one_sentence(monkeypatch, error, told)
     monkeypatch.setattr(documents, "load_dataset", offline)
     monkeypatch.setattr(documents, "way_to_the_hub", lambda: None)
     with pytest.raises(ValueError, match=r"dataset of the hub, got 'no/where': " + told + "$"):
-        documents.hub_documents("no/where", None, 0, 1)
+        next(documents.hub_documents("no/where", None, "text"))
 
 
 def test_checkpoints_none_of_which_is_whole_are_left_alone(whole, data, tmp_path):
