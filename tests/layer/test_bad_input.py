@@ -152,7 +152,7 @@ FIELDS = {
         ["no", 1],
     ),
     "a positive integer": ("n_embd n_head ssm_rank fem_dim qk_dim n_kv_head window conv_hidden", [0, 4.0, "64", True]),
-    "None, 0 or a positive integer": ("gate_rank", [-1, 1.0, True, "4"]),
+    "a positive integer or None or 0": ("gate_rank", [-1, 1.0, True, "4"]),
     "a finite number": (NUMBERS, [NAN, INF, "x", True]),
 }
 TABLE = [
@@ -197,7 +197,7 @@ TABLE = [
     (config, {"dropout": "0.1"}, ValueError, r"dropout must lie in \[0, 1\), got '0.1'"),
     (config, {"dropout": None}, ValueError, r"dropout must lie in \[0, 1\), got None"),
     (config, {"value_logexp_cap": -1.0}, ValueError, "value_logexp_cap must be positive, got -1.0"),
-    (config, {"value_logexp_cap": 1, "use_lse": False, "use_temperature": False}, ValueError, "leave it out, got 1"),
+    (config, {"value_logexp_cap": 1, "use_lse": False, "use_temperature": False}, ValueError, "value_logexp_cap needs use_lse=True, got value_logexp_cap=1"),
     (config, {"rope_theta": 0}, ValueError, "rope_theta must be positive, got 0"),
     (config, {"eps": 0.0}, ValueError, "eps must be positive, got 0.0"),
     (config, {"eps": 1e-60}, ValueError, "eps must be positive, got 1e-60"),
