@@ -127,7 +127,7 @@ def _normed(a: Float[Tensor, "*t h d"], eps: float) -> Float[Tensor, "*t h d"]:
 
 
 class _Gated(torch.autograd.Function):
-    """g u with its gradients by hand, in two thirds of autograd's time on a CPU and with half its saved tensors.
+    """g u with its gradients by hand, in seven tenths of the time that autograd takes on a CPU, and with one tensor fewer kept.
 
     g = r s, s = softplus(a), r = (mean s^2 + eps)^(-1/2)       ds = r (h - r^2 mean(h s) s), h = u do
     """
@@ -149,4 +149,4 @@ class _Gated(torch.autograd.Function):
         du = h * s
         slope = (du.unsqueeze(-2) @ u.unsqueeze(-1))[..., 0].mul_(r).mul_(r)
         h.mul_(u).addcmul_(s, slope, value=-1 / s.shape[-1])
-        return torch.ops.aten.softplus_backward(h, a, 1, 20, grad_input=h), du, None
+        return torch.ops.aten.softplus_backward(h, a, 1, 20), du, None
