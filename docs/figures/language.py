@@ -19,6 +19,7 @@ DOCS = Path(__file__).parents[1]
 RESULTS = DOCS.parent / "research" / "results"
 ATTENTION = "-C,G,T,L"
 NAMES = {"+G": "outer gate alone", "-C": "FEM without C", "full": "FEM"}  # of rows, which may be slim besides
+WITHOUT_F = "+C,G"  # the control: all of FEM but the free energy and its temperature gate
 SLIM = "/r8"
 BESIDE = (0.94, 1.0, 1.06)  # so that rows of one page do not hide each other
 PAGES = (
@@ -77,18 +78,19 @@ def table(pages: tuple[str, ...]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-ALL_ROWS = (ATTENTION, *(row + slim for slim in ("", SLIM) for row in NAMES))
+ALL_NAMES = {"+G": NAMES["+G"], WITHOUT_F: "outer gate and C", **NAMES}
+ALL_ROWS = (ATTENTION, *(row + slim for slim in ("", SLIM) for row in ALL_NAMES))
 
 
 def called(row: str) -> str:
     name, slim, _ = row.partition(SLIM)
-    return "attention" if row == ATTENTION else NAMES[name] + (", slim" if slim else "")
+    return "attention" if row == ATTENTION else ALL_NAMES[name] + (", slim" if slim else "")
 
 
 def losses_16m() -> dict[str, str]:
     """The tables of the page on 16M tokens: by learning rate on the first seed, by seed, by size, in equal time."""
     by_rate: dict[str, dict[str, str]] = {}
-    for page in ("16m", "16m_rate4", "16m_rates"):
+    for page in ("16m", "16m_rate4", "16m_rates", "16m_attribution"):
         rates = json.loads((RESULTS / f"ablate_{page}.json").read_text())["results"]["learning_rates"]
         for row, losses in rates.items():
             shown = {rate: f"{loss:.3f}" for rate, loss in losses.items() if rate.startswith("0.")}

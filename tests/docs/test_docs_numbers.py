@@ -220,10 +220,15 @@ def level_at() -> float:
     return 1 / (share + (1 - share) * (at_share - usual["-C,G,T,L"]) / missing)
 
 
+def without_f(over: str = "-C,G,T,L") -> str:
+    """Nats by which attention with the slim outer gate and the conditioner is below a row, at the same rate."""
+    return short(loss("ablate_16m_rate4", over) - loss("ablate_16m_attribution", "+C,G/r8"), 3)
+
+
 def readme() -> list[str]:
     """The first screen's sentences, its table row by row, and what stands below."""
     types = Counter(found["result"] for found in results("clients")["model_types"])
-    rates, timed = losses("ablate_16m_rates"), losses("ablate_16m_time")
+    timed = losses("ablate_16m_time")
     slim = [ratio("layer", time, "FEM-SM slim, without C", "train_s", "layer_epyc") for time in (512, 2048)]
     full = [
         ratio("layer", time, name, "train_s", page)
@@ -237,8 +242,9 @@ def readme() -> list[str]:
     return [
         f"it explains {percent('peak', SLIM_C)} of the variance, attention {100 * score('peak', 'softmax'):.0f} % with "
         f"as many heads and {100 * at_its_best('peak'):.0f} % with a head for every channel, which gets",
-        f"{lead('ablate_16m_rates', 'full/r8')} nats a token below attention after 16M tokens at equal size, and "
-        f"{lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} above it in equal training time.",
+        f"after 16M tokens at equal size the layer ends {lead('ablate_16m_rates', 'full/r8')} nats a token below "
+        f"attention, but its gate and its short convolution end {without_f()} below without the maximum. In equal "
+        f"training time the layer ends {lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} above.",
         f"| {share('peak', 'softmax')} → {share('peak', SLIM_C)} of the variance |",
         f"one channel and no position code: {at_its_best('peak'):.2f}; after 2,000 steps for 500 both have "
         f"{level_later():.2f}. `torch.cummax` between two linear maps: "
@@ -251,8 +257,9 @@ def readme() -> list[str]:
         + ", ".join(f"{percent(task, gla[0])[:-2]} → {percent(task, gla[1])}" for task in ("snapshot", "high-water")),
         f"| {pools['attention'][:-2]} → {pools['fem']} | bags of digits: maximum {pools['max']}, log-sum-exp "
         f"{pools['lse']}, mean {percent('bags', 'pool:mean', 'regimes_pools', 1)}; on [natural labels]",
-        f"| {rates['-C,G,T,L']:.3f} → {rates['full/r8']:.3f} nats | 16M tokens of program source, "
-        f"{millions('ablate_16m_rates')} parameters",
+        f"| {loss('ablate_16m_rate4', '-C,G,T,L'):.3f} → {loss('ablate_16m_attribution', '+C,G/r8'):.3f} nats | 16M "
+        f"tokens of program source, {millions('ablate_16m_rate4')} parameters, one rate, one seed; all of slim FEM "
+        f"{loss('ablate_16m_rate4', 'full/r8'):.3f}.",
         f"{timed['-C,G,T,L']:.3f} → {timed['full/r8']:.3f} |",
         f"{mad('softmax'):.1f} → {mad(FULL):.1f} %, CIFAR-10 {top1('cifar', 'softmax'):.1f} → "
         f"{top1('cifar', FULL):.1f} % | the conditioner alone has {mad('softmax+C'):.1f} % of MAD;",
@@ -337,7 +344,8 @@ def summary() -> list[str]:
         f"[{millions('ablate_10m')}, 1.8M tokens](ablate_10m.md), one seed, one rate | {of_nats('ablate_10m', 'full')} "
         f"| not taken apart; slim {at_10m['full/r8']:.3f} |",
         f"[{millions('ablate_16m_rates')}, 16M tokens](ablate_16m.md), one seed, each at its best rate of three "
-        f"| {of_nats('ablate_16m_rates')} | slim |",
+        f"| {of_nats('ablate_16m_rates')} | slim; not the free energy: the slim outer gate and the conditioner "
+        f"alone have {loss('ablate_16m_attribution', '+C,G/r8'):.3f} |",
         f"suits attention least | {of_nats('ablate_16m_seeds')} | slim; [with one seed](ablate_16m.md) the slim outer "
         f"gate alone brings {lead('ablate_16m', '+G/r8')} of {lead('ablate_16m', 'full/r8')}, full gates nothing |",
         f"[{millions('ablate_16m_3m')}, 16M tokens](ablate_16m.md), one seed, one rate | {of_nats('ablate_16m_3m')} "
@@ -421,9 +429,10 @@ def faq() -> list[str]:
         f"brought {small['-C,G,T,L'] - small['+G']:.3f} of the {small['-C,G,T,L'] - small['-C']:.3f} nats",
         f"it was {at_3m['-C,G,T,L'] - at_3m['+G']:.3f} of {at_3m['-C,G,T,L'] - at_3m['-C']:.3f}, "
         f"and the conditioner brought {at_3m['-C'] - at_3m['full']:.3f} more",
-        f"attention ends at {at_best['-C,G,T,L']:.3f} nats and slim FEM at {at_best['full/r8']:.3f}. Full gates were "
-        f"run there at rate .002 alone, at which attention ({at_16m['-C,G,T,L']:.3f}) is not at its best: with the "
-        f"conditioner they end at {at_16m['full']:.3f}, without it at {at_16m['-C']:.3f}.",
+        f"attention ends at {at_best['-C,G,T,L']:.3f} nats and slim FEM at {at_best['full/r8']:.3f}; its outer gate "
+        f"and conditioner without the free energy end at {loss('ablate_16m_attribution', '+C,G/r8'):.3f}. Full gates "
+        f"were run there at rate .002 alone, at which attention ({at_16m['-C,G,T,L']:.3f}) is not at its best: with "
+        f"the conditioner they end at {at_16m['full']:.3f}, without it at {at_16m['-C']:.3f}.",
         f"takes {slower_step()} times attention's in a model of {millions('ablate_16m_time')} parameters",
         f"attention is ahead by {lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} nats.",
         f"has {at_its_best('peak'):.2f} of the variance where slim FEM with 4 heads has {share('peak', SLIM_C)};",
@@ -441,8 +450,9 @@ def faq() -> list[str]:
         "variance;",
         f"| {1.95} | {gla:.2f}, a state of fixed size, | [parts](results/regimes_parts.md): "
         f"{share('peak', 'gla+LTG/r4')} of the variance, GLA {share('peak', 'gla/norm')} |",
-        f"| {1.95} | a step [{slower_step()}](results/ablate_16m.md) in a model of {millions('ablate_16m_time')}",
-        f"{at_best['full/r8']:.3f} against {at_best['-C,G,T,L']:.3f} nats after 16M tokens |",
+        f"| a step of slim FEM [{slower_step()}](results/ablate_16m.md) in a model of {millions('ablate_16m_time')}",
+        f"{loss('ablate_16m_attribution', '+C,G/r8'):.3f} nats after 16M tokens, slim FEM "
+        f"{loss('ablate_16m_rate4', 'full/r8'):.3f}, attention {loss('ablate_16m_rate4', '-C,G,T,L'):.3f} at the same",
         f"| {cost(**ATTENTION)}, | [MAD](results/mad_laptop.md)",
         "| | 1.00, 1.00, 1.00 |",
         f"they lost [{lead('ablate_10m', 'full', 'full/r8')} nats](results/ablate_10m.md)",
@@ -481,10 +491,11 @@ def language() -> list[str]:
         f"{at_best['-C,G,T,L']:.3f}: {millions('ablate_16m_rates')} parameters",
         "At rate .002, which",
         f"[{slim_lead()} on three seeds](results/ablate_16m.md)",
-        f"Of the {lead('ablate_16m', 'full/r8')} nats of one seed at .002 the slim outer gate brings "
-        f"{lead('ablate_16m', '+G/r8')}, free energy and temperature gate {lead('ablate_16m', '-C/r8', '+G/r8')}, the "
-        f"conditioner {lead('ablate_16m', 'full/r8', '-C/r8')}; [at .004](results/ablate_16m.md) the gate brings "
-        f"{lead('ablate_16m_rate4', '+G/r8')} of {lead('ablate_16m_rate4', 'full/r8')}.",
+        "[At .004](results/ablate_16m.md), one seed, attention with",
+        f"but without the free energy, ends {without_f()} nats below attention and {without_f('full/r8')} below slim",
+        f"At .002 the slim outer gate brings {lead('ablate_16m', '+G/r8')} of {lead('ablate_16m', 'full/r8')} nats, "
+        f"free energy and temperature gate {lead('ablate_16m', '-C/r8', '+G/r8')}, the conditioner "
+        f"{lead('ablate_16m', 'full/r8', '-C/r8')}.",
         "at rate .002, they bring nothing",
         f"(.004) have leads of {sizes} parameters. At .004 slim FEM is at its best with {millions('ablate_16m_rates')}",
         f"at these sizes, {timed['-C,G,T,L']:.3f} against {timed['full/r8']:.3f}, as a step of slim FEM takes "
