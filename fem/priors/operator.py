@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
+from fem.ops.common.composed import NEAR
 from fem.ops.common.precision import LEAST_PROVEN, upcast
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import Tokens
@@ -76,17 +77,20 @@ class OperatorPrior(Prior):
         mean = (self._over_documents(v, tokens) / total).masked_fill(empty, 0)
         if beta is None:
             return Read(mean.to(dtype), None), None
-        kept = v if tokens.keep is None else v.masked_fill(~tokens.keep[..., None, None], -math.inf)
-        shift = kept.detach().amax(1, keepdim=True).nan_to_num(neginf=0.0)
-        energy = self._over_documents(torch.exp((beta * (v - shift)).clamp(max=0)), tokens)
-        _check_weights(energy, weight)
+        kept = torch.ones_like(v, dtype=torch.bool) if tokens.keep is None else tokens.keep[..., None, None]
+        shift = v.detach().masked_fill(~kept, -math.inf).amax(1, keepdim=True).nan_to_num(neginf=0.0)
+        z = (beta * (v - shift)).clamp(max=0).masked_fill(~kept, 0)
+        near = (z.detach() > -NEAR).all(1, keepdim=True)  # where e^z - 1 keeps the digits of a small beta
+        energy = self._over_documents(torch.where(near, z.expm1(), z.exp()), tokens)
+        _check_weights(torch.where(near, weight + energy, energy), weight)
         ratio = energy / total
-        if _eager(ratio) and bool((~empty & (ratio < LEAST_PROVEN[torch.float32])).any()):
+        if _eager(ratio) and bool((~empty & ~near & (ratio < LEAST_PROVEN[torch.float32])).any()):
             raise ValueError(
                 "v spreads too far for an operator prior: exp(beta v) underflows at a row that comes before a far "
                 "larger value; keep beta (max v - v) under 60, or use a prior of PRIORS, which has no such bound."
             )
-        free_energy = shift + torch.log(ratio.masked_fill(empty, 1)) / beta
+        log = torch.where(near, ratio.where(near, 0).log1p(), ratio.masked_fill(empty | near, 1).log())
+        free_energy = shift + log / beta
         return Read(mean.to(dtype), torch.where(empty, 0, torch.maximum(free_energy, mean)).to(dtype)), None
 
     def _over_documents(self, x: Tensor, tokens: Tokens) -> Tensor:

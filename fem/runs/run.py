@@ -95,7 +95,7 @@ def check_output(output: Path, experiment: str | None = None, recipe: Any = None
     found = read_json(output / CONFIG)
     if found is None:
         if recipe is not None:
-            _check_empty(output)
+            check_empty(output)
         return
     other = found.get("experiment") if isinstance(found, dict) else None
     if other != experiment:
@@ -112,8 +112,9 @@ def check_output(output: Path, experiment: str | None = None, recipe: Any = None
         )
 
 
-def _check_empty(output: Path) -> None:
-    strangers = {path.name for path in output.iterdir()} if output.is_dir() else set()
+def check_empty(output: Path) -> None:
+    """Raises ValueError where a folder without a config.json holds files (hidden ones are no results)."""
+    strangers = {path.name for path in output.glob("[!.]*")}
     if RUNS in strangers:  # a comparison that has trained, but has no results yet
         strangers &= {CONFIG, RESULTS, PAGE}
     if strangers:

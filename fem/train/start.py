@@ -7,7 +7,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fem.runs.run import CONFIG, RESULTS, check_output, circumstances, note, now, replacing, write_json
+from fem.runs.run import CONFIG, RESULTS, check_empty, check_output, circumstances, note, now, replacing, write_json
 from fem.train.checkpoints import STAGING, checkpoints, set_aside_after, step_of, to_go_on_from
 from fem.train.recipe import TrainRecipe, differences
 
@@ -38,8 +38,7 @@ def find_start(recipe: TrainRecipe, output: Path, resume: bool) -> Start:
     checkpoint = to_go_on_from(output)
     config = read_config(output, checkpoint)
     if config is None:
-        if (output / RESULTS).exists() or (output / METRICS).exists():
-            raise ValueError(f"output must be empty or a training's, got {str(output)!r} with other results.")
+        check_empty(output)
         config = {"experiment": "train", "recipe": asdict(recipe), "seed": recipe.seed, "data": None, "history": []}
         config["model_type"] = "fem"  # so that from_pretrained(output) asks FEMConfig, which says what to open
         return Start(None, config)

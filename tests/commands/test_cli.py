@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,16 +21,12 @@ from typer.testing import CliRunner
 from fem import __version__, cli, extras
 from fem.commands import train as train_command
 from fem.doctor import card
-from fem.inspect import experiment as inspection
-from fem.inspect.settings import InspectRecipe
 from fem.plots import Panel, channel_readings, dots, learning_curves
 from fem.runs import run as recipe
 from fem.runs import tables
 from fem.runs.run import open_run, option
-from fem.train import eval as evaluation
 from fem.train.recipe import TrainRecipe
 from fem_research.argmax import experiment as argmax
-from fem_research.lm import finetune
 
 
 @dataclass(frozen=True)
@@ -308,22 +305,35 @@ STRANGERS = {  # what may lie in an output folder, and what the refusal says
 
 
 @pytest.mark.parametrize("stranger", [*STRANGERS, "another recipe"])
-@pytest.mark.parametrize("command", ["test", "eval", "inspect", "finetune"])
-def test_no_command_writes_to_a_folder_of_other_things(tmp_path, command, stranger):
-    runs = {
-        "test": (lambda: open_run(tmp_path, "test", Recipe()).__enter__(), {"seed": 1}),
-        "eval": (lambda: evaluation.run(evaluation.EvalRecipe(model="m", tasks="t"), tmp_path), {"model": "other"}),
-        "inspect": (lambda: inspection.run("m", InspectRecipe(text="a"), tmp_path), {"model": "other"}),
-        "finetune": (lambda: finetune.run(finetune.FinetuneRecipe(), tmp_path), {"seed": -1}),
-    }
-    run, recipe = runs[command]
-    other = {"config.json": json.dumps({"experiment": command, "recipe": recipe})}
+def test_no_run_begins_in_a_folder_of_other_things(tmp_path, stranger):
+    other = {"config.json": json.dumps({"experiment": "test", "recipe": {"seed": 1}})}
     files, words = STRANGERS.get(stranger, (other, "hold the results of another recipe.* there, "))
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=f"output must (not )?{words}"):
-        run()
+        open_run(tmp_path, "test", Recipe()).__enter__()
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
+
+
+WRITERS = [name for name in cli.commands() if name not in ("generate", "plan")]
+NEEDS = {"train": "--data data.txt", "eval": "--model m --tasks t", "inspect": "--model m --text a", "doctor": "--gpu"}
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_no_command_writes_to_a_folder_of_a_users_files(monkeypatch, tmp_path, capsys, command):
+    """And says so before it computes anything."""
+    monkeypatch.chdir(tmp_path)
+    Path("data.txt").write_text("a text " * 1000)
+    Path("mine").mkdir()
+    files = {"README.md": "mine", "report.md": "mine"}
+    for name, text in files.items():
+        Path("mine", name).write_text(text)
+    assert fem(monkeypatch, command, *NEEDS.get(command, "").split(), "--output", "mine") == 2
+    assert re.fullmatch(
+        r"error: output must be (empty or the folder of the same run|a folder of results), got 'mine'.*\n",
+        capsys.readouterr().err,
+    )
+    assert {path.name: path.read_text() for path in Path("mine").iterdir()} == files
 
 
 def test_a_comparison_may_be_widened_in_its_folder(tmp_path):

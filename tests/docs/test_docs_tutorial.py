@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
 PRINTED = re.compile(r"^\s*print\(.*\)  # (.*)$", re.MULTILINE)
 
 
-def test_every_block_runs_and_prints_what_stands_beside_it():
+def test_every_block_runs_without_a_warning_and_prints_what_stands_beside_it(caplog):
     names = {}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) > 10
@@ -23,3 +23,4 @@ def test_every_block_runs_and_prints_what_stands_beside_it():
         with contextlib.redirect_stdout(output):
             exec(block, names)
         assert output.getvalue().splitlines() == PRINTED.findall(block), block
+    assert [record.message for record in caplog.records if record.levelname != "INFO"] == []

@@ -91,9 +91,10 @@ def test_learnt_prompts_stand_before_padded_rows(kind):
     assert told.shape == (2, 11)
 
 
-@pytest.mark.parametrize("kind", ["fem", "replaced"])
+@pytest.mark.parametrize("kind", ["fem", "fem in bfloat16", "replaced"])
 def test_dora_divides_by_no_zero(kind):
-    model = FEMForCausalLM(small_config()) if kind == "fem" else replace_attention(llama())
+    model = replace_attention(llama()) if kind == "replaced" else FEMForCausalLM(small_config())
+    model = model.bfloat16() if "bfloat16" in kind else model
     trained_step(adapted(model, use_dora=True, target_modules="all-linear"))
 
 

@@ -301,7 +301,7 @@ def test_another_experiment_s_folder_is_left_alone(tmp_path, data, name, text):
 
 def test_results_of_an_unknown_run_are_left_alone(tmp_path, data):
     (tmp_path / "results.json").write_text("{}")
-    with pytest.raises(ValueError, match="must be empty or a training's"):
+    with pytest.raises(ValueError, match="must be empty or the folder of the same run"):
         training.run(tiny(data), tmp_path)
     assert (tmp_path / "results.json").read_text() == "{}"
 

@@ -46,6 +46,13 @@ class RecordsCalls(OpensWithFEM):
     auto_map = ReplacedConfig.auto_map
 
     @classmethod
+    def get_config_dict(cls, *args, **kwargs) -> tuple[dict, dict]:
+        found, rest = super().get_config_dict(*args, **kwargs)
+        if found.get("model_type") == ReplacedConfig.model_type:
+            found["model_type"] = cls.model_type  # else transformers warns of a model of another type
+        return found, rest
+
+    @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig | tuple[PreTrainedConfig, dict]:
         if "original" not in config_dict:
             return super().from_dict(config_dict, **kwargs)

@@ -169,7 +169,7 @@ def run(recipe: ForecastRecipe, output: Path, profile: str = "laptop") -> dict:
 
     Raises ValueError on data that cannot be trained on, before any training.
     """
-    check_output(output, "forecast")
+    check_output(output, "forecast", recipe)
     from fem_research.forecast.training import train
 
     jobs = recipe.jobs()

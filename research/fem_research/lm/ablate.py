@@ -124,7 +124,7 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
     from fem_research.lm.small import model_config
     from fem_research.lm.text import build_corpus
 
-    check_output(output, "ablate")
+    check_output(output, "ablate", recipe)
     for row in recipe.row_names():  # an error here comes before the text is read
         model_config(recipe.language(recipe.rates()[0], recipe.seed), row_fields(row, recipe.prior), recipe.vocabulary)
     with cpu_threads(recipe.threads), progress() as bars:

@@ -17,7 +17,7 @@ def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
     """Run the jobs that have no record in `output`/runs, write table and plots; returns what results.json holds."""
     from fem_research.mad.report import redraw, summary, write_report
 
-    check_output(output, "mad")
+    check_output(output, "mad", recipe)
     train_all = partial(sweep, train=train, workers=workers)
     with progress() as bars:
         records = Grid(output / RUNS, train_all, bars, "MAD", told).records(recipe.jobs())

@@ -25,7 +25,7 @@ REFERENCE = "pool:attention"
 
 def run(recipe: NaturalRecipe, output: Path, workers: int | None = None) -> dict:
     """Run the jobs without a record in `output`/runs, write tables, page and plot; returns what results.json holds."""
-    check_output(output, "natural")
+    check_output(output, "natural", recipe)
     files = {name: digest(name, recipe.data) for name in recipe.set_names}
     label = {name: bags(name, recipe.data).label.tolist() for name in recipe.set_names}
     train_all = partial(sweep, train=partial(train, folder=recipe.data), workers=workers)

@@ -177,7 +177,7 @@ def write_report(folder: Path, found: Found, floors: dict[str, float], recipe: R
 
 def run(recipe: RegimesRecipe, output: Path, workers: int | None = None) -> dict:
     """Run the jobs without a record in `output`/runs, write table, page and plots; returns what results.json holds."""
-    check_output(output, "regimes")
+    check_output(output, "regimes", recipe)
     floors = constants(recipe.training, {task: recipe.known_tasks[task] for task in recipe.task_names})
     with torch.device("meta"):  # what cannot be built is refused before anything is written
         for task, row in product(recipe.task_names, recipe.rows):

@@ -123,7 +123,7 @@ def run(recipe: VisionRecipe, output: Path, profile: str = "digits") -> dict:
     from fem_research.vision.images import check, load_pictures
     from fem_research.vision.training import model_config, train
 
-    check_output(output, "vision")
+    check_output(output, "vision", recipe)
     pictures = load_pictures(recipe.data)
     for job in recipe.jobs():
         model_config(job, pictures.classes)
