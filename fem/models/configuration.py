@@ -42,8 +42,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     mixer: fields of `FreeEnergyMixerConfig` that all layers share, such as {"use_conv": False}; one that not every
     prior reads, such as ssm_rank, goes to the layers whose prior does.
     rope_parameters: scaled rotary angles, in transformers' words, such as {"rope_type": "yarn", "factor": 4.0,
-    "original_max_position_embeddings": 4096}, by its own functions: linear, yarn, llama3, proportional; dynamic
-    and longrope with the angles of the longest row, max_position_embeddings (original_...: the length of training).
+    "original_max_position_embeddings": 4096}, by its own functions: linear, yarn, llama3, proportional.
     value_shift: whether the model holds a shift of its values for `EngineAttention` (`fem.models.calibrate`).
     A layer has the linear weights of plain attention (`FreeEnergyMixerConfig.matched`), unless its fields name a
     width: fem_dim, fem_ratio, qk_dim or p_t_to_fem_ratio.

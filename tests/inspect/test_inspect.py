@@ -187,7 +187,7 @@ def page_of(output) -> dict:
 def test_the_command_writes_page_picture_and_tables(written, tokenizer):
     names = {path.name for path in written.iterdir()}
     assert names == {"config.json", "results.json", "inspect.html", "inspect.png", *(
-        f"{table}.{ending}" for table in ("heads", "channels") for ending in ("csv", "md")
+        f"heads.{ending}" for ending in ("csv", "md")
     )}  # fmt: skip
     assert (written / "inspect.png").read_bytes().startswith(b"\x89PNG")
     results = json.loads((written / "results.json").read_text())
@@ -270,7 +270,7 @@ def test_a_model_without_fem_is_refused(monkeypatch, capsys, tmp_path, tokenizer
     folder = tmp_path / "gpt2"
     GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=8, n_layer=1, n_head=1)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    assert fem(monkeypatch, "inspect", str(folder), "--text", "the", "--output", str(tmp_path / "run")) == 2
+    assert fem(monkeypatch, "inspect", "--model", str(folder), "--text", "the", "--output", str(tmp_path / "run")) == 2
     sentence = "model must have Free Energy Mixer layers, got a GPT2LMHeadModel without any."
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

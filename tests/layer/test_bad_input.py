@@ -197,7 +197,12 @@ TABLE = [
     (config, {"dropout": "0.1"}, ValueError, r"dropout must lie in \[0, 1\), got '0.1'"),
     (config, {"dropout": None}, ValueError, r"dropout must lie in \[0, 1\), got None"),
     (config, {"value_logexp_cap": -1.0}, ValueError, "value_logexp_cap must be positive, got -1.0"),
-    (config, {"value_logexp_cap": 1, "use_lse": False, "use_temperature": False}, ValueError, "value_logexp_cap needs use_lse=True, got value_logexp_cap=1"),
+    (
+        config,
+        {"value_logexp_cap": 1, "use_lse": False, "use_temperature": False},
+        ValueError,
+        "needs use_lse=True, got",
+    ),
     (config, {"rope_theta": 0}, ValueError, "rope_theta must be positive, got 0"),
     (config, {"eps": 0.0}, ValueError, "eps must be positive, got 0.0"),
     (config, {"eps": 1e-60}, ValueError, "eps must be positive, got 1e-60"),

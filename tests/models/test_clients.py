@@ -185,26 +185,6 @@ def test_dynamic_quantisation_leaves_no_projection_silently():
     assert any(type(module) is Projection for module in low.modules())
 
 
-def test_sentences_are_embedded_by_a_free_energy_and_come_back(tmp_path):
-    library = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers, of the extra 'dev'")
-    from clients.programs import save
-    from sentence_transformers.base.modules import Transformer
-
-    from fem.models.sentences import FreeEnergySentencePooling
-
-    save(tmp_path / "fem")
-    pooling = lively(FreeEnergySentencePooling(8, 2, memory_dim=16, fields={"fem_dim": 8}))
-    model = library.SentenceTransformer(modules=[Transformer(str(tmp_path / "fem")), pooling], device="cpu")
-    texts = ["a text", "another, and longer"]
-    together = model.encode(texts)
-    assert together.shape == (2, 8)
-    for text, row in zip(texts, together):  # padding is no token
-        torch.testing.assert_close(torch.tensor(model.encode([text])[0]), torch.tensor(row), rtol=1e-4, atol=1e-5)
-    model.save(str(tmp_path / "saved"))
-    again = library.SentenceTransformer(str(tmp_path / "saved"), trust_remote_code=True, device="cpu")
-    torch.testing.assert_close(torch.tensor(again.encode(texts)), torch.tensor(together))
-
-
 # --- surgery on whatever reads through transformers' attention functions
 
 

@@ -19,9 +19,6 @@ SCALED = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
     "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     | {"original_max_position_embeddings": 8},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8},
-    "longrope": {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 5.0]}
-    | {"original_max_position_embeddings": 8},
 }
 LONGEST = 32  # of small_config
 kinds = pytest.mark.parametrize("kind", SCALED)
@@ -35,8 +32,7 @@ def test_queries_and_keys_turn_by_the_angles_of_a_llama(kind, layer):
     config = small_config(rope_parameters=rope, **KEYS[layer])
     prior = FEMForCausalLM(config).model.layers[0].mixer.prior
     heads, width = 2, prior.config.key_width
-    longest = 8 if kind == "dynamic" else LONGEST  # a Llama's angles are dynamic beyond it
-    sizes = {"hidden_size": heads * width, "num_attention_heads": heads, "max_position_embeddings": longest}
+    sizes = {"hidden_size": heads * width, "num_attention_heads": heads, "max_position_embeddings": LONGEST}
     rotary = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=dict(rope)))
     x, position = torch.randn(1, LONGEST, heads, width), torch.arange(LONGEST)
     cos, sin = rotary(x, position[None])
@@ -70,25 +66,15 @@ def test_a_scaled_model_says_the_same_token_by_token_reopened_and_in_an_engine(k
 @kinds
 def test_a_replaced_llama_keeps_its_scaled_angles(kind):
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 24}
-    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 8 if kind == "dynamic" else LONGEST}
+    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": LONGEST}
     model = lively(LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=SCALED[kind] | {"rope_theta": 500.0})))
     plain = lively(LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters={"rope_theta": 500.0})))
     ids = tokens(2, 20)
-    replaced = replace_attention(copy.deepcopy(model), lambda_init=-20.0)  # before dynamic angles have met any row
+    replaced = replace_attention(copy.deepcopy(model), lambda_init=-20.0)
     expected, text = model(ids).logits, model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
     assert (plain(ids).logits - expected).abs().max() > 1e-2
     torch.testing.assert_close(replaced(ids).logits, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(replaced.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0), text)
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_a_model_of_rows_as_short_as_in_training_has_the_angles_of_training(kind):
-    turned_by = lambda **fields: small_config(**fields).mixer_configs()[0].rope_frequencies  # noqa: E731
-    short = turned_by(rope_parameters=SCALED[kind], max_position_embeddings=8)
-    linear = {"rope_type": "linear", "factor": 1.0}
-    plain = torch.tensor(turned_by(rope_parameters=linear))
-    torch.testing.assert_close(torch.tensor(short), plain / torch.tensor(SCALED[kind].get("short_factor", [1.0] * 4)))
-    assert short != turned_by(rope_parameters=SCALED[kind], max_position_embeddings=9)
 
 
 @pytest.mark.parametrize("inference", [False, True])

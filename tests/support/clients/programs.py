@@ -165,20 +165,3 @@ def _(folder: Path) -> str:
     left = sum(isinstance(module, torch.nn.Linear) for module in quantised.modules())
     error = (quantised(ids()).logits - small()(ids()).logits).norm() / small()(ids()).logits.norm()
     return f"{left} maps left as they were, logits within {error:.1%}; `{{nn.Linear}}` alone warns"
-
-
-@client("sentence-transformers", "FreeEnergySentencePooling behind a FEM, saved and opened")
-def _(folder: Path) -> str:
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.base.modules import Transformer
-
-    from fem.models.sentences import FreeEnergySentencePooling
-
-    pooling = FreeEnergySentencePooling(8, 2, memory_dim=16, fields={"fem_dim": 8})
-    model = SentenceTransformer(modules=[Transformer(str(folder)), pooling], device="cpu")
-    model.save(str(folder / "saved"))
-    again = SentenceTransformer(str(folder / "saved"), trust_remote_code=True, device="cpu")
-    texts = ["a text", "another, and longer"]
-    return (
-        f"embeddings {model.encode(texts).shape}, opened within {abs(model.encode(texts) - again.encode(texts)).max()}"
-    )
