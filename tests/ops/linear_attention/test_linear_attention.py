@@ -268,7 +268,8 @@ def stream(tensors, size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("decay", DECAYS)
-def test_a_hundred_thousand_steps_drift_by_nothing(decay):
-    tensors = draw(decay, time=100_000, batch=1, heads=1, dk=4, dv=4, rate=0.02)
+def test_ten_thousand_steps_drift_by_nothing(decay):
+    """A rounding error that each step adds would be 6e-4 here; measured: 5e-7 after 1,000 steps, 1.2e-6 after 8,000."""
+    tensors = draw(decay, time=10_000, batch=1, heads=1, dk=4, dv=4, rate=0.02)
     wide = {n: None if x is None else x.double() for n, x in tensors.items()}
-    close(stream(tensors, 1), stream(wide, 5000), 1e-4, 0)
+    close(stream(tensors, 1), stream(wide, 5000), 5e-6, 0)

@@ -266,20 +266,6 @@ def test_the_reference_backend_reads_the_same_and_keeps_no_state(kind, causal):
         inputs.read(backend="reference", return_state=True)
 
 
-@pytest.mark.slow
-@every_kind
-def test_a_hundred_thousand_tokens_stream_without_drift(kind):
-    steps, size = 100, 1000
-    state = exact_state = None
-    for _ in range(steps):
-        inputs = case(kind, size, batch=1)
-        exact = inputs.map(lambda x: x.double())
-        read, state = inputs.read(initial_state=state, return_state=True)
-        wanted, exact_state = exact.read(initial_state=exact_state, return_state=True)
-    for got, expected in zip(read, wanted):
-        assert error(got, expected) < 1e-4
-
-
 @pytest.mark.parametrize("kind", RECURRENT)
 @both_ways
 @pytest.mark.parametrize("span", [4, 200])
