@@ -1,6 +1,6 @@
 """What the paper's language models would cost on 8, 64 and 512 GPUs: writes research/results/plan.{md,json}.
 
-python benchmarks/plan.py       # about three minutes of one core
+make card && PYTHONPATH=.:research .card/run benchmarks/plan.py       # about a minute of one core
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import card
 import torch
 from measure import save
 
 from fem import parameter_groups
 from fem.models import FEMForCausalLM
 from fem.runs.tables import markdown_table
-from fem_research.plan.cost import REACHED, Job, advice, cache_bytes, fits, memory, messages, prediction
-from fem_research.plan.model import FORMS, config_of, kept, saved, weights
+from fem_research.plan.cost import REACHED, Job, advice, cache_bytes, fits, longest, memory, messages, prediction, wires
+from fem_research.plan.model import FORMS, block_of, config_of, kept, saved, weights
 
 SIZES, GPUS, CONTEXTS, CACHES = ("340m", "1.3b"), (8, 64, 512), (4096, 131072), (4096, 32768, 131072)
 SOFTMAX = ("full", "slim", "split")
 COUNTED = json.loads(Path("research/results/titan_cpu.json").read_text())["results"]["collectives"]
-LENGTH = 256  # tokens of the row on which activations are checked
+LENGTH = 2048  # tokens of the row on which activations are checked
 
 NOTE = """Everything here is counted or predicted on a CPU; **no GPU has run any of it**, and times are predictions.
 Memory, bytes and cache are those of `fem plan`, which takes other sizes, cards and splits;
@@ -36,7 +37,8 @@ plain attention; all of the same number of parameters.
 
 {memory}
 Weights, moments and gradients are float32 shards of FSDP2; gathered are the bfloat16 weights in use. Kept:
-what autograd keeps for the backward pass, with and without computing blocks again.
+what autograd keeps for the backward pass, with and without computing blocks again. Longest row: of doublings, one at
+a time and not shared; GPUs that share it hold as many times its tokens.
 
 ## 8, 64 and 512 GPUs
 
@@ -61,8 +63,10 @@ MB of one row by its length, bfloat16, all layers, counted from the state of a l
   (the accounting of ZeRO, [Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054), with float32 gradients).
 * Activations: all blocks of memory that autograd keeps of one block, in bfloat16, counted on this CPU as the
   difference of a row of 128 and one of 64 tokens; with recomputation the inputs of all blocks and all of one ([Chen
-  et al. 2016](https://arxiv.org/abs/1604.06174)). A GPU's kernels keep other things than a CPU's, of the scans
-  above all: not checked on a card.
+  et al. 2016](https://arxiv.org/abs/1604.06174)). Norms are counted as a card's kernel keeps them. Beside it below:
+  what the same block keeps on the [card that is not there](../../docs/card.md), an H100 without its arithmetic. There
+  slim gates widen queries and keys to the values', and plain attention keeps its output in bfloat16, which a CPU
+  keeps in float32.
 * Operations: 6 N + 3 T sum(d_qk + 2 d_v) a token, d_v once where values are split, as `fem train` counts its MFU
   ([Kaplan et al. 2020](https://arxiv.org/abs/2001.08361), with causal pairs); a third more where blocks are computed
   again.
@@ -78,7 +82,7 @@ MB of one row by its length, bfloat16, all layers, counted from the state of a l
 
 ## What was checked here
 
-On the preset `tiny` (four blocks of width 128); bytes kept on a row of {length} tokens in bfloat16."""
+On the preset `tiny` (four blocks of width 128); bytes kept of one block of `340m`, on a row of {length} tokens."""
 
 
 def memories() -> list[dict]:
@@ -92,6 +96,8 @@ def memories() -> list[dict]:
             | {"logits": gb(again["logits"]), "kept": gb(plain["activations"])}
             | {"kept, computed again": gb(again["activations"]), "in all": gb(*plain.values())}
             | {"in all, computed again": gb(*again.values())}
+            | {"longest row": f"{longest(Job(form=form, recompute=False)) // 1024}k"}
+            | {"longest row, computed again": f"{longest(Job(form=form)) // 1024}k"}
         )
     return rows
 
@@ -101,13 +107,14 @@ def jobs() -> tuple[list[dict], list[dict]]:
     rows, unfit = [], []
     for size, form, context, gpus in product(SIZES, SOFTMAX, CONTEXTS, GPUS):
         job = _dealt(size, form, context, gpus)
-        told, sent = prediction(job), messages(job)
+        told, sent, by = prediction(job), messages(job), wires(job)
+        over = {wire: sum(sent[kind] for kind in sent if by[kind] == wire) / 1e9 for wire in ("NVLink", "network")}
         name = {"model": size, "form": form, "context": f"{context // 1024}k", "GPUs": gpus}
         rows.append(
             name
             | {"share a layer": job.tensor, "share a row": job.rows_over}
             | {"GB of a GPU": f"{sum(memory(job).values()) / 1e9:.1f}"}
-            | {"GB sent a step": f"{sum(sent.values()) / 1e9:.1f}"}
+            | {f"GB a step over {wire}": f"{sent:.1f}" for wire, sent in over.items()}
             | {"s, at best": f"{told['step']:.3f}", "MFU, at best": f"{told['utilisation']:.0%}"}
             | {"s, likely": f"{told['likely step']:.3f}"}
             | {"B tokens a day, likely": f"{told['likely tokens a day'] / 1e9:,.0f}"}
@@ -146,7 +153,7 @@ def checks() -> list[dict]:
         config = config_of("tiny", form)
         torch.manual_seed(0)
         model = FEMForCausalLM(config)
-        ids = torch.randint(0, 99, (1, LENGTH))
+        ids = torch.randint(0, 99, (1, 128))
         planned, built = sum(w.count for w in weights("tiny", form)), sum(p.numel() for p in model.parameters())
         rows.append(_check("parameters", form, planned, built))
         optimizer = torch.optim.AdamW(parameter_groups(model, 0.1))
@@ -154,11 +161,9 @@ def checks() -> list[dict]:
         optimizer.step()
         moments = [x for s in optimizer.state.values() for name, x in s.items() if name != "step"]
         rows.append(_check("bytes of AdamW's moments", form, 8 * planned, sum(x.nbytes for x in moments)))
-        model = model.bfloat16()
-        stack = torch.nn.Sequential(*model.model.layers)
-        x = torch.randn(1, LENGTH, config.hidden_size).bfloat16()
-        bytes_kept = LENGTH * config.num_hidden_layers * kept("tiny", form)[0]
-        rows.append(_check("bytes kept, all blocks", form, bytes_kept, saved(stack, x)))
+        block = block_of("340m", form).cuda()
+        x = torch.randn(1, LENGTH, config_of("340m", form).hidden_size, dtype=torch.bfloat16, device="cuda")
+        rows.append(_check("bytes kept by a block", form, LENGTH * kept("340m", form)[0], saved(block, x)))
         for kind in messages(Job(form=form)):
             layouts = [row for row in COUNTED if row["form"] == form]
             planned, counted = (sum(row[f"{kind}, {how}"] for row in layouts) for how in ("planned", "counted"))
@@ -169,7 +174,7 @@ def checks() -> list[dict]:
 
 def _check(what: str, form: str, planned: int, counted: int) -> dict:
     return {"what": what, "form": form, "planned": planned, "counted": counted} | {
-        "error": f"{abs(planned - counted) / counted:.1%}"
+        "error": f"{planned / counted - 1:+.1%}" if planned != counted else "0"
     }
 
 
@@ -184,4 +189,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    card.pose()
     main()

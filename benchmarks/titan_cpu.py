@@ -21,38 +21,51 @@ import torch
 
 PAGE = "research/results/titan_cpu"
 STEPS, CONTEXT, BATCH, MICRO, SEED, NEW = 20, 128, 4, 2, 0, 16
+SPREAD = 0.2  # of the starting weights: at the models' own .02 all 16 greedy tokens after 20 steps are the same one
 PROMPT = list(range(7, 19))
 TOLERANCE = 1e-5  # of the loss, in nats; sums of float32 in another order differ by about 1e-6 where nothing grows
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "rows")
-ULP = 2.0**-24  # half the distance of neighbouring numbers of float32, relative: what one rounding does to a weight
+FLOAT32, FLOAT8 = 2.0**-24, 2.0**-4  # half the distance of neighbouring numbers, relative: what one rounding does
 TENSOR, ROWS, BLOCKS = (f"--parallelism.{name}-parallel-degree" for name in ("tensor", "context", "pipeline"))
-CASES = {  # name: form, processes, further arguments
-    "full, one process": ("", 1, ()),
-    "full, two shards of half of the heads (FSDP2, tensor parallel)": ("", 4, (TENSOR, "2")),
-    "untied, a pipeline of two, each of two shards": ("_untied", 4, (BLOCKS, "2")),
-    "slim, a row over two (context parallel)": ("_slim", 2, (ROWS, "2")),
-    "split, heads over two": ("_split", 2, (TENSOR, "2")),
-    "split, one process, blocks compiled": ("_split", 1, ("--compile.enable",)),
-    "GLA, two shards": ("_gla", 2, ()),
-    "GLA and softmax, a row over two, heads over two": ("_hybrid", 4, (ROWS, "2", TENSOR, "2")),
+AGAIN = "activation-checkpoint:full"  # blocks are computed again in the backward pass; it ends the options
+BEHIND = ("--checkpoint.async-mode", "async")  # checkpoints are written while the training goes on
+CASES = {  # name: form, then processes and further arguments of a run, and of the one that goes on after kill -9
+    "full, one process": ("", (1,)),
+    "full, two shards of half of the heads (FSDP2, tensor parallel)": ("", (4, TENSOR, "2")),
+    "untied, a pipeline of two, each of two shards": ("_untied", (4, BLOCKS, "2")),
+    "slim, a row over two (context parallel)": ("_slim", (2, ROWS, "2")),
+    "slim, two shards, blocks computed again, checkpoints in the background; kill -9 after step 12; on with four "
+    "processes, heads over two": ("_slim", (2, *BEHIND, AGAIN), (4, *BEHIND, TENSOR, "2")),
+    "split, heads over two": ("_split", (2, TENSOR, "2")),
+    "split, one process, blocks compiled": ("_split", (1, "--compile.enable")),
+    "GLA, two shards": ("_gla", (2,)),
+    "GLA and softmax, a row over two, heads over two": ("_hybrid", (4, ROWS, "2", TENSOR, "2")),
+    "full in float8 (emulated), two shards": ("_float8", (2,)),
 }
-AGAIN = ("activation-checkpoint:full",)  # blocks are computed again in the backward pass
-KILLED = "slim, two shards, blocks computed again; kill -9 after step 12; on with four processes, heads over two"
 COUNTED = [  # form, GPUs, GPUs of a layer, GPUs of a row, blocks computed again; a batch of 2 rows on each GPU
     *(("full", 8, 1, 1, False), ("full", 64, 1, 1, True), ("slim", 8, 1, 1, True), ("gla", 8, 1, 1, False)),
     *(("full", 2, 2, 1, False), ("slim", 8, 2, 1, True), ("split", 8, 2, 1, True), ("gla", 16, 4, 1, False)),
     *(("full", 2, 1, 2, False), ("slim", 8, 1, 4, True), ("split", 16, 2, 2, True), ("gla", 4, 1, 2, False)),
 ]
 VLLM = Path(".venv-vllm/bin/python")  # of `make test-vllm`; without it the page leaves the column blank
-SERVED = ("", "_split", "_gla")  # forms whose first checkpoint vLLM reads
+SERVED = ("", "_slim", "_split", "_gla")  # forms whose first checkpoint vLLM reads
 
 NOTE = """torchtitan 0.3.0 trains a model of 1.3M parameters (configurations `debug...` of `fem.train.titan`,
 float32) for 20 steps over gloo, by its own trainer and checkpoints; `fem train` does the same from the same
-weights, on the same rows, at the same constant rate. Loss: the largest difference over all steps, in nats.
-The promise is 1e-5; where a run is further away, twice what `fem train` itself differs by after every starting
-weight has been moved by one rounding of float32 (the next column). Weights: of what torchtitan saved last,
-read by `from_pretrained`. Tokens: 16 greedy ones by `generate` from those files, against torchtitan's own
-model (where a process has all of it), the model that `fem train` ended with, and vLLM (where it was run).
+weights, on the same rows, at the same constant rate.
+
+* loss: the largest difference of all steps, in nats; weights: of those that torchtitan saved last, read by
+  `from_pretrained`. One rounding: by what `fem train` itself differs after every starting weight has been moved by
+  one rounding of float32 (of float8 in the last row). The promise is a loss within 1e-5, or twice that of one
+  rounding where it is larger.
+* Weights differ most under GLA, whose features are ReLU(q) and ReLU(k): where one lies within a rounding of 0, its
+  gradient is there or not, and AdamW makes a step of it. With softplus(50 x) / 50 in ReLU's place one rounding
+  moves them by 2.6e-5 where it moved them by 1.2e-4 (starting weights of .02).
+* tokens: 16 greedy ones by `generate` from torchtitan's files, {least} different ones at least, against torchtitan's
+  own model (where a process has all of it), the model that `fem train` ended with, and vLLM (where it was run).
+* The run that was killed went on with step {again}.
+* float8: torchtitan's converter, by torchao, which emulates the products; maps of blocks whose sizes are multiples
+  of 16. A card that knows float8 has not run it.
 
 Bytes of all collectives of one forward and backward pass, the second (2 rows of 128 tokens on each GPU, or on
 the GPUs of a row; bfloat16 weights, float32 gradients), counted on torch's fake backend under torchtitan, and
@@ -67,8 +80,8 @@ configuration of its own with the fields of ours and none of the methods). Beyon
 model's attention by FlexAttention over keys and values, knows no gates, no conditioner and no scans, and
 starts weights by the names of Llama's parts. So FEM is a torchtitan model of its own. torchtitan 0.3.0 is
 written for a later torch than 2.13: `fem.train.titan` supplies `torch.distributed.set_timeout`, and joins the
-parts of a batch that torchtitan hands to a pipeline, which torch 2.13 cuts itself. Not run: float8 (torchtitan
-converts `Linear.Config`s, of which a FEM model has none), schedules other than 1F1B, any GPU.
+parts of a batch that torchtitan hands to a pipeline, which torch 2.13 cuts itself. Not run: schedules other than
+1F1B, any GPU.
 
 `make test-titan` writes this page. It took {minutes} minutes on two cores that other work shared; installing
 torchtitan takes about 3 minutes more, and is not in them."""
@@ -113,7 +126,9 @@ def fem_train(start: Path, texts: Path, out: Path, moved: float = 0.0) -> tuple[
     return [line["train_loss"] for line in lines if "train_loss" in line], model
 
 
-def command(start: Path, tokens: Path, out: Path, config: str, processes: int, further: tuple[str, ...]) -> list[str]:
+def titan(start: Path, tokens: Path, out: Path, config: str, run: tuple, kill_after: int | None = None) -> None:
+    """Train in torchtitan; with `kill_after`, kill -9 to all its processes once that step is logged."""
+    processes, *further = run
     options = {
         "dump-folder": out,
         "dataloader.dataset-path": tokens,
@@ -123,13 +138,25 @@ def command(start: Path, tokens: Path, out: Path, config: str, processes: int, f
         "checkpoint.initial-load-path": start,
         "training.steps": STEPS,
     }
-    return [
+    arguments = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)),
         *(__file__, "worker", "--module", "fem.train.titan", "--config", config, "--checkpoint.enable"),
         *("--checkpoint.initial-load-in-hf", "--checkpoint.last-save-in-hf"),
         *(part for name, value in options.items() for part in (f"--{name}", str(value))),
         *further,
     ]
+    out.mkdir(exist_ok=True)
+    with open(out / "log.txt", "a") as log:
+        process = subprocess.Popen(arguments, stdout=log, stderr=log, start_new_session=True)
+        while kill_after is not None and process.poll() is None:
+            if kill_after in losses_of(out):
+                for file in out.glob("*.pid"):  # torchrun gives each process a session of its own
+                    os.kill(int(file.stem), signal.SIGKILL)
+                process.kill()
+            time.sleep(0.05)
+        code = process.wait()
+    if code != (0 if kill_after is None else -signal.SIGKILL):
+        sys.exit(f"error: {' '.join(arguments)} ended with {code}:\n{(out / 'log.txt').read_text()[-4000:]}")
 
 
 def worker() -> None:
@@ -172,55 +199,47 @@ def worker() -> None:
 
 
 def losses_of(out: Path) -> dict[int, float]:
-    return dict(map(json.loads, (out / "steps.jsonl").read_text().splitlines()))
+    """The loss of every step, the last one where a step was made twice."""
+    steps = out / "steps.jsonl"
+    return dict(map(json.loads, steps.read_text().splitlines())) if steps.exists() else {}
 
 
-def compare(name: str, out: Path, reference: list[float], trained: torch.nn.Module, serve: bool) -> dict:
-    """How far a run is from `fem train`, and whether all who have its weights write the tokens of `from_pretrained`."""
+def greedy(model: torch.nn.Module) -> list[int]:
+    how = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(torch.tensor([PROMPT]), **how)[0].tolist()
+
+
+def apart(a: torch.nn.Module, b: torch.nn.Module) -> float:
+    return max(float((x - y).detach().abs().max()) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def compare(form: str, out: Path, plain: tuple, moved: tuple, serve: bool) -> dict:
+    """How far a run is from `fem train`'s, beside `fem train` from weights that are `moved`, and whether all who have
+    its weights write the tokens of `from_pretrained`."""
     from fem.models import FEMForCausalLM
 
-    folder = out / "checkpoint" / f"step-{STEPS}"
+    folder, (losses, trained) = out / "checkpoint" / f"step-{STEPS}", plain
     trained.config.save_pretrained(folder)
-    read = FEMForCausalLM.from_pretrained(folder).eval()
-    steps = losses_of(out)
-    weights = zip(read.parameters(), trained.parameters(), strict=True)
-    own, from_fem_train = (
-        model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
-        for model in (read, trained)
-    )
-    written = {"fem train": from_fem_train[0].tolist()}
-    if (out / "tokens.json").exists():
-        written["torchtitan"] = json.loads((out / "tokens.json").read_text())
+    read, steps = FEMForCausalLM.from_pretrained(folder).eval(), losses_of(out)
+    written = {}
+    if form != "_float8":  # whose model in torchtitan has other products than the one that reads its weights
+        written = {"fem train": greedy(trained)}
+        if (out / "tokens.json").exists():
+            written["torchtitan"] = json.loads((out / "tokens.json").read_text())
     if serve:
         done = subprocess.run([VLLM, __file__, "vllm", folder], capture_output=True, text=True)
         lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
-        written["vLLM"] = json.loads(lines[-1]) if done.returncode == 0 else done.stderr[-2000:]
+        written["vLLM"] = json.loads(lines[-1]) if lines else done.stderr[-2000:]
+        print(written["vLLM"])
+    own = greedy(read)
     return {
-        "run": name,
-        "loss": max(abs(steps[step] - loss) for step, loss in enumerate(reference, 1)),
-        "weights": max(float((a - b).abs().max()) for a, b in weights),
-        "tokens": {who: ids == own[0].tolist() for who, ids in written.items()},
-        "said": [text for text in written.values() if isinstance(text, str)],
+        "loss": max(abs(steps[step] - loss) for step, loss in enumerate(losses, 1)),
+        "loss, one rounding": max(abs(a - b) for a, b in zip(moved[0], losses, strict=True)),
+        "weights": apart(read, trained),
+        "weights, one rounding": apart(moved[1], trained),
+        "tokens": {who: ids == own for who, ids in written.items()},
+        "different tokens": len(set(own[len(PROMPT) :])),
     }
-
-
-def run(arguments: list[str], kill_after: int | None = None) -> float:
-    """Seconds of the run; with `kill_after`, kill -9 to all its processes once that step is logged."""
-    out = Path(arguments[arguments.index("--dump-folder") + 1])
-    out.mkdir(exist_ok=True)
-    begin = time.monotonic()
-    with open(out / "log.txt", "a") as log:
-        process = subprocess.Popen(arguments, stdout=log, stderr=log, start_new_session=True)
-        while kill_after is not None and process.poll() is None:
-            if (out / "steps.jsonl").exists() and kill_after in losses_of(out):
-                for file in out.glob("*.pid"):  # torchrun gives each process a session of its own
-                    os.kill(int(file.stem), signal.SIGKILL)
-                process.kill()
-            time.sleep(0.05)
-        code = process.wait()
-    if code != (0 if kill_after is None else -signal.SIGKILL):
-        sys.exit(f"error: {' '.join(arguments)} ended with {code}:\n{(out / 'log.txt').read_text()[-4000:]}")
-    return time.monotonic() - begin
 
 
 def count() -> None:
@@ -338,54 +357,49 @@ def main() -> None:
         at = Path(folder)
         write_texts(at / "texts.jsonl")
         messages = counted()
-        for form in dict.fromkeys(form for form, _, _ in CASES.values()):
-            torch.manual_seed(SEED)
-            fields = getattr(config_registry, f"debug{form}")().model_spec.model.fields
-            FEMForCausalLM(FEMConfig(**fields)).save_pretrained(at / f"debug{form}")
-            references[form] = fem_train(at / f"debug{form}", at / "texts.jsonl", at / f"train{form}")
-
-        def finish(name: str, form: str, out: Path, seconds: float) -> None:
-            first = form in SERVED and all(r["form"] != form for r in results)
-            found = compare(name, out, *references[form], serve=first and VLLM.exists()) | {"form": form}
-            found |= {"rounding": None, "seconds": round(seconds)}
-            if found["loss"] > TOLERANCE:
-                moved, _ = fem_train(at / f"debug{form}", at / "texts.jsonl", at / f"moved{len(results)}", ULP)
-                found["rounding"] = max(abs(a - b) for a, b in zip(moved, references[form][0], strict=True))
+        wrong = [row for row in messages if any(row[f"{k}, counted"] != row[f"{k}, planned"] for k in KINDS)]
+        for number, (name, (form, *runs)) in enumerate(CASES.items()):
+            start, out = at / f"debug{form}", at / f"{number}{form}"
+            if first := form not in references:
+                torch.manual_seed(SEED)
+                fields = getattr(config_registry, f"debug{form}")().model_spec.model.fields
+                FEMForCausalLM(FEMConfig(**fields | {"initializer_range": SPREAD})).save_pretrained(start)
+                roundings = {"train": 0.0, "moved": FLOAT8 if form == "_float8" else FLOAT32}
+                references[form] = [
+                    fem_train(start, at / "texts.jsonl", at / f"{how}{form}", moved) for how, moved in roundings.items()
+                ]
+            seconds = time.monotonic()
+            for run in runs:
+                before = len((out / "steps.jsonl").read_text().splitlines()) if out.exists() else 0
+                titan(start, at / f"train{form}" / "tokens", out, f"debug{form}", run, None if run == runs[-1] else 12)
+            seconds = round(time.monotonic() - seconds)
+            serve = first and form in SERVED and VLLM.exists()
+            found = {"run": name} | compare(form, out, *references[form], serve) | {"seconds": seconds}
+            if before:
+                found["went on with step"] = json.loads((out / "steps.jsonl").read_text().splitlines()[before])[0]
+            far = found["loss"] > max(TOLERANCE, 2 * found["loss, one rounding"])
+            if far or False in found["tokens"].values() or found.get("went on with step", 11) not in (6, 11):
+                wrong.append(found)
             results.append(found)
             print(found, flush=True)
-
-        def ask(out: Path, form: str, processes: int, further: tuple[str, ...], **how) -> float:
-            tokens = at / f"train{form}" / "tokens"
-            return run(command(at / f"debug{form}", tokens, out, f"debug{form}", processes, further), **how)
-
-        for number, (name, (form, processes, further)) in enumerate(CASES.items()):
-            out = at / f"{number}{form}"
-            finish(name, form, out, ask(out, form, processes, further))
-        out = at / "killed"
-        ask(out, "_slim", 2, AGAIN, kill_after=12)
-        before = len((out / "steps.jsonl").read_text().splitlines())
-        finish(KILLED, "_slim", out, ask(out, "_slim", 4, (TENSOR, "2")))
-        again = json.loads((out / "steps.jsonl").read_text().splitlines()[before])[0]
-    wrong = [
-        r for r in results if r["loss"] > max(TOLERANCE, 2 * (r["rounding"] or 0)) or False in r["tokens"].values()
-    ]
-    wrong += [row for row in messages if any(row[f"{k}, counted"] != row[f"{k}, planned"] for k in KINDS)]
     said = {None: "", True: "yes", False: "NO"}
+    amounts = ("loss", "loss, one rounding", "weights", "weights, one rounding")
     rows = [
-        {
-            "run": r["run"],
-            "loss, largest difference": f"{r['loss']:.1e}",
-            "of one rounding": f"{r['rounding']:.1e}" if r["rounding"] else "",
-            "weights, largest difference": f"{r['weights']:.1e}",
-            **{f"tokens as {who}": said[r["tokens"].get(who)] for who in ("torchtitan", "fem train", "vLLM")},
-            "s": str(r["seconds"]),
-        }
+        {"run": r["run"]}
+        | {name: f"{r[name]:.1e}" for name in amounts}
+        | {f"tokens as {who}": said[r["tokens"].get(who)] for who in ("torchtitan", "fem train", "vLLM")}
+        | {"s": str(r["seconds"])}
         for r in results
     ]
-    note = NOTE.format(minutes=round((time.monotonic() - begin) / 60), table=markdown_table(messages))
+    note = NOTE.format(
+        table=markdown_table(messages),
+        minutes=round((time.monotonic() - begin) / 60),
+        least=min(r["different tokens"] for r in results),
+        again=next(r["went on with step"] for r in results if "went on with step" in r),
+    )
     save(PAGE, "FEM in torchtitan, on a CPU", {"runs": results, "collectives": messages}, rows, note)
-    if wrong or again != 11:
-        sys.exit(f"error: other losses, tokens, bytes or another step than promised: {wrong}, {again}")
+    if wrong:
+        sys.exit(f"error: other losses, tokens, bytes or another step than promised: {wrong}")
 
 
 if __name__ == "__main__":

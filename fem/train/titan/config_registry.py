@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
@@ -31,14 +33,9 @@ SIZES = {
     "paper_1_3b": (RECIPES["paper-1.3b"], 2, True),
 }
 PRESETS = {"debug": "tiny", "paper_340m": "340m", "paper_1_3b": "1.3b"}
-FORMS = {  # family of presets, further fields
-    "": ("fem-sm", {}),
-    "_untied": ("fem-sm", {"tie_word_embeddings": False}),  # for pipelines, whose ends lie on different devices
-    "_slim": ("fem-sm-slim", {}),
-    "_split": ("fem-sm-split", {}),
-    "_gla": ("fem-gla", {}),
-    "_hybrid": ("fem-gla", {"layer_priors": 3 * ["gla"] + ["softmax"]}),  # over and over
-}
+PRIORS = {"": "sm", "_gla": "gla", "_hybrid": "gla"}  # hybrid: three layers of GLA, one of softmax, over and over
+STARTS = ("", "_slim", "_split")
+ENDS = ("", "_untied", "_float8")  # untied: for pipelines, whose ends lie on different devices
 
 
 class NoTokenizer(BaseTokenizer):
@@ -57,19 +54,21 @@ class NoTokenizer(BaseTokenizer):
     decode = get_vocab_size = encode
 
 
-def trainer(size: str, form: str) -> Trainer.Config:
-    """The recipe of this size for this form of FEM."""
+def trainer(size: str, prior: str, start: str, end: str) -> Trainer.Config:
+    """The recipe of this size for this form of FEM; of the debug model float8 is emulated."""
     recipe, micro, recompute = SIZES[size]
-    family, further = FORMS[form]
-    name = f"{family}-{PRESETS[size]}"
-    if priors := further.get("layer_priors"):
-        further = {"layer_priors": priors * (preset(name).num_hidden_layers // len(priors))}
+    name = f"fem-{PRIORS[prior]}{start.replace('_', '-')}-{PRESETS[size]}"
+    further = {"tie_word_embeddings": end != "_untied"}
+    if prior == "_hybrid":
+        further["layer_priors"] = preset(name).num_hidden_layers // 4 * [*3 * ["gla"], "softmax"]
     model = FEMDecoder.Config(fields=preset(name, **further).to_dict())
+    if end == "_float8":
+        model = Float8LinearConverter.Config(emulate=size == "debug").build().convert(model)
     loss = CrossEntropyLoss.Config(global_vocab_size=model.fields["vocab_size"])
     return Trainer.Config(
         model_spec=ModelSpec(
             name="fem",
-            flavor=size + form,
+            flavor=size + prior + start + end,
             model=model,
             parallelize_fn=parallelize,
             pipelining_fn=pipeline,
@@ -116,6 +115,5 @@ def _pattern(name: str) -> str:
     return "^" + re.sub(r"^layers\\\.\d+\\\.", r"layers\\.\\d+\\.(_checkpoint_wrapped_module\\.)?", exact) + "$"
 
 
-for _size in SIZES:
-    for _form in FORMS:
-        globals()[_size + _form] = partial(trainer, _size, _form)
+for _name in product(SIZES, PRIORS, STARTS, ENDS):
+    globals()["".join(_name)] = partial(trainer, *_name)

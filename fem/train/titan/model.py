@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.module import ModuleDict
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
@@ -36,6 +37,9 @@ class FEMDecoder(BaseModel):
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):
         fields: dict  # of `FEMConfig`
+        linear: Linear.Config = field(
+            default_factory=lambda: Linear.Config(in_features=16, out_features=16)
+        )  # of blocks
 
         @property
         def fem(self) -> FEMConfig:
@@ -87,6 +91,8 @@ class FEMDecoder(BaseModel):
         whole = FEMForCausalLM(config.fem)
         for block in whole.model.layers:
             block.attention = None  # how an engine reads the layer; training reads it exactly
+            if type(config.linear) is not Linear.Config:
+                convert(block, config.linear)
         self.enable_weight_tying = whole.config.tie_word_embeddings
         self.initializer_range = whole.config.initializer_range
         self.tok_embeddings = whole.model.embed_tokens
@@ -116,7 +122,9 @@ class FEMDecoder(BaseModel):
         """The starting values of `FEMForCausalLM`."""
         self.tie()
         for module in self.modules():
-            if isinstance(module, (nn.Embedding, nn.Linear)) and not isinstance(module, Projection):
+            if hasattr(module, "context"):  # a `Projection`, converted or not
+                Projection.reset_parameters(module)
+            elif isinstance(module, (nn.Embedding, nn.Linear)):
                 nn.init.normal_(module.weight, std=self.initializer_range)
             elif module is not self and hasattr(module, "reset_parameters"):
                 module.reset_parameters()
@@ -125,6 +133,18 @@ class FEMDecoder(BaseModel):
         """Let the head have the weights of the embeddings again, after what gave each of them its own."""
         if self.enable_weight_tying:
             self.lm_head.weight = self.tok_embeddings.weight
+
+
+def convert(block: nn.Module, linear: Linear.Config) -> None:
+    """Make a block's linear maps as a converter of torchtitan says (float8 ...), where it takes their sizes."""
+    for parent in list(block.modules()):
+        for name, part in list(parent.named_children()):
+            if isinstance(part, nn.Linear) and part.in_features % 16 == part.out_features % 16 == 0:
+                sizes = {"in_features": part.in_features, "out_features": part.out_features}
+                made = replace(linear, **sizes, bias=part.bias is not None).build()
+                for start in {"context", "start", "std"}.intersection(vars(part)):
+                    setattr(made, start, getattr(part, start))
+                setattr(parent, name, made)
 
 
 class FEMStateDictAdapter(StateDictAdapter):

@@ -49,6 +49,12 @@ def fits(job: Job) -> bool:
     return sum(memory(job).values()) <= USABLE * CARDS[job.card].memory
 
 
+def longest(job: Job) -> int:
+    """The longest row, of doublings of 1024 tokens, that fits one at a time on the same GPUs; 0: none."""
+    rows = (replace(job, context=t, micro=1, tokens=t * job.groups) for t in (1024 << k for k in range(16)))
+    return max((row.context for row in rows if fits(row)), default=0)
+
+
 def advice(job: Job) -> str:
     """One sentence: whether the job fits, and the least change after which it does."""
     need, card = sum(memory(job).values()) / 1e9, CARDS[job.card].memory / 1e9
@@ -99,6 +105,13 @@ def messages(job: Job) -> dict[str, int]:
         token = 2 * pairs * (2 + job.recompute) + 3 * 8 * len(softmax) * (1 + job.recompute)
         found["rows"] = job.passes * job.micro * job.context * token
     return found
+
+
+def wires(job: Job) -> dict[str, str]:
+    """By which wire each kind of `messages` goes: the slowest that its group of GPUs needs."""
+    spans = dict.fromkeys(("all-gather", "reduce-scatter"), job.gpus)
+    spans |= {"all-reduce": job.tensor, "rows": job.tensor * job.rows_over}
+    return {kind: "NVLink" if span <= NODE else "network" for kind, span in spans.items()}
 
 
 def _tensor_messages(job: Job) -> int:

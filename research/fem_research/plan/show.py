@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fem.runs.tables import markdown_table
-from fem_research.plan.cost import Job, advice, cache_bytes, flops_per_token, memory, messages, prediction
+from fem_research.plan import cost
+from fem_research.plan.cost import Job
 from fem_research.plan.model import weights
 
 COUNTED = ("weights", "optimiser", "gradients")  # of the bytes that a GPU holds
@@ -18,25 +19,27 @@ def table(job: Job) -> list[dict[str, str]]:
         rows.append({"what": what, "how much": much, "how it is known": how})
 
     gb = lambda size: f"{size / 1e9:.2f} GB"  # noqa: E731
-    held, told = memory(job), prediction(job)
+    held, told = cost.memory(job), cost.prediction(job)
     line("parameters", f"{sum(w.count for w in weights(job.size, job.form)):,}", "counted")
     for name, size in held.items():
         how = "counted" if name in COUNTED else "counted on a CPU" if name == "activations" else "formula"
         line(f"memory of a GPU: {name}", gb(size), how)
     line("memory of a GPU", gb(sum(held.values())), "sum")
-    line("operations a token", f"{flops_per_token(job):.3g}", "formula")
-    for name, size in messages(job).items():
+    line("longest row that fits", f"{cost.longest(job):,} tokens", "formula")
+    line("operations a token", f"{cost.flops_per_token(job):.3g}", "formula")
+    for name, size in cost.messages(job).items():
         if size:
-            line(f"bytes a step: {name}", gb(size), "formula" if name == "rows" else "formula, checked by counting")
+            line(f"bytes a step over {cost.wires(job)[name]}: {name}", gb(size), "formula, checked by counting")
     forms = {"utilisation": "{:.0%}", "likely tokens a day": "{:.3g}"}
     for name, value in told.items():
         line(name, forms.get(name, "{:.3f} s").format(value), "PREDICTED")
     for tokens in CACHES:
-        line(f"cache of a row of {tokens:,}", f"{cache_bytes(job.size, job.form, tokens) / 1e6:,.0f} MB", "counted")
+        held = cost.cache_bytes(job.size, job.form, tokens)
+        line(f"cache of a row of {tokens:,}", f"{held / 1e6:,.0f} MB", "counted")
     return rows
 
 
 def show(job: Job) -> None:
     print(markdown_table(table(job)))
-    print(advice(job))
+    print(cost.advice(job))
     print("Times are predictions from data sheets (research/results/plan.md says how); nothing of it ran on a GPU.")
