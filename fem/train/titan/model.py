@@ -108,7 +108,7 @@ class FEMDecoder(BaseModel):
         """Logits of tokens (B, T), whose positions (B, T) restart where a document does."""
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         if self.sharing is None or positions is None:
-            documents = read_documents(x, None, positions, 0)
+            documents = read_documents(x, None, positions, 0, None)
         else:  # named by the place in the row where they start, by which the parts know those that go on
             begin = self.sharing.get_local_rank() * x.shape[1]
             documents = torch.arange(begin, begin + x.shape[1], device=x.device) - positions
