@@ -114,7 +114,18 @@ def test_a_model_generates(prior, form, cache):
     assert made.shape == (2, 15)
 
 
-@pytest.mark.parametrize("step", ["softmax", "offsets"])
+@torch.no_grad()
+@pytest.mark.parametrize("prior", PRIORS)
+def test_a_token_can_be_captured_in_a_graph(prior):
+    layer, x = build(64, 2, prior_type=prior).eval(), tokens(2, 1, 64)
+    for _ in range(3):
+        layer(x)
+    with card.record() as events, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        layer(x)
+    assert not [event for event in events if "illegal" in event], events.summary()
+
+
+@pytest.mark.parametrize("step", ["softmax", "offsets", "scans", "situations"])
 def test_a_step_of_the_doctor_raises_nothing(step):
     """Values aside: a comparison that fails says "off by" or "differs", an exception its type."""
     rows = list(steps()[step].rows(torch.device("cuda", 0)))

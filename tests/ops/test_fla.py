@@ -35,8 +35,8 @@ def results(dtype, backend):
         leaves = [v, beta, g]
         found = channel_scan_read(None, v, beta, g, backend=backend, **ids)
     elif sys.argv[1] == "sum":
-        leaves = [v, g]
-        found = [decay_scan(g.flatten(2), v.flatten(2), backend=backend)]
+        leaves, ends = [v, g], torch.arange(time).eq(30)[:, None] & documents  # where the sum is forgotten
+        found = [decay_scan(g.flatten(2).masked_fill(ends, -torch.inf), v.flatten(2), backend=backend)]
     else:
         shape = {"linear": None, "head": (1, time, 2), "key": (1, time, 2, 16)}[sys.argv[1]]
         g = None if shape is None else leaf(-torch.rand(shape) / 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -69,14 +70,17 @@ def softmax_read(
     by_pairs = by_pairs or (on_gpu and (keep is not None or bias is not None))
     causal = causal and queries > 1
     seen = intervals(queries, time, causal, window, tokens, q.device) if by_pairs else None
-    if queries == 1 and not composed and backend == "sdpa" and _free(q, k, v, f, beta, bias):
-        mask, heads_first = _mask(keep, seen, bias, time), (x.transpose(1, 2) for x in (k, v, f))
-        read = softmax_step(q[:, 0], *heads_first, temperatures, mask, scale, f is v)
-        if read is not None:
-            return _as(dtype, beta, read)
+    shared = f is v
     q, k, v, f = q.to(dtype), k.to(dtype), v.to(dtype), f.to(dtype)
     if keep is not None:  # whatever stands in a masked token, NaN too, is multiplied by 0 later on
         k, v, f = (x.masked_fill(~keep[..., None, None], 0.0) for x in (k, v, f))
+    f = v if shared else f
+    step = _one_query(q, k, v, f, beta, bias) if queries == 1 and backend == "sdpa" else None
+    if step is not None:
+        mask, heads_first = _mask(keep, seen, bias, time), (x.transpose(1, 2) for x in (k, v, f))
+        read = step(q[:, 0], *heads_first, temperatures, mask, scale, f is v)
+        if read is not None:
+            return _as(dtype, beta, read)
     if composed:
         return _as(dtype, beta, composed_read(q, k, v, f, temperatures, bias, keep, seen, causal, scale, span))
     return _as(dtype, beta, pair_read(q, k, v, f, temperatures, bias, keep, seen, causal, scale, backend == "sdpa"))
@@ -102,22 +106,20 @@ def cached_read(
     """
     time = keys.shape[2]
     dtype = torch.promote_types(q.dtype, torch.promote_types(keys.dtype, values.dtype))
-    step = q.shape[1] == 1 and softmax_backend(backend, q.device, dtype) == "sdpa"
-    traced = step and _traced(q, keys, values, beta)
-    step = traced or (step and _free(q, keys, values, beta))
-    if step:
+    one = q.shape[1] == 1 and softmax_backend(backend, q.device, dtype) == "sdpa"
+    step = _one_query(q, keys, values, beta) if one else None
+    if step is not None:
         by_pairs = window is not None or (tokens is not None and tokens.document is not None)
         seen = intervals(1, time, False, window, tokens, q.device) if by_pairs else None
         mask = _mask(None if tokens is None else tokens.keep, seen, None, time)
         scale = q.shape[-1] ** -0.5
-        read = None if how is None or traced else packed_step(q[:, 0], keys, values, how, mask, scale)
+        read = None if how is None or step is not softmax_step else packed_step(q[:, 0], keys, values, how, mask, scale)
         if read is not None:
             return _as(dtype, beta, Read(*(x[:, None] for x in read)))
     v, free_values = unpacked(values, how, split, 0 if beta is None else beta.shape[-1])
-    if step:
+    if step is not None:
         f, temperatures = _second(v, free_values, beta, keys.shape[1])
-        one = fused(traced_step, q) if traced else softmax_step
-        read = one(q[:, 0], keys, v, f, temperatures, mask, scale, f is v)
+        read = step(q[:, 0], keys, v, f, temperatures, mask, scale, f is v)
         if read is not None:
             return _as(dtype, beta, read)
     k, v, free_values = (None if x is None else x.transpose(1, 2) for x in (keys, v, free_values))
@@ -131,16 +133,15 @@ def _second(v: Tensor, free_values: Tensor | None, beta: Tensor | None, heads: i
     return v if free_values is None else free_values, beta
 
 
-def _free(*tensors: Tensor | None) -> bool:
-    """Whether no derivative is wanted, and values may be read on the host."""
-    return not (torch.compiler.is_compiling() or transformed(*tensors) or differentiated(*tensors))
+def _one_query(*tensors: Tensor | None) -> Callable[..., Read | None] | None:
+    """What reads a single query exactly, or says None; itself None where a derivative is wanted or a graph exported.
 
-
-def _traced(*tensors: Tensor | None) -> bool:
-    """Whether no derivative is wanted, and a compiler is at work, as it is on a GPU for eager calls."""
+    Under a compiler, which is at work for eager calls on a GPU too, it looks at no value.
+    """
     if torch.compiler.is_exporting() or transformed(*tensors) or differentiated(*tensors):
-        return False
-    return torch.compiler.is_compiling() or tensors[0].is_cuda
+        return None
+    traced = tensors[0].is_cuda or torch.compiler.is_compiling()
+    return fused(traced_step, tensors[0]) if traced else softmax_step
 
 
 def _mask(

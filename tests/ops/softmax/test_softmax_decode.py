@@ -82,6 +82,24 @@ def test_a_traced_step_keeps_its_digits_at_any_span_and_temperature(span, beta):
         torch.testing.assert_close(got.double(), wanted, rtol=2e-6, atol=1e-6 * span)
 
 
+@torch.no_grad()
+def test_one_query_in_a_graph_reads_what_an_eager_one_does(monkeypatch):
+    q, k, v, beta = draw(31)
+    q, k, v, keep = q[:, None], k.transpose(1, 2), v.transpose(1, 2), torch.rand(2, 31) < 0.7
+    k[~keep], v[~keep] = torch.nan, torch.nan
+    calls = [
+        lambda: softmax_read(q, k, v, beta, key_mask=keep),
+        lambda: softmax_read(q, k.nan_to_num(), v.nan_to_num(), beta, free_values=v.nan_to_num() - 1, window=9),
+        lambda: cached_read(q, *(x.nan_to_num().transpose(1, 2) for x in (k, v)), beta, window=5),
+    ]
+    eager = [call() for call in calls]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(read_module, "softmax_step", None)
+    for wanted, call in zip(eager, calls):
+        for got, other in zip(call(), wanted):
+            torch.testing.assert_close(got, other, rtol=1e-5, atol=1e-5)
+
+
 def test_an_entry_that_might_be_lost_is_handed_back_and_read_exactly():
     q, k, v, beta = draw(31)
     v[0, 1, 7, 2] += 400
