@@ -11,7 +11,7 @@ have the inputs' dtype. Statements, their tests and the corrections to the paper
 
 from fem.theory.accuracy import index_accuracy
 from fem.theory.read import effective_weights, free_energy, kl_gap, posterior, posterior_mean
-from fem.theory.temperature import hidden_temperature
+from fem.theory.temperature import hidden_temperature, temperature_for_budget
 
 __all__ = [
     "effective_weights",
@@ -21,4 +21,5 @@ __all__ = [
     "kl_gap",
     "posterior",
     "posterior_mean",
+    "temperature_for_budget",
 ]

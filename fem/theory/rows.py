@@ -43,6 +43,16 @@ class Rows(NamedTuple):
         shift = shift[..., 0]
         return shift + torch.log1p(torch.expm1(-shift) + excess)
 
+    def kl_from_prior(self, beta: Tensor) -> Tensor:
+        """KL(q || p)."""
+        z, gap = self.exponents(beta), self.kl_gap(beta)
+        top = z.amax(-1, keepdim=True)
+        total = (self.p * torch.exp(z - top)).sum(-1, keepdim=True)
+        mild = torch.where(self.p > 0, z - gap[..., None], 0)  # log(q / p)
+        steep = torch.where(self.p > 0, z - top - torch.where(total > 0, total, 1).log(), 0)
+        small = (self.p * mild * torch.expm1(mild)).sum(-1) - gap
+        return torch.where(z.abs().amax(-1) < 1, small, (self.p * steep * torch.exp(steep)).sum(-1))
+
     def gain(self, beta: Tensor) -> Tensor:
         """F - mean."""
         flat = self.exponents(beta).abs().amax(-1) < _FLAT

@@ -357,6 +357,20 @@ def test_the_gate_reparameterises_the_temperature():
 # Theorem 2.8: budget
 
 
+@holds_for(rows(least=2), st.floats(-8, 1).map(lambda exponent: 10.0**exponent))
+def test_the_budget_is_spent_to_the_last_nat(row, kl):
+    p, v = row
+    beta = theory.temperature_for_budget(p, v, kl)
+    hard = -math.log(p[(v == v[p > 0].max())].sum().clamp_max(1))
+    if not distinct(p, v) or kl > hard + 1e-12:
+        assert beta == math.inf
+    elif kl < hard - 1e-9:
+        q = theory.posterior(p, v, beta)
+        assert nats(q, p) == pytest.approx(kl, rel=1e-6, abs=1e-13)
+        spent = theory.free_energy(p, v, beta) + kl / beta
+        torch.testing.assert_close(theory.posterior_mean(p, v, beta), spent, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("beta", [0.1, 0.7, 2.0, 9.0])
 @pytest.mark.parametrize("v", [(0.0, 1.0, 3.0), (2.0, 2.0, -1.0)])
 def test_no_distribution_within_the_budget_that_the_posterior_spends_does_better(beta, v):
@@ -369,11 +383,20 @@ def test_no_distribution_within_the_budget_that_the_posterior_spends_does_better
     torch.testing.assert_close(best, theory.free_energy(p, v, beta) + budget / beta)  # not the free energy
 
 
-@holds_for(rows(least=2), st.floats(0.01, 50))
-def test_no_finite_temperature_spends_more_than_hard_selection(row, beta):
-    p, v = row
-    hard = -p[(v == v[p > 0].max())].sum().log()
-    assert nats(theory.posterior(p, v, beta), p) <= hard + 1e-12
+def test_a_budget_for_hard_selection_has_no_finite_temperature():
+    p, v = torch.tensor([0.5, 0.25, 0.25], dtype=F64), torch.tensor([0.0, 1.0, 1.0], dtype=F64)
+    budgets = torch.tensor([0.0, 0.5, math.log(2) - 1e-12, math.log(2), 3.0, math.inf], dtype=F64)
+    betas = theory.temperature_for_budget(p, v, budgets)
+    assert betas[0] == 0
+    assert (betas.diff().nan_to_num(0) >= 0).all()
+    assert betas.isinf().tolist() == [False, False, False, True, True, True]
+
+
+def test_budgets_that_lift_a_token_of_prior_weight_1e_300():
+    p, v = torch.tensor([1.0, 1e-300], dtype=F64), torch.tensor([0.0, 1.0], dtype=F64)
+    for kl in (1e-290, 1e-9, 1.0, 600.0, 690.77):
+        assert nats(theory.posterior(p, v, theory.temperature_for_budget(p, v, kl)), p) == pytest.approx(kl, abs=1e-10)
+    assert theory.temperature_for_budget(p, v, 690.78) == math.inf
 
 
 # Lemma 2.2, Lemma 2.4, Theorem E.7, Appendix M: capacity
