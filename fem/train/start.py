@@ -7,7 +7,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fem.runs.run import CONFIG, RESULTS, check_empty, check_output, circumstances, note, now, replacing, write_json
+from fem.runs.run import CONFIG, RESULTS, check_empty, check_output, circumstances, note, now, read_json, write_json
 from fem.train.checkpoints import STAGING, checkpoints, set_aside_after, step_of, to_go_on_from
 from fem.train.recipe import TrainRecipe, differences
 
@@ -51,27 +51,22 @@ def find_start(recipe: TrainRecipe, output: Path, resume: bool) -> Start:
 
 
 def read_config(output: Path, checkpoint: Path | None) -> dict | None:
-    """The content of config.json, or of the checkpoint's copy, which has a digest; None where no training has begun.
+    """The content of config.json, as the checkpoint's copy has it, which has a digest; None before a training begins.
 
-    Raises ValueError where it is damaged and there is no copy.
+    Raises ValueError where it is damaged and there is no checkpoint.
     """
     path = output / CONFIG
-    copy = None if checkpoint is None else checkpoint / COPY / CONFIG
-    problem = "is missing" if checkpoint is not None else None
-    if path.exists():
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(found["recipe"], dict):
-                return json.loads(copy.read_text(encoding="utf-8")) if copy is not None and copy.exists() else found
-            problem = "is no run's"
-        except (OSError, ValueError, KeyError, TypeError):
-            problem = "cannot be read"
-    if problem is None:
-        return None
-    if copy is None or not copy.exists():
-        raise ValueError(f"{str(path)!r} {problem} and no checkpoint has a copy; restore it, or choose another output.")
-    note(f"{CONFIG} {problem}; taken from {checkpoint.name}.")
-    return json.loads(copy.read_text(encoding="utf-8"))
+    found = read_json(path)
+    readable = isinstance(found, dict) and isinstance(found.get("recipe"), dict)
+    if checkpoint is not None:
+        if not readable:
+            note(f"{CONFIG} is missing or cannot be read; taken from {checkpoint.name}.")
+        return json.loads((checkpoint / COPY / CONFIG).read_text(encoding="utf-8"))
+    if path.exists() and not readable:
+        raise ValueError(
+            f"{str(path)!r} cannot be read and no checkpoint has a copy; restore it, or choose another output."
+        )
+    return found
 
 
 def write_config(output: Path, config: dict) -> None:
@@ -87,20 +82,10 @@ def drop_later(output: Path, checkpoint: Path | None) -> None:
     """Remove from `output` whatever is later than the checkpoint that the run begins with."""
     shutil.rmtree(output / STAGING, ignore_errors=True)
     (output / RESULTS).unlink(missing_ok=True)
-    step = 0
+    (output / METRICS).unlink(missing_ok=True)
     if checkpoint is not None:
-        step = step_of(checkpoint)
         set_aside_after(checkpoint)
-    with replacing(output / METRICS) as temporary:
-        temporary.write_text("".join(earlier_metrics(output, checkpoint, step)), encoding="utf-8")
-
-
-def earlier_metrics(output: Path, checkpoint: Path | None, step: int) -> list[str]:
-    """The lines of metrics.jsonl up to the checkpoint: its own copy of them, or those that can be read."""
-    copy = None if checkpoint is None else checkpoint / COPY / METRICS
-    if copy is not None and copy.exists():
-        return copy.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.dumps(line) + "\n" for line in read_metrics(output) if line["step"] <= step]
+        shutil.copyfile(checkpoint / COPY / METRICS, output / METRICS)
 
 
 def read_metrics(output: Path) -> list[dict]:

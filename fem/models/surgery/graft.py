@@ -63,6 +63,10 @@ def _head(site: Site, prior_type: str, config: dict) -> FreeEnergyHead:
 
 
 def _mixer(site: Site, prior_type: str, config: dict) -> FreeEnergyMixer:
+    if site.swap is None:
+        raise ValueError(
+            f"{type(site.module).__name__} is called in a way that no mixer knows; preserve=True keeps it."
+        )
     fields = site.fields | ((site.softmax_fields or {}) if prior_type == "softmax" else {}) | config
     return FreeEnergyMixer(FreeEnergyMixerConfig.matched(prior_type=prior_type, **fields)).to(site.weight)
 

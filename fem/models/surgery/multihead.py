@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from fem.mixer import FreeEnergyMixer
 from fem.models.surgery.head import FreeEnergyHead, as_bias
 from fem.models.surgery.site import CrossAttention, Refused, Site
 
@@ -33,7 +32,6 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
         fields=sizes | {"causal": False, "use_rope": False},
         widths={"fem_dim": module.embed_dim, "qk_dim": module.embed_dim},
         graft=lambda head: _graft(module, head),
-        swap=lambda mixer: MixerMultiheadAttention(mixer, module.batch_first),
     )
 
 
@@ -44,13 +42,12 @@ def _graft(attention: nn.MultiheadAttention, head: FreeEnergyHead) -> nn.Module:
     return attention
 
 
-class SelfAttentionCall(nn.Module):
-    """nn.MultiheadAttention's call, for one sequence that is query, key and value.
+class FreeEnergyMultiheadAttention(nn.MultiheadAttention):
+    """nn.MultiheadAttention whose heads read a free energy (Eq. 11), as `replace_attention` leaves it.
 
-    Subclasses attend to x (B, T, D), and return y and the weights (B, H, T, T) or None.
+    Called as its base class, with one tensor as query, key and value. The weights it returns are the prior p, of shape
+    (B, T, T), or (B, H, T, T) where average_attn_weights=False. Dropout falls on the mixed output instead of p.
     """
-
-    batch_first: bool
 
     def forward(
         self,
@@ -73,22 +70,6 @@ class SelfAttentionCall(nn.Module):
         x = x.transpose(0, 1) if batched and not self.batch_first else x
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
-        y, weights = self.attend(x, key_padding_mask, attn_mask, is_causal, need_weights)
-        if weights is not None and average_attn_weights:
-            weights = weights.mean(1)
-        if not batched:
-            return y[0], None if weights is None else weights[0]
-        return y if self.batch_first else y.transpose(0, 1), weights
-
-
-class FreeEnergyMultiheadAttention(SelfAttentionCall, nn.MultiheadAttention):
-    """nn.MultiheadAttention whose heads read a free energy (Eq. 11), as `replace_attention` leaves it.
-
-    Called as its base class, with one tensor as query, key and value. The weights it returns are the prior p, of shape
-    (B, T, T), or (B, H, T, T) where average_attn_weights=False. Dropout falls on the mixed output instead of p.
-    """
-
-    def attend(self, x, key_padding_mask, attn_mask, is_causal, need_weights):
         q, k, v = (
             projected.unflatten(-1, (self.num_heads, -1))
             for projected in F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
@@ -96,7 +77,12 @@ class FreeEnergyMultiheadAttention(SelfAttentionCall, nn.MultiheadAttention):
         bias = self._bias(x, key_padding_mask, None if is_causal else attn_mask)
         o = self.free_energy(x, q, k, v, bias, causal=is_causal, scale=None)
         y = self.out_proj(F.dropout(o.flatten(-2), self.dropout, self.training))
-        return y, _prior(q, k, bias, is_causal) if need_weights else None
+        weights = _prior(q, k, bias, is_causal) if need_weights else None
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            return y[0], None if weights is None else weights[0]
+        return y if self.batch_first else y.transpose(0, 1), weights
 
     def _bias(self, x: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
         """Both masks of torch (bool: True is forbidden; float: added) as one bias."""
@@ -107,44 +93,6 @@ class FreeEnergyMultiheadAttention(SelfAttentionCall, nn.MultiheadAttention):
             masks.append(attn_mask.unflatten(0, (-1, self.num_heads)) if attn_mask.dim() == 3 else attn_mask)
         biases = [as_bias(~mask if mask.dtype == torch.bool else mask, x.dtype) for mask in masks]
         return sum(biases) if biases else None
-
-
-class MixerMultiheadAttention(SelfAttentionCall):
-    """A FreeEnergyMixer that is called as nn.MultiheadAttention.
-
-    It knows padding, and causality from its configuration; a call whose mask says otherwise raises ValueError. The
-    attributes after `mixer` are those that nn.TransformerEncoder reads, and keep it from its fused kernel.
-    """
-
-    in_proj_weight = None
-    in_proj_bias = None
-    _qkv_same_embed_dim = False
-
-    def __init__(self, mixer: FreeEnergyMixer, batch_first: bool):
-        super().__init__()
-        self.mixer = mixer
-        self.batch_first = batch_first
-        self.embed_dim = mixer.config.n_embd
-        self.num_heads = mixer.config.n_head
-
-    def attend(self, x, key_padding_mask, attn_mask, is_causal, need_weights):
-        causal = is_causal or (attn_mask is not None and _is_causal(attn_mask))
-        if causal != self.mixer.config.causal or (attn_mask is not None and not causal):
-            asked = "a causal mask" if causal else "no mask" if attn_mask is None else "a mask that is not causal"
-            raise ValueError(
-                f"attn_mask must fit a mixer with causal={self.mixer.config.causal}, got {asked}; call "
-                "replace_attention(..., preserve=False, causal=...) as it will be used, or preserve=True for any mask."
-            )
-        return self.mixer(x, None if key_padding_mask is None else _kept(key_padding_mask)), None
-
-
-def _kept(mask: Tensor) -> Bool[Tensor, "..."]:
-    return ~mask if mask.dtype == torch.bool else mask == 0
-
-
-def _is_causal(attn_mask: Tensor) -> bool:
-    allowed = _kept(attn_mask)
-    return bool((allowed == torch.ones_like(allowed).tril()).all())
 
 
 def _prior(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Float[Tensor, "b h t t"]:

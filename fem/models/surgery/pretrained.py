@@ -102,7 +102,7 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
         fields=fields | ({"use_rope": False} if theta is None else {"use_rope": True, "rope_theta": theta}),
         widths={"n_kv_head": kv_heads, "fem_dim": heads * width, "qk_dim": heads * width},
         graft=lambda head: _graft(module, head),
-        swap=lambda mixer: _swap(module, parent, projections, mixer),
+        swap=partial(_swap, module, parent) if projections in SWAPPED else None,
         softmax_fields={"n_kv_head": kv_heads, "window": getattr(module, "sliding_window", None)},
     )
 
@@ -134,9 +134,7 @@ def _graft(attention: nn.Module, head: FreeEnergyHead) -> nn.Module:
     return attention
 
 
-def _swap(attention: nn.Module, parent: nn.Module | None, projections: set[str], mixer: FreeEnergyMixer) -> nn.Module:
-    if projections not in SWAPPED:
-        raise ValueError(f"{type(attention).__name__} is called in a way that no mixer knows; preserve=True keeps it.")
+def _swap(attention: nn.Module, parent: nn.Module | None, mixer: FreeEnergyMixer) -> nn.Module:
     # BERT keeps its output projection in the module around; the mixer brings one.
     if not any(hasattr(attention, name) for name in OUTPUTS):
         output = getattr(parent, "output", None)

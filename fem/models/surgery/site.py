@@ -26,7 +26,7 @@ class Site:
     weight: one of its weights, whose device and dtype new ones take. fields: those of any mixer in its place;
     softmax_fields: further ones of a mixer with a softmax prior; widths: further ones of a head that keeps projections.
     graft: the original with a head in the place of its attention function, its parameters kept.
-    swap: a module that is called as the original is, and answers with a mixer.
+    swap: a module that is called as the original is, and answers with a mixer; None where mixers are not called so.
     """
 
     module: nn.Module
@@ -34,5 +34,5 @@ class Site:
     fields: dict
     widths: dict
     graft: Callable[[FreeEnergyHead], nn.Module]
-    swap: Callable[[FreeEnergyMixer], nn.Module]
+    swap: Callable[[FreeEnergyMixer], nn.Module] | None = None
     softmax_fields: dict | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fem.mixer import FreeEnergyMixer
 from fem.models.surgery.head import FreeEnergyHead, as_bias
 from fem.models.surgery.site import Refused, Site
 
@@ -26,7 +25,6 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
         fields=sizes | {"causal": False, "use_rope": False},
         widths={"fem_dim": module.proj.in_features, "qk_dim": module.proj.in_features},
         graft=lambda head: BlockAttention(module, head),
-        swap=lambda mixer: MixerBlockAttention(mixer, module.proj_drop),
     )
 
 
@@ -50,21 +48,3 @@ class BlockAttention(nn.Module):
         bias = None if attn_mask is None else as_bias(attn_mask, x.dtype)
         o = self.free_energy(x, self.q_norm(q), self.k_norm(k), v, bias, is_causal, self.scale)
         return self.proj_drop(self.proj(self.norm(self.attn_drop(o.flatten(-2)))))
-
-
-class MixerBlockAttention(nn.Module):
-    """A FreeEnergyMixer that is called as timm's attention. It takes no mask: raises ValueError on one."""
-
-    def __init__(self, mixer: FreeEnergyMixer, proj_drop: nn.Module):
-        super().__init__()
-        self.mixer = mixer
-        self.proj_drop = proj_drop
-
-    def forward(
-        self, x: Float[Tensor, "b t d"], attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Float[Tensor, "b t d"]:
-        if attn_mask is not None or is_causal:
-            raise ValueError(
-                "attn_mask must be None for a mixer that sees the whole image, got one; use preserve=True."
-            )
-        return self.proj_drop(self.mixer(x))
