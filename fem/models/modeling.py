@@ -356,6 +356,8 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
             loss = self._loss(hidden, labels, shift_labels, segment_ids, num_items_in_batch)
         if not trained or not self.training or logits_to_keep is not None:
             keep = 0 if logits_to_keep is None else logits_to_keep
+            if isinstance(keep, int) and keep < 0:
+                raise ValueError(f"logits_to_keep must be 0, for all, or how many of the last positions, got {keep}.")
             logits = self.lm_head(hidden[:, slice(-keep, None) if isinstance(keep, int) else keep])
         return CausalLMOutputWithPast(
             loss=loss,
@@ -373,9 +375,10 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         num_items: Tensor | int | None,
     ) -> Float[Tensor, ""]:
         name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
-        if given.shape != hidden.shape[:2]:
+        if given.shape != hidden.shape[:2] or given.is_floating_point():
             raise ValueError(
-                f"{name} must have shape (batch, time) = {tuple(hidden.shape[:2])}, got {tuple(given.shape)}."
+                f"{name} must be integers of shape (batch, time) = {tuple(hidden.shape[:2])}, got {tuple(given.shape)} "
+                f"{given.dtype}."
             )
         if shift_labels is None and segment_ids is not None:
             opens = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))

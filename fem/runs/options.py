@@ -61,5 +61,5 @@ def recipe_options(recipe: type) -> Callable[[Command], Command]:
 
 def _as_typed(sentence: str, recipe: type) -> str:
     """The sentence of an error, with options for names of fields: its first word, any with a value or a line in it."""
-    typed = {field.name: f"--{called(field)}" for field in fields(recipe)}
+    typed = {name: f"--{called(x)}" for x in fields(recipe) for name in (x.name, called(x).replace("-", "_"))}
     return re.sub(r"^\w+(?= )|\b\w+_\w+\b|\b\w+(?= = )", lambda found: typed.get(found[0], found[0]), sentence)

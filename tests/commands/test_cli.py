@@ -128,6 +128,7 @@ def test_options_change_the_chosen_recipe_and_nothing_else(monkeypatch, tmp_path
             ["train", "--steps", "12", "--warmup-steps", "50"],
             "error: --warmup-steps must be at most --steps = 12, got 50.\n",
         ),
+        (["train", "--model-fields", "{bad"], "error: --model-fields must be a JSON object, got '{bad'.\n"),
         (["ablate", "--threads", "0"], "error: --threads must be positive, got 0.\n"),
         (
             ["forecast", "--baseline-steps", "0"],

@@ -243,9 +243,11 @@ def test_bits_per_byte_are_those_of_the_windows(folder, model, tasks, offline, t
 
 
 @pytest.mark.slow
-def test_choices_go_to_the_likeliest_answer(folder, model, tasks, offline, tmp_path):
+def test_choices_go_to_the_likeliest_answer(folder, model, tasks, offline, tmp_path, monkeypatch, capfd):
     network, tokenizer = model
+    monkeypatch.chdir(tmp_path)
     found = evaluate(folder, tasks, tmp_path / "run", "made_up_choice")["made_up_choice"]
+    assert "fatal" not in capfd.readouterr().err  # of git, outside of a repository
     right, right_by_length = [], []
     for question, choices, gold in QUESTIONS:
         begin = tokenizer(question)["input_ids"]

@@ -142,7 +142,7 @@ def load_replaced(
     architecture: the original's class, where transformers and its Auto classes do not know it. The Auto classes open
     such a folder as well; the original's class refuses it. Raises ValueError on a model saved without the free energy.
     """
-    saved, _ = PreTrainedConfig.get_config_dict(folder)
+    saved, _ = PreTrainedConfig.get_config_dict(folder) if Path(folder).is_dir() else ({}, {})
     if not saved.get(RECORD):
         raise ValueError(
             f"folder must hold a model saved after replace_attention, got {str(folder)!r}; use from_pretrained."
