@@ -98,7 +98,7 @@ def write_texts(file: Path) -> None:
             print(json.dumps({"text": " ".join(words[said])}), file=texts)
 
 
-def fem_train(start: Path, texts: Path, out: Path, moved: float = 0.0) -> tuple[list[float], torch.nn.Module]:
+def fem_train(start: Path, texts: Path, moved: float) -> tuple[list[float], torch.nn.Module]:
     """Losses of `fem train` from the weights in `start`, at a constant rate, and the model after it.
 
     moved: by how much each starting weight is changed at random, relative to it.
@@ -117,6 +117,7 @@ def fem_train(start: Path, texts: Path, out: Path, moved: float = 0.0) -> tuple[
     def constant(*given):
         return replace(arguments(*given), lr_scheduler_type="constant")
 
+    out = Path(f"{start}-{moved}")
     sizes = {"data": str(texts), "vocabulary": 1024, "context": CONTEXT, "batch_size": BATCH, "max_steps": STEPS}
     arguments = training.training_arguments
     with mock.patch.multiple(training, build_model=build, training_arguments=constant):
@@ -126,12 +127,12 @@ def fem_train(start: Path, texts: Path, out: Path, moved: float = 0.0) -> tuple[
     return [line["train_loss"] for line in lines if "train_loss" in line], model
 
 
-def titan(start: Path, tokens: Path, out: Path, config: str, run: tuple, kill_after: int | None = None) -> None:
-    """Train in torchtitan; with `kill_after`, kill -9 to all its processes once that step is logged."""
+def titan(start: Path, out: Path, run: tuple, kill_after: int | None = None) -> None:
+    """Train by the configuration named as `start`; `kill_after`: kill -9 to all processes once that step is logged."""
     processes, *further = run
     options = {
         "dump-folder": out,
-        "dataloader.dataset-path": tokens,
+        "dataloader.dataset-path": f"{start}-0/tokens",
         "lr-scheduler.warmup-steps": 0,
         "lr-scheduler.decay-ratio": 0.0,  # a constant rate
         "checkpoint.interval": 5,
@@ -140,7 +141,7 @@ def titan(start: Path, tokens: Path, out: Path, config: str, run: tuple, kill_af
     }
     arguments = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)),
-        *(__file__, "worker", "--module", "fem.train.titan", "--config", config, "--checkpoint.enable"),
+        *(__file__, "worker", "--module", "fem.train.titan", "--config", start.name, "--checkpoint.enable"),
         *("--checkpoint.initial-load-in-hf", "--checkpoint.last-save-in-hf"),
         *(part for name, value in options.items() for part in (f"--{name}", str(value))),
         *further,
@@ -258,9 +259,7 @@ def count() -> None:
     from fem_research.plan.cost import Job, messages
 
     names = {"allgather": "all-gather", "c10d::_reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce"}
-    names |= dict.fromkeys(
-        ("all_gather_into_tensor", "reduce_scatter_tensor"), "rows"
-    )  # DTensor's own, of a row's parts
+    names |= {"all_gather_into_tensor": "rows", "reduce_scatter_tensor": "rows"}  # DTensor's own, of a row's parts
 
     class Collectives(TorchDispatchMode):
         def __init__(self):
@@ -308,23 +307,12 @@ def count() -> None:
                 loss(model(rows, places), rows, torch.tensor(rows.numel()))[0].backward()
         batch = {"context": CONTEXT, "micro": MICRO, "tokens": MICRO * CONTEXT * gpus // (tensor * parts)}
         split = {"tensor": tensor, "rows_over": parts, "recompute": recompute}
-        job = Job(size="tiny", form=form, gpus=gpus, **split, **batch)
-        planned = {kind: messages(job)[kind] for kind in KINDS}
-        print(json.dumps({"counted": pass_.found, "planned": planned}))
+        planned = messages(Job(size="tiny", form=form, gpus=gpus, **split, **batch))
+        row = {"form": form, "GPUs": gpus, "of a layer": tensor, "of a row": parts, "blocks computed again": recompute}
+        for kind in KINDS:
+            row |= {f"{kind}, counted": pass_.found[kind], f"{kind}, planned": planned[kind]}
+        print(json.dumps(row))
         dist.destroy_process_group()
-
-
-def counted() -> list[dict]:
-    """The table of the collectives."""
-    done = subprocess.run([sys.executable, __file__, "count"], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"error: {done.stderr[-4000:]}")
-    rows = []
-    for job, line in zip(COUNTED, (line for line in done.stdout.splitlines() if line.startswith("{")), strict=True):
-        found = json.loads(line)
-        named = dict(zip(("form", "GPUs", "of a layer", "of a row", "blocks computed again"), job))
-        rows.append(named | {f"{k}, {w}": found[w][k] for k in KINDS for w in ("counted", "planned")})
-    return rows
 
 
 def in_vllm(folder: str) -> None:
@@ -356,7 +344,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         at = Path(folder)
         write_texts(at / "texts.jsonl")
-        messages = counted()
+        done = subprocess.run([sys.executable, __file__, "count"], capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"error: {done.stderr[-4000:]}")
+        messages = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         wrong = [row for row in messages if any(row[f"{k}, counted"] != row[f"{k}, planned"] for k in KINDS)]
         for number, (name, (form, *runs)) in enumerate(CASES.items()):
             start, out = at / f"debug{form}", at / f"{number}{form}"
@@ -364,29 +355,25 @@ def main() -> None:
                 torch.manual_seed(SEED)
                 fields = getattr(config_registry, f"debug{form}")().model_spec.model.fields
                 FEMForCausalLM(FEMConfig(**fields | {"initializer_range": SPREAD})).save_pretrained(start)
-                roundings = {"train": 0.0, "moved": FLOAT8 if form == "_float8" else FLOAT32}
-                references[form] = [
-                    fem_train(start, at / "texts.jsonl", at / f"{how}{form}", moved) for how, moved in roundings.items()
-                ]
+                rounding = FLOAT8 if form == "_float8" else FLOAT32
+                references[form] = [fem_train(start, at / "texts.jsonl", moved) for moved in (0, rounding)]
             seconds = time.monotonic()
             for run in runs:
                 before = len((out / "steps.jsonl").read_text().splitlines()) if out.exists() else 0
-                titan(start, at / f"train{form}" / "tokens", out, f"debug{form}", run, None if run == runs[-1] else 12)
-            seconds = round(time.monotonic() - seconds)
-            serve = first and form in SERVED and VLLM.exists()
-            found = {"run": name} | compare(form, out, *references[form], serve) | {"seconds": seconds}
+                titan(start, out, run, None if run == runs[-1] else 12)
+            found = {"run": name, "seconds": round(time.monotonic() - seconds)}
+            found |= compare(form, out, *references[form], serve=first and form in SERVED and VLLM.exists())
             if before:
                 found["went on with step"] = json.loads((out / "steps.jsonl").read_text().splitlines()[before])[0]
+            results.append(found)
             far = found["loss"] > max(TOLERANCE, 2 * found["loss, one rounding"])
             if far or False in found["tokens"].values() or found.get("went on with step", 11) not in (6, 11):
                 wrong.append(found)
-            results.append(found)
             print(found, flush=True)
     said = {None: "", True: "yes", False: "NO"}
-    amounts = ("loss", "loss, one rounding", "weights", "weights, one rounding")
     rows = [
         {"run": r["run"]}
-        | {name: f"{r[name]:.1e}" for name in amounts}
+        | {name: f"{r[name]:.1e}" for name in ("loss", "loss, one rounding", "weights", "weights, one rounding")}
         | {f"tokens as {who}": said[r["tokens"].get(who)] for who in ("torchtitan", "fem train", "vLLM")}
         | {"s": str(r["seconds"])}
         for r in results
