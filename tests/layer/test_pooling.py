@@ -111,6 +111,17 @@ def test_gradients_of_a_read_across_match_finite_differences(row):
     assert memory.grad[~MASK.bool()].abs().max() == 0
 
 
+def test_create_graph_does_not_change_a_first_gradient_of_a_read_across():
+    layer, (x, memory) = cross(), inputs()
+    wanted = [x.requires_grad_(), memory.requires_grad_(), *layer.parameters()]
+    first, with_graph = (
+        torch.autograd.grad(layer(x, memory, MASK).square().sum(), wanted, create_graph=create)
+        for create in (False, True)
+    )
+    for got, want in zip(with_graph, first, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
 def test_masking_equals_deleting_and_order_does_not_matter():
     layer, (x, memory) = cross(), inputs()
     kept = MASK[0].bool()
