@@ -98,7 +98,7 @@ def test_matrix_products_have_widths_that_tensor_cores_like(width, heads, fields
 @pytest.mark.parametrize("prior, form, cache", [
     *[(prior, "exact", "dynamic") for prior in PRIORS],
     ("softmax", "sdpa", "dynamic"),
-    pytest.param("softmax", "sdpa", "static", marks=pytest.mark.xfail(reason="live tensors in CUDA graphs")),
+    pytest.param("softmax", "sdpa", "static", marks=pytest.mark.xfail(reason="a plain Llama fails so too: docs/card.md")),
 ])  # fmt: skip
 def test_a_model_generates(prior, form, cache):
     mixer = {"use_conv": False} if form == "sdpa" else {}
@@ -120,7 +120,7 @@ def test_a_token_can_be_captured_in_a_graph(prior):
     layer, x = build(64, 2, prior_type=prior).eval(), tokens(2, 1, 64)
     for _ in range(3):
         layer(x)
-    with card.record() as events, torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), card.record() as events:
         layer(x)
     assert not [event for event in events if "illegal" in event], events.summary()
 
