@@ -43,7 +43,8 @@ def rotate_all(
     factor: what cos and sin are multiplied by.
     """
     x = tensors[0]
-    table = _table if torch.compiler.is_compiling() and not portable() else _cos_and_sin
+    traced = torch.compiler.is_compiling() and not portable()
+    table = _table if traced and x.shape[1] > 1 else _cos_and_sin  # of one token, launches cost more than angles
     cos, sin = table(position, frequency, factor, x.dtype)
     if len(tensors) > 1 and x.shape[1] == 1:  # of one token the calls cost more than the copy
         turned = _turned(torch.cat(tensors, 2), cos, sin)
