@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 
 from fem.plots import GREY, picture
 from fem_research.common.names import colour
-from fem_research.lm.ablate_recipe import mixer_name
+from fem_research.lm.settings import mixer_name
 
 DOCS = Path(__file__).parents[1]
 RESULTS = DOCS.parent / "research" / "results"

@@ -7,7 +7,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -21,42 +20,20 @@ OURS = re.compile(r"^## What it says\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 PICTURE = re.compile(r"\]\(([^)/#:]+\.png)\)")
 
 
-@dataclass(frozen=True)
-class Item:
-    """Something to measure: where the paper has it, the experiment, and the command that does it."""
-
-    paper: str
-    what: str
-    experiment: str
-    command: str
-
-
-ITEMS = (
-    Item("", "Where the free energy pays", "regimes", "fem regimes"),
-    Item("", "Sets and series with natural labels", "natural", "fem natural"),
-    Item("Appendix P", "Every channel's maximum in one read", "argmax", "fem argmax --full"),
-    Item("Table 1", "MAD, six synthetic tasks", "mad", "fem mad --profile paper"),
-    Item("", "What each part adds to a language model", "ablate", "fem ablate"),
-    Item("", "FEM in a model that was trained without it", "finetune", "fem finetune"),
-    Item("Table 2", "Language models of 340M and 1.3B parameters", "eval", "fem train --recipe paper-340m; fem eval"),
-    Item("Table 3", "Pictures", "vision", "fem vision --profile deit-tiny --data FOLDER"),
-    Item("Table 4", "Forecasting", "forecast", "fem forecast --profile paper --data FILES"),
-    Item("Tables 5 and 7", "Speed and memory", "bench", "fem bench --profile paper"),
-    Item("", "The demo: argmax, two language models, a look inside", "demo", "fem demo"),
+ITEMS = (  # where the paper has it, what is measured, the experiment, and the command that does it
+    ("", "Where the free energy pays", "regimes", "fem regimes"),
+    ("", "Sets and series with natural labels", "natural", "fem natural"),
+    ("Appendix P", "Every channel's maximum in one read", "argmax", "fem argmax --full"),
+    ("Table 1", "MAD, six synthetic tasks", "mad", "fem mad --profile paper"),
+    ("", "What each part adds to a language model", "ablate", "fem ablate"),
+    ("", "FEM in a model that was trained without it", "finetune", "fem finetune"),
+    ("Table 2", "Language models of 340M and 1.3B parameters", "eval", "fem train --recipe paper-340m; fem eval"),
+    ("Table 3", "Pictures", "vision", "fem vision --profile deit-tiny --data FOLDER"),
+    ("Table 4", "Forecasting", "forecast", "fem forecast --profile paper --data FILES"),
+    ("Tables 5 and 7", "Speed and memory", "bench", "fem bench --profile paper"),
+    ("", "The demo: argmax, two language models, a look inside", "demo", "fem demo"),
 )
-
-
-DRAWN_BY = {
-    "argmax": "fem_research.argmax.experiment",
-    "ablate": "fem_research.lm.ablate",
-    "bench": "fem_research.bench.experiment",
-    "demo": "fem_research.demo.experiment",
-    "forecast": "fem_research.forecast.experiment",
-    "mad": "fem_research.mad.report",
-    "natural": "fem_research.natural.experiment",
-    "regimes": "fem_research.regimes.experiment",
-    "vision": "fem_research.vision.experiment",
-}
+DRAWN = ("argmax", "ablate", "bench", "demo", "forecast", "mad", "natural", "regimes", "vision")
 
 
 class Broken(Exception):
@@ -66,20 +43,16 @@ class Broken(Exception):
 def read_run(path: Path) -> dict:
     """The JSON object in a run's file. Raises `Broken` where there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise Broken(f"{str(path)!r} cannot be read: {first_line(error)}") from error
-    if not isinstance(found, dict):
+    if not isinstance(data, dict):
         raise Broken(f"{str(path)!r} holds no JSON object")
-    return found
+    return data
 
 
 def add_page(run: Path, output: Path) -> None:
-    """Copy the run's page, pictures and numbers, named after its folder. "What it says" of an earlier page is kept.
-
-    Raises ValueError where `run` is not the folder of a run that has ended and has a page, `Broken` where its files
-    cannot be read; neither leaves a page.
-    """
+    """Copy the run's page, pictures and numbers, named after its folder; "What it says" of an earlier page is kept."""
     for name in (PAGE, RESULTS, "config.json"):
         if not (run / name).is_file() and checkpoints(run):
             raise ValueError(
@@ -114,15 +87,13 @@ def add_page(run: Path, output: Path) -> None:
 
 
 def redraw(output: Path) -> list[str]:
-    """Draw the pictures of all pages again, from the numbers beside them; returns their names.
-
-    A picture whose numbers are not kept, such as the curves of early runs, is left as it is.
-    """
+    """Draw the pictures of all pages again from the numbers beside them, where these were kept; returns their names."""
     drawn = []
-    for name, data in found_results(output).items():
-        module = DRAWN_BY.get(data["config"].get("experiment"))
-        if module is None:
+    for name, data in page_results(output).items():
+        experiment = data["config"].get("experiment")
+        if experiment not in DRAWN:
             continue
+        module = f"fem_research.{'lm.ablate' if experiment == 'ablate' else f'{experiment}.experiment'}"
         with tempfile.TemporaryDirectory() as folder:
             try:
                 import_module(module).redraw(data["results"], data["config"]["recipe"], Path(folder))
@@ -135,39 +106,39 @@ def redraw(output: Path) -> list[str]:
     return drawn
 
 
-def found_results(output: Path) -> dict[str, dict]:
+def page_results(output: Path) -> dict[str, dict]:
     """{page: {"config", "results"}} of the pages that runs have made, but not of numbers that another page shows."""
-    found = {}
+    results = {}
     for path in sorted(output.glob("*.json")):
         try:
             data = read_run(path)
         except Broken as broken:
             note(f"{broken}; left out.")
             continue
-        own = path.with_suffix(".md").exists()
-        if own and isinstance(data.get("config"), dict) and isinstance(data.get("results"), dict):
-            found[path.stem] = data
-    return found
+        has_page = path.with_suffix(".md").exists()
+        if has_page and isinstance(data.get("config"), dict) and isinstance(data.get("results"), dict):
+            results[path.stem] = data
+    return results
 
 
 def index(output: Path) -> str:
     """Our pages by experiment, or the command that makes one; then Tables 2 and 4 of all runs."""
     from fem_research.forecast.experiment import TABLE_4_NOTE, table4
 
-    found = found_results(output)
+    results = page_results(output)
     sections = []
-    for item in ITEMS:
-        own = [name for name, data in found.items() if data["config"].get("experiment") == item.experiment]
-        title = f"## {item.what}" + (f" ({item.paper} of the paper)" if item.paper else "")
+    for paper, what, experiment, command in ITEMS:
+        own = [name for name, data in results.items() if data["config"].get("experiment") == experiment]
+        title = f"## {what}" + (f" ({paper} of the paper)" if paper else "")
         pages = "\n".join(f"* {link(output / f'{name}.md')}" for name in own)
-        command = "Command" if not item.paper else "At the paper's size" if own else "Not run yet"
-        sections.append(f"{title}\n\n{pages}\n\n{command}: `{item.command}`.")
-    others = sorted(path for path in output.glob("*.md") if path.stem not in found and path.name != INDEX)
-    forecasts = [row for data in found.values() for row in data["results"].get("forecast", [])]
+        how = "Command" if not paper else "At the paper's size" if own else "Not run yet"
+        sections.append(f"{title}\n\n{pages}\n\n{how}: `{command}`.")
+    others = sorted(path for path in output.glob("*.md") if path.stem not in results and path.name != INDEX)
+    forecasts = [row for data in results.values() for row in data["results"].get("forecast", [])]
     return INDEX_PAGE.format(
         items="\n\n".join(sections),
         others="\n".join(f"* {link(page)}" for page in others),
-        table2=markdown_table(table2(found)),
+        table2=markdown_table(table2(results)),
         note=TABLE_4_NOTE,
         table4=markdown_table(table4(forecasts)),
     )
@@ -202,17 +173,17 @@ def link(page: Path) -> str:
     return f"[{title.removeprefix('# ')}]({page.name})"
 
 
-def table2(found: dict[str, dict]) -> list[dict]:
+def table2(results: dict[str, dict]) -> list[dict]:
     """The paper's rows, each with ours below it where `fem eval --suite paper --beside ROW` has run."""
     rows = []
     for name, paper in paper_rows().items():
         rows.append({"model": f"{name}, paper"} | {column: f"{score:.3f}" for column, score in paper.items()})
-        for data in found.values():
+        for data in results.values():
             recipe = data["config"].get("recipe", {})
             if recipe.get("suite") == "paper" and paper_row(recipe["beside"]) == paper:
                 scores = data["results"].get("eval", {})
-                own = {score.column: scores.get(score.task, {}).get(score.metric) for score in PAPER}
-                ours = {column: None if value is None else f"{value:.3f}" for column, value in own.items()}
+                measured = {score.column: scores.get(score.task, {}).get(score.metric) for score in PAPER}
+                ours = {column: None if value is None else f"{value:.3f}" for column, value in measured.items()}
                 rows.append({"model": f"{name}, ours"} | ours)
     return rows
 

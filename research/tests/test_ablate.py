@@ -19,8 +19,8 @@ from fem.train.model import build_model
 from fem.train.saving import SavingTrainer
 from fem.train.watch import Watch
 from fem_research.common.grid import Grid, keep
-from fem_research.lm import ablate, equal_time
-from fem_research.lm.ablate_recipe import ROWS, row_fields
+from fem_research.lm import ablate
+from fem_research.lm.settings import ROWS, row_fields
 from fem_research.lm.small import LanguageRecipe, model_config
 
 TINY = ablate.AblateRecipe(
@@ -143,7 +143,7 @@ def test_an_ablation_writes_what_it_promises_and_goes_on(text, tmp_path, monkeyp
 def test_in_equal_time_slower_rows_take_fewer_steps(text, tmp_path, monkeypatch):
     recipe = replace(TINY, text=text, rows="full -C,G,T,L", learning_rates="0.001", seeds=1, steps=7, equal_time=True)
     clock = {"full": 0.3, "-C,G,T,L": 0.2}
-    monkeypatch.setattr(equal_time, "alternate", lambda steps, *how: {row: clock[row] for row in steps})
+    monkeypatch.setattr(ablate, "alternate", lambda steps, *how: {row: clock[row] for row in steps})
     table = ablate.run(recipe, tmp_path)["ablate"]
     taken = {row: (found["steps"], found["ms a step"]) for row, found in table.items()}
     assert taken == {"full": (5, 300), "-C,G,T,L": (7, 200)}  # 7 steps of .2 s take as long as 4.7 of .3 s
@@ -159,14 +159,14 @@ def test_in_equal_time_slower_rows_take_fewer_steps(text, tmp_path, monkeypatch)
     for changed in ({"rows": "full -C,G,T,L +G"}, {"width": 16}):
         with pytest.raises(ValueError, match="holds what other models cost, or is damaged; remove it"):
             ablate.run(replace(recipe, **changed), tmp_path)
-    (tmp_path / equal_time.COSTS).write_text('{"model": {', encoding="utf-8")
+    (tmp_path / ablate.COSTS).write_text('{"model": {', encoding="utf-8")
     with pytest.raises(ValueError, match="or is damaged"):
         ablate.run(recipe, tmp_path)
 
 
 def test_what_a_step_of_every_row_costs_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(equal_time, "SECONDS", 0.0)
-    seconds = equal_time.step_seconds(replace(TINY, equal_time=True), tmp_path / "new")
+    monkeypatch.setattr(ablate, "SECONDS", 0.0)
+    seconds = ablate.step_seconds(replace(TINY, equal_time=True), tmp_path / "new")
     assert seconds.keys() == {"full", "-C,G,T", "+G"}
     assert min(seconds.values()) > 0
 

@@ -11,11 +11,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fem import cli
-from fem_research.bench import cases, experiment, mixers, workloads
+from fem_research.bench import cases, experiment, workloads
 from fem_research.bench.cases import PARTS, PROFILES, Case
-from fem_research.bench.mixers import BASELINE, Size
-from fem_research.common import measure
-from fem_research.common import mixers as mixers_of_all
+from fem_research.bench.workloads import BASELINE, Size
+from fem_research.common import measure, mixers
 from fem_research.common.mixers import BASELINES
 
 CPU = torch.device("cpu")
@@ -42,12 +41,12 @@ def quickly(monkeypatch):
 def test_every_mixer_of_every_profile_is_known():
     for case in (case for profile in PROFILES.values() for case in profile if case.part != "read"):
         for name in case.mixers:
-            assert name == "DiffTrans" or name in BASELINES or mixers.build_mixer(name, SMALL)
+            assert name == "DiffTrans" or name in BASELINES or workloads.build_mixer(name, SMALL)
 
 
 @pytest.mark.parametrize("name", ["attention", "FEM-SM without C", "FEM-GLA without C", "attention, plain", "GLA"])
 def test_mixers_have_equal_linear_weights(name):
-    mixer = mixers.build_mixer(name, Size(1, 4, 256, 4))
+    mixer = workloads.build_mixer(name, Size(1, 4, 256, 4))
     weights = sum(module.weight.numel() for module in mixer.modules() if isinstance(module, nn.Linear))
     assert abs(weights / (4 * 256**2) - 1) < 0.006
 
@@ -64,7 +63,7 @@ def test_mixers_have_equal_linear_weights(name):
 )
 @torch.no_grad()
 def test_what_is_timed_token_by_token_is_what_the_layer_computes(name, stream, quickly):
-    layer, tokens = mixers.build_mixer(name, SMALL).eval(), torch.randn(5, 2, 1, 32)
+    layer, tokens = workloads.build_mixer(name, SMALL).eval(), torch.randn(5, 2, 1, 32)
     prompt = torch.randn(2, 9, 32)
     generate, _ = stream(layer, prompt, tokens)
     whole = layer(torch.cat([prompt, *tokens], 1))
@@ -74,11 +73,11 @@ def test_what_is_timed_token_by_token_is_what_the_layer_computes(name, stream, q
 
 SERVED = """
 import torch
-from fem_research.bench import cases, mixers, workloads
+from fem_research.bench import cases, workloads
 torch.manual_seed(0)
 with torch.no_grad():
     for name in cases.SERVED:
-        layer = mixers.build_mixer(name, mixers.Size(1, 24, 32, 2)).eval()
+        layer = workloads.build_mixer(name, workloads.Size(1, 24, 32, 2)).eval()
         prompt, tokens = torch.randn(1, 9, 32), torch.randn(5, 1, 1, 32)
         whole = layer(torch.cat([prompt, *tokens], 1))
         generate, _ = workloads.served(layer, prompt, tokens)
@@ -94,11 +93,11 @@ def test_a_served_token_is_one_graph_and_what_the_layer_computes():
 
 
 def test_attention_and_fem_keep_2_d_numbers_per_token(quickly):
-    streams = {name: workloads.stream(mixers.build_mixer(name, SMALL), *drawn()) for name in ("attention", "FEM-SM")}
+    streams = {name: workloads.stream(workloads.build_mixer(name, SMALL), *drawn()) for name in ("attention", "FEM-SM")}
     assert streams["attention"][1] == 4 * 2 * 32 * 9
     assert 4 * 2 * 32 * 9 <= streams["FEM-SM"][1] <= 4 * 2 * 32 * 9 + 300  # and a shift, a beta and a place
     for name in cases.SERVED:
-        assert workloads.served(mixers.build_mixer(name, SMALL), *drawn())[1] == 4 * 2 * 32 * 9
+        assert workloads.served(workloads.build_mixer(name, SMALL), *drawn())[1] == 4 * 2 * 32 * 9
 
 
 def drawn():
@@ -148,9 +147,9 @@ def test_the_papers_ratios_stand_beside_ours():
 def test_a_baseline_needs_a_gpu_and_its_library(monkeypatch):
     case = Case("gpt2", SMALL, "float32", tuple(cases.TABLE7), layers=1)
     assert not workloads.runs(case, "RWKV7", CPU)
-    monkeypatch.setattr(mixers_of_all, "find_spec", lambda name: None)
+    monkeypatch.setattr(mixers, "find_spec", lambda name: None)
     assert not workloads.runs(case, "RWKV7", torch.device("cuda"))
-    monkeypatch.setattr(mixers_of_all, "find_spec", lambda name: name)
+    monkeypatch.setattr(mixers, "find_spec", lambda name: name)
     assert workloads.runs(case, "RWKV7", torch.device("cuda"))
 
 

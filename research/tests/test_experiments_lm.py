@@ -88,7 +88,7 @@ def test_a_long_text_is_read_whole_without_its_byte_order_mark(tmp_path):
 
 
 def test_a_folder_is_no_text(tmp_path):
-    with pytest.raises(ValueError, match="text must be one file"):
+    with pytest.raises(ValueError, match="text must be a file"):
         build_corpus(tmp_path, 300, 24)
 
 

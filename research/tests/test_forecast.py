@@ -17,10 +17,10 @@ from waves import command, ett, waves
 from fem import models
 from fem.runs.run import progress
 from fem_research.forecast import experiment, training
-from fem_research.forecast.backbone import ForecastBackbone, build_backbone
 from fem_research.forecast.experiment import run
 from fem_research.forecast.series import Windows
 from fem_research.forecast.settings import PROFILES, ForecastRecipe, width_for
+from fem_research.forecast.training import ForecastBackbone, build_backbone
 
 HOST = {"width": 16, "layers": 2, "heads": 2, "dropout": 0.0}
 TINY = {"lookback": 24, "horizon": "5", "width": 16, "layers": 1, "heads": 2, "epochs": 2, "seeds": 1}
@@ -198,10 +198,10 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(monkeypatch, csv, tmp
 
 def test_a_damaged_record_is_run_again(csv, tmp_path, capsys):
     recipe = ForecastRecipe(data=str(csv), models="none", **TINY)
-    wanted = run(recipe, tmp_path)["forecast"]
-    (record,) = (tmp_path / "runs").glob("*.json")
+    wanted = run(recipe, tmp_path / "out")["forecast"]
+    (record,) = (tmp_path / "out" / "runs").glob("*.json")
     record.write_bytes(b"\0" * 40)
-    for row in (found := run(recipe, tmp_path)["forecast"]) + wanted:
+    for row in (found := run(recipe, tmp_path / "out")["forecast"]) + wanted:
         row.pop("cpu_seconds", None)
     assert found == wanted
     assert f"{record.name} is damaged; its training runs again" in capsys.readouterr().err

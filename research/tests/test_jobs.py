@@ -12,7 +12,7 @@ from fem_research.forecast.series import Series
 from fem_research.forecast.settings import ForecastRecipe
 from fem_research.forecast.settings import Job as ForecastJob
 from fem_research.lm import ablate
-from fem_research.lm.ablate_recipe import row_fields
+from fem_research.lm.settings import row_fields
 from fem_research.mad.experiment import MADRecipe
 from fem_research.regimes.settings import RegimesRecipe
 from fem_research.vision.settings import VisionRecipe
@@ -37,7 +37,7 @@ KEYS = {
 @pytest.mark.parametrize(
     "experiment, key",
     [
-        ("mad", "compression-softmax-seed0-51b68eb3078a"),
+        ("mad", "compression-softmax-seed0-42360f0b8f91"),
         ("regimes", "peak-softmax-seed0-4b72b7787282"),
         ("forecast", "x-4-none-seed0-29f40ef8ac8a"),
         ("vision", "softmax-seed0-5c232b785f17"),

@@ -24,15 +24,16 @@ from fem_research.common.mixers import canonical, fields_of, known
 from fem_research.common.names import display
 from fem_research.common.sweep import _run, sweep
 from fem_research.mad import training
-from fem_research.mad.experiment import MADRecipe, run
-from fem_research.mad.report import (
+from fem_research.mad.experiment import (
     NOT_OURS,
     TABLE1,
+    MADRecipe,
     average,
     baseline_runs,
     best,
     mean_curve,
     readable,
+    run,
     scored,
     steps_table,
     steps_to,
@@ -41,7 +42,7 @@ from fem_research.mad.report import (
     task_scores,
     write_report,
 )
-from fem_research.mad.settings import PROFILES, Profile, Setting, Training, TrainingUntil
+from fem_research.mad.settings import PROFILES, Profile, Setting, Training
 from fem_research.mad.training import Data, Job, accuracies, build_backbone, evaluate, sinusoids, train
 
 TINY = Training(
@@ -347,7 +348,7 @@ def test_checkpoints_of_a_training_stay_until_its_record_is_written_and_nobody_e
 
 
 def test_a_training_ends_when_enough_is_right(learnt):
-    until = TrainingUntil(**asdict(TINY), enough=0.5)
+    until = replace(TINY, enough=0.5)
     curve, whole = train(replace(LONG, training=until), torch.device("cpu"))["curve"], learnt["curve"]
     assert curve == whole[: len(curve)]
     assert len(curve) < len(whole)
@@ -445,7 +446,7 @@ def test_steps_are_told_for_every_seed():
 
 def until(*scores, seed=0, rate=1e-3):
     """The record of a run with these scores, one a test, that ends when 99.9 % are right."""
-    own = job(training=TrainingUntil(**asdict(TINY), enough=0.999), seed=seed, learning_rate=rate)
+    own = job(training=replace(TINY, enough=0.999), seed=seed, learning_rate=rate)
     points = [{"step": 2 * n + 2, "micro": s, "macro": s, "test_loss": 1 - s} for n, s in enumerate(scores)]
     return {"job": asdict(own), "curve": points, "parameters": 7, "seconds": 1.0}
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from fem_research.common.blocks import BagModel
 from fem_research.common.mixers import POOLS
-from fem_research.common.pools import BagModel
 from fem_research.natural.experiment import run
 from fem_research.natural.settings import NaturalRecipe
 from fem_research.natural.training import bags, of_series, parts, standardised

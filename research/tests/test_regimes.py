@@ -17,9 +17,23 @@ from fem_research.common.mixers import KNOWN_ANSWERS, POOLS, canonical, fields_o
 from fem_research.common.paired import paired, shown
 from fem_research.regimes import experiment
 from fem_research.regimes.experiment import RegimesRecipe, over, reference, run, table, title
-from fem_research.regimes.real import HELD_OUT, WINDOW, DailyExtremes, Exceeded, Speakers, digits, rows, speeches
 from fem_research.regimes.settings import ROWS, WITHOUT_FILES
-from fem_research.regimes.tasks import NOT_ASKED, HighWater, PeakHold, Recall, SetStatistics, Snapshot
+from fem_research.regimes.tasks import (
+    HELD_OUT,
+    NOT_ASKED,
+    WINDOW,
+    DailyExtremes,
+    Exceeded,
+    HighWater,
+    PeakHold,
+    Recall,
+    SetStatistics,
+    Snapshot,
+    Speakers,
+    digits,
+    rows,
+    speeches,
+)
 from fem_research.regimes.training import TASKS, Training, build, train
 
 draw = lambda task, size=3, split="train", seed=0: task.draw(Generator().manual_seed(seed), size, split)  # noqa: E731

@@ -1,6 +1,4 @@
-"""`fem argmax`: can one read fetch every channel's maximum, each from another token? The task of Appendix P, and a form
-of it that no constant answer solves.
-"""
+"""`fem argmax`: can one read fetch every channel's maximum? Appendix P's task, and one that no constant solves."""
 
 from __future__ import annotations
 
@@ -27,8 +25,10 @@ from fem.runs.tables import markdown_table, show_table, write_page, write_table
 from fem.theory import index_accuracy
 from fem_research.argmax.settings import ArgmaxRecipe
 from fem_research.common import pictures
+from fem_research.common.blocks import count_parameters
 from fem_research.common.loops import descend
 from fem_research.common.names import display
+from fem_research.common.paired import by_seed
 
 MARGIN, NOISE = 1.0, 0.05
 WIDTHS = (0.25, 2.0)
@@ -65,8 +65,8 @@ def draw(recipe: ArgmaxRecipe, split: str, number: int, size: int) -> Examples:
         low, high = map(math.log, WIDTHS)
         level = stream.standard_normal((size, 1, recipe.channels), dtype=np.float32)
         width = np.exp(low + (high - low) * stream.random((size, 1, recipe.channels), dtype=np.float32))
-        place = torch.from_numpy(2 * stream.random(shape, dtype=np.float32) - 1).scatter_(1, winner[:, None], 2.0)
-        return Examples(torch.from_numpy(level) + torch.from_numpy(width) * place, winner)
+        position = torch.from_numpy(2 * stream.random(shape, dtype=np.float32) - 1).scatter_(1, winner[:, None], 2.0)
+        return Examples(torch.from_numpy(level) + torch.from_numpy(width) * position, winner)
     noise = torch.from_numpy(stream.standard_normal(shape, dtype=np.float32))
     return Examples((NOISE * noise).scatter_add_(1, winner[:, None], torch.full(winner[:, None].shape, MARGIN)), winner)
 
@@ -76,21 +76,14 @@ class Reader(nn.Module):
 
         y_j = (1 - lambda_j) mean_j + lambda_j F_j        under p = softmax(q_T . k_i / sqrt(d_k)), q, k learnt from V
 
-    Without free energy the read is the mean alone: softmax attention, whose queries and keys are wider, so that both
+    Without free energy the read is only the mean: softmax attention, whose queries and keys are wider, so that both
     readers have as many parameters.
     """
 
     def __init__(self, channels: int, heads: int, free_energy: bool):
         super().__init__()
-        config = FreeEnergyMixerConfig(
-            n_embd=channels,
-            n_head=heads,
-            fem_dim=channels,
-            use_temperature=free_energy,
-            use_lse=free_energy,
-            use_outer_gate=False,
-            use_conv=False,
-        )
+        parts = {"use_temperature": free_energy, "use_lse": free_energy, "use_outer_gate": False, "use_conv": False}
+        config = FreeEnergyMixerConfig(n_embd=channels, n_head=heads, fem_dim=channels, **parts)
         self.heads = heads
         width = channels if free_energy else heads * round((3 * channels + 4) * channels / (2 * channels + 2) / heads)
         self.query = Projection(channels, width)
@@ -106,9 +99,7 @@ class Reader(nn.Module):
 
 
 def train(recipe: ArgmaxRecipe, free_energy: bool, device: torch.device) -> Iterator[Score]:
-    """Train one reader; yields "step" and `METRICS` of every validation, from step 0 to the last, which has those of
-    the test too, as "test_mse" and so on.
-    """
+    """Train one reader; yields step and `METRICS` of every validation, and at last those of the test."""
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         reader = Reader(recipe.channels, recipe.heads, free_energy).to(device)
@@ -155,10 +146,9 @@ def evaluate(predict: Predict, recipe: ArgmaxRecipe, split: str, device: torch.d
 
 def baselines(recipe: ArgmaxRecipe) -> dict[str, Score]:
     """The scores of three predictors without training, a constant and means, which a reader has to beat."""
-    seen = [
-        draw(recipe, "train", number, recipe.batch) for number in range(min(8, recipe.train_examples // recipe.batch))
-    ]
-    target, mean = (torch.cat([of(batch) for batch in seen]) for of in (lambda b: b.target, lambda b: b.values.mean(1)))
+    batches = range(min(8, recipe.train_examples // recipe.batch))
+    seen = [draw(recipe, "train", number, recipe.batch) for number in batches]
+    target, mean = torch.cat([of.target for of in seen]), torch.cat([of.values.mean(1) for of in seen])
     level, distance = target.mean(), (target - mean).mean()
     predictors: dict[str, Predict] = {
         "the best constant": lambda values: level.expand(len(values), values.shape[-1]),
@@ -173,15 +163,15 @@ def compare(recipe: ArgmaxRecipe, run: Run, bars: Progress) -> Curves:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     curves: Curves = {"fem": [], "softmax": []}
     for seed in range(recipe.seed, recipe.seed + recipe.seeds):
-        for name, found in curves.items():
+        for name, seeds in curves.items():
             bar = bars.add_task(f"argmax: {display(name)}, seed {seed}", total=recipe.steps)
-            found.append([])
+            seeds.append([])
             for score in train(replace(recipe, seed=seed), name == "fem", device):
-                found[-1].append(score)
+                seeds[-1].append(score)
                 run.log(experiment="argmax", model=name, seed=seed, **score)
                 shown = f"argmax: {display(name)}, seed {seed}, hits {score['hits']:.1%}"
                 bars.update(bar, completed=score["step"], description=shown)
-            bars.update(bar, total=found[-1][-1]["step"])
+            bars.update(bar, total=seeds[-1][-1]["step"])
     return curves
 
 
@@ -196,28 +186,19 @@ def scores(curves: Curves) -> dict[str, dict]:
 
 def rows(curves: Curves, recipe: ArgmaxRecipe, untrained: Mapping[str, Score]) -> list[dict]:
     """The readers and the untrained predictors (`baselines`), on the test."""
+
+    def row(name: str, score: Mapping[str, float], hits: str, parameters: int | None, steps: str) -> dict:
+        line = {"read": name, "hits": f"{score['hits']:.1%}", "by seed": hits, "error": score["error"]}
+        line |= {"MSE": score["mse"], "index accuracy": f"{score['index_accuracy']:.1%}"}
+        return line | {"parameters": parameters, "steps": steps}
+
     lines = []
     for name, score in scores(curves).items():
         with torch.device("meta"):
-            parameters = sum(p.numel() for p in Reader(recipe.channels, recipe.heads, name == "fem").parameters())
-        by_seed = ", ".join(f"{hits:.1%}" for hits in score["hits"])
-        steps = ", ".join(f"{steps:,}" for steps in score["steps"])
+            parameters = count_parameters(Reader(recipe.channels, recipe.heads, name == "fem"))
         means = {metric: mean(score[metric]) for metric in METRICS}
-        lines.append(_row(display(name), means, by_seed, parameters, steps))
-    return lines + [_row(name, score, "", None, "") for name, score in untrained.items()]
-
-
-def _row(name: str, score: Mapping[str, float], by_seed: str, parameters: int | None, steps: str) -> dict:
-    return {
-        "read": name,
-        "hits": f"{score['hits']:.1%}",
-        "by seed": by_seed,
-        "error": score["error"],
-        "MSE": score["mse"],
-        "index accuracy": f"{score['index_accuracy']:.1%}",
-        "parameters": parameters,
-        "steps": steps,
-    }
+        lines.append(row(display(name), means, by_seed(score["hits"], ".1%"), parameters, by_seed(score["steps"], ",")))
+    return lines + [row(name, score, "", None, "") for name, score in untrained.items()]
 
 
 def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
@@ -268,8 +249,7 @@ def run(recipe: ArgmaxRecipe, output: Path) -> dict:
             ended(curves, recipe),
             provenance(command_line("argmax", recipe, ArgmaxRecipe)),
         )
-        found = {"argmax": scores(curves), "baselines": untrained, "curves": curves}
-        results = under_way.finish(found)
+        results = under_way.finish({"argmax": scores(curves), "baselines": untrained, "curves": curves})
         redraw(results, asdict(recipe), under_way.folder)
     show_table("Every channel's maximum in one read", table)
     return results

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 from fem.plots import Panel, learning_curves
 from fem.runs.run import command_line, cpu_threads, open_run, progress, provenance
 from fem.runs.tables import markdown_table, show_table, write_page, write_table
-from fem_research.bench.cases import BY_TOKEN, TABLE5, TABLE7, BenchRecipe, Case, Size
-from fem_research.bench.mixers import BASELINE, OWN_LAYER, colour_of, shown
-from fem_research.bench.workloads import measure, measure_tokens
+from fem_research.bench.cases import BY_TOKEN, TABLE5, TABLE7, BenchRecipe, Case
+from fem_research.bench.workloads import BASELINE, OWN_LAYER, colour_of, measure, measure_tokens, shown
 
 Results = list[tuple[Case, dict[str, dict]]]
 
@@ -55,35 +55,35 @@ def rows(part: str, results: Results) -> list[dict]:
     make = _decode if part in BY_TOKEN else _costs
     published = {*TABLE5, *TABLE7}
     return [
-        make(part, case, name, found)
-        for case, found in results
-        for name in sorted(case.mixers, key=lambda name: name not in found)
-        if name in found or name in published
+        make(part, case, name, costs)
+        for case, costs in results
+        for name in sorted(case.mixers, key=lambda name: name not in costs)
+        if name in costs or name in published
     ]
 
 
-def _costs(part: str, case: Case, name: str, found: dict[str, dict]) -> dict:
-    own, base = found.get(name, {}), found.get(PAPER_BASELINE.get(part, BASELINE), {})
+def _costs(part: str, case: Case, name: str, costs: dict[str, dict]) -> dict:
+    cost, base = costs.get(name, {}), costs.get(PAPER_BASELINE.get(part, BASELINE), {})
     tokens = case.size.batch * case.size.time
     unit, scale = ("us/token", 1e6 / tokens) if part == "context" else ("ms", 1e3)
     several_dtypes = {"dtype": case.dtype} if part in ("read", "layer") else {}
     row = {"mixer": shown(name), "T": case.size.time, **several_dtypes}
     for label, field in (("forward", "forward_s"), ("train", "train_s")):
-        row[f"{label} {unit}"] = None if field not in own else scale * own[field]
-        row[f"{label} ratio"] = _ratio(own.get(field), base.get(field), part, name, label)
-    grown = own.get("train_extra_bytes")
+        row[f"{label} {unit}"] = None if field not in cost else scale * cost[field]
+        row[f"{label} ratio"] = _ratio(cost.get(field), base.get(field), part, name, label)
+    grown = cost.get("train_extra_bytes")
     row["train memory MiB"] = None if grown is None else grown / 2**20
     row["memory ratio"] = _ratio(grown, base.get("train_extra_bytes"), part, name, "train_gb")
     if part in PAPER:
-        flop = own.get("forward_flop")
+        flop = cost.get("forward_flop")
         row["GFLOP forward"] = None if flop is None else flop / 1e9
-        row["parameters"] = own.get("parameters")
+        row["parameters"] = cost.get("parameters")
     return row
 
 
-def _ratio(own: int | float | None, base: int | float | None, part: str, name: str, field: str) -> str | None:
+def _ratio(cost: int | float | None, base: int | float | None, part: str, name: str, field: str) -> str | None:
     """Our ratio to the baseline, and the paper's in brackets."""
-    ours = "" if not own or not base else f"{own / base:.2f}"
+    ours = "" if not cost or not base else f"{cost / base:.2f}"
     table = PAPER.get(part, {})
     paper = getattr(table.get(name), field, None)
     if paper is None:
@@ -91,72 +91,47 @@ def _ratio(own: int | float | None, base: int | float | None, part: str, name: s
     return f"{ours} ({paper / getattr(table[PAPER_BASELINE[part]], field):.2f})".strip()
 
 
-def _decode(part: str, case: Case, name: str, found: dict[str, dict]) -> dict:
-    own, base = found[name], found[BASELINE]
-    return {
-        "mixer": shown(name),
-        "context": case.size.time,
-        "dtype": case.dtype,
-        "ms/token": 1e3 * own["token_s"],
-        "time ratio": f"{own['token_s'] / base['token_s']:.2f}",
-        "state bytes": own["state_bytes"],
-        "state ratio": f"{own['state_bytes'] / base['state_bytes']:.2g}",
-    }
+def _decode(part: str, case: Case, name: str, costs: dict[str, dict]) -> dict:
+    cost, base = costs[name], costs[BASELINE]
+    row = {"mixer": shown(name), "context": case.size.time, "dtype": case.dtype, "ms/token": 1e3 * cost["token_s"]}
+    row |= {"time ratio": f"{cost['token_s'] / base['token_s']:.2f}", "state bytes": cost["state_bytes"]}
+    return row | {"state ratio": f"{cost['state_bytes'] / base['state_bytes']:.2g}"}
 
 
 def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
     """A picture for each part in which the context grows, from what results.json holds."""
-    cases = [(_case(record), record["results"]) for record in results["bench"]]
     for part in PANELS:
-        if found := [pair for pair in cases if pair[0].part == part]:
-            curves(folder / f"{part}.png", part, found)
+        if records := [record for record in results["bench"] if record["part"] == part]:
+            curves(folder / f"{part}.png", part, records)
 
 
-def _case(record: Mapping) -> Case:
-    mixers = record.get("mixers") or record["contenders"]  # the name in results of version 0.1
-    return Case(record["part"], Size(**record["size"]), record["dtype"], tuple(mixers), record["layers"])
-
-
-def curves(path: Path, part: str, results: Results) -> None:
+def curves(path: Path, part: str, records: Sequence[Mapping]) -> None:
     """One panel per cost, one line per mixer, both axes logarithmic."""
-    names = list(dict.fromkeys(name for _, found in results for name in found))
+    costs = pd.DataFrame(
+        {"mixer": name, **record["size"], **cost} for record in records for name, cost in record["results"].items()
+    )
     panels = []
     for label, field, scale, per_token in PANELS[part]:
-        series = {}
-        for name in names:
-            points = [
-                (case.size.time, scale * found[name][field] / (case.size.time * case.size.batch if per_token else 1))
-                for case, found in results
-                if found.get(name, {}).get(field)
-            ]
-            if points:
-                series[shown(name)] = [tuple(zip(*points))]
+        y = scale * costs[field] / (costs.time * costs.batch if per_token else 1)
+        points = pd.DataFrame({"mixer": costs.mixer, "x": costs.time, "y": y})[costs[field].notna()]
+        series = {shown(name): [(of.x.tolist(), of.y.tolist())] for name, of in points.groupby("mixer", sort=False)}
         panels.append(Panel(label, "context (tokens)", series, logarithmic=True))
-    learning_curves(path, TITLES[part], panels, {shown(name): colour_of(name) for name in names})
-
-
-def measured(recipe: BenchRecipe, device: torch.device) -> Iterator[tuple[Case, dict[str, dict]]]:
-    """Every case with the costs of its mixers, one after another."""
-    with progress() as bars:
-        cases = recipe.cases()
-        bar = bars.add_task("bench", total=len(cases))
-        for case in cases:
-            bars.update(bar, description=f"bench: {case.name}")
-            with torch.random.fork_rng():
-                torch.manual_seed(recipe.seed)
-                costs = measure_tokens if case.part in BY_TOKEN else measure
-                yield case, costs(case, device, recipe.seconds)
-            bars.advance(bar)
+    learning_curves(path, TITLES[part], panels, {shown(name): colour_of(name) for name in costs.mixer.unique()})
 
 
 def run(recipe: BenchRecipe, output: Path) -> dict:
     """Measure, and write the results to `output`; returns what results.json holds."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with cpu_threads(recipe.threads), open_run(output, "bench", recipe) as under_way:
-        results = []
-        for case, found in measured(recipe, device):
-            results.append((case, found))
-            under_way.log(**asdict(case), results=found)
+    with cpu_threads(recipe.threads), open_run(output, "bench", recipe) as under_way, progress() as bars:
+        results, bar = [], bars.add_task("bench", total=len(recipe.cases()))
+        for case in recipe.cases():
+            bars.update(bar, description=f"bench: {case.name}")
+            with torch.random.fork_rng():
+                torch.manual_seed(recipe.seed)
+                costs = measure_tokens if case.part in BY_TOKEN else measure
+                results.append((case, costs(case, device, recipe.seconds)))
+            bars.advance(bar)
+            under_way.log(**asdict(case), results=results[-1][1])
         parts = {part: [pair for pair in results if pair[0].part == part] for part in recipe.part_names}
         write_report(under_way.folder, parts, provenance(command_line("bench", recipe, BenchRecipe())))
         records = [{**asdict(case), "device": device.type, "results": found} for case, found in results]

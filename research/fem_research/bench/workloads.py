@@ -1,4 +1,4 @@
-"""A forward and a train step of every mixer, generation token by token, and what they cost."""
+"""The mixers that are measured, their forward and train steps, generation token by token, and what they cost."""
 
 from __future__ import annotations
 
@@ -16,10 +16,99 @@ from fem.functional import softmax_read
 from fem.mixer import FreeEnergyMixer
 from fem.models import FEMConfig
 from fem.models.engines import attention as engine
-from fem_research.bench.cases import Case
-from fem_research.bench.mixers import BASELINE, Attention, Size, build_blocks, build_mixer
+from fem.ops.common.rope import rotate
+from fem_research.bench.cases import BASELINE, Case, Size
+from fem_research.common import blocks
 from fem_research.common.measure import Step, alternate, cpu_growth, gpu_growth, in_fresh_process, operations
-from fem_research.common.mixers import BASELINES, available
+from fem_research.common.mixers import BASELINES, available, mixer_config
+from fem_research.common.names import colour, display
+
+PLAIN = ", plain"  # after a mixer's name: the plain backend
+MIXERS = {
+    "attention": "softmax",
+    "FEM-SM": "softmax+CLTG",
+    "FEM-SM without C": "softmax+LTG",
+    "slim": "softmax+LTG/r32",
+    "slim with C": "softmax+CLTG/r32",
+    "split": "softmax+LTG/r32/s.5",
+    "split with C": "softmax+CLTG/r32/s.5",
+    "FEM-SM -G": "softmax+CLT",
+    "FEM-SM -G,T": "softmax+CL",
+    "FEM-SM -G,T,L": "softmax+C",
+    "FEM-SM -G,T,L,C": "softmax",
+    "GLA": "gla",
+    "FEM-GLA": "gla+CLTG",
+    "FEM-GLA without C": "gla+LTG",
+    "Mamba": "mamba",
+    "FEM-Mamba": "mamba+CLTG",
+    "FEM-Mamba without C": "mamba+LTG",
+    "FEM-AFT": "rnn_softmax+CLTG",
+}
+OWN_LAYER = "attention, FEM's layer"
+
+
+def shown(name: str) -> str:
+    """The name in tables and pictures: "FEM", "attention+LTG, plain"; "attention" is torch's own layer."""
+    mixer = name.removesuffix(PLAIN)
+    if mixer == "FEM-SM -G,T,L,C":
+        return OWN_LAYER
+    return (display(MIXERS[mixer]) if mixer in MIXERS else mixer) + name[len(mixer) :]
+
+
+def colour_of(name: str) -> str:
+    return colour(MIXERS.get(name, name))
+
+
+class Attention(nn.Module):
+    """o = W_O softmax(q k / sqrt(d)) v with RoPE, the layer that FEM replaces: 4 D^2 weights, torch's SDPA."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.output = (nn.Linear(width, width) for _ in range(4))
+
+    def project(self, x: Float[Tensor, "b t d"], position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, (B, H, T, d) each."""
+        q, k, v = (part(x).unflatten(-1, (self.heads, -1)) for part in (self.query, self.key, self.value))
+        q, k = rotate(q, position, 10000.0), rotate(k, position, 10000.0)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        position = x.new_ones(x.shape[1]).cumsum(0).long() - 1
+        o = F.scaled_dot_product_attention(*self.project(x, position), is_causal=True)
+        return self.output(o.transpose(1, 2).flatten(2))
+
+
+def build_mixer(name: str, size: Size) -> nn.Module:
+    """The mixer to measure. Raises ModuleNotFoundError where it is a baseline whose library is not installed."""
+    if name == BASELINE:
+        return Attention(size.width, size.heads)
+    if name in BASELINES:
+        return blocks.build(name, size.width, size.heads)
+    mixer = name.removesuffix(PLAIN)
+    return FreeEnergyMixer(
+        mixer_config(MIXERS[mixer], size.width, size.heads, backend="plain" if mixer != name else "auto")
+    )
+
+
+class Block(nn.Module):
+    """x + Mixer(LayerNorm(x)), then x + MLP(LayerNorm(x)), the MLP 4 D wide: GPT-2's block."""
+
+    def __init__(self, width: int, mixer: nn.Module):
+        super().__init__()
+        self.mixer_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mixer = mixer
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        x = x + self.mixer(self.mixer_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def build_blocks(name: str, size: Size, layers: int) -> nn.Sequential:
+    """Blocks without embeddings and head: Table 7 counts 2 x 85M operations per token, only GPT-2's blocks."""
+    return nn.Sequential(*(Block(size.width, build_mixer(name, size)) for _ in range(layers)))
+
 
 SHORT = 16
 Result = dict[str, int | float | None]
@@ -128,13 +217,13 @@ def _memory(case: Case, names: list[str], device: torch.device) -> dict[str, int
 def cpu_growths(case: Case, names: list[str], threads: int) -> dict[str, int | None]:
     """Bytes that a train step of each mixer adds, after a short one that loads all code. For `in_fresh_process`."""
     torch.set_num_threads(threads)
-    found, cpu = {}, torch.device("cpu")
+    growths, cpu = {}, torch.device("cpu")
     for name in names:
         workload(case, name, cpu, SHORT).train()
         steps = workload(case, name, cpu)
-        found[name] = cpu_growth(steps.train)
+        growths[name] = cpu_growth(steps.train)
         del steps
-    return found
+    return growths
 
 
 STRETCH = 512  # tokens generated at a time, at most, from the same context each time
@@ -145,7 +234,7 @@ Stream = tuple[Callable[[], list[Tensor]], int]  # what generates a stretch, and
 def measure_tokens(case: Case, device: torch.device, seconds: float) -> dict[str, dict[str, float | int]]:
     """Every mixer's median seconds per token after a context of `size.time` tokens, and bytes of the state then.
 
-    A stretch is an eighth of the context, for which a FEM cache is copied once, to make room: that copy is in its time.
+    A stretch is an eighth of the context. The time includes one copy of a FEM cache, which makes room.
     """
     dtype, size = getattr(torch, case.dtype), case.size
     stretch = min(STRETCH, max(1, size.time // 8))
@@ -216,8 +305,8 @@ def served(
     position = torch.arange(length, device=prompt.device)
     if isinstance(layer, Attention):
 
-        def read(x: Tensor, place: Tensor, mask: Tensor | None) -> Tensor:
-            q, k, v = layer.project(x, place)
+        def read(x: Tensor, at: Tensor, mask: Tensor | None) -> Tensor:
+            q, k, v = layer.project(x, at)
             k, v = cache.update(k, v, 0)
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
             return layer.output(o.transpose(1, 2).flatten(2))
@@ -225,14 +314,14 @@ def served(
     else:
         attend = engine.EngineAttention(config, layer.config, 0).to(prompt.device)
 
-        def read(x: Tensor, place: Tensor, mask: Tensor | None) -> Tensor:
-            return engine.served(layer, x, place, lambda q, k, v, beta, f: attend(q, k, v, beta, f, mask, cache))
+        def read(x: Tensor, at: Tensor, mask: Tensor | None) -> Tensor:
+            return engine.served(layer, x, at, lambda q, k, v, beta, f: attend(q, k, v, beta, f, mask, cache))
 
     read(prompt, position[:time], None)
-    graph = torch.compile(lambda x, place: read(x, place, (place >= position)[None, None, None]), fullgraph=True)
+    graph = torch.compile(lambda x, at: read(x, at, (at >= position)[None, None, None]), fullgraph=True)
 
     def generate() -> list[Tensor]:
         cache.layers[0].cumulative_length.fill_(time)
-        return [graph(x, place) for x, place in zip(tokens, position[time:].split(1))]
+        return [graph(x, at) for x, at in zip(tokens, position[time:].split(1))]
 
     return generate, (cache.layers[0].keys.nbytes + cache.layers[0].values.nbytes) * time // length

@@ -37,8 +37,8 @@ class Experiment(NamedTuple):
 
 EXPERIMENTS = {
     "demo": Experiment("demo.settings.DemoRecipe", "demo.experiment"),
-    "finetune": Experiment("lm.finetune_recipe.FinetuneRecipe", "lm.finetune", suffix="-{architecture}"),
-    "ablate": Experiment("lm.ablate_recipe.AblateRecipe", "lm.ablate", suffix="-{prior}"),
+    "finetune": Experiment("lm.settings.FinetuneRecipe", "lm.finetune", suffix="-{architecture}"),
+    "ablate": Experiment("lm.settings.AblateRecipe", "lm.ablate", suffix="-{prior}"),
     "argmax": Experiment("argmax.settings.ArgmaxRecipe", "argmax.experiment", ("full",)),
     "regimes": Experiment("regimes.settings.RegimesRecipe", "regimes.experiment", ("workers",)),
     "natural": Experiment("natural.settings.NaturalRecipe", "natural.experiment", ("workers",)),
@@ -63,15 +63,15 @@ def command(name: str) -> Callable:
     settings = import_module(module)
     profiles = getattr(settings, "PROFILES", {})
 
-    def start(changes: dict, output: Path | None, full: bool | None = None, **given) -> None:
+    def start(changes: dict, output: Path | None, full: bool | None = None, **options) -> None:
         fixed = settings.FULL if full else {}
         if "profile" in further:
-            given["profile"] = given["profile"] or next(iter(profiles))
-            require_one_of("profile", given["profile"], profiles)
-            fixed = profiles[given["profile"]]
+            options["profile"] = options["profile"] or next(iter(profiles))
+            require_one_of("profile", options["profile"], profiles)
+            fixed = profiles[options["profile"]]
         made = getattr(settings, recipe)(**fixed | changes)
-        folder = output or Path(f"runs/{name}{suffix.format(**vars(made) | given)}")
-        import_module(f"fem_research.{run}").run(made, folder, *given.values())
+        folder = output or Path(f"runs/{name}{suffix.format(**vars(made) | options)}")
+        import_module(f"fem_research.{run}").run(made, folder, *options.values())
         typer.echo(f"written to {folder}")
 
     options = {
@@ -81,8 +81,8 @@ def command(name: str) -> Callable:
         "full": (bool, typer.Option("--full", help="The paper's size: T=128, D=512, 2000 steps.")),
     }
     keyword = lambda key, kind: Parameter(key, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind])  # noqa: E731
-    own = [keyword(key, options[key]) for key in ("output", *further)]
-    start.__signature__ = Signature([Parameter("changes", Parameter.POSITIONAL_OR_KEYWORD), *own])
+    parameters = [keyword(key, options[key]) for key in ("output", *further)]
+    start.__signature__ = Signature([Parameter("changes", Parameter.POSITIONAL_OR_KEYWORD), *parameters])
     start.__name__, start.__doc__ = name, HELP[name]
     if name in RESUMABLE:
         start.__doc__ += " The same command resumes a stopped run."

@@ -1,15 +1,17 @@
-"""The blocks that small experiments put around a mixer, at equal parameters; mixers of other libraries."""
+"""Blocks around a mixer at equal parameters, models that pool a bag, and mixers of other libraries."""
 
 from __future__ import annotations
 
 from importlib import import_module
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from fem.mixer import FreeEnergyMixer
+from fem.gates import Temperature
+from fem.mixer import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.mlp import SwiGLU
+from fem.pooling import FreeEnergyPooling
 from fem_research.common.mixers import BASELINES, KNOWN_ANSWERS, PUBLISHED, mixer_config
 
 
@@ -78,10 +80,7 @@ def build_mixer(name: str, width: int, heads: int) -> nn.Module:
 
 
 def mixer_blocks(mixer: str, width: int, heads: int, blocks: int, mlp_width: int) -> nn.Sequential:
-    """`blocks` of [mixer, SwiGLU], with the parameters of softmax attention beside SwiGLUs of `mlp_width`.
-
-    Raises ValueError where the mixer has more parameters than those SwiGLUs can give up.
-    """
+    """`blocks` of [mixer, SwiGLU], with the parameters of softmax attention beside SwiGLUs of `mlp_width`."""
     with torch.device("meta"):
         extra = count_parameters(build_mixer(mixer, width, heads)) - count_parameters(
             build_mixer("softmax", width, heads)
@@ -92,10 +91,7 @@ def mixer_blocks(mixer: str, width: int, heads: int, blocks: int, mlp_width: int
 
 
 def narrowed(mlp_width: int, extra: int, per_unit: int, mixer: str) -> int:
-    """The width of the MLP beside a mixer with `extra` more parameters than the baseline, for equal totals.
-
-    per_unit: the MLP's parameters per unit of its width. Raises ValueError where nothing is left of the MLP.
-    """
+    """The width of the MLP (`per_unit` parameters each) beside a mixer with `extra` more than the baseline."""
     width = mlp_width - round(extra / per_unit)
     if width < 1:
         raise ValueError(
@@ -121,10 +117,84 @@ def initialise(model: nn.Module, initialisation: str) -> None:
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear):
-            own = module.weight[:, : module.in_features - getattr(module, "context", 0)]
+            weight = module.weight[:, : module.in_features - getattr(module, "context", 0)]
             if initialisation == "torch":
-                own.uniform_(-1, 1).div_(max(1, own.shape[1]) ** 0.5)
+                weight.uniform_(-1, 1).div_(max(1, weight.shape[1]) ** 0.5)
             else:
-                own.normal_(std=getattr(module, "std", 0.02))
+                weight.normal_(std=getattr(module, "std", 0.02))
             if module.bias is not None and module not in published:
                 nn.init.constant_(module.bias, getattr(module, "start", 0.0))
+
+
+ATTENTION = {"use_temperature": False, "use_lse": False, "use_outer_gate": False}
+
+
+class Mean(nn.Module):
+    def forward(self, x: Float[Tensor, "b t d"], keep: Bool[Tensor, "b t"]) -> Float[Tensor, "b 1 d"]:
+        return (x * keep[..., None]).sum(1, keepdim=True) / keep.sum(1)[:, None, None]
+
+
+class Maximum(nn.Module):
+    def forward(self, x: Float[Tensor, "b t d"], keep: Bool[Tensor, "b t"]) -> Float[Tensor, "b 1 d"]:
+        return x.masked_fill(~keep[..., None], -torch.inf).amax(1, keepdim=True)
+
+
+class LogSumExp(nn.Module):
+    """F_j = (1 / beta_j) log mean_i exp(beta_j x_ij), with a learnt beta per channel that starts at 1.95."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.beta = Temperature(FreeEnergyMixerConfig(n_embd=width, n_head=1), (width,))
+
+    def forward(self, x: Float[Tensor, "b t d"], keep: Bool[Tensor, "b t"]) -> Float[Tensor, "b 1 d"]:
+        beta = self.beta()
+        total = (beta * x).masked_fill(~keep[..., None], -torch.inf).logsumexp(1, keepdim=True)
+        return (total - keep.sum(1)[:, None, None].log()) / beta
+
+
+class GatedAttention(nn.Module):
+    """One mean, weighted by softmax_i(w . (tanh(V x_i) * sigmoid(U x_i))): gated attention of Ilse et al., 2018."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.tanh, self.gate, self.score = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 1)
+
+    def forward(self, x: Float[Tensor, "b t d"], keep: Bool[Tensor, "b t"]) -> Float[Tensor, "b 1 d"]:
+        score = self.score(self.tanh(x).tanh() * self.gate(x).sigmoid())
+        weight = score.masked_fill(~keep[..., None], -torch.inf).softmax(1)
+        return (weight * x).sum(1, keepdim=True)
+
+
+def pool(name: str, width: int, heads: int) -> nn.Module:
+    if name == "pool:attention":
+        return FreeEnergyPooling(width, heads, **ATTENTION)
+    if name.startswith("pool:fem"):
+        return FreeEnergyPooling(width, heads, gate_rank=4 if name.endswith("/r4") else None)
+    plain = {"pool:mean": Mean, "pool:max": Maximum}
+    return plain[name]() if name in plain else {"pool:lse": LogSumExp, "pool:gated": GatedAttention}[name](width)
+
+
+class BagModel(nn.Module):
+    """Bags (B, T, C) of which `keep` (B, T) is there -> answers (B, 1, outputs).
+
+    A linear map and a SwiGLU encode every element, the pool makes one vector of them, and another SwiGLU and a linear
+    map answer. All models have as many parameters as the one with attention pooling, by the widths of their SwiGLUs.
+    """
+
+    def __init__(self, channels: int, outputs: int, name: str, width: int, heads: int, mlp: int, initialisation: str):
+        super().__init__()
+        own, attention = (count_parameters(pool(one, width, heads)) for one in (name, "pool:attention"))
+        inner = narrowed(mlp, own - attention, 6 * width, name)
+        self.encode = nn.Sequential(
+            nn.Linear(channels, width), Residual(width, SwiGLU(width, inner)), nn.RMSNorm(width, EPS)
+        )
+        self.pool = pool(name, width, heads)
+        self.answer = nn.Sequential(
+            Residual(width, SwiGLU(width, inner)), nn.RMSNorm(width, EPS), nn.Linear(width, outputs)
+        )
+        initialise(self, initialisation)
+
+    def forward(self, x: Float[Tensor, "b t c"], keep: Bool[Tensor, "b t"]) -> Float[Tensor, "b 1 o"]:
+        encoded = x.new_zeros(*keep.shape, self.encode[0].out_features)
+        encoded[keep] = self.encode(x[keep][None])[0]  # elements of all bags in one row: padding costs nothing here
+        return self.answer(self.pool(encoded, keep))

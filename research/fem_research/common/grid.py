@@ -30,16 +30,13 @@ class Job(Protocol):
 
 def digest_of(decides: Any, data: bytes = b"") -> str:
     """Twelve hexadecimal digits for a file's name, which other values or other data would change."""
-    found = hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=6)
-    found.update(data)
-    return found.hexdigest()
+    digest = hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=6)
+    digest.update(data)
+    return digest.hexdigest()
 
 
 def record_of(job: Job, folder: Path) -> dict | None:
-    """The record of a job that has run; None where there is none, and where it is damaged, which a note says.
-
-    A record that names its job counts for this job alone.
-    """
+    """The record of this very job; None where there is none, and where it is damaged, which a note says."""
     path = folder / f"{job.key}.json"
     if not path.exists():
         return None
@@ -52,10 +49,7 @@ def record_of(job: Job, folder: Path) -> dict | None:
 
 @contextmanager
 def place_of(job: Job, folder: Path) -> Iterator[Path]:
-    """A folder for the job's checkpoints, `folder`/KEY, locked for one writer; once the block has ended, it is removed.
-
-    A block that fails leaves it: the next one goes on from there.
-    """
+    """A folder for the job's checkpoints, locked for one writer; removed when the block ends, unless it fails."""
     place = folder / job.key
     place.mkdir(parents=True, exist_ok=True)
     with one_writer(place):
@@ -78,11 +72,7 @@ class Tuned(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """The records in `folder`, and how those that are missing are made.
-
-    train(jobs, folder): runs jobs and yields the records that it has written, as `sweep` and `one_by_one` do.
-    told(record): what the progress bar says of a training that has ended.
-    """
+    """The records in `folder`; train(jobs, folder) makes those that are missing, told(record) is for the bar."""
 
     folder: Path
     train: Callable[[list[Job], Path], Iterable[dict]]
@@ -121,10 +111,7 @@ class Grid:
 def one_by_one(
     jobs: Iterable[Job], folder: Path, train: Callable[[Any, Path], dict], writes: bool = True
 ) -> Iterator[dict]:
-    """Run the jobs in this process; train(job, place) returns a record, and may keep checkpoints in the folder `place`.
-
-    writes: whether this process is the one that writes; of torchrun's, one does.
-    """
+    """Run the jobs here by train(job, folder of its checkpoints); of torchrun's processes, one `writes`."""
     for job in jobs:
         with place_of(job, folder) if writes else nullcontext(folder / job.key) as place:
             record = train(job, place)

@@ -33,10 +33,7 @@ def descend(
 
 
 def save(folder: Path, number: int, parts: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
-    """Write `folder`/checkpoint-NUMBER: the `state_dict` of every part, and what was measured; the newest two stay.
-
-    Raises OSError where it cannot be written whole, as on a full disk.
-    """
+    """Write `folder`/checkpoint-NUMBER: the `state_dict` of every part, and what was measured; the newest two stay."""
     staging = folder / STAGING
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -52,10 +49,7 @@ def save(folder: Path, number: int, parts: Mapping[str, Any], measured: Mapping[
 
 
 def restore(folder: Path, parts: Mapping[str, Any], device: torch.device) -> dict[str, Any] | None:
-    """Load the newest complete checkpoint into the parts; returns what was measured, None where there is none.
-
-    Later ones are set aside, which a note says. Raises ValueError where none is whole, or it does not fit the parts.
-    """
+    """Load the newest complete checkpoint into the parts; returns what was measured, None where there is none."""
     newest = to_go_on_from(folder)
     if newest is None:
         return None

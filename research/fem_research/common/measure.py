@@ -19,10 +19,7 @@ ALLOCATOR = "MALLOC_MMAP_THRESHOLD_"
 
 
 def alternate(steps: Mapping[str, Step], seconds: float, device: torch.device) -> dict[str, float]:
-    """Median seconds of every step. All are called in turn until `seconds` are spent; the first turn does not count.
-
-    On a CPU this is process time, which other programs affect little; on a GPU, the time between two events.
-    """
+    """Median seconds of the steps, which are called in turn: process time on a CPU, else between two events."""
     clock = gpu_seconds if device.type == "cuda" else cpu_seconds
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(1 + MOST_TURNS):

@@ -1,6 +1,4 @@
-"""The mixers that experiments compare, by names such as "softmax+LTG/r4": a prior, the parts of FEM that are switched
-on, and options. "fla:DeltaNet" is the layer of that name in flash-linear-attention.
-"""
+"""The mixers that experiments compare, by names such as "softmax+LTG/r4": prior, parts of FEM, options."""
 
 from __future__ import annotations
 
@@ -16,6 +14,13 @@ from fem.config import FreeEnergyMixerConfig
 PARTS = {"C": "use_conv", "L": "use_lse", "T": "use_temperature", "G": "use_outer_gate"}
 SHOWN = {"softmax": "attention", "gla": "GLA", "rnn_softmax": "AFT", "mamba": "Mamba", "mamba_interactive": "Mamba-i"}
 UNNORMALISED = "-norm"
+NUMBERED = {  # the field that an option with a number sets, by its letter
+    "h": ("n_head", int),
+    "r": ("gate_rank", int),
+    "s": ("free_share", float),
+    "b": ("beta_max_init", lambda text: math.log(math.expm1(float(text)))),
+    "l": ("lambda_init", float),
+}
 OPTION = re.compile(r"r\d+|s0?\.\d+|s1|b\d+(\.\d+)?|l-?\d+(\.\d+)?|h[1-9]\d*|wide|norm|norope")
 PUBLISHED_UNNORMALISED = ("gla", "mamba")
 LARGEST_BETA = 700.0  # that softplus can be inverted at
@@ -99,10 +104,8 @@ def canonical(name: str) -> str:
 
     "-norm": the score is not normalised. "/norm": it is; gla and mamba without L are unnormalised otherwise, as they
     were published (Table 1 normalises them from +L on). "/r4": gates of rank 4. "/s.5": split values, half of a head's
-    channels read F and the others the mean. "/wide": values as wide as the layer.
-    "/b8": beta starts at 8. "/l6": lambda's bias starts at 6. "/h16": 16 heads, whatever the others have. "/norope": no
-    position code.
-    Raises ValueError on an unknown name.
+    channels read F and the others the mean. "/wide": values as wide as the layer. "/b8": beta starts at 8. "/l6":
+    lambda's bias starts at 6. "/h16": 16 heads, whatever the others have. "/norope": no position code.
     """
     whole, *options = name.split("/")
     plain = whole.removesuffix(UNNORMALISED)
@@ -142,9 +145,9 @@ def canonical(name: str) -> str:
 
 def taken_apart(name: str) -> tuple[str, str, bool, list[str]]:
     """Prior, parts, whether the score is left unnormalised by "-norm", and options of a canonical name."""
-    whole, *options = name.split("/")
-    prior, _, parts = whole.removesuffix(UNNORMALISED).partition("+")
-    return prior, parts, whole.endswith(UNNORMALISED), options
+    mixer, *options = name.split("/")
+    prior, _, parts = mixer.removesuffix(UNNORMALISED).partition("+")
+    return prior, parts, mixer.endswith(UNNORMALISED), options
 
 
 def fields_of(name: str) -> dict:
@@ -153,21 +156,10 @@ def fields_of(name: str) -> dict:
     fields: dict = {"prior_type": prior} | {field: letter in parts for letter, field in PARTS.items()}
     if raw:
         fields["normalize"] = False
+    named = {"wide": {"fem_ratio": 1.0, "p_t_to_fem_ratio": 2.0}, "norope": {"use_rope": False}, "norm": {}}
     for option in options:
-        if option == "wide":
-            fields |= {"fem_ratio": 1.0, "p_t_to_fem_ratio": 2.0}
-        elif option == "norope":
-            fields["use_rope"] = False
-        elif option[0] == "h":
-            fields["n_head"] = int(option[1:])
-        elif option[0] == "r":
-            fields["gate_rank"] = int(option[1:])
-        elif option[0] == "s":
-            fields["free_share"] = float(option[1:])
-        elif option[0] == "b":
-            fields["beta_max_init"] = math.log(math.expm1(float(option[1:])))
-        elif option[0] == "l":
-            fields["lambda_init"] = float(option[1:])
+        field, read = NUMBERED.get(option[0], ("", str))
+        fields |= named[option] if option in named else {field: read(option[1:])}
     return fields
 
 

@@ -1,8 +1,4 @@
-"""The name and the colour of a mixer in tables and pictures, the same in all experiments.
-
-A prior alone has its usual name, with "+" the parts of FEM that it is given; with all four it is FEM. What is shown can
-be typed, `canonical(display(name)) == name`, but for pools.
-"""
+"""The name and the colour of a mixer in tables and pictures; `canonical(display(name)) == name`, but for pools."""
 
 from __future__ import annotations
 
@@ -18,28 +14,16 @@ GREYS |= {"mamba": "#6b7280", "mamba_interactive": "#8d8379"}
 OTHER_GREY = "#868e9c"
 FULL_COLOURS = {"softmax": "#1f5fbf", "linear": "#0f9488", "gla": "#0b6b4f", "rnn_softmax": "#6f4e00"}
 FULL_COLOURS |= {"rnn_decay": "#a16207", "mamba": "#7d1d5c", "mamba_interactive": "#d1495b"}
-PART_COLOURS = {
-    "G": "#e07b39",
-    "L": "#3a9d6b",
-    "LG": "#5f8d2f",
-    "LT": "#2aa5b8",
-    "LTG": "#8b5fbf",
-    "C": "#b8972f",
-    "CG": "#a0522d",
-    "CL": "#7da33a",
-    "CLG": "#c08497",
-    "CLT": "#c2477f",
-    "CLTG": "#1f5fbf",
-}
+PART_COLOURS = {"G": "#e07b39", "L": "#3a9d6b", "LG": "#5f8d2f", "LT": "#2aa5b8", "LTG": "#8b5fbf"}
+PART_COLOURS |= {"C": "#b8972f", "CG": "#a0522d", "CL": "#7da33a", "CLG": "#c08497", "CLT": "#c2477f"}
+PART_COLOURS |= {"CLTG": "#1f5fbf"}
 POOL_COLOURS = {"pool:fem": FULL_COLOURS["softmax"], "pool:lse": PART_COLOURS["L"]}
 
 
 def display(name: str) -> str:
-    """The mixer as a reader sees it: "attention", "attention+LT", "FEM", "GLA", "FEM-GLA/r8"; of fla, "DeltaNet (fla)";
-    of pools, "FEM pooling/r4".
+    """The mixer as a reader sees it: "attention+LT", "FEM", "FEM-GLA/r8", "DeltaNet (fla)", "FEM pooling/r4".
 
     Without L, gla and mamba are shown as they were published, unnormalised, and "/norm" says where they are not.
-    What is no mixer's name is shown as it is.
     """
     if name.startswith("pool:"):
         kind, *options = name.removeprefix("pool:").split("/")

@@ -7,10 +7,7 @@ from statistics import mean, stdev
 
 
 def paired(ours: Sequence[int | float], theirs: Sequence[int | float]) -> tuple[float, float | None]:
-    """Mean and standard error of ours - theirs, seed by seed; the error is None with a single seed.
-
-    Raises ValueError where the two have different numbers of seeds.
-    """
+    """Mean and standard error of ours - theirs, seed by seed; the error is None with a single seed."""
     if len(ours) != len(theirs):
         raise ValueError(f"paired seeds must be equally many, got {len(ours)} and {len(theirs)}.")
     differences = [a - b for a, b in zip(ours, theirs)]

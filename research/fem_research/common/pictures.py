@@ -19,7 +19,7 @@ def scores(
     floor: str = "",
 ) -> None:
     """A dot for every number, {panel: {mixer: a number per seed}}, and `floors` as `fem.plots.dots` draws them."""
-    named = {panel: {display(mixer): found for mixer, found in rows.items()} for panel, rows in panels.items()}
+    named = {panel: {display(mixer): numbers for mixer, numbers in rows.items()} for panel, rows in panels.items()}
     dots(path, title, named, _colours(mixer for rows in panels.values() for mixer in rows), floors, floor)
 
 

@@ -24,12 +24,11 @@ Train = Callable[[Any, torch.device, Path], dict[str, Any]]
 
 
 def sweep(jobs: Sequence[Job], folder: Path, train: Train, workers: int | None = None) -> Iterator[dict]:
-    """Run the jobs, each in a process of one thread; yields its record as each ends: job, curve, parameters, seconds.
+    """Run the jobs, each in a process of one thread; yields each record when its job ends, after writing it to
+    `folder`.
 
-    train(job, device, place) returns {"curve": what was measured, "parameters": the model's, "seconds"}, and may keep
-    checkpoints in the folder `place`. It must be a function of a module, or a `functools.partial` of one, so that
-    other processes can import it. Every record is written to `folder` as soon as its job ends. workers: jobs at a
-    time; None: one per core, or four per GPU.
+    train(job, device, place) returns {"curve", "parameters", "seconds"} and may keep checkpoints in the folder `place`;
+    other processes must be able to import it. workers: jobs at a time; None: one per core, or four per GPU.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be positive, got {workers}.")
@@ -59,8 +58,8 @@ def sweep(jobs: Sequence[Job], folder: Path, train: Train, workers: int | None =
 
 
 def _run(train: Train, job: Job, device: str, folder: Path) -> dict:
-    with place_of(job, folder) as place:
-        record = {"job": asdict(job), **train(job, torch.device(device), place)}
+    with place_of(job, folder) as checkpoints:
+        record = {"job": asdict(job), **train(job, torch.device(device), checkpoints)}
         keep(job, folder, record | {"device": device})
     return record
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
 
@@ -32,78 +32,8 @@ from fem_research.common import pictures
 from fem_research.common.names import display
 from fem_research.common.paired import spread
 from fem_research.demo.settings import DemoRecipe
-from fem_research.lm.small import MIXERS, LanguageRecipe, model_config, train
+from fem_research.lm.small import MIXERS, model_config, train
 from fem_research.lm.text import Corpus, build_corpus
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Results and curves of every mixer in the order of the seeds, and its model of the first seed."""
-
-    results: dict[str, list[Score]]
-    curves: dict[str, list[list[Score]]]
-    models: dict[str, FEMForCausalLM]
-
-    def scores(self) -> dict[str, dict]:
-        """Means over the seeds, and every seed's validation loss."""
-        return {
-            name: {metric: mean(seed[metric] for seed in seeds) for metric in ("val_loss", "tokens_per_second")}
-            | {"parameters": int(seeds[0]["parameters"]), "val_losses": [seed["val_loss"] for seed in seeds]}
-            for name, seeds in self.results.items()
-        }
-
-    def rows(self, bytes_per_token: float) -> list[dict]:
-        """A table: validation loss in nats per token, its standard deviation over seeds, and in bits per byte."""
-        return [
-            {
-                "mixer": display(name),
-                "loss": score["val_loss"],
-                "sd": spread(score["val_losses"]),
-                "seeds": len(score["val_losses"]),
-                "bits/byte": score["val_loss"] / math.log(2) / bytes_per_token,
-                "parameters": score["parameters"],
-                "tokens/s": score["tokens_per_second"],
-            }
-            for name, score in self.scores().items()
-        ]
-
-
-def draw_losses(results: Mapping, path: Path) -> None:
-    """Validation loss over steps and over training time, a line per seed, from what results.json holds."""
-    pictures.curves(
-        path,
-        "Language models of equal size",
-        results["lm_curves"],
-        [
-            ("validation loss (nats per token)", "step", "step", "val_loss"),
-            ("the same over time", "seconds of training on this machine", "seconds", "val_loss"),
-        ],
-    )
-
-
-def compare(
-    mixers: Mapping[str, dict], recipe: LanguageRecipe, seeds: Sequence[int], corpus: Corpus, run: Run, bars: Progress
-) -> Comparison:
-    """Train a model of every mixer with every seed; measurements are appended to the run's metrics.jsonl."""
-    comparison = Comparison({name: [] for name in mixers}, {name: [] for name in mixers}, {})
-    for seed in seeds:
-        for name, mixer in mixers.items():
-            seeded = replace(recipe, seed=seed)
-            model = build_model(model_config(seeded, mixer, len(corpus.tokenizer)), seed)
-            curve: list[Score] = []
-            shown = f"language model: {display(name)}" + (f", seed {seed}" if len(seeds) > 1 else "")
-            _, advance = steps_bar(bars, shown, recipe.steps)
-
-            def log(metrics, name=name, seed=seed, curve=curve):
-                run.log(experiment="lm", model=name, seed=seed, **metrics)
-                if "val_loss" in metrics:
-                    curve.append(metrics)
-
-            comparison.results[name].append(train(model, corpus, seeded, log, advance))
-            comparison.curves[name].append(curve)
-            comparison.models.setdefault(name, model)
-    return comparison
-
 
 WORDS = (12, 24)  # fewest and most words of the sentence that the model reads for the picture
 PROMPT_WORDS, SAMPLE_TOKENS = 6, 60
@@ -116,8 +46,7 @@ PLAIN = re.compile(r"[A-Z][A-Za-z ,;'-]+[.!?]")
 
 def run(recipe: DemoRecipe, output: Path) -> dict:
     """The whole demo, written to `output`; returns what results.json holds."""
-    task = ArgmaxRecipe(steps=recipe.argmax_steps, seed=recipe.seed, seeds=1)
-    seeds, language = range(recipe.seed, recipe.seed + recipe.seeds), recipe.language()
+    task, language = ArgmaxRecipe(steps=recipe.argmax_steps, seed=recipe.seed, seeds=1), recipe.language()
     for mixer in MIXERS.values():  # an error here comes before the first minute of work
         model_config(language, mixer, recipe.vocabulary)
     with cpu_threads(recipe.threads), open_run(output, "demo", recipe) as under_way:
@@ -127,12 +56,12 @@ def run(recipe: DemoRecipe, output: Path) -> dict:
             corpus = build_corpus(recipe.documents(), recipe.vocabulary, recipe.context)
             bars.update(reading_text, completed=1)
             curves = argmax.compare(task, under_way, bars)
-            models = compare(MIXERS, language, seeds, corpus, under_way, bars)
-        untrained = argmax.baselines(task)
-        tables = {"argmax": argmax.rows(curves, task, untrained), "lm": models.rows(corpus.bytes_per_token)}
-        for name, rows in tables.items():
-            write_table(folder, name, rows)
-        fem = models.models["fem"]
+            ends, lm_curves, fem = compare(recipe, corpus, under_way, bars)
+        scores = summary(ends)
+        rows = argmax.rows(curves, task, argmax.baselines(task))
+        tables = {"argmax": rows, "lm": language_rows(scores, corpus.bytes_per_token)}
+        for name, table in tables.items():
+            write_table(folder, name, table)
         sentence = plain_sentence(held_out(corpus))
         room = min(recipe.context // 2, MOST_TOKENS)
         sentence = corpus.tokenizer.decode(corpus.tokenizer(sentence)["input_ids"][:room])
@@ -140,8 +69,8 @@ def run(recipe: DemoRecipe, output: Path) -> dict:
         sample = generate(fem, corpus.tokenizer, sentence, recipe.seed)
         for part in (fem, corpus.tokenizer):
             part.save_pretrained(folder / "model")
-        found = {"argmax": argmax.scores(curves), "curves": curves, "lm": models.scores(), "lm_curves": models.curves}
-        results = under_way.finish(found | {"reading": reading})
+        measured = {"argmax": argmax.scores(curves), "curves": curves, "lm": scores, "lm_curves": lm_curves}
+        results = under_way.finish(measured | {"reading": reading})
         redraw(results, asdict(recipe), folder)
         text = report(recipe, tables, argmax.ended(curves, task), caption(reading), sample)
         (folder / "report.md").write_text(text, encoding="utf-8")
@@ -151,10 +80,58 @@ def run(recipe: DemoRecipe, output: Path) -> dict:
     return results
 
 
+ByMixer = dict[str, list]  # a value per seed
+
+
+def compare(recipe: DemoRecipe, corpus: Corpus, run: Run, bars: Progress) -> tuple[ByMixer, ByMixer, FEMForCausalLM]:
+    """Train a model of every mixer with every seed on the same data in the same order; returns their last scores, their
+    curves and FEM's model of the first seed. Measurements are appended to the run's metrics.jsonl."""
+    ends, curves, models = {name: [] for name in MIXERS}, {name: [] for name in MIXERS}, []
+    for seed in range(recipe.seed, recipe.seed + recipe.seeds):
+        for name, mixer in MIXERS.items():
+            language = replace(recipe.language(), seed=seed)
+            model = build_model(model_config(language, mixer, len(corpus.tokenizer)), seed)
+            curve: list[Score] = []
+            _, advance = steps_bar(bars, f"language model: {display(name)}, seed {seed}", recipe.steps)
+
+            def log(metrics, name=name, seed=seed, curve=curve):
+                run.log(experiment="lm", model=name, seed=seed, **metrics)
+                if "val_loss" in metrics:
+                    curve.append(metrics)
+
+            ends[name].append(train(model, corpus, language, log, advance))
+            curves[name].append(curve)
+            models += [model] if name == "fem" else []
+    return ends, curves, models[0]
+
+
+def summary(ends: ByMixer) -> dict[str, dict]:
+    """Means over the seeds, and every seed's validation loss."""
+    return {
+        name: {metric: mean(seed[metric] for seed in seeds) for metric in ("val_loss", "tokens_per_second")}
+        | {"parameters": int(seeds[0]["parameters"]), "val_losses": [seed["val_loss"] for seed in seeds]}
+        for name, seeds in ends.items()
+    }
+
+
+def language_rows(scores: Mapping[str, dict], bytes_per_token: float) -> list[dict]:
+    """Validation loss in nats per token, its standard deviation over seeds, and in bits per byte."""
+    return [
+        {"mixer": display(name), "loss": score["val_loss"], "sd": spread(score["val_losses"])}
+        | {"seeds": len(score["val_losses"]), "bits/byte": score["val_loss"] / math.log(2) / bytes_per_token}
+        | {"parameters": score["parameters"], "tokens/s": score["tokens_per_second"]}
+        for name, score in scores.items()
+    ]
+
+
 def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
     """argmax.png, lm.png and reading.png, from what results.json holds."""
     argmax.redraw(results, asdict(ArgmaxRecipe()), folder)
-    draw_losses(results, folder / "lm.png")
+    panels = [
+        ("validation loss (nats per token)", "step", "step", "val_loss"),
+        ("the same over time", "seconds of training on this machine", "seconds", "val_loss"),
+    ]
+    pictures.curves(folder / "lm.png", "Language models of equal size", results["lm_curves"], panels)
     words, heads = results["reading"]["words"], results["reading"]["shown"]
     tables = [(head["title"], np.array(head["prior"]), np.array(head["channels"])) for head in heads]
     channel_readings(folder / "reading.png", "What each channel reads at the end of the sentence", words, tables)

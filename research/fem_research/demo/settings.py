@@ -44,8 +44,8 @@ class DemoRecipe:
         """What both language models share."""
         from fem_research.lm.small import LanguageRecipe
 
-        own = ("text_file", "seeds", "argmax_steps", "threads", "batch_size")
-        shared = {name: value for name, value in asdict(self).items() if name not in own}
+        excluded = ("text_file", "seeds", "argmax_steps", "threads", "batch_size")
+        shared = {name: value for name, value in asdict(self).items() if name not in excluded}
         return LanguageRecipe(**shared, batch=self.batch_size)
 
     def documents(self) -> Path | list[str]:

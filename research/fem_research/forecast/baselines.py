@@ -32,13 +32,8 @@ MODELS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
 }
 CHECKS = 10
 PATIENCE = 3
-QUIET = {
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "num_sanity_val_steps": 0,
-}
+QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+QUIET |= {"num_sanity_val_steps": 0}
 
 
 class Steps(Callback):
@@ -61,10 +56,7 @@ class Steps(Callback):
 
 
 def train_baseline(job: Job, bars: Progress) -> dict:
-    """Train one of `MODELS` through `NeuralForecast.fit`; returns its record, as `training.train` does.
-
-    Training stops early by neuralforecast's own rule, which keeps the last weights and not the best.
-    """
+    """Train one of `MODELS` by neuralforecast, with its own rule for early stopping, which keeps the last weights."""
     kind, settings = MODELS[job.model]
     steps = Steps(bars, job.title, job.recipe.peer_steps)
     model = kind(

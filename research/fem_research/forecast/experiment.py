@@ -7,12 +7,14 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
+import pandas as pd
+
 from fem.plots import dots, picture
 from fem.runs.run import RUNS, check_output, command_line, cpu_threads, progress, provenance
 from fem.runs.tables import markdown_table, write_page
 from fem_research.common.grid import Grid, one_by_one, publish
 from fem_research.common.names import colour, display
-from fem_research.common.paired import spread
+from fem_research.common.paired import by_seed, spread
 from fem_research.forecast.settings import PROFILES, ForecastRecipe, Job
 
 TABLE_4_MODELS = ("FEM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "GLA", "iTransformer", "PatchTST", "DLinear")
@@ -28,13 +30,8 @@ TABLE_4_NOTE = (
     "MSE, mean over horizons 96, 192, 336 and 720; the paper's in brackets. Ours is blank unless all four were run."
 )
 HORIZONS = (96, 192, 336, 720)
-NAMES = {
-    "itransformer": "iTransformer",
-    "patchtst": "PatchTST",
-    "dlinear": "DLinear",
-    "femforecaster": "FEMForecaster",
-    "none": "no mixer",
-}
+NAMES = {"itransformer": "iTransformer", "patchtst": "PatchTST", "dlinear": "DLinear"}
+NAMES |= {"femforecaster": "FEMForecaster", "none": "no mixer"}
 OWN_COLOURS = {"itransformer": "#64748b", "patchtst": "#857c74", "dlinear": "#a08c74", "none": "#111827"}
 
 
@@ -48,41 +45,28 @@ def colour_of(model: str) -> str:
 
 def summary(records: Sequence[dict]) -> list[dict]:
     """Means over the seeds, and every seed's error, by data, horizon and model."""
-    groups: dict[tuple, list[dict]] = {}
-    for record in records:
-        groups.setdefault((record["data"], record["horizon"], record["model"]), []).append(record)
-    return [
-        {
-            "data": data,
-            "horizon": horizon,
-            "model": model,
-            "mse": mean(record["mse"] for record in found),
-            "mses": [record["mse"] for record in found],
-            "mae": mean(record["mae"] for record in found),
-            "seeds": [record["seed"] for record in found],
-            "lookback": found[0]["lookback"],
-            "parameters": found[0]["parameters"],
-            "cpu_seconds": mean(record["seconds"] for record in found),
-        }
-        for (data, horizon, model), found in groups.items()
-    ]
+    rows = (
+        pd.DataFrame(records)
+        .groupby(["data", "horizon", "model"], sort=False, as_index=False)
+        .agg(
+            mse=("mse", "mean"),
+            mses=("mse", list),
+            mae=("mae", "mean"),
+            seeds=("seed", list),
+            lookback=("lookback", "first"),
+            parameters=("parameters", "first"),
+            cpu_seconds=("seconds", "mean"),
+        )
+    )
+    return rows.to_dict("records")
 
 
 def table(records: Sequence[dict]) -> list[dict]:
     """A row per data, horizon and model, which comes first: a column that stays in sight."""
     return [
-        {
-            "model": name_of(row["model"]),
-            "data": row["data"],
-            "horizon": row["horizon"],
-            "MSE": row["mse"],
-            "sd": spread(row["mses"]),
-            "MSE by seed": ", ".join(f"{error:.4f}" for error in row["mses"]),
-            "MAE": row["mae"],
-            "lookback": row["lookback"],
-            "parameters": row["parameters"],
-            "CPU s": row["cpu_seconds"],
-        }
+        {"model": name_of(row["model"]), "data": row["data"], "horizon": row["horizon"], "MSE": row["mse"]}
+        | {"sd": spread(row["mses"]), "MSE by seed": by_seed(row["mses"], ".4f"), "MAE": row["mae"]}
+        | {"lookback": row["lookback"], "parameters": row["parameters"], "CPU s": row["cpu_seconds"]}
         for row in summary(records)
     ]
 
@@ -101,9 +85,10 @@ def table4(summaries: Sequence[dict]) -> list[dict]:
     for data, figures in TABLE_4.items():
         rows.append({"dataset": data})
         for model, paper in zip(TABLE_4_MODELS, figures):
-            found = ours.get((data.lower(), model), {})
-            whole = f"{mean(found[horizon] for horizon in HORIZONS):.3f} " if found.keys() >= set(HORIZONS) else ""
-            rows[-1][model] = f"{whole}({paper:.3f})"
+            errors = ours.get((data.lower(), model), {})
+            all_run = errors.keys() >= set(HORIZONS)
+            ours_mean = f"{mean(errors[horizon] for horizon in HORIZONS):.3f} " if all_run else ""
+            rows[-1][model] = f"{ours_mean}({paper:.3f})"
     return rows
 
 
@@ -117,9 +102,7 @@ def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
 
 
 def forecasts(path: Path, records: Sequence[dict]) -> None:
-    """The last channel of the middle test window, and its forecast by every model's first seed. A row of panels per
-    series, a column per horizon.
-    """
+    """The last channel of the middle test window, and its forecasts by the first seeds."""
     first: dict[tuple, dict] = {}
     for record in records:
         first.setdefault((record["data"], record["horizon"], record["model"]), record)
@@ -135,10 +118,9 @@ def forecasts(path: Path, records: Sequence[dict]) -> None:
                 axes.plot(
                     [*past, *future], shown["history"] + shown["future"], color="black", linewidth=1, label="truth"
                 )
-            look = {"color": colour_of(record["model"]), "linewidth": 1.4}
-            axes.plot(future, shown["forecast"], **look, label=name_of(record["model"]))
-            axes.set_xlabel("rows from now")
-            axes.set_title(f"{record['data']}, horizon {record['horizon']}")
+            look = {"color": colour_of(record["model"]), "linewidth": 1.4, "label": name_of(record["model"])}
+            axes.plot(future, shown["forecast"], **look)
+            axes.set(xlabel="rows from now", title=f"{record['data']}, horizon {record['horizon']}")
         labelled = {label: line for axes in panels.flat for line, label in zip(*axes.get_legend_handles_labels())}
         figure.legend(labelled.values(), labelled.keys(), loc="outside right upper")
 
@@ -165,10 +147,7 @@ def write_report(folder: Path, records: Sequence[dict], command: str) -> None:
 
 
 def run(recipe: ForecastRecipe, output: Path, profile: str = "laptop") -> dict:
-    """Run the jobs without a record in `output`/runs, write tables, plots, report; returns what results.json holds.
-
-    Raises ValueError on data that cannot be trained on, before any training.
-    """
+    """Run the jobs without a record in `output`/runs, write tables, plots, report; returns what results.json holds."""
     check_output(output, "forecast", recipe)
     from fem_research.forecast.training import train
 
@@ -177,8 +156,8 @@ def run(recipe: ForecastRecipe, output: Path, profile: str = "laptop") -> dict:
         from fem_research.forecast.baselines import train_baseline
     with cpu_threads(recipe.threads), progress() as bars:
 
-        def train_one(job: Job, place: Path) -> dict:
-            return train_baseline(job, bars) if job.is_baseline else train(job, place, bars)
+        def train_one(job: Job, checkpoints: Path) -> dict:
+            return train_baseline(job, bars) if job.is_baseline else train(job, checkpoints, bars)
 
         records = Grid(output / RUNS, partial(one_by_one, train=train_one), bars, "models").records(jobs)
     return publish(

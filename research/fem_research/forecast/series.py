@@ -51,19 +51,18 @@ def windows(series: Series, lookback: int, horizon: int, device: torch.device | 
     """The windows of each split, by its name, on the scaled rows.
 
     The futures of validation and test lie inside their split; their histories reach back before it.
-    Raises ValueError where a split is too short for one window.
     """
     rows = series.scaled().to(device)
-    found = {}
+    parts = {}
     for split, (start, stop) in series.splits.items():
         first = start if split == "train" else start - lookback
-        found[split] = Windows(rows[max(first, 0) : stop], lookback, horizon)
-        if first < 0 or not len(found[split]):
+        parts[split] = Windows(rows[max(first, 0) : stop], lookback, horizon)
+        if first < 0 or not len(parts[split]):
             raise ValueError(
                 f"{series.name} is too short: its {split} rows [{start}, {stop}) hold no window of lookback {lookback} "
                 f"and horizon {horizon}; choose smaller ones."
             )
-    return found
+    return parts
 
 
 DATE = "date"
@@ -76,9 +75,8 @@ UNEVEN = ("weather",)  # the published file lacks 8 of its 52,704 rows; everybod
 def load_series(path: str | Path) -> Series:
     """The series in a CSV file, .csv or .csv.gz: a column `date`, then a column per channel. Solar has no dates.
 
-    ETT, Weather and Solar are recognised by the file's name: their channels are checked. ETT is split into 12, 4 and 4
-    months, and rows after these are unused; all else is split .7 / .1 / .2.
-    Raises ValueError on a missing file or column, a gap in the dates, a cell that is not a number, too few rows.
+    ETT, Weather and Solar are recognised by the file's name. ETT is split into 12, 4 and 4 months, and rows after these
+    are unused; all else is split .7 / .1 / .2.
     """
     path = Path(path)
     if not path.is_file():
@@ -89,46 +87,33 @@ def load_series(path: str | Path) -> Series:
     except (ValueError, UnicodeDecodeError, OSError, EOFError) as error:
         raise ValueError(f"{path.name} cannot be read as a CSV file: {str(error).strip()}") from error
     table.columns = table.columns.map(str)
-    _check_columns(name, table)
-    if DATE in table and _kind(name) not in UNEVEN:
+    kind = next((kind for kind in ("etth", "ettm", *CHANNELS) if name.lower().startswith(kind)), "")
+    wanted = ([] if kind == "solar" else [DATE]) + [*ETT_CHANNELS] * kind.startswith("ett")
+    if missing := [column for column in wanted if column not in table]:
+        raise ValueError(f"{name} has no column {', '.join(missing)}; its columns are {', '.join(table.columns[:9])}.")
+    if DATE in table and kind not in UNEVEN:
         _check_dates(path.name, table[DATE])
     table = table.drop(columns=DATE, errors="ignore")
+    if table.shape[1] != CHANNELS.get(kind, table.shape[1] or 1):
+        raise ValueError(f"{name} must have {CHANNELS.get(kind, 'at least 1')} channels, got {table.shape[1]}.")
     values = _numbers(path.name, table)
-    return Series(name, tuple(table.columns), values, _splits(name, len(values)))
-
-
-def _kind(name: str) -> str:
-    lower = name.lower()
-    return next((kind for kind in ("etth", "ettm", *CHANNELS) if lower.startswith(kind)), "")
+    return Series(name, tuple(table.columns), values, _splits(name, kind, len(values)))
 
 
 def _has_header(path: Path) -> bool:
     return not pd.to_numeric(pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0], errors="coerce").notna().any()
 
 
-def _check_columns(name: str, table: pd.DataFrame) -> None:
-    kind = _kind(name)
-    wanted = [] if kind == "solar" else [DATE]
-    wanted += ETT_CHANNELS if kind.startswith("ett") else []
-    missing = [column for column in wanted if column not in table]
-    if missing:
-        raise ValueError(f"{name} has no column {', '.join(missing)}; its columns are {', '.join(table.columns[:9])}.")
-    channels = len(table.columns.drop(DATE, errors="ignore"))
-    if channels != CHANNELS.get(kind, channels) or channels == 0:
-        raise ValueError(f"{name} must have {CHANNELS.get(kind, 'at least 1')} channels, got {channels}.")
-
-
 def _check_dates(file: str, column: pd.Series) -> None:
     dates = pd.to_datetime(column, errors="coerce")
-    if dates.isna().any():
-        row = int(dates.isna().to_numpy().argmax())
+    for row in np.flatnonzero(dates.isna())[:1]:
         raise ValueError(f"{file} has a date that cannot be read in row {row + 1}: {column[row]!r}.")
     steps = dates.diff().iloc[1:]
-    if len(steps) and (steps != steps.mode()[0]).any():
-        row = int((steps != steps.mode()[0]).to_numpy().argmax())
+    usual = steps.mode().min()
+    for row in np.flatnonzero(steps != usual)[:1]:
         raise ValueError(
-            f"{file} has a gap in its dates: {dates[row + 1]} follows {dates[row]}, where rows are {steps.mode()[0]} "
-            f"apart; add the missing rows, or sort them."
+            f"{file} has a gap in its dates: {dates[row + 1]} follows {dates[row]}, where rows are {usual} apart; add "
+            "the missing rows, or sort them."
         )
 
 
@@ -144,15 +129,13 @@ def _numbers(file: str, table: pd.DataFrame) -> np.ndarray:
     return values
 
 
-def _splits(name: str, rows: int) -> dict[str, Range]:
-    kind = _kind(name)
+def _splits(name: str, kind: str, rows: int) -> dict[str, Range]:
     if kind.startswith("ett"):
         quarters = 4 if kind == "ettm" else 1
-        found = {split: (quarters * start, quarters * stop) for split, (start, stop) in ETT_HOURS.items()}
-        needed = found["test"][1]
-        if rows < needed:
-            raise ValueError(f"{name} is too short: its standard split needs {needed} rows, got {rows}.")
-        return found
+        splits = {split: (quarters * start, quarters * stop) for split, (start, stop) in ETT_HOURS.items()}
+        if rows < splits["test"][1]:
+            raise ValueError(f"{name} is too short: its standard split needs {splits['test'][1]} rows, got {rows}.")
+        return splits
     train, test = int(0.7 * rows), int(0.2 * rows)
     validation = int(0.1 * rows) if kind == "solar" else rows - train - test
     return {"train": (0, train), "validation": (train, train + validation), "test": (rows - test, rows)}

@@ -83,14 +83,14 @@ class ForecastRecipe:
         return [int(text) for text in listed(self.horizon)]
 
     def jobs(self) -> list[Job]:
-        """All runs, seed by seed. Raises ValueError on data that cannot be used for training."""
+        """All runs, seed by seed."""
         from fem_research.forecast.series import load_series
 
         if not listed(self.data):
             raise ValueError("data must name at least one CSV file, got none; give --data PATH.")
         series = [load_series(path) for path in listed(self.data)]
         seeds = range(self.seed, self.seed + self.seeds)
-        jobs = [Job(*found, self) for found in product(series, self.horizons, seeds, self.model_names)]
+        jobs = [Job(*parts, self) for parts in product(series, self.horizons, seeds, self.model_names)]
         for job in jobs:
             job.windows()
         return jobs
@@ -135,8 +135,8 @@ class Job:
         decides = {name: value for name, value in asdict(self.recipe).items() if name not in NOT_IN_THE_KEY}
         if self.recipe.peer_stride == 1:  # records from before there was a stride stay valid
             del decides["peer_stride"]
-        found = digest_of(decides, self.series.values.tobytes())
-        return f"{self.series.name}-{self.horizon}-{self.model}-seed{self.seed}-{found}"
+        digest = digest_of(decides, self.series.values.tobytes())
+        return f"{self.series.name}-{self.horizon}-{self.model}-seed{self.seed}-{digest}"
 
     def windows(self, device: torch.device | str = "cpu") -> dict[str, Windows]:
         """The windows of every split. Raises ValueError where a split is too short for one."""

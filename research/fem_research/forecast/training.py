@@ -1,25 +1,138 @@
-"""One run of the paper's backbone: trained on all windows, validated after every epoch, tested once.
-
-A plain loop: around a Trainer, two losses, validation on all windows and exact resumption would take more code.
-"""
+"""The paper's forecaster around a mixer, and one run of it: trained on all windows, validated after every epoch."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float
 from rich.progress import Progress
 from torch import Tensor, nn
 
+from fem.config import FreeEnergyMixerConfig
+from fem.mixer import FreeEnergyMixer
 from fem.optim import parameter_groups
 from fem_research.common import loops
-from fem_research.common.blocks import count_parameters
-from fem_research.forecast.backbone import build_backbone
+from fem_research.common.blocks import EPS, Residual, count_parameters, initialise, narrowed
+from fem_research.common.mixers import fields_of
 from fem_research.forecast.series import Windows
-from fem_research.forecast.settings import Job
+from fem_research.forecast.settings import NONE, Job
+
+STD = 0.02
+
+
+class SegmentTokens(nn.Module):
+    """Two tokens for every segment x_n of every channel c: one from a mixture of all channels, one from c only.
+
+        z_c,2n = RMSNorm(W_context (M x_n)_c)          z_c,2n+1 = RMSNorm(W_main x_nc)
+
+    segments (B, C, N, S) -> tokens (B, C, 2 N, D), to which learnt vectors of position and channel are added before a
+    norm. M is (C, C).
+    """
+
+    def __init__(self, channels: int, segments: int, length: int, width: int, dropout: float):
+        super().__init__()
+        self.channels = nn.Linear(channels, channels)
+        self.context = nn.Sequential(nn.Linear(length, width), nn.RMSNorm(width, EPS))
+        self.main = nn.Sequential(nn.Linear(length, width), nn.RMSNorm(width, EPS))
+        self.position = nn.Parameter(STD * torch.randn(2 * segments, width))
+        self.channel = nn.Parameter(STD * torch.randn(channels, 2 * segments, width))
+        self.dropout = nn.Dropout(dropout)
+        self.norm = nn.RMSNorm(width, EPS)
+
+    def forward(self, segments: Float[Tensor, "b c n s"]) -> Float[Tensor, "b c m d"]:
+        mixed = self.channels(segments.transpose(1, 3)).transpose(1, 3)
+        pairs = torch.stack([self.context(mixed), self.main(segments)], 3).flatten(2, 3)
+        return self.norm(self.dropout(pairs) + self.position + self.channel)
+
+
+class ForecastBackbone(nn.Module):
+    """The next `horizon` rows of all channels, from the tokens of the past.
+
+        x = (history - level) / spread       level: mean of the last segment, spread: standard deviation of the history
+        x_{n+1} ~ W z_n + b                  z_n: the output of the blocks at the channel's own token of segment n
+        forecast = spread x_{N+1} + level
+
+    Segments are as long as the horizon; the first one is padded with zeros on the left. The blocks see each channel
+    alone.
+    Raises ValueError unless the lookback is longer than the horizon.
+    """
+
+    def __init__(self, channels: int, lookback: int, horizon: int, width: int, blocks: nn.Sequential, dropout: float):
+        super().__init__()
+        if lookback <= horizon:
+            raise ValueError(f"lookback must be longer than the horizon {horizon}, got {lookback}.")
+        self.horizon = horizon
+        segments = -(-lookback // horizon)
+        self.padding = segments * horizon - lookback
+        self.tokens = SegmentTokens(channels, segments, horizon, width, dropout)
+        self.blocks = blocks
+        self.head = nn.Sequential(nn.RMSNorm(width, EPS), nn.Linear(width, horizon))
+
+    def forward(self, history: Float[Tensor, "b l c"]) -> Float[Tensor, "b h c"]:
+        return self._read(history)[0]
+
+    def loss(self, history: Float[Tensor, "b l c"], future: Float[Tensor, "b h c"]) -> Float[Tensor, ""]:
+        """Squared error of the forecast, plus that of every segment's successor in the history, on its own scale."""
+        forecast, successors, segments = self._read(history)
+        return F.mse_loss(forecast, future) + F.mse_loss(successors[:, :, :-1], segments[:, :, 1:])
+
+    def _read(self, history: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        level = history[:, -self.horizon :].mean(1, keepdim=True)
+        spread = history.std(1, keepdim=True) + 1e-8
+        x = F.pad(((history - level) / spread).transpose(1, 2), (self.padding, 0))
+        segments = x.unflatten(2, (-1, self.horizon))
+        z = self.tokens(segments)
+        z = self.blocks(z.flatten(0, 1)).view_as(z)
+        successors = self.head(z[:, :, 1::2])
+        return spread * successors[:, :, -1].transpose(1, 2) + level, successors, segments
+
+
+def build_backbone(
+    mixer: str,
+    channels: int,
+    lookback: int,
+    horizon: int,
+    *,
+    width: int,
+    layers: int,
+    heads: int,
+    dropout: float,
+    beta_max_init: float = 1.8,
+) -> ForecastBackbone:
+    """The forecaster around a mixer, with the parameters of the one around softmax attention: its MLPs are narrower.
+
+    Weights start N(0, 0.02), those that write into the residual stream N(0, 0.02 / sqrt(2 layers)), biases and the
+    conditioner's columns at 0.
+    """
+
+    def config(name: str) -> FreeEnergyMixerConfig:
+        own = fields_of(name)
+        start = {"beta_max_init": beta_max_init} if own["use_temperature"] else {}
+        return FreeEnergyMixerConfig.matched(n_embd=width, n_head=heads, **start | own)
+
+    with torch.device("meta"):
+        own = 0 if mixer == NONE else count_parameters(FreeEnergyMixer(config(mixer)))
+        extra = own - count_parameters(FreeEnergyMixer(config("softmax")))
+    inner = narrowed(4 * width, extra, 2 * width + 1, mixer)
+    parts: list[nn.Module] = []
+    for _ in range(layers):
+        if mixer != NONE:
+            parts.append(FreeEnergyMixer(config(mixer)))
+        parts.append(nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width)))
+    blocks = nn.Sequential(*(Residual(width, part, dropout) for part in parts))
+    backbone = ForecastBackbone(channels, lookback, horizon, width, blocks, dropout)
+    initialise(backbone, "normal")
+    for part in parts:
+        written = part.output if isinstance(part, FreeEnergyMixer) else part[-1]
+        nn.init.normal_(written.weight, std=STD / math.sqrt(2 * layers))
+    return backbone
+
 
 BETAS = (0.9, 0.95)
 RISE, START = 0.05, 0.1  # the learning rate starts at a tenth of its peak, and rises for 5 % of the steps
@@ -37,10 +150,7 @@ class Score(NamedTuple):
 
 
 def train(job: Job, folder: Path, bars: Progress) -> dict:
-    """Train the job's backbone, from the last checkpoint in `folder` if there is one; returns its record.
-
-    The weights with the lowest validation error are tested. Raises ValueError where no epoch has a finite one.
-    """
+    """Train the job's backbone, from the last checkpoint in `folder` if any; its best weights are tested."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     recipe = job.recipe
     split = job.windows(device)
@@ -61,7 +171,7 @@ def train(job: Job, folder: Path, bars: Progress) -> dict:
     groups = parameter_groups(backbone, recipe.weight_decay)
     optimiser = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: one_cycle(step / (recipe.epochs * batches)))
-    training = Training(backbone, optimiser, schedule)
+    training = Training(backbone=backbone, optimiser=optimiser, schedule=schedule)
     training.resume(folder)
     bar = bars.add_task(job.title, total=recipe.epochs * batches, completed=training.epoch * batches)
     while training.epoch < recipe.epochs and training.epoch - training.best_epoch < recipe.patience:
@@ -89,27 +199,17 @@ def train(job: Job, folder: Path, bars: Progress) -> dict:
 
 def record(job: Job, model: nn.Module, forecast: Forecast, test: Windows, seconds: float, curve: list[dict]) -> dict:
     """What is kept of a run: its names, size, errors on test, CPU seconds of training, curve and one forecast."""
-    return {
-        "data": job.series.name,
-        "horizon": job.horizon,
-        "model": job.model,
-        "seed": job.seed,
-        "lookback": job.lookback,
-        "parameters": count_parameters(model),
-        **score(forecast, test)._asdict(),
-        "seconds": seconds,
-        "curve": curve,
-        "example": example(forecast, test),
-    }
+    names = {"data": job.series.name, "horizon": job.horizon, "model": job.model, "seed": job.seed}
+    sizes = {"lookback": job.lookback, "parameters": count_parameters(model)}
+    scores = score(forecast, test)._asdict()
+    return names | sizes | scores | {"seconds": seconds, "curve": curve, "example": example(forecast, test)}
 
 
 class Training:
     """The state of a run between two epochs, saved in one checkpoint."""
 
-    def __init__(
-        self, backbone: nn.Module, optimiser: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler
-    ):
-        self.parts = {"backbone": backbone, "optimiser": optimiser, "schedule": schedule}
+    def __init__(self, **parts: Any):
+        self.parts = parts
         self.best = {}
         self.curve: list[dict] = []
         self.seconds = 0.0

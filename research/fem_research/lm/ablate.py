@@ -9,8 +9,8 @@ from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING
 
+import torch
 from rich.progress import Progress
 
 from fem.runs.run import (
@@ -18,28 +18,71 @@ from fem.runs.run import (
     check_output,
     command_line,
     cpu_threads,
+    note,
     progress,
     provenance,
+    read_json,
     steps_bar,
+    write_json,
 )
 from fem.runs.tables import markdown_table, write_page
+from fem.train.model import build_model
+from fem_research.common import pictures
 from fem_research.common.grid import Grid, digest_of, one_by_one, publish
+from fem_research.common.loops import descend
+from fem_research.common.measure import Step, alternate
 from fem_research.common.mixers import file_name
 from fem_research.common.names import KEY, display
 from fem_research.common.paired import by_seed, shown, spread
-from fem_research.lm.ablate_recipe import AblateRecipe, mixer_name, remark, row_fields
+from fem_research.lm.settings import AblateRecipe, mixer_name, remark, row_fields
+from fem_research.lm.small import LanguageRecipe, model_config, train
+from fem_research.lm.text import Corpus, build_corpus, source_name
 
-if TYPE_CHECKING:
-    from fem_research.lm.small import LanguageRecipe
-    from fem_research.lm.text import Corpus
-
-
+SECONDS = 60.0  # for all rows
+COSTS = "costs.json"
 PLAIN, GATED = "-C,G,T,L", "+G"
 ON_THE_PAGE_ALONE = ("row", "what", "sd", "by seed", "parameters", "tokens/s")  # a terminal has no room for them
 EQUAL_TIME = (
     " All rows train for equal time: one whose step takes longer than the fastest row's takes fewer steps, and its "
     "learning rate falls to 0 within these. ms a step: median process time of forward, backward and AdamW, in turn."
 )
+
+
+def step_seconds(recipe: AblateRecipe, output: Path) -> dict[str, float]:
+    """Median seconds of forward, backward and AdamW of every row's model, the rows in turn; on a CPU, process time.
+
+    They are measured once and kept in `output`, so that the same command goes on with the same steps.
+    """
+    language = recipe.language(recipe.rates()[0], recipe.seed)
+    sizes = ("layers", "width", "heads", "mlp_width", "vocabulary", "context", "batch")
+    model = {name: getattr(recipe, name) for name in sizes} | {"prior": recipe.prior, "threads": recipe.threads}
+    if (output / COSTS).exists():
+        kept = read_json(output / COSTS) or {"model": None}
+        if kept["model"] != model or not kept["seconds"].keys() >= set(recipe.row_names()):
+            raise ValueError(
+                f"{str(output / COSTS)!r} holds what other models cost, or is damaged; remove it to measure again, or "
+                "give another --output."
+            )
+        return {row: kept["seconds"][row] for row in recipe.row_names()}
+    note("measuring what a step of every row costs.")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ids = torch.randint(recipe.vocabulary, (recipe.batch, recipe.context), device=device)
+
+    def step(row: str) -> Step:
+        config = model_config(language, row_fields(row, recipe.prior), recipe.vocabulary)
+        model = build_model(config, recipe.seed).to(device)
+        optimiser = torch.optim.AdamW(model.parameters())
+        return lambda: descend(model(ids, labels=ids).loss, optimiser)
+
+    seconds = alternate({row: step(row) for row in recipe.row_names()}, SECONDS, device)
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(output / COSTS, {"model": model, "seconds": seconds})
+    return seconds
+
+
+def steps_of(row: str, steps: int, seconds: Mapping[str, float]) -> int:
+    """Steps of a row in the time that the fastest takes for `steps`."""
+    return max(1, round(steps * min(seconds.values()) / seconds[row]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,37 +116,32 @@ class Ablation:
         return min(self.tuning[row], key=lambda rate: self.tuning[row][rate]["val_loss"])
 
     def table(self) -> list[dict]:
-        """Validation loss in nats per token: mean and standard deviation over the seeds, and how far it is below the
-        prior alone and the outer gate alone, seed by seed, with the standard error.
-        """
-        found = []
+        """Validation loss in nats per token, and by how much it is below the prior's and the outer gate's."""
+        rows = []
         for row, records in self.chosen.items():
             losses = self._losses(row)
-            over = {
-                f"below {self.name(other)}, paired": shown(self._losses(other), losses) if other != row else ""
-                for other in (PLAIN, GATED)
-                if other in self.chosen
-            }
-            found.append(
+            rows.append(
                 {
                     "mixer": self.name(row),
                     "row": row,
                     "what": remark(row),
                     "loss": mean(losses),
                     "sd": spread(losses),
-                    **over,
+                    **{
+                        f"below {self.name(other)}, paired": shown(self._losses(other), losses) if other != row else ""
+                        for other in (PLAIN, GATED)
+                        if other in self.chosen
+                    },
                     "by seed": by_seed(losses),
-                    **self._time(row),
+                    **(self._time(row) if self.seconds else {}),
                     "learning rate": f"{self.best(row):g}",
                     "parameters": records[0]["parameters"],
                     "tokens/s": round(mean(record["tokens_per_second"] for record in records)),
                 }
             )
-        return found
+        return rows
 
     def _time(self, row: str) -> dict:
-        if not self.seconds:
-            return {}
         return {"steps": self.chosen[row][0]["job"]["language"]["steps"], "ms a step": round(1e3 * self.seconds[row])}
 
     def _losses(self, row: str) -> list[float]:
@@ -120,10 +158,6 @@ class Ablation:
 
 def run(recipe: AblateRecipe, output: Path) -> dict:
     """The ablation, written to `output`; trainings with a record there do not run again."""
-    from fem_research.lm.equal_time import step_seconds, steps_of
-    from fem_research.lm.small import model_config
-    from fem_research.lm.text import build_corpus
-
     check_output(output, "ablate", recipe)
     for row in recipe.row_names():  # an error here comes before the text is read
         model_config(recipe.language(recipe.rates()[0], recipe.seed), row_fields(row, recipe.prior), recipe.vocabulary)
@@ -141,7 +175,7 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
                 language = replace(language, steps=steps_of(row, recipe.steps, seconds))
             return Job(row=row, mixer=mixer, language=language, text=text)
 
-        train_all = partial(one_by_one, train=lambda job, place: train_job(job, corpus, bars, place))
+        train_all = partial(one_by_one, train=lambda job, checkpoints: train_job(job, corpus, bars, checkpoints))
         grid, seeds = Grid(output / RUNS, train_all, bars, "trainings"), range(recipe.seed, recipe.seed + recipe.seeds)
         tuned = grid.tuned(recipe.row_names(), recipe.rates(), seeds, job, itemgetter("val_loss"))
     ablation = Ablation(recipe.prior, *tuned, seconds)
@@ -170,9 +204,6 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
 
 def train_job(job: Job, corpus: Corpus, bars: Progress, place: Path) -> dict:
     """Train, with checkpoints in `place`; returns {"job", "val_loss", "parameters", "tokens_per_second", "curve"}."""
-    from fem.train.model import build_model
-    from fem_research.lm.small import model_config, train
-
     recipe = job.language
     name = display(mixer_name(job.row, job.mixer["prior_type"]))
     bar, advance = steps_bar(bars, f"{name}, rate {recipe.learning_rate:g}, seed {recipe.seed}", recipe.steps)
@@ -190,12 +221,11 @@ def train_job(job: Job, corpus: Corpus, bars: Progress, place: Path) -> dict:
 
 
 def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
-    from fem_research.lm.text import source_name
-
     tokens = recipe.steps * recipe.batch * recipe.context
+    parameters = next(iter(ablation.chosen.values()))[0]["parameters"]
     write_page(
         folder,
-        f"The parts of FEM in a language model: {recipe.prior} prior, {parameters(ablation) / 1e6:.2f}M parameters, "
+        f"The parts of FEM in a language model: {recipe.prior} prior, {parameters / 1e6:.2f}M parameters, "
         f"{tokens / 1e6:.1f}M tokens{', equal time' if recipe.equal_time else ''}",
         f"{recipe.layers} blocks of width {recipe.width} with {recipe.heads} heads; {recipe.steps} steps of "
         f"{recipe.batch} x {recipe.context} tokens of {source_name(recipe.text)}, "
@@ -206,7 +236,7 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
         "the parts that are missing (-) or alone (+); below ..., paired: the difference from that row on the same "
         "seeds, ± its standard error. "
         f"{tokens:,} tokens a training{' of the fastest row' if recipe.equal_time else ''}, about "
-        f"{6.0 * parameters(ablation) * tokens:.2g} floating-point operations (6 a parameter and token)."
+        f"{6.0 * parameters * tokens:.2g} floating-point operations (6 a parameter and token)."
         + (EQUAL_TIME if recipe.equal_time else ""),
         markdown_table(ablation.table(), {"loss": min}),
         "![last validation loss of every row, a dot per seed](loss.png)",
@@ -218,20 +248,15 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
     )
 
 
-def parameters(ablation: Ablation) -> int:
-    return next(iter(ablation.chosen.values()))[0]["parameters"]
-
-
 def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
     """From what results.json holds: loss.png, the last loss of every row, a dot per seed; curves.png, the way there."""
-    from fem_research.common import pictures
 
-    def named(found: Mapping) -> dict:
-        return {mixer_name(row, results["prior"]): value for row, value in found.items()}
+    def named(of_rows: Mapping) -> dict:
+        return {mixer_name(row, results["prior"]): value for row, value in of_rows.items()}
 
     losses = {
-        name: [float(number) for number in found["by seed"].split(",")]
-        for name, found in named(results["ablate"]).items()
+        name: [float(number) for number in of_rows["by seed"].split(",")]
+        for name, of_rows in named(results["ablate"]).items()
     }
     ordered = dict(sorted(losses.items(), key=lambda pair: mean(pair[1])))
     title = "Validation loss in nats per token, lowest first: a dot per seed"

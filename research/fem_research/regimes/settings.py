@@ -76,7 +76,7 @@ class RegimesRecipe:
     @property
     def known_tasks(self) -> dict[str, Task]:
         """The tasks that need no file, and those whose file is given."""
-        from fem_research.regimes.real import tasks_of_files
+        from fem_research.regimes.tasks import tasks_of_files
         from fem_research.regimes.training import TASKS
 
         return TASKS | tasks_of_files(self.ett, self.play)

@@ -15,13 +15,11 @@ from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
 from fem.gates import Temperature
-from fem_research.common.blocks import EPS, count_parameters, initialise, mixer_blocks
+from fem_research.common.blocks import EPS, BagModel, count_parameters, initialise, mixer_blocks
 from fem_research.common.grid import digest_of
 from fem_research.common.loops import descend
 from fem_research.common.mixers import POOLS, file_name
-from fem_research.common.pools import BagModel
-from fem_research.regimes.real import DigitBags
-from fem_research.regimes.tasks import HighWater, PeakHold, Recall, SetStatistics, Snapshot, Task
+from fem_research.regimes.tasks import DigitBags, HighWater, PeakHold, Recall, SetStatistics, Snapshot, Task
 
 TASKS: dict[str, Task] = {
     "peak": PeakHold(),
@@ -87,8 +85,8 @@ class PoolModel(BagModel):
     """Bags (B, T, C) whose last token is empty -> answers (B, T, outputs), 0 before the last token."""
 
     def forward(self, x: Float[Tensor, "b t c"]) -> Float[Tensor, "b t o"]:
-        whole = x.new_ones(x.shape[0], x.shape[1] - 1, dtype=bool)
-        return F.pad(super().forward(x[:, :-1], whole), (0, 0, x.shape[1] - 1, 0))
+        keep = x.new_ones(x.shape[0], x.shape[1] - 1, dtype=bool)
+        return F.pad(super().forward(x[:, :-1], keep), (0, 0, x.shape[1] - 1, 0))
 
 
 def build(task: Task, mixer: str, training: Training) -> nn.Module:
@@ -99,13 +97,12 @@ def build(task: Task, mixer: str, training: Training) -> nn.Module:
 
 
 def train(
-    job: Job, device: torch.device, place: Path | None = None, *, tasks: Mapping[str, Task] = TASKS
+    job: Job, device: torch.device, checkpoints: Path | None = None, *, tasks: Mapping[str, Task] = TASKS
 ) -> dict[str, Any]:
-    """Run the job; returns its tests, {"step", "train_loss", "validation", "test", "beta"}, as "curve", the model's
-    size as "parameters", and "seconds".
+    """Run the job; returns "curve" (step, train_loss, validation, test, beta), "parameters" and "seconds".
 
-    AdamW without weight decay, linear warm-up, cosine to 0, gradients clipped at norm 1; every batch is new.
-    `place` stays empty: a training is over in minutes, so that one that is stopped begins again.
+    AdamW without weight decay, linear warm-up, cosine to 0, gradients clipped at norm 1; every batch is new. `place`
+    stays empty: a stopped training, which takes minutes, begins again.
     """
     began = perf_counter()
     task, training = tasks[job.task], job.training
@@ -146,10 +143,10 @@ def evaluate(model: nn.Module, task: Task, examples: tuple[Tensor, Tensor], devi
 @torch.no_grad()
 def temperatures(model: nn.Module) -> dict[str, float]:
     """Mean, smallest and largest of the first layer's beta; {} where there is none."""
-    found = next((part for part in model.modules() if isinstance(part, Temperature)), None)
-    if found is None:
+    temperature = next((part for part in model.modules() if isinstance(part, Temperature)), None)
+    if temperature is None:
         return {}
-    beta = found()
+    beta = temperature()
     return {"beta": beta.mean().item(), "beta_min": beta.min().item(), "beta_max": beta.max().item()}
 
 
@@ -160,8 +157,8 @@ def sizes(task: str) -> dict[str, int | float]:
 
 def constants(training: Training, tasks: Mapping[str, Task]) -> dict[str, float]:
     """Each task's score of the best answer that does not depend on the inputs, on the test of seed 0."""
-    found = {}
+    scores = {}
     for name, task in tasks.items():
         _, targets = task.draw(Generator().manual_seed(STREAMS["test"]), training.test_examples, "test")
-        found[name] = task.constant(targets)
-    return found
+        scores[name] = task.constant(targets)
+    return scores

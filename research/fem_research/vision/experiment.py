@@ -5,67 +5,50 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import mean
+
+import pandas as pd
 
 from fem.runs.run import RUNS, check_output, command_line, cpu_threads, progress, provenance
 from fem.runs.tables import markdown_table, write_page
+from fem.train.distributed import end_process_group
 from fem_research.common import pictures
 from fem_research.common.grid import Grid, one_by_one, publish
 from fem_research.common.names import display
-from fem_research.common.paired import shown, spread
-from fem_research.vision.images import Pictures
+from fem_research.common.paired import by_seed, shown, spread
+from fem_research.vision.images import Pictures, check, load_pictures
 from fem_research.vision.settings import PROFILES, VisionRecipe
+from fem_research.vision.training import model_config, train
 
 IN_TABLE_3 = {"softmax": "DeiT", "softmax+CLTG": "FEM", "gla+CLTG": "FEM-GLA"}
-TABLE_3 = {  # top-1 accuracy and millions of parameters on ImageNet-1K
-    "deit-tiny": {
-        "DeiT": (72.20, 5.7),
-        "TNN": (72.29, 6.4),
-        "HGRN": (74.40, 6.1),
-        "HGRN2": (75.39, 6.1),
-        "FEM": (76.70, 5.8),
-        "FEM-GLA": (75.80, 5.8),
-    },
-    "deit-small": {
-        "DeiT": (79.90, 22.0),
-        "TNN": (79.20, 23.4),
-        "HGRN": (80.09, 23.7),
-        "HGRN2": (80.12, 23.8),
-        "FEM": (80.45, 22.3),
-        "FEM-GLA": (80.20, 22.3),
-    },
+PAPER = {  # top-1 accuracy and millions of parameters on ImageNet-1K, of deit-tiny and of deit-small
+    "DeiT": ((72.20, 5.7), (79.90, 22.0)),
+    "TNN": ((72.29, 6.4), (79.20, 23.4)),
+    "HGRN": ((74.40, 6.1), (80.09, 23.7)),
+    "HGRN2": ((75.39, 6.1), (80.12, 23.8)),
+    "FEM": ((76.70, 5.8), (80.45, 22.3)),
+    "FEM-GLA": ((75.80, 5.8), (80.20, 22.3)),
 }
+TABLE_3 = {f"deit-{size}": {name: row[i] for name, row in PAPER.items()} for i, size in enumerate(("tiny", "small"))}
 
 
 def summary(records: Sequence[dict]) -> dict[str, dict]:
     """Means over the seeds, and every seed's accuracy, by mixer."""
-    metrics = ("accuracy", "loss", "images_per_second")
-    mixers = dict.fromkeys(record["mixer"] for record in records)
-    own = {mixer: [record for record in records if record["mixer"] == mixer] for mixer in mixers}
-    return {
-        mixer: {metric: mean(record[metric] for record in found) for metric in metrics}
-        | {"parameters": found[0]["parameters"], "accuracies": [record["accuracy"] for record in found]}
-        for mixer, found in own.items()
-    }
+    means = {name: (name, "mean") for name in ("accuracy", "loss", "images_per_second")}
+    rows = pd.DataFrame([{name: x for name, x in record.items() if name != "curve"} for record in records])
+    mixers = rows.groupby("mixer", sort=False)
+    return mixers.agg(**means, parameters=("parameters", "first"), accuracies=("accuracy", list)).to_dict("index")
 
 
 def table(records: Sequence[dict]) -> list[dict]:
     """A row per mixer, with its difference from the first one, seed by seed."""
     scores = summary(records)
     first = next(iter(scores))
+    percent = {mixer: [100 * accuracy for accuracy in score["accuracies"]] for mixer, score in scores.items()}
+    over = {mixer: "" if mixer == first else shown(seeds, percent[first], digits=2) for mixer, seeds in percent.items()}
     return [
-        {
-            "mixer": display(mixer),
-            "top-1, %": 100 * score["accuracy"],
-            "sd": spread([100 * accuracy for accuracy in score["accuracies"]]),
-            f"over {display(first)}, paired": ""
-            if mixer == first
-            else shown(score["accuracies"], scores[first]["accuracies"], 100, 2),
-            "seeds": ", ".join(f"{100 * accuracy:.1f}" for accuracy in score["accuracies"]),
-            "loss, nats": score["loss"],
-            "parameters": score["parameters"],
-            "images/s": score["images_per_second"],
-        }
+        {"mixer": display(mixer), "top-1, %": 100 * score["accuracy"], "sd": spread(percent[mixer])}
+        | {f"over {display(first)}, paired": over[mixer], "seeds": by_seed(percent[mixer], ".1f")}
+        | {"loss, nats": score["loss"], "parameters": score["parameters"], "images/s": score["images_per_second"]}
         for mixer, score in scores.items()
     ]
 
@@ -115,14 +98,7 @@ def write_report(folder: Path, records: Sequence[dict], recipe: VisionRecipe, pr
 
 
 def run(recipe: VisionRecipe, output: Path, profile: str = "digits") -> dict:
-    """Run the jobs without a record in `output`/runs, write table, plot and report; returns what results.json holds.
-
-    Under torchrun every process trains and the first one writes. Models end in `output`/models.
-    """
-    from fem.train.distributed import end_process_group
-    from fem_research.vision.images import check, load_pictures
-    from fem_research.vision.training import model_config, train
-
+    """Run the jobs without a record, under torchrun on all processes, of which one writes; returns the results."""
     check_output(output, "vision", recipe)
     pictures = load_pictures(recipe.data)
     for job in recipe.jobs():
@@ -133,8 +109,8 @@ def run(recipe: VisionRecipe, output: Path, profile: str = "digits") -> dict:
             if missing:
                 files = bars.add_task("reading every picture", total=len(pictures.train) + len(pictures.test))
                 check(pictures, recipe.channels, recipe.patch_size, lambda: bars.advance(files))
-            models = output / "models"
-            one = lambda job, place: train(job, pictures, place, models / f"{job.mixers}-seed{job.seed}", bars)  # noqa: E731
+            model_of = lambda job: output / "models" / f"{job.mixers}-seed{job.seed}"  # noqa: E731
+            one = lambda job, checkpoints: train(job, pictures, checkpoints, model_of(job), bars)  # noqa: E731
             return one_by_one(missing, folder, one, _writes())
 
         records = Grid(output / RUNS, train_all, bars, "models").records(recipe.jobs())

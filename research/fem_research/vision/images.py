@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
-from datasets import ClassLabel, Dataset, Features, Image, load_dataset
+from datasets import ClassLabel, Dataset, Features, Image, concatenate_datasets, load_dataset
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from jaxtyping import Float
 from PIL import Image as Pillow
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.utils import data
 
 from fem.train.hub import way_to_the_hub
+from fem_research.vision.settings import VisionRecipe
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm")
 HELD_OUT = ("validation", "val", "test")
@@ -39,22 +39,17 @@ class Pictures:
 
 
 def load_pictures(source: str) -> Pictures:
-    """Pictures from "digits", a folder or a zip file of <split>/<class>/<picture>, or a dataset of the hub.
-
-    The splits are train, and the first that exists of validation, val and test. Raises ValueError on data that are
-    missing, empty, or not laid out in this way.
-    """
+    """Pictures from "digits", a folder or a zip file of <split>/<class>/<picture>, or a dataset of the hub."""
     if source == "digits":
         return digits()
     path = Path(source)
     if path.is_dir():
-        names = [f"{p.relative_to(path).as_posix()}{'/' * p.is_dir()}" for p in sorted(path.rglob("*"))]
+        names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*.*"))
         return _laid_out(source, names, lambda name: {"bytes": None, "path": str(path / name)})
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            return _laid_out(
-                source, sorted(archive.namelist()), lambda name: {"bytes": archive.read(name), "path": name}
-            )
+            read = lambda name: {"bytes": archive.read(name), "path": name}  # noqa: E731
+            return _laid_out(source, sorted(archive.namelist()), read)
     if path.exists():
         raise ValueError(f"{SOURCES}, got the file {source!r}.")
     return _of_the_hub(source)
@@ -64,13 +59,13 @@ def digits() -> Pictures:
     """1,797 handwritten digits, 8 x 8 grey pixels; the last 360 are held out, since a writer's digits come together."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    files = [_png(pixels) for pixels in (found.images * (255 / 16)).round().astype(np.uint8)]
-    classes = [str(name) for name in found.target_names]
+    bunch = load_digits()
+    files = [_png(pixels) for pixels in (bunch.images * (255 / 16)).round().astype(np.uint8)]
+    classes = [str(name) for name in bunch.target_names]
     cut = len(files) - DIGITS_TESTED
     return Pictures(
-        _dataset(files[:cut], found.target[:cut].tolist(), classes),
-        _dataset(files[cut:], found.target[cut:].tolist(), classes),
+        _dataset(files[:cut], bunch.target[:cut].tolist(), classes),
+        _dataset(files[cut:], bunch.target[cut:].tolist(), classes),
         classes,
     )
 
@@ -87,51 +82,41 @@ def open_picture(file: dict, channels: int) -> Pillow.Image:
 def check(pictures: Pictures, channels: int, smallest: int, advance: Callable[[], None] = lambda: None) -> None:
     """Read every picture once. Raises ValueError on pictures that cannot be read, or are smaller than `smallest`."""
 
-    def fault(file: dict) -> str | None:
+    def fault(file: dict) -> list[str]:
         try:
-            size = open_picture(file, channels).size
+            width, height = open_picture(file, channels).size
         except ValueError as error:
-            return str(error)
-        if min(size) < smallest:
-            return f"{file['path']!r} has {size[0]} x {size[1]} pixels, less than a patch of {smallest}."
-        return None
+            return [str(error)]
+        told = f"{file['path']!r} has {width} x {height} pixels, less than a patch of {smallest}."
+        return [told] if min(width, height) < smallest else []
 
-    faults = []
+    files, faults = concatenate_datasets([pictures.train, pictures.test]), []
     with ThreadPoolExecutor() as pool:
-        for part in (pictures.train, pictures.test):
-            for first in range(0, len(part), AT_ONCE):
-                for found in pool.map(fault, part[first : first + AT_ONCE]["image"]):
-                    faults += [found] if found else []
-                    advance()
+        for first in range(0, len(files), AT_ONCE):
+            for sentences in pool.map(fault, files[first : first + AT_ONCE]["image"]):
+                faults += sentences
+                advance()
     if faults:
-        total = len(pictures.train) + len(pictures.test)
-        raise ValueError(f"{len(faults)} of {total:,} pictures cannot be used; the first: {faults[0]}")
+        raise ValueError(f"{len(faults)} of {len(files):,} pictures cannot be used; the first: {faults[0]}")
 
 
 def _laid_out(source: str, names: list[str], read: Callable[[str], dict]) -> Pictures:
     """Pictures from files named <split>/<class>/<picture>."""
-    places = [PurePosixPath(name) for name in names]
-    pictures = [place for place in places if len(place.parts) == 3 and place.suffix.lower() in SUFFIXES]
-    if not pictures:
+    files = [path for path in map(PurePosixPath, names) if len(path.parts) == 3 and path.suffix.lower() in SUFFIXES]
+    if not files:
         raise ValueError(f"data must hold pictures as <split>/<class>/<picture>, got {source!r} without any.")
-    counts = Counter(place.parent for place in pictures)
-    for name, place in zip(names, places):
-        if name.endswith("/") and len(place.parts) == 2 and not counts[place]:
-            raise ValueError(f"every class must have pictures, got {str(place)!r} in {source!r} without any.")
-    splits = {place.parts[0] for place in pictures}
-    held_out = _held_out(source, splits)
-    classes = sorted({place.parts[1] for place in pictures if place.parts[0] == "train"})
-    for place in counts:
-        if place.parts[0] == held_out and place.parts[1] not in classes:
-            missing = f"train/{place.parts[1]}"
-            raise ValueError(f"every class must be in train, got {str(place)!r} in {source!r} without {missing!r}.")
+    classes = sorted({path.parts[1] for path in files if path.parts[0] == "train"})
+    held_out = _held_out(source, {path.parts[0] for path in files})
+    for _, name in sorted({path.parts[:2] for path in files if path.parts[0] == held_out}):
+        if name not in classes:
+            what = f"'{held_out}/{name}' in {source!r} without 'train/{name}'"
+            raise ValueError(f"every class must be in train, got {what}.")
     if len(classes) < 2:
         raise ValueError(f"data must have two classes or more, got {classes[0]!r} alone in {source!r}.")
 
     def part(split: str) -> Dataset:
-        own = [place for place in pictures if place.parts[0] == split]
-        labels = [classes.index(place.parts[1]) for place in own]
-        return _dataset([read(str(place)) for place in own], labels, classes)
+        own = [path for path in files if path.parts[0] == split]
+        return _dataset([read(str(path)) for path in own], [classes.index(path.parts[1]) for path in own], classes)
 
     return Pictures(part("train"), part(held_out), classes)
 
@@ -148,13 +133,11 @@ def _of_the_hub(name: str) -> Pictures:
         raise ValueError(f"{SOURCES}, got {name!r}: {reason}") from error
     held_out = _held_out(name, set(splits))
     features = splits["train"].features
-    columns = [
-        next((c for c, kind in features.items() if isinstance(kind, wanted)), None) for wanted in (Image, ClassLabel)
-    ]
+    first = lambda wanted: next((c for c, kind in features.items() if isinstance(kind, wanted)), None)  # noqa: E731
+    columns = [first(Image), first(ClassLabel)]
     if None in columns:
-        raise ValueError(
-            f"data must have a column of images and one of classes, got {name!r} with {', '.join(features)}."
-        )
+        told = f"{name!r} with {', '.join(features)}"
+        raise ValueError(f"data must have a column of images and one of classes, got {told}.")
 
     def part(split: str) -> Dataset:
         files = splits[split].select_columns(columns).rename_columns(dict(zip(columns, ("image", "label"))))
@@ -164,13 +147,11 @@ def _of_the_hub(name: str) -> Pictures:
 
 
 def _held_out(source: str, splits: set[str]) -> str:
-    found = next((split for split in HELD_OUT if split in splits), None)
-    if "train" not in splits or found is None:
-        raise ValueError(
-            f"data must have a split train and one of {', '.join(HELD_OUT)}, "
-            f"got {source!r} with {', '.join(sorted(splits))}."
-        )
-    return found
+    held_out = next((split for split in HELD_OUT if split in splits), None)
+    if "train" not in splits or held_out is None:
+        told = f"{source!r} with {', '.join(sorted(splits))}"
+        raise ValueError(f"data must have a split train and one of {', '.join(HELD_OUT)}, got {told}.")
+    return held_out
 
 
 def _png(pixels: np.ndarray) -> dict:
@@ -188,47 +169,24 @@ MEAN_AND_STD = {1: ((0.5,), (0.5,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0
 TRIES = 10
 
 
-@dataclass(frozen=True, kw_only=True)
-class Augmentation:
-    """How training pictures vary: crops of at least `min_area` of the picture, mirror images, mixtures."""
-
-    min_area: float
-    flip: bool
-    mixup: float
-    cutmix: float
-    smoothing: float
-
-
 class View(data.Dataset):
-    """Pictures as {"pixel_values" (C, S, S), "labels"}: the central crop or, in training, a random one.
+    """Pictures as {"pixel_values" (C, S, S), "labels"}; crops depend on seed, epoch and index only, for all models."""
 
-    How a picture is cropped and mirrored depends on seed, epoch and index only, so all models see the same.
-    """
-
-    def __init__(
-        self,
-        files: Dataset,
-        size: int,
-        channels: int,
-        central_share: float,
-        augmentation: Augmentation | None = None,
-        seed: int = 0,
-    ):
-        self.files, self.size, self.channels, self.central_share = files, size, channels, central_share
-        self.augmentation, self.seed, self.epoch = augmentation, seed, 0
+    def __init__(self, files: Dataset, recipe: VisionRecipe, training: bool = False):
+        self.files, self.recipe, self.training, self.epoch = files, recipe, training, 0
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> dict:
-        row = self.files[index]
-        picture = open_picture(row["image"], self.channels)
-        if self.augmentation is None:
-            crop = central_crop(picture, self.size, self.central_share)
+        row, recipe = self.files[index], self.recipe
+        picture = open_picture(row["image"], recipe.channels)
+        if not self.training:
+            crop = central_crop(picture, recipe.image_size, recipe.central_share)
             return {"pixel_values": pixels(crop), "labels": row["label"]}
-        draw = np.random.default_rng([self.seed, self.epoch, index])
-        crop = random_crop(picture, self.size, self.augmentation.min_area, draw)
-        if self.augmentation.flip and draw.random() < 0.5:
+        draw = np.random.default_rng([recipe.seed, self.epoch, index])
+        crop = random_crop(picture, recipe.image_size, recipe.min_area, draw)
+        if recipe.flip and draw.random() < 0.5:
             crop = crop.transpose(Pillow.Transpose.FLIP_LEFT_RIGHT)
         return {"pixel_values": pixels(crop), "labels": row["label"], "draw": draw}
 
@@ -242,9 +200,7 @@ def central_crop(picture: Pillow.Image, size: int, share: float) -> Pillow.Image
 
 
 def random_crop(picture: Pillow.Image, size: int, min_area: float, draw: np.random.Generator) -> Pillow.Image:
-    """A part of the picture at `size` pixels: its share of the area uniform in [min_area, 1], its aspect log-uniform in
-    [3/4, 4/3]; the central square where ten tries find no part that fits.
-    """
+    """A crop: its share of the area uniform in [min_area, 1], its aspect log-uniform in [3/4, 4/3]; else the centre."""
     width, height = picture.size
     for _ in range(TRIES):
         area = width * height * draw.uniform(min_area, 1)
@@ -268,15 +224,15 @@ class Batches:
     """Collates examples: labels are (B,) in testing; in training (B, K), smoothed, and mixed with the pictures."""
 
     classes: int
-    augmentation: Augmentation
+    recipe: VisionRecipe
 
     def __call__(self, examples: list[dict]) -> dict[str, Tensor]:
         x = torch.stack([example["pixel_values"] for example in examples])
         labels = torch.tensor([example["labels"] for example in examples])
         if "draw" not in examples[0]:
             return {"pixel_values": x, "labels": labels}
-        rest = self.augmentation.smoothing / self.classes
-        y = torch.nn.functional.one_hot(labels, self.classes) * (1 - self.augmentation.smoothing) + rest
+        rest = self.recipe.smoothing / self.classes
+        y = torch.nn.functional.one_hot(labels, self.classes) * (1 - self.recipe.smoothing) + rest
         return dict(zip(("pixel_values", "labels"), self.mixed(x, y, examples[0]["draw"])))
 
     def mixed(
@@ -290,7 +246,7 @@ class Batches:
 
         With both switched on, each batch gets either one, by chance.
         """
-        mixup, cutmix = self.augmentation.mixup, self.augmentation.cutmix
+        mixup, cutmix = self.recipe.mixup, self.recipe.cutmix
         boxed = cutmix > 0 and (mixup == 0 or draw.random() < 0.5)
         alpha = cutmix if boxed else mixup
         if alpha == 0:

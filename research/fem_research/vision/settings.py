@@ -65,7 +65,6 @@ class VisionRecipe:
 
     @property
     def mixer_names(self) -> list[str]:
-        """The mixers' canonical names, in the order given."""
         return list(dict.fromkeys(canonical(name) for name in listed(self.mixers)))
 
     def jobs(self) -> Iterator[VisionRecipe]:
@@ -81,44 +80,15 @@ class VisionRecipe:
         return f"{self.mixers}-seed{self.seed}-{digest_of(decides)}"
 
 
-DEIT_TINY = {
-    "data": "ILSVRC/imagenet-1k",
-    "seeds": 1,
-    "image_size": 224,
-    "patch_size": 16,
-    "channels": 3,
-    "width": 192,
-    "layers": 12,
-    "heads": 3,
-    "drop_path": 0.1,
-    "epochs": 300,
-    "batch": 1024,
-    "learning_rate": 1e-3,
-    "warmup": 5 / 300,
-    "min_area": 0.08,
-    "flip": True,
-    "mixup": 0.8,
-    "cutmix": 1.0,
-    "central_share": 0.875,
-    "validations": 100,
-    "dtype": "bfloat16",
-    "workers": 12,
-}
+DEIT_TINY = {"data": "ILSVRC/imagenet-1k", "image_size": 224, "patch_size": 16, "channels": 3, "central_share": 0.875}
+DEIT_TINY |= {"width": 192, "layers": 12, "heads": 3, "drop_path": 0.1, "dtype": "bfloat16", "seeds": 1}
+DEIT_TINY |= {"epochs": 300, "batch": 1024, "learning_rate": 1e-3, "warmup": 5 / 300, "validations": 100, "workers": 12}
+DEIT_TINY |= {"min_area": 0.08, "flip": True, "mixup": 0.8, "cutmix": 1.0}
+CIFAR = {"data": "uoft-cs/cifar10", "image_size": 32, "patch_size": 4, "channels": 3, "min_area": 0.5, "flip": True}
+CIFAR |= {"width": 96, "layers": 6, "heads": 4, "epochs": 40, "learning_rate": 1e-3}
 PROFILES: dict[str, dict] = {  # the fields that differ from the recipe's defaults
     "digits": {},
-    "cifar": {
-        "data": "uoft-cs/cifar10",
-        "image_size": 32,
-        "patch_size": 4,
-        "channels": 3,
-        "width": 96,
-        "layers": 6,
-        "heads": 4,
-        "epochs": 40,
-        "learning_rate": 1e-3,
-        "min_area": 0.5,
-        "flip": True,
-    },
+    "cifar": CIFAR,
     "deit-tiny": DEIT_TINY,
     "deit-small": DEIT_TINY | {"width": 384, "heads": 6},
 }

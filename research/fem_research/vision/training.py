@@ -18,7 +18,7 @@ from fem.train.saving import WatchedTrainer
 from fem.train.watch import Watch
 from fem_research.common.mixers import fields_of
 from fem_research.common.names import display
-from fem_research.vision.images import Augmentation, Batches, Pictures, View
+from fem_research.vision.images import Batches, Pictures, View
 from fem_research.vision.settings import VisionRecipe
 
 
@@ -53,20 +53,16 @@ class ImageWatch(Watch):
 
 
 def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Path, bars: Progress) -> dict:
-    """Run the job, from its newest complete checkpoint in `folder` if there is one; save the model to `model_folder`.
+    """Run the job from its newest complete checkpoint in `folder`, if there is one; save the model to `model_folder`.
 
-    Returns {"mixer", "seed", "parameters", "accuracy", "loss", "images_per_second", "seconds", "curve"}: top-1 accuracy
-    and loss (nats) on the held-out pictures after the last step; speed and seconds are those of training steps only.
+    The record has top-1 accuracy and loss (nats) on the held-out pictures after the last step; seconds are of its
+    steps.
     """
     disable_progress_bar()
     with torch.random.fork_rng():
         torch.manual_seed(job.seed)
         model = FEMForImageClassification(model_config(job, pictures.classes))
-    look = (job.image_size, job.channels, job.central_share)
-    augmentation = Augmentation(
-        min_area=job.min_area, flip=job.flip, mixup=job.mixup, cutmix=job.cutmix, smoothing=job.smoothing
-    )
-    view = View(pictures.train, *look, augmentation, job.seed)
+    view = View(pictures.train, job, training=True)
     args = training_arguments(job, len(view), folder)
     _, advance = steps_bar(bars, f"{display(job.mixers)}, seed {job.seed}", args.max_steps)
     watch = ImageWatch(view, advance)
@@ -76,24 +72,18 @@ def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Pat
         model=model,
         args=args,
         train_dataset=view,
-        eval_dataset=View(pictures.test, *look),
-        data_collator=Batches(len(pictures.classes), augmentation),
+        eval_dataset=View(pictures.test, job),
+        data_collator=Batches(len(pictures.classes), job),
         compute_metrics=_accuracy,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
     )
     trainer.go_on(to_go_on_from(folder))
     trainer.save_model(str(model_folder))
     tests = [point for point in watch.curve if "val_accuracy" in point]
-    return {
-        "mixer": job.mixers,
-        "seed": job.seed,
-        "parameters": model.num_parameters(),
-        "accuracy": tests[-1]["val_accuracy"],
-        "loss": tests[-1]["val_loss"],
-        "images_per_second": args.max_steps * job.batch / watch.seconds,
-        "seconds": watch.seconds,
-        "curve": tests,
-    }
+    names = {"mixer": job.mixers, "seed": job.seed, "parameters": model.num_parameters()}
+    scores = {"accuracy": tests[-1]["val_accuracy"], "loss": tests[-1]["val_loss"], "curve": tests}
+    speed = args.max_steps * job.batch / watch.seconds
+    return names | scores | {"images_per_second": speed, "seconds": watch.seconds}
 
 
 def training_arguments(job: VisionRecipe, pictures: int, folder: Path) -> TrainingArguments:
