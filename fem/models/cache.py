@@ -78,17 +78,10 @@ class MixerMemory(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens. Raises ValueError where fewer states were recorded."""
-        if tokens_to_remove > 0:
+        if not 0 <= -tokens_to_remove < len(self.past):
             raise ValueError(
-                f"crop takes the number of tokens to forget as a negative number, got {tokens_to_remove}; to keep "
-                f"{tokens_to_remove} of the {self.tokens} cached tokens call "
-                f"crop({min(0, tokens_to_remove - self.tokens)})."
-            )
-        if -tokens_to_remove >= len(self.past):
-            raise ValueError(
-                f"crop({tokens_to_remove}) must forget no more tokens than this cache has recorded, of which there are "
-                f"{len(self.past) - 1}; call activate_past_recording() before the tokens come (at most "
-                f"{RECORDED - 1} can be forgotten), or keep a copy.deepcopy of the cache from before them."
+                f"crop takes minus the number of tokens to forget, at most the {len(self.past) - 1} that were recorded,"
+                f" got {tokens_to_remove}; call activate_past_recording() before the tokens come."
             )
         if tokens_to_remove:
             self.past = self.past[:tokens_to_remove]

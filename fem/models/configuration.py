@@ -53,11 +53,6 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     model_type = "fem"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (the name and the type are transformers')
-    base_model_pp_plan = {  # noqa: RUF012
-        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
-    }
     auto_map = {  # noqa: RUF012
         "AutoConfig": "FEMConfig",
         "AutoModel": "FEMModel",

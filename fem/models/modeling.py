@@ -282,7 +282,6 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # noqa: RUF012
 
     def __init__(self, config: FEMConfig):
         super().__init__(config)

@@ -137,16 +137,12 @@ def load_language_model(folder: str | Path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from fem.models import load_replaced
-    from fem.models.surgery.checkpoint import RECORD
+    import fem.models  # noqa: F401  (the Auto classes)
 
     path = model_folder(folder)
-    replaced = RECORD in json.loads((path / "config.json").read_text(encoding="utf-8"))
-    load = load_replaced if replaced else AutoModelForCausalLM.from_pretrained
+    how = {"use_safetensors": True, "dtype": "auto", "trust_remote_code": False, "output_loading_info": True}
     with _readable(f"the model in {str(path)!r}"):
-        model, report = load(
-            path, use_safetensors=True, dtype="auto", trust_remote_code=False, output_loading_info=True
-        )
+        model, report = AutoModelForCausalLM.from_pretrained(path, **how)
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"the weights in {str(path)!r} must be all that its config.json asks for; {missing[0]!r} is missing."

@@ -13,8 +13,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fem.runs.run import first_line, note
-from fem.train.documents import content, hub_documents, local_documents, local_files
-from fem.train.hub import way_to_the_hub
+from fem.train.documents import content, hub_documents, local_documents, local_files, way_to_the_hub
 from fem.train.integrity import MANIFEST, damage, publish
 from fem.train.packing import Row, Share, ShuffledRows, TokenFile
 from fem.train.pieces import without_endless_words

@@ -11,10 +11,10 @@ from typing import Any
 from datasets import load_dataset
 
 from fem.runs.run import first_line
-from fem.train.hub import way_to_the_hub
 from fem.train.integrity import digest
 from fem.train.pieces import file_pieces, pieces
 
+SECONDS = 6.0  # for the hub to connect, and to answer
 TEXT, JSON_LINES, PARQUET = (".txt", ".md"), (".jsonl",), (".parquet",)
 
 
@@ -93,6 +93,20 @@ def hub_documents(name: str, subset: str | None, field: str) -> Iterator[str]:
         raise ValueError(told) from error
     for record in stream:
         yield from pieces(text_of(record, field, "every record"))
+
+
+def way_to_the_hub() -> None:
+    """Raises OSError if the hub cannot be reached, or if HF_HUB_OFFLINE forbids it. The hub is asked once: its client
+    asks again and again, for minutes."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        raise OSError("HF_HUB_OFFLINE is set, so the hub is not asked")
+    try:
+        get_session().head(constants.ENDPOINT, timeout=SECONDS)
+    except Exception as error:
+        raise OSError(f"no way to {constants.ENDPOINT} within {SECONDS:g} seconds ({first_line(error)})") from error
 
 
 def _json_lines(path: Path) -> Iterator[Any]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from fem.train.integrity import MANIFEST, damage, publish
 from fem.train.pieces import Part
 
 Row = dict[str, Tensor]
-DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 18
+PIECES_AT_ONCE = 32  # 2 million characters at most, whose encodings take some 250 MB
 SOURCE = "source.json"
 SECONDS_A_NOTE = 10.0
 
@@ -84,7 +84,7 @@ def write_tokens(
     if folder.exists():
         problem = damage(folder)
         listed = (folder / MANIFEST).exists()
-        if source_of(folder) != source and (problem is None or not listed):
+        if read_json(folder / SOURCE) != source and (problem is None or not listed):
             raise ValueError(f"data have changed since {str(folder)!r} was written; give another --output.")
         if problem is None:
             return TokenFile.open(folder)
@@ -94,7 +94,7 @@ def write_tokens(
     staging.mkdir(parents=True)
     ends, total, due = [], 0, time.monotonic() + SECONDS_A_NOTE
     with open(staging / "tokens.bin", "wb") as file:
-        for batch in _batches(documents):
+        while batch := list(islice(documents, PIECES_AT_ONCE)):
             for piece, ids in zip(batch, encode(batch, tokenizer)):
                 ids = ids[:-1] if isinstance(piece, Part) else ids
                 file.write(ids.tobytes())
@@ -112,28 +112,12 @@ def write_tokens(
     return TokenFile.open(folder)
 
 
-def source_of(folder: Path) -> Any:
-    """What the tokens in `folder` were written from; None where that cannot be read."""
-    return read_json(folder / SOURCE)
-
-
 def encode(documents: list[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[np.ndarray]:
     """Each document's tokens and an end token. Special tokens that are spelt out in the text are read as text."""
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = True
     for encoding in backend.encode_batch_fast(documents, add_special_tokens=False):
         yield np.array([*encoding.ids, tokenizer.eos_token_id], np.uint32)
-
-
-def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document)
-        if len(batch) == DOCUMENTS_AT_ONCE or size > CHARACTERS_AT_ONCE:
-            yield batch
-            batch, size = [], 0
-    yield batch
 
 
 @dataclass(frozen=True)

@@ -69,9 +69,5 @@ def _regrouped(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _cut(text: str, start: int, end: int) -> int:
-    for back in (1 << 8, PIECE // 2):
-        found = [gap.start() for gap in GAP.finditer(text, max(start + 1, end - back), end)]
-        usable = [place for place in found if not text[place - 1].isspace()]
-        if usable:
-            return usable[-1]
-    return end
+    gaps = [gap.start() for gap in GAP.finditer(text, max(start + 1, end - PIECE // 2), end)]
+    return next((gap for gap in reversed(gaps) if not text[gap - 1].isspace()), end)

@@ -8,13 +8,14 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import PrinterCallback
+from transformers import PrinterCallback, Trainer
 
+from fem.optim import decayed_names
 from fem.runs.run import read_json, write_json
 from fem.train.checkpoints import KEPT, checkpoints, newest, not_finite, set_aside_after, step_of
 from fem.train.distributed import lost_touch
 from fem.train.integrity import publish
-from fem.train.watch import Watch, WeightDecayTrainer
+from fem.train.watch import Watch
 
 MEASURED = "watch.json"
 
@@ -23,7 +24,7 @@ class NotFinite(ValueError):
     """A loss, a gradient or a weight is infinite or NaN."""
 
 
-class SavingTrainer(WeightDecayTrainer):
+class SavingTrainer(Trainer):
     """Writes checkpoints to a staging folder, then renames them into `output`, where the newest `keep` stay.
 
     `TrainingArguments.output_dir` must be `output`/.saving. A subclass adds files of its own in `add_files`.
@@ -32,6 +33,10 @@ class SavingTrainer(WeightDecayTrainer):
     def __init__(self, *, output: Path, keep: int, **given):
         super().__init__(**given)
         self.output, self.keep = output, keep
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Weights only: not beta, norms and biases."""
+        return decayed_names(model)
 
     def add_files(self, checkpoint: Path) -> None:
         """Add files to the checkpoint before it is renamed; called on every process."""

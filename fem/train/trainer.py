@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Generator, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from fem.train.packing import ShuffledRows
 from fem.train.saving import NotFinite, SavingTrainer, kept
-from fem.train.sharding import shard
 from fem.train.start import copy_run
 
+FSDP = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
 ADVICE = "a smaller learning rate, more warm-up steps or float32 may help"
 
 
@@ -95,3 +99,17 @@ class TextTrainer(SavingTrainer):
     def add_files(self, checkpoint: Path) -> None:
         if self.args.process_index == 0:
             copy_run(self.output, checkpoint)
+
+
+def shard(accelerator: Accelerator, settings: dict) -> None:
+    """Let `accelerator` shard with the arithmetic of ddp: float32 weights and sums of gradients, under autocast.
+
+    accelerate itself would cast weights and gradients to bfloat16, beta included. It shards on a fixed list of devices,
+    on which CPUs are missing although gloo supports them (`AcceleratorState.__init__` in accelerate 1.15).
+    """
+    state = accelerator.state
+    if state.distributed_type == DistributedType.MULTI_CPU:
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**settings)
+        state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    state.fsdp_plugin.mixed_precision_policy = None
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # the next training in this process would read it

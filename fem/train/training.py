@@ -29,11 +29,10 @@ from fem.train.model import build_model
 from fem.train.packing import Share, write_tokens
 from fem.train.recipe import TrainRecipe
 from fem.train.saving import kept
-from fem.train.sharding import FSDP
 from fem.train.signals import SaveAndStop
 from fem.train.start import Start, add_event, drop_later, find_start, read_metrics, write_config
 from fem.train.throughput import flops_per_token
-from fem.train.trainer import Milestones, TextTrainer
+from fem.train.trainer import FSDP, Milestones, TextTrainer
 
 # Environment variables that change the arithmetic behind the recipe's back.
 REFUSED = (

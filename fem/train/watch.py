@@ -1,14 +1,11 @@
-"""transformers' Trainer as all experiments use it: which weights decay, and how its steps are reported."""
+"""How the steps of transformers' Trainer are reported."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-from torch import nn
-from transformers import Trainer, TrainerCallback
-
-from fem.optim import decayed_names
+from transformers import TrainerCallback
 
 LOGGED = {
     "loss": "train_loss",
@@ -19,13 +16,6 @@ LOGGED = {
 }
 
 Score = dict[str, int | float]
-
-
-class WeightDecayTrainer(Trainer):
-    """The Trainer, with weight decay on weights only: not on beta, norms and biases."""
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        return decayed_names(model)
 
 
 class Watch(TrainerCallback):
