@@ -18,6 +18,8 @@ def test_the_gates_are_those_of_equations_10_and_11(gate_rank):
     lambda_, g = 1 / (1 + torch.exp(-inner)), torch.log(1 + torch.exp(outer))
     g = g / torch.sqrt((g * g).sum(-1, keepdim=True) / 4 + config.eps)
     torch.testing.assert_close(out, g * ((1 - lambda_) * mean + lambda_ * free_energy))
+    with torch.no_grad():  # inference takes another path than training
+        torch.testing.assert_close(gate.mixed(3 * x, Read(mean, free_energy)), out)
 
 
 def test_the_gradients_of_the_gates_by_hand_are_the_true_ones_of_first_and_second_order():
@@ -28,3 +30,6 @@ def test_the_gradients_of_the_gates_by_hand_are_the_true_ones_of_first_and_secon
     mixed = lambda x, *read: gate.mixed(x, Read(*read))  # noqa: E731
     assert torch.autograd.gradcheck(mixed, inputs)
     assert torch.autograd.gradgradcheck(mixed, inputs)
+    loss = mixed(*inputs).square().sum()
+    once, again = (torch.autograd.grad(loss, inputs, retain_graph=True, create_graph=more) for more in (False, True))
+    torch.testing.assert_close(again, once)

@@ -1,4 +1,4 @@
-"""A hundred thousand tokens through every prior with a state of fixed size; one token by its short path."""
+"""Twenty thousand tokens through every prior with a state of fixed size; one token by its short path."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from layers import FAMILIES, WIDTH, make_layer
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, one_token
 
 SCANS = [name for name in FAMILIES if not name.startswith("softmax")]
-CHUNK, CHUNKS = 500, 200
+CHUNK, CHUNKS = 500, 40
 STEP = one_token.step
 
 
@@ -24,7 +24,8 @@ def stream(layer, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SCANS)
-def test_a_hundred_thousand_tokens_drift_by_less_than_1e_4(family):
+def test_twenty_thousand_tokens_drift_by_less_than_1e_4(family):
+    """A rounding error of 2^-24 that every token adds would be 1.2e-3 by then."""
     exact = make_layer(torch.float32, **FAMILIES[family]).double()
     y, sizes = stream(make_layer(torch.float32, **FAMILIES[family]), torch.float32)
     wanted, _ = stream(exact, torch.float64)

@@ -192,10 +192,11 @@ def outlier_layer(prior):
 @pytest.mark.slow
 @pytest.mark.parametrize("prior", SCANS)
 @torch.no_grad()
-def test_a_hundred_thousand_tokens_with_an_outlier_do_not_drift(prior):
+def test_twenty_thousand_tokens_with_an_outlier_do_not_drift(prior):
+    """A rounding error of 2^-24 that every token adds would be 1.2e-3 by then."""
     layer, wide = outlier_layer(prior), outlier_layer(prior).double()
     state = exact = None
-    for number in range(100):
+    for number in range(20):
         x = torch.randn(1, 1000, 32)
         if number == 5:
             x[:, 500] += 300

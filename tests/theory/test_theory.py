@@ -130,6 +130,7 @@ def test_values_outside_the_support_are_not_read(read, foreign):
     result = read(p, v, beta)
     inside = read(p[[0, 2]].detach(), v[[0, 2]].detach(), 1.5)
     assert torch.equal(result[[0, 2]] if result.ndim else result, inside)
+    assert result.ndim == 0 or result[1] == 0
     for gradient in torch.autograd.grad(result.sum(), (p, v, beta)):
         assert gradient.isfinite().all()
         assert gradient.ndim == 0 or gradient[1] == 0
@@ -268,12 +269,6 @@ def test_shift_and_scale(row, beta, shift, scale):
     torch.testing.assert_close(theory.free_energy(p, v + shift, beta), value + shift, rtol=1e-12, atol=1e-12)
     scaled = theory.free_energy(p, scale * v, beta)
     torch.testing.assert_close(scaled, scale * theory.free_energy(p, v, scale * beta), rtol=1e-12, atol=1e-12)
-
-
-@holds_for(rows(), BETA)
-def test_masked_tokens_stay_masked(row, beta):
-    p, v = row
-    assert (theory.posterior(p, v, beta)[p == 0] == 0).all()
 
 
 def test_restricting_the_support_lowers_the_free_energy_only_without_renormalising():
@@ -440,11 +435,6 @@ def test_effective_weights_are_the_derivative_of_the_interpolated_read(row, lam,
     average = (weights * v).sum()
     assert average >= u - 1e-12
     torch.testing.assert_close(average - u, lam * beta * slope(p, v.detach(), beta), rtol=1e-7, atol=1e-10)
-
-
-def test_the_papers_safety_condition_fails_at_one_entry_of_its_table():
-    safe = {(r, e): e * math.exp(r) <= 0.5 for r in (5, 10) for e in (1e-4, 1e-6, 1e-8)}
-    assert [entry for entry, holds in safe.items() if not holds] == [(10, 1e-4)]
 
 
 # Appendix P

@@ -84,6 +84,13 @@ def line(value):
         ("a.jsonl", line("") * 3 + line(" \n"), "must not be empty, got '.*a.jsonl', whose every text is white space"),
         ("a.jsonl", b"[" * 200_000 + b"\n", "a.jsonl' with a line nested too deeply, 1"),
         ("a.txt", b" \n\t", "must not be empty, got '.*a.txt'"),
+        ("a.txt", b"", "must not be empty"),
+        ("a.txt", b"\xff\xfe\x00\x81", "must be UTF-8"),
+        ("a.txt", b"words \x00", "zero bytes"),
+        ("a.jsonl", b'{"text": "whole"}\n{"text": "cut', "another line 2"),
+        ("a.jsonl", b'"text"\n', "must have text in 'text', got str"),
+        ("a.parquet", b"PAR1 cut off", "must be whole Parquet"),
+        ("a.exe", b"MZ", "data must be .txt"),
     ],
 )
 def test_files_without_usable_text_are_refused_by_name(tmp_path, name, content, sentence):

@@ -190,26 +190,6 @@ def test_a_recipe_refuses_values_that_no_run_can_have(data, field, value):
         tiny(data, **{field: value})
 
 
-@pytest.mark.parametrize(
-    "name, content, sentence",
-    [
-        ("a.txt", b"", "must not be empty"),
-        ("a.txt", b"\xff\xfe\x00\x81", "must be UTF-8"),
-        ("a.txt", b"words \x00", "zero bytes"),
-        ("a.jsonl", b"", "must not be empty"),
-        ("a.jsonl", b'{"text": "whole"}\n{"text": "cut', "another line 2"),
-        ("a.jsonl", b'"text"\n', "must have text in 'text', got str"),
-        ("a.jsonl", b"\xff\n", "must be UTF-8"),
-        ("a.parquet", b"PAR1 cut off", "must be whole Parquet"),
-        ("a.exe", b"MZ", "data must be .txt"),
-    ],
-)
-def test_data_that_cannot_be_used_are_refused_in_one_sentence(tmp_path, name, content, sentence):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=sentence):
-        list(documents.local_documents(documents.local_files(str(tmp_path / name)), "text"))
-
-
 def test_a_folder_gives_the_documents_of_its_files_in_order(tmp_path):
     Dataset.from_dict({"text": ["three", "four"]}).to_parquet(tmp_path / "c.parquet")
     (tmp_path / "a.txt").write_text("one")

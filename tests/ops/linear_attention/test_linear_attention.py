@@ -202,21 +202,12 @@ for g in (None, -torch.rand(2, 70, 2, 3)):
 """
 
 
-def run_compiled(backend):
-    """In a process of its own: the shape checks of these tests break graphs."""
+@pytest.mark.slow
+def test_forward_and_backward_are_one_graph_that_computes_the_same():
+    """In a process of its own: the shape checks of these tests break graphs. Inductor needs a C++ compiler."""
+    backend = "inductor" if shutil.which("g++") else "aot_eager"
     done = subprocess.run([sys.executable, "-c", COMPILED, backend], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-@pytest.mark.slow
-def test_forward_and_backward_are_one_graph():
-    run_compiled("aot_eager")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the path")
-def test_inductor_computes_the_same():
-    run_compiled("inductor")
 
 
 def saved_bytes(time):
@@ -268,8 +259,8 @@ def stream(tensors, size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("decay", DECAYS)
-def test_ten_thousand_steps_drift_by_nothing(decay):
-    """A rounding error that each step adds would be 6e-4 here; measured: 5e-7 after 1,000 steps, 1.2e-6 after 8,000."""
-    tensors = draw(decay, time=10_000, batch=1, heads=1, dk=4, dv=4, rate=0.02)
+def test_three_thousand_steps_drift_by_nothing(decay):
+    """A rounding error of 2^-24 a step would add up to 1.8e-4; measured: 5e-7 after 1,000 steps, 1.2e-6 after 8,000."""
+    tensors = draw(decay, time=3_000, batch=1, heads=1, dk=4, dv=4, rate=0.02)
     wide = {n: None if x is None else x.double() for n, x in tensors.items()}
-    close(stream(tensors, 1), stream(wide, 5000), 5e-6, 0)
+    close(stream(tensors, 1), stream(wide, 3000), 5e-6, 0)
