@@ -450,17 +450,6 @@ def test_index_accuracy_counts_channels_whose_nearest_value_is_the_winner():
     assert theory.index_accuracy(torch.full((3,), math.nan), values, winner) == 0
 
 
-def test_index_accuracy_of_fem_against_the_mean_on_the_papers_task():
-    generator = torch.Generator().manual_seed(0)
-    t, channels = 64, 32
-    values = 0.05 * torch.randn(4, t, channels, generator=generator)
-    winner = torch.randint(t, (4, channels), generator=generator)
-    values.scatter_(-2, winner[:, None], 1.0)
-    p = torch.full((4, t, 1), 1 / t)
-    assert theory.index_accuracy(theory.free_energy(p, values, 20.0, dim=-2), values, winner) == 1
-    assert theory.index_accuracy(theory.free_energy(p, values, 0.0, dim=-2), values, winner) < 0.2
-
-
 # Shapes, dtypes, errors
 
 
@@ -504,11 +493,3 @@ def test_results_have_the_inputs_dtype_and_its_precision(dtype):
         assert result.dtype == dtype
         torch.testing.assert_close(result, read(p.double(), v.double(), 2.0).to(dtype))
     assert theory.hidden_temperature(p, v, 0.5, 2.0).dtype == dtype
-
-
-@holds_for(st.floats(-5, 5), BETA)
-def test_a_single_token_is_read_as_it_is(value, beta):
-    p, v = torch.ones(1, dtype=F64), torch.tensor([value], dtype=F64)
-    assert theory.free_energy(p, v, beta).item() == value
-    assert theory.posterior(p, v, beta).item() == 1
-    assert theory.hidden_temperature(p, v, 0.5, beta).item() == 0.5 * beta
