@@ -55,7 +55,7 @@ def intervals(
         position = index if position is None else position.view(-1, keys)
         place = (0 if document is None else document * _DOCUMENT) + position
         here = place[:, keys - queries :].contiguous()
-        opening = here // _DOCUMENT * _DOCUMENT
+        opening = torch.zeros_like(here) if document is None else here // _DOCUMENT * _DOCUMENT
         if keep is not None:
             place = torch.where(keep, place, -1)
             here, opening = (x.expand(place.shape[0], -1).contiguous() for x in (here, opening))
