@@ -75,7 +75,7 @@ def step_seconds(recipe: AblateRecipe, output: Path) -> dict[str, float]:
         return lambda: descend(model(ids, labels=ids).loss, optimiser)
 
     seconds = alternate({row: step(row) for row in recipe.row_names()}, SECONDS, device)
-    output.mkdir(parents=True, exist_ok=True)
+    (output / RUNS).mkdir(parents=True, exist_ok=True)  # by which the folder is known for this comparison's
     write_json(output / COSTS, {"model": model, "seconds": seconds})
     return seconds
 
