@@ -141,7 +141,9 @@ def read_statistics(model: FEMForCausalLM, row: Row) -> dict[str, float]:
 def gate_statistics(model: FEMForCausalLM, row: Row) -> dict[str, float]:
     lambdas: list[float] = []
     inner = [gate.inner for gate in model.modules() if isinstance(gate, TwoLevelGate) and gate.inner is not None]
-    hooks = [part.register_forward_hook(lambda _, x, y: lambdas.append(y.sigmoid().mean().item())) for part in inner]
+    hooks = [
+        part.register_forward_hook(lambda _, x, y: lambdas.append(y.float().sigmoid().mean().item())) for part in inner
+    ]
     training = model.training
     try:
         model.eval()
