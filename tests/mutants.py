@@ -36,7 +36,7 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
     Mutant("dP is not centred at the likeliest key", "fem/ops/softmax/scores.py",
            "        dp.sub_(dp.gather(-1, p.argmax(-1, keepdim=True)))",
            "        pass", f"{SOFTMAX}/test_softmax_thresholds.py"),
-    Mutant("the form for narrow spans ends at 0.3", "fem/ops/softmax/packing.py",
+    Mutant("the form for narrow spans ends at 0.3", "fem/ops/common/packing.py",
            "SMALL_SPAN = 1.0", "SMALL_SPAN = 0.3", f"{SOFTMAX}/test_softmax_thresholds.py"),
     Mutant("a gradient under scores of thousands uses a rounded sum", "fem/ops/softmax/op.py",
            "_LARGE_SCORES = 200.0",

@@ -17,11 +17,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fem.ops.common.packing import Packing
 from fem.ops.common.precision import upcast
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import may_look, transformed
 from fem.ops.softmax.cached import LARGEST, PROVEN, pack_to_be_proven, packing, unpacked
-from fem.ops.softmax.packing import Packing
 from fem.state import CACHED as KEPT  # (B, H, T, d) each: a row of queries reads them at the speed of memory
 
 Memory = dict[str, Tensor]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
-from fem.ops.common.composed import NEAR
+from fem.ops.common.packing import SMALL_SPAN
 from fem.ops.common.precision import LEAST_PROVEN, upcast
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import Tokens
@@ -80,7 +80,7 @@ class OperatorPrior(Prior):
         kept = torch.ones_like(v, dtype=torch.bool) if tokens.keep is None else tokens.keep[..., None, None]
         shift = v.detach().masked_fill(~kept, -math.inf).amax(1, keepdim=True).nan_to_num(neginf=0.0)
         z = (beta * (v - shift)).clamp(max=0).masked_fill(~kept, 0)
-        near = (z.detach() > -NEAR).all(1, keepdim=True)  # where e^z - 1 keeps the digits of a small beta
+        near = (z.detach() > -SMALL_SPAN).all(1, keepdim=True)  # where e^z - 1 keeps the digits of a small beta
         energy = self._over_documents(torch.where(near, z.expm1(), z.exp()), tokens)
         _check_weights(torch.where(near, weight + energy, energy), weight)
         ratio = energy / total

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fem.ops.common.operator import operator
 from fem.ops.common.precision import double, needs_float64
 from fem.ops.common.read import Terms
 from fem.ops.common.scaled_sums import (
@@ -63,11 +64,7 @@ def _streams(log_decay, x, v, beta, before: Streams) -> Streams:
     )
 
 
-@torch.library.custom_op(
-    "fem::channel_scan",
-    mutates_args=(),
-    schema="(Tensor? log_decay, Tensor x, Tensor v, Tensor? beta, Tensor[] start) -> Tensor[]",
-)
+@operator("channel_scan(Tensor? log_decay, Tensor x, Tensor v, Tensor? beta, Tensor[] start) -> Tensor[]")
 def _channel_scan(log_decay, x, v, beta, start):
     """The reads after every token, the peak and the sums after the last, then for the backward pass all peaks, totals
     and energies."""
@@ -89,11 +86,9 @@ def _(log_decay, x, v, beta, start):
     return [*whole(reads), *(torch.empty_like(part) for part in start[:2]), *whole(saved)]
 
 
-@torch.library.custom_op(
-    "fem::channel_scan_backward",
-    mutates_args=(),
-    schema="(Tensor? d_log_weight, Tensor[] grads, Tensor? log_decay, Tensor x, Tensor v, Tensor? beta, "
-    "Tensor[] start, Tensor[] saved) -> Tensor[]",
+@operator(
+    "channel_scan_backward(Tensor? d_log_weight, Tensor[] grads, Tensor? log_decay, Tensor x, Tensor v, "
+    "Tensor? beta, Tensor[] start, Tensor[] saved) -> Tensor[]"
 )
 def _channel_scan_backward(d_log_weight, grads, log_decay, x, v, beta, start, saved):
     """Gradients of x, v, the start without its peak, then, where there are any, of beta and log_decay."""

@@ -1,11 +1,10 @@
 """A read by the kernel that somebody else wrote for its prior: what goes in, what comes out, and the proof.
 
-    sums = kernel([v | e | 1])        e = exp(beta (f - c))        Z = sums_1
+    sums = kernel([v | e | 1])        e as in `packing`        Z = sums_1
     mean = sums_v / Z        F = c + log(sums_e / Z) / beta
 
-c is the largest f of a channel, so e is at most 1, and what a kernel flushes to 0 is below e^-87 of the other factors.
-Sums above e^-60 of their scale have lost less than their rounding (`LEAST_PROVEN`); what is below is computed again.
-Where beta f spans less than 1/2, e - 1 and log1p stand for e and log, so that a small beta costs F no digit.
+e is at most 1, and what a kernel flushes to 0 is below e^-87 of the other factors. Sums above e^-60 of their scale have
+lost less than their rounding (`LEAST_PROVEN`); what is below is computed again.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fem.ops.common.operator import operator
+from fem.ops.common.packing import Packing
 from fem.ops.common.precision import LEAST_PROVEN
 from fem.ops.common.read import LOG_ZERO, Terms
 from fem.ops.common.steps import portable
 from fem.ops.common.transforms import transformed
 
 LEAST = LEAST_PROVEN[torch.float32]
-NEAR = 0.5  # nats: up to here log1p keeps digits that a logarithm near 1 loses
 _AUTOGRAD = [torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA]
 _AUTOGRAD += [torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView]
 
@@ -43,11 +43,10 @@ def fused(causal: bool, state: dict | None, return_state: bool, *tensors: Tensor
 
 
 class Shift(NamedTuple):
-    """Of every channel, (B, 1, ...): the middle of v, c of the free values, and whether e - 1 stands for e."""
+    """The middle of v in every channel, (B, 1, ...), and how the free values were packed."""
 
     middle: Tensor
-    c: Tensor | None = None
-    near: Tensor | None = None
+    packing: Packing | None = None
 
 
 def pack(v: Tensor, free: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor | None, Shift]:
@@ -57,10 +56,8 @@ def pack(v: Tensor, free: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor |
     if beta is None:
         return v - middle, None, Shift(middle)
     free = free.float()
-    low, high = free.detach().amin(1, keepdim=True), free.detach().amax(1, keepdim=True)
-    near = beta.detach() * (high - low) < NEAR
-    z = beta * (free - high)
-    return v - middle, torch.where(near, z.expm1(), z.exp()), Shift(middle, high, near)
+    packing = Packing.of(free, beta, None)
+    return v - middle, packing.energies(packing.exponents(free)), Shift(middle, packing)
 
 
 def unpack(
@@ -76,11 +73,11 @@ def unpack(
     mean = torch.where(rows, 0, shift.middle + of_v / weight)
     if beta is None:
         return Terms(log_weight, mean, None), rows, None
-    ratio = of_e / weight
-    entries = rows | ~(shift.near | ((of_e >= least) & (ratio >= LEAST)))
-    ratio = torch.where(entries, torch.where(shift.near, 0, 1), ratio)
-    gain = torch.where(shift.near, torch.where(shift.near, ratio, 0).log1p(), torch.where(shift.near, 1, ratio).log())
-    return Terms(log_weight, mean, torch.where(entries, 0, shift.c + gain / beta)), rows, entries
+    packing, ratio = shift.packing, of_e / weight
+    doubt = ~((of_e >= least) & (ratio >= LEAST))
+    entries = rows | (doubt if packing.small is None else doubt & ~packing.small)
+    free_energy = packing.shift + packing.logarithm(torch.where(entries, 1, ratio)) / beta
+    return Terms(log_weight, mean, torch.where(entries, 0, free_energy)), rows, entries
 
 
 def proven(
@@ -118,14 +115,12 @@ def opaque(name: str, inputs: str, function: Callable[..., Sequence[Tensor]], em
     """
     count = inputs.count("Tensor")
 
-    @torch.library.custom_op(f"fem::{name}", mutates_args=(), schema=f"({inputs}) -> Tensor[]")
+    @operator(f"{name}({inputs}) -> Tensor[]")
     def forward(*tensors):
         with torch.no_grad():
             return [x.contiguous() for x in function(*tensors)]
 
-    @torch.library.custom_op(
-        f"fem::{name}_backward", mutates_args=(), schema=f"(Tensor[] grads, bool[] wanted, {inputs}) -> Tensor[]"
-    )
+    @operator(f"{name}_backward(Tensor[] grads, bool[] wanted, {inputs}) -> Tensor[]")
     def backward(grads, wanted, *tensors):
         with _recorded():
             leaves = [x if x is None else x.detach().requires_grad_(w) for x, w in zip(tensors, wanted)]

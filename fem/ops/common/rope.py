@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
+from fem.ops.common.operator import operator
 from fem.ops.common.steps import portable
 
 
@@ -60,11 +61,7 @@ def _cos_and_sin(position: Tensor, frequency: Tensor, factor: float, dtype: torc
     return cos.to(dtype), sin.to(dtype)
 
 
-@torch.library.custom_op(
-    "fem::rotary_table",
-    mutates_args=(),
-    schema="(Tensor position, Tensor frequency, float factor, ScalarType dtype) -> (Tensor, Tensor)",
-)
+@operator("rotary_table(Tensor position, Tensor frequency, float factor, ScalarType dtype) -> (Tensor, Tensor)")
 def _table(position, frequency, factor, dtype):
     """`_cos_and_sin`, which inductor would fuse into the kernels of q and of k: float64 for every head and layer. As an
     op it is made once in a graph, as equal calls are one, by three kernels: cos and sin round what they write."""

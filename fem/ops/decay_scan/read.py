@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fem.ops.common.arguments import check_floating
 from fem.ops.common.backend import scan_backend, widest
+from fem.ops.common.operator import operator
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import connected_zeros
 from fem.ops.common.recurrence import running_sums
@@ -68,11 +69,7 @@ def _step_by_step(log_decay: Tensor, u: Tensor, state: Tensor) -> Tensor:
     return along_time(step, [state], log_decay.exp(), u)[1][0]
 
 
-@torch.library.custom_op(
-    "fem::decay_scan",
-    mutates_args=(),
-    schema="(Tensor log_decay, Tensor u, Tensor initial, bool backwards) -> Tensor",
-)
+@operator("decay_scan(Tensor log_decay, Tensor u, Tensor initial, bool backwards) -> Tensor")
 def _decay_scan(log_decay, u, initial, backwards):
     return running_sums(log_decay, u, initial, backwards)
 

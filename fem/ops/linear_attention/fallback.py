@@ -29,11 +29,6 @@ class Way(NamedTuple):
 def compute(way: Way, *arguments: Record) -> tuple[Record, Tensor]:
     """The results, and which fallback each chunk took: 0 (none), 1 (float64) or 2 (logarithms)."""
     result, doubt = way.fast(*arguments)
-    return result, recompute(way, result, doubt, *arguments)
-
-
-def recompute(way: Way, result: Record, doubt: Tensor, *arguments: Record) -> Tensor:
-    """Compute the chunks in doubt again, in place, and return which fallback each chunk took, as `compute` does."""
     fallback = torch.zeros(len(doubt), dtype=torch.uint8, device=doubt.device)
     chunks = doubt.any(1).nonzero().squeeze(1)
     if len(chunks):
@@ -49,18 +44,12 @@ def recompute(way: Way, result: Record, doubt: Tensor, *arguments: Record) -> Te
         fallback[chunks] = 2
         for part in _groups(chunks, entries * result.mean.shape[1]):
             _put(result, part, way.exact(*_take(arguments, part, torch.float64)))
-    return fallback
+    return result, fallback
 
 
 def differentiate(way: Way, fallback: Tensor, grad: Record, *arguments: Record) -> tuple[Record, ...]:
-    """Gradients of the arguments."""
+    """Gradients of the arguments; chunks that took a fallback are differentiated in the same way."""
     result = way.backward(grad, *arguments)
-    correct(way, result, fallback, grad, *arguments)
-    return result
-
-
-def correct(way: Way, result: tuple[Record, ...], fallback: Tensor, grad: Record, *arguments: Record) -> None:
-    """Compute the gradients of the chunks that took a fallback again, in place."""
     doubled = (fallback == 1).nonzero().squeeze(1)
     if len(doubled):
         better = way.backward(*_take((grad, *arguments), doubled, torch.float64))
@@ -71,6 +60,7 @@ def correct(way: Way, result: tuple[Record, ...], fallback: Tensor, grad: Record
         better = _backward(way.exact, *_take((grad, *arguments), part, torch.float64))
         for record, with_ in zip(result, better):
             _put(record, part, with_)
+    return result
 
 
 def _backward(compute: Callable, grad: Record, *arguments: Record) -> tuple[Record, ...]:

@@ -11,10 +11,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from fem.ops.common import flops
 from fem.ops.common.fallback_count import fallbacks
+from fem.ops.common.operator import operator
 from fem.ops.common.precision import double, needs_float64, products_overflow
 from fem.ops.common.read import Terms
 from fem.ops.common.transforms import again_differentiable
@@ -108,12 +108,10 @@ def rows_of(beta: Tensor | None, batch: int) -> Tensor | None:
     return None if beta is None else beta.unsqueeze(1).repeat(batch, 1, 1)
 
 
-@torch.library.custom_op(
-    "fem::linear_attention",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? free, Tensor? beta, Tensor? g, Tensor log_weight, Tensor mean, "
-    "Tensor? free_energy, bool present) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+@operator(
+    "linear_attention(Tensor q, Tensor k, Tensor v, Tensor? free, Tensor? beta, Tensor? g, Tensor log_weight, "
+    f"Tensor mean, Tensor? free_energy, bool present) -> ({', '.join(['Tensor'] * 11)})",
+    flops.linear_attention,
 )
 def scan(q, k, v, free, beta, g, log_weight, mean, free_energy, present):
     """Reads (3), the final state (3); for the backward pass the states where slabs begin (3) and the fallbacks (2)."""
@@ -173,12 +171,10 @@ def _(q, k, v, free, beta, g, log_weight, mean, free_energy, present):
     return *_empty_reads(q, v, free, beta), *last, *entering, *fallbacks
 
 
-@torch.library.custom_op(
-    "fem::linear_attention_backward",
-    mutates_args=(),
-    schema="(Tensor[] grads, Tensor q, Tensor k, Tensor v, Tensor? free, Tensor? beta, Tensor? g, Tensor[] saved, "
-    "bool present) "
-    "-> Tensor[]",
+@operator(
+    "linear_attention_backward(Tensor[] grads, Tensor q, Tensor k, Tensor v, Tensor? free, Tensor? beta, "
+    "Tensor? g, Tensor[] saved, bool present) -> Tensor[]",
+    flops.linear_attention_backward,
 )
 def scan_backward(grads, q, k, v, free, beta, g, saved, present):
     """Gradients of q, k, v, the initial state (2 or 3), free, beta and g, as far as there are any."""
@@ -275,5 +271,3 @@ def _differentiate(ctx, *grads):
 
 
 scan.register_autograd(_differentiate, setup_context=_save)
-register_flop_formula(torch.ops.fem.linear_attention)(flops.linear_attention)
-register_flop_formula(torch.ops.fem.linear_attention_backward)(flops.linear_attention_backward)

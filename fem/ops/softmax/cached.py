@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fem.ops.common.packing import Packing
 from fem.ops.common.precision import upcast
 from fem.ops.common.read import Read
 from fem.ops.common.transforms import may_look
-from fem.ops.softmax.packing import Packing
 
 SMALL_BETA = 0.1  # below it e is exp(beta f) - 1, c = 0
 REACH = {torch.float64: 700.0, torch.float32: 80.0, torch.bfloat16: 80.0, torch.float16: 9.5}  # largest |z|, in nats

@@ -17,13 +17,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fem.ops.common.packing import Packing
 from fem.ops.common.precision import upcast
-from fem.ops.common.read import Read
-from fem.ops.common.steps import portable
-from fem.ops.softmax.exported import definition_where, mask_of
-from fem.ops.softmax.packing import Packing
+from fem.ops.common.read import LOG_ZERO, Read
+from fem.ops.common.steps import along_time, portable, without_gradient
 from fem.ops.softmax.recompute import recompute
-from fem.ops.softmax.support import Intervals
+from fem.ops.softmax.support import Intervals, allowed_pairs
 
 _TILE = 128
 _PROVEN_SPAN = 58.0  # nats: the shift takes up to log 2 more, the rounding of p and e the rest to 60
@@ -63,7 +62,7 @@ def composed_read(
     if exporting:
         dtype, mask = upcast(q).dtype, None
         if not (bias is None and keep is None and seen is None):
-            mask, sees = mask_of(q, k, bias, keep, seen, causal)
+            mask, sees = _mask_of(q, k, bias, keep, seen, causal)
         hidden = None if keep is None else ~keep[..., None, None]
         attend = functools.partial(_masked, mask=mask, causal=causal and mask is None, scale=scale)
     else:
@@ -86,8 +85,8 @@ def composed_read(
         if not f.shape[3] or span <= _PROVEN_SPAN:
             return Read(mean, free_energy)
         if portable():
-            mask = mask if mask is not None else mask_of(q, k, bias, keep, seen, causal)[0]
-            return Read(mean, definition_where(doubtful, free_energy, q, k, f, beta, mask, scale))
+            mask = mask if mask is not None else _mask_of(q, k, bias, keep, seen, causal)[0]
+            return Read(mean, _definition_where(doubtful, free_energy, q, k, f, beta, mask, scale))
         f, keep, seen, bias = (f, None, seen, bias) if not exporting else whole
         free_energy = recompute(free_energy, doubtful, q, k, f, beta, bias, keep, seen, causal, scale)
         return Read(mean, free_energy)
@@ -244,3 +243,49 @@ def block_mask(seen: Intervals, keys: int):
     many = int(len(first) > 1)
     sees = lambda b, h, row, key: (first[b * many, row] <= key) & (key < end[b * many, row])  # noqa: E731
     return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=_TILE, mask_mod=sees, seq_lengths=(rows, keys))
+
+
+# --- in a graph of `torch.export`: a mask of all pairs, and the definition -------------------------------------------
+
+
+def _mask_of(
+    q: Tensor, k: Tensor, bias: Tensor | None, keep: Tensor | None, seen: Intervals | None, causal: bool
+) -> tuple[Float[Tensor, "#b #h tq t"], Bool[Tensor, "#b tq #h 1"]]:
+    """What is added to the scores, and which rows see anything."""
+    allowed = allowed_pairs(q, k, bias, keep, seen, causal)
+    zero = torch.zeros((), dtype=upcast(q).dtype, device=q.device)
+    mask = torch.where(allowed, zero if bias is None else upcast(bias), LOG_ZERO)
+    return mask, allowed.any(-1, keepdim=True).transpose(1, 2)
+
+
+def _definition_where(
+    doubtful: Bool[Tensor, "b tq h df"],
+    free_energy: Float[Tensor, "b tq h df"],
+    q: Float[Tensor, "b tq h dk"],
+    k: Float[Tensor, "b t hkv dk"],
+    f: Float[Tensor, "b t hkv df"],
+    beta: Float[Tensor, "hkv df"],
+    mask: Float[Tensor, "#b #h #tq #t"],
+    scale: float,
+) -> Float[Tensor, "b tq h df"]:
+    """The free energies; where any is doubtful, all of these from the definition, under `torch.cond`."""
+    heads = q.shape[2]
+    per_head = lambda x, dim: upcast(x).repeat_interleave(heads // x.shape[dim], dim)  # noqa: E731
+    beta = per_head(beta, 0)
+    k, level = per_head(k, 2), beta * per_head(f, 2)
+    mask = mask.expand(q.shape[0], heads, q.shape[1], k.shape[1])  # of whole shapes: none is broadcast
+    lift, doubtful, q, k, level = (x.transpose(1, 2) for x in (free_energy * beta, doubtful, q, k, level))
+    recomputed = lambda *given: torch.where(doubtful, _definition(*given, scale), lift)  # noqa: E731
+    proven = lambda *given: lift.clone()  # noqa: E731
+    with without_gradient():
+        return torch.cond(doubtful.any(), recomputed, proven, (q, k, level, mask)).transpose(1, 2) / beta
+
+
+def _definition(q, k, level, mask, scale: float) -> Float[Tensor, "b h tq df"]:
+    """beta F = log sum_i e^{s_i + beta f_i} - log sum_i e^{s_i}, one key after another, in float64."""
+    scores = scale * q.double() @ k.double().mT + mask.double()
+    start = scores.new_full((*scores.shape[:3], level.shape[3]), LOG_ZERO)
+    add = lambda total, s, y: ([torch.logaddexp(total[0], s + y)], [])  # noqa: E731
+    each = scores.permute(0, 3, 1, 2)[..., None], level.double().transpose(1, 2)[:, :, :, None]
+    (total,), _ = along_time(add, [start], *each)
+    return (total - scores.logsumexp(-1, keepdim=True)).to(q.dtype)

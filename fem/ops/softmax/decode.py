@@ -9,10 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.fallback_count import fallbacks
+from fem.ops.common.packing import Packing
 from fem.ops.common.precision import upcast
 from fem.ops.common.read import Read
 from fem.ops.softmax.cached import PROVEN, SMALL_BETA, proven, unpack
-from fem.ops.softmax.packing import Packing
 from fem.ops.softmax.scores import flash
 
 _BLOCK = 1 << 18  # values at a time on a CPU, so that their exponentials stay in the cache

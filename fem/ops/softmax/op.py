@@ -13,17 +13,16 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from fem.ops.common import flops
+from fem.ops.common.operator import operator
 from fem.ops.common.precision import SMALLEST_BETA, compute_dtype
-from fem.ops.common.read import Read
+from fem.ops.common.read import LOG_ZERO, Read
 from fem.ops.common.transforms import again_differentiable, transformed
-from fem.ops.softmax.differentiable import differentiable_read
 from fem.ops.softmax.plain import Gradients, PairRead
 from fem.ops.softmax.recompute import recompute
 from fem.ops.softmax.scores import Scores
-from fem.ops.softmax.support import Intervals
+from fem.ops.softmax.support import Intervals, allowed_pairs
 
 ROWS = 256  # queries of a block: few enough that a window of as many keys is most of what they see
 _HUGE_SCORES = 1e9
@@ -52,7 +51,7 @@ def pair_read(
     first, end = (None, None) if seen is None else seen
     if transformed(q, k, v, f, beta, bias):
         dtype = compute_dtype(q)
-        read = differentiable_read(q, k, v, f, beta, bias, keep, first, end, causal, scale)
+        read = _differentiable_read(q, k, v, f, beta, bias, keep, first, end, causal, scale)
         return Read(*(x.to(dtype) for x in read))
     how = keep, first, end, causal, scale
     mean, free_energy, doubtful = _Read.apply(q, k, v, None if f is v else f, beta, bias, *how, flash)
@@ -141,7 +140,7 @@ class _Read(torch.autograd.Function):
         *tensors, out, lse = ctx.saved_tensors
         inputs, support, how = tensors[:6], tensors[6:], (ctx.causal, ctx.scale)
         if torch.is_grad_enabled():
-            read = lambda q, k, v, f, *x: differentiable_read(q, k, v, v if f is None else f, *x, *support, *how)  # noqa: E731
+            read = lambda q, k, v, f, *x: _differentiable_read(q, k, v, v if f is None else f, *x, *support, *how)  # noqa: E731
             return *again_differentiable(read, inputs, (grad_mean, grad_free)), *[None] * 6
         zeros = lambda width: out.new_zeros(*out.shape[:3], width)  # noqa: E731
         widths = inputs[2].shape[3], inputs[4].shape[1]
@@ -159,11 +158,7 @@ _INPUTS = (
 )
 
 
-@torch.library.custom_op(
-    "fem::softmax_read",
-    mutates_args=(),
-    schema=f"({_INPUTS}) -> (Tensor out, Tensor free_energy, Tensor lse, Tensor doubtful)",
-)
+@operator(f"softmax_read({_INPUTS}) -> (Tensor out, Tensor free_energy, Tensor lse, Tensor doubtful)", flops.softmax)
 def _forward(q, k, v, f, beta, *how):
     """[mean | R | zeros], F, lse, and which F are not proven.
 
@@ -196,17 +191,16 @@ def _empty(q, k, v, f, beta, bias, keep, first, end, causal, scale, flash):
     return out, free_energy, out.new_empty(q.shape[:3]), out.new_empty(free_energy.shape, dtype=torch.bool)
 
 
-@torch.library.custom_op(
-    "fem::softmax_read_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_mean, Tensor grad_free, {_INPUTS}, Tensor out, Tensor lse, bool of_bias) -> "
-    "(Tensor dq, Tensor dk, Tensor dvalues, Tensor dbeta, Tensor dbias)",
+@operator(
+    f"softmax_read_backward(Tensor grad_mean, Tensor grad_free, {_INPUTS}, Tensor out, Tensor lse, bool of_bias) "
+    "-> (Tensor dq, Tensor dk, Tensor dvalues, Tensor dbeta, Tensor dbias)",
+    flops.softmax_backward,
 )
-def _backward(grad_mean, grad_free, q, k, v, f, beta, bias, *rest):
-    *how, out, lse, of_bias = rest
+def _backward(grad_mean, grad_free, q, k, v, f, beta, bias, keep, first, end, causal, scale, flash, out, lse, of_bias):
+    restriction = keep, first, end, causal, scale, flash
     with torch.autocast(q.device.type, enabled=False):
         largest = lse.abs().amax().item()
-        call = _Call(q, k, v, f, beta, bias, *how, double=largest == torch.inf)
+        call = _Call(q, k, v, f, beta, bias, *restriction, double=largest == torch.inf)
         rough = largest > _LARGE_SCORES or (beta.numel() > 0 and beta.amin().item() < SMALLEST_BETA)
         total, dbias = None, torch.zeros_like(call.bias) if of_bias else None
         for block in call.blocks():
@@ -234,14 +228,10 @@ def _backward(grad_mean, grad_free, q, k, v, f, beta, bias, *rest):
 
 
 @_backward.register_fake
-def _(grad_mean, grad_free, q, k, v, f, beta, bias, *rest):
+def _(grad_mean, grad_free, q, k, v, f, beta, bias, keep, first, end, causal, scale, flash, out, lse, of_bias):
     like = lambda x: x.new_empty(x.shape)  # noqa: E731
-    dvalues = v.new_empty(*v.shape[:3], rest[-3].shape[3])
-    return like(q), like(k), dvalues, like(beta), like(bias) if rest[-1] else q.new_empty(0)
-
-
-register_flop_formula(torch.ops.fem.softmax_read)(flops.softmax)
-register_flop_formula(torch.ops.fem.softmax_read_backward)(flops.softmax_backward)
+    dvalues = v.new_empty(*v.shape[:3], out.shape[3])
+    return like(q), like(k), dvalues, like(beta), like(bias) if of_bias else q.new_empty(0)
 
 
 def _of_block(read: PairRead, grad_mean, grad_free, out, lse, rough: bool, of_bias: bool) -> Gradients:
@@ -251,3 +241,40 @@ def _of_block(read: PairRead, grad_mean, grad_free, out, lse, rough: bool, of_bi
         read = read if read.v.dtype == torch.float64 else read.in_float64()
         out, _, lse, _ = read.forward()
     return read.backward(grad_mean.to(out.dtype), grad_free.to(out.dtype), out, lse, of_bias)
+
+
+def _differentiable_read(
+    q: Float[Tensor, "b tq h dk"],
+    k: Float[Tensor, "b t hkv dk"],
+    v: Float[Tensor, "b t hkv dv"],
+    f: Float[Tensor, "b t hkv df"],
+    beta: Float[Tensor, "hkv df"],
+    bias: Float[Tensor, "#b #h #tq #t"] | None,
+    keep: Bool[Tensor, "b t"] | None,
+    first: Tensor | None,
+    end: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Read:
+    """The mean of v and the free energy of f in float64, in plain steps that PyTorch can transform in any way.
+
+    Time and memory grow with T_q T d_f.
+
+    m_j = sum_i p_i f_ij        F_j = m_j + (1 / beta_j) log sum_i p_i exp(beta_j (f_ij - m_j))
+    """
+    heads = q.shape[2]
+    per_head = lambda x, dim: x.double().repeat_interleave(heads // x.shape[dim], dim)  # noqa: E731
+    scores = torch.einsum("bthc,bihc->bhti", q.double(), per_head(k, 2)) * scale
+    if bias is not None:
+        scores = scores + bias.double()
+    support = None if first is None else Intervals(first, end)
+    seen = allowed_pairs(q, k, bias, keep, support, causal)
+    empty = ~seen.any(-1, keepdim=True)
+    log_p = torch.where(seen, scores, -torch.inf).masked_fill(empty, 0.0).log_softmax(-1).masked_fill(~seen, LOG_ZERO)
+    p = log_p.exp()
+    nobody = ~seen.any(-2)[..., None]  # whose values are multiplied by nothing but 0
+    v, f = (per_head(x, 2).transpose(1, 2).masked_fill(nobody, 0.0) for x in (v, f))
+    middle, beta = p @ f, per_head(beta, 0)[:, None]
+    away = beta[:, :, None] * (f[:, :, None] - middle[:, :, :, None])
+    free_energy = middle + (log_p[..., None] + away).logsumexp(-2) / beta
+    return Read((p @ v).transpose(1, 2), free_energy.masked_fill(empty, 0.0).transpose(1, 2))

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fem.ops.common.packing import Packing
 from fem.ops.common.precision import LEAST_PROVEN
-from fem.ops.softmax.packing import Packing
 from fem.ops.softmax.scores import Scores
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import softmax_backend
+from fem.ops.common.packing import Packing
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import Read, connected_zeros
 from fem.ops.common.tokens import Tokens
@@ -19,7 +20,6 @@ from fem.ops.softmax.composed import composed_read, fused
 from fem.ops.softmax.decode import packed_step, softmax_step, traced_step
 from fem.ops.softmax.naive import naive_softmax_read
 from fem.ops.softmax.op import pair_read
-from fem.ops.softmax.packing import Packing
 from fem.ops.softmax.support import Intervals, intervals
 
 

@@ -66,3 +66,17 @@ def intervals(
             end = _count_before(place, last + 1)
         end = end.expand_as(first)
     return Intervals(first.int(), end.int().contiguous())
+
+
+def allowed_pairs(
+    q: Tensor, k: Tensor, bias: Tensor | None, keep: Tensor | None, seen: Intervals | None, causal: bool
+) -> Bool[Tensor, "#b #h tq t"]:
+    """Which keys each query sees, pair by pair; seen: None: all, or i <= t if causal."""
+    if seen is not None:
+        allowed = seen.allowed(k.shape[1])[:, None]
+    else:
+        allowed = torch.ones(1, 1, q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
+        allowed = allowed.tril() if causal else allowed
+    if keep is not None:
+        allowed = allowed & keep[:, None, None]
+    return allowed if bias is None else allowed & ~torch.isneginf(bias.detach())

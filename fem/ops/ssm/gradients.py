@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fem.ops.common.operator import operator
 from fem.ops.common.precision import double
 from fem.ops.common.read import NO_WEIGHT
 from fem.ops.common.scaled_sums import Memory, Streams, Sums, end_backward, leave, leave_backward, start_backward
 from fem.ops.ssm import numbers
-from fem.ops.ssm.inputs import SCHEMA, Inputs
+from fem.ops.ssm.inputs import SCHEMA, Inputs, by_logarithms, in_plain_numbers, streams_before
 from fem.ops.ssm.logarithms import backward
-from fem.ops.ssm.segments import by_logarithms, in_plain_numbers, streams_before
 
 
 class SegmentGradients(NamedTuple):
@@ -81,11 +81,7 @@ def _through_plain_numbers(
     return SegmentGradients(grad.log_decay, d_delta, d_b, d_c, d_v, d_beta, grad.skip, d_before)
 
 
-@torch.library.custom_op(
-    "fem::ssm_scan_backward",
-    mutates_args=(),
-    schema=f"(Tensor[] grads, {SCHEMA}, Tensor[] start, bool stateless, Tensor[] saved) -> Tensor[]",
-)
+@operator(f"ssm_scan_backward(Tensor[] grads, {SCHEMA}, Tensor[] start, bool stateless, Tensor[] saved) -> Tensor[]")
 def scan_gradients(grads, delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, start, stateless, saved):
     """Gradients of delta, a, b, c, v, the start without its peak, then, where there are any, of skip, beta and the
     logarithms."""

@@ -6,18 +6,19 @@ again from those at its start: memory O(T d_v) instead of O(T d_v N).
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from fem.ops.common.operator import operator
 from fem.ops.common.precision import double, needs_float64
-from fem.ops.common.read import Terms
-from fem.ops.common.scaled_sums import leave
-from fem.ops.common.steps import portable
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, log_average
+from fem.ops.common.scaled_sums import add_token, leave
+from fem.ops.common.steps import along_time, portable
 from fem.ops.common.transforms import again_differentiable, differentiated, transformed
 from fem.ops.ssm.gradients import scan_gradients
-from fem.ops.ssm.inputs import SCHEMA, SEGMENT, Inputs
-from fem.ops.ssm.segments import Found, by_logarithms, in_plain_numbers, streams_before
-from fem.ops.ssm.steps import step_by_step
+from fem.ops.ssm.inputs import SCHEMA, SEGMENT, Found, Inputs, by_logarithms, in_plain_numbers, streams_before
 
 ENTRIES = 2**17  # of the states of a segment: half a megabyte of float32, so that a core's cache holds the sums
 
@@ -66,9 +67,7 @@ def _compute(inputs: Inputs, start: list[Tensor], stateless: bool) -> tuple[Foun
     return by_logarithms(inputs, states), False, in_float64
 
 
-@torch.library.custom_op(
-    "fem::ssm_scan", mutates_args=(), schema=f"({SCHEMA}, Tensor[] start, bool stateless) -> Tensor[]"
-)
+@operator(f"ssm_scan({SCHEMA}, Tensor[] start, bool stateless) -> Tensor[]")
 def _ssm_scan(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, start, stateless):
     """Reads, the states after the last token, then for the backward pass the peak and the total of the reads, their
     energies, whether this is in plain numbers and in float64, and the states at borders and at the end."""
@@ -123,3 +122,47 @@ def _differentiate(ctx, grads):
 
 
 _ssm_scan.register_autograd(_differentiate, setup_context=_save)
+
+
+def step_by_step(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, *start) -> list[Tensor]:
+    """The reads and the last states, by steps that PyTorch can differentiate any number of times."""
+    rank, channels = a.shape
+    log_delta, log_b, log_c = (_log(delta), _log(b), _log(c)) if log_delta is None else (log_delta, log_b, log_c)
+    log_skip = None if skip is None else _log(skip)
+
+    def step(before, delta, v, opens, log_delta, log_b, log_c):
+        peak, *memory = before
+        decay = delta.unsqueeze(-2) * a
+        decay = decay if opens is None else decay.masked_fill(opens[:, None, None], -math.inf)
+        value = v.unsqueeze(-2).expand_as(decay)
+        left = (peak + decay).clamp(min=LOG_ZERO)
+        log_input = log_delta.unsqueeze(-2) + log_b.unsqueeze(-1)
+        after = add_token(left, *memory, x=log_input, v=value, beta=beta)
+        seen_peak, seen_sums, *seen_energy = [left, *memory] if skip is None else after
+        scores = seen_peak + seen_sums[0].log() + log_c.unsqueeze(-1)
+        items = [seen_sums[1] / seen_sums[0], *seen_energy]
+        if skip is not None:
+            scores = torch.cat([scores, log_skip.expand_as(scores[:, :1])], 1)
+            items = [torch.cat([item, value[:, :1]], 1) for item in items]
+        return after, _read_items(scores.clamp(min=LOG_ZERO), items, beta)
+
+    states = [part.unflatten(-1, (rank, channels)) for part in start]
+    last, reads = along_time(step, states, delta, v, opens, log_delta, log_b, log_c)
+    return [*reads, *(part.flatten(-2) for part in last)]
+
+
+def _log(x: Tensor) -> Tensor:
+    """log x; at 0 without gradient, where it would be infinite."""
+    positive = x > 0
+    return torch.where(positive, torch.where(positive, x, 1).log(), -math.inf)
+
+
+def _read_items(scores: Tensor, items: list[Tensor], beta: Tensor | None) -> list[Tensor]:
+    """Log-weight, mean and free energy of items (B, n, D) with the logarithms of weights `scores`."""
+    total = scores.logsumexp(1, keepdim=True)
+    log_p = scores - total
+    read = [total, (log_p.exp() * items[0]).sum(1, keepdim=True)]
+    if beta is not None:
+        read.append(log_average(log_p, beta * items[1], 1) / beta)
+    empty = total < NO_WEIGHT
+    return [total.squeeze(1), *(torch.where(empty, 0, part).squeeze(1) for part in read[1:])]

@@ -32,7 +32,7 @@ class Packing(NamedTuple):
 
     @classmethod
     def of(
-        cls, f: Float[Tensor, "b t h d"], beta: Float[Tensor, "#b 1 h d"], hidden: Bool[Tensor, "#b t #h #d"] | None
+        cls, f: Float[Tensor, "b t *d"], beta: Float[Tensor, "..."], hidden: Bool[Tensor, "#b t #h #d"] | None
     ) -> Packing:
         """For tokens along dimension 1, but for hidden ones: c is the largest f.
 
