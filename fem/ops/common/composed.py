@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fem.ops.common.operator import operator
-from fem.ops.common.packing import Packing
+from fem.ops.common.packing import SMALL_SPAN, Packing
 from fem.ops.common.precision import LEAST_PROVEN
 from fem.ops.common.read import LOG_ZERO, Terms
 from fem.ops.common.steps import portable
@@ -56,7 +56,10 @@ def pack(v: Tensor, free: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor |
     if beta is None:
         return v - middle, None, Shift(middle)
     free = free.float()
-    packing = Packing.of(free, beta, None)
+    low, high = free.detach().amin(1, keepdim=True), free.detach().amax(1, keepdim=True)
+    packing = Packing(
+        beta, high, beta.detach() * (high - low) < SMALL_SPAN
+    )  # a lifted shift costs beta's gradient digits
     return v - middle, packing.energies(packing.exponents(free)), Shift(middle, packing)
 
 
@@ -75,7 +78,7 @@ def unpack(
         return Terms(log_weight, mean, None), rows, None
     packing, ratio = shift.packing, of_e / weight
     doubt = ~((of_e >= least) & (ratio >= LEAST))
-    entries = rows | (doubt if packing.small is None else doubt & ~packing.small)
+    entries = rows | (doubt & ~packing.small)
     free_energy = packing.shift + packing.logarithm(torch.where(entries, 1, ratio)) / beta
     return Terms(log_weight, mean, torch.where(entries, 0, free_energy)), rows, entries
 
