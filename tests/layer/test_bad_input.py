@@ -152,7 +152,7 @@ FIELDS = {
         ["no", 1],
     ),
     "a positive integer": ("n_embd n_head ssm_rank fem_dim qk_dim n_kv_head window conv_hidden", [0, 4.0, "64", True]),
-    "a positive integer or None or 0": ("gate_rank", [-1, 1.0, True, "4"]),
+    "a positive integer or None or 0": ("gate_rank", [-1, 0.0, 1.0, True, "4"]),
     "a finite number": (NUMBERS, [NAN, INF, "x", True]),
 }
 TABLE = [

@@ -44,7 +44,7 @@ def load_pictures(source: str) -> Pictures:
         return digits()
     path = Path(source)
     if path.is_dir():
-        names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*.*"))
+        names = sorted(p.relative_to(path).as_posix() + "/" * p.is_dir() for p in path.rglob("*"))
         return _laid_out(source, names, lambda name: {"bytes": None, "path": str(path / name)})
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -105,6 +105,10 @@ def _laid_out(source: str, names: list[str], read: Callable[[str], dict]) -> Pic
     files = [path for path in map(PurePosixPath, names) if len(path.parts) == 3 and path.suffix.lower() in SUFFIXES]
     if not files:
         raise ValueError(f"data must hold pictures as <split>/<class>/<picture>, got {source!r} without any.")
+    filled = {f"{path.parent}/" for path in files}
+    for name in names:
+        if name.count("/") == 2 and name.endswith("/") and name not in filled:
+            raise ValueError(f"every class must have pictures, got {name[:-1]!r} in {source!r} without any.")
     classes = sorted({path.parts[1] for path in files if path.parts[0] == "train"})
     held_out = _held_out(source, {path.parts[0] for path in files})
     for _, name in sorted({path.parts[:2] for path in files if path.parts[0] == held_out}):
