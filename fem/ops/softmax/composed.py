@@ -227,7 +227,7 @@ def block_mask(seen: Intervals, keys: int):
     """The blocks of keys that each block of queries sees in part and in whole, from its interval: no T x T mask."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    first, end = seen
+    first, end = (x.as_strided(x.shape, x.stride()) for x in seen)  # inductor stores what a mask captures only so
     rows = first.shape[1]
     blocks = lambda x: F.pad(x, (0, -rows % _TILE), mode="replicate").unflatten(1, (-1, _TILE)).float()  # noqa: E731
     low, high = blocks(first), blocks(end)
