@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import MISSING, dataclass, fields, replace
-from numbers import Integral
 
 from fem.checks import SMALLEST, finite_number, is_number, positive_int, unknown_field
 from fem.prior_table import BACKENDS, known_priors
@@ -138,8 +137,7 @@ class FreeEnergyMixerConfig:
             if value is not None or name in WHOLE:
                 self._set(**{name: positive_int(name, value)})
         if self.gate_rank is not None:
-            none = isinstance(self.gate_rank, Integral) and not isinstance(self.gate_rank, bool) and self.gate_rank == 0
-            self._set(gate_rank=0 if none else positive_int("gate_rank", self.gate_rank, (None, 0)))
+            self._set(gate_rank=positive_int("gate_rank", self.gate_rank, (None, 0)))
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")

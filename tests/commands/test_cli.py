@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import fem
 from torch.distributed import TCPStore
 from typer.testing import CliRunner
 
@@ -32,13 +33,6 @@ from fem_research.argmax import experiment as argmax
 @dataclass(frozen=True)
 class Recipe:
     seed: int = option(5, "Seed.")
-
-
-def fem(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["fem", *arguments])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    return end.value.code
 
 
 HELP = """

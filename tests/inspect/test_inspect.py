@@ -4,12 +4,12 @@ import base64
 import json
 import math
 import re
-import sys
 from importlib.resources import files
 
 import numpy as np
 import pytest
 import torch
+from command_line import fem
 from layers import ABLATIONS, FAMILIES, make_layer
 from layers import tokens as make_tokens
 
@@ -17,7 +17,6 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from fem import cli
 from fem.inspect import experiment as inspect
 from fem.inspect import page as inspection_page
 from fem.inspect.experiment import InspectRecipe, encode
@@ -63,13 +62,6 @@ def model(tmp_path_factory, tokenizer):
 def tables(layer, time=TIME) -> LayerTables:
     reading = layer.inspect(make_tokens(batch=1, time=time))
     return layer_tables(1, layer.prior.name, reading)
-
-
-def fem(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["fem", *arguments])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    return end.value.code
 
 
 # --- the tables

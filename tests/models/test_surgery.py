@@ -305,9 +305,7 @@ def test_generate_with_a_cache_equals_generate_without(name, way):
     [(lambda: decoder("gpt2"), True, "softmax"), (lambda: decoder("gpt2"), False, "gla"), (encoder, True, "softmax")],
     ids=["gpt2", "gpt2 anew", "encoder"],
 )
-@pytest.mark.parametrize(
-    "make_copy", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
-)
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copy_is_a_model_of_its_own(build, make_copy, preserve, prior):
     model = awake(replace_attention(build(), prior, preserve=preserve))
     x = torch.randn(2, 5, 32) if isinstance(model, nn.TransformerEncoder) else tokens(2, 5)
