@@ -206,11 +206,14 @@ def write_json(path: Path, data: dict) -> None:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name to write a file under, which is renamed when the block ends: readers see the old file or the
-    new one, even after a power cut."""
-    temporary = path.with_name(path.name + ".tmp")
-    yield temporary
-    sync(temporary)
-    os.replace(temporary, path)
+    new one, even after a power cut. The name is hidden, as what a kill leaves of it is no file of a user."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     sync(path.parent)
 
 

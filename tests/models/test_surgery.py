@@ -303,7 +303,6 @@ def test_generate_with_a_cache_equals_generate_without(name, way):
 @pytest.mark.parametrize(
     "build, preserve, prior",
     [(lambda: decoder("gpt2"), True, "softmax"), (lambda: decoder("gpt2"), False, "gla"), (encoder, True, "softmax")],
-    ids=["gpt2", "gpt2 anew", "encoder"],
 )
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copy_is_a_model_of_its_own(build, make_copy, preserve, prior):

@@ -1,4 +1,4 @@
-"""`fem` with arguments, in this process."""
+"""`fem` with arguments, in this process: its exit status."""
 
 import sys
 
@@ -8,7 +8,6 @@ from fem import cli
 
 
 def fem(monkeypatch, *arguments):
-    """The exit status."""
     monkeypatch.setattr(sys, "argv", ["fem", *arguments])
     with pytest.raises(SystemExit) as end:
         cli.main()
