@@ -119,7 +119,7 @@ def test_operations_are_those_of_the_matrix_products():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is measured on Linux alone")
 def test_memory_is_the_peak_beyond_what_was_held():
-    block = 48 << 20
+    block = 512 << 20  # more than what an earlier test may have freed and the allocator kept
     held = torch.ones(block // 4)
     grown = measure.cpu_growth(lambda: torch.ones(block // 4).sum() + held[0])
     assert 0.95 * block <= grown < 1.5 * block
