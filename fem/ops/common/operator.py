@@ -8,7 +8,9 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 
-def operator(schema: str, flops: Callable | None = None) -> Callable[[Callable], torch.library.CustomOpDef]:
+def operator(
+    schema: str, flops: Callable | None = None, tags: tuple[torch.Tag, ...] = ()
+) -> Callable[[Callable], torch.library.CustomOpDef]:
     """Declares a function that changes no argument as `fem::name`, of a schema like "name(Tensor x) -> Tensor".
 
     flops: the formula by which FlopCounterMode counts a call.
@@ -16,7 +18,7 @@ def operator(schema: str, flops: Callable | None = None) -> Callable[[Callable],
     name, bracket, rest = schema.partition("(")
 
     def declare(function: Callable) -> torch.library.CustomOpDef:
-        declared = torch.library.custom_op(f"fem::{name}", function, mutates_args=(), schema=bracket + rest)
+        declared = torch.library.custom_op(f"fem::{name}", function, mutates_args=(), schema=bracket + rest, tags=tags)
         if flops is not None:
             register_flop_formula(getattr(torch.ops.fem, name))(flops)
         return declared

@@ -70,11 +70,10 @@ def softmax_read(
     by_pairs = by_pairs or (on_gpu and (keep is not None or bias is not None))
     causal = causal and queries > 1
     seen = intervals(queries, time, causal, window, tokens, q.device) if by_pairs else None
-    shared = f is v
-    q, k, v, f = q.to(dtype), k.to(dtype), v.to(dtype), f.to(dtype)
+    q, k, *values = (x.to(dtype) for x in ((q, k, v) if f is v else (q, k, v, f)))
     if keep is not None:  # whatever stands in a masked token, NaN too, is multiplied by 0 later on
-        k, v, f = (x.masked_fill(~keep[..., None, None], 0.0) for x in (k, v, f))
-    f = v if shared else f
+        k, *values = (x.masked_fill(~keep[..., None, None], 0.0) for x in (k, *values))
+    v, f = values[0], values[-1]
     step = _one_query(q, k, v, f, beta, bias) if queries == 1 and backend == "sdpa" else None
     if step is not None:
         mask, heads_first = _mask(keep, seen, bias, time), (x.transpose(1, 2) for x in (k, v, f))

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.fallback_count import fallbacks
+from fem.ops.common.operator import operator
 from fem.ops.common.precision import LEAST_PROVEN, upcast
 from fem.ops.common.transforms import again_differentiable
 from fem.ops.softmax.support import Intervals
@@ -50,9 +51,7 @@ _INPUTS = (
 _WAITS = (torch.Tag.cudagraph_unsafe,)  # whether there are entries is read on the host
 
 
-@torch.library.custom_op(
-    "fem::softmax_recompute", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)", tags=_WAITS
-)
+@operator(f"softmax_recompute({_INPUTS}) -> (Tensor, Tensor)", tags=_WAITS)
 def _recompute(doubtful, *inputs):
     """The free energy where it is doubtful, 0 elsewhere; and on the host, for the backward, whether any is."""
     some = doubtful.any().cpu()
@@ -91,10 +90,8 @@ def _five(tensors, missing: Tensor | None = None) -> tuple[Tensor | None, ...]:
     return *tensors[:4], tensors[4] if len(tensors) > 4 else missing
 
 
-@torch.library.custom_op(
-    "fem::softmax_recompute_backward",
-    mutates_args=(),
-    schema=f"(Tensor some, Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+@operator(
+    f"softmax_recompute_backward(Tensor some, Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=_WAITS,
 )
 def _recompute_backward(some, *inputs):
