@@ -431,7 +431,7 @@ def faq() -> list[str]:
         f"and the conditioner brought {at_3m['-C'] - at_3m['full']:.3f} more",
         f"attention ends at {at_best['-C,G,T,L']:.3f} nats and slim FEM at {at_best['full/r8']:.3f}; its outer gate "
         f"and conditioner without the free energy end at {loss('ablate_16m_attribution', '+C,G/r8'):.3f}. Full gates "
-        f"were run there at rate .002 alone, at which attention ({at_16m['-C,G,T,L']:.3f}) is not at its best: with "
+        f"were run there only at rate .002, at which attention ({at_16m['-C,G,T,L']:.3f}) is not at its best: with "
         f"the conditioner they end at {at_16m['full']:.3f}, without it at {at_16m['-C']:.3f}.",
         f"takes {slower_step()} times attention's in a model of {millions('ablate_16m_time')} parameters",
         f"attention is ahead by {lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} nats.",
@@ -458,13 +458,13 @@ def faq() -> list[str]:
         f"they lost [{lead('ablate_10m', 'full', 'full/r8')} nats](results/ablate_10m.md)",
         "to full gates after 1.8M tokens.",
         f"{recalls('softmax+C')} steps to 99.9 %, FEM without C {recalls(OWN)}, attention {recalls('softmax')} |",
-        f"alone reaches {mad('softmax+C'):.1f} of full FEM's {mad(FULL):.1f} %, attention {mad('softmax'):.1f}.",
+        f"conditioner reaches {mad('softmax+C'):.1f} %, full FEM {mad(FULL):.1f} %, attention {mad('softmax'):.1f} %.",
         f"[{gained('gpt2', TRAINED):.3f} nats for a GPT-2]",
         f"[{gained('llama', TRAINED):.3f} for a Llama]",
         f"{rate['-C']['loss']:.3f} against {rate['-C,G,T,L']['loss']:.3f} nats per token",
         f"({top1('cifar', FULL):.1f} against {top1('cifar', 'softmax'):.1f} %, [half of it]",
         f"{short(gained('gpt2', 'attention+G'), 3)} to {short(gained('llama', 'attention+G'), 3)} nats |",
-        f"attention; slim gates lose {lost[0]}, L alone {lost[1]} ",
+        f"attention; slim gates lose {lost[0]}, only L {lost[1]} ",
         f"instead of attention pooling, {pools[0]:.1f} against {pools[1]:.1f} % | {1.95} | | [bags]",
         f"{scan('gla', '8192'):.0f} ms for a train step at 8192 tokens, "
         f"{scan('gla', '8192') / scan('gla', '1024'):.1f} times that of 1024",
