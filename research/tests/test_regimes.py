@@ -16,8 +16,8 @@ from fem_research.common.grid import record_of
 from fem_research.common.mixers import KNOWN_ANSWERS, POOLS, canonical, fields_of, mixer_config
 from fem_research.common.paired import paired, shown
 from fem_research.regimes import experiment
-from fem_research.regimes.experiment import RegimesRecipe, over, reference, run, table, title
-from fem_research.regimes.settings import ROWS, WITHOUT_FILES
+from fem_research.regimes.experiment import RegimesRecipe, over, run, table, title
+from fem_research.regimes.settings import ROWS, USUAL, WIDE
 from fem_research.regimes.tasks import (
     HELD_OUT,
     NOT_ASKED,
@@ -139,7 +139,7 @@ def test_an_mlp_too_narrow_to_make_up_for_a_mixer_is_one_sentence():
 
 
 def test_the_recipe_names_every_task_that_needs_no_file():
-    assert tuple(TASKS) == WITHOUT_FILES
+    assert tuple(TASKS) == USUAL + WIDE
 
 
 def test_all_rows_have_the_same_parameters():
@@ -287,7 +287,7 @@ def test_a_row_is_compared_with_attention_or_with_the_papers_start_of_the_same_m
     starts = {"softmax+LTG/b8/r4": scored(0.5, 0.7), "softmax+LTG/r4": scored(0.4, 0.5)}
     for row, other, said in (("softmax", None, ""), ("softmax+LTG/b8/r4", "softmax", "+0.350 ± 0.050")):
         rows = starts | {"softmax": scored(0.2, 0.3)}
-        assert (reference(row, rows), over(row, rows)) == (other, said)
+        assert ((lead(row, rows) or {}).get("row"), over(row, rows)) == (other, said)
     lines = {line["mixer"]: line["over the paper's start"] for line in table(starts)}
     assert lines == {"attention+LTG/b8/r4": "+0.150 ± 0.050", "attention+LTG/r4": ""}
     assert "over attention" in table({"softmax": scored(0.1), "softmax+G": scored(0.2)})[0]
@@ -296,9 +296,8 @@ def test_a_row_is_compared_with_attention_or_with_the_papers_start_of_the_same_m
 
 def test_of_several_attentions_the_best_is_what_rows_are_compared_with():
     rows = {"softmax": scored(0.2), "softmax/h16/norope": scored(0.4), "softmax/h8": scored(0.3), "gru": scored(0.9)}
-    assert {row: reference(row, rows) for row in rows} == dict.fromkeys(rows, "softmax/h16/norope") | {
-        "softmax/h16/norope": None
-    }
+    assert lead("softmax/h16/norope", rows) is None
+    assert {lead(row, rows)["row"] for row in ("softmax", "softmax/h8", "gru")} == {"softmax/h16/norope"}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from fem_research.common.names import KEY, display
 from fem_research.common.paired import by_seed, in_words, paired, shown, spread
 from fem_research.common.sweep import sweep
 from fem_research.regimes.settings import RegimesRecipe
-from fem_research.regimes.training import TASKS, build, constants, train
+from fem_research.regimes.training import build, constants, train
 
 Found = dict[str, dict[str, list[dict]]]
 STARTS = re.compile(r"/(b[\d.]+|l-?[\d.]+)")
@@ -31,16 +31,14 @@ def tests(records: list[dict]) -> list[float]:
     return [record["curve"][-1]["test"] for record in records]
 
 
-def reference(row: str, rows: dict[str, list[dict]]) -> str | None:
-    """Plain attention; where that was not run, the same mixer with the paper's starts."""
-    other = _attention(rows) or STARTS.sub("", row)
-    return other if other in rows and other != row else None
-
-
 def lead(row: str, rows: dict[str, list[dict]]) -> dict | None:
-    """By how much the row is ahead of its reference, on the same seeds; None where it has none."""
-    other = reference(row, rows)
-    return other and {"row": other} | dict(zip(("mean", "error"), paired(tests(rows[row]), tests(rows[other]))))
+    """By how much the row is ahead, on the same seeds, of plain attention, or where that was not run of the same mixer
+    with the paper's starts; None where neither was.
+    """
+    other = _attention(rows) or STARTS.sub("", row)
+    if other not in rows or other == row:
+        return None
+    return {"row": other} | dict(zip(("mean", "error"), paired(tests(rows[row]), tests(rows[other]))))
 
 
 def over(row: str, rows: dict[str, list[dict]]) -> str:
@@ -133,7 +131,7 @@ def title(recipe: RegimesRecipe) -> str:
         return "Where the free energy pays: values as wide as the model"
     usual = type(recipe)()
     about = ["more heads"] if any(re.search(r"/(h\d|norope)", row) for row in recipe.rows) else []
-    about += [] if set(TASKS) <= set(recipe.task_names) else [", ".join(recipe.task_names)]
+    about += [] if set(usual.task_names) <= set(recipe.task_names) else [", ".join(recipe.task_names)]
     about += [_counted(recipe.blocks, "block")] if recipe.blocks != usual.blocks else []
     about += [_counted(recipe.heads, "head")] if recipe.heads != usual.heads else []
     return "Where the free energy pays" + (f": {'; '.join(about)}" if about else "")

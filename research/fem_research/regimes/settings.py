@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from fem_research.regimes.tasks import Task
     from fem_research.regimes.training import Job, Training
 
-WITHOUT_FILES = ("peak", "high-water", "snapshot", "statistics", "recall", "bags")
+USUAL = ("peak", "high-water", "snapshot", "statistics", "recall", "bags")
+WIDE = ("peak-64", "snapshot-64")  # more answers than a model of width 64 can hold
 ROWS = (
     "attention,attention+G,attention+L,attention+LT,attention+LTG,attention+LTG/r4,attention+C,attention+CG,FEM,FEM/r4,"
     "GLA,GLA/norm,GLA+LTG,GLA+LTG/r4"
@@ -35,7 +36,9 @@ POOLED = ("bags", "speakers")
 class RegimesRecipe:
     """Tasks, mixers and the training that all share. Lists are names or numbers with commas between them."""
 
-    tasks: str = option(",".join(WITHOUT_FILES), f"With commas; also {', '.join(OF_FILES)}, which need a file.")
+    tasks: str = option(
+        ",".join(USUAL), f"With commas; also {', '.join(WIDE)}, and {', '.join(OF_FILES)}, which need a file."
+    )
     mixers: str = option(
         ROWS,
         f"Priors with parts and options, such as attention+LTG/r4, and {', '.join(KNOWN_ANSWERS)}; for "
@@ -57,7 +60,7 @@ class RegimesRecipe:
 
     def __post_init__(self):
         require_positive(self, "seeds", "width", "heads", "blocks", "mlp_width", "batch", "steps")
-        require_some_of("tasks", self.task_names, [*WITHOUT_FILES, *OF_FILES])
+        require_some_of("tasks", self.task_names, [*USUAL, *WIDE, *OF_FILES])
         for task in self.task_names:
             if task in OF_FILES and getattr(self, OF_FILES[task]) is None:
                 raise ValueError(f"the task {task} needs its data: give --{OF_FILES[task]} FILE.")
@@ -75,7 +78,6 @@ class RegimesRecipe:
 
     @property
     def known_tasks(self) -> dict[str, Task]:
-        """The tasks that need no file, and those whose file is given."""
         from fem_research.regimes.tasks import tasks_of_files
         from fem_research.regimes.training import TASKS
 

@@ -100,7 +100,7 @@ class PeakHold(Numbers):
 
     sensors: int = 16
     tokens: int = 32
-    about = "running maximum and minimum of 16 sensors"
+    about = property(lambda self: f"running maximum and minimum of {self.sensors} sensors")
     asks_for = "extremes"
     channels = property(lambda self: self.sensors)
     outputs = property(lambda self: 2 * self.sensors)
@@ -137,7 +137,7 @@ class EventStream(Classes):
 class HighWater(EventStream):
     """The largest value of every field so far."""
 
-    about = "largest value so far of each of 8 fields"
+    about = property(lambda self: f"largest value so far of each of {self.fields} fields")
     asks_for = "extremes"
 
     def answers(self, events):
@@ -147,7 +147,7 @@ class HighWater(EventStream):
 class Snapshot(EventStream):
     """The latest value of every field."""
 
-    about = "latest value of each of 8 fields"
+    about = property(lambda self: f"latest value of each of {self.fields} fields")
     asks_for = "one token per channel"
 
     def answers(self, events):

@@ -28,6 +28,8 @@ TASKS: dict[str, Task] = {
     "statistics": SetStatistics(),
     "recall": Recall(),
     "bags": DigitBags(),
+    "peak-64": PeakHold(sensors=64),
+    "snapshot-64": Snapshot(fields=64, tokens=128),
 }
 STREAMS = {"train": 0, "validation": 1, "test": 2}
 
