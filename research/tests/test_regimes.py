@@ -16,7 +16,7 @@ from fem_research.common.grid import record_of
 from fem_research.common.mixers import KNOWN_ANSWERS, POOLS, canonical, fields_of, mixer_config
 from fem_research.common.paired import paired, shown
 from fem_research.regimes import experiment
-from fem_research.regimes.experiment import RegimesRecipe, over, run, table, title
+from fem_research.regimes.experiment import RegimesRecipe, lead, over, run, table, title
 from fem_research.regimes.settings import ROWS, USUAL, WIDE
 from fem_research.regimes.tasks import (
     HELD_OUT,
