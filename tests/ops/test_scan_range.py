@@ -160,10 +160,14 @@ def test_a_document_without_weight_reads_nothing_of_the_next():
         assert (part[:, 3:] == 0).all()
 
 
-@pytest.mark.parametrize("change", [{"u": torch.zeros(2, 4, 3)}, {"initial_state": torch.zeros(2, 4)}])
-def test_decay_scan_names_a_shape_that_does_not_fit(change, as_users_run):
+WRONG = [{"u": torch.zeros(2, 4, 3)}, {"initial_state": torch.zeros(2, 4)}, {"u": torch.ones(2, 5, 3).long()}]
+WRONG += [{"log_decay": torch.full((2, 5, 3), x)} for x in (0.5, torch.nan)]
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_decay_scan_names_what_does_not_fit(change, as_users_run):
     arguments = {"log_decay": torch.zeros(2, 5, 3), "u": torch.zeros(2, 5, 3)} | change
-    with pytest.raises(ValueError, match="must have shape"):
+    with pytest.raises((TypeError, ValueError), match=r"must have shape|must be zero or negative|u must be floating"):
         decay_scan(**arguments)
     with pytest.raises(ValueError, match="on the device of u"):
         decay_scan(torch.zeros(2, 5, 3, device="meta"), torch.zeros(2, 5, 3))

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from fem.ops.common.read import Read
+from fem.ops.common.read import NO_WEIGHT, Read
 
 
 def by_definition(definition, dtype, causal, tokens, initial_state, return_state, **options) -> Read:
@@ -54,7 +54,7 @@ def read_rows(log_scores, v, beta, causal, key_mask, segment_ids, normalize, fre
 
 def _read_row(s: Tensor, v: Tensor, f: Tensor, beta: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
     """Mean of v and free energy of f (i, H, d_v) under the weights e^s, s (i, H, d_v or 1)."""
-    empty = torch.isneginf(s.detach()).all(0)
+    empty = (s.detach() < NO_WEIGHT).all(0)
     s = s.masked_fill(empty, 0.0)
     log_p = s - s.logsumexp(0) if normalize else s
     mean = (log_p.exp() * v).sum(0).masked_fill(empty, 0.0)

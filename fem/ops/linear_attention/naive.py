@@ -7,7 +7,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from fem.ops.common.naive_rows import decays, read_rows
-from fem.ops.common.read import Read
+from fem.ops.common.read import LOG_ZERO, Read
 
 
 def naive_linear_attention_read(
@@ -28,13 +28,14 @@ def naive_linear_attention_read(
         mean_tj = sum_i s_t(i) v_ij / Z_t        F_tj = (1/beta_j) log(sum_i s_t(i) exp(beta_j f_ij) / Z_t)
         Z_t = sum_i s_t(i), or 1 with normalize=False; f are the free values, v without them
 
-    The gradient of a feature q or k that is exactly 0 is NaN, as its logarithm is taken.
+    The gradient of a feature that is exactly 0 is 0, as that of ReLU.
     """
-    q, k, v = q.double(), k.double(), v.double()
+    q, k = (x.double().relu().log().clamp_min(LOG_ZERO) for x in (q, k))
+    v = v.double()
     g = torch.zeros_like(q) if log_decay is None else log_decay.double()
     g = g if g.ndim == 4 else g.unsqueeze(-1)
 
     def log_scores(b: int, t: int, seen: list[int]) -> Tensor:
-        return (q[b, t].log() + decays(g[b], t, seen) + k[b, seen].log()).logsumexp(-1, keepdim=True)
+        return (q[b, t] + decays(g[b], t, seen) + k[b, seen]).logsumexp(-1, keepdim=True)
 
     return read_rows(log_scores, v, beta, causal, key_mask, segment_ids, normalize, free_values)

@@ -84,11 +84,3 @@ def test_the_backends_sum_the_same_and_unknown_ones_are_named():
     torch.testing.assert_close(decay_scan(decay, u, start, "reference"), decay_scan(decay, u, start, "plain"))
     with pytest.raises(ValueError, match="backend must be one of"):
         decay_scan(decay, u, start, "cuda")
-
-
-@pytest.mark.usefixtures("as_users_run")
-@pytest.mark.parametrize("name", ["log_decay", "u", "initial_state"])
-def test_integers_are_refused_by_name_instead_of_being_truncated(name):
-    given = {"log_decay": -torch.ones(1, 3, 2), "u": torch.ones(1, 3, 2), "initial_state": torch.ones(1, 2)}
-    with pytest.raises(TypeError, match=f"{name} must be floating point, got dtype torch.int64"):
-        decay_scan(**given | {name: given[name].long()})
