@@ -163,8 +163,8 @@ def keyed_scan_read(
         s_t(i) = sum_c q_tc exp(sum_{i<r<=t} log_decay_rc) k_ic        p_t(i) = s_t(i) / sum_r s_t(r)
         mean_tj = sum_i p_t(i) v_ij        F_tj = (1 / beta_j) log sum_i p_t(i) exp(beta_j f_ij)         (Eq. 4, App. H)
 
-    q, k (B, T, H, d_k) >= 0 are features already; the gradient of one that is 0 is 0, as that of ReLU.
-    v (B, T, H, d_v), f = free_values (B, T, H, d_f), beta (H, d_f) are those of `channel_scan_read`.
+    q, k (B, T, H, d_k) >= 0 are features already. v (B, T, H, d_v), f = free_values (B, T, H, d_f), beta (H, d_f) are
+    those of `channel_scan_read`.
     log_decay <= 0 in nats, the decay into step t: (B, T, H), or (B, T, H, d_k) for one per key channel.
     Masks, documents, causal=False, states and normalize=False are those of `channel_scan_read`.
     Exact for any finite input, in time O(T d_k d_v) and memory O(T (d_k + d_v)). A row of no weight reads 0.

@@ -30,7 +30,7 @@ def _read(q, k, v, free, beta, g, opens) -> list[Tensor]:
     dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
     items = F.pad(items, (0, -items.shape[-1] % 16)).to(dtype)
     decay = g.squeeze(-1) if g is not None and g.shape[-1] == 1 else g
-    inputs, borders = [q.relu().to(dtype), k.relu().to(dtype), items, decay], None  # relu: as in `plain`, 0 at 0
+    inputs, borders = [q.to(dtype), k.to(dtype), items, decay], None
     if opens is not None:  # rows one after another, each document a sequence
         first = opens | (torch.arange(opens.shape[1], device=opens.device) == 0)
         borders = F.pad(first.flatten().nonzero().squeeze(1), (0, 1), value=first.numel())

@@ -28,7 +28,7 @@ def naive_linear_attention_read(
         mean_tj = sum_i s_t(i) v_ij / Z_t        F_tj = (1/beta_j) log(sum_i s_t(i) exp(beta_j f_ij) / Z_t)
         Z_t = sum_i s_t(i), or 1 with normalize=False; f are the free values, v without them
 
-    The gradient of a feature that is exactly 0 is 0, as that of ReLU.
+    The gradient of a feature that is exactly 0 is 0: its logarithm has none.
     """
     q, k = (x.double().relu().log().clamp_min(LOG_ZERO) for x in (q, k))
     v = v.double()

@@ -216,8 +216,8 @@ def _scan_backward(grads, q, k, v, free, beta, g, saved, present: bool) -> list[
         )
         (d_more,) = differentiate(CONTRIBUTION, fallback_added, _flat(d_added), chunk)
 
-        slab.write(d_q, d_chunk.q * (chunk.q > 0))  # at 0 some of it is lost: a channel without weight has no logarithm
-        slab.write(d_k, (d_chunk.k + d_more.k) * (chunk.k > 0))
+        slab.write(d_q, d_chunk.q)
+        slab.write(d_k, d_chunk.k + d_more.k)
         slab.write(d_v, d_chunk.v + d_more.v)
         if free is not None:
             slab.write(d_free, d_chunk.free + d_more.free)
