@@ -14,7 +14,7 @@ class Projection(nn.Linear):
     """y = W x + W_c h + b, from features [x, h]: the input x and, behind it, the conditioner's h.        (Eq. 34a)
 
     W starts N(0, std), b at `start` and W_c at 0, so a new layer ignores its conditioner. A map that only reads h
-    starts at 1e-12: DoRA divides by the norms of rows, and 1 + eta (Eq. 34b) is still 1 in float32.
+    starts at 1e-12, 2^-24 in float16: DoRA divides by the norms of rows, and 1 + eta (Eq. 34b) is still 1.
     """
 
     def __init__(
@@ -27,8 +27,19 @@ class Projection(nn.Linear):
         nn.init.normal_(self.weight, std=self.std)
         if self.context:  # by a function that takes a sharded weight, too
             nn.init.constant_(self.weight[:, -self.context :], 0 if self.in_features > self.context else 1e-12)
+            Projection._lift(self)  # torchtitan starts its own maps so
         if self.bias is not None:
             nn.init.constant_(self.bias, self.start)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)  # moves and casts the weights
+        self._lift()
+        return self
+
+    @torch.no_grad()
+    def _lift(self) -> None:
+        if self.in_features == self.context and self.weight.dtype == torch.float16:
+            self.weight.masked_fill_(self.weight == 0, 2**-24)
 
     @property
     def qconfig(self):

@@ -91,10 +91,10 @@ def test_learnt_prompts_stand_before_padded_rows(kind):
     assert told.shape == (2, 11)
 
 
-@pytest.mark.parametrize("kind", ["fem", "fem in bfloat16", "replaced"])
+@pytest.mark.parametrize("kind", ["fem in float32", "fem in bfloat16", "fem in float16", "replaced"])
 def test_dora_divides_by_no_zero(kind):
-    model = replace_attention(llama()) if kind == "replaced" else FEMForCausalLM(small_config())
-    model = model.bfloat16() if "bfloat16" in kind else model
+    dtype = getattr(torch, kind.split()[-1], None)
+    model = replace_attention(llama()) if dtype is None else FEMForCausalLM(small_config()).to(dtype)
     trained_step(adapted(model, use_dora=True, target_modules="all-linear"))
 
 
