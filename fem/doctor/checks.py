@@ -53,14 +53,12 @@ def softmax(device: torch.device) -> Iterator[Row]:
     need not, as flash attention adds them up by atomics."""
     gpu = device.type == "cuda"
     lengths, widths = ((1, 127, 129, 2049), (64, 128, 256)) if gpu else ((1, 129), (16,))
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for time in lengths:
-            for width in widths:
-                for what in ("plain", "grouped", "window", "documents", "mask", "bias", "spike"):
-                    if what != "plain" and (time, width) != (lengths[-1 if not gpu else 2], widths[0]):
-                        continue
-                    yield outcome(f"softmax {what}", lambda s=(dtype, time, width, what): _softmax(device, *s),
-                                  dtype=str(dtype)[6:], tokens=time, width=width)  # fmt: skip
+    for number, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
+        plain = [(time, widths[(number + place) % len(widths)], "plain") for place, time in enumerate(lengths)]
+        others = ("grouped", "window", "documents", "mask", "bias", "spike")
+        for time, width, what in plain + [(129, widths[0], what) for what in others]:
+            yield outcome(f"softmax {what}", lambda s=(dtype, time, width, what): _softmax(device, *s),
+                          dtype=str(dtype)[6:], tokens=time, width=width)  # fmt: skip
 
 
 def _softmax(device, dtype, time: int, width: int, what: str) -> str | None:

@@ -61,7 +61,9 @@ def _cos_and_sin(position: Tensor, frequency: Tensor, factor: float, dtype: torc
     return cos.to(dtype), sin.to(dtype)
 
 
-@operator("rotary_table(Tensor position, Tensor frequency, float factor, ScalarType dtype) -> (Tensor, Tensor)")
+@operator(
+    "rotary_table(Tensor position, Tensor frequency, float factor, ScalarType dtype) -> (Tensor, Tensor)", waits=False
+)
 def _table(position, frequency, factor, dtype):
     """`_cos_and_sin`, which inductor would fuse into the kernels of q and of k: float64 for every head and layer. As an
     op it is made once in a graph, as equal calls are one, by three kernels: cos and sin round what they write."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.operator import operator
-from fem.ops.common.precision import LEAST_PROVEN, upcast
+from fem.ops.common.precision import LEAST_PROVEN, compute_dtype
 from fem.ops.common.transforms import again_differentiable
 from fem.ops.softmax.support import Intervals
 
@@ -35,26 +35,29 @@ def recompute(
     scale: float,
 ) -> Float[Tensor, "b tq h df"]:
     """The free energies, doubtful ones computed again; seen: what a query sees; None: all, or i <= t if causal."""
+    some = doubtful.any()
     real = type(doubtful) is Tensor and not doubtful.is_meta and not torch.compiler.is_compiling()
-    if real and not bool(doubtful.any()):
+    if real and not bool(some):
         fallbacks.count(doubtful.numel(), 0)
         return free_energy
     first, end = (None, None) if seen is None else seen
-    again, _ = _recompute(doubtful, q, k, f, beta, bias, keep, first, end, causal, scale)
+    again, _ = _recompute(some, doubtful, q, k, f, beta, bias, keep, first, end, causal, scale)
     return torch.where(doubtful, again, free_energy)
 
 
 _INPUTS = (
-    "Tensor doubtful, Tensor q, Tensor k, Tensor f, Tensor beta, Tensor? bias, Tensor? keep, Tensor? first, "
-    "Tensor? end, bool causal, float scale"
+    "Tensor some, Tensor doubtful, Tensor q, Tensor k, Tensor f, Tensor beta, Tensor? bias, Tensor? keep, "
+    "Tensor? first, Tensor? end, bool causal, float scale"
 )
-_WAITS = (torch.Tag.cudagraph_unsafe,)  # whether there are entries is read on the host
 
 
-@operator(f"softmax_recompute({_INPUTS}) -> (Tensor, Tensor)", tags=_WAITS)
-def _recompute(doubtful, *inputs):
-    """The free energy where it is doubtful, 0 elsewhere; and on the host, for the backward, whether any is."""
-    some = doubtful.any().cpu()
+@operator(f"softmax_recompute({_INPUTS}) -> (Tensor, Tensor)")
+def _recompute(some, doubtful, *inputs):
+    """The free energy where it is doubtful, 0 elsewhere; and on the host, for the backward, whether any is.
+
+    some: whether any is, which inductor sums up in the kernel that finds them.
+    """
+    some = some.to("cpu", copy=True)
     if not some:
         fallbacks.count(doubtful.numel(), 0)
         return _nothing(doubtful, *inputs).zero_(), some
@@ -65,17 +68,17 @@ def _recompute(doubtful, *inputs):
 
 
 @_recompute.register_fake
-def _(doubtful, *inputs):
+def _(some, doubtful, *inputs):
     return _nothing(doubtful, *inputs), doubtful.new_empty((), device="cpu")
 
 
 def _nothing(doubtful, q, *_) -> Tensor:
-    return torch.empty(doubtful.shape, dtype=upcast(q).dtype, device=q.device)
+    return torch.empty(doubtful.shape, dtype=compute_dtype(q), device=q.device)
 
 
 def _gradients(grad, doubtful, q, k, f, beta, bias, *how):
     inputs = [x for x in (q, k, f, beta, bias) if x is not None]
-    totals = [torch.zeros(x.shape, dtype=upcast(x).dtype, device=x.device) for x in inputs]
+    totals = [torch.zeros(x.shape, dtype=compute_dtype(x), device=x.device) for x in inputs]
     for place, rows, channels in _parts(_listed(doubtful), k.shape[1], f.shape[3]):
         of_rows = lambda *x: _of_rows(place, rows, channels, *_five(x), *how)  # noqa: B023, E731
         of_head = [x.double() for x in _of_head(place, *inputs)]
@@ -90,40 +93,36 @@ def _five(tensors, missing: Tensor | None = None) -> tuple[Tensor | None, ...]:
     return *tensors[:4], tensors[4] if len(tensors) > 4 else missing
 
 
-@operator(
-    f"softmax_recompute_backward(Tensor some, Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=_WAITS,
-)
-def _recompute_backward(some, *inputs):
+@operator(f"softmax_recompute_backward(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+def _recompute_backward(grad, some, *inputs):
     if some:
-        return _gradients(*inputs)
-    return tuple(x.zero_() for x in _like(*inputs))
+        return _gradients(grad, *inputs)
+    gradients = _like(grad, some, *inputs)
+    for alike in gradients[:3], gradients[3:]:  # of one dtype each: one launch
+        torch._foreach_zero_(alike)
+    return gradients
 
 
 @_recompute_backward.register_fake
-def _(some, *inputs):
-    return _like(*inputs)
-
-
-def _like(grad, doubtful, q, k, f, beta, bias, *_) -> tuple[Tensor, ...]:
+def _like(grad, some, doubtful, q, k, f, beta, bias, *_) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (q, k, f, beta, q.new_empty(0) if bias is None else bias))
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.causal, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, output[1])
+    _, *tensors, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(output[1], *tensors)
 
 
 def _differentiate(ctx, grad, _):
-    doubtful, *tensors, some = ctx.saved_tensors
+    some, doubtful, *tensors = ctx.saved_tensors
     inputs, how = tensors[:5], (*tensors[5:], ctx.causal, ctx.scale)
     if torch.is_grad_enabled():
         gradients = again_differentiable(lambda *x: [_placed(doubtful, _listed(doubtful), *x, *how)], inputs, [grad])
     else:  # a graph and the meta device need an op, but inside an op vjp does not know dispatch modes
         plain = type(grad) is Tensor and not grad.is_meta
-        given = (grad, doubtful, *inputs, *how)
-        gradients = _gradients(*given) if plain else _recompute_backward(some, *given)
-    return None, *gradients[:4], gradients[4] if inputs[4] is not None else None, *[None] * 5
+        given = (doubtful, *inputs, *how)
+        gradients = _gradients(grad, *given) if plain else _recompute_backward(grad, some, *given)
+    return None, None, *gradients[:4], gradients[4] if inputs[4] is not None else None, *[None] * 5
 
 
 _recompute.register_autograd(_differentiate, setup_context=_save)
@@ -138,7 +137,7 @@ def _listed(doubtful: Tensor) -> Tensor:
 
 def _placed(doubtful, entries, q, k, f, beta, bias, *how) -> Tensor:
     """The free energies of the entries, at their places."""
-    found = torch.zeros(doubtful.shape, dtype=upcast(q).dtype, device=q.device)
+    found = torch.zeros(doubtful.shape, dtype=compute_dtype(q), device=q.device)
     parts = []
     for place, rows, channels in _parts(entries, k.shape[1], f.shape[3]):
         inputs = [x.double() for x in _of_head(place, q, k, f, beta, *([] if bias is None else [bias]))]

@@ -303,10 +303,12 @@ def test_recomputed_entries_have_the_gradients_of_the_definition(shape):
     for own, other in zip(*both):
         torch.testing.assert_close(own, other, rtol=1e-8, atol=1e-8)
     arguments = (doubtful, *(x.detach() for x in leaves), None, None, None, True, 16**-0.5)
-    torch.library.opcheck(recompute._recompute, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        recompute._recompute, (doubtful.any(), *arguments), test_utils=("test_schema", "test_faketensor")
+    )
     torch.library.opcheck(
         recompute._recompute_backward,
-        (torch.tensor(False), weight.double(), *arguments),  # vjp knows no modes
+        (weight.double(), torch.tensor(False), *arguments),  # vjp knows no modes
         test_utils=("test_schema", "test_faketensor"),
     )
 
