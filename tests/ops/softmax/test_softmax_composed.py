@@ -302,15 +302,10 @@ def test_recomputed_entries_have_the_gradients_of_the_definition(shape):
     both = [torch.autograd.grad((x * weight)[doubtful].sum(), leaves) for x in (found, wanted)]
     for own, other in zip(*both):
         torch.testing.assert_close(own, other, rtol=1e-8, atol=1e-8)
-    arguments = (doubtful, *(x.detach() for x in leaves), None, None, None, True, 16**-0.5)
-    torch.library.opcheck(
-        recompute._recompute, (doubtful.any(), *arguments), test_utils=("test_schema", "test_faketensor")
-    )
-    torch.library.opcheck(
-        recompute._recompute_backward,
-        (weight.double(), torch.tensor(False), *arguments),  # vjp knows no modes
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    forward = (doubtful.any(), doubtful, *(x.detach() for x in leaves), None, None, None, True, 16**-0.5)
+    backward = (weight.double(), torch.tensor(False), *forward[1:])  # vjp knows no modes
+    for declared, given in ((recompute._recompute, forward), (recompute._recompute_backward, backward)):
+        torch.library.opcheck(declared, given, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_values_within_a_span_need_no_flag(monkeypatch):
