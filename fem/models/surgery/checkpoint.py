@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copyreg
-from dataclasses import fields
+from copy import copy
 from functools import cache
 from pathlib import Path
 
@@ -17,13 +16,14 @@ from fem.models.surgery.graft import apply
 
 RECORD = "free_energy_mixer"  # the field of a config that holds the calls made on its model
 PREFIX = "FEM"
+# The name of an attention that nobody registers: every class but ours ends with "Specified attn_implementation=...".
 REFUSAL = "this folder holds a replaced model: open it by an Auto class after `import fem.models`"
 
 
 class ReplacedConfig(OpensWithFEM, PreTrainedConfig):
-    """What is saved of a replaced model: the original's config, the calls of `replace_attention`, and who opens it.
+    """What config.json holds of a replaced model: the original's fields, and the calls of `replace_attention`.
 
-    `from_dict` returns the original's config, of a subclass that records the calls.
+    `from_dict` returns the original's config, of a subclass that keeps the calls.
     """
 
     model_type = "fem_replaced"
@@ -40,75 +40,42 @@ class ReplacedConfig(OpensWithFEM, PreTrainedConfig):
         return replaced_config(CONFIG_MAPPING[original]).from_dict(config_dict, **kwargs)
 
 
-class RecordsCalls(OpensWithFEM):
-    """Mixed into the config of the original: the same config, saved as a `ReplacedConfig`."""
+class KeepsCalls(OpensWithFEM):
+    """Mixed into the original's config class: the same config, saved as a `ReplacedConfig`."""
 
+    original: type[PreTrainedConfig]
     auto_map = ReplacedConfig.auto_map
 
     @classmethod
-    def get_config_dict(cls, *args, **kwargs) -> tuple[dict, dict]:
-        found, rest = super().get_config_dict(*args, **kwargs)
-        if found.get("model_type") == ReplacedConfig.model_type:
-            found["model_type"] = cls.model_type  # else transformers warns of a model of another type
-        return found, rest
-
-    @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig | tuple[PreTrainedConfig, dict]:
-        if "original" not in config_dict:
-            return super().from_dict(config_dict, **kwargs)
-        original = config_dict["original"]
-        given = {name: value for name, value in config_dict.items() if name.startswith("_")}  # such as _name_or_path
-        loaded = super().from_dict(original | given, **kwargs)
-        config = loaded[0] if isinstance(loaded, tuple) else loaded
-        setattr(config, RECORD, config_dict[RECORD])
-        config.architectures = config_dict["architectures"]
-        return loaded
+        of_the_file = ("model_type", "original_type", "attn_implementation", "auto_map")
+        fields = {name: value for name, value in config_dict.items() if name not in of_the_file}
+        return super().from_dict(fields, **kwargs)
 
     def to_diff_dict(self) -> dict:
-        original = super().to_diff_dict()
-        architectures = [name.removeprefix(PREFIX) for name in original.get("architectures") or ()]
-        calls = original.pop(RECORD, None)
-        return {
-            "model_type": ReplacedConfig.model_type,
-            "architectures": [PREFIX + name for name in architectures],
-            "auto_map": original.pop("auto_map"),
-            RECORD: calls,
-            "transformers_version": original.pop("transformers_version", None),
-            # Inside the original's config, its own class would find this type and take the config.
-            "original_type": original.pop("model_type"),
-            _first_number(type(self).original): REFUSAL,  # whose class asks for a number and shows this text
-            "original": original | {"architectures": architectures},
-        }
+        saved = super().to_diff_dict()
+        names = [PREFIX + name.removeprefix(PREFIX) for name in saved.get("architectures") or ()]
+        own = {"model_type": ReplacedConfig.model_type, "original_type": self.model_type, "architectures": names}
+        return saved | own | {"attn_implementation": REFUSAL}
+
+    def __reduce__(self) -> tuple:
+        return _empty, (self.original,), self.__dict__  # pickle does not find a class that was made at run time
 
 
-def _first_number(original: type[PreTrainedConfig]) -> str:
-    """The original's first field that holds a whole number, such as vocab_size."""
-    common = {field.name for field in fields(PreTrainedConfig)}
-    numbers = [field.name for field in fields(original) if field.name not in common and field.type in (int, "int")]
-    return [*numbers, "hidden_size"][0]  # a composite or a class of its own making may declare none
-
-
-class ReplacedConfigType(type):
-    """The type of configs made by `replaced_config`, so that pickle can find them again."""
-
-
-copyreg.pickle(ReplacedConfigType, lambda config: (replaced_config, (config.original,)))
+def _empty(original: type[PreTrainedConfig]) -> PreTrainedConfig:
+    return object.__new__(replaced_config(original))
 
 
 @cache
 def replaced_config(original: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """The original config's subclass that is saved as a `ReplacedConfig`; the Auto classes learn to build from it."""
-    if issubclass(original, RecordsCalls):
-        return original
-    config = ReplacedConfigType(
-        PREFIX + original.__name__, (RecordsCalls, original), {"original": original, "__module__": __name__}
-    )
+    config = type(PREFIX + original.__name__, (KeepsCalls, original), {"original": original, "__module__": __name__})
     for auto in vars(modeling_auto).values():
         mapping = getattr(auto, "_model_mapping", None)
         if mapping is None or original not in mapping:
             continue
         known = mapping[original]
-        replaced = tuple(replaced_class(each, config) for each in (known if isinstance(known, tuple) else (known,)))
+        replaced = tuple(replaced_class(each) for each in (known if isinstance(known, tuple) else (known,)))
         mapping.register(config, replaced if isinstance(known, tuple) else replaced[0], exist_ok=True)
         for each in replaced:
             offer(each)
@@ -116,21 +83,29 @@ def replaced_config(original: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
 
 
 @cache
-def replaced_class(architecture: type[PreTrainedModel], config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+def replaced_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """A class that builds the original and repeats the calls of its config; its instances are the original's."""
 
-    def build(self, given, *args, **kwargs):
-        given.__class__ = config.original  # parts built through an Auto class are the original's
-        try:
-            architecture.__init__(self, given, *args, **kwargs)
-        finally:
-            given.__class__ = config
-        for call in getattr(given, RECORD):
-            apply(self, **call)
+    def build(self, config, *args, **kwargs):
+        config = copy(config)
+        calls = config.__dict__.pop(RECORD)
+        config.__class__ = config.original  # parts built through an Auto class are the original's
+        architecture.__init__(self, config, *args, **kwargs)
         self.__class__ = architecture
+        for call in calls:
+            apply(self, **call)
+            record(self, call)
 
-    members = {"__init__": build, "__module__": __name__, "config_class": config}
+    members = {"__init__": build, "__module__": __name__, "config_class": ReplacedConfig}
     return type(PREFIX + architecture.__name__, (architecture,), members)
+
+
+def record(model: PreTrainedModel, call: dict) -> None:
+    """Note a call of `replace_attention` in the model's config, and let that be saved as a `ReplacedConfig`."""
+    config = model.config
+    setattr(config, RECORD, [*getattr(config, RECORD, ()), call])
+    if not isinstance(config, KeepsCalls):
+        config.__class__ = replaced_config(type(config))
 
 
 def load_replaced(
@@ -147,15 +122,12 @@ def load_replaced(
         raise ValueError(
             f"folder must hold a model saved after replace_attention, got {str(folder)!r}; use from_pretrained."
         )
-    if architecture is None:
-        config = replaced_config(type(transformers.AutoConfig.from_pretrained(folder)))
-        name = saved["architectures"][0].removeprefix(PREFIX)
-        architecture = getattr(transformers, name, None) or getattr(transformers, PREFIX + name, None)
-        if architecture is None:
-            raise ValueError(
-                f"transformers has no class {name!r}; pass it: load_replaced(folder, architecture={name})."
-            )
-        architecture = next(base for base in architecture.__mro__ if not base.__name__.startswith(PREFIX))
-    else:
-        config = replaced_config(architecture.config_class)
-    return replaced_class(architecture, config).from_pretrained(folder, **options)
+    if architecture is not None:
+        config = replaced_config(architecture.config_class).from_dict(saved)
+        return replaced_class(architecture).from_pretrained(folder, config=config, **options)
+    ReplacedConfig.from_dict(saved)  # the classes of this model's type are then known
+    name = saved["architectures"][0]
+    if not hasattr(transformers, name):
+        name = name.removeprefix(PREFIX)
+        raise ValueError(f"no Auto class knows {name!r}; pass the class: load_replaced(folder, architecture={name}).")
+    return getattr(transformers, name).from_pretrained(folder, **options)

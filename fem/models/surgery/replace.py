@@ -50,9 +50,7 @@ def replace_attention(
         raise ValueError(f"layers must be a list of indices, each once, or None for all, got {layers!r}.")
     model = apply(model, prior_type, preserve, layers, config)
     if hasattr(getattr(model, "config", None), "save_pretrained"):
-        from fem.models.surgery.checkpoint import RECORD, replaced_config
+        from fem.models.surgery.checkpoint import record
 
-        call = {"prior_type": prior_type, "preserve": preserve, "layers": layers, "config": config}
-        setattr(model.config, RECORD, [*getattr(model.config, RECORD, ()), call])
-        model.config.__class__ = replaced_config(type(model.config))
+        record(model, {"prior_type": prior_type, "preserve": preserve, "layers": layers, "config": config})
     return model
