@@ -110,9 +110,8 @@ def _holds_a_model(folder: Path) -> bool:
 
 
 def not_finite(model: nn.Module) -> str | None:
-    """The first parameter that holds NaN or infinity, of sharded ones in this process's part; None: there is none."""
-    local = ((name, x.to_local() if hasattr(x, "to_local") else x) for name, x in model.named_parameters())
-    return next((name for name, x in local if not x.isfinite().all()), None)
+    """The name of the first parameter that holds NaN or infinity, or None."""
+    return next((name for name, x in model.named_parameters() if not x.isfinite().all()), None)
 
 
 @contextmanager

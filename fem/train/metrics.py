@@ -9,7 +9,6 @@ from importlib.util import find_spec
 
 import torch
 from rich.progress import Progress
-from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from fem.gates import Temperature, TwoLevelGate
@@ -129,7 +128,7 @@ def read_statistics(model: FEMForCausalLM, row: Row) -> dict[str, float]:
     statistics: dict[str, float] = {}
     betas = [module() for module in model.modules() if isinstance(module, Temperature)]
     if betas:
-        beta = torch.cat([(beta.full_tensor() if isinstance(beta, DTensor) else beta).flatten() for beta in betas])
+        beta = torch.cat([beta.flatten() for beta in betas])
         statistics |= {"beta_min": beta.min().item(), "beta_mean": beta.mean().item(), "beta_max": beta.max().item()}
     if fallbacks.entries:
         statistics["recomputed_share"] = fallbacks.recomputed / fallbacks.entries

@@ -9,7 +9,6 @@ from fem.runs.recipes import require_not_negative, require_one_of, require_posit
 from fem.runs.run import option
 
 DTYPES = ("float32", "bfloat16")
-PARALLEL = ("ddp", "fsdp")
 SMALLEST_VOCABULARY = 257  # one entry per byte, and the end of a document
 WARMUP = 50  # steps; a twentieth of the laptop recipe
 PAPER_ROWS = 128  # of 4096 tokens: 0.5M tokens a step
@@ -44,7 +43,6 @@ class TrainRecipe:
     dtype: str = option("float32", f"Arithmetic: {' or '.join(DTYPES)}; weights and optimiser stay float32.")
     compile: bool = option(False, "torch.compile the model.")
     checkpointing: bool = option(False, "Recompute activations in the backward pass: slower, with less memory.")
-    parallel: str = option("ddp", "Under torchrun: ddp, or fsdp to shard weights and optimiser over the processes.")
     validation_rows: int = option(64, "Rows held out, the last ones, at most a tenth.")
     eval_steps: int = option(200, "Steps between validations.")
     log_steps: int = option(10, "Steps between lines of metrics.jsonl.")
@@ -67,7 +65,6 @@ class TrainRecipe:
         if self.vocabulary < SMALLEST_VOCABULARY:
             raise ValueError(f"vocabulary must be at least {SMALLEST_VOCABULARY}, got {self.vocabulary}.")
         require_one_of("dtype", self.dtype, DTYPES)
-        require_one_of("parallel", self.parallel, PARALLEL)
         self.model_fields()
 
     @property

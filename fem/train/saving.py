@@ -7,7 +7,6 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PrinterCallback, Trainer
 
 from fem.optim import decayed_names
@@ -55,7 +54,7 @@ class SavingTrainer(Trainer):
                 for old in checkpoints(self.output)[: -self.keep]:
                     shutil.rmtree(old)
             self.accelerator.wait_for_everyone()
-        except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             if lost_touch(error):
                 raise
             shutil.rmtree(staging, ignore_errors=True)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
-from accelerate import Accelerator
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Generator, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
@@ -17,7 +13,6 @@ from fem.train.packing import ShuffledRows
 from fem.train.saving import NotFinite, SavingTrainer, kept
 from fem.train.start import copy_run
 
-FSDP = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
 ADVICE = "a smaller learning rate, more warm-up steps or float32 may help"
 
 
@@ -41,23 +36,6 @@ class TextTrainer(SavingTrainer):
         super().__init__(**given)
         self.extended = extended
         self.largest_norm = 0.0  # since the last log
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        if self.args.fsdp:
-            shard(self.accelerator, self.args.fsdp_plugin_args)
-            self.is_fsdp_enabled = True
-
-    def compute_loss_context_manager(self):
-        return self.accelerator.autocast() if self.args.fsdp else super().compute_loss_context_manager()
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Under FSDP too, save the whole model, for `from_pretrained`."""
-        super().save_model(output_dir, _internal_call)
-        if self.args.fsdp:  # the Trainer has written shards only
-            whole = self.accelerator.get_state_dict(self.model)  # on the first process, with tied weights twice
-            tied = self.model.all_tied_weights_keys
-            self._save(output_dir, {name: whole[name] for name in whole if name not in tied})
 
     def get_train_dataloader(self) -> DataLoader:
         """This process's rows. With its own generator, the loader draws nothing from the global random state."""
@@ -99,17 +77,3 @@ class TextTrainer(SavingTrainer):
     def add_files(self, checkpoint: Path) -> None:
         if self.args.process_index == 0:
             copy_run(self.output, checkpoint)
-
-
-def shard(accelerator: Accelerator, settings: dict) -> None:
-    """Let `accelerator` shard with the arithmetic of ddp: float32 weights and sums of gradients, under autocast.
-
-    accelerate itself would cast weights and gradients to bfloat16, beta included. It shards on a fixed list of devices,
-    on which CPUs are missing although gloo supports them (`AcceleratorState.__init__` in accelerate 1.15).
-    """
-    state = accelerator.state
-    if state.distributed_type == DistributedType.MULTI_CPU:
-        state.fsdp_plugin = FullyShardedDataParallelPlugin(**settings)
-        state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    state.fsdp_plugin.mixed_precision_policy = None
-    os.environ.pop("ACCELERATE_USE_FSDP", None)  # the next training in this process would read it

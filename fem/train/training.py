@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from transformers import PrinterCallback, TrainingArguments
-from transformers.training_args import ParallelMode
 
 from fem.models import FEMConfig, preset
 from fem.models.presets import PRESETS
@@ -32,7 +31,7 @@ from fem.train.saving import kept
 from fem.train.signals import SaveAndStop
 from fem.train.start import Start, add_event, drop_later, find_start, read_metrics, write_config
 from fem.train.throughput import flops_per_token
-from fem.train.trainer import FSDP, Milestones, TextTrainer
+from fem.train.trainer import Milestones, TextTrainer
 
 # Environment variables that change the arithmetic behind the recipe's back.
 REFUSED = (
@@ -94,7 +93,10 @@ def check(recipe: TrainRecipe, output: Path) -> None:
         value = os.environ.get(name, "")
         same = name == "ACCELERATE_MIXED_PRECISION" and value == {"bfloat16": "bf16"}.get(recipe.dtype, "no")
         if value.lower() not in ("", "no", "false", "0") and not same:
-            raise ValueError(f"{name}={value} would change the arithmetic behind the recipe; unset it, or say --dtype.")
+            raise ValueError(
+                f"{name}={value} would change the arithmetic behind the recipe; unset it: --dtype says the precision, "
+                "and torchtitan splits weights over processes (docs/training.md#torchtitan)."
+            )
 
 
 def prepare(
@@ -255,8 +257,6 @@ def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
         ddp_find_unused_parameters=False,
         use_cpu=not cuda,
         ddp_timeout=recipe.comm_timeout,
-        fsdp=True if recipe.parallel == "fsdp" else None,
-        fsdp_config=dict(FSDP) if recipe.parallel == "fsdp" else None,
         dataloader_pin_memory=cuda,
         use_cache=True,
         report_to="none",
@@ -264,8 +264,6 @@ def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
         log_level="error",
         log_level_replica="error",
     )
-    if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED:
-        raise ValueError("parallel='fsdp' needs torchrun, with one process or more.")
     micro = recipe.micro_batch or max(1, recipe.batch_size // args.world_size)
     args.per_device_train_batch_size = args.per_device_eval_batch_size = micro
     args.gradient_accumulation_steps = Share(recipe.batch_size, micro, world=args.world_size).accumulation

@@ -39,8 +39,8 @@ RUN_FILES = tuple(f"../{name}" for name in OWN)
 SIGNALS = ("SIGUSR1", "SIGHUP", "SIGINT")
 FAULTS = ("silent", "traceback", "lost")
 STEPS, CUT = 12, 10
-ONE, TWO, SHARDS = "1", "2", "2, in shards"
-WAYS = {ONE: (None, "ddp"), TWO: (2, "ddp"), SHARDS: (2, "fsdp")}  # processes, None without torchrun, and --parallel
+ONE, TWO = "1", "2"
+WAYS = {ONE: None, TWO: 2}  # processes, None without torchrun
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,15 @@ def cases(files: dict[str, list[str]], seconds: dict[str, float], seed: int) -> 
     """All cases. files: the checkpoint's, by processes; seconds: an undisturbed run."""
     draw = random.Random(seed)
     found = [Case(kind, ONE, name) for name in (*files[ONE], *RUN_FILES) for kind in DAMAGES]
-    counts = {"SIGKILL": {ONE: 10, TWO: 4, SHARDS: 3}, "SIGTERM": {ONE: 3, TWO: 3, SHARDS: 1}, "SIGSTOP": {ONE: 2}}
+    counts = {"SIGKILL": {ONE: 10, TWO: 4}, "SIGTERM": {ONE: 3, TWO: 3}, "SIGSTOP": {ONE: 2}}
     for kind in (*SIGNALS, *counts):
         for processes, count in counts.get(kind, {ONE: 3}).items():
             moments = (draw.uniform(0.2, 1.0) * seconds[processes] for _ in range(count))
             found += [Case(kind, processes, round(moment, 2)) for moment in moments]
-    rooms = {
-        ONE: (400, 5_000, 40_000, 150_000, 300_000),
-        TWO: (5_000, 40_000, 150_000, 300_000),
-        SHARDS: (160_000, 300_000),
-    }
+    rooms = {ONE: (400, 5_000, 40_000, 150_000, 300_000), TWO: (5_000, 40_000, 150_000, 300_000)}
     found += [Case("full disk", processes, room) for processes in rooms for room in rooms[processes]]
     found += [Case("SIGSTOP", TWO, rank) for rank in (0, 1)]
-    found += [Case(draw.choice(DAMAGES), TWO, name) for name in draw.sample(files[TWO], 6)]
-    shards = [name for name in files[SHARDS] if "_0/" in name]
-    return found + [Case(draw.choice(DAMAGES), SHARDS, name) for name in shards]
+    return found + [Case(draw.choice(DAMAGES), TWO, name) for name in draw.sample(files[TWO], 6)]
 
 
 def damaged(path: Path, how: str, draw: random.Random) -> None:
@@ -142,9 +136,8 @@ class Chaos:
             )
 
     def training(self, processes: str, output: Path, *, resume: bool = False, before=None, **changes) -> Training:
-        count, parallel = WAYS[processes]
-        recipe = tiny(self.data, max_steps=STEPS, parallel=parallel, **changes)
-        return Training(recipe, output, count, resume, before)
+        recipe = tiny(self.data, max_steps=STEPS, **changes)
+        return Training(recipe, output, WAYS[processes], resume, before)
 
     def run(self, case: Case, number: int) -> dict:
         output = self.folder / f"case-{number}"

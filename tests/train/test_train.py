@@ -174,7 +174,6 @@ def test_a_run_is_not_overwritten(whole, data, changes, resume, sentence):
         ({"model": '{"vocab_size": 8}'}, "vocab_size must cover"),
         ({"tokenizer": "no/such/tokenizer"}, "tokenizer 'no/such/tokenizer' cannot be read"),
         ({"field": "content"}, "must have text in 'content', got the fields text"),
-        ({"parallel": "fsdp"}, "needs torchrun"),
         ({"preset": "nothing"}, "preset must be one of"),
     ],
 )
