@@ -93,7 +93,7 @@ def write_checkpoint(folder: Path, fields: dict) -> list[list[int]]:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from fem.models import FEMConfig, FEMForCausalLM, calibrate
+    from fem.models import FEMConfig, FEMForCausalLM
 
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
@@ -104,8 +104,6 @@ def write_checkpoint(folder: Path, fields: dict) -> list[list[int]]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    if "gate_rank" in config.mixer:
-        calibrate(model, torch.tensor([prompts()[-1]]))
     model.save_pretrained(folder)
     words = {f"w{i}": i for i in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))

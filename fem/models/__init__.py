@@ -22,7 +22,6 @@ __all__ = [
     "FEMImageModel",
     "FEMModel",
     "ReplacedConfig",
-    "calibrate",
     "load_replaced",
     "preset",
     "replace_attention",
@@ -34,7 +33,6 @@ if find_spec("transformers"):
 
     from fem.models.cache import FEMCache
     from fem.models.configuration import FEMConfig
-    from fem.models.engines.calibrate import calibrate
     from fem.models.heads import FEMForQuestionAnswering, FEMForSequenceClassification, FEMForTokenClassification
     from fem.models.modeling import FEMForCausalLM, FEMModel
     from fem.models.opener import offer

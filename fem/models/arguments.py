@@ -1,4 +1,4 @@
-"""What callers of transformers' models pass: a model, arguments that mark documents, and those to ignore."""
+"""What callers of transformers' models pass: masks, arguments that mark documents, and those to ignore."""
 
 from __future__ import annotations
 
@@ -19,12 +19,6 @@ SET_ASIDE = {
     "output_router_logits",
 }
 SAID_BY_POSITIONS = {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"}  # ignored beside position_ids, which say the same
-
-
-def check_language_model(model: object) -> None:
-    """Raise TypeError unless the model's config knows a mixer for every layer."""
-    if not hasattr(getattr(model, "config", None), "mixer_configs"):
-        raise TypeError(f"model must be a FEM language model, got a {type(model).__name__}.")
 
 
 def check_names(model: object, further: dict, position_ids: Tensor | None) -> None:

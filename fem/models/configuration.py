@@ -43,7 +43,6 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     prior reads, such as ssm_rank, goes to the layers whose prior does.
     rope_parameters: scaled rotary angles, in transformers' words, such as {"rope_type": "yarn", "factor": 4.0,
     "original_max_position_embeddings": 4096}, by its own functions: linear, yarn, llama3, proportional.
-    value_shift: whether the model holds a shift of its values for `EngineAttention` (`fem.models.calibrate`).
     A layer has the linear weights of plain attention (`FreeEnergyMixerConfig.matched`), unless its fields name a
     width: fem_dim, fem_ratio, qk_dim or p_t_to_fem_ratio.
 
@@ -72,7 +71,6 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     prior_type: str = "softmax"
     layer_priors: list | None = None
     mixer: dict | None = None
-    value_shift: bool = False
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
     use_cache: bool = True
@@ -175,7 +173,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
                 positive_int(name, getattr(self, name), others)
         for name in ("rms_norm_eps", "initializer_range"):
             finite_number(name, getattr(self, name), 0.0, math.inf)
-        for name in ("tie_word_embeddings", "value_shift", "use_cache"):
+        for name in ("tie_word_embeddings", "use_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not isinstance(self.prior_type, str):

@@ -25,14 +25,13 @@ EXACT = "exact"  # the attn_implementation of a model that reads with the librar
 class EngineAttention(nn.Module):
     """Mean and free energy from the attention that config._attn_implementation names, over its own cache.
 
-        e = exp(beta (f - c))        [mean | R] = softmax(q k / sqrt(d_k)) [v | e]        F = c + log(R) / beta
+        e = exp(beta f)        [mean | R] = softmax(q k / sqrt(d_k)) [v | e]        F = log(R) / beta
 
     q (B, T, H, d_k), k (B, T, H_kv, d_k), v (B, T, H_kv, d_v), f = free_values (B, T, H_kv, d_f), or v itself where
     they are None; beta (H_kv, d_f), or None for the mean alone. Heads are padded with zeros to config.head_dim.
-    e is right while |beta (f - c)| <= REACH[f.dtype] nats and is clipped there beyond, with a warning on a CPU;
-    `largest` keeps the largest |beta (f - c)| since the model was loaded. c is `shift`, (H_kv, d_f) in units of f; 0
-    unless `calibrate` has set it. attention_mask: the engine's, or a dict of them by kind of layer; keywords: the
-    engine's, handed on.
+    e is right while |beta f| <= REACH[f.dtype] nats and is clipped there beyond, with a warning on a CPU; `largest`
+    keeps the largest |beta f| since the model was loaded. attention_mask: the engine's, or a dict of them by kind of
+    layer; keywords: the engine's, handed on.
     """
 
     def __init__(self, config: PreTrainedConfig, mixer: FreeEnergyMixerConfig, layer: int):
@@ -45,21 +44,13 @@ class EngineAttention(nn.Module):
         self.kind = layer_type(mixer)
         self.num_key_value_groups = mixer.n_head // mixer.kv_heads
         self.width = config.head_dim
-        self.shift = None
-        if config.value_shift:
-            self.shift = nn.Parameter(torch.zeros(mixer.kv_heads, mixer.free_width), requires_grad=False)
         self.register_buffer("largest", torch.zeros(()), persistent=False)
         self.warned = False
 
-    def reset_reach(self) -> None:
-        """Set the largest |beta (v - c)| seen back to 0."""
+    def reset_parameters(self) -> None:
+        """Set the largest |beta f| seen back to 0."""
         nn.init.zeros_(self.largest)
         self.warned = False
-
-    def reset_parameters(self) -> None:
-        self.reset_reach()
-        if self.shift is not None:
-            nn.init.zeros_(self.shift)
 
     def forward(
         self,
@@ -86,12 +77,12 @@ class EngineAttention(nn.Module):
         out = out.reshape(batch, time, -1, self.width)[..., :width]
         if beta is None:
             return Read(out, None)
-        of_query = lambda x: x.repeat_interleave(self.num_key_value_groups, 0)  # noqa: E731
-        read = unpack(out, of_query(beta), of_query(self._shift(beta)))
+        beta = beta.repeat_interleave(self.num_key_value_groups, 0)
+        read = unpack(out, beta, torch.zeros_like(beta))
         return Read(*(x.to(v.dtype) for x in read))
 
     def _pack(self, v: Tensor, beta: Tensor, f: Tensor) -> Float[Tensor, "b t hkv w"]:
-        shift = self._shift(beta)
+        shift = torch.zeros_like(beta)
         torch.maximum(self.largest, exponents(f.detach(), beta.detach(), shift).abs().amax().float(), out=self.largest)
         if v.device.type == "cpu" and not torch.compiler.is_compiling():
             self._warn_beyond(REACH[v.dtype], v.dtype)
@@ -102,14 +93,10 @@ class EngineAttention(nn.Module):
             return
         self.warned = True
         warnings.warn(
-            f"layer {self.layer_idx}: |beta (v - c)| reaches {self.largest:.1f} nats, but [v | e] in {dtype} holds "
-            f"{reach:g}: e is clipped there and F is wrong; fem.models.calibrate(model, ids) sets the shift c, and a "
-            "model without attn_implementation reads exactly.",
+            f"layer {self.layer_idx}: |beta v| reaches {self.largest:.1f} nats, but [v | e] in {dtype} holds "
+            f"{reach:g}: e is clipped there and F is wrong; a model without attn_implementation reads exactly.",
             stacklevel=4,
         )
-
-    def _shift(self, beta: Tensor) -> Tensor:
-        return torch.zeros_like(beta) if self.shift is None else self.shift.detach().to(beta)
 
 
 def served(mixer: FreeEnergyMixer, x: Float[Tensor, "b t d"], position: Tensor, attention) -> Float[Tensor, "b t d"]:

@@ -27,8 +27,6 @@ def tensor_plan(config: PreTrainedConfig) -> dict[str, str]:
     if all(_splits(mixer) for mixer in mixers):
         for mixer in mixers:
             plan |= _of_mixer(mixer)
-        if config.value_shift:
-            plan |= {"attention": "local_params", "attention.shift": "colwise"}
     return {f"layers.*.{name}": style for name, style in plan.items()}
 
 

@@ -1,4 +1,4 @@
-"""The language model inside vLLM: its Transformers backend, which here splits beta and the shift by heads as well."""
+"""The language model inside vLLM: its Transformers backend, which here splits beta by heads as well."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.utils import set_weight_attrs
 
+from fem.gates import Temperature
 from fem.models.engines.parallel import check_heads
 from fem.models.engines.support import obstacle, obstacle_to_states
-
-PER_HEAD = ("theta", "shift")  # parameters, heads first
 
 
 class FEMForCausalLM(TransformersForCausalLM):
@@ -30,9 +29,8 @@ class FEMForCausalLM(TransformersForCausalLM):
         check_heads(self.config, ranks)
         super().recursive_replace()
         for module in self.model.modules():
-            for name in PER_HEAD:
-                whole = module._parameters.get(name)
-                if whole is not None:
-                    local = whole.new_empty(len(whole) // ranks, *whole.shape[1:], device=self.device_config.device)
-                    setattr(module, name, nn.Parameter(local, requires_grad=False))
-                    set_weight_attrs(getattr(module, name), {"weight_loader": sharded_weight_loader(0)})
+            if isinstance(module, Temperature):
+                theta = module.theta  # heads first
+                local = theta.new_empty(len(theta) // ranks, *theta.shape[1:], device=self.device_config.device)
+                module.theta = nn.Parameter(local, requires_grad=False)
+                set_weight_attrs(module.theta, {"weight_loader": sharded_weight_loader(0)})

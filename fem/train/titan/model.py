@@ -76,8 +76,6 @@ class FEMDecoder(BaseModel):
                     f"training.seq_len must be at most max_position_embeddings = {longest}, "
                     f"got {config.training.seq_len}."
                 )
-            if fem.value_shift:
-                raise ValueError("value_shift must be False in training: the shift belongs to a model that is served.")
             check_heads(fem, parallelism.tensor_parallel_degree)
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
