@@ -273,19 +273,6 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-@contextmanager
-def cpu_threads(count: int) -> Iterator[None]:
-    """Compute with `count` threads: on a busy machine, small tensors take ten times longer with two than with one."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class Lines(Progress):
     """Progress without a terminal: a line whenever a task gets a new description, as it does at every evaluation."""
 
@@ -296,16 +283,6 @@ class Lines(Progress):
         if news:
             where = f"({task.completed:.0f}/{task.total or 0:.0f})"
             self.console.print(f"{description} {where}", soft_wrap=True, markup=False, highlight=False)
-
-
-def steps_bar(bars: Progress, title: str, steps: int) -> tuple[TaskID, Callable[[int, float | None], None]]:
-    """A bar for the steps of a training, and the function that moves it: advance(step, last validation loss if any)."""
-    bar = bars.add_task(title, total=steps)
-
-    def advance(step: int, loss: float | None) -> None:
-        bars.update(bar, completed=step, description=title if loss is None else f"{title}, loss {loss:.3f}")
-
-    return bar, advance
 
 
 def progress() -> Progress:

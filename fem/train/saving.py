@@ -7,16 +7,13 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from torch import nn
-from transformers import PrinterCallback, Trainer
+from transformers import PrinterCallback, Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from fem.optim import decayed_names
-from fem.runs.run import read_json, write_json
-from fem.train.checkpoints import KEPT, checkpoints, newest, not_finite, set_aside_after, step_of
+from fem.train.checkpoints import KEPT, checkpoints, newest, not_finite, set_aside_after, step_of, to_go_on_from
 from fem.train.distributed import lost_touch
 from fem.train.integrity import publish
-from fem.train.watch import Watch
-
-MEASURED = "watch.json"
 
 
 class NotFinite(ValueError):
@@ -29,9 +26,10 @@ class SavingTrainer(Trainer):
     `TrainingArguments.output_dir` must be `output`/.saving. A subclass adds files of its own in `add_files`.
     """
 
-    def __init__(self, *, output: Path, keep: int, **given):
+    def __init__(self, *, output: Path, keep: int = KEPT, **given):
         super().__init__(**given)
         self.output, self.keep = output, keep
+        self.remove_callback(PrinterCallback)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Weights only: not beta, norms and biases."""
@@ -39,6 +37,19 @@ class SavingTrainer(Trainer):
 
     def add_files(self, checkpoint: Path) -> None:
         """Add files to the checkpoint before it is renamed; called on every process."""
+
+    def go_on(self) -> list[dict]:
+        """Train, from the newest whole checkpoint if there is one; later ones are set aside. Returns the Trainer's log,
+        with that of the steps before the checkpoint."""
+        checkpoint = to_go_on_from(self.output)
+        if checkpoint is not None and self.is_world_process_zero():
+            set_aside_after(checkpoint)
+        if checkpoint is None or step_of(checkpoint) < self.args.max_steps:
+            self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        else:  # the Trainer would take one more step
+            self._load_from_checkpoint(str(checkpoint))
+            self.state = TrainerState.load_from_json(checkpoint / TRAINER_STATE_NAME)
+        return self.state.log_history
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
         name = f"checkpoint-{self.state.global_step}"
@@ -63,35 +74,6 @@ class SavingTrainer(Trainer):
                 reason = f"a file could not be written whole, as on a full disk ({reason})"
             told = f"{name} could not be saved in {str(self.output)!r}: {reason}; {kept(self.output)}."
             raise OSError(told) from error
-
-
-class WatchedTrainer(SavingTrainer):
-    """A `SavingTrainer` whose checkpoints hold what its `watch` has measured, and which goes on from them."""
-
-    def __init__(self, *, watch: Watch, **given):
-        super().__init__(callbacks=[watch], keep=KEPT, **given)
-        self.watch = watch
-        self.remove_callback(PrinterCallback)
-
-    def add_files(self, checkpoint: Path) -> None:
-        if self.args.process_index == 0:
-            write_json(checkpoint / MEASURED, {"seconds": self.watch.seconds, "curve": self.watch.curve})
-
-    def go_on(self, checkpoint: Path | None) -> None:
-        """Train, from the checkpoint if there is one; later ones are set aside."""
-        if checkpoint is None:
-            self.train()
-            return
-        saved = read_json(checkpoint / MEASURED)
-        self.watch.seconds = saved["seconds"]
-        for score in saved["curve"]:
-            self.watch.measured(score)
-        if self.is_world_process_zero():
-            set_aside_after(checkpoint)
-        if step_of(checkpoint) < self.args.max_steps:
-            self.train(resume_from_checkpoint=str(checkpoint))
-        else:  # the Trainer would take one more step
-            self._load_from_checkpoint(str(checkpoint))
 
 
 def kept(output: Path) -> str:

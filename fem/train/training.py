@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from transformers import PrinterCallback, TrainingArguments
+from transformers import TrainingArguments
 
 from fem.models import FEMConfig, preset
 from fem.models.presets import PRESETS
@@ -193,7 +193,6 @@ def fit(recipe: TrainRecipe, output: Path, args: TrainingArguments, start: Start
             processing_class=tokenizer,
             callbacks=[stop, Milestones(), metrics],
         )
-        trainer.remove_callback(PrinterCallback)
         with stop:
             trainer.train(resume_from_checkpoint=None if start.checkpoint is None else str(start.checkpoint))
         if stop.stopped_by and trainer.state.global_step < recipe.max_steps:

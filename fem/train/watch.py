@@ -1,45 +1,48 @@
-"""How the steps of transformers' Trainer are reported."""
+"""How a training by transformers' Trainer is timed and shown: its log, which checkpoints hold, has the seconds."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
+from rich.progress import Progress
 from transformers import TrainerCallback
 
-LOGGED = {
-    "loss": "train_loss",
-    "eval_loss": "val_loss",
-    "eval_accuracy": "val_accuracy",
-    "grad_norm": "grad_norm",
-    "learning_rate": "learning_rate",
-}
+SCORES = {"eval_loss": "val_loss", "eval_accuracy": "val_accuracy"}
 
 Score = dict[str, int | float]
 
 
 class Watch(TrainerCallback):
-    """Passes every measurement to `log` and every step to `advance`; its seconds are only those of the steps."""
+    """Moves a bar, and adds to every line of the Trainer's log the seconds of all steps so far, validations apart."""
 
-    def __init__(self, log: Callable[[Score], None], advance: Callable[[int, float | None], None]):
-        self.log, self.advance = log, advance
-        self.seconds = 0.0
-        self.curve: list[Score] = []  # every measurement
-        self.loss: float | None = None
+    def __init__(self, bars: Progress, title: str):
+        self.bars, self.title = bars, title
+
+    def on_train_begin(self, args, state, control, **_):
+        self.seconds = state.log_history[-1]["seconds"] if state.log_history else 0.0
+        self.bar = self.bars.add_task(self.title, total=state.max_steps)
 
     def on_step_begin(self, args, state, control, **_):
         self.began = time.perf_counter()
 
     def on_step_end(self, args, state, control, **_):
         self.seconds += time.perf_counter() - self.began
-        self.advance(state.global_step, self.loss)
+        self.bars.update(self.bar, completed=state.global_step)
 
     def on_log(self, args, state, control, logs, **_):
-        found = {ours: float(logs[theirs]) for theirs, ours in LOGGED.items() if theirs in logs}
-        if found:
-            self.measured({"step": state.global_step, "seconds": self.seconds, **found})
+        state.log_history[-1]["seconds"] = self.seconds
+        if "eval_loss" in logs:
+            self.bars.update(self.bar, description=f"{self.title}, loss {logs['eval_loss']:.3f}")
 
-    def measured(self, score: Score) -> None:
-        self.loss = score.get("val_loss", self.loss)
-        self.curve.append(score)
-        self.log(score)
+    def on_train_end(self, args, state, control, **_):
+        self.bars.remove_task(self.bar)
+
+
+def validations(history: list[dict]) -> list[Score]:
+    """Of the Trainer's log, every validation: {"step", "seconds", "val_loss" and the like}."""
+    return [
+        {name: line[name] for name in ("step", "seconds")}
+        | {SCORES[name]: line[name] for name in SCORES if name in line}
+        for line in history
+        if "eval_loss" in line
+    ]

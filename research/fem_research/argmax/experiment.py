@@ -20,13 +20,14 @@ from fem.config import FreeEnergyMixerConfig
 from fem.functional import softmax_read
 from fem.gates import Temperature, TwoLevelGate
 from fem.projection import Projection
-from fem.runs.run import Run, command_line, cpu_threads, open_run, progress, provenance
+from fem.runs.run import Run, command_line, open_run, progress, provenance
 from fem.runs.tables import markdown_table, show_table, write_page, write_table
 from fem.theory import index_accuracy
 from fem_research.argmax.settings import ArgmaxRecipe
 from fem_research.common import pictures
 from fem_research.common.blocks import count_parameters
 from fem_research.common.loops import descend
+from fem_research.common.measure import cpu_threads
 from fem_research.common.names import display
 from fem_research.common.paired import by_seed
 

@@ -21,14 +21,14 @@ from fem.inspect.page import write_page
 from fem.inspect.settings import MOST_TOKENS
 from fem.models import FEMForCausalLM
 from fem.plots import channel_readings
-from fem.runs.run import Run, command_line, cpu_threads, open_run, progress, provenance, steps_bar
+from fem.runs.run import Run, command_line, open_run, progress, provenance
 from fem.runs.tables import markdown_table, show_table, write_table
 from fem.train.generate import continue_prompt
 from fem.train.model import build_model
-from fem.train.watch import Score
 from fem_research.argmax import experiment as argmax
 from fem_research.argmax.settings import ArgmaxRecipe
 from fem_research.common import pictures
+from fem_research.common.measure import cpu_threads
 from fem_research.common.names import display
 from fem_research.common.paired import spread
 from fem_research.demo.settings import DemoRecipe
@@ -91,16 +91,11 @@ def compare(recipe: DemoRecipe, corpus: Corpus, run: Run, bars: Progress) -> tup
         for name, mixer in MIXERS.items():
             language = replace(recipe.language(), seed=seed)
             model = build_model(model_config(language, mixer, len(corpus.tokenizer)), seed)
-            curve: list[Score] = []
-            _, advance = steps_bar(bars, f"language model: {display(name)}, seed {seed}", recipe.steps)
-
-            def log(metrics, name=name, seed=seed, curve=curve):
-                run.log(experiment="lm", model=name, seed=seed, **metrics)
-                if "val_loss" in metrics:
-                    curve.append(metrics)
-
-            ends[name].append(train(model, corpus, language, log, advance))
-            curves[name].append(curve)
+            end = train(model, corpus, language, bars, f"language model: {display(name)}, seed {seed}")
+            curves[name].append(end.pop("curve"))
+            ends[name].append(end)
+            for score in curves[name][-1]:
+                run.log(experiment="lm", model=name, seed=seed, **score)
             models += [model] if name == "fem" else []
     return ends, curves, models[0]
 

@@ -13,24 +13,13 @@ from statistics import mean
 import torch
 from rich.progress import Progress
 
-from fem.runs.run import (
-    RUNS,
-    check_output,
-    command_line,
-    cpu_threads,
-    note,
-    progress,
-    provenance,
-    read_json,
-    steps_bar,
-    write_json,
-)
+from fem.runs.run import RUNS, check_output, command_line, note, progress, provenance, read_json, write_json
 from fem.runs.tables import markdown_table, write_page
 from fem.train.model import build_model
 from fem_research.common import pictures
 from fem_research.common.grid import Grid, digest_of, one_by_one, publish
 from fem_research.common.loops import descend
-from fem_research.common.measure import Step, alternate
+from fem_research.common.measure import Step, alternate, cpu_threads
 from fem_research.common.mixers import file_name
 from fem_research.common.names import KEY, display
 from fem_research.common.paired import by_seed, shown, spread
@@ -206,18 +195,12 @@ def train_job(job: Job, corpus: Corpus, bars: Progress, place: Path) -> dict:
     """Train, with checkpoints in `place`; returns {"job", "val_loss", "parameters", "tokens_per_second", "curve"}."""
     recipe = job.language
     name = display(mixer_name(job.row, job.mixer["prior_type"]))
-    bar, advance = steps_bar(bars, f"{name}, rate {recipe.learning_rate:g}, seed {recipe.seed}", recipe.steps)
-    curve: list[dict] = []
-
-    def log(metrics: dict) -> None:
-        if "val_loss" in metrics:
-            tokens = metrics["step"] * recipe.batch * recipe.context
-            curve.append({"step": metrics["step"], "tokens": tokens, "val_loss": metrics["val_loss"]})
-
+    title = f"{name}, rate {recipe.learning_rate:g}, seed {recipe.seed}"
     model = build_model(model_config(recipe, job.mixer, len(corpus.tokenizer)), recipe.seed)
-    record = {"job": asdict(job), **train(model, corpus, recipe, log, advance, place), "curve": curve}
-    bars.remove_task(bar)
-    return record
+    found = train(model, corpus, recipe, bars, title, place)
+    step = recipe.batch * recipe.context
+    curve = [{"step": x["step"], "tokens": x["step"] * step, "val_loss": x["val_loss"]} for x in found["curve"]]
+    return {"job": asdict(job), **found, "curve": curve}
 
 
 def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:

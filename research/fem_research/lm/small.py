@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +11,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset
+from rich.progress import Progress
 from transformers import TrainingArguments
 from transformers.utils.logging import disable_progress_bar
 
 from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.presets import preset
 from fem.runs.run import option
-from fem.train.checkpoints import STAGING, to_go_on_from
-from fem.train.saving import NotFinite, WatchedTrainer
-from fem.train.watch import Score, Watch
+from fem.train.checkpoints import STAGING
+from fem.train.saving import NotFinite, SavingTrainer
+from fem.train.watch import Watch, validations
 from fem_research.lm.text import Corpus
 
 SOFTMAX_ATTENTION = {"use_conv": False, "use_temperature": False, "use_lse": False, "use_outer_gate": False}
@@ -70,36 +70,38 @@ def train(
     model: FEMForCausalLM,
     corpus: Corpus,
     recipe: LanguageRecipe,
-    log: Callable[[Score], None],
-    advance: Callable[[int, float | None], None],
+    bars: Progress,
+    title: str,
     folder: Path | None = None,
-) -> Score:
-    """Train the model in place; returns its last {"val_loss", "parameters", "tokens_per_second"}.
+) -> dict:
+    """Train the model in place; returns its last {"val_loss", "parameters", "tokens_per_second", "curve"}.
 
-    val_loss: nats per token of the held-out blocks. log is called with every measurement, advance with every step and
-    the last validation loss. Every validation leaves a checkpoint in `folder`, if one is given, from which a stopped
-    training goes on; one whose weights are no longer finite ends there, with an infinite val_loss.
+    val_loss: nats per token of the held-out blocks; curve: every validation. A bar under the title shows the steps.
+    Every validation leaves a checkpoint in `folder`, if one is given, from which a stopped training goes on; one whose
+    weights are no longer finite ends there, with an infinite val_loss.
     """
     disable_progress_bar()
-    watch = Watch(log, advance)
     with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as output:
-        trainer = WatchedTrainer(
+        trainer = SavingTrainer(
             output=Path(output),
-            watch=watch,
+            callbacks=[Watch(bars, title)],
             model=model,
             args=training_arguments(recipe, Path(output, STAGING), saved=folder is not None),
             train_dataset=corpus.train,
             eval_dataset=_evenly_spaced(corpus.validation, recipe.validation_blocks),
         )
         try:
-            trainer.go_on(to_go_on_from(Path(output)))
+            trainer.go_on()
+            finite = True
         except NotFinite:
-            watch.loss = math.inf
-    steps = watch.curve[-1]["step"]  # the Trainer always validates after the last step, and before it saves
+            finite = False
+    curve = validations(trainer.state.log_history)  # the Trainer validates after the last step, and before it saves
+    last = curve[-1]
     return {
-        "val_loss": watch.loss,
+        "val_loss": last["val_loss"] if finite else math.inf,
         "parameters": model.num_parameters(),
-        "tokens_per_second": steps * recipe.batch * recipe.context / watch.seconds,
+        "tokens_per_second": last["step"] * recipe.batch * recipe.context / last["seconds"],
+        "curve": curve,
     }
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from fem.runs.run import RUNS, check_output, command_line, cpu_threads, progress, provenance
+from fem.runs.run import RUNS, check_output, command_line, progress, provenance
 from fem.runs.tables import markdown_table, write_page
 from fem.train.distributed import end_process_group
 from fem_research.common import pictures
 from fem_research.common.grid import Grid, one_by_one, publish
+from fem_research.common.measure import cpu_threads
 from fem_research.common.names import display
 from fem_research.common.paired import by_seed, shown, spread
 from fem_research.vision.images import Pictures, check, load_pictures

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +11,9 @@ from transformers import EvalPrediction, TrainingArguments
 from transformers.utils.logging import disable_progress_bar
 
 from fem.models import FEMForImageClassification, FEMImageConfig
-from fem.runs.run import steps_bar
-from fem.train.checkpoints import STAGING, to_go_on_from
-from fem.train.saving import WatchedTrainer
-from fem.train.watch import Watch
+from fem.train.checkpoints import STAGING
+from fem.train.saving import SavingTrainer
+from fem.train.watch import Watch, validations
 from fem_research.common.mixers import fields_of
 from fem_research.common.names import display
 from fem_research.vision.images import Batches, Pictures, View
@@ -44,8 +42,8 @@ def model_config(job: VisionRecipe, classes: list[str]) -> FEMImageConfig:
 class ImageWatch(Watch):
     """`Watch`, which also passes the epoch to the training view."""
 
-    def __init__(self, view: View, advance: Callable[[int, float | None], None]):
-        super().__init__(lambda score: None, advance)
+    def __init__(self, view: View, bars: Progress, title: str):
+        super().__init__(bars, title)
         self.view = view
 
     def on_epoch_begin(self, args, state, control, **_):
@@ -64,11 +62,9 @@ def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Pat
         model = FEMForImageClassification(model_config(job, pictures.classes))
     view = View(pictures.train, job, training=True)
     args = training_arguments(job, len(view), folder)
-    _, advance = steps_bar(bars, f"{display(job.mixers)}, seed {job.seed}", args.max_steps)
-    watch = ImageWatch(view, advance)
-    trainer = WatchedTrainer(
+    trainer = SavingTrainer(
         output=folder,
-        watch=watch,
+        callbacks=[ImageWatch(view, bars, f"{display(job.mixers)}, seed {job.seed}")],
         model=model,
         args=args,
         train_dataset=view,
@@ -77,13 +73,12 @@ def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Pat
         compute_metrics=_accuracy,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
     )
-    trainer.go_on(to_go_on_from(folder))
+    tests = validations(trainer.go_on())
     trainer.save_model(str(model_folder))
-    tests = [point for point in watch.curve if "val_accuracy" in point]
     names = {"mixer": job.mixers, "seed": job.seed, "parameters": model.num_parameters()}
     scores = {"accuracy": tests[-1]["val_accuracy"], "loss": tests[-1]["val_loss"], "curve": tests}
-    speed = args.max_steps * job.batch / watch.seconds
-    return names | scores | {"images_per_second": speed, "seconds": watch.seconds}
+    seconds = tests[-1]["seconds"]
+    return names | scores | {"images_per_second": args.max_steps * job.batch / seconds, "seconds": seconds}
 
 
 def training_arguments(job: VisionRecipe, pictures: int, folder: Path) -> TrainingArguments:
