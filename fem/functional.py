@@ -25,6 +25,7 @@ from fem.ops.common.arguments import (
 )
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import Read
+from fem.ops.common.scan import ScanCall
 from fem.ops.common.tokens import read_tokens
 from fem.ops.common.transforms import may_look
 from fem.ops.decay_scan import read as decay
@@ -139,8 +140,8 @@ def channel_scan_read(
     _check_memory(initial_state, _sums((len(v),), v, free_values, beta), dtype)
     check_values("log_decay", log_decay, DECAY, key_mask)
     check_values("log_weight", log_weight, LOG_WEIGHT, key_mask)
-    op = partial(channel_scan.channel_scan_read, log_weight, v, beta, log_decay, free_values, backend=backend)
-    return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
+    op = partial(channel_scan.channel_scan_read, log_weight, v, beta, log_decay, free_values)
+    return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize, backend)
 
 
 def keyed_scan_read(
@@ -189,8 +190,8 @@ def keyed_scan_read(
     check_values("log_decay", log_decay, DECAY, key_mask)
     for name, tensor in (("q", q), ("k", k)):
         check_values(name, tensor, FEATURE, key_mask)
-    op = partial(linear_attention.linear_attention_read, q, k, v, beta, log_decay, free_values, backend=backend)
-    return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
+    op = partial(linear_attention.linear_attention_read, q, k, v, beta, log_decay, free_values)
+    return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize, backend)
 
 
 def ssm_read(
@@ -237,8 +238,8 @@ def ssm_read(
     check_values("D", D, WEIGHT, None)
     for name, tensor in (("delta", delta), ("B", B), ("C", C)):
         check_values(name, tensor, WEIGHT, key_mask)
-    op = partial(ssm.ssm_read, delta, A, B, C, D, v, beta, free_values, backend=backend)
-    return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize)
+    op = partial(ssm.ssm_read, delta, A, B, C, D, v, beta, free_values)
+    return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize, backend)
 
 
 def decay_scan(
@@ -255,19 +256,26 @@ def decay_scan(
     initial_state: (B, C). Returns h (B, T, C) in u's dtype, summed in at least fp32; the final state is h[:, -1].
     Raises ValueError on shapes, devices and values, TypeError unless all are floating-point tensors.
     """
-    check_floating("u", u, u=u, log_decay=log_decay)
+    check_floating("u", u, u=u)
+    if u.ndim < 2:
+        raise ValueError(f"u must have shape (batch, time, ...), got {tuple(u.shape)}.")
+    start = () if initial_state is None else (("initial_state", initial_state, u.shape[:1] + u.shape[2:]),)
+    for name, tensor, shape in (("log_decay", log_decay, u.shape), *start):
+        check_floating("u", u, **{name: tensor})
+        if tensor.shape != shape:
+            raise ValueError(f"{name} must have shape {tuple(shape)} for this u, got {tuple(tensor.shape)}.")
     check_values("log_decay", log_decay, DECAY, None)
     return decay.decay_scan(log_decay, u, initial_state, backend)
 
 
-def _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize):
+def _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize, backend):
     """Run a scan, which takes `Tokens` instead of masks; its state is returned with each row's position in it."""
     tokens, cache_position = None, None
     if return_state or initial_state is not None or key_mask is not None or segment_ids is not None:
         before = None if initial_state is None else initial_state.cache_position
         tokens, cache_position = read_tokens(tuple(v.shape[:2]), v.device, key_mask, segment_ids, before, "key_mask")
     memory = None if initial_state is None else initial_state.memory
-    read = op(causal=causal, tokens=tokens, initial_state=memory, return_state=return_state, normalize=normalize)
+    read = op(call=ScanCall(causal, tokens, memory, return_state, normalize, backend))
     if not return_state:
         return read
     read, memory = read

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.read import Read
 from fem.ops.common.rope import Turn, frequencies, rotate_all, turns
+from fem.ops.common.scan import ScanCall
 from fem.ops.common.tokens import Tokens
 from fem.prior_table import PRIORS, Widths
 from fem.projection import Projection
@@ -154,12 +155,12 @@ class Prior(nn.Module, ABC):
         free_values: Tensor | None = None,
     ):
         """One of the scans of `fem.ops` with this prior's configuration and memory."""
+        read = op(*inputs, free_values=free_values, call=self.scan_call(tokens, memory))
+        return read if memory is not None else (read, None)
+
+    def scan_call(self, tokens: Tokens, memory: dict[str, Tensor] | None) -> ScanCall:
         config = self.config
-        fixed = {"causal": config.causal, "tokens": tokens, "normalize": config.normalize, "backend": config.backend}
-        fixed |= {"free_values": free_values}
-        if memory is None:
-            return op(*inputs, **fixed), None
-        return op(*inputs, **fixed, initial_state=memory or None, return_state=True)
+        return ScanCall(config.causal, tokens, memory or None, memory is not None, config.normalize, config.backend)
 
 
 def twice(x: Tensor | None, free_values: Tensor | None, dim: int, config: FreeEnergyMixerConfig) -> Tensor | None:

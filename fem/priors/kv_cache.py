@@ -21,7 +21,7 @@ from fem.ops.common.packing import Packing
 from fem.ops.common.precision import upcast
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import may_look, transformed
-from fem.ops.softmax.cached import LARGEST, PROVEN, pack_to_be_proven, packing, unpacked
+from fem.ops.softmax.cached import LARGEST, PROVEN, fixed_packing, pack_to_be_proven, unpacked
 from fem.state import CACHED as KEPT  # (B, H, T, d) each: a row of queries reads them at the speed of memory
 
 Memory = dict[str, Tensor]
@@ -194,7 +194,7 @@ def _start(v: Float[Tensor, "b h t d"], beta: Float[Tensor, "h d"], keep: Tensor
     count = v.shape[2] if keep is None else keep[:, : v.shape[2]].sum(1).clamp_min(1)[:, None, None, None]
     shift = (v.sum(2, keepdim=True) / count).nan_to_num(0.0, 0.0, 0.0)
     beta = beta.detach().to(v.dtype)[:, None].expand_as(shift).clone(memory_format=torch.contiguous_format)
-    how = packing(beta, shift)
+    how = fixed_packing(beta, shift)
     return {"shift": how.shift, "beta": beta} | ({} if how.small is None else {"small": how.small})
 
 

@@ -117,9 +117,8 @@ class InteractiveMambaPrior(Prior):
     def _terms(self, features, v, beta, tokens, memory=None):
         if self.config.backend in ("sdpa", "triton"):
             raise ValueError(f"backend={self.config.backend!r} has no form of mamba_interactive; use backend='auto'.")
-        options = {"causal": self.config.causal, "initial_state": memory or None, "return_state": memory is not None}
         numbers, logs = self.ssm(features)
-        return ssm_terms(*numbers, v, beta, tokens=tokens, logs=logs, **options)
+        return ssm_terms(*numbers, v, beta, logs, self.scan_call(tokens, memory))
 
     def selection(self, features, v, tokens):
         mixing = F.softplus(upcast(self.mixing))

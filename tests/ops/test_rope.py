@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from fem.ops.common.rope import rotate, rotate_all
+from fem.ops.common.rope import frequencies, rotate_all
+
+
+def rotate(x, position, theta=10000.0):
+    return rotate_all((x,), position, frequencies(x.shape[-1], theta, x.device))[0]
 
 
 def by_complex_numbers(x, position, theta):

@@ -17,7 +17,7 @@ from fem.mixer import FreeEnergyMixer
 from fem.models.engines.support import FULL, SLIDING, layer_type
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import PLAIN, read_tokens
-from fem.ops.softmax.cached import REACH, exponents, pack, unpack
+from fem.ops.softmax.cached import REACH, fixed_packing, pack, unpack
 
 EXACT = "exact"  # the attn_implementation of a model that reads with the library's own kernels and cache
 
@@ -77,16 +77,16 @@ class EngineAttention(nn.Module):
         out = out.reshape(batch, time, -1, self.width)[..., :width]
         if beta is None:
             return Read(out, None)
-        beta = beta.repeat_interleave(self.num_key_value_groups, 0)
-        read = unpack(out, beta, torch.zeros_like(beta))
+        read = unpack(out, fixed_packing(beta, torch.zeros_like(beta)).per_query_head(out.shape[2]))
         return Read(*(x.to(v.dtype) for x in read))
 
     def _pack(self, v: Tensor, beta: Tensor, f: Tensor) -> Float[Tensor, "b t hkv w"]:
-        shift = torch.zeros_like(beta)
-        torch.maximum(self.largest, exponents(f.detach(), beta.detach(), shift).abs().amax().float(), out=self.largest)
+        packing = fixed_packing(beta, torch.zeros_like(beta))
+        reach = packing.exponents(f.detach().float()).detach().abs().amax()
+        torch.maximum(self.largest, reach.float(), out=self.largest)
         if v.device.type == "cpu" and not torch.compiler.is_compiling():
             self._warn_beyond(REACH[v.dtype], v.dtype)
-        return pack(v, beta, shift, f)
+        return pack(v, f, packing)
 
     def _warn_beyond(self, reach: float, dtype: torch.dtype) -> None:
         if self.warned or self.largest <= reach:

@@ -31,9 +31,9 @@ def channel_scan(
     start: peak (B, C), sums (2, B, C) and, with a beta, the free energy (B, C) before the first token.
     """
     x = v.new_zeros(()).expand_as(v) if x is None else x
-    given = (log_decay, x, v, beta, *start)
-    one = v.shape[1] == 1 and not differentiated(*given)
-    run = step_by_step if portable() or one or transformed(*given) else _channel_scan
+    inputs = (log_decay, x, v, beta, *start)
+    one = v.shape[1] == 1 and not differentiated(*inputs)
+    run = step_by_step if portable() or one or transformed(*inputs) else _channel_scan
     reads = len(start)
     outputs = run(log_decay, x, v, beta, start)
     return Terms(*outputs[:reads]), Sums(*outputs[reads : reads + 2])
@@ -50,11 +50,6 @@ def step_by_step(log_decay, x, v, beta, start) -> list[Tensor]:
 
     (peak, sums, *_), reads = along_time(step, start, log_decay, x, v)
     return [*reads, peak, sums]
-
-
-def _reads_and_sums(log_decay, x, v, beta, *start):
-    *reads, _, sums = step_by_step(log_decay, x, v, beta, start)
-    return [*reads, sums]
 
 
 def _streams(log_decay, x, v, beta, before: Streams) -> Streams:
@@ -81,9 +76,9 @@ def _channel_scan(log_decay, x, v, beta, start):
 
 @_channel_scan.register_fake
 def _(log_decay, x, v, beta, start):
-    whole = lambda count: [v.new_empty(v.shape) for _ in range(count)]  # noqa: E731
+    like_v = lambda count: [v.new_empty(v.shape) for _ in range(count)]  # noqa: E731
     reads, saved = (2, 2) if beta is None else (3, 4)
-    return [*whole(reads), *(torch.empty_like(part) for part in start[:2]), *whole(saved)]
+    return [*like_v(reads), *(torch.empty_like(part) for part in start[:2]), *like_v(saved)]
 
 
 @operator(
@@ -147,13 +142,14 @@ def _save(ctx, inputs, output):
 def _differentiate(ctx, grads):
     log_decay, x, v, beta, *rest = ctx.saved_tensors
     start, saved = rest[: ctx.reads], rest[ctx.reads :]
-    filled = [v.new_zeros(shape) if grad is None else grad for grad, shape in zip(grads[1:], ctx.shapes[1:])]
-    given = [*filled[: ctx.reads - 1], filled[ctx.reads]]
+    of_log_weight, *rest = grads[: ctx.reads + 2]
+    *of_reads, _, of_sums = (v.new_zeros(shape) if x is None else x for x, shape in zip(rest, ctx.shapes[1:]))
     if torch.is_grad_enabled():
-        first = v.new_zeros(ctx.shapes[0]) if grads[0] is None else grads[0]
-        found = again_differentiable(_reads_and_sums, (log_decay, x, v, beta, *start), [first, *given])
-        return *found[:4], found[4:]
-    gradients = iter(_channel_scan_backward(grads[0], given, log_decay, x, v, beta, start, saved))
+        steps = lambda log_decay, x, v, beta, *start: step_by_step(log_decay, x, v, beta, start)  # noqa: E731
+        of_outputs = [of_log_weight, *of_reads, None, of_sums]  # a peak has no gradient
+        gradients = again_differentiable(steps, (log_decay, x, v, beta, *start), of_outputs)
+        return *gradients[:4], gradients[4:]
+    gradients = iter(_channel_scan_backward(of_log_weight, [*of_reads, of_sums], log_decay, x, v, beta, start, saved))
     d_x, d_v = next(gradients), next(gradients)
     d_start = [None, *(next(gradients) for _ in start[1:])]
     d_beta, d_decay = (None if part is None else next(gradients) for part in (beta, log_decay))

@@ -58,10 +58,10 @@ def scan_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
 
 @lru_cache
 def _kernels_installed(warned: bool = False) -> bool:
-    found = find_spec("fla") is not None
-    if warned and not found:
+    installed = find_spec("fla") is not None
+    if warned and not installed:
         warnings.warn(f"scans run without fused kernels on this GPU, much slower: {INSTALL}.", stacklevel=4)
-    return found
+    return installed
 
 
 def widest(v: Tensor, *others: Tensor | None) -> torch.dtype:

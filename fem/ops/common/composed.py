@@ -20,6 +20,7 @@ from fem.ops.common.operator import operator
 from fem.ops.common.packing import SMALL_SPAN, Packing
 from fem.ops.common.precision import LEAST_PROVEN
 from fem.ops.common.read import LOG_ZERO, Terms
+from fem.ops.common.scan import ScanCall
 from fem.ops.common.steps import portable
 from fem.ops.common.transforms import transformed
 
@@ -28,16 +29,16 @@ _AUTOGRAD = [torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA
 _AUTOGRAD += [torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView]
 
 
-def fused(causal: bool, state: dict | None, return_state: bool, *tensors: Tensor | None) -> bool:
+def fused(call: ScanCall, *tensors: Tensor | None) -> bool:
     """Whether a scan is read by a kernel: a causal one of whole sequences, of at least two tokens.
 
     Both directions, states and what PyTorch transforms or exports are the plain form's.
     """
     shape = next(x.shape for x in tensors if x is not None)
     return (
-        causal
-        and state is None
-        and not return_state
+        call.causal
+        and call.initial_state is None
+        and not call.return_state
         and not (shape[0] == 0 or shape[1] < 2 or portable() or transformed(*tensors))
     )
 
@@ -96,7 +97,7 @@ def proven(
 
 
 @contextmanager
-def _recorded() -> Iterator[None]:
+def recorded() -> Iterator[None]:
     """Inside a custom op, where autograd is left out: record gradients all the same."""
     before = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in _AUTOGRAD]
     for key in _AUTOGRAD:
@@ -124,22 +125,22 @@ def opaque(name: str, inputs: str, function: Callable[..., Sequence[Tensor]], em
 
     @operator(f"{name}_backward(Tensor[] grads, bool[] wanted, {inputs}) -> Tensor[]")
     def backward(grads, wanted, *tensors):
-        with _recorded():
+        with recorded():
             leaves = [x if x is None else x.detach().requires_grad_(w) for x, w in zip(tensors, wanted)]
             outputs = function(*leaves)
             asked = [x for x, w in zip(leaves, wanted) if w]
             pairs = [(y, grad) for y, grad in zip(outputs, grads) if y.requires_grad]
             outputs, grads = zip(*pairs)
-            found = torch.autograd.grad(outputs, asked, grads, allow_unused=True)
-        return [torch.zeros_like(x) if d is None else d.contiguous() for x, d in zip(asked, found)]
+            gradients = torch.autograd.grad(outputs, asked, grads, allow_unused=True)
+        return [torch.zeros_like(x) if d is None else d.contiguous() for x, d in zip(asked, gradients)]
 
     def save(ctx, inputs, output):
         ctx.save_for_backward(*inputs)
 
     def differentiate(ctx, grads):
         tensors, wanted = ctx.saved_tensors, list(ctx.needs_input_grad[:count])
-        found = iter(backward(grads, wanted, *tensors))
-        return tuple(next(found) if w else None for w in wanted)
+        gradients = iter(backward(grads, wanted, *tensors))
+        return tuple(next(gradients) if w else None for w in wanted)
 
     forward.register_fake(empty)
     backward.register_fake(lambda grads, wanted, *tensors: [x.new_empty(x.shape) for x, w in zip(tensors, wanted) if w])

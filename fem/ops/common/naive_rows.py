@@ -1,26 +1,27 @@
-"""The definitions of the recurrent reads in float64, row by row: slow, differentiable by plain autograd.
+"""The definitions of the reads in float64, row by row: slow, differentiable by plain autograd.
 
 Tests compare every implementation with these loops, which share no code with them; backend="reference" runs them.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from fem.ops.common.read import NO_WEIGHT, Read
+from fem.ops.common.scan import ScanCall
 
 
-def by_definition(definition, dtype, causal, tokens, initial_state, return_state, **options) -> Read:
+def by_definition(definition, dtype, call: ScanCall, **options) -> Read:
     """The read by a definition, which takes masks and segment ids. Raises ValueError on states: it keeps none."""
-    if initial_state is not None or return_state:
+    if call.initial_state is not None or call.return_state:
         raise ValueError(
             "backend='reference' reads whole sequences and keeps no state; use backend='auto' with states."
         )
-    keep, document = (None, None) if tokens is None else (tokens.keep, tokens.document)
-    read = definition(causal=causal, key_mask=keep, segment_ids=document, **options)
+    keep, document = (None, None) if call.tokens is None else (call.tokens.keep, call.tokens.document)
+    read = definition(causal=call.causal, key_mask=keep, segment_ids=document, normalize=call.normalize, **options)
     return Read(*(None if part is None else part.to(dtype) for part in read))
 
 
@@ -31,25 +32,47 @@ def decays(log_decay: Tensor, t: int, seen: list[int]) -> Tensor:
     return torch.cat([past, torch.zeros_like(g[:1]), g[n:-1].cumsum(0)])
 
 
-def read_rows(log_scores, v, beta, causal, key_mask, segment_ids, normalize, free_values=None) -> Read:
-    """The read of every row t under log_scores(b, t, seen), (len(seen), H, d_v or 1), over its document's tokens."""
+def read_rows(
+    log_scores, v, beta, causal, key_mask, segment_ids, normalize=True, free_values=None, window=None, queries=None
+) -> Read:
+    """The read of every row t under log_scores(b, t, seen), (len(seen), H, d_v or 1), over its document's tokens.
+
+    queries: how many rows, the last of the tokens, read; None: those of all tokens, of which masked ones read 0.
+    """
     batch, time = v.shape[:2]
     beta = None if beta is None else beta.double()
     f = v if free_values is None else free_values.double()
     rows = []
     for b in range(batch):
-        kept = [t for t in range(time) if key_mask is None or key_mask[b, t]]
-        ids = [0] * time if segment_ids is None else segment_ids[b].tolist()
-        opens = [ids[i] != ids[t] for i, t in pairwise(kept)]
-        document = dict(zip(kept, accumulate(opens, initial=0)))
-        for t in range(time):
-            seen = [i for i in kept if t in document and document[i] == document[t] and (i <= t or not causal)]
-            if seen:
-                rows.append(_read_row(log_scores(b, t, seen), v[b, seen], f[b, seen], beta, normalize))
-            else:
-                rows.append((torch.zeros_like(v[b, t]), torch.zeros_like(f[b, t])))
-    mean, free_energy = (torch.stack(parts).unflatten(0, (batch, time)) for parts in zip(*rows))
+        keep = [True] * time if key_mask is None else key_mask[b].bool().tolist()
+        sees = supports(keep, None if segment_ids is None else segment_ids[b].tolist(), causal, window)
+        for t in range(time - (queries or time), time):
+            seen = [i for i in range(time) if sees(t, i)] if queries or keep[t] else []
+            nothing = v[b, :0].sum(0), f[b, :0].sum(0)
+            row = _read_row(log_scores(b, t, seen), v[b, seen], f[b, seen], beta, normalize) if seen else nothing
+            rows.append(row)
+    mean, free_energy = (torch.stack(parts).unflatten(0, (batch, -1)) for parts in zip(*rows))
     return Read(mean, None if beta is None else free_energy)
+
+
+def supports(keep: list[bool], ids: list[int] | None, causal: bool, window: int | None) -> Callable[[int, int], bool]:
+    """Whether token t sees token i. A masked token stands where the kept one before it does."""
+    document, position, last = [], [], None
+    number, at = 0, -1
+    for i, kept in enumerate(keep):
+        if kept:
+            if ids is not None and last is not None and ids[i] != last:
+                number, at = number + 1, -1
+            last, at = None if ids is None else ids[i], at + 1
+        document.append(number)
+        position.append(max(at, 0))
+
+    def sees(t: int, i: int) -> bool:
+        together = ids is None or document[i] == document[t]
+        near = window is None or abs(position[t] - position[i]) < window
+        return keep[i] and (i <= t or not causal) and together and near
+
+    return sees
 
 
 def _read_row(s: Tensor, v: Tensor, f: Tensor, beta: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:

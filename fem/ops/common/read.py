@@ -63,6 +63,12 @@ def merge(one: Terms, other: Terms, beta: Tensor | None) -> Terms:
     return Terms(weight, mean, merge_energies(gain, one.free_energy, other.free_energy, beta))
 
 
+def log(x: Tensor) -> Tensor:
+    """log x; at 0 LOG_ZERO, without gradient, where it would be infinite."""
+    positive = x > 0
+    return torch.where(positive, torch.where(positive, x, 1).log(), LOG_ZERO)
+
+
 def log_add(one: Tensor, other: Tensor) -> Tensor:
     """log(e^one + e^other). Unlike torch.logaddexp, its second derivative is finite where one of them is -inf."""
     top, low = torch.maximum(one, other), torch.minimum(one, other)

@@ -13,19 +13,6 @@ from fem.ops.common.operator import operator
 from fem.ops.common.steps import portable
 
 
-def rotate(
-    x: Float[Tensor, "b t h d"], position: Int[Tensor, " t"] | Int[Tensor, "b t"], theta: float = 10000.0
-) -> Float[Tensor, "b t h d"]:
-    """x turned by its position in the planes (j, j + d/2), as transformers pairs them.
-
-        y_j       = x_j cos(a_j) - x_{j+d/2} sin(a_j)        a_j = position theta^(-2j/d),  j < d/2
-        y_{j+d/2} = x_{j+d/2} cos(a_j) + x_j sin(a_j)
-
-    Angles, cos and sin are computed in float64 and rounded once, to the dtype of x. Raises ValueError on an odd width.
-    """
-    return rotate_all((x,), position, frequencies(x.shape[-1], theta, x.device))[0]
-
-
 def frequencies(width: int, theta: float, device: torch.device) -> Float64[Tensor, " planes"]:
     """theta^(-2j/d): radians per position of every plane. Raises ValueError on an odd width."""
     if width % 2:
@@ -39,9 +26,12 @@ def rotate_all(
     frequency: Float64[Tensor, " planes"],
     factor: float = 1.0,
 ) -> list[Tensor]:
-    """`rotate` of tensors of one width and dtype: q and k turn by the same angles, a_j = position frequency_j.
+    """Tensors (B, T, H, d) of one dtype, turned by position in the planes (j, j + d/2), as transformers pairs them.
 
-    factor: what cos and sin are multiplied by.
+        y_j       = x_j cos(a_j) - x_{j+d/2} sin(a_j)        a_j = position frequency_j,  j < d/2
+        y_{j+d/2} = x_{j+d/2} cos(a_j) + x_j sin(a_j)
+
+    Angles, cos and sin are computed in float64, multiplied by the factor and rounded once, to the tensors' dtype.
     """
     x = tensors[0]
     traced = torch.compiler.is_compiling() and not portable()

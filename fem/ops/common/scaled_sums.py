@@ -148,9 +148,9 @@ def add_token(
 ) -> list[Tensor]:
     """The peak, the sums and the free energy with one token of log-weight x and value v more. Differentiable."""
     top = torch.maximum(peak, x).detach().clamp(min=LOG_ZERO)
-    before, own = sums * (peak - top).exp(), (x - top).exp()
-    total = (before[0] + own).clamp(min=0.5)  # at least about 1 unless nothing was added
-    after = [top, torch.stack([total, torch.addcmul(before[1], own, v)])]
+    before, weight = sums * (peak - top).exp(), (x - top).exp()
+    total = (before[0] + weight).clamp(min=0.5)  # at least about 1 unless nothing was added
+    after = [top, torch.stack([total, torch.addcmul(before[1], weight, v)])]
     if beta is None:
         return after
     gain = (x.clamp(min=LOG_ZERO) - peak.clamp(min=LOG_ZERO)) - sums[0].log()

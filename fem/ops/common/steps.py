@@ -43,12 +43,12 @@ def along_time(step: Step, state: Sequence[Tensor], *inputs: Tensor | None) -> t
         return _exported(step, state, *inputs)
     rows = []
     for tokens in zip(*(x.unbind(1) for x in inputs if x is not None)):
-        state, row = step(state, *_in_place(tokens, inputs))
+        state, row = step(state, *_with_none(tokens, inputs))
         rows.append(row)
     return list(state), [torch.stack(parts, 1) for parts in zip(*rows)]
 
 
-def _in_place(tokens: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _with_none(tokens: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
     tokens = iter(tokens)
     return [None if x is None else next(tokens) for x in inputs]
 
@@ -56,14 +56,14 @@ def _in_place(tokens: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> list
 def _exported(step: Step, state: Sequence[Tensor], *inputs: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
     from torch._higher_order_ops.scan import scan
 
-    own = lambda parts: [_own(x) for x in parts]  # noqa: E731
-    body = lambda state, tokens: tuple(map(own, step(state, *_in_place(tokens, inputs))))  # noqa: E731
-    given = [x.movedim(1, 0) for x in inputs if x is not None]
+    copies = lambda parts: [_copy(x) for x in parts]  # noqa: E731
+    body = lambda state, tokens: tuple(map(copies, step(state, *_with_none(tokens, inputs))))  # noqa: E731
+    sequences = [x.movedim(1, 0) for x in inputs if x is not None]
     with without_gradient():
-        last, rows = scan(body, [_own(x) for x in state], given, dim=0)
+        last, rows = scan(body, copies(state), sequences, dim=0)
     return list(last), [x.movedim(0, 1) for x in rows]
 
 
-def _own(x: Tensor) -> Tensor:
-    """A copy: torch's scan takes no views."""
+def _copy(x: Tensor) -> Tensor:
+    """torch's scan takes no views."""
     return x.clone(memory_format=torch.contiguous_format)

@@ -65,10 +65,10 @@ def read_tokens(
     batch, time = shape
     before = cache_position or CachePosition.zero(batch, device)
     for name, marks in ((mask_name, mask), ("segment_ids", segment_ids)):
-        _check_marks(name, marks, device)
-    keep = None if mask is None else _as_bool(mask, shape, mask_name)
+        _check_marks(name, marks, shape, device)
+    keep = None if mask is None else _as_bool(mask, mask_name)
     if segment_ids is not None:
-        _check_ids(segment_ids, shape)
+        _check_ids(segment_ids)
     if keep is None and segment_ids is None:
         return _all_of_one_document(time, before, cache_position is not None)
     ones = torch.ones(batch, time, dtype=torch.bool, device=device) if keep is None else keep
@@ -115,7 +115,7 @@ def _all_of_one_document(time: int, before: CachePosition, continues: bool) -> t
     return Tokens(None, None, document, position), after
 
 
-def _check_marks(name: str, marks: Tensor | None, device: torch.device) -> None:
+def _check_marks(name: str, marks: Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
     if marks is None:
         return
     if not isinstance(marks, Tensor):
@@ -125,16 +125,16 @@ def _check_marks(name: str, marks: Tensor | None, device: torch.device) -> None:
         raise TypeError(f"{name} must be a dense tensor of shape (batch, time), got {got}.")
     if marks.device != device:
         raise ValueError(f"{name} must be on the device of the tokens, {device}, got {marks.device}; move it there.")
+    if tuple(marks.shape) != shape:
+        raise ValueError(f"{name} must have shape (batch, time) = {shape}, got {tuple(marks.shape)}.")
 
 
-def _as_bool(mask: Tensor, shape: tuple[int, int], name: str) -> Tensor:
+def _as_bool(mask: Tensor, name: str) -> Tensor:
     if mask.is_floating_point() or mask.is_complex():
         raise TypeError(
             f"{name} must be bool or integers 0/1 with 1 = keep, got dtype {mask.dtype}; a bias that is added to the "
             "scores is an argument of softmax_read."
         )
-    if tuple(mask.shape) != shape:
-        raise ValueError(f"{name} must have shape (batch, time) = {shape}, got {tuple(mask.shape)}.")
     if mask.dtype == torch.bool:
         return mask
     if may_look(mask) and bool(((mask != 0) & (mask != 1)).any()):
@@ -144,11 +144,9 @@ def _as_bool(mask: Tensor, shape: tuple[int, int], name: str) -> Tensor:
     return mask.bool()
 
 
-def _check_ids(segment_ids: Tensor, shape: tuple[int, int]) -> None:
+def _check_ids(segment_ids: Tensor) -> None:
     if segment_ids.is_floating_point() or segment_ids.is_complex() or segment_ids.dtype == torch.bool:
         raise TypeError(f"segment_ids must be integers, one id per document, got dtype {segment_ids.dtype}.")
-    if tuple(segment_ids.shape) != shape:
-        raise ValueError(f"segment_ids must have shape (batch, time) = {shape}, got {tuple(segment_ids.shape)}.")
 
 
 def _last_kept_before(keep: Tensor) -> Tensor:

@@ -47,9 +47,9 @@ def again_differentiable(
     """
     inputs = [None if x is None else x.view_as(x) for x in inputs]
     asked = [x for x in inputs if x is not None and x.requires_grad]
-    outputs = [(y, grad) for y, grad in zip(function(*inputs), grads) if grad is not None and y.requires_grad]
-    if not outputs:
+    pairs = [(y, grad) for y, grad in zip(function(*inputs), grads) if grad is not None and y.requires_grad]
+    if not pairs:
         return [None] * len(inputs)
-    values, given = zip(*outputs)
-    found = iter(torch.autograd.grad(values, asked, given, create_graph=True, allow_unused=True))
-    return [next(found) if x is not None and x.requires_grad else None for x in inputs]
+    outputs, grads = zip(*pairs)
+    gradients = iter(torch.autograd.grad(outputs, asked, grads, create_graph=True, allow_unused=True))
+    return [next(gradients) if x is not None and x.requires_grad else None for x in inputs]

@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.arguments import check_floating
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.operator import operator
 from fem.ops.common.precision import compute_dtype
@@ -25,8 +24,7 @@ def decay_scan(
     initial_state: Float[Tensor, " b *c"] | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "b t *c"]:
-    """`fem.functional.decay_scan` of any values: positive decays grow, and NaN stays NaN."""
-    _check(log_decay, u, initial_state)
+    """`fem.functional.decay_scan` of checked shapes and any values: positive decays grow, and NaN stays NaN."""
     backend = scan_backend(backend, u.device, widest(u, log_decay, initial_state))
     dtype = compute_dtype(log_decay, u)
     if u.numel() == 0:
@@ -45,18 +43,6 @@ def decay_scan(
         steps = portable() or transformed(*flat)
         h = _step_by_step(*flat) if steps else _decay_scan(*flat, False)
     return h.view(u.shape).to(u.dtype)
-
-
-def _check(log_decay: Tensor, u: Tensor, initial_state: Tensor | None) -> None:
-    check_floating("u", u, u=u)
-    if u.ndim < 2:
-        raise ValueError(f"u must have shape (batch, time, ...), got {tuple(u.shape)}.")
-    given = [("log_decay", log_decay, u.shape)]
-    given += [] if initial_state is None else [("initial_state", initial_state, u.shape[:1] + u.shape[2:])]
-    for name, tensor, shape in given:
-        check_floating("u", u, **{name: tensor})
-        if tensor.shape != shape:
-            raise ValueError(f"{name} must have shape {tuple(shape)} for this u, got {tuple(tensor.shape)}.")
 
 
 def _step_by_step(log_decay: Tensor, u: Tensor, state: Tensor) -> Tensor:

@@ -19,10 +19,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.precision import LEAST_PROVEN
-from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, log
 from fem.ops.linear_attention.scores import (
     Decay,
-    log,
     log_pair_scores,
     pair_scores,
     pair_scores_backward,
@@ -41,6 +40,14 @@ class State(NamedTuple):
     log_weight: Float[Tensor, "y dk"]
     mean: Float[Tensor, "y dk dv"]
     free_energy: Float[Tensor, "y dk df"] | None = None
+
+    @classmethod
+    def empty(cls, k: Tensor, v: Tensor, free: Tensor | None, beta: Tensor | None) -> State:
+        """(B, H, d_k, ..), before the first token of inputs (B, T, H, d)."""
+        batch, _, heads, width = k.shape
+        zeros = lambda x: x.new_zeros(batch, heads, width, x.shape[-1])  # noqa: E731
+        energies = None if beta is None else zeros(v if free is None else free)
+        return cls(k.new_full((batch, heads, width), LOG_ZERO), zeros(v), energies)
 
 
 class Chunk(NamedTuple):
@@ -85,36 +92,24 @@ def _items_backward(
     return d_v, chunk.beta * d_exponent, d_beta
 
 
-def _quotients(sums: Tensor, least: float, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    weight, numerator, partition = _columns(sums, beta)
-    doubt = weight < least
-    weight = torch.where(doubt, 1, weight)
-    log_weight = torch.where(doubt, LOG_ZERO, weight.log()).squeeze(-1)
-    mean = torch.where(doubt, 0, numerator / weight)
-    if beta is None:
-        return log_weight, mean, None, doubt.squeeze(-1)
-    lost = doubt | (partition < least)
-    gain = torch.where(lost, 0, (torch.where(lost, 1, partition) / weight).log() / beta)
-    return log_weight, mean, gain, lost.any(-1)
-
-
-def _sure_quotients(sums: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """`_quotients` where no row is in doubt."""
-    weight, numerator, partition = _columns(sums, beta)
-    gain = None if beta is None else (partition / weight).log_().div_(beta)
-    doubt = torch.zeros(weight.shape[:2], dtype=torch.bool, device=weight.device)
-    return weight.log().squeeze(-1), numerator / weight, gain, doubt
-
-
 def _mix(scores: Tensor, items: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Log-weight, mean and F - M of the items (y, i, .) under the scores (y, r, i), and the rows in doubt, (y, r).
 
     Those rows are 0. Reads a value back from the device: masks are needed only where a row is in doubt.
     """
     sums, least = scores @ items, _least(scores)
-    weight, _, partition = _columns(sums, beta)
+    weight, numerator, partition = _columns(sums, beta)
     lightest = weight.amin() if beta is None or not beta.numel() else torch.minimum(weight.amin(), partition.amin())
-    return _sure_quotients(sums, beta) if lightest >= least else _quotients(sums, least, beta)
+    sure, lost = bool(lightest >= least), torch.zeros(weight.shape, dtype=torch.bool, device=weight.device)
+    if not sure:
+        doubt = lost = weight < least
+        weight, numerator = torch.where(doubt, 1, weight), torch.where(doubt, 0, numerator)
+    if not sure and beta is not None:
+        lost = doubt | (partition < least)
+        partition = torch.where(lost, weight, partition)
+    log_weight = weight.log() if sure else torch.where(doubt, LOG_ZERO, weight.log())
+    gain = None if beta is None else (partition / weight).log_().div_(beta)
+    return log_weight.squeeze(-1), numerator / weight, gain, lost.any(-1)
 
 
 def _mix_backward(

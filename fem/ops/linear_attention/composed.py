@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fem.ops.common.composed import LEAST, opaque, pack, proven, unpack
 from fem.ops.common.read import LOG_ZERO, Terms
+from fem.ops.linear_attention.chunk import State
 from fem.ops.linear_attention.plain import scan
 
 
@@ -49,9 +50,8 @@ def _plain(q, k, v, free, beta, g, opens) -> Terms:
     q, k, v = (x.float() for x in (q, k, v))
     free = None if free is None else free.float()
     g = forget(q, g, opens)
-    empty = lambda *width: q.new_zeros(q.shape[0], q.shape[2], q.shape[3], *width)  # noqa: E731
-    energies = None if beta is None else empty(beta.shape[1])
-    return Terms(*scan(q, k, v, free, beta, g, empty() + LOG_ZERO, empty(v.shape[3]), energies, True)[:3])
+    start = [x for x in State.empty(k, v, free, beta) if x is not None]
+    return Terms(*scan(q, k, v, free, beta, g, start, True)[: len(start)])
 
 
 def forget(q: Tensor, g: Tensor | None, opens: Tensor | None) -> Tensor | None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, log_average, merge
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, log, log_average, merge
 from fem.ops.common.steps import along_time
 from fem.ops.linear_attention.chunk import State
-from fem.ops.linear_attention.scores import log
 
 
 def step(

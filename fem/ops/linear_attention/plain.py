@@ -42,12 +42,7 @@ CONTRIBUTION = Way(contribution, contribution_backward, contribution_exactly, ad
 
 
 def read_way(present: bool) -> Way:
-    return Way(
-        lambda *records: read(*records, present),
-        lambda *records: read_backward(*records, present),
-        lambda *records: read_exactly(*records, present),
-        lambda *records: sees(*records, present),
-    )
+    return Way(*(partial(compute, present=present) for compute in (read, read_backward, read_exactly, sees)))
 
 
 class Slab:
@@ -108,24 +103,24 @@ def rows_of(beta: Tensor | None, batch: int) -> Tensor | None:
     return None if beta is None else beta.unsqueeze(1).repeat(batch, 1, 1)
 
 
-@operator(
-    "linear_attention(Tensor q, Tensor k, Tensor v, Tensor? free, Tensor? beta, Tensor? g, Tensor log_weight, "
-    f"Tensor mean, Tensor? free_energy, bool present) -> ({', '.join(['Tensor'] * 11)})",
-    flops.linear_attention,
-)
-def scan(q, k, v, free, beta, g, log_weight, mean, free_energy, present):
-    """Reads (3), the final state (3); for the backward pass the states where slabs begin (3) and the fallbacks (2)."""
-    start = State(log_weight, mean, free_energy if beta is not None else None)
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? free, Tensor? beta, Tensor? g"
+
+
+@operator(f"linear_attention({_INPUTS}, Tensor[] start, bool present) -> Tensor[]", flops.linear_attention)
+def scan(q, k, v, free, beta, g, start, present):
+    """The terms of the reads, the final state, and for the backward pass the states where slabs begin and the two
+    fallbacks; terms and states are 3 each, without a beta 2."""
+    start = State(*start)
     in_float64 = needs_float64(v if free is None else free, beta) or products_overflow(q, k)
     with torch.autocast(q.device.type, enabled=False):
         if not in_float64:
             return _scan(q, k, v, free, beta, g, start, present)
         results = _scan(*double(q, k, v, free, beta, g), State(*double(*start)), present)
-        return tuple(x.to(q.dtype) if x.is_floating_point() else x for x in results)
+        return [x.to(q.dtype) if x.is_floating_point() else x for x in results]
 
 
-def _scan(q, k, v, free, beta, g, start: State, present: bool) -> tuple[Tensor, ...]:
-    reads = Terms(*_empty_reads(q, v, free, beta))
+def _scan(q, k, v, free, beta, g, start: State, present: bool) -> list[Tensor]:
+    reads = _empty_reads(q, v, free, beta)
     rows = rows_of(beta, len(q))
     state = _flat(start)
     entering, fallbacks_added, fallbacks_read = [], [], []
@@ -138,46 +133,41 @@ def _scan(q, k, v, free, beta, g, start: State, present: bool) -> tuple[Tensor, 
         state = _each(along, lambda x: x[:, -1])
         terms, fallback_read = compute(read_way(present), chunk, before)
         for out, x in zip(reads, terms):
-            if x is not None:
-                slab.write(out, x)
+            slab.write(out, x)
         fallbacks_added.append(fallback_added)
         fallbacks_read.append(fallback_read)
     fallback_read = torch.cat(fallbacks_read)
     again = int(fallback_read.count_nonzero()) / max(1, len(fallback_read))
-    entries = 0 if beta is None else reads.free_energy.numel()
+    entries = 0 if beta is None else reads[2].numel()
     fallbacks.count(entries, round(again * entries))
-    last = _each(state, lambda x: x.unflatten(0, start.log_weight.shape[:2]).contiguous())
+    last = [x.unflatten(0, start.log_weight.shape[:2]).contiguous() for x in state if x is not None]
     entering.append(state)  # so that there are at least two: torch.compile specialises a graph to a size of one
-    entering = (None if parts[0] is None else torch.stack(parts) for parts in zip(*entering))
-    results = (q.new_empty(0) if x is None else x for x in (*last, *entering))
-    return *reads, *results, torch.cat(fallbacks_added), fallback_read
+    entering = [torch.stack(parts) for parts in zip(*entering) if parts[0] is not None]
+    return [*reads, *last, *entering, torch.cat(fallbacks_added), fallback_read]
 
 
-def _empty_reads(q: Tensor, v: Tensor, free: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    energies = 0 if beta is None else v.shape if free is None else free.shape
-    return q.new_empty((*q.shape[:3], 1)), v.new_empty(v.shape), v.new_empty(energies)
+def _empty_reads(q: Tensor, v: Tensor, free: Tensor | None, beta: Tensor | None) -> list[Tensor]:
+    energies = [] if beta is None else [v if free is None else free]
+    return [q.new_empty((*q.shape[:3], 1)), *(x.new_empty(x.shape) for x in (v, *energies))]
 
 
 @scan.register_fake
-def _(q, k, v, free, beta, g, log_weight, mean, free_energy, present):
+def _(q, k, v, free, beta, g, start, present):
     chunk, step = _sizes(q, g)
     time, rows = q.shape[1], q.shape[0] * q.shape[2]
-    start = [log_weight, mean, *([] if beta is None else [free_energy])]
     slabs = (time + step - 1) // step + 1
-    none = [] if beta is not None else [0]
-    last = [q.new_empty(shape) for shape in (*(x.shape for x in start), *none)]
-    entering = [q.new_empty(shape) for shape in (*((slabs, rows, *x.shape[2:]) for x in start), *none)]
+    last = [x.new_empty(x.shape) for x in start]
+    entering = [x.new_empty(slabs, rows, *x.shape[2:]) for x in start]
     fallbacks = [q.new_empty(rows * ((time + chunk - 1) // chunk), dtype=torch.uint8) for _ in range(2)]
-    return *_empty_reads(q, v, free, beta), *last, *entering, *fallbacks
+    return [*_empty_reads(q, v, free, beta), *last, *entering, *fallbacks]
 
 
 @operator(
-    "linear_attention_backward(Tensor[] grads, Tensor q, Tensor k, Tensor v, Tensor? free, Tensor? beta, "
-    "Tensor? g, Tensor[] saved, bool present) -> Tensor[]",
+    f"linear_attention_backward(Tensor[] grads, {_INPUTS}, Tensor[] saved, bool present) -> Tensor[]",
     flops.linear_attention_backward,
 )
 def scan_backward(grads, q, k, v, free, beta, g, saved, present):
-    """Gradients of q, k, v, the initial state (2 or 3), free, beta and g, as far as there are any."""
+    """Gradients of q, k, v, the initial state, free, beta and g, as far as there are any."""
     in_float64 = needs_float64(v if free is None else free, beta) or products_overflow(q, k)
     with torch.autocast(q.device.type, enabled=False):
         if not in_float64:
@@ -189,7 +179,7 @@ def scan_backward(grads, q, k, v, free, beta, g, saved, present):
 
 
 def _scan_backward(grads, q, k, v, free, beta, g, saved, present: bool) -> list[Tensor]:
-    with_energies = beta is not None
+    reads = len(grads) // 2
     rows = rows_of(beta, len(q))
     slabs = _slabs(q, g)
     *entering, fallbacks_added, fallbacks_read = saved
@@ -199,16 +189,16 @@ def _scan_backward(grads, q, k, v, free, beta, g, saved, present: bool) -> list[
         None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, free, g)
     )
     d_rows = None if beta is None else torch.zeros_like(rows)
-    d_state = _flat(State(grads[3], grads[4], grads[5] if with_energies else None))
+    d_state = _flat(State(*grads[reads:]))
     for n in reversed(range(len(slabs))):
         slab, (fallback_added, fallback_read) = slabs[n], fallbacks[n]
         chunk = slab.inputs(q, k, v, free, rows, g)
-        start = State(entering[0][n], entering[1][n], entering[2][n] if with_energies else None)
+        start = State(*(x[n] for x in entering))
         added, through = slab.per_row(compute(CONTRIBUTION, chunk)[0]), slab.through(chunk)
         along = pass_states(start, added, through, rows)
         before = _flat(_each(along, lambda x: x[:, :-1]))
 
-        d_log_weight, *d_reads = (slab.split(x) for x in grads[: 3 if with_energies else 2])
+        d_log_weight, *d_reads = (slab.split(x) for x in grads[:reads])
         d_terms = Terms(d_log_weight.squeeze(-1), *d_reads)
         d_chunk, d_before = differentiate(read_way(present), fallback_read, d_terms, chunk, before)
         d_state, d_added, d_through, d_beta = pass_states_backward(
@@ -221,7 +211,7 @@ def _scan_backward(grads, q, k, v, free, beta, g, saved, present: bool) -> list[
         slab.write(d_v, d_chunk.v + d_more.v)
         if free is not None:
             slab.write(d_free, d_chunk.free + d_more.free)
-        if with_energies:
+        if beta is not None:
             d_rows += d_beta + (d_chunk.beta + d_more.beta).unflatten(0, (-1, slab.chunks)).sum(1)
         if g is not None:
             d_through = d_through if d_through.shape[-1] == g.shape[-1] else d_through.sum(-1, keepdim=True)
@@ -233,17 +223,16 @@ def _scan_backward(grads, q, k, v, free, beta, g, saved, present: bool) -> list[
 
 @scan_backward.register_fake
 def _(grads, q, k, v, free, beta, g, saved, present):
-    states = grads[3:6] if beta is not None else grads[3:5]
-    inputs = (x for x in (q, k, v, *states, free, beta, g) if x is not None)
+    inputs = (x for x in (q, k, v, *grads[len(grads) // 2 :], free, beta, g) if x is not None)
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
 
 
 def _save(ctx, inputs, output):
-    *tensors, log_weight, mean, free_energy, ctx.present = inputs
-    start = (log_weight, mean, free_energy)
-    ctx.continued = any(ctx.needs_input_grad[6:9])  # else the start is the first of the states at slabs' boundaries
-    ctx.save_for_backward(*tensors, *output[6:], *(start if ctx.continued else ()))
-    ctx.shapes = [x.shape for x in output[:6]]
+    *tensors, start, ctx.present = inputs
+    ctx.reads = len(start)
+    ctx.continued = any(x.requires_grad for x in start)  # else it is the first of the states at slabs' boundaries
+    ctx.save_for_backward(*tensors, *output[2 * ctx.reads :], *(start if ctx.continued else ()))
+    ctx.shapes = [x.shape for x in output[: 2 * ctx.reads]]
     ctx.set_materialize_grads(False)
 
 
@@ -251,23 +240,23 @@ def _by_steps(present, *tensors):
     """The outputs of `scan` in steps that PyTorch can differentiate any number of times, in float64."""
     q, k, v, free, beta, g, *start = double(*tensors)
     terms, last = by_steps(q, k, v, free, beta, g, State(*start), present)
-    return [v.new_zeros(0) if x is None else x.to(tensors[2].dtype) for x in (*terms, *last)]
+    return [x.to(tensors[2].dtype) for x in (*terms, *last) if x is not None]
 
 
-def _differentiate(ctx, *grads):
-    tensors = ctx.saved_tensors  # read once: checkpointing hands it out but once
-    q, k, v, free, beta, g = tensors[:6]
-    saved, start = tensors[6:11], tensors[11:]
+def _differentiate(ctx, grads):
+    tensors, reads = ctx.saved_tensors, ctx.reads  # read once: checkpointing hands it out but once
+    inputs, saved, start = tensors[:6], tensors[6 : 8 + reads], tensors[8 + reads :]
+    q, (free, beta, g) = inputs[0], inputs[3:]
     if torch.is_grad_enabled():
         if not ctx.continued:
-            start = [x[0].unflatten(0, (len(q), -1)) if x.numel() else None for x in saved[:3]]
-        found = again_differentiable(partial(_by_steps, ctx.present), (q, k, v, free, beta, g, *start), grads[:6])
-        return *found, None
+            start = [x[0].unflatten(0, (len(q), -1)) for x in saved[:reads]]
+        gradients = again_differentiable(partial(_by_steps, ctx.present), (*inputs, *start), grads[: 2 * reads])
+        return *gradients[:6], gradients[6:], None
     grads = [q.new_zeros(shape) if x is None else x for x, shape in zip(grads, ctx.shapes)]
-    found = iter(scan_backward(grads, q, k, v, free, beta, g, saved, ctx.present))
-    d_q, d_k, d_v, d_weight, d_mean = (next(found) for _ in range(5))
-    d_energy, d_free, d_beta, d_g = (None if x is None else next(found) for x in (beta, free, beta, g))
-    return d_q, d_k, d_v, d_free, d_beta, d_g, d_weight, d_mean, d_energy, None
+    gradients = iter(scan_backward(grads, *inputs, saved, ctx.present))
+    d_q, d_k, d_v, *d_start = (next(gradients) for _ in range(3 + reads))
+    d_free, d_beta, d_g = (None if x is None else next(gradients) for x in (free, beta, g))
+    return d_q, d_k, d_v, d_free, d_beta, d_g, d_start, None
 
 
 scan.register_autograd(_differentiate, setup_context=_save)

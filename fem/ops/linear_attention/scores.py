@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.read import LOG_ZERO
+from fem.ops.common.read import LOG_ZERO, log
 
 GROUP = 2**16  # numbers at a time, so that they stay in the CPU's cache
 
@@ -36,11 +36,6 @@ def until_end(g: Decay) -> Decay:
 
 def until_end_backward(grad: Decay) -> Decay:
     return F.pad(grad[:, :-1], (0, 0, 1, 0)).cumsum(1)
-
-
-def log(x: Tensor) -> Tensor:
-    positive = x > 0
-    return torch.where(positive, torch.where(positive, x, 1).log(), LOG_ZERO)
 
 
 def segments(g: Float[Tensor, "y c *d"]) -> Float[Tensor, "y c c *d"]:
@@ -110,8 +105,8 @@ def _lagged_scores(q: Tensor, k: Tensor, g: Tensor, present: bool) -> Pairs:
     time = g.shape[1]
     by_lag = (torch.linalg.vecdot(q[:, lag:] * left, k[:, : time - lag]) for lag, left in enumerate(_decays_by_lag(g)))
     by_lag = torch.stack([F.pad(pair, (lag, 0)) for lag, pair in enumerate(by_lag)], 2)  # (y, t, lag)
-    place = torch.arange(time, device=g.device)
-    lag = (place[:, None] - place).clamp(min=0).expand(len(q), -1, -1)
+    index = torch.arange(time, device=g.device)
+    lag = (index[:, None] - index).clamp(min=0).expand(len(q), -1, -1)
     return by_lag.gather(2, lag).tril(0 if present else -1)
 
 

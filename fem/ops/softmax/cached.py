@@ -28,65 +28,51 @@ def small_beta(beta: Tensor) -> Bool[Tensor, "..."] | None:
     return None if beta.numel() and may_look(beta) and beta.amin().item() >= SMALL_BETA else beta < SMALL_BETA
 
 
-def packing(beta: Tensor, shift: Tensor) -> Packing:
-    """What a stream writes its values with: its shift, and 0 where beta is small."""
+def fixed_packing(beta: Tensor, shift: Tensor) -> Packing:
+    """How values are written into a cache, with a shift of 0 where beta is small."""
     small = small_beta(beta)
     return Packing(beta, shift if small is None else shift.masked_fill(small, 0.0), small)
 
 
-def exponents(f: Float[Tensor, "*n"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."]) -> Float[Tensor, "*n"]:
-    """z = beta (f - c) in float32 at least, c = 0 where beta is small. Beyond +-REACH[f.dtype], `pack` clips."""
-    return packing(beta, shift).exponents(upcast(f))
-
-
-def pack(
-    v: Float[Tensor, "*n d"],
-    beta: Float[Tensor, "..."],
-    shift: Float[Tensor, "..."],
-    free_values: Float[Tensor, "*n df"] | None = None,
-) -> Float[Tensor, "*n w"]:
-    """[v | e] in the dtype of v, to be attended to as values are; beta > 0 and the shift broadcast against f.
+def pack(v: Float[Tensor, "*n d"], f: Float[Tensor, "*n df"], packing: Packing) -> Float[Tensor, "*n w"]:
+    """[v | e] in the dtype of v, to be attended to as values are; `packing` broadcasts against f.
 
     e is right while |beta (f - c)| <= REACH[v.dtype] nats, and clipped there beyond; v never is. In bfloat16 e, the
     attention's weights and R keep 8 binary digits each, so that F is off by up to 4 * 2^-9 / beta.
     """
-    how, f = packing(beta, shift), v if free_values is None else free_values
-    z = how.exponents(upcast(f)).clamp_(-REACH[v.dtype], REACH[v.dtype])
-    return torch.cat([v, how.energies(z).to(v.dtype)], -1)
+    z = packing.exponents(upcast(f)).clamp_(-REACH[v.dtype], REACH[v.dtype])
+    return torch.cat([v, packing.energies(z).to(v.dtype)], -1)
 
 
-def pack_to_be_proven(v: Float[Tensor, "*n d"], f: Float[Tensor, "*n df"], how: Packing) -> Float[Tensor, "*n w"]:
+def pack_to_be_proven(v: Float[Tensor, "*n d"], f: Float[Tensor, "*n df"], packing: Packing) -> Float[Tensor, "*n w"]:
     """`pack`, with inf for an e so large that it could hide what a read over the cache loses: see `proven`."""
-    z = how.exponents(upcast(f))
-    e = how.energies(z)
+    z = packing.exponents(upcast(f))
+    e = packing.energies(z)
     if not (may_look(e) and e.sum().item() <= LARGEST):  # their sum bounds each: looked at in half the time
         e.masked_fill_(z > PROVEN, torch.inf)
     return torch.cat([v, e.to(v.dtype)], -1)
 
 
-def unpack(out: Float[Tensor, "*n w"], beta: Float[Tensor, "..."], shift: Float[Tensor, "..."]) -> Read:
-    """Mean and free energy from [mean | R], in float32 at least; beta and the shift broadcast against R.
-
-    A row that sees no key, whose attention gives 0, reads 0.
-    """
-    how, out = packing(beta, shift), upcast(out)
-    total = out[..., -beta.shape[-1] :]
+def unpack(out: Float[Tensor, "*n w"], packing: Packing) -> Read:
+    """Mean and free energy from [mean | R], in float32 at least; a row that sees no key, whose R is 0, reads 0."""
+    out = upcast(out)
+    mean, total = out.tensor_split((out.shape[-1] - packing.beta.shape[-1],), -1)
     sees = total != 0  # NaN does
-    sees = sees if how.small is None else sees | how.small
-    free_energy = how.shift + how.logarithm(total.where(sees, 1.0)) / beta
-    return Read(out[..., : -beta.shape[-1]], torch.where(sees, free_energy, 0.0))
+    sees = sees if packing.small is None else sees | packing.small
+    free_energy = packing.shift + packing.logarithm(total.where(sees, 1.0)) / packing.beta
+    return Read(mean, torch.where(sees, free_energy, 0.0))
 
 
 def unpacked(
-    values: Float[Tensor, "b h t w"], how: Packing | None, split: bool, channels: int
+    values: Float[Tensor, "b h t w"], packing: Packing | None, split: bool, channels: int
 ) -> tuple[Tensor, Tensor | None]:
     """v and f of a cache; f is None where it is v. Of [v | e] with an f of its own, f = c + log(e) / beta."""
     if not split:
-        return (values if how is None else values[..., : values.shape[-1] - channels]), None
+        return (values if packing is None else values[..., : values.shape[-1] - channels]), None
     v, second = values.split_with_sizes((values.shape[-1] - channels, channels), -1)
-    if how is None:
+    if packing is None:
         return v, second
-    return v, (how.shift + how.logarithm(upcast(second)) / how.beta).to(values.dtype)
+    return v, (packing.shift + packing.logarithm(upcast(second)) / packing.beta).to(values.dtype)
 
 
 def proven(total: Float[Tensor, "*n d"], small: Bool[Tensor, "..."] | None) -> Bool[Tensor, "*n d"]:

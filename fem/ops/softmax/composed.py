@@ -22,7 +22,7 @@ from fem.ops.common.precision import upcast
 from fem.ops.common.read import LOG_ZERO, Read
 from fem.ops.common.steps import along_time, portable, without_gradient
 from fem.ops.softmax.recompute import recompute
-from fem.ops.softmax.support import Intervals, allowed_pairs
+from fem.ops.softmax.support import Intervals, Pairs
 
 _TILE = 128
 _PROVEN_SPAN = 58.0  # nats: the shift takes up to log 2 more, the rounding of p and e the rest to 60
@@ -36,45 +36,35 @@ _CUDNN, _FLASH, _EFFICIENT = (
 
 
 def composed_read(
-    q: Float[Tensor, "b tq h dk"],
-    k: Float[Tensor, "b t hkv dk"],
-    v: Float[Tensor, "b t hkv dv"],
-    f: Float[Tensor, "b t hkv df"],
-    beta: Float[Tensor, "hkv df"],
-    bias: Float[Tensor, "#b #h #tq #t"] | None,
-    keep: Bool[Tensor, "b t"] | None,
-    seen: Intervals | None,
-    causal: bool,
-    scale: float,
-    span: float = math.inf,
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, beta: Tensor, pairs: Pairs, span: float = math.inf
 ) -> Read:
     """The mean of v and the free energy of f under a softmax prior, as a chain of torch's own operations.
 
     [mean | R] = attention(q, k, [v | e]), where R proves an entry (`packing`); others are computed again from the
     definition in float64. span: what beta (max f - min f) is at most, in nats; up to 58 it proves all entries.
-    seen: what a row sees besides `keep`, which FlexAttention reads by blocks; None: all, or i <= t if causal, which
-    scaled dot product attention knows. On a GPU, 16-bit inputs are read in bfloat16, as e would leave float16's range.
+    FlexAttention reads `pairs.seen` by blocks; without it, scaled dot product attention knows causality. On a GPU,
+    16-bit inputs are read in bfloat16, as e would leave float16's range. Shapes as in `read.softmax_read`.
     A row that sees no key reads 0. NaN in a token that is not masked may reach rows that do not see it.
     """
-    exporting = torch.compiler.is_exporting()
-    whole = f, keep, seen, bias  # as the definition takes them
+    exporting, bias, keep = torch.compiler.is_exporting(), pairs.bias, pairs.keep
     hidden = sees = None
     if exporting:
         dtype, mask = upcast(q).dtype, None
-        if not (bias is None and keep is None and seen is None):
-            mask, sees = _mask_of(q, k, bias, keep, seen, causal)
+        if pairs.restricted():
+            mask, sees = _mask_of(q, k, pairs)
         hidden = None if keep is None else ~keep[..., None, None]
-        attend = functools.partial(_masked, mask=mask, causal=causal and mask is None, scale=scale)
+        attend = functools.partial(_masked, mask=mask, causal=pairs.causal and mask is None, scale=pairs.scale)
     else:
         dtype = torch.bfloat16 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
         if keep is not None:
-            seen, kept, order = seen.of_kept(keep)
+            seen, kept, order = pairs.seen.of_kept(keep)
             k, v, f = (x.take_along_dim(order[:, :, None, None], 1) for x in (k, v, f))
             if bias is not None and bias.shape[3] > 1:
                 bias = bias.take_along_dim(order[:, None, None], 3)
             hidden = (torch.arange(k.shape[1], device=k.device) >= kept[:, None])[..., None, None]
-        sees = None if seen is None else (seen.first < seen.end)[..., None, None]
-        attend = functools.partial(_attend, bias=bias, seen=seen, causal=causal, scale=scale)
+            pairs = Pairs.of(bias, None, seen, pairs.causal, pairs.scale)
+        sees = None if pairs.seen is None else (pairs.first < pairs.end)[..., None, None]
+        attend = functools.partial(_attend, pairs=pairs)
     # An exported graph would hold the context as a graph of its own, which torch.cond does not survive.
     with contextlib.nullcontext() if exporting else torch.autocast(q.device.type, enabled=False):
         q, k, v = (x.to(dtype) for x in (q, k, v))
@@ -85,11 +75,9 @@ def composed_read(
         if not f.shape[3] or span <= _PROVEN_SPAN:
             return Read(mean, free_energy)
         if portable():
-            mask = mask if mask is not None else _mask_of(q, k, bias, keep, seen, causal)[0]
-            return Read(mean, _definition_where(doubtful, free_energy, q, k, f, beta, mask, scale))
-        f, keep, seen, bias = (f, None, seen, bias) if not exporting else whole
-        free_energy = recompute(free_energy, doubtful, q, k, f, beta, bias, keep, seen, causal, scale)
-        return Read(mean, free_energy)
+            mask = mask if mask is not None else _mask_of(q, k, pairs)[0]
+            return Read(mean, _definition_where(doubtful, free_energy, q, k, f, beta, mask, pairs.scale))
+        return Read(mean, recompute(free_energy, doubtful, q, k, f, beta, pairs))
 
 
 def _prologue(
@@ -101,12 +89,12 @@ def _prologue(
 ) -> tuple[list[Tensor], Float[Tensor, "b 1 h df"], Bool[Tensor, "b 1 h df"] | None]:
     """[v | e] in one piece or in two, the shift, and where e is exp(.) - 1."""
     f = upcast(f)
-    how = Packing.of(f, upcast(beta)[None, None], hidden)
-    z = how.exponents(f)
+    packing = Packing.of(f, upcast(beta)[None, None], hidden)
+    z = packing.exponents(f)
     if hidden is not None:
         v, z = v.masked_fill(hidden, 0.0), z.masked_fill(hidden, 0.0)
-    parts = [v, how.energies(z).to(v.dtype)]
-    return [torch.cat(parts, -1)] if together else parts, how.shift, how.small
+    parts = [v, packing.energies(z).to(v.dtype)]
+    return [torch.cat(parts, -1)] if together else parts, packing.shift, packing.small
 
 
 def _epilogue(
@@ -116,17 +104,13 @@ def _epilogue(
     channels = beta.shape[1]
     mean, total = out if len(out) > 1 else out[0].split((out[0].shape[-1] - channels, channels), -1)
     total = upcast(total)
-    how = Packing(upcast(beta)[None, None], shift, small).per_query_head(total.shape[2])
-    doubtful = how.doubtful(total)
-    if sees is not None:
-        doubtful = doubtful & sees
-    total = torch.where(doubtful, 1.0, total)
-    if sees is not None:
-        total = torch.where(sees, total, 1.0)
-    free_energy = how.shift + how.logarithm(total) / how.beta
-    if sees is not None:
-        mean, free_energy = (torch.where(sees, x, 0.0) for x in (mean, free_energy))
-    return mean, free_energy, doubtful
+    packing = Packing(upcast(beta)[None, None], shift, small).per_query_head(total.shape[2])
+    doubtful = packing.doubtful(total)
+    total = torch.where(doubtful if sees is None else doubtful | ~sees, 1.0, total)
+    free_energy = packing.shift + packing.logarithm(total) / packing.beta
+    if sees is None:
+        return mean, free_energy, doubtful
+    return torch.where(sees, mean, 0.0), torch.where(sees, free_energy, 0.0), doubtful & sees
 
 
 def fused(function: Callable, x: Tensor) -> Callable:
@@ -155,8 +139,8 @@ def _try_fused(function: Callable, *arguments):
 
 
 @functools.cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function)
+def _compiled(function: Callable, **options: bool) -> Callable:
+    return torch.compile(function, **options)
 
 
 def _masked(q, k, values, mask: Tensor | None, causal: bool, scale: float) -> Float[Tensor, "b tq h w"]:
@@ -166,7 +150,7 @@ def _masked(q, k, values, mask: Tensor | None, causal: bool, scale: float) -> Fl
     return F.scaled_dot_product_attention(q, k, values, mask, is_causal=causal, scale=scale).transpose(1, 2)
 
 
-def _attend(q, k, values, bias, seen: Intervals | None, causal: bool, scale: float) -> Float[Tensor, "b tq h w"]:
+def _attend(q, k, values, pairs: Pairs) -> Float[Tensor, "b tq h w"]:
     """p @ values by torch's attention: scaled dot product without a restriction by pairs, FlexAttention with one.
 
     Never by the form that materialises T x T scores on a GPU: widths are equal multiples of 16, which every fused
@@ -180,13 +164,13 @@ def _attend(q, k, values, bias, seen: Intervals | None, causal: bool, scale: flo
     columns = -(-max(q.shape[-1], width) // 16) * 16
     wide_as = lambda x: F.pad(x, (0, columns - x.shape[-1])) if x.shape[-1] < columns else x  # noqa: E731
     q, k, values = (wide_as(x).transpose(1, 2) for x in (q, k, values))
-    how = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    if seen is None:
+    options = {"scale": pairs.scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if pairs.seen is None:
         with _kernels(columns) if q.is_cuda else contextlib.nullcontext():
-            out = F.scaled_dot_product_attention(q, k, values, is_causal=causal, **how)
+            out = F.scaled_dot_product_attention(q, k, values, is_causal=pairs.causal, **options)
     else:
-        score = None if bias is None else _biased(bias)
-        out = _flex(q, k, values, score, block_mask(seen, k.shape[2]), **how)
+        score = None if pairs.bias is None else _biased(pairs.bias)
+        out = _flex(q, k, values, score, block_mask(pairs.seen, k.shape[2]), **options)
     return out.transpose(1, 2)[..., :width]
 
 
@@ -196,22 +180,16 @@ def _kernels(columns: int) -> contextlib.AbstractContextManager:
     return sdpa_kernel(order, set_priority=True)
 
 
-def _flex(q, *inputs, **how) -> Tensor:
+def _flex(q, *inputs, **options) -> Tensor:
     """FlexAttention; on a GPU compiled once for each kind of call, and an error where that fails, never the form of
     T x T scores. Its kernel for few queries knows neither gradients nor other lengths."""
-    if not q.is_cuda or torch.compiler.is_compiling():
-        from torch.nn.attention.flex_attention import flex_attention
-
-        return flex_attention(q, *inputs, **how)
-    with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
-        return _compiled_flex()(q, *inputs, **how, kernel_options={"FORCE_USE_FLEX_ATTENTION": True})
-
-
-@functools.cache
-def _compiled_flex():
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    if not q.is_cuda or torch.compiler.is_compiling():
+        return flex_attention(q, *inputs, **options)
+    compiled = _compiled(flex_attention, dynamic=True, fullgraph=True)
+    with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
+        return compiled(q, *inputs, **options, kernel_options={"FORCE_USE_FLEX_ATTENTION": True})
 
 
 def _biased(bias: Float[Tensor, "#b #h #tq #t"]):
@@ -219,8 +197,8 @@ def _biased(bias: Float[Tensor, "#b #h #tq #t"]):
 
     In 64 bits: FlexAttention's kernel counts in 32, whatever the size of what a score_mod captures.
     """
-    whole = [int(size > 1) for size in bias.shape]
-    return lambda score, *place: score + bias[tuple(index.long() * varies for index, varies in zip(place, whole))]
+    varies = [int(size > 1) for size in bias.shape]
+    return lambda score, *indices: score + bias[tuple(index.long() * one for index, one in zip(indices, varies))]
 
 
 def block_mask(seen: Intervals, keys: int):
@@ -234,9 +212,9 @@ def block_mask(seen: Intervals, keys: int):
     top = torch.arange(0, keys, _TILE, device=first.device)
     bottom = top + _TILE
     some = (top < high.amax(2)[..., None]) & (bottom > low.amin(2)[..., None])
-    whole = (top >= low.amax(2)[..., None]) & (bottom <= high.amin(2)[..., None])  # a ragged last block never is
+    full = (top >= low.amax(2)[..., None]) & (bottom <= high.amin(2)[..., None])  # a ragged last block never is
     listed = []
-    for chosen in (some & ~whole, whole):
+    for chosen in (some & ~full, full):
         order = chosen.int().argsort(dim=-1, descending=True, stable=True)
         listed += [chosen.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]]
 
@@ -248,26 +226,15 @@ def block_mask(seen: Intervals, keys: int):
 # --- in a graph of `torch.export`: a mask of all pairs, and the definition -------------------------------------------
 
 
-def _mask_of(
-    q: Tensor, k: Tensor, bias: Tensor | None, keep: Tensor | None, seen: Intervals | None, causal: bool
-) -> tuple[Float[Tensor, "#b #h tq t"], Bool[Tensor, "#b tq #h 1"]]:
+def _mask_of(q: Tensor, k: Tensor, pairs: Pairs) -> tuple[Float[Tensor, "#b #h tq t"], Bool[Tensor, "#b tq #h 1"]]:
     """What is added to the scores, and which rows see anything."""
-    allowed = allowed_pairs(q, k, bias, keep, seen, causal)
+    allowed = pairs.allowed(q.shape[1], k.shape[1], q.device)
     zero = torch.zeros((), dtype=upcast(q).dtype, device=q.device)
-    mask = torch.where(allowed, zero if bias is None else upcast(bias), LOG_ZERO)
+    mask = torch.where(allowed, zero if pairs.bias is None else upcast(pairs.bias), LOG_ZERO)
     return mask, allowed.any(-1, keepdim=True).transpose(1, 2)
 
 
-def _definition_where(
-    doubtful: Bool[Tensor, "b tq h df"],
-    free_energy: Float[Tensor, "b tq h df"],
-    q: Float[Tensor, "b tq h dk"],
-    k: Float[Tensor, "b t hkv dk"],
-    f: Float[Tensor, "b t hkv df"],
-    beta: Float[Tensor, "hkv df"],
-    mask: Float[Tensor, "#b #h #tq #t"],
-    scale: float,
-) -> Float[Tensor, "b tq h df"]:
+def _definition_where(doubtful, free_energy, q, k, f, beta, mask, scale: float) -> Float[Tensor, "b tq h df"]:
     """The free energies; where any is doubtful, all of these from the definition, under `torch.cond`."""
     heads = q.shape[2]
     per_head = lambda x, dim: upcast(x).repeat_interleave(heads // x.shape[dim], dim)  # noqa: E731
@@ -275,8 +242,8 @@ def _definition_where(
     k, level = per_head(k, 2), beta * per_head(f, 2)
     mask = mask.expand(q.shape[0], heads, q.shape[1], k.shape[1])  # of whole shapes: none is broadcast
     lift, doubtful, q, k, level = (x.transpose(1, 2) for x in (free_energy * beta, doubtful, q, k, level))
-    recomputed = lambda *given: torch.where(doubtful, _definition(*given, scale), lift)  # noqa: E731
-    proven = lambda *given: lift.clone()  # noqa: E731
+    recomputed = lambda *inputs: torch.where(doubtful, _definition(*inputs, scale), lift)  # noqa: E731
+    proven = lambda *inputs: lift.clone()  # noqa: E731
     with without_gradient():
         return torch.cond(doubtful.any(), recomputed, proven, (q, k, level, mask)).transpose(1, 2) / beta
 

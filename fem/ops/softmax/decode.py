@@ -23,13 +23,13 @@ def packed_step(
     q: Float[Tensor, "b h dk"],
     keys: Float[Tensor, "b hkv t dk"],
     values: Float[Tensor, "b hkv t w"],
-    how: Packing,
+    packing: Packing,
     mask: Float[Tensor, "#b #h t"] | None,
     scale: float,
 ) -> Read | None:
     """`softmax_step` over values [v | e] of `pack_to_be_proven`; None where R does not prove an entry.
 
-    how: with a beta and a shift (B, H_kv, 1, d_f). Results are (B, H, d_v) and (B, H, d_f), without gradients.
+    packing: with a beta and a shift (B, H_kv, 1, d_f). Results are (B, H, d_v) and (B, H, d_f), without gradients.
     """
     batch, heads, width = q.shape
     kv_heads = keys.shape[1]
@@ -39,15 +39,15 @@ def packed_step(
         one = mask.shape[1] == 1
         mask = mask[:, :, None] if one else mask.expand(-1, heads, -1).unflatten(1, (kv_heads, -1))
     out = _attend(q, keys, values, mask, scale)
-    channels = how.shift.shape[-1]
+    channels = packing.shift.shape[-1]
     mean, total = out.split_with_sizes((out.shape[-1] - channels, channels), -1)
-    if mask is None and how.small is None:  # every row sees a key, so R = 0 proves nothing
+    if mask is None and packing.small is None:  # every row sees a key, so R = 0 proves nothing
         logarithm = total.log()
         if not torch.linalg.vector_norm(logarithm, math.inf).item() <= PROVEN:  # no e exceeds e^30, so no total does
             return None
-        free_energy = torch.addcdiv(how.shift, logarithm, how.beta)
-    elif math.isfinite(q.sum().item()) and bool(proven(total, how.small).all()):
-        free_energy = unpack(out, how.beta, how.shift).free_energy
+        free_energy = torch.addcdiv(packing.shift, logarithm, packing.beta)
+    elif math.isfinite(q.sum().item()) and bool(proven(total, packing.small).all()):
+        free_energy = unpack(out, packing).free_energy
     else:
         return None
     fallbacks.count(total.numel(), 0)
@@ -66,17 +66,8 @@ def _attend(q, keys, values, mask, scale) -> Float[Tensor, "b hkv g w"]:
     return (weight @ upcast(values)) / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
 
 
-def softmax_step(
-    q: Float[Tensor, "b h dk"],
-    keys: Float[Tensor, "b hkv t dk"],
-    v: Float[Tensor, "b hkv t dv"],
-    f: Float[Tensor, "b hkv t df"],
-    beta: Float[Tensor, "hkv df"],
-    mask: Float[Tensor, "#b #h t"] | None,
-    scale: float,
-    shared: bool,
-) -> Read | None:
-    """The mean of v and the free energy of f for one query per head, over a cache.
+def softmax_step(q, keys, v, f, beta, mask, scale: float, shared: bool) -> Read | None:
+    """The mean of v and the free energy of f (B, H_kv, T, .) for one query per head; beta (H_kv, d_f).
 
         mean_j = sum_i p_i v_ij        F_j = m_j + (1 / beta_j) log sum_i p_i e^{beta_j (f_ij - m_j)},
         m_j <= sum_i p_i f_ij;    shared: v is f.
@@ -114,16 +105,7 @@ def softmax_step(
     return Read(per_head(mean), per_head(free_energy))
 
 
-def traced_step(
-    q: Float[Tensor, "b h dk"],
-    keys: Float[Tensor, "b hkv t dk"],
-    v: Float[Tensor, "b hkv t dv"],
-    f: Float[Tensor, "b hkv t df"],
-    beta: Float[Tensor, "hkv df"],
-    mask: Float[Tensor, "#b #h t"] | None,
-    scale: float,
-    shared: bool,
-) -> Read:
+def traced_step(q, keys, v, f, beta, mask, scale: float, shared: bool) -> Read:
     """`softmax_step` for a compiler, which fuses it into a few passes over the cache: it looks at no value.
 
         F = c + log(1 + sum_i p_i (e^{beta (f_i - c)} - 1)) / beta

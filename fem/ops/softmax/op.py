@@ -11,7 +11,7 @@ from math import isfinite
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from fem.ops.common import flops
@@ -22,7 +22,7 @@ from fem.ops.common.transforms import again_differentiable, transformed
 from fem.ops.softmax.plain import Gradients, PairRead
 from fem.ops.softmax.recompute import recompute
 from fem.ops.softmax.scores import Scores
-from fem.ops.softmax.support import Intervals, allowed_pairs
+from fem.ops.softmax.support import PAIRS, Intervals, Pairs
 
 ROWS = 256  # queries of a block: few enough that a window of as many keys is most of what they see
 _HUGE_SCORES = 1e9
@@ -30,32 +30,16 @@ _LARGE_SCORES = 200.0  # nats: exp(s - lse) from a rounded lse is then off by mo
 _FEW_SCORES = 700  # of a head: little to compute, and of one or two likely keys a gradient is all rounding error
 
 
-def pair_read(
-    q: Float[Tensor, "b tq h dk"],
-    k: Float[Tensor, "b t hkv dk"],
-    v: Float[Tensor, "b t hkv dv"],
-    f: Float[Tensor, "b t hkv df"],
-    beta: Float[Tensor, "hkv df"],
-    bias: Float[Tensor, "#b #h #tq #t"] | None,
-    keep: Bool[Tensor, "b t"] | None,
-    seen: Intervals | None,
-    causal: bool,
-    scale: float,
-    flash: bool,
-) -> Read:
-    """The mean of v and the free energy of f, in float32 at least. seen: what a query sees besides `keep`; None: all,
-    or i <= t if causal.
+def pair_read(q: Tensor, k: Tensor, v: Tensor, f: Tensor, beta: Tensor, pairs: Pairs, flash: bool) -> Read:
+    """The mean of v and the free energy of f, in float32 at least; shapes as in `read.softmax_read`.
 
     flash: by torch's flash attention on a CPU instead of materialised scores.
     """
-    first, end = (None, None) if seen is None else seen
-    if transformed(q, k, v, f, beta, bias):
+    if transformed(q, k, v, f, beta, pairs.bias):
         dtype = compute_dtype(q)
-        read = _differentiable_read(q, k, v, f, beta, bias, keep, first, end, causal, scale)
-        return Read(*(x.to(dtype) for x in read))
-    how = keep, first, end, causal, scale
-    mean, free_energy, doubtful = _Read.apply(q, k, v, None if f is v else f, beta, bias, *how, flash)
-    return Read(mean, recompute(free_energy, doubtful, q, k, f, beta, bias, keep, seen, causal, scale))
+        return Read(*(x.to(dtype) for x in _differentiable_read(q, k, v, f, beta, pairs)))
+    mean, free_energy, doubtful = _Read.apply(q, k, v, None if f is v else f, beta, *pairs, flash)
+    return Read(mean, recompute(free_energy, doubtful, q, k, f, beta, pairs))
 
 
 class _Block(NamedTuple):
@@ -69,20 +53,21 @@ class _Block(NamedTuple):
 class _Call:
     """The tensors of a read, with as many key heads as query heads, and its blocks.
 
-    double: in float64 and from materialised scores, by blocks; see `_forward`.
+    double: in float64. written_out: from materialised scores, by blocks; see `_forward`.
     """
 
-    def __init__(self, q, k, v, f, beta, bias, keep, first, end, causal, scale, flash, double=False):
+    def __init__(self, q, k, v, f, beta, *pairs, double=False, written_out=False):
+        *pairs, flash = pairs
         self.heads, dtype = q.shape[2], torch.float64 if double else compute_dtype(q)
         self.q, self.k, self.v = q.to(dtype), *(self._per_head(x, 2).to(dtype) for x in (k, v))
         self.f = self.v if f is None else self._per_head(f, 2).to(dtype)
         self.beta = self._per_head(beta, 0).to(dtype)[None, None]
+        bias, self.keep, first, end, self.causal, self.scale = pairs
         self.bias = None if bias is None else bias.to(dtype)
-        self.keep, self.causal, self.scale, self.flash = keep, causal, scale, flash and not double
-        self.seen = None if first is None else Intervals(first, end)
-        if double and self.seen is None:
+        self.flash, self.seen = flash and not written_out, None if first is None else Intervals(first, end)
+        if written_out and self.seen is None:
             row = torch.arange(q.shape[1], device=q.device)[None]
-            self.seen = Intervals(torch.zeros_like(row), row + 1 if causal else torch.full_like(row, k.shape[1]))
+            self.seen = Intervals(torch.zeros_like(row), row + 1 if self.causal else torch.full_like(row, k.shape[1]))
 
     def _per_head(self, x: Tensor, dim: int) -> Tensor:
         groups = self.heads // x.shape[dim]
@@ -138,39 +123,39 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_mean, grad_free, _):
         *tensors, out, lse = ctx.saved_tensors
-        inputs, support, how = tensors[:6], tensors[6:], (ctx.causal, ctx.scale)
+        inputs, rules = tensors[:6], (*tensors[6:], ctx.causal, ctx.scale)
         if torch.is_grad_enabled():
-            read = lambda q, k, v, f, *x: _differentiable_read(q, k, v, v if f is None else f, *x, *support, *how)  # noqa: E731
+
+            def read(q, k, v, f, beta, bias):
+                return _differentiable_read(q, k, v, v if f is None else f, beta, Pairs(bias, *rules))
+
             return *again_differentiable(read, inputs, (grad_mean, grad_free)), *[None] * 6
         zeros = lambda width: out.new_zeros(*out.shape[:3], width)  # noqa: E731
         widths = inputs[2].shape[3], inputs[4].shape[1]
         grads = [zeros(width) if grad is None else grad for grad, width in zip((grad_mean, grad_free), widths)]
         of_bias = ctx.needs_input_grad[5]
-        dq, dk, dvalues, dbeta, dbias = _backward(*grads, *tensors, *how, ctx.flash, out, lse, of_bias)
+        dq, dk, dvalues, dbeta, dbias = _backward(*grads, *inputs, *rules, ctx.flash, out, lse, of_bias)
         dv, df, _ = dvalues.split([*widths, dvalues.shape[3] - sum(widths)], -1)
         dv, df = (dv + df, None) if inputs[3] is None else (dv, df)
         return dq, dk, dv, df, dbeta, dbias if of_bias else None, *[None] * 6
 
 
-_INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? f, Tensor beta, Tensor? bias, Tensor? keep, Tensor? first, Tensor? end, "
-    "bool causal, float scale, bool flash"
-)
+_INPUTS = f"Tensor q, Tensor k, Tensor v, Tensor? f, Tensor beta, {PAIRS}, bool flash"
 
 
 @operator(f"softmax_read({_INPUTS}) -> (Tensor out, Tensor free_energy, Tensor lse, Tensor doubtful)", flops.softmax)
-def _forward(q, k, v, f, beta, *how):
+def _forward(q, k, v, f, beta, *pairs):
     """[mean | R | zeros], F, lse, and which F are not proven.
 
     Where a sum has left the dtype's range, or a score is so large that its rounding is all that counts, and the inputs
     are finite, everything is read again in float64; lse is then inf, so that the backward does so too.
     """
     with torch.autocast(q.device.type, enabled=False):
-        out, _, lse, _ = results = _read(_Call(q, k, v, f, beta, *how))
+        out, _, lse, _ = results = _read(_Call(q, k, v, f, beta, *pairs))
         inputs = [x for x in (q, k, v, f) if x is not None]
         sound = isfinite(torch.linalg.vector_norm(out).item()) and lse.abs().amax().item() < _HUGE_SCORES
         if not sound and all(bool(x.isfinite().all()) for x in inputs):
-            exact = _read(_Call(q, k, v, f, beta, *how, double=True))
+            exact = _read(_Call(q, k, v, f, beta, *pairs, double=True, written_out=True))
             for result, part in zip(results, exact):
                 result.copy_(part)
             lse.fill_(torch.inf)
@@ -199,13 +184,15 @@ def _empty(q, k, v, f, beta, bias, keep, first, end, causal, scale, flash):
 def _backward(grad_mean, grad_free, q, k, v, f, beta, bias, keep, first, end, causal, scale, flash, out, lse, of_bias):
     restriction = keep, first, end, causal, scale, flash
     with torch.autocast(q.device.type, enabled=False):
-        largest = lse.abs().amax().item()
-        call = _Call(q, k, v, f, beta, bias, *restriction, double=largest == torch.inf)
-        rough = largest > _LARGE_SCORES or (beta.numel() > 0 and beta.amin().item() < SMALLEST_BETA)
+        largest, few = lse.abs().amax().item(), q.shape[1] * k.shape[1] <= _FEW_SCORES
+        # where float32 has too few digits for these gradients
+        double = few or largest > _LARGE_SCORES or (beta.numel() > 0 and beta.amin().item() < SMALLEST_BETA)
+        call = _Call(q, k, v, f, beta, bias, *restriction, double=double, written_out=largest == torch.inf)
         total, dbias = None, torch.zeros_like(call.bias) if of_bias else None
         for block in call.blocks():
-            here = lambda x: x[:, block.rows]  # noqa: B023, E731
-            part = _of_block(block.read, *map(here, (grad_mean, grad_free, out, lse)), rough, of_bias)
+            here = lambda x: x[:, block.rows].to(call.q.dtype)  # noqa: B023, E731
+            of_out, _, of_lse, _ = block.read.forward() if double else (here(out), None, here(lse), None)
+            part = block.read.backward(here(grad_mean), here(grad_free), of_out, of_lse, of_bias)
             if of_bias:
                 of_block = call.bias_of(block.rows, block.keys, dbias)
                 of_block += part.scores.sum_to_size(of_block.shape)
@@ -215,9 +202,9 @@ def _backward(grad_mean, grad_free, q, k, v, f, beta, bias, keep, first, end, ca
             if total is None:
                 values = call.v.new_zeros(*call.v.shape[:3], part.values.shape[3])
                 total = Gradients(*map(torch.zeros_like, (call.q, call.k)), values, torch.zeros_like(call.beta), None)
-            here(total.q).copy_(part.q)
-            for whole, more in zip(total[1:3], part[1:3]):
-                whole[:, block.keys] += more
+            total.q[:, block.rows] = part.q
+            for sums, more in zip(total[1:3], part[1:3]):
+                sums[:, block.keys] += more
             total.beta.add_(part.beta)
         shared = k.shape[2], q.shape[2] // k.shape[2]
         of_keys = lambda x: x.unflatten(2, shared).sum(3) if shared[1] > 1 else x  # noqa: E731
@@ -234,28 +221,7 @@ def _(grad_mean, grad_free, q, k, v, f, beta, bias, keep, first, end, causal, sc
     return like(q), like(k), dvalues, like(beta), like(bias) if of_bias else q.new_empty(0)
 
 
-def _of_block(read: PairRead, grad_mean, grad_free, out, lse, rough: bool, of_bias: bool) -> Gradients:
-    """rough: float32 has too few digits for these gradients."""
-    rough = rough or read.scores.q.shape[1] * read.scores.k.shape[1] <= _FEW_SCORES
-    if rough:
-        read = read if read.v.dtype == torch.float64 else read.in_float64()
-        out, _, lse, _ = read.forward()
-    return read.backward(grad_mean.to(out.dtype), grad_free.to(out.dtype), out, lse, of_bias)
-
-
-def _differentiable_read(
-    q: Float[Tensor, "b tq h dk"],
-    k: Float[Tensor, "b t hkv dk"],
-    v: Float[Tensor, "b t hkv dv"],
-    f: Float[Tensor, "b t hkv df"],
-    beta: Float[Tensor, "hkv df"],
-    bias: Float[Tensor, "#b #h #tq #t"] | None,
-    keep: Bool[Tensor, "b t"] | None,
-    first: Tensor | None,
-    end: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> Read:
+def _differentiable_read(q: Tensor, k: Tensor, v: Tensor, f: Tensor, beta: Tensor, pairs: Pairs) -> Read:
     """The mean of v and the free energy of f in float64, in plain steps that PyTorch can transform in any way.
 
     Time and memory grow with T_q T d_f.
@@ -264,11 +230,10 @@ def _differentiable_read(
     """
     heads = q.shape[2]
     per_head = lambda x, dim: x.double().repeat_interleave(heads // x.shape[dim], dim)  # noqa: E731
-    scores = torch.einsum("bthc,bihc->bhti", q.double(), per_head(k, 2)) * scale
-    if bias is not None:
-        scores = scores + bias.double()
-    support = None if first is None else Intervals(first, end)
-    seen = allowed_pairs(q, k, bias, keep, support, causal)
+    scores = torch.einsum("bthc,bihc->bhti", q.double(), per_head(k, 2)) * pairs.scale
+    if pairs.bias is not None:
+        scores = scores + pairs.bias.double()
+    seen = pairs.allowed(q.shape[1], k.shape[1], q.device)
     empty = ~seen.any(-1, keepdim=True)
     log_p = torch.where(seen, scores, -torch.inf).masked_fill(empty, 0.0).log_softmax(-1).masked_fill(~seen, LOG_ZERO)
     p = log_p.exp()

@@ -43,9 +43,6 @@ class PairRead:
         if self.hidden is not None:
             self.values.masked_fill_(self.hidden, 0.0)
 
-    def in_float64(self) -> PairRead:
-        return PairRead(self.scores.double(), self.v.double(), self.f.double(), self.packing.beta.double())
-
     def forward(
         self,
     ) -> tuple[Float[Tensor, "b tq h w"], Float[Tensor, "b tq h df"], Float[Tensor, "b tq h"], Bool[Tensor, "..."]]:
@@ -65,14 +62,7 @@ class PairRead:
             doubtful &= ~self.empty
         return out, free_energy, lse, doubtful
 
-    def backward(
-        self,
-        grad_mean: Float[Tensor, "b tq h dv"],
-        grad_free: Float[Tensor, "b tq h df"],
-        out: Float[Tensor, "b tq h w"],
-        lse: Float[Tensor, "b tq h"],
-        with_scores: bool,
-    ) -> Gradients:
+    def backward(self, grad_mean: Tensor, grad_free: Tensor, out: Tensor, lse: Tensor, with_scores: bool) -> Gradients:
         """Gradients of q, k, v, f, beta, and of every score if wanted; `out` and `lse` are what `forward` returned.
 
             dR = dF / (beta R)        de = p^T dR        df = beta e de        dv = p^T dmean

@@ -20,7 +20,7 @@ from fem.ops.softmax.composed import composed_read, fused
 from fem.ops.softmax.decode import packed_step, softmax_step, traced_step
 from fem.ops.softmax.naive import naive_softmax_read
 from fem.ops.softmax.op import pair_read
-from fem.ops.softmax.support import Intervals, intervals
+from fem.ops.softmax.support import Pairs, intervals
 
 
 def softmax_read(
@@ -38,15 +38,10 @@ def softmax_read(
     backend: str = "auto",
     span: float = math.inf,
 ) -> Read:
-    """The mean of v and the free energy of f under a softmax prior.
+    """`fem.functional.softmax_read` of checked arguments, with `tokens` in the place of masks and documents.
 
-        p_ti = softmax_i(scale q_t . k_i + bias_ti)        mean_tj = sum_i p_ti v_ij
-        F_tj = (1 / beta_j) log sum_i p_ti exp(beta_j f_ij)                        (Eq. 4, Appendix H.1)
-
-    f = free_values, of any width; None: v itself. `tokens` describe the T keys; with causal, a window or documents the
-    T_q queries are the last of them. Query head h reads key head h // (H / H_kv). span: as in `composed_read`, for
-    values that were clipped. The dtype of q, k and v together is that of both results, under autocast too; sums run in
-    float32 at least. Arguments are checked in `fem.functional`; raises ValueError on an unknown backend.
+    span: as in `composed_read`, for values that were clipped. Results have the dtype of q, k and v together, under
+    autocast too.
     """
     dtype = torch.promote_types(q.dtype, torch.promote_types(k.dtype, v.dtype))
     backend = softmax_backend(backend, q.device, dtype)
@@ -64,25 +59,26 @@ def softmax_read(
         return _as(dtype, beta, read)
     if bias is not None:
         bias = bias[(None,) * (4 - bias.dim())]
+    q, k, *values = (x.to(dtype) for x in ((q, k, v) if f is v else (q, k, v, f)))
+    if keep is not None:  # whatever stands in a masked token, NaN too, is multiplied by 0 later on
+        k, *values = (x.masked_fill(~keep[..., None, None], 0.0) for x in (k, *values))
+    v, f = values[0], values[-1]
     composed = torch.compiler.is_exporting() or (backend == "sdpa" and q.is_cuda)
     by_pairs = window is not None or document is not None or (causal and 1 < queries < time)
     on_gpu = composed and not torch.compiler.is_exporting()
     by_pairs = by_pairs or (on_gpu and (keep is not None or bias is not None))
     causal = causal and queries > 1
     seen = intervals(queries, time, causal, window, tokens, q.device) if by_pairs else None
-    q, k, *values = (x.to(dtype) for x in ((q, k, v) if f is v else (q, k, v, f)))
-    if keep is not None:  # whatever stands in a masked token, NaN too, is multiplied by 0 later on
-        k, *values = (x.masked_fill(~keep[..., None, None], 0.0) for x in (k, *values))
-    v, f = values[0], values[-1]
-    step = _one_query(q, k, v, f, beta, bias) if queries == 1 and backend == "sdpa" else None
-    if step is not None:
-        mask, heads_first = _mask(keep, seen, bias, time), (x.transpose(1, 2) for x in (k, v, f))
-        read = step(q[:, 0], *heads_first, temperatures, mask, scale, f is v)
-        if read is not None:
-            return _as(dtype, beta, read)
-    if composed:
-        return _as(dtype, beta, composed_read(q, k, v, f, temperatures, bias, keep, seen, causal, scale, span))
-    return _as(dtype, beta, pair_read(q, k, v, f, temperatures, bias, keep, seen, causal, scale, backend == "sdpa"))
+    pairs = Pairs.of(bias, keep, seen, causal, scale)
+    read = None
+    if queries == 1 and backend == "sdpa" and (step := _one_query(q, k, v, f, beta, bias)) is not None:
+        heads_first = [x.transpose(1, 2) for x in (k, v, f)]
+        read = step(q[:, 0], *heads_first, temperatures, _mask(pairs, heads_first[0]), scale, f is v)
+    if read is None and composed:
+        read = composed_read(q, k, v, f, temperatures, pairs, span)
+    elif read is None:
+        read = pair_read(q, k, v, f, temperatures, pairs, backend == "sdpa")
+    return _as(dtype, beta, read)
 
 
 def cached_read(
@@ -90,7 +86,7 @@ def cached_read(
     keys: Float[Tensor, "b hkv t dk"],
     values: Float[Tensor, "b hkv t w"],
     beta: Float[Tensor, "hkv df"] | None,
-    how: Packing | None = None,
+    packing: Packing | None = None,
     *,
     split: bool = False,
     window: int | None = None,
@@ -99,9 +95,9 @@ def cached_read(
 ) -> Read:
     """`softmax_read` of the last tokens over a cache, which has the heads first.
 
-    how: with which temperatures and shifts the values were packed as [v | e]: one token is then read by one attention
-    over them, where that is proven to be exact. None: they are v, or with `split`, which says that the free energy is
-    of other values f than v, [v | f].
+    packing: with which temperatures and shifts the values were packed as [v | e]: one token is then read by one
+    attention over them, where that is proven to be exact. None: they are v, or with `split`, which says that the free
+    energy is of other values f than v, [v | f].
     """
     time = keys.shape[2]
     dtype = torch.promote_types(q.dtype, torch.promote_types(keys.dtype, values.dtype))
@@ -110,12 +106,13 @@ def cached_read(
     if step is not None:
         by_pairs = window is not None or (tokens is not None and tokens.document is not None)
         seen = intervals(1, time, False, window, tokens, q.device) if by_pairs else None
-        mask = _mask(None if tokens is None else tokens.keep, seen, None, time)
         scale = q.shape[-1] ** -0.5
-        read = None if how is None or step is not softmax_step else packed_step(q[:, 0], keys, values, how, mask, scale)
-        if read is not None:
-            return _as(dtype, beta, Read(*(x[:, None] for x in read)))
-    v, free_values = unpacked(values, how, split, 0 if beta is None else beta.shape[-1])
+        mask = _mask(Pairs.of(None, None if tokens is None else tokens.keep, seen, False, scale), keys)
+        if packing is not None and step is softmax_step:
+            read = packed_step(q[:, 0], keys, values, packing, mask, scale)
+            if read is not None:
+                return _as(dtype, beta, Read(*(x[:, None] for x in read)))
+    v, free_values = unpacked(values, packing, split, 0 if beta is None else beta.shape[-1])
     if step is not None:
         f, temperatures = _second(v, free_values, beta, keys.shape[1])
         read = step(q[:, 0], keys, v, f, temperatures, mask, scale, f is v)
@@ -143,17 +140,12 @@ def _one_query(*tensors: Tensor | None) -> Callable[..., Read | None] | None:
     return fused(traced_step, tensors[0]) if traced else softmax_step
 
 
-def _mask(
-    keep: Tensor | None, seen: Intervals | None, bias: Tensor | None, time: int
-) -> Float[Tensor, "#b #h t"] | None:
+def _mask(pairs: Pairs, keys: Tensor) -> Float[Tensor, "#b #h t"] | None:
     """What is added to the scores of one query: the bias, -inf where a key is not seen; None: nothing."""
-    bias = None if bias is None else bias.to(compute_dtype(bias))[:, :, 0]
-    allowed = None if seen is None else seen.allowed(time)
-    if keep is not None:
-        allowed = keep[:, None] if allowed is None else allowed & keep[:, None]
-    if allowed is None:
-        return None if bias is None else bias.expand(*bias.shape[:2], time)
-    return torch.where(allowed, 0.0 if bias is None else bias, -torch.inf)
+    if not pairs.restricted():
+        return None
+    bias = 0.0 if pairs.bias is None else pairs.bias.to(compute_dtype(pairs.bias))
+    return torch.where(pairs.allowed(1, keys.shape[-2], keys.device), bias, -torch.inf)[:, :, 0]
 
 
 def _as(dtype: torch.dtype, beta: Tensor | None, read: Read) -> Read:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
@@ -57,15 +57,8 @@ class Scores:
         out = self._prior() @ values.transpose(1, 2)
         return out.transpose(1, 2).contiguous(), out.new_zeros(*self.q.shape[:3])
 
-    def attend_backward(
-        self,
-        grad: Float[Tensor, "b tq h w"],
-        values: Float[Tensor, "b t h w"],
-        out: Float[Tensor, "b tq h w"],
-        lse: Float[Tensor, "b tq h"],
-        with_scores: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Float[Tensor, "b h tq t"] | None]:
-        """Gradients of q, k, values and, if wanted, of every score."""
+    def attend_backward(self, grad, values, out, lse, with_scores: bool) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k, values and, if wanted, of every score (B, H, T_q, T); `attend` returned out and lse."""
         if self.flash and not with_scores:
             if wide := self._wide(values):
                 return *wide.backward(grad, out, lse), None
@@ -99,10 +92,6 @@ class Scores:
             seen = seen.tril().any(-1)
         return ~seen.transpose(1, 2)[..., None]
 
-    def double(self) -> Scores:
-        mask = None if self.mask is None else self.mask.double()
-        return replace(self, q=self.q.double(), k=self.k.double(), mask=mask)
-
     def _prior(self) -> Float[Tensor, "b h tq t"]:
         s = (self.q.transpose(1, 2) @ self.k.permute(0, 2, 3, 1)).mul_(self.scale)
         if self.mask is not None:
@@ -116,4 +105,4 @@ class Scores:
         """What reads values that are wider than the keys; None: torch's flash attention can."""
         if values.shape[-1] <= self.q.shape[-1]:
             return None
-        return WideAttention(self.q, self.k, values, self.mask, self.causal, self.scale)
+        return WideAttention(self, values)

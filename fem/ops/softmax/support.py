@@ -1,16 +1,17 @@
-"""The keys that each query sees, as one interval: the form in which causality, windows and documents are passed on."""
+"""Which keys each query sees and how it scores them; causality, windows and documents are passed on as one interval."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fem.ops.common.steps import portable, running_maximum
 from fem.ops.common.tokens import Tokens
 
+PAIRS = "Tensor? bias, Tensor? keep, Tensor? first, Tensor? end, bool causal, float scale"  # of an operator's schema
 _DOCUMENT = 1 << 40  # more than any position
 
 
@@ -36,11 +37,48 @@ class Intervals(NamedTuple):
         return Intervals(first, end), before[:, -1].int(), order
 
 
-def _count_before(place: Int[Tensor, "#b t"], bound: Int[Tensor, "#b tq"]) -> Int[Tensor, "b tq"]:
-    """How many places, which never fall along a row, lie below each bound."""
+class Pairs(NamedTuple):
+    """s_ti = scale q_t . k_i + bias_ti for the keys i that exist and that query t sees; its fields enter every op.
+
+    keep: which keys exist; None: all. first, end: `Intervals`; None: a query sees all keys, or i <= t if causal.
+    """
+
+    bias: Float[Tensor, "#b #h #tq #t"] | None
+    keep: Bool[Tensor, "b t"] | None
+    first: Int[Tensor, "#b tq"] | None
+    end: Int[Tensor, "#b tq"] | None
+    causal: bool
+    scale: float
+
+    @classmethod
+    def of(cls, bias, keep, seen: Intervals | None, causal: bool, scale: float) -> Pairs:
+        return cls(bias, keep, *(seen or (None, None)), causal, scale)
+
+    @property
+    def seen(self) -> Intervals | None:
+        return None if self.first is None else Intervals(self.first, self.end)
+
+    def restricted(self) -> bool:
+        """Whether anything but causality tells pairs apart."""
+        return any(x is not None for x in self[:3])
+
+    def allowed(self, queries: int, keys: int, device: torch.device) -> Bool[Tensor, "#b #h tq t"]:
+        """Which keys each query sees, pair by pair."""
+        if self.first is not None:
+            allowed = self.seen.allowed(keys)[:, None]
+        else:
+            allowed = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
+            allowed = allowed.tril() if self.causal else allowed
+        if self.keep is not None:
+            allowed = allowed & self.keep[:, None, None]
+        return allowed if self.bias is None else allowed & ~torch.isneginf(self.bias.detach())
+
+
+def _count_before(coordinate: Int[Tensor, "#b t"], bound: Int[Tensor, "#b tq"]) -> Int[Tensor, "b tq"]:
+    """How many coordinates, which never fall along a row, lie below each bound."""
     if portable():  # ONNX has no search
-        return (place[:, None] < bound[..., None]).sum(-1)
-    return torch.searchsorted(place, bound)
+        return (coordinate[:, None] < bound[..., None]).sum(-1)
+    return torch.searchsorted(coordinate, bound)
 
 
 def intervals(
@@ -53,30 +91,16 @@ def intervals(
     end = index[:, keys - queries :] + 1 if causal else torch.full_like(first, keys)
     if document is not None or window is not None:
         position = index if position is None else position.view(-1, keys)
-        place = (0 if document is None else document * _DOCUMENT) + position
-        here = place[:, keys - queries :].contiguous()
+        coordinate = (0 if document is None else document * _DOCUMENT) + position
+        here = coordinate[:, keys - queries :].contiguous()
         opening = torch.zeros_like(here) if document is None else here // _DOCUMENT * _DOCUMENT
         if keep is not None:
-            place = torch.where(keep, place, -1)
-            here, opening = (x.expand(place.shape[0], -1).contiguous() for x in (here, opening))
-        place = running_maximum(place)  # a masked key stands where the kept one before it does
-        first = _count_before(place, opening if window is None else torch.maximum(here - window + 1, opening))
+            coordinate = torch.where(keep, coordinate, -1)
+            here, opening = (x.expand(coordinate.shape[0], -1).contiguous() for x in (here, opening))
+        coordinate = running_maximum(coordinate)  # a masked key stands where the kept one before it does
+        first = _count_before(coordinate, opening if window is None else torch.maximum(here - window + 1, opening))
         if not causal:
             last = opening + _DOCUMENT - 1 if window is None else here + window - 1
-            end = _count_before(place, last + 1)
+            end = _count_before(coordinate, last + 1)
         end = end.expand_as(first)
     return Intervals(first.int(), end.int().contiguous())
-
-
-def allowed_pairs(
-    q: Tensor, k: Tensor, bias: Tensor | None, keep: Tensor | None, seen: Intervals | None, causal: bool
-) -> Bool[Tensor, "#b #h tq t"]:
-    """Which keys each query sees, pair by pair; seen: None: all, or i <= t if causal."""
-    if seen is not None:
-        allowed = seen.allowed(k.shape[1])[:, None]
-    else:
-        allowed = torch.ones(1, 1, q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
-        allowed = allowed.tril() if causal else allowed
-    if keep is not None:
-        allowed = allowed & keep[:, None, None]
-    return allowed if bias is None else allowed & ~torch.isneginf(bias.detach())

@@ -26,26 +26,19 @@ class _Part(NamedTuple):
     def of(self, x: Float[Tensor, "b t h w"]) -> Float[Tensor, "n t w"]:
         return x[self.batch, :, self.heads].transpose(1, 2).flatten(0, 1)
 
-    def put(self, whole: Float[Tensor, "b t h w"], x: Float[Tensor, "n t w"]) -> None:
-        place = whole[self.batch, :, self.heads]
-        place.copy_(x.unflatten(0, (-1, place.shape[2])).transpose(1, 2))
+    def put(self, out: Float[Tensor, "b t h w"], x: Float[Tensor, "n t w"]) -> None:
+        target = out[self.batch, :, self.heads]
+        target.copy_(x.unflatten(0, (-1, target.shape[2])).transpose(1, 2))
 
 
 class WideAttention:
-    """s_ti = scale q_t . k_i + mask_ti, -inf for i > t if causal;  p_ti = softmax_i(s_ti), 0 in a row without keys."""
+    """Attention by the `Scores` of scores.py over values (B, T, H, w)."""
 
-    def __init__(
-        self,
-        q: Float[Tensor, "b tq h d"],
-        k: Float[Tensor, "b t h d"],
-        values: Float[Tensor, "b t h w"],
-        mask: Float[Tensor, "#b #h #tq t"] | None,
-        causal: bool,
-        scale: float,
-    ):
-        self.q, self.k, self.values, self.causal, self.scale = q, k, values, causal, scale
-        self.mask = None if mask is None else mask.expand(len(q), q.shape[2], q.shape[1], k.shape[1])
-        self.above = torch.full((_ROWS, _ROWS), -torch.inf, dtype=q.dtype, device=q.device).triu_(1)
+    def __init__(self, scores, values: Float[Tensor, "b t h w"]):
+        self.q, self.k, self.values, mask = scores.q, scores.k, values, scores.mask
+        self.causal, self.scale = scores.causal, scores.scale
+        self.mask = None if mask is None else mask.expand(len(self.q), *self.q.shape[2:0:-1], self.k.shape[1])
+        self.above = torch.full((_ROWS, _ROWS), -torch.inf, dtype=self.q.dtype, device=self.q.device).triu_(1)
 
     def forward(self) -> tuple[Float[Tensor, "b tq h w"], Float[Tensor, "b tq h"]]:
         """p @ values, and lse_t = log sum_i exp(s_ti), 0 in a row without keys."""
@@ -62,10 +55,8 @@ class WideAttention:
                 part.put(lse[:, rows], top.add_(total.log_()))
         return out, lse[..., 0]
 
-    def backward(
-        self, grad: Float[Tensor, "b tq h w"], out: Float[Tensor, "b tq h w"], lse: Float[Tensor, "b tq h"]
-    ) -> tuple[Float[Tensor, "b tq h d"], Float[Tensor, "b t h d"], Float[Tensor, "b t h w"]]:
-        """Gradients of q, k and values: ds = p (dp - sum_w dout out), dp = dout values^T."""
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of q, k and values from that of `out`: ds = p (dp - sum_w dout out), dp = dout values^T."""
         grads = dq, dk, dvalues = [torch.empty_like(x) for x in (self.q, self.k, self.values)]
         for part in self._parts():
             q, k, values = part.of(self.q).mul(self.scale), part.of(self.k), part.of(self.values)

@@ -45,12 +45,12 @@ def advance(segment: Segment, z: Tensor, v: Tensor | None, start: Sums) -> Sums:
 
 def observe(segment: Segment, z: Tensor, v: Tensor | None, start: Sums, states: Sums) -> Sums:
     """y for every token, (B, T, D)."""
-    sums, top, share, own = _look(segment, z, start, states)
+    sums, top, share, direct = _look(segment, z, start, states)
     y = (sums * share).sum(-2)
-    if own is not None:
-        y[0].add_(own)
+    if direct is not None:
+        y[0].add_(direct)
         if v is not None:
-            y[1].addcmul_(own, v)
+            y[1].addcmul_(direct, v)
     y[0].clamp_(min=0.25)  # at least about 1/2 unless nothing is seen
     return Sums(top, y)
 
@@ -60,15 +60,15 @@ def backward(
 ) -> StreamGradients:
     """Gradients from those of y, (K, B, T, D), and of the last states, (K, B, N D)."""
     states = advance(segment, z, v, start)
-    sums, _, share, own = _look(segment, z, start, states)
+    sums, _, share, direct = _look(segment, z, start, states)
     pull = (sums * grad.unsqueeze(-2)).sum(0) * share
     d_states = (grad.unsqueeze(-2) * share).flatten(-2)
     d_z, d_v, d_skip, on_itself, d_before = None, None, None, 0, 0
-    if own is None:
+    if direct is None:
         d_before, d_states = d_states[:, :, 0], _next_step(d_states)
     else:
         on_token = grad[0] if v is None else torch.addcmul(grad[0], grad[1], v)
-        on_itself = own * on_token
+        on_itself = direct * on_token
         d_skip = on_itself.sum((0, 1))
     d_states[:, :, -1] += grad_end
 
@@ -78,15 +78,15 @@ def backward(
     )
     shape = x.shape
     d_decay = entered.log_decay.view(shape)
-    if own is None:
+    if direct is None:
         d_decay.add_(pull)
     d_input = (entered.added * entered.weight).view(shape)
     if v is None:
         d_z = d_input.sum(-2).add_(on_itself)
     else:
         d_v = entered.v.view(shape).sum(-2)
-        if own is not None:
-            d_v.addcmul_(own, grad[1])
+        if direct is not None:
+            d_v.addcmul_(direct, grad[1])
     return StreamGradients(d_decay, d_input, pull.sum(-1), d_skip, d_z, d_v, entered.start + d_before)
 
 
@@ -95,20 +95,20 @@ def _next_step(grad: Tensor) -> Tensor:
 
 
 def _look(segment: Segment, z: Tensor, start: Sums, states: Sums) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The states' sums; the peak of all that a token reads; its states' and its own factor relative to it."""
+    """The states' sums; the peak of all that a token reads; its states' factors and that of log_skip relative to it."""
     shape = segment.log_decay.shape
     peak, sums = states
     if segment.log_skip is None:
         peak, sums = last_step(peak, start.peak) + segment.log_decay.flatten(-2), last_step(sums, start.sums)
     peak = peak.view(shape)
     heights = peak + segment.log_c.unsqueeze(-1)
-    top, own = heights.amax(-2), None
+    top, direct = heights.amax(-2), None
     if segment.log_skip is not None:
-        own = segment.log_skip + z
-        top = torch.maximum(top, own)
+        direct = segment.log_skip + z
+        top = torch.maximum(top, direct)
     top.clamp_(min=LOG_ZERO)
-    own = None if own is None else own.sub_(top).exp_()
-    return sums.view(-1, *shape), top, heights.sub_(top.unsqueeze(-2)).exp_(), own
+    direct = None if direct is None else direct.sub_(top).exp_()
+    return sums.view(-1, *shape), top, heights.sub_(top.unsqueeze(-2)).exp_(), direct
 
 
 def _per_state(v: Tensor | None, like: Tensor) -> Tensor | None:

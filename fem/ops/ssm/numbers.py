@@ -67,9 +67,9 @@ def backward(grad: Tensor, grad_end: Tensor, steps: Steps, start: Tensor) -> Ste
     d_c = (steps.by_state(states) * grad.unsqueeze(-2)).sum((0, -1))
     before, reach = steps.by_state(last_step(states, start)), steps.by_state(reach)
     d_decay, d_added = (torch.zeros_like(steps.added) for _ in range(2))
-    for one, own, w in zip(reach, before, steps.payload):
-        d_decay.addcmul_(one, own)
-        d_added.addcmul_(one, w.unsqueeze(-2))
+    for later, earlier, w in zip(reach, before, steps.payload):
+        d_decay.addcmul_(later, earlier)
+        d_added.addcmul_(later, w.unsqueeze(-2))
     return StepsGradients(
         d_decay.mul_(steps.log_decay.exp()),
         d_added,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fem.ops.common.operator import operator
 from fem.ops.common.precision import double, needs_float64
-from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, log_average
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, log, log_average
 from fem.ops.common.scaled_sums import add_token, leave
 from fem.ops.common.steps import along_time, portable
 from fem.ops.common.transforms import again_differentiable, differentiated, transformed
@@ -37,8 +37,8 @@ def ssm_scan(inputs: Inputs, start: list[Tensor], stateless: bool) -> tuple[Term
         shared = (inputs.a, inputs.skip, inputs.beta)
         cut = [[x] * -(-len(v) // rows) if x is None or any(x is y for y in shared) else x.split(rows) for x in inputs]
         starts = zip(*(part.split(rows, -2) for part in start))
-        found = [_ssm_scan(*part, list(first), stateless)[: 2 * reads] for *part, first in zip(*cut, starts)]
-        outputs = [torch.cat(parts, 0 if n < reads else -2) for n, parts in enumerate(zip(*found))]
+        blocks = [_ssm_scan(*part, list(first), stateless)[: 2 * reads] for *part, first in zip(*cut, starts)]
+        outputs = [torch.cat(parts, 0 if n < reads else -2) for n, parts in enumerate(zip(*blocks))]
     else:
         outputs = _ssm_scan(*inputs, start, stateless)
     return Terms(*outputs[:reads]), outputs[reads : 2 * reads]
@@ -58,9 +58,9 @@ def _compute(inputs: Inputs, start: list[Tensor], stateless: bool) -> tuple[Foun
     inputs = inputs.in_double() if in_float64 else inputs
     start = double(*start) if in_float64 else start
     states, _ = streams_before(start, inputs.a, inputs.beta)
-    found = in_plain_numbers(inputs, states) if stateless and inputs.skip is not None else None
-    if found is not None:
-        return found, True, in_float64
+    result = in_plain_numbers(inputs, states) if stateless and inputs.skip is not None else None
+    if result is not None:
+        return result, True, in_float64
     if needs_float64(inputs.v, inputs.beta, *inputs.logs(slice(None))[:2]):
         in_float64, inputs = True, inputs.in_double()
         states, _ = streams_before(double(*start), inputs.a, inputs.beta)
@@ -68,31 +68,35 @@ def _compute(inputs: Inputs, start: list[Tensor], stateless: bool) -> tuple[Foun
 
 
 @operator(f"ssm_scan({SCHEMA}, Tensor[] start, bool stateless) -> Tensor[]")
-def _ssm_scan(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, start, stateless):
+def _ssm_scan(*arguments):
     """Reads, the states after the last token, then for the backward pass the peak and the total of the reads, their
     energies, whether this is in plain numbers and in float64, and the states at borders and at the end."""
-    inputs = Inputs(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c)
-    (seen, borders, states), *how = _compute(inputs, start, stateless)
+    *tensors, start, stateless = arguments
+    inputs = Inputs(*tensors)
+    v, beta = inputs.v, inputs.beta
+    (seen, borders, states), *form = _compute(inputs, start, stateless)
     read = leave(seen, beta)
     last = states.weights.rounded(v.dtype)
-    free_energy = [] if beta is None else [leave(states, streams_before(start, a, beta)[1]).free_energy]
+    free_energy = [] if beta is None else [leave(states, streams_before(start, inputs.a, beta)[1]).free_energy]
     energy = [] if beta is None else [seen.energies.sums[0]]
     outputs = [read.log_weight(), *read.parts()[2:], *last, *free_energy, read.peak, read.total, *energy]
     outputs = [part.to(v.dtype) for part in outputs]
-    how = torch.tensor(how, device=v.device)
+    form = torch.tensor(form, device=v.device)
     borders = [torch.stack(x).to(v.dtype) for x in zip(*borders, states.parts())]
-    return [*outputs, how, *borders]
+    return [*outputs, form, *borders]
 
 
 @_ssm_scan.register_fake
-def _(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, start, stateless):
+def _(*arguments):
+    *tensors, start, _ = arguments
+    v, beta = Inputs(*tensors).v, Inputs(*tensors).beta
     count, reads = (v.shape[1] + SEGMENT - 1) // SEGMENT + 1, len(start)
-    whole = lambda count: [v.new_empty(v.shape) for _ in range(count)]  # noqa: E731
+    like_v = lambda count: [v.new_empty(v.shape) for _ in range(count)]  # noqa: E731
     borders = [part.new_empty(count, *part.shape) for part in start[:2]]
     if beta is not None:
         borders += [torch.empty_like(borders[0]), torch.empty_like(borders[1][:, :1])]
-    how = v.new_empty(2, dtype=torch.bool)
-    return [*whole(reads), *(torch.empty_like(part) for part in start), *whole(reads), how, *borders]
+    form = v.new_empty(2, dtype=torch.bool)
+    return [*like_v(reads), *(torch.empty_like(part) for part in start), *like_v(reads), form, *borders]
 
 
 def _save(ctx, inputs, output):
@@ -105,20 +109,22 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, grads):
     saved, reads = ctx.saved_tensors, ctx.reads  # read once: checkpointing hands it out but once
-    tensors, start, outputs = saved[:11], list(saved[11 : 11 + reads]), saved[11 + reads :]
+    count = len(Inputs._fields)
+    inputs, start, outputs = Inputs(*saved[:count]), list(saved[count : count + reads]), saved[count + reads :]
     grads = [start[0].new_zeros(shape) if grad is None else grad for grad, shape in zip(grads, ctx.shapes)]
     if torch.is_grad_enabled():
-        given = [*grads[:reads], None, *grads[reads + 1 : 2 * reads]]
-        found = again_differentiable(step_by_step, (*tensors, *start), given)
-        return *found[:11], found[11:], None
-    given = [*grads[:reads], *grads[reads + 1 : 2 * reads]]
-    found = iter(scan_gradients(given, *tensors, start, ctx.stateless, outputs))
-    d_delta, d_a, d_b, d_c, d_v = (next(found) for _ in range(5))
-    d_start = [None, *(next(found) for _ in start[1:])]
-    d_skip, d_beta, *d_logs = (None if tensors[n] is None else next(found) for n in (4, 6, 8, 9, 10))
-    if tensors[8] is not None:
+        of_outputs = [*grads[:reads], None, *grads[reads + 1 : 2 * reads]]
+        gradients = again_differentiable(step_by_step, (*inputs, *start), of_outputs)
+        return *gradients[:count], gradients[count:], None
+    of_outputs = [*grads[:reads], *grads[reads + 1 : 2 * reads]]
+    gradients = iter(scan_gradients(of_outputs, *inputs, start, ctx.stateless, outputs))
+    d_delta, d_a, d_b, d_c, d_v = (next(gradients) for _ in range(5))
+    d_start = [None, *(next(gradients) for _ in start[1:])]
+    logs = inputs.log_delta, inputs.log_b, inputs.log_c
+    d_skip, d_beta, *d_logs = (None if x is None else next(gradients) for x in (inputs.skip, inputs.beta, *logs))
+    if inputs.log_delta is not None:
         d_b = d_c = None
-    return d_delta, d_a, d_b, d_c, d_skip, d_v, d_beta, None, *d_logs, d_start, None
+    return *Inputs(d_delta, d_a, d_b, d_c, d_skip, d_v, d_beta, None, *d_logs), d_start, None
 
 
 _ssm_scan.register_autograd(_differentiate, setup_context=_save)
@@ -127,8 +133,8 @@ _ssm_scan.register_autograd(_differentiate, setup_context=_save)
 def step_by_step(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, *start) -> list[Tensor]:
     """The reads and the last states, by steps that PyTorch can differentiate any number of times."""
     rank, channels = a.shape
-    log_delta, log_b, log_c = (_log(delta), _log(b), _log(c)) if log_delta is None else (log_delta, log_b, log_c)
-    log_skip = None if skip is None else _log(skip)
+    log_delta, log_b, log_c = (log(delta), log(b), log(c)) if log_delta is None else (log_delta, log_b, log_c)
+    log_skip = None if skip is None else log(skip)
 
     def step(before, delta, v, opens, log_delta, log_b, log_c):
         peak, *memory = before
@@ -149,12 +155,6 @@ def step_by_step(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, 
     states = [part.unflatten(-1, (rank, channels)) for part in start]
     last, reads = along_time(step, states, delta, v, opens, log_delta, log_b, log_c)
     return [*reads, *(part.flatten(-2) for part in last)]
-
-
-def _log(x: Tensor) -> Tensor:
-    """log x; at 0 without gradient, where it would be infinite."""
-    positive = x > 0
-    return torch.where(positive, torch.where(positive, x, 1).log(), -math.inf)
 
 
 def _read_items(scores: Tensor, items: list[Tensor], beta: Tensor | None) -> list[Tensor]:

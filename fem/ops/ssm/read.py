@@ -9,13 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.channel_scan.read import read_pair, split_channels
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import compute_dtype
-from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, merge, nothing_read, read_of
+from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, nothing_read
 from fem.ops.common.scaled_sums import Sums, start_of, state_of
-from fem.ops.common.tokens import Tokens
+from fem.ops.common.scan import ScanCall, read_pair, split_channels
 from fem.ops.ssm.inputs import Inputs
 from fem.ops.ssm.naive import naive_ssm_read
 from fem.ops.ssm.plain import ssm_scan
@@ -32,16 +31,11 @@ def ssm_read(
     v: Float[Tensor, "b t h dv"],
     beta: Float[Tensor, "h df"] | None,
     free_values: Float[Tensor, "b t h df"] | None = None,
-    *,
-    causal: bool = True,
-    tokens: Tokens | None = None,
-    initial_state: dict[str, Tensor] | None = None,
-    return_state: bool = False,
-    normalize: bool = True,
-    backend: str = "auto",
     logs: tuple[Heads, Float[Tensor, "b t n"], Float[Tensor, "b t n"]] | None = None,
+    *,
+    call: ScanCall,
 ) -> Read | tuple[Read, dict[str, Tensor]]:
-    """`fem.functional.ssm_read` of checked arguments, with `tokens` in the place of masks and documents.
+    """`fem.functional.ssm_read` of checked arguments.
 
     The state is that of `channel_scan_read` for each of the N states, (B, N, H, d_v).
     logs: log delta, log B and log C, exact where delta, B or C themselves have underflowed.
@@ -56,54 +50,26 @@ def ssm_read(
             partial(ssm_read, delta[n], A[n], B, C, D[n], values, temperature, logs=logs[n])
             for n, (values, temperature) in enumerate(((v, None), (free_values, beta)))
         ]
-        options = {"causal": causal, "tokens": tokens, "normalize": normalize, "backend": backend}
-        return read_pair(reads, v, free_values, initial_state, return_state, options)
-    if backend == "triton":
+        return read_pair(reads, v, free_values, call)
+    if call.backend == "triton":
         raise ValueError("backend='triton' has no kernel for state space models; use backend='auto'.")
-    backend = scan_backend("plain" if backend == "auto" else backend, v.device, widest(v, delta, A, B, C, D))
+    backend = scan_backend("plain" if call.backend == "auto" else call.backend, v.device, widest(v, delta, A, B, C, D))
     if backend == "reference" and 0 not in v.shape[:2]:
         loops = partial(naive_ssm_read, delta, A, B, C, D, v, beta)
-        return by_definition(loops, v.dtype, causal, tokens, initial_state, return_state, normalize=normalize)
-    options = {"causal": causal, "tokens": tokens, "initial_state": initial_state, "return_state": return_state}
-    terms, state = ssm_terms(delta, A, B, C, D, v, beta, **options, logs=logs)
-    read = read_of(terms, beta, normalize, v.dtype)
-    return (read, state) if return_state else read
+        return by_definition(loops, v.dtype, call)
+    terms, state = ssm_terms(delta, A, B, C, D, v, beta, logs, call)
+    return call.result(terms, state, beta, v.dtype)
 
 
-def ssm_terms(
-    delta: Heads,
-    A: Float[Tensor, "h d n"],
-    B: Float[Tensor, "b t n"],
-    C: Float[Tensor, "b t n"],
-    D: Float[Tensor, "h d"],
-    v: Heads,
-    beta: Float[Tensor, "h d"] | None,
-    *,
-    causal: bool = True,
-    tokens: Tokens | None = None,
-    initial_state: dict[str, Tensor] | None = None,
-    return_state: bool = False,
-    logs: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Terms, dict[str, Tensor] | None]:
-    """The normalised read with the logarithm of its total weight, and the state after the last token, if wanted.
-
-    logs: as in `ssm_read`.
-    """
-    past, state = _one_way(delta, A, B, C, D, v, beta, tokens, initial_state, return_state, logs)
-    if causal:
-        return past, state
-    back = None if tokens is None else tokens.reversed()
-    delta, B, C, v = (x.flip(1) for x in (delta, B, C, v))
-    logs = None if logs is None else tuple(log.flip(1) for log in logs)
-    future, _ = _one_way(delta, A, B, C, None, v, beta, back, None, False, logs)
-    future = Terms(*(None if part is None else part.flip(1) for part in future))
-    return merge(past, future, None if beta is None else beta.to(past.mean.dtype)), state
+def ssm_terms(delta, A, B, C, D, v, beta, logs, call: ScanCall) -> tuple[Terms, dict[str, Tensor] | None]:
+    """`ssm_read` as normalised terms with the logarithm of their total weight, and the state, if wanted."""
+    inputs = (delta, B, C, v, *(logs or (None, None, None)))
+    return call.both_ways(partial(_one_way, A, D, call.return_state), inputs, beta)
 
 
-def _one_way(
-    delta, A, B, C, D, v, beta, tokens, state, return_state: bool, logs
-) -> tuple[Terms, dict[str, Tensor] | None]:
-    """The read of the tokens up to each, the present one included; without D, only of the tokens before it."""
+def _one_way(A, D, return_state: bool, delta, B, C, v, log_delta, log_b, log_c, beta, tokens, state, present: bool):
+    """The read of the tokens up to each (before each, unless `present`), and the state after the last, if wanted."""
+    D, logs = D if present else None, (log_delta, log_b, log_c)
     dtype = compute_dtype(delta, A, B, C, D, v)
     shape, rank = v.shape, A.shape[-1]
     delta, v = delta.flatten(2), v.flatten(2)
@@ -112,7 +78,7 @@ def _one_way(
         opens = tokens.start
         if tokens.keep is not None:
             delta, B, C, v = (torch.where(tokens.keep[..., None], x, 0) for x in (delta, B, C, v))
-    if logs is not None:
+    if log_delta is not None:
         logs = tuple(log.to(dtype).flatten(2) for log in logs)
         if tokens is not None and tokens.keep is not None:
             logs = tuple(torch.where(tokens.keep[..., None], log, -math.inf) for log in logs)
@@ -128,7 +94,7 @@ def _one_way(
         end = start
     else:
         delta, B, C, v = (x.to(dtype) for x in (delta, B, C, v))
-        inputs = Inputs(delta, A, B, C, D, v, beta, opens, *(logs or [None] * 3))
+        inputs = Inputs(delta, A, B, C, D, v, beta, opens, *logs)
         (log_weight, *read), end = ssm_scan(inputs, start, stateless)
     log_weight, mean, free_energy = (None if part is None else part.view(shape) for part in (log_weight, *read))
     if tokens is not None and tokens.keep is not None:  # a masked token does not even see itself through D

@@ -16,7 +16,7 @@ from fem.functional import softmax_read
 from fem.mixer import FreeEnergyMixer
 from fem.models import FEMConfig
 from fem.models.engines import attention as engine
-from fem.ops.common.rope import rotate
+from fem.ops.common.rope import frequencies, rotate_all
 from fem_research.bench.cases import BASELINE, Case, Size
 from fem_research.common import blocks
 from fem_research.common.measure import Step, alternate, cpu_growth, gpu_growth, in_fresh_process, operations
@@ -70,7 +70,7 @@ class Attention(nn.Module):
     def project(self, x: Float[Tensor, "b t d"], position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, (B, H, T, d) each."""
         q, k, v = (part(x).unflatten(-1, (self.heads, -1)) for part in (self.query, self.key, self.value))
-        q, k = rotate(q, position, 10000.0), rotate(k, position, 10000.0)
+        q, k = rotate_all((q, k), position, frequencies(q.shape[-1], 10000.0, q.device))
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:

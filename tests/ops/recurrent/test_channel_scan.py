@@ -6,6 +6,7 @@ from recurrences import case, error, gradients
 
 from fem.functional import channel_scan_read
 from fem.ops.channel_scan import read as channel_scan
+from fem.ops.common.scan import ScanCall
 
 
 def check(inputs, limit=1e-5):
@@ -89,8 +90,8 @@ def test_unnormalised_reads_are_the_sums_themselves():
 
 def test_the_total_weight_comes_with_the_terms():
     inputs = case("both", 12)
-    arguments = inputs.arguments()
-    terms, state = channel_scan.channel_scan_terms(*arguments)
+    x, v, beta, a = inputs.arguments()
+    terms, state = ScanCall().both_ways(channel_scan._one_way, (x, v, a), beta)
     x, a = (inputs.along[name].double() for name in ("log_weight", "log_decay"))
     total = torch.full_like(x[:, 0], -torch.inf)
     for t in range(12):

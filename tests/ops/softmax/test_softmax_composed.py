@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import test_softmax_read
@@ -16,7 +17,7 @@ from fem.ops.common.tokens import read_tokens
 from fem.ops.softmax import composed as softmax_composed
 from fem.ops.softmax import recompute
 from fem.ops.softmax.read import softmax_read as read_op
-from fem.ops.softmax.support import intervals
+from fem.ops.softmax.support import Pairs, intervals
 from fem.priors import softmax as prior
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -39,7 +40,8 @@ def composed(q, k, v, beta, *, causal=True, window=None, key_mask=None, segment_
         tokens, _ = read_tokens(tuple(k.shape[:2]), k.device, key_mask, segment_ids)
     seen = intervals(q.shape[1], k.shape[1], causal, window, tokens, q.device) if by_blocks else None
     keep = None if tokens is None else tokens.keep
-    return softmax_composed.composed_read(q, k, v, v, beta, bias, keep, seen, causal, q.shape[-1] ** -0.5)
+    pairs = Pairs.of(bias, keep, seen, causal, q.shape[-1] ** -0.5)
+    return softmax_composed.composed_read(q, k, v, v, beta, pairs)
 
 
 def spiked(v, beta, case):
@@ -235,8 +237,12 @@ def test_attention_is_asked_for_what_fused_kernels_have(monkeypatch, dtype, insi
 
 
 def test_flex_attention_is_compiled_for_any_length_or_not_at_all(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **how: how)
-    assert softmax_composed._compiled_flex.__wrapped__() == {"dynamic": True, "fullgraph": True}
+    asked = []
+    monkeypatch.setattr(
+        softmax_composed, "_compiled", lambda function, **how: asked.append(how) or (lambda q, **_: torch.ones(1))
+    )
+    softmax_composed._flex(SimpleNamespace(is_cuda=True))
+    assert asked == [{"dynamic": True, "fullgraph": True}]
 
 
 def test_reads_go_on_unfused_where_the_compiler_fails(monkeypatch):
@@ -296,14 +302,15 @@ def test_recomputed_entries_have_the_gradients_of_the_definition(shape):
     doubtful = torch.rand(2, 9, 4, 8) < 0.3
     weight = torch.randn(2, 9, 4, 8)
     leaves = [x.double().requires_grad_() for x in (q, k, v, beta, bias)]
-    found = recompute.recompute(torch.zeros(2, 9, 4, 8).double(), doubtful, *leaves, None, None, True, 16**-0.5)
+    pairs = Pairs.of(leaves[4], None, None, True, 16**-0.5)
+    found = recompute.recompute(torch.zeros(2, 9, 4, 8).double(), doubtful, *leaves[:4], pairs)
     wanted = softmax_read(*leaves[:4], bias=leaves[4], backend="reference").free_energy
     torch.testing.assert_close(found[doubtful], wanted[doubtful], rtol=1e-9, atol=1e-9)
     both = [torch.autograd.grad((x * weight)[doubtful].sum(), leaves) for x in (found, wanted)]
     for own, other in zip(*both):
         torch.testing.assert_close(own, other, rtol=1e-8, atol=1e-8)
     forward = (doubtful.any(), doubtful, *(x.detach() for x in leaves), None, None, None, True, 16**-0.5)
-    backward = (weight.double(), torch.tensor(False), *forward[1:])  # vjp knows no modes
+    backward = (weight.double(), torch.tensor(True), *forward[1:])
     for declared, given in ((recompute._recompute, forward), (recompute._recompute_backward, backward)):
         torch.library.opcheck(declared, given, test_utils=("test_schema", "test_faketensor"))
 
@@ -316,9 +323,9 @@ def test_values_within_a_span_need_no_flag(monkeypatch):
     v[:, :2, :, 0] = torch.tensor([-29.0, 29.0])[:, None] / beta[:, 0]
     q[:, -1], k[:, 0], k[:, 1:] = 10.0, 10.0, -10.0  # the last row sees the least value alone
     leaves = [x.requires_grad_() for x in (q, k, v, beta)]
-    how = None, None, None, True, 0.25
+    pairs = Pairs.of(None, None, None, True, 0.25)
     mine = *leaves[:3], leaves[2], leaves[3]
-    read = softmax_composed.composed_read(*mine, *how, span=58.0)
+    read = softmax_composed.composed_read(*mine, pairs, span=58.0)
     wanted, exact = definition(*leaves)
     assert wanted.free_energy[:, -1, 0, 0].mul(beta[0, 0]).max() < -28
     for got, other in zip(read, wanted):
@@ -331,7 +338,7 @@ def test_values_within_a_span_need_no_flag(monkeypatch):
     for got, other in zip(ours, theirs):
         torch.testing.assert_close(got.double(), other, rtol=1e-3, atol=1e-3 * other.abs().max().item())
     with pytest.raises(TypeError):
-        softmax_composed.composed_read(*mine, *how, span=58.1)
+        softmax_composed.composed_read(*mine, pairs, span=58.1)
 
 
 @pytest.mark.parametrize(("cap", "span"), [(None, torch.inf), (29.0, 58.0)])

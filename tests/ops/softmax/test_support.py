@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fem.ops.common.naive_rows import supports
 from fem.ops.common.tokens import read_tokens
-from fem.ops.softmax.naive import _allowed
 from fem.ops.softmax.support import intervals
 
 
@@ -29,8 +29,8 @@ def test_intervals_are_the_support(data):
         assert torch.equal(inside, torch.zeros_like(inside).scatter(2, order[:, None].expand_as(inside), again))
     for row in range(batch):
         keep = [True] * keys if mask is None else mask[row].bool().tolist()
-        document = [0] * keys if ids is None else ids[row].tolist()
-        want = _allowed(queries, keys, causal, window, keep, document, ids is not None)
+        sees = supports(keep, None if ids is None else ids[row].tolist(), causal, window)
+        want = torch.tensor([[sees(t, i) for i in range(keys)] for t in range(keys - queries, keys)])
         rows = torch.tensor(keep)[keys - queries :]  # a masked query may see anything
         assert torch.equal(inside[row][rows], want[rows])
     assert (seen.first.diff(dim=1) >= 0).all()

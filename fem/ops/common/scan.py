@@ -1,0 +1,70 @@
+"""How a scan is called, and what all scans do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fem.ops.common.read import Read, Terms, merge, read_of
+from fem.ops.common.tokens import Tokens
+
+State = dict[str, Tensor]
+
+
+class ScanCall(NamedTuple):
+    """The options of a scan of `fem.functional`, with tokens in the place of masks and documents."""
+
+    causal: bool = True
+    tokens: Tokens | None = None
+    initial_state: State | None = None
+    return_state: bool = False
+    normalize: bool = True
+    backend: str = "auto"
+
+    def both_ways(
+        self, one_way: Callable[..., tuple[Terms, State | None]], inputs: Sequence[Tensor | None], beta: Tensor | None
+    ) -> tuple[Terms, State | None]:
+        """The read of all tokens that a row may see, and the state after the last.
+
+        one_way(*inputs, beta, tokens, state, present): the same of the tokens up to each, or before each unless
+        `present`. Inputs are (B, T, ...), and so are the terms.
+        """
+        past, state = one_way(*inputs, beta, self.tokens, self.initial_state, True)
+        if self.causal:
+            return past, state
+        flip = lambda x: None if x is None else x.flip(1)  # noqa: E731
+        tokens = None if self.tokens is None else self.tokens.reversed()
+        future, _ = one_way(*map(flip, inputs), beta, tokens, None, False)
+        return merge(past, Terms(*map(flip, future)), None if beta is None else beta.to(past.mean.dtype)), state
+
+    def result(
+        self, terms: Terms, state: State | None, beta: Tensor | None, dtype: torch.dtype
+    ) -> Read | tuple[Read, State]:
+        """What the scan returns: a read, and with `return_state` the state."""
+        read = read_of(terms, beta, self.normalize, dtype)
+        return (read, state) if self.return_state else read
+
+
+def split_channels(x: Tensor | None, widths: tuple[int, int], dim: int = -1) -> tuple[Tensor | None, ...]:
+    """What belongs to the channels of v, and to those of the free values."""
+    return (None, None) if x is None else x.split(widths, dim)
+
+
+def read_pair(reads: Sequence[Callable], v: Tensor, free_values: Tensor, call: ScanCall) -> Read | tuple[Read, State]:
+    """The mean of v by the first of two reads, and the free energy of the free values by the second.
+
+    Channels do not know each other, so a pair is two reads, and its state two states. A read of no channel is left out.
+    """
+    results, after = [v, free_values], {}
+    for n, name in enumerate(("mean.", "free.")):
+        if results[n].shape[-1] == 0:
+            continue
+        state = {key.removeprefix(name): x for key, x in (call.initial_state or {}).items() if key.startswith(name)}
+        read = reads[n](call=call._replace(initial_state=state or None))
+        read, state = read if call.return_state else (read, {})
+        results[n] = read[n]
+        after |= {name + key: x for key, x in state.items()}
+    return (Read(*results), after) if call.return_state else Read(*results)
