@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fem.ops.common.read import NO_WEIGHT, Read
+from fem.ops.common.read import Read
 from fem.ops.common.scan import ScanCall
 
 
@@ -77,7 +77,7 @@ def supports(keep: list[bool], ids: list[int] | None, causal: bool, window: int 
 
 def _read_row(s: Tensor, v: Tensor, f: Tensor, beta: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
     """Mean of v and free energy of f (i, H, d_v) under the weights e^s, s (i, H, d_v or 1)."""
-    empty = (s.detach() < NO_WEIGHT).all(0)
+    empty = torch.isneginf(s.detach()).all(0)
     s = s.masked_fill(empty, 0.0)
     log_p = s - s.logsumexp(0) if normalize else s
     mean = (log_p.exp() * v).sum(0).masked_fill(empty, 0.0)

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from fem.ops.common.naive_rows import decays, read_rows
-from fem.ops.common.read import LOG_ZERO, Read
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read
 
 
 def naive_linear_attention_read(
@@ -36,6 +36,7 @@ def naive_linear_attention_read(
     g = g if g.ndim == 4 else g.unsqueeze(-1)
 
     def log_scores(b: int, t: int, seen: list[int]) -> Tensor:
-        return (q[b, t] + decays(g[b], t, seen) + k[b, seen]).logsumexp(-1, keepdim=True)
+        scores = (q[b, t] + decays(g[b], t, seen) + k[b, seen]).logsumexp(-1, keepdim=True)
+        return scores.masked_fill(scores < NO_WEIGHT, -torch.inf)
 
     return read_rows(log_scores, v, beta, causal, key_mask, segment_ids, normalize, free_values)
