@@ -11,12 +11,12 @@ from torch import Tensor
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.composed import fused
 from fem.ops.common.naive_rows import by_definition
-from fem.ops.common.precision import compute_dtype, upcast
-from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros
+from fem.ops.common.precision import compute_dtype, double, upcast
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, connected_zeros
 from fem.ops.common.scan import ScanCall
 from fem.ops.common.steps import portable
 from fem.ops.common.tokens import Tokens
-from fem.ops.common.transforms import differentiated, transformed
+from fem.ops.common.transforms import differentiated, may_look, transformed
 from fem.ops.linear_attention.chunk import State
 from fem.ops.linear_attention.composed import composed, forget
 from fem.ops.linear_attention.decode import by_steps, step
@@ -47,8 +47,27 @@ def linear_attention_read(
         q, k, v, free, g, opens = _prepared(q, k, v, free_values, log_decay, call.tokens)
         terms = Terms(*composed(q, k, v, free, None if beta is None else beta.float(), g, opens))
         return call.result(terms, None, beta, v.dtype)
-    terms, state = call.both_ways(_one_way, (q, k, v, free_values, log_decay), beta)
-    return call.result(terms, state, beta, v.dtype)
+    inputs = q, k, v, free_values, log_decay
+    if may_look(q) and differentiated(q, k) and not bool(q.all() & k.all()):
+        return call.result(*_with_gradients_at_zero(call, inputs, beta), beta, v.dtype)
+    return call.result(*call.both_ways(_one_way, inputs, beta), beta, v.dtype)
+
+
+def _with_gradients_at_zero(call: ScanCall, inputs: tuple[Tensor | None, ...], beta: Tensor | None) -> tuple:
+    """Terms and state, with the gradients of a read in float64 whose features of 0 are 1e-140.
+
+    A direction or a key channel without weight has no logarithm through which a gradient could pass. 1e-140 has a
+    square in float64, and is nothing beside a weight that no decay has taken below e^-300.
+    """
+    with torch.no_grad():
+        terms, state = call.both_ways(_one_way, inputs, beta)
+    q, k, *others, beta = double(*inputs, beta)
+    q, k = (torch.where(x == 0, x + 1e-140, x) for x in (q, k))
+    start = call.initial_state and dict(zip(call.initial_state, double(*call.initial_state.values())))
+    near, after = call._replace(initial_state=start).both_ways(_one_way, (q, k, *others), beta)
+    alive = terms.log_weight > NO_WEIGHT
+    of = lambda x, y: None if x is None else x + torch.where(alive, y - y.detach(), 0).to(x.dtype)  # noqa: E731
+    return Terms(*map(of, terms, near)), {n: x + (after[n] - after[n].detach()).to(x.dtype) for n, x in state.items()}
 
 
 def _one_way(q, k, v, free, log_decay, beta, tokens, state, present: bool) -> tuple[Terms, dict[str, Tensor]]:
