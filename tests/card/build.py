@@ -22,9 +22,11 @@ BY_PREFIX = {"nccl": "libnccl", "cuFile": "libcufile", "cusparseLt": "libcuspars
 VERSIONS = {"libnvshmem_host": "NVSHMEM"}
 COMPILER = ["g++", "-O1", "-w", "-shared", "-fPIC", "-std=c++17"]
 RUN = """#!/bin/bash
-# inductor's own launcher and its workers would call the driver that is not there; cuDNN's attention cannot be called
+# inductor's own launcher and its workers would call the driver that is not there; cuDNN's attention cannot be called;
+# what ptxas optimises is never run
 export TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER=0 TORCHINDUCTOR_USE_STATIC_TRITON_LAUNCHER=0
 export TORCHINDUCTOR_COMPILE_THREADS=1 OMP_NUM_THREADS=1 TORCH_CUDNN_SDPA_DEPRIORITIZED=1
+export DISABLE_PTXAS_OPT=1 TRITON_DISABLE_LINE_INFO=1
 export TORCHINDUCTOR_CACHE_DIR={place}/cache/inductor-${{FAKE_SM:-90}} TRITON_CACHE_DIR={place}/cache/triton
 export LD_LIBRARY_PATH={place}/lib PYTHONPATH={here}:{place}/site:$PYTHONPATH
 exec {python} "$@"

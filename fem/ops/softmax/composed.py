@@ -27,6 +27,10 @@ from fem.ops.softmax.support import Intervals, Pairs
 _TILE = 128
 _PROVEN_SPAN = 58.0  # nats: the shift takes up to log 2 more, the rounding of p and e the rest to 60
 _WIDEST = 128  # columns of one attention call: two calls of half the width cost half of one padded to 256
+_GAP, _MOST = (
+    192,
+    256,
+)  # columns: flash attention has no gradients from 193 to 224 on sm_86 and sm_89, nothing above 256
 _RECOMPILES = 64  # one for each of gradients, few rows, one row, few tokens, one token, dtypes, widths
 _CUDNN, _FLASH, _EFFICIENT = (
     SDPBackend.CUDNN_ATTENTION,
@@ -154,14 +158,15 @@ def _attend(q, k, values, pairs: Pairs) -> Float[Tensor, "b tq h w"]:
     """p @ values by torch's attention: scaled dot product without a restriction by pairs, FlexAttention with one.
 
     Never by the form that materialises T x T scores on a GPU: widths are equal multiples of 16, which every fused
-    kernel takes, and key heads are repeated in float32, whose fused kernel knows no groups.
+    kernel takes, and key heads are repeated in float32 and above 256 columns, where the fused kernel knows no groups.
     """
     width, heads = values.shape[-1], q.shape[2]
     if not width:
         return values.new_zeros(*q.shape[:3], 0)
-    if q.dtype == torch.float32 and k.shape[2] < heads:
-        k, values = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k, values))
     columns = -(-max(q.shape[-1], width) // 16) * 16
+    columns = _MOST if _GAP < columns < _MOST else columns
+    if (q.dtype == torch.float32 or columns > _MOST) and k.shape[2] < heads:
+        k, values = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k, values))
     wide_as = lambda x: F.pad(x, (0, columns - x.shape[-1])) if x.shape[-1] < columns else x  # noqa: E731
     q, k, values = (wide_as(x).transpose(1, 2) for x in (q, k, values))
     options = {"scale": pairs.scale, "enable_gqa": q.shape[1] != k.shape[1]}
