@@ -14,7 +14,7 @@ import torch
 
 from fem.extras import installed
 from fem.runs.recipes import listed, require_some_of
-from fem.runs.run import CONFIG, check_empty, check_output, hardware, now, provenance, versions, write_json
+from fem.runs.run import CONFIG, check_output, hardware, now, provenance, versions, write_json
 from fem.runs.tables import markdown_table
 
 LIMIT = 300  # seconds that a step may take: first calls compile
@@ -53,8 +53,6 @@ def examine(output: Path, only: str | None = None, shown: Callable[[str], None] 
     chosen = {name: known[name] for name in names}
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     check_output(output, "doctor")
-    if not (output / CONFIG).exists():
-        check_empty(output)
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / CONFIG, {"experiment": "doctor"})
     found = {}

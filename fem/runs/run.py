@@ -83,10 +83,10 @@ class Run:
 
 
 def check_output(output: Path, experiment: str | None = None, recipe: Any = None) -> None:
-    """Raises ValueError where `output` is a file, or a folder with the results of another experiment.
+    """Raises ValueError where `output` is a file, or a folder that is neither empty nor one of the experiment's runs.
 
-    With a recipe also where the folder holds the results of another recipe, or files of another origin. A folder of
-    trainings (`RUNS`) may be widened by another recipe of its experiment, which keeps them.
+    Hidden files do not count. With a recipe also where the run is of another one. A folder of trainings (`RUNS`) may be
+    without a config.json yet, and be widened by another recipe of its experiment, which keeps them.
     """
     if output.exists() and not output.is_dir():
         raise ValueError(f"output must be a folder, got the file {str(output)!r}; choose another name.")
@@ -94,8 +94,14 @@ def check_output(output: Path, experiment: str | None = None, recipe: Any = None
         return
     found = read_json(output / CONFIG)
     if found is None:
-        if recipe is not None:
-            check_empty(output)
+        strangers = {path.name for path in output.glob("[!.]*")}
+        if RUNS in strangers:
+            strangers &= {CONFIG, RESULTS, PAGE}
+        if strangers:
+            raise ValueError(
+                f"output must be empty or the folder of the same run, got {str(output)!r} with {min(strangers)!r} and "
+                f"no {CONFIG} that can be read; choose another."
+            )
         return
     other = found.get("experiment") if isinstance(found, dict) else None
     if other != experiment:
@@ -109,18 +115,6 @@ def check_output(output: Path, experiment: str | None = None, recipe: Any = None
         raise ValueError(
             f"output must not hold the results of another recipe, got {str(output)!r} with "
             f"{', '.join(changed)}; choose another."
-        )
-
-
-def check_empty(output: Path) -> None:
-    """Raises ValueError where a folder without a config.json holds files (hidden ones are no results)."""
-    strangers = {path.name for path in output.glob("[!.]*")}
-    if RUNS in strangers:  # a comparison that has trained, but has no results yet
-        strangers &= {CONFIG, RESULTS, PAGE}
-    if strangers:
-        raise ValueError(
-            f"output must be empty or the folder of the same run, got {str(output)!r} with {min(strangers)!r} and no "
-            f"{CONFIG} that can be read; choose another."
         )
 
 

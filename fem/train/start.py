@@ -7,7 +7,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fem.runs.run import CONFIG, RESULTS, check_empty, check_output, circumstances, note, now, read_json, write_json
+from fem.runs.run import CONFIG, RESULTS, check_output, circumstances, note, now, read_json, write_json
 from fem.train.checkpoints import STAGING, checkpoints, set_aside_after, step_of, to_go_on_from
 from fem.train.recipe import TrainRecipe, differences
 
@@ -31,14 +31,14 @@ def find_start(recipe: TrainRecipe, output: Path, resume: bool) -> Start:
 
     Raises ValueError where it was begun with another recipe, needs --resume, or holds another experiment.
     """
-    check_output(output, "train")
     there = checkpoints(output)
+    if not there or read_json(output / CONFIG) is not None:  # a checkpoint has a copy of one that is damaged
+        check_output(output, "train")
     if there and not resume:
         raise ValueError(f"output holds {there[-1].name} already; add --resume auto, or choose another.")
     checkpoint = to_go_on_from(output)
     config = read_config(output, checkpoint)
     if config is None:
-        check_empty(output)
         config = {"experiment": "train", "recipe": asdict(recipe), "seed": recipe.seed, "data": None, "history": []}
         config["model_type"] = "fem"  # so that from_pretrained(output) asks FEMConfig, which says what to open
         return Start(None, config)
@@ -62,10 +62,8 @@ def read_config(output: Path, checkpoint: Path | None) -> dict | None:
         if not readable:
             note(f"{CONFIG} is missing or cannot be read; taken from {checkpoint.name}.")
         return json.loads((checkpoint / COPY / CONFIG).read_text(encoding="utf-8"))
-    if path.exists() and not readable:
-        raise ValueError(
-            f"{str(path)!r} cannot be read and no checkpoint has a copy; restore it, or choose another output."
-        )
+    if found is not None and not readable:
+        raise ValueError(f"{str(path)!r} has no recipe and no checkpoint has a copy; choose another output.")
     return found
 
 

@@ -24,7 +24,8 @@ def upcast(x: Tensor) -> Tensor:
 LEAST_PROVEN = {torch.float32: math.exp(-60.0), torch.float64: math.exp(-600.0)}
 
 # Beyond one of these, `needs_float64`: beta, beta (max v - min v), beta |v| and a finite log-weight's size.
-SMALLEST_BETA, SMALLEST_SPAN, LARGEST_EXPONENT, LARGEST_LOG_WEIGHT = 0.1, 1.0, 64.0, 16.0
+# Below a span of 2 the gradient of an SSM's A erred by 6.5 times what the fuzz allows (80 calls), above it by 1.7.
+SMALLEST_BETA, SMALLEST_SPAN, LARGEST_EXPONENT, LARGEST_LOG_WEIGHT = 0.1, 2.0, 64.0, 16.0
 LARGEST_PRODUCT = 1e30  # of two features: leaves room for the sums over channels and tokens, and for values up to 640
 
 
