@@ -27,10 +27,8 @@ from fem.ops.softmax.support import Intervals, Pairs
 _TILE = 128
 _PROVEN_SPAN = 58.0  # nats: the shift takes up to log 2 more, the rounding of p and e the rest to 60
 _WIDEST = 128  # columns of one attention call: two calls of half the width cost half of one padded to 256
-_GAP, _MOST = (
-    192,
-    256,
-)  # columns: flash attention has no gradients from 193 to 224 on sm_86 and sm_89, nothing above 256
+_MOST = 256  # columns: flash attention takes no more
+_GAP = 192  # columns: with up to 224 flash attention has no gradients on sm_86 and sm_89
 _RECOMPILES = 64  # one for each of gradients, few rows, one row, few tokens, one token, dtypes, widths
 _CUDNN, _FLASH, _EFFICIENT = (
     SDPBackend.CUDNN_ATTENTION,
