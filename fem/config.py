@@ -37,15 +37,15 @@ def _name_unknown_fields(cls):
     init, known = cls.__init__, [field.name for field in fields(cls)]
 
     @functools.wraps(init)
-    def checked(self, *args, **given):
+    def checked(self, *args, **values):
         if args:
             raise TypeError(f"{cls.__name__} takes its fields by name, such as n_embd=512, got {len(args)} without.")
-        for name in given:
+        for name in values:
             if name not in known:
-                raise unknown_field(cls.__name__, name, given[name], known)
-        init(self, **given)
-        if not {"normalize", "mamba_normalize"} <= given.keys():  # a copy of a configuration names every field
-            self._check_read(given)
+                raise unknown_field(cls.__name__, name, values[name], known)
+        init(self, **values)
+        if not {"normalize", "mamba_normalize"} <= values.keys():  # a copy of a configuration names every field
+            self._check_read(values)
 
     cls.__init__ = checked
     return cls
@@ -233,7 +233,7 @@ class FreeEnergyMixerConfig:
                     f"{self.prior_type!r}; leave it out."
                 )
 
-    def _check_read(self, given: dict) -> None:
+    def _check_read(self, values: dict) -> None:
         """Raise ValueError on a field that was given, differs from its default, and is read by nothing.
 
         p_t_to_fem_ratio passes for priors without keys: the authors' script of rnn_softmax gives it.
@@ -243,16 +243,16 @@ class FreeEnergyMixerConfig:
         needs = {
             "qk_dim": (keys, "a prior with queries and keys"),
             **dict.fromkeys(("rope_theta", "rope_factor"), (self.use_rope, "use_rope=True")),
-            "p_t_to_fem_ratio": (given.get("qk_dim") is None, "qk_dim=None, which it would set"),
+            "p_t_to_fem_ratio": (values.get("qk_dim") is None, "qk_dim=None, which it would set"),
             "beta_max_init": (self.use_temperature, "use_temperature=True"),
             "lambda_init": (self.learns_lambda, "use_temperature=True without free_share"),
-            "fem_ratio": (given.get("fem_dim") is None, "fem_dim=None, which it would set"),
+            "fem_ratio": (values.get("fem_dim") is None, "fem_dim=None, which it would set"),
             "gate_rank": (self.use_temperature or self.use_outer_gate, "a gate: use_temperature or use_outer_gate"),
             **dict.fromkeys(("conv_hidden", "conv_norm_first", "conv_bidirectional"), (self.use_conv, "use_conv=True")),
         }
         for name, (is_read, wanted) in needs.items():
-            if not is_read and name in given and given[name] != _DEFAULTS[name]:
-                raise ValueError(f"{name} needs {wanted}, got {name}={given[name]!r} without; leave it out.")
+            if not is_read and name in values and values[name] != _DEFAULTS[name]:
+                raise ValueError(f"{name} needs {wanted}, got {name}={values[name]!r} without; leave it out.")
 
     @property
     def _key_step(self) -> int:

@@ -23,12 +23,12 @@ def extras() -> dict[str, list[str]]:
         declared = requires(DISTRIBUTION) or []
     except PackageNotFoundError:
         return {}
-    found: dict[str, list[str]] = {}
+    by_extra: dict[str, list[str]] = {}
     for line in declared:
         match = re.match(r"([\w.-]+)(?:\[.*?\])?[^;]*;.*extra == [\"']([\w-]+)[\"']", line)
         if match and match[1] != DISTRIBUTION:
-            found.setdefault(match[2], []).append(match[1])
-    return found
+            by_extra.setdefault(match[2], []).append(match[1])
+    return by_extra
 
 
 def how_to_install(extra: str) -> str:

@@ -40,14 +40,14 @@ def softmax_tables(
     v: Float[Tensor, "b t hkv dv"],
     beta: Tensor | None,
     gates: tuple[Tensor | None, Tensor | None],
-    **how,
+    **options,
 ) -> Reading:
     """The tables of `softmax_read(q, k, v, beta, **how)` behind gates (lambda, g)."""
-    weights = [softmax_read(q, k, one, None, **how).mean for one in indicators(v)]
+    weights = [softmax_read(q, k, one, None, **options).mean for one in indicators(v)]
     values = v.repeat_interleave(q.shape[2] // v.shape[2], 2).permute(0, 2, 3, 1)[:, None]
     scores = torch.stack(weights, -1)
     return read_tables(
-        softmax_read(q, k, v, beta, **how), beta, *gates, scores, values.expand_as(scores), False, len(weights)
+        softmax_read(q, k, v, beta, **options), beta, *gates, scores, values.expand_as(scores), False, len(weights)
     )
 
 

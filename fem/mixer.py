@@ -18,7 +18,7 @@ from fem.ops.common.tokens import Tokens
 from fem.optim import undecayed_names
 from fem.priors import PRIORS, OperatorPrior, Prior
 from fem.priors.base import buffer_error
-from fem.projection import Projection, place
+from fem.projection import Projection, move
 from fem.state import MixerState, kind_of
 
 
@@ -67,7 +67,7 @@ class FreeEnergyMixer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.output = Projection(config.fem_dim, config.n_embd, config.bias)
         self.kind = kind_of(config, self.prior.name)
-        place(self, device, dtype)
+        move(self, device, dtype)
 
     def forward(
         self,

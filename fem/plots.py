@@ -102,11 +102,11 @@ def dots(
             figure.subplots(1, len(panels), squeeze=False, sharey=True).flat, panels.items()
         ):
             for height, name in enumerate(names):
-                found = list(scores.get(name, ()))
-                if found:
+                values = list(scores.get(name, ()))
+                if values:
                     look = {"color": colours.get(name, GREY)}
-                    axes.plot(found, [height] * len(found), "o", markersize=4.5, alpha=0.55, **look)
-                    axes.vlines(np.mean(found), height - 0.36, height + 0.36, linewidth=2.4, **look)
+                    axes.plot(values, [height] * len(values), "o", markersize=4.5, alpha=0.55, **look)
+                    axes.vlines(np.mean(values), height - 0.36, height + 0.36, linewidth=2.4, **look)
             if floors and panel in floors:
                 line = axes.axvline(floors[panel], color=GREY, linewidth=1, linestyle=(0, (4, 3)))
                 line.set_label(floor)

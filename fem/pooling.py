@@ -13,7 +13,7 @@ from fem.gates import Temperature, TwoLevelGate
 from fem.inspection import Reading, softmax_tables
 from fem.ops.common.tokens import read_tokens
 from fem.optim import mark_undecayed, undecayed_names
-from fem.projection import Projection, check_tokens, place
+from fem.projection import Projection, check_tokens, move
 
 FIELDS = (
     "fem_dim",
@@ -70,7 +70,7 @@ class FreeEnergyCrossMixer(nn.Module):
         self.gate = TwoLevelGate(config)
         self.dropout = nn.Dropout(config.dropout)
         self.output = Projection(config.fem_dim, n_embd, config.bias)
-        place(self, device, dtype)
+        move(self, device, dtype)
 
     def forward(
         self,
@@ -80,10 +80,10 @@ class FreeEnergyCrossMixer(nn.Module):
         **unknown,
     ) -> Float[Tensor, "b tq d"]:
         _refuse(unknown, "memory_mask")
-        inputs, how = self._read_of(x, memory, memory_mask)
+        inputs, options = self._read_of(x, memory, memory_mask)
         if not memory.shape[1]:
             return self.output(x.new_zeros(*x.shape[:2], self.config.fem_dim))
-        read = softmax_read(*inputs, **how)
+        read = softmax_read(*inputs, **options)
         return self.output(self.dropout(self.gate.mixed(x, read).flatten(-2)))
 
     @torch.no_grad()
@@ -91,10 +91,10 @@ class FreeEnergyCrossMixer(nn.Module):
         self, x: Float[Tensor, "b tq d"], memory: Float[Tensor, "b t m"], memory_mask: Tensor | None = None
     ) -> Reading:
         """What every query reads from the memory, as tables: see `FreeEnergyMixer.inspect`."""
-        inputs, how = self._read_of(x, memory, memory_mask)
+        inputs, options = self._read_of(x, memory, memory_mask)
         if 0 in (*x.shape[:2], memory.shape[1]):
             raise ValueError(f"inspect needs rows, queries and a memory, got {tuple(x.shape)}, {tuple(memory.shape)}.")
-        return softmax_tables(*inputs, self.gate(x), **how)
+        return softmax_tables(*inputs, self.gate(x), **options)
 
     def no_weight_decay(self) -> set[str]:
         """Names of all parameters that weight decay should leave alone, as timm asks for them."""
@@ -153,7 +153,7 @@ class FreeEnergyPooling(nn.Module):
         self.read = FreeEnergyCrossMixer(n_embd, n_head, memory_dim, **fields)
         self.reset_parameters()
         mark_undecayed(self)
-        place(self, device, dtype)
+        move(self, device, dtype)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.query)

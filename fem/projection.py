@@ -41,28 +41,13 @@ class Projection(nn.Linear):
         if self.in_features == self.context and self.weight.dtype == torch.float16:
             self.weight.masked_fill_(self.weight == 0, 2**-24)
 
-    @property
-    def qconfig(self):
-        """How torch.ao is to quantise the map. It sets this on every module, but knows only nn.Linear itself."""
-        return self._qconfig
+    def _warn(self, _) -> None:
+        warnings.warn(
+            "torch.ao leaves the projections of FEM layers as they are; torchao.quantization.quantize_ takes them.",
+            stacklevel=2,
+        )
 
-    @qconfig.setter
-    def qconfig(self, how) -> None:
-        self._qconfig = how
-        if how is None:
-            warnings.warn(
-                "torch.ao leaves the projections of FEM layers as they are; to quantise them too, name their class: "
-                "quantize_dynamic(model, {nn.Linear, fem.projection.Projection}).",
-                stacklevel=2,
-            )
-        else:
-            from torch.ao.quantization.quantization_mappings import DEFAULT_DYNAMIC_QUANT_MODULE_MAPPINGS
-
-            DEFAULT_DYNAMIC_QUANT_MODULE_MAPPINGS.setdefault(Projection, _Quantised)
-
-    @qconfig.deleter
-    def qconfig(self) -> None:
-        del self._qconfig
+    qconfig = property(fset=_warn)  # which torch.ao sets on every module, but it quantises nn.Linear itself only
 
 
 def check_tokens(name: str, x: Tensor, axes: str, width: int, projection: nn.Module) -> None:
@@ -92,20 +77,8 @@ def check_tokens(name: str, x: Tensor, axes: str, width: int, projection: nn.Mod
         )
 
 
-def place(module: nn.Module, device: torch.device | str | int | None, dtype: torch.dtype | None) -> None:
+def move(module: nn.Module, device: torch.device | str | int | None, dtype: torch.dtype | None) -> None:
     """Move a new layer's parameters. Raises ValueError on what is no device, TypeError on what is no floating dtype."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating dtype of torch, such as torch.bfloat16, got {dtype!r}.")
     module.to(device=None if device is None else as_device("device", device), dtype=dtype)
-
-
-class _Quantised:
-    """The entry for `Projection` in torch.ao's table of quantised classes: it becomes torch's dynamic Linear."""
-
-    @staticmethod
-    def from_float(projection: Projection, use_precomputed_fake_quant: bool = False) -> nn.Module:
-        from torch.ao.nn.quantized.dynamic import Linear
-
-        plain = nn.Linear(projection.in_features, projection.out_features, projection.bias is not None, device="meta")
-        plain.weight, plain.bias, plain.qconfig = projection.weight, projection.bias, projection.qconfig
-        return Linear.from_float(plain)

@@ -40,7 +40,7 @@ def command(
     require_one_of("recipe", recipe, RECIPES)
     if resume not in (None, "auto"):
         raise ValueError(f"resume must be auto, or left out, got {resume!r}.")
-    given = replace(RECIPES[recipe], **changes)
+    chosen = replace(RECIPES[recipe], **changes)
     from transformers.utils.logging import disable_progress_bar
 
     from fem.train.distributed import GO_ON, Lost, Paused, first_to_say
@@ -48,7 +48,7 @@ def command(
 
     disable_progress_bar()
     try:
-        results = run(given, output, resume == "auto", allow_changed_data=allow_changed_data)
+        results = run(chosen, output, resume == "auto", allow_changed_data=allow_changed_data)
         _say(ending(results["train"], output))
     except Paused as stopped:
         _say(f"{stopped}; to go on: {again()}")

@@ -81,8 +81,8 @@ def read_layers(model: PreTrainedModel, ids: Sequence[int], recipe: InspectRecip
     if unknown := [number for number in chosen if not 1 <= number <= len(names)]:
         raise ValueError(f"layers must be among 1 to {len(names)}, got {unknown[0]}.")
     model = model.float() if model.dtype.itemsize == 2 else model
-    found = readings(model, torch.tensor([ids], device=model.device))
-    return [layer_tables(number, names[number - 1], found[number - 1]) for number in chosen]
+    layer_readings = readings(model, torch.tensor([ids], device=model.device))
+    return [layer_tables(number, names[number - 1], layer_readings[number - 1]) for number in chosen]
 
 
 def run(folder: str, recipe: InspectRecipe, output: Path) -> dict:
@@ -97,8 +97,8 @@ def run(folder: str, recipe: InspectRecipe, output: Path) -> dict:
     ids, tokens = encode(tokenizer, recipe.text)
     layers = read_layers(model, ids, recipe)
     with open_run(output, "inspect", recipe) as under_way:
-        place, head = by_division(layers)[0]
-        most = layers[place]
+        index, head = by_division(layers)[0]
+        most = layers[index]
         rows = head_rows(layers)
         write_table(under_way.folder, "heads", rows)
         name = f"layer {most.layer}, head {head + 1}: the head whose channels differ most"
@@ -108,7 +108,7 @@ def run(folder: str, recipe: InspectRecipe, output: Path) -> dict:
             [visible(token) for token in tokens],
             [(name, most.prior[head, :, -1].mean(0), most.read[head, :, -1])],
         )
-        write_page(under_way.folder / "inspect.html", str(folder), tokens, layers, (place, head))
+        write_page(under_way.folder / "inspect.html", str(folder), tokens, layers, (index, head))
         results = under_way.finish({"model": folder, "tokens": tokens, "heads": rows})
     show_table(f"What {len(tokens)} tokens read: means over channels and tokens; p: prior, q: posterior", short(rows))
     return results

@@ -18,13 +18,13 @@ def readers(model: nn.Module) -> dict[nn.Module, str]:
     """Every part of the model that reads a free energy, with the name of its prior."""
     from fem.models.surgery.head import FreeEnergyHead
 
-    found = {}
+    parts = {}
     for module in model.modules():
         if isinstance(module, FreeEnergyMixer):
-            found[module] = module.prior.name
+            parts[module] = module.prior.name
         elif isinstance(module, FreeEnergyHead):
-            found[module] = "softmax"
-    return found
+            parts[module] = "softmax"
+    return parts
 
 
 @torch.no_grad()
@@ -41,8 +41,8 @@ def readings(model: nn.Module, inputs: Tensor) -> list[Reading]:
         for hook in hooks:
             hook.remove()
     return [
-        part.inspect(args[0]) if isinstance(part, FreeEnergyMixer) else part.inspect(*args, **given)
-        for part, (args, given) in ((part, fed[part]) for part in parts)
+        part.inspect(args[0]) if isinstance(part, FreeEnergyMixer) else part.inspect(*args, **kwargs)
+        for part, (args, kwargs) in ((part, fed[part]) for part in parts)
     ]
 
 
@@ -133,7 +133,7 @@ def _by_head(part: Float[Tensor, "b t h d"] | None) -> np.ndarray | None:
 def by_division(layers: Sequence[LayerTables]) -> list[tuple[int, int]]:
     """All heads, as (index of layer, index of head), those whose channels differ most at the last token first."""
     places = [(i, head) for i, tables in enumerate(layers) for head in range(tables.heads)]
-    return sorted(places, key=lambda place: division(layers[place[0]].read[place[1], :, -1]), reverse=True)
+    return sorted(places, key=lambda pair: division(layers[pair[0]].read[pair[1], :, -1]), reverse=True)
 
 
 def division(weights: np.ndarray) -> tuple[int, float]:

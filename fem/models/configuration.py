@@ -79,18 +79,18 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list | None = None
 
-    def __post_init__(self, **given):
-        given.pop("auto_map", None)  # the class knows it
-        if "recipe" in given:
+    def __post_init__(self, **values):
+        values.pop("auto_map", None)  # the class knows it
+        if "recipe" in values:
             raise ValueError(
                 "this folder is a training's, of fem train: open one of its checkpoints, checkpoint-N in it."
             )
-        rope = {name: given.pop(name, None) for name in ("rope_scaling", "rope_parameters", "rope_theta")}
-        for name in given:
+        rope = {name: values.pop(name, None) for name in ("rope_scaling", "rope_parameters", "rope_theta")}
+        for name in values:
             if name in MIXER_FIELDS:
-                remedy = MODEL_NAMES.get(name, f"mixer={{{name!r}: {given[name]!r}}}")
+                remedy = MODEL_NAMES.get(name, f"mixer={{{name!r}: {values[name]!r}}}")
                 raise ValueError(f"FEMConfig has no field {name!r}, which belongs to the mixers; pass {remedy}.")
-        refuse_unknown(self, given)
+        refuse_unknown(self, values)
         self._check_sizes()
         read_rope(self, rope["rope_scaling"] or rope["rope_parameters"], rope["rope_theta"])
         if self.intermediate_size is None:
@@ -104,10 +104,10 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         if self._grouped and not keep_keys:
             raise ValueError(f"num_key_value_heads needs a softmax layer, got {self.num_key_value_heads} without one.")
         self.base_model_tp_plan = tensor_plan(self)
-        super().__post_init__(**given)
+        super().__post_init__(**values)
 
-    def convert_rope_params_to_dict(self, **given) -> dict:
-        return given  # `read_rope` did
+    def convert_rope_params_to_dict(self, **values) -> dict:
+        return values  # `read_rope` did
 
     def to_dict(self) -> dict:
         teach_peft()  # peft calls this method, then looks the model type up in the table that this fills
@@ -115,22 +115,22 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     def mixer_configs(self) -> list[FreeEnergyMixerConfig]:
         """The configuration of every layer's mixer, in order."""
-        layers, found = self._layer_fields(), []
-        for layer, given in enumerate(layers):
-            first = layers.index(given)
-            found.append(self._build(given) if first == layer else found[first])
-        return found
+        layers, built = self._layer_fields(), []
+        for layer, layer_fields in enumerate(layers):
+            first = layers.index(layer_fields)
+            built.append(self._build(layer_fields) if first == layer else built[first])
+        return built
 
     def _layer_fields(self) -> list[dict]:
         """Each layer's own fields, and the shared ones, without those that only the priors of other layers read."""
-        layers, shared, found = self._own_fields(), self.mixer, []
+        layers, shared, merged = self._own_fields(), self.mixer, []
         grouped = {"n_kv_head": self.num_key_value_heads} if self._grouped else {}
         somewhere = set().union(*map(_uses, layers))
-        for own in layers:
-            elsewhere = somewhere - _uses(own)
+        for of_layer in layers:
+            elsewhere = somewhere - _uses(of_layer)
             common = {name: value for name, value in shared.items() if name not in elsewhere}
-            found.append(common | (grouped if _keeps_keys(own) else {}) | own)
-        return found
+            merged.append(common | (grouped if _keeps_keys(of_layer) else {}) | of_layer)
+        return merged
 
     def _own_fields(self) -> list[dict]:
         prior = self.prior_type
@@ -218,16 +218,16 @@ def _check_names(where: str, fields: dict, of_model: set[str]) -> None:
             raise ValueError(f"{where} must leave {name} to the model's {owner}, got {name}={fields[name]!r}.")
 
 
-def refuse_unknown(config: PreTrainedConfig, given: dict) -> None:
+def refuse_unknown(config: PreTrainedConfig, values: dict) -> None:
     """Raise TypeError on a field that no class of the configuration has, which transformers would keep for nobody.
 
     What was read from a file, with model_type beside it, may hold what other programs wrote there.
     """
-    if not given or "model_type" in given:
+    if not values or "model_type" in values:
         return
-    kept = vars(PreTrainedConfig(**given))
-    unknown = [name for name in given if name in kept]
+    kept = vars(PreTrainedConfig(**values))
+    unknown = [name for name in values if name in kept]
     if unknown:
         common = {field.name for field in fields(PreTrainedConfig)}
-        own = [field.name for field in fields(config) if field.name not in common]
-        raise unknown_field(type(config).__name__, unknown[0], given[unknown[0]], own)
+        known = [field.name for field in fields(config) if field.name not in common]
+        raise unknown_field(type(config).__name__, unknown[0], values[unknown[0]], known)

@@ -51,8 +51,8 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
     ring = _Ring(mesh)
     with ExitStack() as undo:
 
-        def hook(register, function, **how) -> None:
-            undo.callback(register(function, **how).remove)
+        def hook(register, function, **options) -> None:
+            undo.callback(register(function, **options).remove)
 
         hook(model.register_forward_pre_hook, _check_call, with_kwargs=True)
         for mixer in mixers:
@@ -83,7 +83,7 @@ def _check_model(model: nn.Module, mixers: list[FreeEnergyMixer]) -> None:
             raise ValueError("causal=False reads what comes after as well; only rows of causal layers can be split.")
 
 
-def _check_call(model: nn.Module, args: tuple, given: dict) -> None:
+def _check_call(model: nn.Module, args: tuple, kwargs: dict) -> None:
     if isinstance(model, FreeEnergyMixer):
         return
     if model.config._attn_implementation != EXACT:
@@ -91,10 +91,10 @@ def _check_call(model: nn.Module, args: tuple, given: dict) -> None:
             f"context_parallel reads in the exact form, got attn_implementation={model.config._attn_implementation!r}; "
             'call model.set_attn_implementation("exact") first.'
         )
-    if given.get("labels") is not None:
+    if kwargs.get("labels") is not None:
         raise ValueError("labels lack the next part's first token; give shift_labels, own_part(next_tokens, mesh).")
     for name in ("position_ids", "cu_seq_lens_q"):
-        if given.get(name) is not None:
+        if kwargs.get(name) is not None:
             raise ValueError(f"{name} count the tokens of whole rows; give segment_ids where rows hold documents.")
 
 
@@ -118,10 +118,10 @@ class _Ring:
         dist.recv(into, group=self.group, group_src=self.rank + step)
         return into
 
-    def gather(self, x: Tensor, **how) -> Tensor:
+    def gather(self, x: Tensor, **options) -> Tensor:
         """All parts of x (B, T, ..) up to this one."""
-        whole = DTensor.from_local(x, self.mesh, [Shard(1)]).full_tensor(**how)
-        return whole[:, : (self.rank + 1) * x.shape[1]]
+        row = DTensor.from_local(x, self.mesh, [Shard(1)]).full_tensor(**options)
+        return row[:, : (self.rank + 1) * x.shape[1]]
 
     def take(self, like: list[Tensor]) -> list[Tensor]:
         """Receive tensors of these shapes from the previous process."""
@@ -163,9 +163,9 @@ def _learning() -> Tensor:
     return torch.zeros((), requires_grad=True)
 
 
-def _go_on(ring: _Ring, mixer: FreeEnergyMixer, args: tuple, given: dict) -> tuple[tuple, dict]:
+def _go_on(ring: _Ring, mixer: FreeEnergyMixer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """A call that begins at the positions and in the documents where the previous process ended."""
-    call = dict(zip(("x", "attention_mask", "segment_ids", "state", "return_state"), args)) | given
+    call = dict(zip(("x", "attention_mask", "segment_ids", "state", "return_state"), args)) | kwargs
     if call.pop("state", None) is not None or call.pop("return_state", False):
         raise ValueError("rows that are split keep no cache; call with use_cache=False, or without a state.")
     x = call["x"]
@@ -194,9 +194,9 @@ def _take_hidden(ring: _Ring, conditioner: TimeDecayConditioner, args: tuple) ->
     return x, tokens, *ring.take([like])
 
 
-def _give_hidden(ring: _Ring, conditioner: TimeDecayConditioner, args: tuple, found: tuple[Tensor, Tensor]) -> tuple:
-    h, hidden = found
-    return found if ring.last else (*ring.give([hidden], h), hidden)
+def _give_hidden(ring: _Ring, conditioner: TimeDecayConditioner, args: tuple, output: tuple[Tensor, Tensor]) -> tuple:
+    h, hidden = output
+    return output if ring.last else (*ring.give([hidden], h), hidden)
 
 
 def _read_handed_on(
@@ -216,11 +216,11 @@ def _read_handed_on(
             free = None if free_values is None else free_values[:, :1]
             _, like = read(features[:, :1], v[:, :1], beta, _first(tokens), {}, free)
         before = dict(zip(like, ring.take(list(like.values()))))
-    found, after = read(features, v, beta, tokens, before, free_values)
+    result, after = read(features, v, beta, tokens, before, free_values)
     if not ring.last:
-        outputs = ring.give(list(after.values()), *(x for x in found if x is not None))
-        found = Read(*outputs, *[None] * (beta is None))
-    return found, {}
+        outputs = ring.give(list(after.values()), *(x for x in result if x is not None))
+        result = Read(*outputs, *[None] * (beta is None))
+    return result, {}
 
 
 def _read_gathered(
@@ -241,5 +241,5 @@ def _read_gathered(
     marks = torch.stack([keep, tokens.document, tokens.position.expand_as(keep)], -1)
     keep, document, position = ring.gather(marks).unbind(-1)
     k, v, *free = gathered.split([part.shape[-1] for part in parts], -1)
-    how = {"window": prior.config.window, "backend": prior.config.backend}
-    return softmax_read(q, k, v, beta, *free, tokens=Tokens(keep.bool(), None, document, position), **how), {}
+    options = {"window": prior.config.window, "backend": prior.config.backend}
+    return softmax_read(q, k, v, beta, *free, tokens=Tokens(keep.bool(), None, document, position), **options), {}

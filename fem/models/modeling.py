@@ -373,16 +373,16 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         segment_ids: Tensor | None,
         num_items: Tensor | int | None,
     ) -> Float[Tensor, ""]:
-        name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
-        if given.shape != hidden.shape[:2] or given.is_floating_point():
+        name, ids = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
+        if ids.shape != hidden.shape[:2] or ids.is_floating_point():
             raise ValueError(
-                f"{name} must be integers of shape (batch, time) = {tuple(hidden.shape[:2])}, got {tuple(given.shape)} "
-                f"{given.dtype}."
+                f"{name} must be integers of shape (batch, time) = {tuple(hidden.shape[:2])}, got {tuple(ids.shape)} "
+                f"{ids.dtype}."
             )
         if shift_labels is None and segment_ids is not None:
             opens = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
-            given = given.masked_fill(opens, IGNORED)
-        targets = next_tokens(given) if shift_labels is None else given
+            ids = ids.masked_fill(opens, IGNORED)
+        targets = next_tokens(ids) if shift_labels is None else ids
         weight = self.lm_head.weight
         weight = weight.full_tensor() if isinstance(weight, DTensor) else weight  # split over devices (tp_plan)
         return cross_entropy(hidden, weight, targets.to(hidden.device), num_items)

@@ -53,8 +53,8 @@ def preset(name: str, **changes) -> FEMConfig:
     transformer = FEMConfig(**sizes, **TRANSFORMER)  # refuses a hidden_size that is none
     prior, fields_of = FAMILIES[family]
     mixers = {"prior_type": prior} | {field: value for field, value in changes.items() if field in FIELDS_OF_MIXERS}
-    if isinstance(own := changes.get("mixer") or {}, dict):  # FEMConfig refuses what is none
-        mixers["mixer"] = fields_of(transformer.hidden_size, prior) | own
+    if isinstance(changed := changes.get("mixer") or {}, dict):  # FEMConfig refuses what is none
+        mixers["mixer"] = fields_of(transformer.hidden_size, prior) | changed
     return with_parameters(FEMConfig(**sizes, **mixers), count_parameters(transformer))
 
 

@@ -14,14 +14,14 @@ from fem.prior_table import PRIORS, ROTARY
 KINDS = ("linear", "yarn", "llama3", "proportional")  # not those whose angles change with the length of a row
 
 
-def read_rope(config: PreTrainedConfig, given: dict | None, rope_theta: float | None) -> None:
+def read_rope(config: PreTrainedConfig, parameters: dict | None, rope_theta: float | None) -> None:
     """Sets config.rope_parameters, where any are given, in the words of transformers 5, from older ones too.
 
     Raises ValueError on a kind of scaling that is unknown.
     """
-    if not given and rope_theta is None:
+    if not parameters and rope_theta is None:
         return
-    rope = {"rope_theta": rope_theta or config.mixer.get("rope_theta", 10000.0), **(given or {})}
+    rope = {"rope_theta": rope_theta or config.mixer.get("rope_theta", 10000.0), **(parameters or {})}
     rope["rope_type"] = kind = rope.pop("type", None) or rope.get("rope_type", "default")
     if kind not in ("default", *KINDS):
         raise ValueError(f"rope_parameters must have a rope_type of default, {', '.join(KINDS)}; got {kind!r}.")

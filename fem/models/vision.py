@@ -67,15 +67,15 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
     initializer_range: float = 0.02
     layer_norm_eps: float = 1e-6
 
-    def __post_init__(self, **given):
-        given.pop("auto_map", None)  # the class knows it
-        refuse_unknown(self, given)
+    def __post_init__(self, **values):
+        values.pop("auto_map", None)  # the class knows it
+        refuse_unknown(self, values)
         self._check_sizes()
         self.mixer = dict(self.mixer or {})
         built = self.mixer_config()
         if self.intermediate_size is None:
             self.intermediate_size = self._matching_mlp(built)
-        super().__post_init__(**given)
+        super().__post_init__(**values)
 
     def mixer_config(self) -> FreeEnergyMixerConfig:
         """The configuration of every layer's mixer."""

@@ -120,14 +120,14 @@ class Prior(nn.Module, ABC):
 
     def turn(self, position: int, width: int, dtype: torch.dtype) -> Turn:
         """How one token of a stream on a CPU is `rotated`: looked up, and computed for 64 positions at a time."""
-        positions, of, found = self._turns
+        positions, of, cached = self._turns
         if position not in positions or of != dtype:
             positions = range(position // 64 * 64, position // 64 * 64 + 64)
             frequency = self._frequency(width, torch.device("cpu"))
             with torch.inference_mode(False):  # a layer may be copied after inference
-                found = turns(positions, frequency, self.config.rope_factor, dtype)
-            self._turns = (positions, dtype, found)
-        return found[position - positions.start]
+                cached = turns(positions, frequency, self.config.rope_factor, dtype)
+            self._turns = (positions, dtype, cached)
+        return cached[position - positions.start]
 
     def _frequency(self, width: int, device: torch.device) -> Float64[Tensor, " planes"]:
         """Radians per position of every rotary plane, kept on each device: a list copied there by every call would make

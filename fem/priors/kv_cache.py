@@ -104,8 +104,8 @@ def in_values(memory: Memory) -> Memory:
     """The memory with [v | f] in the place of [v | e]."""
     if not memory:
         return memory
-    how = packing_of(memory)
-    values = torch.cat(unpacked(memory["value"], how, True, how.shift.shape[-1]), -1)
+    scheme = packing_of(memory)
+    values = torch.cat(unpacked(memory["value"], scheme, True, scheme.shift.shape[-1]), -1)
     return {name: x for name, x in memory.items() if name not in PACKED} | {"value": values}
 
 
@@ -147,18 +147,18 @@ _beginnings: dict[int, _Beginning] = {}  # by the id of the keys, until these ar
 
 
 def _room_behind(key: Tensor, value: Tensor) -> _Room | None:
-    found = _beginnings.get(id(key))
-    return found.room if found is not None and found.key() is key and found.value() is value else None
+    beginning = _beginnings.get(id(key))
+    return beginning.room if beginning is not None and beginning.key() is key and beginning.value() is value else None
 
 
 def _register(key: Tensor, value: Tensor, room: _Room) -> None:
-    place = id(key)
+    key_id = id(key)
 
     def forget(gone: weakref.ref[Tensor]) -> None:
-        if place in _beginnings and _beginnings[place].key is gone:
-            del _beginnings[place]
+        if key_id in _beginnings and _beginnings[key_id].key is gone:
+            del _beginnings[key_id]
 
-    _beginnings[place] = _Beginning(weakref.ref(key, forget), weakref.ref(value), room)
+    _beginnings[key_id] = _Beginning(weakref.ref(key, forget), weakref.ref(value), room)
 
 
 def _extended(
@@ -194,8 +194,8 @@ def _start(v: Float[Tensor, "b h t d"], beta: Float[Tensor, "h d"], keep: Tensor
     count = v.shape[2] if keep is None else keep[:, : v.shape[2]].sum(1).clamp_min(1)[:, None, None, None]
     shift = (v.sum(2, keepdim=True) / count).nan_to_num(0.0, 0.0, 0.0)
     beta = beta.detach().to(v.dtype)[:, None].expand_as(shift).clone(memory_format=torch.contiguous_format)
-    how = fixed_packing(beta, shift)
-    return {"shift": how.shift, "beta": beta} | ({} if how.small is None else {"small": how.small})
+    scheme = fixed_packing(beta, shift)
+    return {"shift": scheme.shift, "beta": beta} | ({} if scheme.small is None else {"small": scheme.small})
 
 
 def _packed(v: Tensor, f: Tensor | None, start: Memory, k: Tensor) -> Float[Tensor, "b h t w"]:
@@ -230,10 +230,10 @@ def within_window(memory: Memory, window: int) -> Memory:
     old = memory["key"].shape[2]
     room = min(window - 1, old)
     axis = lambda name: 2 if name in KEPT else 1  # noqa: E731
-    whole = {name: memory[name] for name in PACKED if name in memory}
+    start = {name: memory[name] for name in PACKED if name in memory}
     by_token = {name: tensor for name, tensor in memory.items() if name not in PACKED}
     if "keep" not in memory:
-        return {name: tensor.narrow(axis(name), old - room, room) for name, tensor in by_token.items()} | whole
+        return {name: tensor.narrow(axis(name), old - room, room) for name, tensor in by_token.items()} | start
     last = memory["keep"].long().argsort(dim=1, stable=True)[:, old - room :]
     index = lambda name: last[:, None, :, None] if name in KEPT else last  # noqa: E731
-    return {name: tensor.take_along_dim(index(name), axis(name)) for name, tensor in by_token.items()} | whole
+    return {name: tensor.take_along_dim(index(name), axis(name)) for name, tensor in by_token.items()} | start

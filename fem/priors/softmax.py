@@ -56,21 +56,22 @@ class SoftmaxPrior(Prior):
         config = self.config
         q, k = self.queries_and_keys(features, tokens.position)
         if memory is None:
-            how = {"causal": config.causal, "window": config.window, "tokens": tokens, "backend": config.backend}
+            options = {"causal": config.causal, "window": config.window, "tokens": tokens, "backend": config.backend}
             span = math.inf if config.value_logexp_cap is None else 2 * config.value_logexp_cap
-            return softmax_read(q, k, v, beta, free_values, span=span, **how), None
+            return softmax_read(q, k, v, beta, free_values, span=span, **options), None
         memory = append(memory, k, v, beta, tokens, config.window is not None, free_values)
         tokens = Tokens(memory.get("keep"), None, memory.get("document"), memory.get("position"))
-        how = {"window": config.window, "tokens": tokens, "backend": config.backend, "split": free_values is not None}
-        read = cached_read(q, memory["key"], memory["value"], beta, packing_of(memory), **how)
+        options = {"window": config.window, "tokens": tokens, "backend": config.backend}
+        packing, split = packing_of(memory), free_values is not None
+        read = cached_read(q, memory["key"], memory["value"], beta, packing, **options, split=split)
         if config.window is not None:
             memory = within_window(memory, config.window)
         return read, memory
 
     def steps(self, memory):
         plain = memory.keys() == STREAM and memory["value"].dtype != torch.float16  # whose range e would leave
-        own = type(self).queries_and_keys is not SoftmaxPrior.queries_and_keys  # scores that `step` does not know
-        return plain and not own and self.config.window is None and self.config.backend in ("auto", "sdpa")
+        known = type(self).queries_and_keys is SoftmaxPrior.queries_and_keys  # others make scores that `step` does not
+        return plain and known and self.config.window is None and self.config.backend in ("auto", "sdpa")
 
     def step(self, features, v, position, memory, free_values=None):
         """e = exp(beta (f - c))        [mean | R] = softmax(q K^T / sqrt(d_k)) [V | E]        F = c + log(R) / beta"""
@@ -85,10 +86,10 @@ class SoftmaxPrior(Prior):
         beta, after = memory["beta"][0, :, 0], append_one(memory, k, v.unsqueeze(2), f)
         if after is None:
             after = append(in_values(memory), k.transpose(1, 2), v.unsqueeze(1), beta, PLAIN, False, f.transpose(1, 2))
-        memory, q, how = after, q[:, :, 0], packing_of(after)
-        read = None if how is None else packed_step(q, memory["key"], memory["value"], how, None, width**-0.5)
+        memory, q, scheme = after, q[:, :, 0], packing_of(after)
+        read = None if scheme is None else packed_step(q, memory["key"], memory["value"], scheme, None, width**-0.5)
         if read is None:
-            read = cached_read(q[:, None], memory["key"], memory["value"], beta, how, split=f is not None)
+            read = cached_read(q[:, None], memory["key"], memory["value"], beta, scheme, split=f is not None)
             read = Read(*(x[:, 0] for x in read))
         elif v.dtype != read.mean.dtype:
             read = Read(*(x.to(v.dtype) for x in read))

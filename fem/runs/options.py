@@ -37,18 +37,18 @@ def recipe_options(recipe: type) -> Callable[[Command], Command]:
         return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
     def decorate(command: Command) -> Command:
-        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+        _, *others = inspect.signature(command, eval_str=True).parameters.values()
         options = [as_option(field) for field in fields(recipe)]
         names = {option.name for option in options}
 
-        def run(**given):
-            changes = {name: value for name, value in given.items() if name in names and value is not None}
+        def run(**values):
+            changes = {name: value for name, value in values.items() if name in names and value is not None}
             try:
-                return command(changes, **{name: value for name, value in given.items() if name not in names})
+                return command(changes, **{name: value for name, value in values.items() if name not in names})
             except ValueError as error:
                 raise ValueError(_as_typed(str(error), recipe)) from error
 
-        keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in others]
         parameters = [*keyword_only, *options]
         run.__name__, run.__module__ = command.__name__, command.__module__
         run.__doc__ = inspect.cleandoc(command.__doc__ or "")
@@ -62,4 +62,4 @@ def recipe_options(recipe: type) -> Callable[[Command], Command]:
 def _as_typed(sentence: str, recipe: type) -> str:
     """The sentence of an error, with options for names of fields: its first word, any with a value or a line in it."""
     typed = {name: f"--{called(x)}" for x in fields(recipe) for name in (x.name, called(x).replace("-", "_"))}
-    return re.sub(r"^\w+(?= )|\b\w+_\w+\b|\b\w+(?= = )", lambda found: typed.get(found[0], found[0]), sentence)
+    return re.sub(r"^\w+(?= )|\b\w+_\w+\b|\b\w+(?= = )", lambda match: typed.get(match[0], match[0]), sentence)

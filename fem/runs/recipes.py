@@ -19,12 +19,12 @@ def numbers(name: str, text: str) -> tuple[float, ...]:
     """The numbers in a list, each once. Raises ValueError, naming the field, where there is none, and where one is
     negative, infinite or no number."""
     try:
-        found = tuple(dict.fromkeys(float(value) for value in listed(text)))
+        values = tuple(dict.fromkeys(float(value) for value in listed(text)))
     except ValueError:
-        found = ()
-    if not (found and all(0 <= number < math.inf for number in found)):
+        values = ()
+    if not (values and all(0 <= number < math.inf for number in values)):
         raise ValueError(f"{name} must be numbers of 0 or more with commas between them, got {text!r}.")
-    return found
+    return values
 
 
 def require_positive(recipe: Any, *names: str) -> None:
@@ -48,10 +48,10 @@ def require_one_of(name: str, value: str, known: Collection[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}.")
 
 
-def require_some_of(name: str, given: Sequence[str], known: Collection[str]) -> None:
+def require_some_of(name: str, values: Sequence[str], known: Collection[str]) -> None:
     """Raises ValueError where a list is empty or names anything that is not known."""
-    unknown = [value for value in given if value not in known]
-    if unknown or not given:
+    unknown = [value for value in values if value not in known]
+    if unknown or not values:
         raise ValueError(f"{name} must be from {', '.join(known)}; got {', '.join(map(repr, unknown)) or 'none'}.")
 
 

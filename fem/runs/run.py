@@ -92,8 +92,8 @@ def check_output(output: Path, experiment: str | None = None, recipe: Any = None
         raise ValueError(f"output must be a folder, got the file {str(output)!r}; choose another name.")
     if experiment is None:
         return
-    found = read_json(output / CONFIG)
-    if found is None:
+    config = read_json(output / CONFIG)
+    if config is None:
         strangers = {path.name for path in output.glob("[!.]*")}
         if RUNS in strangers:
             strangers &= {CONFIG, RESULTS, PAGE}
@@ -103,14 +103,14 @@ def check_output(output: Path, experiment: str | None = None, recipe: Any = None
                 f"no {CONFIG} that can be read; choose another."
             )
         return
-    other = found.get("experiment") if isinstance(found, dict) else None
+    other = config.get("experiment") if isinstance(config, dict) else None
     if other != experiment:
         what = f"a run of fem {other}" if other else "a config.json that belongs to no run, such as a model's"
         raise ValueError(f"output must not hold another experiment, got {str(output)!r} with {what}; choose another.")
-    if recipe is None or (output / RUNS).is_dir() or not isinstance(stored := found.get("recipe"), dict):
+    if recipe is None or (output / RUNS).is_dir() or not isinstance(stored := config.get("recipe"), dict):
         return
-    given = json.loads(json.dumps(asdict(recipe), default=str))
-    changed = [f"{name} ({stored[name]!r} there, {x!r} here)" for name, x in given.items() if stored.get(name, x) != x]
+    wanted = json.loads(json.dumps(asdict(recipe), default=str))
+    changed = [f"{name} ({stored[name]!r} there, {x!r} here)" for name, x in wanted.items() if stored.get(name, x) != x]
     if changed:
         raise ValueError(
             f"output must not hold the results of another recipe, got {str(output)!r} with "
@@ -177,8 +177,8 @@ def _file_name(text: str) -> str:
 
 def provenance(command: str) -> str:
     """The last section of a page of results: the command, the date, the machine and the versions."""
-    found = hardware()
-    machine = ", ".join([found["processor"], f"threads: {found['threads']}", *found["gpus"]])
+    facts = hardware()
+    machine = ", ".join([facts["processor"], f"threads: {facts['threads']}", *facts["gpus"]])
     software = ", ".join(f"{name} {version}" for name, version in versions().items())
     return f"## How this was made\n\n`{command}` on {now()}, {machine}; {software}.\n"
 
@@ -235,8 +235,8 @@ def first_line(error: BaseException) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that results depend on."""
-    found = {package: installed(package) for package in PACKAGES}
-    return {"python": platform.python_version()} | {name: known for name, known in found.items() if known}
+    packages = {package: installed(package) for package in PACKAGES}
+    return {"python": platform.python_version()} | {name: known for name, known in packages.items() if known}
 
 
 def hardware() -> dict[str, Any]:

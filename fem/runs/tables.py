@@ -37,9 +37,9 @@ def markdown_table(rows: Rows, best: Best | None = None) -> str:
     cells = [{column: _plain(cell(row[column])) for column in columns} for row in rows]
     for column, which in (best or {}).items():
         numbers = [_leading(row.get(column, "")) for row in cells]
-        found = [number for number in numbers if number is not None]
+        known = [number for number in numbers if number is not None]
         for row, number in zip(cells, numbers):
-            if len(found) > 1 and number == which(found):
+            if len(known) > 1 and number == which(known):
                 row[column] = f"**{row[column]}**"
     lines = [columns, align, *(row.values() for row in cells)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
@@ -84,9 +84,9 @@ def show_table(title: str, rows: Rows) -> None:
     """Print the rows to the terminal, without columns that are blank in every row; what is too wide is folded."""
     table = Table(title=title, title_justify="left")
     columns = _filled(rows)
-    for place, column in enumerate(columns):
+    for index, column in enumerate(columns):
         justify = "right" if any(_is_number(row[column]) for row in rows) else "left"
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=place == 0)
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=index == 0)
     for row in rows:
         table.add_row(*(escape(cell(row[column])) for column in columns))
     Console().print(table)

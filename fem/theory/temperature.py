@@ -27,8 +27,8 @@ def hidden_temperature(p: Along, v: Along, lam: PerRead, beta_max: PerRead, dim:
     target = lam * rows.gain(beta_max)
     anywhere = lam * beta_max + torch.zeros_like(target)
     inside = (lam > 0) & (lam < 1) & (target > 0)
-    found = _root(rows.gain, target, inside * beta_max)
-    return as_given(torch.where(inside, found, anywhere), p, v)
+    root = _root(rows.gain, target, inside * beta_max)
+    return as_given(torch.where(inside, root, anywhere), p, v)
 
 
 @torch.no_grad()
@@ -50,8 +50,8 @@ def temperature_for_budget(p: Along, v: Along, kl: PerRead, dim: int = -1) -> Al
     margin = values.amax(-1) - torch.where(best, -math.inf, values).amax(-1)
     hard = (kl >= limit) | ~(margin < math.inf)
     decided = 800 / margin  # there all other tokens have a posterior below e^-800 / p: hard selection in float64
-    found = _root(rows.kl_from_prior, kl + torch.zeros_like(margin), torch.where(hard, 0, decided))
-    return as_given(torch.where(hard, math.inf, found), p, v)
+    root = _root(rows.kl_from_prior, kl + torch.zeros_like(margin), torch.where(hard, 0, decided))
+    return as_given(torch.where(hard, math.inf, root), p, v)
 
 
 def _root(function: Callable[[Tensor], Tensor], target: Tensor, high: Tensor) -> Tensor:

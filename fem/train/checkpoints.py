@@ -25,8 +25,8 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 def checkpoints(output: Path) -> list[Path]:
     """The folders `output`/checkpoint-N in the order of N, complete or not."""
-    found = [p for p in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
-    return sorted(found, key=step_of)
+    folders = [p for p in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
+    return sorted(folders, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -40,10 +40,10 @@ def newest(output: Path) -> Path | None:
 
 def to_go_on_from(output: Path) -> Path | None:
     """`newest`; None where there are no checkpoints. Raises ValueError where there are some and none is whole."""
-    found = newest(output)
-    if found is None and checkpoints(output):
+    last = newest(output)
+    if last is None and checkpoints(output):
         raise ValueError(f"no checkpoint in {str(output)!r} is whole; remove them to begin again.")
-    return found
+    return last
 
 
 def set_aside_after(checkpoint: Path) -> None:
@@ -71,23 +71,23 @@ def model_folder(folder: str | Path) -> Path:
         )
     checkpoint = None if _holds_a_model(folder) else newest(folder)
     places = (folder, folder / "model")  # `fem demo` saves it in the second
-    found = checkpoint or next(filter(_holds_a_model, places), None)
-    if found is None and any((folder / name).exists() for name in WEIGHTS) and (folder / "config.json").exists():
+    chosen = checkpoint or next(filter(_holds_a_model, places), None)
+    if chosen is None and any((folder / name).exists() for name in WEIGHTS) and (folder / "config.json").exists():
         raise ValueError(f"config.json in {str(folder)!r} names no model_type, it may be corrupt or cut off.")
-    if found is None:
+    if chosen is None:
         cut_off = ", but only checkpoints that were cut off" if checkpoints(folder) else ""
         raise ValueError(f"model must hold config.json and safetensors, got {str(folder)!r} without them{cut_off}.")
-    if not any((found / name).exists() for name in WEIGHTS):
-        pickles = [path.name for path in found.glob("*model*") if path.suffix in PICKLES]
+    if not any((chosen / name).exists() for name in WEIGHTS):
+        pickles = [path.name for path in chosen.glob("*model*") if path.suffix in PICKLES]
         unsafe = f" but with {pickles[0]}, which may run code when it is read; convert it" if pickles else ""
-        raise ValueError(f"model must hold its weights as safetensors, got {str(found)!r} without them{unsafe}.")
-    _check_index(found)
-    if checkpoint is None and (found / MANIFEST).exists() and (fault := damage(found, "*.safetensors")):
+        raise ValueError(f"model must hold its weights as safetensors, got {str(chosen)!r} without them{unsafe}.")
+    _check_index(chosen)
+    if checkpoint is None and (chosen / MANIFEST).exists() and (fault := damage(chosen, "*.safetensors")):
         raise ValueError(
-            f"the model in {str(found)!r} may be corrupt or cut off: {fault}; if you changed it, "
+            f"the model in {str(chosen)!r} may be corrupt or cut off: {fault}; if you changed it, "
             f"delete {MANIFEST} there."
         )
-    return found
+    return chosen
 
 
 def _check_index(folder: Path) -> None:
@@ -139,9 +139,9 @@ def load_language_model(folder: str | Path):
     import fem.models  # noqa: F401  (the Auto classes)
 
     path = model_folder(folder)
-    how = {"use_safetensors": True, "dtype": "auto", "trust_remote_code": False, "output_loading_info": True}
+    options = {"use_safetensors": True, "dtype": "auto", "trust_remote_code": False, "output_loading_info": True}
     with _readable(f"the model in {str(path)!r}"):
-        model, report = AutoModelForCausalLM.from_pretrained(path, **how)
+        model, report = AutoModelForCausalLM.from_pretrained(path, **options)
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"the weights in {str(path)!r} must be all that its config.json asks for; {missing[0]!r} is missing."

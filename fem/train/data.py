@@ -28,24 +28,24 @@ def identity(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerFast) -> dict:
     """What decides the tokens: digests of the tokenizer and of the files, or a hub dataset's name and subset."""
     files = local_files(recipe.data)
     spelt = f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}"
-    found = {
+    facts = {
         "data": recipe.data if files is None else content(files),
         "field": recipe.field,
         "tokenizer": hashlib.blake2b(spelt.encode(), digest_size=16).hexdigest(),
     }
-    return found if files is not None else found | {"subset": recipe.subset}
+    return facts if files is not None else facts | {"subset": recipe.subset}
 
 
 def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast:
     """The recipe's tokenizer, or one trained on the beginning of the local data and kept in `output`/tokenizer."""
-    own = output / TOKENIZER
-    if recipe.tokenizer is None and own.exists() and (own / MANIFEST).exists() and (problem := damage(own)):
-        note(f"the tokenizer in {str(own)!r} is damaged ({problem}); training it again on the data.")
-        shutil.rmtree(own)
-    if recipe.tokenizer is None and not own.exists():
+    folder = output / TOKENIZER
+    if recipe.tokenizer is None and folder.exists() and (folder / MANIFEST).exists() and (problem := damage(folder)):
+        note(f"the tokenizer in {str(folder)!r} is damaged ({problem}); training it again on the data.")
+        shutil.rmtree(folder)
+    if recipe.tokenizer is None and not folder.exists():
         check_data(recipe)
         documents = islice(documents_of(recipe), TOKENIZER_DOCUMENTS)
-        staging = own.with_name(".tokenizer")
+        staging = folder.with_name(".tokenizer")
         shutil.rmtree(staging, ignore_errors=True)
         trained = train_tokenizer(without_endless_words(documents), recipe.vocabulary)
         try:
@@ -54,8 +54,8 @@ def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast
             if type(error) is not Exception:  # tokenizers raises a bare Exception where the disk fails
                 raise
             raise OSError(f"the tokenizer could not be written to {str(output)!r}: {error}.") from error
-        publish(staging, own)
-    name = str(own) if recipe.tokenizer is None else recipe.tokenizer
+        publish(staging, folder)
+    name = str(folder) if recipe.tokenizer is None else recipe.tokenizer
     try:
         if not os.path.isdir(name):
             way_to_the_hub()

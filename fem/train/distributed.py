@@ -72,10 +72,10 @@ class Ranks:
         dist.broadcast_object_list(told, src=0, group=self.patient)
         if failed is not None:
             raise failed
-        done, found = told[0]
+        done, result = told[0]
         if not done:
             raise SystemExit(2)
-        return found
+        return result
 
     def largest(self, value: int) -> int:
         """The largest value that any rank gives."""

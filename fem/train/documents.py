@@ -27,12 +27,12 @@ def local_files(data: str) -> list[Path] | None:
     if not path.exists():
         return None
     known = TEXT + JSON_LINES + PARQUET
-    found = sorted(p for p in path.rglob("*") if p.suffix in known) if path.is_dir() else [path]
-    if not found or found[0].suffix not in known:
+    files = sorted(p for p in path.rglob("*") if p.suffix in known) if path.is_dir() else [path]
+    if not files or files[0].suffix not in known:
         raise ValueError(f"data must be {', '.join(known)} or a folder of such files, got {data!r}.")
-    if strange := [p for p in found if not p.is_file()]:
+    if strange := [p for p in files if not p.is_file()]:
         raise ValueError(f"data must be regular files, got {str(strange[0])!r}, a pipe, device or folder.")
-    return found
+    return files
 
 
 def content(files: list[Path]) -> str:

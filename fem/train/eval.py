@@ -78,7 +78,7 @@ def evaluate(
         batch_size=recipe.batch_size,
     )
     seeds = {f"{name}_random_seed": recipe.seed for name in ("numpy", "torch", "fewshot")}
-    found = simple_evaluate(
+    results = simple_evaluate(
         harness,
         tasks=recipe.task_names(),
         task_manager=manager,
@@ -87,15 +87,15 @@ def evaluate(
         random_seed=recipe.seed,
         **seeds,
     )
-    return {task: _scores(scores) for task, scores in (found["results"] | found.get("groups", {})).items()}
+    return {task: _scores(scores) for task, scores in (results["results"] | results.get("groups", {})).items()}
 
 
 def _needs_own_tasks(recipe: EvalRecipe) -> bool:
     """Whether the harness's own tasks are needed: to load their list takes seconds."""
     if recipe.suite is not None or recipe.include_path is None:
         return True
-    own = {path.stem for path in Path(recipe.include_path).rglob("*.yaml")}
-    return not set(recipe.task_names()) <= own
+    defined = {path.stem for path in Path(recipe.include_path).rglob("*.yaml")}
+    return not set(recipe.task_names()) <= defined
 
 
 def _scores(scores: dict) -> dict[str, float]:
@@ -140,8 +140,8 @@ def run(recipe: EvalRecipe, output: Path) -> dict:
     with open_run(output, "eval", recipe) as under_way:
         scores = evaluate(recipe, model, tokenizer)
         table = rows(recipe, scores)
-        for task, found in scores.items():
-            under_way.log(task=task, **found)
+        for task, by_metric in scores.items():
+            under_way.log(task=task, **by_metric)
         write_table(under_way.folder, "table", table)
         title = f"lm-evaluation-harness; paper: Table 2, {recipe.beside}" if recipe.suite else "Scores"
         made = provenance(command_line("eval", recipe, EvalRecipe))

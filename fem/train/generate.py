@@ -56,12 +56,12 @@ def continue_prompt(
             f"{len(ids)} tokens, got {new}; shorten the prompt."
         )
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
-    given = torch.tensor([ids], device=model.device)
+    prompt_ids = torch.tensor([ids], device=model.device)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         tokens = model.generate(
-            given,
-            attention_mask=torch.ones_like(given),
+            prompt_ids,
+            attention_mask=torch.ones_like(prompt_ids),
             max_new_tokens=new,
             pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,

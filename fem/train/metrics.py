@@ -102,15 +102,15 @@ class MetricsCallback(TrainerCallback):
         return speed
 
 
-def in_words(step: int, steps: int, found: dict) -> str:
+def in_words(step: int, steps: int, line: dict) -> str:
     """A line of a log: "step 10/1000, loss 5.104, grad norm 1.2, 8,432 tokens/s, 0:12:09 left"."""
     parts = [f"step {step}/{steps}"]
     for name, shown in (("train_loss", "loss"), ("val_loss", "validation loss"), ("grad_norm", "grad norm")):
-        if name in found:
-            parts.append(f"{shown} {found[name]:.4g}")
-    if "tokens_per_second" in found:
-        left = timedelta(seconds=round(found["seconds_left"]))
-        parts += [f"{found['tokens_per_second']:,.0f} tokens/s", f"{left} left"]
+        if name in line:
+            parts.append(f"{shown} {line[name]:.4g}")
+    if "tokens_per_second" in line:
+        left = timedelta(seconds=round(line["seconds_left"]))
+        parts += [f"{line['tokens_per_second']:,.0f} tokens/s", f"{left} left"]
     return ", ".join(parts)
 
 

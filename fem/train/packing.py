@@ -158,8 +158,8 @@ class ShuffledRows(IterableDataset):
 
     def __iter__(self) -> Iterator[Row]:
         for number in self.share.numbers(self.step):
-            epoch, place = divmod(number, self.rows)
-            yield self.file.row(int(_order(self.rows, self.seed, epoch)[place]), self.context)
+            epoch, index = divmod(number, self.rows)
+            yield self.file.row(int(_order(self.rows, self.seed, epoch)[index]), self.context)
 
 
 @lru_cache(maxsize=2)

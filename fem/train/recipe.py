@@ -122,8 +122,8 @@ def differences(stored: dict, recipe: TrainRecipe) -> list[str]:
 
     max_steps may be raised.
     """
-    given = asdict(recipe)
-    changed = [name for name in given if name not in FREE and stored.get(name) != given[name]]
+    wanted = asdict(recipe)
+    changed = [name for name in wanted if name not in FREE and stored.get(name) != wanted[name]]
     if "max_steps" in changed and stored.get("max_steps", 0) < recipe.max_steps:
         changed.remove("max_steps")
-    return [f"{name} ({stored.get(name)} there, {given[name]} here)" for name in changed]
+    return [f"{name} ({stored.get(name)} there, {wanted[name]} here)" for name in changed]

@@ -26,8 +26,8 @@ class SavingTrainer(Trainer):
     `TrainingArguments.output_dir` must be `output`/.saving. A subclass adds files of its own in `add_files`.
     """
 
-    def __init__(self, *, output: Path, keep: int = KEPT, **given):
-        super().__init__(**given)
+    def __init__(self, *, output: Path, keep: int = KEPT, **options):
+        super().__init__(**options)
         self.output, self.keep = output, keep
         self.remove_callback(PrinterCallback)
 

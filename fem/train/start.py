@@ -56,15 +56,15 @@ def read_config(output: Path, checkpoint: Path | None) -> dict | None:
     Raises ValueError where it is damaged and there is no checkpoint.
     """
     path = output / CONFIG
-    found = read_json(path)
-    readable = isinstance(found, dict) and isinstance(found.get("recipe"), dict)
+    config = read_json(path)
+    readable = isinstance(config, dict) and isinstance(config.get("recipe"), dict)
     if checkpoint is not None:
         if not readable:
             note(f"{CONFIG} is missing or cannot be read; taken from {checkpoint.name}.")
         return json.loads((checkpoint / COPY / CONFIG).read_text(encoding="utf-8"))
-    if found is not None and not readable:
+    if config is not None and not readable:
         raise ValueError(f"{str(path)!r} has no recipe and no checkpoint has a copy; choose another output.")
-    return found
+    return config
 
 
 def write_config(output: Path, config: dict) -> None:
@@ -90,17 +90,17 @@ def read_metrics(output: Path) -> list[dict]:
     """The lines of metrics.jsonl that can be read: a kill may cut off the last, a power cut may damage others."""
     if not (output / METRICS).exists():
         return []
-    found, broken = [], 0
+    metrics, broken = [], 0
     lines = (output / METRICS).read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     for line in lines:
         try:
             known = json.loads(line)
-            found.append(known | {"step": int(known["step"])})
+            metrics.append(known | {"step": int(known["step"])})
         except (ValueError, TypeError, KeyError):
             broken += line is not lines[-1]
     if broken:
         note(f"{METRICS} has {broken} damaged lines, which are left out.")
-    return found
+    return metrics
 
 
 def copy_run(output: Path, checkpoint: Path) -> None:

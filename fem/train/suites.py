@@ -55,11 +55,11 @@ TABLE_2 = """
 
 def paper_rows() -> dict[str, dict[str, float]]:
     """Row -> column -> score, as printed."""
-    found = {}
+    rows = {}
     for line in TABLE_2.strip().splitlines():
         size, family, *scores = line.split()
-        found[f"{size} {family}"] = {score.column: float(text) for score, text in zip(PAPER, scores, strict=True)}
-    return found
+        rows[f"{size} {family}"] = {score.column: float(text) for score, text in zip(PAPER, scores, strict=True)}
+    return rows
 
 
 def paper_row(name: str) -> dict[str, float]:

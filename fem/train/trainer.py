@@ -31,9 +31,9 @@ class TextTrainer(SavingTrainer):
     rows: those that this process reads. extended: the schedule is longer than the checkpoint's.
     """
 
-    def __init__(self, *, rows: ShuffledRows, extended: bool, **given):
+    def __init__(self, *, rows: ShuffledRows, extended: bool, **options):
         self.rows = rows
-        super().__init__(**given)
+        super().__init__(**options)
         self.extended = extended
         self.largest_norm = 0.0  # since the last log
 
@@ -47,11 +47,11 @@ class TextTrainer(SavingTrainer):
         )
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial):
-        found = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
+        start = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
         if checkpoint is not None:
             self.state.compute_steps(self.args, max_steps)  # the intervals of this command, not of the checkpoint
             self.rows.step = self.state.global_step
-        return found
+        return start
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -69,10 +69,10 @@ class TextTrainer(SavingTrainer):
         self.largest_norm = max(self.largest_norm, size)
         return norm
 
-    def log(self, logs: dict[str, float], *args, **given) -> None:
+    def log(self, logs: dict[str, float], *args, **options) -> None:
         if "loss" in logs:
             logs["grad_norm_max"], self.largest_norm = self.largest_norm, 0.0
-        super().log(logs, *args, **given)
+        super().log(logs, *args, **options)
 
     def add_files(self, checkpoint: Path) -> None:
         if self.args.process_index == 0:

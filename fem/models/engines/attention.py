@@ -153,5 +153,5 @@ def masks_of(
     if isinstance(attention_mask, dict):
         return attention_mask
     make = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
-    how = {"attention_mask": attention_mask, "past_key_values": cache, "position_ids": position_ids}
-    return {kind: make[kind](config=config, inputs_embeds=x, **how) for kind in kinds}
+    options = {"attention_mask": attention_mask, "past_key_values": cache, "position_ids": position_ids}
+    return {kind: make[kind](config=config, inputs_embeds=x, **options) for kind in kinds}

@@ -65,22 +65,22 @@ def rows_of(metadata) -> list[Rows]:
     """One call for all requests that go on with one token, and one for every other. Waits for the device twice."""
     starts, ends = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     tokens = [range(first, last) for first, last in pairwise(starts)]
-    before = [end - len(own) for own, end in zip(tokens, ends)]
+    before = [end - len(places) for places, end in zip(tokens, ends)]
     single, others = [], []
-    for request, own in enumerate(tokens):
-        if len(own) == 1 and before[request]:
+    for request, places in enumerate(tokens):
+        if len(places) == 1 and before[request]:
             single.append(request)
-        elif own:
+        elif places:
             others.append([request])
     on_device = lambda numbers: torch.tensor(numbers, device=metadata.seq_lens.device)  # noqa: E731
-    found = []
+    calls = []
     for requests in filter(None, [single, *others]):
         seen = on_device([before[request] for request in requests])
         none = torch.zeros_like(seen)
         position = CachePosition(position=seen, document=none, segment=none, started=seen > 0)
-        own = on_device([list(tokens[request]) for request in requests])
-        found.append(Rows(own, on_device(requests), position, not before[requests[0]]))
-    return found
+        places = on_device([list(tokens[request]) for request in requests])
+        calls.append(Rows(places, on_device(requests), position, not before[requests[0]]))
+    return calls
 
 
 class ServedMixer(FreeEnergyMixer, MambaBase):
@@ -135,11 +135,11 @@ class ServedMixer(FreeEnergyMixer, MambaBase):
         slots = get_forward_context().attn_metadata[self.prefix].state_indices_tensor.long()
         y = None
         for rows in self.rows:
-            own = slots[rows.requests]
-            held = None if rows.new else dict(zip(self.row, (cache[own] for cache in self.kv_cache)))
+            index = slots[rows.requests]
+            held = None if rows.new else dict(zip(self.row, (cache[index] for cache in self.kv_cache)))
             part, after = function(x[0, rows.tokens], held, rows.position)
             for name, cache in zip(self.row, self.kv_cache):
-                cache[own] = after[name]
+                cache[index] = after[name]
             y = part.new_zeros(x.shape[1], part.shape[-1]) if y is None else y
             y[rows.tokens] = part
         return y[None]

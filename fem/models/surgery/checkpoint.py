@@ -55,8 +55,8 @@ class KeepsCalls(OpensWithFEM):
     def to_diff_dict(self) -> dict:
         saved = super().to_diff_dict()
         names = [PREFIX + name.removeprefix(PREFIX) for name in saved.get("architectures") or ()]
-        own = {"model_type": ReplacedConfig.model_type, "original_type": self.model_type, "architectures": names}
-        return saved | own | {"attn_implementation": REFUSAL}
+        extra = {"model_type": ReplacedConfig.model_type, "original_type": self.model_type, "architectures": names}
+        return saved | extra | {"attn_implementation": REFUSAL}
 
     def __reduce__(self) -> tuple:
         return _empty, (self.original,), self.__dict__  # pickle does not find a class that was made at run time

@@ -71,8 +71,8 @@ class FreeEnergyHead(nn.Module):
     ) -> Reading:
         """What `forward` reads, as tables: O(T) reads and O(T^2) memory per channel, so only for small T."""
         beta = None if self.beta is None else self.beta()
-        how = {"causal": causal, "scale": scale, "bias": bias, "backend": self.backend}
-        return softmax_tables(q, k, v, beta, self.gate(features), **how)
+        options = {"causal": causal, "scale": scale, "bias": bias, "backend": self.backend}
+        return softmax_tables(q, k, v, beta, self.gate(features), **options)
 
 
 def as_bias(allowed: Bool[Tensor, "..."] | Float[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:

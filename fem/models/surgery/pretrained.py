@@ -75,10 +75,10 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
         raise CrossAttention("it is cross-attention")
     parts = {name for name, _ in module.named_children()}
     projections = next((names for names in map(set, map(str.split, QUERIES)) if names <= parts), None)
-    own = [name for name, _ in module.named_parameters(recurse=False) if name not in OWN]
-    if projections is None or len(parts & OUTPUTS) > 1 or parts - projections - OUTPUTS - BESIDE or own:
+    parameters = [name for name, _ in module.named_parameters(recurse=False) if name not in OWN]
+    if projections is None or len(parts & OUTPUTS) > 1 or parts - projections - OUTPUTS - BESIDE or parameters:
         raise Refused(
-            f"its parts ({', '.join(sorted([*parts, *own]))}) are none that are known to make a plain softmax"
+            f"its parts ({', '.join(sorted([*parts, *parameters]))}) are none that are known to make a plain softmax"
         )
     maps = [getattr(module, name) for name in sorted(projections | parts & OUTPUTS)]
     if any(getattr(part, "weight", None) is None or part.weight.dim() != 2 for part in maps):
@@ -109,8 +109,8 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
 
 def _width(module: nn.Module, heads: int | None) -> int | None:
     """The width of a head: of its values, where queries are wider."""
-    whole = _first(module, ("embed_dim", "all_head_size", "inner_dim"))
-    return _first(module, HEAD_WIDTHS) or (whole // heads if whole and heads else None)
+    width = _first(module, ("embed_dim", "all_head_size", "inner_dim"))
+    return _first(module, HEAD_WIDTHS) or (width // heads if width and heads else None)
 
 
 def _check_sizes(module: nn.Module, projections: set[str], width: int) -> None:
@@ -146,8 +146,8 @@ def _swap(attention: nn.Module, parent: nn.Module | None, mixer: FreeEnergyMixer
 
 def _first(thing: object, names: Iterable[str]) -> int | None:
     """The first of the attributes that is a positive whole number."""
-    found = (getattr(thing, name, None) for name in names)
-    return next((value for value in found if isinstance(value, int) and value > 0), None)
+    values = (getattr(thing, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def _in(projection: nn.Module) -> int:
@@ -171,8 +171,8 @@ def _rope_theta(attention: nn.Module) -> float | None:
 
 def _dropout(attention: nn.Module) -> float:
     for name in ("attn_dropout", "dropout", "attention_dropout", "dropout_prob"):
-        found = getattr(attention, name, None)
-        rate = getattr(found, "p", found)
+        part = getattr(attention, name, None)
+        rate = getattr(part, "p", part)
         if isinstance(rate, (int, float)):
             return float(rate)
     return 0.0

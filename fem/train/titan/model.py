@@ -80,23 +80,23 @@ class FEMDecoder(BaseModel):
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             with torch.device("meta"):
-                whole = FEMForCausalLM(self.fem)
-            return whole.num_parameters(), flops_per_token(whole, seq_len)
+                full = FEMForCausalLM(self.fem)
+            return full.num_parameters(), flops_per_token(full, seq_len)
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        whole = FEMForCausalLM(config.fem)
-        for block in whole.model.layers:
+        full = FEMForCausalLM(config.fem)
+        for block in full.model.layers:
             block.attention = None  # how an engine reads the layer; training reads it exactly
             if type(config.linear) is not Linear.Config:
                 convert(block, config.linear)
-        self.enable_weight_tying = whole.config.tie_word_embeddings
-        self.initializer_range = whole.config.initializer_range
-        self.tok_embeddings = whole.model.embed_tokens
-        self.layers = ModuleDict({str(i): block for i, block in enumerate(whole.model.layers)})
-        self.norm = whole.model.norm
-        self.lm_head = whole.lm_head
+        self.enable_weight_tying = full.config.tie_word_embeddings
+        self.initializer_range = full.config.initializer_range
+        self.tok_embeddings = full.model.embed_tokens
+        self.layers = ModuleDict({str(i): block for i, block in enumerate(full.model.layers)})
+        self.norm = full.model.norm
+        self.lm_head = full.lm_head
         self.tie()
 
     def verify_module_protocol(self) -> None:
@@ -154,11 +154,11 @@ class FEMStateDictAdapter(StateDictAdapter):
         return {_renamed(name, NAMES): value for name, value in kept.items()}
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        own = {theirs: ours for ours, theirs in NAMES.items()}
-        found = {_renamed(name, own): value for name, value in hf_state_dict.items()}
+        names = {theirs: ours for ours, theirs in NAMES.items()}
+        weights = {_renamed(name, names): value for name, value in hf_state_dict.items()}
         if self.model_config.fem.tie_word_embeddings:
-            found["lm_head.weight"] = found["tok_embeddings.weight"]
-        return found
+            weights["lm_head.weight"] = weights["tok_embeddings.weight"]
+        return weights
 
 
 def _renamed(name: str, names: dict[str, str]) -> str:

@@ -57,15 +57,15 @@ def parallelize(
     return model
 
 
-def pipeline(model: FEMDecoder, **given) -> tuple:
+def pipeline(model: FEMDecoder, **kwargs) -> tuple:
     """torchtitan's pipeline by blocks, whose trainer hands over the parts of a batch: torch 2.13 takes the batch."""
-    schedule, *rest = pipeline_llm(model, **given)
+    schedule, *rest = pipeline_llm(model, **kwargs)
     step = schedule.step
 
-    def step_of_parts(*, arg_mbs: list | None, kwarg_mbs: list, target_mbs: list | None, **how) -> None:
+    def step_of_parts(*, arg_mbs: list | None, kwarg_mbs: list, target_mbs: list | None, **options) -> None:
         inputs = [torch.cat(parts) for parts in zip(*arg_mbs or ())]
         marks = {name: torch.cat([part[name] for part in kwarg_mbs]) for name in kwarg_mbs[0]}
-        step(*inputs, **marks, target=None if target_mbs is None else torch.cat(target_mbs), **how)
+        step(*inputs, **marks, target=None if target_mbs is None else torch.cat(target_mbs), **options)
 
     if "arg_mbs" not in inspect.signature(step).parameters:
         schedule.step = step_of_parts
@@ -84,12 +84,12 @@ def split_heads(model: FEMDecoder, mesh: DeviceMesh) -> None:
     split = {name: styles[style] for name, style in plan.items() if not name.endswith(".theta")}
     split["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate())
     split["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    whole = {
+    replicated = {
         name: Whole()
         for name, part in model.named_modules()
         if any(True for _ in part.parameters(recurse=False)) and re.sub(r"\.\d+\.", ".*.", name) not in split
     }
-    parallelize_module(model, mesh, split | whole)
+    parallelize_module(model, mesh, split | replicated)
     model.tie()
 
 

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
 from fem.models import LORA, FEMConfig, FEMForCausalLM, replace_attention
-from fem.projection import Projection
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,;:"
 ANY = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
@@ -156,12 +155,3 @@ def _(folder: Path) -> str:
         errors = [(a - model(row).logits).abs().max() for a, row in zip(found, (ids(), ids()[:1, :4]))]
     own = [node for node in program.graph.nodes if str(node.target).startswith("fem")]
     return f"logits within {max(errors):.1e}, {len(own)} operators of fem in the graph"
-
-
-@client("torch", "torch.ao dynamic quantisation of `{nn.Linear, fem.projection.Projection}`")
-def _(folder: Path) -> str:
-    kinds = {torch.nn.Linear, Projection}
-    quantised = torch.ao.quantization.quantize_dynamic(small(), kinds, torch.qint8)
-    left = sum(isinstance(module, torch.nn.Linear) for module in quantised.modules())
-    error = (quantised(ids()).logits - small()(ids()).logits).norm() / small()(ids()).logits.norm()
-    return f"{left} maps left as they were, logits within {error:.1%}; `{{nn.Linear}}` alone warns"
