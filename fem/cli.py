@@ -112,23 +112,19 @@ def main() -> None:
 
 
 def _say(sentence: str) -> int:
-    if _first_to_say():
-        print(f"error: {sentence}", file=sys.stderr)
+    """Print an error, which all of torchrun's processes meet, once."""
+    if _under_torchrun():
+        from fem.train.distributed import first_to_say
+
+        if not first_to_say():
+            return 2
+    print(f"error: {sentence}", file=sys.stderr)
     return 2
 
 
 def _under_torchrun() -> bool:
     """Whether this is one of several processes that torchrun started."""
     return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def _first_to_say() -> bool:
-    """Whether this process is to print the error: under torchrun, where all meet the same one, the first does."""
-    if not _under_torchrun():
-        return True
-    from fem.train.distributed import first_to_say
-
-    return first_to_say()
 
 
 if __name__ == "__main__":

@@ -178,13 +178,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not isinstance(self.prior_type, str):
             raise ValueError(f"prior_type must be one of {', '.join(PRIORS)}; got {self.prior_type!r}.")
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"num_attention_heads must divide hidden_size = {self.hidden_size}, got {self.num_attention_heads}."
-            )
-        if not isinstance(self.mixer or {}, dict):
-            raise TypeError(f"mixer must be a dict of mixer fields, got {self.mixer!r}.")
-        self.mixer = dict(self.mixer or {})
+        check_mixer_fields(self)
         if not isinstance(self.layer_priors, (list, tuple, NoneType)):
             raise TypeError(f"layer_priors must be a list with an entry per layer, got {self.layer_priors!r}.")
         if self.layer_priors is not None and len(self.layer_priors) != self.num_hidden_layers:
@@ -216,6 +210,17 @@ def _check_names(where: str, fields: dict, of_model: set[str]) -> None:
         if name in of_model:
             owner = MODEL_NAMES.get(name, "architecture")
             raise ValueError(f"{where} must leave {name} to the model's {owner}, got {name}={fields[name]!r}.")
+
+
+def check_mixer_fields(config: PreTrainedConfig) -> None:
+    """Raise unless heads divide the width and `mixer` is a dict, which is copied."""
+    if config.hidden_size % config.num_attention_heads:
+        raise ValueError(
+            f"num_attention_heads must divide hidden_size = {config.hidden_size}, got {config.num_attention_heads}."
+        )
+    if not isinstance(config.mixer or {}, dict):
+        raise TypeError(f"mixer must be a dict of mixer fields, got {config.mixer!r}.")
+    config.mixer = dict(config.mixer or {})
 
 
 def refuse_unknown(config: PreTrainedConfig, values: dict) -> None:

@@ -16,7 +16,7 @@ from transformers.utils.generic import can_return_tuple
 from fem.checks import finite_number, positive_int
 from fem.config import FreeEnergyMixerConfig, build_config
 from fem.mixer import FreeEnergyMixer
-from fem.models.configuration import refuse_unknown
+from fem.models.configuration import check_mixer_fields, refuse_unknown
 from fem.models.modeling import FEMPreTrainedModel
 from fem.models.opener import OpensWithFEM
 from fem.models.presets import TRANSFORMER
@@ -71,7 +71,6 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
         values.pop("auto_map", None)  # the class knows it
         refuse_unknown(self, values)
         self._check_sizes()
-        self.mixer = dict(self.mixer or {})
         built = self.mixer_config()
         if self.intermediate_size is None:
             self.intermediate_size = self._matching_mlp(built)
@@ -110,17 +109,12 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
             positive_int("intermediate_size", self.intermediate_size, (None,))
         if self.image_size % self.patch_size:
             raise ValueError(f"patch_size must divide image_size = {self.image_size}, got {self.patch_size}.")
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"num_attention_heads must divide hidden_size = {self.hidden_size}, got {self.num_attention_heads}."
-            )
+        check_mixer_fields(self)
         if self.pooling not in POOLINGS:
             raise ValueError(f"pooling must be {' or '.join(POOLINGS)}, got {self.pooling!r}.")
         if finite_number("drop_path_rate", self.drop_path_rate, 0.0, 1.0) == 1:
             raise ValueError(f"drop_path_rate must be below 1, got {self.drop_path_rate}.")
-        if not isinstance(self.mixer or {}, dict):
-            raise TypeError(f"mixer must be a dict of mixer fields, got {self.mixer!r}.")
-        if (self.mixer or {}).get("causal"):
+        if self.mixer.get("causal"):
             raise ValueError("mixer must leave causal False: an image has no future, got causal=True.")
 
 
@@ -161,20 +155,6 @@ class PatchTokens(nn.Module):
         return x + self.positions
 
 
-class DropPath(nn.Module):
-    """x / (1 - rate) for a sample that keeps its branch, 0 for one that skips it; x itself outside training."""
-
-    def __init__(self, rate: float):
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        if self.rate == 0 or not self.training:
-            return x
-        kept = torch.rand(len(x), 1, 1, device=x.device) >= self.rate
-        return x * kept / (1 - self.rate)
-
-
 class FEMImageBlock(GradientCheckpointingLayer):
     """x + Mixer(LayerNorm(x)), then x + MLP(LayerNorm(x))"""
 
@@ -188,11 +168,12 @@ class FEMImageBlock(GradientCheckpointingLayer):
             nn.GELU(),
             nn.Linear(config.intermediate_size, config.hidden_size),
         )
-        self.drop_path = DropPath(drop_path)
+        self.drop_path = nn.Dropout(drop_path)  # of whole branches: one number for each sample
 
     def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        x = x + self.drop_path(self.mixer(self.mixer_norm(x)))
-        return x + self.drop_path(self.mlp(self.mlp_norm(x)))
+        one = x.new_ones(len(x), 1, 1)
+        x = x + self.drop_path(one) * self.mixer(self.mixer_norm(x))
+        return x + self.drop_path(one) * self.mlp(self.mlp_norm(x))
 
 
 class FEMImagePreTrainedModel(FEMPreTrainedModel):

@@ -7,24 +7,10 @@ from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-INITIALISATIONS = ("normal", "torch")  # of the linear maps, see `blocks.initialise`
-
 
 def listed(text: str) -> list[str]:
     """The names in a list with commas between them, each once."""
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-
-
-def numbers(name: str, text: str) -> tuple[float, ...]:
-    """The numbers in a list, each once. Raises ValueError, naming the field, where there is none, and where one is
-    negative, infinite or no number."""
-    try:
-        values = tuple(dict.fromkeys(float(value) for value in listed(text)))
-    except ValueError:
-        values = ()
-    if not (values and all(0 <= number < math.inf for number in values)):
-        raise ValueError(f"{name} must be numbers of 0 or more with commas between them, got {text!r}.")
-    return values
 
 
 def require_positive(recipe: Any, *names: str) -> None:

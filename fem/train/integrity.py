@@ -1,4 +1,4 @@
-"""Folders whose files can be checked: digests are listed beside them, and a folder is named once all is on disk."""
+"""Folders with one writer, whose files can be checked: a folder is named once all is on disk, with its digests."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from fem.runs.run import sync, write_json
 
 MANIFEST = "complete.json"
+LOCK = ".lock"
 
 
 def digest(path: Path) -> str:
@@ -60,3 +65,18 @@ def damage(folder: Path, files: str = "*") -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} cannot be read"
     return None
+
+
+@contextmanager
+def one_writer(folder: Path) -> Iterator[None]:
+    """Hold the lock on `folder`, which the system releases when its process ends, however it ends.
+
+    Raises ValueError where another process holds it.
+    """
+    try:
+        with FileLock(folder / LOCK, timeout=0):
+            yield
+    except Timeout:
+        raise ValueError(
+            f"another training writes to {str(folder)!r}; wait for it, or choose another output."
+        ) from None

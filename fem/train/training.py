@@ -22,7 +22,7 @@ from fem.runs.run import RESULTS, Run, check_output, note, progress, read_json, 
 from fem.train.checkpoints import STAGING, load_language_model
 from fem.train.data import TOKENS, check_data, documents_of, identity, load_data, load_tokenizer
 from fem.train.distributed import Paused, Ranks, end_process_group, end_with_parent, in_touch
-from fem.train.lock import LOCK, one_writer
+from fem.train.integrity import LOCK, one_writer
 from fem.train.metrics import MetricsCallback, summary
 from fem.train.model import build_model
 from fem.train.packing import Share, write_tokens

@@ -27,7 +27,6 @@ from transformers import AutoModelForImageClassification, ViTConfig, ViTForImage
 
 from fem import PRIORS, cli
 from fem.models import FEMForImageClassification, FEMImageConfig
-from fem.models.vision import DropPath
 from fem.train.checkpoints import checkpoints
 from fem_research.vision import experiment, images, training
 from fem_research.vision.experiment import VisionRecipe, run
@@ -196,16 +195,20 @@ def test_gradient_checkpointing_changes_no_gradient():
 
 
 def test_a_dropped_branch_is_gone_for_a_whole_sample_and_right_on_average():
-    drop, x = DropPath(0.3), torch.ones(4000, 1, 2)
-    values = drop(x)
+    block = classifier(num_hidden_layers=1).model.layers[0]
+    block.mixer_norm = block.mixer = block.mlp_norm = nn.Identity()
+    block.mlp, block.drop_path.p = nn.Linear(2, 2, bias=False), 0.3
+    nn.init.zeros_(block.mlp.weight)
+    x = torch.ones(4000, 1, 2)
+    values = block.train()(x) - x
     assert torch.equal(values[..., 0], values[..., 1])
     assert values.unique().tolist() == [0, pytest.approx(1 / 0.7)]
     assert values.mean().item() == pytest.approx(1, abs=0.05)
-    assert torch.equal(drop.eval()(x), x)
+    assert torch.equal(block.eval()(x), 2 * x)
 
 
 def test_later_blocks_drop_more_often():
-    rates = [block.drop_path.rate for block in classifier(num_hidden_layers=3, drop_path_rate=0.2).model.layers]
+    rates = [block.drop_path.p for block in classifier(num_hidden_layers=3, drop_path_rate=0.2).model.layers]
     assert rates == [0, pytest.approx(0.1), pytest.approx(0.2)]
 
 

@@ -221,7 +221,7 @@ def test_the_default_process_group_has_the_timeout_of_the_recipe(monkeypatch):
 def test_two_trainings_never_write_into_one_folder(cut, whole, data):
     before = contents(cut)
     script = (
-        "import sys, time; from pathlib import Path; from fem.train.lock import one_writer\n"
+        "import sys, time; from pathlib import Path; from fem.train.integrity import one_writer\n"
         "with one_writer(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", script, str(cut)], stdout=subprocess.PIPE, text=True)

@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from fem.runs.run import circumstances, note, open_run, read_json, write_json
 from fem.runs.tables import Rows, show_table, write_table
-from fem.train.lock import one_writer
+from fem.train.integrity import one_writer
 
 
 @runtime_checkable

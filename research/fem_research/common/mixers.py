@@ -10,6 +10,9 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from fem.config import FreeEnergyMixerConfig
+from fem.runs.recipes import listed
+
+INITIALISATIONS = ("normal", "torch")  # of the linear maps, see `blocks.initialise`
 
 PARTS = {"C": "use_conv", "L": "use_lse", "T": "use_temperature", "G": "use_outer_gate"}
 SHOWN = {"softmax": "attention", "gla": "GLA", "rnn_softmax": "AFT", "mamba": "Mamba", "mamba_interactive": "Mamba-i"}
@@ -172,3 +175,15 @@ def mixer_config(name: str, width: int, heads: int, **fields) -> FreeEnergyMixer
 
 def file_name(mixer: str) -> str:
     return mixer.replace("/", "_")
+
+
+def numbers(name: str, text: str) -> tuple[float, ...]:
+    """The numbers in a list, each once. Raises ValueError, naming the field, where there is none, and where one is
+    negative, infinite or no number."""
+    try:
+        values = tuple(dict.fromkeys(float(value) for value in listed(text)))
+    except ValueError:
+        values = ()
+    if not (values and all(0 <= number < math.inf for number in values)):
+        raise ValueError(f"{name} must be numbers of 0 or more with commas between them, got {text!r}.")
+    return values

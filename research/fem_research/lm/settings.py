@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fem.runs.recipes import listed, numbers, require_not_negative, require_one_of, require_positive
+from fem.runs.recipes import listed, require_not_negative, require_one_of, require_positive
 from fem.runs.run import option
-from fem_research.common.mixers import canonical, fields_of, priors, taken_apart
+from fem_research.common.mixers import canonical, fields_of, numbers, priors, taken_apart
 
 if TYPE_CHECKING:
     from fem_research.lm.small import LanguageRecipe

@@ -5,18 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 
-from fem.runs.recipes import (
-    INITIALISATIONS,
-    listed,
-    numbers,
-    require_not_negative,
-    require_one_of,
-    require_positive,
-    require_some_of,
-)
+from fem.runs.recipes import listed, require_not_negative, require_one_of, require_positive, require_some_of
 from fem.runs.run import option
 from fem_research.common.grid import digest_of
-from fem_research.common.mixers import PUBLISHED, available, file_name, known
+from fem_research.common.mixers import INITIALISATIONS, PUBLISHED, available, file_name, known, numbers
 from fem_research.common.names import as_shown
 from fem_research.mad.tasks import TASKS, build
 

@@ -6,16 +6,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fem.runs.recipes import (
-    INITIALISATIONS,
-    listed,
-    numbers,
-    require_one_of,
-    require_positive,
-    require_some_of,
-)
+from fem.runs.recipes import listed, require_one_of, require_positive, require_some_of
 from fem.runs.run import option
-from fem_research.common.mixers import KNOWN_ANSWERS, POOLS, UNTYPED, canonical
+from fem_research.common.mixers import INITIALISATIONS, KNOWN_ANSWERS, POOLS, UNTYPED, canonical, numbers
 from fem_research.common.names import as_shown
 
 if TYPE_CHECKING:
