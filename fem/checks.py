@@ -33,7 +33,7 @@ def finite_number(name: str, value, low: float, high: float) -> float:
 
 
 def unknown_field(owner: str, name: str, value, known: Collection[str]) -> TypeError:
-    """What to raise where a configuration, `owner`, is given a field that it does not have."""
+    """The error for a field that a configuration, `owner`, does not have."""
     near = " or ".join(map(repr, difflib.get_close_matches(name, known, 2)))
     hint = f"did you mean {near}?" if near else f"known fields: {', '.join(known)}."
     return TypeError(f"{owner} has no field {name!r} (got {name}={value!r}); {hint}")

@@ -275,7 +275,7 @@ class FreeEnergyMixerConfig:
 
     @property
     def free_width(self) -> int:
-        """How many of a head's channels read the free energy: all of them, or those of free_share."""
+        """The number of a head's channels that read the free energy: all of them, or those of free_share."""
         return self.value_width if self.free_share is None else round(self.free_share * self.value_width)
 
     @property
@@ -383,7 +383,7 @@ def _readers() -> dict[str, list[str]]:
 
 
 def slim_fields(n_embd: int, prior_type: str) -> dict:
-    """What `FreeEnergyMixerConfig.slim` changes. The rank D / 16 won where slim gates did; from width 128 on it is a
+    """The fields that `slim` changes. The rank D / 16 won where slim gates did; from width 128 on it is a
     multiple of 8."""
     width = positive_int("n_embd", n_embd)
     rank = _nearest_multiple(width / 16, 8) if width >= 128 else max(1, round(width / 16))
@@ -391,7 +391,7 @@ def slim_fields(n_embd: int, prior_type: str) -> dict:
 
 
 def split_fields(n_embd: int, prior_type: str) -> dict:
-    """What `FreeEnergyMixerConfig.split` changes."""
+    """The fields that `FreeEnergyMixerConfig.split` changes."""
     return slim_fields(n_embd, prior_type) | {"use_conv": False, "free_share": 0.5}
 
 

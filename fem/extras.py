@@ -1,4 +1,4 @@
-"""Which optional package belongs to which extra of the distribution."""
+"""The extras of the distribution and the optional packages that each brings."""
 
 from __future__ import annotations
 

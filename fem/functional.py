@@ -65,7 +65,7 @@ def softmax_read(
     window: a query sees t - window < i <= t, or |t - i| < window without causal, in kept tokens of its document.
     bias: float, broadcastable to (B, H, T_q, T), differentiable; -inf forbids the pair.
     key_mask (B, T): bool or 0/1 integers, 1 = keep; a masked token counts as deleted. segment_ids (B, T): integers,
-    any change between kept tokens starts a document that sees itself alone.
+    any change between kept tokens starts a document that sees only itself.
     A query that sees no key, of none too, reads 0, without gradient. Exact for any finite input: entries that one
     attention call cannot prove are computed again. Raises ValueError on shapes and values, TypeError on dtypes.
     """
@@ -98,7 +98,7 @@ SUMS = ("weighted", "peak", "total")  # what the states of the channel scan and 
 
 @dataclass(frozen=True)
 class ScanState:
-    """What a scan carries from one call to the next: its sums, and each row's position and document. Opaque."""
+    """The state of a scan between two calls: its sums, and each row's position and document. Opaque."""
 
     memory: dict[str, Tensor]
     cache_position: CachePosition
@@ -352,7 +352,7 @@ def check_beta(beta: Tensor, v: Tensor) -> None:
     if bool(wrong.any()):
         raise ValueError(
             f"beta must be positive, finite and not NaN, got {beta[wrong][0].item()}; "
-            "make it so with softplus, or pass beta=None for the mean alone."
+            "make it so with softplus, or pass beta=None for the mean only."
         )
 
 

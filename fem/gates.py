@@ -58,7 +58,7 @@ class TwoLevelGate(nn.Module):
 
         lambda = sigmoid(W_lambda x)           g = RMSNorm_per_head(softplus(W_g x))
 
-    Without temperature learning the read stands alone: F where the log-sum-exp is on, else the mean. Slim gates
+    Without temperature learning the read is F where the log-sum-exp is on, else the mean. Slim gates
     (`gate_rank`): W_lambda and W_g are products of two maps, or give one number per head; a norm over a head would
     undo that number, so g is then softplus(W_g x) / log 2.
     """

@@ -1,4 +1,4 @@
-"""What a layer read, and how: the tables behind one forward pass."""
+"""The tables behind one forward pass of a layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters weight decay may shrink."""
+"""The parameters that weight decay may shrink."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class FreeEnergyCrossMixer(nn.Module):
     def inspect(
         self, x: Float[Tensor, "b tq d"], memory: Float[Tensor, "b t m"], memory_mask: Tensor | None = None
     ) -> Reading:
-        """What every query reads from the memory, as tables: see `FreeEnergyMixer.inspect`."""
+        """Tables of what every query reads from the memory: see `FreeEnergyMixer.inspect`."""
         inputs, options = self._read_of(x, memory, memory_mask)
         if 0 in (*x.shape[:2], memory.shape[1]):
             raise ValueError(f"inspect needs rows, queries and a memory, got {tuple(x.shape)}, {tuple(memory.shape)}.")
@@ -101,7 +101,7 @@ class FreeEnergyCrossMixer(nn.Module):
         return undecayed_names(self)
 
     def _read_of(self, x: Tensor, memory: Tensor, memory_mask: Tensor | None) -> tuple[tuple, dict]:
-        """What `softmax_read` is given: q, k, v, beta, and its options."""
+        """The arguments of `softmax_read`: q, k, v, beta, and its options."""
         width = self.config.n_embd
         check_tokens("x", x, f"(batch, queries, {width})", width, self.query)
         check_tokens("memory", memory, f"(batch, tokens, {self.memory_dim})", self.memory_dim, self.key)
@@ -124,7 +124,7 @@ class FreeEnergyCrossMixer(nn.Module):
 
 
 class FreeEnergyPooling(nn.Module):
-    """Learnt queries read a set: x (B, T, D_m) -> (B, Q, D), where attention pooling takes averages alone.
+    """Learnt queries read a set: x (B, T, D_m) -> (B, Q, D), where attention pooling only takes averages.
 
         y_q = FreeEnergyCrossMixer(query_q, x)
 
@@ -165,7 +165,7 @@ class FreeEnergyPooling(nn.Module):
         return self.read(*self._set(x, attention_mask))
 
     def inspect(self, x: Float[Tensor, "b t m"], attention_mask: Tensor | None = None) -> Reading:
-        """What every query reads from the set, as tables: see `FreeEnergyMixer.inspect`."""
+        """Tables of what every query reads from the set: see `FreeEnergyMixer.inspect`."""
         return self.read.inspect(*self._set(x, attention_mask))
 
     def no_weight_decay(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""What each prior costs and which fields it reads, without torch, for the configuration and for the priors."""
+"""The cost of each prior and the fields that it reads, without torch, for the configuration and for the priors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PRIORS: dict[str, type] = {}  # the classes by name; fem.priors fills it, and us
 
 
 class Widths(NamedTuple):
-    """What a prior costs: its linear weights, and the number of projections whose width is qk_dim."""
+    """The cost of a prior: its linear weights, and the number of projections whose width is qk_dim."""
 
     linear: int
     key_maps: int
@@ -27,7 +27,7 @@ class PriorRow(NamedTuple):
 
 
 def gla_decay_width(config) -> int:
-    """How many decays GLA has for each token."""
+    """The number of decays that GLA has for each token."""
     return {"scalar": 1, "head": config.n_head, "channel": config.qk_dim}[config.decay]
 
 

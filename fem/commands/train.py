@@ -63,7 +63,7 @@ def command(
 
 
 def ending(trained: dict, output: Path) -> str:
-    """What a finished training reached, where its model is, and what to type next."""
+    """A finished training's losses, the folder of its model, and the commands to type next."""
     from fem.train.checkpoints import newest
 
     losses = [
@@ -81,7 +81,7 @@ def ending(trained: dict, output: Path) -> str:
 
 
 def again() -> str:
-    """What to type to go on where this command stopped."""
+    """The command that goes on where this one stopped."""
     words = sys.argv[1:]
     return shlex.join(["fem", *words, *([] if "--resume" in words else ["--resume", "auto"])])
 

@@ -1,4 +1,4 @@
-"""What each channel of each head of a trained model reads, as tables."""
+"""Tables of what each channel of each head of a trained model reads."""
 
 from __future__ import annotations
 

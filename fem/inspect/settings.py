@@ -1,4 +1,4 @@
-"""What `fem inspect` shows, as a recipe."""
+"""The recipe of `fem inspect`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers of transformers' models pass: masks, arguments that mark documents, and those to ignore."""
+"""Arguments of transformers' callers: masks, those that mark documents, and those to ignore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a FEM language model is made of, as transformers stores it."""
+"""The configuration of a FEM language model, as transformers stores it."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     @property
     def layers_block_type(self) -> list[str]:
-        """vLLM's words for layers that keep keys and values, and for those that keep a state alone."""
+        """vLLM's words for layers that keep keys and values, and for those that keep only a state."""
         return ["attention" if attends(mixer) else "mamba" for mixer in self.mixer_configs()]
 
     @property
@@ -197,7 +197,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
 
 def _uses(fields: dict) -> set[str]:
-    """What the prior of a layer reads of the configuration; nothing where it is unknown, which is refused later."""
+    """The fields that the prior of a layer reads; empty for an unknown prior, which is refused later."""
     return set(getattr(PRIORS.get(fields["prior_type"]), "uses", ()))
 
 

@@ -103,7 +103,7 @@ class FEMPreTrainedModel(PreTrainedModel):
         super().__init__(config)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """None is the exact form; any other name that of an engine, which reads over [v | e] (`EngineAttention`).
+        """None means the exact form; any other name is an engine's, which reads over [v | e] (`EngineAttention`).
 
         Raises ValueError on a model that no engine can serve.
         """
@@ -120,7 +120,7 @@ class FEMPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Nothing to copy beside the weights: the config's folder says how they are opened."""
+        """Copy nothing beside the weights: the config's folder says how they are opened."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -293,7 +293,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         return self.config._attn_implementation != EXACT  # else the model makes its own FEMCache
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *sizes) -> None:
-        """As transformers; prompts in chunks find a cache from the start, drafts one that records its past."""
+        """Prepare transformers' cache; for prompts in chunks make a FEMCache, for drafts one that records its past."""
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
         kind = generation_config.cache_implementation or "dynamic"
         if self.config._attn_implementation == EXACT and not kind.startswith("dynamic"):
@@ -309,7 +309,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
                 cache.activate_past_recording()
 
     def _get_stopping_criteria(self, *args, **kwargs) -> StoppingCriteriaList:
-        """Those of transformers, and one more: generation stops at config.max_position_embeddings tokens."""
+        """Return transformers' criteria and one more: generation stops at config.max_position_embeddings tokens."""
         criteria = super()._get_stopping_criteria(*args, **kwargs)
         if self.config.max_position_embeddings is not None:
             criteria.append(MaxLengthCriteria(self.config.max_position_embeddings))

@@ -41,7 +41,7 @@ class OpensWithFEM:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing to copy beside the weights: the installed library has the code."""
+        """Copy nothing beside the weights: the installed library has the code."""
 
 
 def offer(model_class: type) -> None:

@@ -1,4 +1,4 @@
-"""Which parameters of a FEM model peft trains by default: low-rank updates of the projections, as in attention."""
+"""The parameters of a FEM model that peft trains by default: low-rank updates of the projections, as in attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every prior is: a selection distribution over the tokens, and how values are read under it."""
+"""The base of every prior: a selection distribution over the tokens, and the read of values under it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Prior(nn.Module, ABC):
 
     @staticmethod
     def beta_shape(config: FreeEnergyMixerConfig) -> tuple[int, ...]:
-        """How many temperatures the read has: one for each channel of each value head that reads a free energy."""
+        """The shape of beta: a temperature for each channel of each value head that reads a free energy."""
         return (config.kv_heads, config.free_width)
 
     def selection(
@@ -119,7 +119,7 @@ class Prior(nn.Module, ABC):
         return tuple(rotate_all(tensors, position, self._frequency(width, device), config.rope_factor))
 
     def turn(self, position: int, width: int, dtype: torch.dtype) -> Turn:
-        """How one token of a stream on a CPU is `rotated`: looked up, and computed for 64 positions at a time."""
+        """The rotation of one token of a stream on a CPU, computed for 64 positions at a time and looked up."""
         positions, of, cached = self._turns
         if position not in positions or of != dtype:
             positions = range(position // 64 * 64, position // 64 * 64 + 64)

@@ -2,7 +2,7 @@
 values, on other devices the values.
 
 e = exp(beta (f - c)), f the values whose free energy is read, is written once, when the token arrives, so that a later
-token reads the cache by attention alone (`fem/ops/softmax/cached.py`). The shift c and beta are those of the stream's
+token reads the cache by attention (`fem/ops/softmax/cached.py`). The shift c and beta are those of the stream's
 first tokens. Without a free energy, and in float16, where e overflows, the values are cached as they come. So is an f
 of its own, [v | f], where e could not give it back: under gradients, and beyond e's range.
 """
@@ -65,7 +65,7 @@ def append(
 
 
 def packing_of(memory: Memory) -> Packing | None:
-    """How the values of a memory were packed; None: they are as they came."""
+    """The packing of a memory's values, or None where they are as they came."""
     return Packing(memory["beta"], memory["shift"], memory.get("small")) if "shift" in memory else None
 
 
@@ -87,7 +87,7 @@ def append_one(
 
 
 def _recoverable(f: Tensor, start: Memory) -> bool:
-    """Whether f can be had back from e, which then stands in its place: no gradient is wanted, and e is a number."""
+    """Whether f can be computed back from e, which then replaces it: no gradient is wanted, and e is a number."""
     if f.requires_grad or not may_look(f):
         return False
     z, small = packing_of(start).exponents(upcast(f)), start.get("small")

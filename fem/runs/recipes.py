@@ -1,4 +1,4 @@
-"""What the fields of recipes have in common: lists with commas, limits, and names to choose from."""
+"""Checks that recipes share: lists with commas, limits, and names to choose from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every experiment shares: a recipe goes in, a folder of results comes out.
+"""The frame of every experiment: a recipe goes in, a folder of results comes out.
 
 A recipe is a frozen dataclass that says what is computed, and nothing about where. A run's folder holds config.json
 (recipe, versions, seed, hardware, date), metrics.jsonl (one line per measurement), results.json, tables and plots.
@@ -184,7 +184,7 @@ def provenance(command: str) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; None where there is no such file, or none that can be read."""
+    """The content of a JSON file, or None where there is no such file or it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

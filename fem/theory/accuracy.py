@@ -1,4 +1,4 @@
-"""Whether the right token was read."""
+"""The share of channels that read the right token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which inverse temperature a read stands for: of an interpolated read (Eq. 8), of a budget in nats (Theorem 2.8)."""
+"""The inverse temperature of an interpolated read (Eq. 8) and of a budget in nats (Theorem 2.8)."""
 
 from __future__ import annotations
 

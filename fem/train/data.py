@@ -25,7 +25,7 @@ TOKENIZER, TOKENS = "tokenizer", "tokens"
 
 
 def identity(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerFast) -> dict:
-    """What decides the tokens: digests of the tokenizer and of the files, or a hub dataset's name and subset."""
+    """The facts that decide the tokens: digests of tokenizer and files, or a hub dataset's name and subset."""
     files = local_files(recipe.data)
     spelt = f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}"
     facts = {

@@ -1,4 +1,4 @@
-"""How the processes of a training talk to one another, apart from the model's own messages, and how they end."""
+"""Messages between the processes of a training, apart from the model's own, and the end of these processes."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def publish(staging: Path, target: Path) -> None:
 
 
 def damage(folder: Path, files: str = "*") -> str | None:
-    """What is wrong with a published folder, such as "model.safetensors has other bytes than were saved", or None.
+    """The fault of a published folder, such as "model.safetensors has other bytes than were saved", or None.
 
     files: a pattern of the names to check.
     """

@@ -27,7 +27,7 @@ LOGGED = {"loss": "train_loss", "eval_loss": "val_loss"} | {
 
 
 class MetricsCallback(TrainerCallback):
-    """Writes metrics.jsonl, TensorBoard's files where it is installed, and a progress bar, on process 0 only.
+    """Writes metrics.jsonl, TensorBoard's files where it is installed, and a bar and a line of text, on process 0 only.
 
     A line has the step, the losses, beta (smallest, mean, largest), the mean of lambda on the row `probe`, the share of
     free energies that were recomputed, tokens per second, seconds left, and on a known GPU the share of its peak (MFU).
@@ -36,7 +36,6 @@ class MetricsCallback(TrainerCallback):
     def __init__(self, recipe: TrainRecipe, run: Run, model: FEMForCausalLM, probe: Row, bars: Progress | None):
         self.recipe, self.run, self.probe, self.bars = recipe, run, probe, bars
         self.flops = flops_per_token(model, recipe.context)
-        self.loss: float | None = None
 
     def on_train_begin(self, args, state, control, **_):
         fallbacks.reset()
@@ -61,9 +60,7 @@ class MetricsCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         self.steps += 1
         if self.bars is not None:
-            told = self.loss is not None and self.bars.console.is_terminal  # without a terminal, on_log prints a line
-            shown = f"training, loss {self.loss:.3f}" if told else "training"
-            self.bars.update(self.bar, completed=state.global_step, description=shown)
+            self.bars.update(self.bar, completed=state.global_step)
 
     def on_log(self, args, state, control, logs, model, **_):
         line = {ours: float(logs[theirs]) for theirs, ours in LOGGED.items() if theirs in logs}
@@ -72,14 +69,12 @@ class MetricsCallback(TrainerCallback):
                 what = f"the {'validation loss' if name == 'val_loss' else 'loss'} is {line[name]}"
                 raise NotFinite(f"{what} at step {state.global_step}; {ADVICE}; {kept(self.run.folder)}")
         line = {name: value for name, value in line.items() if math.isfinite(value)}
-        self.loss = line.get("train_loss", self.loss)
         if "train_loss" in line:
             line |= self.speed(state.max_steps - state.global_step) | read_statistics(model, self.probe)
             self.start_clock()
         if line and self.bars is not None:
             self.run.log(step=state.global_step, **line)
-            if not self.bars.console.is_terminal:
-                self.bars.console.print(in_words(state.global_step, state.max_steps, line), soft_wrap=True)
+            self.bars.console.print(in_words(state.global_step, state.max_steps, line), soft_wrap=True)
             for name, value in line.items() if self.writer is not None else ():
                 self.writer.add_scalar(name, value, state.global_step)
 

@@ -77,6 +77,6 @@ class SavingTrainer(Trainer):
 
 
 def kept(output: Path) -> str:
-    """What a run that stops now can resume from, as the end of a sentence."""
+    """The end of a sentence: the checkpoint that a run which stops now can resume from."""
     last = newest(output)
     return "no checkpoint is saved yet" if last is None else f"{last.name} is whole, --resume auto goes on from it"

@@ -1,4 +1,4 @@
-"""What an output folder holds, and whether a training may begin or resume in it."""
+"""The content of an output folder, which decides whether a training may begin or resume in it."""
 
 from __future__ import annotations
 

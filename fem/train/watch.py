@@ -1,4 +1,4 @@
-"""How a training by transformers' Trainer is timed and shown: its log, which checkpoints hold, has the seconds."""
+"""Time and progress of a training by transformers' Trainer: the seconds stand in its log, which checkpoints hold."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class EngineAttention(nn.Module):
         e = exp(beta f)        [mean | R] = softmax(q k / sqrt(d_k)) [v | e]        F = log(R) / beta
 
     q (B, T, H, d_k), k (B, T, H_kv, d_k), v (B, T, H_kv, d_v), f = free_values (B, T, H_kv, d_f), or v itself where
-    they are None; beta (H_kv, d_f), or None for the mean alone. Heads are padded with zeros to config.head_dim.
+    they are None; beta (H_kv, d_f), or None for the mean only. Heads are padded with zeros to config.head_dim.
     e is right while |beta f| <= REACH[f.dtype] nats and is clipped there beyond, with a warning on a CPU; `largest`
     keeps the largest |beta f| since the model was loaded. attention_mask: the engine's, or a dict of them by kind of
     layer; keywords: the engine's, handed on.
@@ -136,7 +136,7 @@ def positions_of(
         if past or attention_mask is not None or ("flash" in name and len(x) > 1):
             raise ValueError(
                 f"attn_implementation={name!r} reads packed documents (segment_ids) without a cache and without an "
-                "attention_mask, flash attention in one row alone; leave out attn_implementation for the rest."
+                "attention_mask, flash attention only in one row; leave out attn_implementation for the rest."
             )
         return read_tokens(tuple(x.shape[:2]), x.device, None, segment_ids)[0].position
     if position_ids is not None:

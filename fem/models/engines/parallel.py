@@ -1,4 +1,4 @@
-"""How a model is split by heads over several devices: the tensor-parallel plan of transformers and vLLM."""
+"""The tensor-parallel plan of transformers and vLLM, which splits a model by heads over several devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tensor_plan(config: PreTrainedConfig) -> dict[str, str]:
     """base_model_tp_plan: projections to heads are split by columns, the output by rows; the conditioner is not split.
 
     Where some layer's heads share what is learnt (an SSM's B and C, one decay for all heads) the mixers stay whole on
-    every device, and the SwiGLUs alone are split.
+    every device, and only the SwiGLUs are split.
     """
     mixers = config.mixer_configs()
     plan = dict(FEED_FORWARD)

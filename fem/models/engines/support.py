@@ -1,4 +1,4 @@
-"""Which models an engine can serve, by its attention or by slots for states, and what its caches are built for."""
+"""The models that an engine can serve, by its attention or by slots for states, and the sizes of its caches."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def state_of_a_row(config: FreeEnergyMixerConfig, dtype: torch.dtype) -> dict[st
 
 
 def _tensors(memory: dict[str, Tensor], conditioner: Tensor | None, config: FreeEnergyMixerConfig) -> dict[str, Tensor]:
-    """What a slot holds: all of a state but keys and values, which stand in vLLM's cache."""
+    """The content of a slot: all of a state but keys and values, which stand in vLLM's cache."""
     memory = {} if attends(config) else memory
     return memory if conditioner is None else memory | {CONDITIONER: conditioner}
 
@@ -111,7 +111,7 @@ class ServedMixer(FreeEnergyMixer, MambaBase):
         return self._by_request(x, self._next)
 
     def features(self, x: Tensor, tokens: Tokens, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Those of a softmax layer follow each request's own conditioner; its keys and values are the engine's."""
+        """The features of a softmax layer follow each request's conditioner; keys and values are the engine's."""
         if attends(self.config):
             return self._by_request(x, self._next_features), None
         return super().features(x, tokens, hidden)
@@ -216,7 +216,7 @@ class FEMStatesForCausalLM(nn.Module, HasInnerState, IsHybrid):
         return {f"fem.{name}" for name in wanted}
 
     def get_mamba_state_copy_funcs(self, kinds: set) -> dict:
-        """How vLLM copies the states of a prefix that requests share: each whole."""
+        """The functions by which vLLM copies the states of a shared prefix: each state as a whole."""
         count = next(len(block.mixer.row) for block in self.fem.model.layers if has_state(block.mixer.config))
         return dict.fromkeys(kinds, (get_temporal_copy_spec,) * count)
 

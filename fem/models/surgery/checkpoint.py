@@ -21,7 +21,7 @@ REFUSAL = "this folder holds a replaced model: open it by an Auto class after `i
 
 
 class ReplacedConfig(OpensWithFEM, PreTrainedConfig):
-    """What config.json holds of a replaced model: the original's fields, and the calls of `replace_attention`.
+    """The config.json of a replaced model: the original's fields, and the calls of `replace_attention`.
 
     `from_dict` returns the original's config, of a subclass that keeps the calls.
     """

@@ -38,7 +38,7 @@ class FreeEnergyHead(nn.Module):
         self.to(like)
 
     def temperature_parameters(self) -> Iterator[nn.Parameter]:
-        """Those of lambda and beta. Gradients reach them through sigmoid', as small as lambda: let them learn 30 times
+        """The parameters of lambda and beta. Their gradients are as small as lambda (sigmoid'): let them learn 30 times
         as fast as the original, or they stay where they start.
         """
         for part in (self.beta, self.gate.inner):
@@ -69,7 +69,7 @@ class FreeEnergyHead(nn.Module):
         causal: bool,
         scale: float | None,
     ) -> Reading:
-        """What `forward` reads, as tables: O(T) reads and O(T^2) memory per channel, so only for small T."""
+        """Tables of what `forward` reads: O(T) reads and O(T^2) memory per channel, so only for small T."""
         beta = None if self.beta is None else self.beta()
         options = {"causal": causal, "scale": scale, "bias": bias, "backend": self.backend}
         return softmax_tables(q, k, v, beta, self.gate(features), **options)

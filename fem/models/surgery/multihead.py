@@ -1,4 +1,4 @@
-"""torch.nn.MultiheadAttention as self-attention, alone or in a TransformerEncoderLayer or -DecoderLayer."""
+"""torch.nn.MultiheadAttention as self-attention, by itself or in a TransformerEncoderLayer or -DecoderLayer."""
 
 from __future__ import annotations
 

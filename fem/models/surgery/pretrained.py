@@ -41,23 +41,13 @@ BESIDE = {  # parts that an attention may have besides: they make what is read, 
 }
 OWN = {SINKS, "bias_u", "bias_v", "pos_bias_u", "pos_bias_v", "scaling", "gate_bias"}  # parameters, likewise
 CROSS_NAMES = {
-    "encoder_attn",
-    "crossattention",
-    "cross_attn",
-    "cross_attention",
-    "encoder_attention",
-    "enc_attn",
+    *("encoder_attn", "crossattention", "cross_attn", "cross_attention", "encoder_attention", "enc_attn"),
     "EncDecAttention",
 }
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 HEAD_WIDTHS = (
-    "v_head_dim",
-    "head_dim",
-    "attention_head_size",
-    "head_size",
-    "dim_head",
-    "head_width",
+    *("v_head_dim", "head_dim", "attention_head_size", "head_size", "dim_head", "head_width"),
     "key_value_proj_dim",
 )
 UNREADABLE = {  # arguments of an attention function that change p in ways a softmax read has no place for

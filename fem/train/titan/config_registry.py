@@ -39,7 +39,7 @@ ENDS = ("", "_untied", "_float8")  # untied: for pipelines, whose ends lie on di
 
 
 class NoTokenizer(BaseTokenizer):
-    """None is needed: `TokenRows` reads tokens."""
+    """torchtitan asks for a tokenizer, which `TokenRows` does not need: it reads tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):

@@ -47,7 +47,7 @@ class FEMDecoder(BaseModel):
 
         @property
         def layers(self) -> range:
-            """What torchtitan counts to cut a pipeline."""
+            """The layers that torchtitan counts to cut a pipeline."""
             return range(self.fem.num_hidden_layers)
 
         def update_from_config(self, *, config, **kwargs) -> None:
@@ -100,7 +100,7 @@ class FEMDecoder(BaseModel):
         self.tie()
 
     def verify_module_protocol(self) -> None:
-        """Nothing: the parts are plain modules, which are split by `parallelize` and start by `init_states`."""
+        """Check nothing: the parts are plain modules, which `parallelize` splits and `init_states` starts."""
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits of tokens (B, T), whose positions (B, T) restart where a document does."""
