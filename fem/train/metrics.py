@@ -21,9 +21,7 @@ from fem.train.saving import NotFinite, kept
 from fem.train.throughput import flops_per_token, peak_flops, peak_memory
 from fem.train.trainer import ADVICE
 
-LOGGED = {"loss": "train_loss", "eval_loss": "val_loss"} | {
-    name: name for name in ("grad_norm", "grad_norm_max", "learning_rate")
-}
+LOGGED = {"loss": "train_loss", "eval_loss": "val_loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate"}
 
 
 class MetricsCallback(TrainerCallback):

@@ -35,7 +35,6 @@ class TextTrainer(SavingTrainer):
         self.rows = rows
         super().__init__(**options)
         self.extended = extended
-        self.largest_norm = 0.0  # since the last log
 
     def get_train_dataloader(self) -> DataLoader:
         """This process's rows. With its own generator, the loader draws nothing from the global random state."""
@@ -66,13 +65,7 @@ class TextTrainer(SavingTrainer):
             loss = float(self._tr_loss)
             what = f"the gradient is {size}" if math.isfinite(loss) else f"the loss is {loss}"
             raise NotFinite(f"{what} at step {self.state.global_step + 1}; {ADVICE}; {kept(self.output)}")
-        self.largest_norm = max(self.largest_norm, size)
         return norm
-
-    def log(self, logs: dict[str, float], *args, **options) -> None:
-        if "loss" in logs:
-            logs["grad_norm_max"], self.largest_norm = self.largest_norm, 0.0
-        super().log(logs, *args, **options)
 
     def add_files(self, checkpoint: Path) -> None:
         if self.args.process_index == 0:
