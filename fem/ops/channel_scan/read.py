@@ -16,7 +16,7 @@ from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.composed import fused
 from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import compute_dtype
-from fem.ops.common.read import NO_WEIGHT, Read, Terms, connected_zeros, nothing_read
+from fem.ops.common.read import NO_WEIGHT, Read, Terms, nothing_read
 from fem.ops.common.scaled_sums import Sums, last_step, start_of, state_of
 from fem.ops.common.scan import ScanCall, read_pair, split_channels
 
@@ -68,7 +68,7 @@ def _one_way(log_weight, v, log_decay, beta, tokens, state, present: bool):
     if 0 in shape[:2]:
         state = state_of(Sums(*start[:2]), *start[2:])
         state = {name: part.unflatten(-1, shape[2:]) for name, part in state.items()}
-        return nothing_read(connected_zeros(v.to(dtype), shape, x, v, a, beta, *start), beta), state
+        return nothing_read(v.to(dtype), shape, beta, x, v, a, *start), state
     terms, last = channel_scan(*(None if part is None else part.to(dtype) for part in (a, x, v)), beta, start)
     free_energy = None if beta is None else terms.free_energy[:, -1].clone()
     if not present:

@@ -44,8 +44,9 @@ def connected_zeros(like: Tensor, shape: tuple[int, ...], *inputs: Tensor | None
     return like.new_zeros(shape) + sum(x.flatten()[:0].sum().to(like.dtype) for x in inputs if x is not None)
 
 
-def nothing_read(zeros: Tensor, beta: Tensor | None) -> Terms:
+def nothing_read(like: Tensor, shape: tuple[int, ...], beta: Tensor | None, *inputs: Tensor | None) -> Terms:
     """The terms of a call without a row or without a token."""
+    zeros = connected_zeros(like, shape, beta, *inputs)
     return Terms(zeros, zeros, None if beta is None else zeros)
 
 

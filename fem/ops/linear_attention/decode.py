@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, log, log_average, merge
 from fem.ops.common.steps import along_time
 from fem.ops.linear_attention.chunk import State
 
 
-def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    free: Tensor | None,
-    beta: Tensor | None,
-    g: Tensor | None,
-    state: State,
-    present: bool = True,
-) -> tuple[Terms, State]:
+def step(q, k, v, free, beta, g, state: State, present: bool = True) -> tuple[Terms, State]:
     """The read of one token and the state after it; q, k, v, free, g are (B, 1, H, d), the state (B, H, ...).
 
     Without `present` the token reads only those before it.
@@ -46,16 +36,7 @@ def step(
     return Terms(*(x.transpose(1, 2) for x in (total, *reads))), State(after.log_weight.squeeze(-1), *after[1:])
 
 
-def by_steps(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    free: Tensor | None,
-    beta: Tensor | None,
-    g: Tensor | None,
-    start: State,
-    present: bool,
-) -> tuple[Terms, State]:
+def by_steps(q, k, v, free, beta, g, start: State, present: bool) -> tuple[Terms, State]:
     """The scan of (B, T, H, d), one `step` after another: for `torch.export` and second derivatives."""
 
     def token(before, *parts):

@@ -82,14 +82,8 @@ def composed_read(
         return Read(mean, recompute(free_energy, doubtful, q, k, f, beta, pairs))
 
 
-def _prologue(
-    v: Float[Tensor, "b t h d"],
-    f: Float[Tensor, "b t h df"],
-    beta: Float[Tensor, "h df"],
-    hidden: Bool[Tensor, "b t 1 1"] | None,
-    together: bool,
-) -> tuple[list[Tensor], Float[Tensor, "b 1 h df"], Bool[Tensor, "b 1 h df"] | None]:
-    """[v | e] in one piece or in two, the shift, and where e is exp(.) - 1."""
+def _prologue(v, f, beta, hidden: Tensor | None, together: bool) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """[v | e] in one piece or in two, the shift (B, 1, H, d_f), and where e is exp(.) - 1; hidden (B, T, 1, 1)."""
     f = upcast(f)
     packing = Packing.of(f, upcast(beta)[None, None], hidden)
     z = packing.exponents(f)
@@ -229,7 +223,7 @@ def block_mask(seen: Intervals, keys: int):
 # --- in a graph of `torch.export`: a mask of all pairs, and the definition -------------------------------------------
 
 
-def _mask_of(q: Tensor, k: Tensor, pairs: Pairs) -> tuple[Float[Tensor, "#b #h tq t"], Bool[Tensor, "#b tq #h 1"]]:
+def _mask_of(q: Tensor, k: Tensor, pairs: Pairs) -> tuple[Float[Tensor, "#b #h #tq t"], Bool[Tensor, "#b #tq #h 1"]]:
     """What is added to the scores, and which rows see anything."""
     allowed = pairs.allowed(q.shape[1], k.shape[1], q.device)
     zero = torch.zeros((), dtype=upcast(q).dtype, device=q.device)

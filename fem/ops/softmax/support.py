@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -62,16 +63,16 @@ class Pairs(NamedTuple):
         """Whether anything but causality tells pairs apart."""
         return any(x is not None for x in self[:3])
 
-    def allowed(self, queries: int, keys: int, device: torch.device) -> Bool[Tensor, "#b #h tq t"]:
+    def allowed(self, queries: int, keys: int, device: torch.device) -> Bool[Tensor, "#b #h #tq t"]:
         """Which keys each query sees, pair by pair."""
+        rules = [] if self.keep is None else [self.keep[:, None, None]]
         if self.first is not None:
-            allowed = self.seen.allowed(keys)[:, None]
-        else:
-            allowed = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
-            allowed = allowed.tril() if self.causal else allowed
-        if self.keep is not None:
-            allowed = allowed & self.keep[:, None, None]
-        return allowed if self.bias is None else allowed & ~torch.isneginf(self.bias.detach())
+            rules.append(self.seen.allowed(keys)[:, None])
+        elif self.causal or not rules:
+            everything = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
+            rules.append(everything.tril() if self.causal else everything)
+        rules += [] if self.bias is None else [~torch.isneginf(self.bias.detach())]
+        return reduce(torch.logical_and, rules)
 
 
 def _count_before(coordinate: Int[Tensor, "#b t"], bound: Int[Tensor, "#b tq"]) -> Int[Tensor, "b tq"]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import compute_dtype
-from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros, nothing_read
+from fem.ops.common.read import LOG_ZERO, Read, Terms, nothing_read
 from fem.ops.common.scaled_sums import Sums, start_of, state_of
 from fem.ops.common.scan import ScanCall, read_pair, split_channels
 from fem.ops.ssm.inputs import Inputs
@@ -88,18 +88,14 @@ def _one_way(A, D, return_state: bool, delta, B, C, v, log_delta, log_b, log_c, 
     like = v.new_empty(shape[0], A.numel(), dtype=dtype)
     start = start_of(state, None if beta is None else beta.view(shape[2:]), like)
     if 0 in shape[:2]:
-        log_weight, *read = nothing_read(
-            connected_zeros(v.to(dtype), v.shape, delta, A, B, C, D, v, beta, *start), beta
-        )
-        end = start
+        terms, end = nothing_read(v.to(dtype), v.shape, beta, delta, A, B, C, D, v, *start), start
     else:
         delta, B, C, v = (x.to(dtype) for x in (delta, B, C, v))
         inputs = Inputs(delta, A, B, C, D, v, beta, opens, *logs)
-        (log_weight, *read), end = ssm_scan(inputs, start, stateless)
-    log_weight, mean, free_energy = (None if part is None else part.view(shape) for part in (log_weight, *read))
+        terms, end = ssm_scan(inputs, start, stateless)
+    terms = Terms(*(None if part is None else part.view(shape) for part in terms))
     if tokens is not None and tokens.keep is not None:  # a masked token does not even see itself through D
-        log_weight = log_weight.where(tokens.keep[..., None, None], LOG_ZERO)
-    terms = Terms(log_weight, mean, free_energy)
+        terms = terms._replace(log_weight=terms.log_weight.where(tokens.keep[..., None, None], LOG_ZERO))
     if not return_state:
         return terms, None
     peak, sums, *free_energy = (part.unflatten(-1, (rank, *shape[2:])) for part in end)
