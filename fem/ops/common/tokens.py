@@ -16,6 +16,8 @@ from fem.ops.common.steps import running_maximum
 from fem.ops.common.transforms import may_look
 from fem.state import CachePosition
 
+_NO_IDS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)  # nor floating-point ones
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -67,8 +69,8 @@ def read_tokens(
     for name, marks in ((mask_name, mask), ("segment_ids", segment_ids)):
         _check_marks(name, marks, shape, device)
     keep = None if mask is None else _as_bool(mask, mask_name)
-    if segment_ids is not None:
-        _check_ids(segment_ids)
+    if segment_ids is not None and (segment_ids.is_floating_point() or segment_ids.dtype in _NO_IDS):
+        raise TypeError(f"segment_ids must be integers, one id per document, got dtype {segment_ids.dtype}.")
     if keep is None and segment_ids is None:
         return _all_of_one_document(time, before, cache_position is not None)
     ones = torch.ones(batch, time, dtype=torch.bool, device=device) if keep is None else keep
@@ -142,11 +144,6 @@ def _as_bool(mask: Tensor, name: str) -> Tensor:
             f"{name} must hold 0 and 1 only, got values up to {int(mask.max())}; for documents use segment_ids."
         )
     return mask.bool()
-
-
-def _check_ids(segment_ids: Tensor) -> None:
-    if segment_ids.is_floating_point() or segment_ids.is_complex() or segment_ids.dtype == torch.bool:
-        raise TypeError(f"segment_ids must be integers, one id per document, got dtype {segment_ids.dtype}.")
 
 
 def _last_kept_before(keep: Tensor) -> Tensor:
