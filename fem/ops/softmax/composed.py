@@ -29,6 +29,8 @@ _PROVEN_SPAN = 58.0  # nats: the shift takes up to log 2 more, the rounding of p
 _WIDEST = 128  # columns of one attention call: two calls of half the width cost half of one padded to 256
 _MOST = 256  # columns: flash attention takes no more
 _GAP = 192  # columns: with up to 224 flash attention has no gradients on sm_86 and sm_89
+# Bytes of shared memory: FlexAttention's own backward blocks take 112 KiB above 128 columns; sm_86, 89 and 120 have 99.
+_ROOM, _SMALL_BLOCKS = 112 << 10, {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")} | {"bwd_num_stages": 1}
 _RECOMPILES = 64  # one for each of gradients, few rows, one row, few tokens, one token, dtypes, widths
 _CUDNN, _FLASH, _EFFICIENT = (
     SDPBackend.CUDNN_ATTENTION,
@@ -182,11 +184,15 @@ def _flex(q, *inputs, **options) -> Tensor:
     T x T scores. Its kernel for few queries knows neither gradients nor other lengths."""
     from torch.nn.attention.flex_attention import flex_attention
 
+    kernel = {}
+    if q.is_cuda and q.shape[-1] > _WIDEST:
+        room = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+        kernel = _SMALL_BLOCKS if room < _ROOM else {}
     if not q.is_cuda or torch.compiler.is_compiling():
-        return flex_attention(q, *inputs, **options)
+        return flex_attention(q, *inputs, **options, kernel_options=kernel)
     compiled = _compiled(flex_attention, dynamic=True, fullgraph=True)
     with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
-        return compiled(q, *inputs, **options, kernel_options={"FORCE_USE_FLEX_ATTENTION": True})
+        return compiled(q, *inputs, **options, kernel_options=kernel | {"FORCE_USE_FLEX_ATTENTION": True})
 
 
 def _biased(bias: Float[Tensor, "#b #h #tq #t"]):

@@ -236,13 +236,16 @@ def test_attention_is_asked_for_what_fused_kernels_have(monkeypatch, dtype, insi
     assert read.mean.shape[-1] == value
 
 
-def test_flex_attention_is_compiled_for_any_length_or_not_at_all(monkeypatch):
+@pytest.mark.parametrize("columns, kib, block", [(128, 99, None), (192, 99, 32), (192, 163, None)])
+def test_flex_attention_is_compiled_for_any_length_in_blocks_that_fit_the_card(monkeypatch, columns, kib, block):
     asked = []
-    monkeypatch.setattr(
-        softmax_composed, "_compiled", lambda function, **how: asked.append(how) or (lambda q, **_: torch.ones(1))
-    )
-    softmax_composed._flex(SimpleNamespace(is_cuda=True))
+    card = SimpleNamespace(shared_memory_per_block_optin=kib << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    called = lambda function, **how: asked.append(how) or (lambda q, kernel_options: kernel_options)  # noqa: E731
+    monkeypatch.setattr(softmax_composed, "_compiled", called)
+    options = softmax_composed._flex(SimpleNamespace(is_cuda=True, shape=(columns,), device="cuda:0"))
     assert asked == [{"dynamic": True, "fullgraph": True}]
+    assert options.get("bwd_BLOCK_M1") == block
 
 
 def test_reads_go_on_unfused_where_the_compiler_fails(monkeypatch):
