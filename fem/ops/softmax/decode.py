@@ -19,17 +19,11 @@ _BLOCK = 1 << 18  # values at a time on a CPU, so that their exponentials stay i
 _LIFT = 2.0**40  # p is scaled by it, so that terms which underflow are negligible even times the largest finite e
 
 
-def packed_step(
-    q: Float[Tensor, "b h dk"],
-    keys: Float[Tensor, "b hkv t dk"],
-    values: Float[Tensor, "b hkv t w"],
-    packing: Packing,
-    mask: Float[Tensor, "#b #h t"] | None,
-    scale: float,
-) -> Read | None:
+def packed_step(q, keys, values, packing: Packing, mask: Tensor | None, scale: float) -> Read | None:
     """`softmax_step` over values [v | e] of `pack_to_be_proven`; None where R does not prove an entry.
 
-    packing: with a beta and a shift (B, H_kv, 1, d_f). Results are (B, H, d_v) and (B, H, d_f), without gradients.
+    q (B, H, d_k), keys and values (B, H_kv, T, .), mask (#B, #H, T), beta and shift (B, H_kv, 1, d_f). Results are
+    (B, H, d_v) and (B, H, d_f), without gradients.
     """
     batch, heads, width = q.shape
     kv_heads = keys.shape[1]

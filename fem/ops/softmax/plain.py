@@ -22,20 +22,14 @@ class Gradients(NamedTuple):
 
 
 class PairRead:
-    """The mean of v and the free energy of f at temperatures beta, under the same scores: float32 or float64.
+    """The mean of v (B, T, H, d_v) and the free energy of f (B, T, H, d_f) at temperatures beta (#B, 1, H, d_f).
 
     values: [v | e | zeros], and zeros where no row may look. What else the backward needs is computed again, as memory
     is fullest while attention's own gradients are made. f is copied for its minimum and maximum, which take six times
     as long over a slice of a head's channels.
     """
 
-    def __init__(
-        self,
-        scores: Scores,
-        v: Float[Tensor, "b t h dv"],
-        f: Float[Tensor, "b t h df"],
-        beta: Float[Tensor, "#b 1 h df"],
-    ):
+    def __init__(self, scores: Scores, v: Tensor, f: Tensor, beta: Tensor):
         self.scores, self.v, self.f = scores, v, f
         self.empty, self.hidden = scores.empty_rows(), scores.hidden_keys()
         self.packing = Packing.of(f.contiguous(), beta, self.hidden)

@@ -65,7 +65,7 @@ class Pairs(NamedTuple):
 
     def allowed(self, queries: int, keys: int, device: torch.device) -> Bool[Tensor, "#b #h #tq t"]:
         """Which keys each query sees, pair by pair."""
-        rules = [] if self.keep is None else [self.keep[:, None, None]]
+        rules = [] if self.keep is None else [self.keep.view(self.keep.shape[0], 1, 1, -1)]
         if self.first is not None:
             rules.append(self.seen.allowed(keys)[:, None])
         elif self.causal or not rules:
