@@ -357,9 +357,10 @@ def test_a_layer_with_a_cap_says_what_its_values_span(monkeypatch, cap, span):
 SCRIPT = """
 import torch
 from fem.ops.softmax.composed import composed_read
+from fem.ops.softmax.support import Pairs
 torch.manual_seed(0)
 torch.set_num_threads(1)
-read = lambda q, k, v, beta: composed_read(q, k, v, v, beta, None, None, None, True, 0.3)
+read = lambda q, k, v, beta: composed_read(q, k, v, v, beta, Pairs.of(None, None, None, True, 0.3))
 compiled = torch.compile(read, backend="aot_eager", fullgraph=True)
 for spike in (0.0, 300.0):
     q, k, v = torch.randn(2, 24, 4, 8), torch.randn(2, 24, 2, 8), torch.randn(2, 24, 2, 4)
@@ -380,6 +381,7 @@ GRAPHS = """
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from fem.ops.softmax.composed import composed_read
+from fem.ops.softmax.support import Pairs
 torch.set_num_threads(1)
 most = []
 def collect(graph, inputs):
@@ -390,7 +392,7 @@ def collect(graph, inputs):
                 most.append(x.numel())
     return graph
 backend = aot_autograd(fw_compiler=collect, bw_compiler=collect)
-read = lambda q, k, v, beta: composed_read(q, k, v, v, beta, None, None, None, True, 0.3)
+read = lambda q, k, v, beta: composed_read(q, k, v, v, beta, Pairs.of(None, None, None, True, 0.3))
 read = torch.compile(read, backend=backend, fullgraph=True)
 leaves = [torch.randn(1, 512, 1, d).requires_grad_() for d in (16, 16, 8)] + [torch.ones(1, 8).requires_grad_()]
 mean, free_energy = read(*leaves)
