@@ -27,7 +27,7 @@ class Projection(nn.Linear):
         nn.init.normal_(self.weight, std=self.std)
         if self.context:  # by a function that takes a sharded weight, too
             nn.init.constant_(self.weight[:, -self.context :], 0 if self.in_features > self.context else 1e-12)
-            Projection._lift(self)  # torchtitan starts its own maps so
+            Projection._lift(self)  # by the class's name, as torchtitan calls this function on maps of its own
         if self.bias is not None:
             nn.init.constant_(self.bias, self.start)
 
