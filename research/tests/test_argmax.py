@@ -3,6 +3,7 @@
 import csv
 import json
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -169,7 +170,7 @@ def test_a_run_writes_its_recipe_scores_table_and_plot(tmp_path):
             "steps": 2,
         }
     assert results["seed"] == 0
-    assert results["versions"]["torch"] == torch.__version__
+    assert results["versions"]["torch"] == version("torch")
     assert results["seconds"] > 0
     config = json.loads((folder / "config.json").read_text())
     assert config["recipe"]["tokens"] == 7
