@@ -150,13 +150,13 @@ class MixerState:
             if name not in tensors:
                 raise ValueError(f"tensors must be what MixerState.state_dict returned, got none named {name!r}.")
         layer, names = (bytes(tensors[name].tolist()).decode() for name in ("layer", "names"))
-        own = {name: tensor for name, tensor in tensors.items() if name not in ("layer", "names", "dtype")}
-        listed, found = (dict(line.split(" ", 1) for line in text.split("\n")) for text in (names, _listed(own)))
-        for name in sorted(listed.keys() | found.keys()):
-            if listed.get(name) != found.get(name):
-                got = f"{name!r} of {found[name]}" if name in found else f"none named {name!r}"
+        contents = {name: tensor for name, tensor in tensors.items() if name not in ("layer", "names", "dtype")}
+        listed, present = (dict(line.split(" ", 1) for line in text.split("\n")) for text in (names, _listed(contents)))
+        for name in sorted(listed.keys() | present.keys()):
+            if listed.get(name) != present.get(name):
+                got = f"{name!r} of {present[name]}" if name in present else f"none named {name!r}"
                 raise ValueError(f"tensors must hold what MixerState.state_dict returned, got {got}.")
-        return cls._of(layer, tensors["dtype"].dtype, own)
+        return cls._of(layer, tensors["dtype"].dtype, contents)
 
     def check(self, layer: str, x: Tensor) -> None:
         """Raise ValueError unless the state fits a layer of this kind and its input x, (B, T, D)."""

@@ -62,7 +62,7 @@ def in_short() -> str:
 
 def show() -> None:
     """Print what runs on this machine and why."""
-    show_table("Versions", [{"part": name, "state": found} for name, found in versions().items()] + [compiler()])
+    show_table("Versions", [{"part": name, "state": version} for name, version in versions().items()] + [compiler()])
     show_table("Devices", devices())
     show_table("Optional packages", packages())
     print(in_short())

@@ -27,8 +27,8 @@ class Step(NamedTuple):
 
 def software(device: torch.device) -> Iterator[dict]:
     """Versions, of the packages whose kernels scans are read by, too."""
-    for name, found in versions().items():
-        yield {"part": name, "found": found, "result": "ok"}
+    for name, version in versions().items():
+        yield {"part": name, "found": version, "result": "ok"}
     for name in ("triton", "fla-core", "mamba-ssm"):
         yield {"part": name, "found": installed(name) or "missing", "result": "ok"}
 
@@ -55,12 +55,12 @@ def examine(output: Path, only: str | None = None, shown: Callable[[str], None] 
     check_output(output, "doctor")
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / CONFIG, {"experiment": "doctor"})
-    found = {}
+    outcomes = {}
     for name, step in chosen.items():
         shown(f"{step.title} (at most {LIMIT} s)")
-        found[name] = _in_a_process(name, device, output / f"{name}.jsonl")
-    results = {"device": device, "hardware": hardware(), "versions": versions(), "date": now(), "steps": found}
-    results["verdict"] = verdict(device, found)
+        outcomes[name] = _in_a_process(name, device, output / f"{name}.jsonl")
+    results = {"device": device, "hardware": hardware(), "versions": versions(), "date": now(), "steps": outcomes}
+    results["verdict"] = verdict(device, outcomes)
     write_json(output / "results.json", results)
     (output / "report.md").write_text(page(results, chosen), encoding="utf-8")
     return results
@@ -82,11 +82,11 @@ def _in_a_process(name: str, device: str, path: Path) -> dict:
     return {"ended": ended, "seconds": round(time.monotonic() - started, 1), "rows": rows}
 
 
-def verdict(device: str, found: dict) -> str:
+def verdict(device: str, outcomes: dict) -> str:
     """In words: how many checks pass, and which steps did not finish."""
-    rows = [row for step in found.values() for row in step["rows"]]
+    rows = [row for step in outcomes.values() for row in step["rows"]]
     wrong = [row for row in rows if row["result"] != "ok"]
-    unfinished = [name for name, step in found.items() if step["ended"] != "ok"]
+    unfinished = [name for name, step in outcomes.items() if step["ended"] != "ok"]
     text = f"On {device}, {len(rows) - len(wrong)} of {len(rows)} checks pass"
     if unfinished:
         text += f"; not finished: {', '.join(unfinished)}"

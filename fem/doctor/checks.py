@@ -19,10 +19,10 @@ Row = dict[str, Any]
 def outcome(what: str, run: Callable[[], str | None], **more: Any) -> Row:
     """A row of a table, whose result is "ok", what `run` returns as wrong, or the exception that it raised."""
     try:
-        found = run() or "ok"
+        result = run() or "ok"
     except Exception as error:  # whatever happens, the next check must run
-        found = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-    return {"check": what, **more, "result": found}
+        result = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    return {"check": what, **more, "result": result}
 
 
 def scans(device: torch.device) -> Iterator[Row]:
@@ -43,8 +43,8 @@ def _against_float64(config, device, dtype: torch.dtype, limit: float) -> str | 
     exact.load_state_dict(layer.state_dict())
     wanted = _trained(exact, x.double(), list(exact.parameters()))
     layer = layer.to(device)
-    found = [part.double().cpu() for part in _trained(layer, x.to(device), list(layer.parameters()))]
-    worst = max(((a - b).norm() / b.norm().clamp_min(1e-3)).item() for a, b in zip(found, wanted))
+    outputs = [part.double().cpu() for part in _trained(layer, x.to(device), list(layer.parameters()))]
+    worst = max(((a - b).norm() / b.norm().clamp_min(1e-3)).item() for a, b in zip(outputs, wanted))
     return None if worst <= limit else f"off by {worst:.2g} of the norm"
 
 
@@ -54,7 +54,7 @@ def softmax(device: torch.device) -> Iterator[Row]:
     gpu = device.type == "cuda"
     lengths, widths = ((1, 127, 129, 2049), (64, 128, 256)) if gpu else ((1, 129), (16,))
     for number, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
-        plain = [(time, widths[(number + place) % len(widths)], "plain") for place, time in enumerate(lengths)]
+        plain = [(time, widths[(number + index) % len(widths)], "plain") for index, time in enumerate(lengths)]
         others = ("grouped", "window", "documents", "mask", "bias", "spike")
         for time, width, what in plain + [
             (129, 208 if what == "grouped" and gpu else widths[0], what) for what in others
@@ -86,8 +86,8 @@ def _softmax(device, dtype, time: int, width: int, what: str) -> str | None:
     def run(device, in_float64: bool, backend: str) -> list[Tensor]:
         move = lambda x: x.to(device) if isinstance(x, Tensor) else x  # noqa: E731
         leaves = [(x.double() if in_float64 else x).to(device).requires_grad_() for x in inputs.values()]
-        given = {name: move(x.double() if in_float64 and name == "bias" else x) for name, x in options.items()}
-        read = softmax_read(*leaves, **given, backend=backend)
+        moved = {name: move(x.double() if in_float64 and name == "bias" else x) for name, x in options.items()}
+        read = softmax_read(*leaves, **moved, backend=backend)
         return [*read, *torch.autograd.grad(sum(x.double().sum() for x in read), leaves)]
 
     got, again = run(device, False, "auto"), run(device, False, "auto")
@@ -120,9 +120,9 @@ def _trained(layer: Callable, x: Tensor, parameters: list[Tensor]) -> list[Tenso
 def _same(config, device, change: Callable[[FreeEnergyMixer], Callable], elsewhere=None) -> str | None:
     """None where output and gradients of the changed layer, on `elsewhere` if given, equal the unchanged layer's."""
     sides = []
-    for place, changed in ((device, lambda layer: layer), (elsewhere or device, change)):
+    for home, changed in ((device, lambda layer: layer), (elsewhere or device, change)):
         torch.manual_seed(0)
-        layer, x = FreeEnergyMixer(config).to(place), torch.randn(2, 65, config.n_embd).to(place)
+        layer, x = FreeEnergyMixer(config).to(home), torch.randn(2, 65, config.n_embd).to(home)
         sides.append([part.to(device) for part in _trained(changed(layer), x, list(layer.parameters()))])
     worst = max(((a - b).norm() / b.norm().clamp_min(1e-3)).item() for b, a in zip(*sides))
     return None if worst <= 1e-3 else f"off by {worst:.2g} of the norm"

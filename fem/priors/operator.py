@@ -126,9 +126,9 @@ class OperatorPrior(Prior):
         the past's part knows nothing of the future."""
         x = torch.rand(like.shape, generator=torch.Generator().manual_seed(0)).to(like)
         past = torch.arange(x.shape[1], device=x.device)[:, None] <= x.shape[1] // 2
-        whole, before, after = (self._checked(part) for part in (x, x * past, x * ~past))
-        off = lambda difference: bool((difference.abs() > 10 * _ROUNDING * whole.abs().amax()).any())  # noqa: E731
-        if off(whole - before - after):
+        total, before, after = (self._checked(part) for part in (x, x * past, x * ~past))
+        off = lambda difference: bool((difference.abs() > 10 * _ROUNDING * total.abs().amax()).any())  # noqa: E731
+        if off(total - before - after):
             raise ValueError("op must be linear, got op(x + y) that is not op(x) + op(y).")
         if off(after * past):
             raise ValueError("op must be causal, got a result for a token that depends on later ones.")

@@ -86,8 +86,8 @@ def scan_gradients(grads, delta, a, b, c, skip, v, beta, opens, log_delta, log_b
     """Gradients of delta, a, b, c, v, the start without its peak, then, where there are any, of skip, beta and the
     logarithms."""
     inputs, dtype, reads = Inputs(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c), v.dtype, len(start)
-    read, of_read, (how, *borders) = saved[: reads - 1], saved[reads - 1 : 2 * reads - 1], saved[2 * reads - 1 :]
-    plain, in_float64 = how.tolist()
+    read, of_read, (forms, *borders) = saved[: reads - 1], saved[reads - 1 : 2 * reads - 1], saved[2 * reads - 1 :]
+    plain, in_float64 = forms.tolist()
     if in_float64:  # what was saved is rounded
         inputs, start, grads = inputs.in_double(), double(*start), double(*grads)
     before, per_state = streams_before(start, inputs.a, inputs.beta)
