@@ -225,6 +225,13 @@ def without_f(over: str = "-C,G,T,L") -> str:
     return short(loss("ablate_16m_rate4", over) - loss("ablate_16m_attribution", "+C,G/r8"), 3)
 
 
+def paired_without_f() -> str:
+    """The same, below slim FEM, on the seeds and the machine of both."""
+    curves = results("ablate_16m_attribution_seeds")["curves"]
+    ends = ([curve[-1]["val_loss"] for curve in curves[row]] for row in ("full/r8", "+C,G/r8"))
+    return shown(*ends).removeprefix("+").replace("0.", ".")
+
+
 def readme() -> list[str]:
     """The first screen's sentences, its table row by row, and what stands below."""
     types = Counter(found["result"] for found in results("clients")["model_types"])
@@ -493,6 +500,7 @@ def language() -> list[str]:
         f"[{slim_lead()} on three seeds](results/ablate_16m.md)",
         "[At .004](results/ablate_16m.md), one seed, attention with",
         f"but without the free energy, ends {without_f()} nats below attention and {without_f('full/r8')} below slim",
+        f"On two seeds, both on one machine, they end {paired_without_f()} below slim FEM",
         f"At .002 the slim outer gate brings {lead('ablate_16m', '+G/r8')} of {lead('ablate_16m', 'full/r8')} nats, "
         f"free energy and temperature gate {lead('ablate_16m', '-C/r8', '+G/r8')}, the conditioner "
         f"{lead('ablate_16m', 'full/r8', '-C/r8')}.",
