@@ -156,6 +156,8 @@ class MixerState:
             if listed.get(name) != present.get(name):
                 got = f"{name!r} of {present[name]}" if name in present else f"none named {name!r}"
                 raise ValueError(f"tensors must hold what MixerState.state_dict returned, got {got}.")
+        if len(devices := {str(tensor.device) for tensor in contents.values()}) > 1:
+            raise ValueError(f"tensors must be on one device, got {' and '.join(sorted(devices))}; use MixerState.to.")
         return cls._of(layer, tensors["dtype"].dtype, contents)
 
     def check(self, layer: str, x: Tensor) -> None:

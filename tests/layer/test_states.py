@@ -104,6 +104,9 @@ def test_a_dict_without_one_of_a_states_tensors_is_refused(family):
     for name in saved:
         with pytest.raises(ValueError, match=f"MixerState.state_dict returned, got none named '{name}'"):
             MixerState.from_state_dict({other: x for other, x in saved.items() if other != name})
+    for name in saved.keys() - {"layer", "names", "dtype"}:
+        with pytest.raises(ValueError, match="tensors must be on one device, got cpu and meta"):
+            MixerState.from_state_dict(saved | {name: saved[name].to("meta")})
 
 
 @families
