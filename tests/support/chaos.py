@@ -82,8 +82,12 @@ def damaged(path: Path, how: str, draw: random.Random) -> None:
 
 
 def broke(said: str) -> bool:
-    """Whether a traceback of ours was printed; torchrun ends with one of its own whatever its processes say."""
-    return "FAULT:" in said or ("Traceback" in said and str(ROOT / "fem") in said)
+    """Whether a traceback of ours was printed; torchrun ends with one of its own whatever its processes say.
+
+    A forked process has torchrun's handler until `fem` has set its own: its SignalException is no fault of ours.
+    """
+    ours = "Traceback" in said and str(ROOT / "fem") in said and "SignalException" not in said
+    return "FAULT:" in said or ours
 
 
 def errors(said: str) -> list[str]:
