@@ -55,10 +55,8 @@ def softmax(device: torch.device) -> Iterator[Row]:
     lengths, widths = ((1, 127, 129, 2049), (64, 128, 256)) if gpu else ((1, 129), (16,))
     for number, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
         plain = [(time, widths[(number + index) % len(widths)], "plain") for index, time in enumerate(lengths)]
-        others = ("grouped", "window", "documents", "mask", "bias", "spike")
-        for time, width, what in plain + [
-            (129, 208 if what == "grouped" and gpu else widths[0], what) for what in others
-        ]:
+        others = [(129, widths[0], what) for what in ("window", "documents", "mask", "bias", "spike")]
+        for time, width, what in [*plain, (129, 208 if gpu else widths[0], "grouped"), *others]:
             yield outcome(f"softmax {what}", lambda s=(dtype, time, width, what): _softmax(device, *s),
                           dtype=str(dtype)[6:], tokens=time, width=width)  # fmt: skip
 

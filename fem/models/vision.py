@@ -171,9 +171,14 @@ class FEMImageBlock(GradientCheckpointingLayer):
         self.drop_path = nn.Dropout(drop_path)  # of whole branches: one number for each sample
 
     def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        one = x.new_ones(len(x), 1, 1)
-        x = x + self.drop_path(one) * self.mixer(self.mixer_norm(x))
-        return x + self.drop_path(one) * self.mlp(self.mlp_norm(x))
+        x = x + self._kept(self.mixer(self.mixer_norm(x)))
+        return x + self._kept(self.mlp(self.mlp_norm(x)))
+
+    def _kept(self, branch: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        """The branch; in training 0 for samples that drop it."""
+        if not (self.training and self.drop_path.p):
+            return branch
+        return self.drop_path(branch.new_ones(len(branch), 1, 1)) * branch
 
 
 class FEMImagePreTrainedModel(FEMPreTrainedModel):

@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
 from fem.models.engines.support import FULL, SLIDING, layer_type
+from fem.ops.common.packing import Packing
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import PLAIN, read_tokens
 from fem.ops.softmax.cached import REACH, fixed_packing, pack, unpack
@@ -64,7 +65,8 @@ class EngineAttention(nn.Module):
         **keywords,
     ) -> Read:
         batch, time = v.shape[:2]
-        values = v if beta is None else self._pack(v, beta, v if free_values is None else free_values)
+        packing = None if beta is None else fixed_packing(beta, torch.zeros_like(beta))
+        values = v if packing is None else self._pack(v, v if free_values is None else free_values, packing)
         width = values.shape[3]
         q, k, values = (F.pad(x, (0, self.width - x.shape[3])).transpose(1, 2) for x in (q, k, values))
         if past_key_values is not None:
@@ -75,13 +77,12 @@ class EngineAttention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager)
         out, _ = attend(self, q, k, values, attention_mask, dropout=0.0, scaling=self.scaling, **keywords)
         out = out.reshape(batch, time, -1, self.width)[..., :width]
-        if beta is None:
+        if packing is None:
             return Read(out, None)
-        read = unpack(out, fixed_packing(beta, torch.zeros_like(beta)).per_query_head(out.shape[2]))
+        read = unpack(out, packing.per_query_head(out.shape[2]))
         return Read(*(x.to(v.dtype) for x in read))
 
-    def _pack(self, v: Tensor, beta: Tensor, f: Tensor) -> Float[Tensor, "b t hkv w"]:
-        packing = fixed_packing(beta, torch.zeros_like(beta))
+    def _pack(self, v: Tensor, f: Tensor, packing: Packing) -> Float[Tensor, "b t hkv w"]:
         reach = packing.exponents(f.detach().float()).detach().abs().amax()
         torch.maximum(self.largest, reach.float(), out=self.largest)
         if v.device.type == "cpu" and not torch.compiler.is_compiling():

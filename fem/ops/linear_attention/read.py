@@ -48,9 +48,14 @@ def linear_attention_read(
         terms = Terms(*composed(q, k, v, free, None if beta is None else beta.float(), g, opens))
         return call.result(terms, None, beta, v.dtype)
     inputs = q, k, v, free_values, log_decay
-    if may_look(q) and differentiated(q, k) and not bool(q.all() & k.all()):
+    if may_look(q) and differentiated(q, k) and (_any_zero(q) or _any_zero(k)):
         return call.result(*_with_gradients_at_zero(call, inputs, beta), beta, v.dtype)
     return call.result(*call.both_ways(_one_way, inputs, beta), beta, v.dtype)
+
+
+def _any_zero(features: Tensor) -> bool:
+    """Whether a feature is 0. Their minimum, found five times as fast, mostly says no."""
+    return features.numel() > 0 and not bool(features.detach().amin() > 0) and not bool(features.all())
 
 
 def _with_gradients_at_zero(call: ScanCall, inputs: tuple[Tensor | None, ...], beta: Tensor | None) -> tuple:
