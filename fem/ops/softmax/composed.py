@@ -210,20 +210,25 @@ def block_mask(seen: Intervals, keys: int):
 
     first, end = (x.as_strided(x.shape, x.stride()) for x in seen)  # inductor stores what a mask captures only so
     rows = first.shape[1]
-    blocks = lambda x: F.pad(x, (0, -rows % _TILE), mode="replicate").unflatten(1, (-1, _TILE)).float()  # noqa: E731
-    low, high = blocks(first), blocks(end)
+    # Neither end falls with the queries: the opening query of a block has its least, the closing one its greatest.
+    opens = torch.arange(0, rows, _TILE, device=first.device)
+    closes = (opens + _TILE - 1).clamp_max(rows - 1)
+    least, most = ([x[:, at, None] for x in (first, end)] for at in (opens, closes))
     top = torch.arange(0, keys, _TILE, device=first.device)
     bottom = top + _TILE
-    some = (top < high.amax(2)[..., None]) & (bottom > low.amin(2)[..., None])
-    full = (top >= low.amax(2)[..., None]) & (bottom <= high.amin(2)[..., None])  # a ragged last block never is
-    listed = []
-    for chosen in (some & ~full, full):
-        order = chosen.int().argsort(dim=-1, descending=True, stable=True)
-        listed += [chosen.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]]
+    some = (top < most[1]) & (bottom > least[0])
+    full = (top >= most[0]) & (bottom <= least[1])  # a ragged last block never is
+    chosen = torch.stack([some & ~full, full])[:, :, None]
+    listed = {}
+    for side, blocks in (("kv", chosen), ("q", chosen.mT)):
+        counts = blocks.sum(-1, dtype=torch.int32)
+        order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+        listed |= {f"{side}_num_blocks": counts[0], f"full_{side}_num_blocks": counts[1]}
+        listed |= {f"{side}_indices": order[0], f"full_{side}_indices": order[1]}
 
     many = int(len(first) > 1)
     sees = lambda b, h, row, key: (first[b * many, row] <= key) & (key < end[b * many, row])  # noqa: E731
-    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=_TILE, mask_mod=sees, seq_lengths=(rows, keys))
+    return BlockMask(seq_lengths=(rows, keys), **listed, BLOCK_SIZE=(_TILE, _TILE), mask_mod=sees)
 
 
 # --- in a graph of `torch.export`: a mask of all pairs, and the definition -------------------------------------------
