@@ -130,7 +130,8 @@ API cudaLaunchKernel(const void* f, dim3, dim3, void**, size_t, cudaStream_t) { 
 API cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void* f, void**) { return launch(f); }
 API cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
     memset(a, 0, sizeof *a);
-    a->maxThreadsPerBlock = 1024, a->binaryVersion = a->ptxVersion = card().sm, a->numRegs = 64;
+    a->maxThreadsPerBlock = 1024, a->numRegs = 64;
+    a->binaryVersion = a->ptxVersion = card().sm == 89 ? 86 : card().sm;  // PyTorch's build has no code of its own for sm_89
     return cudaSuccess;
 }
 API cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const void*, int, size_t, unsigned) {
