@@ -52,7 +52,7 @@ def engines(mixer: FreeEnergyMixerConfig) -> str:
 
 def train_step(parameters: int) -> str:
     """Over attention's, of the layer with this many parameters that was timed."""
-    cases = json.loads((ROOT / "research" / "results" / "layer_epyc.json").read_text())["results"]["bench"]
+    cases = json.loads((ROOT / "research" / "results" / "layer_cpu.json").read_text())["results"]["bench"]
     timed = {
         case["size"]["time"]: [case["results"]["attention"], *case["results"].values()]
         for case in cases

@@ -236,7 +236,10 @@ def readme() -> list[str]:
     """The first screen's sentences, its table row by row, and what stands below."""
     types = Counter(found["result"] for found in results("clients")["model_types"])
     timed = losses("ablate_16m_time")
-    slim = [ratio("layer", time, "FEM-SM slim, without C", "train_s", "layer_epyc") for time in (512, 2048)]
+    slim, bare, split = (
+        [f"{ratio('layer', time, name, 'train_s', 'layer_cpu'):.2f}" for time in (512, 2048)]
+        for name in ("slim with C", "slim", "split")
+    )
     full = [
         ratio("layer", time, name, "train_s", page)
         for time in (512, 2048)
@@ -276,8 +279,9 @@ def readme() -> list[str]:
         f"{extra_weights()[0]:.0f} % more parameters |",
         f"the layer above has {more[0]:.0f} % more parameters, all of them the conditioner's, and caches "
         f"{cached(**SLIM_512):,} bytes a token where attention caches {cached(**PLAIN):,};",
-        f"of rank 4 without the conditioner takes {slim[0]:.2f} times as long at 512 tokens and {slim[1]:.2f} times at "
-        "2048.",
+        f"takes [{slim[0]} times](results/layer_cpu.md) as long at 512 tokens and {slim[1]} times at 2048, without the "
+        f"conditioner {bare[0]} and {bare[1]}. Split values, whose cache is as small as attention's, take {split[0]} and "
+        f"{split[1]}.",
         f"[{min(full):.2f} to {max(full):.2f} times](results/summary.md#what-it-costs), {more[1]:.0f} % of parameters",
         f"{types['right']} model types of transformers](results/clients.md) in all; {types['refused']} others",
     ]
@@ -386,7 +390,15 @@ def summary() -> list[str]:
                 ("FEM on a GLA prior", "FEM-GLA"),
             )
         ),
-        f"| slim gates, without the conditioner (EPYC alone) | {layer(f'{full} slim, without C', 'layer_epyc')} |",
+        *(
+            f"| {shown} | {layer(name, 'layer_cpu')} |"
+            for shown, name in (
+                ("slim gates of rank 32, without the conditioner (Xeon alone)", "slim"),
+                ("the same with the conditioner (Xeon alone)", "slim with C"),
+                ("split values, without the conditioner (Xeon alone)", "split"),
+                ("the same with the conditioner (Xeon alone)", "split with C"),
+            )
+        ),
         f"{slower('cifar'):.1f} to {slower('digits'):.1f} times at 65 and 17 tokens of small width",
         f"one at a time: {token(full)} times attention's time, {token(f'{full} without C')} without the conditioner, "
         f"and then {token(f'{full} without C', 'served')} where both are compiled",
@@ -400,11 +412,11 @@ def faq() -> list[str]:
         for pick, page in ((min, "layer_epyc"), (max, "layer_cpu"))
     )
     memory = max(ratio("layer", time, "FEM-SM", "train_extra_bytes", "layer_epyc") for time in (512, 2048))
-    slim, own = "FEM-SM slim, without C", "FEM-SM without C"
-    wider = span([ratio("layer", time, slim, "train_s", "layer_epyc", own) for time in (512, 2048)], 1)
+    own = "FEM-SM without C"
+    wider = span([ratio("layer", time, "slim", "train_s", "layer_cpu", own) for time in (512, 2048)], 1)
     steps = {
-        name: span([ratio("layer", time, name, "train_s", "layer_epyc") for time in (512, 2048)])
-        for name in (slim, "FEM-SM")
+        name: span([ratio("layer", time, name, "train_s", "layer_cpu") for time in (512, 2048)])
+        for name in ("slim", "slim with C", "FEM-SM")
     }
     tokens = [ratio("decode", time, "FEM-SM", "token_s") for time in (1024, 4096, 16384)]
     demo, small = results("demo")["lm"], losses("ablate_softmax")
@@ -430,7 +442,7 @@ def faq() -> list[str]:
         f"[{least:.2f}](results/layer_epyc.md) to [{most:.2f} times](results/layer_cpu.md) that of attention, "
         f"and up to {memory:.2f} times its memory",
         f"a streamed token [{min(tokens):.1f} to {max(tokens):.1f} times](results/decode_cpu.md)",
-        f"[{wider} times](results/layer_epyc.md) the full gates' train step",
+        f"[{wider} times](results/layer_cpu.md) the full gates' train step",
         f"at 17 tokens of width 48 it takes {slower('digits'):.1f} times as long",
         f"language model runs at {100 * speed:.0f} % of",
         f"brought {small['-C,G,T,L'] - small['+G']:.3f} of the {small['-C,G,T,L'] - small['-C']:.3f} nats",
@@ -446,11 +458,10 @@ def faq() -> list[str]:
         f"explains {percent('peak', SLIM_C)} of the variance, attention {100 * score('peak', 'softmax'):.0f})",
         f"{1.95} is the default",
         f"| {1.95}; [no other start",
-        f"| {cost(**SLIM_512)}, | [heads](results/regimes_heads.md), [parts](results/regimes_parts.md): "
+        f"| {cost(**SLIM_512)}, {steps['slim with C']} | [heads](results/regimes_heads.md), [parts](results/regimes_parts.md): "
         f"{share('peak', SLIM_C)} of the variance, without C {share('peak', SLIM)}, attention "
         f"{share('peak', 'softmax')} |",
-        f"| {1.95} | {cost(use_conv=False, **SLIM_512)}; at rank 4 {cached(use_conv=False, gate_rank=4) / cache:.2f}, "
-        f"{steps[slim]} |",
+        f"| {1.95} | {cost(use_conv=False, **SLIM_512)}, {steps['slim']} |",
         f"computed extremes: {share('ett-extremes', SLIM, 'regimes_ett')} and "
         f"{share('ett-extremes', 'softmax', 'regimes_ett')} |",
         f"`beta_max_init={math.log(math.expm1(4)):.2f}` | {cost()}, {steps['FEM-SM']} | {share('peak', FULL)} of the "
