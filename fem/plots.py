@@ -62,13 +62,13 @@ class Panel:
 def learning_curves(path: Path, title: str, panels: Sequence[Panel], colours: Colours) -> None:
     """One line per run in each panel, side by side, and one key for all panels.
 
-    Names with options, such as "FEM/r8", have their mixer's colour: their lines are dashed.
+    Names with options, such as "FEM/r8", have their mixer's colour: their lines are dashed, with two options dotted.
     """
     with picture(path, title, 4.0 * len(panels) + 1.5, 3.1) as figure:
         key = {}
         for axes, panel in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels):
             for name, lines in panel.series.items():
-                look = {"color": colours.get(name, GREY), "linestyle": "--" if "/" in name else "-"}
+                look = {"color": colours.get(name, GREY), "linestyle": ("-", "--", ":")[min(name.count("/"), 2)]}
                 for x, y in lines:
                     key[name] = axes.plot(x, y, **look)[0]
             axes.set(title=panel.title, xlabel=panel.x_label)
