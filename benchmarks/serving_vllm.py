@@ -39,16 +39,16 @@ CASES = {  # name: the model's fields, vLLM's options
         },
     ),
     "one request at a time": ({}, {"max_num_seqs": 1, "enable_prefix_caching": False}),
-    "slim gates, shifted values": ({"mixer": {"use_conv": False, "gate_rank": 8}}, {"max_num_seqs": 8}),
+    "slim gates": ({"mixer": {"use_conv": False, "gate_rank": 8}}, {"max_num_seqs": 8}),
     "two processes, each with half of the heads": ({}, {"max_num_seqs": 8, "tensor_parallel_size": 2}),
-    "two processes, grouped keys, slim gates, shifted values": (
+    "two processes, grouped keys, slim gates": (
         {"num_key_value_heads": 2, "mixer": {"use_conv": False, "gate_rank": 8}},
         {"max_num_seqs": 8, "tensor_parallel_size": 2},
     ),
 }
 SPLIT = {"use_conv": False, "gate_rank": 8, "free_share": 0.5}
-CASES["split values, shifted"] = ({"mixer": SPLIT}, {"max_num_seqs": 8, "enable_prefix_caching": True})
-CASES["two processes, split values, shifted"] = ({"mixer": SPLIT}, {"max_num_seqs": 8, "tensor_parallel_size": 2})
+CASES["split values"] = ({"mixer": SPLIT}, {"max_num_seqs": 8, "enable_prefix_caching": True})
+CASES["two processes, split values"] = ({"mixer": SPLIT}, {"max_num_seqs": 8, "tensor_parallel_size": 2})
 STATES = {"max_num_seqs": 8, "hf_overrides": {"architectures": ["FEMStatesForCausalLM"]}}
 CASES |= {
     f"states of {name}": ({"prior_type": name, "mixer": {"use_conv": False}}, STATES)

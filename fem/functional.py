@@ -10,9 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.checks import finite_number, positive_int
-from fem.ops.channel_scan import read as channel_scan
-from fem.ops.common.arguments import (
+from fem.arguments import (
     BIAS,
     DECAY,
     FEATURE,
@@ -23,6 +21,8 @@ from fem.ops.common.arguments import (
     check_floating,
     check_values,
 )
+from fem.checks import finite_number, positive_int
+from fem.ops.channel_scan import read as channel_scan
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import Read
 from fem.ops.common.scan import ScanCall

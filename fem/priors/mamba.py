@@ -115,8 +115,6 @@ class InteractiveMambaPrior(Prior):
         return read_of(terms, per_channel, self.config.normalize, v.dtype), after
 
     def _terms(self, features, v, beta, tokens, memory=None):
-        if self.config.backend in ("sdpa", "triton"):
-            raise ValueError(f"backend={self.config.backend!r} has no form of mamba_interactive; use backend='auto'.")
         numbers, logs = self.ssm(features)
         return ssm_terms(*numbers, v, beta, logs, self.scan_call(tokens, memory))
 

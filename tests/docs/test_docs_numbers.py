@@ -280,8 +280,8 @@ def readme() -> list[str]:
         f"the layer above has {more[0]:.0f} % more parameters, all of them the conditioner's, and caches "
         f"{cached(**SLIM_512):,} bytes a token where attention caches {cached(**PLAIN):,};",
         f"takes [{slim[0]} times](results/layer_cpu.md) as long at 512 tokens and {slim[1]} times at 2048, without the "
-        f"conditioner {bare[0]} and {bare[1]}. Split values, whose cache is as small as attention's, take {split[0]} and "
-        f"{split[1]}.",
+        f"conditioner {bare[0]} and {bare[1]}. Split values, whose cache is as small as attention's, take {split[0]} "
+        f"and {split[1]}.",
         f"[{min(full):.2f} to {max(full):.2f} times](results/summary.md#what-it-costs), {more[1]:.0f} % of parameters",
         f"{types['right']} model types of transformers](results/clients.md) in all; {types['refused']} others",
     ]
@@ -458,9 +458,9 @@ def faq() -> list[str]:
         f"explains {percent('peak', SLIM_C)} of the variance, attention {100 * score('peak', 'softmax'):.0f})",
         f"{1.95} is the default",
         f"| {1.95}; [no other start",
-        f"| {cost(**SLIM_512)}, {steps['slim with C']} | [heads](results/regimes_heads.md), [parts](results/regimes_parts.md): "
-        f"{share('peak', SLIM_C)} of the variance, without C {share('peak', SLIM)}, attention "
-        f"{share('peak', 'softmax')} |",
+        f"| {cost(**SLIM_512)}, {steps['slim with C']} | [heads](results/regimes_heads.md), "
+        f"[parts](results/regimes_parts.md): {share('peak', SLIM_C)} of the variance, without C "
+        f"{share('peak', SLIM)}, attention {share('peak', 'softmax')} |",
         f"| {1.95} | {cost(use_conv=False, **SLIM_512)}, {steps['slim']} |",
         f"computed extremes: {share('ett-extremes', SLIM, 'regimes_ett')} and "
         f"{share('ett-extremes', 'softmax', 'regimes_ett')} |",

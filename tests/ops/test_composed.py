@@ -11,10 +11,11 @@ import fla_reference
 import pytest
 import torch
 
-from fem.functional import channel_scan_read, decay_scan, keyed_scan_read
+from fem.functional import channel_scan_read, decay_scan, keyed_scan_read, ssm_read
 from fem.ops.common import backend
 from fem.ops.decay_scan import composed as of_sums
 from fem.ops.linear_attention import composed as of_keys
+from fem.ops.ssm import composed as of_ssm
 
 B, H, K, V, F = 2, 2, 3, 4, 3
 
@@ -22,9 +23,10 @@ B, H, K, V, F = 2, 2, 3, 4, 3
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(backend, "_kernels_installed", lambda warned=False: True)
+    monkeypatch.setattr(backend, "_installed", lambda package, warned=False: True)
     monkeypatch.setattr(of_keys, "kernel", fla_reference.gla)
     monkeypatch.setattr(of_sums, "kernel", fla_reference.hgrn)
+    monkeypatch.setattr(of_ssm, "kernel", fla_reference.selective_scan)
 
 
 def keyed(time, dtype, decay):
@@ -39,6 +41,12 @@ def channel(time, dtype, decay):
     x, a = torch.randn(B, time, H, V), -torch.rand(B, time, H, V)
     inputs = {"log_weight": x, "v": torch.randn(B, time, H, V).to(dtype), "beta": torch.rand(H, V) + 0.5}
     return channel_scan_read, inputs | {"log_decay": a if decay else None}
+
+
+def ssm(time, dtype, skip):
+    delta, b, c = (torch.rand(B, time, *shape) + 0.1 for shape in ((H, V), (F,), (F,)))
+    inputs = {"delta": delta, "A": -torch.rand(H, V, F), "B": b, "C": c, "D": skip * (torch.rand(H, V) + 0.1)}
+    return ssm_read, inputs | {"v": torch.randn(B, time, H, V).to(dtype), "beta": torch.rand(H, V) + 0.5}
 
 
 def results(read, inputs, dtype, backend, **options):
@@ -59,6 +67,7 @@ def check(read, inputs, limit, **options):
 
 
 CASES = [(keyed, None), (keyed, "head"), (keyed, "channel"), (channel, None), (channel, "yes")]
+CASES += [(ssm, 1.0), (ssm, 1e-30)]
 MASKED = {"key_mask": lambda t: torch.arange(t) % 5 != 3, "segment_ids": lambda t: torch.arange(t) // 11}
 
 
@@ -67,6 +76,8 @@ MASKED = {"key_mask": lambda t: torch.arange(t) % 5 != 3, "segment_ids": lambda 
 def test_a_kernel_reads_what_the_definition_says(draw, decay, time):
     torch.manual_seed(0)
     options = {name: make(time).expand(B, time) for name, make in MASKED.items()} if time % 2 else {}
+    if draw is ssm:  # its kernel knows no documents
+        options.pop("segment_ids", None)
     check(*draw(time, torch.float32, decay), 2e-6, **options)
 
 
@@ -88,7 +99,16 @@ def test_what_a_kernel_cannot_prove_is_computed_again(draw, decay, change):
     else:
         inputs[name][:, 20] += change["spike"]
     if "decay" in change and decay:
-        inputs["log_decay"] = inputs["log_decay"] + change["decay"]
+        decays = inputs["A" if read is ssm_read else "log_decay"]
+        decays += change["decay"]
+    check(read, inputs, 1e-4)
+
+
+def test_weights_below_the_range_of_a_kernel_are_computed_again():
+    torch.manual_seed(0)
+    read, inputs = ssm(17, torch.float32, 0.0)
+    for name in ("B", "C"):
+        inputs[name] *= 1e-22
     check(read, inputs, 1e-4)
 
 
@@ -119,10 +139,11 @@ from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.ops.common import backend
 from fem.ops.decay_scan import composed as of_sums
 from fem.ops.linear_attention import composed as of_keys
+from fem.ops.ssm import composed as of_ssm
 torch.set_num_threads(1)
-backend._kernels_installed = lambda warned=False: True
-of_keys.kernel, of_sums.kernel = fla_reference.gla, fla_reference.hgrn
-for prior in ("linear", "gla", "rnn_softmax", "rnn_decay"):
+backend._installed = lambda package, warned=False: True
+of_keys.kernel, of_sums.kernel, of_ssm.kernel = fla_reference.gla, fla_reference.hgrn, fla_reference.selective_scan
+for prior in ("linear", "gla", "rnn_softmax", "rnn_decay", "mamba", "mamba_interactive"):
     fields = {"n_embd": 16, "n_head": 2, "prior_type": prior}
     layer, plain = (FreeEnergyMixer(FreeEnergyMixerConfig(**fields, backend=name)) for name in ("triton", "plain"))
     plain.load_state_dict(layer.state_dict())
@@ -149,8 +170,8 @@ def test_kernels_are_asked_for_where_they_are(monkeypatch):
     x = torch.rand(1, 4, 1, 2)
     with pytest.raises(ValueError, match="at most 32 bits"):
         keyed_scan_read(x.double(), x.double(), x.double(), None, backend="triton")
-    monkeypatch.setattr(backend, "_kernels_installed", lambda warned=False: False)
-    with pytest.raises(ValueError, match=r"fla-core.*pip install 'free-energy-mixer\[gpu\]'"):
+    monkeypatch.setattr(backend, "_installed", lambda package, warned=False: False)
+    with pytest.raises(ValueError, match=r"fla.*pip install 'free-energy-mixer\[gpu\]'"):
         keyed_scan_read(x, x, x, None, backend="triton")
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="needs CUDA"):
@@ -160,10 +181,10 @@ def test_kernels_are_asked_for_where_they_are(monkeypatch):
 def test_a_gpu_without_kernels_says_once_what_to_install(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
-    backend._kernels_installed.cache_clear()
+    backend._installed.cache_clear()
     gpu = torch.device("cuda")
     with pytest.warns(UserWarning, match="pip install") as said:
         names = [backend.scan_backend("auto", gpu, torch.float32) for _ in range(3)]
-    backend._kernels_installed.cache_clear()
+    backend._installed.cache_clear()
     assert names == ["plain"] * 3
     assert len(said) == 1

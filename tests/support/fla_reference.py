@@ -1,4 +1,4 @@
-"""The kernels of flash-linear-attention that the library calls, in torch operations, with their signatures' meaning."""
+"""The kernels of others that the library calls, in torch operations, with their signatures' meaning."""
 
 import torch
 
@@ -26,3 +26,11 @@ def hgrn(u, log_decay):
         h = log_decay[:, t].exp() * h + u[:, t]
         rows.append(h)
     return torch.stack(rows, 1)
+
+
+def selective_scan(u, delta, a, b, c, skip):
+    rows, h = [], torch.zeros(*u.shape[:2], a.shape[1])
+    for t in range(u.shape[2]):
+        h = (delta[:, :, t, None] * a).exp() * h + (delta[:, :, t] * u[:, :, t])[..., None] * b[:, None, :, t]
+        rows.append((h * c[:, None, :, t]).sum(-1) + skip * u[:, :, t])
+    return torch.stack(rows, 2)

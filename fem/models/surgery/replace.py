@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from fem.arguments import check_flags
 from fem.models.surgery.graft import apply
-from fem.ops.common.arguments import check_flags
 
 
 def replace_attention(

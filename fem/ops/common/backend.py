@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fem.prior_table import BACKENDS
 
-INSTALL = "pip install 'free-energy-mixer[gpu]'"
+INSTALL = {"fla": "pip install 'free-energy-mixer[gpu]'", "mamba_ssm": "pip install mamba-ssm"}
 
 
 def softmax_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -37,10 +37,11 @@ def softmax_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
     return backend
 
 
-def scan_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend of a scan on `device`: "plain", "triton" (the kernels of flash-linear-attention) or "reference".
+def scan_backend(backend: str, device: torch.device, dtype: torch.dtype, package: str = "fla") -> str:
+    """The backend of a scan on `device`: "plain", "triton" (the kernels of a package) or "reference".
 
-    "auto" takes the kernels on CUDA in all but float64, where fla-core is installed, and the plain form elsewhere.
+    package: "fla", flash-linear-attention, or "mamba_ssm". "auto" takes its kernels on CUDA in all but float64, where
+    it is installed, and the plain form elsewhere.
     Raises ValueError on an unknown name, or one that scans do not have or that cannot run here.
     """
     _check(backend)
@@ -49,18 +50,18 @@ def scan_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     has_kernels = dtype != torch.float64 and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
     if backend == "triton" and not has_kernels:
         raise ValueError(f"backend='triton' needs CUDA and at most 32 bits, got {dtype} on {device}; use 'auto'.")
-    if backend == "triton" and not _kernels_installed():
-        raise ValueError(f"backend='triton' needs the kernels of fla-core, which is not installed: {INSTALL}.")
+    if backend == "triton" and not _installed(package):
+        raise ValueError(f"backend='triton' needs the package {package}, which is not installed: {INSTALL[package]}.")
     if backend == "auto":
-        return "triton" if device.type == "cuda" and has_kernels and _kernels_installed(warned=True) else "plain"
+        return "triton" if device.type == "cuda" and has_kernels and _installed(package, warned=True) else "plain"
     return backend
 
 
 @lru_cache
-def _kernels_installed(warned: bool = False) -> bool:
-    installed = find_spec("fla") is not None
+def _installed(package: str, warned: bool = False) -> bool:
+    installed = find_spec(package) is not None
     if warned and not installed:
-        warnings.warn(f"scans run without fused kernels on this GPU, much slower: {INSTALL}.", stacklevel=4)
+        warnings.warn(f"scans run without fused kernels on this GPU, much slower: {INSTALL[package]}.", stacklevel=4)
     return installed
 
 

@@ -10,11 +10,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import scan_backend, widest
+from fem.ops.common.composed import fused
 from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import LOG_ZERO, Read, Terms, nothing_read
 from fem.ops.common.scaled_sums import Sums, start_of, state_of
 from fem.ops.common.scan import ScanCall, read_pair, split_channels
+from fem.ops.common.tokens import Tokens
+from fem.ops.ssm.composed import composed
 from fem.ops.ssm.inputs import Inputs
 from fem.ops.ssm.naive import naive_ssm_read
 from fem.ops.ssm.plain import ssm_scan
@@ -51,10 +54,7 @@ def ssm_read(
             for n, (values, temperature) in enumerate(((v, None), (free_values, beta)))
         ]
         return read_pair(reads, v, free_values, call)
-    if call.backend == "triton":
-        raise ValueError("backend='triton' has no kernel for state space models; use backend='auto'.")
-    backend = scan_backend("plain" if call.backend == "auto" else call.backend, v.device, widest(v, delta, A, B, C, D))
-    if backend == "reference" and 0 not in v.shape[:2]:
+    if call.backend == "reference" and 0 not in v.shape[:2]:
         loops = partial(naive_ssm_read, delta, A, B, C, D, v, beta)
         return by_definition(loops, v.dtype, call)
     terms, state = ssm_terms(delta, A, B, C, D, v, beta, logs, call)
@@ -63,15 +63,19 @@ def ssm_read(
 
 def ssm_terms(delta, A, B, C, D, v, beta, logs, call: ScanCall) -> tuple[Terms, dict[str, Tensor] | None]:
     """`ssm_read` as normalised terms with the logarithm of their total weight, and the state, if wanted."""
+    backend = scan_backend(call.backend, v.device, widest(v, delta, A, B, C, D), "mamba_ssm")
+    several = call.tokens is not None and call.tokens.start is not None
+    if backend == "triton" and not several and fused(call, delta, A, B, C, D, v, beta, *(logs or ())):
+        inputs = _inputs(A, D, delta, B, C, v, *(logs or (None, None, None)), beta, call.tokens)
+        return _masked(Terms(*composed(*inputs)), v.shape, call.tokens), None
     inputs = (delta, B, C, v, *(logs or (None, None, None)))
     return call.both_ways(partial(_one_way, A, D, call.return_state), inputs, beta)
 
 
-def _one_way(A, D, return_state: bool, delta, B, C, v, log_delta, log_b, log_c, beta, tokens, state, present: bool):
-    """The read of the tokens up to each (before each, unless `present`), and the state after the last, if wanted."""
-    D, logs = D if present else None, (log_delta, log_b, log_c)
+def _inputs(A, D, delta, B, C, v, log_delta, log_b, log_c, beta, tokens) -> Inputs:
+    """In one dtype, with the heads' channels side by side; masked tokens weigh nothing."""
+    logs = (log_delta, log_b, log_c)
     dtype = compute_dtype(delta, A, B, C, D, v)
-    shape, rank = v.shape, A.shape[-1]
     delta, v = delta.flatten(2), v.flatten(2)
     opens = None
     if tokens is not None:
@@ -84,18 +88,28 @@ def _one_way(A, D, return_state: bool, delta, B, C, v, log_delta, log_b, log_c, 
             logs = tuple(torch.where(tokens.keep[..., None], log, -math.inf) for log in logs)
     A = A.to(dtype).flatten(0, 1).T.contiguous()
     D, beta = (None if x is None else x.to(dtype).flatten() for x in (D, beta))
-    stateless = state is None and not return_state
-    like = v.new_empty(shape[0], A.numel(), dtype=dtype)
-    start = start_of(state, None if beta is None else beta.view(shape[2:]), like)
-    if 0 in shape[:2]:
-        terms, end = nothing_read(v.to(dtype), v.shape, beta, delta, A, B, C, D, v, *start), start
-    else:
-        delta, B, C, v = (x.to(dtype) for x in (delta, B, C, v))
-        inputs = Inputs(delta, A, B, C, D, v, beta, opens, *logs)
-        terms, end = ssm_scan(inputs, start, stateless)
+    return Inputs(*(x.to(dtype) for x in (delta, A, B, C)), D, v.to(dtype), beta, opens, *logs)
+
+
+def _masked(terms: Terms, shape: torch.Size, tokens: Tokens | None) -> Terms:
+    """The terms by heads. A masked token does not even see itself through D."""
     terms = Terms(*(None if part is None else part.view(shape) for part in terms))
-    if tokens is not None and tokens.keep is not None:  # a masked token does not even see itself through D
-        terms = terms._replace(log_weight=terms.log_weight.where(tokens.keep[..., None, None], LOG_ZERO))
+    if tokens is None or tokens.keep is None:
+        return terms
+    return terms._replace(log_weight=terms.log_weight.where(tokens.keep[..., None, None], LOG_ZERO))
+
+
+def _one_way(A, D, return_state: bool, delta, B, C, v, log_delta, log_b, log_c, beta, tokens, state, present: bool):
+    """The read of the tokens up to each (before each, unless `present`), and the state after the last, if wanted."""
+    shape, rank = v.shape, A.shape[-1]
+    inputs = _inputs(A, D if present else None, delta, B, C, v, log_delta, log_b, log_c, beta, tokens)
+    like = inputs.v.new_empty(shape[0], A.numel())
+    start = start_of(state, None if beta is None else inputs.beta.view(shape[2:]), like)
+    if 0 in shape[:2]:
+        terms, end = nothing_read(inputs.v, inputs.v.shape, inputs.beta, *inputs[:6], *start), start
+    else:
+        terms, end = ssm_scan(inputs, start, stateless=state is None and not return_state)
+    terms = _masked(terms, shape, tokens)
     if not return_state:
         return terms, None
     peak, sums, *free_energy = (part.unflatten(-1, (rank, *shape[2:])) for part in end)
