@@ -93,10 +93,11 @@ def _inputs(A, D, delta, B, C, v, log_delta, log_b, log_c, beta, tokens) -> Inpu
 
 def _masked(terms: Terms, shape: torch.Size, tokens: Tokens | None) -> Terms:
     """The terms by heads. A masked token does not even see itself through D."""
-    terms = Terms(*(None if part is None else part.view(shape) for part in terms))
-    if tokens is None or tokens.keep is None:
-        return terms
-    return terms._replace(log_weight=terms.log_weight.where(tokens.keep[..., None, None], LOG_ZERO))
+    terms = [None if part is None else part.view(shape) for part in terms]
+    if tokens is not None and tokens.keep is not None:
+        keep, nothing = tokens.keep[..., None, None], (LOG_ZERO, 0, 0)
+        terms = [None if x is None else x.where(keep, of_none) for x, of_none in zip(terms, nothing)]
+    return Terms(*terms)
 
 
 def _one_way(A, D, return_state: bool, delta, B, C, v, log_delta, log_b, log_c, beta, tokens, state, present: bool):
