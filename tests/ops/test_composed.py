@@ -23,7 +23,7 @@ B, H, K, V, F = 2, 2, 3, 4, 3
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(backend, "_installed", lambda package, warned=False: True)
+    monkeypatch.setattr(backend, "_FOUND", {"fla": True, "mamba_ssm": True})
     monkeypatch.setattr(of_keys, "kernel", fla_reference.gla)
     monkeypatch.setattr(of_sums, "kernel", fla_reference.hgrn)
     monkeypatch.setattr(of_ssm, "kernel", fla_reference.selective_scan)
@@ -141,7 +141,7 @@ from fem.ops.decay_scan import composed as of_sums
 from fem.ops.linear_attention import composed as of_keys
 from fem.ops.ssm import composed as of_ssm
 torch.set_num_threads(1)
-backend._installed = lambda package, warned=False: True
+backend._FOUND = {"fla": True, "mamba_ssm": True}
 of_keys.kernel, of_sums.kernel, of_ssm.kernel = fla_reference.gla, fla_reference.hgrn, fla_reference.selective_scan
 for prior in ("linear", "gla", "rnn_softmax", "rnn_decay", "mamba", "mamba_interactive"):
     fields = {"n_embd": 16, "n_head": 2, "prior_type": prior}
@@ -170,7 +170,7 @@ def test_kernels_are_asked_for_where_they_are(monkeypatch):
     x = torch.rand(1, 4, 1, 2)
     with pytest.raises(ValueError, match="at most 32 bits"):
         keyed_scan_read(x.double(), x.double(), x.double(), None, backend="triton")
-    monkeypatch.setattr(backend, "_installed", lambda package, warned=False: False)
+    monkeypatch.setitem(backend._FOUND, "fla", False)
     with pytest.raises(ValueError, match=r"fla.*pip install 'free-energy-mixer\[gpu\]'"):
         keyed_scan_read(x, x, x, None, backend="triton")
     monkeypatch.delenv("TRITON_INTERPRET")
@@ -180,11 +180,10 @@ def test_kernels_are_asked_for_where_they_are(monkeypatch):
 
 def test_a_gpu_without_kernels_says_once_what_to_install(monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(backend, "find_spec", lambda name: None)
-    backend._installed.cache_clear()
+    monkeypatch.setattr(backend, "_FOUND", {"fla": False})
+    monkeypatch.setattr(backend, "_MISSED", set())
     gpu = torch.device("cuda")
     with pytest.warns(UserWarning, match="pip install") as said:
         names = [backend.scan_backend("auto", gpu, torch.float32) for _ in range(3)]
-    backend._installed.cache_clear()
     assert names == ["plain"] * 3
     assert len(said) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
@@ -13,6 +12,8 @@ from torch import Tensor
 from fem.prior_table import BACKENDS
 
 INSTALL = {"fla": "pip install 'free-energy-mixer[gpu]'", "mamba_ssm": "pip install mamba-ssm"}
+_FOUND = {package: find_spec(package) is not None for package in INSTALL}
+_MISSED: set[str] = set()  # which the user was told of
 
 
 def softmax_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -57,12 +58,11 @@ def scan_backend(backend: str, device: torch.device, dtype: torch.dtype, package
     return backend
 
 
-@lru_cache
 def _installed(package: str, warned: bool = False) -> bool:
-    installed = find_spec(package) is not None
-    if warned and not installed:
+    if warned and not _FOUND[package] and package not in _MISSED:
+        _MISSED.add(package)
         warnings.warn(f"scans run without fused kernels on this GPU, much slower: {INSTALL[package]}.", stacklevel=4)
-    return installed
+    return _FOUND[package]
 
 
 def widest(v: Tensor, *others: Tensor | None) -> torch.dtype:
