@@ -43,7 +43,7 @@ def test_a_train_step_takes_no_more_than_is_recorded(name, mode):
     row, _ = train(through(mode, layer), x)
     wanted = RECORDED[name, mode]
     row |= decode(layer, mode)
-    # The allocator rounds by what ran before; flash attention may split keys on a card of more processors: a kernel more.
+    # The allocator rounds by what ran before; on another card flash attention may split its keys: a kernel more.
     more = {"kept MiB": 2} if FULL else {"kept MiB": 2, "forward": 1, "token": 1}
     above = {what: (got, wanted[what]) for what, got in row.items() if got > wanted[what] + more.get(what, 0)}
     assert not above, f"{name}, {mode}: more than research/results/card.json holds (got, recorded): {above}"
