@@ -131,7 +131,7 @@ API cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void* f, void**) { retu
 API cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
     memset(a, 0, sizeof *a);
     a->maxThreadsPerBlock = 1024, a->numRegs = 64;
-    a->binaryVersion = a->ptxVersion = card().sm == 89 ? 86 : card().sm;  // PyTorch's build has no code of its own for sm_89
+    a->binaryVersion = a->ptxVersion = card().sm == 89 ? 86 : card().sm;  // PyTorch brings no code for sm_89 alone
     return cudaSuccess;
 }
 API cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const void*, int, size_t, unsigned) {

@@ -11,6 +11,8 @@ from fem.ops.common.scaled_sums import start_of
 from fem.ops.ssm.inputs import SCHEMA, Inputs
 from fem.ops.ssm.plain import ssm_scan
 
+MOST_STATES = 256  # of a channel, which the kernel takes
+
 
 def kernel(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tensor) -> Tensor:
     """y_t = sum_n c_tn h_tn + skip u_t, h_tn = e^{delta_t a_n} h_{t-1,n} + delta_t b_tn u_t, for u, delta, y (B, D, T),

@@ -17,7 +17,7 @@ from fem.ops.common.read import LOG_ZERO, Read, Terms, nothing_read
 from fem.ops.common.scaled_sums import Sums, start_of, state_of
 from fem.ops.common.scan import ScanCall, read_pair, split_channels
 from fem.ops.common.tokens import Tokens
-from fem.ops.ssm.composed import composed
+from fem.ops.ssm.composed import MOST_STATES, composed
 from fem.ops.ssm.inputs import Inputs
 from fem.ops.ssm.naive import naive_ssm_read
 from fem.ops.ssm.plain import ssm_scan
@@ -64,8 +64,9 @@ def ssm_read(
 def ssm_terms(delta, A, B, C, D, v, beta, logs, call: ScanCall) -> tuple[Terms, dict[str, Tensor] | None]:
     """`ssm_read` as normalised terms with the logarithm of their total weight, and the state, if wanted."""
     backend = scan_backend(call.backend, v.device, widest(v, delta, A, B, C, D), "mamba_ssm")
-    several = call.tokens is not None and call.tokens.start is not None
-    if backend == "triton" and not several and fused(call, delta, A, B, C, D, v, beta, *(logs or ())):
+    documents = call.tokens is not None and call.tokens.start is not None
+    takes = not documents and A.shape[-1] <= MOST_STATES
+    if backend == "triton" and takes and fused(call, delta, A, B, C, D, v, beta, *(logs or ())):
         inputs = _inputs(A, D, delta, B, C, v, *(logs or (None, None, None)), beta, call.tokens)
         return _masked(Terms(*composed(*inputs)), v.shape, call.tokens), None
     inputs = (delta, B, C, v, *(logs or (None, None, None)))
