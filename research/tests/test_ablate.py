@@ -19,8 +19,9 @@ from fem.train.model import build_model
 from fem.train.saving import SavingTrainer
 from fem.train.watch import Watch
 from fem_research.common.grid import Grid, keep
+from fem_research.common.mixers import NUMBERED
 from fem_research.lm import ablate
-from fem_research.lm.settings import ROWS, row_fields
+from fem_research.lm.settings import OPTIONS, ROWS, remark, row_fields
 from fem_research.lm.small import LanguageRecipe, model_config
 
 TINY = ablate.AblateRecipe(
@@ -55,6 +56,11 @@ def test_rows_have_the_parts_their_names_say():
         switches = {"C": "use_conv", "L": "use_lse", "T": "use_temperature", "G": "use_outer_gate"}
         assert {letter for letter, field in switches.items() if fields[field]} == wanted
     assert {(a, b) for a, b in combinations(ROWS, 2) if ROWS[a].parts == ROWS[b].parts} == set()
+
+
+def test_every_option_of_a_row_is_put_into_words():
+    assert OPTIONS.keys() == NUMBERED.keys()
+    assert remark("-C/r8/s.5").endswith("gates of rank 8, .5 read F alone")
 
 
 @pytest.mark.parametrize("prior", ["softmax", pytest.param("gla", marks=pytest.mark.slow), "rnn_softmax"])
