@@ -60,7 +60,7 @@ def test_rows_have_the_parts_their_names_say():
 
 def test_every_option_of_a_row_is_put_into_words():
     assert OPTIONS.keys() == NUMBERED.keys()
-    assert remark("-C/r8/s.5").endswith("gates of rank 8, .5 read F alone")
+    assert remark("-C/r8/s.5").endswith("gates of rank 8, .5 read F")
 
 
 @pytest.mark.parametrize("prior", ["softmax", pytest.param("gla", marks=pytest.mark.slow), "rnn_softmax"])

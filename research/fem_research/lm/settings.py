@@ -33,13 +33,7 @@ ROWS = {
     "+G": Row("G", "control: the outer gate alone, no free energy"),
     "+C,G": Row("CG", "control: all but the free energy"),
 }
-OPTIONS = {
-    "r": "gates of rank {}",
-    "b": "beta from {}",
-    "l": "lambda's bias at {}",
-    "h": "{} heads",
-    "s": "{} read F alone",
-}
+OPTIONS = {"r": "gates of rank {}", "b": "beta from {}", "l": "lambda's bias at {}", "h": "{} heads", "s": "{} read F"}
 NAMED_OPTIONS = {"norm": "normalised", "wide": "values as wide as the model", "norope": "no position code"}
 
 
