@@ -504,7 +504,7 @@ def language() -> list[str]:
         for page in ("ablate_16m_half", "ablate_16m_rate4", "ablate_16m_3m")
     )
     at_best, timed = losses("ablate_16m_rates"), losses("ablate_16m_time")
-    best, split = losses("ablate_16m_rate4"), loss("ablate_16m_split", "-C/r8/s.5")
+    at_4, split = losses("ablate_16m_rate4"), loss("ablate_16m_split", "-C/r8/s.5")
     return [
         f"slim FEM ends {lead('ablate_16m_rates', 'full/r8')} nats below attention**, {at_best['full/r8']:.3f} against "
         f"{at_best['-C,G,T,L']:.3f}: {millions('ablate_16m_rates')} parameters",
@@ -513,8 +513,8 @@ def language() -> list[str]:
         "[At .004](results/ablate_16m.md), one seed, attention with",
         f"but without the free energy, ends {without_f()} nats below attention and {without_f('full/r8')} below slim",
         f"On three seeds, on one machine, they end {paired_without_f()} below slim FEM",
-        f"end at [{split:.3f} nats](results/ablate_16m.md) at .004: {short(best['-C,G,T,L'] - split, 3)} below attention "
-        f"and {short(best['+G/r8'] - split, 3)} below the slim outer gate alone",
+        f"end at [{split:.3f} nats](results/ablate_16m.md) at .004: {short(at_4['-C,G,T,L'] - split, 3)} below "
+        f"attention and {short(at_4['+G/r8'] - split, 3)} below the slim outer gate alone",
         f"At .002 the slim outer gate brings {lead('ablate_16m', '+G/r8')} of {lead('ablate_16m', 'full/r8')} nats, "
         f"free energy and temperature gate {lead('ablate_16m', '-C/r8', '+G/r8')}, the conditioner "
         f"{lead('ablate_16m', 'full/r8', '-C/r8')}.",
