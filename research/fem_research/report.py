@@ -87,11 +87,10 @@ def add_page(run: Path, output: Path) -> None:
 
 
 def redraw(output: Path) -> list[str]:
-    """Draw the pictures of all pages again from the numbers beside them, where these were kept; returns their names."""
+    """Draw the pictures that pages show again from the numbers beside them, where those were kept; give their names."""
     drawn = []
     for name, data in page_results(output).items():
-        experiment = data["config"].get("experiment")
-        if experiment not in DRAWN:
+        if (experiment := data["config"].get("experiment")) not in DRAWN:
             continue
         module = f"fem_research.{'lm.ablate' if experiment == 'ablate' else f'{experiment}.experiment'}"
         with tempfile.TemporaryDirectory() as folder:
@@ -101,8 +100,9 @@ def redraw(output: Path) -> list[str]:
                 note(f"{name}.json has no {missing}; its pictures are left as they are.")
                 continue
             for picture in sorted(Path(folder).glob("*.png")):
-                shutil.copyfile(picture, output / f"{name}_{picture.name}")
-                drawn.append(f"{name}_{picture.name}")
+                shown = f"{name}_{picture.name}"
+                if shown in (output / f"{name}.md").read_text(encoding="utf-8"):
+                    drawn.append(shutil.copyfile(picture, output / shown).name)
     return drawn
 
 

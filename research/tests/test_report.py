@@ -62,8 +62,10 @@ def test_pictures_are_drawn_again_from_the_numbers_beside_them(output, capsys):
     for name, (experiment, found) in pages.items():
         data = {"config": {"experiment": experiment, "recipe": {}}, "results": found}
         (output / f"{name}.json").write_text(json.dumps(data))
-        (output / f"{name}.md").write_text(f"# {name}\n")
+        (output / f"{name}.md").write_text(f"# {name}\n\n![losses]({name}_loss.png)\n")
     (output / "ablate_shown_elsewhere.json").write_text((output / "ablate_old.json").read_text())
+    (output / "ablate_bare.json").write_text((output / "ablate_old.json").read_text())
+    (output / "ablate_bare.md").write_text("# a page without pictures\n")
     assert redraw(output) == ["ablate_old_loss.png"]
     assert (output / "ablate_old_loss.png").read_bytes().startswith(b"\x89PNG")
     assert "argmax_old.json has no 'curves'; its pictures are left as they are" in capsys.readouterr().err
