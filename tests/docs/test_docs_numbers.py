@@ -508,8 +508,8 @@ def language() -> list[str]:
     return [
         f"slim FEM ends {lead('ablate_16m_rates', 'full/r8')} nats below attention**, {at_best['full/r8']:.3f} against "
         f"{at_best['-C,G,T,L']:.3f}: {millions('ablate_16m_rates')} parameters",
-        "At rate .002, which",
-        f"[{slim_lead()} on three seeds](results/ablate_16m.md)",
+        f"In attention's time they end at {loss('ablate_16m_split_time', '-C/r8/s.5'):.3f}, level with it",
+        f"At rate .002, which suits attention least, it is [{slim_lead()} on three seeds](results/ablate_16m.md)",
         "[At .004](results/ablate_16m.md), one seed, attention with",
         f"but without the free energy, ends {without_f()} nats below attention and {without_f('full/r8')} below slim",
         f"On three seeds, on one machine, they end {paired_without_f()} below slim FEM",
