@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fem.prior_table import BACKENDS
 
-INSTALL = {"fla": "pip install 'free-energy-mixer[gpu]'", "mamba_ssm": "pip install mamba-ssm"}
-_FOUND = {package: find_spec(package) is not None for package in INSTALL}
+_PACKAGES = {"fla": "fla-core", "mamba_ssm": "mamba-ssm"}  # by module
+_INSTALL = {"fla": "pip install 'free-energy-mixer[gpu]'", "mamba_ssm": "pip install mamba-ssm"}
+_FOUND = {module: find_spec(module) is not None for module in _INSTALL}
 _MISSED: set[str] = set()  # which the user was told of
 
 
@@ -38,10 +39,10 @@ def softmax_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
     return backend
 
 
-def scan_backend(backend: str, device: torch.device, dtype: torch.dtype, package: str = "fla") -> str:
+def scan_backend(backend: str, device: torch.device, dtype: torch.dtype, module: str = "fla") -> str:
     """The backend of a scan on `device`: "plain", "triton" (the kernels of a package) or "reference".
 
-    package: "fla", flash-linear-attention, or "mamba_ssm". "auto" takes its kernels on CUDA in all but float64, where
+    module: "fla", flash-linear-attention, or "mamba_ssm". "auto" takes its kernels on CUDA in all but float64, where
     it is installed, and the plain form elsewhere.
     Raises ValueError on an unknown name, or one that scans do not have or that cannot run here.
     """
@@ -51,18 +52,19 @@ def scan_backend(backend: str, device: torch.device, dtype: torch.dtype, package
     has_kernels = dtype != torch.float64 and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
     if backend == "triton" and not has_kernels:
         raise ValueError(f"backend='triton' needs CUDA and at most 32 bits, got {dtype} on {device}; use 'auto'.")
-    if backend == "triton" and not _installed(package):
-        raise ValueError(f"backend='triton' needs the package {package}, which is not installed: {INSTALL[package]}.")
+    if backend == "triton" and not _installed(module):
+        needed = f"the kernels of {_PACKAGES[module]}, which is not installed: {_INSTALL[module]}"
+        raise ValueError(f"backend='triton' needs {needed}.")
     if backend == "auto":
-        return "triton" if device.type == "cuda" and has_kernels and _installed(package, warned=True) else "plain"
+        return "triton" if device.type == "cuda" and has_kernels and _installed(module, warned=True) else "plain"
     return backend
 
 
-def _installed(package: str, warned: bool = False) -> bool:
-    if warned and not _FOUND[package] and package not in _MISSED:
-        _MISSED.add(package)
-        warnings.warn(f"scans run without fused kernels on this GPU, much slower: {INSTALL[package]}.", stacklevel=4)
-    return _FOUND[package]
+def _installed(module: str, warned: bool = False) -> bool:
+    if warned and not _FOUND[module] and module not in _MISSED:
+        _MISSED.add(module)
+        warnings.warn(f"scans run without fused kernels on this GPU, much slower: {_INSTALL[module]}.", stacklevel=4)
+    return _FOUND[module]
 
 
 def widest(v: Tensor, *others: Tensor | None) -> torch.dtype:
