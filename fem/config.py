@@ -347,7 +347,7 @@ class FreeEnergyMixerConfig:
 
     @classmethod
     def split(cls, n_embd: int, n_head: int, prior_type: str = "softmax", **fields) -> FreeEnergyMixerConfig:
-        """`matched` with split values: a read and a softmax cache no wider than attention's. Its time is not measured.
+        """`matched` with split values: a read and a softmax cache no wider than attention's.
 
         Half of each head's channels read F, the others the mean (free_share=.5), without lambda; an outer gate of rank
         D / 16 and no conditioner. fields replace any of this.

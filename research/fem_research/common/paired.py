@@ -11,7 +11,7 @@ def paired(ours: Sequence[int | float], theirs: Sequence[int | float]) -> tuple[
     if len(ours) != len(theirs):
         raise ValueError(f"paired seeds must be equally many, got {len(ours)} and {len(theirs)}.")
     differences = [a - b for a, b in zip(ours, theirs)]
-    return mean(differences), stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else None
+    return float(mean(differences)), stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else None
 
 
 def spread(values: Sequence[int | float]) -> float | None:
