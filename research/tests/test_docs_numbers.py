@@ -27,6 +27,7 @@ FAQ = (
     *("How large is the state?", "What runs where?"),
 )
 
+WIDE = "ablate_512_time"
 TRAINED = "attention+LTG"  # FEM in a model that was trained without it
 
 
@@ -254,7 +255,9 @@ def readme() -> list[str]:
         f"as many heads and {100 * at_its_best('peak'):.0f} % with a head for every channel, which gets",
         f"after 16M tokens at equal size the layer ends {lead('ablate_16m_rates', 'full/r8')} nats a token below "
         f"attention, but its gate and its short convolution end {without_f()} below without the maximum. In equal "
-        f"training time the layer ends {lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} above.",
+        f"training time the layer ends {lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} above at width 128 and, with "
+        f"one block of width 512, {lead(WIDE, 'full/r32')} below, where its gate and convolution alone end "
+        f"{lead(WIDE, '+C,G/r32')} below.",
         f"| {share('peak', 'softmax')} → {share('peak', SLIM_C)} of the variance |",
         f"one channel and no position code: {at_its_best('peak'):.2f}; after 2,000 steps for 500 both have "
         f"{level_later():.2f}. `torch.cummax` between two linear maps: "
@@ -336,7 +339,9 @@ def summary() -> list[str]:
         f"{100 * gla_at_its_best('snapshot'):.0f} %, {100 * gla_at_its_best('high-water'):.0f} % at its best |",
         f"one rate | {share(ett[0], 'softmax', 'regimes_ett')} | {share(ett[0], SLIM, 'regimes_ett')} | slim without C "
         f"{share(ett[0], SLIM, 'regimes_ett')}, L alone {share(ett[0], 'softmax+L', 'regimes_ett')}, full "
-        f"{share(ett[0], OWN, 'regimes_ett')}, outer gate alone {share(ett[0], 'softmax+G', 'regimes_ett')}.",
+        f"{share(ett[0], OWN, 'regimes_ett')}, outer gate alone {share(ett[0], 'softmax+G', 'regimes_ett')}. "
+        f"[Attention with 8 heads](regimes_heads.md), its best number, one seed: "
+        f"{share(ett[0], 'softmax/h8', 'regimes_heads_ett')} |",
         f"| {percent(ett[1], 'softmax', 'regimes_ett', 1)} | {percent(ett[1], SLIM, 'regimes_ett', 1)} | L alone "
         f'{percent(ett[1], "softmax+L", "regimes_ett", 1)}; always "no" '
         f"{100 * results('regimes_ett')['constants'][ett[1]]:.1f} % |",
@@ -367,6 +372,9 @@ def summary() -> list[str]:
         "| slim |",
         f"[{millions('ablate_16m_time')}, in equal time](ablate_16m.md) on a CPU, one seed, one rate | "
         f"{of_nats('ablate_16m_time')} | slim gates lose: their step takes {slower_step()} times attention's |",
+        f"[{millions(WIDE)}, in equal time](ablate_512_time.md), one block of width 512, 4M tokens, one seed, one "
+        f"rate | {of_nats(WIDE, 'full/r32')} | not the free energy: the slim outer gate and the conditioner alone have "
+        f"{loss(WIDE, '+C,G/r32'):.3f}; split values {loss(WIDE, '-C/r32/s.5'):.3f} |",
         f"[on GLA, 0.3M tokens](ablate_gla.md), 3 seeds | {of_nats('ablate_gla', 'full')} | ",
         f"| {after('gpt2', 'attention'):.3f}, {after('llama', 'attention'):.3f} | {after('gpt2', TRAINED):.3f}, "
         f"{after('llama', TRAINED):.3f} | with {min(extra):.0f} to {max(extra):.0f} % more parameters",
@@ -510,10 +518,13 @@ def language() -> list[str]:
     )
     at_best, timed = losses("ablate_16m_rates"), losses("ablate_16m_time")
     at_4, split = losses("ablate_16m_rate4"), loss("ablate_16m_split", "-C/r8/s.5")
+    timed_split, wide = losses("ablate_16m_split_time"), results(WIDE)["ablate"]
+    wide_step = wide["full/r32"]["ms a step"] / wide["-C,G,T,L"]["ms a step"]
     return [
         f"slim FEM ends {lead('ablate_16m_rates', 'full/r8')} nats below attention**, {at_best['full/r8']:.3f} against "
         f"{at_best['-C,G,T,L']:.3f}: {millions('ablate_16m_rates')} parameters",
-        f"In attention's time they end at {loss('ablate_16m_split_time', '-C/r8/s.5'):.3f}, level with it",
+        f"they end at {timed_split['-C/r8/s.5']:.3f} and attention at {timed_split['-C,G,T,L']:.3f}: "
+        f"{lead('ablate_16m_split_time', '-C/r8/s.5')} below",
         f"At rate .002, which suits attention least, it is [{slim_lead()} on three seeds](results/ablate_16m.md)",
         "[At .004](results/ablate_16m.md), one seed, attention with",
         f"but without the free energy, ends {without_f()} nats below attention and {without_f('full/r8')} below slim",
@@ -527,6 +538,9 @@ def language() -> list[str]:
         f"(.004) have leads of {sizes} parameters. At .004 slim FEM is at its best with {millions('ablate_16m_rates')}",
         f"at these sizes, {timed['-C,G,T,L']:.3f} against {timed['full/r8']:.3f}, as a step of slim FEM takes "
         f"{slower_step()} times as long; it would be level [at {level_at():.2f} times](results/ablate_16m.md).",
+        f"where a step takes {wide_step:.2f} times as long, slim FEM ends [{lead(WIDE, 'full/r32')} below]"
+        f"(results/ablate_512_time.md) after 4M tokens and split values {lead(WIDE, '-C/r32/s.5')}, but the gate and "
+        f"the conditioner alone {lead(WIDE, '+C,G/r32')}.",
         f"[With {millions('ablate_10m')} parameters](results/ablate_10m.md) and 1.8M tokens",
         "The texts: 16.0M and 1.8M tokens are program source, Python's and torch's, and what is held out is code of "
         "the same projects; 3.1M are Python's sources and help topics; 0.3M and 1.0M are speeches.",

@@ -1,0 +1,260 @@
+"""What the pages on language models say, in the text's order: parts alone, sizes, equal time, fine-tuning."""
+
+import json
+from statistics import median
+
+from said import PAGES, results
+
+from fem_research.common.paired import paired
+
+ATTENTION, GATE, GATE_SLIM, BARE, BARE_SLIM, FULL, SLIM = "-C,G,T,L", "+G", "+G/r8", "-C", "-C/r8", "full", "full/r8"
+SPLIT, NO_F, NORM = "-C/r8/s.5", "+C,G/r8", "-C,G,T,L/norm"
+SIZES = ("ablate_softmax_small", "ablate_softmax_medium", "ablate_softmax")
+TRAINED, TRAINED_SLIM = "attention+LTG", "attention+LTG/r4"
+
+
+def of(page: str, what: str, *rows: str) -> list[float]:
+    return [results(page)["ablate"][row][what] for row in rows or results(page)["ablate"]]
+
+
+def losses(page: str, *rows: str) -> list[float]:
+    return of(page, "loss", *rows)
+
+
+def gap(page: str, ours: str, theirs: str = ATTENTION, beside: str | None = None) -> float:
+    """Nats by which the loss of a row is below another's."""
+    return losses(beside or page, theirs)[0] - losses(page, ours)[0]
+
+
+def gaps(page: str, *rows: str, theirs: str = ATTENTION) -> list[float]:
+    return [gap(page, row, theirs) for row in rows]
+
+
+def kept(page: str, row: str, under: str = "attention") -> list[float]:
+    """The same as `pairs`, as the page's table has it: of losses with all digits."""
+    return [float(number) for number in of(page, f"below {under}, paired", row)[0].split(" ± ")]
+
+
+def seeds(page: str, row: str) -> list[float]:
+    """After the last step; of a page without curves as its table has them."""
+    curves = results(page).get("curves")
+    if curves:
+        return [curve[-1]["val_loss"] for curve in curves[row]]
+    return [float(number) for number in of(page, "by seed", row)[0].split(",")]
+
+
+def by_seed(page: str, ours: str, theirs: str) -> list[float]:
+    return [their - our for our, their in zip(seeds(page, ours), seeds(page, theirs), strict=True)]
+
+
+def pairs(page: str, ours: str, theirs: str) -> tuple[float, float]:
+    """Nats that ours ends below theirs, seed by seed, and their standard error."""
+    return paired(seeds(page, theirs), seeds(page, ours))
+
+
+def rate(page: str, row: str = ATTENTION) -> float:
+    """The best of those tried on the first seed."""
+    return float(of(page, "learning rate", row)[0])
+
+
+def at_rates(page: str, row: str) -> dict[float, float]:
+    """Losses of the first seed."""
+    return {float(rate): x for rate, x in results(page)["learning_rates"][row].items() if rate not in ("mixer", "row")}
+
+
+def millions(*pages: str) -> list[float]:
+    return [of(page, "parameters", ATTENTION)[0] / 1e6 for page in pages]
+
+
+def tokens(page: str) -> float:
+    """Millions of a training."""
+    recipe = json.loads((PAGES / f"{page}.json").read_text())["config"]["recipe"]
+    return recipe["steps"] * recipe["batch"] * recipe["context"] / 1e6
+
+
+def after(page: str, row: str, steps: int) -> tuple[float, float]:
+    """The loss after so many steps of a longer training, and all its steps over these."""
+    (curve,) = results(page)["curves"][row]
+    return next(point["val_loss"] for point in curve if point["step"] == steps), curve[-1]["step"] / steps
+
+
+def level_at(page: str, usual: str) -> float:
+    """A step's cost, over attention's, at which slim FEM would end level in equal time: between its two schedules."""
+    (all_steps, steps), (end,) = of(page, "steps", ATTENTION, SLIM), losses(page, SLIM)
+    attention, at_equal_tokens = losses(usual, ATTENTION, SLIM)
+    share = steps / all_steps
+    return 1 / (share + (1 - share) * (end - attention) / (end - at_equal_tokens))
+
+
+def tuned(page: str, mixer: str) -> float:
+    """Nats by which a mixer ends below attention after further training."""
+    rows = results(page)["finetune"]
+    return paired(rows["attention"]["after"], rows[mixer]["after"])[0]
+
+
+def heavier(page: str, mixer: str) -> float:
+    rows = results(page)["finetune"]
+    return 100 * (rows[mixer]["parameters"] / rows["attention"]["parameters"] - 1)
+
+
+def ablate_10m() -> list[float]:
+    page = "ablate_10m"
+    full, slim = after(page, FULL, 750), after(page, SLIM, 675)
+    return [
+        *(tokens(page), *gaps(page, FULL, SLIM), *losses(page, FULL, SLIM, ATTENTION)),
+        *(*millions("ablate_3m", "ablate_16m"), *full, *slim),
+    ]
+
+
+def ablate_16m() -> list[float]:
+    page = "ablate_16m"
+    best, at_4, half, at_3m = (f"{page}_{name}" for name in ("rates", "rate4", "half", "3m"))
+    three, own, split, timed = (f"{page}_{name}" for name in ("seeds", "attribution", "split", "time"))
+    own_seeds, split_time, sizes = f"{own}_seeds", f"{split}_time", (half, at_4, at_3m)
+    attention, slim, step = at_rates(best, ATTENTION), at_rates(best, SLIM), of(timed, "ms a step", SLIM, ATTENTION)
+    second = by_seed(f"{page}_conditioner", SLIM, BARE_SLIM)[1]
+    return [
+        *(gap(best, SLIM), *losses(best, SLIM, ATTENTION), *millions(page), rate(best)),
+        *(attention[0.004] - attention[0.008], rate(at_4), rate(best, SLIM)),
+        *(rate(three), *by_seed(three, SLIM, ATTENTION)),
+        *(attention[0.002] - min(attention.values()), slim[0.002] - min(slim.values())),
+        *(*losses(own, NO_F), rate(own, NO_F), gap(own, NO_F, ATTENTION, at_4), gap(own, NO_F, SLIM, at_4)),
+        *(rate(page), gap(page, GATE_SLIM), gap(page, BARE_SLIM, GATE_SLIM), gap(page, SLIM, BARE_SLIM), second),
+        *pairs(own_seeds, NO_F, SLIM),
+        *(*losses(split, SPLIT), rate(split, SPLIT), gap(split, SPLIT, ATTENTION, at_4)),
+        *(gap(split, SPLIT, GATE_SLIM, at_4), losses(at_4, SLIM)[0] - seeds(own_seeds, SLIM)[0]),
+        0.008,  # begun
+        *(*losses(split_time, SPLIT, ATTENTION), gap(split_time, SPLIT)),
+        gap(split, SPLIT, ATTENTION, split_time),
+        *(rate(page), *losses(page, GATE, BARE, FULL, ATTENTION)),
+        *(rate(at_4), *(gap(size, SLIM) for size in sizes), *millions(*sizes), *millions(at_4)),
+        *(*losses(timed, SLIM, ATTENTION), rate(timed), step[0] / step[1], level_at(timed, page)),
+        tokens("ablate_3m"),
+    ]
+
+
+def ablate_512_time() -> list[float]:
+    page, split, slim, no_f = "ablate_512_time", "-C/r32/s.5", "full/r32", "+C,G/r32"
+    steps = of(page, "ms a step", split, slim, no_f, ATTENTION)
+    asked, tried = 0.012, (0.001, 0.002, 0.004)  # by the rule, and in the pilot
+    return [
+        *(
+            *losses(page, ATTENTION),
+            *gaps(page, split, slim, no_f),
+            asked,
+            -gap(page, slim, no_f),
+            -gap(page, split, no_f),
+        ),
+        *(*(step / steps[-1] for step in steps[:-1]), tokens(page), rate(page), *tried),
+    ]
+
+
+def ablate_3m() -> list[float]:
+    page, long = "ablate_3m", "ablate_long_rate"
+    others = {"attention": (GATE, BARE, BARE_SLIM), "attention+G": (ATTENTION, BARE, BARE_SLIM)}
+    errors = [kept(long, row, under)[1] for under, rows in others.items() for row in rows]
+    return [
+        *(*millions(long), min(errors), max(errors), *losses(page, FULL, BARE, GATE, ATTENTION, BARE_SLIM)),
+        *(*millions(long), *gaps(page, GATE, BARE), gap(page, FULL, BARE)),
+    ]
+
+
+def ablate_gla() -> list[float]:
+    page = "ablate_gla"
+    both = losses(page, FULL, "-G", BARE, "-C,G")  # L and T
+    without = losses(page, ATTENTION, GATE, "-G,T,L", "+C,G")
+    return [
+        *(*losses(page, FULL, BARE, ATTENTION), min(both), max(both), *losses(page, "-C,G,T"), min(without)),
+        *(max(without), *losses(page, GATE), gap(page, GATE), gap(page, BARE, GATE), gap(page, "-C,G")),
+        *(*losses("ablate_gla_norm", NORM), gap(page, BARE, NORM, "ablate_gla_norm")),
+    ]
+
+
+def ablate_gla_norm() -> list[float]:
+    page = "ablate_gla_norm"
+    return [
+        *(gap(page, BARE), *kept(page, NORM, "GLA"), *pairs(page, BARE, NORM)),
+        *(*of(page, "sd", GATE), rate(page, GATE), rate(page, BARE), rate(page)),
+    ]
+
+
+def ablate_long() -> list[float]:
+    page, at_2 = "ablate_long", "ablate_long_rate"
+    third = [seeds(page, row)[2] - seeds(at_2, row)[2] for row in (ATTENTION, BARE)]
+    return [
+        *(*losses(page, BARE), rate(page, BARE), *losses(at_2, BARE), rate(at_2), *kept(at_2, BARE), rate(at_2)),
+        *(*losses(page, GATE), *kept(at_2, BARE, "attention+G"), *kept(page, BARE, "attention+G")),
+        *(rate(page), *third, rate(at_2), *losses(at_2, ATTENTION), *losses(page, ATTENTION)),
+        *at_rates(page, BARE_SLIM).values(),
+    ]
+
+
+def ablate_long_rate() -> list[float]:
+    page = "ablate_long_rate"
+    return [
+        *(rate(page), *losses(page, ATTENTION, GATE, BARE, BARE_SLIM)),
+        *(*kept(page, BARE), *kept(page, BARE, "attention+G")),
+    ]
+
+
+def ablate_softmax() -> list[float]:
+    page, spreads = "ablate_softmax", of("ablate_softmax", "sd")
+    tried = at_rates(page, ATTENTION)
+    return [
+        *(min(spreads), max(spreads), median(spreads), *losses(page, BARE, ATTENTION), gap(page, BARE)),
+        *(*losses(page, GATE), *kept(page, BARE, "attention+G"), *by_seed(page, BARE, GATE), gap(page, "-C,G")),
+        *(*losses(page, "-C,G,T", ATTENTION, FULL, BARE), *kept(page, FULL, "attention+G")),
+        *(*pairs(page, FULL, "+C,G"), min(tried), max(tried)),
+    ]
+
+
+def ablate_softmax_medium() -> list[float]:
+    """And what the page of the smallest size says: it has the same text."""
+    cells = [(row, what) for row in (FULL, GATE, ATTENTION) for what in ("loss", "sd")]
+    return [
+        *millions(*SIZES),
+        *(number for size in SIZES for number in (*millions(size), *(of(size, what, row)[0] for row, what in cells))),
+        *(gap(size, FULL, row) for row in (ATTENTION, GATE) for size in SIZES),
+        *(*millions(SIZES[1]), *losses(SIZES[2], BARE), *millions(SIZES[2])),
+    ]
+
+
+def ablate_time() -> list[float]:
+    page, rows = "ablate_time", (GATE, BARE, FULL)
+    (steps, *fewer) = of(page, "steps", ATTENTION, *rows)
+    return [
+        *(number for row in rows for number in kept(page, row)),
+        *(*gaps("ablate_softmax", *rows), *(steps / less for less in fewer)),
+    ]
+
+
+def finetune_gpt2() -> list[float]:
+    page = "finetune_gpt2"
+    return [
+        *(tuned(page, TRAINED), tuned(page, "attention+G"), heavier(page, TRAINED)),
+        *(heavier(page, TRAINED_SLIM), tuned(page, TRAINED_SLIM)),
+    ]
+
+
+def finetune_llama() -> list[float]:
+    page = "finetune_llama"
+    full = tuned(page, TRAINED)
+    return [full, tuned(page, "attention+G"), full, heavier(page, TRAINED), heavier(page, TRAINED_SLIM)]
+
+
+CLAIMS = {
+    page.__name__: page
+    for page in (
+        *(
+            ablate_10m,
+            ablate_16m,
+            ablate_3m,
+            ablate_512_time,
+            ablate_gla,
+            ablate_gla_norm,
+            ablate_long,
+            ablate_long_rate,
+        ),
+        *(ablate_softmax, ablate_softmax_medium, ablate_time, finetune_gpt2, finetune_llama),
+    )
+} | {"ablate_softmax_small": ablate_softmax_medium}

@@ -1,0 +1,253 @@
+"""What the pages on tasks say, in the text's order: the regimes, pools on natural labels, the argmax task."""
+
+from statistics import mean
+
+from said import results
+
+from fem_research.common.paired import paired, spread
+
+ATTENTION, GATE, ALONE, FULL, SLIM = "softmax", "softmax+G", "softmax+L", "softmax+LTG", "softmax+LTG/r4"
+C, CG, FULL_C, SLIM_C = "softmax+C", "softmax+CG", "softmax+CLTG", "softmax+CLTG/r4"
+GLA, GLA_FULL, GLA_SLIM = "gla/norm", "gla+LTG", "gla+LTG/r4"
+EXTREMES, FIELDS = ("peak", "high-water"), ("snapshot", "high-water")
+PAPER = (100, 2)  # Appendix P, T = 128, D = 512: per cent of winners that FEM and, at most, softmax find
+
+
+def seeds(page: str, task: str, mixer: str) -> list[float]:
+    return results(page)["regimes"][task][mixer]["test"]
+
+
+def scores(page: str, task: str, *mixers: str) -> list[float]:
+    return [mean(seeds(page, task, mixer)) for mixer in mixers]
+
+
+def percents(page: str, task: str, *mixers: str) -> list[float]:
+    return [100 * score for score in scores(page, task, *mixers)]
+
+
+def on_each(page: str, mixers: tuple[str, ...], tasks: tuple[str, ...] = EXTREMES) -> list[float]:
+    """The scores of one mixer after the other, each on all tasks."""
+    return [score for mixer in mixers for task in tasks for score in scores(page, task, mixer)]
+
+
+def share_and_percent(page: str, *mixers: str) -> list[float]:
+    """Of peak the explained variance, of high-water the per cent that are right."""
+    return [x for mixer in mixers for x in (*scores(page, "peak", mixer), *percents(page, "high-water", mixer))]
+
+
+def leads(page: str, tasks: tuple[str, ...], ours: str, theirs: str = SLIM, beside: str | None = None) -> list[float]:
+    """Of every task the mean and the standard error of ours - theirs, seed by seed."""
+    return [x for task in tasks for x in paired(seeds(page, task, ours), seeds(beside or page, task, theirs))]
+
+
+def span(values: list[float]) -> tuple[float, float]:
+    return min(values), max(values)
+
+
+def spreads(page: str, task: str, *mixers: str) -> tuple[float, float]:
+    return span([spread(seeds(page, task, mixer)) for mixer in mixers])
+
+
+def rates(page: str) -> list[float]:
+    """Those that every row of the page tried."""
+    rows = [row for task in results(page)["regimes"].values() for row in task.values()]
+    (tried,) = {tuple(row["validation_by_rate"]) for row in rows}
+    return [float(rate) for rate in tried]
+
+
+def rate(page: str, task: str, mixer: str) -> float:
+    return float(results(page)["regimes"][task][mixer]["learning_rate"])
+
+
+def pooled(pool: str, *pages: str) -> tuple[float, float]:
+    """Of a pool over attention pooling, averaged over the sets of the pages: the mean and its standard error."""
+    over = [rows[f"pool:{pool}"]["over"] for page in pages for rows in results(page)["natural"].values()]
+    return mean(lead["mean"] for lead in over), sum(lead["error"] ** 2 for lead in over) ** 0.5 / len(over)
+
+
+def hits(page: str, mixer: str) -> float:
+    return 100 * mean(results(page)["argmax"][mixer]["hits"])
+
+
+def regimes() -> list[float]:
+    page = "regimes"
+    with_mean = [mixer for mixer in results(page)["regimes"]["statistics"] if mixer != ALONE]
+    slim, attention, best = scores(page, "statistics", SLIM, ATTENTION, CG)
+    return [
+        *share_and_percent(page, ATTENTION, FULL, SLIM),
+        *(*percents(page, "snapshot", SLIM, ALONE), *span(seeds(page, "snapshot", ALONE))),
+        *percents(page, "snapshot", CG, FULL, ATTENTION),
+        *(min(scores(page, "statistics", *with_mean)), *scores(page, "statistics", ALONE), attention - slim),
+        *(*percents(page, "bags", SLIM, FULL, ALONE, ATTENTION), *spreads(page, "bags", SLIM, FULL, ALONE, ATTENTION)),
+        *(attention - slim, best - slim, *percents("regimes_pools", "bags", "pool:mean")),
+        *(*rates(page), max(rates(page))),
+    ]
+
+
+def regimes_ett() -> list[float]:
+    page = "regimes_ett"
+    return [
+        *(*scores(page, "ett-extremes", SLIM, ATTENTION, FULL), *percents(page, "ett-events", ALONE, SLIM, ATTENTION)),
+        *(100 * x for x in leads(page, ("ett-events",), SLIM, ATTENTION)),
+        *(100 * results(page)["constants"]["ett-events"], *rates(page)),
+    ]
+
+
+def regimes_heads() -> list[float]:
+    one, three, five, long = (f"regimes_heads{more}" for more in ("", "_fields", "_peak", "_long"))
+    parts, gla, ett = "regimes_heads_parts", "regimes_heads_gla", "regimes_heads_ett"
+    wide_parts = tuple(mixer for mixer in results(parts)["regimes"]["snapshot"] if "/h16" in mixer)
+    best, wide, slim_16 = "softmax/h64/norope", "softmax/h16", "softmax+CLTG/h16/r4"
+    lead, later = leads(five, ("peak",), SLIM_C, best), scores(long, "peak", SLIM_C, best)
+    fields = [[*scores(three, task, ATTENTION, wide, SLIM_C), *leads(three, (task,), SLIM_C, wide)] for task in FIELDS]
+    return [
+        *(*percents(three, "snapshot", "softmax/h8", ATTENTION, SLIM_C), *percents(three, "high-water", wide)),
+        *(*percents(one, "high-water", "softmax/h8/norope"), *percents(three, "high-water", ATTENTION, SLIM_C)),
+        *(*lead, *scores(five, "peak", SLIM_C, best, "softmax/h32/norope"), *later, *scores(five, "peak", "cummax")),
+        *(100 * score for score in on_each(one, ("cummax",), ("high-water", "snapshot"))),
+        *(*(100 * score for score in on_each(one, ("gru",), FIELDS)), *scores(one, "peak", "gru"), *rates(one)),
+        *scores(parts, "peak", "softmax+G/h16/r4", "softmax+C/h16", "softmax+L/h16", "softmax+L"),
+        *(
+            *scores(parts, "peak", "softmax+LTG/h16/r4/s.5", "softmax+LTG/r4/s.5"),
+            100 * min(on_each(parts, wide_parts, FIELDS)),
+        ),
+        *(*percents(gla, "snapshot", "gla/h8/norm"), *percents(gla, "high-water", "gla/h8/norm", GLA_SLIM)),
+        *scores(gla, "peak", "gla/h16/norm", GLA_SLIM),
+        *scores(ett, "ett-extremes", "softmax/h8", SLIM),
+        *percents(ett, "ett-events", ATTENTION, SLIM),
+        *(100 * score for score in on_each(one, ("softmax/h32",), ("high-water", "snapshot"))),
+        *(100 * min(on_each(one, (slim_16,), FIELDS)), *scores(one, "peak", slim_16)),
+        *(number for line in fields for number in line),
+        *(*scores(five, "peak", ATTENTION, best, SLIM_C), *lead, *scores(five, "peak", "cummax")),
+        *(*reversed(later), later[0] - later[1], *rates(five)),
+    ]
+
+
+def regimes_layers() -> list[float]:
+    page = "regimes_layers"
+    return [
+        *(*on_each(page, (ATTENTION,)), *on_each("regimes", (ATTENTION,)), *on_each(page, (ALONE, SLIM, FULL))),
+        *rates(page),
+    ]
+
+
+def regimes_parts() -> list[float]:
+    page, tie = "regimes_parts", (GLA_SLIM, SLIM, "softmax+LT", GLA)
+    low, best = span(scores(page, "statistics", *results(page)["regimes"]["statistics"]))
+    alone, full, attention, slim = scores(page, "statistics", ALONE, FULL_C, ATTENTION, SLIM_C)
+    return [
+        *scores(page, "peak", ATTENTION, ALONE, "softmax+LT", FULL, SLIM, SLIM_C),
+        *scores(page, "high-water", ATTENTION, ALONE, "softmax+LT", FULL, SLIM),
+        *(end for task in EXTREMES for end in span(scores(page, task, C, GATE, CG))),
+        *(*on_each(page, (GLA, GLA_FULL, GLA_SLIM)), *scores(page, "snapshot", SLIM_C, SLIM, GLA_SLIM, C)),
+        *(*span(scores(page, "snapshot", FULL, FULL_C, GLA_FULL, "gla+CLTG")), *scores(page, "snapshot", ATTENTION)),
+        *(best - low, alone, full, attention, attention - slim),
+        *(*scores(page, "bags", *tie, ATTENTION), *spreads(page, "bags", *tie)),
+        *(*scores(page, "peak", SLIM_C, SLIM), *leads(page, ("peak",), SLIM_C)),
+        *(*scores(page, "snapshot", SLIM_C, SLIM), *leads(page, ("snapshot", "bags"), SLIM_C)),
+        *on_each(page, (GLA_SLIM, GLA), (*EXTREMES, "snapshot")),
+        *(leads(page, ("statistics",), GLA_SLIM, GLA_FULL)[0], attention - slim, best - slim),
+    ]
+
+
+def regimes_peak64() -> list[float]:
+    page, task = "regimes_peak64", "peak-64"
+    rows = results(page)["regimes"][task]
+    (best,) = {rate(page, task, mixer) for mixer in rows}
+    attention = span(scores(page, task, *(mixer for mixer in rows if "+" not in mixer)))
+    return [*attention, *scores(page, task, "softmax+LTG/r16", "softmax+CLTG/r16"), best, *rates(page)]
+
+
+def regimes_pools() -> list[float]:
+    page, slim = "regimes_pools", "pool:fem/r4"
+    tried = results(page)["regimes"]["bags"][slim]["validation_by_rate"]
+    return [
+        *percents(page, "bags", "pool:lse", "pool:max", "pool:fem", "pool:attention", "pool:mean"),
+        *(rate(page, "bags", slim), 100 * tried["0.006"], 100 * tried["0.003"], rate(page, "bags", "pool:fem")),
+    ]
+
+
+def regimes_recall_1() -> list[float]:
+    return rates("regimes_recall_1")
+
+
+def regimes_recall_2() -> list[float]:
+    return rates("regimes_recall_2")
+
+
+def regimes_speakers() -> list[float]:
+    page, pools = "regimes_speakers", ("fem/r4", "attention", "lse", "fem", "max", "mean")
+    return [
+        *(
+            *percents(page, "speakers", *(f"pool:{pool}" for pool in pools)),
+            100 * results(page)["constants"]["speakers"],
+        ),
+        *leads(page, ("speakers",), "pool:mean", "pool:attention"),
+    ]
+
+
+def regimes_split() -> list[float]:
+    page, parts, heads = "regimes_split", "regimes_split_parts", "regimes_heads"
+    half, sixteen = f"{SLIM}/s.5", ("softmax/h16", "softmax+LTG/h16/r4")
+    before, (attention, slim) = scores("regimes", "bags", ATTENTION, SLIM), scores(page, "bags", ATTENTION, SLIM)
+    return [
+        *leads(page, ("peak", "statistics", "snapshot", "high-water", "bags"), half),
+        *leads(page, ("peak", "snapshot", "high-water", "bags", "statistics"), f"{SLIM}/s1"),
+        *leads(page, ("peak", "snapshot", "high-water"), half, FULL, parts),
+        *leads(page, ("peak", "statistics", "high-water"), half, ALONE, parts)[:-1],
+        *(*rates("regimes"), rate(page, "bags", ATTENTION), attention, before[0], slim, rate(page, "bags", SLIM)),
+        *(*leads(page, ("bags",), SLIM, ATTENTION), before[1] - before[0]),
+        *(*rates(heads), *scores(heads, "peak", *sixteen), min(on_each(heads, sixteen, FIELDS)), min(rates(page))),
+    ]
+
+
+def regimes_starts() -> list[float]:
+    page, slim = "regimes_starts", f"{FULL}/b8/r4"
+    gained = leads(page, ("high-water",), f"{FULL}/b4", FULL)
+    return [
+        *(*gained, leads(page, ("statistics",), f"{FULL}/b8/l2", FULL)[0]),
+        *leads(page, ("high-water", "snapshot", "bags", "statistics"), slim)[::2],
+        *(gained[0], leads(page, ("high-water",), SLIM, FULL)[0]),
+    ]
+
+
+def regimes_wide() -> list[float]:
+    return share_and_percent("regimes_wide", f"{FULL}/wide", ATTENTION)
+
+
+def natural() -> list[float]:
+    sets, all_six = results("natural")["natural"], ("natural", "natural_more")
+    fem, lse, largest = (pooled(pool, "natural") for pool in ("fem", "lse", "max"))
+    errors = [row["over"]["error"] for rows in sets.values() for row in rows.values() if row["over"]]
+    return [
+        *(*fem, *lse, *largest, lse[0] - fem[0]),
+        *(mean(sets["ucsb"][f"pool:{pool}"]["accuracy"]) for pool in ("lse", "attention")),
+        *span([error for error in errors if error]),  # none where both pools are right about every bag
+        *(*pooled("lse", *all_six), *pooled("fem", *all_six)),
+    ]
+
+
+def natural_more() -> list[float]:
+    return [
+        *(x for pool in ("fem", "lse", "max") for x in pooled(pool, "natural_more")),
+        *(x for pool in ("fem", "fem/r4", "lse", "max") for x in pooled(pool, "natural", "natural_more")),
+    ]
+
+
+def argmax() -> list[float]:
+    return [hits("argmax", "softmax"), 100 * results("argmax")["baselines"]["the best constant"]["hits"]]
+
+
+def argmax_paper() -> list[float]:
+    constant = results("argmax_paper")["baselines"]["the best constant"]["mse"]
+    return [constant, hits("argmax_paper", "fem"), hits("argmax_paper", "softmax"), *PAPER]
+
+
+CLAIMS = {
+    page.__name__: page
+    for page in (
+        *(regimes, regimes_ett, regimes_heads, regimes_layers, regimes_parts, regimes_peak64, regimes_pools),
+        *(regimes_recall_1, regimes_recall_2, regimes_speakers, regimes_split, regimes_starts, regimes_wide),
+        *(natural, natural_more, argmax, argmax_paper),
+    )
+}
