@@ -123,7 +123,7 @@ def ablate_16m() -> list[float]:
         *pairs(own_seeds, NO_F, SLIM),
         *(*losses(split, SPLIT), rate(split, SPLIT), gap(split, SPLIT, ATTENTION, at_4)),
         *(gap(split, SPLIT, GATE_SLIM, at_4), losses(at_4, SLIM)[0] - seeds(own_seeds, SLIM)[0]),
-        0.008,  # begun
+        *(rate(f"{split}_rate8", SPLIT), *losses(f"{split}_rate8", SPLIT)),
         *(*losses(split_time, SPLIT, ATTENTION), gap(split_time, SPLIT)),
         gap(split, SPLIT, ATTENTION, split_time),
         *(rate(page), *losses(page, GATE, BARE, FULL, ATTENTION)),
