@@ -126,6 +126,7 @@ def ablate_16m() -> list[float]:
         *(rate(f"{split}_rate8", SPLIT), *losses(f"{split}_rate8", SPLIT)),
         *(*losses(split_time, SPLIT, ATTENTION), gap(split_time, SPLIT)),
         gap(split, SPLIT, ATTENTION, split_time),
+        *(rate(split_time, NO_F), *losses(split_time, NO_F), gap(split_time, NO_F)),
         *(rate(page), *losses(page, GATE, BARE, FULL, ATTENTION)),
         *(rate(at_4), *(gap(size, SLIM) for size in sizes), *millions(*sizes), *millions(at_4)),
         *(*losses(timed, SLIM, ATTENTION), rate(timed), step[0] / step[1], level_at(timed, page)),

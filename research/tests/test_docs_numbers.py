@@ -523,6 +523,7 @@ def language() -> list[str]:
     return [
         f"slim FEM ends {lead('ablate_16m_rates', 'full/r8')} nats below attention**, {at_best['full/r8']:.3f} against "
         f"{at_best['-C,G,T,L']:.3f}: {millions('ablate_16m_rates')} parameters",
+        f"the gate and the conditioner alone end at {timed_split['+C,G/r8']:.3f}, ahead.",
         f"At .008 they end at {loss('ablate_16m_split_rate8', '-C/r8/s.5'):.3f}.",
         f"they end at {timed_split['-C/r8/s.5']:.3f} and attention at {timed_split['-C,G,T,L']:.3f}: "
         f"{lead('ablate_16m_split_time', '-C/r8/s.5')} below",
