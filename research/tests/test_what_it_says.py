@@ -1,4 +1,4 @@
-"""Every measured number under "What it says" of the pages on language models and on tasks that separate reads, in its
+"""Every measured number under "What it says" of the pages on language models, on tasks, on costs and on images, in its
 order, from the JSON that the pages keep."""
 
 import re
@@ -10,9 +10,14 @@ import pytest
 PAGES = Path(__file__).parents[1] / "results"
 SAID = re.compile(r"^## What it says\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 MEASURED = re.compile(r"(?<![\w.])(?:\d+)?\.\d+(?!\w*\.\d)|\b\d+ %")
-GROUPS = "ablate", "argmax", "finetune", "natural", "regimes"
+GROUPS = (
+    *("ablate", "argmax", "context", "decode", "finetune", "forecast", "gpt2", "layer", "mad", "natural", "read"),
+    *("regimes", "table5", "vision"),
+)
 CLAIMS = {
-    page: numbers for name in ("language", "tasks") for page, numbers in import_module(f"said_{name}").CLAIMS.items()
+    page: numbers
+    for name in ("language", "tasks", "costs")
+    for page, numbers in import_module(f"said_{name}").CLAIMS.items()
 }
 
 

@@ -1,0 +1,226 @@
+"""What the pages on costs, forecasts, MAD and images say, in the text's order."""
+
+import json
+from statistics import mean
+
+from said import PAGES, results
+
+from fem_research.bench.cases import TABLE5, TABLE7
+from fem_research.common.paired import paired, spread
+from fem_research.mad.experiment import COLUMNS, TABLE1
+
+BASELINE, BARE, FULL = "attention", "FEM-SM without C", "FEM-SM"
+TRAIN, MEMORY, TOKEN, STATE = "train_s", "train_extra_bytes", "token_s", "state_bytes"
+ATTENTION, ALL = "softmax", "softmax+CLTG"
+SLIM, SPLIT = f"{ALL}/r8", f"{ALL}/r8/s.5"
+C, G, L, LT, LTG, CG, CLT = (f"{ATTENTION}+{parts}" for parts in ("C", "G", "L", "LT", "LTG", "CG", "CLT"))
+GLA, _, AFT = RECURRENT = "gla-norm", "mamba-norm", "rnn_softmax"
+ALL_GLA, _, ALL_AFT = ALL_RECURRENT = "gla+CLTG", "mamba+CLTG", "rnn_softmax+CLTG"
+COMPRESSION, FUZZY, COPYING = "compression", "fuzzy-in-context-recall", "selective-copying"
+START = 0.02  # N(0, 0.02), the start "normal" of fem_research.common.blocks
+
+
+def costs(page: str, time: int, what: str, part: str | None = None, dtype: str = "float32") -> dict[str, float]:
+    """Of every mixer at this length."""
+    wanted = (time, part or page.partition("_")[0], dtype)
+    cases = results(page)["bench"]
+    (found,) = (case["results"] for case in cases if (case["size"]["time"], case["part"], case["dtype"]) == wanted)
+    return {mixer: cost[what] for mixer, cost in found.items()}
+
+
+def ratios(page: str, time: int, what: str, *mixers: str, over: str = BASELINE, **which: str) -> list[float]:
+    found = costs(page, time, what, **which)
+    return [found[mixer] / found[over] for mixer in mixers]
+
+
+def by_length(page: str, what: str, *mixers: str, part: str | None = None) -> list[float]:
+    """Of one mixer after the other the ratios at every length, from the shortest."""
+    part = part or page.partition("_")[0]
+    times = sorted({case["size"]["time"] for case in results(page)["bench"] if case["part"] == part})
+    return [ratio for mixer in mixers for time in times for ratio in ratios(page, time, what, mixer, part=part)]
+
+
+def published(table: dict, mixer: str, what: str, over: str = BASELINE) -> float:
+    """The paper's own ratio."""
+    return getattr(table[mixer], what) / getattr(table[over], what)
+
+
+def span(values: list[float]) -> tuple[float, float]:
+    return min(values), max(values)
+
+
+def forecast(page: str, what: str, data: str, *models: str) -> list:
+    runs = {run["model"]: run for run in results(page)["forecast"] if run["data"] == data}
+    return [runs[model][what] for model in models]
+
+
+def seeds(page: str, row: str, when: str = "mean", task: str = "average", start: str = "normal") -> list[float]:
+    """Percent that MAD's row gets right; when: "mean" over training or "final", after it."""
+    return [100 * score for score in results(page)["mad"][start][row][when][task]["seeds"]]
+
+
+def scores(page: str, *rows: str, when: str = "mean", task: str = "average", start: str = "normal") -> list[float]:
+    return [mean(seeds(page, row, when, task, start)) for row in rows]
+
+
+def leads(page: str, ours: str, theirs: str, when: str = "mean", beside: str | None = None) -> tuple[float, float]:
+    return paired(seeds(page, ours, when), seeds(beside or page, theirs, when))
+
+
+def top1(page: str, mixer: str) -> list[float]:
+    return [100 * share for share in results(page)["vision"][mixer]["accuracies"]]
+
+
+def of_a_test_set(page: str) -> float:
+    """The standard error, in points, that the number of held-out pictures alone gives attention's accuracy."""
+    data = json.loads((PAGES / f"{page}.json").read_text())["config"]["recipe"]["data"]
+    share, pictures = mean(top1(page, ATTENTION)) / 100, int(data.removesuffix(".zip").rpartition("_")[2])
+    return 100 * (share * (1 - share) / pictures) ** 0.5
+
+
+def context_cpu() -> list[float]:
+    times, memory = by_length("context_cpu", TRAIN, FULL), by_length("context_cpu", MEMORY, FULL)
+    faster = ratios("context_cpu", 8192, TRAIN, "FEM-GLA", "FEM-AFT")
+    return [*span(times), *span(memory), *(1 / ratio for ratio in faster)]
+
+
+def decode_cpu() -> list[float]:
+    served = by_length("decode_cpu", TOKEN, BARE, part="served")
+    slow, fast = (1000 * costs(page, 4096, TOKEN)[BASELINE] for page in ("decode_cpu", "decode_split"))
+    return [*by_length("decode_cpu", TOKEN, BARE), *served, slow, fast]
+
+
+def decode_split() -> list[float]:
+    page, taken = "decode_split", [costs("decode_split", time, TOKEN) for time in (1024, 4096, 16384)]
+    added = [1000 * (found["split"] - found[BASELINE]) for found in taken]
+    return [
+        *(*by_length(page, TOKEN, "split"), *ratios(page, 4096, STATE, "split")),
+        *(*by_length(page, TOKEN, "slim"), *ratios(page, 4096, STATE, "slim")),
+        *(mean(added[:2]), added[2], *by_length(page, TOKEN, BARE), *by_length("decode_cpu", TOKEN, BARE)),
+    ]
+
+
+def gpt2_cpu() -> list[float]:
+    page = "gpt2_cpu"
+    return [
+        *(*ratios(page, 512, TRAIN, FULL), published(TABLE7, FULL, "train")),
+        *(*ratios(page, 512, MEMORY, FULL), published(TABLE7, FULL, "train_gb")),
+        *(*ratios(page, 512, TRAIN, "FEM-GLA"), published(TABLE7, "FEM-GLA", "train")),
+    ]
+
+
+def layer_cpu() -> list[float]:
+    return [
+        *by_length("layer_cpu", TRAIN, "split", BARE, FULL, "slim", "slim with C", "FEM-GLA"),
+        *ratios("layer_cpu", 2048, MEMORY, "split", BARE, FULL, "slim"),
+        *by_length("layer_epyc", TRAIN, FULL),
+    ]
+
+
+def layer_epyc() -> list[float]:
+    page, slim = "layer_epyc", "FEM-SM slim, without C"
+    return [
+        *(*by_length(page, TRAIN, FULL)[::-1], *by_length(page, TRAIN, BARE)[::-1]),
+        *(*ratios(page, 2048, TRAIN, "FEM-GLA"), *by_length(page, TRAIN, slim)[::-1]),
+        *ratios(page, 2048, MEMORY, FULL, BARE, slim),
+    ]
+
+
+def read_cpu() -> list[float]:
+    lengths = [ratio for time in (2048, 512) for ratio in ratios("read_cpu", time, TRAIN, "FEM")]
+    return [*lengths, *ratios("read_cpu", 2048, TRAIN, "FEM", dtype="bfloat16")]
+
+
+def table5_cpu() -> list[float]:
+    none = "FEM-SM -G,T,L,C"
+    return [*ratios("table5_cpu", 1024, TRAIN, FULL, over=none), published(TABLE5, FULL, "train", none)]
+
+
+def forecast_ett96() -> list[float]:
+    page, ours = "forecast_ett96", "femforecaster"
+    return [
+        *(*forecast(page, "mse", "ETTm1", ours, "dlinear"), *map(spread, forecast(page, "mses", "ETTm1", ours))),
+        *forecast(page, "mse", "ETTm1", "itransformer", "patchtst"),
+        *forecast(page, "mse", "ETTh2", "patchtst", ours, "dlinear"),
+    ]
+
+
+def forecast_etth1() -> list[float]:
+    page, data = "forecast_etth1", "ETTh1"
+    fem, none = forecast(page, "mse", data, ALL, "none")
+    by_seed, over = forecast(page, "mses", data, ALL, ATTENTION)
+    seconds, fewer = forecast(page, "cpu_seconds", data, ALL, ATTENTION)
+    slim = forecast("forecast_etth1_slim", "mse", data, f"{ALL}/r4", f"{ALL}/r4/s.5", ATTENTION)
+    return [none - fem, *by_seed, none, *over, seconds / fewer, *slim]
+
+
+def compression(page: str, *rows: str) -> list[float]:
+    """Of one row after the other the mean over training and the accuracy after it."""
+    return [mean(seeds(page, row, when, COMPRESSION)) for row in rows for when in ("mean", "final")]
+
+
+def mad_compression_rates() -> list[float]:
+    usual, page = "mad_laptop", "mad_compression_rates"
+    return [
+        *(*compression(usual, ALL), *compression(page, ALL), *compression(usual, ATTENTION)),
+        *(*compression(usual, ALL_GLA), *compression(page, ALL_GLA), *compression(usual, GLA, ALL_AFT, AFT)),
+    ]
+
+
+def mad_laptop() -> list[float]:
+    page, slim, final = "mad_laptop", "mad_laptop_slim", "final"
+    slower, *jumped = sorted(seeds(page, ATTENTION, final, FUZZY))
+    return [
+        *(leads(page, ALL, ATTENTION)[0], *scores(page, ALL, ATTENTION)),
+        *(spread(seeds(page, row)) for row in (ALL, ATTENTION)),
+        *(leads(page, ours, theirs)[0] for ours, theirs in zip(ALL_RECURRENT, RECURRENT)),
+        *(*scores(page, C, L, LT, LTG, G), *scores(page, ATTENTION, G, LTG, when=final)),
+        *(*leads(page, CLT, C), *leads(page, ALL, CG), *leads(page, ALL, CG, final)),
+        *(*scores(page, CLT, ALL, when=final), *scores(slim, SLIM, SPLIT)),
+        *(x for row in (SLIM, SPLIT) for x in leads(slim, row, ALL, beside=page)),
+        *scores(page, ALL, ATTENTION, ALL_GLA, GLA, task=COMPRESSION),
+        *scores("mad_compression_rates", ALL, ALL_GLA, task=COMPRESSION),
+        *(*scores(page, ALL, ATTENTION, task=FUZZY), *jumped, slower, max(seeds(page, ALL, final, FUZZY))),
+        *scores("mad_laptop_init", ALL, ATTENTION, task=FUZZY, start="torch"),
+        max(scores(page, *RECURRENT, *ALL_RECURRENT, when=final, task=COPYING)),
+    ]
+
+
+def mad_laptop_init() -> list[float]:
+    normal, torch = (scores("mad_laptop_init", ALL, ATTENTION, start=start) for start in ("normal", "torch"))
+    return [normal[0] - normal[1], START, torch[0] - torch[1], START]
+
+
+def mad_recall() -> list[float]:
+    return [dict(TABLE1)[ATTENTION][list(COLUMNS).index("in-context-recall")]]
+
+
+def vision_cifar() -> list[float]:
+    page = "vision_cifar"
+    ours, theirs = (results(page)["vision"][mixer] for mixer in (ALL, ATTENTION))
+    return [
+        *(*span(top1(page, ALL)), *span(top1(page, ATTENTION)), theirs["loss"] - ours["loss"]),
+        *(100 * ours["images_per_second"] / theirs["images_per_second"], of_a_test_set(page)),
+    ]
+
+
+def vision_cifar_parts() -> list[float]:
+    page = "vision_cifar_parts"
+    gate, bare, both, full = (
+        paired(top1(page, row), top1(page, ATTENTION)) for row in ("softmax+G", "softmax+LTG", "softmax+CG", ALL)
+    )
+    return [*gate, *bare, *both, *full, full[0] - both[0], of_a_test_set(page)]
+
+
+def vision_digits() -> list[float]:
+    return [*paired(top1("vision_digits", ALL), top1("vision_digits", ATTENTION))]
+
+
+CLAIMS = {
+    page.__name__: page
+    for page in (
+        *(context_cpu, decode_cpu, decode_split, gpt2_cpu, layer_cpu, layer_epyc, read_cpu, table5_cpu),
+        *(forecast_ett96, forecast_etth1, mad_compression_rates, mad_laptop, mad_laptop_init, mad_recall),
+        *(vision_cifar, vision_cifar_parts, vision_digits),
+    )
+}
