@@ -1,9 +1,8 @@
 """What the pages on costs, forecasts, MAD and images say, in the text's order."""
 
-import json
 from statistics import mean
 
-from said import PAGES, results
+from said import recipe, results, span
 
 from fem_research.bench.cases import TABLE5, TABLE7
 from fem_research.common.paired import paired, spread
@@ -45,10 +44,6 @@ def published(table: dict, mixer: str, what: str, over: str = BASELINE) -> float
     return getattr(table[mixer], what) / getattr(table[over], what)
 
 
-def span(values: list[float]) -> tuple[float, float]:
-    return min(values), max(values)
-
-
 def forecast(page: str, what: str, data: str, *models: str) -> list:
     runs = {run["model"]: run for run in results(page)["forecast"] if run["data"] == data}
     return [runs[model][what] for model in models]
@@ -73,7 +68,7 @@ def top1(page: str, mixer: str) -> list[float]:
 
 def of_a_test_set(page: str) -> float:
     """The standard error, in points, that the number of held-out pictures alone gives attention's accuracy."""
-    data = json.loads((PAGES / f"{page}.json").read_text())["config"]["recipe"]["data"]
+    data = recipe(page)["data"]
     share, pictures = mean(top1(page, ATTENTION)) / 100, int(data.removesuffix(".zip").rpartition("_")[2])
     return 100 * (share * (1 - share) / pictures) ** 0.5
 
@@ -214,13 +209,3 @@ def vision_cifar_parts() -> list[float]:
 
 def vision_digits() -> list[float]:
     return [*paired(top1("vision_digits", ALL), top1("vision_digits", ATTENTION))]
-
-
-CLAIMS = {
-    page.__name__: page
-    for page in (
-        *(context_cpu, decode_cpu, decode_split, gpt2_cpu, layer_cpu, layer_epyc, read_cpu, table5_cpu),
-        *(forecast_ett96, forecast_etth1, mad_compression_rates, mad_laptop, mad_laptop_init, mad_recall),
-        *(vision_cifar, vision_cifar_parts, vision_digits),
-    )
-}

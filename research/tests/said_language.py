@@ -1,9 +1,8 @@
 """What the pages on language models say, in the text's order: parts alone, sizes, equal time, fine-tuning."""
 
-import json
 from statistics import median
 
-from said import PAGES, results
+from said import level_at, recipe, results, span
 
 from fem_research.common.paired import paired
 
@@ -26,8 +25,9 @@ def gap(page: str, ours: str, theirs: str = ATTENTION, beside: str | None = None
     return losses(beside or page, theirs)[0] - losses(page, ours)[0]
 
 
-def gaps(page: str, *rows: str, theirs: str = ATTENTION) -> list[float]:
-    return [gap(page, row, theirs) for row in rows]
+def gaps(page: str, *rows: str) -> list[float]:
+    """Below attention's."""
+    return [gap(page, row) for row in rows]
 
 
 def kept(page: str, row: str, under: str = "attention") -> list[float]:
@@ -68,22 +68,14 @@ def millions(*pages: str) -> list[float]:
 
 def tokens(page: str) -> float:
     """Millions of a training."""
-    recipe = json.loads((PAGES / f"{page}.json").read_text())["config"]["recipe"]
-    return recipe["steps"] * recipe["batch"] * recipe["context"] / 1e6
+    run = recipe(page)
+    return run["steps"] * run["batch"] * run["context"] / 1e6
 
 
 def after(page: str, row: str, steps: int) -> tuple[float, float]:
     """The loss after so many steps of a longer training, and all its steps over these."""
     (curve,) = results(page)["curves"][row]
     return next(point["val_loss"] for point in curve if point["step"] == steps), curve[-1]["step"] / steps
-
-
-def level_at(page: str, usual: str) -> float:
-    """A step's cost, over attention's, at which slim FEM would end level in equal time: between its two schedules."""
-    (all_steps, steps), (end,) = of(page, "steps", ATTENTION, SLIM), losses(page, SLIM)
-    attention, at_equal_tokens = losses(usual, ATTENTION, SLIM)
-    share = steps / all_steps
-    return 1 / (share + (1 - share) * (end - attention) / (end - at_equal_tokens))
 
 
 def tuned(page: str, mixer: str) -> float:
@@ -129,7 +121,7 @@ def ablate_16m() -> list[float]:
         *(rate(split_time, NO_F), *losses(split_time, NO_F), gap(split_time, NO_F)),
         *(rate(page), *losses(page, GATE, BARE, FULL, ATTENTION)),
         *(rate(at_4), *(gap(size, SLIM) for size in sizes), *millions(*sizes), *millions(at_4)),
-        *(*losses(timed, SLIM, ATTENTION), rate(timed), step[0] / step[1], level_at(timed, page)),
+        *(*losses(timed, SLIM, ATTENTION), rate(timed), step[0] / step[1], level_at()),
         tokens("ablate_3m"),
     ]
 
@@ -139,13 +131,8 @@ def ablate_512_time() -> list[float]:
     steps = of(page, "ms a step", split, slim, no_f, ATTENTION)
     asked, tried = 0.012, (0.001, 0.002, 0.004)  # by the rule, and in the pilot
     return [
-        *(
-            *losses(page, ATTENTION),
-            *gaps(page, split, slim, no_f),
-            asked,
-            -gap(page, slim, no_f),
-            -gap(page, split, no_f),
-        ),
+        *(*losses(page, ATTENTION), *gaps(page, split, slim, no_f), asked),
+        *(gap(page, no_f, slim), gap(page, no_f, split)),
         *(*(step / steps[-1] for step in steps[:-1]), tokens(page), rate(page), *tried),
     ]
 
@@ -155,7 +142,7 @@ def ablate_3m() -> list[float]:
     others = {"attention": (GATE, BARE, BARE_SLIM), "attention+G": (ATTENTION, BARE, BARE_SLIM)}
     errors = [kept(long, row, under)[1] for under, rows in others.items() for row in rows]
     return [
-        *(*millions(long), min(errors), max(errors), *losses(page, FULL, BARE, GATE, ATTENTION, BARE_SLIM)),
+        *(*millions(long), *span(errors), *losses(page, FULL, BARE, GATE, ATTENTION, BARE_SLIM)),
         *(*millions(long), *gaps(page, GATE, BARE), gap(page, FULL, BARE)),
     ]
 
@@ -165,8 +152,8 @@ def ablate_gla() -> list[float]:
     both = losses(page, FULL, "-G", BARE, "-C,G")  # L and T
     without = losses(page, ATTENTION, GATE, "-G,T,L", "+C,G")
     return [
-        *(*losses(page, FULL, BARE, ATTENTION), min(both), max(both), *losses(page, "-C,G,T"), min(without)),
-        *(max(without), *losses(page, GATE), gap(page, GATE), gap(page, BARE, GATE), gap(page, "-C,G")),
+        *(*losses(page, FULL, BARE, ATTENTION), *span(both), *losses(page, "-C,G,T"), *span(without)),
+        *(*losses(page, GATE), gap(page, GATE), gap(page, BARE, GATE), gap(page, "-C,G")),
         *(*losses("ablate_gla_norm", NORM), gap(page, BARE, NORM, "ablate_gla_norm")),
     ]
 
@@ -202,15 +189,14 @@ def ablate_softmax() -> list[float]:
     page, spreads = "ablate_softmax", of("ablate_softmax", "sd")
     tried = at_rates(page, ATTENTION)
     return [
-        *(min(spreads), max(spreads), median(spreads), *losses(page, BARE, ATTENTION), gap(page, BARE)),
+        *(*span(spreads), median(spreads), *losses(page, BARE, ATTENTION), gap(page, BARE)),
         *(*losses(page, GATE), *kept(page, BARE, "attention+G"), *by_seed(page, BARE, GATE), gap(page, "-C,G")),
         *(*losses(page, "-C,G,T", ATTENTION, FULL, BARE), *kept(page, FULL, "attention+G")),
-        *(*pairs(page, FULL, "+C,G"), min(tried), max(tried)),
+        *(*pairs(page, FULL, "+C,G"), *span(tried)),
     ]
 
 
 def ablate_softmax_medium() -> list[float]:
-    """And what the page of the smallest size says: it has the same text."""
     cells = [(row, what) for row in (FULL, GATE, ATTENTION) for what in ("loss", "sd")]
     return [
         *millions(*SIZES),
@@ -218,6 +204,9 @@ def ablate_softmax_medium() -> list[float]:
         *(gap(size, FULL, row) for row in (ATTENTION, GATE) for size in SIZES),
         *(*millions(SIZES[1]), *losses(SIZES[2], BARE), *millions(SIZES[2])),
     ]
+
+
+ablate_softmax_small = ablate_softmax_medium  # which have the same text
 
 
 def ablate_time() -> list[float]:
@@ -241,21 +230,3 @@ def finetune_llama() -> list[float]:
     page = "finetune_llama"
     full = tuned(page, TRAINED)
     return [full, tuned(page, "attention+G"), full, heavier(page, TRAINED), heavier(page, TRAINED_SLIM)]
-
-
-CLAIMS = {
-    page.__name__: page
-    for page in (
-        *(
-            ablate_10m,
-            ablate_16m,
-            ablate_3m,
-            ablate_512_time,
-            ablate_gla,
-            ablate_gla_norm,
-            ablate_long,
-            ablate_long_rate,
-        ),
-        *(ablate_softmax, ablate_softmax_medium, ablate_time, finetune_gpt2, finetune_llama),
-    )
-} | {"ablate_softmax_small": ablate_softmax_medium}

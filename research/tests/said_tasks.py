@@ -2,7 +2,7 @@
 
 from statistics import mean
 
-from said import results
+from said import results, span
 
 from fem_research.common.paired import paired, spread
 
@@ -38,10 +38,6 @@ def share_and_percent(page: str, *mixers: str) -> list[float]:
 def leads(page: str, tasks: tuple[str, ...], ours: str, theirs: str = SLIM, beside: str | None = None) -> list[float]:
     """Of every task the mean and the standard error of ours - theirs, seed by seed."""
     return [x for task in tasks for x in paired(seeds(page, task, ours), seeds(beside or page, task, theirs))]
-
-
-def span(values: list[float]) -> tuple[float, float]:
-    return min(values), max(values)
 
 
 def spreads(page: str, task: str, *mixers: str) -> tuple[float, float]:
@@ -107,10 +103,8 @@ def regimes_heads() -> list[float]:
         *(100 * score for score in on_each(one, ("cummax",), ("high-water", "snapshot"))),
         *(*(100 * score for score in on_each(one, ("gru",), FIELDS)), *scores(one, "peak", "gru"), *rates(one)),
         *scores(parts, "peak", "softmax+G/h16/r4", "softmax+C/h16", "softmax+L/h16", "softmax+L"),
-        *(
-            *scores(parts, "peak", "softmax+LTG/h16/r4/s.5", "softmax+LTG/r4/s.5"),
-            100 * min(on_each(parts, wide_parts, FIELDS)),
-        ),
+        *scores(parts, "peak", "softmax+LTG/h16/r4/s.5", "softmax+LTG/r4/s.5"),
+        100 * min(on_each(parts, wide_parts, FIELDS)),
         *(*percents(gla, "snapshot", "gla/h8/norm"), *percents(gla, "high-water", "gla/h8/norm", GLA_SLIM)),
         *scores(gla, "peak", "gla/h16/norm", GLA_SLIM),
         *scores(ett, "ett-extremes", "softmax/h8", SLIM),
@@ -119,7 +113,7 @@ def regimes_heads() -> list[float]:
         *(100 * min(on_each(one, (slim_16,), FIELDS)), *scores(one, "peak", slim_16)),
         *(number for line in fields for number in line),
         *(*scores(five, "peak", ATTENTION, best, SLIM_C), *lead, *scores(five, "peak", "cummax")),
-        *(*reversed(later), later[0] - later[1], *rates(five)),
+        *(*reversed(later), later[0] - later[1], *rates(five), *rates(ett)),
     ]
 
 
@@ -241,13 +235,3 @@ def argmax() -> list[float]:
 def argmax_paper() -> list[float]:
     constant = results("argmax_paper")["baselines"]["the best constant"]["mse"]
     return [constant, hits("argmax_paper", "fem"), hits("argmax_paper", "softmax"), *PAPER]
-
-
-CLAIMS = {
-    page.__name__: page
-    for page in (
-        *(regimes, regimes_ett, regimes_heads, regimes_layers, regimes_parts, regimes_peak64, regimes_pools),
-        *(regimes_recall_1, regimes_recall_2, regimes_speakers, regimes_split, regimes_starts, regimes_wide),
-        *(natural, natural_more, argmax, argmax_paper),
-    )
-}

@@ -10,17 +10,17 @@ from pathlib import Path
 from statistics import mean
 
 import torch
-from said import results
+from said import MEASURED, level_at, results
+from said_tasks import pooled
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
-from fem_research.common.paired import paired, shown
+from fem_research.common.paired import shown
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "figures"))
 
 import language as figures  # noqa: E402
 
-MEASURED = re.compile(r"(?<![\w.])(?:\d+)?\.\d+(?!\w*\.\d)|\b\d+ %")
 NOT_MEASURED = ("Python 3.10", "Apache-2.0")
 FAQ = (
     *("When should I not use FEM?", "Which parts do I need?", "Which prior should I take?"),
@@ -213,14 +213,6 @@ def slower_step() -> str:
     return f"{timed['full/r8']['ms a step'] / timed['-C,G,T,L']['ms a step']:.2f}"
 
 
-def level_at() -> float:
-    """The cost of a step, over attention's, at which slim FEM ends level in equal time: between its two schedules."""
-    timed, usual = results("ablate_16m_time")["ablate"], losses("ablate_16m")
-    share = timed["full/r8"]["steps"] / timed["-C,G,T,L"]["steps"]
-    at_share, missing = timed["full/r8"]["loss"], timed["full/r8"]["loss"] - usual["full/r8"]
-    return 1 / (share + (1 - share) * (at_share - usual["-C,G,T,L"]) / missing)
-
-
 def without_f(over: str = "-C,G,T,L") -> str:
     """Nats by which attention with the slim outer gate and the conditioner is below a row, at the same rate."""
     return short(loss("ablate_16m_rate4", over) - loss("ablate_16m_attribution", "+C,G/r8"), 3)
@@ -299,11 +291,8 @@ def natural(pool):
 
 def lead_on_natural(pool):
     """What `natural` is ahead of attention pooling by, with the standard error of the difference, paired by bag."""
-    errors = []
-    for rows in results("natural")["natural"].values():
-        errors.append(paired(rows[f"pool:{pool}"]["right"], rows["pool:attention"]["right"])[1])
-    error = 100 * sum(x * x for x in errors) ** 0.5 / len(errors)
-    return f"{natural(pool) - natural('attention'):.1f} ± {error:.1f}".replace("0.", ".")
+    lead, error = (100 * x for x in pooled(pool, "natural"))
+    return f"{lead:.1f} ± {error:.1f}".replace("0.", ".")
 
 
 def summary() -> list[str]:

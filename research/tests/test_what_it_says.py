@@ -1,24 +1,16 @@
-"""Every measured number under "What it says" of the pages on language models, on tasks, on costs and on images, in its
-order, from the JSON that the pages keep."""
+"""Every measured number under "What it says" of a page of results, in its order, from the JSON that the pages keep."""
 
 import re
-from importlib import import_module
-from pathlib import Path
 
 import pytest
+import said_costs
+import said_language
+import said_tasks
+from said import MEASURED, PAGES
 
-PAGES = Path(__file__).parents[1] / "results"
-SAID = re.compile(r"^## What it says\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
-MEASURED = re.compile(r"(?<![\w.])(?:\d+)?\.\d+(?!\w*\.\d)|\b\d+ %")
-GROUPS = (
-    *("ablate", "argmax", "context", "decode", "finetune", "forecast", "gpt2", "layer", "mad", "natural", "read"),
-    *("regimes", "table5", "vision"),
-)
-CLAIMS = {
-    page: numbers
-    for name in ("language", "tasks", "costs")
-    for page, numbers in import_module(f"said_{name}").CLAIMS.items()
-}
+from fem_research.report import OURS
+
+CLAIMS = vars(said_costs) | vars(said_language) | vars(said_tasks)  # a function of a page's name: its numbers
 
 
 def measured(text: str) -> list[str]:
@@ -33,8 +25,8 @@ def rounded(number: float, like: str) -> str:
     return (text.removeprefix("0") if bare.startswith(".") else text) + like[len(bare) :]
 
 
-@pytest.mark.parametrize("page", sorted(page.stem for group in GROUPS for page in PAGES.glob(f"{group}*.md")))
+@pytest.mark.parametrize("page", sorted(page.stem for page in PAGES.glob("*.md") if OURS.search(page.read_text())))
 def test_every_number_that_a_page_says_is_that_of_its_json(page):
-    said = measured(SAID.search((PAGES / f"{page}.md").read_text())[1])
+    said = measured(OURS.search((PAGES / f"{page}.md").read_text())[0])
     numbers = CLAIMS[page]()
     assert said == [rounded(number, like) for number, like in zip(numbers, said, strict=True)]
