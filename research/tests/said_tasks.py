@@ -2,7 +2,7 @@
 
 from statistics import mean
 
-from said import results, span
+from said import recipe, results, span
 
 from fem_research.common.paired import paired, spread
 
@@ -210,14 +210,14 @@ def regimes_wide() -> list[float]:
 
 
 def natural() -> list[float]:
-    sets, all_six = results("natural")["natural"], ("natural", "natural_more")
+    sets, all_seven = results("natural")["natural"], ("natural", "natural_more")
     fem, lse, largest = (pooled(pool, "natural") for pool in ("fem", "lse", "max"))
     errors = [row["over"]["error"] for rows in sets.values() for row in rows.values() if row["over"]]
     return [
         *(*fem, *lse, *largest, lse[0] - fem[0]),
         *(mean(sets["ucsb"][f"pool:{pool}"]["accuracy"]) for pool in ("lse", "attention")),
         *span([error for error in errors if error]),  # none where both pools are right about every bag
-        *(*pooled("lse", *all_six), *pooled("fem", *all_six)),
+        *(*pooled("lse", *all_seven), *pooled("fem", *all_seven)),
     ]
 
 
@@ -225,6 +225,22 @@ def natural_more() -> list[float]:
     return [
         *(x for pool in ("fem", "lse", "max") for x in pooled(pool, "natural_more")),
         *(x for pool in ("fem", "fem/r4", "lse", "max") for x in pooled(pool, "natural", "natural_more")),
+        *behind_on_points("fem"),
+        *span([row["over"]["error"] for row in results("natural_more")["natural"]["musk2"].values() if row["over"]]),
+    ]
+
+
+def behind_on_points(*pools: str) -> list[float]:
+    """How far pools are behind attention pooling on the points of digits, each with its standard error."""
+    return [abs(x) for pool in pools for x in pooled(pool, "natural_points")]
+
+
+def natural_points() -> list[float]:
+    every = ("natural", "natural_more", "natural_points")
+    return [
+        *behind_on_points("lse", "max", "fem/r4", "fem", "mean"),
+        *(x for pool in ("fem", "lse", "max") for x in pooled(pool, *every)),
+        max(float(rate) for rate in recipe("natural_points")["learning_rates"].split(",")),
     ]
 
 

@@ -264,6 +264,7 @@ def readme() -> list[str]:
         f"and {100 * gla_at_its_best('snapshot'):.0f} % of latest values |",
         f"| {pools['attention'][:-2]} → {pools['fem']} | bags of digits: maximum {pools['max']}, log-sum-exp "
         f"{pools['lse']}, mean {percent('bags', 'pool:mean', 'regimes_pools', 1)}; on [natural labels]",
+        f"attention pooling is best, {points('attention')[:-2]} to {points('fem')} |",
         f"| {loss('ablate_16m_rate4', '-C,G,T,L'):.3f} → {loss('ablate_16m_attribution', '+C,G/r8'):.3f} nats | 16M "
         f"tokens of program source, {millions('ablate_16m_rate4')} parameters, one rate, one seed; all of slim FEM "
         f"{loss('ablate_16m_rate4', 'full/r8'):.3f}.",
@@ -287,6 +288,10 @@ def readme() -> list[str]:
 def natural(pool):
     """Per cent of right answers, averaged over the sets with natural labels."""
     return 100 * mean(mean(rows[f"pool:{pool}"]["right"]) for rows in results("natural")["natural"].values())
+
+
+def points(pool):
+    return f"{100 * results('natural_points')['natural']['points'][f'pool:{pool}']['accuracy'][0]:.1f} %"
 
 
 def lead_on_natural(pool):
@@ -344,6 +349,8 @@ def summary() -> list[str]:
         f"{percent('bags', 'pool:lse', 'regimes_pools', 1)} |",
         f"| {natural('attention'):.1f} % | {natural('fem'):.1f} % | level (+{lead_on_natural('fem')}); "
         f"maximum {natural('max'):.1f} %, log-sum-exp {natural('lse'):.1f} % |",
+        f"one repeat | {points('attention')} | {points('fem')} | loses; log-sum-exp {points('lse')}, maximum "
+        f"{points('max')}, mean {points('mean')} |",
         f"| {share('statistics', 'softmax', digits=3)} | {share('statistics', SLIM, digits=3)} | none: the mean is "
         f"right here; L alone loses, {share('statistics', 'softmax+L', digits=3)} |",
         f"| {hits['softmax']:.1f} % | {hits['fem']:.1f} % | the free energy; a constant hits {constant:.0f} % |",
