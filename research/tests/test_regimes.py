@@ -181,6 +181,7 @@ def test_options_become_fields():
     assert (config.n_head, config.use_rope) == (16, False)
     assert "normalize" not in fields_of("gla/norm")
     assert (mixer_config("softmax+LTG/wide", 64, 4).fem_dim, mixer_config("softmax+LTG/wide", 64, 4).qk_dim) == (64, 64)
+    assert (mixer_config("FEM/thirds", 512, 8).fem_dim, mixer_config("FEM/thirds", 512, 8).qk_dim) == (344, 352)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +308,6 @@ def test_of_several_attentions_the_best_is_what_rows_are_compared_with():
         ("Where the free energy pays: peak", {"tasks": "peak"}),
         ("Where the free energy pays: peak; 2 blocks; 1 head", {"tasks": "peak", "blocks": 2, "heads": 1}),
         ("Where the free energy pays: starts of beta and lambda", {"mixers": "softmax+LTG,softmax+LTG/b8"}),
-        ("Where the free energy pays: values as wide as the model", {"mixers": "softmax,softmax+LTG/wide"}),
         ("Where the free energy pays: more heads; peak", {"tasks": "peak", "mixers": "softmax/h16,FEM"}),
         ("Pooling a set: bags", {"tasks": "bags", "mixers": "pool:fem"}),
     ],
