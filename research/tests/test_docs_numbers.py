@@ -408,10 +408,20 @@ def summary() -> list[str]:
             )
         ),
         f"{slower('cifar'):.1f} to {slower('digits'):.1f} times at 65 and 17 tokens of small width",
+        *by_heads(*(f"attention, {heads} heads" for heads in (16, 64, 128))),
+        f"slim FEM with 4 heads {' and '.join(by_heads('slim FEM without C, 4 heads'))} times without the conditioner, "
+        f"{' and '.join(by_heads('slim FEM, 4 heads'))} with it.",
         f"one at a time: {token(full)} times attention's time, {token(f'{full} without C')} without the conditioner, "
         f"and then {token(f'{full} without C', 'served')} where both are compiled",
         f"with a GLA prior {ratio('decode', 16384, 'FEM-GLA', 'state_bytes'):.3f} times as large at 16k tokens",
     ]
+
+
+def by_heads(*layers: str) -> list[str]:
+    """A train step over that of attention with 4 heads, of 512 and of 2,048 tokens."""
+    steps = [results("heads_cpu")["train_s"][length] for length in ("512", "2048")]
+    ratios = [[f"{taken[layer] / taken['attention, 4 heads']:.2f}" for layer in layers] for taken in steps]
+    return [f"{', '.join(of[:-1])} and {of[-1]}" if len(of) > 1 else of[0] for of in ratios]
 
 
 def faq() -> list[str]:
