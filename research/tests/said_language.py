@@ -105,12 +105,16 @@ def ablate_16m() -> list[float]:
     own_seeds, split_time, sizes = f"{own}_seeds", f"{split}_time", (half, at_4, at_3m)
     attention, slim, step = at_rates(best, ATTENTION), at_rates(best, SLIM), of(timed, "ms a step", SLIM, ATTENTION)
     second = by_seed(f"{page}_conditioner", SLIM, BARE_SLIM)[1]
+    own_8, too_high = f"{own}_rate8", float(recipe(f"{page}_attention_rate16")["learning_rates"])
+    stopped = results(f"{page}_attention_rate16")["curves"][ATTENTION][0][-1]
     return [
-        *(gap(best, SLIM), *losses(best, SLIM, ATTENTION), *millions(page), rate(best)),
-        *(attention[0.004] - attention[0.008], rate(at_4), rate(best, SLIM)),
+        *(gap(best, SLIM), *losses(best, SLIM, ATTENTION), *millions(page)),
+        *(rate(best), attention[0.004] - attention[0.008], rate(at_4), too_high, stopped["val_loss"]),
+        *(after(best, ATTENTION, stopped["step"])[0], rate(best), rate(best, SLIM)),
         *(rate(three), *by_seed(three, SLIM, ATTENTION)),
         *(attention[0.002] - min(attention.values()), slim[0.002] - min(slim.values())),
-        *(*losses(own, NO_F), rate(own, NO_F), gap(own, NO_F, ATTENTION, at_4), gap(own, NO_F, SLIM, at_4)),
+        *(*losses(own, NO_F), rate(own, NO_F), rate(own_8, NO_F), gap(own_8, NO_F, ATTENTION, best)),
+        gap(own_8, NO_F, SLIM, best),
         *(rate(page), gap(page, GATE_SLIM), gap(page, BARE_SLIM, GATE_SLIM), gap(page, SLIM, BARE_SLIM), second),
         *pairs(own_seeds, NO_F, SLIM),
         *(*losses(split, SPLIT), rate(split, SPLIT), gap(split, SPLIT, ATTENTION, at_4)),
