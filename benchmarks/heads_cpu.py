@@ -7,44 +7,32 @@ from __future__ import annotations
 
 import torch
 from measure import save
+from scans_cpu import train_growth
 
-from fem import FreeEnergyMixer, FreeEnergyMixerConfig
-from fem_research.common.measure import alternate, cpu_growth, in_fresh_process
+from fem import FreeEnergyMixer
+from fem_research.common.measure import alternate, in_fresh_process
+from fem_research.common.mixers import mixer_config
 
 WIDTH, LENGTHS = 256, (32, 512, 2048)
 SECONDS, CPU = 20.0, torch.device("cpu")
-OFF = dict.fromkeys(("use_conv", "use_lse", "use_temperature", "use_outer_gate"), False)
-ATTENTION = {f"attention, {heads} heads": heads for heads in (4, 8, 16, 32, 64, 128)}
-LAYERS = (*ATTENTION, "split values, 4 heads", "slim FEM without C, 4 heads", "slim FEM, 4 heads")
-
-
-def layer(name: str) -> FreeEnergyMixer:
-    """With RoPE, which is the default."""
-    torch.manual_seed(0)
-    if name in ATTENTION:
-        return FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=WIDTH, n_head=ATTENTION[name], **OFF))
-    if name.startswith("split"):
-        return FreeEnergyMixer(FreeEnergyMixerConfig.split(n_embd=WIDTH, n_head=4))
-    return FreeEnergyMixer(FreeEnergyMixerConfig.slim(n_embd=WIDTH, n_head=4, use_conv="without" not in name))
+LAYERS = {f"attention, {heads} heads": f"attention/h{heads}" for heads in (4, 8, 16, 32, 64, 128)} | {
+    "split values, 4 heads": "attention+LTG/r16/s.5",
+    "slim FEM without C, 4 heads": "attention+LTG/r16",
+    "slim FEM, 4 heads": "FEM/r16",
+}
 
 
 def train_step(name: str, length: int):
-    mixer, x = layer(name), torch.randn(max(1, 512 // length), length, WIDTH)
-    return lambda: mixer(x).square().sum().backward()
-
-
-def train_growth(name: str, length: int) -> int | None:
-    """Bytes of memory that a train step adds, after a short one that loads all code."""
-    torch.set_num_threads(1)
-    train_step(name, 64)()
-    return cpu_growth(train_step(name, length))
+    torch.manual_seed(0)
+    layer, x = FreeEnergyMixer(mixer_config(LAYERS[name], WIDTH, 4)), torch.randn(max(1, 512 // length), length, WIDTH)
+    return lambda: layer(x).square().sum().backward()
 
 
 def main() -> None:
     torch.set_num_threads(1)
     seconds = {t: alternate({name: train_step(name, t) for name in LAYERS}, SECONDS, CPU) for t in LENGTHS}
-    growth = {name: in_fresh_process(train_growth, name, LENGTHS[-1]) for name in LAYERS}
-    few = next(iter(ATTENTION))
+    growth = {name: in_fresh_process(train_growth, train_step, name, LENGTHS[-1]) for name in LAYERS}
+    few = next(iter(LAYERS))
     rows = [
         {
             "layer": name,

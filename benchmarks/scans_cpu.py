@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 from measure import save
@@ -16,7 +17,7 @@ from measure import save
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.functional import channel_scan_read
 from fem.ops.common.read import Read
-from fem_research.common.measure import alternate, cpu_growth, in_fresh_process
+from fem_research.common.measure import Step, alternate, cpu_growth, in_fresh_process
 
 WIDTH, HEADS = 256, 4
 SHORT, LONG = 1024, 8192
@@ -36,7 +37,7 @@ def train_step(name: str, length: int):
     return step
 
 
-def train_growth(name: str, length: int) -> int | None:
+def train_growth(train_step: Callable[[str, int], Step], name: str, length: int) -> int | None:
     """Bytes of memory that a train step adds, after a short one that loads all code."""
     torch.set_num_threads(1)
     train_step(name, 64)()
@@ -65,7 +66,7 @@ def growth() -> tuple[dict, list[dict]]:
     results, rows = {}, []
     for name in LINEAR:
         seconds = alternate({t: train_step(name, t) for t in (SHORT, LONG)}, SECONDS, CPU)
-        memory = {t: in_fresh_process(train_growth, name, t) for t in (SHORT, LONG)}
+        memory = {t: in_fresh_process(train_growth, train_step, name, t) for t in (SHORT, LONG)}
         first, last = streamed(name)
         results[name] = {
             "train_s": seconds,

@@ -308,6 +308,7 @@ def test_of_several_attentions_the_best_is_what_rows_are_compared_with():
         ("Where the free energy pays: peak", {"tasks": "peak"}),
         ("Where the free energy pays: peak; 2 blocks; 1 head", {"tasks": "peak", "blocks": 2, "heads": 1}),
         ("Where the free energy pays: starts of beta and lambda", {"mixers": "softmax+LTG,softmax+LTG/b8"}),
+        ("Where the free energy pays: values as wide as the model", {"mixers": "softmax,softmax+LTG/wide"}),
         ("Where the free energy pays: more heads; peak", {"tasks": "peak", "mixers": "softmax/h16,FEM"}),
         ("Pooling a set: bags", {"tasks": "bags", "mixers": "pool:fem"}),
     ],

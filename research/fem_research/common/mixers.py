@@ -159,12 +159,11 @@ def fields_of(name: str) -> dict:
     fields: dict = {"prior_type": prior} | {field: letter in parts for letter, field in PARTS.items()}
     if raw:
         fields["normalize"] = False
-    value_widths = {"wide": 1.0, "thirds": 2 / 3}  # over the layer's
-    named = {name: {"fem_ratio": ratio, "p_t_to_fem_ratio": 2.0} for name, ratio in value_widths.items()}
-    named |= {"norope": {"use_rope": False}, "norm": {}}
+    named = {"wide": {"fem_ratio": 1.0}, "thirds": {"fem_ratio": 2 / 3}, "norope": {"use_rope": False}, "norm": {}}
     for option in options:
         field, read = NUMBERED.get(option[0], ("", str))
         fields |= named[option] if option in named else {field: read(option[1:])}
+    fields |= {"p_t_to_fem_ratio": 2.0} if "fem_ratio" in fields else {}
     return fields
 
 

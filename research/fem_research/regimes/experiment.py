@@ -129,6 +129,7 @@ def title(recipe: RegimesRecipe) -> str:
         return "Where the free energy pays: starts of beta and lambda"
     usual = type(recipe)()
     about = ["more heads"] if any(re.search(r"/(h\d|norope)", row) for row in recipe.rows) else []
+    about += ["values as wide as the model"] if any("/wide" in row for row in recipe.rows) else []
     about += [] if set(usual.task_names) <= set(recipe.task_names) else [", ".join(recipe.task_names)]
     about += [_counted(recipe.blocks, "block")] if recipe.blocks != usual.blocks else []
     about += [_counted(recipe.heads, "head")] if recipe.heads != usual.heads else []
