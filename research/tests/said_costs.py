@@ -204,7 +204,8 @@ def vision_cifar_parts() -> list[float]:
     gate, bare, both, full = (
         paired(top1(page, row), top1(page, ATTENTION)) for row in ("softmax+G", "softmax+LTG", "softmax+CG", ALL)
     )
-    return [*gate, *bare, *both, *full, full[0] - both[0], of_a_test_set(page)]
+    later = [mean(top1("vision_cifar_slim", row)) for row in ("softmax+C", f"{ALL}/r6", f"{ALL}/r6/s.5")]
+    return [*gate, *bare, *both, *full, full[0] - both[0], of_a_test_set(page), *later]
 
 
 def vision_digits() -> list[float]:

@@ -124,6 +124,7 @@ def ablate_16m() -> list[float]:
         gap(split, SPLIT, ATTENTION, split_time),
         *(rate(split_time, NO_F), *losses(split_time, NO_F), gap(split_time, NO_F)),
         *(rate(page), *losses(page, GATE, BARE, FULL, ATTENTION)),
+        *(*losses(f"{page}_wide", "full/wide"), rate(f"{page}_wide", "full/wide")),
         *(rate(at_4), *(gap(size, SLIM) for size in sizes), *millions(*sizes), *millions(at_4)),
         *(*losses(timed, SLIM, ATTENTION), rate(timed), step[0] / step[1], level_at()),
         tokens("ablate_3m"),

@@ -10,6 +10,7 @@ ATTENTION, GATE, ALONE, FULL, SLIM = "softmax", "softmax+G", "softmax+L", "softm
 C, CG, FULL_C, SLIM_C = "softmax+C", "softmax+CG", "softmax+CLTG", "softmax+CLTG/r4"
 GLA, GLA_FULL, GLA_SLIM = "gla/norm", "gla+LTG", "gla+LTG/r4"
 EXTREMES, FIELDS = ("peak", "high-water"), ("snapshot", "high-water")
+LAYERS = ("attention, 64", "attention, 128", "slim FEM without C, 4")  # of the page on what heads cost
 PAPER = (100, 2)  # Appendix P, T = 128, D = 512: per cent of winners that FEM and, at most, softmax find
 
 
@@ -95,6 +96,8 @@ def regimes_heads() -> list[float]:
     wide_parts = tuple(mixer for mixer in results(parts)["regimes"]["snapshot"] if "/h16" in mixer)
     best, wide, slim_16 = "softmax/h64/norope", "softmax/h16", "softmax+CLTG/h16/r4"
     lead, later = leads(five, ("peak",), SLIM_C, best), scores(long, "peak", SLIM_C, best)
+    recall = results(f"{one}_rest")["regimes"]["recall"]
+    others = percents(f"{one}_rest", "recall", *(mixer for mixer in recall if mixer != "softmax/h32"))
     fields = [[*scores(three, task, ATTENTION, wide, SLIM_C), *leads(three, (task,), SLIM_C, wide)] for task in FIELDS]
     return [
         *(*percents(three, "snapshot", "softmax/h8", ATTENTION, SLIM_C), *percents(three, "high-water", wide)),
@@ -109,6 +112,9 @@ def regimes_heads() -> list[float]:
         *scores(gla, "peak", "gla/h16/norm", GLA_SLIM),
         *scores(ett, "ett-extremes", "softmax/h8", SLIM),
         *percents(ett, "ett-events", ATTENTION, SLIM),
+        *percents(f"{one}_bags", "bags", wide, ATTENTION, SLIM),
+        *scores(f"{one}_rest", "statistics", ATTENTION, wide),
+        *(min(others), *percents(f"{one}_rest", "recall", "softmax/h32")),
         *(100 * score for score in on_each(one, ("softmax/h32",), ("high-water", "snapshot"))),
         *(100 * min(on_each(one, (slim_16,), FIELDS)), *scores(one, "peak", slim_16)),
         *(number for line in fields for number in line),
@@ -145,11 +151,54 @@ def regimes_parts() -> list[float]:
 
 
 def regimes_peak64() -> list[float]:
-    page, task = "regimes_peak64", "peak-64"
-    rows = results(page)["regimes"][task]
-    (best,) = {rate(page, task, mixer) for mixer in rows}
-    attention = span(scores(page, task, *(mixer for mixer in rows if "+" not in mixer)))
-    return [*attention, *scores(page, task, "softmax+LTG/r16", "softmax+CLTG/r16"), best, *rates(page)]
+    page, task, fields = "regimes_peak64", "peak-64", "regimes_snapshot64"
+    three, early, slim, slim_c, best = (
+        f"{page}_seeds",
+        f"{page}_500",
+        "softmax+LTG/r16",
+        "softmax+CLTG/r16",
+        "softmax/h256/norope",
+    )
+    by_heads = (*(f"softmax/h{heads}/norope" for heads in (16, 64, 128)), best)
+    attention = [mixer for mixer in results(early)["regimes"][task] if "+" not in mixer]
+    step = results("heads_cpu")["train_s"]["512"]
+    return [
+        *(*scores(three, task, slim, slim_c, "softmax+L", best), *leads(three, (task,), slim, best)),
+        *(*scores(f"{page}_8000", task, best), *scores(page, task, *by_heads)),
+        *(step[f"{layer} heads"] / step["attention, 4 heads"] for layer in LAYERS),
+        *scores(page, task, "softmax+CG/r16", "softmax+LTG/r16/s.5", "gru", "cummax"),
+        *(*span(scores(early, task, *attention)), *scores(early, task, slim_c)),
+        *percents(fields, "snapshot-64", "softmax/h16", "softmax/h64", slim),
+        *(*rates(page), max(rates(three)), rate(three, task, slim)),
+    ]
+
+
+def regimes_thirds() -> list[float]:
+    page, parts = "regimes_thirds", "regimes_parts"
+    full, bare = f"{FULL_C}/thirds", f"{FULL}/thirds"
+    first = {
+        (task, mixer): seeds(parts, task, mixer)[0]
+        for task in results(page)["regimes"]
+        for mixer in (FULL_C, FULL, SLIM_C)
+    }
+    both = [(seeds(page, task, full)[0], first[task, FULL_C]) for task in ("high-water", "snapshot", "bags")]
+    better = max(seeds(page, "statistics", full)) - first["statistics", FULL_C]
+    return [
+        *(
+            *scores(page, "peak", full),
+            first["peak", FULL_C],
+            *(100 * score for pair in both for score in pair),
+            better,
+        ),
+        *(
+            *scores(page, "peak", bare),
+            first["peak", FULL],
+            *percents(page, "snapshot", bare),
+            100 * first["snapshot", FULL],
+        ),
+        *(first["peak", SLIM_C], *(100 * first[task, SLIM_C] for task in ("high-water", "snapshot", "bags"))),
+        min(rates(page)),
+    ]
 
 
 def regimes_pools() -> list[float]:

@@ -28,6 +28,7 @@ FAQ = (
 )
 
 WIDE = "ablate_512_time"
+WIDE_RUN = "regimes_peak64_seeds"
 TRAINED = "attention+LTG"  # FEM in a model that was trained without it
 
 
@@ -245,6 +246,9 @@ def readme() -> list[str]:
     return [
         f"it explains {percent('peak', SLIM_C)} of the variance, attention {100 * score('peak', 'softmax'):.0f} % with "
         f"as many heads and {100 * at_its_best('peak'):.0f} % with a head for every channel, which gets",
+        f"it has {percent('peak-64', 'softmax+CLTG/r16', WIDE_RUN)} after 2,000 steps and attention "
+        f"{percent('peak-64', 'softmax/h256/norope', WIDE_RUN)} at its best, with 256 heads; after 8,000 steps, on one "
+        f"seed, attention has {percent('peak-64', 'softmax/h256/norope', 'regimes_peak64_8000')}.",
         f"after 16M tokens at equal size the layer ends {lead('ablate_16m_rates', 'full/r8')} nats a token below "
         f"attention, but its gate and its short convolution end {without_f()} below without the maximum. In equal "
         f"training time the layer ends {lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} above at width 128 and, with "
@@ -343,7 +347,14 @@ def summary() -> list[str]:
         f"{percent('bags', SLIM_C)}; but [mean pooling behind an encoder](regimes_pools.md) has "
         f"{percent('bags', 'pool:mean', 'regimes_pools', 1)}:",
         f"(regimes_split.md) {percent('bags', 'softmax', 'regimes_split')} and "
-        f"{percent('bags', SLIM, 'regimes_split')} |",
+        f"{percent('bags', SLIM, 'regimes_split')}; with [16 heads](regimes_heads.md), one seed, attention "
+        f"{percent('bags', 'softmax/h16', 'regimes_heads_bags')}, slim FEM with 4 "
+        f"{percent('bags', SLIM, 'regimes_heads_bags')} |",
+        f"3 seeds | {wide('softmax/h256/norope')} | {wide('softmax+LTG/r16')} | slim without C "
+        f"{wide('softmax+LTG/r16')}, with it {wide('softmax+CLTG/r16')}, L alone {wide('softmax+L')};",
+        f"which has {wide('softmax/h256/norope', 'regimes_peak64_8000')} after 8,000 steps (one seed) |",
+        f"the conditioner alone {top1('cifar_slim', 'softmax+C'):.1f} %, slim FEM "
+        f"{top1('cifar_slim', f'{FULL}/r6'):.1f} %, split values {top1('cifar_slim', f'{FULL}/r6/s.5'):.1f} % |",
         f"| {percent('bags', 'pool:attention', 'regimes_pools', 1)} | {percent('bags', 'pool:fem', 'regimes_pools', 1)}"
         f" | maximum {percent('bags', 'pool:max', 'regimes_pools', 1)}, log-sum-exp "
         f"{percent('bags', 'pool:lse', 'regimes_pools', 1)} |",
@@ -415,6 +426,10 @@ def summary() -> list[str]:
         f"and then {token(f'{full} without C', 'served')} where both are compiled",
         f"with a GLA prior {ratio('decode', 16384, 'FEM-GLA', 'state_bytes'):.3f} times as large at 16k tokens",
     ]
+
+
+def wide(mixer: str, page: str = WIDE_RUN) -> str:
+    return share("peak-64", mixer, page)
 
 
 def by_heads(*layers: str) -> list[str]:
@@ -490,6 +505,7 @@ def faq() -> list[str]:
         f"| a step of slim FEM [{slower_step()}](results/ablate_16m.md) in a model of {millions('ablate_16m_time')}",
         f"{loss('ablate_16m_attribution', '+C,G/r8'):.3f} nats after 16M tokens, slim FEM "
         f"{at_best['full/r8']:.3f}, attention {at_best['-C,G,T,L']:.3f}, each at its best rate",
+        f"have {share('peak', f'{FULL}/thirds', 'regimes_thirds')}, one seed |",
         f"| {cost(**ATTENTION)}, | [MAD](results/mad_laptop.md)",
         "| | 1.00, 1.00, 1.00 |",
         f"they lost [{lead('ablate_10m', 'full', 'full/r8')} nats](results/ablate_10m.md)",
