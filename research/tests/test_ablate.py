@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 from dataclasses import replace
 from functools import partialmethod
 from itertools import combinations
@@ -19,9 +20,9 @@ from fem.train.model import build_model
 from fem.train.saving import SavingTrainer
 from fem.train.watch import Watch
 from fem_research.common.grid import Grid, keep
-from fem_research.common.mixers import NUMBERED
+from fem_research.common.mixers import NUMBERED, OPTION
 from fem_research.lm import ablate
-from fem_research.lm.settings import OPTIONS, ROWS, remark, row_fields
+from fem_research.lm.settings import NAMED_OPTIONS, OPTIONS, ROWS, remark, row_fields
 from fem_research.lm.small import LanguageRecipe, model_config
 
 TINY = ablate.AblateRecipe(
@@ -60,6 +61,7 @@ def test_rows_have_the_parts_their_names_say():
 
 def test_every_option_of_a_row_is_put_into_words():
     assert OPTIONS.keys() == NUMBERED.keys()
+    assert NAMED_OPTIONS.keys() == set(re.findall("[a-z]{3,}", OPTION.pattern))
     assert remark("-C/r8/s.5").endswith("gates of rank 8, .5 read F")
 
 

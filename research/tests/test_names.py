@@ -23,7 +23,7 @@ ALL = sorted(
     {
         canonical(prior + (f"+{parts}" if parts else "") + norm + options)
         for prior, parts, norm, options in product(
-            PRIORS, PARTS, ("", "-norm", "/norm"), ("", "/r4", "/b8/l6", "/wide", "/thirds")
+            PRIORS, PARTS, ("", "-norm", "/norm"), ("", "/r4", "/b8/l6", "/wide", "/double", "/thirds")
         )
         if not (prior == "softmax" and norm == "-norm")
         and not ("r" in options and not {"T", "G"} & set(parts))

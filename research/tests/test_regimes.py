@@ -180,8 +180,9 @@ def test_options_become_fields():
     config = mixer_config("softmax/h16/norope", 64, 4)
     assert (config.n_head, config.use_rope) == (16, False)
     assert "normalize" not in fields_of("gla/norm")
-    assert (mixer_config("softmax+LTG/wide", 64, 4).fem_dim, mixer_config("softmax+LTG/wide", 64, 4).qk_dim) == (64, 64)
-    assert (mixer_config("FEM/thirds", 512, 8).fem_dim, mixer_config("FEM/thirds", 512, 8).qk_dim) == (344, 352)
+    for name, widths in (("softmax+LTG/wide", (512, 512)), ("softmax/double", (1024, 512)), ("FEM/thirds", (344, 352))):
+        config = mixer_config(name, 512, 8)
+        assert (config.fem_dim, config.qk_dim) == widths
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ NUMBERED = {  # the field that an option with a number sets, by its letter
     "b": ("beta_max_init", lambda text: math.log(math.expm1(float(text)))),
     "l": ("lambda_init", float),
 }
-OPTION = re.compile(r"r\d+|s0?\.\d+|s1|b\d+(\.\d+)?|l-?\d+(\.\d+)?|h[1-9]\d*|wide|thirds|norm|norope")
+OPTION = re.compile(r"r\d+|s0?\.\d+|s1|b\d+(\.\d+)?|l-?\d+(\.\d+)?|h[1-9]\d*|wide|double|thirds|norm|norope")
 PUBLISHED_UNNORMALISED = ("gla", "mamba")
 LARGEST_BETA = 700.0  # that softplus can be inverted at
 POOLS = ("pool:mean", "pool:max", "pool:lse", "pool:attention", "pool:gated", "pool:fem", "pool:fem/r4")
@@ -107,8 +107,8 @@ def canonical(name: str) -> str:
 
     "-norm": the score is not normalised. "/norm": it is; gla and mamba without L are unnormalised otherwise, as they
     were published (Table 1 normalises them from +L on). "/r4": gates of rank 4. "/s.5": split values, half of a head's
-    channels read F and the others the mean. "/wide": values as wide as the layer; "/thirds": values, queries and keys
-    2/3 as wide. "/b8", "/l6": starts of beta and of lambda's bias. "/h16": 16 heads. "/norope": no position code.
+    channels read F and the others the mean. "/wide", "/double": values 1 and 2 times as wide as the layer; "/thirds":
+    2/3, keys too. "/b8", "/l6": starts of beta and of lambda's bias. "/h16": 16 heads. "/norope": no position code.
     """
     whole, *options = name.split("/")
     plain = whole.removesuffix(UNNORMALISED)
@@ -126,7 +126,7 @@ def canonical(name: str) -> str:
         raise ValueError(
             f"mixer must be a prior ({', '.join(priors())}), alone or with '+' and some of the letters "
             f"{''.join(PARTS)} (T needs L), or a name such as attention, FEM, FEM-GLA, AFT, then options such as /r4, "
-            f"/s.5, /wide, /thirds, /b8, /l6, /h16, /norope, /norm; got {name!r}."
+            f"/s.5, /wide, /double, /thirds, /b8, /l6, /h16, /norope, /norm; got {name!r}."
         )
     if prior == "softmax" and plain != whole:
         raise ValueError(f"the softmax prior is normalised by definition; leave out {UNNORMALISED!r}, got {name!r}.")
@@ -159,16 +159,16 @@ def fields_of(name: str) -> dict:
     fields: dict = {"prior_type": prior} | {field: letter in parts for letter, field in PARTS.items()}
     if raw:
         fields["normalize"] = False
-    named = {"wide": {"fem_ratio": 1.0}, "thirds": {"fem_ratio": 2 / 3}, "norope": {"use_rope": False}, "norm": {}}
+    named = {"norope": {"use_rope": False}, "norm": {}, "double": {"fem_ratio": 2.0, "p_t_to_fem_ratio": 1.0}}
+    named |= {name: {"fem_ratio": ratio, "p_t_to_fem_ratio": 2.0} for name, ratio in (("wide", 1.0), ("thirds", 2 / 3))}
     for option in options:
         field, read = NUMBERED.get(option[0], ("", str))
         fields |= named[option] if option in named else {field: read(option[1:])}
-    fields |= {"p_t_to_fem_ratio": 2.0} if "fem_ratio" in fields else {}
     return fields
 
 
 def mixer_config(name: str, width: int, heads: int, **fields) -> FreeEnergyMixerConfig:
-    """The mixer with this name, its linear weights 4 D^2 in number; with "/wide", as many as its widths need."""
+    """The mixer with this name, its linear weights 4 D^2 in number; with "/wide" and the like, as its widths need."""
     fields = {"n_head": heads} | fields | fields_of(canonical(name))
     build = FreeEnergyMixerConfig if "fem_ratio" in fields else FreeEnergyMixerConfig.matched
     return build(n_embd=width, **fields)

@@ -194,10 +194,9 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
 def train_job(job: Job, corpus: Corpus, bars: Progress, place: Path) -> dict:
     """Train, with checkpoints in `place`; returns {"job", "val_loss", "parameters", "tokens_per_second", "curve"}."""
     recipe = job.language
-    name = display(mixer_name(job.row, job.mixer["prior_type"]))
-    title = f"{name}, rate {recipe.learning_rate:g}, seed {recipe.seed}"
+    mixer = display(mixer_name(job.row, job.mixer["prior_type"]))
     model = build_model(model_config(recipe, job.mixer, len(corpus.tokenizer)), recipe.seed)
-    found = train(model, corpus, recipe, bars, title, place)
+    found = train(model, corpus, recipe, bars, f"{mixer}, rate {recipe.learning_rate:g}, seed {recipe.seed}", place)
     step = recipe.batch * recipe.context
     curve = [{"step": x["step"], "tokens": x["step"] * step, "val_loss": x["val_loss"]} for x in found["curve"]]
     return {"job": asdict(job), **found, "curve": curve}

@@ -34,7 +34,8 @@ ROWS = {
     "+C,G": Row("CG", "control: all but the free energy"),
 }
 OPTIONS = {"r": "gates of rank {}", "b": "beta from {}", "l": "lambda's bias at {}", "h": "{} heads", "s": "{} read F"}
-NAMED_OPTIONS = {"norm": "normalised", "wide": "values as wide as the model", "norope": "no position code"}
+NAMED_OPTIONS = {"norm": "normalised", "norope": "no position code", "wide": "values as wide as the model"}
+NAMED_OPTIONS |= {"double": "values twice as wide as the model", "thirds": "values and keys 2/3 as wide as the model"}
 
 
 def row_fields(row: str, prior: str) -> dict:
