@@ -120,11 +120,11 @@ def test_every_row_takes_its_own_best_rate_on_the_first_seed_alone(tmp_path):
 
 
 def test_an_ablation_writes_what_it_promises_and_goes_on(text, tmp_path, monkeypatch):
-    recipe = replace(TINY, text=text, lambda_init=-2.0)
+    recipe = replace(TINY, text=text, rows="full/l-2 -C,G,T +G/conv")
     found = ablate.run(recipe, tmp_path / "run")
     results = found["ablate"]
-    assert list(results) == ["full", "-C,G,T", "+G"]
-    assert [[point["tokens"] for point in curve] for curve in found["curves"]["+G"]] == [[32, 64, 96]] * 2
+    assert list(results) == ["full/l-2", "-C,G,T", "+G/conv"]
+    assert [[point["tokens"] for point in curve] for curve in found["curves"]["+G/conv"]] == [[32, 64, 96]] * 2
     runs = sorted((tmp_path / "run" / "runs").iterdir())
     assert len(runs) == 9
     mixers = [json.loads(path.read_text())["job"]["mixer"] for path in runs]
@@ -135,7 +135,7 @@ def test_an_ablation_writes_what_it_promises_and_goes_on(text, tmp_path, monkeyp
     for picture in ("loss.png", "curves.png"):
         assert (tmp_path / "run" / picture).read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["tokens"] for line in lines if (line["row"], line["seed"]) == ("full", 0)] == [32, 64, 96]
+    assert [line["tokens"] for line in lines if (line["row"], line["seed"]) == ("full/l-2", 0)] == [32, 64, 96]
 
     trained = []
     train_job = ablate.train_job

@@ -147,6 +147,7 @@ def test_all_rows_have_the_same_parameters():
     count = lambda name: sum(p.numel() for p in build(TASKS["bags"], canonical(name), training).parameters())  # noqa: E731
     wanted = count("softmax")
     rows = [*ROWS.split(","), "softmax+LTG/wide", "softmax+LTG/r4/b8", "softmax/h16/norope", "FEM/h16/r4"]
+    rows += ["softmax/double", "softmax/conv", "FEM/thirds"]
     assert {name: count(name) for name in rows} == {name: pytest.approx(wanted, rel=0.01) for name in rows}
     known = [sum(p.numel() for p in build(TASKS["peak"], name, training).parameters()) for name in KNOWN_ANSWERS]
     assert known == pytest.approx(

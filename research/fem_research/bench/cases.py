@@ -8,8 +8,6 @@ from typing import NamedTuple
 from fem.runs.recipes import listed, require_one_of, require_positive, require_some_of
 from fem.runs.run import option
 
-# Table 7: 12 layers of width 768, 12 heads, T 1024, batch 8, FP32.
-
 
 class Cost(NamedTuple):
     forward: float  # seconds
@@ -17,7 +15,7 @@ class Cost(NamedTuple):
     train_gb: float | None = None
 
 
-TABLE7 = {
+TABLE7 = {  # 12 layers of width 768, 12 heads, T 1024, batch 8, FP32
     "RWKV7": Cost(0.0832, 0.2367, 11.48),
     "LinAttn": Cost(0.0652, 0.1368, 6.16),
     "HGRN2": Cost(0.0680, 0.1481, 6.94),
@@ -35,9 +33,7 @@ TABLE7 = {
     "FEM-Mamba": Cost(0.0647, 0.1831, 8.07),
 }
 
-# Table 5: 8 layers of width 512, 4 heads, T 2048, batch 4. The paper prints the parts that a row leaves out.
-
-TABLE5 = {
+TABLE5 = {  # 8 layers of width 512, 4 heads, T 2048, batch 4; the paper prints the parts that a row leaves out
     "GatedDeltaNet": Cost(0.016, 0.042),
     "DeltaNet": Cost(0.014, 0.036),
     "HGRN2": Cost(0.009, 0.024),

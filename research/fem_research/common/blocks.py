@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -70,13 +71,35 @@ class Recurrent(nn.GRU):
         return super().forward(x)[0]
 
 
+class ShortConvolution(nn.Conv1d):
+    """y_t = x_t + sum_j w_j * x_{t - j}, j = 0..3, or in images -1..1; every channel by itself, w from 0."""
+
+    def __init__(self, width: int, causal: bool = True):
+        taps, past = (4, 3) if causal else (3, 1)
+        super().__init__(width, width, taps, padding=past, groups=width, bias=False)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        return x + super().forward(x.mT)[..., : x.shape[1]].mT
+
+
+def convolve(model: Any, name: str) -> Any:
+    """A language or image model, if "/conv" is named with a short convolution behind the norm before every mixer."""
+    for block in model.modules() if "conv" in name.split("/") else ():
+        if isinstance(mixer := getattr(block, "mixer", None), FreeEnergyMixer):
+            convolution = ShortConvolution(mixer.config.n_embd, mixer.config.causal)
+            block.mixer_norm = nn.Sequential(block.mixer_norm, convolution)
+    return model
+
+
 def build_mixer(name: str, width: int, heads: int) -> nn.Module:
     """The mixer with this name: FEM with some of its parts, a known answer, or "fla:DeltaNet" and the like."""
     if name in KNOWN_ANSWERS:
         return {"cummax": RunningMaximum, "gru": Recurrent}[name](width)
     if name in PUBLISHED:
         return build(PUBLISHED[name], width, max(1, min(heads, width // NARROWEST_HEAD)))
-    return FreeEnergyMixer(mixer_config(name, width, heads))
+    mixer = FreeEnergyMixer(mixer_config(name, width, heads))
+    return nn.Sequential(ShortConvolution(width), mixer) if "conv" in name.split("/") else mixer
 
 
 def mixer_blocks(mixer: str, width: int, heads: int, blocks: int, mlp_width: int) -> nn.Sequential:
@@ -126,9 +149,6 @@ def initialise(model: nn.Module, initialisation: str) -> None:
                 nn.init.constant_(module.bias, getattr(module, "start", 0.0))
 
 
-ATTENTION = {"use_temperature": False, "use_lse": False, "use_outer_gate": False}
-
-
 class Mean(nn.Module):
     def forward(self, x: Float[Tensor, "b t d"], keep: Bool[Tensor, "b t"]) -> Float[Tensor, "b 1 d"]:
         return (x * keep[..., None]).sum(1, keepdim=True) / keep.sum(1)[:, None, None]
@@ -167,7 +187,7 @@ class GatedAttention(nn.Module):
 
 def pool(name: str, width: int, heads: int) -> nn.Module:
     if name == "pool:attention":
-        return FreeEnergyPooling(width, heads, **ATTENTION)
+        return FreeEnergyPooling(width, heads, use_temperature=False, use_lse=False, use_outer_gate=False)
     if name.startswith("pool:fem"):
         return FreeEnergyPooling(width, heads, gate_rank=4 if name.endswith("/r4") else None)
     plain = {"pool:mean": Mean, "pool:max": Maximum}

@@ -13,7 +13,6 @@ from fem.config import FreeEnergyMixerConfig
 from fem.runs.recipes import listed
 
 INITIALISATIONS = ("normal", "torch")  # of the linear maps, see `blocks.initialise`
-
 PARTS = {"C": "use_conv", "L": "use_lse", "T": "use_temperature", "G": "use_outer_gate"}
 SHOWN = {"softmax": "attention", "gla": "GLA", "rnn_softmax": "AFT", "mamba": "Mamba", "mamba_interactive": "Mamba-i"}
 UNNORMALISED = "-norm"
@@ -24,7 +23,8 @@ NUMBERED = {  # the field that an option with a number sets, by its letter
     "b": ("beta_max_init", lambda text: math.log(math.expm1(float(text)))),
     "l": ("lambda_init", float),
 }
-OPTION = re.compile(r"r\d+|s0?\.\d+|s1|b\d+(\.\d+)?|l-?\d+(\.\d+)?|h[1-9]\d*|wide|double|thirds|norm|norope")
+OPTION = re.compile(r"r\d+|s0?\.\d+|s1|b\d+(\.\d+)?|l-?\d+(\.\d+)?|h[1-9]\d*|wide|double|thirds|norm|norope|conv")
+WIDTHS = {"wide": (1.0, 2.0), "double": (2.0, 1.0), "thirds": (2 / 3, 2.0)}  # fem_ratio and p_t_to_fem_ratio
 PUBLISHED_UNNORMALISED = ("gla", "mamba")
 LARGEST_BETA = 700.0  # that softplus can be inverted at
 POOLS = ("pool:mean", "pool:max", "pool:lse", "pool:attention", "pool:gated", "pool:fem", "pool:fem/r4")
@@ -42,22 +42,17 @@ def _by_heads(width: int, heads: int) -> dict:
     return {"hidden_size": width, "num_heads": heads}
 
 
+FIRST_LAYER = {"layer_idx": 0, "num_hidden_layers": 2}  # of RWKV7, which needs no output of an earlier one
 BASELINES = {
     "RWKV6": Baseline("fla.layers", "RWKV6Attention", _by_heads),
-    "RWKV7": Baseline(  # always as the first layer, which needs no output of an earlier one
-        "fla.layers",
-        "RWKV7Attention",
-        lambda d, h: {"hidden_size": d, "head_dim": 64, "layer_idx": 0, "num_hidden_layers": 2},
-    ),
+    "RWKV7": Baseline("fla.layers", "RWKV7Attention", lambda d, h: {"hidden_size": d, "head_dim": 64} | FIRST_LAYER),
     "LinAttn": Baseline("fla.layers", "LinearAttention", _by_heads),
     "HGRN2": Baseline("fla.layers", "HGRN2Attention", lambda d, h: {"hidden_size": d, "expand_ratio": d // h}),
     "PaTHAttention": Baseline("fla.layers", "PaTHAttention", _by_heads),
     "GatedSlotAttention": Baseline("fla.layers", "GatedSlotAttention", _by_heads),
     "DeltaNet": Baseline("fla.layers", "DeltaNet", _by_heads),
     "GatedDeltaNet": Baseline(
-        "fla.layers",
-        "GatedDeltaNet",
-        lambda d, h: {"hidden_size": d, "num_heads": h, "head_dim": d // h, "expand_v": 1},
+        "fla.layers", "GatedDeltaNet", lambda d, h: _by_heads(d, h) | {"head_dim": d // h, "expand_v": 1}
     ),
     "Mamba2": Baseline("fla.layers", "Mamba2", lambda d, h: {"hidden_size": d, "num_heads": d // 32, "head_dim": 64}),
     "Mamba (fla)": Baseline("fla.layers", "Mamba", lambda d, h: {"hidden_size": d, "intermediate_size": 2 * d}),
@@ -82,15 +77,9 @@ def priors() -> Collection[str]:
 @cache
 def aliases() -> dict[str, str]:
     """Other names of mixers, in small letters."""
-    return {
-        "sm": "softmax",
-        "laser": "softmax+L",
-        "fem": "softmax+CLTG",
-        "fem-sm": "softmax+CLTG",
-        **{f"fem-{prior}": f"{prior}+CLTG" for prior in priors()},
-        **{shown.lower(): prior for prior, shown in SHOWN.items()},
-        **{f"fem-{shown.lower()}": f"{prior}+CLTG" for prior, shown in SHOWN.items()},
-    }
+    named = {prior: prior for prior in priors()} | {shown.lower(): prior for prior, shown in SHOWN.items()}
+    full = {f"fem-{name}": f"{prior}+CLTG" for name, prior in named.items()}
+    return named | full | {"sm": "softmax", "laser": "softmax+L", "fem": "softmax+CLTG", "fem-sm": "softmax+CLTG"}
 
 
 def known(name: str) -> str:
@@ -109,6 +98,7 @@ def canonical(name: str) -> str:
     were published (Table 1 normalises them from +L on). "/r4": gates of rank 4. "/s.5": split values, half of a head's
     channels read F and the others the mean. "/wide", "/double": values 1 and 2 times as wide as the layer; "/thirds":
     2/3, keys too. "/b8", "/l6": starts of beta and of lambda's bias. "/h16": 16 heads. "/norope": no position code.
+    "/conv": a short convolution before the mixer, which `blocks.ShortConvolution` is.
     """
     whole, *options = name.split("/")
     plain = whole.removesuffix(UNNORMALISED)
@@ -126,7 +116,7 @@ def canonical(name: str) -> str:
         raise ValueError(
             f"mixer must be a prior ({', '.join(priors())}), alone or with '+' and some of the letters "
             f"{''.join(PARTS)} (T needs L), or a name such as attention, FEM, FEM-GLA, AFT, then options such as /r4, "
-            f"/s.5, /wide, /double, /thirds, /b8, /l6, /h16, /norope, /norm; got {name!r}."
+            f"/s.5, /wide, /double, /thirds, /b8, /l6, /h16, /norope, /conv, /norm; got {name!r}."
         )
     if prior == "softmax" and plain != whole:
         raise ValueError(f"the softmax prior is normalised by definition; leave out {UNNORMALISED!r}, got {name!r}.")
@@ -159,8 +149,8 @@ def fields_of(name: str) -> dict:
     fields: dict = {"prior_type": prior} | {field: letter in parts for letter, field in PARTS.items()}
     if raw:
         fields["normalize"] = False
-    named = {"norope": {"use_rope": False}, "norm": {}, "double": {"fem_ratio": 2.0, "p_t_to_fem_ratio": 1.0}}
-    named |= {name: {"fem_ratio": ratio, "p_t_to_fem_ratio": 2.0} for name, ratio in (("wide", 1.0), ("thirds", 2 / 3))}
+    named = {"norm": {}, "conv": {}, "norope": {"use_rope": False}}
+    named |= {name: {"fem_ratio": width, "p_t_to_fem_ratio": keys} for name, (width, keys) in WIDTHS.items()}
     for option in options:
         field, read = NUMBERED.get(option[0], ("", str))
         fields |= named[option] if option in named else {field: read(option[1:])}
@@ -172,10 +162,6 @@ def mixer_config(name: str, width: int, heads: int, **fields) -> FreeEnergyMixer
     fields = {"n_head": heads} | fields | fields_of(canonical(name))
     build = FreeEnergyMixerConfig if "fem_ratio" in fields else FreeEnergyMixerConfig.matched
     return build(n_embd=width, **fields)
-
-
-def file_name(mixer: str) -> str:
-    return mixer.replace("/", "_")
 
 
 def numbers(name: str, text: str) -> tuple[float, ...]:

@@ -17,10 +17,10 @@ from fem.runs.run import RUNS, check_output, command_line, note, progress, prove
 from fem.runs.tables import markdown_table, write_page
 from fem.train.model import build_model
 from fem_research.common import pictures
+from fem_research.common.blocks import convolve
 from fem_research.common.grid import Grid, digest_of, one_by_one, publish
 from fem_research.common.loops import descend
 from fem_research.common.measure import Step, alternate, cpu_threads
-from fem_research.common.mixers import file_name
 from fem_research.common.names import KEY, display
 from fem_research.common.paired import by_seed, shown, spread
 from fem_research.lm.settings import AblateRecipe, mixer_name, remark, row_fields
@@ -59,7 +59,7 @@ def step_seconds(recipe: AblateRecipe, output: Path) -> dict[str, float]:
 
     def step(row: str) -> Step:
         config = model_config(language, row_fields(row, recipe.prior), recipe.vocabulary)
-        model = build_model(config, recipe.seed).to(device)
+        model = convolve(build_model(config, recipe.seed), row).to(device)
         optimiser = torch.optim.AdamW(model.parameters())
         return lambda: descend(model(ids, labels=ids).loss, optimiser)
 
@@ -86,7 +86,7 @@ class Job:
     @property
     def key(self) -> str:
         digest = digest_of(asdict(self))
-        return f"{file_name(self.row)}-lr{self.language.learning_rate:g}-seed{self.language.seed}-{digest}"
+        return f"{self.row.replace('/', '_')}-lr{self.language.learning_rate:g}-seed{self.language.seed}-{digest}"
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,7 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
         seconds = step_seconds(recipe, output) if recipe.equal_time else {}
 
         def job(row: str, rate: float, seed: int) -> Job:
-            mixer = row_fields(row, recipe.prior)
-            learns_lambda = mixer["use_temperature"] and "free_share" not in mixer
-            mixer |= {"lambda_init": recipe.lambda_init if learns_lambda else 0.0}
+            mixer = {"lambda_init": 0.0} | row_fields(row, recipe.prior)
             language = recipe.language(rate, seed)
             if seconds:
                 language = replace(language, steps=steps_of(row, recipe.steps, seconds))
@@ -195,7 +193,7 @@ def train_job(job: Job, corpus: Corpus, bars: Progress, place: Path) -> dict:
     """Train, with checkpoints in `place`; returns {"job", "val_loss", "parameters", "tokens_per_second", "curve"}."""
     recipe = job.language
     mixer = display(mixer_name(job.row, job.mixer["prior_type"]))
-    model = build_model(model_config(recipe, job.mixer, len(corpus.tokenizer)), recipe.seed)
+    model = convolve(build_model(model_config(recipe, job.mixer, len(corpus.tokenizer)), recipe.seed), job.row)
     found = train(model, corpus, recipe, bars, f"{mixer}, rate {recipe.learning_rate:g}, seed {recipe.seed}", place)
     step = recipe.batch * recipe.context
     curve = [{"step": x["step"], "tokens": x["step"] * step, "val_loss": x["val_loss"]} for x in found["curve"]]

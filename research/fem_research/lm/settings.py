@@ -34,8 +34,8 @@ ROWS = {
     "+C,G": Row("CG", "control: all but the free energy"),
 }
 OPTIONS = {"r": "gates of rank {}", "b": "beta from {}", "l": "lambda's bias at {}", "h": "{} heads", "s": "{} read F"}
-NAMED_OPTIONS = {"norm": "normalised", "norope": "no position code", "wide": "values as wide as the model"}
-NAMED_OPTIONS |= {"double": "values twice as wide as the model", "thirds": "values and keys 2/3 as wide as the model"}
+NAMED_OPTIONS = {"norm": "normalised", "norope": "no position code", "conv": "behind a short convolution"}
+NAMED_OPTIONS |= {"wide": "values as wide as the model", "double": "values twice as wide", "thirds": "2/3 as wide"}
 
 
 def row_fields(row: str, prior: str) -> dict:
@@ -83,7 +83,6 @@ class AblateRecipe:
     learning_rates: str = option("0.001,0.002,0.004", "Each mixer takes the best of these on the first seed.")
     seeds: int = option(3, "Seeds at the chosen learning rate.")
     seed: int = option(0, "First seed.")
-    lambda_init: float = option(0.0, "Bias of the lambda projection at the start; the paper's is 0.")
     layers: int = option(4, "Blocks of a model.")
     width: int = option(128, "Width of a model.")
     heads: int = option(4, "Heads of every mixer.")

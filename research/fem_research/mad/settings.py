@@ -8,7 +8,7 @@ from itertools import product
 from fem.runs.recipes import listed, require_not_negative, require_one_of, require_positive, require_some_of
 from fem.runs.run import option
 from fem_research.common.grid import digest_of
-from fem_research.common.mixers import INITIALISATIONS, PUBLISHED, available, file_name, known, numbers
+from fem_research.common.mixers import INITIALISATIONS, PUBLISHED, available, known, numbers
 from fem_research.common.names import as_shown
 from fem_research.mad.tasks import TASKS, build
 
@@ -145,7 +145,7 @@ class Job:
     @property
     def key(self) -> str:
         """A file name that differs between jobs which differ in any value."""
-        return f"{self.setting.task}-{file_name(self.mixer)}-seed{self.seed}-{digest_of(asdict(self))}"
+        return f"{self.setting.task}-{self.mixer.replace('/', '_')}-seed{self.seed}-{digest_of(asdict(self))}"
 
 
 @dataclass(frozen=True, kw_only=True)

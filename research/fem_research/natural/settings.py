@@ -8,7 +8,7 @@ from pathlib import Path
 from fem.runs.recipes import listed, require_one_of, require_positive, require_some_of
 from fem.runs.run import option
 from fem_research.common.grid import digest_of
-from fem_research.common.mixers import INITIALISATIONS, POOLS, file_name, numbers
+from fem_research.common.mixers import INITIALISATIONS, POOLS, numbers
 
 SETS = {  # the package that ships the set, and what is asked
     "musk1": ("mil", "does a molecule, a set of its shapes, smell of musk"),
@@ -86,5 +86,5 @@ class Job:
 
     @property
     def key(self) -> str:
-        pool = file_name(self.pool).replace(":", "_")
+        pool = self.pool.replace("/", "_").replace(":", "_")
         return f"{self.name}-{pool}-seed{self.seed}-{self.fold}-{digest_of(asdict(self))}"

@@ -18,7 +18,7 @@ from fem.gates import Temperature
 from fem_research.common.blocks import EPS, BagModel, count_parameters, initialise, mixer_blocks
 from fem_research.common.grid import digest_of
 from fem_research.common.loops import descend
-from fem_research.common.mixers import POOLS, file_name
+from fem_research.common.mixers import POOLS
 from fem_research.regimes.tasks import DigitBags, HighWater, PeakHold, Recall, SetStatistics, Snapshot, Task
 
 TASKS: dict[str, Task] = {
@@ -65,7 +65,7 @@ class Job:
     @property
     def key(self) -> str:
         """A file name that differs between jobs which differ in any value."""
-        return f"{self.task}-{file_name(self.mixer)}-seed{self.seed}-{digest_of(asdict(self))}"
+        return f"{self.task}-{self.mixer.replace('/', '_')}-seed{self.seed}-{digest_of(asdict(self))}"
 
 
 class Model(nn.Module):

@@ -14,6 +14,7 @@ from fem.models import FEMForImageClassification, FEMImageConfig
 from fem.train.checkpoints import STAGING
 from fem.train.saving import SavingTrainer
 from fem.train.watch import Watch, validations
+from fem_research.common.blocks import convolve
 from fem_research.common.mixers import fields_of
 from fem_research.common.names import display
 from fem_research.vision.images import Batches, Pictures, View
@@ -59,7 +60,7 @@ def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Pat
     disable_progress_bar()
     with torch.random.fork_rng():
         torch.manual_seed(job.seed)
-        model = FEMForImageClassification(model_config(job, pictures.classes))
+        model = convolve(FEMForImageClassification(model_config(job, pictures.classes)), job.mixers)
     view = View(pictures.train, job, training=True)
     args = training_arguments(job, len(view), folder)
     trainer = SavingTrainer(
