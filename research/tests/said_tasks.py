@@ -26,6 +26,11 @@ def percents(page: str, task: str, *mixers: str) -> list[float]:
     return [100 * score for score in scores(page, task, *mixers)]
 
 
+def named(page: str, part: str) -> tuple[str, ...]:
+    """The mixers of a page with this part of a name."""
+    return tuple(mixer for mixer in next(iter(results(page)["regimes"].values())) if part in mixer)
+
+
 def on_each(page: str, mixers: tuple[str, ...], tasks: tuple[str, ...] = EXTREMES) -> list[float]:
     """The scores of one mixer after the other, each on all tasks."""
     return [score for mixer in mixers for task in tasks for score in scores(page, task, mixer)]
@@ -93,7 +98,8 @@ def regimes_ett() -> list[float]:
 def regimes_heads() -> list[float]:
     one, three, five, long = (f"regimes_heads{more}" for more in ("", "_fields", "_peak", "_long"))
     parts, gla, ett = "regimes_heads_parts", "regimes_heads_gla", "regimes_heads_ett"
-    wide_parts = tuple(mixer for mixer in results(parts)["regimes"]["snapshot"] if "/h16" in mixer)
+    more, kinds = f"{parts}_more", ("softmax+G", "softmax+C", "softmax+L/", "softmax+LTG")
+    gate, conditioner, alone, slim = (scores(more, "peak", *named(more, kind)) for kind in kinds)
     best, wide, slim_16 = "softmax/h64/norope", "softmax/h16", "softmax+CLTG/h16/r4"
     lead, later = leads(five, ("peak",), SLIM_C, best), scores(long, "peak", SLIM_C, best)
     recall = results(f"{one}_rest")["regimes"]["recall"]
@@ -107,9 +113,12 @@ def regimes_heads() -> list[float]:
         *(*(100 * score for score in on_each(one, ("gru",), FIELDS)), *scores(one, "peak", "gru"), *rates(one)),
         *scores(parts, "peak", "softmax+G/h16/r4", "softmax+C/h16", "softmax+L/h16", "softmax+L"),
         *scores(parts, "peak", "softmax+LTG/h16/r4/s.5", "softmax+LTG/r4/s.5"),
-        100 * min(on_each(parts, wide_parts, FIELDS)),
+        100 * min(on_each(parts, named(parts, "/h16"), FIELDS)),
+        *(max(gate), max(conditioner), min(alone), min(slim), 100 * min(on_each(more, named(more, "/h8"), FIELDS))),
+        max(percents(more, "snapshot", *named(more, "/h32"))),
         *(*percents(gla, "snapshot", "gla/h8/norm"), *percents(gla, "high-water", "gla/h8/norm", GLA_SLIM)),
         *scores(gla, "peak", "gla/h16/norm", GLA_SLIM),
+        *(*scores(more, "peak", "gla+LTG/h8/r4"), *percents(more, "snapshot", "gla+LTG/h8/r4")),
         *scores(ett, "ett-extremes", "softmax/h8", SLIM),
         *percents(ett, "ett-events", ATTENTION, SLIM),
         *percents(f"{one}_bags", "bags", wide, ATTENTION, SLIM),

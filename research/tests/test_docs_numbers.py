@@ -11,6 +11,7 @@ from statistics import mean
 
 import torch
 from said import MEASURED, level_at, results
+from said_language import on_three_seeds
 from said_tasks import pooled
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
@@ -226,10 +227,20 @@ def paired_without_f() -> str:
     return shown(*ends).removeprefix("+").replace("0.", ".")
 
 
+def at_best_rates(row: str) -> str:
+    """Nats after 16M tokens, the mean of three seeds."""
+    return f"{mean(on_three_seeds(row)):.3f}"
+
+
+def below_attention(row: str) -> str:
+    """On the same three seeds, with the standard error."""
+    return shown(on_three_seeds("-C,G,T,L"), on_three_seeds(row)).removeprefix("+").replace("0.", ".")
+
+
 def readme() -> list[str]:
     """The first screen's sentences, its table row by row, and what stands below."""
     types = Counter(found["result"] for found in results("clients")["model_types"])
-    at_best, timed = losses("ablate_16m_rates"), losses("ablate_16m_time")
+    timed = losses("ablate_16m_time")
     slim, bare, split = (
         [f"{ratio('layer', time, name, 'train_s', 'layer_cpu'):.2f}" for time in (512, 2048)]
         for name in ("slim with C", "slim", "split")
@@ -249,11 +260,11 @@ def readme() -> list[str]:
         f"it has {percent('peak-64', 'softmax+CLTG/r16', WIDE_RUN)} after 2,000 steps and attention "
         f"{percent('peak-64', 'softmax/h256/norope', WIDE_RUN)} at its best, with 256 heads; after 8,000 steps, on one "
         f"seed, attention has {percent('peak-64', 'softmax/h256/norope', 'regimes_peak64_8000')}.",
-        f"after 16M tokens at equal size the layer ends {lead('ablate_16m_rates', 'full/r8')} nats a token below "
-        f"attention, but its gate and its short convolution end {without_f()} below without the maximum. In equal "
-        f"training time the layer ends {lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} above at width 128 and, with "
-        f"one block of width 512, {lead(WIDE, 'full/r32')} below, where its gate and convolution alone end "
-        f"{lead(WIDE, '+C,G/r32')} below.",
+        f"after 16M tokens at equal size the layer ends {below_attention('full/r8')[:4]} nats a token below "
+        f"attention, but its gate and its short convolution end {below_attention('+C,G/r8')[:4]} below "
+        f"without the maximum. In equal training time the layer ends {lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} "
+        f"above at width 128 and, with one block of width 512, {lead(WIDE, 'full/r32')} below, where its gate and "
+        f"convolution alone end {lead(WIDE, '+C,G/r32')} below.",
         f"| {share('peak', 'softmax')} → {share('peak', SLIM_C)} of the variance |",
         f"one channel and no position code: {at_its_best('peak'):.2f}; after 2,000 steps for 500 both have "
         f"{level_later():.2f}. `torch.cummax` between two linear maps: "
@@ -269,9 +280,9 @@ def readme() -> list[str]:
         f"| {pools['attention'][:-2]} → {pools['fem']} | bags of digits: maximum {pools['max']}, log-sum-exp "
         f"{pools['lse']}, mean {percent('bags', 'pool:mean', 'regimes_pools', 1)}; on [natural labels]",
         f"attention pooling is best, {points('attention')[:-2]} to {points('fem')} |",
-        f"| {at_best['-C,G,T,L']:.3f} → {loss('ablate_16m_attribution_rate8', '+C,G/r8'):.3f} nats | 16M tokens of "
-        f"program source, {millions('ablate_16m_rates')} parameters, each at its best rate, one seed; all of slim FEM "
-        f"{at_best['full/r8']:.3f}.",
+        f"| {at_best_rates('-C,G,T,L')} → {at_best_rates('+C,G/r8')} nats | 16M tokens of program source, "
+        f"{millions('ablate_16m_rates')} parameters, three seeds, attention at its best of three rates; all of slim "
+        f"FEM {at_best_rates('full/r8')}.",
         f"{timed['-C,G,T,L']:.3f} → {timed['full/r8']:.3f} |",
         f"{mad('softmax'):.1f} → {mad(FULL):.1f} %, CIFAR-10 {top1('cifar', 'softmax'):.1f} → "
         f"{top1('cifar', FULL):.1f} % | the conditioner alone has {mad('softmax+C'):.1f} % of MAD;",
@@ -370,9 +381,9 @@ def summary() -> list[str]:
         f"{loss('ablate_softmax', '+G'):.3f} |",
         f"[{millions('ablate_10m')}, 1.8M tokens](ablate_10m.md), one seed, one rate | {of_nats('ablate_10m', 'full')} "
         f"| not taken apart; slim {at_10m['full/r8']:.3f} |",
-        f"[{millions('ablate_16m_rates')}, 16M tokens](ablate_16m.md), one seed, each at its best rate of three "
-        f"| {of_nats('ablate_16m_rates')} | slim; not the free energy: the slim outer gate and the conditioner "
-        f"alone have {loss('ablate_16m_attribution', '+C,G/r8'):.3f} |",
+        f"[{millions('ablate_16m_rates')}, 16M tokens](ablate_16m.md), 3 seeds, attention at its best rate of "
+        f"three | {at_best_rates('-C,G,T,L')} | {at_best_rates('full/r8')} | slim; not the free energy: the slim "
+        f"outer gate and the conditioner alone have {at_best_rates('+C,G/r8')} |",
         f"suits attention least | {of_nats('ablate_16m_seeds')} | slim; [with one seed](ablate_16m.md) the slim outer "
         f"gate alone brings {lead('ablate_16m', '+G/r8')} of {lead('ablate_16m', 'full/r8')}, full gates nothing |",
         f"[{millions('ablate_16m_3m')}, 16M tokens](ablate_16m.md), one seed, one rate | {of_nats('ablate_16m_3m')} "
@@ -456,7 +467,7 @@ def faq() -> list[str]:
     speed = demo["fem"]["tokens_per_second"] / demo["softmax"]["tokens_per_second"]
     rate, at_3m = results("ablate_long_rate")["ablate"], losses("ablate_3m")
     seconds = [mse("forecast_etth1", "ETTh1", model, "cpu_seconds") for model in ("softmax", FULL)]
-    at_16m, at_best = losses("ablate_16m"), losses("ablate_16m_rates")
+    at_16m = losses("ablate_16m")
     lost = [short(score("statistics", "softmax") - score("statistics", mixer), 3) for mixer in (SLIM, "softmax+L")]
     pools = [100 * score("bags", f"pool:{pool}", "regimes_pools") for pool in ("fem", "attention")]
     machines = f"{state('mamba'):.0f}, {state('mamba_interactive'):.0f} kB"
@@ -481,9 +492,9 @@ def faq() -> list[str]:
         f"brought {small['-C,G,T,L'] - small['+G']:.3f} of the {small['-C,G,T,L'] - small['-C']:.3f} nats",
         f"it was {at_3m['-C,G,T,L'] - at_3m['+G']:.3f} of {at_3m['-C,G,T,L'] - at_3m['-C']:.3f}, "
         f"and the conditioner brought {at_3m['-C'] - at_3m['full']:.3f} more",
-        f"attention ends at {at_best['-C,G,T,L']:.3f} nats and slim FEM at {at_best['full/r8']:.3f}; its outer gate "
-        f"and conditioner without the free energy end at {loss('ablate_16m_attribution', '+C,G/r8'):.3f}. Full gates "
-        f"were run there only at rate .002, at which attention ({at_16m['-C,G,T,L']:.3f}) is not at its best: with "
+        f"attention ends at {at_best_rates('-C,G,T,L')} nats and slim FEM at {at_best_rates('full/r8')}; its outer "
+        f"gate and conditioner without the free energy end at {at_best_rates('+C,G/r8')}. Full gates were run there "
+        f"only at rate .002, at which attention ({at_16m['-C,G,T,L']:.3f}) is not at its best: with "
         f"the conditioner they end at {at_16m['full']:.3f}, without it at {at_16m['-C']:.3f}.",
         f"takes {slower_step()} times attention's in a model of {millions('ablate_16m_time')} parameters",
         f"attention is ahead by {lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} nats.",
@@ -503,8 +514,8 @@ def faq() -> list[str]:
         f"{share('peak', 'gla+LTG/r4')} of the variance, GLA {share('peak', 'gla/norm')}; [GLA with more heads]"
         f"(results/regimes_heads.md) {gla_at_its_best('peak'):.2f} |",
         f"| a step of slim FEM [{slower_step()}](results/ablate_16m.md) in a model of {millions('ablate_16m_time')}",
-        f"{loss('ablate_16m_attribution', '+C,G/r8'):.3f} nats after 16M tokens, slim FEM "
-        f"{at_best['full/r8']:.3f}, attention {at_best['-C,G,T,L']:.3f}, each at its best rate",
+        f"{at_best_rates('+C,G/r8')} nats after 16M tokens, slim FEM {at_best_rates('full/r8')}, attention "
+        f"{at_best_rates('-C,G,T,L')}, at its best rate",
         f"have {share('peak', f'{FULL}/thirds', 'regimes_thirds')}, one seed |",
         f"| {cost(**ATTENTION)}, | [MAD](results/mad_laptop.md)",
         "| | 1.00, 1.00, 1.00 |",
@@ -538,20 +549,21 @@ def language() -> list[str]:
         "(results/ablate_16m.md)"
         for page in ("ablate_16m_half", "ablate_16m_rate4", "ablate_16m_3m")
     )
-    at_best, timed = losses("ablate_16m_rates"), losses("ablate_16m_time")
+    timed = losses("ablate_16m_time")
     at_4, split = losses("ablate_16m_rate4"), loss("ablate_16m_split", "-C/r8/s.5")
     timed_split, wide = losses("ablate_16m_split_time"), results(WIDE)["ablate"]
     wide_step = wide["full/r32"]["ms a step"] / wide["-C,G,T,L"]["ms a step"]
     return [
-        f"slim FEM ends {lead('ablate_16m_rates', 'full/r8')} nats below attention**, {at_best['full/r8']:.3f} against "
-        f"{at_best['-C,G,T,L']:.3f}: {millions('ablate_16m_rates')} parameters",
+        f"slim FEM ends {below_attention('full/r8')} nats below attention**, {at_best_rates('full/r8')} against "
+        f"{at_best_rates('-C,G,T,L')}: {millions('ablate_16m_rates')} parameters, three seeds",
         f"the gate and the conditioner alone end at {timed_split['+C,G/r8']:.3f}, ahead.",
         f"At .008 they end at {loss('ablate_16m_split_rate8', '-C/r8/s.5'):.3f}.",
         f"they end at {timed_split['-C/r8/s.5']:.3f} and attention at {timed_split['-C,G,T,L']:.3f}: "
         f"{lead('ablate_16m_split_time', '-C/r8/s.5')} below",
         f"At rate .002, which suits attention least, it is [{slim_lead()} on three seeds](results/ablate_16m.md)",
         "[Each at its best rate](results/ablate_16m.md), one seed, attention with",
-        f"but without the free energy, ends {without_f()} nats below attention and {without_f('full/r8')} below slim",
+        f"but without the free energy, ends {without_f()} nats below attention and {without_f('full/r8')} below slim "
+        f"FEM; on three seeds, at rate .004, {below_attention('+C,G/r8')} below attention.",
         f"On three seeds, on one machine, they end {paired_without_f()} below slim FEM",
         f"end at [{split:.3f} nats](results/ablate_16m.md) at .004: {short(at_4['-C,G,T,L'] - split, 3)} below "
         f"attention and {short(at_4['+G/r8'] - split, 3)} below the slim outer gate alone",
