@@ -100,6 +100,7 @@ def regimes_heads() -> list[float]:
     parts, gla, ett = "regimes_heads_parts", "regimes_heads_gla", "regimes_heads_ett"
     more, kinds = f"{parts}_more", ("softmax+G", "softmax+C", "softmax+L/", "softmax+LTG")
     gate, conditioner, alone, slim = (scores(more, "peak", *named(more, kind)) for kind in kinds)
+    doubled, double = "regimes_double_peak", "softmax/double/h64/norope"
     best, wide, slim_16 = "softmax/h64/norope", "softmax/h16", "softmax+CLTG/h16/r4"
     lead, later = leads(five, ("peak",), SLIM_C, best), scores(long, "peak", SLIM_C, best)
     recall = results(f"{one}_rest")["regimes"]["recall"]
@@ -108,7 +109,11 @@ def regimes_heads() -> list[float]:
     return [
         *(*percents(three, "snapshot", "softmax/h8", ATTENTION, SLIM_C), *percents(three, "high-water", wide)),
         *(*percents(one, "high-water", "softmax/h8/norope"), *percents(three, "high-water", ATTENTION, SLIM_C)),
-        *(*lead, *scores(five, "peak", SLIM_C, best, "softmax/h32/norope"), *later, *scores(five, "peak", "cummax")),
+        *(*lead, *scores(five, "peak", SLIM_C, best, "softmax/h32/norope"), *later),
+        *(*scores(doubled, "peak", double, SLIM, SLIM_C), *leads(doubled, ("peak",), SLIM, double)),
+        *(*leads(doubled, ("peak",), SLIM_C, double), *scores("regimes_double", "peak", "softmax/double", ATTENTION)),
+        *percents("regimes_double_bags", "bags", "softmax/double/h16", double),
+        *scores(five, "peak", "cummax"),
         *(100 * score for score in on_each(one, ("cummax",), ("high-water", "snapshot"))),
         *(*(100 * score for score in on_each(one, ("gru",), FIELDS)), *scores(one, "peak", "gru"), *rates(one)),
         *scores(parts, "peak", "softmax+G/h16/r4", "softmax+C/h16", "softmax+L/h16", "softmax+L"),
@@ -128,7 +133,7 @@ def regimes_heads() -> list[float]:
         *(100 * min(on_each(one, (slim_16,), FIELDS)), *scores(one, "peak", slim_16)),
         *(number for line in fields for number in line),
         *(*scores(five, "peak", ATTENTION, best, SLIM_C), *lead, *scores(five, "peak", "cummax")),
-        *(*reversed(later), later[0] - later[1], *rates(five), *rates(ett)),
+        *(*reversed(later), later[0] - later[1], *rates(five), *rates(ett), max(rates(doubled))),
     ]
 
 

@@ -29,6 +29,7 @@ FAQ = (
 )
 
 WIDE = "ablate_512_time"
+DOUBLED, DOUBLE = "regimes_double_peak", "softmax/double/h64/norope"
 WIDE_RUN = "regimes_peak64_seeds"
 TRAINED = "attention+LTG"  # FEM in a model that was trained without it
 
@@ -256,7 +257,7 @@ def readme() -> list[str]:
     pools = {name: percent("bags", f"pool:{name}", "regimes_pools", 1) for name in ("attention", "fem", "max", "lse")}
     return [
         f"it explains {percent('peak', SLIM_C)} of the variance, attention {100 * score('peak', 'softmax'):.0f} % with "
-        f"as many heads and {100 * at_its_best('peak'):.0f} % with a head for every channel, which gets",
+        f"as many heads and {percent('peak', DOUBLE, DOUBLED)} with a head for every channel and values twice as wide;",
         f"it has {percent('peak-64', 'softmax+CLTG/r16', WIDE_RUN)} after 2,000 steps and attention "
         f"{percent('peak-64', 'softmax/h256/norope', WIDE_RUN)} at its best, with 256 heads; after 8,000 steps, on one "
         f"seed, attention has {percent('peak-64', 'softmax/h256/norope', 'regimes_peak64_8000')}.",
@@ -266,9 +267,10 @@ def readme() -> list[str]:
         f"above at width 128 and, with one block of width 512, {lead(WIDE, 'full/r32')} below, where its gate and "
         f"convolution alone end {lead(WIDE, '+C,G/r32')} below.",
         f"| {share('peak', 'softmax')} → {share('peak', SLIM_C)} of the variance |",
-        f"one channel and no position code: {at_its_best('peak'):.2f}; after 2,000 steps for 500 both have "
-        f"{level_later():.2f}. `torch.cummax` between two linear maps: "
-        f"{share('peak', 'cummax', 'regimes_heads_peak')} |",
+        f"one channel and no position code: {at_its_best('peak'):.2f}, with values twice as wide "
+        f"{share('peak', DOUBLE, DOUBLED)}; after 2,000 steps for 500 both have {level_later():.2f}. `torch.cummax` between two linear maps: "
+        f"{share('peak', 'cummax', 'regimes_heads_peak')}; the log-sum-exp alone, with 4 heads: "
+        f"{share('peak', 'softmax+L')} |",
         f"| {percent('snapshot', 'softmax')[:-2]} → {percent('snapshot', SLIM_C)}, "
         f"{percent('high-water', 'softmax')[:-2]} → {percent('high-water', SLIM_C)} with 4 heads | made-up targets; "
         f"attention with 16 heads has {with_heads('snapshot', 'softmax/h16')} and "
@@ -334,7 +336,8 @@ def summary() -> list[str]:
         f"3 seeds | {share('peak', 'softmax')} | {share('peak', SLIM_C)} | the free energy, given width: slim "
         f"{share('peak', SLIM_C)}, without C {share('peak', SLIM)}; full gates {share('peak', FULL)}, without C "
         f"{share('peak', OWN)}; outer gate alone {share('peak', 'softmax+G')}. [Attention with a head for every "
-        f"channel](regimes_heads.md): {at_its_best('peak'):.2f}, after 2,000 steps {level_later():.2f} |",
+        f"channel](regimes_heads.md): {at_its_best('peak'):.2f}, with values twice as wide "
+        f"{share('peak', DOUBLE, DOUBLED)}, after 2,000 steps {level_later():.2f} |",
         f"| {percent('snapshot', 'softmax')} | {percent('snapshot', SLIM_C)} | slim {percent('snapshot', SLIM_C)}, "
         f"without C {percent('snapshot', SLIM)}, the conditioner alone {percent('snapshot', 'softmax+C')}, L alone "
         f"{percent('snapshot', 'softmax+L')}, full {percent('snapshot', FULL)}. Heads do it as well: "
@@ -498,7 +501,8 @@ def faq() -> list[str]:
         f"the conditioner they end at {at_16m['full']:.3f}, without it at {at_16m['-C']:.3f}.",
         f"takes {slower_step()} times attention's in a model of {millions('ablate_16m_time')} parameters",
         f"attention is ahead by {lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} nats.",
-        f"has {at_its_best('peak'):.2f} of the variance where slim FEM with 4 heads has {share('peak', SLIM_C)};",
+        f"has {at_its_best('peak'):.2f} of the variance, with values twice as wide {share('peak', DOUBLE, DOUBLED)}, "
+        f"where slim FEM with 4 heads has {share('peak', SLIM_C)};",
         f"explains {percent('peak', SLIM_C)} of the variance, attention {100 * score('peak', 'softmax'):.0f})",
         f"{1.95} is the default",
         f"| {1.95}; [no other start",
