@@ -268,9 +268,9 @@ def readme() -> list[str]:
         f"convolution alone end {lead(WIDE, '+C,G/r32')} below.",
         f"| {share('peak', 'softmax')} → {share('peak', SLIM_C)} of the variance |",
         f"one channel and no position code: {at_its_best('peak'):.2f}, with values twice as wide "
-        f"{share('peak', DOUBLE, DOUBLED)}; after 2,000 steps for 500 both have {level_later():.2f}. `torch.cummax` between two linear maps: "
-        f"{share('peak', 'cummax', 'regimes_heads_peak')}; the log-sum-exp alone, with 4 heads: "
-        f"{share('peak', 'softmax+L')} |",
+        f"{share('peak', DOUBLE, DOUBLED)}; after 2,000 steps for 500 both have {level_later():.2f}. `torch.cummax` "
+        f"between two linear maps: {share('peak', 'cummax', 'regimes_heads_peak')}; the log-sum-exp alone, with 4 "
+        f"heads: {share('peak', 'softmax+L')} |",
         f"| {percent('snapshot', 'softmax')[:-2]} → {percent('snapshot', SLIM_C)}, "
         f"{percent('high-water', 'softmax')[:-2]} → {percent('high-water', SLIM_C)} with 4 heads | made-up targets; "
         f"attention with 16 heads has {with_heads('snapshot', 'softmax/h16')} and "
