@@ -262,10 +262,10 @@ def readme() -> list[str]:
         f"{percent('peak-64', 'softmax/h256/norope', WIDE_RUN)} at its best, with 256 heads; after 8,000 steps, on one "
         f"seed, attention has {percent('peak-64', 'softmax/h256/norope', 'regimes_peak64_8000')}.",
         f"after 16M tokens at equal size the layer ends {below_attention('full/r8')[:4]} nats a token below "
-        f"attention, but its gate and its short convolution end {below_attention('+C,G/r8')[:4]} below "
-        f"without the maximum. In equal training time the layer ends {lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} "
-        f"above at width 128 and, with one block of width 512, {lead(WIDE, 'full/r32')} below, where its gate and "
-        f"convolution alone end {lead(WIDE, '+C,G/r32')} below.",
+        "attention, but two of its parts, a gate and a decaying sum over the last tokens, end "
+        f"{below_attention('+C,G/r8')[:4]} below without the maximum. In equal training time the layer ends "
+        f"{lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} above at width 128 and, with one block of width 512, "
+        f"{lead(WIDE, 'full/r32')} below, where these two alone end {lead(WIDE, '+C,G/r32')} below.",
         f"| {share('peak', 'softmax')} → {share('peak', SLIM_C)} of the variance |",
         f"one channel and no position code: {at_its_best('peak'):.2f}, with values twice as wide "
         f"{share('peak', DOUBLE, DOUBLED)}; after 2,000 steps for 500 both have {level_later():.2f}. `torch.cummax` "

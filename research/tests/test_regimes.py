@@ -194,7 +194,7 @@ def test_options_become_fields():
             "softmax+G/b8",
             "softmax+LTG/r",
             "softmax+LTG/r4/r8",
-            "softmax/h8/h16",
+            *("softmax/h8/h16", "softmax/wide/double"),
             "softmax/h0",
             "softmax+LTG/x",
         ),

@@ -111,7 +111,7 @@ def canonical(name: str) -> str:
         or ("T" in parts and "L" not in parts)
         or (plus and not tail)
         or any(not OPTION.fullmatch(option) for option in options)
-        or len({option.rstrip("-.0123456789") for option in options}) < len(options)
+        or len({option in WIDTHS or option.rstrip("-.0123456789") for option in options}) < len(options)
     ):
         raise ValueError(
             f"mixer must be a prior ({', '.join(priors())}), alone or with '+' and some of the letters "
@@ -122,9 +122,7 @@ def canonical(name: str) -> str:
         raise ValueError(f"the softmax prior is normalised by definition; leave out {UNNORMALISED!r}, got {name!r}.")
     for option, needed in (("r", "TG"), ("s", "L"), ("b", "T"), ("l", "T")):
         if any(o[0] == option for o in options) and not set(needed) & set(parts):
-            raise ValueError(
-                f"/{option} sets a part that {whole!r} does not have ({' or '.join(needed)}), got {name!r}."
-            )
+            raise ValueError(f"/{option} sets a part that {whole!r} lacks ({' or '.join(needed)}), got {name!r}.")
     if plain != whole and "norm" in options:
         raise ValueError(f"{UNNORMALISED!r} and '/norm' contradict each other; leave one out, got {name!r}.")
     if any(option[0] == "b" and not 0 < float(option[1:]) <= LARGEST_BETA for option in options):

@@ -71,6 +71,8 @@ class ForecastRecipe:
             raise ValueError(f"horizon must be a positive number, or several with commas, got {self.horizon!r}.")
         if not self.model_names:
             raise ValueError("mixers must name at least one model, got an empty list.")
+        if any("conv" in name.split("/") for name in self.model_names):
+            raise ValueError(f"mixers must stand here without a short convolution (/conv), got {self.models!r}.")
 
     @property
     def model_names(self) -> list[str]:
