@@ -178,6 +178,8 @@ def regimes_peak64() -> list[float]:
     step = results("heads_cpu")["train_s"]["512"]
     return [
         *(*scores(three, task, slim, slim_c, "softmax+L", best), *leads(three, (task,), slim, best)),
+        *(*scores(f"{page}_double", task, "softmax/double/h256/norope"), *scores(page, task, best)),
+        *rates(f"{page}_double"),
         *(*scores(f"{page}_8000", task, best), *scores(page, task, *by_heads)),
         *(step[f"{layer} heads"] / step["attention, 4 heads"] for layer in LAYERS),
         *scores(page, task, "softmax+CG/r16", "softmax+LTG/r16/s.5", "gru", "cummax"),

@@ -259,8 +259,10 @@ def readme() -> list[str]:
         f"it explains {percent('peak', SLIM_C)} of the variance, attention {100 * score('peak', 'softmax'):.0f} % with "
         f"as many heads and {percent('peak', DOUBLE, DOUBLED)} with a head for every channel and values twice as wide;",
         f"it has {percent('peak-64', 'softmax+CLTG/r16', WIDE_RUN)} after 2,000 steps and attention "
-        f"{percent('peak-64', 'softmax/h256/norope', WIDE_RUN)} at its best, with 256 heads; after 8,000 steps, on one "
-        f"seed, attention has {percent('peak-64', 'softmax/h256/norope', 'regimes_peak64_8000')}.",
+        f"{percent('peak-64', 'softmax/h256/norope', WIDE_RUN)} at its best, with 256 heads "
+        f"({percent('peak-64', 'softmax/double/h256/norope', 'regimes_peak64_double')} with double values, one seed); "
+        "after 8,000 steps, on one seed, attention has "
+        f"{percent('peak-64', 'softmax/h256/norope', 'regimes_peak64_8000')}.",
         f"after 16M tokens at equal size the layer ends {below_attention('full/r8')[:4]} nats a token below "
         "attention, but two of its parts, a gate and a decaying sum over the last tokens, end "
         f"{below_attention('+C,G/r8')[:4]} below without the maximum. In equal training time the layer ends "
