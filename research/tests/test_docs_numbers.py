@@ -256,23 +256,22 @@ def readme() -> list[str]:
     gla = "gla/norm", "gla+LTG/r4"
     pools = {name: percent("bags", f"pool:{name}", "regimes_pools", 1) for name in ("attention", "fem", "max", "lse")}
     return [
-        f"it explains {percent('peak', SLIM_C)} of the variance, attention {100 * score('peak', 'softmax'):.0f} % with "
-        f"as many heads and {percent('peak', DOUBLE, DOUBLED)} with a head for every channel and values twice as wide;",
-        f"it has {percent('peak-64', 'softmax+CLTG/r16', WIDE_RUN)} after 2,000 steps and attention "
-        f"{percent('peak-64', 'softmax/h256/norope', WIDE_RUN)} at its best, with 256 heads "
-        f"({percent('peak-64', 'softmax/double/h256/norope', 'regimes_peak64_double')} with double values, one seed); "
-        "after 8,000 steps, on one seed, attention has "
-        f"{percent('peak-64', 'softmax/h256/norope', 'regimes_peak64_8000')}.",
+        f"it explains {percent('peak', SLIM_C)} of the variance, attention with as many heads "
+        f"{percent('peak', 'softmax')}. More heads narrow that: with one for every channel and values twice as wide "
+        f"attention has {percent('peak', DOUBLE, DOUBLED)},",
         f"after 16M tokens at equal size the layer ends {below_attention('full/r8')[:4]} nats a token below "
         "attention, but two of its parts, a gate and a decaying sum over the last tokens, end "
         f"{below_attention('+C,G/r8')[:4]} below without the maximum. In equal training time the layer ends "
-        f"{lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} above at width 128 and, with one block of width 512, "
-        f"{lead(WIDE, 'full/r32')} below, where these two alone end {lead(WIDE, '+C,G/r32')} below.",
+        f"{lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} above attention at width 128 and {lead(WIDE, 'full/r32')} "
+        f"below with one block of width 512, where these two alone end {lead(WIDE, '+C,G/r32')} below.",
         f"| {share('peak', 'softmax')} → {share('peak', SLIM_C)} of the variance |",
         f"one channel and no position code: {at_its_best('peak'):.2f}, with values twice as wide "
         f"{share('peak', DOUBLE, DOUBLED)}; after 2,000 steps for 500 both have {level_later():.2f}. `torch.cummax` "
         f"between two linear maps: {share('peak', 'cummax', 'regimes_heads_peak')}; the log-sum-exp alone, with 4 "
-        f"heads: {share('peak', 'softmax+L')} |",
+        f"heads: {share('peak', 'softmax+L')}. Of [64 sensors](results/regimes_peak64.md), after 2,000 steps: "
+        f"{wide('softmax/h256/norope')} → {wide('softmax+CLTG/r16')}, attention with 256 heads, its best "
+        f"({wide('softmax/double/h256/norope', 'regimes_peak64_double')} with double values, one seed); after 8,000 it "
+        f"has {wide('softmax/h256/norope', 'regimes_peak64_8000')} |",
         f"| {percent('snapshot', 'softmax')[:-2]} → {percent('snapshot', SLIM_C)}, "
         f"{percent('high-water', 'softmax')[:-2]} → {percent('high-water', SLIM_C)} with 4 heads | made-up targets; "
         f"attention with 16 heads has {with_heads('snapshot', 'softmax/h16')} and "
