@@ -153,6 +153,15 @@ def ablate_512_time() -> list[float]:
     ]
 
 
+def ablate_512_two() -> list[float]:
+    page, one, slim = "ablate_512_two", "ablate_512_time", "full/r32"
+    slower, fastest = of(page, "ms a step", slim, ATTENTION)
+    return [
+        *(*losses(page, slim, ATTENTION), gap(page, slim), gap(one, slim), gap(one, "+C,G/r32", slim)),
+        *(slower / fastest, losses(page, ATTENTION)[0] - losses(one, ATTENTION)[0], rate(page), 0.012),
+    ]
+
+
 def ablate_3m() -> list[float]:
     page, long = "ablate_3m", "ablate_long_rate"
     others = {"attention": (GATE, BARE, BARE_SLIM), "attention+G": (ATTENTION, BARE, BARE_SLIM)}

@@ -263,7 +263,9 @@ def readme() -> list[str]:
         "attention, but two of its parts, a gate and a decaying sum over the last tokens, end "
         f"{below_attention('+C,G/r8')[:4]} below without the maximum. In equal training time the layer ends "
         f"{lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} above attention at width 128 and {lead(WIDE, 'full/r32')} "
-        f"below with one block of width 512, where these two alone end {lead(WIDE, '+C,G/r32')} below.",
+        f"below with one block of width 512, where these two alone end {lead(WIDE, '+C,G/r32')} below; [with two "
+        f"blocks](results/ablate_512_two.md) it ends {lead('ablate_512_two', 'full/r32')} below, and these two alone "
+        "were not run.",
         f"| {share('peak', 'softmax')} → {share('peak', SLIM_C)} of the variance |",
         f"one channel and no position code: {at_its_best('peak'):.2f}, with values twice as wide "
         f"{share('peak', DOUBLE, DOUBLED)}; after 2,000 steps for 500 both have {level_later():.2f}. `torch.cummax` "
@@ -397,6 +399,8 @@ def summary() -> list[str]:
         f"[{millions(WIDE)}, in equal time](ablate_512_time.md), one block of width 512, 4M tokens, one seed, one "
         f"rate | {of_nats(WIDE, 'full/r32')} | not the free energy: the slim outer gate and the conditioner alone have "
         f"{loss(WIDE, '+C,G/r32'):.3f}; split values {loss(WIDE, '-C/r32/s.5'):.3f} |",
+        f"[{millions('ablate_512_two')}, in equal time](ablate_512_two.md), two blocks of width 512, 4M tokens, one "
+        f"seed, one rate | {of_nats('ablate_512_two', 'full/r32')} | not taken apart |",
         f"[on GLA, 0.3M tokens](ablate_gla.md), 3 seeds | {of_nats('ablate_gla', 'full')} | ",
         f"| {after('gpt2', 'attention'):.3f}, {after('llama', 'attention'):.3f} | {after('gpt2', TRAINED):.3f}, "
         f"{after('llama', TRAINED):.3f} | with {min(extra):.0f} to {max(extra):.0f} % more parameters",
@@ -581,7 +585,8 @@ def language() -> list[str]:
         f"{slower_step()} times as long; it would be level [at {level_at():.2f} times](results/ablate_16m.md).",
         f"where a step takes {wide_step:.2f} times as long, slim FEM ends [{lead(WIDE, 'full/r32')} below]"
         f"(results/ablate_512_time.md) after 4M tokens and split values {lead(WIDE, '-C/r32/s.5')}, but the gate and "
-        f"the conditioner alone {lead(WIDE, '+C,G/r32')}.",
+        f"the conditioner alone {lead(WIDE, '+C,G/r32')}; [with two blocks](results/ablate_512_two.md) slim FEM ends "
+        f"{lead('ablate_512_two', 'full/r32')} below, the others were not run.",
         f"[With {millions('ablate_10m')} parameters](results/ablate_10m.md) and 1.8M tokens",
         "The texts: 16.0M and 1.8M tokens are program source, Python's and torch's, and what is held out is code of "
         "the same projects; 3.1M are Python's sources and help topics; 0.3M and 1.0M are speeches.",
