@@ -205,7 +205,9 @@ def vision_cifar_parts() -> list[float]:
         paired(top1(page, row), top1(page, ATTENTION)) for row in ("softmax+G", "softmax+LTG", "softmax+CG", ALL)
     )
     later = [mean(top1("vision_cifar_slim", row)) for row in ("softmax+C", f"{ALL}/r6", f"{ALL}/r6/s.5")]
-    return [*gate, *bare, *both, *full, full[0] - both[0], of_a_test_set(page), *later]
+    conditioner, convolved = top1("vision_cifar_slim", "softmax+C"), top1("vision_cifar_conv", "softmax/conv")
+    below = (mean(convolved), *paired(convolved, conditioner))
+    return [*gate, *bare, *both, *full, full[0] - both[0], of_a_test_set(page), *later, *below]
 
 
 def vision_digits() -> list[float]:

@@ -109,6 +109,7 @@ def ablate_16m() -> list[float]:
     page = "ablate_16m"
     best, at_4, half, at_3m = (f"{page}_{name}" for name in ("rates", "rate4", "half", "3m"))
     three, own, split, timed = (f"{page}_{name}" for name in ("seeds", "attribution", "split", "time"))
+    alone = f"{page}_conditioner_alone"
     own_seeds, split_time, sizes = f"{own}_seeds", f"{split}_time", (half, at_4, at_3m)
     attention, slim, step = at_rates(best, ATTENTION), at_rates(best, SLIM), of(timed, "ms a step", SLIM, ATTENTION)
     second = by_seed(f"{page}_conditioner", SLIM, BARE_SLIM)[1]
@@ -127,6 +128,7 @@ def ablate_16m() -> list[float]:
         *(rate(own_seeds, NO_F), *paired(on_three_seeds(ATTENTION), on_three_seeds(NO_F))),
         rate(f"{page}_attention_seeds"),
         *(rate(page), gap(page, GATE_SLIM), gap(page, BARE_SLIM, GATE_SLIM), gap(page, SLIM, BARE_SLIM), second),
+        *(rate(alone, "-G,T,L"), *losses(alone, "-G,T,L"), gap(alone, "-G,T,L", ATTENTION, at_4)),
         *pairs(own_seeds, NO_F, SLIM),
         *(*losses(split, SPLIT), rate(split, SPLIT), gap(split, SPLIT, ATTENTION, at_4)),
         *(gap(split, SPLIT, GATE_SLIM, at_4), losses(at_4, SLIM)[0] - seeds(own_seeds, SLIM)[0]),

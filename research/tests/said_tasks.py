@@ -100,6 +100,7 @@ def regimes_heads() -> list[float]:
     parts, gla, ett = "regimes_heads_parts", "regimes_heads_gla", "regimes_heads_ett"
     more, kinds = f"{parts}_more", ("softmax+G", "softmax+C", "softmax+L/", "softmax+LTG")
     gate, conditioner, alone, slim = (scores(more, "peak", *named(more, kind)) for kind in kinds)
+    behind = ("softmax/conv", C)
     doubled, double = "regimes_double_peak", "softmax/double/h64/norope"
     best, wide, slim_16 = "softmax/h64/norope", "softmax/h16", "softmax+CLTG/h16/r4"
     lead, later = leads(five, ("peak",), SLIM_C, best), scores(long, "peak", SLIM_C, best)
@@ -113,6 +114,8 @@ def regimes_heads() -> list[float]:
         *(*scores(doubled, "peak", double, SLIM, SLIM_C), *leads(doubled, ("peak",), SLIM, double)),
         *(*leads(doubled, ("peak",), SLIM_C, double), *scores("regimes_double", "peak", "softmax/double", ATTENTION)),
         *percents("regimes_double_bags", "bags", "softmax/double/h16", double),
+        *(*percents("regimes_conv", "snapshot", *behind), *scores("regimes_conv", "peak", *behind)),
+        *percents("regimes_conv", "high-water", C),
         *scores(five, "peak", "cummax"),
         *(100 * score for score in on_each(one, ("cummax",), ("high-water", "snapshot"))),
         *(*(100 * score for score in on_each(one, ("gru",), FIELDS)), *scores(one, "peak", "gru"), *rates(one)),

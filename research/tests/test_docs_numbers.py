@@ -233,6 +233,11 @@ def at_best_rates(row: str) -> str:
     return f"{mean(on_three_seeds(row)):.3f}"
 
 
+def alone_in_text() -> str:
+    """The loss of attention with the conditioner after 16M tokens."""
+    return f"{loss('ablate_16m_conditioner_alone', '-G,T,L'):.3f}"
+
+
 def below_attention(row: str) -> str:
     """On the same three seeds, with the standard error."""
     return shown(on_three_seeds("-C,G,T,L"), on_three_seeds(row)).removeprefix("+").replace("0.", ".")
@@ -287,7 +292,7 @@ def readme() -> list[str]:
         f"attention pooling is best, {points('attention')[:-2]} to {points('fem')} |",
         f"| {at_best_rates('-C,G,T,L')} → {at_best_rates('+C,G/r8')} nats | 16M tokens of program source, "
         f"{millions('ablate_16m_rates')} parameters, three seeds, attention at its best of three rates; all of slim "
-        f"FEM {at_best_rates('full/r8')}.",
+        f"FEM {at_best_rates('full/r8')}; the conditioner alone, one seed, {alone_in_text()}.",
         f"{timed['-C,G,T,L']:.3f} → {timed['full/r8']:.3f} |",
         f"{mad('softmax'):.1f} → {mad(FULL):.1f} %, CIFAR-10 {top1('cifar', 'softmax'):.1f} → "
         f"{top1('cifar', FULL):.1f} % | the conditioner alone has {mad('softmax+C'):.1f} % of MAD;",
@@ -572,7 +577,8 @@ def language() -> list[str]:
         f"At rate .002, which suits attention least, it is [{slim_lead()} on three seeds](results/ablate_16m.md)",
         "[Each at its best rate](results/ablate_16m.md), one seed, attention with",
         f"but without the free energy, ends {without_f()} nats below attention and {without_f('full/r8')} below slim "
-        f"FEM; on three seeds, at rate .004, {below_attention('+C,G/r8')} below attention.",
+        f"FEM; on three seeds, at rate .004, {below_attention('+C,G/r8')} below attention. The conditioner "
+        f"alone, one seed, ends at {alone_in_text()}.",
         f"On three seeds, on one machine, they end {paired_without_f()} below slim FEM",
         f"end at [{split:.3f} nats](results/ablate_16m.md) at .004: {short(at_4['-C,G,T,L'] - split, 3)} below "
         f"attention and {short(at_4['+G/r8'] - split, 3)} below the slim outer gate alone",
