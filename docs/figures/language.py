@@ -27,6 +27,15 @@ PAGES = (
     *("16m_half", "16m", "16m_seeds", "16m_rate4", "16m_rates", "16m_3m"),
 )
 EQUAL_TIME = ("time", "16m_time")
+RATES_16M = (
+    "16m",
+    "16m_rate4",
+    "16m_rates",
+    "16m_attribution",
+    "16m_attribution_rate8",
+    "16m_conditioner_alone",
+    "16m_wide",
+)
 
 
 def found(page: str) -> dict[str, dict]:
@@ -78,7 +87,8 @@ def table(pages: tuple[str, ...]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-ALL_NAMES = {"+G": NAMES["+G"], WITHOUT_F: "outer gate and C", **NAMES}
+ALL_NAMES = {"-G,T,L": "C alone", "+G": NAMES["+G"], WITHOUT_F: "outer gate and C", **NAMES}
+ALL_NAMES |= {"full/wide": "FEM, values as wide as the model"}
 ALL_ROWS = (ATTENTION, *(row + slim for slim in ("", SLIM) for row in ALL_NAMES))
 
 
@@ -90,7 +100,7 @@ def called(row: str) -> str:
 def losses_16m() -> dict[str, str]:
     """The tables of the page on 16M tokens: by learning rate on the first seed, by seed, by size, in equal time."""
     by_rate: dict[str, dict[str, str]] = {}
-    for page in ("16m", "16m_rate4", "16m_rates", "16m_attribution"):
+    for page in RATES_16M:
         rates = json.loads((RESULTS / f"ablate_{page}.json").read_text())["results"]["learning_rates"]
         for row, losses in rates.items():
             shown = {rate: f"{loss:.3f}" for rate, loss in losses.items() if rate.startswith("0.")}

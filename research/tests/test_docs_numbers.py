@@ -637,5 +637,7 @@ def test_every_measured_number_of_the_faq_is_that_of_a_results_page():
 
 
 def test_every_measured_number_of_the_page_on_language_models_is_that_of_a_results_page():
+    page = (ROOT / "research" / "results" / "ablate_16m.md").read_text()
+    assert all(table in page for table in figures.losses_16m().values())
     text = plain((ROOT / "docs" / "language.md").read_text())
     assert not checked(text, language())
