@@ -221,13 +221,6 @@ def without_f(over: str = "-C,G,T,L") -> str:
     return short(loss("ablate_16m_rates", over) - loss("ablate_16m_attribution_rate8", "+C,G/r8"), 3)
 
 
-def paired_without_f() -> str:
-    """The same, below slim FEM, on the seeds and the machine of both."""
-    curves = results("ablate_16m_attribution_seeds")["curves"]
-    ends = ([curve[-1]["val_loss"] for curve in curves[row]] for row in ("full/r8", "+C,G/r8"))
-    return shown(*ends).removeprefix("+").replace("0.", ".")
-
-
 def at_best_rates(row: str) -> str:
     """Nats after 16M tokens, the mean of three seeds."""
     return f"{mean(on_three_seeds(row)):.3f}"
@@ -238,9 +231,9 @@ def alone_in_text() -> str:
     return f"{loss('ablate_16m_conditioner_alone', '-G,T,L'):.3f}"
 
 
-def below_attention(row: str) -> str:
-    """On the same three seeds, with the standard error."""
-    return shown(on_three_seeds("-C,G,T,L"), on_three_seeds(row)).removeprefix("+").replace("0.", ".")
+def below(row: str, over: str = "-C,G,T,L") -> str:
+    """Nats below another row on the same three seeds, with the standard error."""
+    return shown(on_three_seeds(over), on_three_seeds(row)).removeprefix("+").replace("0.", ".")
 
 
 def readme() -> list[str]:
@@ -264,9 +257,9 @@ def readme() -> list[str]:
         f"it explains {percent('peak', SLIM_C)} of the variance, attention with as many heads "
         f"{percent('peak', 'softmax')}. More heads narrow that: with one for every channel and values twice as wide "
         f"attention has {percent('peak', DOUBLE, DOUBLED)},",
-        f"after 16M tokens at equal size the layer ends {below_attention('full/r8')[:4]} nats a token below "
+        f"after 16M tokens at equal size the layer ends {below('full/r8')[:4]} nats a token below "
         "attention, but two of its parts, a gate and a decaying sum over the last tokens, end "
-        f"{below_attention('+C,G/r8')[:4]} below without the maximum. In equal training time the layer ends "
+        f"{below('+C,G/r8')[:4]} below without the maximum. In equal training time the layer ends "
         f"{lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} above attention at width 128 and {lead(WIDE, 'full/r32')} "
         f"below with one block of width 512, where these two alone end {lead(WIDE, '+C,G/r32')} below; [with two "
         f"blocks](results/ablate_512_two.md) it ends {lead('ablate_512_two', 'full/r32')} below, and these two alone "
@@ -568,7 +561,7 @@ def language() -> list[str]:
     timed_split, wide = losses("ablate_16m_split_time"), results(WIDE)["ablate"]
     wide_step = wide["full/r32"]["ms a step"] / wide["-C,G,T,L"]["ms a step"]
     return [
-        f"slim FEM ends {below_attention('full/r8')} nats below attention**, {at_best_rates('full/r8')} against "
+        f"slim FEM ends {below('full/r8')} nats below attention**, {at_best_rates('full/r8')} against "
         f"{at_best_rates('-C,G,T,L')}: {millions('ablate_16m_rates')} parameters, three seeds",
         f"the gate and the conditioner alone end at {timed_split['+C,G/r8']:.3f}, ahead.",
         f"At .008 they end at {loss('ablate_16m_split_rate8', '-C/r8/s.5'):.3f}.",
@@ -577,9 +570,9 @@ def language() -> list[str]:
         f"At rate .002, which suits attention least, it is [{slim_lead()} on three seeds](results/ablate_16m.md)",
         "[Each at its best rate](results/ablate_16m.md), one seed, attention with",
         f"but without the free energy, ends {without_f()} nats below attention and {without_f('full/r8')} below slim "
-        f"FEM; on three seeds, at rate .004, {below_attention('+C,G/r8')} below attention. The conditioner "
+        f"FEM; on three seeds, at rate .004, {below('+C,G/r8')} below attention. The conditioner "
         f"alone, one seed, ends at {alone_in_text()}.",
-        f"On three seeds, on one machine, they end {paired_without_f()} below slim FEM",
+        f"On three seeds, on one machine, they end {below('+C,G/r8', 'full/r8')} below slim FEM",
         f"end at [{split:.3f} nats](results/ablate_16m.md) at .004: {short(at_4['-C,G,T,L'] - split, 3)} below "
         f"attention and {short(at_4['+G/r8'] - split, 3)} below the slim outer gate alone",
         f"At .002 the slim outer gate brings {lead('ablate_16m', '+G/r8')} of {lead('ablate_16m', 'full/r8')} nats, "

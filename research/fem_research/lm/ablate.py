@@ -156,7 +156,7 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
         seconds = step_seconds(recipe, output) if recipe.equal_time else {}
 
         def job(row: str, rate: float, seed: int) -> Job:
-            mixer = {"lambda_init": 0.0} | row_fields(row, recipe.prior)
+            mixer = {"lambda_init": 0.0} | row_fields(row, recipe.prior)  # named, as in the keys of earlier records
             language = recipe.language(rate, seed)
             if seconds:
                 language = replace(language, steps=steps_of(row, recipe.steps, seconds))
