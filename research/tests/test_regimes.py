@@ -343,6 +343,7 @@ def _watched(draw, seen, *arguments):
         ({"tasks": "peaks"}, "tasks must be from .*got 'peaks'"),
         ({"tasks": "ett-events"}, "give --ett"),
         ({"tasks": "speakers"}, "give --play"),
+        ({"tasks": "flights"}, "give --flights"),
         ({"mixers": "softmax+X"}, "mixer must be"),
         ({"mixers": "pool:max"}, "need --tasks bags"),
         ({"learning_rates": "fast"}, "learning_rates must be numbers"),
