@@ -239,66 +239,43 @@ def below(row: str, over: str = "-C,G,T,L") -> str:
 def readme() -> list[str]:
     """The first screen's sentences, its table row by row, and what stands below."""
     types = Counter(found["result"] for found in results("clients")["model_types"])
-    timed = losses("ablate_16m_time")
-    slim, bare, split = (
-        [f"{ratio('layer', time, name, 'train_s', 'layer_cpu'):.2f}" for time in (512, 2048)]
-        for name in ("slim with C", "slim", "split")
+    slim, split = (
+        span([ratio("layer", time, name, "train_s", "layer_cpu") for time in (512, 2048)])
+        for name in ("slim with C", "split")
     )
-    full = [
-        ratio("layer", time, name, "train_s", page)
-        for time in (512, 2048)
-        for name in ("FEM-SM", "FEM-SM without C")
-        for page in ("layer_epyc", "layer_cpu")
-    ]
-    more = [100 * (weights(**fields) / weights(**PLAIN) - 1) for fields in (SLIM_512, {})]
-    gla = "gla/norm", "gla+LTG/r4"
+    more = 100 * (weights(**SLIM_512) / weights(**PLAIN) - 1)
     pools = {name: percent("bags", f"pool:{name}", "regimes_pools", 1) for name in ("attention", "fem", "max", "lse")}
+    (fields,) = {with_heads(task, "softmax/h16") for task in ("snapshot", "high-water")}
     return [
         f"it explains {percent('peak', SLIM_C)} of the variance, attention with as many heads "
-        f"{percent('peak', 'softmax')}. More heads narrow that: with one for every channel and values twice as wide "
-        f"attention has {percent('peak', DOUBLE, DOUBLED)},",
-        f"after 16M tokens at equal size the layer ends {below('full/r8')[:4]} nats a token below "
-        "attention, but two of its parts, a gate and a decaying sum over the last tokens, end "
-        f"{below('+C,G/r8')[:4]} below without the maximum. In equal training time the layer ends "
-        f"{lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} above attention at width 128 and {lead(WIDE, 'full/r32')} "
-        f"below with one block of width 512, where these two alone end {lead(WIDE, '+C,G/r32')} below; [with two "
-        f"blocks](results/ablate_512_two.md) it ends {lead('ablate_512_two', 'full/r32')} below, and these two alone "
-        "were not run.",
-        f"| {share('peak', 'softmax')} → {share('peak', SLIM_C)} of the variance |",
-        f"one channel and no position code: {at_its_best('peak'):.2f}, with values twice as wide "
-        f"{share('peak', DOUBLE, DOUBLED)}; after 2,000 steps for 500 both have {level_later():.2f}. `torch.cummax` "
-        f"between two linear maps: {share('peak', 'cummax', 'regimes_heads_peak')}; the log-sum-exp alone, with 4 "
-        f"heads: {share('peak', 'softmax+L')}. Of [64 sensors](results/regimes_peak64.md), after 2,000 steps: "
-        f"{wide('softmax/h256/norope')} → {wide('softmax+CLTG/r16')}, attention with 256 heads, its best "
-        f"({wide('softmax/double/h256/norope', 'regimes_peak64_double')} with double values, one seed); after 8,000 it "
-        f"has {wide('softmax/h256/norope', 'regimes_peak64_8000')} |",
+        f"{percent('peak', 'softmax')}, with a head for every channel {100 * at_its_best('peak'):.0f} %.",
+        f"the layer ends {below('full/r8')[:4]} nats a token below attention, two of its parts without the maximum "
+        f"{below('+C,G/r8')[:4]}.",
+        f"| {share('peak', 'softmax')} → {share('peak', SLIM_C)} of the variance | `torch.cummax` between two linear "
+        f"maps has {share('peak', 'cummax', 'regimes_heads_peak')} too. Attention with 64 heads has "
+        f"{at_its_best('peak'):.2f}, with values twice as wide {share('peak', DOUBLE, DOUBLED)}, after 2,000 steps for "
+        "500 all of it. Of [64 sensors](results/regimes_peak64.md), after 2,000 steps, attention has "
+        f"{wide('softmax/h256/norope')} at its best, slim FEM {wide('softmax+CLTG/r16')} |",
         f"| {percent('snapshot', 'softmax')[:-2]} → {percent('snapshot', SLIM_C)}, "
-        f"{percent('high-water', 'softmax')[:-2]} → {percent('high-water', SLIM_C)} with 4 heads | made-up targets; "
-        f"attention with 16 heads has {with_heads('snapshot', 'softmax/h16')} and "
-        f"{with_heads('high-water', 'softmax/h16')} |",
-        f"| {share('peak', gla[0])} → {share('peak', gla[1])}; largest values {percent('high-water', gla[0])[:-2]} → "
-        f"{percent('high-water', gla[1])} |",
-        f"one seed, GLA has {gla_at_its_best('peak'):.2f} and {100 * gla_at_its_best('high-water'):.0f} % at its best, "
-        f"and {100 * gla_at_its_best('snapshot'):.0f} % of latest values |",
-        f"| {pools['attention'][:-2]} → {pools['fem']} | bags of digits: maximum {pools['max']}, log-sum-exp "
-        f"{pools['lse']}, mean {percent('bags', 'pool:mean', 'regimes_pools', 1)}; on [natural labels]",
-        f"attention pooling is best, {points('attention')[:-2]} to {points('fem')} |",
-        f"| {at_best_rates('-C,G,T,L')} → {at_best_rates('+C,G/r8')} nats | 16M tokens of program source, "
-        f"{millions('ablate_16m_rates')} parameters, three seeds, attention at its best of three rates; all of slim "
-        f"FEM {at_best_rates('full/r8')}; the conditioner alone, one seed, {alone_in_text()}.",
-        f"{timed['-C,G,T,L']:.3f} → {timed['full/r8']:.3f} |",
+        f"{percent('high-water', 'softmax')[:-2]} → {percent('high-water', SLIM_C)} with 4 heads | attention with 16 "
+        f"heads has {fields} of both |",
+        f"| {share('peak', 'gla/norm')} → {share('peak', 'gla+LTG/r4')} | GLA (gated linear attention) with more "
+        f"heads: {gla_at_its_best('peak'):.2f} at its best, one seed |",
+        f"| {pools['attention'][:-2]} → {pools['fem']} | maximum {pools['max']}, log-sum-exp {pools['lse']}. On "
+        "[natural labels]",
+        f"| {at_best_rates('-C,G,T,L')} → {at_best_rates('+C,G/r8')} nats | all of slim FEM "
+        f"{at_best_rates('full/r8')}. In equal training time slim FEM is "
+        f"{lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} behind attention at width 128, and "
+        f"[{lead('ablate_512_two', 'full/r32')} ahead at width 512]",
         f"{mad('softmax'):.1f} → {mad(FULL):.1f} %, CIFAR-10 {top1('cifar', 'softmax'):.1f} → "
-        f"{top1('cifar', FULL):.1f} % | the conditioner alone has {mad('softmax+C'):.1f} % of MAD;",
+        f"{top1('cifar', FULL):.1f} % | the conditioner alone has {mad('softmax+C'):.1f} % of MAD |",
         f"| {share('statistics', 'softmax', digits=3)} → {share('statistics', SLIM_C, digits=3)}; MSE "
         f"{mse('forecast_etth1', 'ETTh1', 'softmax'):.3f} → {mse('forecast_etth1', 'ETTh1', FULL):.3f}; "
         f"{after('gpt2', 'attention'):.3f} → {after('gpt2', TRAINED):.3f} nats | the last for "
         f"{extra_weights()[0]:.0f} % more parameters |",
-        f"the layer above has {more[0]:.0f} % more parameters, all of them the conditioner's, and caches "
-        f"{cached(**SLIM_512):,} bytes a token where attention caches {cached(**PLAIN):,};",
-        f"takes [{slim[0]} times](results/layer_cpu.md) as long at 512 tokens and {slim[1]} times at 2048, without the "
-        f"conditioner {bare[0]} and {bare[1]}. Split values, whose cache is as small as attention's, take {split[0]} "
-        f"and {split[1]}.",
-        f"[{min(full):.2f} to {max(full):.2f} times](results/summary.md#what-it-costs), {more[1]:.0f} % of parameters",
+        f"takes [{slim} times](results/layer_cpu.md) the train step, caches {cached(**SLIM_512):,} bytes a token for "
+        f"{cached(**PLAIN):,} and has {more:.0f} % more parameters.",
+        f"split values {split} times and no wider cache.",
         f"{types['right']} model types of transformers](results/clients.md) in all; {types['refused']} others",
     ]
 
