@@ -1,0 +1,171 @@
+"""What the README, the FAQ and two overviews say of the results: each number from its JSON, as text."""
+
+import re
+from functools import cache
+from statistics import mean
+
+import torch
+from said import results
+from said_language import on_three_seeds
+
+from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+from fem_research.common.paired import shown
+
+WIDE = "ablate_512_time"
+DOUBLED, DOUBLE = "regimes_double_peak", "softmax/double/h64/norope"
+WIDE_RUN = "regimes_peak64_seeds"
+TRAINED = "attention+LTG"  # FEM in a model that was trained without it
+
+
+def score(task: str, mixer: str, page: str = "regimes") -> float:
+    return mean(results(page)["regimes"][task][mixer]["test"])
+
+
+def loss(page: str, row: str) -> float:
+    return results(page)["ablate"][row]["loss"]
+
+
+def losses(page: str) -> dict[str, float]:
+    return {row: found["loss"] for row, found in results(page)["ablate"].items()}
+
+
+def short(x: float, digits: int) -> str:
+    """A number below 1 without its leading zero."""
+    return f"{x:.{digits}f}".lstrip("0")
+
+
+def lead(page: str, row: str, over: str = "-C,G,T,L") -> str:
+    """Nats by which the loss of a row is below another's, attention's by default."""
+    return short(loss(page, over) - loss(page, row), 3)
+
+
+def millions(page: str) -> str:
+    return f"{results(page)['ablate']['-C,G,T,L']['parameters'] / 1e6:.2f}M"
+
+
+def ratio(part: str, time: int, mixer: str, what: str, page: str | None = None, beside: str = "attention") -> float:
+    """Over attention's, at this length."""
+    cases = results(page or f"{part}_cpu")["bench"]
+    (case,) = (case for case in cases if (case["part"], case["size"]["time"]) == (part, time))
+    return case["results"][mixer][what] / case["results"][beside][what]
+
+
+def span(ratios: list[float], digits: int = 2) -> str:
+    return " to ".join(sorted({f"{x:.{digits}f}" for x in (min(ratios), max(ratios))}))
+
+
+def top1(data: str, mixer: str) -> float:
+    return 100 * results(f"vision_{data}")["vision"][mixer]["accuracy"]
+
+
+def slower(data: str) -> float:
+    found = results(f"vision_{data}")["vision"]
+    return found["softmax"]["images_per_second"] / found["softmax+CLTG"]["images_per_second"]
+
+
+def mse(page: str, data: str, model: str, what: str = "mse") -> float:
+    (run,) = (run for run in results(page)["forecast"] if (run["data"], run["model"]) == (data, model))
+    return run[what]
+
+
+def after(model: str, mixer: str) -> float:
+    return mean(results(f"finetune_{model}")["finetune"][mixer]["after"])
+
+
+def mad(mixer: str) -> float:
+    return 100 * results("mad_laptop")["mad"]["normal"][mixer]["mean"]["average"]["mean"]
+
+
+def recalls(mixer: str) -> str:
+    """Steps until 99.9 % of MAD's recall is right."""
+    found = results("mad_recall")["mad"]["torch"][mixer]["steps"]
+    assert found["to"] == 0.999
+    (steps,) = found["by_seed"]["in-context-recall"]
+    return f"{steps:,}"
+
+
+FULL, OWN = "softmax+CLTG", "softmax+LTG"
+SLIM, SLIM_C = "softmax+LTG/r4", "softmax+CLTG/r4"
+PARTS_PAGE = "regimes_parts"
+
+
+def percent(task: str, mixer: str, page: str = PARTS_PAGE, digits: int = 0) -> str:
+    return f"{100 * score(task, mixer, page):.{digits}f} %"
+
+
+def share(task: str, mixer: str, page: str = PARTS_PAGE, digits: int = 2) -> str:
+    return f"{score(task, mixer, page):.{digits}f}"
+
+
+def at_its_best(task: str) -> float:
+    """Attention's score, over its numbers of heads and with RoPE or without."""
+    rows = results("regimes_heads_peak" if task == "peak" else "regimes_heads")["regimes"][task]
+    return max(mean(found["test"]) for row, found in rows.items() if re.fullmatch(r"softmax(/h\d+)?(/norope)?", row))
+
+
+def gla_at_its_best(task: str) -> float:
+    """Normalised GLA's score, over its numbers of heads."""
+    rows = results("regimes_heads_gla")["regimes"][task]
+    return max(mean(found["test"]) for row, found in rows.items() if row.endswith("/norm"))
+
+
+def with_heads(task: str, row: str) -> str:
+    return percent(task, row, "regimes_heads")
+
+
+@cache
+def matched(**fields) -> FreeEnergyMixerConfig:
+    return FreeEnergyMixerConfig.matched(n_embd=512, n_head=8, **fields)
+
+
+@cache
+def weights(**fields) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in FreeEnergyMixer(matched(**fields)).parameters())
+
+
+def cached(**fields) -> int:
+    """Bytes of a token in a float32 cache of keys and of what is read."""
+    config = matched(**fields)
+    return 4 * (config.qk_dim + (2 if config.use_lse else 1) * config.fem_dim)
+
+
+ATTENTION = {"use_lse": False, "use_temperature": False, "use_outer_gate": False}
+PLAIN = {**ATTENTION, "use_conv": False}
+
+
+SLIM_512 = {"gate_rank": 32}
+
+
+assert matched(**SLIM_512) == FreeEnergyMixerConfig.slim(n_embd=512, n_head=8)  # what README's first lines build
+
+
+def extra_weights() -> list[float]:
+    """Percent more parameters of the fine-tuned models with full gates."""
+    sizes = [results(f"finetune_{name}")["finetune"] for name in ("gpt2", "llama")]
+    return [100 * (found[TRAINED]["parameters"] / found["attention"]["parameters"] - 1) for found in sizes]
+
+
+def slower_step() -> str:
+    timed = results("ablate_16m_time")["ablate"]
+    return f"{timed['full/r8']['ms a step'] / timed['-C,G,T,L']['ms a step']:.2f}"
+
+
+def at_best_rates(row: str) -> str:
+    """Nats after 16M tokens, the mean of three seeds."""
+    return f"{mean(on_three_seeds(row)):.3f}"
+
+
+def below(row: str, over: str = "-C,G,T,L") -> str:
+    """Nats below another row on the same three seeds, with the standard error."""
+    return shown(on_three_seeds(over), on_three_seeds(row)).removeprefix("+").replace("0.", ".")
+
+
+def wide(mixer: str, page: str = WIDE_RUN) -> str:
+    return share("peak-64", mixer, page)
+
+
+def plain(text: str) -> str:
+    """One line, without code blocks, formulas and the folders of links to the results."""
+    text = re.sub(r"\((?:\.\./)?research/results/", "(results/", text)
+    return " ".join(re.sub(r"```.*?```|\$`.*?`\$", "", text, flags=re.DOTALL).split())

@@ -1,0 +1,70 @@
+"""The page on language models, its tables too."""
+
+import sys
+from pathlib import Path
+
+from claims import WIDE, at_best_rates, below, lead, loss, losses, millions, plain, short, slower_step
+from said import level_at, results
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "figures"))
+
+import language as figures
+
+
+def slim_lead() -> str:
+    """Of slim FEM over attention with 16M tokens, on three seeds."""
+    paired = results("ablate_16m_seeds")["ablate"]["full/r8"]["below attention, paired"]
+    return paired.removeprefix("+").replace("0.", ".")
+
+
+def without_f(over: str = "-C,G,T,L") -> str:
+    """Nats by which attention with the slim outer gate and the conditioner is below a row, each at its best rate."""
+    return short(loss("ablate_16m_rates", over) - loss("ablate_16m_attribution_rate8", "+C,G/r8"), 3)
+
+
+def alone_in_text() -> str:
+    """The loss of attention with the conditioner after 16M tokens."""
+    return f"{loss('ablate_16m_conditioner_alone', '-G,T,L'):.3f}"
+
+
+def language() -> list[str]:
+    sizes = ", ".join(
+        f"{lead(page, 'full/r8')} {'nats ' if page == 'ablate_16m_3m' else ''}with [{millions(page)}]"
+        "(results/ablate_16m.md)"
+        for page in ("ablate_16m_half", "ablate_16m_rate4", "ablate_16m_3m")
+    )
+    timed = losses("ablate_16m_time")
+    at_4, split = losses("ablate_16m_rate4"), loss("ablate_16m_split", "-C/r8/s.5")
+    timed_split, wide = losses("ablate_16m_split_time"), results(WIDE)["ablate"]
+    wide_step = wide["full/r32"]["ms a step"] / wide["-C,G,T,L"]["ms a step"]
+    return [
+        f"slim FEM ends {below('full/r8')} nats below attention**, {at_best_rates('full/r8')} against "
+        f"{at_best_rates('-C,G,T,L')}: {millions('ablate_16m_rates')} parameters, three seeds",
+        f"the gate and the conditioner alone end at {timed_split['+C,G/r8']:.3f}, ahead.",
+        f"At .008 they end at {loss('ablate_16m_split_rate8', '-C/r8/s.5'):.3f}.",
+        f"they end at {timed_split['-C/r8/s.5']:.3f} and attention at {timed_split['-C,G,T,L']:.3f}: "
+        f"{lead('ablate_16m_split_time', '-C/r8/s.5')} below",
+        f"At rate .002, which suits attention least, it is [{slim_lead()} on three seeds](results/ablate_16m.md)",
+        "[Each at its best rate](results/ablate_16m.md), one seed, attention with",
+        f"but without the free energy, ends {without_f()} nats below attention and {without_f('full/r8')} below slim "
+        f"FEM; on three seeds, at rate .004, {below('+C,G/r8')} below attention. The conditioner "
+        f"alone, one seed, ends at {alone_in_text()}.",
+        f"On three seeds, on one machine, they end {below('+C,G/r8', 'full/r8')} below slim FEM",
+        f"end at [{split:.3f} nats](results/ablate_16m.md) at .004: {short(at_4['-C,G,T,L'] - split, 3)} below "
+        f"attention and {short(at_4['+G/r8'] - split, 3)} below the slim outer gate alone",
+        f"At .002 the slim outer gate brings {lead('ablate_16m', '+G/r8')} of {lead('ablate_16m', 'full/r8')} nats, "
+        f"free energy and temperature gate {lead('ablate_16m', '-C/r8', '+G/r8')}, the conditioner "
+        f"{lead('ablate_16m', 'full/r8', '-C/r8')}.",
+        "at rate .002, they bring nothing",
+        f"(.004) have leads of {sizes} parameters. At .004 slim FEM is at its best with {millions('ablate_16m_rates')}",
+        f"at these sizes, {timed['-C,G,T,L']:.3f} against {timed['full/r8']:.3f}, as a step of slim FEM takes "
+        f"{slower_step()} times as long; it would be level [at {level_at():.2f} times](results/ablate_16m.md).",
+        f"where a step takes {wide_step:.2f} times as long, slim FEM ends [{lead(WIDE, 'full/r32')} below]"
+        f"(results/ablate_512_time.md) after 4M tokens and split values {lead(WIDE, '-C/r32/s.5')}, but the gate and "
+        f"the conditioner alone {lead(WIDE, '+C,G/r32')}; [with two blocks](results/ablate_512_two.md) slim FEM ends "
+        f"{lead('ablate_512_two', 'full/r32')} below, the others were not run.",
+        f"[With {millions('ablate_10m')} parameters](results/ablate_10m.md) and 1.8M tokens",
+        "The texts: 16.0M and 1.8M tokens are program source, Python's and torch's, and what is held out is code of "
+        "the same projects; 3.1M are Python's sources and help topics; 0.3M and 1.0M are speeches.",
+        *(plain(figures.table(pages)) for pages in (figures.PAGES, figures.EQUAL_TIME)),
+    ]

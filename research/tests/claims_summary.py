@@ -1,0 +1,222 @@
+"""The page of all comparisons, line by line."""
+
+from statistics import mean
+
+from claims import (
+    DOUBLE,
+    DOUBLED,
+    FULL,
+    OWN,
+    PLAIN,
+    SLIM,
+    SLIM_C,
+    TRAINED,
+    WIDE,
+    after,
+    at_best_rates,
+    at_its_best,
+    cached,
+    extra_weights,
+    gla_at_its_best,
+    lead,
+    loss,
+    losses,
+    mad,
+    millions,
+    mse,
+    percent,
+    ratio,
+    recalls,
+    share,
+    slower,
+    slower_step,
+    span,
+    top1,
+    weights,
+    wide,
+    with_heads,
+)
+from said import results
+from said_tasks import pooled
+
+from fem_research.common.paired import shown
+
+
+def layer(mixer: str, *pages: str) -> str:
+    """A train step and its memory, from the machine where it costs less to the other."""
+    cells = ((512, "train_s"), (2048, "train_s"), (2048, "train_extra_bytes"))
+    return " | ".join(span([ratio("layer", time, mixer, what, page) for page in pages]) + "x" for time, what in cells)
+
+
+def token(mixer: str, part: str = "decode") -> str:
+    return span([ratio(part, time, mixer, "token_s", "decode_cpu") for time in (1024, 4096, 16384)])
+
+
+def paired_mad(mixer: str, other: str) -> str:
+    """How many percent a row is ahead of another in the mean over training, seed by seed."""
+    rows = results("mad_laptop")["mad"]["normal"]
+    return shown(*(rows[row]["mean"]["average"]["seeds"] for row in (mixer, other)), 100, 1)
+
+
+def level_later() -> float:
+    """What attention with a head for every channel and slim FEM both explain after 2,000 steps."""
+    rows = results("regimes_heads_long")["regimes"]["peak"].values()
+    (found,) = {round(mean(row["test"]), 2) for row in rows}
+    return found
+
+
+def the_three(row: str) -> str:
+    return f"{share('peak', row)}, {percent('snapshot', row)}, {percent('high-water', row)}"
+
+
+def of_nats(page: str, row: str = "full/r8") -> str:
+    return f"{loss(page, '-C,G,T,L'):.3f} | {loss(page, row):.3f}"
+
+
+def by_heads(*layers: str) -> list[str]:
+    """A train step over that of attention with 4 heads, of 512 and of 2,048 tokens."""
+    steps = [results("heads_cpu")["train_s"][length] for length in ("512", "2048")]
+    ratios = [[f"{taken[layer] / taken['attention, 4 heads']:.2f}" for layer in layers] for taken in steps]
+    return [f"{', '.join(of[:-1])} and {of[-1]}" if len(of) > 1 else of[0] for of in ratios]
+
+
+def natural(pool):
+    """Per cent of right answers, averaged over the sets with natural labels."""
+    return 100 * mean(mean(rows[f"pool:{pool}"]["right"]) for rows in results("natural")["natural"].values())
+
+
+def points(pool):
+    return f"{100 * results('natural_points')['natural']['points'][f'pool:{pool}']['accuracy'][0]:.1f} %"
+
+
+def lead_on_natural(pool):
+    """What `natural` is ahead of attention pooling by, with the standard error of the difference, paired by bag."""
+    lead, error = (100 * x for x in pooled(pool, "natural"))
+    return f"{lead:.1f} ± {error:.1f}".replace("0.", ".")
+
+
+def summary() -> list[str]:
+    argmax = results("argmax")
+    hits = {name: 100 * mean(argmax["argmax"][name]["hits"]) for name in ("softmax", "fem")}
+    constant = 100 * argmax["baselines"]["the best constant"]["hits"]
+    full = "FEM-SM"
+    extra, at_10m = extra_weights(), losses("ablate_10m")
+    ett = ("ett-extremes", "ett-events")
+    gla, gla_slim, gla_full = "gla/norm", "gla+LTG/r4", "gla+LTG"
+    sizes = {
+        model: mse("forecast_ett96", "ETTm1", model, "parameters") for model in ("patchtst", "femforecaster", "dlinear")
+    }
+    mses = {
+        model: ", ".join(f"{mse('forecast_ett96', data, model):.3f}" for data in ("ETTm1", "ETTh2")) for model in sizes
+    }
+    gained_lt = paired_mad("softmax+CLT", "softmax+C")
+    return [
+        f"3 seeds | {share('peak', 'softmax')} | {share('peak', SLIM_C)} | the free energy, given width: slim "
+        f"{share('peak', SLIM_C)}, without C {share('peak', SLIM)}; full gates {share('peak', FULL)}, without C "
+        f"{share('peak', OWN)}; outer gate alone {share('peak', 'softmax+G')}. [Attention with a head for every "
+        f"channel](regimes_heads.md): {at_its_best('peak'):.2f}, with values twice as wide "
+        f"{share('peak', DOUBLE, DOUBLED)}, after 2,000 steps {level_later():.2f} |",
+        f"| {percent('snapshot', 'softmax')} | {percent('snapshot', SLIM_C)} | slim {percent('snapshot', SLIM_C)}, "
+        f"without C {percent('snapshot', SLIM)}, the conditioner alone {percent('snapshot', 'softmax+C')}, L alone "
+        f"{percent('snapshot', 'softmax+L')}, full {percent('snapshot', FULL)}. Heads do it as well: "
+        f"[attention with 8](regimes_heads.md) {with_heads('snapshot', 'softmax/h8')} |",
+        f"| {percent('high-water', 'softmax')} | {percent('high-water', SLIM_C)} | slim "
+        f"{percent('high-water', SLIM_C)}, without C {percent('high-water', SLIM)}, L alone "
+        f"{percent('high-water', 'softmax+L')}, full {percent('high-water', FULL)}. Heads do it as well: "
+        f"[attention with 16](regimes_heads.md) {with_heads('high-water', 'softmax/h16')} |",
+        f"| {the_three(gla)} | {the_three(gla_slim)} | slim without C; full without C {the_three(gla_full)}. [GLA "
+        f"with more heads](regimes_heads.md), one seed: {gla_at_its_best('peak'):.2f}, "
+        f"{100 * gla_at_its_best('snapshot'):.0f} %, {100 * gla_at_its_best('high-water'):.0f} % at its best |",
+        f"one rate | {share(ett[0], 'softmax', 'regimes_ett')} | {share(ett[0], SLIM, 'regimes_ett')} | slim without C "
+        f"{share(ett[0], SLIM, 'regimes_ett')}, L alone {share(ett[0], 'softmax+L', 'regimes_ett')}, full "
+        f"{share(ett[0], OWN, 'regimes_ett')}, outer gate alone {share(ett[0], 'softmax+G', 'regimes_ett')}. "
+        f"[Attention with 8 heads](regimes_heads.md), its best number, one seed: "
+        f"{share(ett[0], 'softmax/h8', 'regimes_heads_ett')} |",
+        f"| {percent(ett[1], 'softmax', 'regimes_ett', 1)} | {percent(ett[1], SLIM, 'regimes_ett', 1)} | L alone "
+        f'{percent(ett[1], "softmax+L", "regimes_ett", 1)}; always "no" '
+        f"{100 * results('regimes_ett')['constants'][ett[1]]:.1f} % |",
+        f"| {percent('bags', 'softmax')} | {percent('bags', SLIM)} | slim without C {percent('bags', SLIM)}, with it "
+        f"{percent('bags', SLIM_C)}; but [mean pooling behind an encoder](regimes_pools.md) has "
+        f"{percent('bags', 'pool:mean', 'regimes_pools', 1)}:",
+        f"(regimes_split.md) {percent('bags', 'softmax', 'regimes_split')} and "
+        f"{percent('bags', SLIM, 'regimes_split')}; with [16 heads](regimes_heads.md), one seed, attention "
+        f"{percent('bags', 'softmax/h16', 'regimes_heads_bags')}, slim FEM with 4 "
+        f"{percent('bags', SLIM, 'regimes_heads_bags')} |",
+        f"3 seeds | {wide('softmax/h256/norope')} | {wide('softmax+LTG/r16')} | slim without C "
+        f"{wide('softmax+LTG/r16')}, with it {wide('softmax+CLTG/r16')}, L alone {wide('softmax+L')};",
+        f"which has {wide('softmax/h256/norope', 'regimes_peak64_8000')} after 8,000 steps (one seed) |",
+        f"the conditioner alone {top1('cifar_slim', 'softmax+C'):.1f} %, slim FEM "
+        f"{top1('cifar_slim', f'{FULL}/r6'):.1f} %, split values {top1('cifar_slim', f'{FULL}/r6/s.5'):.1f} % |",
+        f"| {percent('bags', 'pool:attention', 'regimes_pools', 1)} | {percent('bags', 'pool:fem', 'regimes_pools', 1)}"
+        f" | maximum {percent('bags', 'pool:max', 'regimes_pools', 1)}, log-sum-exp "
+        f"{percent('bags', 'pool:lse', 'regimes_pools', 1)} |",
+        f"| {natural('attention'):.1f} % | {natural('fem'):.1f} % | level (+{lead_on_natural('fem')}); "
+        f"maximum {natural('max'):.1f} %, log-sum-exp {natural('lse'):.1f} % |",
+        f"one repeat | {points('attention')} | {points('fem')} | loses; log-sum-exp {points('lse')}, maximum "
+        f"{points('max')}, mean {points('mean')} |",
+        f"| {share('statistics', 'softmax', digits=3)} | {share('statistics', SLIM, digits=3)} | none: the mean is "
+        f"right here; L alone loses, {share('statistics', 'softmax+L', digits=3)} |",
+        f"| {hits['softmax']:.1f} % | {hits['fem']:.1f} % | the free energy; a constant hits {constant:.0f} % |",
+        f"[{millions('ablate_softmax')}, 0.3M tokens](ablate_softmax.md), 3 seeds | "
+        f"{of_nats('ablate_softmax', 'full')} | without C {loss('ablate_softmax', '-C'):.3f}; outer gate alone "
+        f"{loss('ablate_softmax', '+G'):.3f} |",
+        f"[{millions('ablate_10m')}, 1.8M tokens](ablate_10m.md), one seed, one rate | {of_nats('ablate_10m', 'full')} "
+        f"| not taken apart; slim {at_10m['full/r8']:.3f} |",
+        f"[{millions('ablate_16m_rates')}, 16M tokens](ablate_16m.md), 3 seeds, attention at its best rate of "
+        f"three | {at_best_rates('-C,G,T,L')} | {at_best_rates('full/r8')} | slim; not the free energy: the slim "
+        f"outer gate and the conditioner alone have {at_best_rates('+C,G/r8')} |",
+        f"suits attention least | {of_nats('ablate_16m_seeds')} | slim; [with one seed](ablate_16m.md) the slim outer "
+        f"gate alone brings {lead('ablate_16m', '+G/r8')} of {lead('ablate_16m', 'full/r8')}, full gates nothing |",
+        f"[{millions('ablate_16m_3m')}, 16M tokens](ablate_16m.md), one seed, one rate | {of_nats('ablate_16m_3m')} "
+        "| slim |",
+        f"[{millions('ablate_16m_time')}, in equal time](ablate_16m.md) on a CPU, one seed, one rate | "
+        f"{of_nats('ablate_16m_time')} | slim gates lose: their step takes {slower_step()} times attention's |",
+        f"[{millions(WIDE)}, in equal time](ablate_512_time.md), one block of width 512, 4M tokens, one seed, one "
+        f"rate | {of_nats(WIDE, 'full/r32')} | not the free energy: the slim outer gate and the conditioner alone have "
+        f"{loss(WIDE, '+C,G/r32'):.3f}; split values {loss(WIDE, '-C/r32/s.5'):.3f} |",
+        f"[{millions('ablate_512_two')}, in equal time](ablate_512_two.md), two blocks of width 512, 4M tokens, one "
+        f"seed, one rate | {of_nats('ablate_512_two', 'full/r32')} | not taken apart |",
+        f"[on GLA, 0.3M tokens](ablate_gla.md), 3 seeds | {of_nats('ablate_gla', 'full')} | ",
+        f"| {after('gpt2', 'attention'):.3f}, {after('llama', 'attention'):.3f} | {after('gpt2', TRAINED):.3f}, "
+        f"{after('llama', TRAINED):.3f} | with {min(extra):.0f} to {max(extra):.0f} % more parameters",
+        f"| {mad('softmax'):.1f} % | {mad(FULL):.1f} % | the conditioner alone {mad('softmax+C'):.1f} %; L and T bring "
+        f"it {gained_lt}, the outer gate",
+        f"steps to 99.9 %, one seed | {recalls('softmax')} | {recalls(FULL)} | the conditioner; without it "
+        f"{recalls(OWN)} |",
+        f"| {top1('cifar', 'softmax'):.1f} % | {top1('cifar', FULL):.1f} % |",
+        f"| {top1('digits', 'softmax'):.1f} % | {top1('digits', FULL):.1f} % |",
+        f"| {mse('forecast_etth1', 'ETTh1', 'softmax'):.3f} | {mse('forecast_etth1', 'ETTh1', FULL):.3f} | a tie; "
+        f"without any mixer {mse('forecast_etth1', 'ETTh1', 'none'):.3f} |",
+        f"| {mses['patchtst']} (PatchTST, {sizes['patchtst']:,} parameters) | {mses['femforecaster']} "
+        f"(`FEMForecaster`, {sizes['femforecaster']:,}) | not at equal parameters, not taken apart; DLinear "
+        f"({sizes['dlinear']:,}) {mses['dlinear']} |",
+        f"attention has {weights(**PLAIN):,} parameters and caches {cached(**PLAIN):,} bytes a token. Full FEM has "
+        f"{weights():,}, of which the conditioner {weights() - weights(use_conv=False):,}, and the same cache.",
+        f"cache {cached(gate_rank=4, use_conv=False):,}, {cached(gate_rank=8):,} and {cached(gate_rank=32):,} bytes",
+        f"of rank 8 with the conditioner they have {weights(gate_rank=8):,} parameters, "
+        f"{100 * (weights(gate_rank=8) / weights(**PLAIN) - 1):.1f} % more than attention.",
+        *(
+            f"| {shown} | {layer(name, 'layer_epyc', 'layer_cpu')} |"
+            for shown, name in (
+                ("FEM without the conditioner", f"{full} without C"),
+                ("FEM", full),
+                ("FEM on a GLA prior", "FEM-GLA"),
+            )
+        ),
+        *(
+            f"| {shown} | {layer(name, 'layer_cpu')} |"
+            for shown, name in (
+                ("slim gates of rank 32, without the conditioner (Xeon alone)", "slim"),
+                ("the same with the conditioner (Xeon alone)", "slim with C"),
+                ("split values, without the conditioner (Xeon alone)", "split"),
+                ("the same with the conditioner (Xeon alone)", "split with C"),
+            )
+        ),
+        f"{slower('cifar'):.1f} to {slower('digits'):.1f} times at 65 and 17 tokens of small width",
+        *by_heads(*(f"attention, {heads} heads" for heads in (16, 64, 128))),
+        f"slim FEM with 4 heads {' and '.join(by_heads('slim FEM without C, 4 heads'))} times without the conditioner, "
+        f"{' and '.join(by_heads('slim FEM, 4 heads'))} with it.",
+        f"one at a time: {token(full)} times attention's time, {token(f'{full} without C')} without the conditioner, "
+        f"and then {token(f'{full} without C', 'served')} where both are compiled",
+        f"with a GLA prior {ratio('decode', 16384, 'FEM-GLA', 'state_bytes'):.3f} times as large at 16k tokens",
+    ]
