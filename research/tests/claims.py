@@ -132,11 +132,7 @@ def cached(**fields) -> int:
 
 ATTENTION = {"use_lse": False, "use_temperature": False, "use_outer_gate": False}
 PLAIN = {**ATTENTION, "use_conv": False}
-
-
 SLIM_512 = {"gate_rank": 32}
-
-
 assert matched(**SLIM_512) == FreeEnergyMixerConfig.slim(n_embd=512, n_head=8)  # what README's first lines build
 
 
