@@ -109,6 +109,13 @@ def gla_at_its_best(task: str) -> float:
     return max(mean(found["test"]) for row, found in rows.items() if row.endswith("/norm"))
 
 
+def level_later() -> float:
+    """What attention with a head for every channel and slim FEM both explain after 2,000 steps."""
+    rows = results("regimes_heads_long")["regimes"]["peak"].values()
+    (found,) = {round(mean(row["test"]), 2) for row in rows}
+    return found
+
+
 def with_heads(task: str, row: str) -> str:
     return percent(task, row, "regimes_heads")
 
@@ -134,12 +141,6 @@ ATTENTION = {"use_lse": False, "use_temperature": False, "use_outer_gate": False
 PLAIN = {**ATTENTION, "use_conv": False}
 SLIM_512 = {"gate_rank": 32}
 assert matched(**SLIM_512) == FreeEnergyMixerConfig.slim(n_embd=512, n_head=8)  # what README's first lines build
-
-
-def extra_weights() -> list[float]:
-    """Percent more parameters of the fine-tuned models with full gates."""
-    sizes = [results(f"finetune_{name}")["finetune"] for name in ("gpt2", "llama")]
-    return [100 * (found[TRAINED]["parameters"] / found["attention"]["parameters"] - 1) for found in sizes]
 
 
 def slower_step() -> str:

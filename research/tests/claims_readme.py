@@ -10,20 +10,21 @@ from claims import (
     SLIM_512,
     SLIM_C,
     TRAINED,
+    WIDE_RUN,
     after,
     at_best_rates,
     at_its_best,
     below,
     cached,
-    extra_weights,
     gla_at_its_best,
-    lead,
+    level_later,
     mad,
+    millions,
     mse,
     percent,
     ratio,
+    score,
     share,
-    span,
     top1,
     weights,
     wide,
@@ -36,41 +37,42 @@ def readme() -> list[str]:
     """The first screen's sentences, its table row by row, and what stands below."""
     types = Counter(found["result"] for found in results("clients")["model_types"])
     slim, split = (
-        span([ratio("layer", time, name, "train_s", "layer_cpu") for time in (512, 2048)])
+        [f"{ratio('layer', time, name, 'train_s', 'layer_cpu'):.2f}" for time in (512, 2048)]
         for name in ("slim with C", "split")
     )
     more = 100 * (weights(**SLIM_512) / weights(**PLAIN) - 1)
     pools = {name: percent("bags", f"pool:{name}", "regimes_pools", 1) for name in ("attention", "fem", "max", "lse")}
-    (fields,) = {with_heads(task, "softmax/h16") for task in ("snapshot", "high-water")}
+    many, slim_64 = "softmax/h256/norope", "softmax+CLTG/r16"
+    later = score("peak-64", many, "regimes_peak64_8000")
     return [
-        f"it explains {percent('peak', SLIM_C)} of the variance, attention with as many heads "
-        f"{percent('peak', 'softmax')}, with a head for every channel {100 * at_its_best('peak'):.0f} %.",
-        f"the layer ends {below('full/r8')[:4]} nats a token below attention, two of its parts without the maximum "
-        f"{below('+C,G/r8')[:4]}.",
-        f"| {share('peak', 'softmax')} → {share('peak', SLIM_C)} of the variance | `torch.cummax` between two linear "
-        f"maps has {share('peak', 'cummax', 'regimes_heads_peak')} too. Attention with 64 heads has "
-        f"{at_its_best('peak'):.2f}, with values twice as wide {share('peak', DOUBLE, DOUBLED)}, after 2,000 steps for "
-        "500 all of it. Of [64 sensors](results/regimes_peak64.md), after 2,000 steps, attention has "
-        f"{wide('softmax/h256/norope')} at its best, slim FEM {wide('softmax+CLTG/r16')} |",
-        f"| {percent('snapshot', 'softmax')[:-2]} → {percent('snapshot', SLIM_C)}, "
-        f"{percent('high-water', 'softmax')[:-2]} → {percent('high-water', SLIM_C)} with 4 heads | attention with 16 "
-        f"heads has {fields} of both |",
-        f"| {share('peak', 'gla/norm')} → {share('peak', 'gla+LTG/r4')} | GLA (gated linear attention) with more "
-        f"heads: {gla_at_its_best('peak'):.2f} at its best, one seed |",
-        f"| {pools['attention'][:-2]} → {pools['fem']} | maximum {pools['max']}, log-sum-exp {pools['lse']}. On "
-        "[natural labels]",
-        f"| {at_best_rates('-C,G,T,L')} → {at_best_rates('+C,G/r8')} nats | all of slim FEM "
-        f"{at_best_rates('full/r8')}. In equal training time slim FEM is "
-        f"{lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} behind attention at width 128, and "
-        f"[{lead('ablate_512_two', 'full/r32')} ahead at width 512]",
-        f"{mad('softmax'):.1f} → {mad(FULL):.1f} %, CIFAR-10 {top1('cifar', 'softmax'):.1f} → "
-        f"{top1('cifar', FULL):.1f} % | the conditioner alone has {mad('softmax+C'):.1f} % of MAD |",
-        f"| {share('statistics', 'softmax', digits=3)} → {share('statistics', SLIM_C, digits=3)}; MSE "
-        f"{mse('forecast_etth1', 'ETTh1', 'softmax'):.3f} → {mse('forecast_etth1', 'ETTh1', FULL):.3f}; "
-        f"{after('gpt2', 'attention'):.3f} → {after('gpt2', TRAINED):.3f} nats | the last for "
-        f"{extra_weights()[0]:.0f} % more parameters |",
-        f"takes [{slim} times](results/layer_cpu.md) the train step, caches {cached(**SLIM_512):,} bytes a token for "
-        f"{cached(**PLAIN):,} and has {more:.0f} % more parameters.",
-        f"split values {split} times and no wider cache.",
+        f"it explains {100 * score('peak-64', slim_64, WIDE_RUN):.0f} % of the variance, and attention with its best "
+        f"number of heads {100 * score('peak-64', many, WIDE_RUN):.0f} % ({100 * later:.0f} % after four times",
+        f"the whole layer lowers the loss by {below('full/r8')[:4]} nats per token, its gate and its conditioner alone "
+        f"by {below('+C,G/r8')[:4]}.",
+        f"| variance explained: {wide(many)} → {wide(slim_64)} of 64 sensors, {share('peak', 'softmax')} → "
+        f"{share('peak', SLIM_C)} of [16](results/regimes_heads.md) | `torch.cummax` between two linear maps: "
+        f"{wide('cummax', 'regimes_peak64')}, {share('peak', 'cummax', 'regimes_heads_peak')}. 64 sensors: 2,000 "
+        f"steps, attention with 256 heads, its best number; after 8,000 steps it has {later:.2f}. 16 sensors: 500 "
+        f"steps, 4 heads each; attention with 64 heads {at_its_best('peak'):.2f}, with values twice as wide too "
+        f"{share('peak', DOUBLE, DOUBLED)}, after 2,000 steps {level_later():.2f} |",
+        f"accuracy: {percent('snapshot', 'softmax')[:-2]} → {with_heads('snapshot', 'softmax/h16')}, "
+        f"{percent('high-water', 'softmax')[:-2]} → {with_heads('high-water', 'softmax/h16')}, over 4 heads | "
+        f"slim FEM with 4 heads: {percent('snapshot', SLIM_C)}, {percent('high-water', SLIM_C)} |",
+        f"explained: {share('peak', 'gla/norm')} → {share('peak', 'gla+LTG/r4')} of 16 sensors, over GLA (gated linear "
+        f"attention) with 4 heads | GLA with its best number of heads: {gla_at_its_best('peak'):.2f}, one seed |",
+        f"accuracy: {pools['attention'][:-2]} → {pools['max']}, {pools['lse']} on bags of digits | FEM pooling "
+        f"{pools['fem']}; over",
+        f"| loss: {at_best_rates('-C,G,T,L')} → {at_best_rates('+C,G/r8')} nats per token | source code, 16M tokens, "
+        f"{millions('ablate_16m_rates')} parameters; all of slim FEM {at_best_rates('full/r8')} |",
+        f"accuracy: {mad('softmax'):.1f} → {mad('softmax+C'):.1f} % on MAD, a synthetic suite | all of FEM "
+        f"{mad(FULL):.1f} %. [CIFAR-10](results/vision_cifar.md), 5,000 images: attention "
+        f"{top1('cifar', 'softmax'):.1f} %, FEM {top1('cifar', FULL):.1f} %, half of it",
+        f"variance explained {share('statistics', 'softmax', digits=3)} and {share('statistics', SLIM_C, digits=3)}; "
+        f"MSE {mse('forecast_etth1', 'ETTh1', 'softmax'):.3f} and {mse('forecast_etth1', 'ETTh1', FULL):.3f}; loss "
+        f"{after('gpt2', 'attention'):.3f} and {after('gpt2', TRAINED):.3f} |",
+        f"takes [{slim[0]} times](results/layer_cpu.md) as long at 512 tokens and {slim[1]} times at 2,048, the cache "
+        f"holds {cached(**SLIM_512):,} bytes per token instead of {cached(**PLAIN):,}, and there are {more:.0f} % more "
+        "parameters.",
+        f"`FreeEnergyMixerConfig.split` {split[0]} and {split[1]} times, with a cache no larger",
         f"{types['right']} model types of transformers](results/clients.md) in all; {types['refused']} others",
     ]

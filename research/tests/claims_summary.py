@@ -16,9 +16,9 @@ from claims import (
     at_best_rates,
     at_its_best,
     cached,
-    extra_weights,
     gla_at_its_best,
     lead,
+    level_later,
     loss,
     losses,
     mad,
@@ -58,13 +58,6 @@ def paired_mad(mixer: str, other: str) -> str:
     return shown(*(rows[row]["mean"]["average"]["seeds"] for row in (mixer, other)), 100, 1)
 
 
-def level_later() -> float:
-    """What attention with a head for every channel and slim FEM both explain after 2,000 steps."""
-    rows = results("regimes_heads_long")["regimes"]["peak"].values()
-    (found,) = {round(mean(row["test"]), 2) for row in rows}
-    return found
-
-
 def the_three(row: str) -> str:
     return f"{share('peak', row)}, {percent('snapshot', row)}, {percent('high-water', row)}"
 
@@ -78,6 +71,12 @@ def by_heads(*layers: str) -> list[str]:
     steps = [results("heads_cpu")["train_s"][length] for length in ("512", "2048")]
     ratios = [[f"{taken[layer] / taken['attention, 4 heads']:.2f}" for layer in layers] for taken in steps]
     return [f"{', '.join(of[:-1])} and {of[-1]}" if len(of) > 1 else of[0] for of in ratios]
+
+
+def extra_weights() -> list[float]:
+    """Percent more parameters of the fine-tuned models with full gates."""
+    sizes = [results(f"finetune_{name}")["finetune"] for name in ("gpt2", "llama")]
+    return [100 * (found[TRAINED]["parameters"] / found["attention"]["parameters"] - 1) for found in sizes]
 
 
 def natural(pool):
