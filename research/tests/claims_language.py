@@ -22,11 +22,6 @@ def without_f(over: str = "-C,G,T,L") -> str:
     return short(loss("ablate_16m_rates", over) - loss("ablate_16m_attribution_rate8", "+C,G/r8"), 3)
 
 
-def alone_in_text() -> str:
-    """The loss of attention with the conditioner after 16M tokens."""
-    return f"{loss('ablate_16m_conditioner_alone', '-G,T,L'):.3f}"
-
-
 def language() -> list[str]:
     sizes = ", ".join(
         f"{lead(page, 'full/r8')} {'nats ' if page == 'ablate_16m_3m' else ''}with [{millions(page)}]"
@@ -47,8 +42,8 @@ def language() -> list[str]:
         f"At rate .002, which suits attention least, it is [{slim_lead()} on three seeds](results/ablate_16m.md)",
         "[Each at its best rate](results/ablate_16m.md), one seed, attention with",
         f"but without the free energy, ends {without_f()} nats below attention and {without_f('full/r8')} below slim "
-        f"FEM; on three seeds, at rate .004, {below('+C,G/r8')} below attention. The conditioner "
-        f"alone, one seed, ends at {alone_in_text()}.",
+        f"FEM; on three seeds, at rate .004, {below('+C,G/r8')} below attention, and the "
+        f"conditioner alone {below('-G,T,L')}.",
         f"On three seeds, on one machine, they end {below('+C,G/r8', 'full/r8')} below slim FEM",
         f"end at [{split:.3f} nats](results/ablate_16m.md) at .004: {short(at_4['-C,G,T,L'] - split, 3)} below "
         f"attention and {short(at_4['+G/r8'] - split, 3)} below the slim outer gate alone",

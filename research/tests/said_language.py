@@ -7,7 +7,7 @@ from said import level_at, recipe, results, span
 from fem_research.common.paired import paired
 
 ATTENTION, GATE, GATE_SLIM, BARE, BARE_SLIM, FULL, SLIM = "-C,G,T,L", "+G", "+G/r8", "-C", "-C/r8", "full", "full/r8"
-SPLIT, NO_F, NORM = "-C/r8/s.5", "+C,G/r8", "-C,G,T,L/norm"
+SPLIT, NO_F, NORM, ALONE = "-C/r8/s.5", "+C,G/r8", "-C,G,T,L/norm", "-G,T,L"
 SIZES = ("ablate_softmax_small", "ablate_softmax_medium", "ablate_softmax")
 TRAINED, TRAINED_SLIM = "attention+LTG", "attention+LTG/r4"
 
@@ -64,6 +64,8 @@ def at_rates(page: str, row: str) -> dict[float, float]:
 
 def on_three_seeds(row: str) -> list[float]:
     """Losses after 16M tokens: attention at .008, whose first seed stands with its rates, the others at .004."""
+    if row == ALONE:
+        return seeds("ablate_16m_conditioner_alone", row) + seeds("ablate_16m_conditioner_alone_seeds", row)
     if row != ATTENTION:
         return seeds("ablate_16m_attribution_seeds", row)
     return [at_rates("ablate_16m_rates", ATTENTION)[0.008], *seeds("ablate_16m_attention_seeds", ATTENTION)]
@@ -109,7 +111,6 @@ def ablate_16m() -> list[float]:
     page = "ablate_16m"
     best, at_4, half, at_3m = (f"{page}_{name}" for name in ("rates", "rate4", "half", "3m"))
     three, own, split, timed = (f"{page}_{name}" for name in ("seeds", "attribution", "split", "time"))
-    alone = f"{page}_conditioner_alone"
     own_seeds, split_time, sizes = f"{own}_seeds", f"{split}_time", (half, at_4, at_3m)
     attention, slim, step = at_rates(best, ATTENTION), at_rates(best, SLIM), of(timed, "ms a step", SLIM, ATTENTION)
     second = by_seed(f"{page}_conditioner", SLIM, BARE_SLIM)[1]
@@ -128,7 +129,9 @@ def ablate_16m() -> list[float]:
         *(rate(own_seeds, NO_F), *paired(on_three_seeds(ATTENTION), on_three_seeds(NO_F))),
         rate(f"{page}_attention_seeds"),
         *(rate(page), gap(page, GATE_SLIM), gap(page, BARE_SLIM, GATE_SLIM), gap(page, SLIM, BARE_SLIM), second),
-        *(rate(alone, "-G,T,L"), *losses(alone, "-G,T,L"), gap(alone, "-G,T,L", ATTENTION, at_4)),
+        *(rate(f"{page}_conditioner_alone", ALONE), mean(on_three_seeds(ALONE))),
+        *paired(on_three_seeds(ATTENTION), on_three_seeds(ALONE)),
+        *(rate(f"{page}_attention_seeds"), *paired(on_three_seeds(ALONE), on_three_seeds(NO_F))),
         *pairs(own_seeds, NO_F, SLIM),
         *(*losses(split, SPLIT), rate(split, SPLIT), gap(split, SPLIT, ATTENTION, at_4)),
         *(gap(split, SPLIT, GATE_SLIM, at_4), losses(at_4, SLIM)[0] - seeds(own_seeds, SLIM)[0]),
