@@ -7,6 +7,7 @@ from claims import (
     DOUBLED,
     FULL,
     PLAIN,
+    SLIM,
     SLIM_512,
     SLIM_C,
     TRAINED,
@@ -43,6 +44,9 @@ def readme() -> list[str]:
     more = 100 * (weights(**SLIM_512) / weights(**PLAIN) - 1)
     pools = {name: percent("bags", f"pool:{name}", "regimes_pools", 1) for name in ("attention", "fem", "max", "lse")}
     many, slim_64 = "softmax/h256/norope", "softmax+CLTG/r16"
+    behind = 100 * results("mad_laptop_conv")["mad"]["normal"]["softmax/conv"]["mean"]["average"]["mean"]
+    late = {row: score("flights", row, "regimes_flights") for row in ("softmax", SLIM, "gru", "softmax+C")}
+    departures = [f"{late[row]:.3f}" for row in ("softmax", SLIM, "gru")]
     later = score("peak-64", many, "regimes_peak64_8000")
     return [
         f"it explains {100 * score('peak-64', slim_64, WIDE_RUN):.0f} % of the variance, and attention with its best "
@@ -53,8 +57,8 @@ def readme() -> list[str]:
         f"{share('peak', SLIM_C)} of [16](results/regimes_heads.md) | `torch.cummax` between two linear maps: "
         f"{wide('cummax', 'regimes_peak64')}, {share('peak', 'cummax', 'regimes_heads_peak')}. 64 sensors: 2,000 "
         f"steps, attention with 256 heads, its best number; after 8,000 steps it has {later:.2f}. 16 sensors: 500 "
-        f"steps, 4 heads each; attention with 64 heads {at_its_best('peak'):.2f}, with values twice as wide too "
-        f"{share('peak', DOUBLE, DOUBLED)}, after 2,000 steps {level_later():.2f} |",
+        f"steps, 4 heads each; attention with 64 heads {at_its_best('peak'):.2f}, with 64 heads and values twice as "
+        f"wide {share('peak', DOUBLE, DOUBLED)}, after 2,000 steps {level_later():.2f} |",
         f"accuracy: {percent('snapshot', 'softmax')[:-2]} → {with_heads('snapshot', 'softmax/h16')}, "
         f"{percent('high-water', 'softmax')[:-2]} → {with_heads('high-water', 'softmax/h16')}, over 4 heads | "
         f"slim FEM with 4 heads: {percent('snapshot', SLIM_C)}, {percent('high-water', SLIM_C)} |",
@@ -65,11 +69,13 @@ def readme() -> list[str]:
         f"| loss: {at_best_rates('-C,G,T,L')} → {at_best_rates('+C,G/r8')} nats per token | source code, 16M tokens, "
         f"{millions('ablate_16m_rates')} parameters; all of slim FEM {at_best_rates('full/r8')} |",
         f"accuracy: {mad('softmax'):.1f} → {mad('softmax+C'):.1f} % on MAD, a synthetic suite | all of FEM "
-        f"{mad(FULL):.1f} %. [CIFAR-10](results/vision_cifar.md), 5,000 images: attention "
-        f"{top1('cifar', 'softmax'):.1f} %, FEM {top1('cifar', FULL):.1f} %, half of it",
+        f"{mad(FULL):.1f} %, a short convolution {behind:.1f} %. [CIFAR-10](results/vision_cifar.md), 5,000 images: "
+        f"attention {top1('cifar', 'softmax'):.1f} %, FEM {top1('cifar', FULL):.1f} %, half of it",
         f"variance explained {share('statistics', 'softmax', digits=3)} and {share('statistics', SLIM_C, digits=3)}; "
+        f"{' and '.join(departures[:2])}; "
         f"MSE {mse('forecast_etth1', 'ETTh1', 'softmax'):.3f} and {mse('forecast_etth1', 'ETTh1', FULL):.3f}; loss "
-        f"{after('gpt2', 'attention'):.3f} and {after('gpt2', TRAINED):.3f} |",
+        f"{after('gpt2', 'attention'):.3f} and {after('gpt2', TRAINED):.3f} | in the log the "
+        f"conditioner adds {late['softmax+C'] - late['softmax']:.3f}, and a GRU is best with {departures[2]} |",
         f"takes [{slim[0]} times](results/layer_cpu.md) as long at 512 tokens and {slim[1]} times at 2,048, the cache "
         f"holds {cached(**SLIM_512):,} bytes per token instead of {cached(**PLAIN):,}, and there are {more:.0f} % more "
         "parameters.",

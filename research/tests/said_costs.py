@@ -11,7 +11,7 @@ from fem_research.mad.experiment import COLUMNS, TABLE1
 BASELINE, BARE, FULL = "attention", "FEM-SM without C", "FEM-SM"
 TRAIN, MEMORY, TOKEN, STATE = "train_s", "train_extra_bytes", "token_s", "state_bytes"
 ATTENTION, ALL = "softmax", "softmax+CLTG"
-SLIM, SPLIT = f"{ALL}/r8", f"{ALL}/r8/s.5"
+SLIM, SPLIT, BEHIND = f"{ALL}/r8", f"{ALL}/r8/s.5", "softmax/conv"
 C, G, L, LT, LTG, CG, CLT = (f"{ATTENTION}+{parts}" for parts in ("C", "G", "L", "LT", "LTG", "CG", "CLT"))
 GLA, _, AFT = RECURRENT = "gla-norm", "mamba-norm", "rnn_softmax"
 ALL_GLA, _, ALL_AFT = ALL_RECURRENT = "gla+CLTG", "mamba+CLTG", "rnn_softmax+CLTG"
@@ -163,7 +163,7 @@ def mad_compression_rates() -> list[float]:
 
 
 def mad_laptop() -> list[float]:
-    page, slim, final = "mad_laptop", "mad_laptop_slim", "final"
+    page, slim, conv, final = "mad_laptop", "mad_laptop_slim", "mad_laptop_conv", "final"
     slower, *jumped = sorted(seeds(page, ATTENTION, final, FUZZY))
     return [
         *(leads(page, ALL, ATTENTION)[0], *scores(page, ALL, ATTENTION)),
@@ -173,6 +173,8 @@ def mad_laptop() -> list[float]:
         *(*leads(page, CLT, C), *leads(page, ALL, CG), *leads(page, ALL, CG, final)),
         *(*scores(page, CLT, ALL, when=final), *scores(slim, SLIM, SPLIT)),
         *(x for row in (SLIM, SPLIT) for x in leads(slim, row, ALL, beside=page)),
+        *(*scores(conv, BEHIND), *(x for row in (ATTENTION, C) for x in leads(conv, BEHIND, row, beside=page))),
+        *(*scores(conv, BEHIND, when=final), *scores(page, C, when=final)),
         *scores(page, ALL, ATTENTION, ALL_GLA, GLA, task=COMPRESSION),
         *scores("mad_compression_rates", ALL, ALL_GLA, task=COMPRESSION),
         *(*scores(page, ALL, ATTENTION, task=FUZZY), *jumped, slower, max(seeds(page, ALL, final, FUZZY))),

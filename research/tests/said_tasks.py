@@ -192,6 +192,25 @@ def regimes_peak64() -> list[float]:
     ]
 
 
+def regimes_flights() -> list[float]:
+    page, task, gru = "regimes_flights", ("flights",), "gru"
+    split, behind, narrow, blind = f"{SLIM}/s.5", "softmax/conv", "softmax/h8", "softmax/norope"
+    every = [results(page)["regimes"]["flights"][row]["test"] for row in results(page)["regimes"]["flights"]]
+    return [
+        *(
+            *scores(page, "flights", ATTENTION),
+            *leads(page, task, ALONE, ATTENTION),
+            *leads(page, task, SLIM, ATTENTION),
+        ),
+        *(*leads(page, task, SLIM_C, "softmax+CG/r4"), *leads(page, task, split, ATTENTION)),
+        *(*leads(page, task, C, ATTENTION), *leads(page, task, behind, ATTENTION)),
+        *leads(page, task, "softmax+G/r4", ATTENTION),
+        *(*scores(page, "flights", gru), *leads(page, task, gru, SLIM_C), *leads(page, task, blind, ATTENTION)),
+        *(*leads(page, task, narrow, ATTENTION), *scores(page, "flights", "cummax", GLA, GLA_SLIM)),
+        *(*rates(page), *rates(page)[:2], max(max(of) - min(of) for of in every)),
+    ]
+
+
 def regimes_thirds() -> list[float]:
     page, parts = "regimes_thirds", "regimes_parts"
     full, bare = f"{FULL_C}/thirds", f"{FULL}/thirds"
