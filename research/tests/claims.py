@@ -76,6 +76,11 @@ def mad(mixer: str) -> float:
     return 100 * results("mad_laptop")["mad"]["normal"][mixer]["mean"]["average"]["mean"]
 
 
+def convolved() -> float:
+    """MAD's mean over training, of attention behind a short convolution."""
+    return 100 * results("mad_laptop_conv")["mad"]["normal"]["softmax/conv"]["mean"]["average"]["mean"]
+
+
 def recalls(mixer: str) -> str:
     """Steps until 99.9 % of MAD's recall is right."""
     found = results("mad_recall")["mad"]["torch"][mixer]["steps"]
@@ -95,6 +100,11 @@ def percent(task: str, mixer: str, page: str = PARTS_PAGE, digits: int = 0) -> s
 
 def share(task: str, mixer: str, page: str = PARTS_PAGE, digits: int = 2) -> str:
     return f"{score(task, mixer, page):.{digits}f}"
+
+
+def late(mixer: str) -> str:
+    """What is explained of the flights that leave late."""
+    return share("flights", mixer, "regimes_flights", 3)
 
 
 def at_its_best(task: str) -> float:

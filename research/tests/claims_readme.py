@@ -17,7 +17,9 @@ from claims import (
     at_its_best,
     below,
     cached,
+    convolved,
     gla_at_its_best,
+    late,
     level_later,
     mad,
     millions,
@@ -44,9 +46,7 @@ def readme() -> list[str]:
     more = 100 * (weights(**SLIM_512) / weights(**PLAIN) - 1)
     pools = {name: percent("bags", f"pool:{name}", "regimes_pools", 1) for name in ("attention", "fem", "max", "lse")}
     many, slim_64 = "softmax/h256/norope", "softmax+CLTG/r16"
-    behind = 100 * results("mad_laptop_conv")["mad"]["normal"]["softmax/conv"]["mean"]["average"]["mean"]
-    late = {row: score("flights", row, "regimes_flights") for row in ("softmax", SLIM, "gru", "softmax+C")}
-    departures = [f"{late[row]:.3f}" for row in ("softmax", SLIM, "gru")]
+    added = score("flights", "softmax+C", "regimes_flights") - score("flights", "softmax", "regimes_flights")
     later = score("peak-64", many, "regimes_peak64_8000")
     return [
         f"it explains {100 * score('peak-64', slim_64, WIDE_RUN):.0f} % of the variance, and attention with its best "
@@ -69,13 +69,13 @@ def readme() -> list[str]:
         f"| loss: {at_best_rates('-C,G,T,L')} → {at_best_rates('+C,G/r8')} nats per token | source code, 16M tokens, "
         f"{millions('ablate_16m_rates')} parameters; all of slim FEM {at_best_rates('full/r8')} |",
         f"accuracy: {mad('softmax'):.1f} → {mad('softmax+C'):.1f} % on MAD, a synthetic suite | all of FEM "
-        f"{mad(FULL):.1f} %, a short convolution {behind:.1f} %. [CIFAR-10](results/vision_cifar.md), 5,000 images: "
-        f"attention {top1('cifar', 'softmax'):.1f} %, FEM {top1('cifar', FULL):.1f} %, half of it",
+        f"{mad(FULL):.1f} %, a short convolution {convolved():.1f} %. [CIFAR-10](results/vision_cifar.md), 5,000 "
+        f"images: attention {top1('cifar', 'softmax'):.1f} %, FEM {top1('cifar', FULL):.1f} %, half of it",
         f"variance explained {share('statistics', 'softmax', digits=3)} and {share('statistics', SLIM_C, digits=3)}; "
-        f"{' and '.join(departures[:2])}; "
+        f"{late('softmax')} and {late(SLIM)}; "
         f"MSE {mse('forecast_etth1', 'ETTh1', 'softmax'):.3f} and {mse('forecast_etth1', 'ETTh1', FULL):.3f}; loss "
         f"{after('gpt2', 'attention'):.3f} and {after('gpt2', TRAINED):.3f} | in the log the "
-        f"conditioner adds {late['softmax+C'] - late['softmax']:.3f}, and a GRU is best with {departures[2]} |",
+        f"conditioner adds {added:.3f}, and a GRU is best with {late('gru')} |",
         f"takes [{slim[0]} times](results/layer_cpu.md) as long at 512 tokens and {slim[1]} times at 2,048, the cache "
         f"holds {cached(**SLIM_512):,} bytes per token instead of {cached(**PLAIN):,}, and there are {more:.0f} % more "
         "parameters.",

@@ -16,7 +16,9 @@ from claims import (
     at_best_rates,
     at_its_best,
     cached,
+    convolved,
     gla_at_its_best,
+    late,
     lead,
     level_later,
     loss,
@@ -141,6 +143,9 @@ def summary() -> list[str]:
         f"{percent('bags', SLIM, 'regimes_split')}; with [16 heads](regimes_heads.md), one seed, attention "
         f"{percent('bags', 'softmax/h16', 'regimes_heads_bags')}, slim FEM with 4 "
         f"{percent('bags', SLIM, 'regimes_heads_bags')} |",
+        f"3 seeds | {late('softmax')} | {late(SLIM_C)} | not the free energy: slim FEM without C {late(SLIM)}, L alone "
+        f"{late('softmax+L')}, the conditioner alone {late('softmax+C')}, a short convolution {late('softmax/conv')}; "
+        f"a GRU {late('gru')} |",
         f"3 seeds | {wide('softmax/h256/norope')} | {wide('softmax+LTG/r16')} | slim without C "
         f"{wide('softmax+LTG/r16')}, with it {wide('softmax+CLTG/r16')}, L alone {wide('softmax+L')};",
         f"which has {wide('softmax/h256/norope', 'regimes_peak64_8000')} after 8,000 steps (one seed) |",
@@ -178,7 +183,8 @@ def summary() -> list[str]:
         f"[on GLA, 0.3M tokens](ablate_gla.md), 3 seeds | {of_nats('ablate_gla', 'full')} | ",
         f"| {after('gpt2', 'attention'):.3f}, {after('llama', 'attention'):.3f} | {after('gpt2', TRAINED):.3f}, "
         f"{after('llama', TRAINED):.3f} | with {min(extra):.0f} to {max(extra):.0f} % more parameters",
-        f"| {mad('softmax'):.1f} % | {mad(FULL):.1f} % | the conditioner alone {mad('softmax+C'):.1f} %; L and T bring "
+        f"| {mad('softmax'):.1f} % | {mad(FULL):.1f} % | the conditioner alone {mad('softmax+C'):.1f} %, a short "
+        f"convolution {convolved():.1f} %; L and T bring "
         f"it {gained_lt}, the outer gate",
         f"steps to 99.9 %, one seed | {recalls('softmax')} | {recalls(FULL)} | the conditioner; without it "
         f"{recalls(OWN)} |",
