@@ -1,6 +1,7 @@
 """The README's first screen and what stands below."""
 
 from collections import Counter
+from statistics import mean
 
 from claims import (
     DOUBLE,
@@ -22,18 +23,19 @@ from claims import (
     late,
     level_later,
     mad,
-    millions,
     mse,
     percent,
     ratio,
     score,
     share,
+    short,
     top1,
     weights,
     wide,
     with_heads,
 )
 from said import results
+from said_language import two_blocks
 
 
 def readme() -> list[str]:
@@ -46,13 +48,15 @@ def readme() -> list[str]:
     more = 100 * (weights(**SLIM_512) / weights(**PLAIN) - 1)
     pools = {name: percent("bags", f"pool:{name}", "regimes_pools", 1) for name in ("attention", "fem", "max", "lse")}
     many, slim_64 = "softmax/h256/norope", "softmax+CLTG/r16"
+    whole, alone = mean(two_blocks("full/r32")), mean(two_blocks("+C,G/r32"))
     added = score("flights", "softmax+C", "regimes_flights") - score("flights", "softmax", "regimes_flights")
     later = score("peak-64", many, "regimes_peak64_8000")
     return [
         f"it explains {100 * score('peak-64', slim_64, WIDE_RUN):.0f} % of the variance, and attention with its best "
         f"number of heads {100 * score('peak-64', many, WIDE_RUN):.0f} % ({100 * later:.0f} % after four times",
         f"the whole layer lowers the loss by {below('full/r8')[:4]} nats per token, its gate and its conditioner alone "
-        f"by {below('+C,G/r8')[:4]}.",
+        f"by {below('+C,G/r8')[:4]}; at width 512, with two blocks and fewer tokens, the whole layer ends "
+        f"{short(alone - whole, 3)} below these two.",
         f"| variance explained: {wide(many)} → {wide(slim_64)} of 64 sensors, {share('peak', 'softmax')} → "
         f"{share('peak', SLIM_C)} of [16](results/regimes_heads.md) | `torch.cummax` between two linear maps: "
         f"{wide('cummax', 'regimes_peak64')}, {share('peak', 'cummax', 'regimes_heads_peak')}. 64 sensors: 2,000 "
@@ -67,7 +71,8 @@ def readme() -> list[str]:
         f"accuracy: {pools['attention'][:-2]} → {pools['max']}, {pools['lse']} on bags of digits | FEM pooling "
         f"{pools['fem']}; over",
         f"| loss: {at_best_rates('-C,G,T,L')} → {at_best_rates('+C,G/r8')} nats per token | source code, 16M tokens, "
-        f"{millions('ablate_16m_rates')} parameters; all of slim FEM {at_best_rates('full/r8')} |",
+        f"width 128; all of slim FEM {at_best_rates('full/r8')}. [Two blocks of width 512](results/ablate_512_two.md), 4M "
+        f"tokens, equal training time, two seeds: gate and conditioner {alone:.3f}, slim FEM {whole:.3f} |",
         f"accuracy: {mad('softmax'):.1f} → {mad('softmax+C'):.1f} % on MAD, a synthetic suite | all of FEM "
         f"{mad(FULL):.1f} %, a short convolution {convolved():.1f} %. [CIFAR-10](results/vision_cifar.md), 5,000 "
         f"images: attention {top1('cifar', 'softmax'):.1f} %, FEM {top1('cifar', FULL):.1f} %, half of it",

@@ -39,6 +39,7 @@ from claims import (
     with_heads,
 )
 from said import results
+from said_language import two_blocks
 from said_tasks import pooled
 
 from fem_research.common.paired import shown
@@ -179,7 +180,9 @@ def summary() -> list[str]:
         f"rate | {of_nats(WIDE, 'full/r32')} | not the free energy: the slim outer gate and the conditioner alone have "
         f"{loss(WIDE, '+C,G/r32'):.3f}; split values {loss(WIDE, '-C/r32/s.5'):.3f} |",
         f"[{millions('ablate_512_two')}, in equal time](ablate_512_two.md), two blocks of width 512, 4M tokens, one "
-        f"seed, one rate | {of_nats('ablate_512_two', 'full/r32')} | not taken apart |",
+        f"seed, one rate | {of_nats('ablate_512_two', 'full/r32')} | the free energy, by the rule: the slim outer gate "
+        f"and the conditioner alone have {two_blocks('+C,G/r32')[0]:.3f}; on a second seed "
+        f"{two_blocks('+C,G/r32')[1]:.3f}, slim FEM {two_blocks('full/r32')[1]:.3f}. What",
         f"[on GLA, 0.3M tokens](ablate_gla.md), 3 seeds | {of_nats('ablate_gla', 'full')} | ",
         f"| {after('gpt2', 'attention'):.3f}, {after('llama', 'attention'):.3f} | {after('gpt2', TRAINED):.3f}, "
         f"{after('llama', TRAINED):.3f} | with {min(extra):.0f} to {max(extra):.0f} % more parameters",

@@ -159,12 +159,22 @@ def ablate_512_time() -> list[float]:
 
 
 def ablate_512_two() -> list[float]:
-    page, one, slim = "ablate_512_two", "ablate_512_time", "full/r32"
-    slower, fastest = of(page, "ms a step", slim, ATTENTION)
+    page, one, slim, no_f, asked = "ablate_512_two", "ablate_512_time", "full/r32", "+C,G/r32", 0.012
+    ours, theirs = two_blocks(slim), two_blocks(no_f)
+    (slower, fastest), xeon = of(page, "ms a step", slim, ATTENTION), results(f"{page}_costs")["seconds"]
     return [
-        *(*losses(page, slim, ATTENTION), gap(page, slim), gap(one, slim), gap(one, "+C,G/r32", slim)),
-        *(slower / fastest, losses(page, ATTENTION)[0] - losses(one, ATTENTION)[0], rate(page), 0.012),
+        *(*ours, *theirs, *(their - our for our, their in zip(ours, theirs)), asked),
+        *(*losses(page, ATTENTION), gap(page, slim), gap(one, slim), gap(one, no_f, slim)),
+        *(losses(page, ATTENTION)[0] - losses(one, ATTENTION)[0], rate(page)),
+        *(slower / fastest, *(xeon[row] / xeon[ATTENTION] for row in (slim, no_f))),
+        *(*losses(page, ATTENTION), *theirs, *ours),
     ]
+
+
+def two_blocks(row: str) -> list[float]:
+    """Losses of both seeds with two blocks of width 512."""
+    page = "ablate_512_two" if row == "full/r32" else "ablate_512_two_parts"
+    return losses(page, row) + losses(f"{page}_seed1", row)
 
 
 def ablate_3m() -> list[float]:
