@@ -71,8 +71,8 @@ def readme() -> list[str]:
         f"accuracy: {pools['attention'][:-2]} → {pools['max']}, {pools['lse']} on bags of digits | FEM pooling "
         f"{pools['fem']}; over",
         f"| loss: {at_best_rates('-C,G,T,L')} → {at_best_rates('+C,G/r8')} nats per token | source code, 16M tokens, "
-        f"width 128; all of slim FEM {at_best_rates('full/r8')}. [Two blocks of width 512](results/ablate_512_two.md), 4M "
-        f"tokens, equal training time, two seeds: gate and conditioner {alone:.3f}, slim FEM {whole:.3f} |",
+        f"width 128; all of slim FEM {at_best_rates('full/r8')}. [Two blocks of width 512](results/ablate_512_two.md), "
+        f"4M tokens, equal training time, two seeds: gate and conditioner {alone:.3f}, slim FEM {whole:.3f} |",
         f"accuracy: {mad('softmax'):.1f} → {mad('softmax+C'):.1f} % on MAD, a synthetic suite | all of FEM "
         f"{mad(FULL):.1f} %, a short convolution {convolved():.1f} %. [CIFAR-10](results/vision_cifar.md), 5,000 "
         f"images: attention {top1('cifar', 'softmax'):.1f} %, FEM {top1('cifar', FULL):.1f} %, half of it",
