@@ -38,7 +38,7 @@ def streams(path: str) -> dict[str, list[Stream]]:
     flights["late"] = ~(flights.dep_delay < LATE)  # a cancelled flight has no delay
     asked = flights.assign(question=True, time=flights.schedule - NOTICE)
     left = flights.assign(question=False, time=flights.schedule + flights.dep_delay).dropna(subset="dep_delay")
-    events = pd.concat([asked, left]).sort_values(["time", "question"], kind="stable")
+    events = pd.concat([asked, left]).sort_values(["time", "question"], kind="stable", ignore_index=True)
     known = ~events.question
     events["delay"] = torch.asinh(torch.tensor(events.dep_delay.where(known, 0.0).to_numpy()) / 10)
     events["was_late"] = events.late & known
@@ -46,14 +46,13 @@ def streams(path: str) -> dict[str, list[Stream]]:
     numbers = events[["question", "time", "schedule", "delay", "was_late"]].astype("float32")
     numbers[["time", "schedule"]] /= 24 * 60
     kinds = pd.get_dummies(events[["carrier", "dest"]], dtype="float32")
-    features = pd.concat([kinds, numbers], axis=1).set_axis(range(kinds.shape[1] + 5), axis=1)
+    x = torch.from_numpy(pd.concat([kinds, numbers], axis=1).to_numpy())
+    answer = torch.tensor(events.answer.to_numpy(), dtype=torch.float32)
     found: dict[str, list[Stream]] = {split: [] for split in DAYS}
-    for split, (first, last) in DAYS.items():
-        for _, rows in events.reset_index(drop=True).groupby(["origin", "month", "day"]).groups.items():
-            day = events.day.iloc[rows[0]]
-            if first <= day <= last and len(rows) >= TOKENS:
-                x = torch.from_numpy(features.iloc[rows].to_numpy())
-                found[split].append((x, torch.tensor(events.answer.iloc[rows].to_numpy(), dtype=torch.float32)))
+    for (_, _, day), rows in events.groupby(["origin", "month", "day"]).groups.items():
+        (split,) = (split for split, (first, last) in DAYS.items() if first <= day <= last)
+        if len(rows) >= TOKENS:
+            found[split].append((x[rows.tolist()], answer[rows.tolist()]))
     if not all(found.values()):
         raise ValueError(f"flights must have days of {TOKENS} events in every part of a month; {path!r} has not.")
     return found
