@@ -189,7 +189,7 @@ def regimes_peak64() -> list[float]:
         *(*span(scores(early, task, *attention)), *scores(early, task, slim_c)),
         *percents(fields, "snapshot-64", "softmax/h16", "softmax/h64", slim),
         *scores("regimes_peak128", "peak-128", slim_c, slim, best, "softmax+L", "cummax"),
-        *rates("regimes_peak128"),
+        *(*rates("regimes_peak128"), *scores("regimes_peak128_8000", "peak-128", slim, best)),
         *(*rates(page), max(rates(three)), rate(three, task, slim)),
     ]
 
