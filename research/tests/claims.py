@@ -14,6 +14,7 @@ from fem_research.common.paired import shown
 WIDE = "ablate_512_time"
 DOUBLED, DOUBLE = "regimes_double_peak", "softmax/double/h64/norope"
 WIDE_RUN = "regimes_peak64_seeds"
+BEHIND = "softmax/conv"
 TRAINED = "attention+LTG"  # FEM in a model that was trained without it
 
 
@@ -73,12 +74,9 @@ def after(model: str, mixer: str) -> float:
 
 
 def mad(mixer: str) -> float:
-    return 100 * results("mad_laptop")["mad"]["normal"][mixer]["mean"]["average"]["mean"]
-
-
-def convolved() -> float:
-    """MAD's mean over training, of attention behind a short convolution."""
-    return 100 * results("mad_laptop_conv")["mad"]["normal"]["softmax/conv"]["mean"]["average"]["mean"]
+    """The mean over training; attention behind a short convolution has a file of its own."""
+    page = "mad_laptop_conv" if mixer == BEHIND else "mad_laptop"
+    return 100 * results(page)["mad"]["normal"][mixer]["mean"]["average"]["mean"]
 
 
 def recalls(mixer: str) -> str:

@@ -4,6 +4,7 @@ from collections import Counter
 from statistics import mean
 
 from claims import (
+    BEHIND,
     DOUBLE,
     DOUBLED,
     FULL,
@@ -18,10 +19,10 @@ from claims import (
     at_its_best,
     below,
     cached,
-    convolved,
     gla_at_its_best,
     late,
     level_later,
+    losses,
     mad,
     mse,
     percent,
@@ -35,7 +36,7 @@ from claims import (
     with_heads,
 )
 from said import results
-from said_language import two_blocks
+from said_language import heavier, two_blocks
 
 
 def readme() -> list[str]:
@@ -49,6 +50,7 @@ def readme() -> list[str]:
     pools = {name: percent("bags", f"pool:{name}", "regimes_pools", 1) for name in ("attention", "fem", "max", "lse")}
     many, slim_64 = "softmax/h256/norope", "softmax+CLTG/r16"
     whole, alone = mean(two_blocks("full/r32")), mean(two_blocks("+C,G/r32"))
+    timed = losses("ablate_16m_time")
     added = score("flights", "softmax+C", "regimes_flights") - score("flights", "softmax", "regimes_flights")
     later = score("peak-64", many, "regimes_peak64_8000")
     return [
@@ -72,15 +74,18 @@ def readme() -> list[str]:
         f"{pools['fem']}; over",
         f"| loss: {at_best_rates('-C,G,T,L')} → {at_best_rates('+C,G/r8')} nats per token | source code, 16M tokens, "
         f"width 128; all of slim FEM {at_best_rates('full/r8')}. [Two blocks of width 512](results/ablate_512_two.md), "
-        f"4M tokens, equal training time, two seeds: gate and conditioner {alone:.3f}, slim FEM {whole:.3f} |",
+        f"4M tokens, equal training time, two seeds: gate and conditioner {alone:.3f}, slim FEM {whole:.3f}, by its "
+        f"free energy or by its wider read. At width 128 slim FEM loses to attention in equal time, {timed['full/r8']:.3f} to "
+        f"{timed['-C,G,T,L']:.3f} |",
         f"accuracy: {mad('softmax'):.1f} → {mad('softmax+C'):.1f} % on MAD, a synthetic suite | all of FEM "
-        f"{mad(FULL):.1f} %, a short convolution {convolved():.1f} %. [CIFAR-10](results/vision_cifar.md), 5,000 "
+        f"{mad(FULL):.1f} %, a short convolution {mad(BEHIND):.1f} %. [CIFAR-10](results/vision_cifar.md), 5,000 "
         f"images: attention {top1('cifar', 'softmax'):.1f} %, FEM {top1('cifar', FULL):.1f} %, half of it",
         f"variance explained {share('statistics', 'softmax', digits=3)} and {share('statistics', SLIM_C, digits=3)}; "
         f"{late('softmax')} and {late(SLIM)}; "
         f"MSE {mse('forecast_etth1', 'ETTh1', 'softmax'):.3f} and {mse('forecast_etth1', 'ETTh1', FULL):.3f}; loss "
         f"{after('gpt2', 'attention'):.3f} and {after('gpt2', TRAINED):.3f} | in the log the "
-        f"conditioner adds {added:.3f}, and a GRU is best with {late('gru')} |",
+        f"conditioner adds {added:.3f}, and a GRU is best with {late('gru')}; the trained model has "
+        f"{heavier('finetune_gpt2', TRAINED):.0f} % more parameters with FEM |",
         f"takes [{slim[0]} times](results/layer_cpu.md) as long at 512 tokens and {slim[1]} times at 2,048, the cache "
         f"holds {cached(**SLIM_512):,} bytes per token instead of {cached(**PLAIN):,}, and there are {more:.0f} % more "
         "parameters.",

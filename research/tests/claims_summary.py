@@ -3,6 +3,7 @@
 from statistics import mean
 
 from claims import (
+    BEHIND,
     DOUBLE,
     DOUBLED,
     FULL,
@@ -16,7 +17,6 @@ from claims import (
     at_best_rates,
     at_its_best,
     cached,
-    convolved,
     gla_at_its_best,
     late,
     lead,
@@ -39,7 +39,7 @@ from claims import (
     with_heads,
 )
 from said import results
-from said_language import two_blocks
+from said_language import heavier, two_blocks
 from said_tasks import pooled
 
 from fem_research.common.paired import shown
@@ -76,12 +76,6 @@ def by_heads(*layers: str) -> list[str]:
     return [f"{', '.join(of[:-1])} and {of[-1]}" if len(of) > 1 else of[0] for of in ratios]
 
 
-def extra_weights() -> list[float]:
-    """Percent more parameters of the fine-tuned models with full gates."""
-    sizes = [results(f"finetune_{name}")["finetune"] for name in ("gpt2", "llama")]
-    return [100 * (found[TRAINED]["parameters"] / found["attention"]["parameters"] - 1) for found in sizes]
-
-
 def natural(pool):
     """Per cent of right answers, averaged over the sets with natural labels."""
     return 100 * mean(mean(rows[f"pool:{pool}"]["right"]) for rows in results("natural")["natural"].values())
@@ -102,7 +96,8 @@ def summary() -> list[str]:
     hits = {name: 100 * mean(argmax["argmax"][name]["hits"]) for name in ("softmax", "fem")}
     constant = 100 * argmax["baselines"]["the best constant"]["hits"]
     full = "FEM-SM"
-    extra, at_10m = extra_weights(), losses("ablate_10m")
+    at_10m = losses("ablate_10m")
+    extra = [heavier(f"finetune_{model}", TRAINED) for model in ("gpt2", "llama")]
     ett = ("ett-extremes", "ett-events")
     gla, gla_slim, gla_full = "gla/norm", "gla+LTG/r4", "gla+LTG"
     sizes = {
@@ -145,7 +140,7 @@ def summary() -> list[str]:
         f"{percent('bags', 'softmax/h16', 'regimes_heads_bags')}, slim FEM with 4 "
         f"{percent('bags', SLIM, 'regimes_heads_bags')} |",
         f"3 seeds | {late('softmax')} | {late(SLIM_C)} | not the free energy: slim FEM without C {late(SLIM)}, L alone "
-        f"{late('softmax+L')}, the conditioner alone {late('softmax+C')}, a short convolution {late('softmax/conv')}; "
+        f"{late('softmax+L')}, the conditioner alone {late('softmax+C')}, a short convolution {late(BEHIND)}; "
         f"a GRU {late('gru')} |",
         f"3 seeds | {wide('softmax/h256/norope')} | {wide('softmax+LTG/r16')} | slim without C "
         f"{wide('softmax+LTG/r16')}, with it {wide('softmax+CLTG/r16')}, L alone {wide('softmax+L')};",
@@ -187,7 +182,7 @@ def summary() -> list[str]:
         f"| {after('gpt2', 'attention'):.3f}, {after('llama', 'attention'):.3f} | {after('gpt2', TRAINED):.3f}, "
         f"{after('llama', TRAINED):.3f} | with {min(extra):.0f} to {max(extra):.0f} % more parameters",
         f"| {mad('softmax'):.1f} % | {mad(FULL):.1f} % | the conditioner alone {mad('softmax+C'):.1f} %, a short "
-        f"convolution {convolved():.1f} %; L and T bring "
+        f"convolution {mad(BEHIND):.1f} %; L and T bring "
         f"it {gained_lt}, the outer gate",
         f"steps to 99.9 %, one seed | {recalls('softmax')} | {recalls(FULL)} | the conditioner; without it "
         f"{recalls(OWN)} |",

@@ -1,5 +1,5 @@
-"""Every measured number of the README, and of the FAQ's sections of figures, is drawn here from what the results pages
-keep beside them as JSON. A number that no claim below covers fails: add the claim, with the key that holds it."""
+"""Every measured number of the README, and of the FAQ's sections of figures, is drawn by claims_*.py from what the
+results pages keep beside them as JSON. A number that no claim covers fails: add it, with the key that holds it."""
 
 import re
 from pathlib import Path

@@ -17,7 +17,7 @@ from fem_research.common.mixers import KNOWN_ANSWERS, POOLS, canonical, fields_o
 from fem_research.common.paired import paired, shown
 from fem_research.regimes import experiment
 from fem_research.regimes.experiment import RegimesRecipe, lead, over, run, table, title
-from fem_research.regimes.settings import ROWS, USUAL, WIDE
+from fem_research.regimes.settings import OF_FILES, ROWS, USUAL, WIDE
 from fem_research.regimes.tasks import (
     HELD_OUT,
     NOT_ASKED,
@@ -34,7 +34,7 @@ from fem_research.regimes.tasks import (
     rows,
     speeches,
 )
-from fem_research.regimes.training import TASKS, Training, build, train
+from fem_research.regimes.training import FROM_FILE, TASKS, Training, build, train
 
 draw = lambda task, size=3, split="train", seed=0: task.draw(Generator().manual_seed(seed), size, split)  # noqa: E731
 TINY = {"width": 16, "heads": 2, "mlp_width": 40, "batch": 4, "steps": 3}
@@ -138,8 +138,9 @@ def test_an_mlp_too_narrow_to_make_up_for_a_mixer_is_one_sentence():
         build(TASKS["peak"], "softmax+CLTG", Training(mlp_width=1))
 
 
-def test_the_recipe_names_every_task_that_needs_no_file():
+def test_the_recipe_names_every_task_and_which_need_a_file():
     assert tuple(TASKS) == USUAL + WIDE
+    assert FROM_FILE.keys() == OF_FILES.keys()
 
 
 def test_all_rows_have_the_same_parameters():
