@@ -75,8 +75,8 @@ def readme() -> list[str]:
         f"| loss: {at_best_rates('-C,G,T,L')} → {at_best_rates('+C,G/r8')} nats per token | source code, 16M tokens, "
         f"width 128; all of slim FEM {at_best_rates('full/r8')}. [Two blocks of width 512](results/ablate_512_two.md), "
         f"4M tokens, equal training time, two seeds: gate and conditioner {alone:.3f}, slim FEM {whole:.3f}, by its "
-        f"free energy or by its wider read. At width 128 slim FEM loses to attention in equal time, {timed['full/r8']:.3f} to "
-        f"{timed['-C,G,T,L']:.3f} |",
+        f"free energy or by its wider read. At width 128 slim FEM loses to attention in equal time, "
+        f"{timed['full/r8']:.3f} to {timed['-C,G,T,L']:.3f} |",
         f"accuracy: {mad('softmax'):.1f} → {mad('softmax+C'):.1f} % on MAD, a synthetic suite | all of FEM "
         f"{mad(FULL):.1f} %, a short convolution {mad(BEHIND):.1f} %. [CIFAR-10](results/vision_cifar.md), 5,000 "
         f"images: attention {top1('cifar', 'softmax'):.1f} %, FEM {top1('cifar', FULL):.1f} %, half of it",
