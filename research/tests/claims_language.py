@@ -23,6 +23,11 @@ def without_f(over: str = "-C,G,T,L") -> str:
     return short(loss("ablate_16m_rates", over) - loss("ablate_16m_attribution_rate8", "+C,G/r8"), 3)
 
 
+def gained(row: str) -> str:
+    """Nats by which a row ends below the gate and the conditioner alone with two blocks of width 512, seed by seed."""
+    return " and ".join(short(alone - ours, 3) for alone, ours in zip(two_blocks("+C,G/r32"), two_blocks(row)))
+
+
 def language() -> list[str]:
     sizes = ", ".join(
         f"{lead(page, 'full/r8')} {'nats ' if page == 'ablate_16m_3m' else ''}with [{millions(page)}]"
@@ -33,7 +38,7 @@ def language() -> list[str]:
     at_4, split = losses("ablate_16m_rate4"), loss("ablate_16m_split", "-C/r8/s.5")
     timed_split, wide = losses("ablate_16m_split_time"), results(WIDE)["ablate"]
     wide_step = wide["full/r32"]["ms a step"] / wide["-C,G,T,L"]["ms a step"]
-    more = [short(alone - whole, 3) for alone, whole in zip(two_blocks("+C,G/r32"), two_blocks("full/r32"))]
+    more, wider = (gained(row) for row in ("full/r32", "+C,G/double/r32"))
     return [
         f"slim FEM ends {below('full/r8')} nats below attention**, {at_best_rates('full/r8')} against "
         f"{at_best_rates('-C,G,T,L')}: {millions('ablate_16m_rates')} parameters, three seeds",
@@ -59,8 +64,8 @@ def language() -> list[str]:
         f"where a step takes {wide_step:.2f} times as long, slim FEM ends [{lead(WIDE, 'full/r32')} below]"
         f"(results/ablate_512_time.md) after 4M tokens and split values {lead(WIDE, '-C/r32/s.5')}, but the gate and "
         f"the conditioner alone {lead(WIDE, '+C,G/r32')}; [with two blocks](results/ablate_512_two.md) slim FEM ends "
-        f"{lead('ablate_512_two', 'full/r32')} below, and {' and '.join(more)} below the gate and the conditioner "
-        "alone, on two seeds; what in its wider read does it is open.",
+        f"{lead('ablate_512_two', 'full/r32')} below, and {more} below the gate and the conditioner "
+        f"alone, on two seeds; values twice as wide without a free energy bring {wider} of that.",
         f"[With {millions('ablate_10m')} parameters](results/ablate_10m.md) and 1.8M tokens",
         "The texts: 16.0M and 1.8M tokens are program source, Python's and torch's, and what is held out is code of "
         "the same projects; 3.1M are Python's sources and help topics; 0.3M and 1.0M are speeches.",

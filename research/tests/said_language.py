@@ -160,20 +160,23 @@ def ablate_512_time() -> list[float]:
 
 def ablate_512_two() -> list[float]:
     page, one, slim, no_f, asked = "ablate_512_two", "ablate_512_time", "full/r32", "+C,G/r32", 0.012
-    ours, theirs = two_blocks(slim), two_blocks(no_f)
+    ours, theirs, wide = two_blocks(slim), two_blocks(no_f), two_blocks("+C,G/double/r32")
     (slower, fastest), xeon = of(page, "ms a step", slim, ATTENTION), results(f"{page}_costs")["seconds"]
+    leads = [their - our for our, their in zip(ours, theirs)]
     return [
-        *(*ours, *theirs, *(their - our for our, their in zip(ours, theirs)), asked),
+        *(*ours, *theirs, *leads),
+        *(*wide, *(their - own for own, their in zip(wide, theirs))),
+        *(asked, *(own - our for our, own in zip(ours, wide))),
         *(*losses(page, ATTENTION), gap(page, slim), gap(one, slim), gap(one, no_f, slim)),
         *(losses(page, ATTENTION)[0] - losses(one, ATTENTION)[0], rate(page)),
         *(slower / fastest, *(xeon[row] / xeon[ATTENTION] for row in (slim, no_f))),
-        *(*losses(page, ATTENTION), *theirs, *ours),
+        *(*losses(page, ATTENTION), *theirs, *wide, *ours),
     ]
 
 
 def two_blocks(row: str) -> list[float]:
     """Losses of both seeds with two blocks of width 512."""
-    page = "ablate_512_two" if row == "full/r32" else "ablate_512_two_parts"
+    page = {"full/r32": "ablate_512_two", "+C,G/double/r32": "ablate_512_two_double"}.get(row, "ablate_512_two_parts")
     return losses(page, row) + losses(f"{page}_seed1", row)
 
 
