@@ -26,8 +26,7 @@ PAGES = (
     *("softmax_small", "softmax_medium", "softmax", "long", "long_rate", "10m", "3m"),
     *("16m_half", "16m", "16m_seeds", "16m_rate4", "16m_rates", "16m_3m"),
 )
-EQUAL_TIME = ("time", "512_time", "512_two", "16m_time")
-WIDER = "/r32"  # slim gates at width 512
+EQUAL_TIME = ("time", "16m_time")
 RATES_16M = (
     "16m",
     "16m_rate4",
@@ -76,13 +75,13 @@ def rates(rows: dict[str, dict]) -> str:
 
 
 def table(pages: tuple[str, ...]) -> str:
+    columns = [row + slim for slim in ("", SLIM) for row in NAMES]
     names = [name + (", slim" if slim else "") for slim in ("", SLIM) for name in NAMES.values()]
     lines = [("parameters", "tokens", "seeds", "rate", "attention", *names), ["---", "---"] + ["---:"] * 9]
     for page in pages:
         rows, (parameters, tokens) = found(page), size(page)
         seeds = len(rows[ATTENTION]["by seed"].split(","))
-        slim = WIDER if page.startswith("512") else SLIM
-        gains = (written(below(rows.get(row + rank))) for rank in ("", slim) for row in NAMES)
+        gains = (written(below(rows.get(column))) for column in columns)
         link = f"[{parameters}M](../research/results/{name_of(page)}.md)"
         lines.append((link, f"{tokens}M", str(seeds), rates(rows), f"{rows[ATTENTION]['loss']:.3f}", *gains))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
