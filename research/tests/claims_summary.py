@@ -39,7 +39,7 @@ from claims import (
     with_heads,
 )
 from said import results
-from said_language import heavier, two_blocks
+from said_language import heavier, two_blocks_at_best
 from said_tasks import pooled
 
 from fem_research.common.paired import shown
@@ -107,7 +107,7 @@ def summary() -> list[str]:
         model: ", ".join(f"{mse('forecast_ett96', data, model):.3f}" for data in ("ETTm1", "ETTh2")) for model in sizes
     }
     gained_lt = paired_mad("softmax+CLT", "softmax+C")
-    alone, wider = two_blocks("+C,G/r32"), two_blocks("+C,G/double/r32")
+    plain, alone, whole = (two_blocks_at_best(row) for row in ("-C,G,T,L", "+C,G/r32", "full/r32"))
     return [
         f"3 seeds | {share('peak', 'softmax')} | {share('peak', SLIM_C)} | the free energy, given width: slim "
         f"{share('peak', SLIM_C)}, without C {share('peak', SLIM)}; full gates {share('peak', FULL)}, without C "
@@ -176,9 +176,8 @@ def summary() -> list[str]:
         f"rate | {of_nats(WIDE, 'full/r32')} | not the free energy: the slim outer gate and the conditioner alone have "
         f"{loss(WIDE, '+C,G/r32'):.3f}; split values {loss(WIDE, '-C/r32/s.5'):.3f} |",
         f"[{millions('ablate_512_two')}, in equal time](ablate_512_two.md), two blocks of width 512, 4M tokens, one "
-        f"seed, one rate | {of_nats('ablate_512_two', 'full/r32')} | much of it the width of its read: the slim "
-        f"outer gate and the conditioner alone have {alone[0]:.3f}, with values twice as wide {wider[0]:.3f}; on a "
-        f"second seed {alone[1]:.3f} and {wider[1]:.3f}, slim FEM {two_blocks('full/r32')[1]:.3f} |",
+        f"seed, two rates | {plain:.3f} | {whole:.3f} | not the free energy: the slim outer gate and the conditioner "
+        f"alone have {alone:.3f} |",
         f"[on GLA, 0.3M tokens](ablate_gla.md), 3 seeds | {of_nats('ablate_gla', 'full')} | ",
         f"| {after('gpt2', 'attention'):.3f}, {after('llama', 'attention'):.3f} | {after('gpt2', TRAINED):.3f}, "
         f"{after('llama', TRAINED):.3f} | with {min(extra):.0f} to {max(extra):.0f} % more parameters",
