@@ -55,9 +55,9 @@ def readme() -> list[str]:
     return [
         f"it explains {100 * score('peak-64', slim_64, WIDE_RUN):.0f} % of the variance, and attention with its best "
         f"number of heads {100 * score('peak-64', many, WIDE_RUN):.0f} % ({100 * later:.0f} % after four times",
-        f"the whole layer lowers the loss by {below('full/r8')[:4]} nats per token, its gate and its conditioner alone "
-        f"by {below('+C,G/r8')[:4]}; at width 512, with two blocks and fewer tokens, by {short(plain - whole, 3)} and "
-        f"{short(plain - alone, 3)}.",
+        f"at width 128 they lower the loss by {below('+C,G/r8')[:4]} nats per token, the whole layer by "
+        f"{below('full/r8')[:4]}; at width 512, with two blocks and fewer tokens, by {short(plain - alone, 3)} and "
+        f"{short(plain - whole, 3)}, one seed.",
         f"| variance explained: {wide(many)} → {wide(slim_64)} of 64 sensors, {share('peak', 'softmax')} → "
         f"{share('peak', SLIM_C)} of [16](results/regimes_heads.md) | `torch.cummax` between two linear maps: "
         f"{wide('cummax', 'regimes_peak64')}, {share('peak', 'cummax', 'regimes_heads_peak')}. 64 sensors: 2,000 "

@@ -167,7 +167,7 @@ def ablate_512_two() -> list[float]:
     at_001 = [losses(RATE1[row], row)[0] for row in rows]
     low, high = rate(RATE1[ATTENTION]), rate(page)
     gained = [before - after for before, after in zip(at_002, at_001)]
-    leads, of_wide = ([their - own for own, their in zip(rows, theirs)] for rows in (ours, wide))
+    leads, of_wide = ([their - own for own, their in zip(found, theirs)] for found in (ours, wide))
     (slower, fastest), xeon = of(page, "ms a step", slim, ATTENTION), results(f"{page}_costs")["seconds"]
     later = results(f"{page}_double_costs")["seconds"]
     return [
@@ -196,7 +196,7 @@ def two_blocks_at_best(row: str) -> float:
 
 
 def two_blocks(row: str) -> list[float]:
-    """Losses of both seeds with two blocks of width 512."""
+    """Losses of both seeds with two blocks of width 512, at .002."""
     page = {"full/r32": "ablate_512_two", "+C,G/double/r32": "ablate_512_two_double"}.get(row, "ablate_512_two_parts")
     return losses(page, row) + losses(f"{page}_seed1", row)
 
