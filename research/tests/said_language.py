@@ -172,7 +172,7 @@ def ablate_512_two() -> list[float]:
     later = results(f"{page}_double_costs")["seconds"]
     return [
         *(best[2] - best[0], best[2] - best[1], *best, asked),
-        *(high, *leads, gap(page, slim), low, *reversed(gained), 0.004, low),
+        *(high, *leads, gap(page, slim), low, *reversed(gained), 0.004, 0.0005, low),
         *(high, *wide, *of_wide, *(own - our for our, own in zip(ours, wide))),
         *(later["+C,G/double/r32"] / later[ATTENTION], low, gap(one, no_f, slim)),
         slower / fastest,
