@@ -38,7 +38,7 @@ def language() -> list[str]:
     at_4, split = losses("ablate_16m_rate4"), loss("ablate_16m_split", "-C/r8/s.5")
     timed_split, wide = losses("ablate_16m_split_time"), results(WIDE)["ablate"]
     wide_step = wide["full/r32"]["ms a step"] / wide["-C,G,T,L"]["ms a step"]
-    plain_two, alone, whole = (two_blocks_at_best(row) for row in ("-C,G,T,L", "+C,G/r32", "full/r32"))
+    plain_two, alone, whole = two_blocks_at_best()
     more, wider = (gained(row) for row in ("full/r32", "+C,G/double/r32"))
     return [
         f"slim FEM ends {below('full/r8')} nats below attention**, {at_best_rates('full/r8')} against "
@@ -66,8 +66,8 @@ def language() -> list[str]:
         f"(results/ablate_512_time.md) after 4M tokens and split values {lead(WIDE, '-C/r32/s.5')}, but the gate and "
         f"the conditioner alone {lead(WIDE, '+C,G/r32')}; [with two blocks](results/ablate_512_two.md) slim FEM ends "
         f"{short(plain_two - whole, 3)} below and the gate and the conditioner alone {short(plain_two - alone, 3)}, "
-        f"each at the better of two rates, one seed. At .002 alone slim FEM led those two by {more} on two seeds, and "
-        f"values twice as wide without a free energy by {wider}.",
+        f"each at the better of two rates, one seed. At the rate .002 slim FEM led those two by {more} on two seeds, "
+        f"and values twice as wide without a free energy by {wider}.",
         f"[With {millions('ablate_10m')} parameters](results/ablate_10m.md) and 1.8M tokens",
         "The texts: 16.0M and 1.8M tokens are program source, Python's and torch's, and what is held out is code of "
         "the same projects; 3.1M are Python's sources and help topics; 0.3M and 1.0M are speeches.",

@@ -48,7 +48,7 @@ def readme() -> list[str]:
     more = 100 * (weights(**SLIM_512) / weights(**PLAIN) - 1)
     pools = {name: percent("bags", f"pool:{name}", "regimes_pools", 1) for name in ("attention", "fem", "max", "lse")}
     many, slim_64 = "softmax/h256/norope", "softmax+CLTG/r16"
-    plain, alone, whole = (two_blocks_at_best(row) for row in ("-C,G,T,L", "+C,G/r32", "full/r32"))
+    plain, alone, whole = two_blocks_at_best()
     timed = losses("ablate_16m_time")
     added = score("flights", "softmax+C", "regimes_flights") - score("flights", "softmax", "regimes_flights")
     later = score("peak-64", many, "regimes_peak64_8000")

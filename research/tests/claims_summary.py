@@ -107,7 +107,7 @@ def summary() -> list[str]:
         model: ", ".join(f"{mse('forecast_ett96', data, model):.3f}" for data in ("ETTm1", "ETTh2")) for model in sizes
     }
     gained_lt = paired_mad("softmax+CLT", "softmax+C")
-    plain, alone, whole = (two_blocks_at_best(row) for row in ("-C,G,T,L", "+C,G/r32", "full/r32"))
+    plain, alone, whole = two_blocks_at_best()
     return [
         f"3 seeds | {share('peak', 'softmax')} | {share('peak', SLIM_C)} | the free energy, given width: slim "
         f"{share('peak', SLIM_C)}, without C {share('peak', SLIM)}; full gates {share('peak', FULL)}, without C "

@@ -161,38 +161,35 @@ def ablate_512_time() -> list[float]:
 
 def ablate_512_two() -> list[float]:
     page, one, slim, no_f, asked = "ablate_512_two", "ablate_512_time", "full/r32", "+C,G/r32", 0.012
-    rows = (slim, no_f, ATTENTION)
     ours, theirs, wide = two_blocks(slim), two_blocks(no_f), two_blocks("+C,G/double/r32")
-    best, at_002 = [two_blocks_at_best(row) for row in rows], (ours[0], theirs[0], *losses(page, ATTENTION))
-    at_001 = [losses(RATE1[row], row)[0] for row in rows]
-    low, high = rate(RATE1[ATTENTION]), rate(page)
-    gained = [before - after for before, after in zip(at_002, at_001)]
+    at_001, (plain, alone, whole) = two_blocks_at_001(), two_blocks_at_best()
+    low, high, (bare,) = rate(f"{page}_rate1"), rate(page), losses(page, ATTENTION)
+    gained = [before - after for before, after in zip((bare, theirs[0], ours[0]), at_001)]
     leads, of_wide = ([their - own for own, their in zip(found, theirs)] for found in (ours, wide))
     (slower, fastest), xeon = of(page, "ms a step", slim, ATTENTION), results(f"{page}_costs")["seconds"]
     later = results(f"{page}_double_costs")["seconds"]
     return [
-        *(best[2] - best[0], best[2] - best[1], *best, asked),
-        *(high, *leads, gap(page, slim), low, *reversed(gained), 0.004, 0.0005, low),
+        *(plain - whole, plain - alone, whole, alone, plain, asked),
+        *(high, *leads, gap(page, slim), low, *gained, 0.004, 0.0005, low),
         *(high, *wide, *of_wide, *(own - our for our, own in zip(ours, wide))),
         *(later["+C,G/double/r32"] / later[ATTENTION], low, gap(one, no_f, slim)),
         slower / fastest,
         *(costs[row] / costs[ATTENTION] for row in (slim, no_f) for costs in (later, xeon)),
-        *(low, high, high, at_001[2], at_002[2]),
-        *(at_001[1], *theirs, *wide, at_001[0], *ours, low),
+        *(low, high, high, at_001[0], bare),
+        *(at_001[1], *theirs, *wide, at_001[2], *ours, low),
     ]
 
 
-RATE1 = {
-    ATTENTION: "ablate_512_two_rate1",
-    "full/r32": "ablate_512_two_slim_rate1",
-    "+C,G/r32": "ablate_512_two_parts_rate1",
-}
+def two_blocks_at_001() -> list[float]:
+    """Losses of attention, of the gate and the conditioner alone and of slim FEM, two blocks of width 512, seed 0."""
+    pages = ("ablate_512_two_rate1", "ablate_512_two_parts_rate1", "ablate_512_two_slim_rate1")
+    return [loss for page in pages for loss in losses(page)]
 
 
-def two_blocks_at_best(row: str) -> float:
-    """Loss of seed 0 with two blocks of width 512, at the better of the rates .001 and .002."""
-    at_002 = losses("ablate_512_two", row) if row == ATTENTION else two_blocks(row)
-    return min(losses(RATE1[row], row)[0], at_002[0])
+def two_blocks_at_best() -> list[float]:
+    """The same, each at the better of the rates .001 and .002."""
+    at_002 = (*losses("ablate_512_two", ATTENTION), two_blocks("+C,G/r32")[0], two_blocks("full/r32")[0])
+    return [min(pair) for pair in zip(at_002, two_blocks_at_001())]
 
 
 def two_blocks(row: str) -> list[float]:
