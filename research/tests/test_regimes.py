@@ -168,6 +168,7 @@ def test_all_rows_have_the_same_parameters():
         ("softmax/norm", "softmax"),
         ("softmax/norope/h16", "softmax/h16/norope"),
         ("softmax+LTG/l-2.5/wide", "softmax+LTG/l-2.5/wide"),
+        ("softmax+C/conv/c16", "softmax+C/c16/conv"),
     ],
 )
 def test_options_stand_behind_slashes(name, meaning):
@@ -181,6 +182,7 @@ def test_options_become_fields():
     assert fields_of("gla-norm")["normalize"] is False
     config = mixer_config("softmax/h16/norope", 64, 4)
     assert (config.n_head, config.use_rope) == (16, False)
+    assert mixer_config("softmax+CG/c16/double", 512, 8).conv_hidden == 16
     assert "normalize" not in fields_of("gla/norm")
     for name, widths in (("softmax+LTG/wide", (512, 512)), ("softmax/double", (1024, 512)), ("FEM/thirds", (344, 352))):
         config = mixer_config(name, 512, 8)
@@ -192,7 +194,7 @@ def test_options_become_fields():
     [
         *(
             "softmax/r4",
-            "softmax+G/b8",
+            *("softmax+G/b8", "softmax/c16", "softmax+C/c0"),
             "softmax+LTG/r",
             "softmax+LTG/r4/r8",
             *("softmax/h8/h16", "softmax/wide/double"),

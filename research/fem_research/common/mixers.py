@@ -18,12 +18,13 @@ SHOWN = {"softmax": "attention", "gla": "GLA", "rnn_softmax": "AFT", "mamba": "M
 UNNORMALISED = "-norm"
 NUMBERED = {  # the field that an option with a number sets, by its letter
     "h": ("n_head", int),
+    "c": ("conv_hidden", int),
     "r": ("gate_rank", int),
     "s": ("free_share", float),
     "b": ("beta_max_init", lambda text: math.log(math.expm1(float(text)))),
     "l": ("lambda_init", float),
 }
-OPTION = re.compile(r"r\d+|s0?\.\d+|s1|b\d+(\.\d+)?|l-?\d+(\.\d+)?|h[1-9]\d*|wide|double|thirds|norm|norope|conv")
+OPTION = re.compile(r"r\d+|s0?\.\d+|s1|b\d+(\.\d+)?|l-?\d+(\.\d+)?|[hc][1-9]\d*|wide|double|thirds|norm|norope|conv")
 WIDTHS = {"wide": (1.0, 2.0), "double": (2.0, 1.0), "thirds": (2 / 3, 2.0)}  # fem_ratio and p_t_to_fem_ratio
 PUBLISHED_UNNORMALISED = ("gla", "mamba")
 LARGEST_BETA = 700.0  # that softplus can be inverted at
@@ -98,7 +99,7 @@ def canonical(name: str) -> str:
     were published (Table 1 normalises them from +L on). "/r4": gates of rank 4. "/s.5": split values, half of a head's
     channels read F and the others the mean. "/wide", "/double": values 1 and 2 times as wide as the layer; "/thirds":
     2/3, keys too. "/b8", "/l6": starts of beta and of lambda's bias. "/h16": 16 heads. "/norope": no position code.
-    "/conv": a short convolution before the mixer, which `blocks.ShortConvolution` is.
+    "/c32": a conditioner of 32 channels. "/conv": a short convolution, `blocks.ShortConvolution`, before the mixer.
     """
     whole, *options = name.split("/")
     plain = whole.removesuffix(UNNORMALISED)
@@ -116,12 +117,12 @@ def canonical(name: str) -> str:
         raise ValueError(
             f"mixer must be a prior ({', '.join(priors())}), alone or with '+' and some of the letters "
             f"{''.join(PARTS)} (T needs L), or a name such as attention, FEM, FEM-GLA, AFT, then options such as /r4, "
-            f"/s.5, /wide, /double, /thirds, /b8, /l6, /h16, /norope, /conv, /norm; got {name!r}."
+            f"/s.5, /wide, /double, /thirds, /b8, /l6, /h16, /c32, /norope, /conv, /norm; got {name!r}."
         )
     if prior == "softmax" and plain != whole:
         raise ValueError(f"the softmax prior is normalised by definition; leave out {UNNORMALISED!r}, got {name!r}.")
-    for option, needed in (("r", "TG"), ("s", "L"), ("b", "T"), ("l", "T")):
-        if any(o[0] == option for o in options) and not set(needed) & set(parts):
+    for option, needed in (("r", "TG"), ("s", "L"), ("b", "T"), ("l", "T"), ("c", "C")):
+        if any(o.rstrip("-.0123456789") == option for o in options) and not set(needed) & set(parts):
             raise ValueError(f"/{option} sets a part that {whole!r} lacks ({' or '.join(needed)}), got {name!r}.")
     if plain != whole and "norm" in options:
         raise ValueError(f"{UNNORMALISED!r} and '/norm' contradict each other; leave one out, got {name!r}.")

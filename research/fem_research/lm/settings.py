@@ -34,6 +34,7 @@ ROWS = {
     "+C,G": Row("CG", "control: all but the free energy"),
 }
 OPTIONS = {"r": "gates of rank {}", "b": "beta from {}", "l": "lambda's bias at {}", "h": "{} heads", "s": "{} read F"}
+OPTIONS |= {"c": "{} channels in the conditioner"}
 NAMED_OPTIONS = {"norm": "normalised", "norope": "no position code", "conv": "behind a short convolution"}
 NAMED_OPTIONS |= {"wide": "values as wide as the model", "double": "values twice as wide", "thirds": "2/3 as wide"}
 
