@@ -12,6 +12,7 @@ BASELINE, BARE, FULL = "attention", "FEM-SM without C", "FEM-SM"
 TRAIN, MEMORY, TOKEN, STATE = "train_s", "train_extra_bytes", "token_s", "state_bytes"
 ATTENTION, ALL = "softmax", "softmax+CLTG"
 SLIM, SPLIT, BEHIND = f"{ALL}/r8", f"{ALL}/r8/s.5", "softmax/conv"
+THIRDS = f"{ALL}/thirds"
 C, G, L, LT, LTG, CG, CLT = (f"{ATTENTION}+{parts}" for parts in ("C", "G", "L", "LT", "LTG", "CG", "CLT"))
 GLA, _, AFT = RECURRENT = "gla-norm", "mamba-norm", "rnn_softmax"
 ALL_GLA, _, ALL_AFT = ALL_RECURRENT = "gla+CLTG", "mamba+CLTG", "rnn_softmax+CLTG"
@@ -163,7 +164,8 @@ def mad_compression_rates() -> list[float]:
 
 
 def mad_laptop() -> list[float]:
-    page, slim, conv, final = "mad_laptop", "mad_laptop_slim", "mad_laptop_conv", "final"
+    page, final = "mad_laptop", "final"
+    slim, conv, thirds = (f"{page}_{name}" for name in ("slim", "conv", "thirds"))
     slower, *jumped = sorted(seeds(page, ATTENTION, final, FUZZY))
     return [
         *(leads(page, ALL, ATTENTION)[0], *scores(page, ALL, ATTENTION)),
@@ -175,6 +177,7 @@ def mad_laptop() -> list[float]:
         *(x for row in (SLIM, SPLIT) for x in leads(slim, row, ALL, beside=page)),
         *(*scores(conv, BEHIND), *(x for row in (ATTENTION, C) for x in leads(conv, BEHIND, row, beside=page))),
         *(*scores(conv, BEHIND, when=final), *scores(page, C, when=final)),
+        *(*scores(thirds, THIRDS), *leads(thirds, THIRDS, ALL, beside=page)),
         *scores(page, ALL, ATTENTION, ALL_GLA, GLA, task=COMPRESSION),
         *scores("mad_compression_rates", ALL, ALL_GLA, task=COMPRESSION),
         *(*scores(page, ALL, ATTENTION, task=FUZZY), *jumped, slower, max(seeds(page, ALL, final, FUZZY))),
