@@ -2,11 +2,15 @@
 
 from statistics import mean, median
 
-from said import level_at, recipe, results, span
+from said import PAGES, level_at, recipe, results, span
 
 from fem_research.common.paired import paired
 
 ATTENTION, GATE, GATE_SLIM, BARE, BARE_SLIM, FULL, SLIM = "-C,G,T,L", "+G", "+G/r8", "-C", "-C/r8", "full", "full/r8"
+SLIM_32, NO_F_32, DOUBLE, NARROW = "full/r32", "+C,G/r32", "+C,G/double/r32", "+C,G/c32/double/r32"
+BROAD, SLIM_BROAD = "+C,G/c128/r32", "full/c128/r32"
+TWO_BLOCKS = {ATTENTION: "", NO_F_32: "_parts", BROAD: "_c128", NARROW: "_double_c32", DOUBLE: "_double"}
+TWO_BLOCKS |= {SLIM_32: "_slim", SLIM_BROAD: "_slim_c128"}  # in the names of their files
 SPLIT, NO_F, NORM, ALONE = "-C/r8/s.5", "+C,G/r8", "-C,G,T,L/norm", "-G,T,L"
 SIZES = ("ablate_softmax_small", "ablate_softmax_medium", "ablate_softmax")
 TRAINED, TRAINED_SLIM = "attention+LTG", "attention+LTG/r4"
@@ -160,42 +164,48 @@ def ablate_512_time() -> list[float]:
 
 
 def ablate_512_two() -> list[float]:
-    page, one, slim, no_f, asked = "ablate_512_two", "ablate_512_time", "full/r32", "+C,G/r32", 0.012
-    ours, theirs, wide = two_blocks(slim), two_blocks(no_f), two_blocks("+C,G/double/r32")
-    at_001, (plain, alone, whole) = two_blocks_at_001(), two_blocks_at_best()
-    low, high, (bare,) = rate(f"{page}_rate1"), rate(page), losses(page, ATTENTION)
-    gained = [before - after for before, after in zip((bare, theirs[0], ours[0]), at_001)]
+    page, one, asked, low, high = "ablate_512_two", "ablate_512_time", 0.012, 0.001, 0.002
+    plain, alone, whole = two_blocks_at_best()
+    ours, theirs, wide = (two_blocks(row, high) for row in (SLIM_32, NO_F_32, DOUBLE))
     leads, of_wide = ([their - own for own, their in zip(found, theirs)] for found in (ours, wide))
-    (slower, fastest), xeon = of(page, "ms a step", slim, ATTENTION), results(f"{page}_costs")["seconds"]
-    later = results(f"{page}_double_costs")["seconds"]
+    (bare,), at_low = two_blocks(ATTENTION, high), {row: two_blocks(row, low) for row in TWO_BLOCKS}
+    (double,), (narrow,), (broad,) = (at_low[row] for row in (DOUBLE, NARROW, BROAD))
+    (costs, xeon), (slower, fastest) = map(two_costs, ("c128", "")), of(page, "ms a step", SLIM_32, ATTENTION)
+    gained = [before - at_low[row][0] for row, before in ((ATTENTION, bare), (NO_F_32, theirs[0]), (SLIM_32, ours[0]))]
     return [
-        *(plain - whole, plain - alone, whole, alone, plain, asked),
-        *(high, *leads, gap(page, slim), low, *gained, 0.004, 0.0005, low),
-        *(high, *wide, *of_wide, *(own - our for our, own in zip(ours, wide))),
-        *(later["+C,G/double/r32"] / later[ATTENTION], low, gap(one, no_f, slim)),
-        slower / fastest,
-        *(costs[row] / costs[ATTENTION] for row in (slim, no_f) for costs in (later, xeon)),
-        *(low, high, high, at_001[0], bare),
-        *(at_001[1], *theirs, *wide, at_001[2], *ours, low),
+        *(plain - whole, plain - alone, whole, alone, plain),
+        *(at_low[SLIM_32][1] - at_low[NO_F_32][1], asked),
+        *(broad, alone - broad, whole - broad),
+        *(narrow, alone - narrow, double),
+        *(high, *leads, gap(page, SLIM_32), low, *gained, 0.004, 0.0005, low),
+        *(high, *wide, *of_wide),
+        gap(one, NO_F_32, SLIM_32),
+        *(costs[row] for row in (SLIM_32, NO_F_32, BROAD, DOUBLE, NARROW)),
+        *(high, slower / fastest, *(xeon[row] for row in (SLIM_32, NO_F_32))),
+        *(low, low, high, high),
+        *(*at_low[ATTENTION], bare),
+        *(*at_low[NO_F_32], *theirs, broad, narrow, double, *wide, *at_low[SLIM_32], *ours),
+        *(low, high),
     ]
 
 
-def two_blocks_at_001() -> list[float]:
-    """Losses of attention, of the gate and the conditioner alone and of slim FEM, two blocks of width 512, seed 0."""
-    pages = ("ablate_512_two_rate1", "ablate_512_two_parts_rate1", "ablate_512_two_slim_rate1")
-    return [loss for page in pages for loss in losses(page)]
+def two_blocks(row: str, rate: float) -> list[float]:
+    """Losses of a row with two blocks of width 512, seed by seed."""
+    own = "" if rate == 0.002 and row == SLIM_32 else TWO_BLOCKS[row]  # the page's own
+    page = f"ablate_512_two{own}" + ("_rate1" if rate == 0.001 else "")
+    kept = [name for name in (page, f"{page}_seed1") if (PAGES / f"{name}.json").exists()]
+    return [loss for name in kept if row in results(name)["ablate"] for loss in losses(name, row)]
 
 
 def two_blocks_at_best() -> list[float]:
-    """The same, each at the better of the rates .001 and .002."""
-    at_002 = (*losses("ablate_512_two", ATTENTION), two_blocks("+C,G/r32")[0], two_blocks("full/r32")[0])
-    return [min(pair) for pair in zip(at_002, two_blocks_at_001())]
+    """Of attention, of the gate and the conditioner alone and of slim FEM, each at the better of two rates, seed 0."""
+    return [min(two_blocks(row, rate)[0] for rate in (0.001, 0.002)) for row in (ATTENTION, NO_F_32, SLIM_32)]
 
 
-def two_blocks(row: str) -> list[float]:
-    """Losses of both seeds with two blocks of width 512, at .002."""
-    page = {"full/r32": "ablate_512_two", "+C,G/double/r32": "ablate_512_two_double"}.get(row, "ablate_512_two_parts")
-    return losses(page, row) + losses(f"{page}_seed1", row)
+def two_costs(measured: str) -> dict[str, float]:
+    """Times of a step over attention's with two blocks of width 512, by row."""
+    found = results("_".join(filter(None, ("ablate_512_two", measured, "costs"))))["seconds"]
+    return {row: seconds / found[ATTENTION] for row, seconds in found.items()}
 
 
 def ablate_3m() -> list[float]:
