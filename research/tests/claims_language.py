@@ -5,7 +5,7 @@ from pathlib import Path
 
 from claims import WIDE, at_best_rates, below, lead, loss, losses, millions, plain, short, slower_step
 from said import level_at, results
-from said_language import two_blocks, two_blocks_at_best
+from said_language import BROAD, two_blocks, two_blocks_at_best
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "figures"))
 
@@ -23,12 +23,6 @@ def without_f(over: str = "-C,G,T,L") -> str:
     return short(loss("ablate_16m_rates", over) - loss("ablate_16m_attribution_rate8", "+C,G/r8"), 3)
 
 
-def gained(row: str) -> str:
-    """Nats by which a row ends below gate and conditioner alone with two blocks of width 512, at .002, seed by seed."""
-    both = zip(two_blocks("+C,G/r32", 0.002), two_blocks(row, 0.002))
-    return " and ".join(short(alone - ours, 3) for alone, ours in both)
-
-
 def language() -> list[str]:
     sizes = ", ".join(
         f"{lead(page, 'full/r8')} {'nats ' if page == 'ablate_16m_3m' else ''}with [{millions(page)}]"
@@ -40,7 +34,7 @@ def language() -> list[str]:
     timed_split, wide = losses("ablate_16m_split_time"), results(WIDE)["ablate"]
     wide_step = wide["full/r32"]["ms a step"] / wide["-C,G,T,L"]["ms a step"]
     plain_two, alone, whole = two_blocks_at_best()
-    more, wider = (gained(row) for row in ("full/r32", "+C,G/double/r32"))
+    (broad,) = two_blocks(BROAD, 0.001)
     return [
         f"slim FEM ends {below('full/r8')} nats below attention**, {at_best_rates('full/r8')} against "
         f"{at_best_rates('-C,G,T,L')}: {millions('ablate_16m_rates')} parameters, three seeds",
@@ -63,13 +57,13 @@ def language() -> list[str]:
         f"(.004) have leads of {sizes} parameters. At .004 slim FEM is at its best with {millions('ablate_16m_rates')}",
         f"at these sizes, {timed['-C,G,T,L']:.3f} against {timed['full/r8']:.3f}, as a step of slim FEM takes "
         f"{slower_step()} times as long; it would be level [at {level_at():.2f} times](results/ablate_16m.md).",
-        f"where a step takes {wide_step:.2f} times as long, slim FEM ends [{lead(WIDE, 'full/r32')} below]"
-        f"(results/ablate_512_time.md) after 4M tokens and split values {lead(WIDE, '-C/r32/s.5')}, but the gate and "
-        f"the conditioner alone {lead(WIDE, '+C,G/r32')}; [with two blocks](results/ablate_512_two.md) slim FEM ends "
-        f"{short(plain_two - whole, 3)} below and the gate and the conditioner alone {short(plain_two - alone, 3)}, "
-        f"each at the better of two rates, one seed. At the rate .002 slim FEM led those two by {more} on two seeds, "
-        f"and values twice as wide without a free energy by {wider}.",
         f"[With {millions('ablate_10m')} parameters](results/ablate_10m.md) and 1.8M tokens",
+        f"of slim FEM, whose step takes {wide_step:.2f} times as long, ends {lead(WIDE, 'full/r32')} below attention "
+        f"and split values {lead(WIDE, '-C/r32/s.5')}, but the gate and the conditioner alone "
+        f"{lead(WIDE, '+C,G/r32')}. [Two blocks](results/ablate_512_two.md) of slim FEM end "
+        f"{short(plain_two - whole, 3)} below and the gate and the conditioner alone {short(plain_two - alone, 3)}, "
+        "each at the better of two rates, one seed.",
+        f"two blocks with the gate and the conditioner alone end another {short(alone - broad, 3)} lower",
         "The texts: 16.0M and 1.8M tokens are program source, Python's and torch's, and what is held out is code of "
         "the same projects; 3.1M are Python's sources and help topics; 0.3M and 1.0M are speeches.",
         *(plain(figures.table(pages)) for pages in (figures.PAGES, figures.EQUAL_TIME)),
