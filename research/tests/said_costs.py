@@ -147,7 +147,15 @@ def forecast_etth1() -> list[float]:
     by_seed, over = forecast(page, "mses", data, ALL, ATTENTION)
     seconds, fewer = forecast(page, "cpu_seconds", data, ALL, ATTENTION)
     slim = forecast("forecast_etth1_slim", "mse", data, f"{ALL}/r4", f"{ALL}/r4/s.5", ATTENTION)
-    return [none - fem, *by_seed, none, *over, seconds / fewer, *slim]
+    return [
+        none - fem,
+        *by_seed,
+        none,
+        *over,
+        seconds / fewer,
+        *forecast(page, "mae", data, ALL, "none", ATTENTION),
+        *slim,
+    ]
 
 
 def compression(page: str, *rows: str) -> list[float]:
@@ -171,7 +179,8 @@ def mad_laptop() -> list[float]:
         *(leads(page, ALL, ATTENTION)[0], *scores(page, ALL, ATTENTION)),
         *(spread(seeds(page, row)) for row in (ALL, ATTENTION)),
         *(leads(page, ours, theirs)[0] for ours, theirs in zip(ALL_RECURRENT, RECURRENT)),
-        *(*scores(page, C, L, LT, LTG, G), *scores(page, ATTENTION, G, LTG, when=final)),
+        *(*scores(page, C, L, LT, LTG, G), *scores(page, ATTENTION, C, task=FUZZY)),
+        *(*leads(page, L, ATTENTION, final), *leads(page, LTG, G, final)),
         *(*leads(page, CLT, C), *leads(page, ALL, CG), *leads(page, ALL, CG, final)),
         *(*scores(page, CLT, ALL, when=final), *scores(slim, SLIM, SPLIT)),
         *(x for row in (SLIM, SPLIT) for x in leads(slim, row, ALL, beside=page)),
@@ -181,7 +190,7 @@ def mad_laptop() -> list[float]:
         *scores(page, ALL, ATTENTION, ALL_GLA, GLA, task=COMPRESSION),
         *scores("mad_compression_rates", ALL, ALL_GLA, task=COMPRESSION),
         *(*scores(page, ALL, ATTENTION, task=FUZZY), *jumped, slower, max(seeds(page, ALL, final, FUZZY))),
-        *scores("mad_laptop_init", ALL, ATTENTION, task=FUZZY, start="torch"),
+        *(*scores("mad_laptop_init", ALL, ATTENTION, task=FUZZY, start="torch"), mad_laptop_init()[2]),
         max(scores(page, *RECURRENT, *ALL_RECURRENT, when=final, task=COPYING)),
     ]
 

@@ -8,9 +8,11 @@ from fem_research.common.paired import paired, spread
 
 ATTENTION, GATE, ALONE, FULL, SLIM = "softmax", "softmax+G", "softmax+L", "softmax+LTG", "softmax+LTG/r4"
 C, CG, FULL_C, SLIM_C = "softmax+C", "softmax+CG", "softmax+CLTG", "softmax+CLTG/r4"
+MANY, DOUBLE = "softmax/h64/norope", "softmax/double/h64/norope"
+PARTS = "regimes_parts"
 GLA, GLA_FULL, GLA_SLIM = "gla/norm", "gla+LTG", "gla+LTG/r4"
 EXTREMES, FIELDS = ("peak", "high-water"), ("snapshot", "high-water")
-LAYERS = ("attention, 64", "attention, 128", "slim FEM without C, 4")  # of the page on what heads cost
+LAYERS = ("attention, 64", "attention, 128", "slim FEM without C, 4", "slim FEM, 4")  # of the page on what heads cost
 PAPER = (100, 2)  # Appendix P, T = 128, D = 512: per cent of winners that FEM and, at most, softmax find
 
 
@@ -76,11 +78,16 @@ def regimes() -> list[float]:
     with_mean = [mixer for mixer in results(page)["regimes"]["statistics"] if mixer != ALONE]
     slim, attention, best = scores(page, "statistics", SLIM, ATTENTION, CG)
     return [
-        *share_and_percent(page, ATTENTION, FULL, SLIM),
+        *share_and_percent(page, ATTENTION),
+        *leads(PARTS, ("peak",), C, ATTENTION)[:1],
+        100 * leads(PARTS, ("high-water",), C, ATTENTION)[0],
+        *share_and_percent(page, FULL, SLIM),
         *(*percents(page, "snapshot", SLIM, ALONE), *span(seeds(page, "snapshot", ALONE))),
         *percents(page, "snapshot", CG, FULL, ATTENTION),
         *(min(scores(page, "statistics", *with_mean)), *scores(page, "statistics", ALONE), attention - slim),
         *(*percents(page, "bags", SLIM, FULL, ALONE, ATTENTION), *spreads(page, "bags", SLIM, FULL, ALONE, ATTENTION)),
+        *(*percents("regimes_split", "bags", SLIM, ATTENTION), *percents("regimes_heads_bags", "bags", "softmax/h16")),
+        *(*scores("regimes_heads_peak", "peak", MANY), *scores("regimes_double_peak", "peak", DOUBLE)),
         *(attention - slim, best - slim, *percents("regimes_pools", "bags", "pool:mean")),
         *(*rates(page), max(rates(page))),
     ]
@@ -89,7 +96,8 @@ def regimes() -> list[float]:
 def regimes_ett() -> list[float]:
     page = "regimes_ett"
     return [
-        *(*scores(page, "ett-extremes", SLIM, ATTENTION, FULL), *percents(page, "ett-events", ALONE, SLIM, ATTENTION)),
+        *(*scores(page, "ett-extremes", SLIM, ATTENTION), *scores("regimes_heads_ett", "ett-extremes", "softmax/h8")),
+        *(*scores(page, "ett-extremes", FULL), *percents(page, "ett-events", ALONE, SLIM, ATTENTION)),
         *(100 * x for x in leads(page, ("ett-events",), SLIM, ATTENTION)),
         *(100 * results(page)["constants"]["ett-events"], *rates(page)),
     ]
@@ -101,19 +109,19 @@ def regimes_heads() -> list[float]:
     more, kinds = f"{parts}_more", ("softmax+G", "softmax+C", "softmax+L/", "softmax+LTG")
     gate, conditioner, alone, slim = (scores(more, "peak", *named(more, kind)) for kind in kinds)
     behind = ("softmax/conv", C)
-    doubled, double = "regimes_double_peak", "softmax/double/h64/norope"
-    best, wide, slim_16 = "softmax/h64/norope", "softmax/h16", "softmax+CLTG/h16/r4"
-    lead, later = leads(five, ("peak",), SLIM_C, best), scores(long, "peak", SLIM_C, best)
+    doubled, wide, slim_16 = "regimes_double_peak", "softmax/h16", "softmax+CLTG/h16/r4"
+    lead, later = leads(five, ("peak",), SLIM_C, MANY), scores(long, "peak", SLIM_C, MANY)
+    over_double, (wider,) = leads(doubled, ("peak",), SLIM_C, DOUBLE), scores(doubled, "peak", DOUBLE)
     recall = results(f"{one}_rest")["regimes"]["recall"]
     others = percents(f"{one}_rest", "recall", *(mixer for mixer in recall if mixer != "softmax/h32"))
     fields = [[*scores(three, task, ATTENTION, wide, SLIM_C), *leads(three, (task,), SLIM_C, wide)] for task in FIELDS]
     return [
         *(*percents(three, "snapshot", "softmax/h8", ATTENTION, SLIM_C), *percents(three, "high-water", wide)),
         *(*percents(one, "high-water", "softmax/h8/norope"), *percents(three, "high-water", ATTENTION, SLIM_C)),
-        *(*lead, *scores(five, "peak", SLIM_C, best, "softmax/h32/norope"), *later),
-        *(*scores(doubled, "peak", double, SLIM, SLIM_C), *leads(doubled, ("peak",), SLIM, double)),
-        *(*leads(doubled, ("peak",), SLIM_C, double), *scores("regimes_double", "peak", "softmax/double", ATTENTION)),
-        *percents("regimes_double_bags", "bags", "softmax/double/h16", double),
+        *(*lead, *over_double, *scores(five, "peak", SLIM_C, MANY), wider, *scores(five, "peak", "softmax/h32/norope")),
+        *(*later, *scores(doubled, "peak", SLIM), *leads(doubled, ("peak",), SLIM, DOUBLE)),
+        *scores("regimes_double", "peak", "softmax/double", ATTENTION),
+        *percents("regimes_double_bags", "bags", "softmax/double/h16", DOUBLE),
         *(*percents("regimes_conv", "snapshot", *behind), *scores("regimes_conv", "peak", *behind)),
         *percents("regimes_conv", "high-water", C),
         *scores(five, "peak", "cummax"),
@@ -135,7 +143,8 @@ def regimes_heads() -> list[float]:
         *(100 * score for score in on_each(one, ("softmax/h32",), ("high-water", "snapshot"))),
         *(100 * min(on_each(one, (slim_16,), FIELDS)), *scores(one, "peak", slim_16)),
         *(number for line in fields for number in line),
-        *(*scores(five, "peak", ATTENTION, best, SLIM_C), *lead, *scores(five, "peak", "cummax")),
+        *(*scores(five, "peak", ATTENTION, MANY, SLIM_C), *lead, *scores(five, "peak", "cummax")),
+        *(wider, *scores(doubled, "peak", SLIM_C), *over_double),
         *(*reversed(later), later[0] - later[1], *rates(five), *rates(ett), max(rates(doubled))),
     ]
 
@@ -149,7 +158,7 @@ def regimes_layers() -> list[float]:
 
 
 def regimes_parts() -> list[float]:
-    page, tie = "regimes_parts", (GLA_SLIM, SLIM, "softmax+LT", GLA)
+    page, tie = PARTS, (GLA_SLIM, SLIM, "softmax+LT", GLA)
     low, best = span(scores(page, "statistics", *results(page)["regimes"]["statistics"]))
     alone, full, attention, slim = scores(page, "statistics", ALONE, FULL_C, ATTENTION, SLIM_C)
     return [
@@ -160,8 +169,11 @@ def regimes_parts() -> list[float]:
         *(*span(scores(page, "snapshot", FULL, FULL_C, GLA_FULL, "gla+CLTG")), *scores(page, "snapshot", ATTENTION)),
         *(best - low, alone, full, attention, attention - slim),
         *(*scores(page, "bags", *tie, ATTENTION), *spreads(page, "bags", *tie)),
+        *scores("regimes_split", "bags", SLIM, ATTENTION),
         *(*scores(page, "peak", SLIM_C, SLIM), *leads(page, ("peak",), SLIM_C)),
-        *(*scores(page, "snapshot", SLIM_C, SLIM), *leads(page, ("snapshot", "bags"), SLIM_C)),
+        *(*scores(page, "snapshot", SLIM_C, SLIM), *leads(page, ("snapshot", "high-water"), SLIM_C)),
+        *leads("regimes_peak64_seeds", ("peak-64",), "softmax+CLTG/r16", "softmax+LTG/r16"),
+        *leads(page, ("bags",), SLIM_C),
         *on_each(page, (GLA_SLIM, GLA), (*EXTREMES, "snapshot")),
         *(leads(page, ("statistics",), GLA_SLIM, GLA_FULL)[0], attention - slim, best - slim),
     ]
@@ -178,13 +190,13 @@ def regimes_peak64() -> list[float]:
     )
     by_heads = (*(f"softmax/h{heads}/norope" for heads in (16, 64, 128)), best)
     attention = [mixer for mixer in results(early)["regimes"][task] if "+" not in mixer]
-    step = results("heads_cpu")["train_s"]["512"]
+    steps = [results("heads_cpu")["train_s"][length] for length in ("32", "512")]
     return [
         *(*scores(three, task, slim, slim_c, "softmax+L", best), *leads(three, (task,), slim, best)),
         *(*scores(f"{page}_double", task, "softmax/double/h256/norope"), *scores(page, task, best)),
         *rates(f"{page}_double"),
         *(*scores(f"{page}_8000", task, best), *scores(page, task, *by_heads)),
-        *(step[f"{layer} heads"] / step["attention, 4 heads"] for layer in LAYERS),
+        *(step[f"{layer} heads"] / step["attention, 4 heads"] for step in steps for layer in LAYERS),
         *scores(page, task, "softmax+CG/r16", "softmax+LTG/r16/s.5", "gru", "cummax"),
         *(*span(scores(early, task, *attention)), *scores(early, task, slim_c)),
         *percents(fields, "snapshot-64", "softmax/h16", "softmax/h64", slim),
@@ -214,7 +226,7 @@ def regimes_flights() -> list[float]:
 
 
 def regimes_thirds() -> list[float]:
-    page, parts = "regimes_thirds", "regimes_parts"
+    page, parts = "regimes_thirds", PARTS
     full, bare = f"{FULL_C}/thirds", f"{FULL}/thirds"
     first = {
         (task, mixer): seeds(parts, task, mixer)[0]
