@@ -73,10 +73,10 @@ def after(model: str, mixer: str) -> float:
     return mean(results(f"finetune_{model}")["finetune"][mixer]["after"])
 
 
-def mad(mixer: str) -> float:
-    """The mean over training; attention behind a short convolution has a file of its own."""
+def mad(mixer: str, when: str = "mean", task: str = "average") -> float:
+    """Over training, or "final"; attention behind a short convolution has a file of its own."""
     page = "mad_laptop_conv" if mixer == BEHIND else "mad_laptop"
-    return 100 * results(page)["mad"]["normal"][mixer]["mean"]["average"]["mean"]
+    return 100 * results(page)["mad"]["normal"][mixer][when][task]["mean"]
 
 
 def recalls(mixer: str) -> str:

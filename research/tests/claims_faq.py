@@ -38,8 +38,13 @@ from claims import (
     weights,
 )
 from said import results
+from said_language import NO_F_32, SLIM_32, heavier, two_costs
+from said_tasks import pooled
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+
+GATE_C = {"use_lse": False, "use_temperature": False, **SLIM_512}  # what the FAQ recommends for text
+NATURAL = ("natural", "natural_more", "natural_points")
 
 
 def gained(model: str, mixer: str) -> float:
@@ -57,12 +62,18 @@ def state(prior: str) -> float:
     return (long - short) / 1e5 if prior == "softmax" else long / 1e3
 
 
+def shown_lead(of: tuple[float, float]) -> str:
+    return " ± ".join(short(x, 3) for x in of)
+
+
 def faq() -> list[str]:
+    heads = results("heads_cpu")["train_s"]
     least, most = (
         pick(ratio("layer", time, "FEM-SM", "train_s", page) for time in (512, 2048))
         for pick, page in ((min, "layer_epyc"), (max, "layer_cpu"))
     )
     memory = max(ratio("layer", time, "FEM-SM", "train_extra_bytes", "layer_epyc") for time in (512, 2048))
+    slim_memory = max(ratio("layer", time, "slim with C", "train_extra_bytes", "layer_cpu") for time in (512, 2048))
     own = "FEM-SM without C"
     wider = span([ratio("layer", time, "slim", "train_s", "layer_cpu", own) for time in (512, 2048)], 1)
     steps = {
@@ -72,7 +83,12 @@ def faq() -> list[str]:
     tokens = [ratio("decode", time, "FEM-SM", "token_s") for time in (1024, 4096, 16384)]
     demo, small = results("demo")["lm"], losses("ablate_softmax")
     speed = demo["fem"]["tokens_per_second"] / demo["softmax"]["tokens_per_second"]
-    rate, at_3m = results("ablate_long_rate")["ablate"], losses("ablate_3m")
+    at_3m = losses("ablate_3m")
+    sixteen = [step["attention, 16 heads"] / step["attention, 4 heads"] for step in (heads["512"], heads["2048"])]
+    timed = {row: found["ms a step"] for row, found in results("ablate_16m_split_time")["ablate"].items()}
+    two = two_costs("c128")
+    pooled_lead = [shown_lead(pooled(pool, *NATURAL)) for pool in ("lse", "fem")]
+    gates = [heavier(f"finetune_{model}", "attention+G") for model in ("gpt2", "llama")]
     seconds = [mse("forecast_etth1", "ETTh1", model, "cpu_seconds") for model in ("softmax", FULL)]
     at_16m = losses("ablate_16m")
     lost = [short(score("statistics", "softmax") - score("statistics", mixer), 3) for mixer in (SLIM, "softmax+L")]
@@ -90,9 +106,10 @@ def faq() -> list[str]:
         f"(MSE {mse('forecast_etth1', 'ETTh1', FULL):.4f} against {mse('forecast_etth1', 'ETTh1', 'softmax'):.4f}, two "
         f"seeds) for {seconds[1] / seconds[0]:.1f} times the training time",
         f"{top1('digits', FULL):.1f} against {top1('digits', 'softmax'):.1f} % lies within the spread",
-        f"[{least:.2f}](results/layer_epyc.md) to [{most:.2f} times](results/layer_cpu.md) that of attention, "
-        f"and up to {memory:.2f} times its memory",
-        f"a streamed token [{min(tokens):.1f} to {max(tokens):.1f} times](results/decode_cpu.md)",
+        f"costs [{steps['slim with C']} times](results/layer_cpu.md) that of attention with slim gates and "
+        f"[{least:.2f}](results/layer_epyc.md) to {most:.2f} times with full ones, and adds up to "
+        f"{slim_memory:.2f} and {memory:.2f} times the memory",
+        f"a streamed token, with full gates, [{min(tokens):.1f} to {max(tokens):.1f} times](results/decode_cpu.md)",
         f"[{wider} times](results/layer_cpu.md) the full gates' train step",
         f"at 17 tokens of width 48 it takes {slower('digits'):.1f} times as long",
         f"language model runs at {100 * speed:.0f} % of",
@@ -104,28 +121,38 @@ def faq() -> list[str]:
         f"only at rate .002, at which attention ({at_16m['-C,G,T,L']:.3f}) is not at its best: with "
         f"the conditioner they end at {at_16m['full']:.3f}, without it at {at_16m['-C']:.3f}.",
         f"takes {slower_step()} times attention's in a model of {millions('ablate_16m_time')} parameters",
-        f"attention is ahead by {lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} nats.",
+        f"attention is ahead by {lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} nats, at a rate that suits attention "
+        f"least, one seed. The gate and the conditioner alone, at a better rate, are "
+        f"{lead('ablate_16m_split_time', '+C,G/r8')} ahead of attention",
         f"has {at_its_best('peak'):.2f} of the variance, with values twice as wide {share('peak', DOUBLE, DOUBLED)}, "
         f"where slim FEM with 4 heads has {share('peak', SLIM_C)};",
-        f"explains {percent('peak', SLIM_C)} of the variance, attention {100 * score('peak', 'softmax'):.0f})",
+        f"of 16 channels after 500 steps: slim FEM explains {percent('peak', SLIM_C)} of the variance, attention "
+        f"{100 * score('peak', 'softmax'):.0f} with 4 heads, {100 * at_its_best('peak'):.0f} with 64); in language "
+        f"models by its gate and its conditioner ([{at_best_rates('+C,G/r8')} against {at_best_rates('-C,G,T,L')} nats]",
         f"{1.95} is the default",
-        f"| {1.95}; [no other start",
+        f"| {1.95}; [8 is worth",
         f"| {cost(**SLIM_512)}, {steps['slim with C']} | [heads](results/regimes_heads.md), "
         f"[parts](results/regimes_parts.md): {share('peak', SLIM_C)} of the variance, without C "
-        f"{share('peak', SLIM)}, attention {share('peak', 'softmax')} |",
+        f"{share('peak', SLIM)}, attention {share('peak', 'softmax')} with 4 heads and {at_its_best('peak'):.2f} with "
+        "64 |",
         f"| {1.95} | {cost(use_conv=False, **SLIM_512)}, {steps['slim']} |",
         f"computed extremes: {share('ett-extremes', SLIM, 'regimes_ett')} and "
         f"{share('ett-extremes', 'softmax', 'regimes_ett')} |",
+        f"| {1.95}; [4 helped](results/regimes_starts.md) on one task of five, "
         f"`beta_max_init={math.log(math.expm1(4)):.2f}` | {cost()}, {steps['FEM-SM']} | {share('peak', FULL)} of the "
         "variance;",
         f"| {1.95} | {gla:.2f}, a state of fixed size, | [parts](results/regimes_parts.md): "
         f"{share('peak', 'gla+LTG/r4')} of the variance, GLA {share('peak', 'gla/norm')}; [GLA with more heads]"
         f"(results/regimes_heads.md) {gla_at_its_best('peak'):.2f} |",
-        f"| a step of slim FEM [{slower_step()}](results/ablate_16m.md) in a model of {millions('ablate_16m_time')}",
+        f"the layer then has {weights(conv_hidden=128, **GATE_C) / bare:.2f} times attention's parameters",
+        f"| {cost(**GATE_C)}, a step [{timed['+C,G/r8'] / timed['-C,G,T,L']:.2f}](results/ablate_16m.md) in a model of "
+        f"{millions('ablate_16m_split_time')} parameters, [{two[NO_F_32]:.2f}](results/ablate_512_two.md) in one of "
+        f"{millions('ablate_512_two')}; slim FEM {slower_step()} and {two[SLIM_32]:.2f} |",
         f"{at_best_rates('+C,G/r8')} nats after 16M tokens, slim FEM {at_best_rates('full/r8')}, attention "
         f"{at_best_rates('-C,G,T,L')}, at its best rate",
         f"have {share('peak', f'{FULL}/thirds', 'regimes_thirds')}, one seed |",
         f"| {cost(**ATTENTION)}, | [MAD](results/mad_laptop.md)",
+        f"| | 1.00, 1.00, with 16 heads of width 256 [{span(sixteen)}](results/heads_cpu.md) |",
         "| | 1.00, 1.00, 1.00 |",
         f"they lost [{lead('ablate_10m', 'full', 'full/r8')} nats](results/ablate_10m.md)",
         "to full gates after 1.8M tokens.",
@@ -133,11 +160,12 @@ def faq() -> list[str]:
         f"conditioner reaches {mad('softmax+C'):.1f} %, full FEM {mad(FULL):.1f} %, attention {mad('softmax'):.1f} %.",
         f"[{gained('gpt2', TRAINED):.3f} nats for a GPT-2]",
         f"[{gained('llama', TRAINED):.3f} for a Llama]",
-        f"{rate['-C']['loss']:.3f} against {rate['-C,G,T,L']['loss']:.3f} nats per token",
-        f"({top1('cifar', FULL):.1f} against {top1('cifar', 'softmax'):.1f} %, [half of it]",
-        f"{short(gained('gpt2', 'attention+G'), 3)} to {short(gained('llama', 'attention+G'), 3)} nats |",
+        f"({top1('cifar', FULL):.1f} against {top1('cifar', 'softmax'):.1f} % of 1,000, one rate, [half of it]",
+        f"for {min(gates):.0f} to {max(gates):.0f} % more parameters: after 300 further steps it is "
+        f"{short(gained('gpt2', 'attention+G'), 3)} to {short(gained('llama', 'attention+G'), 3)} nats below attention",
         f"attention; slim gates lose {lost[0]}, only L {lost[1]} ",
-        f"instead of attention pooling, {pools[0]:.1f} against {pools[1]:.1f} % | {1.95} | | [bags]",
+        f"has {pools[0]:.1f} % on bags of digits, attention pooling {pools[1]:.1f} % | {1.95} | | [bags]",
+        f"log-sum-exp {pooled_lead[0]} above attention pooling, `FreeEnergyPooling` {pooled_lead[1]} |",
         f"{scan('gla', '8192'):.0f} ms for a train step at 8192 tokens, "
         f"{scan('gla', '8192') / scan('gla', '1024'):.1f} times that of 1024",
         f"{scan('rnn_softmax', '8192'):.0f} and {scan('rnn_decay', '8192'):.0f} ms, and a state of "
