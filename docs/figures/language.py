@@ -6,6 +6,7 @@ python docs/figures/language.py    # prints the table, writes docs/images/langua
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -21,12 +22,19 @@ ATTENTION = "-C,G,T,L"
 NAMES = {"+G": "outer gate alone", "-C": "FEM without C", "full": "FEM"}  # of rows, which may be slim besides
 WITHOUT_F = "+C,G"  # the control: all of FEM but the free energy and its temperature gate
 SLIM = "/r8"
-BESIDE = (0.94, 1.0, 1.06)  # so that rows of one page do not hide each other
+COLUMNS = {row + slim: name + (", slim" if slim else "") for slim in ("", SLIM) for row, name in NAMES.items()}
+COLUMNS |= {WITHOUT_F + SLIM: "outer gate and C, slim"}
+BESIDE = (0.94, 1.0, 1.06, 1.12)  # so that rows of one page do not hide each other
 PAGES = (
     *("softmax_small", "softmax_medium", "softmax", "long", "long_rate", "10m", "3m"),
     *("16m_half", "16m", "16m_seeds", "16m_rate4", "16m_rates", "16m_3m"),
 )
-EQUAL_TIME = ("time", "16m_time")
+EQUAL_TIME = ("time", "16m_time", "16m_split_time", "512_time", "512_two_rate1")
+JOINED = {  # by attention's file, files of one seed that hold other rows of its line
+    "16m_rates": ("16m_attribution_rate8",),
+    "512_two_rate1": ("512_two_parts_rate1", "512_two_slim_rate1"),
+}
+RANK = re.compile(r"/r\d+")
 RATES_16M = (
     "16m",
     "16m_rate4",
@@ -50,14 +58,23 @@ def size(page: str) -> tuple[str, str]:
 
 
 def name_of(page: str) -> str:
-    """The page that shows these numbers: all with 16M tokens are on one."""
-    return "ablate_16m" if page.startswith("16m") else f"ablate_{page}"
+    """The page that shows these numbers: all with 16M tokens are on one, and all with two blocks."""
+    (page,) = [name for name in ("16m", "512_two") if page.startswith(name)] or [page]
+    return f"ablate_{page}"
 
 
-def below(row: dict | None) -> tuple[float, float] | None:
+def line(page: str) -> dict[str, dict]:
+    """The rows of a line by name, whatever their rank."""
+    rows = {row: kept for name in (page, *JOINED.get(page, ())) for row, kept in found(name).items()}
+    return {RANK.sub(SLIM, row): kept for row, kept in rows.items()}
+
+
+def below(row: dict | None, attention: dict) -> tuple[float, float] | None:
     """Nats below attention on the same seeds, and the standard error, 0 of one seed."""
     if row is None:
         return None
+    if "below attention, paired" not in row:  # of another file, one seed
+        return attention["loss"] - row["loss"], 0.0
     mean, _, error = row["below attention, paired"].partition(" ± ")
     return float(mean), float(error or 0)
 
@@ -75,16 +92,15 @@ def rates(rows: dict[str, dict]) -> str:
 
 
 def table(pages: tuple[str, ...]) -> str:
-    columns = [row + slim for slim in ("", SLIM) for row in NAMES]
-    names = [name + (", slim" if slim else "") for slim in ("", SLIM) for name in NAMES.values()]
-    lines = [("parameters", "tokens", "seeds", "rate", "attention", *names), ["---", "---"] + ["---:"] * 9]
+    names = COLUMNS.values()
+    lines = [("parameters", "tokens", "seeds", "rate", "attention", *names), ["---"] * 2 + ["---:"] * (3 + len(names))]
     for page in pages:
-        rows, (parameters, tokens) = found(page), size(page)
+        rows, (parameters, tokens) = line(page), size(page)
         seeds = len(rows[ATTENTION]["by seed"].split(","))
-        gains = (written(below(rows.get(column))) for column in columns)
+        gains = (written(below(rows.get(column), rows[ATTENTION])) for column in COLUMNS)
         link = f"[{parameters}M](../research/results/{name_of(page)}.md)"
         lines.append((link, f"{tokens}M", str(seeds), rates(rows), f"{rows[ATTENTION]['loss']:.3f}", *gains))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 ALL_NAMES = {"-G,T,L": "C alone", "+G": NAMES["+G"], WITHOUT_F: "outer gate and C", **NAMES}
@@ -139,16 +155,17 @@ def _lines(titles: tuple[str, ...], rows: Collection[str], cells: Callable[[str]
 
 
 def draw(path: Path) -> None:
-    pages = [(*size(page), found(page)) for page in PAGES]
+    pages = [(*size(page), line(page)) for page in PAGES]
     shapes = dict(zip(sorted({parameters for parameters, _, _ in pages}, key=float), "v^osD"))
-    colours = {row: colour(mixer_name(row, "softmax")) for row in NAMES}
+    shown = {**NAMES, WITHOUT_F: "outer gate and C"}
+    colours = {row: colour(mixer_name(row, "softmax")) for row in shown}
     with picture(
         path, "Nats per token below attention, at equal parameters and tokens; error bars over three seeds", 8.5, 3.6
     ) as figure:
         for axes, slim in zip(figure.subplots(1, 2, sharex=True, sharey=True), ("", SLIM)):
             for parameters, tokens, rows in pages:
                 for place, (row, its_colour) in zip(BESIDE, colours.items()):
-                    gain = below(rows.get(row + slim))
+                    gain = below(rows.get(row + slim), rows[ATTENTION])
                     if gain is not None:
                         look = {"color": its_colour, "marker": shapes[parameters], "alpha": 0.75, "linestyle": ""}
                         axes.errorbar(float(tokens) * place, gain[0], gain[1] or None, elinewidth=1, **look)
@@ -158,7 +175,7 @@ def draw(path: Path) -> None:
             axes.minorticks_off()
         key = [Line2D([], [], color=its_colour, marker="o", linestyle="") for its_colour in colours.values()]
         key += [Line2D([], [], color=GREY, marker=shape, linestyle="") for shape in shapes.values()]
-        figure.legend(key, [*NAMES.values(), *(f"{parameters}M" for parameters in shapes)], loc="outside right center")
+        figure.legend(key, [*shown.values(), *(f"{parameters}M" for parameters in shapes)], loc="outside right center")
 
 
 if __name__ == "__main__":

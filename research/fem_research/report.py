@@ -190,12 +190,12 @@ def table2(results: dict[str, dict]) -> list[dict]:
 
 INDEX_PAGE = """# Results
 
-Every page ends with the command that made it, its date, versions and hardware. Figures of the paper are marked as such
+Every page of a run ends with the command that made it, its date, versions and hardware. Figures of the paper are marked as such
 and never stand in the place of ours.
 
 {items}
 
-## Measured by the scripts in `benchmarks/` and `tests/support/`
+## Other pages, of the scripts in `benchmarks/` and `tests/support/` and of several runs
 
 {others}
 

@@ -128,7 +128,7 @@ def faq() -> list[str]:
         f"where slim FEM with 4 heads has {share('peak', SLIM_C)};",
         f"of 16 channels after 500 steps: slim FEM explains {percent('peak', SLIM_C)} of the variance, attention "
         f"{100 * score('peak', 'softmax'):.0f} with 4 heads, {100 * at_its_best('peak'):.0f} with 64); in language "
-        f"models by its gate and its conditioner ([{at_best_rates('+C,G/r8')} against {at_best_rates('-C,G,T,L')} nats]",
+        f"models by its gate and its conditioner ([{at_best_rates('+C,G/r8')} against {at_best_rates('-C,G,T,L')} nats",
         f"{1.95} is the default",
         f"| {1.95}; [8 is worth",
         f"| {cost(**SLIM_512)}, {steps['slim with C']} | [heads](results/regimes_heads.md), "

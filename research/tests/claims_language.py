@@ -32,6 +32,8 @@ def language() -> list[str]:
     timed = losses("ablate_16m_time")
     at_4, split = losses("ablate_16m_rate4"), loss("ablate_16m_split", "-C/r8/s.5")
     timed_split, wide = losses("ablate_16m_split_time"), results(WIDE)["ablate"]
+    of_time = results("ablate_16m_split_time")["ablate"]
+    split_step = of_time["-C/r8/s.5"]["ms a step"] / of_time["-C,G,T,L"]["ms a step"]
     wide_step = wide["full/r32"]["ms a step"] / wide["-C,G,T,L"]["ms a step"]
     plain_two, alone, whole = two_blocks_at_best()
     (broad,) = two_blocks(BROAD, 0.001)
@@ -39,7 +41,7 @@ def language() -> list[str]:
         f"slim FEM ends {below('full/r8')} nats below attention**, {at_best_rates('full/r8')} against "
         f"{at_best_rates('-C,G,T,L')}: {millions('ablate_16m_rates')} parameters, three seeds",
         f"the gate and the conditioner alone end at {timed_split['+C,G/r8']:.3f}, ahead.",
-        f"At .008 they end at {loss('ablate_16m_split_rate8', '-C/r8/s.5'):.3f}.",
+        f"At .008 split values end at {loss('ablate_16m_split_rate8', '-C/r8/s.5'):.3f}.",
         f"they end at {timed_split['-C/r8/s.5']:.3f} and attention at {timed_split['-C,G,T,L']:.3f}: "
         f"{lead('ablate_16m_split_time', '-C/r8/s.5')} below",
         f"At rate .002, which suits attention least, it is [{slim_lead()} on three seeds](results/ablate_16m.md)",
@@ -48,14 +50,15 @@ def language() -> list[str]:
         f"FEM; on three seeds, at rate .004, {below('+C,G/r8')} below attention, and the "
         f"conditioner alone {below('-G,T,L')}.",
         f"On three seeds, on one machine, they end {below('+C,G/r8', 'full/r8')} below slim FEM",
-        f"end at [{split:.3f} nats](results/ablate_16m.md) at .004: {short(at_4['-C,G,T,L'] - split, 3)} below "
+        f"in a step of {split_step:.2f} times attention's, end at [{split:.3f} nats](results/ablate_16m.md) at .004: "
+        f"{short(at_4['-C,G,T,L'] - split, 3)} below "
         f"attention and {short(at_4['+G/r8'] - split, 3)} below the slim outer gate alone",
         f"At .002 the slim outer gate brings {lead('ablate_16m', '+G/r8')} of {lead('ablate_16m', 'full/r8')} nats, "
         f"free energy and temperature gate {lead('ablate_16m', '-C/r8', '+G/r8')}, the conditioner "
         f"{lead('ablate_16m', 'full/r8', '-C/r8')}.",
         "at rate .002, they bring nothing",
         f"(.004) have leads of {sizes} parameters. At .004 slim FEM is at its best with {millions('ablate_16m_rates')}",
-        f"at these sizes, {timed['-C,G,T,L']:.3f} against {timed['full/r8']:.3f}, as a step of slim FEM takes "
+        f"at these sizes, {timed['-C,G,T,L']:.3f} against {timed['full/r8']:.3f} at the rate .002, one seed, as a step of slim FEM takes "
         f"{slower_step()} times as long; it would be level [at {level_at():.2f} times](results/ablate_16m.md).",
         f"[With {millions('ablate_10m')} parameters](results/ablate_10m.md) and 1.8M tokens",
         f"of slim FEM, whose step takes {wide_step:.2f} times as long, ends {lead(WIDE, 'full/r32')} below attention "

@@ -71,7 +71,7 @@ def of_nats(page: str, row: str = "full/r8") -> str:
 
 def by_heads(*layers: str) -> list[str]:
     """A train step over that of attention with 4 heads, of 512 and of 2,048 tokens."""
-    steps = [results("heads_cpu")["train_s"][length] for length in ("512", "2048")]
+    steps = [results("heads_cpu")["train_s"][length] for length in ("32", "512", "2048")]
     ratios = [[f"{taken[layer] / taken['attention, 4 heads']:.2f}" for layer in layers] for taken in steps]
     return [f"{', '.join(of[:-1])} and {of[-1]}" if len(of) > 1 else of[0] for of in ratios]
 
@@ -108,6 +108,7 @@ def summary() -> list[str]:
     }
     gained_lt = paired_mad("softmax+CLT", "softmax+C")
     plain, alone, whole = two_blocks_at_best()
+    paired_time = results("ablate_time")["ablate"]["full"]["below attention, paired"]
     return [
         f"3 seeds | {share('peak', 'softmax')} | {share('peak', SLIM_C)} | the free energy, given width: slim "
         f"{share('peak', SLIM_C)}, without C {share('peak', SLIM)}; full gates {share('peak', FULL)}, without C "
@@ -217,8 +218,17 @@ def summary() -> list[str]:
         ),
         f"{slower('cifar'):.1f} to {slower('digits'):.1f} times at 65 and 17 tokens of small width",
         *by_heads(*(f"attention, {heads} heads" for heads in (16, 64, 128))),
-        f"slim FEM with 4 heads {' and '.join(by_heads('slim FEM without C, 4 heads'))} times without the conditioner, "
-        f"{' and '.join(by_heads('slim FEM, 4 heads'))} with it.",
+        *(
+            f"{times[0]}, {times[1]} and {times[2]} {how}"
+            for times, how in (
+                (by_heads("slim FEM without C, 4 heads"), "times without the conditioner"),
+                (by_heads("slim FEM, 4 heads"), "with it."),
+            )
+        ),
+        "1.8M, 4M and 16M tokens are program source",
+        "equal time [after 0.3M tokens](ablate_time.md)",
+        "[3.1M tokens](ablate_3m.md)",
+        f"loses {paired_time.removeprefix('-').replace('0.', '.')} nats to attention",
         f"one at a time: {token(full)} times attention's time, {token(f'{full} without C')} without the conditioner, "
         f"and then {token(f'{full} without C', 'served')} where both are compiled",
         f"with a GLA prior {ratio('decode', 16384, 'FEM-GLA', 'state_bytes'):.3f} times as large at 16k tokens",
