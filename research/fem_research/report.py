@@ -190,8 +190,8 @@ def table2(results: dict[str, dict]) -> list[dict]:
 
 INDEX_PAGE = """# Results
 
-Every page of a run ends with the command that made it, its date, versions and hardware. Figures of the paper are marked as such
-and never stand in the place of ours.
+Every page of a run ends with the command that made it, its date, versions and hardware. Figures of the paper are marked
+as such and never stand in the place of ours.
 
 {items}
 
