@@ -59,7 +59,8 @@ def language() -> list[str]:
         "at rate .002, they bring nothing",
         f"(.004) have leads of {sizes} parameters. At .004 slim FEM is at its best with {millions('ablate_16m_rates')}",
         f"at these sizes, {timed['-C,G,T,L']:.3f} against {timed['full/r8']:.3f} at the rate .002, one seed, as a step "
-        f"of slim FEM takes {slower_step()} times as long; it would be level [at {level_at():.2f} times](results/ablate_16m.md).",
+        f"of slim FEM takes {slower_step()} times as long; it would be level "
+        f"[at {level_at():.2f} times](results/ablate_16m.md).",
         f"[With {millions('ablate_10m')} parameters](results/ablate_10m.md) and 1.8M tokens",
         f"of slim FEM, whose step takes {wide_step:.2f} times as long, ends {lead(WIDE, 'full/r32')} below attention "
         f"and split values {lead(WIDE, '-C/r32/s.5')}, but the gate and the conditioner alone "
