@@ -171,6 +171,10 @@ def ablate_512_two() -> list[float]:
     (bare,), at_low = two_blocks(ATTENTION, high), {row: two_blocks(row, low) for row in TWO_BLOCKS}
     (double,), (narrow,), (broad,) = (at_low[row] for row in (DOUBLE, NARROW, BROAD))
     (costs, xeon), (slower, fastest) = map(two_costs, ("c128", "")), of(page, "ms a step", SLIM_32, ATTENTION)
+    made = {
+        row: recipe(f"{page}{TWO_BLOCKS[row]}_rate1")["steps"] for row in (ATTENTION, NO_F_32, SLIM_32, DOUBLE, NARROW)
+    }
+    more_time = [100 * (costs[row] * steps / made[ATTENTION] - 1) for row, steps in made.items()][1:]
     gained = [before - at_low[row][0] for row, before in ((ATTENTION, bare), (NO_F_32, theirs[0]), (SLIM_32, ours[0]))]
     return [
         *(plain - whole, plain - alone, whole, alone, plain),
@@ -181,7 +185,7 @@ def ablate_512_two() -> list[float]:
         *(high, *wide, *of_wide),
         gap(one, NO_F_32, SLIM_32),
         *(costs[row] for row in (SLIM_32, NO_F_32, BROAD, DOUBLE, NARROW)),
-        *(high, slower / fastest, *(xeon[row] for row in (SLIM_32, NO_F_32))),
+        *(high, slower / fastest, *more_time, *(xeon[row] for row in (SLIM_32, NO_F_32))),
         *(low, low, high, high),
         *(*at_low[ATTENTION], bare),
         *(*at_low[NO_F_32], *theirs, broad, narrow, double, *wide, *at_low[SLIM_32], *ours),
