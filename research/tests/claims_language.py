@@ -3,9 +3,25 @@
 import sys
 from pathlib import Path
 
-from claims import WIDE, at_best_rates, below, lead, loss, losses, millions, plain, short, slower_step
+from claims import (
+    PLAIN,
+    SLIM_512,
+    WIDE,
+    at_best_rates,
+    below,
+    lead,
+    loss,
+    losses,
+    millions,
+    plain,
+    short,
+    slower_step,
+    weights,
+)
 from said import level_at, results
-from said_language import BROAD, two_blocks, two_blocks_at_best
+from said_language import ATTENTION, BROAD, NO_F_32, SLIM_32, more_time, two_blocks, two_blocks_at_best
+
+from fem_research.common.paired import paired
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "figures"))
 
@@ -23,6 +39,11 @@ def without_f(over: str = "-C,G,T,L") -> str:
     return short(loss("ablate_16m_rates", over) - loss("ablate_16m_attribution_rate8", "+C,G/r8"), 3)
 
 
+def two_lead(row: str) -> str:
+    """Nats below attention with two blocks of width 512."""
+    return " ± ".join(short(x, 3) for x in paired(two_blocks_at_best(ATTENTION), two_blocks_at_best(row)))
+
+
 def language() -> list[str]:
     sizes = ", ".join(
         f"{lead(page, 'full/r8')} {'nats ' if page == 'ablate_16m_3m' else ''}with [{millions(page)}]"
@@ -35,8 +56,8 @@ def language() -> list[str]:
     of_time = results("ablate_16m_split_time")["ablate"]
     split_step = of_time["-C/r8/s.5"]["ms a step"] / of_time["-C,G,T,L"]["ms a step"]
     wide_step = wide["full/r32"]["ms a step"] / wide["-C,G,T,L"]["ms a step"]
-    plain_two, alone, whole = two_blocks_at_best()
-    (broad,) = two_blocks(BROAD, 0.001)
+    alone, broad = (two_blocks(row, 0.001)[0] for row in (NO_F_32, BROAD))
+    layers = [weights(use_lse=False, use_temperature=False, **SLIM_512, **wide) for wide in ({}, {"conv_hidden": 128})]
     return [
         f"slim FEM ends {below('full/r8')} nats below attention**, {at_best_rates('full/r8')} against "
         f"{at_best_rates('-C,G,T,L')}: {millions('ablate_16m_rates')} parameters, three seeds",
@@ -65,9 +86,10 @@ def language() -> list[str]:
         f"of slim FEM, whose step takes {wide_step:.2f} times as long, ends {lead(WIDE, 'full/r32')} below attention "
         f"and split values {lead(WIDE, '-C/r32/s.5')}, but the gate and the conditioner alone "
         f"{lead(WIDE, '+C,G/r32')}. [Two blocks](results/ablate_512_two.md) of slim FEM end "
-        f"{short(plain_two - whole, 3)} below and the gate and the conditioner alone {short(plain_two - alone, 3)}, "
-        "each at the better of two rates, one seed.",
+        f"{two_lead(SLIM_32)} below and the gate and the conditioner alone {two_lead(NO_F_32)}, each at the "
+        f"better of two rates, two seeds, with {more_time(SLIM_32):.0f} and {more_time(NO_F_32):.0f} % more time.",
         f"two blocks with the gate and the conditioner alone end another {short(alone - broad, 3)} lower",
+        f"grows from {layers[0] / weights(**PLAIN):.2f} to {layers[1] / weights(**PLAIN):.2f} times attention's.",
         "The texts: 16.0M and 1.8M tokens are program source, Python's and torch's, and what is held out is code of "
         "the same projects; 3.1M are Python's sources and help topics; 0.3M and 1.0M are speeches.",
         *(plain(figures.table(pages)) for pages in (figures.PAGES, figures.EQUAL_TIME)),
