@@ -337,7 +337,7 @@ class FreeEnergyMixerConfig:
 
     @classmethod
     def slim(cls, n_embd: int, n_head: int, prior_type: str = "softmax", **fields) -> FreeEnergyMixerConfig:
-        """`matched` with slim gates, for reads of many extremes, and for text at equal tokens.
+        """`matched` with slim gates, for reads of many extremes.
 
         lambda and g are maps of rank D / 16, so that the values stay nearly as wide as attention's and every channel
         reads mean and F: at width 512 a cache of 1.4 times attention's. With the conditioner under softmax, without
