@@ -56,7 +56,7 @@ def language() -> list[str]:
     of_time = results("ablate_16m_split_time")["ablate"]
     split_step = of_time["-C/r8/s.5"]["ms a step"] / of_time["-C,G,T,L"]["ms a step"]
     wide_step = wide["full/r32"]["ms a step"] / wide["-C,G,T,L"]["ms a step"]
-    alone, broad = (two_blocks(row, 0.001)[0] for row in (NO_F_32, BROAD))
+    widened = [short(small - large, 3) for small, large in zip(two_blocks(NO_F_32, 0.001), two_blocks(BROAD, 0.001))]
     layers = [weights(use_lse=False, use_temperature=False, **SLIM_512, **wide) for wide in ({}, {"conv_hidden": 128})]
     return [
         f"slim FEM ends {below('full/r8')} nats below attention**, {at_best_rates('full/r8')} against "
@@ -88,7 +88,7 @@ def language() -> list[str]:
         f"{lead(WIDE, '+C,G/r32')}. [Two blocks](results/ablate_512_two.md) of slim FEM end "
         f"{two_lead(SLIM_32)} below and the gate and the conditioner alone {two_lead(NO_F_32)}, each at the "
         f"better of two rates, two seeds, with {more_time(SLIM_32):.0f} and {more_time(NO_F_32):.0f} % more time.",
-        f"two blocks with the gate and the conditioner alone end another {short(alone - broad, 3)} lower",
+        f"two blocks with the gate and the conditioner alone end another {' and '.join(widened)} lower",
         f"grows from {layers[0] / weights(**PLAIN):.2f} to {layers[1] / weights(**PLAIN):.2f} times attention's.",
         "The texts: 16.0M and 1.8M tokens are program source, Python's and torch's, and what is held out is code of "
         "the same projects; 3.1M are Python's sources and help topics; 0.3M and 1.0M are speeches.",

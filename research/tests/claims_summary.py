@@ -40,7 +40,7 @@ from claims import (
 )
 from said import results
 from said_language import ATTENTION as BARE
-from said_language import BROAD, NO_F_32, SLIM_32, SLIM_BROAD, heavier, two_blocks, two_blocks_at_best
+from said_language import BROAD, NO_F_32, SLIM_32, heavier, two_blocks, two_blocks_at_best
 from said_tasks import pooled
 
 from fem_research.common.paired import shown
@@ -109,7 +109,7 @@ def summary() -> list[str]:
     }
     gained_lt = paired_mad("softmax+CLT", "softmax+C")
     plain, alone, whole = (mean(two_blocks_at_best(row)) for row in (BARE, NO_F_32, SLIM_32))
-    broad, whole_broad = (two_blocks(row, 0.001)[0] for row in (BROAD, SLIM_BROAD))
+    broad = mean(two_blocks(BROAD, 0.001))
     paired_time = results("ablate_time")["ablate"]["full"]["below attention, paired"]
     return [
         f"3 seeds | {share('peak', 'softmax')} | {share('peak', SLIM_C)} | the free energy, given width: slim "
@@ -180,8 +180,7 @@ def summary() -> list[str]:
         f"{loss(WIDE, '+C,G/r32'):.3f}; split values {loss(WIDE, '-C/r32/s.5'):.3f} |",
         f"[{millions('ablate_512_two')}, in nearly equal time](ablate_512_two.md), two blocks of width 512, 4M "
         f"tokens, 2 seeds, two rates | {plain:.3f} | {whole:.3f} | not the free energy: the slim outer gate and the "
-        f"conditioner alone have {alone:.3f}; with a wider conditioner, one seed, {broad:.3f} and all of slim FEM "
-        f"{whole_broad:.3f} |",
+        f"conditioner alone have {alone:.3f}; with a wider conditioner {broad:.3f} |",
         f"[on GLA, 0.3M tokens](ablate_gla.md), 3 seeds | {of_nats('ablate_gla', 'full')} | ",
         f"| {after('gpt2', 'attention'):.3f}, {after('llama', 'attention'):.3f} | {after('gpt2', TRAINED):.3f}, "
         f"{after('llama', TRAINED):.3f} | with {min(extra):.0f} to {max(extra):.0f} % more parameters",

@@ -169,14 +169,15 @@ def ablate_512_two() -> list[float]:
     leads, of_wide = ([their - own for own, their in zip(found, theirs)] for found in (ours, wide))
     (bare,), at_low = two_blocks(ATTENTION, high), {row: two_blocks(row, low) for row in TWO_BLOCKS}
     plain, alone, broad, narrow, double, whole, whole_broad = (at_low[row][0] for row in TWO_BLOCKS)
+    widened = [small - large for small, large in zip(at_low[NO_F_32], at_low[BROAD])]
     (costs, xeon), (slower, fastest) = map(two_costs, ("c128", "")), of(page, "ms a step", SLIM_32, ATTENTION)
     timed = (NO_F_32, SLIM_32, SLIM_BROAD, DOUBLE, NARROW)
     return [
         *(x for row in (NO_F_32, SLIM_32) for x in paired(at_low[ATTENTION], at_low[row])),
         *(mean(at_low[row]) for row in (NO_F_32, SLIM_32, ATTENTION)),
         *(alone - whole, at_low[SLIM_32][1] - at_low[NO_F_32][1], asked),
-        *(broad, alone - broad, whole_broad, whole - whole_broad),
-        *(more_time(SLIM_BROAD, BROAD), broad - whole_broad),
+        *(*at_low[BROAD], *widened, whole_broad, broad - whole_broad, whole - whole_broad),
+        *(more_time(SLIM_BROAD, BROAD), at_low[SLIM_BROAD][1], at_low[BROAD][1] - at_low[SLIM_BROAD][1]),
         *(narrow, alone - narrow, double),
         *(high, *leads, gap(page, SLIM_32), low, bare - plain, theirs[0] - alone, ours[0] - whole, 0.004, 0.0005, low),
         *(high, *wide, *of_wide),
@@ -186,7 +187,8 @@ def ablate_512_two() -> list[float]:
         *(xeon[row] for row in (SLIM_32, NO_F_32)),
         *(low, low, high, high),
         *(*at_low[ATTENTION], bare),
-        *(*at_low[NO_F_32], *theirs, broad, narrow, double, *wide, *at_low[SLIM_32], *ours, whole_broad),
+        *(*at_low[NO_F_32], *theirs, *at_low[BROAD], narrow, double, *wide),
+        *(*at_low[SLIM_32], *ours, *at_low[SLIM_BROAD]),
         *(low, high),
     ]
 
