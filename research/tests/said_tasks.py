@@ -200,6 +200,7 @@ def regimes_peak64() -> list[float]:
         *scores(page, task, "softmax+CG/r16", "softmax+LTG/r16/s.5", "gru", "cummax"),
         *(*span(scores(early, task, *attention)), *scores(early, task, slim_c)),
         *percents(fields, "snapshot-64", "softmax/h16", "softmax/h64", slim),
+        *(*percents(f"{fields}_2000", "snapshot-64", "softmax/h64", slim), *rates(f"{fields}_2000")),
         *scores("regimes_peak128", "peak-128", slim_c, slim, best, "softmax+L", "cummax"),
         *(*rates("regimes_peak128"), *scores("regimes_peak128_8000", "peak-128", slim, best)),
         *(*rates(page), max(rates(three)), rate(three, task, slim)),
