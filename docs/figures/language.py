@@ -22,8 +22,7 @@ ATTENTION = "-C,G,T,L"
 NAMES = {"+G": "outer gate alone", "-C": "FEM without C", "full": "FEM"}  # of rows, which may be slim besides
 WITHOUT_F = "+C,G"  # the control: all of FEM but the free energy and its temperature gate
 SLIM = "/r8"
-COLUMNS = {row + slim: name + (", slim" if slim else "") for slim in ("", SLIM) for row, name in NAMES.items()}
-COLUMNS |= {WITHOUT_F + SLIM: "outer gate and C, slim"}
+COLUMNS = (*(row + slim for slim in ("", SLIM) for row in NAMES), WITHOUT_F + SLIM)
 BESIDE = (0.94, 1.0, 1.06, 1.12)  # so that rows of one page do not hide each other
 PAGES = (
     *("softmax_small", "softmax_medium", "softmax", "long", "long_rate", "10m", "3m"),
@@ -59,8 +58,7 @@ def size(page: str) -> tuple[str, str]:
 
 def name_of(page: str) -> str:
     """The page that shows these numbers: all with 16M tokens are on one, and all with two blocks."""
-    (page,) = [name for name in ("16m", "512_two") if page.startswith(name)] or [page]
-    return f"ablate_{page}"
+    return "ablate_" + next((name for name in ("16m", "512_two") if page.startswith(name)), page)
 
 
 def line(page: str) -> dict[str, dict]:
@@ -92,8 +90,8 @@ def rates(rows: dict[str, dict]) -> str:
 
 
 def table(pages: tuple[str, ...]) -> str:
-    names = COLUMNS.values()
-    lines = [("parameters", "tokens", "seeds", "rate", "attention", *names), ["---"] * 2 + ["---:"] * (3 + len(names))]
+    titles = ("parameters", "tokens", "seeds", "rate", "attention", *map(called, COLUMNS))
+    lines = [titles, ["---"] * 2 + ["---:"] * (len(titles) - 2)]
     for page in pages:
         rows, (parameters, tokens) = line(page), size(page)
         seeds = len(rows[ATTENTION]["by seed"].split(","))
@@ -157,8 +155,7 @@ def _lines(titles: tuple[str, ...], rows: Collection[str], cells: Callable[[str]
 def draw(path: Path) -> None:
     pages = [(*size(page), line(page)) for page in PAGES]
     shapes = dict(zip(sorted({parameters for parameters, _, _ in pages}, key=float), "v^osD"))
-    shown = {**NAMES, WITHOUT_F: "outer gate and C"}
-    colours = {row: colour(mixer_name(row, "softmax")) for row in shown}
+    colours = {row: colour(mixer_name(row, "softmax")) for row in (*NAMES, WITHOUT_F)}
     with picture(
         path, "Nats per token below attention, at equal parameters and tokens; error bars over three seeds", 8.5, 3.6
     ) as figure:
@@ -175,7 +172,9 @@ def draw(path: Path) -> None:
             axes.minorticks_off()
         key = [Line2D([], [], color=its_colour, marker="o", linestyle="") for its_colour in colours.values()]
         key += [Line2D([], [], color=GREY, marker=shape, linestyle="") for shape in shapes.values()]
-        figure.legend(key, [*shown.values(), *(f"{parameters}M" for parameters in shapes)], loc="outside right center")
+        figure.legend(
+            key, [*map(called, colours), *(f"{parameters}M" for parameters in shapes)], loc="outside right center"
+        )
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ from statistics import mean
 import torch
 from said import results
 from said_language import on_three_seeds
+from said_tasks import DOUBLE, DOUBLED, PARTS
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem_research.common.paired import shown
 
 WIDE = "ablate_512_time"
-DOUBLED, DOUBLE = "regimes_double_peak", "softmax/double/h64/norope"
 WIDE_RUN = "regimes_peak64_seeds"
 BEHIND = "softmax/conv"
 TRAINED = "attention+LTG"  # FEM in a model that was trained without it
@@ -89,14 +89,13 @@ def recalls(mixer: str) -> str:
 
 FULL, OWN = "softmax+CLTG", "softmax+LTG"
 SLIM, SLIM_C = "softmax+LTG/r4", "softmax+CLTG/r4"
-PARTS_PAGE = "regimes_parts"
 
 
-def percent(task: str, mixer: str, page: str = PARTS_PAGE, digits: int = 0) -> str:
+def percent(task: str, mixer: str, page: str = PARTS, digits: int = 0) -> str:
     return f"{100 * score(task, mixer, page):.{digits}f} %"
 
 
-def share(task: str, mixer: str, page: str = PARTS_PAGE, digits: int = 2) -> str:
+def share(task: str, mixer: str, page: str = PARTS, digits: int = 2) -> str:
     return f"{score(task, mixer, page):.{digits}f}"
 
 
@@ -109,6 +108,11 @@ def at_its_best(task: str) -> float:
     """Attention's score, over its numbers of heads and with RoPE or without."""
     rows = results("regimes_heads_peak" if task == "peak" else "regimes_heads")["regimes"][task]
     return max(mean(found["test"]) for row, found in rows.items() if re.fullmatch(r"softmax(/h\d+)?(/norope)?", row))
+
+
+def with_double() -> str:
+    """The same with values twice as wide."""
+    return share("peak", DOUBLE, DOUBLED)
 
 
 def gla_at_its_best(task: str) -> float:
@@ -148,12 +152,18 @@ def cached(**fields) -> int:
 ATTENTION = {"use_lse": False, "use_temperature": False, "use_outer_gate": False}
 PLAIN = {**ATTENTION, "use_conv": False}
 SLIM_512 = {"gate_rank": 32}
+GATE_AND_C = {"use_lse": False, "use_temperature": False, **SLIM_512}
 assert matched(**SLIM_512) == FreeEnergyMixerConfig.slim(n_embd=512, n_head=8)  # what README's first lines build
 
 
+def step(page: str, row: str) -> str:
+    """Over attention's, in a model."""
+    timed = results(page)["ablate"]
+    return f"{timed[row]['ms a step'] / timed['-C,G,T,L']['ms a step']:.2f}"
+
+
 def slower_step() -> str:
-    timed = results("ablate_16m_time")["ablate"]
-    return f"{timed['full/r8']['ms a step'] / timed['-C,G,T,L']['ms a step']:.2f}"
+    return step("ablate_16m_time", "full/r8")
 
 
 def at_best_rates(row: str) -> str:
@@ -161,9 +171,14 @@ def at_best_rates(row: str) -> str:
     return f"{mean(on_three_seeds(row)):.3f}"
 
 
+def unsigned(difference: str) -> str:
+    """ "+0.047 ± 0.012" as pages write it."""
+    return difference.lstrip("+-").replace("0.", ".")
+
+
 def below(row: str, over: str = "-C,G,T,L") -> str:
     """Nats below another row on the same three seeds, with the standard error."""
-    return shown(on_three_seeds(over), on_three_seeds(row)).removeprefix("+").replace("0.", ".")
+    return unsigned(shown(on_three_seeds(over), on_three_seeds(row)))
 
 
 def wide(mixer: str, page: str = WIDE_RUN) -> str:

@@ -6,9 +6,8 @@ from collections import Counter
 import torch
 from claims import (
     ATTENTION,
-    DOUBLE,
-    DOUBLED,
     FULL,
+    GATE_AND_C,
     OWN,
     PLAIN,
     SLIM,
@@ -34,17 +33,18 @@ from claims import (
     slower,
     slower_step,
     span,
+    step,
     top1,
+    unsigned,
     weights,
+    with_double,
 )
 from said import results
 from said_language import NO_F_32, SLIM_32, heavier, two_costs
-from said_tasks import pooled
+from said_tasks import SETS, heads_step, pooled
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
-
-GATE_C = {"use_lse": False, "use_temperature": False, **SLIM_512}  # what the FAQ recommends for text
-NATURAL = ("natural", "natural_more", "natural_points")
+from fem_research.common.paired import in_words
 
 
 def gained(model: str, mixer: str) -> float:
@@ -62,12 +62,7 @@ def state(prior: str) -> float:
     return (long - short) / 1e5 if prior == "softmax" else long / 1e3
 
 
-def shown_lead(of: tuple[float, float]) -> str:
-    return " ± ".join(short(x, 3) for x in of)
-
-
 def faq() -> list[str]:
-    heads = results("heads_cpu")["train_s"]
     least, most = (
         pick(ratio("layer", time, "FEM-SM", "train_s", page) for time in (512, 2048))
         for pick, page in ((min, "layer_epyc"), (max, "layer_cpu"))
@@ -84,10 +79,9 @@ def faq() -> list[str]:
     demo, small = results("demo")["lm"], losses("ablate_softmax")
     speed = demo["fem"]["tokens_per_second"] / demo["softmax"]["tokens_per_second"]
     at_3m = losses("ablate_3m")
-    sixteen = [step["attention, 16 heads"] / step["attention, 4 heads"] for step in (heads["512"], heads["2048"])]
-    timed = {row: found["ms a step"] for row, found in results("ablate_16m_split_time")["ablate"].items()}
+    sixteen = [heads_step(length, "attention, 16") for length in ("512", "2048")]
     two = two_costs("c128")
-    pooled_lead = [shown_lead(pooled(pool, *NATURAL)) for pool in ("lse", "fem")]
+    pooled_lead = [unsigned(in_words(*pooled(pool, *SETS))) for pool in ("lse", "fem")]
     gates = [heavier(f"finetune_{model}", "attention+G") for model in ("gpt2", "llama")]
     seconds = [mse("forecast_etth1", "ETTh1", model, "cpu_seconds") for model in ("softmax", FULL)]
     at_16m = losses("ablate_16m")
@@ -124,11 +118,12 @@ def faq() -> list[str]:
         f"attention is ahead by {lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} nats, at a rate that suits attention "
         f"least, one seed. The gate and the conditioner alone, at a better rate, are "
         f"{lead('ablate_16m_split_time', '+C,G/r8')} ahead of attention",
-        f"has {at_its_best('peak'):.2f} of the variance, with values twice as wide {share('peak', DOUBLE, DOUBLED)}, "
+        f"has {at_its_best('peak'):.2f} of the variance, with values twice as wide {with_double()}, "
         f"where slim FEM with 4 heads has {share('peak', SLIM_C)};",
         f"of 16 channels after 500 steps: slim FEM explains {percent('peak', SLIM_C)} of the variance, attention "
         f"{100 * score('peak', 'softmax'):.0f} with 4 heads, {100 * at_its_best('peak'):.0f} with 64); in language "
-        f"models by its gate and its conditioner ([{at_best_rates('+C,G/r8')} against {at_best_rates('-C,G,T,L')} nats",
+        f"models by its gate and its conditioner ([{at_best_rates('+C,G/r8')} against {at_best_rates('-C,G,T,L')} "
+        "nats]",
         f"{1.95} is the default",
         f"| {1.95}; [8 is worth",
         f"| {cost(**SLIM_512)}, {steps['slim with C']} | [heads](results/regimes_heads.md), "
@@ -144,10 +139,10 @@ def faq() -> list[str]:
         f"| {1.95} | {gla:.2f}, a state of fixed size, | [parts](results/regimes_parts.md): "
         f"{share('peak', 'gla+LTG/r4')} of the variance, GLA {share('peak', 'gla/norm')}; [GLA with more heads]"
         f"(results/regimes_heads.md) {gla_at_its_best('peak'):.2f} |",
-        f"the layer then has {weights(conv_hidden=128, **GATE_C) / bare:.2f} times attention's parameters",
-        f"| {cost(**GATE_C)}, a step [{timed['+C,G/r8'] / timed['-C,G,T,L']:.2f}](results/ablate_16m.md) in a model of "
-        f"{millions('ablate_16m_split_time')} parameters, [{two[NO_F_32]:.2f}](results/ablate_512_two.md) in one of "
-        f"{millions('ablate_512_two')}; slim FEM {slower_step()} and {two[SLIM_32]:.2f} |",
+        f"the layer then has {weights(conv_hidden=128, **GATE_AND_C) / bare:.2f} times attention's parameters",
+        f"| {cost(**GATE_AND_C)}, a step [{step('ablate_16m_split_time', '+C,G/r8')}](results/ablate_16m.md) in a "
+        f"model of {millions('ablate_16m_split_time')} parameters, [{two[NO_F_32]:.2f}](results/ablate_512_two.md) in "
+        f"one of {millions('ablate_512_two')}; slim FEM {slower_step()} and {two[SLIM_32]:.2f} |",
         f"{at_best_rates('+C,G/r8')} nats after 16M tokens, slim FEM {at_best_rates('full/r8')}, attention "
         f"{at_best_rates('-C,G,T,L')}, at its best rate",
         f"have {share('peak', f'{FULL}/thirds', 'regimes_thirds')}, one seed |",

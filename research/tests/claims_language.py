@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 from claims import (
+    GATE_AND_C,
     PLAIN,
-    SLIM_512,
     WIDE,
     at_best_rates,
     below,
@@ -16,12 +16,14 @@ from claims import (
     plain,
     short,
     slower_step,
+    step,
+    unsigned,
     weights,
 )
 from said import level_at, results
-from said_language import ATTENTION, BROAD, NO_F_32, SLIM_32, more_time, two_blocks, two_blocks_at_best
+from said_language import ATTENTION, NO_F_32, SLIM_32, more_time, two_blocks_at_best, widened
 
-from fem_research.common.paired import paired
+from fem_research.common.paired import shown
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "figures"))
 
@@ -30,8 +32,7 @@ import language as figures
 
 def slim_lead() -> str:
     """Of slim FEM over attention with 16M tokens, on three seeds."""
-    paired = results("ablate_16m_seeds")["ablate"]["full/r8"]["below attention, paired"]
-    return paired.removeprefix("+").replace("0.", ".")
+    return unsigned(results("ablate_16m_seeds")["ablate"]["full/r8"]["below attention, paired"])
 
 
 def without_f(over: str = "-C,G,T,L") -> str:
@@ -41,7 +42,7 @@ def without_f(over: str = "-C,G,T,L") -> str:
 
 def two_lead(row: str) -> str:
     """Nats below attention with two blocks of width 512."""
-    return " ± ".join(short(x, 3) for x in paired(two_blocks_at_best(ATTENTION), two_blocks_at_best(row)))
+    return unsigned(shown(two_blocks_at_best(ATTENTION), two_blocks_at_best(row)))
 
 
 def language() -> list[str]:
@@ -52,12 +53,9 @@ def language() -> list[str]:
     )
     timed = losses("ablate_16m_time")
     at_4, split = losses("ablate_16m_rate4"), loss("ablate_16m_split", "-C/r8/s.5")
-    timed_split, wide = losses("ablate_16m_split_time"), results(WIDE)["ablate"]
-    of_time = results("ablate_16m_split_time")["ablate"]
-    split_step = of_time["-C/r8/s.5"]["ms a step"] / of_time["-C,G,T,L"]["ms a step"]
-    wide_step = wide["full/r32"]["ms a step"] / wide["-C,G,T,L"]["ms a step"]
-    widened = [short(small - large, 3) for small, large in zip(two_blocks(NO_F_32, 0.001), two_blocks(BROAD, 0.001))]
-    layers = [weights(use_lse=False, use_temperature=False, **SLIM_512, **wide) for wide in ({}, {"conv_hidden": 128})]
+    timed_split = losses("ablate_16m_split_time")
+    lower = " and ".join(short(nats, 3) for nats in widened())
+    layers = [weights(**GATE_AND_C, **wide) for wide in ({}, {"conv_hidden": 128})]
     return [
         f"slim FEM ends {below('full/r8')} nats below attention**, {at_best_rates('full/r8')} against "
         f"{at_best_rates('-C,G,T,L')}: {millions('ablate_16m_rates')} parameters, three seeds",
@@ -71,8 +69,8 @@ def language() -> list[str]:
         f"FEM; on three seeds, at rate .004, {below('+C,G/r8')} below attention, and the "
         f"conditioner alone {below('-G,T,L')}.",
         f"On three seeds, on one machine, they end {below('+C,G/r8', 'full/r8')} below slim FEM",
-        f"in a step of {split_step:.2f} times attention's, end at [{split:.3f} nats](results/ablate_16m.md) at .004: "
-        f"{short(at_4['-C,G,T,L'] - split, 3)} below "
+        f"in a step of {step('ablate_16m_split_time', '-C/r8/s.5')} times attention's, end at "
+        f"[{split:.3f} nats](results/ablate_16m.md) at .004: {short(at_4['-C,G,T,L'] - split, 3)} below "
         f"attention and {short(at_4['+G/r8'] - split, 3)} below the slim outer gate alone",
         f"At .002 the slim outer gate brings {lead('ablate_16m', '+G/r8')} of {lead('ablate_16m', 'full/r8')} nats, "
         f"free energy and temperature gate {lead('ablate_16m', '-C/r8', '+G/r8')}, the conditioner "
@@ -83,12 +81,12 @@ def language() -> list[str]:
         f"of slim FEM takes {slower_step()} times as long; it would be level "
         f"[at {level_at():.2f} times](results/ablate_16m.md).",
         f"[With {millions('ablate_10m')} parameters](results/ablate_10m.md) and 1.8M tokens",
-        f"of slim FEM, whose step takes {wide_step:.2f} times as long, ends {lead(WIDE, 'full/r32')} below attention "
-        f"and split values {lead(WIDE, '-C/r32/s.5')}, but the gate and the conditioner alone "
+        f"of slim FEM, whose step takes {step(WIDE, 'full/r32')} times as long, ends {lead(WIDE, 'full/r32')} below "
+        f"attention and split values {lead(WIDE, '-C/r32/s.5')}, but the gate and the conditioner alone "
         f"{lead(WIDE, '+C,G/r32')}. [Two blocks](results/ablate_512_two.md) of slim FEM end "
         f"{two_lead(SLIM_32)} below and the gate and the conditioner alone {two_lead(NO_F_32)}, each at the "
         f"better of two rates, two seeds, with {more_time(SLIM_32):.0f} and {more_time(NO_F_32):.0f} % more time.",
-        f"two blocks with the gate and the conditioner alone end another {' and '.join(widened)} lower",
+        f"two blocks with the gate and the conditioner alone end another {lower} lower",
         f"grows from {layers[0] / weights(**PLAIN):.2f} to {layers[1] / weights(**PLAIN):.2f} times attention's.",
         "The texts: 16.0M and 1.8M tokens are program source, Python's and torch's, and what is held out is code of "
         "the same projects; 3.1M are Python's sources and help topics; 0.3M and 1.0M are speeches.",

@@ -5,8 +5,6 @@ from statistics import mean
 
 from claims import (
     BEHIND,
-    DOUBLE,
-    DOUBLED,
     FULL,
     PLAIN,
     SLIM,
@@ -32,11 +30,13 @@ from claims import (
     short,
     weights,
     wide,
+    with_double,
     with_heads,
 )
 from said import results
-from said_language import ATTENTION as BARE
+from said_costs import FUZZY
 from said_language import NO_F_32, SLIM_32, heavier, two_blocks_at_best
+from said_tasks import heads_step
 
 
 def readme() -> list[str]:
@@ -46,11 +46,10 @@ def readme() -> list[str]:
         [f"{ratio('layer', time, name, what, 'layer_cpu'):.2f}" for time in (512, 2048)]
         for name, what in (("slim with C", "train_s"), ("slim with C", "train_extra_bytes"), ("split", "train_s"))
     )
-    heads, fuzzy = results("heads_cpu")["train_s"]["512"], "fuzzy-in-context-recall"
     more = 100 * (weights(**SLIM_512) / weights(**PLAIN) - 1)
     pools = {name: percent("bags", f"pool:{name}", "regimes_pools", 1) for name in ("attention", "fem", "max", "lse")}
     many, slim_64 = "softmax/h256/norope", "softmax+CLTG/r16"
-    plain, alone, whole = (mean(two_blocks_at_best(row)) for row in (BARE, NO_F_32, SLIM_32))
+    plain, alone, whole = (mean(two_blocks_at_best(row)) for row in ("-C,G,T,L", NO_F_32, SLIM_32))
     timed = losses("ablate_16m_time")
     added = score("flights", "softmax+C", "regimes_flights") - score("flights", "softmax", "regimes_flights")
     later = score("peak-64", many, "regimes_peak64_8000")
@@ -65,11 +64,11 @@ def readme() -> list[str]:
         f"{wide('cummax', 'regimes_peak64')}, {share('peak', 'cummax', 'regimes_heads_peak')}. 64 sensors: 2,000 "
         f"steps, attention with 256 heads, its best number; after 8,000 steps it has {later:.2f}. 16 sensors: 500 "
         f"steps, 4 heads each; attention with 64 heads {at_its_best('peak'):.2f}, with 64 heads and values twice as "
-        f"wide {share('peak', DOUBLE, DOUBLED)}, after 2,000 steps {level_later():.2f} |",
+        f"wide {with_double()}, after 2,000 steps {level_later():.2f} |",
         f"latest {percent('snapshot', 'softmax')[:-2]} → {with_heads('snapshot', 'softmax/h16')}, largest "
         f"{percent('high-water', 'softmax')[:-2]} → {with_heads('high-water', 'softmax/h16')} | slim FEM with 4 heads: "
         f"{percent('snapshot', SLIM_C)}, {percent('high-water', SLIM_C)}. 16 heads take "
-        f"[{heads['attention, 16 heads'] / heads['attention, 4 heads']:.2f} times]",
+        f"[{heads_step('512', 'attention, 16'):.2f} times]",
         f"explained: {share('peak', 'gla/norm')} → {share('peak', 'gla+LTG/r4')} of 16 sensors, over GLA (gated linear "
         f"attention) with 4 heads | GLA with its best number of heads: {gla_at_its_best('peak'):.2f}, one seed |",
         f"accuracy: {pools['attention'][:-2]} → {pools['max']}, {pools['lse']} on bags of digits | FEM pooling "
@@ -81,7 +80,7 @@ def readme() -> list[str]:
         f"{timed['full/r8']:.3f} to {timed['-C,G,T,L']:.3f} |",
         f"MAD, a synthetic suite: {mad('softmax'):.1f} → {mad('softmax+C'):.1f} % over the training, "
         f"{mad('softmax', 'final'):.1f} → {mad('softmax+C', 'final'):.1f} % at its end | one of its three recall tasks "
-        f"is lost, {mad('softmax', task=fuzzy):.1f} → {mad('softmax+C', task=fuzzy):.1f} %. All of "
+        f"is lost, {mad('softmax', task=FUZZY):.1f} → {mad('softmax+C', task=FUZZY):.1f} %. All of "
         f"FEM {mad(FULL):.1f} %, a short convolution {mad(BEHIND):.1f} %, at the end {mad(FULL, 'final'):.1f} % and "
         f"{mad(BEHIND, 'final'):.1f} %",
         f"averages {share('statistics', 'softmax', digits=3)} → {share('statistics', SLIM_C, digits=3)} of the "
@@ -93,6 +92,7 @@ def readme() -> list[str]:
         f"takes [{slim[0]} times](results/layer_cpu.md) as long at 512 tokens and {slim[1]} times at 2,048, and adds "
         f"{memory[0]} and {memory[1]} times the memory; the cache holds {cached(**SLIM_512):,} bytes per token "
         f"instead of {cached(**PLAIN):,}, and there are {more:.0f} % more parameters.",
-        f"`FreeEnergyMixerConfig.split`, which has no conditioner, {split[0]} and {split[1]} times, with a cache no ",
+        f"`FreeEnergyMixerConfig.split`, which has no conditioner, {split[0]} and {split[1]} times, with a cache no "
+        "larger",
         f"{types['right']} model types of transformers](results/clients.md) in all; {types['refused']} others",
     ]

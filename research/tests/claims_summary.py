@@ -1,11 +1,10 @@
 """The page of all comparisons, line by line."""
 
+from collections.abc import Iterable
 from statistics import mean
 
 from claims import (
     BEHIND,
-    DOUBLE,
-    DOUBLED,
     FULL,
     OWN,
     PLAIN,
@@ -34,14 +33,15 @@ from claims import (
     slower_step,
     span,
     top1,
+    unsigned,
     weights,
     wide,
+    with_double,
     with_heads,
 )
 from said import results
-from said_language import ATTENTION as BARE
 from said_language import BROAD, NO_F_32, SLIM_32, heavier, two_blocks, two_blocks_at_best
-from said_tasks import pooled
+from said_tasks import heads_step, pooled
 
 from fem_research.common.paired import shown
 
@@ -70,11 +70,9 @@ def of_nats(page: str, row: str = "full/r8") -> str:
     return f"{loss(page, '-C,G,T,L'):.3f} | {loss(page, row):.3f}"
 
 
-def by_heads(*layers: str) -> list[str]:
-    """A train step over that of attention with 4 heads, of 512 and of 2,048 tokens."""
-    steps = [results("heads_cpu")["train_s"][length] for length in ("32", "512", "2048")]
-    ratios = [[f"{taken[layer] / taken['attention, 4 heads']:.2f}" for layer in layers] for taken in steps]
-    return [f"{', '.join(of[:-1])} and {of[-1]}" if len(of) > 1 else of[0] for of in ratios]
+def listed(ratios: Iterable[float]) -> str:
+    *first, last = (f"{ratio:.2f}" for ratio in ratios)
+    return f"{', '.join(first)} and {last}"
 
 
 def natural(pool):
@@ -108,15 +106,16 @@ def summary() -> list[str]:
         model: ", ".join(f"{mse('forecast_ett96', data, model):.3f}" for data in ("ETTm1", "ETTh2")) for model in sizes
     }
     gained_lt = paired_mad("softmax+CLT", "softmax+C")
-    plain, alone, whole = (mean(two_blocks_at_best(row)) for row in (BARE, NO_F_32, SLIM_32))
+    plain, alone, whole = (mean(two_blocks_at_best(row)) for row in ("-C,G,T,L", NO_F_32, SLIM_32))
     broad = mean(two_blocks(BROAD, 0.001))
-    paired_time = results("ablate_time")["ablate"]["full"]["below attention, paired"]
+    lost = results("ablate_time")["ablate"]["full"]["below attention, paired"]
+    lengths = ("32", "512", "2048")
     return [
         f"3 seeds | {share('peak', 'softmax')} | {share('peak', SLIM_C)} | the free energy, given width: slim "
         f"{share('peak', SLIM_C)}, without C {share('peak', SLIM)}; full gates {share('peak', FULL)}, without C "
         f"{share('peak', OWN)}; outer gate alone {share('peak', 'softmax+G')}. [Attention with a head for every "
         f"channel](regimes_heads.md): {at_its_best('peak'):.2f}, with values twice as wide "
-        f"{share('peak', DOUBLE, DOUBLED)}, after 2,000 steps {level_later():.2f} |",
+        f"{with_double()}, after 2,000 steps {level_later():.2f} |",
         f"| {percent('snapshot', 'softmax')} | {percent('snapshot', SLIM_C)} | slim {percent('snapshot', SLIM_C)}, "
         f"without C {percent('snapshot', SLIM)}, the conditioner alone {percent('snapshot', 'softmax+C')}, L alone "
         f"{percent('snapshot', 'softmax+L')}, full {percent('snapshot', FULL)}. Heads do it as well: "
@@ -219,18 +218,13 @@ def summary() -> list[str]:
             )
         ),
         f"{slower('cifar'):.1f} to {slower('digits'):.1f} times at 65 and 17 tokens of small width",
-        *by_heads(*(f"attention, {heads} heads" for heads in (16, 64, 128))),
-        *(
-            f"{times[0]}, {times[1]} and {times[2]} {how}"
-            for times, how in (
-                (by_heads("slim FEM without C, 4 heads"), "times without the conditioner"),
-                (by_heads("slim FEM, 4 heads"), "with it."),
-            )
-        ),
+        *(listed(heads_step(tokens, f"attention, {heads}") for heads in (16, 64, 128)) for tokens in lengths),
+        f"slim FEM with 4 heads {listed(heads_step(tokens, 'slim FEM without C, 4') for tokens in lengths)} times "
+        f"without the conditioner, {listed(heads_step(tokens, 'slim FEM, 4') for tokens in lengths)} with it.",
         "1.8M, 4M and 16M tokens are program source",
         "equal time [after 0.3M tokens](ablate_time.md)",
         "[3.1M tokens](ablate_3m.md)",
-        f"loses {paired_time.removeprefix('-').replace('0.', '.')} nats to attention",
+        f"loses {unsigned(lost)} nats to attention",
         f"one at a time: {token(full)} times attention's time, {token(f'{full} without C')} without the conditioner, "
         f"and then {token(f'{full} without C', 'served')} where both are compiled",
         f"with a GLA prior {ratio('decode', 16384, 'FEM-GLA', 'state_bytes'):.3f} times as large at 16k tokens",

@@ -9,7 +9,8 @@ from fem_research.common.paired import paired, spread
 ATTENTION, GATE, ALONE, FULL, SLIM = "softmax", "softmax+G", "softmax+L", "softmax+LTG", "softmax+LTG/r4"
 C, CG, FULL_C, SLIM_C = "softmax+C", "softmax+CG", "softmax+CLTG", "softmax+CLTG/r4"
 MANY, DOUBLE = "softmax/h64/norope", "softmax/double/h64/norope"
-PARTS = "regimes_parts"
+PARTS, DOUBLED = "regimes_parts", "regimes_double_peak"
+SETS = ("natural", "natural_more", "natural_points")
 GLA, GLA_FULL, GLA_SLIM = "gla/norm", "gla+LTG", "gla+LTG/r4"
 EXTREMES, FIELDS = ("peak", "high-water"), ("snapshot", "high-water")
 LAYERS = ("attention, 64", "attention, 128", "slim FEM without C, 4", "slim FEM, 4")  # of the page on what heads cost
@@ -69,6 +70,12 @@ def pooled(pool: str, *pages: str) -> tuple[float, float]:
     return mean(lead["mean"] for lead in over), sum(lead["error"] ** 2 for lead in over) ** 0.5 / len(over)
 
 
+def heads_step(length: str, layer: str) -> float:
+    """A train step over that of attention with 4 heads, in a layer of width 256."""
+    steps = results("heads_cpu")["train_s"][length]
+    return steps[f"{layer} heads"] / steps["attention, 4 heads"]
+
+
 def hits(page: str, mixer: str) -> float:
     return 100 * mean(results(page)["argmax"][mixer]["hits"])
 
@@ -87,7 +94,7 @@ def regimes() -> list[float]:
         *(min(scores(page, "statistics", *with_mean)), *scores(page, "statistics", ALONE), attention - slim),
         *(*percents(page, "bags", SLIM, FULL, ALONE, ATTENTION), *spreads(page, "bags", SLIM, FULL, ALONE, ATTENTION)),
         *(*percents("regimes_split", "bags", SLIM, ATTENTION), *percents("regimes_heads_bags", "bags", "softmax/h16")),
-        *(*scores("regimes_heads_peak", "peak", MANY), *scores("regimes_double_peak", "peak", DOUBLE)),
+        *(*scores("regimes_heads_peak", "peak", MANY), *scores(DOUBLED, "peak", DOUBLE)),
         *(attention - slim, best - slim, *percents("regimes_pools", "bags", "pool:mean")),
         *(*rates(page), max(rates(page))),
     ]
@@ -109,9 +116,9 @@ def regimes_heads() -> list[float]:
     more, kinds = f"{parts}_more", ("softmax+G", "softmax+C", "softmax+L/", "softmax+LTG")
     gate, conditioner, alone, slim = (scores(more, "peak", *named(more, kind)) for kind in kinds)
     behind = ("softmax/conv", C)
-    doubled, wide, slim_16 = "regimes_double_peak", "softmax/h16", "softmax+CLTG/h16/r4"
+    wide, slim_16 = "softmax/h16", "softmax+CLTG/h16/r4"
     lead, later = leads(five, ("peak",), SLIM_C, MANY), scores(long, "peak", SLIM_C, MANY)
-    over_double, (wider,) = leads(doubled, ("peak",), SLIM_C, DOUBLE), scores(doubled, "peak", DOUBLE)
+    over_double, (wider,) = leads(DOUBLED, ("peak",), SLIM_C, DOUBLE), scores(DOUBLED, "peak", DOUBLE)
     recall = results(f"{one}_rest")["regimes"]["recall"]
     others = percents(f"{one}_rest", "recall", *(mixer for mixer in recall if mixer != "softmax/h32"))
     fields = [[*scores(three, task, ATTENTION, wide, SLIM_C), *leads(three, (task,), SLIM_C, wide)] for task in FIELDS]
@@ -119,7 +126,7 @@ def regimes_heads() -> list[float]:
         *(*percents(three, "snapshot", "softmax/h8", ATTENTION, SLIM_C), *percents(three, "high-water", wide)),
         *(*percents(one, "high-water", "softmax/h8/norope"), *percents(three, "high-water", ATTENTION, SLIM_C)),
         *(*lead, *over_double, *scores(five, "peak", SLIM_C, MANY), wider, *scores(five, "peak", "softmax/h32/norope")),
-        *(*later, *scores(doubled, "peak", SLIM), *leads(doubled, ("peak",), SLIM, DOUBLE)),
+        *(*later, *scores(DOUBLED, "peak", SLIM), *leads(DOUBLED, ("peak",), SLIM, DOUBLE)),
         *scores("regimes_double", "peak", "softmax/double", ATTENTION),
         *percents("regimes_double_bags", "bags", "softmax/double/h16", DOUBLE),
         *(*percents("regimes_conv", "snapshot", *behind), *scores("regimes_conv", "peak", *behind)),
@@ -144,8 +151,8 @@ def regimes_heads() -> list[float]:
         *(100 * min(on_each(one, (slim_16,), FIELDS)), *scores(one, "peak", slim_16)),
         *(number for line in fields for number in line),
         *(*scores(five, "peak", ATTENTION, MANY, SLIM_C), *lead, *scores(five, "peak", "cummax")),
-        *(wider, *scores(doubled, "peak", SLIM_C), *over_double),
-        *(*reversed(later), later[0] - later[1], *rates(five), *rates(ett), max(rates(doubled))),
+        *(wider, *scores(DOUBLED, "peak", SLIM_C), *over_double),
+        *(*reversed(later), later[0] - later[1], *rates(five), *rates(ett), max(rates(DOUBLED))),
     ]
 
 
@@ -190,13 +197,12 @@ def regimes_peak64() -> list[float]:
     )
     by_heads = (*(f"softmax/h{heads}/norope" for heads in (16, 64, 128)), best)
     attention = [mixer for mixer in results(early)["regimes"][task] if "+" not in mixer]
-    steps = [results("heads_cpu")["train_s"][length] for length in ("32", "512")]
     return [
         *(*scores(three, task, slim, slim_c, "softmax+L", best), *leads(three, (task,), slim, best)),
         *(*scores(f"{page}_double", task, "softmax/double/h256/norope"), *scores(page, task, best)),
         *rates(f"{page}_double"),
         *(*scores(f"{page}_8000", task, best), *scores(page, task, *by_heads)),
-        *(step[f"{layer} heads"] / step["attention, 4 heads"] for step in steps for layer in LAYERS),
+        *(heads_step(length, layer) for length in ("32", "512") for layer in LAYERS),
         *scores(page, task, "softmax+CG/r16", "softmax+LTG/r16/s.5", "gru", "cummax"),
         *(*span(scores(early, task, *attention)), *scores(early, task, slim_c)),
         *percents(fields, "snapshot-64", "softmax/h16", "softmax/h64", slim),
@@ -338,10 +344,9 @@ def behind_on_points(*pools: str) -> list[float]:
 
 
 def natural_points() -> list[float]:
-    every = ("natural", "natural_more", "natural_points")
     return [
         *behind_on_points("lse", "max", "fem/r4", "fem", "mean"),
-        *(x for pool in ("fem", "lse", "max") for x in pooled(pool, *every)),
+        *(x for pool in ("fem", "lse", "max") for x in pooled(pool, *SETS)),
         max(float(rate) for rate in recipe("natural_points")["learning_rates"].split(",")),
     ]
 
