@@ -195,7 +195,7 @@ as such and never stand in the place of ours.
 
 {items}
 
-## Other pages, of the scripts in `benchmarks/` and `tests/support/` and of several runs
+## Measured by the scripts in `benchmarks/` and `tests/support/`, or joined from several runs
 
 {others}
 

@@ -86,8 +86,7 @@ def regimes() -> list[float]:
     slim, attention, best = scores(page, "statistics", SLIM, ATTENTION, CG)
     return [
         *share_and_percent(page, ATTENTION),
-        *leads(PARTS, ("peak",), C, ATTENTION)[:1],
-        100 * leads(PARTS, ("high-water",), C, ATTENTION)[0],
+        *leads(PARTS, EXTREMES, C, ATTENTION)[::2],
         *share_and_percent(page, FULL, SLIM),
         *(*percents(page, "snapshot", SLIM, ALONE), *span(seeds(page, "snapshot", ALONE))),
         *percents(page, "snapshot", CG, FULL, ATTENTION),
