@@ -11,7 +11,6 @@ import pytest
 from browser import chromium, errors, look, served
 
 pytest.importorskip("material", reason="the site needs the extra 'docs'")
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
@@ -95,6 +94,7 @@ def test_the_start_page_is_the_readme(site):
         assert heading.lstrip("# ") in text
 
 
+@pytest.mark.slow
 def test_the_reference_shows_every_public_name_with_its_docstring(site):
     import fem
     import fem.functional
@@ -136,6 +136,7 @@ return {
 """
 
 
+@pytest.mark.slow
 def test_pages_fit_wide_and_narrow_screens_light_and_dark_without_a_console_error(site):
     """At 1400 and 390 px."""
     wrong = []
@@ -158,6 +159,7 @@ def test_pages_fit_wide_and_narrow_screens_light_and_dark_without_a_console_erro
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_no_page_is_wider_than_a_phone(site):
     with served(site) as address, chromium() as driver:
         wide = {}
