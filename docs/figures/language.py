@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
+from statistics import fmean, stdev
 
 from matplotlib.lines import Line2D
 
@@ -29,9 +30,12 @@ PAGES = (
     *("16m_half", "16m", "16m_seeds", "16m_rate4", "16m_rates", "16m_3m"),
 )
 EQUAL_TIME = ("time", "16m_time", "16m_split_time", "512_time", "512_two_rate1")
-JOINED = {  # by attention's file, files of one seed that hold other rows of its line
+JOINED = {  # by attention's file, files of one seed that hold other rows or seeds of its line
     "16m_rates": ("16m_attribution_rate8",),
-    "512_two_rate1": ("512_two_parts_rate1", "512_two_slim_rate1"),
+    "512_two_rate1": (
+        *("512_two_parts_rate1", "512_two_slim_rate1"),
+        *("512_two_rate1_seed1", "512_two_parts_rate1_seed1", "512_two_slim_rate1_seed1"),
+    ),
 }
 RANK = re.compile(r"/r\d+")
 RATES_16M = (
@@ -62,17 +66,21 @@ def name_of(page: str) -> str:
 
 
 def line(page: str) -> dict[str, dict]:
-    """The rows of a line by name, whatever their rank."""
-    rows = {row: kept for name in (page, *JOINED.get(page, ())) for row, kept in found(name).items()}
-    return {RANK.sub(SLIM, row): kept for row, kept in rows.items()}
+    """The rows of a line by name, whatever their rank, each with the loss of every file that holds it."""
+    rows: dict[str, dict] = {}
+    for name in (page, *JOINED.get(page, ())):
+        for row, kept in found(name).items():
+            rows.setdefault(RANK.sub(SLIM, row), {**kept, "losses": []})["losses"].append(kept["loss"])
+    return rows
 
 
 def below(row: dict | None, attention: dict) -> tuple[float, float] | None:
     """Nats below attention on the same seeds, and the standard error, 0 of one seed."""
     if row is None:
         return None
-    if "below attention, paired" not in row:  # of another file, one seed
-        return attention["loss"] - row["loss"], 0.0
+    if "below attention, paired" not in row:  # of files of one seed
+        gains = [theirs - own for theirs, own in zip(attention["losses"], row["losses"], strict=True)]
+        return fmean(gains), stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
     mean, _, error = row["below attention, paired"].partition(" ± ")
     return float(mean), float(error or 0)
 
@@ -94,10 +102,11 @@ def table(pages: tuple[str, ...]) -> str:
     lines = [titles, ["---"] * 2 + ["---:"] * (len(titles) - 2)]
     for page in pages:
         rows, (parameters, tokens) = line(page), size(page)
-        seeds = len(rows[ATTENTION]["by seed"].split(","))
+        losses = rows[ATTENTION]["losses"]
+        seeds = rows[ATTENTION]["by seed"].count(",") + len(losses)
         gains = (written(below(rows.get(column), rows[ATTENTION])) for column in COLUMNS)
         link = f"[{parameters}M](../research/results/{name_of(page)}.md)"
-        lines.append((link, f"{tokens}M", str(seeds), rates(rows), f"{rows[ATTENTION]['loss']:.3f}", *gains))
+        lines.append((link, f"{tokens}M", str(seeds), rates(rows), f"{fmean(losses):.3f}", *gains))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
