@@ -77,9 +77,9 @@ def language() -> list[str]:
         f"{lead('ablate_16m', 'full/r8', '-C/r8')}.",
         "at rate .002, they bring nothing",
         f"(.004) have leads of {sizes} parameters. At .004 slim FEM is at its best with {millions('ablate_16m_rates')}",
-        f"at these sizes, {timed['-C,G,T,L']:.3f} against {timed['full/r8']:.3f} at the rate .002, one seed, as a step "
-        f"of slim FEM takes {slower_step()} times as long; it would be level "
-        f"[at {level_at():.2f} times](results/ablate_16m.md).",
+        f"with {millions('ablate_16m_time')} parameters, {timed['-C,G,T,L']:.3f} against {timed['full/r8']:.3f} at the "
+        f"rate .002, one seed, as a step of slim FEM takes {slower_step()} times as long;",
+        f"It would be level [at {level_at():.2f} times](results/ablate_16m.md).",
         f"[With {millions('ablate_10m')} parameters](results/ablate_10m.md) and 1.8M tokens",
         f"of slim FEM, whose step takes {step(WIDE, 'full/r32')} times as long, ends {lead(WIDE, 'full/r32')} below "
         f"attention and split values {lead(WIDE, '-C/r32/s.5')}, but the gate and the conditioner alone "

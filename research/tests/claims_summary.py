@@ -52,8 +52,8 @@ def layer(mixer: str, *pages: str) -> str:
     return " | ".join(span([ratio("layer", time, mixer, what, page) for page in pages]) + "x" for time, what in cells)
 
 
-def token(mixer: str, part: str = "decode") -> str:
-    return span([ratio(part, time, mixer, "token_s", "decode_cpu") for time in (1024, 4096, 16384)])
+def token(mixer: str, part: str = "decode", page: str = "decode_cpu") -> str:
+    return span([ratio(part, time, mixer, "token_s", page) for time in (1024, 4096, 16384)])
 
 
 def paired_mad(mixer: str, other: str) -> str:
@@ -225,7 +225,10 @@ def summary() -> list[str]:
         "equal time [after 0.3M tokens](ablate_time.md)",
         "[3.1M tokens](ablate_3m.md)",
         f"loses {unsigned(lost)} nats to attention",
-        f"one at a time: {token(full)} times attention's time, {token(f'{full} without C')} without the conditioner, "
-        f"and then {token(f'{full} without C', 'served')} where both are compiled",
+        f"one at a time, with full gates: {token(full)} times attention's time, {token(f'{full} without C')} without "
+        "the conditioner, "
+        f"and then {token(f'{full} without C', 'served')} where both are compiled; on [another day](decode_split.md) "
+        f"{token(full, page='decode_split')} and {token(f'{full} without C', page='decode_split')}. Slim gates without "
+        f"the conditioner: {token('slim', page='decode_split')}, split values {token('split', page='decode_split')}.",
         f"with a GLA prior {ratio('decode', 16384, 'FEM-GLA', 'state_bytes'):.3f} times as large at 16k tokens",
     ]

@@ -64,9 +64,10 @@ def rate(page: str, task: str, mixer: str) -> float:
     return float(results(page)["regimes"][task][mixer]["learning_rate"])
 
 
-def pooled(pool: str, *pages: str) -> tuple[float, float]:
+def pooled(pool: str, *pages: str, without: str = "") -> tuple[float, float]:
     """Of a pool over attention pooling, averaged over the sets of the pages: the mean and its standard error."""
-    over = [rows[f"pool:{pool}"]["over"] for page in pages for rows in results(page)["natural"].values()]
+    sets = [found for page in pages for found in results(page)["natural"].items()]
+    over = [rows[f"pool:{pool}"]["over"] for name, rows in sets if name != without]
     return mean(lead["mean"] for lead in over), sum(lead["error"] ** 2 for lead in over) ** 0.5 / len(over)
 
 
@@ -346,6 +347,7 @@ def natural_points() -> list[float]:
     return [
         *behind_on_points("lse", "max", "fem/r4", "fem", "mean"),
         *(x for pool in ("fem", "lse", "max") for x in pooled(pool, *SETS)),
+        *(x for pool in ("lse", "max") for x in pooled(pool, *SETS, without="ucsb")),
         max(float(rate) for rate in recipe("natural_points")["learning_rates"].split(",")),
     ]
 
