@@ -21,7 +21,17 @@ from claims import (
     weights,
 )
 from said import level_at, results
-from said_language import ATTENTION, NO_F_32, SLIM_32, more_time, two_blocks_at_best, widened
+from said_language import (
+    ATTENTION,
+    BROAD,
+    NO_F_32,
+    SLIM_32,
+    more_time,
+    twice_the_tokens,
+    two_blocks,
+    two_blocks_at_best,
+    widened,
+)
 
 from fem_research.common.paired import shown
 
@@ -54,6 +64,8 @@ def language() -> list[str]:
     timed = losses("ablate_16m_time")
     at_4, split = losses("ablate_16m_rate4"), loss("ablate_16m_split", "-C/r8/s.5")
     timed_split = losses("ablate_16m_split_time")
+    late, bare = twice_the_tokens(), two_blocks("-C,G,T,L", 0.001)
+    earlier = " and ".join(short(a - b, 3) for a, b in zip(bare, two_blocks(BROAD, 0.001), strict=True))
     lower = " and ".join(short(nats, 3) for nats in widened())
     layers = [weights(**GATE_AND_C, **wide) for wide in ({}, {"conv_hidden": 128})]
     return [
@@ -87,6 +99,7 @@ def language() -> list[str]:
         f"{two_lead(SLIM_32)} below and the gate and the conditioner alone {two_lead(NO_F_32)}, each at the "
         f"better of two rates, two seeds, with {more_time(SLIM_32):.0f} and {more_time(NO_F_32):.0f} % more time.",
         f"two blocks with the gate and the conditioner alone end another {lower} lower",
+        f"they end {short(late[0] - late[1], 3)} below attention, after 4M {earlier} on two seeds.",
         f"grows from {layers[0] / weights(**PLAIN):.2f} to {layers[1] / weights(**PLAIN):.2f} times attention's.",
         "The texts: 16.0M and 1.8M tokens are program source, Python's and torch's, and what is held out is code of "
         "the same projects; 3.1M are Python's sources and help topics; 0.3M and 1.0M are speeches.",

@@ -36,7 +36,7 @@ from claims import (
 )
 from said import results
 from said_costs import FUZZY
-from said_language import NO_F_32, SLIM_32, heavier, two_blocks_at_best
+from said_language import NO_F_32, SLIM_32, heavier, twice_the_tokens, two_blocks_at_best
 from said_tasks import heads_step
 
 
@@ -53,6 +53,7 @@ def readme() -> list[str]:
     plain, alone, whole = (mean(two_blocks_at_best(row)) for row in ("-C,G,T,L", NO_F_32, SLIM_32))
     timed, slower = losses("ablate_16m_split_time"), losses("ablate_16m_time")
     added = score("flights", "softmax+C", "regimes_flights") - score("flights", "softmax", "regimes_flights")
+    twice = twice_the_tokens()
     later = score("peak-64", many, "regimes_peak64_8000")
     return [
         f"it explains {100 * score('peak-64', slim_64, WIDE_RUN):.0f} % of the variance, and attention with its best "
@@ -82,7 +83,8 @@ def readme() -> list[str]:
         f"| loss: {at_best_rates('-C,G,T,L')} → {at_best_rates('+C,G/r8')} nats per token | source code, 16M tokens, "
         f"width 128; all of slim FEM {at_best_rates('full/r8')}. [Two blocks of width 512](results/ablate_512_two.md), "
         f"4M tokens, nearly equal training time: {plain:.3f} → {alone:.3f}, all of slim FEM "
-        f"{whole:.3f}. In equal time at width 128, one seed each, the gate and the conditioner are "
+        f"{whole:.3f}; 8M tokens, one seed, a wider conditioner: {twice[0]:.3f} → {twice[1]:.3f}. "
+        f"In equal time at width 128, one seed each, the gate and the conditioner are "
         f"{timed['-C,G,T,L'] - timed['+C,G/r8']:.3f} ahead of attention, slim FEM, at a lower rate, "
         f"{slower['full/r8'] - slower['-C,G,T,L']:.3f} behind |",
         f"MAD, a synthetic suite: {mad('softmax'):.1f} → {mad('softmax+C'):.1f} % over the training, "

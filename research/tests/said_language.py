@@ -10,6 +10,7 @@ ATTENTION, GATE, GATE_SLIM, BARE, BARE_SLIM, FULL, SLIM = "-C,G,T,L", "+G", "+G/
 SLIM_32, NO_F_32, DOUBLE, NARROW = "full/r32", "+C,G/r32", "+C,G/double/r32", "+C,G/c32/double/r32"
 BROAD, SLIM_BROAD = "+C,G/c128/r32", "full/c128/r32"
 TWO_BLOCKS = {ATTENTION: "", NO_F_32: "_parts", BROAD: "_c128", NARROW: "_double_c32", DOUBLE: "_double"}
+TWICE = {ATTENTION: "ablate_512_two_8m", BROAD: "ablate_512_two_c128_8m"}  # the trainings of 8M tokens
 TWO_BLOCKS |= {SLIM_32: "_slim", SLIM_BROAD: "_slim_c128"}  # in the names of their files
 SPLIT, NO_F, NORM, ALONE = "-C/r8/s.5", "+C,G/r8", "-C,G,T,L/norm", "-G,T,L"
 SIZES = ("ablate_softmax_small", "ablate_softmax_medium", "ablate_softmax")
@@ -171,13 +172,20 @@ def ablate_512_two() -> list[float]:
     (bare,), at_low = two_blocks(ATTENTION, high), {row: two_blocks(row, low) for row in TWO_BLOCKS}
     plain, alone, broad, narrow, double, whole, whole_broad = (at_low[row][0] for row in TWO_BLOCKS)
     (costs, xeon), (slower, fastest) = map(two_costs, ("c128", "")), of(page, "ms a step", SLIM_32, ATTENTION)
-    timed = (NO_F_32, SLIM_32, SLIM_BROAD, DOUBLE, NARROW)
+    timed, twice = (NO_F_32, SLIM_32, SLIM_BROAD, DOUBLE, NARROW), twice_the_tokens()
+    taken = [recipe(run)["steps"] / of(run, "tokens/s", row)[0] for row, run in TWICE.items()]
     return [
         *(x for row in (NO_F_32, SLIM_32) for x in paired(two_blocks_at_best(ATTENTION), two_blocks_at_best(row))),
         *(mean(two_blocks_at_best(row)) for row in (NO_F_32, SLIM_32, ATTENTION)),
         *(alone - whole, at_low[SLIM_32][1] - at_low[NO_F_32][1], asked),
         *(*at_low[BROAD], *widened(), whole_broad, broad - whole_broad, whole - whole_broad),
         *(more_time(SLIM_BROAD, BROAD), at_low[SLIM_BROAD][1], at_low[BROAD][1] - at_low[SLIM_BROAD][1]),
+        low,
+        *twice,
+        twice[0] - twice[1],
+        *(bare - wide for bare, wide in zip(at_low[ATTENTION], at_low[BROAD], strict=True)),
+        100 * (1 - taken[1] / taken[0]),
+        0.2,  # by the rule
         *(narrow, alone - narrow, double),
         *(high, *leads, gap(page, SLIM_32), low, bare - plain, theirs[0] - alone, ours[0] - whole, 0.004, 0.0005, low),
         *(high, *wide, *of_wide),
@@ -189,8 +197,13 @@ def ablate_512_two() -> list[float]:
         *(*at_low[ATTENTION], bare),
         *(*at_low[NO_F_32], *theirs, *at_low[BROAD], narrow, double, *wide),
         *(*at_low[SLIM_32], *ours, *at_low[SLIM_BROAD]),
-        *(low, high),
+        *(low, low, high),
     ]
+
+
+def twice_the_tokens() -> tuple[float, ...]:
+    """Losses after 8M tokens with two blocks of width 512, of attention and of the gate and the wider conditioner."""
+    return tuple(nats for row, run in TWICE.items() for nats in losses(run, row))
 
 
 def two_blocks(row: str, rate: float) -> list[float]:
