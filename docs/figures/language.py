@@ -9,12 +9,13 @@ import json
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 from matplotlib.lines import Line2D
 
 from fem.plots import GREY, picture
 from fem_research.common.names import colour
+from fem_research.common.paired import paired
 from fem_research.lm.settings import mixer_name
 
 DOCS = Path(__file__).parents[1]
@@ -79,8 +80,8 @@ def below(row: dict | None, attention: dict) -> tuple[float, float] | None:
     if row is None:
         return None
     if "below attention, paired" not in row:  # of files of one seed
-        gains = [theirs - own for theirs, own in zip(attention["losses"], row["losses"], strict=True)]
-        return fmean(gains), stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
+        mean, error = paired(attention["losses"], row["losses"])
+        return mean, error or 0.0
     mean, _, error = row["below attention, paired"].partition(" ± ")
     return float(mean), float(error or 0)
 

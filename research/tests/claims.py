@@ -55,6 +55,11 @@ def span(ratios: list[float], digits: int = 2) -> str:
     return " to ".join(sorted({f"{x:.{digits}f}" for x in (min(ratios), max(ratios))}))
 
 
+def token(mixer: str, part: str = "decode", page: str = "decode_cpu", digits: int = 2) -> str:
+    """A streamed token's time over attention's, after 1k to 16k others."""
+    return span([ratio(part, time, mixer, "token_s", page) for time in (1024, 4096, 16384)], digits)
+
+
 def top1(data: str, mixer: str) -> float:
     return 100 * results(f"vision_{data}")["vision"][mixer]["accuracy"]
 

@@ -35,6 +35,7 @@ from claims import (
     slower_step,
     span,
     step,
+    token,
     top1,
     unsigned,
     weights,
@@ -79,7 +80,7 @@ def faq() -> list[str]:
         for name in ("slim", "slim with C", "FEM-SM")
     }
     tokens, again, slim_tokens = (
-        span([ratio("decode", time, name, "token_s", page) for time in (1024, 4096, 16384)], 1)
+        token(name, page=page, digits=1)
         for name, page in (("FEM-SM", "decode_cpu"), ("FEM-SM", "decode_split"), ("slim", "decode_split"))
     )
     demo, small = results("demo")["lm"], losses("ablate_softmax")

@@ -23,12 +23,10 @@ from claims import (
 from said import level_at, results
 from said_language import (
     ATTENTION,
-    BROAD,
     NO_F_32,
     SLIM_32,
     more_time,
     twice_the_tokens,
-    two_blocks,
     two_blocks_at_best,
     widened,
 )
@@ -64,9 +62,8 @@ def language() -> list[str]:
     timed = losses("ablate_16m_time")
     at_4, split = losses("ablate_16m_rate4"), loss("ablate_16m_split", "-C/r8/s.5")
     timed_split = losses("ablate_16m_split_time")
-    late, bare = twice_the_tokens(), two_blocks("-C,G,T,L", 0.001)
-    earlier = " and ".join(short(a - b, 3) for a, b in zip(bare, two_blocks(BROAD, 0.001), strict=True))
-    lower = " and ".join(short(nats, 3) for nats in widened())
+    late = twice_the_tokens()
+    earlier, lower = (" and ".join(short(nats, 3) for nats in widened(over)) for over in (ATTENTION, NO_F_32))
     layers = [weights(**GATE_AND_C, **wide) for wide in ({}, {"conv_hidden": 128})]
     return [
         f"slim FEM ends {below('full/r8')} nats below attention**, {at_best_rates('full/r8')} against "

@@ -32,6 +32,7 @@ from claims import (
     slower,
     slower_step,
     span,
+    token,
     top1,
     unsigned,
     weights,
@@ -50,10 +51,6 @@ def layer(mixer: str, *pages: str) -> str:
     """A train step and its memory, from the machine where it costs less to the other."""
     cells = ((512, "train_s"), (2048, "train_s"), (2048, "train_extra_bytes"))
     return " | ".join(span([ratio("layer", time, mixer, what, page) for page in pages]) + "x" for time, what in cells)
-
-
-def token(mixer: str, part: str = "decode", page: str = "decode_cpu") -> str:
-    return span([ratio(part, time, mixer, "token_s", page) for time in (1024, 4096, 16384)])
 
 
 def paired_mad(mixer: str, other: str) -> str:
@@ -229,9 +226,9 @@ def summary() -> list[str]:
         "[3.1M tokens](ablate_3m.md)",
         f"loses {unsigned(lost)} nats to attention",
         f"one at a time, with full gates: {token(full)} times attention's time, {token(f'{full} without C')} without "
-        "the conditioner, "
-        f"and then {token(f'{full} without C', 'served')} where both are compiled; on [another day](decode_split.md) "
-        f"{token(full, page='decode_split')} and {token(f'{full} without C', page='decode_split')}. Slim gates without "
-        f"the conditioner: {token('slim', page='decode_split')}, split values {token('split', page='decode_split')}.",
+        f"the conditioner, and then {token(f'{full} without C', 'served')} where both are compiled; on "
+        f"[another day](decode_split.md) {token(full, page='decode_split')} and "
+        f"{token(f'{full} without C', page='decode_split')}. Slim gates without the conditioner: "
+        f"{token('slim', page='decode_split')}, split values {token('split', page='decode_split')}.",
         f"with a GLA prior {ratio('decode', 16384, 'FEM-GLA', 'state_bytes'):.3f} times as large at 16k tokens",
     ]

@@ -10,8 +10,8 @@ ATTENTION, GATE, GATE_SLIM, BARE, BARE_SLIM, FULL, SLIM = "-C,G,T,L", "+G", "+G/
 SLIM_32, NO_F_32, DOUBLE, NARROW = "full/r32", "+C,G/r32", "+C,G/double/r32", "+C,G/c32/double/r32"
 BROAD, SLIM_BROAD = "+C,G/c128/r32", "full/c128/r32"
 TWO_BLOCKS = {ATTENTION: "", NO_F_32: "_parts", BROAD: "_c128", NARROW: "_double_c32", DOUBLE: "_double"}
-TWICE = {ATTENTION: "ablate_512_two_8m", BROAD: "ablate_512_two_c128_8m"}  # the trainings of 8M tokens
 TWO_BLOCKS |= {SLIM_32: "_slim", SLIM_BROAD: "_slim_c128"}  # in the names of their files
+TWICE = {ATTENTION: "ablate_512_two_8m", BROAD: "ablate_512_two_c128_8m"}  # the trainings of 8M tokens
 SPLIT, NO_F, NORM, ALONE = "-C/r8/s.5", "+C,G/r8", "-C,G,T,L/norm", "-G,T,L"
 SIZES = ("ablate_softmax_small", "ablate_softmax_medium", "ablate_softmax")
 TRAINED, TRAINED_SLIM = "attention+LTG", "attention+LTG/r4"
@@ -178,12 +178,12 @@ def ablate_512_two() -> list[float]:
         *(x for row in (NO_F_32, SLIM_32) for x in paired(two_blocks_at_best(ATTENTION), two_blocks_at_best(row))),
         *(mean(two_blocks_at_best(row)) for row in (NO_F_32, SLIM_32, ATTENTION)),
         *(alone - whole, at_low[SLIM_32][1] - at_low[NO_F_32][1], asked),
-        *(*at_low[BROAD], *widened(), whole_broad, broad - whole_broad, whole - whole_broad),
+        *(*at_low[BROAD], *widened(NO_F_32), whole_broad, broad - whole_broad, whole - whole_broad),
         *(more_time(SLIM_BROAD, BROAD), at_low[SLIM_BROAD][1], at_low[BROAD][1] - at_low[SLIM_BROAD][1]),
         low,
         *twice,
         twice[0] - twice[1],
-        *(bare - wide for bare, wide in zip(at_low[ATTENTION], at_low[BROAD], strict=True)),
+        *widened(ATTENTION),
         100 * (1 - taken[1] / taken[0]),
         0.2,  # by the rule
         *(narrow, alone - narrow, double),
@@ -219,9 +219,9 @@ def two_blocks_at_best(row: str) -> list[float]:
     return min((two_blocks(row, rate) for rate in (0.001, 0.002)), key=lambda seeds: seeds[0])
 
 
-def widened() -> list[float]:
-    """Nats that 128 channels in the conditioner bring the gate and the conditioner alone, seed by seed, at .001."""
-    return [small - large for small, large in zip(two_blocks(NO_F_32, 0.001), two_blocks(BROAD, 0.001), strict=True)]
+def widened(over: str) -> list[float]:
+    """Nats by which the gate and a conditioner of 128 channels are below another row, seed by seed, at .001."""
+    return [other - own for other, own in zip(two_blocks(over, 0.001), two_blocks(BROAD, 0.001), strict=True)]
 
 
 def more_time(row: str, over: str = ATTENTION) -> float:
