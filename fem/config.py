@@ -296,9 +296,14 @@ class FreeEnergyMixerConfig:
     @property
     def linear_weights(self) -> int:
         """Weights of all linear maps of the layer, prior included, conditioner and biases apart (Appendix H.7)."""
+        return self.weights_around_prior + known_priors()[self.prior_type].widths(self).linear
+
+    @property
+    def weights_around_prior(self) -> int:
+        """Weights of the maps to values, gates and output."""
         value_and_output = self.n_embd * (self.kv_heads * self.value_width + self.fem_dim)
         gates = (self.learns_lambda + self.use_outer_gate) * self._gate_weights
-        return value_and_output + gates + known_priors()[self.prior_type].widths(self).linear
+        return value_and_output + gates
 
     @property
     def _gate_weights(self) -> int:

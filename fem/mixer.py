@@ -154,7 +154,7 @@ class FreeEnergyMixer(nn.Module):
             0 if self.conditioner is None else sum(p.numel() for p in self.conditioner.parameters())
         )
         budget = 4 * self.config.n_embd**2
-        linear = self.config.linear_weights
+        linear = self.config.weights_around_prior + self.prior.linear_weights(self.config)
         blocks = {name: sum(p.numel() for p in block.parameters()) for name, block in self.named_children()}
         return {
             "linear": linear,

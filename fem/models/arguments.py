@@ -65,9 +65,14 @@ def _from_floats(mask: Tensor) -> Bool[Tensor, "b t"]:
     )
 
 
+def is_of_pairs(attention_mask: Tensor | dict | None) -> bool:
+    """Whether a mask says for every pair of tokens whether one sees the other, as engines' own masks do."""
+    return isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.dim() == 4)
+
+
 def read_documents(
     x: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | dict | None,
     position_ids: Tensor | None,
     past: int,
     segment_ids: Tensor | None,
@@ -94,9 +99,10 @@ def read_documents(
     return opens.long().cumsum(-1).expand(x.shape[0], -1)
 
 
-def _restarts(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+def _restarts(position_ids: Tensor, attention_mask: Tensor | dict | None) -> Tensor:
     """Where a document opens. Without a mask any jump opens one, as transformers' packing has it."""
-    if attention_mask is None or attention_mask.shape[-1] != position_ids.shape[-1] or attention_mask.dim() != 2:
+    plain = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+    if not plain or attention_mask.shape[-1] != position_ids.shape[-1]:
         return F.pad(position_ids.diff(dim=-1) != 1, (1, 0))
     keep = attention_mask.bool()
     seen = torch.where(keep, position_ids, -1)

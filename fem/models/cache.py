@@ -43,12 +43,14 @@ class MixerMemory(CacheLayerMixin):
 
     def pieces(self, tokens: int) -> list[slice]:
         """The parts in which the mixer reads a call's tokens: all at once, or the last `RECORDED` one by one."""
-        if not self.record_past:
+        if not self.record_past or not tokens:
             return [slice(None)]
         first = max(0, tokens - RECORDED)
         return [slice(0, first)] * (first > 0) + [slice(t, t + 1) for t in range(first, tokens)]
 
     def store(self, state: MixerState, tokens: int) -> None:
+        if not tokens:
+            return  # the state is what it was
         self.past = [*self.past[1 - RECORDED :], state] if self.record_past else [state]
         self.tokens += tokens
         self.is_initialized = True

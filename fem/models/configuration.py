@@ -15,7 +15,7 @@ from fem.models.engines.parallel import tensor_plan
 from fem.models.engines.support import attends, head_width, layer_type, obstacle
 from fem.models.opener import OpensWithFEM
 from fem.models.peft import teach_peft
-from fem.models.rope import read_rope, scaled
+from fem.models.rope import check_turns, read_rope, scaled
 from fem.prior_table import PRIORS, ROTARY
 
 MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
@@ -41,6 +41,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     or a dict of mixer fields, for hybrids such as 3 * ["gla"] + [{"prior_type": "softmax", "window": 512}].
     mixer: fields of `FreeEnergyMixerConfig` that all layers share, such as {"use_conv": False}; one that not every
     prior reads, such as ssm_rank, goes to the layers whose prior does.
+    initializer_range: deviation of embeddings and MLPs at the start; a mixer's maps have .02 (`fem.projection`).
     rope_parameters: scaled rotary angles, in transformers' words, such as {"rope_type": "yarn", "factor": 4.0,
     "original_max_position_embeddings": 4096}, by its own functions: linear, yarn, llama3, proportional.
     A layer has the linear weights of plain attention (`FreeEnergyMixerConfig.matched`), unless its fields name a
@@ -100,7 +101,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         keep_keys = any(map(_keeps_keys, self._own_fields()))
         if self.max_position_embeddings == "auto":
             self.max_position_embeddings = 4096 if keep_keys else None
-        self.mixer_configs()  # raises on what no layer can have
+        check_turns(self, self.mixer_configs())  # raises on what no layer can have
         if self._grouped and not keep_keys:
             raise ValueError(f"num_key_value_heads needs a softmax layer, got {self.num_key_value_heads} without one.")
         self.base_model_tp_plan = tensor_plan(self)

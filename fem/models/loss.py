@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
@@ -32,6 +32,22 @@ def cross_entropy(
     targets = targets.flatten()
     total = _SummedCrossEntropy.apply(hidden.flatten(0, 1), weight, targets, torch.is_grad_enabled())
     return total / ((targets != IGNORED).sum() if num_items is None else num_items)
+
+
+def cross_entropy_of_logits(
+    logits: Float[Tensor, "b t v"], targets: Int[Tensor, "b t"], num_items: Tensor | int | None = None
+) -> Float[Tensor, ""]:
+    """`cross_entropy` of logits that a head with more than a weight has made, all at once."""
+    logits, targets = logits.flatten(0, 1), targets.flatten()
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    total = F.cross_entropy(logits.to(wide), targets, ignore_index=IGNORED, reduction="sum")
+    return total / ((targets != IGNORED).sum() if num_items is None else num_items)
+
+
+def is_one_weight(head: nn.Module) -> bool:
+    """Whether head(h) is W h: no adapter, bias, parametrisation or hook, which may bring weights from elsewhere."""
+    hooks = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
+    return type(head) is nn.Linear and head.bias is None and not hooks and "forward" not in vars(head)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):

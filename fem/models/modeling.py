@@ -12,11 +12,10 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     Cache,
     DynamicCache,
+    GenerationConfig,
     GenerationMixin,
-    MaxLengthCriteria,
     PreTrainedConfig,
     PreTrainedModel,
-    StoppingCriteriaList,
 )
 from transformers.generation import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -27,12 +26,12 @@ from transformers.utils.generic import can_return_tuple
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
 from fem.mlp import SwiGLU
-from fem.models.arguments import check_names, mask_of_new_tokens, read_documents
+from fem.models.arguments import check_names, is_of_pairs, mask_of_new_tokens, read_documents
 from fem.models.cache import FEMCache
 from fem.models.configuration import FEMConfig
-from fem.models.engines.attention import EXACT, EngineAttention, masks_of, positions_of, served
+from fem.models.engines.attention import EXACT, EngineAttention, check_documents, masks_of, positions_of, served
 from fem.models.engines.support import obstacle
-from fem.models.loss import IGNORED, cross_entropy, next_tokens
+from fem.models.loss import IGNORED, cross_entropy, cross_entropy_of_logits, is_one_weight, next_tokens
 
 logger = logging.get_logger(__name__)
 
@@ -209,9 +208,16 @@ class FEMModel(FEMPreTrainedModel):
                 f"attn_implementation={self.config._attn_implementation!r} keeps a transformers cache, got a FEMCache, "
                 "which is the exact form's; leave out past_key_values and the model makes one."
             )
-        if past is None and segment_ids is None and self._wants_cache(use_cache):
-            past = DynamicCache(config=self.config)
         seen = 0 if past is None else past.get_seq_length()
+        documents, plain = segment_ids, past is None and attention_mask is None and not use_cache
+        looked_at = plain or not (is_of_pairs(attention_mask) or torch.compiler.is_compiling())
+        if looked_at and isinstance(seen, int):
+            documents = read_documents(x, attention_mask, position_ids, seen, segment_ids)
+        if documents is not None:
+            check_documents(self.config, x, attention_mask, cached=past is not None or bool(use_cache))
+            attention_mask = None
+        elif past is None and self._wants_cache(use_cache):
+            past = DynamicCache(config=self.config)
         if isinstance(seen, int) and past is not None:  # a static cache counts on the device once it holds tokens
             if seen and not getattr(past, WRITTEN, False):
                 raise ValueError(
@@ -220,9 +226,9 @@ class FEMModel(FEMPreTrainedModel):
                     "PromptTuningConfig."
                 )
             setattr(past, WRITTEN, True)
-        packed = segment_ids is not None or (past is None and position_ids is not None)
+        packed = documents is not None or is_of_pairs(attention_mask)
         self._check_length(seen, seen + x.shape[1], packed)
-        position_ids = positions_of(self.config, x, attention_mask, position_ids, segment_ids, seen)
+        position_ids = positions_of(x, attention_mask, position_ids, segment_ids, seen)
         masks = masks_of(self.config, self.kinds, x, attention_mask, position_ids, past)
         engine = {"position_ids": position_ids, "attention_mask": masks, **keywords}
         return self._through_blocks(x, output_hidden_states, past, engine=engine)
@@ -274,8 +280,9 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
 
     labels (B, T): the input_ids, -100 where nothing is to be predicted; the loss shifts them, and the first token of a
     document is no target. shift_labels (B, T): what each token is to predict, instead. The loss is `cross_entropy` of
-    fem.models.loss: its logits exist in chunks. logits_to_keep: the last n positions, an index, or 0 for all; None:
-    all, except in training with labels, where metrics that need them ask by logits_to_keep=0.
+    fem.models.loss: its logits exist in chunks, unless the head has an adapter or hooks.
+    logits_to_keep: the last n positions, an index, or 0 for all; None: all, except in training with labels, where
+    metrics that need them ask by logits_to_keep=0.
     num_items_in_batch: what the summed loss is divided by (the Trainer passes it). With labels no cache is built,
     unless use_cache=True. All else is `FEMModel`'s.
     """
@@ -308,12 +315,17 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
             if drafts:
                 cache.activate_past_recording()
 
-    def _get_stopping_criteria(self, *args, **kwargs) -> StoppingCriteriaList:
-        """Return transformers' criteria and one more: generation stops at config.max_position_embeddings tokens."""
-        criteria = super()._get_stopping_criteria(*args, **kwargs)
-        if self.config.max_position_embeddings is not None:
-            criteria.append(MaxLengthCriteria(self.config.max_position_embeddings))
-        return criteria
+    def _prepare_generated_length(
+        self, generation_config, *, model_input_name, input_ids_length, inputs_tensor, **defaults
+    ) -> GenerationConfig:
+        """Set the lengths as transformers does; rows, embeddings included, end at config.max_position_embeddings."""
+        said = {"model_input_name": model_input_name, "input_ids_length": input_ids_length}
+        prepared = super()._prepare_generated_length(generation_config, inputs_tensor=inputs_tensor, **said, **defaults)
+        longest = self.config.max_position_embeddings
+        if longest is not None:
+            embedded = inputs_tensor.shape[1] - input_ids_length if model_input_name == "inputs_embeds" else 0
+            prepared.max_length = min(prepared.max_length, max(longest - embedded, input_ids_length + 1))
+        return prepared
 
     @can_return_tuple
     def forward(
@@ -335,8 +347,9 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         shift_labels = kwargs.pop("shift_labels", None)  # not by name, or the Trainer looks for it in its batches
         trained = labels is not None or shift_labels is not None
         tokens = input_ids if inputs_embeds is None else inputs_embeds
-        if trained and tokens is not None and past_key_values is None:  # the loss needs the documents, too
-            segment_ids = read_documents(tokens, attention_mask, position_ids, 0, segment_ids)
+        documents = segment_ids
+        if trained and tokens is not None and past_key_values is None:
+            documents = read_documents(tokens, attention_mask, position_ids, 0, segment_ids)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -352,7 +365,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         hidden = outputs.last_hidden_state
         loss = logits = None
         if trained:
-            loss = self._loss(hidden, labels, shift_labels, segment_ids, num_items_in_batch)
+            loss = self._loss(hidden, labels, shift_labels, documents, num_items_in_batch)
         if not trained or not self.training or logits_to_keep is not None:
             keep = 0 if logits_to_keep is None else logits_to_keep
             if isinstance(keep, int) and keep < 0:
@@ -383,6 +396,9 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
             opens = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
             ids = ids.masked_fill(opens, IGNORED)
         targets = next_tokens(ids) if shift_labels is None else ids
+        targets = targets.to(hidden.device)
+        if not is_one_weight(self.lm_head):
+            return cross_entropy_of_logits(self.lm_head(hidden), targets, num_items)
         weight = self.lm_head.weight
         weight = weight.full_tensor() if isinstance(weight, DTensor) else weight  # split over devices (tp_plan)
-        return cross_entropy(hidden, weight, targets.to(hidden.device), num_items)
+        return cross_entropy(hidden, weight, targets, num_items)

@@ -228,9 +228,11 @@ class FEMForImageClassification(FEMImagePreTrainedModel):
     """logits = W z + b, z the class token of a `FEMImageModel`, or the mean over its patches where config.pooling says.
 
     pixel_values (B, C, S, S), normalised. labels: classes (B,), or the probability of each (B, K) as mixup makes them;
-    the loss is the cross-entropy, in nats. logits: (B, K), K = config.num_labels.
+    the loss is the cross-entropy, in nats, or what config.problem_type names: "regression" or
+    "multi_label_classification", as transformers computes them. logits: (B, K), K = config.num_labels.
 
-    Raises ValueError on images of another size than config.image_size, and on labels of another shape.
+    Raises ValueError on images of another size than config.image_size, on labels of another shape, and on labels of a
+    single class.
     """
 
     def __init__(self, config: FEMImageConfig):
@@ -261,5 +263,11 @@ class FEMForImageClassification(FEMImagePreTrainedModel):
             raise ValueError(
                 f"labels must have shape {tuple(logits.shape[:1])}, or {tuple(logits.shape)} for probabilities, "
                 f"got {tuple(labels.shape)}."
+            )
+        if self.config.problem_type in ("regression", "multi_label_classification"):
+            return self.loss_function(labels, logits.float(), self.config)
+        if self.config.num_labels == 1:
+            raise ValueError(
+                'num_labels must be at least 2 to classify, got 1; problem_type="regression" fits numbers.'
             )
         return F.cross_entropy(logits.float(), labels)

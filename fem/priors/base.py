@@ -55,6 +55,10 @@ class Prior(nn.Module, ABC):
     def widths(config: FreeEnergyMixerConfig) -> Widths:
         """The prior's linear weights under `config`, and how many maps of key width it has (Appendix H.7)."""
 
+    def linear_weights(self, config: FreeEnergyMixerConfig) -> int:
+        """The prior's linear weights in a layer of `config`."""
+        return self.widths(config).linear
+
     @abstractmethod
     def read(
         self,

@@ -96,6 +96,8 @@ def _recoverable(f: Tensor, start: Memory) -> bool:
 
 def _within_reach(z: Tensor) -> bool:
     """Whether no e exceeds e^30, what `proven` asks for, and all are normal numbers of float32. NaN is not."""
+    if not z.numel():
+        return True
     low, high = z.aminmax()
     return low.item() > -_LEAST and high.item() < PROVEN
 

@@ -54,6 +54,10 @@ class OperatorPrior(Prior):
     def widths(config):
         raise TypeError("an operator prior has no widths to solve for: its weights are the operator's own.")
 
+    def linear_weights(self, config: FreeEnergyMixerConfig) -> int:
+        """The weights of the operator's matrices."""
+        return sum(parameter.numel() for parameter in self.parameters() if parameter.dim() > 1)
+
     def check(self, config: FreeEnergyMixerConfig) -> None:
         for name, wanted in self.FIXED.items():
             if getattr(config, name) != wanted:

@@ -71,7 +71,8 @@ class SoftmaxPrior(Prior):
     def steps(self, memory):
         plain = memory.keys() == STREAM and memory["value"].dtype != torch.float16  # whose range e would leave
         known = type(self).queries_and_keys is SoftmaxPrior.queries_and_keys  # others make scores that `step` does not
-        return plain and known and self.config.window is None and self.config.backend in ("auto", "sdpa")
+        started = plain and memory["key"].shape[2] > 0  # a call of no tokens leaves rows that have not begun
+        return started and known and self.config.window is None and self.config.backend in ("auto", "sdpa")
 
     def step(self, features, v, position, memory, free_values=None):
         """e = exp(beta (f - c))        [mean | R] = softmax(q K^T / sqrt(d_k)) [V | E]        F = c + log(R) / beta"""

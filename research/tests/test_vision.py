@@ -130,6 +130,19 @@ def test_models_have_deits_parameters(profile, prior):
     assert ours == pytest.approx(deit, rel=0.004)
 
 
+def test_a_head_fits_what_problem_type_names():
+    x = torch.randn(2, 2, 9, 9)
+    several, numbers = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]), torch.tensor([[0.3], [2.0]])
+    model = randomised(classifier(num_labels=3, problem_type="multi_label_classification"))
+    found = model(x, labels=several)
+    torch.testing.assert_close(found.loss, nn.functional.binary_cross_entropy_with_logits(found.logits, several))
+    model = randomised(classifier(num_labels=1, problem_type="regression"))
+    found = model(x, labels=numbers)
+    torch.testing.assert_close(found.loss, (found.logits - numbers).square().mean())
+    with pytest.raises(ValueError, match="num_labels must be at least 2 to classify, got 1"):
+        classifier(num_labels=1)(x, labels=torch.tensor([0, 0]))
+
+
 @pytest.mark.parametrize(("prior", "pooling"), zip(PRIORS, cycle(["cls", "mean"])))
 def test_every_pixel_counts_and_every_weight_learns(prior, pooling):
     model = randomised(classifier(prior_type=prior, pooling=pooling)).train()

@@ -43,6 +43,16 @@ def test_an_operator_with_parameters_runs_in_a_half_precision_layer():
     assert (y.double() - wanted).abs().max() <= 0.02 * (1 + wanted.abs().max())
 
 
+def test_an_operator_counts_its_own_matrices_alone():
+    """Beside value, lambda, gate and output, and no queries and keys."""
+    linear = lambda op: with_operator(op).parameter_report()["linear"]  # noqa: E731
+    config = FreeEnergyMixerConfig(n_embd=WIDTH, n_head=HEADS)
+    around = 4 * WIDTH * config.fem_dim
+    assert linear(lambda z: z.cumsum(1)) == linear(Filter()) == around
+    assert linear(torch.nn.Linear(7, 5)) == around + 35
+    assert FreeEnergyMixer(config).parameter_report()["linear"] == config.linear_weights > around
+
+
 def test_an_operator_runs_in_float32_under_autocast():
     layer, x = with_operator(Filter()), tokens(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -62,3 +62,19 @@ def test_one_token_of_a_plain_stream_reads_the_same_by_its_short_path(monkeypatc
         assert len(taken) == (12 if short else 0)
         results.append(torch.cat(reads, 1))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fields", [{}, {"free_share": 0.5, "gate_rank": 4}, {"value_logexp_cap": 4.0}], ids=str)
+@torch.no_grad()
+def test_a_call_of_no_tokens_changes_no_stream(fields):
+    """Before the first token, where a row has not begun, and after it."""
+    layer = FreeEnergyMixer(n_embd=32, n_head=4, use_conv=False, **fields).eval()
+    x, document = torch.randn(2, 3, 32), torch.full((2, 1), 5)
+    _, state = layer(x[:, :0], return_state=True)
+    first, state = layer(x[:, :1], state=state, return_state=True)
+    nothing, state = layer(x[:, :0], state=state, return_state=True)
+    second, state = layer(x[:, 1:2], state=state, return_state=True)
+    third, _ = layer(x[:, 2:], segment_ids=document, state=state, return_state=True)
+    assert nothing.shape == (2, 0, 32)
+    torch.testing.assert_close(torch.cat([first, second], 1), layer(x[:, :2]))
+    torch.testing.assert_close(third, layer(x[:, 2:]))  # another document than what came before

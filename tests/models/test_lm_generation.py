@@ -122,6 +122,15 @@ def test_generation_from_embeddings_equals_from_ids(softmax_model):
     assert torch.equal(generate(softmax_model, None, inputs_embeds=embeddings), generate(softmax_model, ids)[:, 5:])
 
 
+@pytest.mark.parametrize("prompt, written", [(5, 3), (7, 1), (8, 1)])
+def test_generation_stops_at_the_longest_row_from_ids_and_from_embeddings(prompt, written):
+    model, ids = lively(FEMForCausalLM(small_config(max_position_embeddings=8))), tokens(2, prompt)
+    from_ids = generate(model, ids)
+    assert from_ids.shape == (2, prompt + written)
+    embeddings = model.get_input_embeddings()(ids)
+    assert torch.equal(generate(model, None, inputs_embeds=embeddings), from_ids[:, prompt:])
+
+
 def test_packed_documents_continue_across_calls(model):
     ids, segments = tokens(1, 10), torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2]])
     whole = model(ids, segment_ids=segments).logits
@@ -204,6 +213,7 @@ def test_a_recorded_cache_forgets_its_last_tokens(model):
     model(ids[:, :5], past_key_values=cache)
     model(tokens(2, 4, seed=7), past_key_values=cache)
     cache.crop(-3)
+    model(ids[:, :0], past_key_values=cache)
     cache.crop(-1)
     assert cache.get_seq_length() == 5
     found = model(ids[:, 5:], past_key_values=cache).logits

@@ -72,6 +72,28 @@ def test_model_loss_equals_the_loss_of_its_logits(kind_of_model):
     torch.testing.assert_close(output.loss, ForCausalLMLoss(output.logits, labels, VOCABULARY))
 
 
+@pytest.mark.parametrize("kind", ["adapter", "offloaded", "bias", "hook"])
+def test_a_head_that_is_more_than_its_weight_is_called_for_the_loss(kind):
+    model, ids = lively(FEMForCausalLM(small_config(tie_word_embeddings=False))), tokens(2, 11)
+    base = model
+    if kind == "adapter":
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=False))
+    elif kind == "offloaded":
+        pytest.importorskip("accelerate").cpu_offload(model, execution_device="cpu")
+    elif kind == "bias":
+        base.lm_head.bias = torch.nn.Parameter(torch.randn(VOCABULARY))
+    else:
+        base.lm_head.register_forward_hook(lambda head, inputs, logits: 2 * logits)
+    output = model(input_ids=ids, labels=ids)
+    torch.testing.assert_close(output.loss, ForCausalLMLoss(output.logits, ids, VOCABULARY))
+    if kind != "offloaded":  # accelerate offloads for inference only
+        output.loss.backward()
+        learnt = [p for p in base.lm_head.parameters() if p.requires_grad]
+        assert learnt
+        assert all(p.grad.abs().max() > 0 for p in learnt)
+
+
 def test_logits_of_the_loss_never_cost_vocabulary_times_tokens(monkeypatch, softmax_model):
     sizes, log_softmax = [], F.log_softmax
     monkeypatch.setattr(loss, "LOGITS_AT_ONCE", 4 * VOCABULARY)

@@ -103,8 +103,15 @@ def test_older_names_mean_the_same():
 
 
 def test_a_layer_without_rotation_stays_without():
-    config = small_config(rope_parameters=SCALED["yarn"], layer_priors=["mamba", {"use_rope": False}])
-    assert [mixer.rope_frequencies for mixer in config.mixer_configs()] == [None, None]
+    layers = ["mamba", {"use_rope": False}, "softmax"]
+    config = small_config(rope_parameters=SCALED["yarn"], layer_priors=layers, num_hidden_layers=3)
+    assert [mixer.rope_frequencies is None for mixer in config.mixer_configs()] == [True, True, False]
+
+
+@pytest.mark.parametrize("fields", [{"prior_type": "mamba"}, {"mixer": {"use_rope": False}}], ids=str)
+def test_angles_that_no_layer_turns_by_are_refused(fields):
+    with pytest.raises(ValueError, match="rope_parameters needs a layer with rotary positions"):
+        small_config(rope_parameters=SCALED["yarn"], **fields)
 
 
 @pytest.mark.parametrize(

@@ -488,6 +488,49 @@ def test_mask_of_a_flash_kernel_is_refused():
         attention(x, position_embeddings=(angle.cos(), angle.sin()), attention_mask=PADDED)
 
 
+@pytest.mark.parametrize("preserve", [True, False])
+@pytest.mark.parametrize("kernel, what, words", [
+    ("flash_attention_2", "documents", "must hold the documents that position_ids"),
+    ("flash_attention_2", "lengths", "must hold the documents that position_ids"),
+    ("flash_attention_2", "window", "must hold the window of 5 of 11 keys"),
+    ("flex_attention", "window", "must have 4 dimensions, got BlockMask"),
+])  # fmt: skip
+def test_what_a_kernel_reads_beside_its_mask_is_refused(preserve, kernel, what, words):
+    """As on a card, where flash attention makes no mask."""
+    if what == "window" and kernel == "flash_attention_2" and not preserve:
+        pytest.skip("a fresh mixer has the window itself")
+    model = decoder("mistral" if what == "window" else "llama")
+    model.config._attn_implementation = kernel
+    replace_attention(model, preserve=preserve)
+    restarts = torch.cat([torch.arange(4), torch.arange(7)])[None]
+    documents = {"position_ids": restarts, "use_cache": False}
+    lengths = {"cu_seq_lens_q": torch.tensor([0, 4, 11]), "use_cache": False}
+    how = {"documents": documents, "lengths": lengths, "window": {}}[what]
+    with pytest.raises(ValueError, match=words):
+        model(tokens(1, 11), **how)
+
+
+def test_a_fresh_mixer_has_the_window_without_a_mask():
+    model = lively(replace_attention(decoder("mistral"), preserve=False))
+    masked = model(tokens(1, 11)).logits
+    model.config._attn_implementation = "flash_attention_2"
+    close(model(tokens(1, 11)).logits, masked, 1e-5)
+
+
+@pytest.mark.parametrize("fields, words", [
+    ({"causal": False}, "causal is the original's, True, got False"), ({"n_embd": 64}, "n_embd is the original's, 32"),
+])  # fmt: skip
+def test_a_fresh_mixer_keeps_what_the_model_around_it_needs(fields, words):
+    with pytest.raises(ValueError, match=words):
+        replace_attention(decoder("gpt2"), preserve=False, **fields)
+
+
+def test_a_fresh_mixer_with_other_heads_has_as_many_keys():
+    model = replace_attention(decoder("llama"), preserve=False, n_head=1, causal=True)
+    (config,) = {m.config for m in model.modules() if isinstance(m, FreeEnergyMixer)}
+    assert (config.n_head, config.kv_heads) == (1, 1)
+
+
 @pytest.mark.parametrize(
     "fields, name",
     [

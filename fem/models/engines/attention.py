@@ -120,25 +120,24 @@ def _eager(module: EngineAttention, q, k, values, attention_mask, scaling, dropo
     return (p @ values).transpose(1, 2), p
 
 
-def positions_of(
-    config: PreTrainedConfig,
-    x: Tensor,
-    attention_mask,
-    position_ids: Tensor | None,
-    segment_ids: Tensor | None,
-    past: int | Tensor,
-) -> Int[Tensor, "b t"]:
-    """Positions of the new tokens: from 0 in each document, or counted over the tokens that a 2D mask keeps.
+def check_documents(config: PreTrainedConfig, x: Tensor, attention_mask, cached: bool) -> None:
+    """Raise ValueError where positions that restart would not tell transformers' masks where documents begin."""
+    name = config._attn_implementation
+    plain = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 and not torch.compiler.is_compiling()
+    whole = attention_mask is None or (plain and bool((attention_mask == 1).all()))
+    if cached or not whole or ("flash" in name and len(x) > 1):
+        raise ValueError(
+            f"attn_implementation={name!r} reads packed documents (segment_ids, or position_ids that restart) without "
+            "a cache and without an attention_mask that hides tokens, flash attention only in one row; leave out "
+            "attn_implementation for the rest."
+        )
 
-    Positions that restart tell transformers' masks where documents begin. Raises ValueError where they would not.
-    """
+
+def positions_of(
+    x: Tensor, attention_mask, position_ids: Tensor | None, segment_ids: Tensor | None, past: int | Tensor
+) -> Int[Tensor, "b t"]:
+    """Positions of the new tokens: from 0 in each document, or counted over the tokens that a 2D mask keeps."""
     if segment_ids is not None:
-        name = config._attn_implementation
-        if past or attention_mask is not None or ("flash" in name and len(x) > 1):
-            raise ValueError(
-                f"attn_implementation={name!r} reads packed documents (segment_ids) without a cache and without an "
-                "attention_mask, flash attention only in one row; leave out attn_implementation for the rest."
-            )
         return read_tokens(tuple(x.shape[:2]), x.device, None, segment_ids)[0].position
     if position_ids is not None:
         return position_ids

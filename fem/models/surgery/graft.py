@@ -67,7 +67,13 @@ def _mixer(site: Site, prior_type: str, config: dict) -> FreeEnergyMixer:
         raise ValueError(
             f"{type(site.module).__name__} is called in a way that no mixer knows; preserve=True keeps it."
         )
-    fields = site.fields | ((site.softmax_fields or {}) if prior_type == "softmax" else {}) | config
+    for name in ("n_embd", "causal"):
+        if config.get(name, site.fields[name]) != site.fields[name]:
+            raise ValueError(f"{name} is the original's, {site.fields[name]!r}, got {config[name]!r}; leave it out.")
+    of_softmax = dict(site.softmax_fields or {}) if prior_type == "softmax" else {}
+    if config.get("n_head", site.fields["n_head"]) != site.fields["n_head"]:
+        of_softmax.pop("n_kv_head", None)  # it belongs to the original's heads
+    fields = site.fields | of_softmax | config
     return FreeEnergyMixer(FreeEnergyMixerConfig.matched(prior_type=prior_type, **fields)).to(site.weight)
 
 

@@ -57,6 +57,9 @@ UNREADABLE = {  # arguments of an attention function that change p in ways a sof
 }
 
 
+BY_MASKS = "call model.set_attn_implementation('sdpa'), whose masks a free energy can be read under"
+
+
 def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
     """The site that the attention `module` is; None if it is not one of transformers. Raises Refused."""
     if not isinstance(getattr(module, "config", None), PreTrainedConfig):
@@ -188,7 +191,7 @@ def free_energy_attention(
     query: Float[Tensor, "b h tq dk"],
     key: Float[Tensor, "b hkv t dk"],
     value: Float[Tensor, "b hkv t dv"],
-    attention_mask: Tensor | None,
+    attention_mask,
     features: Float[Tensor, "... d"] | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -221,11 +224,7 @@ def free_energy_attention(
             f"values of {value.shape[1]} heads of {value.shape[3]}, and {heads} x {rows} x {queries} queries for "
             f"features {tuple(features.shape)}, which is not what its sizes say."
         )
-    if attention_mask is not None and attention_mask.dim() != 4:
-        raise ValueError(
-            f"attention_mask must have 4 dimensions, got {tuple(attention_mask.shape)}; "
-            "call model.set_attn_implementation('sdpa'), whose masks a free energy can be read under."
-        )
+    _check_mask(attention_mask, key.shape[2], kwargs)
     features = features.reshape(rows, queries, width)  # images have rows and columns, packed documents no batch
     causal = attention_mask is None and queries > 1 and (_is_causal(attention) if is_causal is None else is_causal)
     if causal:  # without a mask the first query meets the first key: the rest of a static cache is still empty
@@ -241,6 +240,29 @@ def free_energy_attention(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     o = attention.free_energy(features, q, k, v, bias, causal, scaling)
     return F.dropout(o, dropout), None
+
+
+def _check_mask(attention_mask, keys: int, further: dict) -> None:
+    """Raise ValueError on a mask that is none of pairs, and on windows and documents that have none.
+
+    A flash kernel reads the last two off further arguments; under sdpa and eager they stand in the mask.
+    """
+    if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
+            got = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+            raise ValueError(f"attention_mask must have 4 dimensions, got {got}; {BY_MASKS}.")
+        return
+    window, position = further.get("sliding_window"), further.get("position_ids")
+    if window is not None and window < keys:
+        raise ValueError(f"attention_mask must hold the window of {window} of {keys} keys, got none; {BY_MASKS}.")
+    packed = further.get("cu_seq_lens_q") is not None
+    if not packed and isinstance(position, Tensor) and position.dim() == 2 and not torch.compiler.is_compiling():
+        packed = bool((position.diff(dim=-1) <= 0).any())
+    if packed:
+        raise ValueError(
+            f"attention_mask must hold the documents that position_ids or cu_seq_lens_q tell of, got none; {BY_MASKS}, "
+            "and pass use_cache=False."
+        )
 
 
 def _capped(
@@ -291,17 +313,19 @@ class MixerAttention(nn.Module):
     def forward(
         self,
         hidden_states: Float[Tensor, "b t d"],
-        attention_mask: Tensor | None = None,
+        attention_mask=None,
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[Float[Tensor, "b t d"], None]:
-        keep, segments = (None, None) if attention_mask is None else _tokens(attention_mask, hidden_states.shape[1])
+        time = hidden_states.shape[1]
+        _check_mask(attention_mask, time, kwargs)
+        keep, segments = (None, None) if attention_mask is None else _tokens(attention_mask, time)
         if past_key_values is None:
             return self.resid_dropout(self.mixer(hidden_states, keep, segments)), None
         memory = self._memory(past_key_values)
         segments = None if memory.state is not None else segments
         y, state = self.mixer(hidden_states, keep, segments, state=memory.state, return_state=True)
-        memory.store(state, tokens=hidden_states.shape[1])
+        memory.store(state, tokens=time)
         return self.resid_dropout(y), None
 
     def _memory(self, cache: Cache) -> MixerMemory:
@@ -324,11 +348,6 @@ def _tokens(mask: Tensor, time: int) -> tuple[Bool[Tensor, "b t"], Int[Tensor, "
 
     A token exists where it sees itself; it opens a document where it does not see the existing token before it.
     """
-    if mask.dim() != 4:
-        raise ValueError(
-            f"attention_mask must have 4 dimensions, got {tuple(mask.shape)}; "
-            "call model.set_attn_implementation('sdpa')."
-        )
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     pairs = allowed[:, 0, :, -time:].expand(-1, time, -1)
     keep = pairs.diagonal(dim1=1, dim2=2)

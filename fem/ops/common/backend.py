@@ -12,7 +12,7 @@ from torch import Tensor
 from fem.prior_table import BACKENDS
 
 _PACKAGES = {"fla": "fla-core", "mamba_ssm": "mamba-ssm"}  # by module
-_INSTALL = {"fla": "pip install 'free-energy-mixer[gpu]'", "mamba_ssm": "pip install mamba-ssm"}
+_INSTALL = {"fla": "pip install fla-core einops", "mamba_ssm": "pip install mamba-ssm"}
 _FOUND = {module: find_spec(module) is not None for module in _INSTALL}
 _MISSED: set[str] = set()  # which the user was told of
 
