@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import (
     Cache,
     DynamicCache,
@@ -399,6 +398,4 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         targets = targets.to(hidden.device)
         if not is_one_weight(self.lm_head):
             return cross_entropy_of_logits(self.lm_head(hidden), targets, num_items)
-        weight = self.lm_head.weight
-        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight  # split over devices (tp_plan)
-        return cross_entropy(hidden, weight, targets, num_items)
+        return cross_entropy(hidden, self.lm_head.weight, targets, num_items)
