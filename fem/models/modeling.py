@@ -225,7 +225,7 @@ class FEMModel(FEMPreTrainedModel):
                     "PromptTuningConfig."
                 )
             setattr(past, WRITTEN, True)
-        packed = documents is not None or is_of_pairs(attention_mask)
+        packed = documents is not None or (past is None and position_ids is not None)
         self._check_length(seen, seen + x.shape[1], packed)
         position_ids = positions_of(x, attention_mask, position_ids, segment_ids, seen)
         masks = masks_of(self.config, self.kinds, x, attention_mask, position_ids, past)
