@@ -177,10 +177,11 @@ class FEMModel(FEMPreTrainedModel):
                 f"input_ids must be integers of shape (batch, tokens), got {tuple(input_ids.shape)} {input_ids.dtype}."
             )
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.config._attn_implementation in (EXACT, "sdpa", "eager"):  # other engines have arguments of their own
+            check_names(self, kwargs, position_ids)
         if self.config._attn_implementation != EXACT:
             asked = {"output_hidden_states": output_hidden_states, "segment_ids": segment_ids}
             return self._in_engine(x, attention_mask, position_ids, past_key_values, use_cache, **asked, **kwargs)
-        check_names(self, kwargs, position_ids)
         cache = self._cache(past_key_values, use_cache)
         past = 0 if cache is None else cache.get_seq_length()
         segment_ids = read_documents(x, attention_mask, position_ids, past, segment_ids)
