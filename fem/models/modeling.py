@@ -25,7 +25,7 @@ from transformers.utils.generic import can_return_tuple
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
 from fem.mlp import SwiGLU
-from fem.models.arguments import check_names, is_of_pairs, mask_of_new_tokens, read_documents
+from fem.models.arguments import SAID_BY_POSITIONS, check_names, is_of_pairs, mask_of_new_tokens, read_documents
 from fem.models.cache import FEMCache
 from fem.models.configuration import FEMConfig
 from fem.models.engines.attention import EXACT, EngineAttention, check_documents, masks_of, positions_of, served
@@ -177,11 +177,12 @@ class FEMModel(FEMPreTrainedModel):
                 f"input_ids must be integers of shape (batch, tokens), got {tuple(input_ids.shape)} {input_ids.dtype}."
             )
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if self.config._attn_implementation in (EXACT, "sdpa", "eager"):  # other engines have arguments of their own
-            check_names(self, kwargs, position_ids)
+        if self.config._attn_implementation in ("sdpa", "eager"):  # further ones are continuous batching's
+            check_names(self, {name: kwargs.get(name) for name in SAID_BY_POSITIONS}, position_ids)
         if self.config._attn_implementation != EXACT:
             asked = {"output_hidden_states": output_hidden_states, "segment_ids": segment_ids}
             return self._in_engine(x, attention_mask, position_ids, past_key_values, use_cache, **asked, **kwargs)
+        check_names(self, kwargs, position_ids)
         cache = self._cache(past_key_values, use_cache)
         past = 0 if cache is None else cache.get_seq_length()
         segment_ids = read_documents(x, attention_mask, position_ids, past, segment_ids)

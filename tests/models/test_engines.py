@@ -204,7 +204,7 @@ def test_documents_of_an_engine_stay_apart_however_they_are_said(engine, said):
 
 
 @pytest.mark.parametrize("engine", ["exact", "sdpa", "eager"])
-@pytest.mark.parametrize("name", ["cu_seq_lens_q", "documents"])
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "seq_idx"])
 def test_documents_that_an_engine_would_not_look_at_are_refused(engine, name):
     with pytest.raises(TypeError, match=f"takes no argument '{name}'"):
         served(small_model(), engine, tokens(1, 5), **{name: torch.tensor([0, 2, 5])})
