@@ -23,6 +23,7 @@ def log(tmp_path_factory):
     table["hour"], table["minute"] = generator.integers(5, 24, len(table)), generator.integers(0, 60, len(table))
     table["dep_delay"] = generator.integers(-43, 300, len(table)).astype(float)
     table.loc[::9, "dep_delay"] = math.nan
+    table["flight"] = table.number
     table["carrier"], table["dest"] = (generator.choice(list(names), len(table)) for names in ("AB", "XYZ"))
     path = tmp_path_factory.mktemp("flights") / "flights.csv"
     table.sample(frac=1, random_state=0).to_csv(path, index=False)
@@ -63,6 +64,21 @@ def test_events_come_in_their_order_and_only_departures_tell_a_delay(log, split)
                 found.append((*said, round(10 * math.sinh(delay)), bool(late)))
         assert [event[:2] for event in found] == [event[:2] for event in wanted]
         assert Counter(found) == Counter(wanted)  # in one minute any order will do
+
+
+def test_the_order_of_the_file_tells_nothing(log, tmp_path):
+    """The real file has those first that left first, and flights of one minute of the schedule would keep that order."""
+    _, table = log
+    table = table.assign(minute=table.minute // 20 * 20, carrier="A", dest="X")  # many questions in one minute
+    found = []
+    for name, rows in (("as_left", table.sort_values("dep_delay")), ("mixed", table.sample(frac=1, random_state=1))):
+        rows = pd.concat([rows, log[1].assign(flight=-1, month=6)])  # every airline and destination occurs
+        rows.to_csv(tmp_path / name, index=False)
+        found.append(streams(str(tmp_path / name)))
+    for split in DAYS:
+        for (x, answers), (other, theirs) in zip(*(part[split] for part in found), strict=True):
+            assert torch.equal(x, other)
+            assert torch.equal(answers.nan_to_num(2), theirs.nan_to_num(2))
 
 
 def test_examples_are_successive_events_of_their_split(log):

@@ -15,7 +15,8 @@ LATE = 15  # minutes behind schedule, by the official count of delays
 NOTICE = 60  # minutes before its schedule at which a flight is asked about; none leaves as early
 TOKENS = 128
 DAYS = {"train": (1, 19), "validation": (20, 24), "test": (25, 31)}  # of every month
-NEEDED = {"month", "day", "hour", "minute", "dep_delay", "carrier", "dest", "origin"}
+NEEDED = {"month", "day", "hour", "minute", "dep_delay", "carrier", "dest", "origin", "flight"}
+ORDER = ["time", "question", "schedule", "carrier", "dest", "flight"]  # in one minute nothing that depends on a delay
 Stream = tuple[Float[Tensor, "n c"], Float[Tensor, " n"]]
 
 
@@ -38,7 +39,7 @@ def streams(path: str) -> dict[str, list[Stream]]:
     flights["late"] = ~(flights.dep_delay < LATE)  # a cancelled flight has no delay
     asked = flights.assign(question=True, time=flights.schedule - NOTICE)
     left = flights.assign(question=False, time=flights.schedule + flights.dep_delay).dropna(subset="dep_delay")
-    events = pd.concat([asked, left]).sort_values(["time", "question"], kind="stable", ignore_index=True)
+    events = pd.concat([asked, left]).sort_values(ORDER, ignore_index=True)  # the file's order tells who left first
     known = ~events.question
     events["delay"] = torch.asinh(torch.tensor(events.dep_delay.where(known, 0.0).to_numpy()) / 10)
     events["was_late"] = events.late & known
