@@ -20,8 +20,9 @@ class Reading:
 
     prior p_t(i): (B, H, T, T), or (B, H, d_v, T, T) where every channel has its own; posterior q_tj(i) at beta, the
     beta_max of Eq. 7: (B, H, d_v, T, T). mean, free_energy, lambda_, gate and hidden_beta (the beta* of Eq. 8, in
-    nats per unit of v): (B, T, H, d_v). beta: one per head and channel, (H, d_v). Parts that the layer lacks are None.
-    Of split values, mean has the first d_m channels, posterior, free_energy, hidden_beta and beta the last d_f.
+    nats per unit of v): (B, T, H, d_v). gap: log sum_i p_t(i) exp(beta (v_i - sum_i p_t(i) v_i)) = KL(p_t || q_t) in
+    nats, (B, T, H, d_v). beta: one per head and channel, (H, d_v). Parts that the layer lacks are None.
+    Of split values, mean has the first d_m channels, posterior, free_energy, gap, hidden_beta and beta the last d_f.
     """
 
     prior: Float[Tensor, "..."]
@@ -32,6 +33,7 @@ class Reading:
     gate: Float[Tensor, "b t h dv"] | None
     hidden_beta: Float[Tensor, "b t h d"] | None
     beta: Float[Tensor, "..."] | None
+    gap: Float[Tensor, "b t h d"] | None
 
 
 def softmax_tables(
@@ -69,7 +71,7 @@ def read_tables(
     per_token = lambda table: table.unflatten(-1, (time, -1)).sum(-1).permute(0, 2, 3, 1, 4).to(scores.dtype)  # noqa: E731
     shown = per_token(scores)
     if beta is None:
-        q = hidden = None
+        q = hidden = gap = None
     else:
         heads = scores.shape[2] // beta.shape[0]
         beta = beta.repeat_interleave(heads, 0)
@@ -77,6 +79,8 @@ def read_tables(
         first = values.shape[3] - read.free_energy.shape[-1]  # channels that read the mean only
         p, values = p[..., first:, :], values[..., first:, :]
         q = per_token(posterior(p, values, per_head))
+        nats = per_head[..., None] * (values - (p * values).sum(-1, keepdim=True))
+        gap = (p.log() + nats).logsumexp(-1).where(p.any(-1), 0.0).to(scores.dtype)
         lam = torch.ones_like(read.free_energy) if lambda_ is None else lambda_
         hidden = hidden_temperature(p, values, lam.double(), per_head.expand(lam.shape)).to(scores.dtype)
     return Reading(
@@ -88,4 +92,5 @@ def read_tables(
         gate=gate,
         hidden_beta=hidden,
         beta=beta,
+        gap=gap,
     )

@@ -11,7 +11,7 @@ from fem.train.generate import NEW_TOKENS, continue_prompt
 
 def command(
     model: Annotated[str, typer.Option(help="Folder of a model, or the output of fem train.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue; without one, a new document begins.")] = "",
+    prompt: Annotated[str, typer.Option(help="Text to continue; without one, an end of text.")] = "",
     max_new_tokens: Annotated[int | None, typer.Option(help=f"Most new tokens; default: up to {NEW_TOKENS}.")] = None,
     temperature: Annotated[float, typer.Option(help="Of the sampling; 0 takes the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Sample from this many of the likeliest tokens.")] = 50,

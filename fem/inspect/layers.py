@@ -56,7 +56,7 @@ class LayerTables:
 
     prior: (H, 1, T, T), or (H, d_v, T, T) where every channel has its own; posterior and read: (H, d_v, T, T). All
     else is (H, d_v, T), beta (H, d_v), prior_tokens as prior. Parts that the layer lacks are None. An unnormalised
-    prior is shown normalised, and so is its gap.
+    prior is shown normalised, and so is its gap. Of split values the channels are those that read a free energy.
     """
 
     layer: int
@@ -91,15 +91,14 @@ def layer_tables(layer: int, prior_type: str, reading: Reading) -> LayerTables:
     prior = scores / np.where(total > 0, total, 1)[..., None]
     posterior = None if reading.posterior is None else _numpy(reading.posterior)
     lambda_, gate, hidden = (_by_head(part) for part in (reading.lambda_, reading.gate, reading.hidden_beta))
-    beta = gap = None
+    beta = None
     if posterior is None:
         read = np.broadcast_to(prior, (prior.shape[0], reading.mean.shape[-1], *prior.shape[2:]))
     else:
         share = 1.0 if lambda_ is None else lambda_[..., None]
+        prior = prior[:, -posterior.shape[1] :]  # of split values those channels that read a free energy
         read = (1 - share) * prior + share * posterior
         beta = np.broadcast_to(reading.beta.double().cpu().numpy().reshape(len(read), -1), read.shape[:2])
-        weight = np.where(total > 0, total, 1)
-        gap = beta[..., None] * (_by_head(reading.free_energy) - _by_head(reading.mean) / weight) - np.log(weight)
     return LayerTables(
         layer=layer,
         prior_type=prior_type,
@@ -112,7 +111,7 @@ def layer_tables(layer: int, prior_type: str, reading: Reading) -> LayerTables:
         hidden_beta=hidden,
         beta=beta,
         gate=gate,
-        gap=gap,
+        gap=_by_head(reading.gap),
     )
 
 

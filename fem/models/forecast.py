@@ -135,14 +135,21 @@ class FEMForecaster(BaseModel):
     def _scale(
         self, rows: Float[Tensor, "b l c"], seen: Float[Tensor, "b l 1"]
     ) -> tuple[Float[Tensor, "b 1 c"], Float[Tensor, "b 1 c"]]:
-        """Mean and deviation of the observed rows of every column; 0 and 1 where the loss is a distribution."""
+        """Mean and deviation of the observed rows of every column; 0 and 1 where the loss is a distribution.
+
+        A column that stood still has no deviation: what is known of its future is then relative to its value, or as it
+        is where that was 0.
+        """
         if self.loss.is_distribution_output:
             zero = rows.new_zeros(len(rows), 1, rows.shape[2])
             return zero, zero + 1
         count = seen.sum(1, keepdim=True).clamp_min(1)
         center = (rows * seen).sum(1, keepdim=True) / count
         variance = ((rows - center).square() * seen).sum(1, keepdim=True) / count
-        return center, (variance + LEAST_VARIANCE).sqrt()
+        spread = (variance + LEAST_VARIANCE).sqrt()
+        still = variance <= LEAST_VARIANCE * (1 + center.square())
+        still[..., 0] = False  # y: its forecast is the constant that its history was
+        return center, torch.where(still, torch.where(center == 0, 1.0, center.abs()), spread)
 
     @property
     def _of_history(self) -> list[str]:

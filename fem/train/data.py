@@ -66,7 +66,14 @@ def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast
         raise ValueError(f"tokenizer {name!r} cannot be read: {first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer must have an end-of-text token to separate documents, got {name!r} without one.")
+    if not tokenizer.is_fast:
+        raise ValueError(f"tokenizer must have a tokenizer.json, got {name!r}, a {type(tokenizer).__name__} in Python.")
     return tokenizer
+
+
+def vocabulary(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The entries that an embedding needs: one more than the largest id, as ids may have holes."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def documents_of(recipe: TrainRecipe) -> Iterator[str]:

@@ -27,20 +27,30 @@ def local_files(data: str) -> list[Path] | None:
     if not path.exists():
         return None
     known = TEXT + JSON_LINES + PARQUET
-    files = sorted(p for p in path.rglob("*") if p.suffix in known) if path.is_dir() else [path]
-    if not files or files[0].suffix not in known:
+    files = sorted(p for p in path.rglob("*") if kind(p) in known) if path.is_dir() else [path]
+    if not files or kind(files[0]) not in known:
         raise ValueError(f"data must be {', '.join(known)} or a folder of such files, got {data!r}.")
     if strange := [p for p in files if not p.is_file()]:
         raise ValueError(f"data must be regular files, got {str(strange[0])!r}, a pipe, device or folder.")
     return files
 
 
+def kind(path: Path) -> str:
+    return path.suffix.lower()
+
+
+def check_outside(data: str, output: Path) -> None:
+    """Raise ValueError on an output inside the folder of the data, which its own files would join."""
+    if Path(data).is_dir() and output.resolve().is_relative_to(Path(data).resolve()):
+        raise ValueError(f"output must lie outside the folder of the data, got {str(output)!r} in {data!r}.")
+
+
 def content(files: list[Path]) -> str:
     """A digest of the files' contents, in their order; names, folders and times do not matter."""
     hasher = hashlib.blake2b(digest_size=16)
     for path in files:
-        kind = "text" if path.suffix in TEXT else path.suffix
-        hasher.update(f"{kind} {digest(path)}\n".encode())
+        name = "text" if kind(path) in TEXT else kind(path)
+        hasher.update(f"{name} {digest(path)}\n".encode())
     return hasher.hexdigest()
 
 
@@ -51,11 +61,11 @@ def local_documents(files: list[Path], field: str) -> Iterator[str]:
     empty, binary or cut off, and on records without the field.
     """
     for path in files:
-        if path.suffix in TEXT:
+        if kind(path) in TEXT:
             yield from file_pieces(path)
             continue
         records, visible = 0, False
-        for record in _json_lines(path) if path.suffix in JSON_LINES else _parquet_rows(path, field):
+        for record in _json_lines(path) if kind(path) in JSON_LINES else _parquet_rows(path, field):
             records += 1
             text = text_of(record, field, f"{path.name}, record {records}")
             visible = visible or bool(text.strip())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,10 +67,11 @@ def evaluate(
 
     evaluator.get_git_commit_hash = lambda: None  # outside of a repository git would print that this is fatal
     manager = TaskManager(include_path=recipe.include_path, include_defaults=_needs_own_tasks(recipe))
-    unknown = [name for name in recipe.task_names() if not manager.match_tasks([name])]
+    matched = {name: manager.match_tasks([name]) for name in recipe.task_names()}
+    unknown = [name for name, found in matched.items() if not found]
     if unknown:
         raise ValueError(f"tasks must be known to lm-evaluation-harness or lie in --include-path, got {unknown[0]!r}.")
-    longest = model.config.max_position_embeddings
+    longest = getattr(model.config, "max_position_embeddings", None)
     harness = HFLM(
         pretrained=model,
         tokenizer=tokenizer,
@@ -80,7 +82,7 @@ def evaluate(
     seeds = {f"{name}_random_seed": recipe.seed for name in ("numpy", "torch", "fewshot")}
     results = simple_evaluate(
         harness,
-        tasks=recipe.task_names(),
+        tasks=list(dict.fromkeys(chain.from_iterable(matched.values()))),
         task_manager=manager,
         limit=recipe.limit,
         log_samples=False,
@@ -121,9 +123,13 @@ def rows(recipe: EvalRecipe, scores: dict[str, dict[str, float]]) -> list[dict]:
         }
         for score in suite
     ]
-    for task in recipe.task_names():
-        if task in {score.task for score in suite}:
-            continue
+    known = [score.task for score in suite]
+    asked = [task for task in recipe.task_names() if task not in known]
+    if all(task in scores for task in asked):
+        further = asked
+    else:  # a pattern, or a tag whose tasks have no common score
+        further = [task for task in scores if task not in known]
+    for task in further:
         for metric, value in scores.get(task, {}).items():
             if not metric.endswith("_stderr"):
                 error = scores[task].get(f"{metric}_stderr")

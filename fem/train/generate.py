@@ -25,7 +25,8 @@ def continue_prompt(
     seed: int = 0,
     streamer: BaseStreamer | None = None,
 ) -> str:
-    """The text with which the model continues the prompt; with an empty prompt it begins a document.
+    """The text with which the model continues the prompt; an empty prompt is the token that begins or ends a
+    document, after which a model of `fem train` has not learnt to predict.
 
     temperature: 0 takes the likeliest token. max_new_tokens: None is 200, or as many as fit into the context.
     Raises ValueError where they do not fit into the context, on a negative temperature, a top_k below 1, a prompt that
@@ -45,7 +46,7 @@ def continue_prompt(
     ids = tokenizer(prompt)["input_ids"] or [begin]
     if ids == [None]:
         raise ValueError("prompt must hold a token, as the tokenizer has none that begins or ends a document.")
-    context = model.config.max_position_embeddings
+    context = getattr(model.config, "max_position_embeddings", None)
     room = NEW_TOKENS if context is None else context - len(ids)
     new = min(NEW_TOKENS, room) if max_new_tokens is None else max_new_tokens
     if room < 1:

@@ -113,9 +113,12 @@ def write_tokens(
 
 
 def encode(documents: list[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[np.ndarray]:
-    """Each document's tokens and an end token. Special tokens that are spelt out in the text are read as text."""
+    """Each document's tokens and an end token. Special tokens that are spelt out in the text are read as text, and the
+    truncation and padding that a tokenizer was saved with are left out."""
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = True
+    backend.no_truncation()
+    backend.no_padding()
     for encoding in backend.encode_batch_fast(documents, add_special_tokens=False):
         yield np.array([*encoding.ids, tokenizer.eos_token_id], np.uint32)
 

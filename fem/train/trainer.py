@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from torch import Generator, nn
+from torch import Generator, nn, tensor
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
+from fem.models.loss import IGNORED
 from fem.train.packing import ShuffledRows
 from fem.train.saving import NotFinite, SavingTrainer, kept
 from fem.train.start import copy_run
@@ -28,13 +29,16 @@ class Milestones(TrainerCallback):
 class TextTrainer(SavingTrainer):
     """Reads rows from where the checkpoint left off, and stops at a gradient that is not finite.
 
-    rows: those that this process reads. extended: the schedule is longer than the checkpoint's.
+    rows: those that this process reads. extended: the schedule is longer than the checkpoint's. The validation loss is
+    the mean over all tokens that are predicted, however they are dealt to batches.
     """
 
     def __init__(self, *, rows: ShuffledRows, extended: bool, **options):
         self.rows = rows
         super().__init__(**options)
         self.extended = extended
+        held_out = [int((row["labels"][1:] != IGNORED).sum()) for row in self.eval_dataset or ()]
+        self.predicted = tensor(sum(held_out) / max(1, len(held_out)))  # tokens of a held-out row, on average
 
     def get_train_dataloader(self) -> DataLoader:
         """This process's rows. With its own generator, the loader draws nothing from the global random state."""
@@ -44,6 +48,23 @@ class TextTrainer(SavingTrainer):
             generator=Generator(),
             pin_memory=self.args.dataloader_pin_memory,
         )
+
+    def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
+        """This process's held-out rows, all of one length, likewise."""
+        loader = DataLoader(
+            self.eval_dataset,
+            batch_size=self.args.eval_batch_size,
+            generator=Generator(),
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+        return self.accelerator.prepare(loader)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """transformers' loss. In validation that of the last token's logits alone, and by the mean number of tokens."""
+        if not model.training:
+            inputs = inputs | {"logits_to_keep": 1}
+            num_items_in_batch = len(inputs["input_ids"]) * self.predicted * self.accelerator.num_processes
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial):
         start = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)

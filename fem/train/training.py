@@ -20,8 +20,9 @@ from fem.models.presets import PRESETS
 from fem.runs.recipes import nearest
 from fem.runs.run import RESULTS, Run, check_output, note, progress, read_json, write_json
 from fem.train.checkpoints import STAGING, load_language_model
-from fem.train.data import TOKENS, check_data, documents_of, identity, load_data, load_tokenizer
+from fem.train.data import TOKENS, check_data, documents_of, identity, load_data, load_tokenizer, vocabulary
 from fem.train.distributed import Paused, Ranks, end_process_group, end_with_parent, in_touch
+from fem.train.documents import check_outside
 from fem.train.integrity import LOCK, one_writer
 from fem.train.metrics import MetricsCallback, summary
 from fem.train.model import build_model
@@ -139,6 +140,7 @@ def prepare(
 
 def take_data(recipe: TrainRecipe, output: Path, start: Start, allow_changed: bool) -> None:
     """Write tokenizer and tokens to `output`. Raises ValueError where the run began with others."""
+    check_outside(recipe.data, output)
     tokenizer = load_tokenizer(recipe, output)
     source = identity(recipe, tokenizer)
     known = start.config.get("data")
@@ -148,13 +150,13 @@ def take_data(recipe: TrainRecipe, output: Path, start: Start, allow_changed: bo
             f"data have changed since the run in {str(output)!r} began: another {' and '.join(changed)}; give another "
             "--output, or --allow-changed-data to go on with them all the same."
         )
-    if allow_changed:
+    if changed:
         add_event(start.config, f"data taken as they are now: {json.dumps(source)}", start.step)
         shutil.rmtree(output / TOKENS, ignore_errors=True)
     start.config["data"] = source
     write_tokens(documents_of(recipe), tokenizer, output / TOKENS, source)
     load_data(recipe, output, Share(1, 1))  # raises where there are too few
-    model_config(recipe, len(tokenizer))
+    model_config(recipe, vocabulary(tokenizer))
 
 
 def finished_results(recipe: TrainRecipe, output: Path, start: Start) -> dict:
@@ -176,7 +178,7 @@ def fit(recipe: TrainRecipe, output: Path, args: TrainingArguments, start: Start
     share = Share(recipe.batch_size, args.per_device_train_batch_size, ranks.rank, ranks.world)
     tokenizer = load_tokenizer(recipe, output)
     data = load_data(recipe, output, share)
-    model = build_model(model_config(recipe, len(tokenizer)), recipe.seed)
+    model = build_model(model_config(recipe, vocabulary(tokenizer)), recipe.seed)
     with progress() if ranks.rank == 0 else nullcontext() as bars:
         under_way = Run(output, recipe.seed)
         metrics = MetricsCallback(recipe, under_way, model, data.probe, bars)
@@ -214,15 +216,15 @@ def trained_for(checkpoint: Path) -> int:
     return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]
 
 
-def model_config(recipe: TrainRecipe, vocabulary: int) -> FEMConfig:
+def model_config(recipe: TrainRecipe, entries: int) -> FEMConfig:
     """The preset with the recipe's changes, for rows of the recipe's context."""
     known = {*inspect.signature(FEMConfig).parameters, "rope_parameters"}
     if unknown := [name for name in recipe.model_fields() if name not in known]:
         raise ValueError(f"model_fields must be fields of FEMConfig, got {unknown[0]!r}{nearest(unknown[0], known)}")
-    fields = {"vocab_size": vocabulary, "max_position_embeddings": recipe.context} | recipe.model_fields()
+    fields = {"vocab_size": entries, "max_position_embeddings": recipe.context} | recipe.model_fields()
     config = preset(recipe.preset, **fields)
-    if config.vocab_size < vocabulary:
-        raise ValueError(f"vocab_size must cover the tokenizer's {vocabulary} entries, got {config.vocab_size}.")
+    if config.vocab_size < entries:
+        raise ValueError(f"vocab_size must cover the tokenizer's {entries} entries, got {config.vocab_size}.")
     if config.max_position_embeddings is not None and config.max_position_embeddings < recipe.context:
         raise ValueError(
             f"context must be at most max_position_embeddings = {config.max_position_embeddings}, got {recipe.context}."

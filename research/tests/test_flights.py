@@ -67,7 +67,7 @@ def test_events_come_in_their_order_and_only_departures_tell_a_delay(log, split)
 
 
 def test_the_order_of_the_file_tells_nothing(log, tmp_path):
-    """The real file has those first that left first, and flights of one minute of the schedule would keep that order."""
+    """The real file has those first that left first; flights of one minute of the schedule would keep that order."""
     _, table = log
     table = table.assign(minute=table.minute // 20 * 20, carrier="A", dest="X")  # many questions in one minute
     found = []

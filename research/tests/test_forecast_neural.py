@@ -136,6 +136,18 @@ def test_a_window_that_stands_still_is_forecast_as_it_stands_and_its_gradient_is
     assert all(part.grad.isfinite().all() and part.grad.abs().max() < 1e-3 for part in model.parameters())
 
 
+def test_a_known_future_of_a_column_that_stood_still_is_told_by_its_size():
+    model = FEMForecaster(**SMALL | {"futr_exog_list": ["known"]}).eval()
+    inputs = []
+    model.future.register_forward_pre_hook(lambda part, args: inputs.append(args[0]))
+    for value, change in ((0.0, 1.0), (0.0, 3.0), (40.0, 2.0), (1e6, -1e5)):
+        known = torch.full((1, 23 + 5, 1), value)
+        known[:, 23:] += change
+        model(batch(torch.randn(1, 23)) | {"futr_exog": known})
+    seen = [x.flatten()[x.flatten().nonzero()[0]].item() for x in inputs]
+    assert seen == pytest.approx([1.0, 3.0, 0.05, -0.1])
+
+
 def test_rows_before_the_start_are_no_rows():
     model = FEMForecaster(**SMALL).eval()
     x, mask = torch.randn(2, 23), torch.ones(2, 23)

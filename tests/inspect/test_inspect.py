@@ -87,6 +87,17 @@ def test_gap_and_read_follow_from_prior_and_posterior(family):
             assert found.read[h, j, t, i] == pytest.approx((1 - lam) * p[i] + lam * q[i], abs=1e-12)
 
 
+@pytest.mark.parametrize("share", [0.25, 0.5])
+@pytest.mark.parametrize("family", ["softmax", "gla", "rnn_decay", "mamba"])
+def test_of_split_values_the_channels_that_read_a_free_energy_are_shown(family, share):
+    found = tables(make_layer(**FAMILIES[family] | {"free_share": share, "gate_rank": 2}))
+    p, q = np.broadcast_arrays(found.prior, found.posterior)
+    divergence = np.where(p > 0, p * np.log(np.where(p > 0, p, 1) / np.where(p > 0, q, 1)), 0).sum(-1)
+    assert found.gap.shape == found.beta.shape + found.gap.shape[-1:] == divergence.shape
+    np.testing.assert_allclose(found.gap, divergence, atol=1e-7)
+    np.testing.assert_array_equal(found.read, found.posterior)
+
+
 @pytest.mark.parametrize("family", ["softmax", "mamba"])
 def test_effective_tokens_are_the_exponential_of_the_entropy(family):
     found = tables(make_layer(**FAMILIES[family]))

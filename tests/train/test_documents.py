@@ -71,6 +71,20 @@ def test_special_tokens_in_the_text_are_text(tokenizer):
     assert ids.tolist().count(tokenizer.eos_token_id) == 1
 
 
+def test_truncation_and_padding_of_a_tokenizer_are_left_out(tokenizer):
+    texts = ["the sun sees the moon. " * 9, "the"]
+    wanted = [ids.tolist() for ids in packing.encode(texts, tokenizer)]
+    tokenizer(texts, padding=True, truncation=True, max_length=8)  # which the tokenizer remembers, in its file too
+    assert [ids.tolist() for ids in packing.encode(texts, tokenizer)] == wanted
+    assert len(wanted[0]) > 8 > len(wanted[1]) == 4
+
+
+def test_the_case_of_an_ending_says_nothing(tmp_path):
+    (tmp_path / "a.TXT").write_text("one")
+    (tmp_path / "b.Jsonl").write_text('{"text": "two"}\n')
+    assert list(documents.local_documents(documents.local_files(str(tmp_path)), "text")) == ["one", "two"]
+
+
 def line(value):
     return (json.dumps({"text": value}) + "\n").encode()
 

@@ -194,6 +194,14 @@ def test_the_suite_has_the_papers_columns_beside_the_papers_row():
     assert suites.paper_row("1.3B FEM-GLA")["SciQ"] == 0.782
 
 
+def test_tasks_of_a_tag_or_a_pattern_are_listed_by_their_own_names():
+    recipe = evaluation.EvalRecipe(model="m", tasks="one,a_tag", allow_code=True)
+    scores = {"one": {"acc": 0.5}, "two": {"acc": 0.7, "acc_stderr": 0.1}}
+    assert [(row["task"], row["score"]) for row in evaluation.rows(recipe, scores)] == [("one", 0.5), ("two", 0.7)]
+    group = {"a_tag": {"acc": 0.6}} | scores  # a group with a score of its own stands for its tasks
+    assert [row["task"] for row in evaluation.rows(recipe, group)] == ["one", "a_tag"]
+
+
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
     path = tmp_path_factory.mktemp("tasks")
@@ -240,6 +248,12 @@ def test_bits_per_byte_are_those_of_the_windows(folder, model, tasks, offline, t
     assert len(tokenizer(PAGES[1])["input_ids"]) > CONTEXT
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
     assert found["byte_perplexity"] == pytest.approx(math.exp(nats / size), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_pattern_names_every_task_that_it_matches(folder, tasks, offline, tmp_path):
+    found = evaluate(folder, tasks, tmp_path / "run", "made_up_pag*,made_up_cho*")
+    assert set(found) == {"made_up_pages", "made_up_choice"}
 
 
 @pytest.mark.slow

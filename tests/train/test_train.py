@@ -1,6 +1,7 @@
 """`fem train`: recipes, data, packing, checkpoints, resuming, and error messages."""
 
 import errno
+import functools
 import json
 import math
 import shutil
@@ -17,7 +18,14 @@ from datasets import Dataset, load_dataset
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from trainings import assert_same_run, losses, tiny, weights
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    ByT5Tokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 
 from fem.models import FEMForCausalLM, preset
 from fem.train import checkpoints, documents, integrity, metrics, packing, trainer, training
@@ -103,9 +111,34 @@ def test_dropout_and_accumulation_resume_bit_for_bit(data, tmp_path):
 
 
 def test_accumulated_steps_equal_whole_ones(whole, data, tmp_path):
-    training.run(tiny(data, micro_batch=2), tmp_path)
-    for a, b in zip(losses(whole), losses(tmp_path)):
+    """Validation losses too: rows hold different numbers of tokens that are predicted."""
+    training.run(tiny(data, micro_batch=1), tmp_path)
+    for a, b in zip(losses(whole), losses(tmp_path), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
+
+
+def test_a_validation_makes_few_logits_and_changes_no_training(data, tmp_path, monkeypatch):
+    """Under dropout, which draws from the random state; and with a tokenizer that has no token for padding."""
+    shapes, forward = set(), FEMForCausalLM.forward
+
+    @functools.wraps(forward)  # the Trainer looks for labels in its signature
+    def watch(self, *args, **given):
+        output = forward(self, *args, **given)
+        if output.loss is not None and not self.training:
+            shapes.add(tuple(output.logits.shape[1:]))
+        return output
+
+    training.run(tiny(data, max_steps=2), tmp_path / "tokenizer")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "tokenizer" / "tokenizer", pad_token=None)
+    tokenizer.save_pretrained(tmp_path / "unpadded")
+    monkeypatch.setattr(FEMForCausalLM, "forward", watch)
+    model = json.dumps(json.loads(tiny(data).model) | {"mixer": {"dropout": 0.2}})
+    recipe = tiny(data, model=model, max_steps=4, tokenizer=str(tmp_path / "unpadded"))
+    for steps in (1, 3):
+        training.run(replace(recipe, eval_steps=steps), tmp_path / str(steps))
+    assert shapes == {(1, len(tokenizer))}
+    one, other = (weights(tmp_path / steps, 4) for steps in "13")
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_the_newest_checkpoint_that_is_whole_is_taken(whole, data, tmp_path):
@@ -183,10 +216,19 @@ def test_mistakes_are_one_sentence(data, tmp_path, as_users_run, changes, senten
     assert not checkpoints.checkpoints(tmp_path / "run")
 
 
-@pytest.mark.parametrize("field, value", [("dtype", "float8"), ("max_steps", 0), ("model", "[1]"), ("model", "{")])
+@pytest.mark.parametrize(
+    "field, value", [("dtype", "float8"), ("max_steps", 0), ("seed", 2**32), ("model", "[1]"), ("model", "{")]
+)
 def test_a_recipe_refuses_values_that_no_run_can_have(data, field, value):
     with pytest.raises(ValueError, match=field):
         tiny(data, **{field: value})
+
+
+def test_an_output_in_the_folder_of_the_data_is_refused(data, tmp_path):
+    shutil.copy(data, tmp_path)
+    with pytest.raises(ValueError, match="output must lie outside the folder of the data"):
+        training.run(tiny(tmp_path), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_gives_the_documents_of_its_files_in_order(tmp_path):
@@ -354,6 +396,15 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path, data, tokenizer):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(ValueError, match="must have an end-of-text token"):
         lm_data.load_tokenizer(tiny(data, tokenizer=str(tmp_path / "tokenizer")), tmp_path)
+    ByT5Tokenizer().save_pretrained(tmp_path / "python")
+    with pytest.raises(ValueError, match=r"must have a tokenizer\.json, got .* a ByT5Tokenizer in Python"):
+        lm_data.load_tokenizer(tiny(data, tokenizer=str(tmp_path / "python")), tmp_path)
+
+
+def test_entries_of_a_tokenizer_with_holes_reach_its_largest_id(tokenizer, monkeypatch):
+    assert lm_data.vocabulary(tokenizer) == len(tokenizer)
+    monkeypatch.setattr(type(tokenizer), "get_vocab", lambda self: {"a": 0, "b": 500})
+    assert lm_data.vocabulary(tokenizer) == 501
 
 
 KINDS = ("missing", "pickle", "folder of pickles", "nothing", "cut off", "corrupt", "other")

@@ -15,14 +15,15 @@ from fem.train.packing import Share, ShuffledRows, TokenFile
 
 
 class TokenRows(BaseDataLoader):
-    """Batches of a folder of tokens that `fem train` wrote (`OUTPUT/tokens`), in its order under the same seed.
+    """Batches of a folder of tokens that `fem train` wrote (`OUTPUT/tokens`), in its order under the same seed
+    and `rows`: without those that it holds out (`validation_rows`, at most a tenth).
 
     The state is the number of steps, so a run goes on with another number of processes.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        rows: int | None = None  # how many of the folder's rows are read, from the first; None: all
+        rows: int | None = None  # from the first; None: all, held-out ones too
         seed: int = 42
 
     def __init__(
