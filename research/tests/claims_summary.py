@@ -105,7 +105,7 @@ def summary() -> list[str]:
     gained_lt = paired_mad("softmax+CLT", "softmax+C")
     plain, alone, whole = (mean(two_blocks_at_best(row)) for row in ("-C,G,T,L", NO_F_32, SLIM_32))
     broad = mean(two_blocks(BROAD, 0.001))
-    late_plain, late_broad = (f"{nats:.3f}" for nats in twice_the_tokens())
+    late_plain, late_broad, late_slim = (f"{nats:.3f}" for nats in twice_the_tokens())
     lost = results("ablate_time")["ablate"]["full"]["below attention, paired"]
     lengths = ("32", "512", "2048")
     return [
@@ -193,8 +193,8 @@ def summary() -> list[str]:
         f"| {mses['patchtst']} (PatchTST, {sizes['patchtst']:,} parameters) | {mses['femforecaster']} "
         f"(`FEMForecaster`, {sizes['femforecaster']:,}) | not at equal parameters, not taken apart; DLinear "
         f"({sizes['dlinear']:,}) {mses['dlinear']} |",
-        f"one seed, one rate | {late_plain} | not run | the slim outer gate and the conditioner alone, the wider one, "
-        f"have {late_broad} |",
+        f"one seed, one rate | {late_plain} | {late_slim} | slim; the slim outer gate and the conditioner alone, the "
+        f"wider one, have {late_broad} |",
         f"attention has {weights(**PLAIN):,} parameters and caches {cached(**PLAIN):,} bytes a token. Full FEM has "
         f"{weights():,}, of which the conditioner {weights() - weights(use_conv=False):,}, and the same cache.",
         f"cache {cached(gate_rank=4, use_conv=False):,}, {cached(gate_rank=8):,} and {cached(gate_rank=32):,} bytes",

@@ -11,7 +11,11 @@ SLIM_32, NO_F_32, DOUBLE, NARROW = "full/r32", "+C,G/r32", "+C,G/double/r32", "+
 BROAD, SLIM_BROAD = "+C,G/c128/r32", "full/c128/r32"
 TWO_BLOCKS = {ATTENTION: "", NO_F_32: "_parts", BROAD: "_c128", NARROW: "_double_c32", DOUBLE: "_double"}
 TWO_BLOCKS |= {SLIM_32: "_slim", SLIM_BROAD: "_slim_c128"}  # in the names of their files
-TWICE = {ATTENTION: "ablate_512_two_8m", BROAD: "ablate_512_two_c128_8m"}  # the trainings of 8M tokens
+TWICE = {
+    ATTENTION: "ablate_512_two_8m",
+    BROAD: "ablate_512_two_c128_8m",
+    SLIM_32: "ablate_512_two_slim_8m",
+}  # the trainings of 8M tokens
 SPLIT, NO_F, NORM, ALONE = "-C/r8/s.5", "+C,G/r8", "-C,G,T,L/norm", "-G,T,L"
 SIZES = ("ablate_softmax_small", "ablate_softmax_medium", "ablate_softmax")
 TRAINED, TRAINED_SLIM = "attention+LTG", "attention+LTG/r4"
@@ -119,6 +123,7 @@ def ablate_16m() -> list[float]:
     own_seeds, split_time, sizes = f"{own}_seeds", f"{split}_time", (half, at_4, at_3m)
     attention, slim, step = at_rates(best, ATTENTION), at_rates(best, SLIM), of(timed, "ms a step", SLIM, ATTENTION)
     second = by_seed(f"{page}_conditioner", SLIM, BARE_SLIM)[1]
+    alone = f"{page}_conditioner_alone"
     own_8, too_high = f"{own}_rate8", float(recipe(f"{page}_attention_rate16")["learning_rates"])
     stopped = results(f"{page}_attention_rate16")["curves"][ATTENTION][0][-1]
     return [
@@ -134,7 +139,8 @@ def ablate_16m() -> list[float]:
         *(rate(own_seeds, NO_F), *paired(on_three_seeds(ATTENTION), on_three_seeds(NO_F))),
         rate(f"{page}_attention_seeds"),
         *(rate(page), gap(page, GATE_SLIM), gap(page, BARE_SLIM, GATE_SLIM), gap(page, SLIM, BARE_SLIM), second),
-        *(rate(f"{page}_conditioner_alone", ALONE), mean(on_three_seeds(ALONE))),
+        *(rate(alone, ALONE), rate(f"{alone}_rate8", ALONE), -gap(f"{alone}_rate8", ALONE, ALONE, alone)),
+        mean(on_three_seeds(ALONE)),
         *paired(on_three_seeds(ATTENTION), on_three_seeds(ALONE)),
         *(rate(f"{page}_attention_seeds"), *paired(on_three_seeds(ALONE), on_three_seeds(NO_F))),
         *pairs(own_seeds, NO_F, SLIM),
@@ -181,11 +187,11 @@ def ablate_512_two() -> list[float]:
         *(*at_low[BROAD], *widened(NO_F_32), whole_broad, broad - whole_broad, whole - whole_broad),
         *(more_time(SLIM_BROAD, BROAD), at_low[SLIM_BROAD][1], at_low[BROAD][1] - at_low[SLIM_BROAD][1]),
         low,
-        *twice,
+        *twice[:2],
         twice[0] - twice[1],
         *widened(ATTENTION),
         100 * (1 - taken[1] / taken[0]),
-        0.2,  # by the rule
+        *(0.2, twice[2], twice[0] - twice[2], twice[2] - twice[1], plain - whole),  # .2 by the rule
         *(narrow, alone - narrow, double),
         *(high, *leads, gap(page, SLIM_32), low, bare - plain, theirs[0] - alone, ours[0] - whole, 0.004, 0.0005, low),
         *(high, *wide, *of_wide),
@@ -202,7 +208,7 @@ def ablate_512_two() -> list[float]:
 
 
 def twice_the_tokens() -> tuple[float, ...]:
-    """Losses after 8M tokens with two blocks of width 512, of attention and of the gate and the wider conditioner."""
+    """Losses after 8M tokens with two blocks of width 512: attention, the gate and the wider conditioner, slim FEM."""
     return tuple(nats for row, run in TWICE.items() for nats in losses(run, row))
 
 
