@@ -25,6 +25,7 @@ from said_language import (
     ATTENTION,
     NO_F_32,
     SLIM_32,
+    at_rates,
     more_time,
     twice_the_tokens,
     two_blocks_at_best,
@@ -68,7 +69,8 @@ def language() -> list[str]:
     return [
         f"slim FEM ends {below('full/r8')} nats below attention**, {at_best_rates('full/r8')} against "
         f"{at_best_rates('-C,G,T,L')}: {millions('ablate_16m_rates')} parameters, three seeds",
-        f"the gate and the conditioner alone end at {timed_split['+C,G/r8']:.3f}, ahead.",
+        f"the gate and the conditioner alone end at {timed_split['+C,G/r8']:.3f}, ahead. All three are "
+        f"at .004; attention at .008, its best rate, has {at_rates('ablate_16m_rates', ATTENTION)[0.008]:.3f} on",
         f"At .008 split values end at {loss('ablate_16m_split_rate8', '-C/r8/s.5'):.3f}.",
         f"they end at {timed_split['-C/r8/s.5']:.3f} and attention at {timed_split['-C,G,T,L']:.3f}: "
         f"{lead('ablate_16m_split_time', '-C/r8/s.5')} below",
