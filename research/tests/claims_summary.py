@@ -114,7 +114,8 @@ def summary() -> list[str]:
         f"{share('peak', OWN)}; outer gate alone {share('peak', 'softmax+G')}. [Attention with a head for every "
         f"channel](regimes_heads.md): {at_its_best('peak'):.2f}, with values twice as wide "
         f"{with_double()}, after 2,000 steps {level_later():.2f} |",
-        f"| {percent('snapshot', 'softmax')} | {percent('snapshot', SLIM_C)} | slim {percent('snapshot', SLIM_C)}, "
+        f"| {percent('snapshot', 'softmax', 'regimes_split')}, [at a lower rate](regimes_split.md) than the page's "
+        f"{percent('snapshot', 'softmax')} | {percent('snapshot', SLIM_C)} | slim {percent('snapshot', SLIM_C)}, "
         f"without C {percent('snapshot', SLIM)}, the conditioner alone {percent('snapshot', 'softmax+C')}, L alone "
         f"{percent('snapshot', 'softmax+L')}, full {percent('snapshot', FULL)}. Heads do it as well: "
         f"[attention with 8](regimes_heads.md) {with_heads('snapshot', 'softmax/h8')} |",
