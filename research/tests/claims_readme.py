@@ -71,8 +71,8 @@ def readme() -> list[str]:
         f"a slim FEM step [takes {heads_step('32', 'slim FEM, 4'):.2f} times](results/heads_cpu.md) that of attention "
         f"with 4 heads, 64 heads {heads_step('32', 'attention, 64'):.2f} |",
         f"latest {percent('snapshot', 'softmax', 'regimes_split')[:-2]} → {with_heads('snapshot', 'softmax/h16')}, "
-        f"largest {percent('high-water', 'softmax')[:-2]} → {with_heads('high-water', 'softmax/h16')} | slim FEM with 4 "
-        f"heads: {percent('snapshot', SLIM_C)}, {percent('high-water', SLIM_C)}. 16 heads take "
+        f"largest {percent('high-water', 'softmax')[:-2]} → {with_heads('high-water', 'softmax/h16')} | slim FEM with "
+        f"4 heads: {percent('snapshot', SLIM_C)}, {percent('high-water', SLIM_C)}. 16 heads take "
         f"[{heads_step('512', 'attention, 16'):.2f} times]",
         f"explained: {share('peak', 'gla/norm')} → {share('peak', 'gla+LTG/r4')} of 16 sensors, over GLA (gated linear "
         f"attention) with 4 heads | GLA with its best number of heads: {gla_at_its_best('peak'):.2f}, one seed; more "
