@@ -171,7 +171,7 @@ def test_kernels_are_asked_for_where_they_are(monkeypatch):
     with pytest.raises(ValueError, match="at most 32 bits"):
         keyed_scan_read(x.double(), x.double(), x.double(), None, backend="triton")
     monkeypatch.setitem(backend._FOUND, "fla", False)
-    with pytest.raises(ValueError, match="fla-core.*pip install fla-core einops"):
+    with pytest.raises(ValueError, match=r"fla-core.*pip install fla-core einops"):
         keyed_scan_read(x, x, x, None, backend="triton")
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="needs CUDA"):
