@@ -52,7 +52,6 @@ def readme() -> list[str]:
     many, slim_64 = "softmax/h256/norope", "softmax+CLTG/r16"
     plain, alone, whole = (mean(two_blocks_at_best(row)) for row in ("-C,G,T,L", NO_F_32, SLIM_32))
     timed, slower = losses("ablate_16m_split_time"), losses("ablate_16m_time")
-    added = score("flights", "softmax+C", "regimes_flights") - score("flights", "softmax", "regimes_flights")
     twice = twice_the_tokens()
     later = score("peak-64", many, "regimes_peak64_8000")
     return [
@@ -97,7 +96,7 @@ def readme() -> list[str]:
         f"averages {share('statistics', 'softmax', digits=3)} → {share('statistics', SLIM_C, digits=3)} of the "
         f"variance; log {late('softmax')} → {late(SLIM)}; forecast MSE {mse('forecast_etth1', 'ETTh1', 'softmax'):.3f} "
         f"→ {mse('forecast_etth1', 'ETTh1', FULL):.3f}; trained GPT-2 {after('gpt2', 'attention'):.3f} → "
-        f"{after('gpt2', TRAINED):.3f} nats | in the log the conditioner adds {added:.3f}, and a GRU is best with "
+        f"{after('gpt2', TRAINED):.3f} nats | in the log a GRU is best with "
         f"{late('gru')}. The trained GPT-2 has "
         f"{heavier('finetune_gpt2', TRAINED):.0f} % more parameters with FEM",
         f"takes [{slim[0]} times](results/layer_cpu.md) as long at 512 tokens and {slim[1]} times at 2,048, and adds "
