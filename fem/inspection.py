@@ -11,7 +11,7 @@ from torch import Tensor
 from fem.functional import softmax_read
 from fem.ops.common.read import Read
 from fem.priors.base import indicators
-from fem.theory import hidden_temperature, posterior
+from fem.theory import hidden_temperature, kl_gap, posterior
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,7 @@ class Reading:
 
     prior p_t(i): (B, H, T, T), or (B, H, d_v, T, T) where every channel has its own; posterior q_tj(i) at beta, the
     beta_max of Eq. 7: (B, H, d_v, T, T). mean, free_energy, lambda_, gate and hidden_beta (the beta* of Eq. 8, in
-    nats per unit of v): (B, T, H, d_v). gap: log sum_i p_t(i) exp(beta (v_i - sum_i p_t(i) v_i)) = KL(p_t || q_t) in
-    nats, (B, T, H, d_v). beta: one per head and channel, (H, d_v). Parts that the layer lacks are None.
+    nats per unit of v): (B, T, H, d_v). gap: KL(p_t || q_t) in nats, (B, T, H, d_v). beta: one per head and channel, (H, d_v). Parts that the layer lacks are None.
     Of split values, mean has the first d_m channels, posterior, free_energy, gap, hidden_beta and beta the last d_f.
     """
 
@@ -79,8 +78,7 @@ def read_tables(
         first = values.shape[3] - read.free_energy.shape[-1]  # channels that read the mean only
         p, values = p[..., first:, :], values[..., first:, :]
         q = per_token(posterior(p, values, per_head))
-        nats = per_head[..., None] * (values - (p * values).sum(-1, keepdim=True))
-        gap = (p.log() + nats).logsumexp(-1).where(p.any(-1), 0.0).to(scores.dtype)
+        gap = kl_gap(p, values, per_head).to(scores.dtype)
         lam = torch.ones_like(read.free_energy) if lambda_ is None else lambda_
         hidden = hidden_temperature(p, values, lam.double(), per_head.expand(lam.shape)).to(scores.dtype)
     return Reading(

@@ -65,9 +65,9 @@ def _from_floats(mask: Tensor) -> Bool[Tensor, "b t"]:
     )
 
 
-def is_of_pairs(attention_mask: Tensor | dict | None) -> bool:
-    """Whether a mask says for every pair of tokens whether one sees the other, as engines' own masks do."""
-    return isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.dim() == 4)
+def is_of_tokens(attention_mask: Tensor | dict | None) -> bool:
+    """Whether a mask is (B, T), of tokens, and not of pairs of them, as engines' own masks are."""
+    return isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
 
 
 def read_documents(
@@ -101,8 +101,7 @@ def read_documents(
 
 def _restarts(position_ids: Tensor, attention_mask: Tensor | dict | None) -> Tensor:
     """Where a document opens. Without a mask any jump opens one, as transformers' packing has it."""
-    plain = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
-    if not plain or attention_mask.shape[-1] != position_ids.shape[-1]:
+    if not is_of_tokens(attention_mask) or attention_mask.shape[-1] != position_ids.shape[-1]:
         return F.pad(position_ids.diff(dim=-1) != 1, (1, 0))
     keep = attention_mask.bool()
     seen = torch.where(keep, position_ids, -1)

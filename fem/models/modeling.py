@@ -25,7 +25,7 @@ from transformers.utils.generic import can_return_tuple
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
 from fem.mlp import SwiGLU
-from fem.models.arguments import SAID_BY_POSITIONS, check_names, is_of_pairs, mask_of_new_tokens, read_documents
+from fem.models.arguments import SAID_BY_POSITIONS, check_names, is_of_tokens, mask_of_new_tokens, read_documents
 from fem.models.cache import FEMCache
 from fem.models.configuration import FEMConfig
 from fem.models.engines.attention import EXACT, EngineAttention, check_documents, masks_of, positions_of, served
@@ -210,9 +210,9 @@ class FEMModel(FEMPreTrainedModel):
                 "which is the exact form's; leave out past_key_values and the model makes one."
             )
         seen = 0 if past is None else past.get_seq_length()
-        documents, plain = segment_ids, past is None and attention_mask is None and not use_cache
-        looked_at = plain or not (is_of_pairs(attention_mask) or torch.compiler.is_compiling())
-        if looked_at and isinstance(seen, int):
+        documents, alone = segment_ids, past is None and attention_mask is None and not use_cache
+        of_pairs = attention_mask is not None and not is_of_tokens(attention_mask)  # says itself what a token sees
+        if isinstance(seen, int) and (alone or not (of_pairs or torch.compiler.is_compiling())):
             documents = read_documents(x, attention_mask, position_ids, seen, segment_ids)
         if documents is not None:
             check_documents(self.config, x, attention_mask, cached=past is not None or bool(use_cache))
@@ -349,8 +349,10 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         trained = labels is not None or shift_labels is not None
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         documents = segment_ids
-        if trained and tokens is not None and past_key_values is None:
+        if trained and tokens is not None and past_key_values is None:  # the loss needs the documents, too
             documents = read_documents(tokens, attention_mask, position_ids, 0, segment_ids)
+            if attention_mask is None or is_of_tokens(attention_mask):  # else the mask says what a token sees
+                segment_ids = documents
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

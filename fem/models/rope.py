@@ -37,16 +37,11 @@ def read_rope(config: PreTrainedConfig, parameters: dict | None, rope_theta: flo
 def check_turns(config: PreTrainedConfig, mixers: list[FreeEnergyMixerConfig]) -> None:
     """Raise ValueError on scaled angles where no layer turns its queries and keys."""
     rope = getattr(config, "rope_parameters", None)
-    if rope and rope["rope_type"] != "default" and not any(map(turns, mixers)):
+    if rope and rope["rope_type"] != "default" and all(mixer.rope_frequencies is None for mixer in mixers):
         raise ValueError(
             f"rope_parameters needs a layer with rotary positions, use_rope=True and a prior that has them; got "
             f"{rope!r} without one."
         )
-
-
-def turns(mixer: FreeEnergyMixerConfig) -> bool:
-    """Whether the layer turns its queries and keys by their positions."""
-    return mixer.use_rope and ROTARY[0] in PRIORS[mixer.prior_type].uses
 
 
 def scaled(config: PreTrainedConfig, mixer: FreeEnergyMixerConfig) -> FreeEnergyMixerConfig:
@@ -55,7 +50,8 @@ def scaled(config: PreTrainedConfig, mixer: FreeEnergyMixerConfig) -> FreeEnergy
     Raises ValueError on parameters that transformers refuses, and on those that turn only a part of a head.
     """
     rope = getattr(config, "rope_parameters", None)
-    if not rope or rope["rope_type"] == "default" or not turns(mixer):
+    turns = mixer.use_rope and ROTARY[0] in PRIORS[mixer.prior_type].uses
+    if not rope or rope["rope_type"] == "default" or not turns:
         return mixer
     try:
         llama = LlamaConfig(

@@ -137,6 +137,7 @@ def load_language_model(folder: str | Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import fem.models  # noqa: F401  (the Auto classes)
+    from fem.train.tokenizer import entries
 
     path = model_folder(folder)
     options = {"use_safetensors": True, "dtype": "auto", "trust_remote_code": False, "output_loading_info": True}
@@ -153,10 +154,9 @@ def load_language_model(folder: str | Path):
         raise ValueError(f"{str(path)!r} holds no tokenizer beside the model; save one there.")
     with _readable(f"the tokenizer in {str(path)!r}"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    largest = max(tokenizer.get_vocab().values())
-    if largest >= model.config.vocab_size:
+    if (size := entries(tokenizer)) > model.config.vocab_size:
         raise ValueError(
-            f"tokenizer and model do not belong together: token ids up to {largest}, but vocab_size = "
+            f"tokenizer and model do not belong together: token ids up to {size - 1}, but vocab_size = "
             f"{model.config.vocab_size} in {str(path)!r}."
         )
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer

@@ -71,11 +71,6 @@ def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast
     return tokenizer
 
 
-def vocabulary(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The entries that an embedding needs: one more than the largest id, as ids may have holes."""
-    return max(tokenizer.get_vocab().values()) + 1
-
-
 def documents_of(recipe: TrainRecipe) -> Iterator[str]:
     """The recipe's documents, long ones in pieces."""
     files = local_files(recipe.data)

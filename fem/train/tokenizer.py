@@ -1,11 +1,11 @@
-"""A byte-pair tokenizer that is trained on the texts at hand."""
+"""A byte-pair tokenizer that is trained on the texts at hand, and the size of any."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END = "<|end|>"
 
@@ -23,3 +23,8 @@ def train_tokenizer(documents: Iterable[str], vocabulary: int) -> PreTrainedToke
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
     )
+
+
+def entries(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The entries that an embedding needs: one more than the largest id, as ids may have holes."""
+    return max(tokenizer.get_vocab().values()) + 1

@@ -20,7 +20,7 @@ from fem.models.presets import PRESETS
 from fem.runs.recipes import nearest
 from fem.runs.run import RESULTS, Run, check_output, note, progress, read_json, write_json
 from fem.train.checkpoints import STAGING, load_language_model
-from fem.train.data import TOKENS, check_data, documents_of, identity, load_data, load_tokenizer, vocabulary
+from fem.train.data import TOKENS, check_data, documents_of, identity, load_data, load_tokenizer
 from fem.train.distributed import Paused, Ranks, end_process_group, end_with_parent, in_touch
 from fem.train.documents import check_outside
 from fem.train.integrity import LOCK, one_writer
@@ -32,6 +32,7 @@ from fem.train.saving import kept
 from fem.train.signals import SaveAndStop
 from fem.train.start import Start, add_event, drop_later, find_start, read_metrics, write_config
 from fem.train.throughput import flops_per_token
+from fem.train.tokenizer import entries
 from fem.train.trainer import Milestones, TextTrainer
 
 # Environment variables that change the arithmetic behind the recipe's back.
@@ -156,7 +157,7 @@ def take_data(recipe: TrainRecipe, output: Path, start: Start, allow_changed: bo
     start.config["data"] = source
     write_tokens(documents_of(recipe), tokenizer, output / TOKENS, source)
     load_data(recipe, output, Share(1, 1))  # raises where there are too few
-    model_config(recipe, vocabulary(tokenizer))
+    model_config(recipe, entries(tokenizer))
 
 
 def finished_results(recipe: TrainRecipe, output: Path, start: Start) -> dict:
@@ -178,7 +179,7 @@ def fit(recipe: TrainRecipe, output: Path, args: TrainingArguments, start: Start
     share = Share(recipe.batch_size, args.per_device_train_batch_size, ranks.rank, ranks.world)
     tokenizer = load_tokenizer(recipe, output)
     data = load_data(recipe, output, share)
-    model = build_model(model_config(recipe, vocabulary(tokenizer)), recipe.seed)
+    model = build_model(model_config(recipe, entries(tokenizer)), recipe.seed)
     with progress() if ranks.rank == 0 else nullcontext() as bars:
         under_way = Run(output, recipe.seed)
         metrics = MetricsCallback(recipe, under_way, model, data.probe, bars)
@@ -216,15 +217,15 @@ def trained_for(checkpoint: Path) -> int:
     return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]
 
 
-def model_config(recipe: TrainRecipe, entries: int) -> FEMConfig:
+def model_config(recipe: TrainRecipe, vocabulary: int) -> FEMConfig:
     """The preset with the recipe's changes, for rows of the recipe's context."""
     known = {*inspect.signature(FEMConfig).parameters, "rope_parameters"}
     if unknown := [name for name in recipe.model_fields() if name not in known]:
         raise ValueError(f"model_fields must be fields of FEMConfig, got {unknown[0]!r}{nearest(unknown[0], known)}")
-    fields = {"vocab_size": entries, "max_position_embeddings": recipe.context} | recipe.model_fields()
+    fields = {"vocab_size": vocabulary, "max_position_embeddings": recipe.context} | recipe.model_fields()
     config = preset(recipe.preset, **fields)
-    if config.vocab_size < entries:
-        raise ValueError(f"vocab_size must cover the tokenizer's {entries} entries, got {config.vocab_size}.")
+    if config.vocab_size < vocabulary:
+        raise ValueError(f"vocab_size must cover the tokenizer's {vocabulary} entries, got {config.vocab_size}.")
     if config.max_position_embeddings is not None and config.max_position_embeddings < recipe.context:
         raise ValueError(
             f"context must be at most max_position_embeddings = {config.max_position_embeddings}, got {recipe.context}."

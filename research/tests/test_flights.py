@@ -63,7 +63,7 @@ def test_events_come_in_their_order_and_only_departures_tell_a_delay(log, split)
                 assert math.isnan(answer)
                 found.append((*said, round(10 * math.sinh(delay)), bool(late)))
         assert [event[:2] for event in found] == [event[:2] for event in wanted]
-        assert Counter(found) == Counter(wanted)  # in one minute any order will do
+        assert Counter(found) == Counter(wanted)  # in one minute in any order, of which the next test speaks
 
 
 def test_the_order_of_the_file_tells_nothing(log, tmp_path):

@@ -32,7 +32,7 @@ from fem.train import checkpoints, documents, integrity, metrics, packing, train
 from fem.train import data as lm_data
 from fem.train.checkpoints import load_language_model, newest
 from fem.train.recipe import RECIPES, differences
-from fem.train.tokenizer import train_tokenizer
+from fem.train.tokenizer import entries, train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -402,9 +402,9 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path, data, tokenizer):
 
 
 def test_entries_of_a_tokenizer_with_holes_reach_its_largest_id(tokenizer, monkeypatch):
-    assert lm_data.vocabulary(tokenizer) == len(tokenizer)
+    assert entries(tokenizer) == len(tokenizer)
     monkeypatch.setattr(type(tokenizer), "get_vocab", lambda self: {"a": 0, "b": 500})
-    assert lm_data.vocabulary(tokenizer) == 501
+    assert entries(tokenizer) == 501
 
 
 KINDS = ("missing", "pickle", "folder of pickles", "nothing", "cut off", "corrupt", "other")

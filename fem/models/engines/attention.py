@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
+from fem.models.arguments import is_of_tokens
 from fem.models.engines.support import FULL, SLIDING, layer_type
 from fem.ops.common.packing import Packing
 from fem.ops.common.read import Read
@@ -123,8 +124,8 @@ def _eager(module: EngineAttention, q, k, values, attention_mask, scaling, dropo
 def check_documents(config: PreTrainedConfig, x: Tensor, attention_mask, cached: bool) -> None:
     """Raise ValueError where positions that restart would not tell transformers' masks where documents begin."""
     name = config._attn_implementation
-    plain = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 and not torch.compiler.is_compiling()
-    whole = attention_mask is None or (plain and bool((attention_mask == 1).all()))
+    seen = is_of_tokens(attention_mask) and not torch.compiler.is_compiling()
+    whole = attention_mask is None or (seen and bool((attention_mask == 1).all()))
     if cached or not whole or ("flash" in name and len(x) > 1):
         raise ValueError(
             f"attn_implementation={name!r} reads packed documents (segment_ids, or position_ids that restart) without "
@@ -141,7 +142,7 @@ def positions_of(
         return read_tokens(tuple(x.shape[:2]), x.device, None, segment_ids)[0].position
     if position_ids is not None:
         return position_ids
-    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+    if is_of_tokens(attention_mask):
         return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, past:]
     return torch.arange(past, past + x.shape[1], device=x.device)[None].expand(len(x), -1)
 
