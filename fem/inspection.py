@@ -20,7 +20,8 @@ class Reading:
 
     prior p_t(i): (B, H, T, T), or (B, H, d_v, T, T) where every channel has its own; posterior q_tj(i) at beta, the
     beta_max of Eq. 7: (B, H, d_v, T, T). mean, free_energy, lambda_, gate and hidden_beta (the beta* of Eq. 8, in
-    nats per unit of v): (B, T, H, d_v). gap: KL(p_t || q_t) in nats, (B, T, H, d_v). beta: one per head and channel, (H, d_v). Parts that the layer lacks are None.
+    nats per unit of v): (B, T, H, d_v); so gap, KL(p_t || q_tj) in nats. beta: one per head and channel, (H, d_v).
+    Parts that the layer lacks are None.
     Of split values, mean has the first d_m channels, posterior, free_energy, gap, hidden_beta and beta the last d_f.
     """
 
