@@ -28,13 +28,12 @@ from fem.mlp import SwiGLU
 from fem.models.arguments import SAID_BY_POSITIONS, check_names, is_of_tokens, mask_of_new_tokens, read_documents
 from fem.models.cache import FEMCache
 from fem.models.configuration import FEMConfig
-from fem.models.engines.attention import EXACT, EngineAttention, check_documents, masks_of, positions_of, served
+from fem.models.engines.attention import EXACT, EngineAttention, served
+from fem.models.engines.inputs import WRITTEN, documents_of, masks_of, positions_of, tokens_of
 from fem.models.engines.support import obstacle
 from fem.models.loss import IGNORED, cross_entropy, cross_entropy_of_logits, is_one_weight, next_tokens
 
 logger = logging.get_logger(__name__)
-
-WRITTEN = "written_by_fem"  # on an engine's cache: its values are [v | e], not those of another model
 
 
 class FEMBlock(GradientCheckpointingLayer):
@@ -204,28 +203,13 @@ class FEMModel(FEMPreTrainedModel):
         **keywords,
     ) -> BaseModelOutputWithPast:
         """The forward pass by config._attn_implementation, over the cache, masks and positions that engines have."""
-        if isinstance(past, FEMCache):
-            raise TypeError(
-                f"attn_implementation={self.config._attn_implementation!r} keeps a transformers cache, got a FEMCache, "
-                "which is the exact form's; leave out past_key_values and the model makes one."
-            )
-        seen = 0 if past is None else past.get_seq_length()
-        documents, alone = segment_ids, past is None and attention_mask is None and not use_cache
-        of_pairs = attention_mask is not None and not is_of_tokens(attention_mask)  # says itself what a token sees
-        if isinstance(seen, int) and (alone or not (of_pairs or torch.compiler.is_compiling())):
-            documents = read_documents(x, attention_mask, position_ids, seen, segment_ids)
+        seen = tokens_of(past, self.config._attn_implementation)
+        cached = past is not None or bool(use_cache)
+        documents = documents_of(self.config, x, attention_mask, position_ids, segment_ids, seen, cached)
         if documents is not None:
-            check_documents(self.config, x, attention_mask, cached=past is not None or bool(use_cache))
             attention_mask = None
         elif past is None and self._wants_cache(use_cache):
             past = DynamicCache(config=self.config)
-        if isinstance(seen, int) and past is not None:  # a static cache counts on the device once it holds tokens
-            if seen and not getattr(past, WRITTEN, False):
-                raise ValueError(
-                    f"past_key_values must be a cache that a FEM model has filled, got {type(past).__name__} with "
-                    f"{seen} tokens from elsewhere, which lack exp(beta v); instead of peft's PrefixTuningConfig use "
-                    "PromptTuningConfig."
-                )
             setattr(past, WRITTEN, True)
         packed = documents is not None or (past is None and position_ids is not None)
         self._check_length(seen, seen + x.shape[1], packed)

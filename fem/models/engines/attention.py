@@ -6,19 +6,17 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
-from fem.models.arguments import is_of_tokens
-from fem.models.engines.support import FULL, SLIDING, layer_type
+from fem.models.engines.support import layer_type
 from fem.ops.common.packing import Packing
 from fem.ops.common.read import Read
-from fem.ops.common.tokens import PLAIN, read_tokens
+from fem.ops.common.tokens import PLAIN
 from fem.ops.softmax.cached import REACH, fixed_packing, pack, unpack
 
 EXACT = "exact"  # the attn_implementation of a model that reads with the library's own kernels and cache
@@ -119,40 +117,3 @@ def _eager(module: EngineAttention, q, k, values, attention_mask, scaling, dropo
         scores = scores + attention_mask
     p = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     return (p @ values).transpose(1, 2), p
-
-
-def check_documents(config: PreTrainedConfig, x: Tensor, attention_mask, cached: bool) -> None:
-    """Raise ValueError where positions that restart would not tell transformers' masks where documents begin."""
-    name = config._attn_implementation
-    seen = is_of_tokens(attention_mask) and not torch.compiler.is_compiling()
-    whole = attention_mask is None or (seen and bool((attention_mask == 1).all()))
-    if cached or not whole or ("flash" in name and len(x) > 1):
-        raise ValueError(
-            f"attn_implementation={name!r} reads packed documents (segment_ids, or position_ids that restart) without "
-            "a cache and without an attention_mask that hides tokens, flash attention only in one row; leave out "
-            "attn_implementation for the rest."
-        )
-
-
-def positions_of(
-    x: Tensor, attention_mask, position_ids: Tensor | None, segment_ids: Tensor | None, past: int | Tensor
-) -> Int[Tensor, "b t"]:
-    """Positions of the new tokens: from 0 in each document, or counted over the tokens that a 2D mask keeps."""
-    if segment_ids is not None:
-        return read_tokens(tuple(x.shape[:2]), x.device, None, segment_ids)[0].position
-    if position_ids is not None:
-        return position_ids
-    if is_of_tokens(attention_mask):
-        return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, past:]
-    return torch.arange(past, past + x.shape[1], device=x.device)[None].expand(len(x), -1)
-
-
-def masks_of(
-    config: PreTrainedConfig, kinds: set[str], x: Tensor, attention_mask, position_ids: Tensor, cache: Cache | None
-) -> dict:
-    """The engine's mask for each kind of layer; transformers makes it in the form that config names."""
-    if isinstance(attention_mask, dict):
-        return attention_mask
-    make = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
-    options = {"attention_mask": attention_mask, "past_key_values": cache, "position_ids": position_ids}
-    return {kind: make[kind](config=config, inputs_embeds=x, **options) for kind in kinds}

@@ -1,0 +1,97 @@
+"""What a forward pass by an engine's attention reads beside the tokens: its cache, documents, positions and masks."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from fem.models.arguments import is_of_tokens, read_documents
+from fem.models.cache import FEMCache
+from fem.models.engines.support import FULL, SLIDING
+from fem.ops.common.tokens import read_tokens
+
+WRITTEN = "written_by_fem"  # on an engine's cache: its values are [v | e], not those of another model
+
+
+def tokens_of(cache: Cache | None, name: str) -> int | Tensor:
+    """The tokens in the cache of the attn_implementation `name`, which is marked as filled by a FEM model.
+
+    A static cache counts on the device once it holds tokens. Raises TypeError on the exact form's cache, ValueError on
+    one that another model has filled.
+    """
+    if cache is None:
+        return 0
+    if isinstance(cache, FEMCache):
+        raise TypeError(
+            f"attn_implementation={name!r} keeps a transformers cache, got a FEMCache, which is the exact form's; "
+            "leave out past_key_values and the model makes one."
+        )
+    seen = cache.get_seq_length()
+    if isinstance(seen, int):
+        if seen and not getattr(cache, WRITTEN, False):
+            raise ValueError(
+                f"past_key_values must be a cache that a FEM model has filled, got {type(cache).__name__} with {seen} "
+                "tokens from elsewhere, which lack exp(beta v); instead of peft's PrefixTuningConfig use "
+                "PromptTuningConfig."
+            )
+        setattr(cache, WRITTEN, True)
+    return seen
+
+
+def documents_of(
+    config: PreTrainedConfig,
+    x: Tensor,
+    attention_mask: Tensor | dict | None,
+    position_ids: Tensor | None,
+    segment_ids: Tensor | None,
+    past: int | Tensor,
+    cached: bool,
+) -> Int[Tensor, "b t"] | None:
+    """The document of every token of x, by `read_documents`; None where there is one, or where the mask says more.
+
+    Raises ValueError where positions that restart would not tell transformers' masks where documents begin.
+    """
+    documents, compiling = segment_ids, torch.compiler.is_compiling()
+    alone = attention_mask is None and not cached
+    of_pairs = attention_mask is not None and not is_of_tokens(attention_mask)  # says itself what a token sees
+    if isinstance(past, int) and (alone or not (of_pairs or compiling)):
+        documents = read_documents(x, attention_mask, position_ids, past, segment_ids)
+    if documents is None:
+        return None
+    name = config._attn_implementation
+    seen = is_of_tokens(attention_mask) and not compiling
+    whole = attention_mask is None or (seen and bool((attention_mask == 1).all()))
+    if cached or not whole or ("flash" in name and len(x) > 1):
+        raise ValueError(
+            f"attn_implementation={name!r} reads packed documents (segment_ids, or position_ids that restart) without "
+            "a cache and without an attention_mask that hides tokens, flash attention only in one row; leave out "
+            "attn_implementation for the rest."
+        )
+    return documents
+
+
+def positions_of(
+    x: Tensor, attention_mask, position_ids: Tensor | None, segment_ids: Tensor | None, past: int | Tensor
+) -> Int[Tensor, "b t"]:
+    """Positions of the new tokens: from 0 in each document, or counted over the tokens that a 2D mask keeps."""
+    if segment_ids is not None:
+        return read_tokens(tuple(x.shape[:2]), x.device, None, segment_ids)[0].position
+    if position_ids is not None:
+        return position_ids
+    if is_of_tokens(attention_mask):
+        return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, past:]
+    return torch.arange(past, past + x.shape[1], device=x.device)[None].expand(len(x), -1)
+
+
+def masks_of(
+    config: PreTrainedConfig, kinds: set[str], x: Tensor, attention_mask, position_ids: Tensor, cache: Cache | None
+) -> dict:
+    """The engine's mask for each kind of layer; transformers makes it in the form that config names."""
+    if isinstance(attention_mask, dict):
+        return attention_mask
+    make = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
+    options = {"attention_mask": attention_mask, "past_key_values": cache, "position_ids": position_ids}
+    return {kind: make[kind](config=config, inputs_embeds=x, **options) for kind in kinds}
