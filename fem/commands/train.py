@@ -83,7 +83,8 @@ def ending(trained: dict, output: Path) -> str:
 def again() -> str:
     """The command that goes on where this one stopped."""
     words = sys.argv[1:]
-    return shlex.join(["fem", *words, *([] if "--resume" in words else ["--resume", "auto"])])
+    command = shlex.join(["fem", *words, *([] if "--resume" in words else ["--resume", "auto"])])
+    return command if os.environ.get("WORLD_SIZE", "1") == "1" else f"{command}, by the same launcher"
 
 
 def _say(sentence: str) -> None:

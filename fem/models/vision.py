@@ -231,8 +231,8 @@ class FEMForImageClassification(FEMImagePreTrainedModel):
     the loss is the cross-entropy, in nats, or what config.problem_type names: "regression" or
     "multi_label_classification", as transformers computes them. logits: (B, K), K = config.num_labels.
 
-    Raises ValueError on images of another size than config.image_size, on labels of another shape, and on labels of a
-    single class.
+    Raises ValueError on images of another size than config.image_size, on labels of another shape or kind of
+    number, and on labels of a single class.
     """
 
     def __init__(self, config: FEMImageConfig):
@@ -270,4 +270,7 @@ class FEMForImageClassification(FEMImagePreTrainedModel):
             raise ValueError(
                 'num_labels must be at least 2 to classify, got 1; problem_type="regression" fits numbers.'
             )
-        return F.cross_entropy(logits.float(), labels)
+        classes = labels.dim() == 1
+        if labels.is_floating_point() == classes:
+            raise ValueError(f"labels must be integers of shape (B,) or floating of shape (B, K), got {labels.dtype}.")
+        return F.cross_entropy(logits.float(), labels.long() if classes else labels)

@@ -90,6 +90,21 @@ def check_data(recipe: TrainRecipe) -> None:
         )
 
 
+def say_unread(recipe: TrainRecipe) -> None:
+    """Say which options of the recipe, and which files in the folder of its data, a training does not read."""
+    files = local_files(recipe.data)
+    if files is not None and recipe.subset is not None:
+        note(f"subset is a hub dataset's, and the data are local files, so {recipe.subset!r} is not read.")
+    if recipe.tokenizer is not None and recipe.vocabulary != TrainRecipe.vocabulary:
+        note(f"the tokenizer given has its own entries, so vocabulary = {recipe.vocabulary} is not read.")
+    if files is not None and Path(recipe.data).is_dir():
+        others = sorted({p for p in Path(recipe.data).rglob("*") if p.is_file()} - set(files))
+        if others:
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            shown = ", ".join(path.name for path in others[:3]) + more
+            note(f"files of other kinds in {recipe.data!r} are not read: {shown}.")
+
+
 @dataclass(frozen=True)
 class Data:
     """Rows to train on, rows to validate on, and one row on which the gates are measured."""

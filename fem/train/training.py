@@ -20,7 +20,7 @@ from fem.models.presets import PRESETS
 from fem.runs.recipes import nearest
 from fem.runs.run import RESULTS, Run, check_output, note, progress, read_json, write_json
 from fem.train.checkpoints import STAGING, load_language_model
-from fem.train.data import TOKENS, check_data, documents_of, identity, load_data, load_tokenizer
+from fem.train.data import TOKENS, check_data, documents_of, identity, load_data, load_tokenizer, say_unread
 from fem.train.distributed import Paused, Ranks, end_process_group, end_with_parent, in_touch
 from fem.train.documents import check_outside
 from fem.train.integrity import LOCK, one_writer
@@ -142,6 +142,7 @@ def prepare(
 def take_data(recipe: TrainRecipe, output: Path, start: Start, allow_changed: bool) -> None:
     """Write tokenizer and tokens to `output`. Raises ValueError where the run began with others."""
     check_outside(recipe.data, output)
+    say_unread(recipe)
     tokenizer = load_tokenizer(recipe, output)
     source = identity(recipe, tokenizer)
     known = start.config.get("data")

@@ -90,7 +90,7 @@ def regimes() -> list[float]:
         *leads(PARTS, EXTREMES, C, ATTENTION)[::2],
         *share_and_percent(page, FULL, SLIM),
         *(*percents(page, "snapshot", SLIM, ALONE), *span(seeds(page, "snapshot", ALONE))),
-        *percents(page, "snapshot", CG, FULL, ATTENTION),
+        *(*percents(page, "snapshot", CG, FULL, ATTENTION), *percents("regimes_split", "snapshot", ATTENTION)),
         *(min(scores(page, "statistics", *with_mean)), *scores(page, "statistics", ALONE), attention - slim),
         *(*percents(page, "bags", SLIM, FULL, ALONE, ATTENTION), *spreads(page, "bags", SLIM, FULL, ALONE, ATTENTION)),
         *(*percents("regimes_split", "bags", SLIM, ATTENTION), *percents("regimes_heads_bags", "bags", "softmax/h16")),
@@ -123,13 +123,15 @@ def regimes_heads() -> list[float]:
     others = percents(f"{one}_rest", "recall", *(mixer for mixer in recall if mixer != "softmax/h32"))
     fields = [[*scores(three, task, ATTENTION, wide, SLIM_C), *leads(three, (task,), SLIM_C, wide)] for task in FIELDS]
     return [
-        *(*percents(three, "snapshot", "softmax/h8", ATTENTION, SLIM_C), *percents(three, "high-water", wide)),
+        *(*percents(three, "snapshot", "softmax/h8", ATTENTION), *percents("regimes_split", "snapshot", ATTENTION)),
+        *(*percents(three, "snapshot", SLIM_C), *percents(three, "high-water", wide)),
         *(*percents(one, "high-water", "softmax/h8/norope"), *percents(three, "high-water", ATTENTION, SLIM_C)),
         *(*lead, *over_double, *scores(five, "peak", SLIM_C, MANY), wider, *scores(five, "peak", "softmax/h32/norope")),
         *(*later, *scores(DOUBLED, "peak", SLIM), *leads(DOUBLED, ("peak",), SLIM, DOUBLE)),
         *scores("regimes_double", "peak", "softmax/double", ATTENTION),
         *percents("regimes_double_bags", "bags", "softmax/double/h16", DOUBLE),
-        *(*percents("regimes_conv", "snapshot", *behind), *scores("regimes_conv", "peak", *behind)),
+        *(*percents("regimes_conv", "snapshot", *behind), *percents(PARTS, "snapshot", C)),
+        *scores("regimes_conv", "peak", *behind),
         *percents("regimes_conv", "high-water", C),
         *scores(five, "peak", "cummax"),
         *(100 * score for score in on_each(one, ("cummax",), ("high-water", "snapshot"))),

@@ -258,8 +258,14 @@ def test_images_of_another_size_and_labels_of_another_shape_are_refused(as_users
     model = classifier()
     with pytest.raises(ValueError, match=r"pixel_values must have shape \(batch, 2, 9, 9\), got \(1, 2, 12, 12\)"):
         model(torch.randn(1, 2, 12, 12))
+    x = torch.randn(1, 2, 9, 9)
     with pytest.raises(ValueError, match=r"labels must have shape \(1,\), or \(1, 5\)"):
-        model(torch.randn(1, 2, 9, 9), labels=torch.zeros(1, 3))
+        model(x, labels=torch.zeros(1, 3))
+    for labels in (torch.zeros(1), torch.ones(1, 5, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=f"labels must be integers of shape .* got {labels.dtype}"):
+            model(x, labels=labels)
+    short, long = (model(x, labels=torch.tensor([3], dtype=dtype)).loss for dtype in (torch.int32, torch.int64))
+    assert short == long
 
 
 # pictures

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
 from trainings import tiny
 
-from fem.train import documents, packing, pieces, training
+from fem.train import data, documents, packing, pieces, training
 from fem.train.tokenizer import END, train_tokenizer
 
 WORDS = ["sun", "moon,", "it's", "42", "äöü", "x", "日本語", "(a)", "e\u0301", "--"]
@@ -130,6 +130,20 @@ def test_the_digest_of_data_depends_on_bytes_and_kind_alone(tmp_path):
     assert told("a/one.txt") == told("b/two.md")
     assert told("a/one.txt") != told("b/three.jsonl")
     assert told("a/one.txt", "b/three.jsonl") != told("b/three.jsonl", "a/one.txt")
+
+
+def test_what_is_not_read_is_said(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    for name in ("a.txt", "b.csv", "c.pdf", "d.json", "e.gz"):
+        (tmp_path / "in" / name).write_text("sun")
+    recipe = tiny(tmp_path / "in", subset="english", tokenizer="somewhere", vocabulary=999)
+    data.say_unread(recipe)
+    told = capsys.readouterr().err.splitlines()
+    assert "'english' is not read" in told[0]
+    assert "vocabulary = 999 is not read" in told[1]
+    assert told[2].endswith("are not read: b.csv, c.pdf, d.json and 1 more.")
+    data.say_unread(tiny(tmp_path / "in" / "a.txt"))
+    assert capsys.readouterr().err == ""
 
 
 def test_a_hub_that_does_not_answer_is_refused_in_one_sentence(monkeypatch, tmp_path):

@@ -21,6 +21,7 @@ from chaos import damaged
 from trainings import assert_same_run, losses, tiny, weights
 
 from fem import cli
+from fem.commands import train
 from fem.runs import run
 from fem.train import distributed, metrics, start, trainer, training
 from fem.train.checkpoints import checkpoints, load_language_model, newest
@@ -413,3 +414,11 @@ def test_an_index_that_names_other_files_is_refused(whole, tmp_path, name):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(ValueError, match=r"must (name only safetensors in its own folder|list the parts)"):
         load_language_model(folder)
+
+
+def test_the_command_to_go_on_with_asks_for_the_launcher(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["fem", "train", "--data", "a b.txt"])
+    alone = "fem train --data 'a b.txt' --resume auto"
+    assert train.again() == alone
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train.again() == f"{alone}, by the same launcher"
