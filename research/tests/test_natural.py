@@ -1,6 +1,7 @@
 """`fem natural` on made-up files: what is read, who is held out, and that padding counts for nothing."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ from sklearn.datasets import load_digits
 
 from fem_research.common.blocks import BagModel
 from fem_research.common.mixers import POOLS
+from fem_research.natural import training
 from fem_research.natural.experiment import run
 from fem_research.natural.settings import NaturalRecipe
-from fem_research.natural.training import bags, of_series, parts, standardised
+from fem_research.natural.training import Bags, bags, of_series, parts, standardised, stretches
 
 TINY = {"sets": "musk1", "pools": "pool:max,pool:attention", "folds": 3, "seeds": 2, "steps": 2, "width": 8, "heads": 2}
 
@@ -43,6 +45,19 @@ def test_every_part_has_its_share_of_every_label():
     part = parts(label, 10, 3)
     assert torch.stack([label, part]).unique(dim=1, return_counts=True)[1].tolist() == [2] * 10 + [1] * 10
     assert not torch.equal(part, parts(label, 10, 4))
+
+
+def test_a_writer_s_pictures_are_tested_together(monkeypatch):
+    """Neighbours in the file of the points are of one writer: folds, and what chooses the rate, are stretches of it."""
+    assert stretches(10, 3).tolist() == [0] * 4 + [1] * 3 + [2] * 3
+    bags_, trained = Bags(torch.rand(40, 2, 3), torch.ones(40, 2, dtype=bool), torch.arange(40) % 2), []
+    monkeypatch.setattr(training, "bags", lambda name, folder: bags_)
+    monkeypatch.setattr(training, "fit", lambda data, of, job, rate: trained.append(of.tolist()))
+    monkeypatch.setattr(training, "answers", lambda model, data, of: (torch.ones(len(of)), 0.0))
+    monkeypatch.setattr(training, "count_parameters", lambda model: 0)
+    job = SimpleNamespace(name="points", folds=4, seed=0, fold=1, rates=[0.01], training={"steps": 1})
+    assert training.train(job, torch.device("cpu"))["bags"] == list(range(10, 20))
+    assert trained == [[8, 9, *range(20, 40)], [*range(10), *range(20, 40)]]
 
 
 @pytest.mark.parametrize("name", POOLS)

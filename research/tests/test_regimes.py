@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from torch import Generator
 
 from fem_research.common.grid import record_of
@@ -78,6 +79,7 @@ def test_recall_asks_for_the_value_that_a_key_was_shown_with():
 
 def test_bags_ask_what_is_in_them_and_never_test_a_picture_that_trained():
     pictures, labels = digits()
+    assert labels.tolist() == load_digits().target.tolist()  # in the file's order, a writer's pictures together
     x, y = draw(TASKS["bags"], 4, "test")
     own = pictures[HELD_OUT["test"]]
     for b in range(4):

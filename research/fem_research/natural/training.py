@@ -33,6 +33,7 @@ FILES = {
     "points": ["digits.csv.gz"],
     "motions": ["BasicMotions/BasicMotions_TRAIN.ts", "BasicMotions/BasicMotions_TEST.ts"],
 }
+WRITERS = {"points"}  # whose bags are one person's after another's: no person is in two parts, boundaries apart
 WINDOWS = {"vowels": (3, 1), "motions": (10, 5)}  # successive samples in an element, and from one to the next
 
 
@@ -115,6 +116,11 @@ def parts(label: Int[Tensor, " n"], folds: int, seed: int) -> Int[Tensor, " n"]:
     return part
 
 
+def stretches(bags: int, folds: int) -> Int[Tensor, " n"]:
+    """Which of so many stretches of the file every bag is in: a writer's pictures come together there."""
+    return torch.arange(bags) * folds // bags
+
+
 def standardised(data: Bags, of: Int[Tensor, " n"]) -> Bags:
     """Features with mean 0 and standard deviation 1 over the elements of these bags; constant ones become 0."""
     elements = data.x[of][data.keep[of]]
@@ -154,10 +160,11 @@ def train(job: Job, device: torch.device, checkpoints: Path | None = None, *, fo
     """Run the job; `place` stays empty, as a job takes seconds."""
     began = perf_counter()
     data = bags(job.name, folder)
-    part = parts(data.label, job.folds, job.seed)
+    together = job.name in WRITERS
+    part = stretches(len(data.label), job.folds) if together else parts(data.label, job.folds, job.seed)
     seen, tested = (part != job.fold).nonzero()[:, 0], (part == job.fold).nonzero()[:, 0]
     data = standardised(data, seen)
-    inner = parts(data.label[seen], INNER, job.seed)
+    inner = stretches(len(seen), INNER) if together else parts(data.label[seen], INNER, job.seed)
     with torch.random.fork_rng():
         tried = {rate: answers(fit(data, seen[inner > 0], job, rate), data, seen[inner == 0])[1] for rate in job.rates}
         best = min(tried, key=tried.__getitem__)
