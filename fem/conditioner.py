@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
+from fem.ops.common.precision import upcast
 from fem.ops.common.tokens import Tokens
 from fem.ops.decay_scan.read import decay_scan
 from fem.projection import Projection
@@ -35,7 +36,8 @@ class TimeDecayConditioner(nn.Module):
     ) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "b c"]]:
         decay, u, shortcut = self.project(self.norm_in(x)).chunk(3, -1)
         state = self._scan(-F.softplus(decay), u, tokens, hidden)
-        shortcut = F.normalize(F.softplus(shortcut), dim=-1) * shortcut.shape[-1] ** 0.5
+        unit = F.normalize(F.softplus(upcast(shortcut)), dim=-1)  # in float16 all of a shut one could be 0
+        shortcut = unit.to(shortcut.dtype) * shortcut.shape[-1] ** 0.5
         h = F.silu(shortcut) * self.norm(state.to(shortcut.dtype))
         if x.shape[1] == 0:  # no token: the hidden state is what it was, or the sum of nothing, 0
             return h, state.sum(1) if hidden is None else hidden

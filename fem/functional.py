@@ -257,8 +257,8 @@ def decay_scan(
     Raises ValueError on shapes, devices and values, TypeError unless all are floating-point tensors.
     """
     check_floating("u", u, u=u)
-    if u.ndim < 2:
-        raise ValueError(f"u must have shape (batch, time, ...), got {tuple(u.shape)}.")
+    if u.ndim < 3:
+        raise ValueError(f"u must have shape (batch, time, channels), got {tuple(u.shape)}.")
     start = () if initial_state is None else (("initial_state", initial_state, u.shape[:1] + u.shape[2:]),)
     for name, tensor, shape in (("log_decay", log_decay, u.shape), *start):
         check_floating("u", u, **{name: tensor})

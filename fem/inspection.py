@@ -23,6 +23,7 @@ class Reading:
     nats per unit of v): (B, T, H, d_v); so gap, KL(p_t || q_tj) in nats. beta: one per head and channel, (H, d_v).
     Parts that the layer lacks are None.
     Of split values, mean has the first d_m channels, posterior, free_energy, gap, hidden_beta and beta the last d_f.
+    Under value_logexp_cap all but the mean are of the clipped values.
     """
 
     prior: Float[Tensor, "..."]

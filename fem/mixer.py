@@ -135,7 +135,8 @@ class FreeEnergyMixer(nn.Module):
         v, free_values = self.values(call.x, features, beta)
         read, _ = self.prior.read(features, v, beta, tokens, None, free_values)
         lambda_, gate = self.gate(features)
-        v = v if self.config.free_share is None else torch.cat([v, free_values], -1)
+        if free_values is not None:
+            v = free_values if self.config.free_share is None else torch.cat([v, free_values], -1)
         selection = self.prior.selection(features, v, tokens)
         return read_tables(read, beta, lambda_, gate, *selection, self.prior.per_channel, x.shape[1])
 

@@ -117,7 +117,8 @@ class MixerState:
         """The same state on another device, or for a layer of another floating dtype.
 
         Positions and document numbers stay integers, sums stay float32 at least: only cached keys and values become
-        bfloat16 or float16. Raises TypeError on a dtype that is not floating, and on anything but a device or dtype.
+        bfloat16 or float16. Raises TypeError on a dtype that is not floating, and on anything but a device or dtype;
+        ValueError on float16 for a packed softmax state, whose exp(beta v) leaves its range.
         """
         if not isinstance(target, torch.dtype | torch.device | str):
             raise TypeError(f"target must be a device or a dtype of torch, such as torch.float32, got {target!r}.")
@@ -126,6 +127,11 @@ class MixerState:
             return self._map(lambda tensor: tensor.to(device))
         if not target.is_floating_point:
             raise TypeError(f"a state can be cast to a floating dtype, got {target}; its integers never change.")
+        if target == torch.float16 and any(name.endswith("shift") for name, _ in self._named()):
+            raise ValueError(
+                f"a softmax state of {self.dtype} on a CPU holds exp(beta v), which has no range in float16; read the "
+                "tokens again with the float16 layer, or keep the dtype."
+            )
         sums = torch.promote_types(target, torch.float32)
         cast = {
             name: x.to(target if name.endswith(CACHED) else sums) if x.is_floating_point() else x

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
-from fem.ops.common.precision import upcast
+from fem.ops.common.precision import upcast, without_autocast
 from fem.ops.common.read import mix_channels, read_of
 from fem.ops.ssm.read import ssm_read, ssm_terms
 from fem.optim import mark_undecayed
@@ -111,7 +111,8 @@ class InteractiveMambaPrior(Prior):
     def read(self, features, v, beta, tokens, memory, free_values=None):
         per_channel = None if beta is None else beta[:, None].expand(-1, v.shape[-1])
         terms, after = self._terms(features, v, per_channel, tokens, memory)
-        terms = mix_channels(F.softplus(upcast(self.mixing)), terms, per_channel)
+        with without_autocast(v.device):
+            terms = mix_channels(F.softplus(upcast(self.mixing)), terms, per_channel)
         return read_of(terms, per_channel, self.config.normalize, v.dtype), after
 
     def _terms(self, features, v, beta, tokens, memory=None):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import ClassVar
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.packing import SMALL_SPAN
-from fem.ops.common.precision import LEAST_PROVEN, upcast
-from fem.ops.common.read import Read
+from fem.ops.common.precision import LEAST_PROVEN, upcast, without_autocast
+from fem.ops.common.read import Read, connected_zeros
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import transformed
 from fem.priors.base import Prior
@@ -71,8 +70,11 @@ class OperatorPrior(Prior):
             raise ValueError(
                 "an operator prior keeps no state; call the layer on whole sequences, without state and return_state."
             )
+        if not v.numel():
+            zeros = connected_zeros(v, v.shape, features, v, beta)
+            return Read(zeros, None if beta is None else zeros), None
         dtype, v = v.dtype, upcast(v)
-        if not self._known and v.numel() and _eager(v):
+        if not self._known and _eager(v):
             self._check_op(v.detach().flatten(2))
         weight = self._over_documents(torch.ones_like(v), tokens)
         _check_weights(weight, None)
@@ -114,8 +116,7 @@ class OperatorPrior(Prior):
 
     def _checked(self, x: Tensor) -> Tensor:
         """op of x in float32 at least, on a copy: an op may work in place."""
-        off = contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
-        with off:  # the meta device knows no autocast
+        with without_autocast(x.device):
             y = self._run(x.clone())
         if not isinstance(y, Tensor) or y.shape != x.shape:
             got = tuple(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
@@ -128,7 +129,7 @@ class OperatorPrior(Prior):
     def _check_op(self, like: Tensor) -> None:
         """Raise unless op of some numbers shaped as `like` is the sum of what it makes of their past and future, and
         the past's part knows nothing of the future."""
-        x = torch.rand(like.shape, generator=torch.Generator().manual_seed(0)).to(like)
+        x = torch.rand(like.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(like)
         past = torch.arange(x.shape[1], device=x.device)[:, None] <= x.shape[1] // 2
         total, before, after = (self._checked(part) for part in (x, x * past, x * ~past))
         off = lambda difference: bool((difference.abs() > 10 * _ROUNDING * total.abs().amax()).any())  # noqa: E731

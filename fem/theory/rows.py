@@ -160,4 +160,6 @@ def _exp_beyond_linear(z: Tensor) -> Tensor:
 
 
 def _readable(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether values may be read on the host: outside of graphs and of torch.func's transforms."""
+    plain = not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is None
+    return plain and tensor.device.type == "cpu"

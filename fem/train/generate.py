@@ -38,6 +38,8 @@ def continue_prompt(
     positive_int("top_k", top_k)
     if max_new_tokens is not None:
         positive_int("max_new_tokens", max_new_tokens)
+    if not (isinstance(seed, int) and 0 <= seed < 2**63):
+        raise ValueError(f"seed must be an integer from 0 to 2^63 - 1, got {seed!r}.")
     if not isinstance(prompt, str):
         raise TypeError(f"prompt must be text, got a {type(prompt).__name__}.")
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):

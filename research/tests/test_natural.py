@@ -1,7 +1,6 @@
 """`fem natural` on made-up files: what is read, who is held out, and that padding counts for nothing."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from fem_research.common.blocks import BagModel
 from fem_research.common.mixers import POOLS
 from fem_research.natural import training
 from fem_research.natural.experiment import run
-from fem_research.natural.settings import NaturalRecipe
+from fem_research.natural.settings import Job, NaturalRecipe
 from fem_research.natural.training import Bags, bags, of_series, parts, standardised, stretches
 
 TINY = {"sets": "musk1", "pools": "pool:max,pool:attention", "folds": 3, "seeds": 2, "steps": 2, "width": 8, "heads": 2}
@@ -55,7 +54,7 @@ def test_a_writer_s_pictures_are_tested_together(monkeypatch):
     monkeypatch.setattr(training, "fit", lambda data, of, job, rate: trained.append(of.tolist()))
     monkeypatch.setattr(training, "answers", lambda model, data, of: (torch.ones(len(of)), 0.0))
     monkeypatch.setattr(training, "count_parameters", lambda model: 0)
-    job = SimpleNamespace(name="points", folds=4, seed=0, fold=1, rates=[0.01], training={"steps": 1})
+    job = Job(name="points", files={}, pool="pool:max", folds=4, fold=1, seed=0, rates=[0.01], training={"steps": 1})
     assert training.train(job, torch.device("cpu"))["bags"] == list(range(10, 20))
     assert trained == [[8, 9, *range(20, 40)], [*range(10), *range(20, 40)]]
 

@@ -66,3 +66,14 @@ def test_half_of_a_bidirectional_one_runs_backwards():
     changed[:, 8] = torch.randn(WIDTH)
     moved = (conditioner(changed, tokens)[0] - conditioner(x, tokens)[0]).abs().amax((0, 2))
     assert (moved > 1e-8).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_shut_conditioner_is_finite(dtype):
+    """In float16 softplus(-20) is 0, and so is what keeps a norm from being 0."""
+    conditioner = make(torch.float32)
+    with torch.no_grad():
+        conditioner.project.bias[-conditioner.norm.normalized_shape[0] :] = -20.0
+    x = torch.randn(2, 5, WIDTH)
+    h, _ = conditioner.to(dtype)(x.to(dtype), read_tokens((2, 5), x.device, None, None)[0])
+    assert h.isfinite().all()

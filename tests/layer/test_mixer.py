@@ -210,6 +210,16 @@ def test_inspect_shows_what_forward_computes(family):
     assert (reading.hidden_beta <= beta * (1 + 1e-9)).all()
 
 
+def test_inspect_shows_the_posterior_of_the_values_that_were_clipped():
+    layer, x = make_layer(value_logexp_cap=1.0, use_conv=False), tokens()
+    with torch.no_grad():
+        layer.value.weight.mul_(40)
+    reading = layer.inspect(x)
+    beta, v = layer.temperature(x), layer.value(x).unflatten(-1, (HEADS, -1))
+    free = (beta * v).clamp(-1, 1) / beta
+    close(reading.free_energy - reading.gap / beta, torch.einsum("bhti,bihd->bthd", reading.prior, free).detach())
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "unnormalised" in name])
 def test_inspect_shares_out_weights_that_are_small_in_half_precision(family):
     layer, x = make_layer(torch.float16, **FAMILIES[family]), tokens(dtype=torch.float16)

@@ -60,6 +60,15 @@ def test_an_operator_runs_in_float32_under_autocast():
     assert (y.float() - layer(x)).abs().max() < 0.05
 
 
+@pytest.mark.parametrize("shape", [(0, 5, WIDTH), (2, 0, WIDTH)])
+def test_an_operator_reads_nothing_from_nothing(shape):
+    layer, x = with_operator(lambda z: z.cumsum(1)), torch.zeros(shape, requires_grad=True)
+    for documents in (None, torch.zeros(shape[:2], dtype=torch.long)):
+        y = layer(x, segment_ids=documents)
+        y.sum().backward()
+        assert y.shape == shape
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.long])
 def test_an_operator_that_changes_the_dtype_is_refused(dtype):
     with pytest.raises(TypeError, match=f"op must return the dtype of its input, torch.float32, got {dtype}"):

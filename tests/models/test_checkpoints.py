@@ -137,6 +137,45 @@ def test_saving_again_changes_nothing(replaced, tmp_path):
     assert first == second
 
 
+def test_models_of_one_config_are_saved_each_as_it_is(tmp_path):
+    """A baseline beside the replaced model, and a second seed."""
+    config = transformers.LlamaConfig(**LLAMA)
+    base, *seeds = (lively(transformers.LlamaForCausalLM(config)) for _ in range(3))
+    first, second = (awake(replace_attention(model, layers=[index])) for index, model in enumerate(seeds))
+    ids = tokens(1, 7)
+    assert type(config) is type(base.config) is transformers.LlamaConfig
+    for name, model, opens in (("base", base, transformers.LlamaForCausalLM.from_pretrained),
+                               ("first", first, load_replaced), ("second", second, load_replaced)):  # fmt: skip
+        model.save_pretrained(tmp_path / name)
+        torch.testing.assert_close(opens(tmp_path / name)(ids).logits, model(ids).logits)
+
+
+def test_a_replaced_body_is_saved_with_its_head(tmp_path):
+    model = lively(HOSTS["llama"]())
+    replace_attention(model.model)
+    awake(model).save_pretrained(tmp_path)
+    torch.testing.assert_close(load_replaced(tmp_path)(tokens(1, 7)).logits, model(tokens(1, 7)).logits)
+
+
+def test_a_replaced_part_is_not_put_into_other_layers(tmp_path):
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
+    sizes |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": VOCABULARY}
+    model = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes))
+    replace_attention(model.model.decoder, layers=[0])
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match="put into a part with 2 self-attentions, and BartForConditionalGeneration has 4"
+    ):
+        load_replaced(tmp_path)
+
+
+def test_adapters_come_after_the_replacement():
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(HOSTS["llama"](), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="model must be replaced before it gets adapters"):
+        replace_attention(adapted)
+
+
 def test_class_of_the_original_refuses_a_replaced_model(replaced, tmp_path):
     replaced.save_pretrained(tmp_path)
     with pytest.raises(Exception, match="this folder holds a replaced model"):

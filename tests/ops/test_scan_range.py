@@ -35,6 +35,14 @@ def test_a_small_beta_keeps_the_digits_of_the_free_energy(name, beta):
 
 
 @every_read
+@pytest.mark.parametrize("beta", [1e-10, 1e-17, 1e-38])
+def test_the_smallest_beta_reads_the_mean(name, beta):
+    call = scan_call(name, 40, beta=beta).map(lambda x: x.float())
+    for read in (call.read(), call.in_pieces(*[1] * 40)):
+        assert relative(read.free_energy, read.mean) < 1e-6
+
+
+@every_read
 def test_a_small_beta_of_a_layer_gives_the_same_with_and_without_gradient(name):
     call = scan_call(name, 33, beta=1e-3).map(lambda x: x.float())
     with torch.no_grad():

@@ -493,3 +493,11 @@ def test_results_have_the_inputs_dtype_and_its_precision(dtype):
         assert result.dtype == dtype
         torch.testing.assert_close(result, read(p.double(), v.double(), 2.0).to(dtype))
     assert theory.hidden_temperature(p, v, 0.5, 2.0).dtype == dtype
+
+
+def test_vmap_maps_over_rows_and_over_beta():
+    p, v = torch.rand(3, 5, dtype=F64).softmax(-1), torch.randn(3, 5, dtype=F64)
+    rows = torch.vmap(lambda p, v: theory.free_energy(p, v, 2.0))(p, v)
+    torch.testing.assert_close(rows, theory.free_energy(p, v, 2.0))
+    betas = torch.vmap(lambda beta: theory.free_energy(p[0], v[0], beta))(torch.tensor([0.5, 2.0], dtype=F64))
+    torch.testing.assert_close(betas[1], theory.free_energy(p[0], v[0], 2.0))

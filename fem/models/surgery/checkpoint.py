@@ -12,9 +12,10 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fem.models.opener import OpensWithFEM, offer
-from fem.models.surgery.graft import apply
+from fem.models.surgery.graft import apply, self_attentions
 
 RECORD = "free_energy_mixer"  # the field of a config that holds the calls made on its model
+COUNT = "self_attentions"  # of the model that a call was made on
 PREFIX = "FEM"
 # The name of an attention that nobody registers: every class but ours ends with "Specified attn_implementation=...".
 REFUSAL = "this folder holds a replaced model: open it by an Auto class after `import fem.models`"
@@ -93,16 +94,37 @@ def replaced_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]
         architecture.__init__(self, config, *args, **kwargs)
         self.__class__ = architecture
         for call in calls:
-            apply(self, **call)
+            check_whole(self, call)
+            apply(self, **{name: value for name, value in call.items() if name != COUNT})
             record(self, call)
 
     members = {"__init__": build, "__module__": __name__, "config_class": ReplacedConfig}
     return type(PREFIX + architecture.__name__, (architecture,), members)
 
 
+def check_whole(model: PreTrainedModel, call: dict) -> None:
+    """Raise ValueError where the call was made on a part of the model, whose layers have other numbers in the whole."""
+    found = self_attentions(model)
+    replaced = call.get(COUNT, found)
+    if found > replaced or (call["layers"] is not None and found < replaced):
+        raise ValueError(
+            f"the free energy was put into a part with {replaced} self-attentions, and {type(model).__name__} has "
+            f"{found}; build the original, replace that part and load_state_dict, or replace the whole by layers=[...]."
+        )
+
+
 def record(model: PreTrainedModel, call: dict) -> None:
-    """Note a call of `replace_attention` in the model's config, and let that be saved as a `ReplacedConfig`."""
+    """Note a call of `replace_attention` in the model's config, and let that be saved as a `ReplacedConfig`.
+
+    A model with a head gets a copy of its config, which other models may have been built from. A model without one may
+    be a part: its config is the whole's, which will be saved.
+    """
     config = model.config
+    if getattr(model, "base_model", model) is not model:
+        shared, config = config, copy(config)
+        for module in model.modules():
+            if getattr(module, "config", None) is shared:
+                module.config = config
     setattr(config, RECORD, [*getattr(config, RECORD, ()), call])
     if not isinstance(config, KeepsCalls):
         config.__class__ = replaced_config(type(config))

@@ -37,6 +37,11 @@ def apply(model: nn.Module, prior_type: str, preserve: bool, layers: list[int] |
     return model
 
 
+def self_attentions(model: nn.Module) -> int:
+    """How many self-attentions a model has, replaced ones included."""
+    return len(_survey(model)[0])
+
+
 def _head(site: Site, prior_type: str, config: dict) -> FreeEnergyHead:
     if prior_type != "softmax":
         raise ValueError(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from fem.arguments import check_flags
-from fem.models.surgery.graft import apply
+from fem.models.surgery.graft import apply, self_attentions
 
 
 def replace_attention(
@@ -37,20 +37,26 @@ def replace_attention(
     Make the optimizer afterwards, or it lacks the new parameters. Those of lambda and beta have tiny gradients at first
     and need some 30 times the original's rate (FreeEnergyHead.temperature_parameters). A transformers model notes the
     call in its config: save it with save_pretrained, load it with an Auto class or `fem.models.load_replaced`; its
-    original class refuses such a folder. Any other model: build, replace, load_state_dict.
+    original class refuses such a folder. Any other model, and a part of one: build, replace, load_state_dict.
 
-    Raises ValueError on attention that cannot be replaced, by name, on layers out of range or replaced before, and on
-    fields that the original decides; TypeError on unknown fields.
+    Raises ValueError on attention that cannot be replaced, by name, on a model with adapters, on layers out of range or
+    replaced before, and on fields that the original decides; TypeError on unknown fields.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, got {model!r}; load it first, by from_pretrained for instance.")
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            "model must be replaced before it gets adapters, which would save none of the free energy: "
+            "replace_attention first, then get_peft_model with modules_to_save=['beta', 'inner'] in its config."
+        )
     check_flags(preserve=preserve)
     layers = list(layers) if isinstance(layers, Iterable) else layers
     if layers is not None and (not isinstance(layers, list) or len(set(layers)) != len(layers) or not layers):
         raise ValueError(f"layers must be a list of indices, each once, or None for all, got {layers!r}.")
     model = apply(model, prior_type, preserve, layers, config)
     if hasattr(getattr(model, "config", None), "save_pretrained"):
-        from fem.models.surgery.checkpoint import record
+        from fem.models.surgery.checkpoint import COUNT, record
 
-        record(model, {"prior_type": prior_type, "preserve": preserve, "layers": layers, "config": config})
+        call = {"prior_type": prior_type, "preserve": preserve, "layers": layers, "config": config}
+        record(model, call | {COUNT: self_attentions(model)})
     return model

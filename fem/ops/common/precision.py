@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -27,6 +28,16 @@ LEAST_PROVEN = {torch.float32: math.exp(-60.0), torch.float64: math.exp(-600.0)}
 # Below a span of 2 the gradient of an SSM's A erred by 6.5 times what the fuzz allows (80 calls), above it by 1.7.
 SMALLEST_BETA, SMALLEST_SPAN, LARGEST_EXPONENT, LARGEST_LOG_WEIGHT = 0.1, 2.0, 64.0, 16.0
 LARGEST_PRODUCT = 1e30  # of two features: leaves room for the sums over channels and tokens, and for values up to 640
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """A context in which products keep their inputs' dtype.
+
+    None in an exported graph, which would hold it as a graph of its own, and on the meta device, which has no autocast.
+    """
+    if device.type == "meta" or torch.compiler.is_exporting() or not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def double(*tensors: Tensor | None) -> list[Tensor | None]:

@@ -12,6 +12,7 @@ from fem.ops.common.read import Read, Terms, merge, read_of
 from fem.ops.common.tokens import Tokens
 
 State = dict[str, Tensor]
+LEAST_BETA = 1e-8  # below, F = log(R) / beta of float64 sums loses more digits than F - mean has
 
 
 class ScanCall(NamedTuple):
@@ -30,8 +31,9 @@ class ScanCall(NamedTuple):
         """The read of all tokens that a row may see, and the state after the last.
 
         one_way(*inputs, beta, tokens, state, present): the same of the tokens up to each, or before each unless
-        `present`. Inputs are (B, T, ...), and so are the terms.
+        `present`. Inputs are (B, T, ...), and so are the terms. beta is read as at least LEAST_BETA.
         """
+        beta = None if beta is None else beta.clamp_min(LEAST_BETA)
         past, state = one_way(*inputs, beta, self.tokens, self.initial_state, True)
         if self.causal:
             return past, state

@@ -11,7 +11,7 @@ from torch import Tensor
 from fem.ops.common.backend import scan_backend, widest
 from fem.ops.common.composed import fused
 from fem.ops.common.naive_rows import by_definition
-from fem.ops.common.precision import compute_dtype, double, upcast
+from fem.ops.common.precision import compute_dtype, double, upcast, without_autocast
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, connected_zeros
 from fem.ops.common.scan import ScanCall
 from fem.ops.common.steps import portable
@@ -87,9 +87,11 @@ def _one_way(q, k, v, free, log_decay, beta, tokens, state, present: bool) -> tu
         energies = [] if beta is None else [zeros.expand(*v.shape[:3], len(beta[0]))]
         terms, last = Terms(zeros, zeros.expand_as(v), *energies), start
     elif portable() or transformed(q, k, v, free, beta, g, *start):
-        terms, last = by_steps(q, k, v, free, beta, g, start, present)
+        with without_autocast(v.device):
+            terms, last = by_steps(q, k, v, free, beta, g, start, present)
     elif q.shape[1] == 1 and present and not differentiated(q, k, v, free, beta, g, *start):
-        terms, last = step(q, k, v, free, beta, g, start)
+        with without_autocast(v.device):
+            terms, last = step(q, k, v, free, beta, g, start)
     else:
         parts = [x for x in start if x is not None]
         results = scan(q, k, v, free, beta, g, parts, present)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fem.ops.common.packing import Packing
-from fem.ops.common.precision import upcast
+from fem.ops.common.precision import upcast, without_autocast
 from fem.ops.common.read import LOG_ZERO, Read
 from fem.ops.common.steps import along_time, portable, without_gradient
 from fem.ops.softmax.recompute import recompute
@@ -69,8 +69,7 @@ def composed_read(
             pairs = Pairs.of(bias, None, seen, pairs.causal, pairs.scale)
         sees = None if pairs.seen is None else (pairs.first < pairs.end)[..., None, None]
         attend = functools.partial(_attend, pairs=pairs)
-    # An exported graph would hold the context as a graph of its own, which torch.cond does not survive.
-    with contextlib.nullcontext() if exporting else torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         q, k, v = (x.to(dtype) for x in (q, k, v))
         together = exporting or v.shape[3] + f.shape[3] <= max(_WIDEST, q.shape[3])
         parts, shift, small = fused(_prologue, q)(v, f, beta, hidden, together)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fem.ops.common.backend import softmax_backend
 from fem.ops.common.packing import Packing
-from fem.ops.common.precision import compute_dtype
+from fem.ops.common.precision import compute_dtype, without_autocast
 from fem.ops.common.read import Read, connected_zeros
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import differentiated, transformed
@@ -73,7 +73,8 @@ def softmax_read(
     read = None
     if queries == 1 and backend == "sdpa" and (step := _one_query(q, k, v, f, beta, bias)) is not None:
         heads_first = [x.transpose(1, 2) for x in (k, v, f)]
-        read = step(q[:, 0], *heads_first, temperatures, _mask(pairs, heads_first[0]), scale, f is v)
+        with without_autocast(q.device):
+            read = step(q[:, 0], *heads_first, temperatures, _mask(pairs, heads_first[0]), scale, f is v)
     if read is None and composed:
         read = composed_read(q, k, v, f, temperatures, pairs, span)
     elif read is None:
@@ -109,13 +110,15 @@ def cached_read(
         scale = q.shape[-1] ** -0.5
         mask = _mask(Pairs.of(None, None if tokens is None else tokens.keep, seen, False, scale), keys)
         if packing is not None and step is softmax_step:
-            read = packed_step(q[:, 0], keys, values, packing, mask, scale)
+            with without_autocast(q.device):
+                read = packed_step(q[:, 0], keys, values, packing, mask, scale)
             if read is not None:
                 return _as(dtype, beta, Read(*(x[:, None] for x in read)))
     v, free_values = unpacked(values, packing, split, 0 if beta is None else beta.shape[-1])
     if step is not None:
         f, temperatures = _second(v, free_values, beta, keys.shape[1])
-        read = step(q[:, 0], keys, v, f, temperatures, mask, scale, f is v)
+        with without_autocast(q.device):
+            read = step(q[:, 0], keys, v, f, temperatures, mask, scale, f is v)
         if read is not None:
             return _as(dtype, beta, read)
     k, v, free_values = (None if x is None else x.transpose(1, 2) for x in (keys, v, free_values))

@@ -87,6 +87,7 @@ def intervals(
 ) -> Intervals:
     """The intervals of the last `queries` of `keys` tokens; without causal, window and documents all see all."""
     index = torch.arange(keys, device=device)[None]
+    window = None if window is None else min(window, _DOCUMENT // 2)
     document, position, keep = (None, None, None) if tokens is None else (tokens.document, tokens.position, tokens.keep)
     first = torch.zeros(1, queries, dtype=torch.long, device=device)
     end = index[:, keys - queries :] + 1 if causal else torch.full_like(first, keys)

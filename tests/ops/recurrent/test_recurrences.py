@@ -194,8 +194,9 @@ def test_mean_alone_needs_no_beta(kind, causal):
 
 
 @every_kind
-def test_autocast_computes_in_float32(kind):
-    inputs = case(kind, 37)
+@pytest.mark.parametrize("time", [1, 37])
+def test_autocast_computes_in_float32(kind, time):
+    inputs = case(kind, time)
     with torch.autocast("cpu", torch.bfloat16):
         read = inputs.read()
     for got, wanted in zip(read, inputs.read()):

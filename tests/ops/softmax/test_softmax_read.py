@@ -330,8 +330,10 @@ def test_finite_inputs_give_finite_reads_and_gradients(time, scale, scores, beta
     assert (mean <= free_energy + 1e-5 * (1 + v.abs().max())).all()
 
 
-def test_autocast_leaves_the_read_in_the_dtype_of_its_inputs():
+@pytest.mark.parametrize("queries", [1, 9])
+def test_autocast_leaves_the_read_in_the_dtype_of_its_inputs(queries):
     q, k, v, beta = grouped_inputs(9)
+    q = q[:, -queries:]
     for backend in ("sdpa", "plain"):
         outside = softmax_read(q, k, v, beta, backend=backend)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -339,6 +341,20 @@ def test_autocast_leaves_the_read_in_the_dtype_of_its_inputs():
         assert all(torch.equal(a, b) for a, b in zip(outside, inside))
     low = softmax_read(q.bfloat16(), k.bfloat16(), v.bfloat16(), beta)
     assert low.mean.dtype == low.free_energy.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("window", [sys.maxsize, 2**41, 10**30])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("documents", [None, [0, 0, 0, 1, 1, 1]])
+def test_a_window_beyond_all_tokens_is_none(window, causal, documents):
+    q, k, v, beta = grouped_inputs(6)
+    marks = {
+        "causal": causal,
+        "segment_ids": None if documents is None else torch.tensor([documents]).expand(len(q), -1),
+    }
+    found, wanted = (softmax_read(q, k, v, beta, window=size, **marks) for size in (window, None))
+    for got, read in zip(found, wanted):
+        torch.testing.assert_close(got, read)
 
 
 def test_recomputed_entries_are_counted_and_warned_of_once(monkeypatch):
