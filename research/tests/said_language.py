@@ -3,20 +3,23 @@
 from statistics import mean, median
 
 from said import PAGES, level_at, recipe, results, span
+from scipy.stats import ttest_rel
 
 from fem_research.common.paired import paired
 
 ATTENTION, GATE, GATE_SLIM, BARE, BARE_SLIM, FULL, SLIM = "-C,G,T,L", "+G", "+G/r8", "-C", "-C/r8", "full", "full/r8"
 SLIM_32, NO_F_32, DOUBLE, NARROW = "full/r32", "+C,G/r32", "+C,G/double/r32", "+C,G/c32/double/r32"
-BROAD, SLIM_BROAD = "+C,G/c128/r32", "full/c128/r32"
+BROAD, SLIM_BROAD, SPLIT_BROAD = "+C,G/c128/r32", "full/c128/r32", "full/c128/r32/s.5"
 TWO_BLOCKS = {ATTENTION: "", NO_F_32: "_parts", BROAD: "_c128", NARROW: "_double_c32", DOUBLE: "_double"}
 TWO_BLOCKS |= {SLIM_32: "_slim", SLIM_BROAD: "_slim_c128"}  # in the names of their files
 TWICE = {
     ATTENTION: "ablate_512_two_8m",
     BROAD: "ablate_512_two_c128_8m",
     SLIM_32: "ablate_512_two_slim_8m",
+    SPLIT_BROAD: "ablate_512_two_split_8m",
 }  # the trainings of 8M tokens
 SPLIT, NO_F, NORM, ALONE = "-C/r8/s.5", "+C,G/r8", "-C,G,T,L/norm", "-G,T,L"
+FOURTH = {ALONE: "conditioner_alone", NO_F: "attribution"}  # in the names of the files of their fourth seeds
 SIZES = ("ablate_softmax_small", "ablate_softmax_medium", "ablate_softmax")
 TRAINED, TRAINED_SLIM = "attention+LTG", "attention+LTG/r4"
 
@@ -78,6 +81,11 @@ def on_three_seeds(row: str) -> list[float]:
     if row != ATTENTION:
         return seeds("ablate_16m_attribution_seeds", row)
     return [at_rates("ablate_16m_rates", ATTENTION)[0.008], *seeds("ablate_16m_attention_seeds", ATTENTION)]
+
+
+def on_four_seeds(row: str) -> list[float]:
+    """The same of the conditioner alone, or with the gate."""
+    return on_three_seeds(row) + seeds(f"ablate_16m_{FOURTH[row]}_seed3", row)
 
 
 def millions(*pages: str) -> list[float]:
@@ -142,7 +150,9 @@ def ablate_16m() -> list[float]:
         *(rate(alone, ALONE), rate(f"{alone}_rate8", ALONE), -gap(f"{alone}_rate8", ALONE, ALONE, alone)),
         mean(on_three_seeds(ALONE)),
         *paired(on_three_seeds(ATTENTION), on_three_seeds(ALONE)),
-        *(rate(f"{page}_attention_seeds"), *paired(on_three_seeds(ALONE), on_three_seeds(NO_F))),
+        *(rate(f"{page}_attention_seeds"), *paired(on_four_seeds(ALONE), on_four_seeds(NO_F))),
+        *paired(on_three_seeds(ALONE), on_three_seeds(NO_F)),
+        ttest_rel(on_four_seeds(ALONE), on_four_seeds(NO_F)).pvalue,
         *pairs(own_seeds, NO_F, SLIM),
         *(*losses(split, SPLIT), rate(split, SPLIT), gap(split, SPLIT, ATTENTION, at_4)),
         *(gap(split, SPLIT, GATE_SLIM, at_4), losses(at_4, SLIM)[0] - seeds(own_seeds, SLIM)[0]),
@@ -192,6 +202,7 @@ def ablate_512_two() -> list[float]:
         *widened(ATTENTION),
         100 * (1 - taken[1] / taken[0]),
         *(0.2, twice[2], twice[0] - twice[2], twice[2] - twice[1], plain - whole),  # .2 by the rule
+        *(twice[3], twice[3] - twice[1], two_costs("split")[SPLIT_BROAD] / two_costs("split")[BROAD]),
         *(narrow, alone - narrow, double),
         *(high, *leads, gap(page, SLIM_32), low, bare - plain, theirs[0] - alone, ours[0] - whole, 0.004, 0.0005, low),
         *(high, *wide, *of_wide),
@@ -208,7 +219,8 @@ def ablate_512_two() -> list[float]:
 
 
 def twice_the_tokens() -> tuple[float, ...]:
-    """Losses after 8M tokens with two blocks of width 512: attention, the gate and the wider conditioner, slim FEM."""
+    """Losses after 8M tokens with two blocks of width 512: attention, the gate and the wider conditioner, slim FEM,
+    split values with the wider conditioner."""
     return tuple(nats for row, run in TWICE.items() for nats in losses(run, row))
 
 

@@ -98,6 +98,14 @@ def test_a_state_moves_to_devices_and_floating_dtypes_only(target):
         prompt("gla")[2].to(target)
 
 
+def test_a_packed_state_does_not_become_float16():
+    layer, x = make_layer(torch.float32), tokens(dtype=torch.float32)
+    with torch.no_grad():
+        _, state = layer(x, return_state=True)
+    with pytest.raises(ValueError, match=r"holds exp\(beta v\), which has no range in float16"):
+        state.to(torch.float16)
+
+
 @families
 def test_a_dict_without_one_of_a_states_tensors_is_refused(family):
     saved = prompt(family)[2].state_dict()
