@@ -94,7 +94,8 @@ def faq() -> list[str]:
     at_16m = losses("ablate_16m")
     better = short(loss("ablate_16m_split_time", "-C,G,T,L") - at_rates("ablate_16m_rates", "-C,G,T,L")[0.008], 3)
     lost = [short(score("statistics", "softmax") - score("statistics", mixer), 3) for mixer in (SLIM, "softmax+L")]
-    pools = [100 * score("bags", f"pool:{pool}", "regimes_pools") for pool in ("fem", "attention")]
+    pools = [percent("bags", f"pool:{pool}", "regimes_pools", 1) for pool in ("fem/r4", "fem", "attention")]
+    safe = percent("bags", "pool:fem", "regimes_pools_rate3", 1)
     machines = f"{state('mamba'):.0f}, {state('mamba_interactive'):.0f} kB"
     cases = Counter(found["outcome"] for found in results("chaos")["cases"])
     assert set(cases) == {"same"}
@@ -178,7 +179,8 @@ def faq() -> list[str]:
         f"for {min(gates):.0f} to {max(gates):.0f} % more parameters: after 300 further steps it is "
         f"{short(gained('gpt2', 'attention+G'), 3)} to {short(gained('llama', 'attention+G'), 3)} nats below attention",
         f"attention; slim gates lose {lost[0]}, only L {lost[1]} ",
-        f"has {pools[0]:.1f} % on bags of digits, attention pooling {pools[1]:.1f} % | {1.95} | | [bags]",
+        f"has {pools[0]} on bags of digits with slim gates, {pools[1]} with full ones, its default, and {safe} at "
+        f"the next lower rate; attention pooling {pools[2]} | {1.95} | | [bags]",
         f"log-sum-exp {pooled_lead[0]} above attention pooling, `FreeEnergyPooling` {pooled_lead[1]}; without "
         f"the smallest set, of 58 bags, log-sum-exp {unsigned(in_words(*pooled('lse', *SETS, without='ucsb')))} |",
         f"{scan('gla', '8192'):.0f} ms for a train step at 8192 tokens, "

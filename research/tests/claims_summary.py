@@ -90,7 +90,7 @@ def lead_on_natural(pool):
 def summary() -> list[str]:
     argmax = results("argmax")
     hits = {name: 100 * mean(argmax["argmax"][name]["hits"]) for name in ("softmax", "fem")}
-    constant = 100 * argmax["baselines"]["the best constant"]["hits"]
+    constant = 100 * argmax["baselines"]["its mean and the best constant"]["hits"]
     full = "FEM-SM"
     at_10m = losses("ablate_10m")
     extra = [heavier(f"finetune_{model}", TRAINED) for model in ("gpt2", "llama")]
@@ -105,7 +105,7 @@ def summary() -> list[str]:
     gained_lt = paired_mad("softmax+CLT", "softmax+C")
     plain, alone, whole = (mean(two_blocks_at_best(row)) for row in ("-C,G,T,L", NO_F_32, SLIM_32))
     broad = mean(two_blocks(BROAD, 0.001))
-    late_plain, late_broad, late_slim = (f"{nats:.3f}" for nats in twice_the_tokens())
+    late_plain, late_broad, late_slim, late_split = (f"{nats:.3f}" for nats in twice_the_tokens())
     lost = results("ablate_time")["ablate"]["full"]["below attention, paired"]
     lengths = ("32", "512", "2048")
     return [
@@ -136,7 +136,7 @@ def summary() -> list[str]:
         f"{100 * results('regimes_ett')['constants'][ett[1]]:.1f} % |",
         f"| {percent('bags', 'softmax')} | {percent('bags', SLIM)} | slim without C {percent('bags', SLIM)}, with it "
         f"{percent('bags', SLIM_C)}; but [mean pooling behind an encoder](regimes_pools.md) has "
-        f"{percent('bags', 'pool:mean', 'regimes_pools', 1)}:",
+        f"{percent('bags', 'pool:mean', 'regimes_pools_mixed', 1)}:",
         f"(regimes_split.md) {percent('bags', 'softmax', 'regimes_split')} and "
         f"{percent('bags', SLIM, 'regimes_split')}; with [16 heads](regimes_heads.md), one seed, attention "
         f"{percent('bags', 'softmax/h16', 'regimes_heads_bags')}, slim FEM with 4 "
@@ -149,16 +149,21 @@ def summary() -> list[str]:
         f"which has {wide('softmax/h256/norope', 'regimes_peak64_8000')} after 8,000 steps (one seed) |",
         f"the conditioner alone {top1('cifar_slim', 'softmax+C'):.1f} %, slim FEM "
         f"{top1('cifar_slim', f'{FULL}/r6'):.1f} %, split values {top1('cifar_slim', f'{FULL}/r6/s.5'):.1f} % |",
-        f"| {percent('bags', 'pool:attention', 'regimes_pools', 1)} | {percent('bags', 'pool:fem', 'regimes_pools', 1)}"
-        f" | maximum {percent('bags', 'pool:max', 'regimes_pools', 1)}, log-sum-exp "
+        f"| {percent('bags', 'pool:attention', 'regimes_pools', 1)} | "
+        f"{percent('bags', 'pool:fem/r4', 'regimes_pools', 1)} | slim; full gates "
+        f"{percent('bags', 'pool:fem', 'regimes_pools', 1)}, at the next lower rate "
+        f"{percent('bags', 'pool:fem', 'regimes_pools_rate3', 1)}; maximum "
+        f"{percent('bags', 'pool:max', 'regimes_pools', 1)}, log-sum-exp "
         f"{percent('bags', 'pool:lse', 'regimes_pools', 1)} |",
         f"| {natural('attention'):.1f} % | {natural('fem'):.1f} % | level (+{lead_on_natural('fem')}); "
         f"maximum {natural('max'):.1f} %, log-sum-exp {natural('lse'):.1f} % |",
-        f"one repeat | {points('attention')} | {points('fem')} | loses; log-sum-exp {points('lse')}, maximum "
+        f"one repeat | {points('attention')} | {points('fem')} | loses, slim {points('fem/r4')}; log-sum-exp "
+        f"{points('lse')}, maximum "
         f"{points('max')}, mean {points('mean')} |",
         f"| {share('statistics', 'softmax', digits=3)} | {share('statistics', SLIM, digits=3)} | none: the mean is "
         f"right here; L alone loses, {share('statistics', 'softmax+L', digits=3)} |",
-        f"| {hits['softmax']:.1f} % | {hits['fem']:.1f} % | the free energy; a constant hits {constant:.0f} % |",
+        f"| {hits['softmax']:.1f} % | {hits['fem']:.1f} % | the free energy; attention's mean plus the best "
+        f"constant hits {constant:.0f} % |",
         f"[{millions('ablate_softmax')}, 0.3M tokens](ablate_softmax.md), 3 seeds | "
         f"{of_nats('ablate_softmax', 'full')} | without C {loss('ablate_softmax', '-C'):.3f}; outer gate alone "
         f"{loss('ablate_softmax', '+G'):.3f} |",
@@ -195,7 +200,7 @@ def summary() -> list[str]:
         f"(`FEMForecaster`, {sizes['femforecaster']:,}) | not at equal parameters, not taken apart; DLinear "
         f"({sizes['dlinear']:,}) {mses['dlinear']} |",
         f"one seed, one rate | {late_plain} | {late_slim} | slim; the slim outer gate and the conditioner alone, the "
-        f"wider one, have {late_broad} |",
+        f"wider one, have {late_broad}, split values with it {late_split} |",
         f"attention has {weights(**PLAIN):,} parameters and caches {cached(**PLAIN):,} bytes a token. Full FEM has "
         f"{weights():,}, of which the conditioner {weights() - weights(use_conv=False):,}, and the same cache.",
         f"cache {cached(gate_rank=4, use_conv=False):,}, {cached(gate_rank=8):,} and {cached(gate_rank=32):,} bytes",

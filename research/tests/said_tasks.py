@@ -95,7 +95,7 @@ def regimes() -> list[float]:
         *(*percents(page, "bags", SLIM, FULL, ALONE, ATTENTION), *spreads(page, "bags", SLIM, FULL, ALONE, ATTENTION)),
         *(*percents("regimes_split", "bags", SLIM, ATTENTION), *percents("regimes_heads_bags", "bags", "softmax/h16")),
         *(*scores("regimes_heads_peak", "peak", MANY), *scores(DOUBLED, "peak", DOUBLE)),
-        *(attention - slim, best - slim, *percents("regimes_pools", "bags", "pool:mean")),
+        *(attention - slim, best - slim, *percents("regimes_pools_mixed", "bags", "pool:mean")),
         *(*rates(page), max(rates(page))),
     ]
 
@@ -258,11 +258,17 @@ def regimes_thirds() -> list[float]:
 
 
 def regimes_pools() -> list[float]:
-    page, slim = "regimes_pools", "pool:fem/r4"
-    tried = results(page)["regimes"]["bags"][slim]["validation_by_rate"]
+    page, safe = "regimes_pools", "regimes_pools_rate3"
+    slim, full, lse, largest, attention, average = (
+        f"pool:{pool}" for pool in ("fem/r4", "fem", "lse", "max", "attention", "mean")
+    )
     return [
-        *percents(page, "bags", "pool:lse", "pool:max", "pool:fem", "pool:attention", "pool:mean"),
-        *(rate(page, "bags", slim), 100 * tried["0.006"], 100 * tried["0.003"], rate(page, "bags", "pool:fem")),
+        *percents(page, "bags", slim, lse, largest, attention),
+        *(x for pool in (slim, lse, largest) for x in leads(page, ("bags",), pool, attention)),
+        *percents(page, "bags", average),
+        *(rate(page, "bags", full), *percents(page, "bags", full), rate(safe, "bags", full)),
+        *percents(safe, "bags", full),
+        *percents("regimes_pools_mixed", "bags", lse, largest, full, attention, average),
     ]
 
 
@@ -345,6 +351,7 @@ def natural_points() -> list[float]:
         *behind_on_points("lse", "max", "fem/r4", "fem", "mean"),
         *(x for pool in ("fem", "lse", "max") for x in pooled(pool, *SETS)),
         *(x for pool in ("lse", "max") for x in pooled(pool, *SETS, without="ucsb")),
+        *results("natural_points_mixed")["natural"]["points"]["pool:attention"]["accuracy"],
         max(float(rate) for rate in recipe("natural_points")["learning_rates"].split(",")),
     ]
 

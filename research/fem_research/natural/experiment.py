@@ -122,9 +122,10 @@ def write_report(folder: Path, scores, floors, label, files, overview, recipe: N
         f"{recipe.steps} steps of {recipe.batch} bags, AdamW without weight decay. Cross-validation in {recipe.folds} "
         f"parts, {recipe.seeds} times with other parts and weights. For every part the learning rate of "
         f"{recipe.learning_rates} is chosen by the loss on a quarter of the other bags, and the model is then trained "
-        "on all of them. Features are standardised on the training bags. gated pooling: gated attention (Ilse et al., "
-        "2018). ±: standard error of the paired difference over bags, each with its share of right answers. loss: "
-        "cross-entropy in nats. Numbers in brackets: how a file's SHA-256 begins.",
+        "on all of them. Of points all parts are stretches of the file, where a writer's digits come together. "
+        "Features are standardised on the training bags. gated pooling: gated attention (Ilse et al., 2018). ±: "
+        "standard error of the paired difference over bags, each with its share of right answers. loss: cross-entropy "
+        "in nats. Numbers in brackets: how a file's SHA-256 begins.",
         markdown_table(overview, dict.fromkeys(scores, max)),
         "![accuracy by set and pool](scores.png)",
         *sections,
