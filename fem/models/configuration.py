@@ -15,7 +15,7 @@ from fem.models.engines.parallel import tensor_plan
 from fem.models.engines.support import attends, head_width, layer_type, obstacle
 from fem.models.opener import OpensWithFEM
 from fem.models.peft import teach_peft
-from fem.models.rope import check_turns, read_rope, scaled
+from fem.models.rope import NAMES, check_turns, override, read_rope, scaled
 from fem.prior_table import PRIORS, ROTARY
 
 MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
@@ -86,7 +86,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
             raise ValueError(
                 "this folder is a training's, of fem train: open one of its checkpoints, checkpoint-N in it."
             )
-        rope = {name: values.pop(name, None) for name in ("rope_scaling", "rope_parameters", "rope_theta")}
+        rope = {name: values.pop(name, None) for name in NAMES}
         for name in values:
             if name in MIXER_FIELDS:
                 remedy = MODEL_NAMES.get(name, f"mixer={{{name!r}: {values[name]!r}}}")
@@ -106,6 +106,13 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
             raise ValueError(f"num_key_value_heads needs a softmax layer, got {self.num_key_value_heads} without one.")
         self.base_model_tp_plan = tensor_plan(self)
         super().__post_init__(**values)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig | tuple[PreTrainedConfig, dict]:
+        """The config of a dict; fields among kwargs, those of from_pretrained, are read as the constructor's are."""
+        given = {name: kwargs.pop(name) for name in (*FEMConfig.__annotations__, *NAMES) if name in kwargs}
+        config_dict = override(config_dict, given)
+        return super().from_dict(config_dict | given, **kwargs)
 
     def convert_rope_params_to_dict(self, **values) -> dict:
         return values  # `read_rope` did

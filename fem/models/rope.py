@@ -11,6 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from fem.config import FreeEnergyMixerConfig
 from fem.prior_table import PRIORS, ROTARY
 
+NAMES = ("rope_scaling", "rope_parameters", "rope_theta")
 KINDS = ("linear", "yarn", "llama3", "proportional")  # not those whose angles change with the length of a row
 
 
@@ -32,6 +33,21 @@ def read_rope(config: PreTrainedConfig, parameters: dict | None, rope_theta: flo
         )
     config.mixer["rope_theta"] = rope["rope_theta"]
     config.rope_parameters = rope
+
+
+def override(saved: dict, given: dict) -> dict:
+    """The dict of a saved config, with the angles that `given`, which loses them, has in their place.
+
+    Angles without a rope_theta keep the saved one, and a rope_theta alone the saved scaling.
+    """
+    asked = {name: given.pop(name) for name in NAMES if name in given}
+    if not asked:
+        return saved
+    mixer, before = dict(saved.get("mixer") or {}), saved.get("rope_parameters")
+    rope = asked.get("rope_scaling") or asked.get("rope_parameters", before) or {}
+    thetas = (asked.get("rope_theta"), rope.get("rope_theta"), mixer.pop("rope_theta", None))
+    theta = next((theta for theta in thetas if theta is not None), None)
+    return saved | {"rope_parameters": rope if theta is None else {**rope, "rope_theta": theta}, "mixer": mixer}
 
 
 def check_turns(config: PreTrainedConfig, mixers: list[FreeEnergyMixerConfig]) -> None:

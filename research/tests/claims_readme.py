@@ -75,8 +75,8 @@ def readme() -> list[str]:
         f"values twice as wide {wide('softmax/double/h256/norope', 'regimes_peak64_double')}, one seed each. 16 "
         f"sensors: 500 steps, 4 heads each; attention with 64 heads {at_its_best('peak'):.2f}, with 64 heads and "
         f"values twice as wide {with_double()}, after 2,000 steps {level_later():.2f}. Steps are equal, not time: at "
-        f"these 32 tokens a slim FEM step [takes {heads_step('32', 'slim FEM, 4'):.2f} times](results/heads_cpu.md) that of attention "
-        f"with 4 heads, 64 heads {heads_step('32', 'attention, 64'):.2f} |",
+        f"these 32 tokens a slim FEM step [takes {heads_step('32', 'slim FEM, 4'):.2f} times](results/heads_cpu.md) "
+        f"that of attention with 4 heads, 64 heads {heads_step('32', 'attention, 64'):.2f} |",
         f"latest {percent('snapshot', 'softmax', 'regimes_split')[:-2]} → {with_heads('snapshot', 'softmax/h16')}, "
         f"largest {percent('high-water', 'softmax')[:-2]} → {with_heads('high-water', 'softmax/h16')} | slim FEM with "
         f"4 heads: {percent('snapshot', SLIM_C)}, {percent('high-water', SLIM_C)}. 16 heads take "

@@ -102,6 +102,36 @@ def test_older_names_mean_the_same():
     assert FEMConfig.from_dict(base.to_dict()).mixer_configs() == base.mixer_configs()
 
 
+YARN = SCALED["yarn"]
+OVERRIDES = [
+    ({"rope_theta": 500.0}, {"rope_parameters": {"rope_type": "default", "rope_theta": 70.0}}, {"rope_theta": 70.0}),
+    ({"rope_theta": 500.0}, {"rope_parameters": YARN}, {"rope_parameters": YARN | {"rope_theta": 500.0}}),
+    ({"mixer": {"rope_theta": 500.0}}, {"rope_scaling": YARN}, {"rope_parameters": YARN | {"rope_theta": 500.0}}),
+    ({"rope_parameters": YARN}, {"rope_theta": 70.0}, {"rope_parameters": YARN | {"rope_theta": 70.0}}),
+    ({"rope_parameters": YARN}, {"rope_parameters": None}, {}),
+    ({}, {"rope_parameters": YARN}, {"rope_parameters": YARN}),
+]
+
+
+@pytest.mark.parametrize("saved, given, wanted", OVERRIDES)
+def test_angles_given_to_from_pretrained_are_turned_by(saved, given, wanted, tmp_path):
+    FEMForCausalLM(small_config(**saved)).save_pretrained(tmp_path)
+    found = [layer.mixer.config for layer in FEMForCausalLM.from_pretrained(tmp_path, **given).model.layers]
+    assert found == small_config(**wanted).mixer_configs()
+
+
+def test_fields_given_to_from_pretrained_are_checked(tmp_path):
+    small_config(layer_priors=["gla", "softmax"], rope_parameters=YARN).save_pretrained(tmp_path)
+    for given, words in (
+        ({"num_hidden_layers": 1}, "layer_priors must have one entry per layer"),
+        ({"max_position_embeddings": "512"}, "max_position_embeddings must be"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters must have a rope_type of"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            FEMConfig.from_pretrained(tmp_path, **given)
+    assert FEMConfig.from_pretrained(tmp_path, use_cache=False).use_cache is False
+
+
 def test_a_layer_without_rotation_stays_without():
     layers = ["mamba", {"use_rope": False}, "softmax"]
     config = small_config(rope_parameters=SCALED["yarn"], layer_priors=layers, num_hidden_layers=3)

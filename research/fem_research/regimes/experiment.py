@@ -158,9 +158,10 @@ def write_report(folder: Path, tasks: Found, floors: dict[str, float], recipe: R
         "no weight decay, starts drawn by the same rule, the same examples for every row of a seed; equal parameters "
         "(a mixer with more gets a narrower SwiGLU). Every row takes the learning rate that is best on the first "
         f"seed's validation, and is tested on other examples. {KEY} /r4: gates of rank 4, whose width goes to the "
-        "values; /b8: beta starts at 8 instead of 1.95; /l6: lambda's bias at 6; /wide, /double, /thirds: values 1, 2 and 2/3 as "
-        "wide as the model; /conv: behind a short convolution; /h16: 16 heads; /norope: no position code. cummax: the "
-        "running maximum between two linear maps; gru: torch's GRU. ±: standard error of the difference, seed by seed.",
+        "values; /b8: beta starts at 8 instead of 1.95; /l6: lambda's bias at 6; /wide, /double, /thirds: values 1, 2 "
+        "and 2/3 as wide as the model; /conv: behind a short convolution; /h16: 16 heads; /norope: no position code. "
+        "cummax: the running maximum between two linear maps; gru: torch's GRU. ±: standard error of the "
+        "difference, seed by seed.",
         markdown_table(overview(tasks), dict.fromkeys(tasks, max)),
         "\n".join(f"* {verdict(task, rows)}" for task, rows in tasks.items()),
         "![scores by task and mixer](scores.png)",
