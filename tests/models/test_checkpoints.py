@@ -178,8 +178,12 @@ def test_adapters_come_after_the_replacement():
 
 def test_class_of_the_original_refuses_a_replaced_model(replaced, tmp_path):
     replaced.save_pretrained(tmp_path)
-    with pytest.raises(Exception, match="this folder holds a replaced model"):
-        type(replaced).from_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    for given in ({}, {"config": config}):
+        with pytest.raises(Exception, match="this folder holds a replaced model"):
+            type(replaced).from_pretrained(tmp_path, **given)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+    torch.testing.assert_close(opened(tokens(1, 5)).logits, replaced(tokens(1, 5)).logits)
 
 
 def trained(model: torch.nn.Module, folder, steps: int, **options) -> transformers.Trainer:

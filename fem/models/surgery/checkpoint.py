@@ -49,7 +49,7 @@ class KeepsCalls(OpensWithFEM):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig | tuple[PreTrainedConfig, dict]:
-        of_the_file = ("model_type", "original_type", "attn_implementation", "auto_map")
+        of_the_file = ("model_type", "original_type", "auto_map")
         fields = {name: value for name, value in config_dict.items() if name not in of_the_file}
         return super().from_dict(fields, **kwargs)
 
@@ -90,6 +90,8 @@ def replaced_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]
     def build(self, config, *args, **kwargs):
         config = copy(config)
         calls = config.__dict__.pop(RECORD)
+        if config._attn_implementation == REFUSAL:
+            config._attn_implementation = None
         config.__class__ = config.original  # parts built through an Auto class are the original's
         architecture.__init__(self, config, *args, **kwargs)
         self.__class__ = architecture
