@@ -18,6 +18,7 @@ TWICE = {
     SLIM_32: "ablate_512_two_slim_8m",
     SPLIT_BROAD: "ablate_512_two_split_8m",
 }  # the trainings of 8M tokens
+CONV, NO_F_BROAD = "-C,G,T,L/conv", "+C,G/c32/r8"
 SPLIT, NO_F, NORM, ALONE = "-C/r8/s.5", "+C,G/r8", "-C,G,T,L/norm", "-G,T,L"
 FOURTH = {ALONE: "conditioner_alone", NO_F: "attribution"}  # in the names of the files of their fourth seeds
 SIZES = ("ablate_softmax_small", "ablate_softmax_medium", "ablate_softmax")
@@ -131,7 +132,7 @@ def ablate_16m() -> list[float]:
     own_seeds, split_time, sizes = f"{own}_seeds", f"{split}_time", (half, at_4, at_3m)
     attention, slim, step = at_rates(best, ATTENTION), at_rates(best, SLIM), of(timed, "ms a step", SLIM, ATTENTION)
     second = by_seed(f"{page}_conditioner", SLIM, BARE_SLIM)[1]
-    alone = f"{page}_conditioner_alone"
+    alone, taps = f"{page}_conditioner_alone", f"{page}_conv"
     own_8, too_high = f"{own}_rate8", float(recipe(f"{page}_attention_rate16")["learning_rates"])
     stopped = results(f"{page}_attention_rate16")["curves"][ATTENTION][0][-1]
     return [
@@ -154,6 +155,13 @@ def ablate_16m() -> list[float]:
         *paired(on_three_seeds(ALONE), on_three_seeds(NO_F)),
         ttest_rel(on_four_seeds(ALONE), on_four_seeds(NO_F)).pvalue,
         *pairs(own_seeds, NO_F, SLIM),
+        *(*losses(taps, CONV), rate(taps, CONV), attention[0.008] - losses(taps, CONV)[0], 0.008),
+        *(losses(taps, CONV)[0] - losses(alone, ALONE)[0], 0.012),  # by the rule
+        *(
+            *losses(f"{page}_c32", NO_F_BROAD),
+            rate(f"{page}_c32", NO_F_BROAD),
+            gap(f"{page}_c32", NO_F_BROAD, NO_F, own),
+        ),
         *(*losses(split, SPLIT), rate(split, SPLIT), gap(split, SPLIT, ATTENTION, at_4)),
         *(gap(split, SPLIT, GATE_SLIM, at_4), losses(at_4, SLIM)[0] - seeds(own_seeds, SLIM)[0]),
         *(rate(f"{split}_rate8", SPLIT), *losses(f"{split}_rate8", SPLIT)),
@@ -206,7 +214,7 @@ def ablate_512_two() -> list[float]:
         *(narrow, alone - narrow, double),
         *(high, *leads, gap(page, SLIM_32), low, bare - plain, theirs[0] - alone, ours[0] - whole, 0.004, 0.0005, low),
         *(high, *wide, *of_wide),
-        gap(one, NO_F_32, SLIM_32),
+        *(gap(one, NO_F_32, SLIM_32), gap("ablate_16m_c32", NO_F_BROAD, NO_F, "ablate_16m_attribution")),
         *(costs[row] for row in (SLIM_32, NO_F_32, SLIM_BROAD, BROAD, DOUBLE, NARROW)),
         *(high, slower / fastest, *(more_time(row) for row in timed)),
         *(xeon[row] for row in (SLIM_32, NO_F_32)),
