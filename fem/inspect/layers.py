@@ -82,10 +82,15 @@ class LayerTables:
 
 
 def layer_tables(layer: int, prior_type: str, reading: Reading) -> LayerTables:
-    """The tables of the first row of a reading. Raises ValueError if the layer computed NaN or infinity."""
+    """The tables of the first row of a reading.
+
+    Raises ValueError if the layer computed NaN or infinity, or reads an attention sink, which is no token.
+    """
     if not bool(reading.mean.isfinite().all()):
         raise ValueError(f"model must compute finite numbers, but layer {layer} reads NaN or infinity.")
     scores = _numpy(reading.prior)
+    if scores.shape[-1] != scores.shape[-2]:
+        raise ValueError(f"model must read tokens alone, but layer {layer} reads an attention sink beside them.")
     scores = scores[:, None] if scores.ndim == 3 else scores
     total = scores.sum(-1)
     prior = scores / np.where(total > 0, total, 1)[..., None]
