@@ -12,10 +12,9 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fem.models.opener import OpensWithFEM, offer
-from fem.models.surgery.graft import apply, self_attentions
+from fem.models.surgery.graft import apply
 
 RECORD = "free_energy_mixer"  # the field of a config that holds the calls made on its model
-COUNT = "self_attentions"  # of the model that a call was made on
 PREFIX = "FEM"
 # The name of an attention that nobody registers: every class but ours ends with "Specified attn_implementation=...".
 REFUSAL = "this folder holds a replaced model: open it by an Auto class after `import fem.models`"
@@ -96,23 +95,11 @@ def replaced_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]
         architecture.__init__(self, config, *args, **kwargs)
         self.__class__ = architecture
         for call in calls:
-            check_whole(self, call)
-            apply(self, **{name: value for name, value in call.items() if name != COUNT})
+            apply(self, **call)
             record(self, call)
 
     members = {"__init__": build, "__module__": __name__, "config_class": ReplacedConfig}
     return type(PREFIX + architecture.__name__, (architecture,), members)
-
-
-def check_whole(model: PreTrainedModel, call: dict) -> None:
-    """Raise ValueError where the call was made on a part of the model, whose layers have other numbers in the whole."""
-    found = self_attentions(model)
-    replaced = call.get(COUNT, found)
-    if found > replaced or (call["layers"] is not None and found < replaced):
-        raise ValueError(
-            f"the free energy was put into a part with {replaced} self-attentions, and {type(model).__name__} has "
-            f"{found}; build the original, replace that part and load_state_dict, or replace the whole by layers=[...]."
-        )
 
 
 def record(model: PreTrainedModel, call: dict) -> None:

@@ -20,9 +20,19 @@ DECIDED = (
 )
 
 
-def apply(model: nn.Module, prior_type: str, preserve: bool, layers: list[int] | None, config: dict) -> nn.Module:
-    """`replace_attention`, but the call is not noted in the model's config."""
-    sites = _chosen(model, layers)
+def apply(
+    model: nn.Module,
+    prior_type: str,
+    preserve: bool,
+    layers: list[int] | None,
+    config: dict,
+    self_attentions: int | None = None,
+) -> nn.Module:
+    """`replace_attention`, but the call is not noted in the model's config.
+
+    self_attentions: of the model that a noted call was made on; ValueError where that was a part of this one.
+    """
+    sites = _chosen(model, layers, self_attentions)
     build = _head if preserve else _mixer
     parts = {path: build(site, prior_type, config).train(site.module.training) for path, site in sites.items()}
     for path, site in sites.items():
@@ -37,7 +47,7 @@ def apply(model: nn.Module, prior_type: str, preserve: bool, layers: list[int] |
     return model
 
 
-def self_attentions(model: nn.Module) -> int:
+def count_self_attentions(model: nn.Module) -> int:
     """How many self-attentions a model has, replaced ones included."""
     return len(_survey(model)[0])
 
@@ -82,9 +92,15 @@ def _mixer(site: Site, prior_type: str, config: dict) -> FreeEnergyMixer:
     return FreeEnergyMixer(FreeEnergyMixerConfig.matched(prior_type=prior_type, **fields)).to(site.weight)
 
 
-def _chosen(model: nn.Module, layers: list[int] | None) -> dict[str, Site]:
-    """The sites to replace, by their path in the model."""
+def _chosen(model: nn.Module, layers: list[int] | None, before: int | None) -> dict[str, Site]:
+    """The sites to replace, by their path in the model; `before`: how many a model had whose layers these were."""
     sites, refused = _survey(model)
+    if before is not None and (len(sites) > before or (layers is not None and len(sites) < before)):
+        raise ValueError(
+            f"the free energy was put into a part with {before} self-attentions, and {type(model).__name__} has "
+            f"{len(sites)}; build the original, replace that part and load_state_dict, or replace the whole by "
+            "layers=[...]."
+        )
     if not sites and any(isinstance(module, FreeEnergyMixer) for module in model.modules()):
         raise ValueError(
             f"model must have attention to replace, got {type(model).__name__}, which is built of Free Energy Mixers."

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from fem.arguments import check_flags
-from fem.models.surgery.graft import apply, self_attentions
+from fem.models.surgery.graft import apply, count_self_attentions
 
 
 def replace_attention(
@@ -55,8 +55,8 @@ def replace_attention(
         raise ValueError(f"layers must be a list of indices, each once, or None for all, got {layers!r}.")
     model = apply(model, prior_type, preserve, layers, config)
     if hasattr(getattr(model, "config", None), "save_pretrained"):
-        from fem.models.surgery.checkpoint import COUNT, record
+        from fem.models.surgery.checkpoint import record
 
         call = {"prior_type": prior_type, "preserve": preserve, "layers": layers, "config": config}
-        record(model, call | {COUNT: self_attentions(model)})
+        record(model, call | {"self_attentions": count_self_attentions(model)})
     return model

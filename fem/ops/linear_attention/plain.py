@@ -15,7 +15,7 @@ from torch import Tensor
 from fem.ops.common import flops
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.operator import operator
-from fem.ops.common.precision import double, needs_float64, products_overflow
+from fem.ops.common.precision import double, needs_float64, products_overflow, without_autocast
 from fem.ops.common.read import Terms
 from fem.ops.common.transforms import again_differentiable
 from fem.ops.linear_attention.chunk import (
@@ -112,7 +112,7 @@ def scan(q, k, v, free, beta, g, start, present):
     fallbacks; terms and states are 3 each, without a beta 2."""
     start = State(*start)
     in_float64 = needs_float64(v if free is None else free, beta) or products_overflow(q, k)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         if not in_float64:
             return _scan(q, k, v, free, beta, g, start, present)
         results = _scan(*double(q, k, v, free, beta, g), State(*double(*start)), present)
@@ -169,7 +169,7 @@ def _(q, k, v, free, beta, g, start, present):
 def scan_backward(grads, q, k, v, free, beta, g, saved, present):
     """Gradients of q, k, v, the initial state, free, beta and g, as far as there are any."""
     in_float64 = needs_float64(v if free is None else free, beta) or products_overflow(q, k)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         if not in_float64:
             return _scan_backward(grads, q, k, v, free, beta, g, saved, present)
         *entering, fallback_added, fallback_read = saved

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fem.ops.common import flops
 from fem.ops.common.operator import operator
-from fem.ops.common.precision import SMALLEST_BETA, compute_dtype
+from fem.ops.common.precision import SMALLEST_BETA, compute_dtype, without_autocast
 from fem.ops.common.read import LOG_ZERO, Read
 from fem.ops.common.transforms import again_differentiable, transformed
 from fem.ops.softmax.plain import Gradients, PairRead
@@ -150,7 +150,7 @@ def _forward(q, k, v, f, beta, *pairs):
     Where a sum has left the dtype's range, or a score is so large that its rounding is all that counts, and the inputs
     are finite, everything is read again in float64; lse is then inf, so that the backward does so too.
     """
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         out, _, lse, _ = results = _read(_Call(q, k, v, f, beta, *pairs))
         inputs = [x for x in (q, k, v, f) if x is not None]
         sound = isfinite(torch.linalg.vector_norm(out).item()) and lse.abs().amax().item() < _HUGE_SCORES
@@ -183,7 +183,7 @@ def _empty(q, k, v, f, beta, bias, keep, first, end, causal, scale, flash):
 )
 def _backward(grad_mean, grad_free, q, k, v, f, beta, bias, keep, first, end, causal, scale, flash, out, lse, of_bias):
     restriction = keep, first, end, causal, scale, flash
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         largest, few = lse.abs().amax().item(), q.shape[1] * k.shape[1] <= _FEW_SCORES
         # where float32 has too few digits for these gradients
         double = few or largest > _LARGE_SCORES or (beta.numel() > 0 and beta.amin().item() < SMALLEST_BETA)
