@@ -242,7 +242,8 @@ class FreeEnergyMixerConfig:
         keys = prior.widths(self).key_maps > 0
         needs = {
             "qk_dim": (keys, "a prior with queries and keys"),
-            **dict.fromkeys(("rope_theta", "rope_factor"), (self.use_rope, "use_rope=True")),
+            "rope_theta": (self.use_rope and self.rope_frequencies is None, "use_rope=True without rope_frequencies"),
+            "rope_factor": (self.use_rope, "use_rope=True"),
             "p_t_to_fem_ratio": (values.get("qk_dim") is None, "qk_dim=None, which it would set"),
             "beta_max_init": (self.use_temperature, "use_temperature=True"),
             "lambda_init": (self.learns_lambda, "use_temperature=True without free_share"),

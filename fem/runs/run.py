@@ -75,7 +75,7 @@ class Run:
             file.write(json.dumps(metrics) + "\n")
 
     def finish(self, results: dict) -> dict:
-        """Write the results to results.json, with versions, seed and seconds; returns what was written."""
+        """Write the results to results.json, with versions, seed and the seconds since the last start; returns them."""
         seconds = round(time.monotonic() - self.started, 1)
         results = results | {"versions": versions(), "seed": self.seed, "seconds": seconds}
         write_json(self.folder / RESULTS, results)

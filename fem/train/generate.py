@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from transformers.generation import BaseStreamer
 
 NEW_TOKENS = 200
+LEAST_TEMPERATURE = 1e-6  # logits divided by less may overflow
 
 
 def continue_prompt(
@@ -29,12 +30,14 @@ def continue_prompt(
     document, after which a model of `fem train` has not learnt to predict.
 
     temperature: 0 takes the likeliest token. max_new_tokens: None is 200, or as many as fit into the context.
-    Raises ValueError where they do not fit into the context, on a negative temperature, a top_k below 1, a prompt that
-    is not UTF-8, and an empty one where the tokenizer has no token that begins a document.
+    Raises ValueError where they do not fit into the context, on a temperature below 1e-6 that is not 0, a top_k below 1,
+    a prompt that is not UTF-8, and an empty one where the tokenizer has no token that begins a document.
     """
     import torch
 
     finite_number("temperature", temperature, 0.0, math.inf)
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise ValueError(f"temperature must be 0 or {LEAST_TEMPERATURE:g} or more, got {temperature!r}.")
     positive_int("top_k", top_k)
     if max_new_tokens is not None:
         positive_int("max_new_tokens", max_new_tokens)

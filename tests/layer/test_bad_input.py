@@ -403,6 +403,7 @@ TABLE = [
     # A second list, over the whole surface: fields that nothing would read.
     (config, {"use_temperature": False, "lambda_init": -3.0}, ValueError, "lambda_init needs use_temperature=True"),
     (config, {"free_share": 0.5, "lambda_init": -3.0}, ValueError, "lambda_init needs .* without free_share"),
+    (config, {"rope_theta": 5.0, "rope_frequencies": (1.0,) * 8}, ValueError, "rope_theta needs .* without rope_"),
     (config, {"use_temperature": False, "beta_max_init": 2.5}, ValueError, "beta_max_init needs use_temperature=True"),
     (config, {"qk_dim": 64, "p_t_to_fem_ratio": 2.0}, ValueError, "p_t_to_fem_ratio needs qk_dim=None"),
     (config, MAMBA | {"rope_theta": 500.0}, ValueError, "rope_theta needs prior_type='softmax' or 'linear' or 'gla'"),

@@ -148,6 +148,7 @@ def test_a_prompt_of_its_own_fills_the_context(model):
         ({"prompt": "the", "temperature": math.nan}, "temperature must be a finite number, got nan"),
         ({"prompt": "the \udcff"}, "prompt must be UTF-8"),
         ({"prompt": "the", "top_k": 0}, "top_k must be a positive integer"),
+        ({"prompt": "the", "temperature": 1e-40}, "temperature must be 0 or 1e-06 or more, got 1e-40"),
     ],
 )
 def test_what_cannot_be_generated_is_one_sentence(as_users_run, model, given, sentence):
