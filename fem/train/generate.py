@@ -30,7 +30,7 @@ def continue_prompt(
     document, after which a model of `fem train` has not learnt to predict.
 
     temperature: 0 takes the likeliest token. max_new_tokens: None is 200, or as many as fit into the context.
-    Raises ValueError where they do not fit into the context, on a temperature below 1e-6 that is not 0, a top_k below 1,
+    Raises ValueError where they do not fit into the context, a temperature between 0 and 1e-6, a top_k below 1,
     a prompt that is not UTF-8, and an empty one where the tokenizer has no token that begins a document.
     """
     import torch
