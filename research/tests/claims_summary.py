@@ -150,9 +150,9 @@ def summary() -> list[str]:
         f"the conditioner alone {top1('cifar_slim', 'softmax+C'):.1f} %, slim FEM "
         f"{top1('cifar_slim', f'{FULL}/r6'):.1f} %, split values {top1('cifar_slim', f'{FULL}/r6/s.5'):.1f} % |",
         f"| {percent('bags', 'pool:attention', 'regimes_pools', 1)} | "
-        f"{percent('bags', 'pool:fem/r4', 'regimes_pools', 1)} | slim; full gates "
-        f"{percent('bags', 'pool:fem', 'regimes_pools', 1)}, at the next lower rate "
-        f"{percent('bags', 'pool:fem', 'regimes_pools_rate3', 1)}; maximum "
+        f"{percent('bags', 'pool:fem/r4', 'regimes_pools', 1)} | slim, and full gates at the same rate (.003) "
+        f"{percent('bags', 'pool:fem', 'regimes_pools_rate3', 1)}; at .006 they have "
+        f"{percent('bags', 'pool:fem', 'regimes_pools', 1)}; maximum "
         f"{percent('bags', 'pool:max', 'regimes_pools', 1)}, log-sum-exp "
         f"{percent('bags', 'pool:lse', 'regimes_pools', 1)} |",
         f"| {natural('attention'):.1f} % | {natural('fem'):.1f} % | level (+{lead_on_natural('fem')}); "

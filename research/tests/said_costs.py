@@ -17,6 +17,7 @@ C, G, L, LT, LTG, CG, CLT = (f"{ATTENTION}+{parts}" for parts in ("C", "G", "L",
 GLA, _, AFT = RECURRENT = "gla-norm", "mamba-norm", "rnn_softmax"
 ALL_GLA, _, ALL_AFT = ALL_RECURRENT = "gla+CLTG", "mamba+CLTG", "rnn_softmax+CLTG"
 COMPRESSION, FUZZY, COPYING = "compression", "fuzzy-in-context-recall", "selective-copying"
+RECALL = ("in-context-recall", "noisy-in-context-recall", FUZZY)
 START = 0.02  # N(0, 0.02), the start "normal" of fem_research.common.blocks
 
 
@@ -164,21 +165,30 @@ def mad_compression_rates() -> list[float]:
     ]
 
 
+def recalled(page: str, row: str, when: str = "final") -> list[float]:
+    """Seed by seed the mean of the three recall tasks."""
+    return [mean(tasks) for tasks in zip(*(seeds(page, row, when, task) for task in RECALL))]
+
+
 def mad_laptop() -> list[float]:
     page, final = "mad_laptop", "final"
     slim, conv, thirds = (f"{page}_{name}" for name in ("slim", "conv", "thirds"))
     slower, *jumped = sorted(seeds(page, ATTENTION, final, FUZZY))
+    before, after = (seeds(page, row, task=FUZZY) for row in (ATTENTION, C))
+    fall, two = paired(before, after), sum(x < y for x, y in zip(after, before))
     return [
         *(leads(page, ALL, ATTENTION)[0], *scores(page, ALL, ATTENTION)),
         *(spread(seeds(page, row)) for row in (ALL, ATTENTION)),
         *(leads(page, ours, theirs)[0] for ours, theirs in zip(ALL_RECURRENT, RECURRENT)),
-        *(*scores(page, C, L, LT, LTG, G), *scores(page, ATTENTION, C, task=FUZZY)),
+        *(*scores(page, C, L, LT, LTG, G), *scores(page, ATTENTION, C, task=FUZZY), *fall, two),
         *(*leads(page, L, ATTENTION, final), *leads(page, LTG, G, final)),
         *(*leads(page, CLT, C), *leads(page, ALL, CG), *leads(page, ALL, CG, final)),
         *(*scores(page, CLT, ALL, when=final), *scores(slim, SLIM, SPLIT)),
         *(x for row in (SLIM, SPLIT) for x in leads(slim, row, ALL, beside=page)),
         *(*scores(conv, BEHIND), *(x for row in (ATTENTION, C) for x in leads(conv, BEHIND, row, beside=page))),
         *(*scores(conv, BEHIND, when=final), *scores(page, C, when=final)),
+        *(*scores(conv, BEHIND, when="mad"), *scores(page, C, when="mad")),
+        *(mean(recalled(conv, BEHIND)), mean(recalled(page, C)), *paired(recalled(conv, BEHIND), recalled(page, C))),
         *(*scores(thirds, THIRDS), *leads(thirds, THIRDS, ALL, beside=page)),
         *scores(page, ALL, ATTENTION, ALL_GLA, GLA, task=COMPRESSION),
         *scores("mad_compression_rates", ALL, ALL_GLA, task=COMPRESSION),

@@ -268,7 +268,10 @@ def regimes_pools() -> list[float]:
         *percents(page, "bags", average),
         *(rate(page, "bags", full), *percents(page, "bags", full), rate(safe, "bags", full)),
         *percents(safe, "bags", full),
-        *percents("regimes_pools_mixed", "bags", lse, largest, full, attention, average),
+        *(
+            *percents("regimes_pools_mixed", "bags", lse, largest, full, attention, average, slim),
+            rate("regimes_pools_mixed", "bags", slim),
+        ),
     ]
 
 
