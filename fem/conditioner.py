@@ -35,7 +35,7 @@ class TimeDecayConditioner(nn.Module):
         self, x: Float[Tensor, "b t d"], tokens: Tokens, hidden: Float[Tensor, "b c"] | None = None
     ) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "b c"]]:
         decay, u, shortcut = self.project(self.norm_in(x)).chunk(3, -1)
-        state = self._scan(-F.softplus(decay), u, tokens, hidden)
+        state = self._scan(-F.softplus(decay), upcast(u), tokens, hidden)  # a stream carries float32 on
         unit = F.normalize(F.softplus(upcast(shortcut)), dim=-1)  # in float16 all of a shut one could be 0
         shortcut = unit.to(shortcut.dtype) * shortcut.shape[-1] ** 0.5
         h = F.silu(shortcut) * self.norm(state.to(shortcut.dtype))

@@ -15,17 +15,8 @@ DECAYS = ("scalar", "head", "channel")
 WIDTHS = ("fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio")
 WHOLE = ("n_embd", "n_head", "ssm_rank")
 WHOLE_OR_NONE = ("fem_dim", "qk_dim", "n_kv_head", "window", "conv_hidden")
-SWITCHES = (
-    *("causal", "bias", "use_temperature", "use_lse", "use_outer_gate", "use_rope", "use_conv"),
-    *("conv_norm_first", "conv_bidirectional", "mamba_normalize"),
-)
-RANGES = {  # inclusive
-    "fem_ratio": (SMALLEST, math.inf),
-    "p_t_to_fem_ratio": (SMALLEST, math.inf),
-    "eps": (SMALLEST, math.inf),
-    "rope_theta": (SMALLEST, math.inf),
-    "rope_factor": (SMALLEST, math.inf),
-    "value_logexp_cap": (SMALLEST, math.inf),
+POSITIVE = ("fem_ratio", "p_t_to_fem_ratio", "eps", "rope_theta", "rope_factor", "value_logexp_cap")
+RANGES = dict.fromkeys(POSITIVE, (SMALLEST, math.inf)) | {  # inclusive
     "free_share": (SMALLEST, 1.0),
     "beta_max_init": (-87.0, 1e30),  # softplus of it is a normal number of float32
     "lambda_init": (-math.inf, math.inf),
@@ -138,8 +129,8 @@ class FreeEnergyMixerConfig:
                 self._set(**{name: positive_int(name, value)})
         if self.gate_rank is not None:
             self._set(gate_rank=positive_int("gate_rank", self.gate_rank, (None, 0)))
-        for name in SWITCHES:
-            if not isinstance(getattr(self, name), bool):
+        for name, default in _DEFAULTS.items():
+            if isinstance(default, bool) and not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.normalize is not None and not isinstance(self.normalize, bool):
             raise ValueError(f"normalize must be True, False or None, got {self.normalize!r}.")

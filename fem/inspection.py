@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fem.functional import softmax_read
 from fem.ops.common.read import Read
-from fem.priors.base import indicators
+from fem.priors.base import selected
 from fem.theory import hidden_temperature, kl_gap, posterior
 
 
@@ -45,13 +45,9 @@ def softmax_tables(
     gates: tuple[Tensor | None, Tensor | None],
     **options,
 ) -> Reading:
-    """The tables of `softmax_read(q, k, v, beta, **how)` behind gates (lambda, g)."""
-    weights = [softmax_read(q, k, one, None, **options).mean for one in indicators(v)]
-    values = v.repeat_interleave(q.shape[2] // v.shape[2], 2).permute(0, 2, 3, 1)[:, None]
-    scores = torch.stack(weights, -1)
-    return read_tables(
-        softmax_read(q, k, v, beta, **options), beta, *gates, scores, values.expand_as(scores), False, len(weights)
-    )
+    """The tables of `softmax_read(q, k, v, beta, **options)` behind gates (lambda, g)."""
+    selection = selected(lambda one: softmax_read(q, k, one, None, **options), v)
+    return read_tables(softmax_read(q, k, v, beta, **options), beta, *gates, *selection, False, v.shape[1])
 
 
 def read_tables(
@@ -83,14 +79,4 @@ def read_tables(
         gap = kl_gap(p, values, per_head).to(scores.dtype)
         lam = torch.ones_like(read.free_energy) if lambda_ is None else lambda_
         hidden = hidden_temperature(p, values, lam.double(), per_head.expand(lam.shape)).to(scores.dtype)
-    return Reading(
-        prior=shown if per_channel else shown[:, :, 0],
-        posterior=q,
-        mean=read.mean,
-        free_energy=read.free_energy,
-        lambda_=lambda_,
-        gate=gate,
-        hidden_beta=hidden,
-        beta=beta,
-        gap=gap,
-    )
+    return Reading(shown if per_channel else shown[:, :, 0], q, *read, lambda_, gate, hidden, beta, gap)

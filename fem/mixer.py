@@ -15,14 +15,13 @@ from fem.config import FreeEnergyMixerConfig, build_config
 from fem.gates import Temperature, TwoLevelGate
 from fem.inspection import Reading, read_tables
 from fem.ops.common.tokens import Tokens
-from fem.optim import undecayed_names
+from fem.optim import AsksNoDecay
 from fem.priors import PRIORS, OperatorPrior, Prior
-from fem.priors.base import buffer_error
 from fem.projection import Projection, move
 from fem.state import MixerState, kind_of
 
 
-class FreeEnergyMixer(nn.Module):
+class FreeEnergyMixer(AsksNoDecay, nn.Module):
     """A sequence mixer whose channels each pick their own token, under any prior.
 
         mean_tj = sum_i p_t(i) v_ij          F_tj = (1 / beta_j) log sum_i p_t(i) exp(beta_j v_ij)            (Eq. 4)
@@ -140,10 +139,6 @@ class FreeEnergyMixer(nn.Module):
         selection = self.prior.selection(features, v, tokens)
         return read_tables(read, beta, lambda_, gate, *selection, self.prior.per_channel, x.shape[1])
 
-    def no_weight_decay(self) -> set[str]:
-        """Names of all parameters that weight decay should leave alone, as timm asks for them."""
-        return undecayed_names(self)
-
     def parameter_report(self) -> dict:
         """Where the weights are: {"linear", "budget" (4 D^2), "ratio", "conditioner", "blocks" (with biases)}.
 
@@ -151,9 +146,7 @@ class FreeEnergyMixer(nn.Module):
         """
         context = self.config.context_width
         columns = sum(context * m.out_features for m in self.modules() if isinstance(m, Projection) and m.context)
-        conditioner = columns + (
-            0 if self.conditioner is None else sum(p.numel() for p in self.conditioner.parameters())
-        )
+        conditioner = columns + sum(p.numel() for p in (self.conditioner.parameters() if self.conditioner else ()))
         budget = 4 * self.config.n_embd**2
         linear = self.config.weights_around_prior + self.prior.linear_weights(self.config)
         blocks = {name: sum(p.numel() for p in block.parameters()) for name, block in self.named_children()}
@@ -191,4 +184,7 @@ def _check_buffers(prior: Prior) -> None:
     """Raise unless every buffer of the prior is saved, but for an OperatorPrior: from_pretrained builds none."""
     lost = {name for name, _ in prior.named_buffers()} - prior.state_dict().keys()
     if lost and not isinstance(prior, OperatorPrior):
-        raise buffer_error(min(lost))
+        raise ValueError(
+            f"buffer {min(lost)!r} of a prior must be persistent, got persistent=False: transformers' from_pretrained "
+            "builds a model without values, and nothing would fill in what was not saved."
+        )

@@ -18,9 +18,12 @@ def decayed_names(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in kept]
 
 
-def undecayed_names(model: nn.Module) -> set[str]:
-    """Names of all other parameters, as timm asks a model for them in `no_weight_decay`."""
-    return {name for name, _ in model.named_parameters()}.difference(decayed_names(model))
+class AsksNoDecay:
+    """A module that names the others."""
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of all parameters that weight decay should leave alone, as timm asks for them."""
+        return {name for name, _ in self.named_parameters()}.difference(decayed_names(self))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

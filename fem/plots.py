@@ -107,14 +107,14 @@ def dots(
                     look = {"color": colours.get(name, GREY)}
                     axes.plot(values, [height] * len(values), "o", markersize=4.5, alpha=0.55, **look)
                     axes.vlines(np.mean(values), height - 0.36, height + 0.36, linewidth=2.4, **look)
-            if floors and panel in floors:
+            if panel in (floors or ()):
                 line = axes.axvline(floors[panel], color=GREY, linewidth=1, linestyle=(0, (4, 3)))
                 line.set_label(floor)
             axes.set_title(panel)
             axes.xaxis.set_major_locator(MaxNLocator(4))
             axes.set_yticks(range(len(names)), names)
             axes.set_ylim(len(names) - 0.5, -0.5)
-        if floors and floor:
+        if floor and floors.keys() & panels.keys():
             figure.legend(handles=[line], loc="outside lower right")
 
 

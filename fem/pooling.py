@@ -12,7 +12,7 @@ from fem.functional import softmax_read
 from fem.gates import Temperature, TwoLevelGate
 from fem.inspection import Reading, softmax_tables
 from fem.ops.common.tokens import read_tokens
-from fem.optim import mark_undecayed, undecayed_names
+from fem.optim import AsksNoDecay, mark_undecayed
 from fem.projection import Projection, check_tokens, move
 
 FIELDS = (
@@ -32,7 +32,7 @@ FIELDS = (
 )
 
 
-class FreeEnergyCrossMixer(nn.Module):
+class FreeEnergyCrossMixer(AsksNoDecay, nn.Module):
     """Every query of x reads a memory; each of its channels picks tokens of its own.
 
         p_t(i) = softmax_i(q_t . k_i / sqrt(d_k))      q from x_t, k and v from memory_i, no positions
@@ -96,10 +96,6 @@ class FreeEnergyCrossMixer(nn.Module):
             raise ValueError(f"inspect needs rows, queries and a memory, got {tuple(x.shape)}, {tuple(memory.shape)}.")
         return softmax_tables(*inputs, self.gate(x), **options)
 
-    def no_weight_decay(self) -> set[str]:
-        """Names of all parameters that weight decay should leave alone, as timm asks for them."""
-        return undecayed_names(self)
-
     def _read_of(self, x: Tensor, memory: Tensor, memory_mask: Tensor | None) -> tuple[tuple, dict]:
         """The arguments of `softmax_read`: q, k, v, beta, and its options."""
         width = self.config.n_embd
@@ -123,7 +119,7 @@ class FreeEnergyCrossMixer(nn.Module):
         return v.new_ones(v.shape[2:]) if self.beta is None else self.beta()
 
 
-class FreeEnergyPooling(nn.Module):
+class FreeEnergyPooling(AsksNoDecay, nn.Module):
     """Learnt queries read a set: x (B, T, D_m) -> (B, Q, D), where attention pooling only takes averages.
 
         y_q = FreeEnergyCrossMixer(query_q, x)
@@ -167,10 +163,6 @@ class FreeEnergyPooling(nn.Module):
     def inspect(self, x: Float[Tensor, "b t m"], attention_mask: Tensor | None = None) -> Reading:
         """Tables of what every query reads from the set: see `FreeEnergyMixer.inspect`."""
         return self.read.inspect(*self._set(x, attention_mask))
-
-    def no_weight_decay(self) -> set[str]:
-        """Names of all parameters that weight decay should leave alone, as timm asks for them."""
-        return undecayed_names(self)
 
     def _set(self, x: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         width = self.read.memory_dim

@@ -171,18 +171,14 @@ def _captured(config, device) -> str | None:
     return None if torch.allclose(got, wanted, rtol=1e-4, atol=1e-5) else "a replay differs"
 
 
-def _on_the_second_card(config, device) -> str | None:
-    return _same(config, device, lambda layer: layer, torch.device("cuda:1"))  # while cuda:0 is the current one
-
-
-SECOND = "second GPU"  # left out where there is none
+SECOND = "second GPU"  # left out where there is none; cuda:0 stays the current one
 SITUATIONS: dict[str, Callable] = {
     "checkpointing": _checkpointed,
     "compile": _compiled,
     "reduce-overhead": lambda config, device: _compiled(config, device, "reduce-overhead"),
     "side stream": _on_a_side_stream,
     "CUDA graph": _captured,
-    SECOND: _on_the_second_card,
+    SECOND: lambda config, device: _same(config, device, lambda layer: layer, torch.device("cuda:1")),
 }
 
 

@@ -104,20 +104,9 @@ def layer_tables(layer: int, prior_type: str, reading: Reading) -> LayerTables:
         prior = prior[:, -posterior.shape[1] :]  # of split values those channels that read a free energy
         read = (1 - share) * prior + share * posterior
         beta = np.broadcast_to(reading.beta.double().cpu().numpy().reshape(len(read), -1), read.shape[:2])
-    return LayerTables(
-        layer=layer,
-        prior_type=prior_type,
-        prior=prior,
-        posterior=posterior,
-        read=read,
-        prior_tokens=effective_tokens(prior),
-        posterior_tokens=None if posterior is None else effective_tokens(posterior),
-        lambda_=lambda_,
-        hidden_beta=hidden,
-        beta=beta,
-        gate=gate,
-        gap=_by_head(reading.gap),
-    )
+    tokens = effective_tokens(prior), None if posterior is None else effective_tokens(posterior)
+    gates = lambda_, hidden, beta, gate, _by_head(reading.gap)
+    return LayerTables(layer, prior_type, prior, posterior, read, *tokens, *gates)
 
 
 def effective_tokens(p: np.ndarray) -> np.ndarray:

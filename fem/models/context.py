@@ -181,8 +181,7 @@ def _go_on(ring: _Ring, mixer: FreeEnergyMixer, args: tuple, kwargs: dict) -> tu
 
 
 def _first(tokens: Tokens) -> Tokens:
-    marks = tokens.keep, tokens.start, tokens.document, tokens.position
-    return Tokens(*(None if x is None else x[..., :1] for x in marks))
+    return Tokens(*(None if x is None else x[..., :1] for x in vars(tokens).values()))
 
 
 def _take_hidden(ring: _Ring, conditioner: TimeDecayConditioner, args: tuple) -> tuple | None:
@@ -200,14 +199,7 @@ def _give_hidden(ring: _Ring, conditioner: TimeDecayConditioner, args: tuple, ou
 
 
 def _read_handed_on(
-    ring: _Ring,
-    prior: Prior,
-    features: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    tokens: Tokens,
-    memory: dict | None,
-    free_values: Tensor | None = None,
+    ring: _Ring, prior: Prior, features, v, beta, tokens, memory, free_values=None
 ) -> tuple[Read, dict]:
     """`Prior.read` that starts from the memory of the previous process, and hands its own on to the next."""
     read, before = partial(type(prior).read, prior), {}
@@ -224,14 +216,7 @@ def _read_handed_on(
 
 
 def _read_gathered(
-    ring: _Ring,
-    prior: SoftmaxPrior,
-    features: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    tokens: Tokens,
-    memory: dict | None,
-    free_values: Tensor | None = None,
+    ring: _Ring, prior: SoftmaxPrior, features, v, beta, tokens, memory, free_values=None
 ) -> tuple[Read, dict]:
     """`SoftmaxPrior.read` of the own queries over the keys and values of all parts up to this one."""
     q, k = prior.queries_and_keys(features, tokens.position)

@@ -179,8 +179,8 @@ class FEMModel(FEMPreTrainedModel):
         if self.config._attn_implementation in ("sdpa", "eager"):  # further ones are continuous batching's
             check_names(self, {name: kwargs.get(name) for name in SAID_BY_POSITIONS}, position_ids)
         if self.config._attn_implementation != EXACT:
-            asked = {"output_hidden_states": output_hidden_states, "segment_ids": segment_ids}
-            return self._in_engine(x, attention_mask, position_ids, past_key_values, use_cache, **asked, **kwargs)
+            asked = attention_mask, position_ids, past_key_values, use_cache, output_hidden_states, segment_ids
+            return self._in_engine(x, *asked, **kwargs)
         check_names(self, kwargs, position_ids)
         cache = self._cache(past_key_values, use_cache)
         past = 0 if cache is None else cache.get_seq_length()
@@ -192,15 +192,7 @@ class FEMModel(FEMPreTrainedModel):
         return self._through_blocks(x, output_hidden_states, cache, **masks)
 
     def _in_engine(
-        self,
-        x: Tensor,
-        attention_mask,
-        position_ids: Tensor | None,
-        past: Cache | None,
-        use_cache: bool | None,
-        output_hidden_states: bool | None,
-        segment_ids: Tensor | None,
-        **keywords,
+        self, x, attention_mask, position_ids, past, use_cache, output_hidden_states, segment_ids, **keywords
     ) -> BaseModelOutputWithPast:
         """The forward pass by config._attn_implementation, over the cache, masks and positions that engines have."""
         seen = tokens_of(past, self.config._attn_implementation)
@@ -337,18 +329,9 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
             documents = read_documents(tokens, attention_mask, position_ids, 0, segment_ids)
             if attention_mask is None or is_of_tokens(attention_mask):  # else the mask says what a token sees
                 segment_ids = documents
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=False if use_cache is None and trained else use_cache,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-            segment_ids=segment_ids,
-            **kwargs,
-        )
+        use_cache = False if use_cache is None and trained else use_cache
+        inputs = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
+        outputs = self.model(*inputs, output_hidden_states, output_attentions, segment_ids, **kwargs)
         hidden = outputs.last_hidden_state
         loss = logits = None
         if trained:
@@ -365,14 +348,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
         )
 
-    def _loss(
-        self,
-        hidden: Tensor,
-        labels: Tensor | None,
-        shift_labels: Tensor | None,
-        segment_ids: Tensor | None,
-        num_items: Tensor | int | None,
-    ) -> Float[Tensor, ""]:
+    def _loss(self, hidden: Tensor, labels, shift_labels, segment_ids, num_items) -> Float[Tensor, ""]:
         name, ids = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
         if ids.shape != hidden.shape[:2] or ids.is_floating_point():
             raise ValueError(

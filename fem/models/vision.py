@@ -20,7 +20,7 @@ from fem.models.configuration import check_mixer_fields, refuse_unknown
 from fem.models.modeling import FEMPreTrainedModel
 from fem.models.opener import OpensWithFEM
 from fem.models.presets import TRANSFORMER
-from fem.optim import undecayed_names
+from fem.optim import AsksNoDecay
 
 ENCODER = {"causal": False, "use_rope": False}
 POOLINGS = ("cls", "mean")
@@ -224,7 +224,7 @@ class FEMImageModel(FEMImagePreTrainedModel):
         return BaseModelOutput(last_hidden_state=self.norm(x), hidden_states=hidden_states if record else None)
 
 
-class FEMForImageClassification(FEMImagePreTrainedModel):
+class FEMForImageClassification(AsksNoDecay, FEMImagePreTrainedModel):
     """logits = W z + b, z the class token of a `FEMImageModel`, or the mean over its patches where config.pooling says.
 
     pixel_values (B, C, S, S), normalised. labels: classes (B,), or the probability of each (B, K) as mixup makes them;
@@ -240,10 +240,6 @@ class FEMForImageClassification(FEMImagePreTrainedModel):
         self.model = FEMImageModel(config)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
-
-    def no_weight_decay(self) -> set[str]:
-        """Names of all parameters that weight decay should leave alone, as timm's optimisers ask for them."""
-        return undecayed_names(self)
 
     @can_return_tuple
     def forward(

@@ -10,17 +10,7 @@ from fem.priors.operator import OperatorPrior
 from fem.priors.rnn import RNNDecayPrior, RNNSoftmaxPrior
 from fem.priors.softmax import SoftmaxPrior
 
-PRIORS |= {
-    prior.name: prior
-    for prior in (
-        SoftmaxPrior,
-        LinearPrior,
-        GatedLinearPrior,
-        RNNSoftmaxPrior,
-        RNNDecayPrior,
-        MambaPrior,
-        InteractiveMambaPrior,
-    )
-}
+_OURS = [SoftmaxPrior, LinearPrior, GatedLinearPrior, RNNSoftmaxPrior, RNNDecayPrior, MambaPrior, InteractiveMambaPrior]
+PRIORS |= {prior.name: prior for prior in _OURS}
 
 __all__ = ["PRIORS", "OperatorPrior", "Prior"]

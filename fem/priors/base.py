@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -40,12 +41,6 @@ class Prior(nn.Module, ABC):
         self.config = config
         self._frequencies: dict[torch.device, Tensor] = {}  # rotary ones, by `_frequency`; saved nowhere
         self._turns: tuple[range, torch.dtype, list[Turn]] = (range(0), torch.float32, [])  # by `turn`; saved nowhere
-
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """Register a tensor that is saved with the weights. Raises ValueError on persistent=False."""
-        if not persistent:
-            raise buffer_error(name)
-        super().register_buffer(name, tensor)
 
     def check(self, config: FreeEnergyMixerConfig) -> None:
         """Raise ValueError on a layer's configuration that the prior cannot follow."""
@@ -105,10 +100,7 @@ class Prior(nn.Module, ABC):
 
         The mean is linear in the values, so the mean of the indicator of token i is p_t(i).
         """
-        time = v.shape[1]
-        weights = torch.stack([self.read(features, one, None, tokens, None)[0].mean for one in indicators(v)], -1)
-        values = v.repeat_interleave(weights.shape[2] // v.shape[2], 2).permute(0, 2, 3, 1)
-        return weights, values[:, None].expand(-1, time, -1, -1, -1)
+        return selected(lambda one: self.read(features, one, None, tokens, None)[0], v)
 
     def project(self, width: int) -> Projection:
         """A linear map from the features to `width` channels."""
@@ -150,14 +142,7 @@ class Prior(nn.Module, ABC):
             self._frequencies[device] = made
         return made
 
-    def scan(
-        self,
-        op,
-        *inputs: Tensor | None,
-        tokens: Tokens,
-        memory: dict[str, Tensor] | None,
-        free_values: Tensor | None = None,
-    ):
+    def scan(self, op, *inputs, tokens: Tokens, memory: dict[str, Tensor] | None, free_values: Tensor | None = None):
         """One of the scans of `fem.ops` with this prior's configuration and memory."""
         read = op(*inputs, free_values=free_values, call=self.scan_call(tokens, memory))
         return read if memory is not None else (read, None)
@@ -173,15 +158,14 @@ def twice(x: Tensor | None, free_values: Tensor | None, dim: int, config: FreeEn
     return torch.cat([x, x], dim) if both else x
 
 
+def selected(read: Callable[[Tensor], Read], v: Tensor) -> tuple[Tensor, Tensor]:
+    """The p_t of a read of the mean, and the values it selects among, (B, T, H, d, T) both."""
+    weights = torch.stack([read(one).mean for one in indicators(v)], -1)
+    values = v.repeat_interleave(weights.shape[2] // v.shape[2], 2).permute(0, 2, 3, 1)
+    return weights, values[:, None].expand_as(weights)
+
+
 def indicators(v: Float[Tensor, "b t h d"]):
     """For every token, values that are 1 at the token and 0 elsewhere."""
     for token in torch.eye(v.shape[1], dtype=v.dtype, device=v.device):
         yield token[:, None, None].expand_as(v).contiguous()
-
-
-def buffer_error(buffer: str) -> ValueError:
-    """The error for a buffer that is not saved with the weights."""
-    return ValueError(
-        f"buffer {buffer!r} of a prior must be persistent, got persistent=False: transformers' from_pretrained builds "
-        "a model without values, and nothing would fill in what was not saved."
-    )

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import weakref
 from math import isfinite
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fem.ops.common.packing import Packing
 from fem.ops.common.precision import upcast
@@ -137,30 +137,7 @@ class _Room:
         return True
 
 
-class _Beginning(NamedTuple):
-    """The keys and values that a room begins with."""
-
-    key: weakref.ref[Tensor]
-    value: weakref.ref[Tensor]
-    room: _Room
-
-
-_beginnings: dict[int, _Beginning] = {}  # by the id of the keys, until these are gone
-
-
-def _room_behind(key: Tensor, value: Tensor) -> _Room | None:
-    beginning = _beginnings.get(id(key))
-    return beginning.room if beginning is not None and beginning.key() is key and beginning.value() is value else None
-
-
-def _register(key: Tensor, value: Tensor, room: _Room) -> None:
-    key_id = id(key)
-
-    def forget(gone: weakref.ref[Tensor]) -> None:
-        if key_id in _beginnings and _beginnings[key_id].key is gone:
-            del _beginnings[key_id]
-
-    _beginnings[key_id] = _Beginning(weakref.ref(key, forget), weakref.ref(value), room)
+_rooms = WeakIdKeyDictionary()  # by the keys that a room begins with, until these are gone: its values, and the room
 
 
 def _extended(
@@ -174,14 +151,14 @@ def _extended(
         return _joined({"key": key, "value": value}, k, v)
     time, new = key.shape[2], k.shape[2]
     end = time + new
-    room = _room_behind(key, value)
-    if room is None or not room.claim(time, end):
+    its_value, room = _rooms.get(key, (None, None))
+    if room is None or its_value() is not value or not room.claim(time, end):
         room = _Room(key, value, end)
     room.key.narrow(2, time, new).copy_(k)
     room.value.narrow(2, time, new).copy_(v)
     key, value = room.key.narrow(2, 0, end), room.value.narrow(2, 0, end)
     room.free.add(end)
-    _register(key, value, room)
+    _rooms[key] = weakref.ref(value), room
     return {"key": key, "value": value}
 
 

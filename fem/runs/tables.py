@@ -47,7 +47,7 @@ def markdown_table(rows: Rows, best: Best | None = None) -> str:
 
 def _filled(rows: Rows) -> list[str]:
     """The columns of the first row that are not blank in every row."""
-    return [column for column in rows[0] if any(cell(row[column]) for row in rows)]
+    return [column for column in (rows[0] if rows else ()) if any(cell(row[column]) for row in rows)]
 
 
 def _leading(text: str) -> float | None:
@@ -64,7 +64,7 @@ def _plain(text: str) -> str:
 def write_table(folder: Path, name: str, rows: Rows) -> None:
     """`name`.csv with every digit and `name`.md to read, in `folder`."""
     with open(folder / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer = csv.DictWriter(file, fieldnames=list(rows[0] if rows else ()))
         writer.writeheader()
         writer.writerows(rows)
     (folder / f"{name}.md").write_text(markdown_table(rows), encoding="utf-8")
@@ -72,12 +72,9 @@ def write_table(folder: Path, name: str, rows: Rows) -> None:
 
 def write_page(folder: Path, title: str, *parts: str) -> None:
     """Write `folder`/report.md, the page of a run. Names in the title are escaped, so that they are no markup."""
-    text = "\n\n".join(part.strip() for part in (f"# {_as_text(title)}", *parts))
+    title = re.sub(r"([\\`*\[\]<>#])", r"\\\1", " ".join(title.split()))
+    text = "\n\n".join(part.strip() for part in (f"# {title}", *parts))
     (folder / "report.md").write_text(f"{text}\n", encoding="utf-8")
-
-
-def _as_text(title: str) -> str:
-    return re.sub(r"([\\`*\[\]<>#])", r"\\\1", " ".join(title.split()))
 
 
 def show_table(title: str, rows: Rows) -> None:

@@ -125,11 +125,9 @@ def rows(recipe: EvalRecipe, scores: dict[str, dict[str, float]]) -> list[dict]:
     ]
     known = [score.task for score in suite]
     asked = [task for task in recipe.task_names() if task not in known]
-    if all(task in scores for task in asked):
-        further = asked
-    else:  # a pattern, or a tag whose tasks have no common score
-        further = [task for task in scores if task not in known]
-    for task in further:
+    if not all(task in scores for task in asked):  # a pattern, or a tag whose tasks have no common score
+        asked = [task for task in scores if task not in known]
+    for task in asked:
         for metric, value in scores.get(task, {}).items():
             if not metric.endswith("_stderr"):
                 error = scores[task].get(f"{metric}_stderr")

@@ -41,23 +41,16 @@ class TextTrainer(SavingTrainer):
         self.predicted = tensor(sum(held_out) / max(1, len(held_out)))  # tokens of a held-out row, on average
 
     def get_train_dataloader(self) -> DataLoader:
-        """This process's rows. With its own generator, the loader draws nothing from the global random state."""
-        return DataLoader(
-            self.rows,
-            batch_size=self.args.per_device_train_batch_size,
-            generator=Generator(),
-            pin_memory=self.args.dataloader_pin_memory,
-        )
+        """This process's rows."""
+        return self._loader(self.rows, self.args.per_device_train_batch_size)
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
-        """This process's held-out rows, all of one length, likewise."""
-        loader = DataLoader(
-            self.eval_dataset,
-            batch_size=self.args.eval_batch_size,
-            generator=Generator(),
-            pin_memory=self.args.dataloader_pin_memory,
-        )
-        return self.accelerator.prepare(loader)
+        """This process's held-out rows, all of one length."""
+        return self.accelerator.prepare(self._loader(self.eval_dataset, self.args.eval_batch_size))
+
+    def _loader(self, rows, size: int) -> DataLoader:
+        """With its own generator, the loader draws nothing from the global random state."""
+        return DataLoader(rows, size, generator=Generator(), pin_memory=self.args.dataloader_pin_memory)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """transformers' loss. In validation that of the last token's logits alone, and by the mean number of tokens."""

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -134,8 +134,9 @@ def prepare(
     except ValueError:
         if fresh:
             shutil.rmtree(output, ignore_errors=True)
-            for folder in made[1:]:
-                folder.rmdir()
+            with suppress(OSError):  # another run may use a folder by now
+                for folder in made[1:]:
+                    folder.rmdir()
         raise
 
 

@@ -383,11 +383,18 @@ def test_tables_are_blank_where_nothing_was_run(tmp_path):
         assert list(csv.DictReader(file))[1] == {"mixer": "gla", "loss": "", "tokens": "1234.5"}
 
 
+def test_a_table_without_rows_is_empty(tmp_path, capsys):
+    tables.write_table(tmp_path, "table", [])
+    tables.show_table("Optional packages", [])
+    assert not (tmp_path / "table.csv").read_text().strip() and not capsys.readouterr().out.strip()
+
+
 def test_plots_are_written(tmp_path):
     series = {"FEM": [([0, 1], [1.0, 0.5]), ([0, 1], [1.1, 0.6])], "other": [([0, 1], [1.0, 0.9])]}
     learning_curves(tmp_path / "curves.png", "title", [Panel("loss", "step", series)] * 2, {"FEM": "#1f5fbf"})
     scores = {"one": {"FEM": [0.5, 0.6], "other": [0.4]}, "two": {"other": [1]}}
-    dots(tmp_path / "dots.png", "title", scores, {"FEM": "#1f5fbf"}, {"one": 0.3}, "guessing")
+    for floors in ({"one": 0.3}, {"three": 0.3}):
+        dots(tmp_path / "dots.png", "title", scores, {"FEM": "#1f5fbf"}, floors, "guessing")
     weights = np.full((3, 4), 0.25)
     heads = [("one", weights[0], weights), ("two", weights[0], weights)]
     channel_readings(tmp_path / "reading.png", "title", ["a", "$^$", "c", "<|end|>"], heads)

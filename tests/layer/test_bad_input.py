@@ -63,7 +63,7 @@ def unsaved(**given):
             super().__init__(config)
             self.register_buffer("table", torch.zeros(3), persistent=False)
 
-    return Forgetful(config())
+    return layer(Forgetful(config()))
 
 
 def unsaved_below(**given):

@@ -224,6 +224,16 @@ def test_a_recipe_refuses_values_that_no_run_can_have(data, field, value):
         tiny(data, **{field: value})
 
 
+def test_a_refusal_says_why_where_another_run_has_come_into_the_folder(data, tmp_path, monkeypatch):
+    def refuse(*_):
+        (tmp_path / "new" / "other").mkdir()
+        raise ValueError("too short")
+
+    monkeypatch.setattr(training, "take_data", refuse)
+    with pytest.raises(ValueError, match="too short"):
+        training.run(tiny(data), tmp_path / "new" / "run")
+
+
 def test_an_output_in_the_folder_of_the_data_is_refused(data, tmp_path):
     shutil.copy(data, tmp_path)
     with pytest.raises(ValueError, match="output must lie outside the folder of the data"):

@@ -82,21 +82,17 @@ class EngineAttention(nn.Module):
         return Read(*(x.to(v.dtype) for x in read))
 
     def _pack(self, v: Tensor, f: Tensor, packing: Packing) -> Float[Tensor, "b t hkv w"]:
-        reach = packing.exponents(f.detach().float()).detach().abs().amax()
+        reach, limit = packing.exponents(f.detach().float()).detach().abs().amax(), REACH[v.dtype]
         torch.maximum(self.largest, reach.float(), out=self.largest)
-        if v.device.type == "cpu" and not torch.compiler.is_compiling():
-            self._warn_beyond(REACH[v.dtype], v.dtype)
+        looks = v.device.type == "cpu" and not torch.compiler.is_compiling() and not self.warned
+        if looks and not self.largest <= limit:  # NaN too
+            self.warned = True
+            warnings.warn(
+                f"layer {self.layer_idx}: |beta v| reaches {self.largest:.1f} nats, but [v | e] in {v.dtype} holds "
+                f"{limit:g}: e is clipped there and F is wrong; a model without attn_implementation reads exactly.",
+                stacklevel=3,
+            )
         return pack(v, f, packing)
-
-    def _warn_beyond(self, reach: float, dtype: torch.dtype) -> None:
-        if self.warned or self.largest <= reach:
-            return
-        self.warned = True
-        warnings.warn(
-            f"layer {self.layer_idx}: |beta v| reaches {self.largest:.1f} nats, but [v | e] in {dtype} holds "
-            f"{reach:g}: e is clipped there and F is wrong; a model without attn_implementation reads exactly.",
-            stacklevel=4,
-        )
 
 
 def served(mixer: FreeEnergyMixer, x: Float[Tensor, "b t d"], position: Tensor, attention) -> Float[Tensor, "b t d"]:

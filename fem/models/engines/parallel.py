@@ -24,7 +24,7 @@ def tensor_plan(config: PreTrainedConfig) -> dict[str, str]:
     """
     mixers = config.mixer_configs()
     plan = dict(FEED_FORWARD)
-    if all(_splits(mixer) for mixer in mixers):
+    if all(mixer.prior_type in PER_HEAD and mixer.decay != "scalar" for mixer in mixers):
         for mixer in mixers:
             plan |= _of_mixer(mixer)
     return {f"layers.*.{name}": style for name, style in plan.items()}
@@ -40,10 +40,6 @@ def check_heads(config: PreTrainedConfig, processes: int) -> None:
                 "num_attention_heads and num_key_value_heads must be multiples of the processes that share a layer, "
                 f"{processes} (tensor parallel), got {mixer.n_head} and {mixer.kv_heads}."
             )
-
-
-def _splits(mixer: FreeEnergyMixerConfig) -> bool:
-    return mixer.prior_type in PER_HEAD and not (mixer.prior_type == "gla" and mixer.decay == "scalar")
 
 
 def _of_mixer(mixer: FreeEnergyMixerConfig) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -21,12 +20,7 @@ DECIDED = (
 
 
 def apply(
-    model: nn.Module,
-    prior_type: str,
-    preserve: bool,
-    layers: list[int] | None,
-    config: dict,
-    self_attentions: int | None = None,
+    model: nn.Module, prior_type: str, preserve: bool, layers: list[int] | None, config: dict, self_attentions=None
 ) -> nn.Module:
     """`replace_attention`, but the call is not noted in the model's config.
 
@@ -128,7 +122,11 @@ def _chosen(model: nn.Module, layers: list[int] | None, before: int | None) -> d
 def _survey(model: nn.Module) -> tuple[dict[str, Site | None], list[tuple[str, bool]]]:
     """All self-attentions of the model by path, None for a replaced one; for every other attention why it is none of
     them, and whether it is cross-attention."""
-    families = list(_families())
+    families = [multihead, timm]
+    if find_spec("transformers"):
+        from fem.models.surgery import pretrained
+
+        families.append(pretrained)
     modules = dict(model.named_modules())
     sites, refused = {}, []
     for path, module in modules.items():
@@ -154,11 +152,3 @@ def _site(families: list[ModuleType], module: nn.Module, path: str, parent: nn.M
         if site is not None:
             return site
     raise Refused("this kind of attention is unknown here")
-
-
-def _families() -> Iterator[ModuleType]:
-    yield from (multihead, timm)
-    if find_spec("transformers"):
-        from fem.models.surgery import pretrained
-
-        yield pretrained

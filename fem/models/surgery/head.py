@@ -59,16 +59,7 @@ class FreeEnergyHead(nn.Module):
         read = softmax_read(q, k, v, beta, causal=causal, scale=scale, bias=bias, backend=self.backend)
         return self.gate.mixed(features, read)
 
-    def inspect(
-        self,
-        features: Float[Tensor, "b t d"],
-        q: Float[Tensor, "b t h dk"],
-        k: Float[Tensor, "b t hkv dk"],
-        v: Float[Tensor, "b t hkv dv"],
-        bias: Float[Tensor, "..."] | None,
-        causal: bool,
-        scale: float | None,
-    ) -> Reading:
+    def inspect(self, features, q, k, v, bias, causal: bool, scale: float | None) -> Reading:
         """Tables of what `forward` reads: O(T) reads and O(T^2) memory per channel, so only for small T."""
         beta = None if self.beta is None else self.beta()
         options = {"causal": causal, "scale": scale, "bias": bias, "backend": self.backend}

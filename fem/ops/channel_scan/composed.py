@@ -14,7 +14,7 @@ from fem.ops.decay_scan import composed as decay
 
 def _read(x, v, beta, log_decay) -> list[Tensor]:
     """(B, T, C), beta (C); -inf in x adds nothing, -inf in log_decay forgets."""
-    values, e, shift = pack(v, v, beta)
+    values, e, *shift = pack(v, v, beta)
     if x is None:
         peak, weight = 0.0, torch.ones_like(values)
     else:
@@ -28,7 +28,7 @@ def _read(x, v, beta, log_decay) -> list[Tensor]:
     else:
         sums = decay.kernel(items, log_decay.float().clamp_min(LOG_ZERO).repeat(1, 1, parts))
     sums = [*sums.chunk(parts, -1), None]
-    terms, rows, entries = unpack(*sums[:3], shift, beta, LEAST)
+    terms, rows, entries = unpack(*sums[:3], *shift, LEAST)
     terms = terms._replace(log_weight=torch.where(rows, LOG_ZERO, terms.log_weight + peak))
     return proven(terms, rows, entries, torch.ones_like(rows), lambda: _plain(x, v, beta, log_decay))
 

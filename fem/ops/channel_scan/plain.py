@@ -53,10 +53,8 @@ def step_by_step(log_decay, x, v, beta, start) -> list[Tensor]:
 
 
 def _streams(log_decay, x, v, beta, before: Streams) -> Streams:
-    weights = accumulate(log_decay, x, v, before.weights)
-    return Streams(
-        weights, None if beta is None else accumulate(log_decay, torch.addcmul(x, beta, v), None, before.energies)
-    )
+    energies = None if beta is None else accumulate(log_decay, torch.addcmul(x, beta, v), None, before.energies)
+    return Streams(accumulate(log_decay, x, v, before.weights), energies)
 
 
 @operator("channel_scan(Tensor? log_decay, Tensor x, Tensor v, Tensor? beta, Tensor[] start) -> Tensor[]")

@@ -12,7 +12,7 @@ from torch import Tensor
 from fem.ops.channel_scan.composed import composed
 from fem.ops.channel_scan.naive import naive_channel_scan_read
 from fem.ops.channel_scan.plain import channel_scan
-from fem.ops.common.backend import scan_backend, widest
+from fem.ops.common.backend import scan_backend
 from fem.ops.common.composed import fused
 from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import compute_dtype
@@ -45,7 +45,7 @@ def channel_scan_read(
             partial(channel_scan_read, x[1], free_values, beta, a[1]),
         ]
         return read_pair(reads, v, free_values, call)
-    backend = scan_backend(call.backend, v.device, widest(v, log_weight, log_decay))
+    backend = scan_backend(call.backend, v.device, compute_dtype(v, log_weight, log_decay))
     if backend == "reference" and 0 not in v.shape[:2]:
         loops = partial(naive_channel_scan_read, log_weight, v, beta, log_decay)
         return by_definition(loops, v.dtype, call)

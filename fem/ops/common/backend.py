@@ -7,7 +7,6 @@ import warnings
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
 
 from fem.prior_table import BACKENDS
 
@@ -65,11 +64,6 @@ def _installed(module: str, warned: bool = False) -> bool:
         _MISSED.add(module)
         warnings.warn(f"scans run without fused kernels on this GPU, much slower: {_INSTALL[module]}.", stacklevel=4)
     return _FOUND[module]
-
-
-def widest(v: Tensor, *others: Tensor | None) -> torch.dtype:
-    """The dtype by which a scan is chosen: that of v, or float64 where any of the others has it."""
-    return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in others) else v.dtype
 
 
 def _check(backend: str) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,28 +42,22 @@ def fused(call: ScanCall, *tensors: Tensor | None) -> bool:
     )
 
 
-class Shift(NamedTuple):
-    """The middle of v in every channel, (B, 1, ...), and how the free values were packed."""
-
-    middle: Tensor
-    packing: Packing | None = None
-
-
-def pack(v: Tensor, free: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor | None, Shift]:
-    """v - middle and e in float32, and the shifts: differences of values keep digits that 1000 + v has not."""
+def pack(v: Tensor, free: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, Packing | None]:
+    """v - middle and e in float32, the middle of v in every channel, (B, 1, ...), and how e was packed: differences of
+    values keep digits that 1000 + v has not."""
     v = v.float()
     middle = v.detach().mean(1, keepdim=True)
     if beta is None:
-        return v - middle, None, Shift(middle)
+        return v - middle, None, middle, None
     free = free.float()
     low, high = free.detach().amin(1, keepdim=True), free.detach().amax(1, keepdim=True)
     small = beta.detach() * (high - low) < SMALL_SPAN
     packing = Packing(beta, high, small)  # a shift lifted as in `Packing.of` erred by 2.9e-6 where 2.2e-6 is allowed
-    return v - middle, packing.energies(packing.exponents(free)), Shift(middle, packing)
+    return v - middle, packing.energies(packing.exponents(free)), middle, packing
 
 
 def unpack(
-    weight: Tensor, of_v: Tensor, of_e: Tensor | None, shift: Shift, beta: Tensor | None, least: Tensor | float
+    weight: Tensor, of_v: Tensor, of_e: Tensor | None, middle: Tensor, packing: Packing | None, least: Tensor | float
 ) -> tuple[Terms, Tensor, Tensor | None]:
     """The read from its sums, the rows in doubt and the free energies in doubt.
 
@@ -73,13 +66,13 @@ def unpack(
     rows = ~((weight > 0) & (weight >= least) & (weight < torch.inf))
     weight = torch.where(rows, 1, weight)
     log_weight = torch.where(rows, LOG_ZERO, weight.log())
-    mean = torch.where(rows, 0, shift.middle + of_v / weight)
-    if beta is None:
+    mean = torch.where(rows, 0, middle + of_v / weight)
+    if packing is None:
         return Terms(log_weight, mean, None), rows, None
-    packing, ratio = shift.packing, of_e / weight
+    ratio = of_e / weight
     doubt = ~((of_e >= least) & (ratio >= LEAST))
     entries = rows | (doubt & ~packing.small)
-    free_energy = packing.shift + packing.logarithm(torch.where(entries, 1, ratio)) / beta
+    free_energy = packing.shift + packing.logarithm(torch.where(entries, 1, ratio)) / packing.beta
     return Terms(log_weight, mean, torch.where(entries, 0, free_energy)), rows, entries
 
 

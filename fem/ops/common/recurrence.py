@@ -16,76 +16,60 @@ BLOCK = 16
 
 def running_sums(log_decay: Tensor, u: Tensor, state: Tensor, backwards: bool = False) -> Tensor:
     """h_t = exp(log_decay_t) h_{t-1} + u_t from `state`; backwards: h_t = exp(log_decay_t) h_{t+1} + u_t."""
-    return _scan(_Sum, log_decay, u, _new(u), state, backwards)
+    return _scan(_SUM, log_decay, u, _new(u), state, backwards)
 
 
 def adjoint_sums(log_decay: Tensor, grad: Tensor) -> Tensor:
     """Gradient of the u of `running_sums`, given that of its h: r_t = grad_t + exp(log_decay_{t+1}) r_{t+1}."""
     reach = _new(grad)
     last = reach[..., -1, :].copy_(grad[..., -1, :])
-    _scan(_Sum, log_decay[..., 1:, :], grad[..., :-1, :], reach[..., :-1, :], last, backwards=True)
+    _scan(_SUM, log_decay[..., 1:, :], grad[..., :-1, :], reach[..., :-1, :], last, backwards=True)
     return reach
 
 
 def running_peaks(log_decay: Tensor, x: Tensor, state: Tensor) -> Tensor:
     """m_t = max(m_{t-1} + log_decay_t, x_t) from `state`."""
-    return _scan(_Max, log_decay, x, _new(x), state, backwards=False)
+    return _scan(_MAX, log_decay, x, _new(x), state, backwards=False)
 
 
-class _Sum:
-    """h = e^{log_decay} h + u"""
-
-    factor = torch.exp
-
-    @staticmethod
-    def step(factor, state, u, out):
-        torch.addcmul(u, factor, state, out=out)
-
-
-class _Max:
-    """h = max(log_decay + h, u)"""
-
-    @staticmethod
-    def factor(log_decay):
-        return log_decay
-
-    @staticmethod
-    def step(factor, state, u, out):
-        torch.maximum(torch.add(factor, state, out=out), u, out=out)
+# The factor of a decay, and a step: h = e^{log_decay} h + u, and h = max(log_decay + h, u).
+_SUM = (torch.exp, lambda factor, h, u, out: torch.addcmul(u, factor, h, out=out))
+_MAX = (lambda decay: decay, lambda decay, h, u, out: torch.maximum(torch.add(decay, h, out=out), u, out=out))
 
 
 def _scan(ring, log_decay: Tensor, u: Tensor, out: Tensor, state: Tensor, backwards: bool) -> Tensor:
-    factor = ring.factor(log_decay)
+    factor_of, step = ring
+    factor = factor_of(log_decay)
     blocks, rest = divmod(u.shape[-2], BLOCK)
     if blocks < 2:
-        return _run(ring, factor, u, out, state, backwards)
+        return _run(step, factor, u, out, state, backwards)
     edge = rest if backwards else blocks * BLOCK  # the rest that fills no block comes last in the scan's order
     body, beyond = (slice(edge, None), slice(edge)) if backwards else (slice(edge), slice(edge, None))
     blocked = lambda tensor: tensor[..., body, :].unflatten(-2, (blocks, BLOCK))  # noqa: E731
     inside = [blocked(tensor) for tensor in (factor, u, out)]
-    added = _fold(ring, *inside[:2], backwards)
+    added = _fold(step, *inside[:2], backwards)
     ends = _scan(ring, blocked(log_decay).sum(-2), added, _new(added), state, backwards)
     state = state.unsqueeze(-2)
     entering = (ends[..., 1:, :], state) if backwards else (state, ends[..., :-1, :])
-    _run(ring, *inside, torch.cat(entering, -2), backwards)
+    _run(step, *inside, torch.cat(entering, -2), backwards)
     last = ends[..., 0 if backwards else -1, :]
-    _run(ring, *(tensor[..., beyond, :] for tensor in (factor, u, out)), last, backwards)
+    _run(step, *(tensor[..., beyond, :] for tensor in (factor, u, out)), last, backwards)
     return out
 
 
-def _run(ring, factor: Tensor, u: Tensor, out: Tensor, state: Tensor, backwards: bool) -> Tensor:
+def _run(step, factor: Tensor, u: Tensor, out: Tensor, state: Tensor, backwards: bool) -> Tensor:
     for factor_t, u_t, out_t in _in_order(backwards, factor, u, out):
-        ring.step(factor_t, state, u_t, out_t)
+        step(factor_t, state, u_t, out_t)
         state = out_t
     return out
 
 
-def _fold(ring, factor: Tensor, u: Tensor, backwards: bool) -> Tensor:
+def _fold(step, factor: Tensor, u: Tensor, backwards: bool) -> Tensor:
     """What each block adds to what enters it."""
     steps = _in_order(backwards, factor, u)
     added = next(steps)[1].clone()
     for factor_t, u_t in steps:
-        ring.step(factor_t, added, u_t, added)
+        step(factor_t, added, u_t, added)
     return added
 
 

@@ -91,9 +91,6 @@ class Memory(NamedTuple):
     def parts(self) -> list[Tensor]:
         return [part for part in self if part is not None]
 
-    def log_weight(self) -> Tensor:
-        return self.peak + self.total.log()
-
 
 class Adjoint(NamedTuple):
     """Gradients of a stream's inputs; `added` is that of e^{x - peak}, whose value is `weight`."""

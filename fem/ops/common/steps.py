@@ -56,14 +56,9 @@ def _with_none(tokens: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> lis
 def _exported(step: Step, state: Sequence[Tensor], *inputs: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
     from torch._higher_order_ops.scan import scan
 
-    copies = lambda parts: [_copy(x) for x in parts]  # noqa: E731
+    copies = lambda parts: [x.clone(memory_format=torch.contiguous_format) for x in parts]  # noqa: E731  (no views)
     body = lambda state, tokens: tuple(map(copies, step(state, *_with_none(tokens, inputs))))  # noqa: E731
     sequences = [x.movedim(1, 0) for x in inputs if x is not None]
     with without_gradient():
         last, rows = scan(body, copies(state), sequences, dim=0)
     return list(last), [x.movedim(0, 1) for x in rows]
-
-
-def _copy(x: Tensor) -> Tensor:
-    """torch's scan takes no views."""
-    return x.clone(memory_format=torch.contiguous_format)

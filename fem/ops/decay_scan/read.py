@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import scan_backend, widest
+from fem.ops.common.backend import scan_backend
 from fem.ops.common.operator import operator
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import connected_zeros
@@ -25,7 +25,7 @@ def decay_scan(
     backend: str = "auto",
 ) -> Float[Tensor, "b t *c"]:
     """`fem.functional.decay_scan` of checked shapes and any values: positive decays grow, and NaN stays NaN."""
-    backend = scan_backend(backend, u.device, widest(u, log_decay, initial_state))
+    backend = scan_backend(backend, u.device, compute_dtype(u, log_decay, initial_state))
     dtype = compute_dtype(log_decay, u)
     if u.numel() == 0:
         return connected_zeros(u, u.shape, log_decay, u, initial_state)

@@ -97,7 +97,7 @@ def _mix(scores: Tensor, items: Tensor, beta: Tensor | None) -> tuple[Tensor, Te
 
     Those rows are 0. Reads a value back from the device: masks are needed only where a row is in doubt.
     """
-    sums, least = scores @ items, _least(scores)
+    sums, least = scores @ items, LEAST_PROVEN[scores.dtype]
     weight, numerator, partition = _columns(sums, beta)
     lightest = weight.amin() if beta is None or not beta.numel() else torch.minimum(weight.amin(), partition.amin())
     sure, lost = bool(lightest >= least), torch.zeros(weight.shape, dtype=torch.bool, device=weight.device)
@@ -121,7 +121,7 @@ def _mix_backward(
     weight, however small Z is.
     """
     weight, _, partition = _columns(scores @ items, beta)
-    least = _least(scores)
+    least = LEAST_PROVEN[scores.dtype]
     sure = weight >= least
     weight = torch.where(sure, weight, torch.inf)
     d_sums, d_beta = grad.mean, None
@@ -148,10 +148,6 @@ def _columns(sums: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor 
         return sums[..., :1], sums[..., 1:], None
     free = beta.shape[-1]
     return sums.split([1, sums.shape[-1] - 1 - free, free], -1)
-
-
-def _least(scores: Tensor) -> float:
-    return LEAST_PROVEN[scores.dtype]
 
 
 # --- what a chunk adds -------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def kernel(q: Tensor, k: Tensor, items: Tensor, g: Tensor | None, borders: Tenso
 def _read(q, k, v, free, beta, g, opens) -> list[Tensor]:
     """q, k of masked tokens are 0; g (B, T, H, 1 or d_k); opens (B, T): the tokens that open a document."""
     width = v.shape[-1]
-    values, e, shift = pack(v, v if free is None else free, beta)
+    values, e, *shift = pack(v, v if free is None else free, beta)
     items = torch.cat([values, *([] if e is None else [e]), torch.ones_like(values[..., :1])], -1)
     dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
     items = F.pad(items, (0, -items.shape[-1] % 16)).to(dtype)
@@ -42,7 +42,7 @@ def _read(q, k, v, free, beta, g, opens) -> list[Tensor]:
     scale = q.float().sum(-1, keepdim=True) * k.float().amax((1, 3), keepdim=True)
     weight = sums[..., of_e : of_e + 1]
     energies = None if beta is None else sums[..., width:of_e]
-    terms, rows, entries = unpack(weight, sums[..., :width], energies, shift, beta, (LEAST * scale).detach())
+    terms, rows, entries = unpack(weight, sums[..., :width], energies, *shift, (LEAST * scale).detach())
     return proven(terms, rows, entries, scale > 0, lambda: _plain(q, k, v, free, beta, g, opens))
 
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import scan_backend, widest
+from fem.ops.common.backend import scan_backend
 from fem.ops.common.composed import fused
 from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import compute_dtype, double, upcast, without_autocast
@@ -39,7 +39,7 @@ def linear_attention_read(
     state: what each key channel has kept, as the read of all tokens before under its own weights, batch first:
     log_weight (B, H, d_k), mean (B, H, d_k, d_v) and free_energy (B, H, d_k, d_f), in fp32 (float64 for float64).
     """
-    backend = scan_backend(call.backend, v.device, widest(v, log_decay))
+    backend = scan_backend(call.backend, v.device, compute_dtype(v, log_decay))
     if backend == "reference" and 0 not in v.shape[:2]:
         loops = partial(naive_linear_attention_read, q, k, v, beta, log_decay)
         return by_definition(loops, v.dtype, call, free_values=free_values)

@@ -86,9 +86,9 @@ class PairRead:
         return away if self.hidden is None else away.masked_fill_(self.hidden, 0.0)
 
     def _both(self, one: Float[Tensor, "b t h dv"], other: Float[Tensor, "b t h df"]) -> Float[Tensor, "b t h w"]:
-        """[one | other | zeros], as wide as attention wants them; copies take two thirds of the time of torch.cat."""
+        """[one | other | zeros], as wide as q and k at least (flash attention); copies take 2/3 of torch.cat's time."""
         width = one.shape[-1] + other.shape[-1]
-        both = one.new_empty(*one.shape[:3], self.scores.width(width))
+        both = one.new_empty(*one.shape[:3], max(width, self.scores.q.shape[-1]))
         both[..., width:] = 0.0
         both[..., : one.shape[-1]] = one
         self._energy(both).copy_(other)

@@ -42,10 +42,6 @@ class Scores:
     scale: float
     flash: bool
 
-    def width(self, channels: int) -> int:
-        """Columns in which `channels` values are laid out: flash attention wants those of q and k at least."""
-        return max(channels, self.q.shape[-1])
-
     def attend(self, values: Float[Tensor, "b t h w"]) -> tuple[Float[Tensor, "b tq h w"], Float[Tensor, "b tq h"]]:
         """p @ values, and lse_t = log sum_i exp(s_ti), 0 in a row without keys."""
         if self.flash:
@@ -103,6 +99,4 @@ class Scores:
 
     def _wide(self, values: Tensor) -> WideAttention | None:
         """What reads values that are wider than the keys; None: torch's flash attention can."""
-        if values.shape[-1] <= self.q.shape[-1]:
-            return None
-        return WideAttention(self, values)
+        return WideAttention(self, values) if values.shape[-1] > self.q.shape[-1] else None

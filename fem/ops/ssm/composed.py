@@ -25,7 +25,7 @@ def kernel(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tens
 def _read(*tensors: Tensor | None) -> list[Tensor]:
     inputs = Inputs(*tensors)
     delta, a, b, c, skip, v, beta = inputs[:7]
-    values, e, shift = pack(v, v, beta)
+    values, e, *shift = pack(v, v, beta)
     items = [*(x for x in (values, e) if x is not None), torch.ones_like(values)]
     parts = len(items)
     time_last = lambda x: x.transpose(1, 2).contiguous()  # noqa: E731
@@ -35,7 +35,7 @@ def _read(*tensors: Tensor | None) -> list[Tensor]:
     # What is flushed to 0 is a factor below e^-87 of the others: inputs delta b, decays, c.
     most = c.sum(-1, keepdim=True) * (1 + delta.amax()) * (1 + b.amax())
     least = (LEAST * most.clamp_min(1.0)).detach()
-    terms, rows, entries = unpack(weight, of_items[0], None if e is None else of_items[1], shift, beta, least)
+    terms, rows, entries = unpack(weight, of_items[0], None if e is None else of_items[1], *shift, least)
     return proven(terms, rows, entries, torch.ones_like(rows), lambda: _plain(inputs))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -15,23 +13,9 @@ from fem.ops.ssm import numbers
 from fem.ops.ssm.inputs import SCHEMA, Inputs, by_logarithms, in_plain_numbers, streams_before
 from fem.ops.ssm.logarithms import backward
 
-
-class SegmentGradients(NamedTuple):
-    """Gradients of a segment, from those of what its tokens see and of the states after it."""
-
-    log_decay: Tensor
-    delta: Tensor  # as far as it enters the states; (B, T, D)
-    b: Tensor
-    c: Tensor
-    v: Tensor
-    beta: Tensor | None
-    skip: Tensor | None
-    before: list[Tensor]  # of the states' sums, one for each stream
-
-
-def _total(parts) -> Tensor | None:
-    parts = list(parts)
-    return None if parts[0] is None else sum(parts)
+# Gradients of a segment from those of what its tokens see and of the states after it: of log_decay; delta, as far as it
+# enters the states, b, c and v; beta; skip; and of the sums of the states before it, one for each stream.
+SegmentGradients = tuple[Tensor, tuple[Tensor, ...], Tensor | None, Tensor | None, list[Tensor]]
 
 
 def _of_number(number: Tensor, of_log: Tensor) -> Tensor:
@@ -43,22 +27,19 @@ def _through_logarithms(
     inputs: Inputs, piece: slice, before: Streams, d_y: list[Tensor], d_end: list[Tensor]
 ) -> SegmentGradients:
     segment, streams = inputs.cut(piece)
-    parts = [
-        backward(one, end, segment, z, payload, start)
-        for one, end, (z, payload), start in zip(d_y, d_end, streams, before)
-    ]
-    d_v, d_beta = parts[0].v, None
+    parts = [backward(*ends, segment, *stream, start) for *ends, stream, start in zip(d_y, d_end, streams, before)]
+    of_segment, d_z, (d_v, *_), d_before = zip(*parts)
+    d_decay, d_input, d_c, d_skip = (None if x[0] is None else sum(x) for x in zip(*of_segment))
+    d_beta = None
     if inputs.beta is not None:
-        d_v, d_beta = d_v + parts[1].z * inputs.beta, (parts[1].z * inputs.v[:, piece]).sum((0, 1))
-    d_input, d_c, d_skip = (_total(part[n] for part in parts) for n in (1, 2, 3))
+        d_v, d_beta = d_v + d_z[1] * inputs.beta, (d_z[1] * inputs.v[:, piece]).sum((0, 1))
     d_delta, d_b = d_input.sum(-2), d_input.sum(-1)
     if inputs.log_delta is None:
         factors = (inputs.delta[:, piece], d_delta), (inputs.b[:, piece], d_b), (inputs.c[:, piece], d_c)
         d_delta, d_b, d_c = (_of_number(*factor) for factor in factors)
     if d_skip is not None:
         d_skip = _of_number(inputs.skip, d_skip)
-    d_decay = _total(part.log_decay for part in parts)
-    return SegmentGradients(d_decay, d_delta, d_b, d_c, d_v, d_beta, d_skip, [part.start for part in parts])
+    return d_decay, (d_delta, d_b, d_c, d_v), d_beta, d_skip, list(d_before)
 
 
 def _through_plain_numbers(
@@ -67,18 +48,18 @@ def _through_plain_numbers(
     largest = None if before.energies is None else before.energies.peak[:, : inputs.v.shape[-1]]
     steps = inputs.steps(piece, largest)
     start = torch.cat([stream.sums for stream in before if stream is not None])
-    grad = numbers.backward(torch.cat(d_y), torch.cat(d_end), steps, start)
+    grad, d_start = numbers.backward(torch.cat(d_y), torch.cat(d_end), steps, start)
     d_v, d_beta = grad.payload[1], None
     if inputs.beta is not None:
         d_energy = grad.payload[2] * steps.payload[2]
         d_v, d_beta = d_v + d_energy * inputs.beta, (d_energy * inputs.v[:, piece]).sum((0, 1))
-    d_before = [part.clone() for part in grad.start.split([len(end) for end in d_end])]
+    d_before = [part.clone() for part in d_start.split([len(end) for end in d_end])]
     delta, b = inputs.delta[:, piece], inputs.b[:, piece]
     d_delta, d_b = (grad.added * b.unsqueeze(-1)).sum(-2), (grad.added * delta.unsqueeze(-2)).sum(-1)
     d_c = grad.c
     if inputs.log_delta is not None:
         d_delta, d_b, d_c = d_delta * delta, d_b * b, d_c * inputs.c[:, piece]
-    return SegmentGradients(grad.log_decay, d_delta, d_b, d_c, d_v, d_beta, grad.skip, d_before)
+    return grad.log_decay, (d_delta, d_b, d_c, d_v), d_beta, grad.skip, d_before
 
 
 @operator(f"ssm_scan_backward(Tensor[] grads, {SCHEMA}, Tensor[] start, bool stateless, Tensor[] saved) -> Tensor[]")
@@ -122,15 +103,14 @@ def scan_gradients(grads, delta, a, b, c, skip, v, beta, opens, log_delta, log_b
     for index, piece in reversed(list(enumerate(inputs.pieces()))):
         states = Streams(*(Sums(*(part[index] for part in stream)) for stream in borders if stream is not None))
         d_y = [part[:, :, piece] for part in d_seen if part is not None]
-        grad = through(inputs, piece, states, d_y, d_end)
-        d_end = grad.before
-        d_b[:, piece], d_c[:, piece], d_v[:, piece], in_delta[:, piece] = grad.b, grad.c, grad.v, grad.delta
+        d_decay, of_tokens, of_beta, of_skip, d_end = through(inputs, piece, states, d_y, d_end)
+        in_delta[:, piece], d_b[:, piece], d_c[:, piece], d_v[:, piece] = of_tokens
         if beta is not None:
-            d_beta += grad.beta
+            d_beta += of_beta
         if skip is not None:
-            d_skip += grad.skip
-        d_a += (grad.log_decay * delta[:, piece].unsqueeze(-2)).sum((0, 1))
-        d_delta[:, piece] = (grad.log_decay * a).sum(-2)
+            d_skip += of_skip
+        d_a += (d_decay * delta[:, piece].unsqueeze(-2)).sum((0, 1))
+        d_delta[:, piece] = (d_decay * a).sum(-2)
 
     d_start = [d_end[0]]
     if beta is not None:

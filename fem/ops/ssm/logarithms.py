@@ -27,16 +27,6 @@ class Segment(NamedTuple):
     log_skip: Tensor | None  # log D; None: a token does not read itself, only what stood before it
 
 
-class StreamGradients(NamedTuple):
-    log_decay: Tensor
-    log_input: Tensor
-    log_c: Tensor
-    log_skip: Tensor | None
-    z: Tensor | None  # None for the weights, whose z is 0
-    v: Tensor | None
-    start: Tensor
-
-
 def advance(segment: Segment, z: Tensor, v: Tensor | None, start: Sums) -> Sums:
     """The states after every token, (B, T, N D)."""
     x = segment.log_input + z.unsqueeze(-2)
@@ -57,15 +47,16 @@ def observe(segment: Segment, z: Tensor, v: Tensor | None, start: Sums, states: 
 
 def backward(
     grad: Tensor, grad_end: Tensor, segment: Segment, z: Tensor, v: Tensor | None, start: Sums
-) -> StreamGradients:
-    """Gradients from those of y, (K, B, T, D), and of the last states, (K, B, N D)."""
+) -> tuple[Segment, Tensor | None, Tensor | None, Tensor]:
+    """Gradients of segment, z (None for the weights, whose z is 0), v and start, from those of y, (K, B, T, D), and of
+    the last states, (K, B, N D)."""
     states = advance(segment, z, v, start)
     sums, _, share, direct = _look(segment, z, start, states)
     pull = (sums * grad.unsqueeze(-2)).sum(0) * share
     d_states = (grad.unsqueeze(-2) * share).flatten(-2)
     d_z, d_v, d_skip, on_itself, d_before = None, None, None, 0, 0
     if direct is None:
-        d_before, d_states = d_states[:, :, 0], _next_step(d_states)
+        d_before, d_states = d_states[:, :, 0], torch.cat([d_states[:, :, 1:], torch.zeros_like(d_states[:, :, :1])], 2)
     else:
         on_token = grad[0] if v is None else torch.addcmul(grad[0], grad[1], v)
         on_itself = direct * on_token
@@ -87,11 +78,7 @@ def backward(
         d_v = entered.v.view(shape).sum(-2)
         if direct is not None:
             d_v.addcmul_(direct, grad[1])
-    return StreamGradients(d_decay, d_input, pull.sum(-1), d_skip, d_z, d_v, entered.start + d_before)
-
-
-def _next_step(grad: Tensor) -> Tensor:
-    return torch.cat([grad[..., 1:, :], torch.zeros_like(grad[..., :1, :])], -2)
+    return Segment(d_decay, d_input, pull.sum(-1), d_skip), d_z, d_v, entered.start + d_before
 
 
 def _look(segment: Segment, z: Tensor, start: Sums, states: Sums) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

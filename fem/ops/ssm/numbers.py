@@ -34,15 +34,6 @@ class Steps(NamedTuple):
         return states.view(*states.shape[:-1], *self.log_decay.shape[-2:])
 
 
-class StepsGradients(NamedTuple):
-    log_decay: Tensor
-    added: Tensor
-    c: Tensor
-    skip: Tensor
-    payload: Tensor
-    start: Tensor
-
-
 def observe(steps: Steps, states: Tensor) -> Tensor:
     """y, (K, B, T, D)."""
     seen = (steps.c.unsqueeze(-1) * steps.by_state(states)).sum(-2)
@@ -56,8 +47,8 @@ def held(y: Tensor) -> bool:
     return bool((totals.amin() > least) & (totals.amax() < 1 / least) & y.isfinite().all())
 
 
-def backward(grad: Tensor, grad_end: Tensor, steps: Steps, start: Tensor) -> StepsGradients:
-    """Gradients from those of y, (K, B, T, D), and of the last states, (K, B, N D)."""
+def backward(grad: Tensor, grad_end: Tensor, steps: Steps, start: Tensor) -> tuple[Steps, Tensor]:
+    """Gradients of steps and start from those of y, (K, B, T, D), and of the last states, (K, B, N D)."""
     log_decay = steps.log_decay.flatten(-2)
     states = steps.states(start)
     pull = (steps.c.unsqueeze(-1) * grad.unsqueeze(-2)).flatten(-2)
@@ -70,11 +61,6 @@ def backward(grad: Tensor, grad_end: Tensor, steps: Steps, start: Tensor) -> Ste
     for later, earlier, w in zip(reach, before, steps.payload):
         d_decay.addcmul_(later, earlier)
         d_added.addcmul_(later, w.unsqueeze(-2))
-    return StepsGradients(
-        d_decay.mul_(steps.log_decay.exp()),
-        d_added,
-        d_c,
-        (grad * steps.payload).sum((0, 1, 2)),
-        (reach * steps.added).sum(-2).addcmul_(steps.skip, grad),
-        d_start,
-    )
+    d_skip, d_payload = (grad * steps.payload).sum((0, 1, 2)), (reach * steps.added).sum(-2)
+    d_payload.addcmul_(steps.skip, grad)
+    return Steps(d_decay.mul_(steps.log_decay.exp()), d_added, d_c, d_skip, d_payload), d_start

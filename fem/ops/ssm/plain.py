@@ -79,7 +79,7 @@ def _ssm_scan(*arguments):
     last = states.weights.rounded(v.dtype)
     free_energy = [] if beta is None else [leave(states, streams_before(start, inputs.a, beta)[1]).free_energy]
     energy = [] if beta is None else [seen.energies.sums[0]]
-    outputs = [read.log_weight(), *read.parts()[2:], *last, *free_energy, read.peak, read.total, *energy]
+    outputs = [read.peak + read.total.log(), *read.parts()[2:], *last, *free_energy, read.peak, read.total, *energy]
     outputs = [part.to(v.dtype) for part in outputs]
     form = torch.tensor(form, device=v.device)
     borders = [torch.stack(x).to(v.dtype) for x in zip(*borders, states.parts())]

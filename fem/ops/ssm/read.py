@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import scan_backend, widest
+from fem.ops.common.backend import scan_backend
 from fem.ops.common.composed import fused
 from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import compute_dtype
@@ -63,7 +63,7 @@ def ssm_read(
 
 def ssm_terms(delta, A, B, C, D, v, beta, logs, call: ScanCall) -> tuple[Terms, dict[str, Tensor] | None]:
     """`ssm_read` as normalised terms with the logarithm of their total weight, and the state, if wanted."""
-    backend = scan_backend(call.backend, v.device, widest(v, delta, A, B, C, D), "mamba_ssm")
+    backend = scan_backend(call.backend, v.device, compute_dtype(v, delta, A, B, C, D), "mamba_ssm")
     documents = call.tokens is not None and call.tokens.start is not None
     takes = not documents and A.shape[-1] <= MOST_STATES
     if backend == "triton" and takes and fused(call, delta, A, B, C, D, v, beta, *(logs or ())):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchtitan.components.dataloader import BaseDataLoader
 
 from fem.models.loss import next_tokens
+from fem.ops.common.tokens import read_tokens
 from fem.train.packing import Share, ShuffledRows, TokenFile
 
 
@@ -55,10 +56,9 @@ class TokenRows(BaseDataLoader):
             batch = [next(rows) for _ in range(self.size)]
             joined = {name: torch.stack([row[name] for row in batch]) for name in batch[0]}
             self.batches += 1
-            yield (
-                {"input": joined["input_ids"], "positions": _positions(joined["segment_ids"])},
-                next_tokens(joined["labels"]),
-            )
+            documents = joined["segment_ids"]
+            tokens, _ = read_tokens(tuple(documents.shape), documents.device, None, documents)  # from 0 in each
+            yield {"input": joined["input_ids"], "positions": tokens.position}, next_tokens(joined["labels"])
 
     def state_dict(self) -> dict:
         return {"rows": self.batches * self.size * self.rows.share.world}
@@ -72,11 +72,3 @@ class TokenRows(BaseDataLoader):
                 f"the checkpoint lies behind {state['rows']} rows, which must be a multiple of the batch over all "
                 f"processes, got {self.size} x {self.rows.share.world}."
             )
-
-
-def _positions(documents: Tensor) -> Tensor:
-    """Positions (B, T) that are 0 where the document changes, as torchtitan marks documents."""
-    places = torch.arange(documents.shape[1]).expand_as(documents)
-    opens = torch.ones_like(documents, dtype=torch.bool)
-    opens[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return places - torch.where(opens, places, 0).cummax(-1).values
