@@ -157,7 +157,7 @@ class MixerState:
                 raise ValueError(f"tensors must be what MixerState.state_dict returned, got none named {name!r}.")
         layer, names = (bytes(tensors[name].tolist()).decode() for name in ("layer", "names"))
         contents = {name: tensor for name, tensor in tensors.items() if name not in ("layer", "names", "dtype")}
-        listed, present = (dict(line.split(" ", 1) for line in text.splitlines()) for text in (names, _listed(contents)))
+        listed, present = (dict(x.split(" ", 1) for x in text.splitlines()) for text in (names, _listed(contents)))
         for name in sorted(listed.keys() | present.keys()):
             if listed.get(name) != present.get(name):
                 got = f"{name!r} of {present[name]}" if name in present else f"none named {name!r}"

@@ -156,7 +156,7 @@ def faq() -> list[str]:
         f"| none | {cost(use_conv=False, use_temperature=False, use_outer_gate=False)} | [parts]"
         f"(results/regimes_parts.md): {share('peak', 'softmax+L')} of the variance; it is best with [64 sensors]"
         f"(results/regimes_peak64.md), {wide('softmax+L')} |",
-        f"| {1.95}; [4 helped](results/regimes_starts.md) on one task of six, "
+        f"| {1.95}; [4 helped](results/regimes_starts.md) on one task of five, "
         f"`beta_max_init={math.log(math.expm1(4)):.2f}`, and is not advised | {cost()}, {steps['FEM-SM']} | "
         f"{share('peak', FULL)} of the variance;",
         f"| {1.95} | {gla:.2f}, a state of fixed size; time not measured | [parts](results/regimes_parts.md): "

@@ -42,7 +42,7 @@ from claims import (
 )
 from said import results
 from said_language import BROAD, NO_F_32, SLIM_32, heavier, twice_the_tokens, two_blocks, two_blocks_at_best
-from said_tasks import heads_step, pooled
+from said_tasks import DOUBLE, heads_step, pooled
 
 from fem_research.common.paired import shown
 
@@ -51,6 +51,10 @@ def layer(mixer: str, *pages: str) -> str:
     """A train step and its memory, from the machine where it costs less to the other."""
     cells = ((512, "train_s"), (2048, "train_s"), (2048, "train_extra_bytes"))
     return " | ".join(span([ratio("layer", time, mixer, what, page) for page in pages]) + "x" for time, what in cells)
+
+
+def of_bags(mixer: str) -> str:
+    return percent("bags", mixer, "regimes_bags", 1)
 
 
 def paired_mad(mixer: str, other: str) -> str:
@@ -134,13 +138,9 @@ def summary() -> list[str]:
         f"| {percent(ett[1], 'softmax', 'regimes_ett', 1)} | {percent(ett[1], SLIM, 'regimes_ett', 1)} | L alone "
         f'{percent(ett[1], "softmax+L", "regimes_ett", 1)}; always "no" '
         f"{100 * results('regimes_ett')['constants'][ett[1]]:.1f} % |",
-        f"| {percent('bags', 'softmax')} | {percent('bags', SLIM)} | slim without C {percent('bags', SLIM)}, with it "
-        f"{percent('bags', SLIM_C)}; but [mean pooling behind an encoder](regimes_pools.md) has "
-        f"{percent('bags', 'pool:mean', 'regimes_pools_mixed', 1)}:",
-        f"(regimes_split.md) {percent('bags', 'softmax', 'regimes_split')} and "
-        f"{percent('bags', SLIM, 'regimes_split')}; with [16 heads](regimes_heads.md), one seed, attention "
-        f"{percent('bags', 'softmax/h16', 'regimes_heads_bags')}, slim FEM with 4 "
-        f"{percent('bags', SLIM, 'regimes_heads_bags')} |",
+        f"| {of_bags(DOUBLE)} with 64 heads and values twice as wide, {of_bags('softmax/h16')} with 16 heads | "
+        f"{of_bags(SLIM)} with 4 heads | heads do it as well: attention with 4 has {of_bags('softmax')}. Slim without "
+        f"C; with it {of_bags(SLIM_C)}, full {of_bags(FULL)}, L alone {of_bags('softmax+L')} |",
         f"3 seeds | {late('softmax')} | {late(SLIM_C)} | not the free energy: slim FEM without C {late(SLIM)}, L alone "
         f"{late('softmax+L')}, the conditioner alone {late('softmax+C')}, a short convolution {late(BEHIND)}; "
         f"a GRU {late('gru')} |",

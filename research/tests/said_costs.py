@@ -174,13 +174,12 @@ def mad_laptop() -> list[float]:
     page, final = "mad_laptop", "final"
     slim, conv, thirds = (f"{page}_{name}" for name in ("slim", "conv", "thirds"))
     slower, *jumped = sorted(seeds(page, ATTENTION, final, FUZZY))
-    before, after = (seeds(page, row, task=FUZZY) for row in (ATTENTION, C))
-    fall, two = paired(before, after), sum(x < y for x, y in zip(after, before))
+    fall = paired(*(seeds(page, row, task=FUZZY) for row in (ATTENTION, C)))
     return [
         *(leads(page, ALL, ATTENTION)[0], *scores(page, ALL, ATTENTION)),
         *(spread(seeds(page, row)) for row in (ALL, ATTENTION)),
         *(leads(page, ours, theirs)[0] for ours, theirs in zip(ALL_RECURRENT, RECURRENT)),
-        *(*scores(page, C, L, LT, LTG, G), *scores(page, ATTENTION, C, task=FUZZY), *fall, two),
+        *(*scores(page, C, L, LT, LTG, G), *scores(page, ATTENTION, C, task=FUZZY), *fall),
         *(*leads(page, L, ATTENTION, final), *leads(page, LTG, G, final)),
         *(*leads(page, CLT, C), *leads(page, ALL, CG), *leads(page, ALL, CG, final)),
         *(*scores(page, CLT, ALL, when=final), *scores(slim, SLIM, SPLIT)),

@@ -92,11 +92,8 @@ def regimes() -> list[float]:
         *(*percents(page, "snapshot", SLIM, ALONE), *span(seeds(page, "snapshot", ALONE))),
         *(*percents(page, "snapshot", CG, FULL, ATTENTION), *percents("regimes_split", "snapshot", ATTENTION)),
         *(min(scores(page, "statistics", *with_mean)), *scores(page, "statistics", ALONE), attention - slim),
-        *(*percents(page, "bags", SLIM, FULL, ALONE, ATTENTION), *spreads(page, "bags", SLIM, FULL, ALONE, ATTENTION)),
-        *(*percents("regimes_split", "bags", SLIM, ATTENTION), *percents("regimes_heads_bags", "bags", "softmax/h16")),
         *(*scores("regimes_heads_peak", "peak", MANY), *scores(DOUBLED, "peak", DOUBLE)),
-        *(attention - slim, best - slim, *percents("regimes_pools_mixed", "bags", "pool:mean")),
-        *(*rates(page), max(rates(page))),
+        *(attention - slim, best - slim, *rates(page), max(rates(page))),
     ]
 
 
@@ -129,7 +126,6 @@ def regimes_heads() -> list[float]:
         *(*lead, *over_double, *scores(five, "peak", SLIM_C, MANY), wider, *scores(five, "peak", "softmax/h32/norope")),
         *(*later, *scores(DOUBLED, "peak", SLIM), *leads(DOUBLED, ("peak",), SLIM, DOUBLE)),
         *scores("regimes_double", "peak", "softmax/double", ATTENTION),
-        *percents("regimes_double_bags", "bags", "softmax/double/h16", DOUBLE),
         *(*percents("regimes_conv", "snapshot", *behind), *percents(PARTS, "snapshot", C)),
         *scores("regimes_conv", "peak", *behind),
         *percents("regimes_conv", "high-water", C),
@@ -146,7 +142,6 @@ def regimes_heads() -> list[float]:
         *(*scores(more, "peak", "gla+LTG/h8/r4"), *percents(more, "snapshot", "gla+LTG/h8/r4")),
         *scores(ett, "ett-extremes", "softmax/h8", SLIM),
         *percents(ett, "ett-events", ATTENTION, SLIM),
-        *percents(f"{one}_bags", "bags", wide, ATTENTION, SLIM),
         *scores(f"{one}_rest", "statistics", ATTENTION, wide),
         *(min(others), *percents(f"{one}_rest", "recall", "softmax/h32")),
         *(100 * score for score in on_each(one, ("softmax/h32",), ("high-water", "snapshot"))),
@@ -167,7 +162,7 @@ def regimes_layers() -> list[float]:
 
 
 def regimes_parts() -> list[float]:
-    page, tie = PARTS, (GLA_SLIM, SLIM, "softmax+LT", GLA)
+    page = PARTS
     low, best = span(scores(page, "statistics", *results(page)["regimes"]["statistics"]))
     alone, full, attention, slim = scores(page, "statistics", ALONE, FULL_C, ATTENTION, SLIM_C)
     return [
@@ -177,12 +172,9 @@ def regimes_parts() -> list[float]:
         *(*on_each(page, (GLA, GLA_FULL, GLA_SLIM)), *scores(page, "snapshot", SLIM_C, SLIM, GLA_SLIM, C)),
         *(*span(scores(page, "snapshot", FULL, FULL_C, GLA_FULL, "gla+CLTG")), *scores(page, "snapshot", ATTENTION)),
         *(best - low, alone, full, attention, attention - slim),
-        *(*scores(page, "bags", *tie, ATTENTION), *spreads(page, "bags", *tie)),
-        *scores("regimes_split", "bags", SLIM, ATTENTION),
         *(*scores(page, "peak", SLIM_C, SLIM), *leads(page, ("peak",), SLIM_C)),
         *(*scores(page, "snapshot", SLIM_C, SLIM), *leads(page, ("snapshot", "high-water"), SLIM_C)),
         *leads("regimes_peak64_seeds", ("peak-64",), "softmax+CLTG/r16", "softmax+LTG/r16"),
-        *leads(page, ("bags",), SLIM_C),
         *on_each(page, (GLA_SLIM, GLA), (*EXTREMES, "snapshot")),
         *(leads(page, ("statistics",), GLA_SLIM, GLA_FULL)[0], attention - slim, best - slim),
     ]
@@ -237,7 +229,7 @@ def regimes_thirds() -> list[float]:
         for task in results(page)["regimes"]
         for mixer in (FULL_C, FULL, SLIM_C)
     }
-    both = [(seeds(page, task, full)[0], first[task, FULL_C]) for task in ("high-water", "snapshot", "bags")]
+    both = [(seeds(page, task, full)[0], first[task, FULL_C]) for task in ("high-water", "snapshot")]
     better = max(seeds(page, "statistics", full)) - first["statistics", FULL_C]
     return [
         *(
@@ -252,8 +244,25 @@ def regimes_thirds() -> list[float]:
             *percents(page, "snapshot", bare),
             100 * first["snapshot", FULL],
         ),
-        *(first["peak", SLIM_C], *(100 * first[task, SLIM_C] for task in ("high-water", "snapshot", "bags"))),
+        *(first["peak", SLIM_C], *(100 * first[task, SLIM_C] for task in ("high-water", "snapshot"))),
         min(rates(page)),
+    ]
+
+
+def regimes_bags() -> list[float]:
+    page, task, heads, slim_16 = "regimes_bags", ("bags",), "softmax/h16", ("softmax+LTG/h16/r4", "softmax+CLTG/h16/r4")
+    failed = sorted(seeds(page, "bags", SLIM_C))[:2]
+    return [
+        *(*percents(page, "bags", SLIM, ATTENTION), *leads(page, task, ATTENTION), *percents(page, "bags", heads)),
+        *(*leads(page, task, heads), *percents(page, "bags", DOUBLE), *leads(page, task, DOUBLE)),
+        *(x for mixer in slim_16 for x in leads(page, task, mixer, heads)),
+        *percents(page, "bags", ALONE, FULL_C, f"{SLIM}/s1", f"{SLIM}/s.5", C, "softmax+G"),
+        *leads(page, task, "softmax+LTG/b8/r4"),
+        *(*percents(page, "bags", GLA, GLA_SLIM), *leads(page, task, GLA_SLIM, GLA)),
+        *(rate(page, "bags", SLIM_C), 100 * failed[1]),
+        *percents(page, "bags", "softmax/h32", "softmax/h32/norope"),
+        *percents("regimes_pools", "bags", "pool:fem/r4", "pool:mean"),
+        *(0.012, 0.024, 0.003, 0.006),  # rates of the pages that gave way, and those of this one
     ]
 
 
@@ -297,15 +306,12 @@ def regimes_speakers() -> list[float]:
 def regimes_split() -> list[float]:
     page, parts, heads = "regimes_split", "regimes_split_parts", "regimes_heads"
     half, sixteen = f"{SLIM}/s.5", ("softmax/h16", "softmax+LTG/h16/r4")
-    before, (attention, slim) = scores("regimes", "bags", ATTENTION, SLIM), scores(page, "bags", ATTENTION, SLIM)
     return [
-        *leads(page, ("peak", "statistics", "snapshot", "high-water", "bags"), half),
-        *leads(page, ("peak", "snapshot", "high-water", "bags", "statistics"), f"{SLIM}/s1"),
+        *leads(page, ("peak", "statistics", "snapshot", "high-water"), half),
+        *leads(page, ("peak", "snapshot", "high-water", "statistics"), f"{SLIM}/s1"),
         *leads(page, ("peak", "snapshot", "high-water"), half, FULL, parts),
         *leads(page, ("peak", "statistics", "high-water"), half, ALONE, parts)[:-1],
-        *(*rates("regimes"), rate(page, "bags", ATTENTION), attention, before[0], slim, rate(page, "bags", SLIM)),
-        *(*leads(page, ("bags",), SLIM, ATTENTION), before[1] - before[0]),
-        *(*rates(heads), *scores(heads, "peak", *sixteen), min(on_each(heads, sixteen, FIELDS)), min(rates(page))),
+        *(*rates(heads), *scores(heads, "peak", *sixteen), min(on_each(heads, sixteen, FIELDS))),
     ]
 
 
@@ -314,7 +320,7 @@ def regimes_starts() -> list[float]:
     gained = leads(page, ("high-water",), f"{FULL}/b4", FULL)
     return [
         *(*gained, leads(page, ("statistics",), f"{FULL}/b8/l2", FULL)[0]),
-        *leads(page, ("high-water", "snapshot", "bags", "statistics"), slim)[::2],
+        *leads(page, ("high-water", "snapshot", "statistics"), slim)[::2],
         *(gained[0], leads(page, ("high-water",), SLIM, FULL)[0]),
     ]
 

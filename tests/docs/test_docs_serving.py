@@ -1,6 +1,7 @@
 """What docs/serving.md and the FAQ tell to type: the Python runs on a checkpoint, other programs know their options."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -97,5 +98,5 @@ def test_the_arguments_of_fem_in_the_pages_are_of_their_kind():
     told = lines("fem")
     assert len(told) > 8
     for line in told:
-        _, name, *arguments = re.sub(r'"[^"]*"', "TEXT", line).split()
+        _, name, *arguments = shlex.split(line)
         load(name).make_context(name, arguments)

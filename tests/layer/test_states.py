@@ -115,7 +115,7 @@ def test_a_dict_without_one_of_a_states_tensors_is_refused(family):
     for name in saved.keys() - {"layer", "names", "dtype"}:
         with pytest.raises(ValueError, match="tensors must be on one device, got cpu and meta"):
             MixerState.from_state_dict(saved | {name: saved[name].to("meta")})
-    with pytest.raises(ValueError, match="MixerState.state_dict returned, got none named"):
+    with pytest.raises(ValueError, match=r"MixerState\.state_dict returned, got none named"):
         MixerState.from_state_dict({name: saved[name] for name in ("layer", "names", "dtype")})
 
 
