@@ -137,7 +137,7 @@ def channel_scan_read(
     per_channel = {"log_weight": log_weight, "log_decay": log_decay}
     _check_scan(v, beta, causal, initial_state, return_state, per_channel, free_values)
     dtype = compute_dtype(log_weight, v, log_decay)
-    _check_memory(initial_state, _sums((len(v),), v, free_values, beta), dtype)
+    _check_memory(initial_state, _sums((v.shape[0],), v, free_values, beta), dtype)
     check_values("log_decay", log_decay, DECAY, key_mask)
     check_values("log_weight", log_weight, LOG_WEIGHT, key_mask)
     op = partial(channel_scan.channel_scan_read, log_weight, v, beta, log_decay, free_values)

@@ -46,7 +46,7 @@ def mask_of_new_tokens(attention_mask: Tensor | None, past: int, x: Tensor) -> T
             f"attention_mask must have shape (batch, cached + new tokens) = {wanted}, "
             f"got {tuple(attention_mask.shape)}.{by_pairs}"
         )
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or attention_mask.is_meta:
         return attention_mask[:, past:]
     if attention_mask.is_floating_point():
         attention_mask = _from_floats(attention_mask)

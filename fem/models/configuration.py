@@ -93,7 +93,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
                 raise ValueError(f"FEMConfig has no field {name!r}, which belongs to the mixers; pass {remedy}.")
         refuse_unknown(self, values)
         self._check_sizes()
-        read_rope(self, rope["rope_scaling"] or rope["rope_parameters"], rope["rope_theta"])
+        read_rope(self, rope)
         if self.intermediate_size is None:
             self.intermediate_size = 256 * -(-8 * self.hidden_size // (3 * 256))
         if self.num_key_value_heads is None:
@@ -194,14 +194,14 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
                 f"layer_priors must have one entry per layer, num_hidden_layers = {self.num_hidden_layers}, "
                 f"got {len(self.layer_priors)} entries."
             )
-        _check_names("mixer", self.mixer, {"causal", *MODEL_NAMES})
+        check_names("mixer", self.mixer, {"causal", *MODEL_NAMES})
         for layer, entry in enumerate(self.layer_priors or ()):
             if not isinstance(entry, (str, dict)):
                 raise TypeError(
                     f"layer_priors[{layer}] must be a prior's name or a dict of mixer fields, got {entry!r}."
                 )
             if isinstance(entry, dict):
-                _check_names(f"layer_priors[{layer}]", entry, {"causal", "n_embd"})
+                check_names(f"layer_priors[{layer}]", entry, {"causal", "n_embd"})
 
 
 def _uses(fields: dict) -> set[str]:
@@ -213,7 +213,8 @@ def _keeps_keys(fields: dict) -> bool:
     return "n_kv_head" in _uses(fields)
 
 
-def _check_names(where: str, fields: dict, of_model: set[str]) -> None:
+def check_names(where: str, fields: dict, of_model: set[str]) -> None:
+    """Raise ValueError where the fields hold one of the model's own."""
     for name in fields:
         if name in of_model:
             owner = MODEL_NAMES.get(name, "architecture")

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+
+from fem.ops.common.transforms import again_differentiable, transformed
 
 IGNORED = -100
 LOGITS_AT_ONCE = 2**24
@@ -27,8 +28,11 @@ def cross_entropy(
 
     N: the number of targets, or `num_items` (transformers' num_items_in_batch). Equal to transformers'
     ForCausalLMLoss of labels that `next_tokens` has shifted; at most 2^24 logits exist at a time, and their gradients
-    are computed right away, so that no logit is kept or computed twice. Sums run in float32 at least.
+    are computed right away, so that no logit is kept or computed twice; second derivatives and transforms of
+    `torch.func` make all logits. Sums run in float32 at least.
     """
+    if transformed(hidden, weight):
+        return cross_entropy_of_logits(F.linear(hidden, weight), targets, num_items)
     targets = targets.flatten()
     total = _SummedCrossEntropy.apply(hidden.flatten(0, 1), weight, targets, torch.is_grad_enabled())
     return total / ((targets != IGNORED).sum() if num_items is None else num_items)
@@ -56,26 +60,32 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, with_gradient):
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        grad_hidden = torch.zeros_like(hidden) if with_gradient else None
-        grad_weight = torch.zeros_like(weight, dtype=total.dtype) if with_gradient else None
+        of_hidden, of_weight = (with_gradient and asked for asked in ctx.needs_input_grad[:2])
+        grad_hidden = torch.zeros_like(hidden) if of_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=total.dtype) if of_weight else None
         rows = max(1, LOGITS_AT_ONCE // weight.shape[0])
         for start in range(0, hidden.shape[0], rows):
             h, y = hidden[start : start + rows], targets[start : start + rows]
             logits = F.linear(h, weight)
             log_p = F.log_softmax(logits, -1, dtype=total.dtype)
             total += F.nll_loss(log_p, y, ignore_index=IGNORED, reduction="sum")
-            if with_gradient:
+            if of_hidden or of_weight:
                 counted = (y != IGNORED)[:, None]
                 grad = log_p.exp_().scatter_add_(1, y.clamp_min(0)[:, None], -counted.to(log_p.dtype)).mul_(counted)
                 grad = grad.to(logits.dtype)
-                grad_hidden[start : start + rows] = grad @ weight
-                grad_weight += grad.T @ h
-        if with_gradient:
-            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+                if of_hidden:
+                    grad_hidden[start : start + rows] = grad @ weight
+                if of_weight:
+                    grad_weight += grad.T @ h
+        if of_hidden or of_weight:
+            gradients = grad_hidden, grad_weight.to(weight.dtype) if of_weight else None
+            ctx.save_for_backward(*gradients, hidden, weight, targets)
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad.to(grad_weight.dtype), None, None
+        *gradients, hidden, weight, targets = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for second derivatives
+            plain = lambda h, w: [cross_entropy_of_logits(F.linear(h, w)[None], targets[None], 1)]  # noqa: E731
+            return *again_differentiable(plain, (hidden, weight), [grad]), None, None
+        return *(None if x is None else x * grad.to(x.dtype) for x in gradients), None, None

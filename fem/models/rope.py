@@ -15,17 +15,26 @@ NAMES = ("rope_scaling", "rope_parameters", "rope_theta")
 KINDS = ("linear", "yarn", "llama3", "proportional")  # not those whose angles change with the length of a row
 
 
-def read_rope(config: PreTrainedConfig, parameters: dict | None, rope_theta: float | None) -> None:
-    """Sets config.rope_parameters, where any are given, in the words of transformers 5, from older ones too.
+def read_rope(config: PreTrainedConfig, given: dict) -> None:
+    """Sets config.rope_parameters, where any of `NAMES` are given, in the words of transformers 5, from older ones too.
 
-    Raises ValueError on a kind of scaling that is unknown.
+    Raises ValueError on a kind of scaling that is unknown, on what is given twice, and on what nothing reads.
     """
+    parameters, rope_theta = _parameters(given), given.get("rope_theta")
     if not parameters and rope_theta is None:
         return
     rope = {"rope_theta": rope_theta or config.mixer.get("rope_theta", 10000.0), **(parameters or {})}
-    rope["rope_type"] = kind = rope.pop("type", None) or rope.get("rope_type", "default")
+    _once("rope_theta", rope_theta, rope["rope_theta"])
+    old = rope.pop("type", None)
+    rope["rope_type"] = kind = rope.get("rope_type") or old or "default"
+    _once("rope_type", old, kind)
     if kind not in ("default", *KINDS):
         raise ValueError(f"rope_parameters must have a rope_type of default, {', '.join(KINDS)}; got {kind!r}.")
+    if kind == "default" and (unread := rope.keys() - {"rope_type", "rope_theta"}):
+        raise ValueError(
+            f"rope_parameters of rope_type default hold a rope_theta, got {min(unread)} = {rope[min(unread)]!r}, which "
+            "it does not read; leave it out, or name a rope_type that does."
+        )
     if config.mixer.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
         raise ValueError(
             f"rope_theta is given twice, rope_parameters={rope['rope_theta']} and mixer={config.mixer['rope_theta']}; "
@@ -33,6 +42,19 @@ def read_rope(config: PreTrainedConfig, parameters: dict | None, rope_theta: flo
         )
     config.mixer["rope_theta"] = rope["rope_theta"]
     config.rope_parameters = rope
+
+
+def _parameters(given: dict) -> dict | None:
+    """rope_parameters by either name."""
+    old, new = given.get("rope_scaling"), given.get("rope_parameters")
+    if old and new:
+        _once("rope_parameters, once called rope_scaling,", old, new)
+    return old or new
+
+
+def _once(name: str, first, second) -> None:
+    if first is not None and first != second:
+        raise ValueError(f"{name} is given twice, {first!r} and {second!r}; leave one out.")
 
 
 def override(saved: dict, given: dict) -> dict:
@@ -44,7 +66,7 @@ def override(saved: dict, given: dict) -> dict:
     if not asked:
         return saved
     mixer, before = dict(saved.get("mixer") or {}), saved.get("rope_parameters")
-    rope = asked.get("rope_scaling") or asked.get("rope_parameters", before) or {}
+    rope = (_parameters(asked) if asked.keys() & {"rope_scaling", "rope_parameters"} else before) or {}
     thetas = (asked.get("rope_theta"), rope.get("rope_theta"), mixer.pop("rope_theta", None))
     theta = next((theta for theta in thetas if theta is not None), None)
     return saved | {"rope_parameters": rope if theta is None else {**rope, "rope_theta": theta}, "mixer": mixer}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import no_type_check
 
 import torch
@@ -16,7 +17,7 @@ from transformers.utils.generic import can_return_tuple
 from fem.checks import finite_number, positive_int
 from fem.config import FreeEnergyMixerConfig, build_config
 from fem.mixer import FreeEnergyMixer
-from fem.models.configuration import check_mixer_fields, refuse_unknown
+from fem.models.configuration import check_mixer_fields, check_names, refuse_unknown
 from fem.models.modeling import FEMPreTrainedModel
 from fem.models.opener import OpensWithFEM
 from fem.models.presets import TRANSFORMER
@@ -110,6 +111,9 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
         if self.image_size % self.patch_size:
             raise ValueError(f"patch_size must divide image_size = {self.image_size}, got {self.patch_size}.")
         check_mixer_fields(self)
+        check_names("mixer", self.mixer, {"n_embd", "n_head", "prior_type"})
+        for name in ("layer_norm_eps", "initializer_range"):
+            finite_number(name, getattr(self, name), 0.0, math.inf)
         if self.pooling not in POOLINGS:
             raise ValueError(f"pooling must be {' or '.join(POOLINGS)}, got {self.pooling!r}.")
         if finite_number("drop_path_rate", self.drop_path_rate, 0.0, 1.0) == 1:
@@ -151,7 +155,7 @@ class PatchTokens(nn.Module):
             )
         x = self.project(pixel_values.to(self.project.weight.dtype)).flatten(2).mT
         if self.class_token is not None:
-            x = torch.cat([self.class_token.expand(len(x), -1, -1), x], 1)
+            x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], 1)
         return x + self.positions
 
 

@@ -97,6 +97,8 @@ def say_unread(recipe: TrainRecipe) -> None:
         note(f"subset is a hub dataset's, and the data are local files, so {recipe.subset!r} is not read.")
     if recipe.tokenizer is not None and recipe.vocabulary != TrainRecipe.vocabulary:
         note(f"the tokenizer given has its own entries, so vocabulary = {recipe.vocabulary} is not read.")
+    if files is not None and recipe.field != TrainRecipe.field and all(path.suffix.lower() == ".txt" for path in files):
+        note(f"text files have no fields, so field = {recipe.field!r} is not read.")
     if files is not None and Path(recipe.data).is_dir():
         others = sorted({p for p in Path(recipe.data).rglob("*") if p.is_file()} - set(files))
         if others:

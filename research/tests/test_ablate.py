@@ -18,9 +18,9 @@ from fem.models.presets import count_parameters
 from fem.runs.run import progress, read_json
 from fem.train.model import build_model
 from fem.train.saving import SavingTrainer
-from fem.train.watch import Watch
 from fem_research.common.grid import Grid, keep
 from fem_research.common.mixers import NUMBERED, OPTION
+from fem_research.common.watch import Watch
 from fem_research.lm import ablate
 from fem_research.lm.settings import NAMED_OPTIONS, OPTIONS, ROWS, remark, row_fields
 from fem_research.lm.small import LanguageRecipe, model_config

@@ -188,7 +188,15 @@ def test_a_run_writes_its_recipe_scores_table_and_plot(tmp_path):
 
 @pytest.mark.parametrize(
     "field, value",
-    [("steps", 0), ("tokens", -1), ("heads", 7), ("train_examples", 3), ("batch", 0), ("learning_rate", 0.0)],
+    [
+        ("steps", 0),
+        ("tokens", -1),
+        ("heads", 7),
+        ("train_examples", 3),
+        ("batch", 0),
+        ("learning_rate", 0.0),
+        ("enough", 2.0),
+    ],
 )
 def test_a_recipe_that_cannot_run_is_refused_by_name(field, value):
     with pytest.raises(ValueError, match=rf"{field}.*{value}"):

@@ -23,7 +23,9 @@ from fem.train.model import build_model
 from fem.train.saving import SavingTrainer
 from fem.train.tokenizer import END, train_tokenizer
 from fem_research.demo import experiment as demo
+from fem_research.lm import finetune
 from fem_research.lm import small as lm
+from fem_research.lm.settings import FinetuneRecipe
 from fem_research.lm.text import build_corpus, python_documents, read_text
 
 TINY = lm.LanguageRecipe(
@@ -271,6 +273,15 @@ def test_the_demo_writes_everything_it_promises(text, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_a_model_is_trained_further_with_every_mixer(architecture, text, tmp_path):
+    sizes = {"layers": 1, "width": 16, "heads": 2, "vocabulary": 300, "context": 24, "batch": 4}
+    recipe = FinetuneRecipe(text=text, architecture=architecture, steps=2, further_steps=2, runs=1, **sizes)
+    found = finetune.run(recipe, tmp_path / "run")["finetune"]
+    assert found.keys() == set(recipe.mixer_names)
+    assert all(math.isfinite(row["after"][0]) for row in found.values())
+
+
 def test_training_learns_what_the_text_repeats(corpus):
     _, result, log = trained(corpus, replace(TINY, steps=150, learning_rate=5e-3))
     losses = [point["val_loss"] for point in log]

@@ -349,6 +349,7 @@ def _watched(draw, seen, *arguments):
         ({"tasks": "ett-events"}, "give --ett"),
         ({"tasks": "speakers"}, "give --play"),
         ({"tasks": "flights"}, "give --flights"),
+        ({"tasks": "peak", "ett": Path("ETTm1.csv")}, "--ett is data that none of the tasks reads"),
         ({"mixers": "softmax+X"}, "mixer must be"),
         ({"mixers": "pool:max"}, "need --tasks bags"),
         ({"learning_rates": "fast"}, "learning_rates must be numbers"),

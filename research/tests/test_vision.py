@@ -243,6 +243,8 @@ def test_hidden_states_are_those_between_the_blocks():
         ({"intermediate_size": 0}, ValueError, "intermediate_size must be a positive integer or None, got 0"),
         ({"pooling": "max"}, ValueError, "pooling must be cls or mean, got 'max'"),
         ({"drop_path_rate": 1.0}, ValueError, "drop_path_rate must be below 1, got 1.0"),
+        ({"mixer": {"n_head": 2}}, ValueError, "mixer must leave n_head to the model's num_attention_heads"),
+        ({"layer_norm_eps": -1.0}, ValueError, "layer_norm_eps must be 0 or more, got -1.0"),
         ({"mixer": {"causal": True}}, ValueError, "mixer must leave causal False"),
         ({"prior_type": "none"}, ValueError, "prior_type must be one of"),
         ({"mixer": {"use_cnov": True}}, TypeError, "did you mean 'use_conv'"),

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from fem import __version__, cli, extras
 from fem.commands import train as train_command
 from fem.doctor import card
-from fem.plots import Panel, channel_readings, dots, learning_curves
+from fem.plots import channel_readings
 from fem.runs import run as recipe
 from fem.runs import tables
 from fem.runs.run import open_run, option
@@ -390,17 +390,11 @@ def test_a_table_without_rows_is_empty(tmp_path, capsys):
     assert not capsys.readouterr().out.strip()
 
 
-def test_plots_are_written(tmp_path):
-    series = {"FEM": [([0, 1], [1.0, 0.5]), ([0, 1], [1.1, 0.6])], "other": [([0, 1], [1.0, 0.9])]}
-    learning_curves(tmp_path / "curves.png", "title", [Panel("loss", "step", series)] * 2, {"FEM": "#1f5fbf"})
-    scores = {"one": {"FEM": [0.5, 0.6], "other": [0.4]}, "two": {"other": [1]}}
-    for floors in ({"one": 0.3}, {"three": 0.3}):
-        dots(tmp_path / "dots.png", "title", scores, {"FEM": "#1f5fbf"}, floors, "guessing")
+def test_a_picture_of_readings_is_written(tmp_path):
     weights = np.full((3, 4), 0.25)
     heads = [("one", weights[0], weights), ("two", weights[0], weights)]
     channel_readings(tmp_path / "reading.png", "title", ["a", "$^$", "c", "<|end|>"], heads)
-    for name in ("curves.png", "dots.png", "reading.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "reading.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_doctor_looks_at_the_card_and_keeps_a_page(tmp_path):

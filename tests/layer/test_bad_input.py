@@ -18,6 +18,7 @@ NAN, INF = float("nan"), float("inf")
 X = torch.zeros(2, 6, 64)
 NESTED = torch.nested.nested_tensor([*X], layout=torch.jagged)
 ONES = torch.ones(2, 6, dtype=torch.bool)
+NORMALISED = {"normalize": True, "mamba_normalize": True}
 LINEAR, GLA, MAMBA = ({"prior_type": name} for name in ("linear", "gla", "mamba"))
 
 
@@ -402,6 +403,7 @@ TABLE = [
     (lambda: fem.parameter_groups([X], 0.1), {}, TypeError, "model must be a torch.nn.Module, got a list"),
     # A second list, over the whole surface: fields that nothing would read.
     (config, {"use_temperature": False, "lambda_init": -3.0}, ValueError, "lambda_init needs use_temperature=True"),
+    (config, NORMALISED | {"use_conv": False, "conv_hidden": 64}, ValueError, "conv_hidden needs use_conv=True"),
     (config, {"free_share": 0.5, "lambda_init": -3.0}, ValueError, "lambda_init needs .* without free_share"),
     (config, {"rope_theta": 5.0, "rope_frequencies": (1.0,) * 8}, ValueError, "rope_theta needs .* without rope_"),
     (config, {"use_temperature": False, "beta_max_init": 2.5}, ValueError, "beta_max_init needs use_temperature=True"),

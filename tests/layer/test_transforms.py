@@ -31,6 +31,14 @@ def test_forward_mode_is_the_slope(family):
     torch.testing.assert_close(slope, wanted.detach(), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("family", ["softmax grouped", "gla"])
+def test_a_linearised_layer_has_its_slope(family):
+    x, keep, ids, loss, weights = make(family)
+    dx = torch.randn_like(x)
+    _, along = torch.func.linearize(lambda x: loss(weights, x, keep, ids), x)
+    torch.testing.assert_close(along(dx), jvp(lambda x: loss(weights, x, keep, ids), (x,), (dx,))[1])
+
+
 @families
 def test_gradients_per_sample_add_up(family):
     layer, x = make_layer(**FAMILIES[family]), tokens(time=7)

@@ -169,6 +169,31 @@ def test_a_replaced_part_is_not_put_into_other_layers(tmp_path):
         load_replaced(tmp_path)
 
 
+class Reward(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model, self.head = lively(HOSTS["llama"]()), torch.nn.Linear(VOCABULARY, 1)
+
+
+def test_a_model_within_a_module_is_saved_with_its_free_energy(tmp_path):
+    whole = replace_attention(Reward())
+    awake(whole.model).save_pretrained(tmp_path)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(opened(tokens(1, 7)).logits, whole.model(tokens(1, 7)).logits)
+    with pytest.raises(ValueError, match=r"layers must count within a model .* replace its LlamaForCausalLM alone"):
+        replace_attention(Reward(), layers=[0])
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_a_model_of_two_models_opens_again(preserve, tmp_path):
+    decoder = transformers.BertConfig(**BERT, is_decoder=True, add_cross_attention=True)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(transformers.BertConfig(**BERT), decoder)
+    model = replace_attention(lively(transformers.EncoderDecoderModel(config)), preserve=preserve)
+    model.save_pretrained(tmp_path)
+    given = {"input_ids": tokens(1, 7), "decoder_input_ids": tokens(1, 5)}
+    torch.testing.assert_close(load_replaced(tmp_path)(**given).logits, model(**given).logits)
+
+
 def test_adapters_come_after_the_replacement():
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(HOSTS["llama"](), peft.LoraConfig(target_modules=["q_proj"]))

@@ -24,10 +24,11 @@ from fem import (
     replace_attention,
 )
 from fem.functional import softmax_read
-from fem.models import FEMForCausalLM
+from fem.models import FEMForCausalLM, FEMForImageClassification, FEMImageConfig
 
 pytestmark = pytest.mark.usefixtures("as_users_run")  # shapes of an export are symbols
 ANY = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+IMAGE = {"image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 QUICK = "rnn_decay"  # an exported step is slow to trace
 EVERY_PRIOR = [prior if prior == QUICK else pytest.param(prior, marks=pytest.mark.slow) for prior in PRIORS]
 
@@ -80,6 +81,15 @@ def test_a_layer_exported_with_gradients_has_those_of_the_layer(prior):
         torch.testing.assert_close(a, b, **within, msg=lambda m, n=name: f"{n}: {m}")
 
 
+class Logits(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixels):
+        return (self.model(pixels).logits,)
+
+
 class Read(nn.Module):
     def __init__(self, **how):
         super().__init__()
@@ -109,17 +119,23 @@ def test_an_exported_read_is_exact_where_a_later_value_drowns_all_others(how):
 
 
 @pytest.mark.parametrize(
-    "kind", ["cross", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("window", "pooling"))]
+    "kind", ["cross", "query", "image", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("window", "pooling"))]
 )
 def test_reads_with_masks_are_exported_for_any_batch_and_length(kind):
     draw = {
         "window": lambda rows, time: (*(torch.randn(rows, time, 2, 4) for _ in range(3)), torch.rand(rows, time) > 0.3),
         "pooling": lambda rows, time: (torch.randn(rows, time, 16), torch.rand(rows, time) > 0.3),
+        "query": lambda rows, time: (torch.randn(rows, time, 16), torch.rand(rows, time) > 0.3),
         "cross": lambda rows, time: (torch.randn(rows, time + 1, 16), torch.randn(rows, time, 16)),
+        "image": lambda rows, time: (torch.randn(rows, 3, 8, 8),),
     }[kind]
     layer = {"window": Read(window=3), "pooling": FreeEnergyPooling(16, 2, 3), "cross": FreeEnergyCrossMixer(16, 2)}
+    layer |= {
+        "query": FreeEnergyPooling(16, 2),
+        "image": Logits(FEMForImageClassification(FEMImageConfig(**IMAGE)).eval()),
+    }
     with torch.no_grad():
-        program = exported(layer[kind], *draw(2, 7)).module()
+        program = exported(layer[kind], *draw(2, 7), sizes={0: Dim.DYNAMIC} if kind == "image" else ANY).module()
         for rows, time in ((1, 4), (3, 9)):
             inputs = draw(rows, time)
             for found, expected in zip(program(*inputs), layer[kind](*inputs)):

@@ -41,6 +41,8 @@ def softmax_model() -> FEMForCausalLM:
     return lively(FEMForCausalLM(small_config()))
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
 # --- the loss
 
 
@@ -62,6 +64,32 @@ def test_chunked_loss_and_gradients_equal_the_loss_of_transformers(monkeypatch, 
             torch.autograd.grad(3 * ours, (hidden, weight)), torch.autograd.grad(3 * plain, (hidden, weight))
         ):
             torch.testing.assert_close(mine, reference)
+
+
+def test_second_derivatives_of_the_loss_are_those_of_its_logits(softmax_model):
+    model, ids = softmax_model.double(), tokens(2, 9)
+    weights = tuple(model.parameters())
+
+    def along_itself(value):
+        gradients = torch.autograd.grad(value, weights, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in gradients), weights)
+
+    expected = along_itself(ForCausalLMLoss(model(ids).logits.double(), ids, VOCABULARY))
+    for found, wanted in zip(along_itself(model(ids, labels=ids).loss), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    named = dict(model.named_parameters())
+    of_labels = lambda p: torch.func.functional_call(model, p, (ids,), {"labels": ids}).loss  # noqa: E731
+    mapped = torch.func.grad(of_labels)(named)
+    for name, wanted in zip(named, torch.autograd.grad(of_labels(named), weights), strict=True):
+        torch.testing.assert_close(mapped[name], wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_the_loss_makes_no_gradient_for_a_frozen_head():
+    hidden, weight, targets = torch.randn(1, 4, 3, requires_grad=True), torch.randn(VOCABULARY, 3), tokens(1, 4)
+    found = loss.cross_entropy(hidden, weight, targets)
+    assert found.grad_fn.next_functions[0][0].saved_tensors[1] is None
+    plain = F.cross_entropy((hidden @ weight.T)[0], targets[0])
+    torch.testing.assert_close(*(torch.autograd.grad(x, hidden)[0] for x in (found, plain)))
 
 
 def test_model_loss_equals_the_loss_of_its_logits(kind_of_model):
@@ -411,6 +439,10 @@ def test_swiglu_follows_the_width_unless_given():
         ({"rope_parameters": {"rope_type": "linear"}}, ValueError, "cannot be read by transformers.*factor"),
         ({"rope_parameters": {"rope_theta": 5.0}, "mixer": {"rope_theta": 6.0}}, ValueError, "rope_theta is given"),
         ({"mixer": {"rope_factor": 2.0}}, ValueError, "rope_parameters"),
+        ({"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 6.0}, ValueError, "rope_theta is given twice"),
+        ({"rope_parameters": YARN, "rope_scaling": YARN | {"factor": 2.0}}, ValueError, "rope_scaling, is given twice"),
+        ({"rope_parameters": YARN | {"type": "linear"}}, ValueError, "rope_type is given twice, 'linear' and 'yarn'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ValueError, "got partial_rotary_factor = 0.5, which"),
     ],
 )
 def test_impossible_configurations_are_refused_in_one_sentence(fields, error, words):

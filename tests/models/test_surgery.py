@@ -509,9 +509,23 @@ def test_what_a_kernel_reads_beside_its_mask_is_refused(preserve, kernel, what, 
 
 def test_a_fresh_mixer_has_the_window_without_a_mask():
     model = lively(replace_attention(decoder("mistral"), preserve=False))
+    assert {m.config.window for m in model.modules() if isinstance(m, FreeEnergyMixer)} == {5}
     masked = model(tokens(1, 11)).logits
     model.config._attn_implementation = "flash_attention_2"
     close(model(tokens(1, 11)).logits, masked, 1e-5)
+
+
+def test_a_fresh_mixer_has_no_window_where_the_original_reads_none():
+    model = decoder("llama")
+    model.config.sliding_window = 5
+    replace_attention(model, preserve=False)
+    assert {m.config.window for m in model.modules() if isinstance(m, FreeEnergyMixer)} == {None}
+
+
+def test_a_replaced_model_has_shapes_without_values():
+    with torch.device("meta"):
+        model = replace_attention(decoder("llama"))
+    assert model(torch.zeros(1, 11, dtype=torch.long, device="meta")).logits.shape == (1, 11, VOCABULARY)
 
 
 @pytest.mark.parametrize("fields, words", [

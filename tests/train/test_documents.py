@@ -142,6 +142,8 @@ def test_what_is_not_read_is_said(tmp_path, capsys):
     assert "'english' is not read" in told[0]
     assert "vocabulary = 999 is not read" in told[1]
     assert told[2].endswith("are not read: b.csv, c.pdf, d.json and 1 more.")
+    data.say_unread(tiny(tmp_path / "in" / "a.txt", field="body"))
+    assert "field = 'body' is not read" in capsys.readouterr().err
     data.say_unread(tiny(tmp_path / "in" / "a.txt"))
     assert capsys.readouterr().err == ""
 

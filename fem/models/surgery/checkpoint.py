@@ -92,8 +92,8 @@ def replaced_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]
         if config._attn_implementation == REFUSAL:
             config._attn_implementation = None
         config.__class__ = config.original  # parts built through an Auto class are the original's
+        self.__class__ = architecture  # whose constructor may compare the config's class with its own
         architecture.__init__(self, config, *args, **kwargs)
-        self.__class__ = architecture
         for call in calls:
             apply(self, **call)
             record(self, call)

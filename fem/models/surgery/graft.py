@@ -12,10 +12,11 @@ from fem.mixer import FreeEnergyMixer
 from fem.models.surgery import multihead, timm
 from fem.models.surgery.head import LAMBDA_INIT, FreeEnergyHead
 from fem.models.surgery.site import CrossAttention, Refused, Site
+from fem.prior_table import ROTARY
 
 DECIDED = (
     *("n_embd", "n_head", "n_kv_head", "fem_dim", "fem_ratio", "qk_dim", "p_t_to_fem_ratio", "causal", "window"),
-    *("bias", "dropout", "use_rope", "rope_theta", "normalize", "mamba_normalize", "decay", "ssm_rank"),
+    *("bias", "dropout", "use_rope", "rope_theta", *ROTARY, "normalize", "mamba_normalize", "decay", "ssm_rank"),
 )
 
 

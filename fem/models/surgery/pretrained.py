@@ -96,8 +96,17 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
         widths={"n_kv_head": kv_heads, "fem_dim": heads * width, "qk_dim": heads * width},
         graft=lambda head: _graft(module, head),
         swap=partial(_swap, module, parent) if projections in SWAPPED else None,
-        softmax_fields={"n_kv_head": kv_heads, "window": getattr(module, "sliding_window", None)},
+        softmax_fields={"n_kv_head": kv_heads, "window": _window(module)},
     )
+
+
+def _window(module: nn.Module) -> int | None:
+    """The layer's own window, or the config's where the forward pass hands that on, as Mistral's does."""
+    if hasattr(module, "sliding_window"):
+        return module.sliding_window
+    code = inspect.unwrap(type(module).forward).__code__
+    reads = "sliding_window" in (*code.co_names, *code.co_consts)
+    return getattr(module.config, "sliding_window", None) if reads else None
 
 
 def _width(module: nn.Module, heads: int | None) -> int | None:
@@ -256,7 +265,8 @@ def _check_mask(attention_mask, keys: int, further: dict) -> None:
     if window is not None and window < keys:
         raise ValueError(f"attention_mask must hold the window of {window} of {keys} keys, got none; {BY_MASKS}.")
     packed = further.get("cu_seq_lens_q") is not None
-    if not packed and isinstance(position, Tensor) and position.dim() == 2 and not torch.compiler.is_compiling():
+    looks = isinstance(position, Tensor) and not position.is_meta and not torch.compiler.is_compiling()
+    if not packed and looks and position.dim() == 2:
         packed = bool((position.diff(dim=-1) <= 0).any())
     if packed:
         raise ValueError(

@@ -53,10 +53,26 @@ def replace_attention(
     layers = list(layers) if isinstance(layers, Iterable) else layers
     if layers is not None and (not isinstance(layers, list) or len(set(layers)) != len(layers) or not layers):
         raise ValueError(f"layers must be a list of indices, each once, or None for all, got {layers!r}.")
+    saved = _saved_by_themselves(model)
+    if layers is not None and saved and saved[0] is not model:
+        raise ValueError(
+            f"layers must count within a model that is saved by itself, got {layers} of all of model; replace its "
+            f"{type(saved[0]).__name__} alone."
+        )
     model = apply(model, prior_type, preserve, layers, config)
-    if hasattr(getattr(model, "config", None), "save_pretrained"):
+    for part in saved:
         from fem.models.surgery.checkpoint import record
 
         call = {"prior_type": prior_type, "preserve": preserve, "layers": layers, "config": config}
-        record(model, call | {"self_attentions": count_self_attentions(model)})
+        record(part, call | {"self_attentions": count_self_attentions(part)})
     return model
+
+
+def _saved_by_themselves(model: nn.Module) -> list[nn.Module]:
+    """The outermost transformers models in it, which may be the model itself."""
+    found = {}
+    for path, module in model.named_modules():
+        own = hasattr(module, "save_pretrained") and hasattr(getattr(module, "config", None), "save_pretrained")
+        if own and not any(f"{path}.".startswith(f"{outer}." if outer else "") for outer in found):
+            found[path] = module
+    return list(found.values())

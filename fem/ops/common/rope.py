@@ -90,4 +90,4 @@ def turns(positions: range, frequency: Float64[Tensor, " planes"], factor: float
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.chunk(2, -1)
-    return torch.cat([torch.addcmul(low * cos, high, sin, value=-1), torch.addcmul(high * cos, low, sin)], -1)
+    return torch.cat([torch.addcmul(low * cos, high, -sin), torch.addcmul(high * cos, low, sin)], -1)

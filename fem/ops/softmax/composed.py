@@ -249,8 +249,9 @@ def _definition_where(doubtful, free_energy, q, k, f, beta, mask, scale: float) 
     k, level = per_head(k, 2), beta * per_head(f, 2)
     mask = mask.expand(q.shape[0], heads, q.shape[1], k.shape[1])  # of whole shapes: none is broadcast
     lift, doubtful, q, k, level = (x.transpose(1, 2) for x in (free_energy * beta, doubtful, q, k, level))
-    recomputed = lambda *inputs: torch.where(doubtful, _definition(*inputs, scale), lift)  # noqa: E731
-    proven = lambda *inputs: lift.clone()  # noqa: E731
+    dense = lambda x: x.clone(memory_format=torch.contiguous_format)  # noqa: E731  (of one query strides differ)
+    recomputed = lambda *inputs: dense(torch.where(doubtful, _definition(*inputs, scale), lift))  # noqa: E731
+    proven = lambda *inputs: dense(lift)  # noqa: E731
     with without_gradient():
         return torch.cond(doubtful.any(), recomputed, proven, (q, k, level, mask)).transpose(1, 2) / beta
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from fem.checks import finite_number
 from fem.runs.recipes import require_one_of, require_positive
 from fem.runs.run import option
 
@@ -33,6 +34,7 @@ class ArgmaxRecipe:
     def __post_init__(self):
         require_positive(self, *(name for name in asdict(self) if name not in ("enough", "seed", "form")))
         require_one_of("form", self.form, FORMS)
+        finite_number("enough", self.enough, 0.0, 1.0)
         if self.channels % self.heads:
             raise ValueError(f"heads must divide channels = {self.channels}, got heads = {self.heads}.")
         if self.train_examples < self.batch:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from fem.plots import Panel, learning_curves
 from fem.runs.run import command_line, open_run, progress, provenance
 from fem.runs.tables import markdown_table, show_table, write_page, write_table
 from fem_research.bench.cases import BY_TOKEN, TABLE5, TABLE7, BenchRecipe, Case
 from fem_research.bench.workloads import BASELINE, OWN_LAYER, colour_of, measure, measure_tokens, shown
 from fem_research.common.measure import cpu_threads
+from fem_research.common.plots import Panel, learning_curves
 
 Results = list[tuple[Case, dict[str, dict]]]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fem.plots import Panel, dots, learning_curves
 from fem_research.common.names import colour, display
+from fem_research.common.plots import Panel, dots, learning_curves
 
 Curves = Mapping[str, Sequence[Sequence[Mapping]]]  # by mixer, then by seed: points
 
@@ -18,7 +18,7 @@ def scores(
     floors: Mapping[str, float] | None = None,
     floor: str = "",
 ) -> None:
-    """A dot for every number, {panel: {mixer: a number per seed}}, and `floors` as `fem.plots.dots` draws them."""
+    """A dot for every number, {panel: {mixer: a number per seed}}, and `floors` as `plots.dots` draws them."""
     named = {panel: {display(mixer): numbers for mixer, numbers in rows.items()} for panel, rows in panels.items()}
     dots(path, title, named, _colours(mixer for rows in panels.values() for mixer in rows), floors, floor)
 

@@ -20,7 +20,7 @@ from fem.models.presets import preset
 from fem.runs.run import option
 from fem.train.checkpoints import STAGING
 from fem.train.saving import NotFinite, SavingTrainer
-from fem.train.watch import Watch, validations
+from fem_research.common.watch import Watch, validations
 from fem_research.lm.text import Corpus
 
 SOFTMAX_ATTENTION = {"use_conv": False, "use_temperature": False, "use_lse": False, "use_outer_gate": False}

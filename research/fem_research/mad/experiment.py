@@ -12,13 +12,14 @@ from statistics import mean
 
 import pandas as pd
 
-from fem.plots import dots, picture
+from fem.plots import picture
 from fem.runs.run import RUNS, check_output, command_line, progress, provenance
 from fem.runs.tables import markdown_table, write_page
 from fem_research.common.grid import Grid, publish
 from fem_research.common.mixers import known
 from fem_research.common.names import KEY, colour, display
 from fem_research.common.paired import shown, spread
+from fem_research.common.plots import dots
 from fem_research.common.sweep import sweep
 from fem_research.mad.settings import PROFILES, MADRecipe, Profile
 from fem_research.mad.training import Point, train

@@ -58,6 +58,10 @@ class RegimesRecipe:
         for task in self.task_names:
             if task in OF_FILES and getattr(self, OF_FILES[task]) is None:
                 raise ValueError(f"the task {task} needs its data: give --{OF_FILES[task]} FILE.")
+        read = {OF_FILES.get(task) for task in self.task_names}
+        for name in sorted(set(OF_FILES.values()) - read):
+            if getattr(self, name) is not None:
+                raise ValueError(f"--{name} is data that none of the tasks reads, got --tasks {self.tasks}.")
         if set(POOLS) & set(self.rows) and not set(self.task_names) <= set(POOLED):
             raise ValueError(
                 f"mixers such as {POOLS[0]} pool a set; they need --tasks bags or speakers, got {self.tasks!r}."

@@ -13,10 +13,10 @@ from transformers.utils.logging import disable_progress_bar
 from fem.models import FEMForImageClassification, FEMImageConfig
 from fem.train.checkpoints import STAGING
 from fem.train.saving import SavingTrainer
-from fem.train.watch import Watch, validations
 from fem_research.common.blocks import convolve
 from fem_research.common.mixers import fields_of
 from fem_research.common.names import display
+from fem_research.common.watch import Watch, validations
 from fem_research.vision.images import Batches, Pictures, View
 from fem_research.vision.settings import VisionRecipe
 
