@@ -13,7 +13,7 @@ from fem.inspect.settings import MOST_TOKENS, InspectRecipe
 def command(
     model: Annotated[str, typer.Option(help="Folder of a model, or the output of fem train or fem demo.")],
     text: Annotated[str, typer.Option(help=f"The text to read, of at most {MOST_TOKENS} tokens.")] = "",
-    layers: Annotated[str | None, typer.Option(help='Layers to show, such as "1,4"; all by default.')] = None,
+    layers: Annotated[str | None, typer.Option(help='Of the layers of FEM those to show, such as "1,4".')] = None,
     output: Annotated[Path, typer.Option(help="Folder of page, picture and tables.")] = Path("runs/inspect"),
 ):
     """What each channel of each head reads from a text: a page to explore, a picture, and tables."""

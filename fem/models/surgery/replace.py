@@ -35,9 +35,10 @@ def replace_attention(
     order of model.modules(); None: all. config: fields of FreeEnergyMixerConfig, where the original does not decide.
 
     Make the optimizer afterwards, or it lacks the new parameters. Those of lambda and beta have tiny gradients at first
-    and need some 30 times the original's rate (FreeEnergyHead.temperature_parameters). A transformers model notes the
-    call in its config: save it with save_pretrained, load it with an Auto class or `fem.models.load_replaced`; its
-    original class refuses such a folder. Any other model, and a part of one: build, replace, load_state_dict.
+    and need some 30 times the original's rate (FreeEnergyHead.temperature_parameters). A transformers model, and each
+    inside a model of another kind, notes the call in its config: save it with save_pretrained, load it with an Auto
+    class or `fem.models.load_replaced`; its original class refuses such a folder. Any other model, and a part of one:
+    build, replace, load_state_dict.
 
     Raises ValueError on attention that cannot be replaced, by name, on a model with adapters, on layers out of range or
     replaced before, and on fields that the original decides; TypeError on unknown fields.
