@@ -24,6 +24,7 @@ from said import level_at, results
 from said_language import (
     ALONE,
     ATTENTION,
+    BROAD,
     CONV,
     NO_F_32,
     SLIM_32,
@@ -65,7 +66,8 @@ def language() -> list[str]:
     timed = losses("ablate_16m_time")
     at_4, split = losses("ablate_16m_rate4"), loss("ablate_16m_split", "-C/r8/s.5")
     timed_split = losses("ablate_16m_split_time")
-    late = twice_the_tokens()
+    late, late_broad = map(twice_the_tokens, (ATTENTION, BROAD))
+    later = " and ".join(short(their - our, 3) for our, their in zip(late_broad, late))
     earlier, lower = (" and ".join(short(nats, 3) for nats in widened(over)) for over in (ATTENTION, NO_F_32))
     layers = [weights(**GATE_AND_C, **wide) for wide in ({}, {"conv_hidden": 128})]
     return [
@@ -102,7 +104,7 @@ def language() -> list[str]:
         f"{two_lead(SLIM_32)} below and the gate and the conditioner alone {two_lead(NO_F_32)}, each at the "
         f"better of two rates, two seeds, with {more_time(SLIM_32):.0f} and {more_time(NO_F_32):.0f} % more time.",
         f"two blocks with the gate and the conditioner alone end another {lower} lower",
-        f"they end {short(late[0] - late[1], 3)} below attention, after 4M {earlier} on two seeds.",
+        f"they end {later} below attention, after 4M {earlier} on two seeds.",
         f"grows from {layers[0] / weights(**PLAIN):.2f} to {layers[1] / weights(**PLAIN):.2f} times attention's.",
         "The texts: 16.0M and 1.8M tokens are program source, Python's and torch's, and what is held out is code of "
         "the same projects; 3.1M are Python's sources and help topics; 0.3M and 1.0M are speeches.",

@@ -35,7 +35,7 @@ from claims import (
 )
 from said import results
 from said_costs import recalled
-from said_language import NO_F_32, SLIM_32, heavier, twice_the_tokens, two_blocks_at_best
+from said_language import BROAD, NO_F_32, SLIM_32, heavier, twice_the_tokens, two_blocks_at_best
 from said_tasks import SETS, heads_step, pooled
 
 from fem_research.common.paired import in_words
@@ -63,7 +63,7 @@ def readme() -> list[str]:
     many, slim_64 = "softmax/h256/norope", "softmax+CLTG/r16"
     plain, alone, whole = (mean(two_blocks_at_best(row)) for row in ("-C,G,T,L", NO_F_32, SLIM_32))
     timed, slower = losses("ablate_16m_split_time"), losses("ablate_16m_time")
-    twice = twice_the_tokens()
+    twice = [mean(twice_the_tokens(row)) for row in ("-C,G,T,L", BROAD)]
     later = score("peak-64", many, "regimes_peak64_8000")
     return [
         f"it explains {100 * score('peak-64', slim_64, WIDE_RUN):.0f} % of the variance, and attention with its best "
@@ -101,7 +101,7 @@ def readme() -> list[str]:
         f"| loss: {at_best_rates('-C,G,T,L')} → {at_best_rates('+C,G/r8')} nats per token | source code, 16M tokens, "
         f"width 128; all of slim FEM {at_best_rates('full/r8')}. [Two blocks of width 512](results/ablate_512_two.md), "
         f"4M tokens, nearly equal training time: {plain:.3f} → {alone:.3f}, all of slim FEM "
-        f"{whole:.3f}; 8M tokens, one seed, a wider conditioner: {twice[0]:.3f} → {twice[1]:.3f}. "
+        f"{whole:.3f}; 8M tokens, a wider conditioner: {twice[0]:.3f} → {twice[1]:.3f}. "
         f"In equal time at width 128, one seed each, the gate and the conditioner are "
         f"{timed['-C,G,T,L'] - timed['+C,G/r8']:.3f} ahead of attention, which gains {by_its_best_rate()} by its best "
         "learning rate; slim FEM, at a lower rate, is "

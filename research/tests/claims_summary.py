@@ -41,7 +41,16 @@ from claims import (
     with_heads,
 )
 from said import results
-from said_language import BROAD, NO_F_32, SLIM_32, heavier, twice_the_tokens, two_blocks, two_blocks_at_best
+from said_language import (
+    BROAD,
+    NO_F_32,
+    SLIM_32,
+    SPLIT_BROAD,
+    heavier,
+    twice_the_tokens,
+    two_blocks,
+    two_blocks_at_best,
+)
 from said_tasks import DOUBLE, heads_step, pooled
 
 from fem_research.common.paired import shown
@@ -109,7 +118,9 @@ def summary() -> list[str]:
     gained_lt = paired_mad("softmax+CLT", "softmax+C")
     plain, alone, whole = (mean(two_blocks_at_best(row)) for row in ("-C,G,T,L", NO_F_32, SLIM_32))
     broad = mean(two_blocks(BROAD, 0.001))
-    late_plain, late_broad, late_slim, late_split = (f"{nats:.3f}" for nats in twice_the_tokens())
+    late_plain, late_broad, late_slim, late_split = (
+        ", ".join(f"{nats:.3f}" for nats in twice_the_tokens(row)) for row in ("-C,G,T,L", BROAD, SLIM_32, SPLIT_BROAD)
+    )
     lost = results("ablate_time")["ablate"]["full"]["below attention, paired"]
     lengths = ("32", "512", "2048")
     return [
@@ -199,8 +210,8 @@ def summary() -> list[str]:
         f"| {mses['patchtst']} (PatchTST, {sizes['patchtst']:,} parameters) | {mses['femforecaster']} "
         f"(`FEMForecaster`, {sizes['femforecaster']:,}) | not at equal parameters, not taken apart; DLinear "
         f"({sizes['dlinear']:,}) {mses['dlinear']} |",
-        f"one seed, one rate | {late_plain} | {late_slim} | slim; the slim outer gate and the conditioner alone, the "
-        f"wider one, have {late_broad}, split values with it {late_split} |",
+        f"2 seeds, one rate | {late_plain} | {late_slim}, first seed | slim; the slim outer gate and the conditioner "
+        f"alone, the wider one, have {late_broad}, split values with it, on the first seed, {late_split} |",
         f"attention has {weights(**PLAIN):,} parameters and caches {cached(**PLAIN):,} bytes a token. Full FEM has "
         f"{weights():,}, of which the conditioner {weights() - weights(use_conv=False):,}, and the same cache.",
         f"cache {cached(gate_rank=4, use_conv=False):,}, {cached(gate_rank=8):,} and {cached(gate_rank=32):,} bytes",

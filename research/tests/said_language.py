@@ -196,8 +196,8 @@ def ablate_512_two() -> list[float]:
     (bare,), at_low = two_blocks(ATTENTION, high), {row: two_blocks(row, low) for row in TWO_BLOCKS}
     plain, alone, broad, narrow, double, whole, whole_broad = (at_low[row][0] for row in TWO_BLOCKS)
     (costs, xeon), (slower, fastest) = map(two_costs, ("c128", "")), of(page, "ms a step", SLIM_32, ATTENTION)
-    timed, twice = (NO_F_32, SLIM_32, SLIM_BROAD, DOUBLE, NARROW), twice_the_tokens()
-    taken = [recipe(run)["steps"] / of(run, "tokens/s", row)[0] for row, run in TWICE.items()]
+    timed = NO_F_32, SLIM_32, SLIM_BROAD, DOUBLE, NARROW
+    late, late_broad, (late_slim,), (late_split,) = map(twice_the_tokens, TWICE)
     return [
         *(x for row in (NO_F_32, SLIM_32) for x in paired(two_blocks_at_best(ATTENTION), two_blocks_at_best(row))),
         *(mean(two_blocks_at_best(row)) for row in (NO_F_32, SLIM_32, ATTENTION)),
@@ -205,12 +205,10 @@ def ablate_512_two() -> list[float]:
         *(*at_low[BROAD], *widened(NO_F_32), whole_broad, broad - whole_broad, whole - whole_broad),
         *(more_time(SLIM_BROAD, BROAD), at_low[SLIM_BROAD][1], at_low[BROAD][1] - at_low[SLIM_BROAD][1]),
         low,
-        *twice[:2],
-        twice[0] - twice[1],
-        *widened(ATTENTION),
-        100 * (1 - taken[1] / taken[0]),
-        *(0.2, twice[2], twice[0] - twice[2], twice[2] - twice[1], plain - whole),  # .2 by the rule
-        *(twice[3], twice[3] - twice[1], two_costs("split")[SPLIT_BROAD] / two_costs("split")[BROAD]),
+        *(*late, *late_broad, *(their - our for our, their in zip(late_broad, late)), *widened(ATTENTION)),
+        *(100 * (took_longer(seed) - 1) for seed in ("", "_seed1")),
+        *(0.2, late_slim, late[0] - late_slim, late_slim - late_broad[0], plain - whole),  # .2 by the rule
+        *(late_split, late_split - late_broad[0], two_costs("split")[SPLIT_BROAD] / two_costs("split")[BROAD]),
         *(narrow, alone - narrow, double),
         *(high, *leads, gap(page, SLIM_32), low, bare - plain, theirs[0] - alone, ours[0] - whole, 0.004, 0.0005, low),
         *(high, *wide, *of_wide),
@@ -226,10 +224,19 @@ def ablate_512_two() -> list[float]:
     ]
 
 
-def twice_the_tokens() -> tuple[float, ...]:
-    """Losses after 8M tokens with two blocks of width 512: attention, the gate and the wider conditioner, slim FEM,
-    split values with the wider conditioner."""
-    return tuple(nats for row, run in TWICE.items() for nats in losses(run, row))
+def twice_the_tokens(row: str) -> list[float]:
+    """Losses after 8M tokens with two blocks of width 512, seed by seed."""
+    runs = (run for run in (TWICE[row], f"{TWICE[row]}_seed1") if (PAGES / f"{run}.json").exists())
+    return [nats for run in runs for nats in losses(run, row)]
+
+
+def took_longer(seed: str) -> float:
+    """The time of the wider conditioner's training with 8M tokens over that of attention beside it."""
+    plain, broad = (
+        recipe(f"{TWICE[row]}{seed}")["steps"] / of(f"{TWICE[row]}{seed}", "tokens/s", row)[0]
+        for row in (ATTENTION, BROAD)
+    )
+    return broad / plain
 
 
 def two_blocks(row: str, rate: float) -> list[float]:
