@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -195,7 +196,7 @@ def test_a_run_writes_its_recipe_scores_table_and_plot(tmp_path):
         ("train_examples", 3),
         ("batch", 0),
         ("learning_rate", 0.0),
-        ("enough", 2.0),
+        ("enough", math.nan),
     ],
 )
 def test_a_recipe_that_cannot_run_is_refused_by_name(field, value):

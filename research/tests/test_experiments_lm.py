@@ -272,7 +272,6 @@ def test_the_demo_writes_everything_it_promises(text, tmp_path):
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["demo"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 def test_a_model_is_trained_further_with_every_mixer(architecture, text, tmp_path):
     sizes = {"layers": 1, "width": 16, "heads": 2, "vocabulary": 300, "context": 24, "batch": 4}
@@ -282,6 +281,7 @@ def test_a_model_is_trained_further_with_every_mixer(architecture, text, tmp_pat
     assert all(math.isfinite(row["after"][0]) for row in found.values())
 
 
+@pytest.mark.slow
 def test_training_learns_what_the_text_repeats(corpus):
     _, result, log = trained(corpus, replace(TINY, steps=150, learning_rate=5e-3))
     losses = [point["val_loss"] for point in log]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 from fem.checks import finite_number
@@ -24,7 +25,7 @@ class ArgmaxRecipe:
     test_examples: int = option(1_000, "Further examples, on which the trained readers are scored.")
     batch: int = option(32, "Examples per step.", called="batch_size")
     steps: int = option(4_000, "Most optimiser steps of each reader.")
-    enough: float = option(0.999, "Share of hits on the validation at which training stops.")
+    enough: float = option(0.999, "Share of hits on the validation at which training stops; above 1: never.")
     learning_rate: float = option(2e-2, "Learning rate of AdamW.")
     eval_every: int = option(250, "Steps between two validations.")
     seeds: int = option(3, "How many seeds.")
@@ -34,7 +35,7 @@ class ArgmaxRecipe:
     def __post_init__(self):
         require_positive(self, *(name for name in asdict(self) if name not in ("enough", "seed", "form")))
         require_one_of("form", self.form, FORMS)
-        finite_number("enough", self.enough, 0.0, 1.0)
+        finite_number("enough", self.enough, 0.0, math.inf)
         if self.channels % self.heads:
             raise ValueError(f"heads must divide channels = {self.channels}, got heads = {self.heads}.")
         if self.train_examples < self.batch:
