@@ -66,7 +66,11 @@ def language() -> list[str]:
     timed = losses("ablate_16m_time")
     at_4, split = losses("ablate_16m_rate4"), loss("ablate_16m_split", "-C/r8/s.5")
     timed_split = losses("ablate_16m_split_time")
-    two, at_512 = loss("ablate_512_two_rate1", "-C,G,T,L"), {"conditioner": ALONE, "conv": CONV, "parts": NO_F_32}
+    two = loss("ablate_512_two_rate1", "-C,G,T,L")
+    at_512 = {"conditioner": ALONE, "conv": CONV, "gate": "+G/r32", "parts": NO_F_32}
+        loss("ablate_512_two_rate1", "-C,G,T,L"),
+        {"conditioner": ALONE, "conv": CONV, "gate": "+G/r32", "parts": NO_F_32},
+    )
     apart = {name: short(two - loss(f"ablate_512_two_{name}_rate1", row), 3) for name, row in at_512.items()}
     late, late_broad = map(twice_the_tokens, (ATTENTION, BROAD))
     later = " and ".join(short(their - our, 3) for our, their in zip(late_broad, late))
@@ -106,7 +110,8 @@ def language() -> list[str]:
         f"{two_lead(SLIM_32)} below and the gate and the conditioner alone {two_lead(NO_F_32)}, each at the "
         f"better of two rates, two seeds, with {more_time(SLIM_32):.0f} and {more_time(NO_F_32):.0f} % more time.",
         f"[the conditioner alone](results/ablate_512_two.md) brings {apart['conditioner']} of the {apart['parts']} "
-        f"nats that it brings with the gate, a short convolution in its place {apart['conv']};",
+        f"nats that it brings with the gate, a short convolution in its place {apart['conv']}, the slim gate alone "
+        f"{apart['gate']}.",
         f"two blocks with the gate and the conditioner alone end another {lower} lower",
         f"they end {later} below attention, after 4M {earlier} on two seeds.",
         f"grows from {layers[0] / weights(**PLAIN):.2f} to {layers[1] / weights(**PLAIN):.2f} times attention's.",

@@ -199,6 +199,7 @@ def ablate_512_two() -> list[float]:
     timed = NO_F_32, SLIM_32, SLIM_BROAD, DOUBLE, NARROW
     late, late_broad, (late_slim,), (late_split,) = map(twice_the_tokens, TWICE)
     ((c_alone,), (taps,)) = losses(f"{page}_conditioner_rate1", ALONE), losses(f"{page}_conv_rate1", CONV)
+    (g_alone,) = losses(f"{page}_gate_rate1", "+G/r32")
     return [
         *(x for row in (NO_F_32, SLIM_32) for x in paired(two_blocks_at_best(ATTENTION), two_blocks_at_best(row))),
         *(mean(two_blocks_at_best(row)) for row in (NO_F_32, SLIM_32, ATTENTION)),
@@ -210,7 +211,7 @@ def ablate_512_two() -> list[float]:
         *(100 * (took_longer(seed) - 1) for seed in ("", "_seed1")),
         *(0.2, late_slim, late[0] - late_slim, late_slim - late_broad[0], plain - whole),  # .2 by the rule
         *(late_split, late_split - late_broad[0], two_costs("split")[SPLIT_BROAD] / two_costs("split")[BROAD]),
-        *(low, c_alone, plain - c_alone, plain - alone, taps, plain - taps),
+        *(low, c_alone, plain - c_alone, plain - alone, taps, plain - taps, g_alone, plain - g_alone),
         *(narrow, alone - narrow, double),
         *(high, *leads, gap(page, SLIM_32), low, bare - plain, theirs[0] - alone, ours[0] - whole, 0.004, 0.0005, low),
         *(high, *wide, *of_wide),
@@ -220,7 +221,7 @@ def ablate_512_two() -> list[float]:
         *(xeon[row] for row in (SLIM_32, NO_F_32)),
         *(low, low, high, high),
         *(*at_low[ATTENTION], bare),
-        *(*at_low[NO_F_32], *theirs, c_alone, taps, *at_low[BROAD], narrow, double, *wide),
+        *(*at_low[NO_F_32], *theirs, c_alone, g_alone, taps, *at_low[BROAD], narrow, double, *wide),
         *(*at_low[SLIM_32], *ours, *at_low[SLIM_BROAD]),
         *(low, low, high),
     ]
