@@ -68,9 +68,6 @@ def language() -> list[str]:
     timed_split = losses("ablate_16m_split_time")
     two = loss("ablate_512_two_rate1", "-C,G,T,L")
     at_512 = {"conditioner": ALONE, "conv": CONV, "gate": "+G/r32", "parts": NO_F_32}
-        loss("ablate_512_two_rate1", "-C,G,T,L"),
-        {"conditioner": ALONE, "conv": CONV, "gate": "+G/r32", "parts": NO_F_32},
-    )
     apart = {name: short(two - loss(f"ablate_512_two_{name}_rate1", row), 3) for name, row in at_512.items()}
     late, late_broad = map(twice_the_tokens, (ATTENTION, BROAD))
     later = " and ".join(short(their - our, 3) for our, their in zip(late_broad, late))
