@@ -13,7 +13,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fem.runs.run import first_line, note
-from fem.train.documents import content, hub_documents, local_documents, local_files, way_to_the_hub
+from fem.train.documents import TEXT, content, hub_documents, kind, local_documents, local_files, way_to_the_hub
 from fem.train.integrity import MANIFEST, damage, publish
 from fem.train.packing import Row, Share, ShuffledRows, TokenFile
 from fem.train.pieces import without_endless_words
@@ -97,7 +97,7 @@ def say_unread(recipe: TrainRecipe) -> None:
         note(f"subset is a hub dataset's, and the data are local files, so {recipe.subset!r} is not read.")
     if recipe.tokenizer is not None and recipe.vocabulary != TrainRecipe.vocabulary:
         note(f"the tokenizer given has its own entries, so vocabulary = {recipe.vocabulary} is not read.")
-    if files is not None and recipe.field != TrainRecipe.field and all(path.suffix.lower() == ".txt" for path in files):
+    if files is not None and recipe.field != TrainRecipe.field and all(kind(path) in TEXT for path in files):
         note(f"text files have no fields, so field = {recipe.field!r} is not read.")
     if files is not None and Path(recipe.data).is_dir():
         others = sorted({p for p in Path(recipe.data).rglob("*") if p.is_file()} - set(files))

@@ -229,8 +229,7 @@ def ablate_512_two() -> list[float]:
 
 def twice_the_tokens(row: str) -> list[float]:
     """Losses after 8M tokens with two blocks of width 512, seed by seed."""
-    runs = (run for run in (TWICE[row], f"{TWICE[row]}_seed1") if (PAGES / f"{run}.json").exists())
-    return [nats for run in runs for nats in losses(run, row)]
+    return on_both_seeds(TWICE[row], row)
 
 
 def took_longer(seed: str) -> float:
@@ -246,6 +245,11 @@ def two_blocks(row: str, rate: float) -> list[float]:
     """Losses of a row with two blocks of width 512, seed by seed."""
     own = "" if rate == 0.002 and row == SLIM_32 else TWO_BLOCKS[row]  # the page's own
     page = f"ablate_512_two{own}" + ("_rate1" if rate == 0.001 else "")
+    return on_both_seeds(page, row)
+
+
+def on_both_seeds(page: str, row: str) -> list[float]:
+    """Losses of a row on the first seed and, where it was run, on the second."""
     kept = [name for name in (page, f"{page}_seed1") if (PAGES / f"{name}.json").exists()]
     return [loss for name in kept if row in results(name)["ablate"] for loss in losses(name, row)]
 

@@ -61,10 +61,10 @@ def replace_attention(
             f"{type(saved[0]).__name__} alone."
         )
     model = apply(model, prior_type, preserve, layers, config)
+    call = {"prior_type": prior_type, "preserve": preserve, "layers": layers, "config": config}
     for part in saved:
         from fem.models.surgery.checkpoint import record
 
-        call = {"prior_type": prior_type, "preserve": preserve, "layers": layers, "config": config}
         record(part, call | {"self_attentions": count_self_attentions(part)})
     return model
 
