@@ -45,7 +45,7 @@ def steps() -> dict[str, Step]:
     }
 
 
-def examine(output: Path, only: str | None = None, shown: Callable[[str], None] = print) -> dict:
+def examine(output: Path, only: str | None = None) -> dict:
     """Run the steps and write results.json and report.md to `output`; returns what results.json holds."""
     known = steps()
     names = list(known) if only is None else listed(only)
@@ -57,7 +57,7 @@ def examine(output: Path, only: str | None = None, shown: Callable[[str], None] 
     write_json(output / CONFIG, {"experiment": "doctor"})
     outcomes = {}
     for name, step in chosen.items():
-        shown(f"{step.title} (at most {LIMIT} s)")
+        print(f"{step.title} (at most {LIMIT} s)")
         outcomes[name] = _in_a_process(name, device, output / f"{name}.jsonl")
     results = {"device": device, "hardware": hardware(), "versions": versions(), "date": now(), "steps": outcomes}
     results["verdict"] = verdict(device, outcomes)

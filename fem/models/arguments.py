@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool
 from torch import Tensor
 
-from fem.ops.common.steps import running_maximum
+from fem.ops.common.tokens import last_kept_before
 
 # Ignored, as a mixer knows this already: its cache counts the tokens.
 SET_ASIDE = {
@@ -105,7 +105,6 @@ def _restarts(position_ids: Tensor, attention_mask: Tensor | dict | None) -> Ten
         return F.pad(position_ids.diff(dim=-1) != 1, (1, 0))
     keep = attention_mask.bool()
     seen = torch.where(keep, position_ids, -1)
-    places = running_maximum(torch.where(keep, torch.arange(keep.shape[1], device=keep.device), -1))
-    before = F.pad(places, (1, 0), value=-1)[:, :-1]
+    before = last_kept_before(keep)[:, :-1]
     previous = torch.where(before < 0, -1, seen.gather(-1, before.clamp_min(0)))
     return keep & (before >= 0) & (seen <= previous)

@@ -191,7 +191,6 @@ class FEMImagePreTrainedModel(FEMPreTrainedModel):
     input_modalities = ("image",)
     accepts_loss_kwargs = False
     _no_split_modules = ["PatchTokens", "FEMImageBlock"]  # noqa: RUF012
-    _is_stateful = False
 
     @staticmethod
     def _no_engine(config: FEMImageConfig) -> str:

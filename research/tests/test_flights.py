@@ -115,3 +115,7 @@ def test_another_table_and_a_short_log_are_refused(log, tmp_path):
         rows.to_csv(tmp_path / name, index=False)
         with pytest.raises(ValueError, match=words):
             streams(str(tmp_path / name))
+    for name, content in (("flights.csv.zip", b"no archive"), ("flights.csv", b"\xff\xfe"), ("empty.csv", b"")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"^flights must be the table .*{name}' is no table: "):
+            streams(str(tmp_path / name))

@@ -88,6 +88,12 @@ def test_a_set_that_is_not_there_says_what_ships_it(tmp_path):
         bags("musk1", None)
 
 
+def test_more_folds_than_bags_are_refused(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"folds must be at most 12, the bags of musk1, got 13\.$"):
+        run(NaturalRecipe(**TINY | {"folds": 13}, data=folder), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_points_of_a_picture_are_its_dark_places():
     data = bags("points", None)
     assert len(data.label) == 1797

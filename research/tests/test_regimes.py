@@ -354,6 +354,7 @@ def _watched(draw, seen, *arguments):
         ({"mixers": "pool:max"}, "need --tasks bags"),
         ({"learning_rates": "fast"}, "learning_rates must be numbers"),
         ({"seeds": 0}, "seeds must be positive"),
+        ({"seed": -1}, "seed must not be negative, got -1"),
         ({"initialisation": "best"}, "initialisation must be"),
     ],
 )

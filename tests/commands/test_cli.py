@@ -415,7 +415,7 @@ def test_doctor_stops_a_step_that_takes_too_long_and_keeps_what_it_had_found(tmp
         raise subprocess.TimeoutExpired(command, options["timeout"])
 
     monkeypatch.setattr(card.subprocess, "run", hangs)
-    found = card.examine(tmp_path, "scans,softmax", shown=lambda line: None)
+    found = card.examine(tmp_path, "scans,softmax")
     assert [step["ended"].startswith("stopped after") for step in found["steps"].values()] == [True, True]
     assert "2 of 2 checks pass" in found["verdict"]
     assert "not finished: scans, softmax" in found["verdict"]

@@ -18,6 +18,7 @@ from fem.mixer import FreeEnergyMixer
 from fem.models.cache import MixerMemory
 from fem.models.surgery.head import FreeEnergyHead, as_bias
 from fem.models.surgery.site import CrossAttention, Refused, Site
+from fem.ops.common.tokens import last_kept_before
 
 FREE_ENERGY = "free_energy"
 QUERIES = (  # the projections that make queries, keys and values: three maps, two, or one
@@ -361,7 +362,6 @@ def _tokens(mask: Tensor, time: int) -> tuple[Bool[Tensor, "b t"], Int[Tensor, "
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     pairs = allowed[:, 0, :, -time:].expand(-1, time, -1)
     keep = pairs.diagonal(dim1=1, dim2=2)
-    last = torch.where(keep, torch.arange(time, device=mask.device), -1).cummax(1).values
-    before = F.pad(last, (1, 0), value=-1)[:, :-1]
+    before = last_kept_before(keep)[:, :-1]
     sees = pairs.gather(2, before.clamp_min(0)[..., None])[..., 0]
     return keep, (keep & (before >= 0) & ~sees).cumsum(1)

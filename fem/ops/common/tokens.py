@@ -83,7 +83,7 @@ def read_tokens(
         after = CachePosition(before.position + total, before.document, before.segment, before.started | (total > 0))
         return Tokens(keep, None, document, position), after
 
-    last = _last_kept_before(ones)  # (B, T + 1): column of the last kept token before t, -1 for none
+    last = last_kept_before(ones)
     ids = segment_ids.long()
     previous = ids.gather(1, last[:, :-1].clamp_min(0))
     known = (last[:, :-1] >= 0) | before.started[:, None]
@@ -146,7 +146,8 @@ def _as_bool(mask: Tensor, name: str) -> Tensor:
     return mask.bool()
 
 
-def _last_kept_before(keep: Tensor) -> Tensor:
+def last_kept_before(keep: Tensor) -> Tensor:
+    """(B, T + 1): the column of the last kept token before t, -1 for none."""
     column = torch.arange(keep.shape[1], device=keep.device)
     seen = torch.where(keep, column, -1)
     nothing = seen.new_full((keep.shape[0], 1), -1)
@@ -155,6 +156,6 @@ def _last_kept_before(keep: Tensor) -> Tensor:
 
 def _first_of_each_document(keep: Tensor | None, document: Tensor) -> Tensor:
     ones = torch.ones_like(document, dtype=torch.bool) if keep is None else keep
-    last = _last_kept_before(ones)[:, :-1]
+    last = last_kept_before(ones)[:, :-1]
     previous = document.gather(1, last.clamp_min(0))
     return ones & (last >= 0) & (document != previous)

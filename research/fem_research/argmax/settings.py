@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from fem.checks import finite_number
-from fem.runs.recipes import require_one_of, require_positive
+from fem.runs.recipes import require_not_negative, require_one_of, require_positive
 from fem.runs.run import option
 
 FORMS = ("spread", "paper")
@@ -34,6 +34,7 @@ class ArgmaxRecipe:
 
     def __post_init__(self):
         require_positive(self, *(name for name in asdict(self) if name not in ("enough", "seed", "form")))
+        require_not_negative(self, "seed")
         require_one_of("form", self.form, FORMS)
         finite_number("enough", self.enough, 0.0, math.inf)
         if self.channels % self.heads:

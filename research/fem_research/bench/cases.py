@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fem.runs.recipes import listed, require_one_of, require_positive, require_some_of
+from fem.runs.recipes import listed, require_not_negative, require_one_of, require_positive, require_some_of
 from fem.runs.run import option
 
 
@@ -136,6 +136,7 @@ class BenchRecipe:
         require_one_of("profile", self.profile, PROFILES)
         require_some_of("parts", self.part_names, PARTS)
         require_positive(self, "seconds", "threads")
+        require_not_negative(self, "seed")
 
     @property
     def part_names(self) -> list[str]:

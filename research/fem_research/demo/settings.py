@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fem.runs.recipes import require_positive
+from fem.runs.recipes import require_not_negative, require_positive
 from fem.runs.run import option
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class DemoRecipe:
 
     def __post_init__(self):
         require_positive(self, *(name for name in asdict(self) if name not in ("text_file", "seed")))
+        require_not_negative(self, "seed")
         if self.context < LEAST_CONTEXT:
             raise ValueError(f"context must be at least {LEAST_CONTEXT} tokens for the picture, got {self.context}.")
         if self.width % self.heads:

@@ -29,6 +29,9 @@ def run(recipe: NaturalRecipe, output: Path, workers: int | None = None) -> dict
     check_output(output, "natural", recipe)
     files = {name: digest(name, recipe.data) for name in recipe.set_names}
     label = {name: bags(name, recipe.data).label.tolist() for name in recipe.set_names}
+    for name, of_set in label.items():
+        if recipe.folds > len(of_set):
+            raise ValueError(f"folds must be at most {len(of_set)}, the bags of {name}, got {recipe.folds}.")
     train_all = partial(sweep, train=partial(train, folder=recipe.data), workers=workers)
     found = {}
     with progress() as bars:

