@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from numbers import Real
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 
 def decayed_names(model: nn.Module) -> list[str]:
@@ -14,8 +16,13 @@ def decayed_names(model: nn.Module) -> list[str]:
     Not biases, norms and other vectors, and nothing that a module lists as `undecayed`: decay pulls a weight towards 0,
     but beta, A, D and M towards softplus(0), which is a temperature and a memory that nobody asked for.
     """
-    kept = {id(module.get_parameter(n)) for module in model.modules() for n in getattr(module, "undecayed", ())}
+    kept = {id(p) for module in model.modules() for n in getattr(module, "undecayed", ()) for p in _behind(module, n)}
     return [name for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in kept]
+
+
+def _behind(module: nn.Module, name: str) -> Iterable[nn.Parameter]:
+    """The parameter of this name, or those that a parametrization such as weight_norm makes it from."""
+    return module.parametrizations[name].parameters() if is_parametrized(module, name) else [getattr(module, name)]
 
 
 class AsksNoDecay:

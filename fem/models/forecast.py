@@ -27,7 +27,8 @@ TRAINING = {
     "inference_windows_batch_size": 512,
     "start_padding_enabled": False,
 }
-LEAST_VARIANCE = 1e-10  # of a column that stands still through a whole window
+STILL = 1e-10  # variance over mean square of a column that stands still through a whole window
+LEAST_VARIANCE = 1e-14  # of y, over its mean square, as float32 resolves it
 
 
 class FEMForecaster(BaseModel):
@@ -118,6 +119,7 @@ class FEMForecaster(BaseModel):
         rows = [y, *(windows_batch[name] for name in self._of_history)]
         rows = torch.cat([x[:, : y.shape[1]] for x in rows], -1)
         seen = torch.ones_like(y) if seen is None else seen.view_as(y)
+        rows = torch.where(seen > 0, rows, 0)
         observed = (self._patches(seen) > 0).any(-1)
         center, spread = self._scale(rows, seen)
         z = self.embedding(self._patches((rows - center) / spread * seen))
@@ -144,10 +146,11 @@ class FEMForecaster(BaseModel):
             zero = rows.new_zeros(len(rows), 1, rows.shape[2])
             return zero, zero + 1
         count = seen.sum(1, keepdim=True).clamp_min(1)
-        center = (rows * seen).sum(1, keepdim=True) / count
+        center = rows.sum(1, keepdim=True) / count
         variance = ((rows - center).square() * seen).sum(1, keepdim=True) / count
-        spread = (variance + LEAST_VARIANCE).sqrt()
-        still = variance <= LEAST_VARIANCE * (1 + center.square())
+        square = variance + center.square()
+        spread = (variance + LEAST_VARIANCE * torch.where(square == 0, 1.0, square)).sqrt()
+        still = variance <= STILL * square
         still[..., 0] = False  # y: its forecast is the constant that its history was
         return center, torch.where(still, torch.where(center == 0, 1.0, center.abs()), spread)
 

@@ -119,12 +119,13 @@ def test_quantile_loss_learns_an_interval():
 
 
 @pytest.mark.parametrize("loss, outputs", [(None, 1), (MQLoss(level=[80]), 3)])
-def test_forecasts_follow_the_units_of_the_data(loss, outputs):
-    model = FEMForecaster(**SMALL, loss=loss).eval()
-    y = torch.randn(4, 23)
-    one, other = model(batch(y)), model(batch(300 * y - 70))
+@pytest.mark.parametrize("unit, level", [(300, -70), (1e-6, 0), (1, 1e4)])
+def test_forecasts_follow_the_units_of_the_data(loss, outputs, unit, level):
+    model = FEMForecaster(**SMALL, loss=loss).double().eval()
+    y = torch.randn(4, 23, dtype=torch.float64)
+    one, other = model(batch(y)), model(batch(unit * y + level))
     assert one.shape == (4, 5, outputs)
-    torch.testing.assert_close(other, 300 * one - 70, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close((other - level) / unit, one, rtol=1e-5, atol=1e-5)
 
 
 def test_a_window_that_stands_still_is_forecast_as_it_stands_and_its_gradient_is_small():
@@ -155,6 +156,7 @@ def test_rows_before_the_start_are_no_rows():
     other = torch.where(mask > 0, x, 1e3)
     forecasts = model(batch(x, mask))
     assert torch.equal(forecasts, model(batch(other, mask)))
+    assert torch.equal(forecasts, model(batch(torch.where(mask > 0, x, torch.nan), mask)))
     assert torch.equal(model(batch(x)), model(batch(x, torch.ones(2, 23))))
     assert not torch.equal(model(batch(x)), forecasts)
     with torch.no_grad():

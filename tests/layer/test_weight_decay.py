@@ -60,3 +60,12 @@ def test_frozen_parameters_are_in_no_group_and_a_pools_query_does_not_decay():
     decayed, kept = ({id(p) for p in group["params"]} for group in fem.parameter_groups(pool, 0.1))
     assert id(pool.query) in kept
     assert not {id(p) for p in pool.read.value.parameters()} & (decayed | kept)
+
+
+def test_what_makes_a_query_does_not_decay_either():
+    pool = torch.nn.utils.parametrizations.weight_norm(fem.FreeEnergyPooling(16, 2), "query")
+    decayed, kept = ({id(p) for p in group["params"]} for group in fem.parameter_groups(pool, 0.1))
+    parts = {id(p) for p in pool.parametrizations["query"].parameters()}
+    assert len(parts) == 2
+    assert parts <= kept
+    assert not parts & decayed

@@ -52,3 +52,37 @@ def test_a_linear_read_of_no_token_under_a_mask_is_empty_and_keeps_the_state():
     )
     for name, x in state.memory.items():
         torch.testing.assert_close(after.memory[name], x)
+
+
+@pytest.mark.parametrize("spread", [1.0, 330.0, 900.0])
+def test_a_value_of_no_weight_has_no_gradient(spread):
+    """Its feature is exactly 0, and its value is far above those that are read."""
+    q, k = torch.ones(1, 2, 1, 1, dtype=torch.float64), torch.tensor([1.0, 0.0], dtype=torch.float64).view(1, 2, 1, 1)
+    v, beta = torch.tensor([0.0, spread], dtype=torch.float64).view(1, 2, 1, 1), torch.ones(1, 1, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v, beta)]
+    read = keyed_scan_read(*leaves).free_energy[0, 1].sum()
+    *_, dv, dbeta = torch.autograd.grad(read, leaves)
+    torch.testing.assert_close(dv.flatten(), torch.tensor([1.0, 0.0], dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(dbeta, torch.zeros_like(dbeta), rtol=0, atol=1e-12)
+
+
+def test_a_row_without_weight_reads_nothing_token_by_token():
+    """Neither its own value nor the document before it."""
+    x, v, beta = torch.tensor([0.0, -torch.inf]), torch.tensor([5.0, -3.0]), torch.ones(1, 1)
+    x, v, segments, state = x.view(1, 2, 1, 1), v.view(1, 2, 1, 1), torch.tensor([[0, 1]]), None
+    for now in (slice(0, 1), slice(1, 2)):
+        call = {"segment_ids": segments[:, now], "initial_state": state, "return_state": True}
+        read, state = channel_scan_read(x[:, now], v[:, now], beta, **call)
+    assert read.mean == read.free_energy == 0
+    slope = torch.func.grad(lambda v: channel_scan_read(torch.full_like(v, -torch.inf), v, beta).free_energy.sum())
+    assert not slope(v).any()
+
+
+def test_transforms_of_a_state_space_in_both_directions_pass_rows_without_weight():
+    shape = {"delta": (8, 5, 1, 2), "A": (1, 2, 16), "B": (8, 5, 16), "C": (8, 5, 16), "D": (1, 2), "v": (8, 5, 1, 2)}
+    given = {name: torch.rand(*size) for name, size in shape.items()}
+    given |= {"A": -given["A"], "v": 3 * torch.randn(8, 5, 1, 2), "key_mask": torch.tensor([[0, 0, 1, 1, 1]] * 8)}
+    read = lambda beta: ssm_read(**given, beta=beta, causal=False).free_energy.square().sum()  # noqa: E731
+    beta = torch.ones(1, 2, requires_grad=True)
+    wanted = torch.autograd.grad(read(beta), beta)[0]
+    torch.testing.assert_close(torch.func.grad(read)(beta.detach()), wanted, rtol=1e-4, atol=1e-4)

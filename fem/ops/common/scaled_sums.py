@@ -151,7 +151,8 @@ def add_token(
     if beta is None:
         return after
     gain = (x.clamp(min=LOG_ZERO) - peak.clamp(min=LOG_ZERO)) - sums[0].log()
-    return [*after, merge_energies(gain, free_energy, v, beta)]
+    merged = merge_energies(gain, free_energy, v, beta)
+    return [*after, torch.where(top > NO_WEIGHT, merged, 0)]
 
 
 def start_backward(

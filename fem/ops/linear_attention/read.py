@@ -59,16 +59,16 @@ def _any_zero(features: Tensor) -> bool:
 
 
 def _with_gradients_at_zero(call: ScanCall, inputs: tuple[Tensor | None, ...], beta: Tensor | None) -> tuple:
-    """Terms and state, with the gradients of a read in float64 whose features of 0 are 1e-140.
+    """Terms and state, with the gradients of features that are 0 from a read in float64 in which they are 1e-140.
 
     A direction or a key channel without weight has no logarithm through which a gradient could pass. 1e-140 has a
-    square in float64, and is nothing beside a weight that no decay has taken below e^-300.
+    square in float64, and is nothing beside a weight that no decay has taken below e^-300. All else has the gradients
+    of the read itself.
     """
-    with torch.no_grad():
-        terms, state = call.both_ways(_one_way, inputs, beta)
-    q, k, *others, beta = double(*inputs, beta)
-    q, k = (torch.where(x == 0, x + 1e-140, x) for x in (q, k))
-    start = call.initial_state and dict(zip(call.initial_state, double(*call.initial_state.values())))
+    terms, state = call.both_ways(_one_way, inputs, beta)
+    q, k, *others, beta = (None if x is None else x.detach() for x in double(*inputs, beta))
+    q, k = (torch.where(x == 0, y + 1e-140, x) for x, y in zip((q, k), double(*inputs[:2])))
+    start = call.initial_state and {name: x.detach().double() for name, x in call.initial_state.items()}
     near, after = call._replace(initial_state=start).both_ways(_one_way, (q, k, *others), beta)
     alive = terms.log_weight > NO_WEIGHT
     of = lambda x, y: None if x is None else x + torch.where(alive, y - y.detach(), 0).to(x.dtype)  # noqa: E731

@@ -160,9 +160,10 @@ def step_by_step(delta, a, b, c, skip, v, beta, opens, log_delta, log_b, log_c, 
 def _read_items(scores: Tensor, items: list[Tensor], beta: Tensor | None) -> list[Tensor]:
     """Log-weight, mean and free energy of items (B, n, D) with the logarithms of weights `scores`."""
     total = scores.logsumexp(1, keepdim=True)
+    empty = total < NO_WEIGHT
     log_p = scores - total
+    items = [torch.where(empty, 0, item) for item in items]  # whose p, each 1, is no distribution
     read = [total, (log_p.exp() * items[0]).sum(1, keepdim=True)]
     if beta is not None:
         read.append(log_average(log_p, beta * items[1], 1) / beta)
-    empty = total < NO_WEIGHT
     return [total.squeeze(1), *(torch.where(empty, 0, part).squeeze(1) for part in read[1:])]
