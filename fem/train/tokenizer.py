@@ -25,6 +25,19 @@ def train_tokenizer(documents: Iterable[str], vocabulary: int) -> PreTrainedToke
     )
 
 
+def as_trained(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The tokenizer as `fem train` encodes by it: without the tokens that its template puts around a text."""
+    if tokenizer.backend_tokenizer.post_processor is None:
+        return tokenizer
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.post_processor = None
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=tokenizer.clean_up_tokenization_spaces,
+        **tokenizer.special_tokens_map,
+    )
+
+
 def entries(tokenizer: PreTrainedTokenizerBase) -> int:
     """The entries that an embedding needs: one more than the largest id, as ids may have holes."""
     return max(tokenizer.get_vocab().values()) + 1

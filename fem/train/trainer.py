@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from torch import Generator, nn, tensor
+from torch import Generator, full_like, nn, tensor
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
@@ -37,6 +37,10 @@ class TextTrainer(SavingTrainer):
         self.rows = rows
         super().__init__(**options)
         self.extended = extended
+        if self.eval_dataset:  # in whole batches, of which accelerate would else repeat rows
+            blank = {name: full_like(x, IGNORED) if name == "labels" else x for name, x in self.eval_dataset[0].items()}
+            missing = -len(self.eval_dataset) % (self.args.eval_batch_size * self.args.world_size)
+            self.eval_dataset = [*self.eval_dataset, *[blank] * missing]
         held_out = [int((row["labels"][1:] != IGNORED).sum()) for row in self.eval_dataset or ()]
         self.predicted = tensor(sum(held_out) / max(1, len(held_out)))  # tokens of a held-out row, on average
 

@@ -26,13 +26,13 @@ from fem.train.documents import check_outside
 from fem.train.integrity import LOCK, one_writer
 from fem.train.metrics import MetricsCallback, summary
 from fem.train.model import build_model
-from fem.train.packing import Share, write_tokens
+from fem.train.packing import SOURCE, Share, write_tokens
 from fem.train.recipe import TrainRecipe
 from fem.train.saving import kept
 from fem.train.signals import SaveAndStop
 from fem.train.start import Start, add_event, drop_later, find_start, read_metrics, write_config
 from fem.train.throughput import flops_per_token
-from fem.train.tokenizer import entries
+from fem.train.tokenizer import as_trained, entries
 from fem.train.trainer import Milestones, TextTrainer
 
 # Environment variables that change the arithmetic behind the recipe's back.
@@ -155,6 +155,7 @@ def take_data(recipe: TrainRecipe, output: Path, start: Start, allow_changed: bo
         )
     if changed:
         add_event(start.config, f"data taken as they are now: {json.dumps(source)}", start.step)
+    if known is not None and read_json(output / TOKENS / SOURCE) != source:  # a resumption may have taken others
         shutil.rmtree(output / TOKENS, ignore_errors=True)
     start.config["data"] = source
     write_tokens(documents_of(recipe), tokenizer, output / TOKENS, source)
@@ -195,7 +196,7 @@ def fit(recipe: TrainRecipe, output: Path, args: TrainingArguments, start: Start
             args=args,
             train_dataset=data.train,
             eval_dataset=data.validation or None,
-            processing_class=tokenizer,
+            processing_class=as_trained(tokenizer),
             callbacks=[stop, Milestones(), metrics],
         )
         with stop:
@@ -222,6 +223,8 @@ def trained_for(checkpoint: Path) -> int:
 def model_config(recipe: TrainRecipe, vocabulary: int) -> FEMConfig:
     """The preset with the recipe's changes, for rows of the recipe's context."""
     known = {*inspect.signature(FEMConfig).parameters, "rope_parameters"}
+    if "dtype" in recipe.model_fields():
+        raise ValueError(f"model_fields must leave the dtype to --dtype, got {recipe.model_fields()['dtype']!r}.")
     if unknown := [name for name in recipe.model_fields() if name not in known]:
         raise ValueError(f"model_fields must be fields of FEMConfig, got {unknown[0]!r}{nearest(unknown[0], known)}")
     fields = {"vocab_size": vocabulary, "max_position_embeddings": recipe.context} | recipe.model_fields()

@@ -51,6 +51,11 @@ def read_run(path: Path) -> dict:
     return data
 
 
+def page_name(run: Path) -> str:
+    """The name of a run's page, that of its folder."""
+    return re.sub(r"\W", "_", run.name)
+
+
 def add_page(run: Path, output: Path) -> None:
     """Copy the run's page, pictures and numbers, named after its folder; "What it says" of an earlier page is kept."""
     for name in (PAGE, RESULTS, "config.json"):
@@ -60,7 +65,7 @@ def add_page(run: Path, output: Path) -> None:
             )
         if not (run / name).is_file():
             raise ValueError(f"runs must be folders of runs that have ended, got {str(run)!r} without {name}.")
-    name = re.sub(r"\W", "_", run.name)
+    name = page_name(run)
     config, results = read_run(run / "config.json"), read_run(run / RESULTS)
     if not isinstance(config.get("experiment"), str):
         raise Broken(f"{str(run / 'config.json')!r} does not say which experiment it is")
@@ -73,13 +78,19 @@ def add_page(run: Path, output: Path) -> None:
     page = output / f"{name}.md"
     if page.exists() and not page.with_suffix(".json").exists():
         raise ValueError(f"output must not hold another {page.name}, got one without {name}.json; choose another.")
+    if page.exists():
+        earlier = read_run(page.with_suffix(".json")).get("config", {}).get("experiment")
+        if earlier != config["experiment"]:
+            raise ValueError(
+                f"output must not hold {page.name} of another experiment, got one of {earlier!r}; rename the run."
+            )
     output.mkdir(parents=True, exist_ok=True)
     for picture in set(PICTURE.findall(text)):
         shutil.copyfile(run / picture, output / f"{name}_{picture}")
     text = PICTURE.sub(rf"]({name}_\1)", text)
-    if page.exists() and (said := OURS.search(page.read_text(encoding="utf-8"))):
-        title, _, rest = text.partition("\n")
-        text = f"{title}\n\n{said[0].strip()}\n\n## What was run\n{rest}"
+    said = OURS.search(page.read_text(encoding="utf-8")) if page.exists() else None
+    title, _, rest = text.partition("\n")
+    text = "\n\n".join([title, *([said[0].strip()] if said else []), f"## What was run\n{rest}"])
     if isinstance(recipe := config.get("recipe"), dict):
         config["recipe"] = {name: without_folders(x) if isinstance(x, str) else x for name, x in recipe.items()}
     write_json(output / f"{name}.json", {"config": config, "results": results})
@@ -124,6 +135,7 @@ def page_results(output: Path) -> dict[str, dict]:
 def index(output: Path) -> str:
     """Our pages by experiment, or the command that makes one; then Tables 2 and 4 of all runs."""
     from fem_research.forecast.experiment import TABLE_4_NOTE, table4
+    from fem_research.forecast.settings import NOT_IN_THE_KEY
 
     results = page_results(output)
     sections = []
@@ -134,7 +146,11 @@ def index(output: Path) -> str:
         how = "Command" if not paper else "At the paper's size" if own else "Not run yet"
         sections.append(f"{title}\n\n{pages}\n\n{how}: `{command}`.")
     others = sorted(path for path in output.glob("*.md") if path.stem not in results and path.name != INDEX)
-    forecasts = [row for data in results.values() for row in data["results"].get("forecast", [])]
+    forecasts = []
+    for data in results.values():
+        recipe = data["config"].get("recipe") or {}
+        training = json.dumps({name: recipe[name] for name in sorted(recipe.keys() - set(NOT_IN_THE_KEY))})
+        forecasts += [row | {"training": training} for row in data["results"].get("forecast", [])]
     return INDEX_PAGE.format(
         items="\n\n".join(sections),
         others="\n".join(f"* {link(page)}" for page in others),
@@ -155,6 +171,9 @@ def add_pages(runs: Sequence[Path] | None, output: Path) -> int:
         runs = [path.parent for path in sorted(Path("runs").glob(f"*/{PAGE}")) if (path.parent / RESULTS).exists()]
         if not runs and not indexed:
             raise ValueError("runs must be named, as no run in 'runs' has ended; give their folders.")
+    names = [page_name(run) for run in runs]
+    if twice := [str(run) for run, name in zip(runs, names) if names.count(name) > 1]:
+        raise ValueError(f"runs must have names of their own for their pages, got {' and '.join(twice)}; rename one.")
     added = 0
     for run in runs:
         try:

@@ -198,6 +198,7 @@ def test_a_run_writes_its_recipe_scores_table_and_plot(tmp_path):
         ("learning_rate", 0.0),
         ("enough", math.nan),
         ("seed", -1),
+        ("tokens", 1),
     ],
 )
 def test_a_recipe_that_cannot_run_is_refused_by_name(field, value):

@@ -1,5 +1,6 @@
 """Records of trainings: the names of their files, which decide whether a training runs again."""
 
+import math
 from dataclasses import asdict
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
-from fem_research.common.grid import keep, record_of
+from fem_research.common.grid import keep, record_of, smallest
 from fem_research.forecast.series import Series
 from fem_research.forecast.settings import ForecastRecipe
 from fem_research.forecast.settings import Job as ForecastJob
@@ -15,6 +16,7 @@ from fem_research.lm import ablate
 from fem_research.lm.settings import row_fields
 from fem_research.mad.experiment import MADRecipe
 from fem_research.regimes.settings import RegimesRecipe
+from fem_research.vision import settings
 from fem_research.vision.settings import VisionRecipe
 
 SERIES = Series("x", ("a",), np.arange(40.0).reshape(20, 2), {})
@@ -54,3 +56,19 @@ def test_a_record_counts_for_the_job_that_it_names(tmp_path):
     for named, found in ((job, True), (other, False)):
         keep(job, tmp_path, {"job": asdict(named), "loss": 1.0})
         assert (record_of(job, tmp_path) is not None) == found
+
+
+def test_other_files_in_a_folder_of_pictures_are_another_training(tmp_path):
+    keys = set()
+    for number, content in enumerate((b"one", b"other")):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / "data").unlink(missing_ok=True)
+        (tmp_path / "data").symlink_to(tmp_path / str(number))
+        (tmp_path / str(number) / "a.png").write_bytes(content)
+        settings._files.cache_clear()
+        keys.add(VisionRecipe(data=str(tmp_path / "data")).key)
+    assert len(keys) == 2
+
+
+def test_a_training_that_diverged_is_at_no_best_rate():
+    assert smallest({1e20: math.nan, 0.003: 0.08, 0.01: -math.inf}) == 0.003

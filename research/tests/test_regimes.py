@@ -375,3 +375,12 @@ def test_what_no_training_can_do_is_refused_before_anything_is_written(tmp_path,
     with pytest.raises(error, match=words):
         run(RegimesRecipe(**{"tasks": "peak", "mixers": "attention"} | changes), tmp_path / "regimes", workers=1)
     assert not list(tmp_path.iterdir())
+
+
+def test_other_bytes_in_a_file_are_another_training(tmp_path):
+    recipe = RegimesRecipe(tasks="speakers", play=tmp_path / "play.txt")
+    keys = set()
+    for text in ("one", "two"):
+        recipe.play.write_text(text)
+        keys.add(recipe.job("speakers", "softmax", 0.01, 0).key)
+    assert len(keys) == 2

@@ -89,6 +89,19 @@ def test_forecasts_of_several_runs_join_in_table_4(tmp_path, output):
         assert "0.450 (0.426)" not in index(output)
         add_page(made_up_run(tmp_path / f"etth2-{horizon}", "forecast", {"forecast": [row]}), output)
     assert "0.450 (0.426)" in index(output)
+    row |= {"horizon": 96, "mse": 9.0}
+    add_page(made_up_run(tmp_path / "other", "forecast", {"forecast": [row]}, {"epochs": 1}), output)
+    assert "0.450 (0.426)" in index(output)
+
+
+def test_a_page_takes_the_place_of_no_other(tmp_path, output):
+    runs = [made_up_run(tmp_path / folder / "run") for folder in "ab"]
+    with pytest.raises(ValueError, match=r"names of their own for their pages, got .*a/run and .*b/run"):
+        add_pages(runs, output / "new")
+    assert not (output / "new").exists()
+    add_page(runs[0], output)
+    with pytest.raises(ValueError, match=r"must not hold run\.md of another experiment, got one of 'ablate'"):
+        add_page(made_up_run(tmp_path / "c" / "run", "argmax"), output)
 
 
 def test_scores_stand_under_the_paper_s_row_and_only_there():

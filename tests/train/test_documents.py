@@ -120,6 +120,16 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path, inside):
         documents.local_files(str(tmp_path if inside else tmp_path / "a.txt"))
 
 
+def test_a_linked_folder_is_refused_and_not_left_out(tmp_path):
+    for folder in ("data", "other"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text("the sun")
+    (tmp_path / "data" / "more").symlink_to(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"no linked folders, got '.*more'; name what it links to"):
+        documents.local_files(str(tmp_path / "data"))
+    assert len(documents.local_files(str(tmp_path / "data" / "more"))) == 1
+
+
 def test_the_digest_of_data_depends_on_bytes_and_kind_alone(tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()

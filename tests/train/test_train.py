@@ -16,6 +16,7 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
 from datasets import Dataset, load_dataset
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from torch.utils.data import DataLoader
 from trainings import assert_same_run, losses, tiny, weights
 from transformers import (
@@ -171,6 +172,19 @@ def test_a_run_ends_with_a_validation_and_keeps_its_newest_checkpoints(data, tmp
     training.run(tiny(data, max_steps=4, eval_steps=3, save_steps=1, keep=2), tmp_path)
     assert [line["step"] for line in losses(tmp_path) if "val_loss" in line] == [3, 4]
     assert [path.name for path in checkpoints.checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_a_saved_tokenizer_adds_no_token_that_the_training_did_not_show(data, tokenizer, tmp_path):
+    folder = tmp_path / "given"
+    tokenizer.save_pretrained(folder)
+    given = PreTrainedTokenizerFast.from_pretrained(folder, bos_token="the")
+    given.backend_tokenizer.post_processor = TemplateProcessing("the $A", special_tokens=[("the", given.bos_token_id)])
+    given.save_pretrained(folder)
+    training.run(tiny(data, max_steps=3, tokenizer=str(folder)), tmp_path / "run")
+    _, saved = load_language_model(tmp_path / "run")
+    ids = PreTrainedTokenizerFast.from_pretrained(folder)("sun")["input_ids"]
+    assert ids == [given.bos_token_id, *saved("sun")["input_ids"]]
+    assert saved.bos_token == "the"
 
 
 def test_of_little_data_a_tenth_is_held_out(data, tokenizer, tmp_path):

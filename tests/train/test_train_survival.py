@@ -105,6 +105,12 @@ def test_changed_data_are_refused_unless_asked_for_and_then_recorded(cut, data, 
     assert told["event"].startswith("data taken as they are now")
 
 
+def test_a_run_goes_on_with_its_own_data_after_others_were_taken_and_nothing_was_saved(cut, whole, data):
+    (cut / "tokens" / "source.json").write_text('"others"')
+    training.run(tiny(data), cut, resume=True)
+    assert_same_run(cut, whole, 12)
+
+
 def test_another_tokenizer_or_vocabulary_never_meets_the_old_tokens(data, whole, tmp_path):
     output = tmp_path / "run"
     shutil.copytree(whole / "tokens", output / "tokens")
@@ -339,6 +345,8 @@ def test_the_nearest_preset_is_named(data, tmp_path):
 def test_an_unknown_model_field_is_named(data, tmp_path):
     with pytest.raises(ValueError, match=r"model_fields must be .*got 'hiden_size'; did you mean hidden_size\?"):
         training.run(tiny(data, model='{"hiden_size": 32}'), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"model_fields must leave the dtype to --dtype, got 'bfloat16'"):
+        training.run(tiny(data, model='{"dtype": "bfloat16"}'), tmp_path / "run")
     with pytest.raises(ValueError, match=r"model_fields must be .*got 'temperature'"):  # transformers would drop it
         training.run(tiny(data, model='{"temperature": 0.5}'), tmp_path / "run")
 

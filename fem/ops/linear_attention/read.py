@@ -65,9 +65,10 @@ def _with_gradients_at_zero(call: ScanCall, inputs: tuple[Tensor | None, ...], b
     square in float64, and is nothing beside a weight that no decay has taken below e^-300. All else has the gradients
     of the read itself.
     """
-    terms, state = call.both_ways(_one_way, inputs, beta)
-    q, k, *others, beta = (None if x is None else x.detach() for x in double(*inputs, beta))
-    q, k = (torch.where(x == 0, y + 1e-140, x) for x, y in zip((q, k), double(*inputs[:2])))
+    q, k, *others = inputs
+    terms, state = call.both_ways(_one_way, (*(torch.where(x == 0, 0, x) for x in (q, k)), *others), beta)
+    q, k = (torch.where(x == 0, x + 1e-140, x.detach()) for x in double(q, k))
+    *others, beta = (None if x is None else x.detach() for x in double(*others, beta))
     start = call.initial_state and {name: x.detach().double() for name, x in call.initial_state.items()}
     near, after = call._replace(initial_state=start).both_ways(_one_way, (q, k, *others), beta)
     alive = terms.log_weight > NO_WEIGHT

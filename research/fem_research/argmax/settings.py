@@ -36,6 +36,8 @@ class ArgmaxRecipe:
         require_positive(self, *(name for name in asdict(self) if name not in ("enough", "seed", "form")))
         require_not_negative(self, "seed")
         require_one_of("form", self.form, FORMS)
+        if self.tokens < 2:
+            raise ValueError(f"tokens must be at least 2, of which one has the maximum, got {self.tokens}.")
         finite_number("enough", self.enough, 0.0, math.inf)
         if self.channels % self.heads:
             raise ValueError(f"heads must divide channels = {self.channels}, got heads = {self.heads}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -33,6 +34,11 @@ def digest_of(decides: Any, data: bytes = b"") -> str:
     digest = hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=6)
     digest.update(data)
     return digest.hexdigest()
+
+
+def smallest(errors: Mapping[float, float]) -> float:
+    """The learning rate of the smallest error; a training that diverged has none."""
+    return min(errors, key=lambda rate: errors[rate] if math.isfinite(errors[rate]) else math.inf)
 
 
 def record_of(job: Job, folder: Path) -> dict | None:
@@ -103,7 +109,9 @@ class Grid:
         """
         found = iter(self.records(job(row, rate, seeds[0]) for row in rows for rate in rates))
         tuning = {row: {rate: next(found) for rate in rates} for row in rows}
-        best = {row: min(rates, key=lambda rate: error(records[rate])) for row, records in tuning.items()}
+        best = {
+            row: smallest({rate: error(record) for rate, record in records.items()}) for row, records in tuning.items()
+        }
         found = iter(self.records(job(row, best[row], seed) for row in rows for seed in seeds))
         return Tuned(tuning, {row: [next(found) for _ in seeds] for row in rows})
 

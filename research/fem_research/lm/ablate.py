@@ -18,7 +18,7 @@ from fem.runs.tables import markdown_table, write_page
 from fem.train.model import build_model
 from fem_research.common import pictures
 from fem_research.common.blocks import convolve
-from fem_research.common.grid import Grid, digest_of, one_by_one, publish
+from fem_research.common.grid import Grid, digest_of, one_by_one, publish, smallest
 from fem_research.common.loops import descend
 from fem_research.common.measure import Step, alternate, cpu_threads
 from fem_research.common.names import KEY, display
@@ -40,7 +40,8 @@ EQUAL_TIME = (
 def step_seconds(recipe: AblateRecipe, output: Path) -> dict[str, float]:
     """Median seconds of forward, backward and AdamW of every row's model, the rows in turn; on a CPU, process time.
 
-    They are measured once and kept in `output`, so that the same command goes on with the same steps.
+    They are measured once and kept in `output`, so that this command, and others that train some of these rows there,
+    go on with the same steps.
     """
     language = recipe.language(recipe.rates()[0], recipe.seed)
     sizes = ("layers", "width", "heads", "mlp_width", "vocabulary", "context", "batch")
@@ -52,7 +53,7 @@ def step_seconds(recipe: AblateRecipe, output: Path) -> dict[str, float]:
                 f"{str(output / COSTS)!r} holds what other models cost, or is damaged; remove it to measure again, or "
                 "give another --output."
             )
-        return {row: kept["seconds"][row] for row in recipe.row_names()}
+        return kept["seconds"]
     note("measuring what a step of every row costs.")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ids = torch.randint(recipe.vocabulary, (recipe.batch, recipe.context), device=device)
@@ -102,7 +103,7 @@ class Ablation:
         return display(mixer_name(row, self.prior))
 
     def best(self, row: str) -> float:
-        return min(self.tuning[row], key=lambda rate: self.tuning[row][rate]["val_loss"])
+        return smallest({rate: record["val_loss"] for rate, record in self.tuning[row].items()})
 
     def table(self) -> list[dict]:
         """Validation loss in nats per token, and by how much it is below the prior's and the outer gate's."""

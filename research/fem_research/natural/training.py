@@ -18,6 +18,7 @@ from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fem_research.common.blocks import BagModel, count_parameters
+from fem_research.common.grid import smallest
 from fem_research.common.loops import descend
 from fem_research.natural.settings import SETS, Job
 
@@ -167,7 +168,7 @@ def train(job: Job, device: torch.device, checkpoints: Path | None = None, *, fo
     inner = stretches(len(seen), INNER) if together else parts(data.label[seen], INNER, job.seed)
     with torch.random.fork_rng():
         tried = {rate: answers(fit(data, seen[inner > 0], job, rate), data, seen[inner == 0])[1] for rate in job.rates}
-        best = min(tried, key=tried.__getitem__)
+        best = smallest(tried)
         model = fit(data, seen, job, best)
     right, loss = answers(model, data, tested)
     return {

@@ -100,4 +100,5 @@ class RegimesRecipe:
     def job(self, task: str, mixer: str, rate: float, seed: int) -> Job:
         from fem_research.regimes.training import Job, sizes
 
-        return Job(task=task, sizes=sizes(task), mixer=mixer, learning_rate=rate, seed=seed, training=self.training)
+        own = sizes(task, getattr(self, OF_FILES[task]) if task in OF_FILES else None)
+        return Job(task=task, sizes=own, mixer=mixer, learning_rate=rate, seed=seed, training=self.training)

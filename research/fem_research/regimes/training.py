@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
 from fem.gates import Temperature
+from fem.train.integrity import digest
 from fem_research.common.blocks import EPS, BagModel, count_parameters, initialise, mixer_blocks
 from fem_research.common.grid import digest_of
 from fem_research.common.loops import descend
@@ -75,7 +76,7 @@ class Job:
     """Everything that decides the result of a run."""
 
     task: str
-    sizes: dict[str, int | float]  # of the task
+    sizes: dict[str, int | float | str]  # of the task, or a digest of its file
     mixer: str
     learning_rate: float
     seed: int
@@ -171,9 +172,11 @@ def temperatures(model: nn.Module) -> dict[str, float]:
     return {"beta": beta.mean().item(), "beta_min": beta.min().item(), "beta_max": beta.max().item()}
 
 
-def sizes(task: str) -> dict[str, int | float]:
-    """The task's own sizes; tasks on data from files have none."""
-    return asdict(TASKS[task]) if is_dataclass(TASKS.get(task)) else {}
+def sizes(task: str, file: Path | None = None) -> dict[str, int | float | str]:
+    """The task's own sizes, or a digest of the file that its data are from."""
+    if file is not None:
+        return {"file": digest(file)}
+    return asdict(TASKS[task]) if is_dataclass(TASKS[task]) else {}
 
 
 def constants(training: Training, tasks: Mapping[str, Task]) -> dict[str, float]:

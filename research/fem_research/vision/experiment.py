@@ -110,7 +110,7 @@ def run(recipe: VisionRecipe, output: Path, profile: str = "digits") -> dict:
             if missing:
                 files = bars.add_task("reading every picture", total=len(pictures.train) + len(pictures.test))
                 check(pictures, recipe.channels, recipe.patch_size, lambda: bars.advance(files))
-            model_of = lambda job: output / "models" / f"{job.mixers}-seed{job.seed}"  # noqa: E731
+            model_of = lambda job: output / "models" / job.key  # noqa: E731
             one = lambda job, checkpoints: train(job, pictures, checkpoints, model_of(job), bars)  # noqa: E731
             return one_by_one(missing, folder, one, _writes())
 

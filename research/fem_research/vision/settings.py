@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from fem.runs.recipes import listed, require_not_negative, require_one_of, require_positive
 from fem.runs.run import option
@@ -77,7 +80,20 @@ class VisionRecipe:
     def key(self) -> str:
         """The name of the record of a recipe with one mixer and one seed: another for any value that decides it."""
         decides = {name: value for name, value in asdict(self).items() if name not in ("workers", "threads")}
+        decides |= {"files": files} if (files := _files(self.data)) else {}
         return f"{self.mixers}-seed{self.seed}-{digest_of(decides)}"
+
+
+@functools.cache
+def _files(data: str) -> list[tuple[str, int]]:
+    """Every file of a folder with its size, or of an archive with its check sum; none where `data` is another name."""
+    path = Path(data)
+    if path.is_dir():
+        return sorted((p.relative_to(path).as_posix(), p.stat().st_size) for p in path.rglob("*") if p.is_file())
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            return sorted((entry.filename, entry.CRC) for entry in archive.infolist())
+    return []
 
 
 DEIT_TINY = {"data": "ILSVRC/imagenet-1k", "image_size": 224, "patch_size": 16, "channels": 3, "central_share": 0.875}

@@ -111,7 +111,9 @@ def training_arguments(job: VisionRecipe, pictures: int, folder: Path) -> Traini
         disable_tqdm=True,
         log_level="error",
     )
-    args.per_device_train_batch_size = args.per_device_eval_batch_size = max(1, job.batch // args.world_size)
+    if job.batch % args.world_size:
+        raise ValueError(f"batch_size must be a multiple of the {args.world_size} processes, got {job.batch}.")
+    args.per_device_train_batch_size = args.per_device_eval_batch_size = job.batch // args.world_size
     return args
 
 
