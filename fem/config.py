@@ -139,7 +139,7 @@ class FreeEnergyMixerConfig:
                 self._set(**{name: finite_number(name, getattr(self, name), low, high)})
         if not is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout!r}.")
-        if self.n_embd % self.n_head:
+        if self.n_embd % self.n_head and None in (self.fem_dim, self.qk_dim):
             raise ValueError(f"n_head must divide n_embd = {self.n_embd}, got n_head = {self.n_head}.")
         backends = dict.fromkeys(("backend", "softmax_backend"), AUTHORS_BACKENDS)
         for name, known in {"prior_type": known_priors(), "decay": DECAYS, **backends}.items():

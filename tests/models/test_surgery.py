@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -59,6 +61,17 @@ def decoder(name: str) -> nn.Module:
 
 def bert() -> nn.Module:
     return lively(transformers.BertForMaskedLM(transformers.BertConfig(**TEXT, **DECODER, max_position_embeddings=64)))
+
+
+def mobile_bert() -> nn.Module:
+    """Its attention is called with queries, keys and values."""
+    return transformers.MobileBertModel(transformers.MobileBertConfig(**TEXT, **DECODER, embedding_size=32))
+
+
+def chunked() -> nn.Module:
+    """The mask of one token does not show where its chunk begins."""
+    sizes = GROUPED | {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 4}
+    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes))
 
 
 def vision(family: str) -> nn.Module:
@@ -420,7 +433,78 @@ def test_bert_with_fresh_mixers_projects_its_output_once():
     assert not list(model.bert.encoder.layer[0].attention.output.dense.parameters())
 
 
-@pytest.mark.parametrize("build", [lambda: nn.MultiheadAttention(32, 4), lambda: nn.Sequential(Attention())])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_fresh_mixer_is_causal_as_the_call_is_or_refused(implementation):
+    """CLIP's text is causal by an argument, and by its mask."""
+    config = transformers.CLIPTextConfig(**TEXT, **DECODER, max_position_embeddings=64)
+    config._attn_implementation = implementation
+    plain, causal = (lively(transformers.CLIPTextModel(config)) for _ in range(2))
+    replace_attention(plain, "gla", preserve=False)
+    with pytest.raises(ValueError, match=r"(is_causal|attention_mask) must .*pass causal=True to replace_attention"):
+        plain(tokens())
+    lively(replace_attention(causal, "gla", preserve=False, causal=True))
+    close(causal(tokens()).last_hidden_state[:, :7], causal(tokens()[:, :7]).last_hidden_state, 1e-5)
+
+
+def test_a_fresh_mixer_takes_a_cache_by_its_older_name():
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
+    model = transformers.GPTBigCodeForCausalLM(transformers.GPTBigCodeConfig(**TEXT, **sizes))
+    model = lively(replace_attention(lively(model), "gla", preserve=False))
+    past = model(tokens()[:, :7], use_cache=True).past_key_values
+    assert past.get_seq_length() == 7
+    close(model(tokens()[:, 7:], past_key_values=past).logits, model(tokens()).logits[:, 7:], 1e-5)
+
+
+def test_fresh_mixers_read_masks_of_any_low_number_and_refuse_what_they_cannot():
+    model = lively(replace_attention(decoder("llama"), "gla", preserve=False))
+    allowed = torch.ones(11, 11, dtype=torch.bool).tril()
+    allowed[:, :4] = False
+    for low in (torch.finfo(torch.float32).min, -1e9, -1e4):
+        padded = model(tokens(1), attention_mask=torch.where(allowed, 0.0, low)[None, None]).logits
+        close(padded[:, 4:], model(tokens(1)[:, 4:]).logits, 1e-5)
+    prefix, hole = (torch.ones(11, 11, dtype=torch.bool).tril() for _ in range(2))
+    prefix[:4, :4], hole[7, 5] = True, False
+    for mask in (prefix, hole):
+        with pytest.raises(ValueError, match=r"attention_mask must .*the tokens before it .*got other pairs"):
+            model(tokens(1), attention_mask=mask[None, None])
+    with pytest.raises(ValueError, match="got numbers that are added to scores"):
+        model(tokens(1), attention_mask=torch.where(hole, -0.5, -1e9)[None, None])
+
+
+def test_threads_keep_their_features_apart():
+    """SigLIP's attention hands nothing on to its attention function."""
+    config = transformers.SiglipVisionConfig(image_size=16, patch_size=4, **DECODER)
+    model = lively(replace_attention(lively(transformers.SiglipVisionModel(config)), lambda_init=0.0))
+    images = [torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    call = lambda image: [model(image).last_hidden_state for _ in range(20)]  # noqa: E731
+    wanted = [call(image)[0] for image in images]
+    with ThreadPoolExecutor(4) as pool:
+        for found, one in zip(pool.map(torch.no_grad()(call), images), wanted):
+            for each in found:
+                close(each, one, 1e-5)
+
+
+def test_heads_need_not_divide_the_width_of_the_model():
+    config = transformers.Qwen3Config(**GROUPED | {"hidden_size": 40, "num_attention_heads": 6, "head_dim": 8})
+    model = lively(transformers.Qwen3ForCausalLM(config))
+    wanted = model(tokens()).logits
+    close(replace_attention(model, lambda_init=-20.0)(tokens()).logits, wanted, 1e-4)
+
+
+def test_numbers_of_numpy_are_saved(tmp_path):
+    replace_attention(decoder("llama"), lambda_init=np.float32(-5)).save_pretrained(tmp_path)
+    assert fem.models.load_replaced(tmp_path).model.layers[0].self_attn.free_energy.gate.config.lambda_init == -5
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.MultiheadAttention(32, 4),
+        lambda: nn.Sequential(Attention()),
+        lambda: mobile_bert(),
+        lambda: chunked(),
+    ],
+)
 def test_what_calls_no_mixer_is_refused_by_name(build):
     with pytest.raises(ValueError, match=r"Attention is called in a way that no mixer knows; preserve=True keeps it"):
         replace_attention(build(), "linear", preserve=False)

@@ -77,8 +77,8 @@ def _mixer(site: Site, prior_type: str, config: dict) -> FreeEnergyMixer:
         raise ValueError(
             f"{type(site.module).__name__} is called in a way that no mixer knows; preserve=True keeps it."
         )
-    for name in ("n_embd", "causal"):
-        if config.get(name, site.fields[name]) != site.fields[name]:
+    for name, others in {"n_embd": (), "causal": (True,)}.items():  # a call or its mask may be causal
+        if config.get(name, site.fields[name]) not in (site.fields[name], *others):
             raise ValueError(f"{name} is the original's, {site.fields[name]!r}, got {config[name]!r}; leave it out.")
     of_softmax = dict(site.softmax_fields or {}) if prior_type == "softmax" else {}
     if config.get("n_head", site.fields["n_head"]) != site.fields["n_head"]:

@@ -31,7 +31,6 @@ class FreeEnergyHead(nn.Module):
         super().__init__()
         self.backend = config.backend
         self.value_width = config.kv_heads * config.value_width
-        self.features: Tensor | None = None  # of the call that runs, where the original cannot hand them on
         self.beta = Temperature(config, (config.kv_heads, config.value_width)) if config.use_temperature else None
         self.gate = TwoLevelGate(config)
         self.gate.ignore_features()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Iterable
 from functools import partial
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from fem.mixer import FreeEnergyMixer
 from fem.models.cache import MixerMemory
@@ -27,7 +28,12 @@ QUERIES = (  # the projections that make queries, keys and values: three maps, t
     "q_proj",  # over the keys and values of an earlier layer
 )
 SINKS = "sinks"  # scores of a key with value 0, one for every head
-SWAPPED = ({"q_proj", "k_proj", "v_proj"}, {"query", "key", "value"}, {"c_attn"})  # called as a MixerAttention is
+SWAPPED = ({"q_proj", "k_proj", "v_proj"}, {"query", "key", "value"}, {"c_attn"})  # a mixer may stand in their place
+ARGUMENTS = {  # what the attention is called with, where a MixerAttention may stand in its place
+    *("hidden_states", "attention_mask", "position_embeddings", "position_ids", "past_key_values", "layer_past"),
+    *("key_value_states", "encoder_hidden_states", "encoder_attention_mask", "output_attentions", "use_cache"),
+    "kwargs",
+}
 OUTPUTS = {
     *("o_proj", "out_proj", "dense", "proj", "c_proj", "projection_layer", "out_lin", "Wo", "projection", "o"),
     "linear_out",
@@ -58,6 +64,7 @@ UNREADABLE = {  # arguments of an attention function that change p in ways a sof
 }
 
 
+BESIDE_THE_CALL = threading.local()  # features of the call that runs, where an attention does not hand them on
 BY_MASKS = "call model.set_attn_implementation('sdpa'), whose masks a free energy can be read under"
 
 
@@ -96,9 +103,16 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
         fields=fields | ({"use_rope": False} if theta is None else {"use_rope": True, "rope_theta": theta}),
         widths={"n_kv_head": kv_heads, "fem_dim": heads * width, "qk_dim": heads * width},
         graft=lambda head: _graft(module, head),
-        swap=partial(_swap, module, parent) if projections in SWAPPED else None,
+        swap=partial(_swap, module, parent) if _takes_a_mixer(module, projections) else None,
         softmax_fields={"n_kv_head": kv_heads, "window": _window(module)},
     )
+
+
+def _takes_a_mixer(module: nn.Module, projections: set[str]) -> bool:
+    """Whether a mixer can be called in its place. Chunks of tokens are in its mask, but not in that of one token."""
+    called = inspect.signature(module.forward).parameters
+    chunked = getattr(module.config, "attention_chunk_size", None)
+    return projections in SWAPPED and "hidden_states" in called and called.keys() <= ARGUMENTS and not chunked
 
 
 def _window(module: nn.Module) -> int | None:
@@ -182,11 +196,11 @@ def _dropout(attention: nn.Module) -> float:
 
 
 def _hand_on_features(name: str, hands_on: bool, attention: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Give the projections' input to the gates: by an argument that the original passes on, or through the head."""
+    """Give the projections' input to the gates: by an argument that the original passes on, or beside the call."""
     features = args[0] if args else kwargs[name]
     if hands_on:
         return args, kwargs | {"features": features}
-    attention.free_energy.features = features
+    BESIDE_THE_CALL.features = features
     return args, kwargs
 
 
@@ -222,7 +236,7 @@ def free_energy_attention(
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(attention).__name__} cannot be read as a softmax prior: {reason}.")
     if features is None:
-        features, attention.free_energy.features = attention.free_energy.features, None
+        features, BESIDE_THE_CALL.features = BESIDE_THE_CALL.features, None
     rows, heads, queries, _ = query.shape
     width = features.shape[-1]
     if (
@@ -312,12 +326,14 @@ class MixerAttention(nn.Module):
     """A FreeEnergyMixer that is called as an attention of transformers.
 
     hidden_states (B, T, D) -> ((B, T, D), None). Padding and packed documents are read off the original's 4-dimensional
-    mask; the state is kept in the original's cache. Raises ValueError on a cache of fixed size and on another mask.
+    mask; the state is kept in the original's cache. Raises ValueError on a cache of fixed size, on a mask that holds
+    more than these and a window, and on a call that is causal where the mixer is not, or the other way.
     """
 
     def __init__(self, mixer: FreeEnergyMixer, attention: nn.Module):
         super().__init__()
         self.mixer = mixer
+        self.is_causal = _is_causal(attention)
         self.layer_idx = getattr(attention, "layer_idx", None)
         self.resid_dropout = getattr(attention, "resid_dropout", nn.Identity())
 
@@ -326,11 +342,17 @@ class MixerAttention(nn.Module):
         hidden_states: Float[Tensor, "b t d"],
         attention_mask=None,
         past_key_values: Cache | None = None,
+        layer_past: Cache | None = None,
+        is_causal: bool | None = None,
         **kwargs,
     ) -> tuple[Float[Tensor, "b t d"], None]:
-        time = hidden_states.shape[1]
+        time, causal, keep, segments = hidden_states.shape[1], self.mixer.config.causal, None, None
+        past_key_values = layer_past if past_key_values is None else past_key_values
         _check_mask(attention_mask, time, kwargs)
-        keep, segments = (None, None) if attention_mask is None else _tokens(attention_mask, time)
+        if attention_mask is not None:
+            keep, segments = _tokens(attention_mask, time, causal)
+        elif time > 1 and (self.is_causal if is_causal is None else is_causal) != causal:
+            raise ValueError(f"is_causal must be the mixer's, {causal}, got {not causal}; {OTHERWISE}.")
         if past_key_values is None:
             return self.resid_dropout(self.mixer(hidden_states, keep, segments)), None
         memory = self._memory(past_key_values)
@@ -345,7 +367,7 @@ class MixerAttention(nn.Module):
             layers.append(MixerMemory())
         memory = layers[self.layer_idx]
         if type(memory) is not MixerMemory:
-            if not isinstance(memory, DynamicLayer) or memory.is_initialized:
+            if type(memory) not in (DynamicLayer, DynamicSlidingWindowLayer) or memory.is_initialized:
                 raise ValueError(
                     f"past_key_values must be a DynamicCache of this model, got {type(memory).__name__} in layer "
                     f"{self.layer_idx}; a mixer keeps a state of its own: leave past_key_values out."
@@ -354,14 +376,32 @@ class MixerAttention(nn.Module):
         return memory
 
 
-def _tokens(mask: Tensor, time: int) -> tuple[Bool[Tensor, "b t"], Int[Tensor, "b t"]]:
+OTHERWISE = "pass causal=True to replace_attention where a model that is not causal is called so, or preserve=True"
+LEAST = -1e3  # added to a score, it leaves no weight
+
+
+def _tokens(mask: Tensor, time: int, causal: bool) -> tuple[Bool[Tensor, "b t"], Int[Tensor, "b t"]]:
     """Which of the last `time` tokens exist, and which document each is of, from the pairs that a mask allows.
 
-    A token exists where it sees itself; it opens a document where it does not see the existing token before it.
+    A token exists where it sees itself; it opens a document where it does not see the existing token before it. Raises
+    ValueError where the mask allows other pairs than these documents, but for those before a window.
     """
-    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    allowed = mask if mask.dtype == torch.bool else mask > LEAST
     pairs = allowed[:, 0, :, -time:].expand(-1, time, -1)
     keep = pairs.diagonal(dim1=1, dim2=2)
     before = last_kept_before(keep)[:, :-1]
     sees = pairs.gather(2, before.clamp_min(0)[..., None])[..., 0]
-    return keep, (keep & (before >= 0) & ~sees).cumsum(1)
+    document = (keep & (before >= 0) & ~sees).cumsum(1)
+    if time > 1 and not mask.is_meta and not torch.compiler.is_compiling():
+        wanted = keep[:, None] & (document[..., None] == document[:, None])
+        wanted = wanted.tril() if causal else wanted
+        hidden = wanted & ~pairs & (pairs.cumsum(2) > 0)  # behind a token that is seen
+        biased = mask.dtype != torch.bool and bool(((mask > LEAST) & (mask != 0)).any())
+        if biased or bool((keep[..., None] & (hidden | (pairs & ~wanted))).any()):
+            sight = "the tokens before it" if causal else "all tokens"
+            got = "numbers that are added to scores" if biased else "other pairs"
+            raise ValueError(
+                f"attention_mask must let a token of this mixer see {sight} in its document, from some on, got {got}; "
+                f"{OTHERWISE}."
+            )
+    return keep, document

@@ -27,7 +27,8 @@ def replace_attention(
     it into FEM. The original's masks, rotary embeddings, caches and `generate` stay at work; dropout of the attention's
     weights falls on the mixed output instead. It needs prior_type="softmax", the prior that was there.
     preserve=False puts a fresh FreeEnergyMixer of any prior in place, with 4 D^2 linear weights
-    (FreeEnergyMixerConfig.matched), causal where the original is, rotated at its rope_theta without its scaling.
+    (FreeEnergyMixerConfig.matched), causal where the original is, rotated at its rope_theta without its scaling. Give
+    causal=True where only the calls are causal (CLIP's text); a call that says otherwise than the mixer is refused.
 
     Replaced: what reads through transformers' attention functions (research/results/clients.md lists the model types),
     timm's ViT, and nn.MultiheadAttention as self-attention, by itself or in nn.TransformerEncoder/DecoderLayer.
@@ -60,6 +61,7 @@ def replace_attention(
             f"layers must count within a model that is saved by itself, got {layers} of all of model; replace its "
             f"{type(saved[0]).__name__} alone."
         )
+    config = {name: value.item() if hasattr(value, "item") else value for name, value in config.items()}  # of NumPy
     model = apply(model, prior_type, preserve, layers, config)
     call = {"prior_type": prior_type, "preserve": preserve, "layers": layers, "config": config}
     for part in saved:
