@@ -10,16 +10,15 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from fem.mixer import FreeEnergyMixer
-from fem.models.cache import MixerMemory
+from fem.models.surgery.fresh import MixerAttention
 from fem.models.surgery.head import FreeEnergyHead, as_bias
+from fem.models.surgery.masks import check_mask
 from fem.models.surgery.site import CrossAttention, Refused, Site
-from fem.ops.common.tokens import last_kept_before
 
 FREE_ENERGY = "free_energy"
 QUERIES = (  # the projections that make queries, keys and values: three maps, two, or one
@@ -65,7 +64,6 @@ UNREADABLE = {  # arguments of an attention function that change p in ways a sof
 
 
 BESIDE_THE_CALL = threading.local()  # features of the call that runs, where an attention does not hand them on
-BY_MASKS = "call model.set_attn_implementation('sdpa'), whose masks a free energy can be read under"
 
 
 def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
@@ -158,7 +156,7 @@ def _swap(attention: nn.Module, parent: nn.Module | None, mixer: FreeEnergyMixer
         if not isinstance(getattr(output, "dense", None), nn.Linear):
             raise ValueError(f"{type(attention).__name__} has no output projection; pass the module around it.")
         output.dense = nn.Identity()
-    return MixerAttention(mixer, attention)
+    return MixerAttention(mixer, attention, _is_causal(attention))
 
 
 def _first(thing: object, names: Iterable[str]) -> int | None:
@@ -248,7 +246,7 @@ def free_energy_attention(
             f"values of {value.shape[1]} heads of {value.shape[3]}, and {heads} x {rows} x {queries} queries for "
             f"features {tuple(features.shape)}, which is not what its sizes say."
         )
-    _check_mask(attention_mask, key.shape[2], kwargs)
+    check_mask(attention_mask, key.shape[2], kwargs)
     features = features.reshape(rows, queries, width)  # images have rows and columns, packed documents no batch
     causal = attention_mask is None and queries > 1 and (_is_causal(attention) if is_causal is None else is_causal)
     if causal:  # without a mask the first query meets the first key: the rest of a static cache is still empty
@@ -264,30 +262,6 @@ def free_energy_attention(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     o = attention.free_energy(features, q, k, v, bias, causal, scaling)
     return F.dropout(o, dropout), None
-
-
-def _check_mask(attention_mask, keys: int, further: dict) -> None:
-    """Raise ValueError on a mask that is none of pairs, and on windows and documents that have none.
-
-    A flash kernel reads the last two off further arguments; under sdpa and eager they stand in the mask.
-    """
-    if attention_mask is not None:
-        if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
-            got = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-            raise ValueError(f"attention_mask must have 4 dimensions, got {got}; {BY_MASKS}.")
-        return
-    window, position = further.get("sliding_window"), further.get("position_ids")
-    if window is not None and window < keys:
-        raise ValueError(f"attention_mask must hold the window of {window} of {keys} keys, got none; {BY_MASKS}.")
-    packed = further.get("cu_seq_lens_q") is not None
-    looks = isinstance(position, Tensor) and not position.is_meta and not torch.compiler.is_compiling()
-    if not packed and looks and position.dim() == 2:
-        packed = bool((position.diff(dim=-1) <= 0).any())
-    if packed:
-        raise ValueError(
-            f"attention_mask must hold the documents that position_ids or cu_seq_lens_q tell of, got none; {BY_MASKS}, "
-            "and pass use_cache=False."
-        )
 
 
 def _capped(
@@ -320,88 +294,3 @@ def _with_sink(
 
 
 AttentionInterface.register(FREE_ENERGY, free_energy_attention)
-
-
-class MixerAttention(nn.Module):
-    """A FreeEnergyMixer that is called as an attention of transformers.
-
-    hidden_states (B, T, D) -> ((B, T, D), None). Padding and packed documents are read off the original's 4-dimensional
-    mask; the state is kept in the original's cache. Raises ValueError on a cache of fixed size, on a mask that holds
-    more than these and a window, and on a call that is causal where the mixer is not, or the other way.
-    """
-
-    def __init__(self, mixer: FreeEnergyMixer, attention: nn.Module):
-        super().__init__()
-        self.mixer = mixer
-        self.is_causal = _is_causal(attention)
-        self.layer_idx = getattr(attention, "layer_idx", None)
-        self.resid_dropout = getattr(attention, "resid_dropout", nn.Identity())
-
-    def forward(
-        self,
-        hidden_states: Float[Tensor, "b t d"],
-        attention_mask=None,
-        past_key_values: Cache | None = None,
-        layer_past: Cache | None = None,
-        is_causal: bool | None = None,
-        **kwargs,
-    ) -> tuple[Float[Tensor, "b t d"], None]:
-        time, causal, keep, segments = hidden_states.shape[1], self.mixer.config.causal, None, None
-        past_key_values = layer_past if past_key_values is None else past_key_values
-        _check_mask(attention_mask, time, kwargs)
-        if attention_mask is not None:
-            keep, segments = _tokens(attention_mask, time, causal)
-        elif time > 1 and (self.is_causal if is_causal is None else is_causal) != causal:
-            raise ValueError(f"is_causal must be the mixer's, {causal}, got {not causal}; {OTHERWISE}.")
-        if past_key_values is None:
-            return self.resid_dropout(self.mixer(hidden_states, keep, segments)), None
-        memory = self._memory(past_key_values)
-        segments = None if memory.state is not None else segments
-        y, state = self.mixer(hidden_states, keep, segments, state=memory.state, return_state=True)
-        memory.store(state, tokens=time)
-        return self.resid_dropout(y), None
-
-    def _memory(self, cache: Cache) -> MixerMemory:
-        layers = cache.self_attention_cache.layers if isinstance(cache, EncoderDecoderCache) else cache.layers
-        if self.layer_idx == len(layers):
-            layers.append(MixerMemory())
-        memory = layers[self.layer_idx]
-        if type(memory) is not MixerMemory:
-            if type(memory) not in (DynamicLayer, DynamicSlidingWindowLayer) or memory.is_initialized:
-                raise ValueError(
-                    f"past_key_values must be a DynamicCache of this model, got {type(memory).__name__} in layer "
-                    f"{self.layer_idx}; a mixer keeps a state of its own: leave past_key_values out."
-                )
-            memory = layers[self.layer_idx] = MixerMemory()
-        return memory
-
-
-OTHERWISE = "pass causal=True to replace_attention where a model that is not causal is called so, or preserve=True"
-LEAST = -1e3  # added to a score, it leaves no weight
-
-
-def _tokens(mask: Tensor, time: int, causal: bool) -> tuple[Bool[Tensor, "b t"], Int[Tensor, "b t"]]:
-    """Which of the last `time` tokens exist, and which document each is of, from the pairs that a mask allows.
-
-    A token exists where it sees itself; it opens a document where it does not see the existing token before it. Raises
-    ValueError where the mask allows other pairs than these documents, but for those before a window.
-    """
-    allowed = mask if mask.dtype == torch.bool else mask > LEAST
-    pairs = allowed[:, 0, :, -time:].expand(-1, time, -1)
-    keep = pairs.diagonal(dim1=1, dim2=2)
-    before = last_kept_before(keep)[:, :-1]
-    sees = pairs.gather(2, before.clamp_min(0)[..., None])[..., 0]
-    document = (keep & (before >= 0) & ~sees).cumsum(1)
-    if time > 1 and not mask.is_meta and not torch.compiler.is_compiling():
-        wanted = keep[:, None] & (document[..., None] == document[:, None])
-        wanted = wanted.tril() if causal else wanted
-        hidden = wanted & ~pairs & (pairs.cumsum(2) > 0)  # behind a token that is seen
-        biased = mask.dtype != torch.bool and bool(((mask > LEAST) & (mask != 0)).any())
-        if biased or bool((keep[..., None] & (hidden | (pairs & ~wanted))).any()):
-            sight = "the tokens before it" if causal else "all tokens"
-            got = "numbers that are added to scores" if biased else "other pairs"
-            raise ValueError(
-                f"attention_mask must let a token of this mixer see {sight} in its document, from some on, got {got}; "
-                f"{OTHERWISE}."
-            )
-    return keep, document

@@ -61,7 +61,7 @@ def replace_attention(
             f"layers must count within a model that is saved by itself, got {layers} of all of model; replace its "
             f"{type(saved[0]).__name__} alone."
         )
-    config = {name: value.item() if hasattr(value, "item") else value for name, value in config.items()}  # of NumPy
+    config = {name: value.item() if getattr(value, "shape", None) == () else value for name, value in config.items()}
     model = apply(model, prior_type, preserve, layers, config)
     call = {"prior_type": prior_type, "preserve": preserve, "layers": layers, "config": config}
     for part in saved:

@@ -1,0 +1,65 @@
+"""A fresh mixer in the place of an attention of transformers."""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+
+from fem.mixer import FreeEnergyMixer
+from fem.models.cache import MixerMemory
+from fem.models.surgery.masks import OTHERWISE, check_mask, tokens_of
+
+
+class MixerAttention(nn.Module):
+    """A FreeEnergyMixer that is called as an attention of transformers.
+
+    hidden_states (B, T, D) -> ((B, T, D), None). Padding and packed documents are read off the original's 4-dimensional
+    mask; the state is kept in the original's cache. Raises ValueError on a cache of fixed size, on a mask that holds
+    more than these and a window, and on a call that is causal where the mixer is not, or the other way.
+    """
+
+    def __init__(self, mixer: FreeEnergyMixer, attention: nn.Module, is_causal: bool):
+        super().__init__()
+        self.mixer = mixer
+        self.is_causal = is_causal  # the original, where a call says nothing
+        self.layer_idx = getattr(attention, "layer_idx", None)
+        self.resid_dropout = getattr(attention, "resid_dropout", nn.Identity())
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "b t d"],
+        attention_mask=None,
+        past_key_values: Cache | None = None,
+        layer_past: Cache | None = None,
+        is_causal: bool | None = None,
+        **kwargs,
+    ) -> tuple[Float[Tensor, "b t d"], None]:
+        time, causal, keep, segments = hidden_states.shape[1], self.mixer.config.causal, None, None
+        past_key_values = layer_past if past_key_values is None else past_key_values
+        check_mask(attention_mask, time, kwargs)
+        if attention_mask is not None:
+            keep, segments = tokens_of(attention_mask, time, causal)
+        elif time > 1 and (self.is_causal if is_causal is None else is_causal) != causal:
+            raise ValueError(f"is_causal must be the mixer's, {causal}, got {not causal}; {OTHERWISE}.")
+        if past_key_values is None:
+            return self.resid_dropout(self.mixer(hidden_states, keep, segments)), None
+        memory = self._memory(past_key_values)
+        segments = None if memory.state is not None else segments
+        y, state = self.mixer(hidden_states, keep, segments, state=memory.state, return_state=True)
+        memory.store(state, tokens=time)
+        return self.resid_dropout(y), None
+
+    def _memory(self, cache: Cache) -> MixerMemory:
+        layers = cache.self_attention_cache.layers if isinstance(cache, EncoderDecoderCache) else cache.layers
+        if self.layer_idx == len(layers):
+            layers.append(MixerMemory())
+        memory = layers[self.layer_idx]
+        if type(memory) is not MixerMemory:
+            if type(memory) not in (DynamicLayer, DynamicSlidingWindowLayer) or memory.is_initialized:
+                raise ValueError(
+                    f"past_key_values must be a DynamicCache of this model, got {type(memory).__name__} in layer "
+                    f"{self.layer_idx}; a mixer keeps a state of its own: leave past_key_values out."
+                )
+            memory = layers[self.layer_idx] = MixerMemory()
+        return memory

@@ -1,0 +1,64 @@
+"""What the masks of transformers' attentions say of tokens, documents and windows."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from fem.ops.common.tokens import last_kept_before
+
+BY_MASKS = "call model.set_attn_implementation('sdpa'), whose masks a free energy can be read under"
+OTHERWISE = "pass causal=True to replace_attention where a model that is not causal is called so, or preserve=True"
+LEAST = -1e3  # added to a score, it leaves no weight
+
+
+def check_mask(attention_mask, keys: int, further: dict) -> None:
+    """Raise ValueError on a mask that is none of pairs, and on windows and documents that have none.
+
+    A flash kernel reads the last two off further arguments; under sdpa and eager they stand in the mask.
+    """
+    if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
+            got = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+            raise ValueError(f"attention_mask must have 4 dimensions, got {got}; {BY_MASKS}.")
+        return
+    window, position = further.get("sliding_window"), further.get("position_ids")
+    if window is not None and window < keys:
+        raise ValueError(f"attention_mask must hold the window of {window} of {keys} keys, got none; {BY_MASKS}.")
+    packed = further.get("cu_seq_lens_q") is not None
+    looks = isinstance(position, Tensor) and not position.is_meta and not torch.compiler.is_compiling()
+    if not packed and looks and position.dim() == 2:
+        packed = bool((position.diff(dim=-1) <= 0).any())
+    if packed:
+        raise ValueError(
+            f"attention_mask must hold the documents that position_ids or cu_seq_lens_q tell of, got none; {BY_MASKS}, "
+            "and pass use_cache=False."
+        )
+
+
+def tokens_of(mask: Tensor, time: int, causal: bool) -> tuple[Bool[Tensor, "b t"], Int[Tensor, "b t"]]:
+    """Which of the last `time` tokens exist, and which document each is of, from the pairs that a mask allows.
+
+    A token exists where it sees itself; it opens a document where it does not see the existing token before it. Raises
+    ValueError where the mask allows other pairs than these documents, but for those before a window.
+    """
+    allowed = mask if mask.dtype == torch.bool else mask > LEAST
+    pairs = allowed[:, 0, :, -time:].expand(-1, time, -1)
+    keep = pairs.diagonal(dim1=1, dim2=2)
+    before = last_kept_before(keep)[:, :-1]
+    sees = pairs.gather(2, before.clamp_min(0)[..., None])[..., 0]
+    document = (keep & (before >= 0) & ~sees).cumsum(1)
+    if time > 1 and not mask.is_meta and not torch.compiler.is_compiling():
+        wanted = keep[:, None] & (document[..., None] == document[:, None])
+        wanted = wanted.tril() if causal else wanted
+        hidden = wanted & ~pairs & (pairs.cumsum(2) > 0)  # behind a token that is seen
+        biased = mask.dtype != torch.bool and bool(((mask > LEAST) & (mask != 0)).any())
+        if biased or bool((keep[..., None] & (hidden | (pairs & ~wanted))).any()):
+            sight = "the tokens before it" if causal else "all tokens"
+            got = "numbers that are added to scores" if biased else "other pairs"
+            raise ValueError(
+                f"attention_mask must let a token of this mixer see {sight} in its document, from some on, got {got}; "
+                f"{OTHERWISE}."
+            )
+    return keep, document
