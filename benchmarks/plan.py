@@ -53,7 +53,8 @@ All of them fit. With nothing computed again these do not, and the plan says wha
 
 ## What the serving cache holds
 
-MB of one row by its length, bfloat16, all layers, counted from the state of a layer:
+MB of one row by its length, bfloat16, all layers, counted from the state of a layer as on a card, in the exact form
+([in an engine](../../docs/serving.md) keys and values are equally wide, so that slim gates hold more):
 
 {caches}
 ## How it is worked out

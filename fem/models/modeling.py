@@ -288,7 +288,9 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
         needed = drafts or generation_config.prefill_chunk_size is not None
         if needed and generation_config.use_cache is not False and self.config._attn_implementation == EXACT:
-            cache = model_kwargs.setdefault("past_key_values", FEMCache(self.config.num_hidden_layers))
+            if model_kwargs.get("past_key_values") is None:
+                model_kwargs["past_key_values"] = FEMCache(self.config.num_hidden_layers)
+            cache = model_kwargs["past_key_values"]
             if drafts:
                 cache.activate_past_recording()
 
@@ -325,7 +327,8 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         trained = labels is not None or shift_labels is not None
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         documents = segment_ids
-        if trained and tokens is not None and past_key_values is None:  # the loss needs the documents, too
+        begins = trained and (past_key_values is None or not past_key_values.get_seq_length())
+        if begins and tokens is not None:  # the loss needs the documents, too
             documents = read_documents(tokens, attention_mask, position_ids, 0, segment_ids)
             if attention_mask is None or is_of_tokens(attention_mask):  # else the mask says what a token sees
                 segment_ids = documents
@@ -359,7 +362,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
             opens = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
             ids = ids.masked_fill(opens, IGNORED)
         targets = next_tokens(ids) if shift_labels is None else ids
-        targets = targets.to(hidden.device)
+        targets = targets.to(hidden.device, torch.long)
         if not is_one_weight(self.lm_head):
             return cross_entropy_of_logits(self.lm_head(hidden), targets, num_items)
         return cross_entropy(hidden, self.lm_head.weight, targets, num_items)

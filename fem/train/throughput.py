@@ -31,13 +31,16 @@ def flops_per_token(model: FEMForCausalLM, context: int) -> int:
 
 
 def training_flops(weights: int, config: FEMConfig, context: int) -> int:
-    """6 N + 3 T sum_softmax (qk_dim + n_head read_width): weights and causal scores, forward and backward.
+    """6 N + 6 sum_softmax s (qk_dim + n_head read_width): weights and causal scores, forward and backward.
 
-    N: the parameters that multiply a token. In a softmax layer a query reads T / 2 keys and values on average,
-    [v | exp(beta v)] unless values are split; scans and gates are left out.
+    N: the parameters that multiply a token. In a softmax layer a query reads s keys and values on average, T / 2 or,
+    of a window of w tokens, w - w^2 / 2 T; [v | exp(beta v)] unless values are split. Scans and gates are left out.
     """
-    softmax = [mixer for mixer in config.mixer_configs() if attends(mixer)]
-    return 6 * weights + 3 * context * sum(m.qk_dim + m.n_head * m.read_width for m in softmax)
+    scores = 0.0
+    for mixer in filter(attends, config.mixer_configs()):
+        seen = min(mixer.window or context, context)
+        scores += (seen - seen**2 / (2 * context)) * (mixer.qk_dim + mixer.n_head * mixer.read_width)
+    return 6 * weights + round(6 * scores)
 
 
 def peak_flops() -> float | None:

@@ -51,12 +51,22 @@ def test_planned_activations_are_what_a_block_keeps_on_a_card(form, counted):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_planned_cache_is_the_state_of_every_layer(form):
+def test_planned_cache_is_keys_and_values_or_a_state_of_fixed_size(form):
     config = config_of("tiny", form)
-    layer = FreeEnergyMixer(config.mixer_configs()[0]).bfloat16().eval()
+    mixer = config.mixer_configs()[0]
+    token = 2 * mixer.kv_heads * (mixer.key_width + mixer.value_width)  # bytes in bfloat16
+    if form != "gla":
+        assert cache_bytes("tiny", form, 300) - cache_bytes("tiny", form, 200) == 100 * config.num_hidden_layers * token
+        return
+    layer = FreeEnergyMixer(mixer).bfloat16().eval()
     with torch.no_grad():
         _, state = layer(torch.randn(1, 200, config.hidden_size).bfloat16(), return_state=True)
     assert cache_bytes("tiny", form, 200) == config.num_hidden_layers * state.nbytes
+
+
+def test_rows_over_any_number_of_processes_have_a_longest_row():
+    job = Job(size="tiny", form="attention", gpus=12, rows_over=3, context=3072, tokens=12288)
+    assert longest(job) % 1026 == 0
 
 
 @pytest.mark.parametrize("form, gpus, tensor, rows_over, recompute, counted", COUNTED)

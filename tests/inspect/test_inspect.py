@@ -96,6 +96,9 @@ def test_of_split_values_the_channels_that_read_a_free_energy_are_shown(family, 
     assert found.gap.shape == found.beta.shape + found.gap.shape[-1:] == divergence.shape
     np.testing.assert_allclose(found.gap, divergence, atol=1e-7)
     np.testing.assert_array_equal(found.read, found.posterior)
+    layer = make_layer(**FAMILIES[family] | {"free_share": share, "gate_rank": 2})
+    gate = layer.inspect(make_tokens(batch=1, time=TIME)).gate[0].permute(1, 2, 0)
+    np.testing.assert_array_equal(found.gate, gate[:, -found.gap.shape[1] :])
 
 
 @pytest.mark.parametrize("family", ["softmax", "mamba"])

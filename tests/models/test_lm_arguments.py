@@ -12,6 +12,7 @@ import transformers
 from small_models import VOCABULARY, lively, small_config, tokens
 
 from fem.models import FEMForCausalLM
+from fem.models.cache import FEMCache
 
 CUTS = [(0, 5), (5, 6), (6, 12)]
 LENGTHS = torch.tensor([end - start for start, end in CUTS])
@@ -38,6 +39,8 @@ def test_documents_said_in_any_way_equal_separate_runs(model, name):
     told = model(ids, labels=ids, **SAID_AS[name])
     torch.testing.assert_close(told.logits, separate(model, ids), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(told.loss, model(ids, labels=ids, segment_ids=IDS).loss)
+    empty = FEMCache(model.config.num_hidden_layers)
+    torch.testing.assert_close(model(ids, labels=ids, past_key_values=empty, **SAID_AS[name]).loss, told.loss)
     assert not torch.allclose(told.logits, model(ids).logits, atol=1e-3)
 
 

@@ -181,7 +181,7 @@ def test_no_cache_is_built_unless_it_can_be_of_use(softmax_model):
 )
 def test_assisted_decoding_writes_the_same_text(family, draft):
     model = small_model(**FAMILIES[family])
-    options = {"prompt_lookup_num_tokens": 3}
+    options = {"prompt_lookup_num_tokens": 3, "past_key_values": None}
     if draft != "prompt lookup":
         options = {"assistant_model": FEMForCausalLM(model.config).eval() if draft == "another model" else model}
     ids = tokens(1, 4).repeat(1, 2)  # so that a lookup finds something

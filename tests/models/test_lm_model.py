@@ -98,6 +98,15 @@ def test_model_loss_equals_the_loss_of_its_logits(kind_of_model):
     labels[0, 4:7] = -100
     output = model(ids, labels=labels)
     torch.testing.assert_close(output.loss, ForCausalLMLoss(output.logits, labels, VOCABULARY))
+    assert model(ids.int(), labels=labels.int()).loss == output.loss
+
+
+def test_a_head_on_another_device_takes_targets_and_their_number_there():
+    """As with device_map="auto"; the device meta stands for a second card."""
+    model, ids = FEMForCausalLM(small_config(tie_word_embeddings=False)), tokens(2, 11)
+    model.lm_head.to("meta")
+    model.lm_head.register_forward_pre_hook(lambda head, inputs: (inputs[0].to("meta"),))
+    assert model(ids, labels=ids, num_items_in_batch=torch.tensor(7)).loss.device.type == "meta"
 
 
 @pytest.mark.parametrize("kind", ["adapter", "offloaded", "bias", "hook"])

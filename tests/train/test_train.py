@@ -414,6 +414,10 @@ def test_flops_of_a_transformer_are_counted_by_hand():
     products = layers * (4 * d * d + 3 * d * width) + 100 * d
     scores = layers * 3 * 64 * 2 * d
     assert flops_per_token(model, 64) == pytest.approx(6 * products + scores, rel=0.02)
+    seen = sum(min(t + 1, 16) for t in range(64)) / 64
+    config.mixer = config.mixer | {"window": 16}
+    windowed = AutoModelForCausalLM.from_config(config)
+    assert flops_per_token(windowed, 64) == pytest.approx(6 * products + scores * seen / 32, rel=0.02)
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path, data, tokenizer):

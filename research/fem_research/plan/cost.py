@@ -50,8 +50,11 @@ def fits(job: Job) -> bool:
 
 
 def longest(job: Job) -> int:
-    """The longest row, of doublings of 1024 tokens, that fits one at a time on the same GPUs; 0: none."""
-    rows = (replace(job, context=t, micro=1, tokens=t * job.groups) for t in (1024 << k for k in range(16)))
+    """The longest row that fits one at a time on the same GPUs, of doublings of 1024 tokens or, from there, the next
+    multiple of rows_over; 0: none."""
+    first = job.rows_over * -(-1024 // job.rows_over)
+    lengths = (first << k for k in range(16))
+    rows = (replace(job, context=t, micro=1, tokens=t * job.groups) for t in lengths)
     return max((row.context for row in rows if fits(row)), default=0)
 
 

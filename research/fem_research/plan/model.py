@@ -113,10 +113,13 @@ class CardsNorm(torch.autograd.Function):
 
 @lru_cache(maxsize=32)
 def cache(size: str, form: str) -> tuple[int, int]:
-    """Bytes of the state of one row over all layers, in bfloat16: those that stay, and those that each token adds."""
+    """Bytes of the state of one row over all layers, in bfloat16: those that stay, and those that each token adds.
+
+    As on a card: the stream of a CPU keeps e beside v.
+    """
     config = config_of(size, form)
-    layer = FreeEnergyMixer(config.mixer_configs()[0]).bfloat16().eval()
-    with torch.no_grad():
+    with torch.no_grad(), torch.device("meta"):
+        layer = FreeEnergyMixer(config.mixer_configs()[0]).bfloat16().eval()
         rows = (torch.randn(1, t, config.hidden_size).bfloat16() for t in (SHORT, LONG))
         short, long = (layer(x, return_state=True)[1].nbytes for x in rows)
     token = (long - short) // (LONG - SHORT)
