@@ -45,6 +45,7 @@ from said_language import (
     BROAD,
     NO_F_32,
     SLIM_32,
+    SLIM_BROAD,
     SPLIT_BROAD,
     heavier,
     twice_the_tokens,
@@ -118,8 +119,9 @@ def summary() -> list[str]:
     gained_lt = paired_mad("softmax+CLT", "softmax+C")
     plain, alone, whole = (mean(two_blocks_at_best(row)) for row in ("-C,G,T,L", NO_F_32, SLIM_32))
     broad = mean(two_blocks(BROAD, 0.001))
-    late_plain, late_broad, late_slim, late_split = (
-        ", ".join(f"{nats:.3f}" for nats in twice_the_tokens(row)) for row in ("-C,G,T,L", BROAD, SLIM_32, SPLIT_BROAD)
+    late_plain, late_broad, late_slim, late_wider, late_split = (
+        ", ".join(f"{nats:.3f}" for nats in twice_the_tokens(row))
+        for row in ("-C,G,T,L", BROAD, SLIM_32, SLIM_BROAD, SPLIT_BROAD)
     )
     lost = results("ablate_time")["ablate"]["full"]["below attention, paired"]
     lengths = ("32", "512", "2048")
@@ -210,8 +212,9 @@ def summary() -> list[str]:
         f"| {mses['patchtst']} (PatchTST, {sizes['patchtst']:,} parameters) | {mses['femforecaster']} "
         f"(`FEMForecaster`, {sizes['femforecaster']:,}) | not at equal parameters, not taken apart; DLinear "
         f"({sizes['dlinear']:,}) {mses['dlinear']} |",
-        f"2 seeds, one rate | {late_plain} | {late_slim}, first seed | slim; the slim outer gate and the conditioner "
-        f"alone, the wider one, have {late_broad}, split values with it, on the first seed, {late_split} |",
+        f"2 seeds, one rate | {late_plain} | {late_wider}, first seed | slim with a wider conditioner, {late_slim} "
+        f"without; the slim outer gate and the wider conditioner alone have {late_broad}, split values with it "
+        f"{late_split} |",
         f"attention has {weights(**PLAIN):,} parameters and caches {cached(**PLAIN):,} bytes a token. Full FEM has "
         f"{weights():,}, of which the conditioner {weights() - weights(use_conv=False):,}, and the same cache.",
         f"cache {cached(gate_rank=4, use_conv=False):,}, {cached(gate_rank=8):,} and {cached(gate_rank=32):,} bytes",

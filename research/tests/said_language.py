@@ -17,6 +17,7 @@ TWICE = {
     BROAD: "ablate_512_two_c128_8m",
     SLIM_32: "ablate_512_two_slim_8m",
     SPLIT_BROAD: "ablate_512_two_split_8m",
+    SLIM_BROAD: "ablate_512_two_slim_c128_8m",
 }  # the trainings of 8M tokens
 CONV, NO_F_BROAD = "-C,G,T,L/conv", "+C,G/c32/r8"
 SPLIT, NO_F, NORM, ALONE = "-C/r8/s.5", "+C,G/r8", "-C,G,T,L/norm", "-G,T,L"
@@ -197,7 +198,7 @@ def ablate_512_two() -> list[float]:
     plain, alone, broad, narrow, double, whole, whole_broad = (at_low[row][0] for row in TWO_BLOCKS)
     (costs, xeon), (slower, fastest) = map(two_costs, ("c128", "")), of(page, "ms a step", SLIM_32, ATTENTION)
     timed = NO_F_32, SLIM_32, SLIM_BROAD, DOUBLE, NARROW
-    late, late_broad, (late_slim,), (late_split,) = map(twice_the_tokens, TWICE)
+    late, late_broad, (late_slim,), late_split, (late_slim_broad,) = map(twice_the_tokens, TWICE)
     ((c_alone,), (taps,)) = losses(f"{page}_conditioner_rate1", ALONE), losses(f"{page}_conv_rate1", CONV)
     (g_alone,) = losses(f"{page}_gate_rate1", "+G/r32")
     return [
@@ -210,7 +211,9 @@ def ablate_512_two() -> list[float]:
         *(*late, *late_broad, *(their - our for our, their in zip(late_broad, late)), *widened(ATTENTION)),
         *(100 * (took_longer(seed) - 1) for seed in ("", "_seed1")),
         *(0.2, late_slim, late[0] - late_slim, late_slim - late_broad[0], plain - whole),  # .2 by the rule
-        *(late_split, late_split - late_broad[0], two_costs("split")[SPLIT_BROAD] / two_costs("split")[BROAD]),
+        *(late_slim_broad, late_slim - late_slim_broad, late_slim_broad - late_broad[0]),
+        *(*late_split, *(their - our for our, their in zip(late_broad, late_split))),
+        two_costs("split")[SPLIT_BROAD] / two_costs("split")[BROAD],
         *(low, c_alone, plain - c_alone, plain - alone, taps, plain - taps, g_alone, plain - g_alone),
         *(narrow, alone - narrow, double),
         *(high, *leads, gap(page, SLIM_32), low, bare - plain, theirs[0] - alone, ours[0] - whole, 0.004, 0.0005, low),
