@@ -117,6 +117,8 @@ def regimes_heads() -> list[float]:
     lead, later = leads(five, ("peak",), SLIM_C, MANY), scores(long, "peak", SLIM_C, MANY)
     over_double, (wider,) = leads(DOUBLED, ("peak",), SLIM_C, DOUBLE), scores(DOUBLED, "peak", DOUBLE)
     recall = results(f"{one}_rest")["regimes"]["recall"]
+    again = f"{one}_seeds"
+    every = results(again)["regimes"]["snapshot"]
     others = percents(f"{one}_rest", "recall", *(mixer for mixer in recall if mixer != "softmax/h32"))
     fields = [[*scores(three, task, ATTENTION, wide, SLIM_C), *leads(three, (task,), SLIM_C, wide)] for task in FIELDS]
     return [
@@ -146,6 +148,9 @@ def regimes_heads() -> list[float]:
         *(min(others), *percents(f"{one}_rest", "recall", "softmax/h32")),
         *(100 * score for score in on_each(one, ("softmax/h32",), ("high-water", "snapshot"))),
         *(100 * min(on_each(one, (slim_16,), FIELDS)), *scores(one, "peak", slim_16)),
+        *(min(rates(again)), max(rates(again)), *scores(again, "peak", "softmax/h32/norope")),
+        max(percents(again, "snapshot", *(row for row in every if "norope" in row))),
+        *(score for row in every for score in on_each(again, (row,), ("peak", "high-water", "snapshot"))),
         *(number for line in fields for number in line),
         *(*scores(five, "peak", ATTENTION, MANY, SLIM_C), *lead, *scores(five, "peak", "cummax")),
         *(wider, *scores(DOUBLED, "peak", SLIM_C), *over_double),
