@@ -122,7 +122,7 @@ def with_double() -> str:
 
 def gla_at_its_best(task: str) -> float:
     """Normalised GLA's score, over its numbers of heads."""
-    rows = results("regimes_heads_gla")["regimes"][task]
+    rows = results("regimes_heads_gla_seeds")["regimes"][task]
     return max(mean(found["test"]) for row, found in rows.items() if row.endswith("/norm"))
 
 

@@ -161,7 +161,7 @@ def faq() -> list[str]:
         f"{share('peak', FULL)} of the variance;",
         f"| {1.95} | {gla:.2f}, a state of fixed size; time not measured | [parts](results/regimes_parts.md): "
         f"{share('peak', 'gla+LTG/r4')} of the variance, GLA {share('peak', 'gla/norm')}; [GLA with more heads]"
-        f"(results/regimes_heads.md) {gla_at_its_best('peak'):.2f}, one seed |",
+        f"(results/regimes_heads.md) {gla_at_its_best('peak'):.2f} |",
         f"the layer then has {weights(conv_hidden=128, **GATE_AND_C) / bare:.2f} times attention's parameters",
         f"| {cost(**GATE_AND_C)}, a step [{step('ablate_16m_split_time', '+C,G/r8')}](results/ablate_16m.md) in a "
         f"model of {millions('ablate_16m_split_time')} parameters, [{two[NO_F_32]:.2f}](results/ablate_512_two.md) "

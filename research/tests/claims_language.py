@@ -32,6 +32,7 @@ from said_language import (
     SPLIT_BROAD,
     at_rates,
     more_time,
+    on_both_seeds,
     twice_the_tokens,
     two_blocks_at_best,
     widened,
@@ -68,9 +69,12 @@ def language() -> list[str]:
     timed = losses("ablate_16m_time")
     at_4, split = losses("ablate_16m_rate4"), loss("ablate_16m_split", "-C/r8/s.5")
     timed_split = losses("ablate_16m_split_time")
-    two = loss("ablate_512_two_rate1", "-C,G,T,L")
+    two = on_both_seeds("ablate_512_two_rate1", ATTENTION)
     at_512 = {"conditioner": ALONE, "conv": CONV, "gate": "+G/r32", "parts": NO_F_32}
-    apart = {name: short(two - loss(f"ablate_512_two_{name}_rate1", row), 3) for name, row in at_512.items()}
+    at_512 = {name: on_both_seeds(f"ablate_512_two_{name}_rate1", row) for name, row in at_512.items()}
+    apart = {
+        name: " and ".join(short(plain - own, 3) for plain, own in zip(two, losses)) for name, losses in at_512.items()
+    }
     late, late_broad = map(twice_the_tokens, (ATTENTION, BROAD))
     later = " and ".join(short(their - our, 3) for our, their in zip(late_broad, late))
     behind = {
@@ -112,9 +116,9 @@ def language() -> list[str]:
         f"{lead(WIDE, '+C,G/r32')}. [Two blocks](results/ablate_512_two.md) of slim FEM end "
         f"{two_lead(SLIM_32)} below and the gate and the conditioner alone {two_lead(NO_F_32)}, each at the "
         f"better of two rates, two seeds, with {more_time(SLIM_32):.0f} and {more_time(NO_F_32):.0f} % more time.",
-        f"[the conditioner alone](results/ablate_512_two.md) brings {apart['conditioner']} of the {apart['parts']} "
-        f"nats that it brings with the gate, a short convolution in its place {apart['conv']}, the slim gate alone "
-        f"{apart['gate']}.",
+        f"[The conditioner alone](results/ablate_512_two.md) brings {apart['conditioner']} of the {apart['parts']} "
+        f"nats that it brings with the gate on two seeds, the slim gate alone {apart['gate']}; a short convolution in "
+        f"its place brings {apart['conv']}, one seed.",
         f"two blocks with the gate and the conditioner alone end another {lower} lower",
         f"they end {later} below attention, after 4M {earlier} on two seeds. In as long a training slim FEM with 128 "
         f"channels ends {behind[SLIM_BROAD]} above them, one seed, and split values {behind[SPLIT_BROAD]}.",

@@ -87,9 +87,8 @@ def readme() -> list[str]:
         f"largest {percent('high-water', 'softmax')[:-2]} → {with_heads('high-water', 'softmax/h16')} | slim FEM with "
         f"4 heads: {percent('snapshot', SLIM_C)}, {percent('high-water', SLIM_C)}. 16 heads take "
         f"[{heads_step('512', 'attention, 16'):.2f} times]",
-        f"attention): {share('peak', 'gla/norm')} with 4 heads, {gla_at_its_best('peak'):.2f} with its best number, "
-        "one "
-        f"seed → {share('peak', 'gla+LTG/r4')} | more steps were not tried. `torch.cummax` between two linear maps, "
+        f"attention): {share('peak', 'gla/norm')} with 4 heads, {gla_at_its_best('peak'):.2f} with its best number "
+        f"→ {share('peak', 'gla+LTG/r4')} | more steps were not tried. `torch.cummax` between two linear maps, "
         "also linear: "
         f"{share('peak', 'cummax', 'regimes_heads_peak')} |",
         f"accuracy: {pools['attention'][:-2]} → {pools['max']}, {pools['lse']} on bags of digits | FEM pooling "

@@ -141,7 +141,7 @@ def summary() -> list[str]:
         f"{percent('high-water', 'softmax+L')}, full {percent('high-water', FULL)}. Heads do it as well: "
         f"[attention with 16](regimes_heads.md) {with_heads('high-water', 'softmax/h16')} |",
         f"| {the_three(gla)} | {the_three(gla_slim)} | slim without C; full without C {the_three(gla_full)}. [GLA "
-        f"with more heads](regimes_heads.md), one seed: {gla_at_its_best('peak'):.2f}, "
+        f"with more heads](regimes_heads.md): {gla_at_its_best('peak'):.2f}, "
         f"{100 * gla_at_its_best('snapshot'):.0f} %, {100 * gla_at_its_best('high-water'):.0f} % at its best |",
         f"one rate | {share(ett[0], 'softmax', 'regimes_ett')} | {share(ett[0], SLIM, 'regimes_ett')} | slim without C "
         f"{share(ett[0], SLIM, 'regimes_ett')}, L alone {share(ett[0], 'softmax+L', 'regimes_ett')}, full "

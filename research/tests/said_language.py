@@ -199,8 +199,9 @@ def ablate_512_two() -> list[float]:
     (costs, xeon), (slower, fastest) = map(two_costs, ("c128", "")), of(page, "ms a step", SLIM_32, ATTENTION)
     timed = NO_F_32, SLIM_32, SLIM_BROAD, DOUBLE, NARROW
     late, late_broad, (late_slim,), late_split, (late_slim_broad,) = map(twice_the_tokens, TWICE)
-    ((c_alone,), (taps,)) = losses(f"{page}_conditioner_rate1", ALONE), losses(f"{page}_conv_rate1", CONV)
-    (g_alone,) = losses(f"{page}_gate_rate1", "+G/r32")
+    c_both, g_both = on_both_seeds(f"{page}_conditioner_rate1", ALONE), on_both_seeds(f"{page}_gate_rate1", "+G/r32")
+    (c_alone, g_alone), (taps,) = (c_both[0], g_both[0]), losses(f"{page}_conv_rate1", CONV)
+    second = at_low[ATTENTION][1]
     return [
         *(x for row in (NO_F_32, SLIM_32) for x in paired(two_blocks_at_best(ATTENTION), two_blocks_at_best(row))),
         *(mean(two_blocks_at_best(row)) for row in (NO_F_32, SLIM_32, ATTENTION)),
@@ -215,6 +216,7 @@ def ablate_512_two() -> list[float]:
         *(*late_split, *(their - our for our, their in zip(late_broad, late_split))),
         two_costs("split")[SPLIT_BROAD] / two_costs("split")[BROAD],
         *(low, c_alone, plain - c_alone, plain - alone, taps, plain - taps, g_alone, plain - g_alone),
+        *(g_both[1], second - g_both[1], c_both[1], second - c_both[1], second - at_low[NO_F_32][1]),
         *(narrow, alone - narrow, double),
         *(high, *leads, gap(page, SLIM_32), low, bare - plain, theirs[0] - alone, ours[0] - whole, 0.004, 0.0005, low),
         *(high, *wide, *of_wide),
@@ -224,7 +226,7 @@ def ablate_512_two() -> list[float]:
         *(xeon[row] for row in (SLIM_32, NO_F_32)),
         *(low, low, high, high),
         *(*at_low[ATTENTION], bare),
-        *(*at_low[NO_F_32], *theirs, c_alone, g_alone, taps, *at_low[BROAD], narrow, double, *wide),
+        *(*at_low[NO_F_32], *theirs, *c_both, *g_both, taps, *at_low[BROAD], narrow, double, *wide),
         *(*at_low[SLIM_32], *ours, *at_low[SLIM_BROAD]),
         *(low, low, high),
     ]

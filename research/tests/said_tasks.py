@@ -109,7 +109,7 @@ def regimes_ett() -> list[float]:
 
 def regimes_heads() -> list[float]:
     one, three, five, long = (f"regimes_heads{more}" for more in ("", "_fields", "_peak", "_long"))
-    parts, gla, ett = "regimes_heads_parts", "regimes_heads_gla", "regimes_heads_ett"
+    parts, gla, ett = "regimes_heads_parts", "regimes_heads_gla_seeds", "regimes_heads_ett"
     more, kinds = f"{parts}_more", ("softmax+G", "softmax+C", "softmax+L/", "softmax+LTG")
     gate, conditioner, alone, slim = (scores(more, "peak", *named(more, kind)) for kind in kinds)
     behind = ("softmax/conv", C)
@@ -139,8 +139,12 @@ def regimes_heads() -> list[float]:
         100 * min(on_each(parts, named(parts, "/h16"), FIELDS)),
         *(max(gate), max(conditioner), min(alone), min(slim), 100 * min(on_each(more, named(more, "/h8"), FIELDS))),
         max(percents(more, "snapshot", *named(more, "/h32"))),
-        *(*percents(gla, "snapshot", "gla/h8/norm"), *percents(gla, "high-water", "gla/h8/norm", GLA_SLIM)),
-        *scores(gla, "peak", "gla/h16/norm", GLA_SLIM),
+        *(*percents(gla, "snapshot", "gla/h8/norm"), *percents(gla, "high-water", "gla/h16/norm")),
+        *(
+            *percents(PARTS, "high-water", GLA_SLIM),
+            *scores(gla, "peak", "gla/h16/norm"),
+            *scores(PARTS, "peak", GLA_SLIM),
+        ),
         *(*scores(more, "peak", "gla+LTG/h8/r4"), *percents(more, "snapshot", "gla+LTG/h8/r4")),
         *scores(ett, "ett-extremes", "softmax/h8", SLIM),
         *percents(ett, "ett-events", ATTENTION, SLIM),
