@@ -73,7 +73,7 @@ def language() -> list[str]:
     at_512 = {"conditioner": ALONE, "conv": CONV, "gate": "+G/r32", "parts": NO_F_32}
     at_512 = {name: on_both_seeds(f"ablate_512_two_{name}_rate1", row) for name, row in at_512.items()}
     apart = {
-        name: " and ".join(short(plain - own, 3) for plain, own in zip(two, losses)) for name, losses in at_512.items()
+        name: " and ".join(short(plain - own, 3) for plain, own in zip(two, ended)) for name, ended in at_512.items()
     }
     late, late_broad = map(twice_the_tokens, (ATTENTION, BROAD))
     later = " and ".join(short(their - our, 3) for our, their in zip(late_broad, late))
