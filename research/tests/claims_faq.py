@@ -150,9 +150,8 @@ def faq() -> list[str]:
         f"{share('peak', SLIM)}, attention {share('peak', 'softmax')} with 4 heads and {at_its_best('peak'):.2f} with "
         f"64; with [64 sensors](results/regimes_peak64.md) {wide('softmax+CLTG/r16')} and {wide('softmax+LTG/r16')} |",
         f"| {1.95} | {cost(use_conv=False, **SLIM_512)}, {steps['slim']} |",
-        f"computed extremes: {share('ett-extremes', SLIM, 'regimes_ett')}, "
-        f"attention {share('ett-extremes', 'softmax', 'regimes_ett')}, with 8 heads "
-        f"{share('ett-extremes', 'softmax/h8', 'regimes_heads_ett')}, one seed |",
+        f"computed extremes: {share('ett-extremes', SLIM, 'regimes_heads_ett_seeds')}, "
+        f"attention {share('ett-extremes', 'softmax', 'regimes_heads_ett_seeds')} |",
         f"| none | {cost(use_conv=False, use_temperature=False, use_outer_gate=False)} | [parts]"
         f"(results/regimes_parts.md): {share('peak', 'softmax+L')} of the variance; it is best with [64 sensors]"
         f"(results/regimes_peak64.md), {wide('softmax+L')} |",

@@ -108,7 +108,7 @@ def summary() -> list[str]:
     full = "FEM-SM"
     at_10m = losses("ablate_10m")
     extra = [heavier(f"finetune_{model}", TRAINED) for model in ("gpt2", "llama")]
-    ett = ("ett-extremes", "ett-events")
+    ett, sensors = ("ett-extremes", "ett-events"), "regimes_heads_ett_seeds"
     gla, gla_slim, gla_full = "gla/norm", "gla+LTG/r4", "gla+LTG"
     sizes = {
         model: mse("forecast_ett96", "ETTm1", model, "parameters") for model in ("patchtst", "femforecaster", "dlinear")
@@ -143,11 +143,10 @@ def summary() -> list[str]:
         f"| {the_three(gla)} | {the_three(gla_slim)} | slim without C; full without C {the_three(gla_full)}. [GLA "
         f"with more heads](regimes_heads.md): {gla_at_its_best('peak'):.2f}, "
         f"{100 * gla_at_its_best('snapshot'):.0f} %, {100 * gla_at_its_best('high-water'):.0f} % at its best |",
-        f"one rate | {share(ett[0], 'softmax', 'regimes_ett')} | {share(ett[0], SLIM, 'regimes_ett')} | slim without C "
+        f"3 seeds | {share(ett[0], 'softmax', sensors)} | {share(ett[0], SLIM, sensors)} | slim without C; [at a lower "
+        f"rate](regimes_ett.md) attention {share(ett[0], 'softmax', 'regimes_ett')}, slim without C "
         f"{share(ett[0], SLIM, 'regimes_ett')}, L alone {share(ett[0], 'softmax+L', 'regimes_ett')}, full "
-        f"{share(ett[0], OWN, 'regimes_ett')}, outer gate alone {share(ett[0], 'softmax+G', 'regimes_ett')}. "
-        f"[Attention with 8 heads](regimes_heads.md), its best number, one seed: "
-        f"{share(ett[0], 'softmax/h8', 'regimes_heads_ett')} |",
+        f"{share(ett[0], OWN, 'regimes_ett')}, outer gate alone {share(ett[0], 'softmax+G', 'regimes_ett')} |",
         f"| {percent(ett[1], 'softmax', 'regimes_ett', 1)} | {percent(ett[1], SLIM, 'regimes_ett', 1)} | L alone "
         f'{percent(ett[1], "softmax+L", "regimes_ett", 1)}; always "no" '
         f"{100 * results('regimes_ett')['constants'][ett[1]]:.1f} % |",

@@ -100,7 +100,10 @@ def regimes() -> list[float]:
 def regimes_ett() -> list[float]:
     page = "regimes_ett"
     return [
-        *(*scores(page, "ett-extremes", SLIM, ATTENTION), *scores("regimes_heads_ett", "ett-extremes", "softmax/h8")),
+        *(
+            *scores(page, "ett-extremes", SLIM, ATTENTION),
+            *scores("regimes_heads_ett_seeds", "ett-extremes", ATTENTION, SLIM),
+        ),
         *(*scores(page, "ett-extremes", FULL), *percents(page, "ett-events", ALONE, SLIM, ATTENTION)),
         *(100 * x for x in leads(page, ("ett-events",), SLIM, ATTENTION)),
         *(100 * results(page)["constants"]["ett-events"], *rates(page)),
@@ -146,7 +149,9 @@ def regimes_heads() -> list[float]:
             *scores(PARTS, "peak", GLA_SLIM),
         ),
         *(*scores(more, "peak", "gla+LTG/h8/r4"), *percents(more, "snapshot", "gla+LTG/h8/r4")),
-        *scores(ett, "ett-extremes", "softmax/h8", SLIM),
+        *(max(rates(f"{ett}_seeds")), *scores(f"{ett}_seeds", "ett-extremes", ATTENTION, "softmax/h8", SLIM)),
+        *(*leads(f"{ett}_seeds", ("ett-extremes",), SLIM, ATTENTION), max(rates(ett))),
+        *scores(ett, "ett-extremes", "softmax/h8"),
         *percents(ett, "ett-events", ATTENTION, SLIM),
         *scores(f"{one}_rest", "statistics", ATTENTION, wide),
         *(min(others), *percents(f"{one}_rest", "recall", "softmax/h32")),
