@@ -30,8 +30,8 @@ def local_files(data: str) -> list[Path] | None:
     inside = sorted(path.rglob("*")) if path.is_dir() else [path]
     if linked := [p for p in inside if p.is_symlink() and p.is_dir()]:
         raise ValueError(f"data must hold no linked folders, got {str(linked[0])!r}; name what it links to.")
-    files = [p for p in inside if kind(p) in known] if path.is_dir() else inside
-    if not files or kind(files[0]) not in known:
+    files = [p for p in inside if kind(p) in known]
+    if not files:
         raise ValueError(f"data must be {', '.join(known)} or a folder of such files, got {data!r}.")
     if strange := [p for p in files if not p.is_file()]:
         raise ValueError(f"data must be regular files, got {str(strange[0])!r}, a pipe, device or folder.")

@@ -222,12 +222,12 @@ def trained_for(checkpoint: Path) -> int:
 
 def model_config(recipe: TrainRecipe, vocabulary: int) -> FEMConfig:
     """The preset with the recipe's changes, for rows of the recipe's context."""
-    known = {*inspect.signature(FEMConfig).parameters, "rope_parameters"}
-    if "dtype" in recipe.model_fields():
-        raise ValueError(f"model_fields must leave the dtype to --dtype, got {recipe.model_fields()['dtype']!r}.")
-    if unknown := [name for name in recipe.model_fields() if name not in known]:
+    known, given = {*inspect.signature(FEMConfig).parameters, "rope_parameters"}, recipe.model_fields()
+    if "dtype" in given:
+        raise ValueError(f"model_fields must leave the dtype to --dtype, got {given['dtype']!r}.")
+    if unknown := [name for name in given if name not in known]:
         raise ValueError(f"model_fields must be fields of FEMConfig, got {unknown[0]!r}{nearest(unknown[0], known)}")
-    fields = {"vocab_size": vocabulary, "max_position_embeddings": recipe.context} | recipe.model_fields()
+    fields = {"vocab_size": vocabulary, "max_position_embeddings": recipe.context} | given
     config = preset(recipe.preset, **fields)
     if config.vocab_size < vocabulary:
         raise ValueError(f"vocab_size must cover the tokenizer's {vocabulary} entries, got {config.vocab_size}.")

@@ -199,9 +199,8 @@ def ablate_512_two() -> list[float]:
     (costs, xeon), (slower, fastest) = map(two_costs, ("c128", "")), of(page, "ms a step", SLIM_32, ATTENTION)
     timed = NO_F_32, SLIM_32, SLIM_BROAD, DOUBLE, NARROW
     late, late_broad, (late_slim,), late_split, (late_slim_broad,) = map(twice_the_tokens, TWICE)
-    c_both, g_both = on_both_seeds(f"{page}_conditioner_rate1", ALONE), on_both_seeds(f"{page}_gate_rate1", "+G/r32")
-    (c_alone, g_alone), (taps,) = (c_both[0], g_both[0]), losses(f"{page}_conv_rate1", CONV)
-    second = at_low[ATTENTION][1]
+    c_alone, gate = on_both_seeds(f"{page}_conditioner_rate1", ALONE), on_both_seeds(f"{page}_gate_rate1", "+G/r32")
+    (taps,), second = losses(f"{page}_conv_rate1", CONV), at_low[ATTENTION][1]
     return [
         *(x for row in (NO_F_32, SLIM_32) for x in paired(two_blocks_at_best(ATTENTION), two_blocks_at_best(row))),
         *(mean(two_blocks_at_best(row)) for row in (NO_F_32, SLIM_32, ATTENTION)),
@@ -215,8 +214,8 @@ def ablate_512_two() -> list[float]:
         *(late_slim_broad, late_slim - late_slim_broad, late_slim_broad - late_broad[0]),
         *(*late_split, *(their - our for our, their in zip(late_broad, late_split))),
         two_costs("split")[SPLIT_BROAD] / two_costs("split")[BROAD],
-        *(low, c_alone, plain - c_alone, plain - alone, taps, plain - taps, g_alone, plain - g_alone),
-        *(g_both[1], second - g_both[1], c_both[1], second - c_both[1], second - at_low[NO_F_32][1]),
+        *(low, c_alone[0], plain - c_alone[0], plain - alone, taps, plain - taps, gate[0], plain - gate[0]),
+        *(gate[1], second - gate[1], c_alone[1], second - c_alone[1], second - at_low[NO_F_32][1]),
         *(narrow, alone - narrow, double),
         *(high, *leads, gap(page, SLIM_32), low, bare - plain, theirs[0] - alone, ours[0] - whole, 0.004, 0.0005, low),
         *(high, *wide, *of_wide),
@@ -226,7 +225,7 @@ def ablate_512_two() -> list[float]:
         *(xeon[row] for row in (SLIM_32, NO_F_32)),
         *(low, low, high, high),
         *(*at_low[ATTENTION], bare),
-        *(*at_low[NO_F_32], *theirs, *c_both, *g_both, taps, *at_low[BROAD], narrow, double, *wide),
+        *(*at_low[NO_F_32], *theirs, *c_alone, *gate, taps, *at_low[BROAD], narrow, double, *wide),
         *(*at_low[SLIM_32], *ours, *at_low[SLIM_BROAD]),
         *(low, low, high),
     ]

@@ -100,10 +100,8 @@ def regimes() -> list[float]:
 def regimes_ett() -> list[float]:
     page = "regimes_ett"
     return [
-        *(
-            *scores(page, "ett-extremes", SLIM, ATTENTION),
-            *scores("regimes_heads_ett_seeds", "ett-extremes", ATTENTION, SLIM),
-        ),
+        *scores(page, "ett-extremes", SLIM, ATTENTION),
+        *scores("regimes_heads_ett_seeds", "ett-extremes", ATTENTION, SLIM),
         *(*scores(page, "ett-extremes", FULL), *percents(page, "ett-events", ALONE, SLIM, ATTENTION)),
         *(100 * x for x in leads(page, ("ett-events",), SLIM, ATTENTION)),
         *(100 * results(page)["constants"]["ett-events"], *rates(page)),
@@ -143,11 +141,8 @@ def regimes_heads() -> list[float]:
         *(max(gate), max(conditioner), min(alone), min(slim), 100 * min(on_each(more, named(more, "/h8"), FIELDS))),
         max(percents(more, "snapshot", *named(more, "/h32"))),
         *(*percents(gla, "snapshot", "gla/h8/norm"), *percents(gla, "high-water", "gla/h16/norm")),
-        *(
-            *percents(PARTS, "high-water", GLA_SLIM),
-            *scores(gla, "peak", "gla/h16/norm"),
-            *scores(PARTS, "peak", GLA_SLIM),
-        ),
+        *percents(PARTS, "high-water", GLA_SLIM),
+        *(*scores(gla, "peak", "gla/h16/norm"), *scores(PARTS, "peak", GLA_SLIM)),
         *(*scores(more, "peak", "gla+LTG/h8/r4"), *percents(more, "snapshot", "gla+LTG/h8/r4")),
         *(max(rates(f"{ett}_seeds")), *scores(f"{ett}_seeds", "ett-extremes", ATTENTION, "softmax/h8", SLIM)),
         *(*leads(f"{ett}_seeds", ("ett-extremes",), SLIM, ATTENTION), max(rates(ett))),

@@ -14,82 +14,18 @@ import torch
 from torch import nn
 
 import fem
-from fem import FreeEnergyMixer, replace_attention
+from fem import replace_attention
 from fem.models.surgery.head import FreeEnergyHead
 
 transformers = pytest.importorskip("transformers", reason="originals of transformers need the extra 'lm'")
 from layers import some_pairs  # noqa: E402
-from small_models import awake, small_config  # noqa: E402
-
-VOCABULARY = 61
-TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 60, "pad_token_id": 0}
-DECODER = {"num_attention_heads": 4, "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}
-GROUPED = TEXT | DECODER | {"num_key_value_heads": 2, "max_position_embeddings": 64}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
-    "original_max_position_embeddings": 16,
-    "rope_theta": 1000.0,
-}
-DECODERS = {
-    "gpt2": ("GPT2", {**TEXT, "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64}),
-    "llama": ("Llama", GROUPED),
-    "llama3_rope": ("Llama", GROUPED | {"rope_parameters": LLAMA3}),
-    "yarn_rope": ("Llama", GROUPED | {"rope_parameters": YARN}),
-    "mistral": ("Mistral", GROUPED | {"sliding_window": 5}),
-    "qwen2": ("Qwen2", GROUPED),
-    "qwen3": ("Qwen3", GROUPED | {"head_dim": 12}),
-}
-PADDED = torch.ones(2, 11, dtype=torch.long)
-PADDED[0, :4] = 0
-
-
-def lively(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Every parameter away from its start, so that none can be lost unseen; in eval mode."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator).mul_(0.2))
-    return model.eval()
-
-
-def decoder(name: str) -> nn.Module:
-    family, sizes = DECODERS[name]
-    config = getattr(transformers, f"{family}Config")(**sizes)
-    architecture = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-    return lively(getattr(transformers, architecture)(config))
-
-
-def bert() -> nn.Module:
-    return lively(transformers.BertForMaskedLM(transformers.BertConfig(**TEXT, **DECODER, max_position_embeddings=64)))
-
-
-def mobile_bert() -> nn.Module:
-    """Its attention is called with queries, keys and values."""
-    return transformers.MobileBertModel(transformers.MobileBertConfig(**TEXT, **DECODER, embedding_size=32))
-
-
-def chunked() -> nn.Module:
-    """The mask of one token does not show where its chunk begins."""
-    sizes = GROUPED | {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 4}
-    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes))
-
-
-def vision(family: str) -> nn.Module:
-    config = getattr(transformers, f"{family}Config")(image_size=8, patch_size=4, num_channels=3, **DECODER)
-    return lively(getattr(transformers, f"{family}ForImageClassification")(config))
+from originals import DECODER, DECODERS, GROUPED, PADDED, Attention, bert, close, decoder, lively, tokens, vision  # noqa: E402
+from small_models import VOCABULARY, awake, small_config  # noqa: E402
 
 
 def encoder(batch_first: bool = True) -> nn.TransformerEncoder:
     layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=batch_first, dropout=0.0)
     return lively(nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first))
-
-
-def tokens(batch: int = 2, time: int = 11) -> torch.Tensor:
-    return torch.randint(1, 59, (batch, time), generator=torch.Generator().manual_seed(1))
-
-
-def close(actual, expected, tolerance=1e-3):
-    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
 
 
 # --- preserve=True: the same function
@@ -190,26 +126,6 @@ def test_mask_per_head_reaches_its_head():
     x, mask = torch.randn(2, 5, 32), torch.randn(8, 5, 5)
     before = model(x, x, x, attn_mask=mask, need_weights=False)[0]
     close(replace_attention(model)(x, x, x, attn_mask=mask, need_weights=False)[0], before)
-
-
-class Attention(nn.Module):
-    """What timm's ViT block computes, in the parts that timm gives it."""
-
-    __module__ = "timm.layers.attention"
-
-    def __init__(self, gated: bool = False):
-        super().__init__()
-        self.num_heads, self.scale = 4, 8**-0.5
-        self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
-        self.q_norm, self.k_norm, self.norm = nn.LayerNorm(8), nn.LayerNorm(8), nn.LayerNorm(32)
-        self.attn_drop, self.proj_drop = nn.Dropout(0.0), nn.Dropout(0.0)
-        self.gate = nn.Linear(32, 32) if gated else None
-
-    def forward(self, x, attn_mask=None):
-        q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
-        scores = self.q_norm(q) @ self.k_norm(k).mT * self.scale
-        p = (scores if attn_mask is None else scores.masked_fill(~attn_mask, -torch.inf)).softmax(-1)
-        return self.proj(self.norm((p @ v).transpose(1, 2).flatten(2)))
 
 
 @pytest.mark.parametrize("mask", [None, torch.ones(5, 5, dtype=torch.bool).tril()], ids=["whole", "masked"])
@@ -352,14 +268,6 @@ def test_save_pretrained_comes_back_by_load_replaced(tmp_path, calls):
     torch.testing.assert_close(fem.models.load_replaced(tmp_path / "again")(tokens()).logits, model(tokens()).logits)
 
 
-def test_fresh_mixers_come_back_by_load_replaced(tmp_path):
-    model = replace_attention(vision("ViT"), "linear", preserve=False, use_conv=False)
-    model.save_pretrained(tmp_path)
-    pixels = torch.randn(2, 3, 8, 8)
-    other = fem.models.load_replaced(tmp_path, dtype=torch.float64)
-    close(other(pixels.double()).logits.float(), model(pixels).logits, 1e-5)
-
-
 def test_load_replaced_wants_a_replaced_model(tmp_path):
     decoder("gpt2").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="from_pretrained"):
@@ -371,104 +279,6 @@ def test_replaced_decoder_is_one_graph(name, as_users_run):
     model = awake(replace_attention(decoder(name)))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     close(compiled(tokens(), use_cache=False).logits, model(tokens()).logits, 1e-5)
-
-
-# --- preserve=False: fresh mixers
-
-
-@pytest.mark.parametrize(
-    "original, prior, beams",
-    [("gpt2", "softmax", 2), ("mistral", "gla", 1), ("gpt2", "rnn_softmax", 1), ("mistral", "mamba", 2)],
-)
-def test_fresh_mixers_generate_with_the_cache_of_the_original(original, prior, beams):
-    model = lively(replace_attention(decoder(original), prior, preserve=False))
-    options = {"max_new_tokens": 4, "do_sample": False, "num_beams": beams, "attention_mask": PADDED}
-    torch.testing.assert_close(
-        model.generate(tokens(), **options), model.generate(tokens(), use_cache=False, **options)
-    )
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("prior", ["softmax", "gla", "mamba"])
-def test_fresh_mixers_see_padding_and_documents_in_the_mask_of_the_original(prior, implementation):
-    model = lively(replace_attention(decoder("llama"), prior, preserve=False))
-    model.set_attn_implementation(implementation)
-    ids = tokens(2, 11)
-    positions = (PADDED.cumsum(1) - 1).clamp_min(0)
-    padded = model(ids, attention_mask=PADDED, position_ids=positions).logits
-    close(padded[:1, 4:], model(ids[:1, 4:]).logits, 1e-5)
-    close(padded[1:], model(ids[1:]).logits, 1e-5)
-    restarts = torch.cat([torch.arange(4), torch.arange(7)])[None]
-    packed = model(ids[:1], position_ids=restarts, use_cache=False).logits
-    close(packed, torch.cat([model(ids[:1, :4]).logits, model(ids[:1, 4:]).logits], 1), 1e-5)
-
-
-def test_fresh_mixers_continue_the_last_of_packed_documents():
-    model = lively(replace_attention(decoder("llama"), "gla", preserve=False))
-    ids, document = tokens(1, 9), torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, 1])
-    mask = ((document[:, None] == document) & torch.ones(9, 9, dtype=torch.bool).tril())[None, None]
-    prefill = model(ids[:, :7], attention_mask=mask[..., :7, :7], use_cache=True)
-    further = model(ids[:, 7:], attention_mask=mask[..., 7:, :], past_key_values=prefill.past_key_values)
-    close(further.logits, model(ids[:, 3:]).logits[:, 4:], 1e-5)
-
-
-@pytest.mark.parametrize("prior", ["softmax", "gla", "mamba"])
-def test_fresh_mixers_of_an_encoder_ignore_padding(prior):
-    model = lively(replace_attention(bert(), prior, preserve=False))
-    ids, padding = tokens(1, 7), torch.tensor([[1, 1, 1, 1, 0, 0, 0]])
-    close(model(ids, attention_mask=padding).logits[:, :4], model(ids[:, :4]).logits, 1e-5)
-    first = model(ids).logits[:, 0]
-    assert not torch.allclose(first, model(ids[:, :6]).logits[:, 0], atol=1e-4)
-
-
-def test_fresh_mixers_match_the_parameters_of_plain_attention():
-    model = replace_attention(decoder("gpt2"), "gla", preserve=False, use_conv=False)
-    mixers = [m for m in model.modules() if isinstance(m, FreeEnergyMixer)]
-    assert len(mixers) == 3
-    assert all(mixer.parameter_report()["ratio"] == pytest.approx(1, abs=0.1) for mixer in mixers)
-
-
-def test_bert_with_fresh_mixers_projects_its_output_once():
-    model = replace_attention(bert(), "linear", preserve=False)
-    assert not list(model.bert.encoder.layer[0].attention.output.dense.parameters())
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_a_fresh_mixer_is_causal_as_the_call_is_or_refused(implementation):
-    """CLIP's text is causal by an argument, and by its mask."""
-    config = transformers.CLIPTextConfig(**TEXT, **DECODER, max_position_embeddings=64)
-    config._attn_implementation = implementation
-    plain, causal = (lively(transformers.CLIPTextModel(config)) for _ in range(2))
-    replace_attention(plain, "gla", preserve=False)
-    with pytest.raises(ValueError, match=r"(is_causal|attention_mask) must .*pass causal=True to replace_attention"):
-        plain(tokens())
-    lively(replace_attention(causal, "gla", preserve=False, causal=True))
-    close(causal(tokens()).last_hidden_state[:, :7], causal(tokens()[:, :7]).last_hidden_state, 1e-5)
-
-
-def test_a_fresh_mixer_takes_a_cache_by_its_older_name():
-    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
-    model = transformers.GPTBigCodeForCausalLM(transformers.GPTBigCodeConfig(**TEXT, **sizes))
-    model = lively(replace_attention(lively(model), "gla", preserve=False))
-    past = model(tokens()[:, :7], use_cache=True).past_key_values
-    assert past.get_seq_length() == 7
-    close(model(tokens()[:, 7:], past_key_values=past).logits, model(tokens()).logits[:, 7:], 1e-5)
-
-
-def test_fresh_mixers_read_masks_of_any_low_number_and_refuse_what_they_cannot():
-    model = lively(replace_attention(decoder("llama"), "gla", preserve=False))
-    allowed = torch.ones(11, 11, dtype=torch.bool).tril()
-    allowed[:, :4] = False
-    for low in (torch.finfo(torch.float32).min, -1e9, -1e4):
-        padded = model(tokens(1), attention_mask=torch.where(allowed, 0.0, low)[None, None]).logits
-        close(padded[:, 4:], model(tokens(1)[:, 4:]).logits, 1e-5)
-    prefix, hole = (torch.ones(11, 11, dtype=torch.bool).tril() for _ in range(2))
-    prefix[:4, :4], hole[7, 5] = True, False
-    for mask in (prefix, hole):
-        with pytest.raises(ValueError, match=r"attention_mask must .*the tokens before it .*got other pairs"):
-            model(tokens(1), attention_mask=mask[None, None])
-    with pytest.raises(ValueError, match="got numbers that are added to scores"):
-        model(tokens(1), attention_mask=torch.where(hole, -0.5, -1e9)[None, None])
 
 
 def test_threads_keep_their_features_apart():
@@ -494,20 +304,6 @@ def test_heads_need_not_divide_the_width_of_the_model():
 def test_numbers_of_numpy_are_saved(tmp_path):
     replace_attention(decoder("llama"), lambda_init=np.float32(-5)).save_pretrained(tmp_path)
     assert fem.models.load_replaced(tmp_path).model.layers[0].self_attn.free_energy.gate.config.lambda_init == -5
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: nn.MultiheadAttention(32, 4),
-        lambda: nn.Sequential(Attention()),
-        lambda: mobile_bert(),
-        lambda: chunked(),
-    ],
-)
-def test_what_calls_no_mixer_is_refused_by_name(build):
-    with pytest.raises(ValueError, match=r"Attention is called in a way that no mixer knows; preserve=True keeps it"):
-        replace_attention(build(), "linear", preserve=False)
 
 
 # --- refusals
@@ -591,39 +387,10 @@ def test_what_a_kernel_reads_beside_its_mask_is_refused(preserve, kernel, what, 
         model(tokens(1, 11), **how)
 
 
-def test_a_fresh_mixer_has_the_window_without_a_mask():
-    model = lively(replace_attention(decoder("mistral"), preserve=False))
-    assert {m.config.window for m in model.modules() if isinstance(m, FreeEnergyMixer)} == {5}
-    masked = model(tokens(1, 11)).logits
-    model.config._attn_implementation = "flash_attention_2"
-    close(model(tokens(1, 11)).logits, masked, 1e-5)
-
-
-def test_a_fresh_mixer_has_no_window_where_the_original_reads_none():
-    model = decoder("llama")
-    model.config.sliding_window = 5
-    replace_attention(model, preserve=False)
-    assert {m.config.window for m in model.modules() if isinstance(m, FreeEnergyMixer)} == {None}
-
-
 def test_a_replaced_model_has_shapes_without_values():
     with torch.device("meta"):
         model = replace_attention(decoder("llama"))
     assert model(torch.zeros(1, 11, dtype=torch.long, device="meta")).logits.shape == (1, 11, VOCABULARY)
-
-
-@pytest.mark.parametrize("fields, words", [
-    ({"causal": False}, "causal is the original's, True, got False"), ({"n_embd": 64}, "n_embd is the original's, 32"),
-])  # fmt: skip
-def test_a_fresh_mixer_keeps_what_the_model_around_it_needs(fields, words):
-    with pytest.raises(ValueError, match=words):
-        replace_attention(decoder("gpt2"), preserve=False, **fields)
-
-
-def test_a_fresh_mixer_with_other_heads_has_as_many_keys():
-    model = replace_attention(decoder("llama"), preserve=False, n_head=1, causal=True)
-    (config,) = {m.config for m in model.modules() if isinstance(m, FreeEnergyMixer)}
-    assert (config.n_head, config.kv_heads) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -662,9 +429,3 @@ def test_a_second_replacement_of_a_layer_is_refused(preserve):
     with pytest.raises(ValueError, match="before"):
         replace_attention(model, layers=[1])
     replace_attention(model, layers=[0, 2])
-
-
-def test_static_cache_is_refused_by_fresh_mixers():
-    model = replace_attention(decoder("llama"), "gla", preserve=False)
-    with pytest.raises(ValueError, match="DynamicCache"):
-        model.generate(tokens(), max_new_tokens=2, cache_implementation="static", disable_compile=True)

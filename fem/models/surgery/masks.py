@@ -52,7 +52,8 @@ def tokens_of(mask: Tensor, time: int, causal: bool) -> tuple[Bool[Tensor, "b t"
     if time > 1 and not mask.is_meta and not torch.compiler.is_compiling():
         wanted = keep[:, None] & (document[..., None] == document[:, None])
         wanted = wanted.tril() if causal else wanted
-        hidden = wanted & ~pairs & (pairs.cumsum(2) > 0)  # behind a token that is seen
+        first = pairs.byte().argmax(2, keepdim=True)  # token that is seen
+        hidden = wanted & ~pairs & (torch.arange(time, device=mask.device) > first)
         biased = mask.dtype != torch.bool and bool(((mask > LEAST) & (mask != 0)).any())
         if biased or bool((keep[..., None] & (hidden | (pairs & ~wanted))).any()):
             sight = "the tokens before it" if causal else "all tokens"

@@ -1,0 +1,182 @@
+"""Fresh mixers in the places of attentions: what they read off masks, calls and caches, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fem
+from fem import FreeEnergyMixer, replace_attention
+
+transformers = pytest.importorskip("transformers", reason="originals of transformers need the extra 'lm'")
+from originals import (  # noqa: E402
+    DECODER,
+    GROUPED,
+    PADDED,
+    TEXT,
+    Attention,
+    bert,
+    close,
+    decoder,
+    lively,
+    tokens,
+    vision,
+)
+
+
+def mobile_bert() -> nn.Module:
+    """Its attention is called with queries, keys and values."""
+    return transformers.MobileBertModel(transformers.MobileBertConfig(**TEXT, **DECODER, embedding_size=32))
+
+
+def chunked() -> nn.Module:
+    """The mask of one token does not show where its chunk begins."""
+    sizes = GROUPED | {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 4}
+    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes))
+
+
+def test_fresh_mixers_come_back_by_load_replaced(tmp_path):
+    model = replace_attention(vision("ViT"), "linear", preserve=False, use_conv=False)
+    model.save_pretrained(tmp_path)
+    pixels = torch.randn(2, 3, 8, 8)
+    other = fem.models.load_replaced(tmp_path, dtype=torch.float64)
+    close(other(pixels.double()).logits.float(), model(pixels).logits, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "original, prior, beams",
+    [("gpt2", "softmax", 2), ("mistral", "gla", 1), ("gpt2", "rnn_softmax", 1), ("mistral", "mamba", 2)],
+)
+def test_fresh_mixers_generate_with_the_cache_of_the_original(original, prior, beams):
+    model = lively(replace_attention(decoder(original), prior, preserve=False))
+    options = {"max_new_tokens": 4, "do_sample": False, "num_beams": beams, "attention_mask": PADDED}
+    torch.testing.assert_close(
+        model.generate(tokens(), **options), model.generate(tokens(), use_cache=False, **options)
+    )
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("prior", ["softmax", "gla", "mamba"])
+def test_fresh_mixers_see_padding_and_documents_in_the_mask_of_the_original(prior, implementation):
+    model = lively(replace_attention(decoder("llama"), prior, preserve=False))
+    model.set_attn_implementation(implementation)
+    ids = tokens(2, 11)
+    positions = (PADDED.cumsum(1) - 1).clamp_min(0)
+    padded = model(ids, attention_mask=PADDED, position_ids=positions).logits
+    close(padded[:1, 4:], model(ids[:1, 4:]).logits, 1e-5)
+    close(padded[1:], model(ids[1:]).logits, 1e-5)
+    restarts = torch.cat([torch.arange(4), torch.arange(7)])[None]
+    packed = model(ids[:1], position_ids=restarts, use_cache=False).logits
+    close(packed, torch.cat([model(ids[:1, :4]).logits, model(ids[:1, 4:]).logits], 1), 1e-5)
+
+
+def test_fresh_mixers_continue_the_last_of_packed_documents():
+    model = lively(replace_attention(decoder("llama"), "gla", preserve=False))
+    ids, document = tokens(1, 9), torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, 1])
+    mask = ((document[:, None] == document) & torch.ones(9, 9, dtype=torch.bool).tril())[None, None]
+    prefill = model(ids[:, :7], attention_mask=mask[..., :7, :7], use_cache=True)
+    further = model(ids[:, 7:], attention_mask=mask[..., 7:, :], past_key_values=prefill.past_key_values)
+    close(further.logits, model(ids[:, 3:]).logits[:, 4:], 1e-5)
+
+
+@pytest.mark.parametrize("prior", ["softmax", "gla", "mamba"])
+def test_fresh_mixers_of_an_encoder_ignore_padding(prior):
+    model = lively(replace_attention(bert(), prior, preserve=False))
+    ids, padding = tokens(1, 7), torch.tensor([[1, 1, 1, 1, 0, 0, 0]])
+    close(model(ids, attention_mask=padding).logits[:, :4], model(ids[:, :4]).logits, 1e-5)
+    first = model(ids).logits[:, 0]
+    assert not torch.allclose(first, model(ids[:, :6]).logits[:, 0], atol=1e-4)
+
+
+def test_fresh_mixers_match_the_parameters_of_plain_attention():
+    model = replace_attention(decoder("gpt2"), "gla", preserve=False, use_conv=False)
+    mixers = [m for m in model.modules() if isinstance(m, FreeEnergyMixer)]
+    assert len(mixers) == 3
+    assert all(mixer.parameter_report()["ratio"] == pytest.approx(1, abs=0.1) for mixer in mixers)
+
+
+def test_bert_with_fresh_mixers_projects_its_output_once():
+    model = replace_attention(bert(), "linear", preserve=False)
+    assert not list(model.bert.encoder.layer[0].attention.output.dense.parameters())
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_fresh_mixer_is_causal_as_the_call_is_or_refused(implementation):
+    """CLIP's text is causal by an argument, and by its mask."""
+    config = transformers.CLIPTextConfig(**TEXT, **DECODER, max_position_embeddings=64)
+    config._attn_implementation = implementation
+    plain, causal = (lively(transformers.CLIPTextModel(config)) for _ in range(2))
+    replace_attention(plain, "gla", preserve=False)
+    with pytest.raises(ValueError, match=r"(is_causal|attention_mask) must .*pass causal=True to replace_attention"):
+        plain(tokens())
+    lively(replace_attention(causal, "gla", preserve=False, causal=True))
+    close(causal(tokens()).last_hidden_state[:, :7], causal(tokens()[:, :7]).last_hidden_state, 1e-5)
+
+
+def test_a_fresh_mixer_takes_a_cache_by_its_older_name():
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
+    model = transformers.GPTBigCodeForCausalLM(transformers.GPTBigCodeConfig(**TEXT, **sizes))
+    model = lively(replace_attention(lively(model), "gla", preserve=False))
+    past = model(tokens()[:, :7], use_cache=True).past_key_values
+    assert past.get_seq_length() == 7
+    close(model(tokens()[:, 7:], past_key_values=past).logits, model(tokens()).logits[:, 7:], 1e-5)
+
+
+def test_fresh_mixers_read_masks_of_any_low_number_and_refuse_what_they_cannot():
+    model = lively(replace_attention(decoder("llama"), "gla", preserve=False))
+    allowed = torch.ones(11, 11, dtype=torch.bool).tril()
+    allowed[:, :4] = False
+    for low in (torch.finfo(torch.float32).min, -1e9, -1e4):
+        padded = model(tokens(1), attention_mask=torch.where(allowed, 0.0, low)[None, None]).logits
+        close(padded[:, 4:], model(tokens(1)[:, 4:]).logits, 1e-5)
+    prefix, hole = (torch.ones(11, 11, dtype=torch.bool).tril() for _ in range(2))
+    prefix[:4, :4], hole[7, 5] = True, False
+    for mask in (prefix, hole):
+        with pytest.raises(ValueError, match=r"attention_mask must .*the tokens before it .*got other pairs"):
+            model(tokens(1), attention_mask=mask[None, None])
+    with pytest.raises(ValueError, match="got numbers that are added to scores"):
+        model(tokens(1), attention_mask=torch.where(hole, -0.5, -1e9)[None, None])
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: nn.MultiheadAttention(32, 4), lambda: nn.Sequential(Attention()), mobile_bert, chunked]
+)
+def test_what_calls_no_mixer_is_refused_by_name(build):
+    with pytest.raises(ValueError, match=r"Attention is called in a way that no mixer knows; preserve=True keeps it"):
+        replace_attention(build(), "linear", preserve=False)
+
+
+def test_a_fresh_mixer_has_the_window_without_a_mask():
+    model = lively(replace_attention(decoder("mistral"), preserve=False))
+    assert {m.config.window for m in model.modules() if isinstance(m, FreeEnergyMixer)} == {5}
+    masked = model(tokens(1, 11)).logits
+    model.config._attn_implementation = "flash_attention_2"
+    close(model(tokens(1, 11)).logits, masked, 1e-5)
+
+
+def test_a_fresh_mixer_has_no_window_where_the_original_reads_none():
+    model = decoder("llama")
+    model.config.sliding_window = 5
+    replace_attention(model, preserve=False)
+    assert {m.config.window for m in model.modules() if isinstance(m, FreeEnergyMixer)} == {None}
+
+
+@pytest.mark.parametrize("fields, words", [
+    ({"causal": False}, "causal is the original's, True, got False"), ({"n_embd": 64}, "n_embd is the original's, 32"),
+])  # fmt: skip
+def test_a_fresh_mixer_keeps_what_the_model_around_it_needs(fields, words):
+    with pytest.raises(ValueError, match=words):
+        replace_attention(decoder("gpt2"), preserve=False, **fields)
+
+
+def test_a_fresh_mixer_with_other_heads_has_as_many_keys():
+    model = replace_attention(decoder("llama"), preserve=False, n_head=1, causal=True)
+    (config,) = {m.config for m in model.modules() if isinstance(m, FreeEnergyMixer)}
+    assert (config.n_head, config.kv_heads) == (1, 1)
+
+
+def test_static_cache_is_refused_by_fresh_mixers():
+    model = replace_attention(decoder("llama"), "gla", preserve=False)
+    with pytest.raises(ValueError, match="DynamicCache"):
+        model.generate(tokens(), max_new_tokens=2, cache_implementation="static", disable_compile=True)
