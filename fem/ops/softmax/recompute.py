@@ -7,9 +7,10 @@ F_tj = (log sum_i exp(s_ti + beta_j f_ij) - log sum_i exp(s_ti)) / beta_j       
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fem.ops.common.composed import recorded
@@ -44,10 +45,11 @@ def _recompute(some, doubtful, *inputs):
     some: whether any is, which inductor sums up in the kernel that finds them.
     """
     some = some.to("cpu", copy=True)
-    entries = _listed(doubtful) if some else doubtful.new_empty(0, 4, dtype=torch.long)
-    fallbacks.count(doubtful.numel(), len(entries))
+    fallbacks.count(doubtful.numel(), int(doubtful.sum()) if some else 0)
     with torch.no_grad():
-        return _placed(doubtful, entries, *inputs), some
+        return _placed(doubtful, *inputs) if some else doubtful.new_zeros(
+            doubtful.shape, dtype=compute_dtype(inputs[0])
+        ), some
 
 
 @_recompute.register_fake
@@ -65,14 +67,14 @@ def _recompute_backward(grad, some, doubtful, q, k, f, beta, bias, *rules):
             torch._foreach_zero_(alike)
         return gradients
     totals = [torch.zeros(x.shape, dtype=compute_dtype(x), device=x.device) for x in inputs]
-    for head, rows, channels in _parts(_listed(doubtful), k.shape[1], f.shape[3]):
+    for rows in _parts(doubtful, k.shape[1]):
+        places = rows.places(*inputs)
         with recorded():
-            of_head = [x.detach().double().requires_grad_() for x in _of_head(head, *inputs)]
-            energies = _of_rows(rules, head, rows, channels, *of_head)
-            of_energies = grad[head[0], rows, head[1], channels].double()
-            gradients = torch.autograd.grad(energies, of_head, of_energies)
-        for total, more in zip(_of_head(head, *totals), gradients):
-            total += more
+            needed = [x[at].detach().double().requires_grad_() for x, at in zip(inputs, places)]
+            of_energies = grad[rows.where].double().where(rows.wanted, 0.0)
+            gradients = torch.autograd.grad(_energies(rows, rules, *needed), needed, of_energies)
+        for total, at, more in zip(totals, places, gradients):
+            total.index_put_(at, more.to(total.dtype), accumulate=True)
     return [total.to(x.dtype) for total, x in zip(totals, inputs)]
 
 
@@ -90,7 +92,7 @@ def _differentiate(ctx, grad, _):
     some, doubtful, *tensors = ctx.saved_tensors
     inputs, rules = tensors[:5], (*tensors[5:], ctx.causal, ctx.scale)
     if torch.is_grad_enabled():
-        gradients = again_differentiable(lambda *x: [_placed(doubtful, _listed(doubtful), *x, *rules)], inputs, [grad])
+        gradients = again_differentiable(lambda *x: [_placed(doubtful, *x, *rules)], inputs, [grad])
     else:
         gradients = _recompute_backward(grad, some, doubtful, *inputs, *rules)
     of_bias = None if inputs[4] is None else gradients[4]
@@ -99,76 +101,113 @@ def _differentiate(ctx, grad, _):
 
 _recompute.register_autograd(_differentiate, setup_context=_save)
 
-_Head = tuple[int, int]  # a row of the batch, and a query head of it
+
+class _Rows(NamedTuple):
+    """R rows and C channels of each of n heads: where they are, and which of their free energies are wanted.
+
+    A head with fewer repeats its first, of which nothing more is wanted.
+    """
+
+    batch: Int[Tensor, " n"]
+    head: Int[Tensor, " n"]
+    row: Int[Tensor, "n r"]
+    channel: Int[Tensor, "n c"]
+    wanted: Bool[Tensor, "n r c"]
+    past: int  # keys before the first query
+
+    @property
+    def where(self) -> tuple[Tensor, ...]:
+        """Their place in a tensor (B, T_q, H, d_f)."""
+        return self.batch[:, None, None], self.row[..., None], self.head[:, None, None], self.channel[:, None]
+
+    def places(self, q, k, f, beta, bias=None) -> list[tuple[Tensor | int, ...]]:
+        """The place of what they need of each input, itself (n, R, d_k), (n, T, d_k), (n, T, C), (n, C), (n, R, T)."""
+        batch, row, head, channel = self.where
+        key = torch.arange(k.shape[1], device=k.device)
+        group = head // (q.shape[2] // k.shape[2])
+        places = [
+            (batch[..., 0], self.row, head[..., 0]),
+            (batch[..., 0], key, group[..., 0]),
+            (batch, key[:, None], group, channel),
+            (group[..., 0], self.channel),
+        ]
+        if bias is not None:
+            of_bias = zip((batch, head, row, key), bias.shape)
+            places.append(tuple(index if size > 1 else 0 * index for index, size in of_bias))
+        return places
 
 
-def _listed(doubtful: Tensor) -> Tensor:
-    """(batch, head, row, channel) of each, ascending."""
-    return doubtful.transpose(1, 2).nonzero()
+def _parts(doubtful: Bool[Tensor, "b tq h df"], keys: int) -> Iterator[_Rows]:
+    """The doubtful entries, of as many heads at once as fit into memory; heads with many rows come first."""
+    of_batch, queries, heads, channels = doubtful.shape
+    batch, row, head, channel = doubtful.nonzero(as_tuple=True)
+    head = batch * heads + head
+    has_row, has_channel = (doubtful.new_zeros(of_batch * heads, size) for size in (queries, channels))
+    has_row[head, row] = has_channel[head, channel] = True
+    counts, order = has_row.sum(1).sort(descending=True, stable=True)
+    counts, most = counts.tolist(), max(1, _NUMBERS // (keys * channels))
+    start = 0
+    while start < len(counts) and counts[start]:
+        part = order[start : start + max(1, most // counts[start])]
+        start += len(part)
+        batch, head = part // heads, part % heads
+        all_rows, is_row = _listed(has_row[part])
+        channel, is_channel = _listed(has_channel[part])
+        for row, real in zip(all_rows.split(most, 1), is_row.split(most, 1)):
+            rows = _Rows(batch, head, row, channel, real[..., None] & is_channel[:, None], keys - queries)
+            yield rows._replace(wanted=rows.wanted & doubtful[rows.where])
 
 
-def _placed(doubtful, entries, q, k, f, beta, bias, *rules) -> Tensor:
-    """The free energies of the entries, at their places."""
+def _listed(chosen: Bool[Tensor, "n m"]) -> tuple[Int[Tensor, "n most"], Bool[Tensor, "n most"]]:
+    """Where each line is true, and whether that is so: shorter lines repeat their first."""
+    is_one, index = chosen.int().sort(dim=1, descending=True, stable=True)
+    is_one = is_one[:, : int(is_one.sum(1).max())].bool()
+    return torch.where(is_one, index[:, : is_one.shape[1]], index[:, :1]), is_one
+
+
+def _placed(doubtful, q, k, f, beta, bias, *rules) -> Tensor:
+    """The free energies of the doubtful entries, at their places, 0 elsewhere."""
     free_energy = torch.zeros(doubtful.shape, dtype=compute_dtype(q), device=q.device)
-    parts = []
-    for head, rows, channels in _parts(entries, k.shape[1], f.shape[3]):
-        inputs = [x.double() for x in _of_head(head, q, k, f, beta, *([] if bias is None else [bias]))]
-        parts.append(_of_rows(rules, head, rows, channels, *inputs))
-    if not parts:
-        return free_energy
-    batch, head, row, channel = entries.unbind(1)
-    return free_energy.index_put((batch, row, head, channel), torch.cat(parts).to(free_energy.dtype))
+    inputs = [x for x in (q, k, f, beta, bias) if x is not None]
+    for rows in _parts(doubtful, k.shape[1]):
+        needed = [x[at].double() for x, at in zip(inputs, rows.places(*inputs))]
+        energies = _energies(rows, rules, *needed)[rows.wanted]
+        at = tuple(x.expand_as(rows.wanted)[rows.wanted] for x in rows.where)
+        free_energy = free_energy.index_put(at, energies.to(free_energy.dtype))
+    return free_energy
 
 
-def _parts(entries: Tensor, keys: int, channels: int) -> Iterator[tuple[_Head, Tensor, Tensor]]:
-    """Entries of one head, as many as fit into memory at once: the rows and channels of each."""
-    heads, counts = entries[:, :2].unique_consecutive(dim=0, return_counts=True)
-    step = max(1, _NUMBERS // (keys * channels)) * channels
-    for head, of_head in zip(heads.tolist(), entries[:, 2:].split(counts.tolist())):
-        for part in of_head.split(step):
-            yield tuple(head), *part.unbind(1)
+def _energies(rows: _Rows, rules, q, k, f, beta, bias=None) -> Float[Tensor, "n r c"]:
+    """The free energies of the rows and channels, in float64 and of torch's own steps, which can be differentiated.
 
-
-def _of_head(head: _Head, q: Tensor, k: Tensor, f: Tensor, beta: Tensor, *bias: Tensor) -> list[Tensor]:
-    """The parts of the tensors that belong to a head."""
-    batch, query_head = head
-    group = query_head // (q.shape[2] // k.shape[2])
-    of_bias = [x[batch % x.shape[0], query_head % x.shape[1]] for x in bias]
-    return [q[batch, :, query_head], k[batch, :, group], f[batch, :, group], beta[group], *of_bias]
-
-
-def _of_rows(rules, head, rows, channels, q, k, f, beta, bias=None) -> Float[Tensor, " n"]:
-    """The free energies of entries of one head, in float64 and of torch's own steps, which can be differentiated."""
+    What is not wanted is finite and means nothing.
+    """
     keep, first, end, causal, scale = rules
-    row, row_of = rows.unique_consecutive(return_inverse=True)
-    index = torch.arange(k.shape[0], device=k.device)
-    allowed = torch.ones(len(row), len(index), dtype=torch.bool, device=k.device)
+    index, row = torch.arange(k.shape[1], device=k.device), rows.row
+    allowed = torch.ones(*row.shape, len(index), dtype=torch.bool, device=k.device)
     if first is not None:
-        first, end = (x[head[0] % x.shape[0], row, None] for x in (first, end))
+        first, end = (x[rows.batch % x.shape[0]].gather(1, row)[..., None] for x in (first, end))
         allowed = (first <= index) & (index < end)
     elif causal:
-        allowed = index <= row[:, None] + k.shape[0] - q.shape[0]
+        allowed = index <= row[..., None] + rows.past
     if keep is not None:
-        allowed = allowed & keep[head[0]]
-    s = scale * q[row] @ k.mT
+        allowed = allowed & keep[rows.batch][:, None]
+    s = scale * q @ k.mT
     if bias is not None:
-        bias = bias.expand(q.shape[0], k.shape[0])[row]
         allowed = allowed & ~torch.isneginf(bias)
         s = s + bias.where(allowed, 0.0)
-    empty = ~allowed.any(1)
-    s = s.masked_fill(~allowed, -torch.inf).masked_fill(empty[:, None], 0.0)
-    log_p = s.log_softmax(1)
-    channel, channel_of = channels.unique(return_inverse=True)
-    f, beta = f[:, channel], beta[channel]
-    hidden = ~allowed.any(0)[:, None]
-    shift = f.detach().masked_fill(hidden, -torch.inf).amax(0).nan_to_num(neginf=0.0)  # no row sees a key
+    empty = ~allowed.any(2, keepdim=True)
+    s = s.masked_fill(~allowed, -torch.inf).masked_fill(empty, 0.0)
+    log_p = s.log_softmax(2)
+    hidden = ~allowed.any(1)[..., None]
+    shift = f.detach().masked_fill(hidden, -torch.inf).amax(1, keepdim=True).nan_to_num(neginf=0.0)  # no row sees a key
     f = torch.where(hidden, shift, f)
-    total = log_p.exp() @ ((f - shift) * beta).exp()
+    total = log_p.exp() @ ((f - shift) * beta[:, None]).exp()
     sure = total.detach() >= LEAST_PROVEN[torch.float64]
-    free = (shift + total.where(sure, 1.0).log() / beta)[row_of, channel_of]
-    unsure = ~sure[row_of, channel_of]
-    if bool(unsure.any()):
-        at, of = row_of[unsure], channel_of[unsure]
-        energies = (log_p[at] + (beta * f).mT[of]).logsumexp(1) / beta[of]
-        free = free.index_put((unsure.nonzero()[:, 0],), energies)
-    return free.masked_fill(empty[row_of], 0.0)
+    free = shift + total.where(sure, 1.0).log() / beta[:, None]
+    n, r, channel = (rows.wanted & ~sure).nonzero(as_tuple=True)
+    if len(n):
+        temperature = beta[n, channel]
+        energies = (log_p[n, r] + temperature[:, None] * f[n, :, channel]).logsumexp(1) / temperature
+        free = free.index_put((n, r, channel), energies)
+    return free.masked_fill(empty, 0.0)
