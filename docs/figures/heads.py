@@ -1,6 +1,6 @@
-"""What is left of FEM's lead where attention has more heads: table and picture of research/results/regimes_heads.md.
+"""What is left of FEM's lead where attention has more heads: tables and picture of research/results/regimes_heads.md.
 
-python docs/figures/heads.py    # prints the table, writes research/results/regimes_heads_by_heads.png
+python docs/figures/heads.py    # prints the tables, writes research/results/regimes_heads_by_heads.png
 """
 
 from __future__ import annotations
@@ -15,10 +15,25 @@ from fem_research.common.names import colour
 from fem_research.common.paired import shown
 
 RESULTS = Path(__file__).parents[2] / "research" / "results"
-FEM = "softmax+CLTG/r4"
-OURS = {"softmax": "attention, RoPE", "softmax/norope": "attention, no position code", FEM: "slim FEM, RoPE"}
-STYLES = {"softmax": "-", "softmax/norope": "--", FEM: "-"}
-SEEDS = (("snapshot", "fields"), ("high-water", "fields"), ("peak", "peak"), ("peak", "long"))
+TASKS = ("peak", "high-water", "snapshot")
+GRID = "heads"
+HEADS = (4, 8, 16, 32)
+ROWS = {
+    "softmax": "attention",
+    "softmax+G/r4": "its slim outer gate alone (G)",
+    "softmax+C": "its conditioner alone (C)",
+    "softmax+L": "the log-sum-exp alone (L)",
+    "softmax+LTG/r4/s.5": "split values",
+    "softmax+LTG/r4": "slim FEM without C",
+    "softmax+CLTG/r4": "slim FEM",
+    "gla/norm": "GLA, normalised",
+    "gla+LTG/r4": "slim FEM on GLA without C",
+}
+ATTENTION = ("softmax", "softmax/double")
+GATE_OR_CONDITIONER = ("softmax+G/r4", "softmax+C")
+FREE_ENERGY = ("softmax+L", "softmax+LTG/r4/s.5", "softmax+LTG/r4", "softmax+CLTG/r4")
+DRAWN = ("softmax", "softmax+G/r4", "softmax+C", "softmax+L", "softmax+LTG/r4", "softmax+CLTG/r4")
+AT_BEST = (("snapshot", GRID), ("high-water", GRID), ("peak", GRID), ("peak", "double_peak"), ("peak", "heads_steps"))
 
 
 def found(page: str, task: str) -> dict[str, list[float]]:
@@ -31,71 +46,88 @@ def steps(page: str) -> int:
     return json.loads((RESULTS / f"regimes_{page}.json").read_text())["config"]["recipe"]["steps"]
 
 
-def best_attention(rows: dict[str, list[float]]) -> str:
-    """The row of attention with the best mean on the test, which favours attention."""
-    plain = [row for row in rows if re.fullmatch(r"softmax(/h\d+)?(/norope)?", row)]
-    return max(plain, key=lambda row: mean(rows[row]))
+def taken_apart(row: str) -> tuple[str, int, bool]:
+    """A row's mixer without its heads and its position code, its heads, and whether it has a position code."""
+    heads = re.search(r"/h(\d+)", row)
+    return re.sub(r"/h\d+|/norope", "", row), int(heads[1]) if heads else 4, "/norope" not in row
+
+
+def by_heads(rows: dict[str, list[float]], mixer: str) -> dict[int, dict[bool, list[float]]]:
+    """The scores of a mixer by its number of heads, and there with its position code (True) and without."""
+    scores: dict[int, dict[bool, list[float]]] = {}
+    for row, of_row in rows.items():
+        name, heads, coded = taken_apart(row)
+        if name == mixer:
+            scores.setdefault(heads, {})[coded] = of_row
+    return scores
+
+
+def best(rows: dict[str, list[float]], mixers) -> str | None:
+    """The row of these mixers with the best mean on the test."""
+    ours = [row for row in rows if taken_apart(row)[0] in mixers]
+    return max(ours, key=lambda row: mean(rows[row]), default=None)
 
 
 def called(row: str) -> str:
-    heads = re.search(r"/h(\d+)", row)
-    return f"{heads[1] if heads else 4} heads" + (", no position code" if "norope" in row else "")
+    mixer, heads, coded = taken_apart(row)
+    what = {"softmax": "", "softmax/double": "values twice as wide, "}.get(mixer, f"{ROWS.get(mixer)}, ")
+    return f"{what}{heads} heads" + ("" if coded else ", no position code")
 
 
-def table() -> str:
-    titles = ("task", "steps", "seeds", "attention, 4 heads", "attention at its best", "slim FEM, 4 heads", "lead")
-    lines = [(*titles, "cummax"), ["---"] + ["---:"] * 3 + ["---"] + ["---:"] * 3]
-    for task, page in SEEDS:
-        rows = found(f"heads_{page}", task)
-        best = best_attention(rows)
-        lines.append(
+def lines(*cells) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def at_their_best() -> str:
+    """Attention, with its gate or conditioner, and with the free energy: every kind by its best row on the test."""
+    kinds = (ATTENTION, GATE_OR_CONDITIONER, FREE_ENERGY)
+    titles = ("task", "steps", "seeds", "attention", "with G or C alone", "with the free energy", "lead", "cummax")
+    table = [titles, ["---"] + ["---:"] * 2 + ["---"] * 3 + ["---:"] * 2]
+    for task, page in AT_BEST:
+        rows = found(page, task)
+        attention, helped, free = (best(rows, kind) for kind in kinds)
+        rival = max((row for row in (attention, helped) if row), key=lambda row: mean(rows[row]))
+        table.append(
             (
                 task,
-                f"{steps(f'heads_{page}'):,}",
-                str(len(rows[FEM])),
-                f"{mean(rows['softmax']):.3f}" if "softmax" in rows else "",
-                f"{mean(rows[best]):.3f} ({called(best)})",
-                f"{mean(rows[FEM]):.3f}",
-                shown(rows[FEM], rows[best]),
+                f"{steps(page):,}",
+                str(len(rows[free])),
+                *(f"{mean(rows[row]):.3f} ({called(row)})" if row else "" for row in (attention, helped, free)),
+                shown(rows[free], rows[rival]),
                 f"{mean(rows['cummax']):.3f}" if "cummax" in rows else "",
             )
         )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return lines(*table)
+
+
+def grid(task: str) -> str:
+    """The mean scores of every mixer by its number of heads, with its position code and without."""
+    table = [(task, *(f"{heads} heads" for heads in HEADS)), ["---"] + ["---:"] * len(HEADS)]
+    rows = found(GRID, task)
+    for mixer, title in ROWS.items():
+        scores = by_heads(rows, mixer)
+        cells = (sorted(scores.get(heads, {}).items(), reverse=True) for heads in HEADS)  # with a position code first
+        table.append((title, *(" / ".join(f"{mean(of_row):.3f}" for _, of_row in cell) for cell in cells)))
+    return lines(*table)
 
 
 def draw(path: Path) -> None:
-    with picture(path, "Score by number of heads, 500 steps, seed 0; dots: cummax", 8.5, 2.9) as figure:
+    with picture(path, "Score by number of heads, 500 steps, mean of 3 seeds; dots: cummax", 8.5, 3.3) as figure:
         axes = figure.subplots(1, 3, sharey=True)
-        for place, task in zip(axes, ("peak", "high-water", "snapshot")):
-            rows = found("heads", task)
-            if task == "peak":
-                rows = {row: scores[:1] for row, scores in found("heads_peak", task).items()} | rows
-            for own, label in OURS.items():
-                prior, *options = own.split("/")
-                points = {}
-                for row, scores in rows.items():
-                    name, *others = row.split("/")
-                    heads = [int(option[1:]) for option in others if re.fullmatch(r"h\d+", option)]
-                    if name == prior and [o for o in others if not re.fullmatch(r"h\d+", o)] == options:
-                        points[heads[0] if heads else 4] = scores[0]
-                x = sorted(points)
-                place.plot(
-                    x,
-                    [points[heads] for heads in x],
-                    STYLES[own],
-                    marker="o",
-                    markersize=4,
-                    color=colour(own),
-                    label=label,
-                )
-            if "cummax" in rows:
-                place.axhline(rows["cummax"][0], color=GREY, linestyle=":")
+        for place, task in zip(axes, TASKS):
+            rows = found(GRID, task)
+            for mixer in DRAWN:
+                scores = by_heads(rows, mixer)
+                x = sorted(scores)
+                y = [max(mean(of_row) for of_row in scores[heads].values()) for heads in x]
+                place.plot(x, y, "o-", markersize=4, color=colour(mixer), label=ROWS[mixer])
+            place.axhline(mean(rows["cummax"]), color=GREY, linestyle=":")
             place.set_xscale("log", base=2)
-            place.set_xticks([4, 8, 16, 32, 64], ["4", "8", "16", "32", "64"])
+            place.set_xticks(HEADS, [str(heads) for heads in HEADS])
             place.set(title=task, xlabel="heads", ylim=(0.2, 1.03))
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
 
 if __name__ == "__main__":
-    print(table())
+    print(at_their_best(), *(grid(task) for task in TASKS), sep="\n\n")
     draw(RESULTS / "regimes_heads_by_heads.png")

@@ -46,10 +46,10 @@ def _recompute(some, doubtful, *inputs):
     """
     some = some.to("cpu", copy=True)
     fallbacks.count(doubtful.numel(), int(doubtful.sum()) if some else 0)
+    if not some:
+        return doubtful.new_zeros(doubtful.shape, dtype=compute_dtype(inputs[0])), some
     with torch.no_grad():
-        return _placed(doubtful, *inputs) if some else doubtful.new_zeros(
-            doubtful.shape, dtype=compute_dtype(inputs[0])
-        ), some
+        return _placed(doubtful, *inputs), some
 
 
 @_recompute.register_fake
