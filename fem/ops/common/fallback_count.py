@@ -25,7 +25,7 @@ class FallbackCount:
             self.warned = True
             warnings.warn(
                 f"{self.recomputed} of {self.entries} free energies spanned more than 60 nats and were computed "
-                "again, exactly but up to 30 times slower; smaller values or a smaller beta avoid it.",
+                "again, exactly but up to 10 times slower; smaller values or a smaller beta avoid it.",
                 stacklevel=3,
             )
 
