@@ -99,21 +99,16 @@ def readme() -> list[str]:
         "their bags) |",
         f"| loss: {at_best_rates('-C,G,T,L')} → {at_best_rates('+C,G/r8')} nats per token | source code, 16M tokens, "
         f"width 128; all of slim FEM {at_best_rates('full/r8')}. [Two blocks of width 512](results/ablate_512_two.md), "
-        f"4M tokens, nearly equal training time: {plain:.3f} → {alone:.3f}, all of slim FEM "
-        f"{whole:.3f}; 8M tokens, a wider conditioner: {twice[0]:.3f} → {twice[1]:.3f}. "
-        f"In equal time at width 128, one seed each, the gate and the conditioner are "
+        f"a wider conditioner, 8M tokens, nearly equal training time: {twice[0]:.3f} → {twice[1]:.3f}. At width 128, "
+        "in equal time and on one seed, the gate and the conditioner are "
         f"{timed['-C,G,T,L'] - timed['+C,G/r8']:.3f} ahead of attention, which gains {by_its_best_rate()} by its best "
-        "learning rate; slim FEM, at a lower rate, is "
+        "learning rate, and slim FEM, at a lower rate, is "
         f"{slower['full/r8'] - slower['-C,G,T,L']:.3f} behind |",
         f"MAD, a synthetic suite: {recall('softmax')} → {recall('softmax+C')} %, with a convolution of four taps "
-        f"{recall(BEHIND)} % | averaged over the tests during training: {recall('softmax', 'mean')}, "
-        f"{recall('softmax+C', 'mean')}, {recall(BEHIND, 'mean')} %. Fuzzy recall, one of the three, falls on two "
-        "seeds "
-        f"of three. All of FEM has {recall(FULL)} % at the end, without its outer gate {recall(UNGATED)} %. One "
-        "learning "
-        "rate and one initialisation; at the [benchmark's own size](results/mad_recall.md), one seed, attention "
-        "recalls "
-        f"all too, after {recalls('softmax')} steps, where the conditioner needs {recalls('softmax+C')} |",
+        f"{recall(BEHIND)} % | all of FEM {recall(FULL)} %, without its outer gate {recall(UNGATED)} %; one learning "
+        "rate. Fuzzy recall, one of the three, falls on two seeds of three. At the [benchmark's own size]"
+        "(results/mad_recall.md), one seed, attention recalls all too, after "
+        f"{recalls('softmax')} steps, where the conditioner needs {recalls('softmax+C')} |",
         f"averages {share('statistics', 'softmax', digits=3)} → {share('statistics', SLIM_C, digits=3)} of the "
         f"variance; log {late('softmax')} → {late(SLIM_C)}; forecast MSE "
         f"{mse('forecast_etth1', 'ETTh1', 'softmax'):.3f} → {mse('forecast_etth1', 'ETTh1', FULL):.3f}; "
