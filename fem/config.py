@@ -330,7 +330,7 @@ class FreeEnergyMixerConfig:
             for offset in offsets
             if nominal + offset > 0
         )
-        return min(solved, key=off)
+        return sorted(solved, key=off)[0]  # torch.compile knows no min with a key
 
     @classmethod
     def slim(cls, n_embd: int, n_head: int, prior_type: str = "softmax", **fields) -> FreeEnergyMixerConfig:
@@ -361,7 +361,7 @@ class FreeEnergyMixerConfig:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if with_heads(middle).linear_weights < target else (low, middle)
         around = [with_heads(size) for size in (low - 1, low) if size >= least]
-        return min(around, key=lambda config: abs(config.linear_weights - target))
+        return sorted(around, key=lambda config: abs(config.linear_weights - target))[0]  # as above
 
 
 _DEFAULTS = {field.name: field.default for field in fields(FreeEnergyMixerConfig) if field.default is not MISSING}

@@ -99,6 +99,13 @@ class OperatorPrior(Prior):
         free_energy = shift + log / beta
         return Read(mean.to(dtype), torch.where(empty, 0, torch.maximum(free_energy, mean)).to(dtype)), None
 
+    def selection(self, features, v, tokens):
+        """The weights of an operator are as exact as the operator: what is off by rounding is made weights again."""
+        weights, values = super().selection(features, v, tokens)
+        weights = weights.clamp(min=0)
+        total = weights.sum(-1, keepdim=True)
+        return weights / total.masked_fill(total == 0, 1), values
+
     def _over_documents(self, x: Tensor, tokens: Tokens) -> Tensor:
         """op on every document of every row, as if masked tokens were not there."""
         flat = x.flatten(2)

@@ -43,6 +43,18 @@ def test_an_operator_with_parameters_runs_in_a_half_precision_layer():
     assert (y.double() - wanted).abs().max() <= 0.02 * (1 + wanted.abs().max())
 
 
+def test_what_an_fft_is_off_by_is_no_weight_where_a_layer_is_inspected():
+    def by_fft(x):
+        taps = torch.linspace(1, 0.1, x.shape[1])[:, None]
+        return torch.fft.irfft(torch.fft.rfft(x, 2 * len(taps), 1) * torch.fft.rfft(taps, 2 * len(taps), 0), dim=1)[
+            :, : len(taps)
+        ]
+
+    p = with_operator(by_fft).inspect(tokens(dtype=torch.float32)).prior
+    assert p.min() >= 0
+    torch.testing.assert_close(p.sum(-1), torch.ones(p.shape[:-1]))
+
+
 def test_an_operator_counts_its_own_matrices_alone():
     """Beside value, lambda, gate and output, and no queries and keys."""
     linear = lambda op: with_operator(op).parameter_report()["linear"]  # noqa: E731

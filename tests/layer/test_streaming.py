@@ -3,6 +3,7 @@
 import pytest
 import torch
 from layers import FAMILIES, WIDTH, make_layer
+from own_priors import BoundedValues, DoubleTurn
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, one_token
 
@@ -31,6 +32,18 @@ def test_twenty_thousand_tokens_drift_by_less_than_1e_4(family):
     wanted, _ = stream(exact, torch.float64)
     assert (y - wanted).abs().max() <= 1e-4 * wanted.abs().max()
     assert len(set(sizes)) == 1
+
+
+@pytest.mark.parametrize("prior", [DoubleTurn, BoundedValues])
+def test_an_own_softmax_prior_streams_as_it_reads(monkeypatch, prior):
+    monkeypatch.setitem(PRIORS, prior.name, prior)
+    layer = make_layer(torch.float32, prior_type=prior.name)
+    x = torch.randn(1, 9, WIDTH)
+    with torch.no_grad():
+        y, state = layer(x[:, :6], return_state=True)
+        for t in range(6, 9):
+            y, state = layer(x[:, t : t + 1], state=state, return_state=True)
+    torch.testing.assert_close(y, layer(x)[:, -1:], rtol=1e-4, atol=1e-5)
 
 
 def test_every_prior_but_softmax_streams_here():

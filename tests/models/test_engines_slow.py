@@ -72,3 +72,22 @@ def test_rows_split_over_processes_are_read_and_learnt_from_as_whole_ones(proces
     """Every prior, with the conditioner and without; padding, documents, a window, recomputed activations."""
     for name, found in on_processes("context_parallel.py", processes, tmp_path).items():
         assert max(found.values()) < 1e-5, (name, found)
+
+
+WHOLE = """
+import torch
+from fem.models import FEMConfig, FEMForCausalLM
+sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+model = FEMForCausalLM(FEMConfig(vocab_size=53, **sizes, mixer={"use_conv": False})).eval()
+model.set_attn_implementation("sdpa")
+ids = torch.arange(5)[None]
+with torch.no_grad():
+    compiled = torch.compile(model, backend="eager", fullgraph=True)(ids)
+torch.testing.assert_close(compiled.logits, model(ids).logits)
+"""
+
+
+def test_a_model_of_an_engine_is_one_graph():
+    """In a process of its own: the shape checks of the other tests break graphs."""
+    done = subprocess.run([sys.executable, "-c", WHOLE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

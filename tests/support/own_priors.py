@@ -26,6 +26,24 @@ class MeanPrior(SoftmaxPrior):
         return read._replace(free_energy=read.mean), memory
 
 
+class DoubleTurn(SoftmaxPrior):
+    """Queries and keys that turn twice as far."""
+
+    name = "double_turn"
+
+    def rotated(self, tensors, position):
+        return super().rotated(tensors, 2 * position)
+
+
+class BoundedValues(SoftmaxPrior):
+    """A read of its own."""
+
+    name = "bounded_values"
+
+    def read(self, features, v, beta, tokens, memory, free_values=None):
+        return super().read(features, v.tanh(), beta, tokens, memory, free_values)
+
+
 def register(monkeypatch) -> None:
     for prior in (CosinePrior, MeanPrior):
         monkeypatch.setitem(PRIORS, prior.name, prior)

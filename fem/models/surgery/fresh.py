@@ -59,7 +59,8 @@ class MixerAttention(nn.Module):
             if type(memory) not in (DynamicLayer, DynamicSlidingWindowLayer) or memory.is_initialized:
                 raise ValueError(
                     f"past_key_values must be a DynamicCache of this model, got {type(memory).__name__} in layer "
-                    f"{self.layer_idx}; a mixer keeps a state of its own: leave past_key_values out."
+                    f"{self.layer_idx}; a mixer keeps a state of its own: leave past_key_values and "
+                    "cache_implementation out."
                 )
             memory = layers[self.layer_idx] = MixerMemory()
         return memory

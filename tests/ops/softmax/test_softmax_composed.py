@@ -320,6 +320,15 @@ def test_recomputed_entries_have_the_gradients_of_the_definition(monkeypatch, sh
         torch.library.opcheck(declared, given, test_utils=("test_schema", "test_faketensor"))
 
 
+def test_attention_alone_has_no_free_energy_to_compute_again():
+    q, k, v, beta = draw(9)
+    nothing = torch.empty(2, 9, 4, 0, dtype=torch.bool)
+    found, _ = recompute._recompute(
+        nothing.any(), nothing, q, k, v[..., :0], beta[:, :0], *Pairs.of(None, None, None, True, 0.25)
+    )
+    assert found.shape == nothing.shape
+
+
 def test_values_within_a_span_need_no_flag(monkeypatch):
     """The span is the largest that counts as proven, and nothing that would read a value on the host is called."""
     monkeypatch.setattr(softmax_composed, "recompute", None)
