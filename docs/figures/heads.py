@@ -20,26 +20,30 @@ GRID = "heads"
 HEADS = (4, 8, 16, 32)
 ROWS = {
     "softmax": "attention",
-    "softmax+G/r4": "its slim outer gate alone (G)",
-    "softmax+C": "its conditioner alone (C)",
-    "softmax+L": "the log-sum-exp alone (L)",
+    "softmax+G/r4": "slim outer gate alone (G)",
+    "softmax+C": "conditioner alone (C)",
+    "softmax+L": "log-sum-exp alone (L)",
     "softmax+LTG/r4/s.5": "split values",
     "softmax+LTG/r4": "slim FEM without C",
     "softmax+CLTG/r4": "slim FEM",
     "gla/norm": "GLA, normalised",
     "gla+LTG/r4": "slim FEM on GLA without C",
 }
+OTHERS = {"softmax": "", "softmax/double": "values twice as wide, ", "softmax+CG/r4": "G and C, "}
 ATTENTION = ("softmax", "softmax/double")
-GATE_OR_CONDITIONER = ("softmax+G/r4", "softmax+C")
+GATE_OR_CONDITIONER = ("softmax+G/r4", "softmax+C", "softmax+CG/r4")
 FREE_ENERGY = ("softmax+L", "softmax+LTG/r4/s.5", "softmax+LTG/r4", "softmax+CLTG/r4")
 DRAWN = ("softmax", "softmax+G/r4", "softmax+C", "softmax+L", "softmax+LTG/r4", "softmax+CLTG/r4")
-AT_BEST = (("snapshot", GRID), ("high-water", GRID), ("peak", GRID), ("peak", "double_peak"), ("peak", "heads_steps"))
+PAGES = {"snapshot": (GRID,), "high-water": (GRID,), "peak": (GRID, "heads_64", "double_peak")}
+AT_BEST = (*PAGES.items(), ("peak", ("heads_steps",)))
 
 
-def found(page: str, task: str) -> dict[str, list[float]]:
-    """The test scores of every row, by seed."""
-    data = json.loads((RESULTS / f"regimes_{page}.json").read_text())["results"]["regimes"]
-    return {row: of_row["test"] for row, of_row in data[task].items()}
+def found(task: str, *pages: str) -> dict[str, list[float]]:
+    """The test scores of every row by seed, of as many seeds as all rows have."""
+    data = [json.loads((RESULTS / f"regimes_{page}.json").read_text())["results"]["regimes"] for page in pages]
+    scores = {row: of_row["test"] for page in data[::-1] for row, of_row in page[task].items()}
+    seeds = min(map(len, scores.values()))
+    return {row: of_row[:seeds] for row, of_row in scores.items()}
 
 
 def steps(page: str) -> int:
@@ -70,7 +74,7 @@ def best(rows: dict[str, list[float]], mixers) -> str | None:
 
 def called(row: str) -> str:
     mixer, heads, coded = taken_apart(row)
-    what = {"softmax": "", "softmax/double": "values twice as wide, "}.get(mixer, f"{ROWS.get(mixer)}, ")
+    what = OTHERS[mixer] if mixer in OTHERS else f"{ROWS[mixer]}, "
     return f"{what}{heads} heads" + ("" if coded else ", no position code")
 
 
@@ -83,14 +87,14 @@ def at_their_best() -> str:
     kinds = (ATTENTION, GATE_OR_CONDITIONER, FREE_ENERGY)
     titles = ("task", "steps", "seeds", "attention", "with G or C alone", "with the free energy", "lead", "cummax")
     table = [titles, ["---"] + ["---:"] * 2 + ["---"] * 3 + ["---:"] * 2]
-    for task, page in AT_BEST:
-        rows = found(page, task)
+    for task, pages in AT_BEST:
+        rows = found(task, *pages)
         attention, helped, free = (best(rows, kind) for kind in kinds)
         rival = max((row for row in (attention, helped) if row), key=lambda row: mean(rows[row]))
         table.append(
             (
                 task,
-                f"{steps(page):,}",
+                f"{steps(pages[0]):,}",
                 str(len(rows[free])),
                 *(f"{mean(rows[row]):.3f} ({called(row)})" if row else "" for row in (attention, helped, free)),
                 shown(rows[free], rows[rival]),
@@ -103,7 +107,7 @@ def at_their_best() -> str:
 def grid(task: str) -> str:
     """The mean scores of every mixer by its number of heads, with its position code and without."""
     table = [(task, *(f"{heads} heads" for heads in HEADS)), ["---"] + ["---:"] * len(HEADS)]
-    rows = found(GRID, task)
+    rows = found(task, GRID)
     for mixer, title in ROWS.items():
         scores = by_heads(rows, mixer)
         cells = (sorted(scores.get(heads, {}).items(), reverse=True) for heads in HEADS)  # with a position code first
@@ -115,7 +119,7 @@ def draw(path: Path) -> None:
     with picture(path, "Score by number of heads, 500 steps, mean of 3 seeds; dots: cummax", 8.5, 3.3) as figure:
         axes = figure.subplots(1, 3, sharey=True)
         for place, task in zip(axes, TASKS):
-            rows = found(GRID, task)
+            rows = found(task, *PAGES[task])
             for mixer in DRAWN:
                 scores = by_heads(rows, mixer)
                 x = sorted(scores)
@@ -123,7 +127,7 @@ def draw(path: Path) -> None:
                 place.plot(x, y, "o-", markersize=4, color=colour(mixer), label=ROWS[mixer])
             place.axhline(mean(rows["cummax"]), color=GREY, linestyle=":")
             place.set_xscale("log", base=2)
-            place.set_xticks(HEADS, [str(heads) for heads in HEADS])
+            place.set_xticks([*HEADS, 64], [*map(str, HEADS), "64"])
             place.set(title=task, xlabel="heads", ylim=(0.2, 1.03))
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 

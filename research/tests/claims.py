@@ -7,7 +7,7 @@ from statistics import mean
 import torch
 from said import results
 from said_language import at_rates, on_three_seeds
-from said_tasks import DOUBLE, DOUBLED, PARTS
+from said_tasks import DOUBLE, DOUBLED, MANY, MANY_C, PARTS
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem_research.common.paired import shown
@@ -111,7 +111,7 @@ def late(mixer: str) -> str:
 
 def at_its_best(task: str) -> float:
     """Attention's score, over its numbers of heads and with RoPE or without."""
-    rows = results("regimes_heads_peak" if task == "peak" else "regimes_heads")["regimes"][task]
+    rows = results("regimes_heads")["regimes"][task] | (results(DOUBLED)["regimes"][task] if task == "peak" else {})
     return max(mean(found["test"]) for row, found in rows.items() if re.fullmatch(r"softmax(/h\d+)?(/norope)?", row))
 
 
@@ -120,16 +120,20 @@ def with_double() -> str:
     return share("peak", DOUBLE, DOUBLED)
 
 
+def with_conditioner() -> str:
+    """Attention's score with the conditioner and a head for every channel."""
+    return share("peak", MANY_C, "regimes_heads_64")
+
+
 def gla_at_its_best(task: str) -> float:
     """Normalised GLA's score, over its numbers of heads."""
-    rows = results("regimes_heads_gla_seeds")["regimes"][task]
+    rows = results("regimes_heads")["regimes"][task]
     return max(mean(found["test"]) for row, found in rows.items() if row.endswith("/norm"))
 
 
 def level_later() -> float:
     """What attention with a head for every channel and slim FEM both explain after 2,000 steps."""
-    rows = results("regimes_heads_long")["regimes"]["peak"].values()
-    (found,) = {round(mean(row["test"]), 2) for row in rows}
+    (found,) = {round(score("peak", row, "regimes_heads_steps"), 2) for row in (MANY, SLIM_C)}
     return found
 
 
@@ -194,6 +198,13 @@ def below(row: str, over: str = "-C,G,T,L") -> str:
 
 def wide(mixer: str, page: str = WIDE_RUN) -> str:
     return share("peak-64", mixer, page)
+
+
+def after_8000() -> str:
+    """What attention with 256 heads explains of 64 sensors then, on three seeds in two files."""
+    pages = ("regimes_peak64_8000", "regimes_peak64_8000_seeds")
+    rows = [results(page)["regimes"]["peak-64"]["softmax/h256/norope"] for page in pages]
+    return f"{mean(seed for row in rows for seed in row['test']):.2f}"
 
 
 def plain(text: str) -> str:

@@ -42,6 +42,7 @@ from claims import (
     unsigned,
     weights,
     wide,
+    with_conditioner,
     with_double,
 )
 from said import results
@@ -133,9 +134,9 @@ def faq() -> list[str]:
         f"least, one seed. The gate and the conditioner alone, at a better rate, are "
         f"{lead('ablate_16m_split_time', '+C,G/r8')} ahead of attention, one seed, and attention "
         f"gains {by_its_best_rate()} by its best rate",
-        f"has {at_its_best('peak'):.2f} of the variance, with values twice as wide {with_double()}, "
-        f"where slim FEM with 4 heads has {share('peak', SLIM_C)}; after four times as many steps they are level, one "
-        "seed",
+        f"has {at_its_best('peak'):.2f} of the variance, with values twice as wide {with_double()}, with "
+        f"the conditioner {with_conditioner()}, where slim FEM with 4 heads has {share('peak', SLIM_C)}; after four "
+        "times as many steps they are level.",
         f"L and T add {points:.1f} ± {short(error, 1)} points to the conditioner",
         f"nearly as much as the conditioner: {mad(BEHIND):.1f} %, and {mad(BEHIND, 'final'):.1f} against "
         f"{mad(C, 'final'):.1f} % at the end",
@@ -148,10 +149,11 @@ def faq() -> list[str]:
         f"| {cost(**SLIM_512)}, {steps['slim with C']} | [heads](results/regimes_heads.md), "
         f"[parts](results/regimes_parts.md): {share('peak', SLIM_C)} of the variance, without C "
         f"{share('peak', SLIM)}, attention {share('peak', 'softmax')} with 4 heads and {at_its_best('peak'):.2f} with "
-        f"64; with [64 sensors](results/regimes_peak64.md) {wide('softmax+CLTG/r16')} and {wide('softmax+LTG/r16')} |",
+        f"64, with the conditioner {with_conditioner()}; with "
+        f"[64 sensors](results/regimes_peak64.md) {wide('softmax+CLTG/r16')} and {wide('softmax+LTG/r16')} |",
         f"| {1.95} | {cost(use_conv=False, **SLIM_512)}, {steps['slim']} |",
-        f"computed extremes: {share('ett-extremes', SLIM, 'regimes_heads_ett_seeds')}, "
-        f"attention {share('ett-extremes', 'softmax', 'regimes_heads_ett_seeds')} |",
+        f"computed extremes: {share('ett-extremes', SLIM, 'regimes_heads_ett')}, "
+        f"attention {share('ett-extremes', 'softmax', 'regimes_heads_ett')} |",
         f"| none | {cost(use_conv=False, use_temperature=False, use_outer_gate=False)} | [parts]"
         f"(results/regimes_parts.md): {share('peak', 'softmax+L')} of the variance; it is best with [64 sensors]"
         f"(results/regimes_peak64.md), {wide('softmax+L')} |",

@@ -12,6 +12,7 @@ from claims import (
     TRAINED,
     WIDE_RUN,
     after,
+    after_8000,
     at_best_rates,
     below,
     by_its_best_rate,
@@ -30,6 +31,7 @@ from claims import (
     unsigned,
     weights,
     wide,
+    with_conditioner,
     with_double,
     with_heads,
 )
@@ -64,23 +66,23 @@ def readme() -> list[str]:
     plain, alone, whole = (mean(two_blocks_at_best(row)) for row in ("-C,G,T,L", NO_F_32, SLIM_32))
     timed, slower = losses("ablate_16m_split_time"), losses("ablate_16m_time")
     twice = [mean(twice_the_tokens(row)) for row in ("-C,G,T,L", BROAD)]
-    later = score("peak-64", many, "regimes_peak64_8000")
+    conditioner = wide("softmax+C/h256/norope", "regimes_peak64_parts")
     return [
-        f"it explains {100 * score('peak-64', slim_64, WIDE_RUN):.0f} % of the variance, and attention with its best "
-        f"number of heads {100 * score('peak-64', many, WIDE_RUN):.0f} % ({100 * later:.0f} % after four times",
+        f"it explains {100 * score('peak-64', slim_64, WIDE_RUN):.0f} % of the variance. Attention with its best "
+        f"number of heads explains {100 * score('peak-64', many, WIDE_RUN):.0f} %, and with the layer's sum over past "
+        f"tokens, but without its maximum, {100 * float(conditioner):.0f} %; after four times as many training steps "
+        f"attention alone has {100 * float(after_8000()):.0f} %.",
         f"as the whole layer does: at width 128 by {below('+C,G/r8')[:4]} nats per token, the whole layer by "
         f"{below('full/r8')[:4]}, at equal tokens; at width 512, with two blocks and fewer tokens, by "
         f"{short(plain - alone, 3)} and {short(plain - whole, 3)}, in nearly equal time.",
-        f"| variance explained: {wide(many)} → {wide(slim_64)} of 64 sensors, {with_double()} → "
-        f"{share('peak', SLIM_C)} of [16](results/regimes_heads.md) | Attention has its best number of heads, 256 and "
-        "64, "
-        f"and for 16 sensors values twice as wide (with 4 heads, as slim FEM, {share('peak', 'softmax')}; of 64 "
-        "sensors "
-        f"with such values {wide('softmax/double/h256/norope', 'regimes_peak64_double')}, one seed). After four times "
-        "as "
-        f"many steps it has {later:.2f} and {level_later():.2f}, one seed. The log-sum-exp alone has "
+        f"| variance explained: {conditioner} → {wide(slim_64)} of 64 sensors, {with_conditioner()} → "
+        f"{share('peak', SLIM_C)} of [16](results/regimes_heads.md) | The first figures are the best without the "
+        "log-sum-exp: attention with the conditioner, a head for every channel and no position code. Attention alone "
+        f"has {wide(many)} and, with values twice as wide, {with_double()}; with 4 heads, as slim FEM, "
+        f"{share('peak', 'softmax')} of 16. After four times as many steps it has {after_8000()} and "
+        f"{level_later():.2f}. The log-sum-exp alone has "
         f"{wide('softmax+L')} and {share('peak', 'softmax+L')}, `torch.cummax` between two linear maps "
-        f"{wide('cummax', 'regimes_peak64')} and {share('peak', 'cummax', 'regimes_heads_peak')}. Steps are equal, not "
+        f"{wide('cummax', 'regimes_peak64')} and {share('peak', 'cummax', 'regimes_heads')}. Steps are equal, not "
         f"time: [a slim FEM step](results/heads_cpu.md) takes {heads_step('32', 'slim FEM, 4'):.2f} times that of "
         f"attention with 4 heads at these 32 tokens, 64 heads {heads_step('32', 'attention, 64'):.2f} |",
         f"latest {percent('snapshot', 'softmax', 'regimes_split')[:-2]} → {with_heads('snapshot', 'softmax/h16')}, "
@@ -90,7 +92,7 @@ def readme() -> list[str]:
         f"attention): {share('peak', 'gla/norm')} with 4 heads, {gla_at_its_best('peak'):.2f} with its best number "
         f"→ {share('peak', 'gla+LTG/r4')} | more steps were not tried. `torch.cummax` between two linear maps, "
         "also linear: "
-        f"{share('peak', 'cummax', 'regimes_heads_peak')} |",
+        f"{share('peak', 'cummax', 'regimes_heads')} |",
         f"accuracy: {pools['attention'][:-2]} → {pools['max']}, {pools['lse']} on bags of digits | FEM pooling "
         f"{pools['fem/r4']}, with slim gates or full ones, at learning rate .003; at .006 full gates, its default, "
         "have "

@@ -13,6 +13,7 @@ from claims import (
     TRAINED,
     WIDE,
     after,
+    after_8000,
     at_best_rates,
     at_its_best,
     cached,
@@ -37,6 +38,7 @@ from claims import (
     unsigned,
     weights,
     wide,
+    with_conditioner,
     with_double,
     with_heads,
 )
@@ -108,7 +110,7 @@ def summary() -> list[str]:
     full = "FEM-SM"
     at_10m = losses("ablate_10m")
     extra = [heavier(f"finetune_{model}", TRAINED) for model in ("gpt2", "llama")]
-    ett, sensors = ("ett-extremes", "ett-events"), "regimes_heads_ett_seeds"
+    ett, sensors = ("ett-extremes", "ett-events"), "regimes_heads_ett"
     gla, gla_slim, gla_full = "gla/norm", "gla+LTG/r4", "gla+LTG"
     sizes = {
         model: mse("forecast_ett96", "ETTm1", model, "parameters") for model in ("patchtst", "femforecaster", "dlinear")
@@ -130,7 +132,7 @@ def summary() -> list[str]:
         f"{share('peak', SLIM_C)}, without C {share('peak', SLIM)}; full gates {share('peak', FULL)}, without C "
         f"{share('peak', OWN)}; outer gate alone {share('peak', 'softmax+G')}. [Attention with a head for every "
         f"channel](regimes_heads.md): {at_its_best('peak'):.2f}, with values twice as wide "
-        f"{with_double()}, after 2,000 steps {level_later():.2f} |",
+        f"{with_double()}, with the conditioner {with_conditioner()}, after 2,000 steps {level_later():.2f} |",
         f"| {percent('snapshot', 'softmax', 'regimes_split')}, [at a lower rate](regimes_split.md) than the page's "
         f"{percent('snapshot', 'softmax')} | {percent('snapshot', SLIM_C)} | slim {percent('snapshot', SLIM_C)}, "
         f"without C {percent('snapshot', SLIM)}, the conditioner alone {percent('snapshot', 'softmax+C')}, L alone "
@@ -158,7 +160,8 @@ def summary() -> list[str]:
         f"a GRU {late('gru')} |",
         f"3 seeds | {wide('softmax/h256/norope')} | {wide('softmax+LTG/r16')} | slim without C "
         f"{wide('softmax+LTG/r16')}, with it {wide('softmax+CLTG/r16')}, L alone {wide('softmax+L')};",
-        f"which has {wide('softmax/h256/norope', 'regimes_peak64_8000')} after 8,000 steps (one seed) |",
+        f"which has {wide('softmax+C/h256/norope', 'regimes_peak64_parts')} with the conditioner, and without it "
+        f"{after_8000()} after 8,000 steps |",
         f"the conditioner alone {top1('cifar_slim', 'softmax+C'):.1f} %, slim FEM "
         f"{top1('cifar_slim', f'{FULL}/r6'):.1f} %, split values {top1('cifar_slim', f'{FULL}/r6/s.5'):.1f} % |",
         f"| {percent('bags', 'pool:attention', 'regimes_pools', 1)} | "

@@ -1,14 +1,15 @@
 """What the pages on tasks say, in the text's order: the regimes, pools on natural labels, the argmax task."""
 
+import sys
 from statistics import mean
 
-from said import recipe, results, span
+from said import MEASURED, PAGES, recipe, results, span
 
 from fem_research.common.paired import paired, spread
 
 ATTENTION, GATE, ALONE, FULL, SLIM = "softmax", "softmax+G", "softmax+L", "softmax+LTG", "softmax+LTG/r4"
 C, CG, FULL_C, SLIM_C = "softmax+C", "softmax+CG", "softmax+CLTG", "softmax+CLTG/r4"
-MANY, DOUBLE = "softmax/h64/norope", "softmax/double/h64/norope"
+MANY, DOUBLE, MANY_C = "softmax/h64/norope", "softmax/double/h64/norope", "softmax+C/h64/norope"
 PARTS, DOUBLED = "regimes_parts", "regimes_double_peak"
 SETS = ("natural", "natural_more", "natural_points")
 GLA, GLA_FULL, GLA_SLIM = "gla/norm", "gla+LTG", "gla+LTG/r4"
@@ -92,7 +93,7 @@ def regimes() -> list[float]:
         *(*percents(page, "snapshot", SLIM, ALONE), *span(seeds(page, "snapshot", ALONE))),
         *(*percents(page, "snapshot", CG, FULL, ATTENTION), *percents("regimes_split", "snapshot", ATTENTION)),
         *(min(scores(page, "statistics", *with_mean)), *scores(page, "statistics", ALONE), attention - slim),
-        *(*scores("regimes_heads_peak", "peak", MANY), *scores(DOUBLED, "peak", DOUBLE)),
+        *(*scores(DOUBLED, "peak", MANY, DOUBLE), *scores("regimes_heads_64", "peak", MANY_C)),
         *(attention - slim, best - slim, *rates(page), max(rates(page))),
     ]
 
@@ -101,64 +102,67 @@ def regimes_ett() -> list[float]:
     page = "regimes_ett"
     return [
         *scores(page, "ett-extremes", SLIM, ATTENTION),
-        *scores("regimes_heads_ett_seeds", "ett-extremes", ATTENTION, SLIM),
+        *scores("regimes_heads_ett", "ett-extremes", ATTENTION, SLIM),
         *(*scores(page, "ett-extremes", FULL), *percents(page, "ett-events", ALONE, SLIM, ATTENTION)),
         *(100 * x for x in leads(page, ("ett-events",), SLIM, ATTENTION)),
         *(100 * results(page)["constants"]["ett-events"], *rates(page)),
     ]
 
 
+def tables_of_heads() -> list[float]:
+    """The numbers of the tables that docs/figures/heads.py prints from the JSON."""
+    sys.path.insert(0, str(PAGES.parents[1] / "docs" / "figures"))
+    from heads import TASKS, at_their_best, grid
+
+    return [float(number) for number in MEASURED.findall("\n".join([at_their_best(), *map(grid, TASKS)]))]
+
+
 def regimes_heads() -> list[float]:
-    one, three, five, long = (f"regimes_heads{more}" for more in ("", "_fields", "_peak", "_long"))
-    parts, gla, ett = "regimes_heads_parts", "regimes_heads_gla_seeds", "regimes_heads_ett"
-    more, kinds = f"{parts}_more", ("softmax+G", "softmax+C", "softmax+L/", "softmax+LTG")
-    gate, conditioner, alone, slim = (scores(more, "peak", *named(more, kind)) for kind in kinds)
-    behind = ("softmax/conv", C)
-    wide, slim_16 = "softmax/h16", "softmax+CLTG/h16/r4"
-    lead, later = leads(five, ("peak",), SLIM_C, MANY), scores(long, "peak", SLIM_C, MANY)
-    over_double, (wider,) = leads(DOUBLED, ("peak",), SLIM_C, DOUBLE), scores(DOUBLED, "peak", DOUBLE)
-    recall = results(f"{one}_rest")["regimes"]["recall"]
-    again = f"{one}_seeds"
-    every = results(again)["regimes"]["snapshot"]
-    others = percents(f"{one}_rest", "recall", *(mixer for mixer in recall if mixer != "softmax/h32"))
-    fields = [[*scores(three, task, ATTENTION, wide, SLIM_C), *leads(three, (task,), SLIM_C, wide)] for task in FIELDS]
+    page, long, many, ett = (f"regimes_heads{more}" for more in ("", "_steps", "_64", "_ett"))
+    rest = "regimes_heads_rest"
+    without_code = [row for row in named(page, "/norope") if not row.startswith(("softmax+C", "cummax"))]
+    split = named(page, "/s.5")
+    whole = [row for row in named(page, "") if row not in split]
+    of_kind = [[row for row in whole if row.split("/")[0] == kind] for kind in (ALONE, FULL_C, FULL)]
+    gate, conditioner, attention = "softmax+G/h32/norope/r4", "softmax+C/h32/norope", "softmax/h32/norope"
+    gate_64, both_64 = "softmax+G/h64/norope/r4", "softmax+CG/h64/norope/r4"
+    over_double = leads(DOUBLED, ("peak",), SLIM, DOUBLE)
+    sixteen = [row for row in named(page, "/h16") if not {"norope", "gla"} & set(row.split("/"))]
+    recall = results(rest)["regimes"]["recall"]
+    others = percents(rest, "recall", *(row for row in recall if row != "softmax/h32"))
     return [
-        *(*percents(three, "snapshot", "softmax/h8", ATTENTION), *percents("regimes_split", "snapshot", ATTENTION)),
-        *(*percents(three, "snapshot", SLIM_C), *percents(three, "high-water", wide)),
-        *(*percents(one, "high-water", "softmax/h8/norope"), *percents(three, "high-water", ATTENTION, SLIM_C)),
-        *(*lead, *over_double, *scores(five, "peak", SLIM_C, MANY), wider, *scores(five, "peak", "softmax/h32/norope")),
-        *(*later, *scores(DOUBLED, "peak", SLIM), *leads(DOUBLED, ("peak",), SLIM, DOUBLE)),
+        *(min(rates(page)), max(rates(page))),
+        *percents(page, "snapshot", "softmax/h8", ATTENTION, SLIM_C),
+        max(percents(page, "snapshot", *without_code)),
+        *percents(page, "high-water", "softmax/h16", "softmax/h8/norope", ATTENTION, SLIM_C),
+        *scores(page, "peak", attention, gate, conditioner, SLIM_C),
+        *scores(many, "peak", MANY_C, both_64, gate_64),
+        *scores(DOUBLED, "peak", MANY, DOUBLE),
+        *paired(seeds(page, "peak", SLIM_C), seeds(many, "peak", MANY_C)),
+        *scores(page, "peak", ALONE),
+        *scores(long, "peak", MANY, SLIM_C, attention),
+        *(end for rows in (*of_kind, split) for end in span(scores(page, "peak", *rows))),
+        100 * min(on_each(page, sixteen, FIELDS)),
+        *(*scores(DOUBLED, "peak", SLIM), *over_double),
         *scores("regimes_double", "peak", "softmax/double", ATTENTION),
-        *(*percents("regimes_conv", "snapshot", *behind), *percents(PARTS, "snapshot", C)),
-        *scores("regimes_conv", "peak", *behind),
-        *percents("regimes_conv", "high-water", C),
-        *scores(five, "peak", "cummax"),
-        *(100 * score for score in on_each(one, ("cummax",), ("high-water", "snapshot"))),
-        *(*(100 * score for score in on_each(one, ("gru",), FIELDS)), *scores(one, "peak", "gru"), *rates(one)),
-        *scores(f"{parts}_seeds", "peak", "softmax+G/h16/r4", "softmax+C/h16", "softmax+L/h16", "softmax+L"),
-        *scores(f"{parts}_seeds", "peak", "softmax+LTG/h16/r4/s.5", "softmax+LTG/r4/s.5"),
-        100 * min(on_each(parts, named(parts, "/h16"), FIELDS)),
-        *(max(gate), max(conditioner), min(alone), min(slim), 100 * min(on_each(more, named(more, "/h8"), FIELDS))),
-        max(percents(more, "snapshot", *named(more, "/h32"))),
-        *(*percents(gla, "snapshot", "gla/h8/norm"), *percents(gla, "high-water", "gla/h16/norm")),
-        *percents(PARTS, "high-water", GLA_SLIM),
-        *(*scores(gla, "peak", "gla/h16/norm"), *scores(PARTS, "peak", GLA_SLIM)),
-        *(*scores(more, "peak", "gla+LTG/h8/r4"), *percents(more, "snapshot", "gla+LTG/h8/r4")),
-        *(max(rates(f"{ett}_seeds")), *scores(f"{ett}_seeds", "ett-extremes", ATTENTION, "softmax/h8", SLIM)),
-        *(*leads(f"{ett}_seeds", ("ett-extremes",), SLIM, ATTENTION), max(rates(ett))),
-        *scores(ett, "ett-extremes", "softmax/h8"),
-        *percents(ett, "ett-events", ATTENTION, SLIM),
-        *scores(f"{one}_rest", "statistics", ATTENTION, wide),
-        *(min(others), *percents(f"{one}_rest", "recall", "softmax/h32")),
-        *(100 * score for score in on_each(one, ("softmax/h32",), ("high-water", "snapshot"))),
-        *(100 * min(on_each(one, (slim_16,), FIELDS)), *scores(one, "peak", slim_16)),
-        *(min(rates(again)), max(rates(again)), *scores(again, "peak", "softmax/h32/norope")),
-        max(percents(again, "snapshot", *(row for row in every if "norope" in row))),
-        *(score for row in every for score in on_each(again, (row,), ("peak", "high-water", "snapshot"))),
-        *(number for line in fields for number in line),
-        *(*scores(five, "peak", ATTENTION, MANY, SLIM_C), *lead, *scores(five, "peak", "cummax")),
-        *(wider, *scores(DOUBLED, "peak", SLIM_C), *over_double),
-        *(*reversed(later), later[0] - later[1], *rates(five), *rates(ett), max(rates(DOUBLED))),
+        *(x for task in FIELDS for x in percents(page, task, "softmax/conv", C)),
+        *scores(page, "peak", "softmax/conv", C),
+        *(*scores(page, "peak", "cummax"), *percents(page, "high-water", "cummax")),
+        *(*percents(page, "snapshot", "cummax", "gru"), *percents(page, "high-water", "gru")),
+        *scores(page, "peak", "gru"),
+        *(*percents(page, "snapshot", "gla/h8/norm"), *percents(page, "high-water", "gla/h16/norm")),
+        *percents(page, "high-water", "gla+LTG/h16/r4"),
+        *scores(page, "peak", "gla/h16/norm", "gla+LTG/h8/r4"),
+        *(*scores(page, "peak", "gla/h32/norm"), *percents(page, "high-water", "gla/h32/norm")),
+        *percents(page, "snapshot", "gla/h32/norm"),
+        *scores(ett, "ett-extremes", ATTENTION, "softmax/h8", ALONE, SLIM),
+        *leads(ett, ("ett-extremes",), SLIM, ATTENTION),
+        *percents(ett, "ett-events", ATTENTION, "softmax/h8", ALONE, SLIM),
+        *scores(rest, "statistics", ATTENTION, "softmax/h16"),
+        *(min(others), *percents(rest, "recall", "softmax/h32")),
+        *(100 * score for score in on_each(page, ("softmax/h32",), ("high-water", "snapshot"))),
+        *tables_of_heads(),
+        *rates(ett),
     ]
 
 
@@ -198,13 +202,19 @@ def regimes_peak64() -> list[float]:
         "softmax+CLTG/r16",
         "softmax/h256/norope",
     )
+    conditioner = "softmax+C/h256/norope"
     by_heads = (*(f"softmax/h{heads}/norope" for heads in (16, 64, 128)), best)
     attention = [mixer for mixer in results(early)["regimes"][task] if "+" not in mixer]
     return [
-        *(*scores(three, task, slim, slim_c, "softmax+L", best), *leads(three, (task,), slim, best)),
+        *scores(three, task, slim, slim_c, "softmax+L", best),
+        *scores(f"{page}_parts", task, conditioner, "softmax+G/h256/norope/r16"),
+        *paired(seeds(three, task, slim), seeds(f"{page}_parts", task, conditioner)),
+        *leads(three, (task,), slim, best),
+        *rates(f"{page}_parts")[:: len(rates(f"{page}_parts")) - 1],
         *(*scores(f"{page}_double", task, "softmax/double/h256/norope"), *scores(page, task, best)),
         *rates(f"{page}_double"),
-        *(*scores(f"{page}_8000", task, best), *scores(page, task, *by_heads)),
+        mean([*seeds(f"{page}_8000", task, best), *seeds(f"{page}_8000_seeds", task, best)]),
+        *scores(page, task, *by_heads),
         *(heads_step(length, layer) for length in ("32", "512") for layer in LAYERS),
         *scores(page, task, "softmax+CG/r16", "softmax+LTG/r16/s.5", "gru", "cummax"),
         *(*span(scores(early, task, *attention)), *scores(early, task, slim_c)),
