@@ -20,7 +20,7 @@ from fem.ops.common.precision import LEAST_PROVEN, compute_dtype
 from fem.ops.common.transforms import again_differentiable
 from fem.ops.softmax.support import PAIRS, Pairs
 
-_NUMBERS = 1 << 23  # in float64 at once: rows x keys x channels, 64 MiB
+_NUMBERS = 1 << 23  # in float64 at once: rows x keys x channels, of keys or of values, 64 MiB
 
 
 def recompute(free_energy, doubtful, q, k, f, beta, pairs: Pairs) -> Float[Tensor, "b tq h df"]:
@@ -67,7 +67,7 @@ def _recompute_backward(grad, some, doubtful, q, k, f, beta, bias, *rules):
             torch._foreach_zero_(alike)
         return gradients
     totals = [torch.zeros(x.shape, dtype=compute_dtype(x), device=x.device) for x in inputs]
-    for rows in _parts(doubtful, k.shape[1]):
+    for rows in _parts(doubtful, k):
         places = rows.places(*inputs)
         with recorded():
             needed = [x[at].detach().double().requires_grad_() for x, at in zip(inputs, places)]
@@ -137,15 +137,16 @@ class _Rows(NamedTuple):
         return places
 
 
-def _parts(doubtful: Bool[Tensor, "b tq h df"], keys: int) -> Iterator[_Rows]:
+def _parts(doubtful: Bool[Tensor, "b tq h df"], k: Float[Tensor, "b t hkv dk"]) -> Iterator[_Rows]:
     """The doubtful entries, of as many heads at once as fit into memory; heads with many rows come first."""
     of_batch, queries, heads, channels = doubtful.shape
+    keys, width = k.shape[1], max(k.shape[3], channels)
     batch, row, head, channel = doubtful.nonzero(as_tuple=True)
     head = batch * heads + head
     has_row, has_channel = (doubtful.new_zeros(of_batch * heads, size) for size in (queries, channels))
     has_row[head, row] = has_channel[head, channel] = True
     counts, order = has_row.sum(1).sort(descending=True, stable=True)
-    counts, most = counts.tolist(), max(1, _NUMBERS // (keys * channels))
+    counts, most = counts.tolist(), max(1, _NUMBERS // (keys * width))
     start = 0
     while start < len(counts) and counts[start]:
         part = order[start : start + max(1, most // counts[start])]
@@ -169,7 +170,7 @@ def _placed(doubtful, q, k, f, beta, bias, *rules) -> Tensor:
     """The free energies of the doubtful entries, at their places, 0 elsewhere."""
     free_energy = torch.zeros(doubtful.shape, dtype=compute_dtype(q), device=q.device)
     inputs = [x for x in (q, k, f, beta, bias) if x is not None]
-    for rows in _parts(doubtful, k.shape[1]):
+    for rows in _parts(doubtful, k):
         needed = [x[at].double() for x, at in zip(inputs, rows.places(*inputs))]
         energies = _energies(rows, rules, *needed)[rows.wanted]
         at = tuple(x.expand_as(rows.wanted)[rows.wanted] for x in rows.where)

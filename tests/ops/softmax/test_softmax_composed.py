@@ -297,7 +297,7 @@ def test_a_bias_may_leave_a_row_nothing():
         assert own[:, 4].eq(0).all()
 
 
-@pytest.mark.parametrize("numbers", [recompute._NUMBERS, 3 * 9 * 8])
+@pytest.mark.parametrize("numbers", [recompute._NUMBERS, 3 * 9 * 16])
 @pytest.mark.parametrize("shape", [(2, 4, 9, 9), (1, 4, 1, 9), (1, 1, 9, 1), (2, 1, 1, 1)])
 def test_recomputed_entries_have_the_gradients_of_the_definition(monkeypatch, shape, numbers):
     """All heads at once or three rows at once, where heads have unequally many rows and channels."""
