@@ -82,8 +82,8 @@ def readme() -> list[str]:
         f"{share('peak', 'softmax')} of 16. After four times as many steps it has {after_8000()} and "
         f"{level_later():.2f}. The log-sum-exp alone has "
         f"{wide('softmax+L')} and {share('peak', 'softmax+L')}, `torch.cummax` between two linear maps "
-        f"{wide('cummax', 'regimes_peak64')} and {share('peak', 'cummax', 'regimes_heads')}. Steps are equal, not "
-        f"time: [a slim FEM step](results/heads_cpu.md) takes {heads_step('32', 'slim FEM, 4'):.2f} times that of "
+        f"{wide('cummax', 'regimes_peak64_cummax')} and {share('peak', 'cummax', 'regimes_heads')}. Steps are equal, "
+        f"not time: [a slim FEM step](results/heads_cpu.md) takes {heads_step('32', 'slim FEM, 4'):.2f} times that of "
         f"attention with 4 heads at these 32 tokens, 64 heads {heads_step('32', 'attention, 64'):.2f} |",
         f"latest {percent('snapshot', 'softmax', 'regimes_split')[:-2]} → {with_heads('snapshot', 'softmax/h16')}, "
         f"largest {percent('high-water', 'softmax')[:-2]} → {with_heads('high-water', 'softmax/h16')} | slim FEM with "

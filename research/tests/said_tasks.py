@@ -127,7 +127,7 @@ def regimes_heads() -> list[float]:
     gate, conditioner, attention = "softmax+G/h32/norope/r4", "softmax+C/h32/norope", "softmax/h32/norope"
     gate_64, both_64 = "softmax+G/h64/norope/r4", "softmax+CG/h64/norope/r4"
     over_double = leads(DOUBLED, ("peak",), SLIM, DOUBLE)
-    sixteen = [row for row in named(page, "/h16") if not {"norope", "gla"} & set(row.split("/"))]
+    sixteen = [row for row in named(page, "softmax") if "/h16" in row and "norope" not in row]
     recall = results(rest)["regimes"]["recall"]
     others = percents(rest, "recall", *(row for row in recall if row != "softmax/h32"))
     return [
@@ -157,12 +157,10 @@ def regimes_heads() -> list[float]:
         *percents(page, "snapshot", "gla/h32/norm"),
         *scores(ett, "ett-extremes", ATTENTION, "softmax/h8", ALONE, SLIM),
         *leads(ett, ("ett-extremes",), SLIM, ATTENTION),
-        *percents(ett, "ett-events", ATTENTION, "softmax/h8", ALONE, SLIM),
         *scores(rest, "statistics", ATTENTION, "softmax/h16"),
         *(min(others), *percents(rest, "recall", "softmax/h32")),
         *(100 * score for score in on_each(page, ("softmax/h32",), ("high-water", "snapshot"))),
         *tables_of_heads(),
-        *rates(ett),
     ]
 
 
@@ -216,7 +214,10 @@ def regimes_peak64() -> list[float]:
         mean([*seeds(f"{page}_8000", task, best), *seeds(f"{page}_8000_seeds", task, best)]),
         *scores(page, task, *by_heads),
         *(heads_step(length, layer) for length in ("32", "512") for layer in LAYERS),
-        *scores(page, task, "softmax+CG/r16", "softmax+LTG/r16/s.5", "gru", "cummax"),
+        *(
+            *scores(page, task, "softmax+CG/r16", "softmax+LTG/r16/s.5", "gru"),
+            *scores(f"{page}_cummax", task, "cummax"),
+        ),
         *(*span(scores(early, task, *attention)), *scores(early, task, slim_c)),
         *percents(fields, "snapshot-64", "softmax/h16", "softmax/h64", slim),
         *(*percents(f"{fields}_2000", "snapshot-64", "softmax/h64", slim), *rates(f"{fields}_2000")),
@@ -330,7 +331,8 @@ def regimes_split() -> list[float]:
         *leads(page, ("peak", "snapshot", "high-water", "statistics"), f"{SLIM}/s1"),
         *leads(page, ("peak", "snapshot", "high-water"), half, FULL, parts),
         *leads(page, ("peak", "statistics", "high-water"), half, ALONE, parts)[:-1],
-        *(*rates(heads), *scores(heads, "peak", *sixteen), min(on_each(heads, sixteen, FIELDS))),
+        *(min(rates(heads)), max(rates(heads)), *scores(heads, "peak", *sixteen)),
+        min(on_each(heads, sixteen, FIELDS)),
     ]
 
 
