@@ -200,11 +200,11 @@ def wide(mixer: str, page: str = WIDE_RUN) -> str:
     return share("peak-64", mixer, page)
 
 
-def after_8000() -> str:
+def after_8000() -> float:
     """What attention with 256 heads explains of 64 sensors then, on three seeds in two files."""
     pages = ("regimes_peak64_8000", "regimes_peak64_8000_seeds")
     rows = [results(page)["regimes"]["peak-64"]["softmax/h256/norope"] for page in pages]
-    return f"{mean(seed for row in rows for seed in row['test']):.2f}"
+    return mean(seed for row in rows for seed in row["test"])
 
 
 def plain(text: str) -> str:

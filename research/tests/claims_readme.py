@@ -19,7 +19,6 @@ from claims import (
     cached,
     gla_at_its_best,
     late,
-    level_later,
     losses,
     mse,
     percent,
@@ -38,7 +37,7 @@ from claims import (
 from said import results
 from said_costs import recalled
 from said_language import BROAD, NO_F_32, SLIM_32, heavier, twice_the_tokens, two_blocks_at_best
-from said_tasks import SETS, heads_step, pooled
+from said_tasks import MANY, SETS, heads_step, pooled
 
 from fem_research.common.paired import in_words
 
@@ -71,7 +70,7 @@ def readme() -> list[str]:
         f"it explains {100 * score('peak-64', slim_64, WIDE_RUN):.0f} % of the variance. Attention with its best "
         f"number of heads explains {100 * score('peak-64', many, WIDE_RUN):.0f} %, and with the layer's sum over past "
         f"tokens, but without its maximum, {100 * float(conditioner):.0f} %; after four times as many training steps "
-        f"attention alone has {100 * float(after_8000()):.0f} %.",
+        f"attention alone has {100 * after_8000():.1f} %.",
         f"as the whole layer does: at width 128 by {below('+C,G/r8')[:4]} nats per token, the whole layer by "
         f"{below('full/r8')[:4]}, at equal tokens; at width 512, with two blocks and fewer tokens, by "
         f"{short(plain - alone, 3)} and {short(plain - whole, 3)}, in nearly equal time.",
@@ -79,8 +78,8 @@ def readme() -> list[str]:
         f"{share('peak', SLIM_C)} of [16](results/regimes_heads.md) | The first figures are the best without the "
         "log-sum-exp: attention with the conditioner, a head for every channel and no position code. Attention alone "
         f"has {wide(many)} and, with values twice as wide, {with_double()}; with 4 heads, as slim FEM, "
-        f"{share('peak', 'softmax')} of 16. After four times as many steps it has {after_8000()} and "
-        f"{level_later():.2f}. The log-sum-exp alone has "
+        f"{share('peak', 'softmax')} of 16. After four times as many steps it has {after_8000():.3f} "
+        f"and {share('peak', MANY, 'regimes_heads_steps', 3)}. The log-sum-exp alone has "
         f"{wide('softmax+L')} and {share('peak', 'softmax+L')}, `torch.cummax` between two linear maps "
         f"{wide('cummax', 'regimes_peak64_cummax')} and {share('peak', 'cummax', 'regimes_heads')}. Steps are equal, "
         f"not time: [a slim FEM step](results/heads_cpu.md) takes {heads_step('32', 'slim FEM, 4'):.2f} times that of "

@@ -161,7 +161,7 @@ def summary() -> list[str]:
         f"3 seeds | {wide('softmax/h256/norope')} | {wide('softmax+LTG/r16')} | slim without C "
         f"{wide('softmax+LTG/r16')}, with it {wide('softmax+CLTG/r16')}, L alone {wide('softmax+L')};",
         f"which has {wide('softmax+C/h256/norope', 'regimes_peak64_parts')} with the conditioner, and without it "
-        f"{after_8000()} after 8,000 steps |",
+        f"{after_8000():.3f} after 8,000 steps |",
         f"the conditioner alone {top1('cifar_slim', 'softmax+C'):.1f} %, slim FEM "
         f"{top1('cifar_slim', f'{FULL}/r6'):.1f} %, split values {top1('cifar_slim', f'{FULL}/r6/s.5'):.1f} % |",
         f"| {percent('bags', 'pool:attention', 'regimes_pools', 1)} | "
