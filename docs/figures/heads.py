@@ -116,7 +116,9 @@ def grid(task: str) -> str:
 
 
 def draw(path: Path) -> None:
-    with picture(path, "Score by number of heads, 500 steps, mean of 3 seeds; dots: cummax", 8.5, 3.3) as figure:
+    with picture(
+        path, "Score by number of heads, with the better position code, 500 steps, 3 seeds; dots: cummax", 8.5, 3.3
+    ) as figure:
         axes = figure.subplots(1, 3, sharey=True)
         for place, task in zip(axes, TASKS):
             rows = found(task, *PAGES[task])
