@@ -85,8 +85,8 @@ def readme() -> list[str]:
         f"not time: [a slim FEM step](results/heads_cpu.md) takes {heads_step('32', 'slim FEM, 4'):.2f} times that of "
         f"attention with 4 heads at these 32 tokens, 64 heads {heads_step('32', 'attention, 64'):.2f} |",
         f"latest {with_heads('snapshot', 'softmax')[:-2]} → {with_heads('snapshot', 'softmax/h16')}, "
-        f"largest {with_heads('high-water', 'softmax')[:-2]} → {with_heads('high-water', 'softmax/h16')} | slim FEM with "
-        f"4 heads: {percent('snapshot', SLIM_C)}, {percent('high-water', SLIM_C)}. 16 heads take "
+        f"largest {with_heads('high-water', 'softmax')[:-2]} → {with_heads('high-water', 'softmax/h16')} | slim FEM "
+        f"with 4 heads: {percent('snapshot', SLIM_C)}, {percent('high-water', SLIM_C)}. 16 heads take "
         f"[{heads_step('512', 'attention, 16'):.2f} times]",
         f"attention): {share('peak', 'gla/norm')} with 4 heads, {gla_at_its_best('peak'):.2f} with its best number "
         f"→ {share('peak', 'gla+LTG/r4')} | more steps were not tried. `torch.cummax` between two linear maps, "
