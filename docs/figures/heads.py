@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import mean
 
 from fem.plots import GREY, picture
+from fem.runs.tables import markdown_table
 from fem_research.common.names import colour
 from fem_research.common.paired import shown
 
@@ -50,7 +51,7 @@ def steps(page: str) -> int:
     return json.loads((RESULTS / f"regimes_{page}.json").read_text())["config"]["recipe"]["steps"]
 
 
-def taken_apart(row: str) -> tuple[str, int, bool]:
+def without_heads(row: str) -> tuple[str, int, bool]:
     """A row's mixer without its heads and its position code, its heads, and whether it has a position code."""
     heads = re.search(r"/h(\d+)", row)
     return re.sub(r"/h\d+|/norope", "", row), int(heads[1]) if heads else 4, "/norope" not in row
@@ -60,7 +61,7 @@ def by_heads(rows: dict[str, list[float]], mixer: str) -> dict[int, dict[bool, l
     """The scores of a mixer by its number of heads, and there with its position code (True) and without."""
     scores: dict[int, dict[bool, list[float]]] = {}
     for row, of_row in rows.items():
-        name, heads, coded = taken_apart(row)
+        name, heads, coded = without_heads(row)
         if name == mixer:
             scores.setdefault(heads, {})[coded] = of_row
     return scores
@@ -68,51 +69,51 @@ def by_heads(rows: dict[str, list[float]], mixer: str) -> dict[int, dict[bool, l
 
 def best(rows: dict[str, list[float]], mixers) -> str | None:
     """The row of these mixers with the best mean on the test."""
-    ours = [row for row in rows if taken_apart(row)[0] in mixers]
+    ours = [row for row in rows if without_heads(row)[0] in mixers]
     return max(ours, key=lambda row: mean(rows[row]), default=None)
 
 
 def called(row: str) -> str:
-    mixer, heads, coded = taken_apart(row)
+    mixer, heads, coded = without_heads(row)
     what = OTHERS[mixer] if mixer in OTHERS else f"{ROWS[mixer]}, "
     return f"{what}{heads} heads" + ("" if coded else ", no position code")
 
 
-def lines(*cells) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+def scored(rows: dict[str, list[float]], row: str | None) -> str | None:
+    return None if row is None else f"{mean(rows[row]):.3f} ({called(row)})"
 
 
 def at_their_best() -> str:
     """Attention, with its gate or conditioner, and with the free energy: every kind by its best row on the test."""
-    kinds = (ATTENTION, GATE_OR_CONDITIONER, FREE_ENERGY)
-    titles = ("task", "steps", "seeds", "attention", "with G or C alone", "with the free energy", "lead", "cummax")
-    table = [titles, ["---"] + ["---:"] * 2 + ["---"] * 3 + ["---:"] * 2]
+    table = []
     for task, pages in AT_BEST:
         rows = found(task, *pages)
-        attention, helped, free = (best(rows, kind) for kind in kinds)
-        rival = max((row for row in (attention, helped) if row), key=lambda row: mean(rows[row]))
+        attention, helped, free = (best(rows, kind) for kind in (ATTENTION, GATE_OR_CONDITIONER, FREE_ENERGY))
+        rival = best(rows, (*ATTENTION, *GATE_OR_CONDITIONER))
         table.append(
-            (
-                task,
-                f"{steps(pages[0]):,}",
-                str(len(rows[free])),
-                *(f"{mean(rows[row]):.3f} ({called(row)})" if row else "" for row in (attention, helped, free)),
-                shown(rows[free], rows[rival]),
-                f"{mean(rows['cummax']):.3f}" if "cummax" in rows else "",
-            )
+            {
+                "task": task,
+                "steps": steps(pages[0]),
+                "seeds": len(rows[free]),
+                "attention": scored(rows, attention),
+                "with G or C alone": scored(rows, helped),
+                "with the free energy": scored(rows, free),
+                "lead": shown(rows[free], rows[rival]),
+                "cummax": f"{mean(rows['cummax']):.3f}",
+            }
         )
-    return lines(*table)
+    return markdown_table(table)
 
 
 def grid(task: str) -> str:
     """The mean scores of every mixer by its number of heads, with its position code and without."""
-    table = [(task, *(f"{heads} heads" for heads in HEADS)), ["---"] + ["---:"] * len(HEADS)]
-    rows = found(task, GRID)
+    rows, table = found(task, GRID), []
     for mixer, title in ROWS.items():
         scores = by_heads(rows, mixer)
         cells = (sorted(scores.get(heads, {}).items(), reverse=True) for heads in HEADS)  # with a position code first
-        table.append((title, *(" / ".join(f"{mean(of_row):.3f}" for _, of_row in cell) for cell in cells)))
-    return lines(*table)
+        means = (" / ".join(f"{mean(of_row):.3f}" for _, of_row in cell) for cell in cells)
+        table.append({task: title} | {f"{heads} heads": text for heads, text in zip(HEADS, means)})
+    return markdown_table(table)
 
 
 def draw(path: Path) -> None:
@@ -135,5 +136,5 @@ def draw(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(at_their_best(), *(grid(task) for task in TASKS), sep="\n\n")
+    print(at_their_best(), *(grid(task) for task in TASKS), sep="\n")
     draw(RESULTS / "regimes_heads_by_heads.png")

@@ -109,9 +109,9 @@ def late(mixer: str) -> str:
     return share("flights", mixer, "regimes_flights", 3)
 
 
-def at_its_best(task: str) -> float:
-    """Attention's score, over its numbers of heads and with RoPE or without."""
-    rows = results("regimes_heads")["regimes"][task] | (results(DOUBLED)["regimes"][task] if task == "peak" else {})
+def at_its_best() -> float:
+    """Attention's score on peak, over its numbers of heads and with RoPE or without."""
+    rows = results("regimes_heads")["regimes"]["peak"] | results(DOUBLED)["regimes"]["peak"]
     return max(mean(found["test"]) for row, found in rows.items() if re.fullmatch(r"softmax(/h\d+)?(/norope)?", row))
 
 
@@ -198,13 +198,6 @@ def below(row: str, over: str = "-C,G,T,L") -> str:
 
 def wide(mixer: str, page: str = WIDE_RUN) -> str:
     return share("peak-64", mixer, page)
-
-
-def after_8000() -> float:
-    """What attention with 256 heads explains of 64 sensors then, on three seeds in two files."""
-    pages = ("regimes_peak64_8000", "regimes_peak64_8000_seeds")
-    rows = [results(page)["regimes"]["peak-64"]["softmax/h256/norope"] for page in pages]
-    return mean(seed for row in rows for seed in row["test"])
 
 
 def plain(text: str) -> str:

@@ -134,21 +134,21 @@ def faq() -> list[str]:
         f"least, one seed. The gate and the conditioner alone, at a better rate, are "
         f"{lead('ablate_16m_split_time', '+C,G/r8')} ahead of attention, one seed, and attention "
         f"gains {by_its_best_rate()} by its best rate",
-        f"has {at_its_best('peak'):.2f} of the variance, with values twice as wide {with_double()}, with "
+        f"has {at_its_best():.2f} of the variance, with values twice as wide {with_double()}, with "
         f"the conditioner {with_conditioner()}, where slim FEM with 4 heads has {share('peak', SLIM_C)}; after four "
         "times as many steps they are level.",
         f"L and T add {points:.1f} ± {short(error, 1)} points to the conditioner",
         f"nearly as much as the conditioner: {mad(BEHIND):.1f} %, and {mad(BEHIND, 'final'):.1f} against "
         f"{mad(C, 'final'):.1f} % at the end",
         f"of 16 sensors after 500 steps: slim FEM explains {percent('peak', SLIM_C)} of the variance, attention "
-        f"{100 * score('peak', 'softmax'):.0f} with 4 heads, {100 * at_its_best('peak'):.0f} with 64); in language "
+        f"{100 * score('peak', 'softmax'):.0f} with 4 heads, {100 * at_its_best():.0f} with 64); in language "
         f"models by its gate and its conditioner ([{at_best_rates('+C,G/r8')} against {at_best_rates('-C,G,T,L')} "
         "nats]",
         f"{1.95} is the default",
         f"| {1.95}; [8 helped",
         f"| {cost(**SLIM_512)}, {steps['slim with C']} | [heads](results/regimes_heads.md), "
         f"[parts](results/regimes_parts.md): {share('peak', SLIM_C)} of the variance, without C "
-        f"{share('peak', SLIM)}, attention {share('peak', 'softmax')} with 4 heads and {at_its_best('peak'):.2f} with "
+        f"{share('peak', SLIM)}, attention {share('peak', 'softmax')} with 4 heads and {at_its_best():.2f} with "
         f"64, with the conditioner {with_conditioner()}; with "
         f"[64 sensors](results/regimes_peak64.md) {wide('softmax+CLTG/r16')} and {wide('softmax+LTG/r16')} |",
         f"| {1.95} | {cost(use_conv=False, **SLIM_512)}, {steps['slim']} |",

@@ -12,7 +12,6 @@ from claims import (
     TRAINED,
     WIDE_RUN,
     after,
-    after_8000,
     at_best_rates,
     below,
     by_its_best_rate,
@@ -37,7 +36,7 @@ from claims import (
 from said import results
 from said_costs import recalled
 from said_language import BROAD, NO_F_32, SLIM_32, heavier, twice_the_tokens, two_blocks_at_best
-from said_tasks import MANY, SETS, heads_step, pooled
+from said_tasks import MANY, SETS, after_8000, heads_step, pooled
 
 from fem_research.common.paired import in_words
 
@@ -65,16 +64,16 @@ def readme() -> list[str]:
     plain, alone, whole = (mean(two_blocks_at_best(row)) for row in ("-C,G,T,L", NO_F_32, SLIM_32))
     timed, slower = losses("ablate_16m_split_time"), losses("ablate_16m_time")
     twice = [mean(twice_the_tokens(row)) for row in ("-C,G,T,L", BROAD)]
-    conditioner = wide("softmax+C/h256/norope", "regimes_peak64_parts")
+    conditioner = score("peak-64", "softmax+C/h256/norope", "regimes_peak64_parts")
     return [
         f"it explains {100 * score('peak-64', slim_64, WIDE_RUN):.0f} % of the variance. Attention with its best "
         f"number of heads explains {100 * score('peak-64', many, WIDE_RUN):.0f} %, and with the layer's sum over past "
-        f"tokens, but without its maximum, {100 * float(conditioner):.0f} %; after four times as many training steps "
+        f"tokens, but without its maximum, {100 * conditioner:.0f} %; after four times as many training steps "
         f"attention alone has {100 * after_8000():.1f} %.",
         f"as the whole layer does: at width 128 by {below('+C,G/r8')[:4]} nats per token, the whole layer by "
         f"{below('full/r8')[:4]}, at equal tokens; at width 512, with two blocks and fewer tokens, by "
         f"{short(plain - alone, 3)} and {short(plain - whole, 3)}, in nearly equal time.",
-        f"| variance explained: {conditioner} → {wide(slim_64)} of 64 sensors, {with_conditioner()} → "
+        f"| variance explained: {conditioner:.2f} → {wide(slim_64)} of 64 sensors, {with_conditioner()} → "
         f"{share('peak', SLIM_C)} of [16](results/regimes_heads.md) | The first figures are the best without the "
         "log-sum-exp: attention with the conditioner, a head for every channel and no position code. Attention alone "
         f"has {wide(many)} and, with values twice as wide, {with_double()}; with 4 heads, as slim FEM, "

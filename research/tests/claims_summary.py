@@ -13,7 +13,6 @@ from claims import (
     TRAINED,
     WIDE,
     after,
-    after_8000,
     at_best_rates,
     at_its_best,
     cached,
@@ -54,7 +53,7 @@ from said_language import (
     two_blocks,
     two_blocks_at_best,
 )
-from said_tasks import DOUBLE, heads_step, pooled
+from said_tasks import DOUBLE, after_8000, heads_step, pooled
 
 from fem_research.common.paired import shown
 
@@ -131,7 +130,7 @@ def summary() -> list[str]:
         f"3 seeds | {share('peak', 'softmax')} | {share('peak', SLIM_C)} | the free energy, given width: slim "
         f"{share('peak', SLIM_C)}, without C {share('peak', SLIM)}; full gates {share('peak', FULL)}, without C "
         f"{share('peak', OWN)}; outer gate alone {share('peak', 'softmax+G')}. [Attention with a head for every "
-        f"channel](regimes_heads.md): {at_its_best('peak'):.2f}, with values twice as wide "
+        f"channel](regimes_heads.md): {at_its_best():.2f}, with values twice as wide "
         f"{with_double()}, with the conditioner {with_conditioner()}, after 2,000 steps {level_later():.2f} |",
         f"| {percent('snapshot', 'softmax', 'regimes_split')}, [at a lower rate](regimes_split.md) than the page's "
         f"{percent('snapshot', 'softmax')} | {percent('snapshot', SLIM_C)} | slim {percent('snapshot', SLIM_C)}, "

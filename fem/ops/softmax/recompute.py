@@ -18,7 +18,7 @@ from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.operator import operator
 from fem.ops.common.precision import LEAST_PROVEN, compute_dtype
 from fem.ops.common.transforms import again_differentiable
-from fem.ops.softmax.support import PAIRS, Pairs
+from fem.ops.softmax.support import PAIRS, Intervals, Pairs
 
 _NUMBERS = 1 << 23  # in float64 at once: rows x keys x channels, of keys or of values, 64 MiB
 
@@ -184,13 +184,13 @@ def _energies(rows: _Rows, rules, q, k, f, beta, bias=None) -> Float[Tensor, "n 
     What is not wanted is finite and means nothing.
     """
     keep, first, end, causal, scale = rules
-    index, row = torch.arange(k.shape[1], device=k.device), rows.row
-    allowed = torch.ones(*row.shape, len(index), dtype=torch.bool, device=k.device)
+    keys = k.shape[1]
     if first is not None:
-        first, end = (x[rows.batch % x.shape[0]].gather(1, row)[..., None] for x in (first, end))
-        allowed = (first <= index) & (index < end)
-    elif causal:
-        allowed = index <= row[..., None] + rows.past
+        seen = Intervals(*(x[rows.batch % x.shape[0]].gather(1, rows.row) for x in (first, end)))
+        allowed = seen.allowed(keys)
+    else:
+        last = rows.row + rows.past if causal else torch.full_like(rows.row, keys)
+        allowed = torch.arange(keys, device=k.device) <= last[..., None]
     if keep is not None:
         allowed = allowed & keep[rows.batch][:, None]
     s = scale * q @ k.mT
