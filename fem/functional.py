@@ -186,7 +186,7 @@ def keyed_scan_read(
     kept = (q.shape[0], *q.shape[2:])
     memory = {"log_weight": kept, "mean": (*kept, v.shape[3])}
     memory |= {} if beta is None else {"free_energy": (*kept, beta.shape[1])}
-    _check_memory(initial_state, memory, compute_dtype(v))
+    _check_memory(initial_state, memory, compute_dtype(q, k, v, log_decay))
     check_values("log_decay", log_decay, DECAY, key_mask)
     for name, tensor in (("q", q), ("k", k)):
         check_values(name, tensor, FEATURE, key_mask)

@@ -40,8 +40,10 @@ class Rows(NamedTuple):
         near = torch.exp(-shift) * _exp_beyond_linear(z.clamp(-0.5, 0.5))
         far = torch.exp(z - shift) - torch.exp(-shift) * (1 + z)
         excess = (self.p * torch.where(z.abs() < 0.5, near, far)).sum(-1)
-        shift = shift[..., 0]
-        return shift + torch.log1p(torch.expm1(-shift) + excess)
+        is_far = shift > 0  # then 1 + excess would lose a top token of p < 1e-16
+        total = torch.where(is_far, (self.p * torch.exp(z - shift)).sum(-1, keepdim=True), 1)
+        beyond = torch.where(is_far, 0, excess[..., None])
+        return (shift + torch.where(is_far, total.log(), torch.log1p(beyond)))[..., 0]
 
     def kl_from_prior(self, beta: Tensor) -> Tensor:
         """KL(q || p)."""

@@ -173,6 +173,16 @@ def test_no_rows_and_no_tokens_are_an_answer_too(family, shape):
     torch.testing.assert_close(after, before.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_state_of_no_rows_reads_a_token_of_none(family):
+    layer = make_layer(**FAMILIES[family])
+    with torch.no_grad():
+        _, state = layer(tokens(), return_state=True)
+        state = state.reorder(torch.zeros(0, dtype=torch.long))
+        y, state = layer(tokens()[:0, :1], state=state, return_state=True)
+    assert y.shape == (0, 1, WIDTH)
+
+
 @pytest.mark.parametrize("family, what", some_pairs(FAMILIES, [float("nan"), float("inf")], 2))
 def test_what_stands_in_padding_reaches_no_output_state_or_gradient(family, what):
     layer, x = make_layer(**FAMILIES[family]), tokens()

@@ -125,3 +125,30 @@ def test_a_scale_may_be_zero_or_negative(scale, backend, how):
         found.append([*read, *torch.autograd.grad(sum(part.sin().sum() for part in read), leaves)])
     for got, wanted in zip(*found):
         torch.testing.assert_close(got, wanted.to(got.dtype), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("call", ["linear", "gla", "gla by channel", "channel scan", "ssm"])
+def test_one_input_in_float64_is_read_in_float64(call, causal):
+    """Each in turn, the others in float32, of which the read has the dtype of v."""
+    tensors, read = CALLS[call]()
+    wanted = read(*(x.double() for x in tensors), causal=causal)
+    for n in range(len(tensors)):
+        mixed = [x.double() if n == place else x for place, x in enumerate(tensors)]
+        for got, part in zip(read(*mixed, causal=causal), wanted):
+            torch.testing.assert_close(got.double(), part, rtol=1e-5, atol=1e-5)
+
+
+def test_features_of_float64_may_leave_float32():
+    q, v = torch.full((1, 3, 1, 1), 1e50, dtype=torch.float64), torch.tensor([1.0, 3.0, 8.0]).view(1, 3, 1, 1)
+    read, state = keyed_scan_read(q, q, v, torch.ones(1, 1), return_state=True)
+    torch.testing.assert_close(read.mean.flatten(), torch.tensor([1.0, 2.0, 4.0]))
+    more = keyed_scan_read(q, q, v, torch.ones(1, 1), initial_state=state).mean
+    torch.testing.assert_close(more.flatten(), torch.tensor([13 / 4, 16 / 5, 4.0]))
+
+
+def test_a_scale_of_zero_has_no_gradient_where_the_keys_leave_half_precision():
+    q = torch.ones(1, 2, 1, 1, dtype=torch.float16, requires_grad=True)
+    large = torch.tensor([6e4, -6e4], dtype=torch.float16).view(1, 2, 1, 1)
+    read = softmax_read(q, large, large, None, scale=0.0, causal=False)
+    assert not torch.autograd.grad(read.mean.sum(), q)[0].any()

@@ -121,6 +121,13 @@ def test_infinite_beta_is_hard_selection(row):
     assert theory.kl_gap(p, v, math.inf).item() == (math.inf if distinct(p, v) else 0)
 
 
+@pytest.mark.parametrize("beta", [1e19, 1e300, math.inf])
+@pytest.mark.parametrize("weight", [1e-17, 1e-300])
+def test_the_largest_value_is_selected_however_light(beta, weight):
+    p, v = torch.tensor([1.0, weight], dtype=F64), torch.tensor([0.0, 1.0], dtype=F64)
+    assert theory.free_energy(p, v, beta).item() == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("read", [*ONE_READ, theory.posterior])
 @pytest.mark.parametrize("foreign", [math.inf, -math.inf, math.nan, 1e300])
 def test_values_outside_the_support_are_not_read(read, foreign):

@@ -58,7 +58,9 @@ def merge(one: Terms, other: Terms, beta: Tensor | None) -> Terms:
     """
     gain = other.log_weight.clamp_min(LOG_ZERO) - one.log_weight.clamp_min(LOG_ZERO)
     weight = log_add(one.log_weight, other.log_weight)
-    mean = torch.lerp(one.mean, other.mean, torch.sigmoid(gain).expand_as(one.mean))
+    heavier = gain > 0
+    base, rest = torch.where(heavier, other.mean, one.mean), torch.where(heavier, one.mean, other.mean)
+    mean = base + torch.sigmoid(torch.where(heavier, -gain, gain)) * (rest - base)
     if beta is None:
         return Terms(weight, mean, None)
     return Terms(weight, mean, merge_energies(gain, one.free_energy, other.free_energy, beta))
@@ -86,7 +88,9 @@ def merge_energies(gain: Tensor, one: Tensor, other: Tensor, beta: Tensor) -> Te
     base, rest = torch.where(heavier, other, one), torch.where(heavier, one, other)
     logit, lift = torch.where(heavier, -gain, gain), beta * (rest - base)
     is_near = lift < _NEAR
-    near = torch.log1p(torch.sigmoid(logit) * torch.expm1(lift.clamp(max=_NEAR)))
+    small = lift.clamp(max=_NEAR)
+    grown = torch.where(small > -1, small.clamp(min=-1).expm1(), small.exp() - 1)  # expm1 loses its slope below -17
+    near = torch.log1p(torch.sigmoid(logit) * grown)
     if _may_read_back(lift) and bool(is_near.all()):
         return base + near / beta
     far = log_add(F.logsigmoid(-logit), F.logsigmoid(logit) + lift)

@@ -8,11 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fem.ops.common.precision import upcast
 from fem.ops.common.read import Read, Terms, merge, read_of
 from fem.ops.common.tokens import Tokens
 
 State = dict[str, Tensor]
 LEAST_BETA = 1e-8  # below, F = log(R) / beta of float64 sums loses more digits than F - mean has
+MOST_BETA = 1e20  # above, F is the largest value in float64 too, and beta v could reach LOG_ZERO
 
 
 class ScanCall(NamedTuple):
@@ -31,9 +33,9 @@ class ScanCall(NamedTuple):
         """The read of all tokens that a row may see, and the state after the last.
 
         one_way(*inputs, beta, tokens, state, present): the same of the tokens up to each, or before each unless
-        `present`. Inputs are (B, T, ...), and so are the terms. beta is read as at least LEAST_BETA.
+        `present`. Inputs are (B, T, ...), and so are the terms. beta is read between LEAST_BETA and MOST_BETA.
         """
-        beta = None if beta is None else beta.clamp_min(LEAST_BETA)
+        beta = None if beta is None else upcast(beta).clamp(LEAST_BETA, MOST_BETA)
         past, state = one_way(*inputs, beta, self.tokens, self.initial_state, True)
         if self.causal:
             return past, state

@@ -100,7 +100,8 @@ def _mix(scores: Tensor, items: Tensor, beta: Tensor | None) -> tuple[Tensor, Te
     sums, least = scores @ items, LEAST_PROVEN[scores.dtype]
     weight, numerator, partition = _columns(sums, beta)
     lightest = weight.amin() if beta is None or not beta.numel() else torch.minimum(weight.amin(), partition.amin())
-    sure, lost = bool(lightest >= least), torch.zeros(weight.shape, dtype=torch.bool, device=weight.device)
+    sure = bool(lightest >= least)
+    doubt = lost = torch.zeros(weight.shape, dtype=torch.bool, device=weight.device)
     if not sure:
         doubt = lost = weight < least
         weight, numerator = torch.where(doubt, 1, weight), torch.where(doubt, 0, numerator)
@@ -109,7 +110,7 @@ def _mix(scores: Tensor, items: Tensor, beta: Tensor | None) -> tuple[Tensor, Te
         partition = torch.where(lost, weight, partition)
     log_weight = weight.log() if sure else torch.where(doubt, LOG_ZERO, weight.log())
     gain = None if beta is None else (partition / weight).log_().div_(beta)
-    return log_weight.squeeze(-1), numerator / weight, gain, lost.any(-1)
+    return log_weight.squeeze(-1), numerator / weight, gain, doubt.squeeze(-1) | lost.any(-1)
 
 
 def _mix_backward(

@@ -39,7 +39,7 @@ def linear_attention_read(
     state: what each key channel has kept, as the read of all tokens before under its own weights, batch first:
     log_weight (B, H, d_k), mean (B, H, d_k, d_v) and free_energy (B, H, d_k, d_f), in fp32 (float64 for float64).
     """
-    backend = scan_backend(call.backend, v.device, compute_dtype(v, log_decay))
+    backend = scan_backend(call.backend, v.device, compute_dtype(q, k, v, log_decay))
     if backend == "reference" and 0 not in v.shape[:2]:
         loops = partial(naive_linear_attention_read, q, k, v, beta, log_decay)
         return by_definition(loops, v.dtype, call, free_values=free_values)
@@ -79,7 +79,7 @@ def _with_gradients_at_zero(call: ScanCall, inputs: tuple[Tensor | None, ...], b
 def _one_way(q, k, v, free, log_decay, beta, tokens, state, present: bool) -> tuple[Terms, dict[str, Tensor]]:
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
     q, k, v, free, g, opens = _prepared(q, k, v, free, log_decay, tokens)
-    sums = compute_dtype(v)
+    sums = compute_dtype(q, k, v, log_decay)
     q, k, v, free, beta, g = (None if x is None else x.to(sums) for x in (q, k, v, free, beta, g))
     g = forget(q, g, opens)
     start = State.empty(k, v, free, beta) if state is None else State(**state)

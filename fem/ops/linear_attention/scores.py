@@ -81,7 +81,7 @@ def log_pair_scores(q: Tensor, k: Tensor, g: Decay | None, present: bool) -> Pai
     if g is not None and g.shape[-1] > 1:
         scores = (log(q).unsqueeze(2) + segments(g) + log(k).unsqueeze(1)).logsumexp(-1)
     else:
-        scores = log(q @ k.mT)
+        scores = (log(q).unsqueeze(2) + log(k).unsqueeze(1)).logsumexp(-1)
         scores = scores if g is None else scores + segments(g.squeeze(-1))
     return scores.masked_fill(forbidden, LOG_ZERO)
 

@@ -68,7 +68,8 @@ def pass_states_backward(
         stays, enters = torch.sigmoid(-gain), torch.sigmoid(gain)
         d_energy, d_energy_after = _descend(grad.free_energy, last.free_energy, stays)
         per_nat = d_energy_after / temperature
-        d_fresh = d_fresh + (per_nat * (enters - share)).sum(-1)
+        lighter = torch.where(fresh.unsqueeze(-1) > 0, keep - stays, enters - share)  # equal, but for their rounding
+        d_fresh = d_fresh + (per_nat * lighter).sum(-1)
         d_added_energy = enters * d_energy_after
         d_beta = (per_nat * (stays * (before - after) + enters * (added_energy - after))).sum((1, 2)).unsqueeze(1)
     keep, share = keep.squeeze(-1), share.squeeze(-1)

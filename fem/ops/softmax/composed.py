@@ -68,6 +68,8 @@ def composed_read(
             hidden = (torch.arange(k.shape[1], device=k.device) >= kept[:, None])[..., None, None]
             pairs = Pairs.of(bias, None, seen, pairs.causal, pairs.scale)
         sees = None if pairs.seen is None else (pairs.first < pairs.end)[..., None, None]
+        if bias is not None:  # it may forbid all that the interval allows
+            sees = pairs.seen.any_of(~torch.isneginf(bias).expand(*bias.shape[:3], k.shape[1])).transpose(1, 2)
         attend = functools.partial(_attend, pairs=pairs)
     with without_autocast(q.device):
         q, k, v = (x.to(dtype) for x in (q, k, v))

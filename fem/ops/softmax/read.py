@@ -47,7 +47,8 @@ def softmax_read(
     backend = softmax_backend(backend, q.device, dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale <= 0:  # attention kernels take the maximum of q k before they scale
-        q, scale = (-q, -scale) if scale else (q * 0.0, 1.0)
+        none = torch.ones_like(q, dtype=torch.bool)  # filled, for gradients of 0 where 0 times q's would be NaN
+        q, scale = (-q, -scale) if scale else (q.masked_fill(none, 0.0), 1.0)
     keep, document = (None, None) if tokens is None else (tokens.keep, tokens.document)
     queries, time = q.shape[1], k.shape[1]
     f, temperatures = _second(v, free_values, beta, v.shape[2])
@@ -102,7 +103,7 @@ def cached_read(
     """
     time = keys.shape[2]
     dtype = torch.promote_types(q.dtype, torch.promote_types(keys.dtype, values.dtype))
-    one = q.shape[1] == 1 and softmax_backend(backend, q.device, dtype) == "sdpa"
+    one = q.shape[1] == 1 and q.shape[0] > 0 and softmax_backend(backend, q.device, dtype) == "sdpa"
     step = _one_query(q, keys, values, beta) if one else None
     if step is not None:
         by_pairs = window is not None or (tokens is not None and tokens.document is not None)

@@ -16,11 +16,12 @@ from torch import Tensor
 from fem.ops.common.composed import recorded
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.operator import operator
-from fem.ops.common.precision import LEAST_PROVEN, compute_dtype
+from fem.ops.common.precision import compute_dtype
 from fem.ops.common.transforms import again_differentiable
 from fem.ops.softmax.support import PAIRS, Intervals, Pairs
 
 _NUMBERS = 1 << 23  # in float64 at once: rows x keys x channels, of keys or of values, 64 MiB
+_LEAST = 1e-130  # of which a second derivative divides by the square
 
 
 def recompute(free_energy, doubtful, q, k, f, beta, pairs: Pairs) -> Float[Tensor, "b tq h df"]:
@@ -204,7 +205,7 @@ def _energies(rows: _Rows, rules, q, k, f, beta, bias=None) -> Float[Tensor, "n 
     shift = f.detach().masked_fill(hidden, -torch.inf).amax(1, keepdim=True).nan_to_num(neginf=0.0)  # no row sees a key
     f = torch.where(hidden, shift, f)
     total = log_p.exp() @ ((f - shift) * beta[:, None]).exp()
-    sure = total.detach() >= LEAST_PROVEN[torch.float64]
+    sure = total.detach() >= _LEAST
     free = shift + total.where(sure, 1.0).log() / beta[:, None]
     n, r, channel = (rows.wanted & ~sure).nonzero(as_tuple=True)
     if len(n):

@@ -30,6 +30,12 @@ class Intervals(NamedTuple):
         index = torch.arange(keys, device=self.first.device)
         return (self.first[..., None] <= index) & (index < self.end[..., None])
 
+    def any_of(self, chosen: Bool[Tensor, "#b #h #tq t"]) -> Bool[Tensor, "#b #h tq 1"]:
+        """Whether any key inside an interval is chosen, from their counts: no T x T mask."""
+        before = torch.nn.functional.pad(chosen.cumsum(-1, dtype=torch.int32), (1, 0))
+        first, end = (before.take_along_dim(x[:, None, :, None].long(), -1) for x in self)
+        return first < end
+
     def of_kept(self, keep: Bool[Tensor, "b t"]) -> tuple[Intervals, Int[Tensor, " b"], Int[Tensor, "b t"]]:
         """The same among keys in another order, kept ones first; how many these are, and that order."""
         before = torch.nn.functional.pad(keep.cumsum(1), (1, 0))  # kept keys before each

@@ -33,7 +33,12 @@ def naive_ssm_read(
     def log_scores(b: int, t: int, seen: list[int]) -> Tensor:
         through_states = decays(a[b], t, seen) + (C[b, t] * B[b, seen]).log()[:, None, None]
         scores = (through_states + delta[b, seen].log().unsqueeze(-1)).logsumexp(-1)
-        present = torch.stack([D.log() if i == t else torch.full_like(D, -torch.inf) for i in seen])
-        return torch.stack([scores, present]).logsumexp(0)
+        return torch.stack([_log_sum(s, D) if i == t else s for i, s in zip(seen, scores)])
 
     return read_rows(log_scores, v, beta, causal, key_mask, segment_ids, normalize)
+
+
+def _log_sum(log_s: Tensor, D: Tensor) -> Tensor:
+    """log(s + D); at D = 0 its gradient there is 1 / s, which log D would not pass."""
+    of_zero = log_s + D * (-log_s.detach()).clamp_max(700.0).exp()
+    return torch.where(D > 0, torch.logaddexp(log_s, torch.where(D > 0, D, 1).log()), of_zero)

@@ -104,7 +104,8 @@ def _masked(terms: Terms, shape: torch.Size, tokens: Tokens | None) -> Terms:
 def _one_way(A, D, return_state: bool, delta, B, C, v, log_delta, log_b, log_c, beta, tokens, state, present: bool):
     """The read of the tokens up to each (before each, unless `present`), and the state after the last, if wanted."""
     shape, rank = v.shape, A.shape[-1]
-    inputs = _inputs(A, D if present else None, delta, B, C, v, log_delta, log_b, log_c, beta, tokens)
+    inputs = _inputs(A, D, delta, B, C, v, log_delta, log_b, log_c, beta, tokens)
+    inputs = inputs if present else inputs._replace(skip=None)
     like = inputs.v.new_empty(shape[0], A.numel())
     start = start_of(state, None if beta is None else inputs.beta.view(shape[2:]), like)
     if 0 in shape[:2]:

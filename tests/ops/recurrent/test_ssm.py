@@ -35,6 +35,18 @@ def test_zeros_have_the_exact_gradient(name):
     check(inputs.set(**{name: tensor * some}))
 
 
+@pytest.mark.parametrize("beta", [None, torch.ones(1, 1)])
+def test_the_definition_has_the_gradient_of_a_skip_of_zero(beta):
+    D, found = torch.zeros(1, 1, requires_grad=True), []
+    column = lambda *x: torch.tensor(x).view(1, 2, 1, 1)  # noqa: E731
+    for backend in ("auto", "reference"):
+        ones = torch.ones(1, 2, 1)
+        read = ssm_read(column(1.0, 1.0), -torch.ones(1, 1, 1), ones, ones, D, column(1.0, 3.0), beta, backend=backend)
+        found.append(torch.autograd.grad((read.mean if beta is None else read.free_energy).sum(), D)[0])
+    assert found[0] > 0.1
+    torch.testing.assert_close(*found)
+
+
 def test_a_row_without_weight_reads_zero_and_passes_no_gradient():
     inputs = case("ssm", 9)
     c = inputs.along["C"].clone()

@@ -287,46 +287,24 @@ def test_a_bias_is_found_in_64_bits():
 
 
 @torch.no_grad()
-def test_a_bias_may_leave_a_row_nothing():
+@pytest.mark.parametrize("shape", [(1, 1, 9, 9), (2, 4, 9, 9), (1, 4, 9, 1), (2, 1, 1, 9)])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("span", [1.0, 0.01])
+def test_a_bias_may_leave_a_row_nothing(shape, window, span):
+    """Of values in a narrow span, e is exp(.) - 1, which is 0 also where everything is seen."""
     q, k, v, beta = draw(9)
-    bias = torch.zeros(1, 1, 9, 9)
-    bias[..., 4, :] = -torch.inf
-    read = composed(q, k, v, beta, bias=bias)
-    for own, other in zip(read, definition(q, k, v, beta, bias=bias)[0]):
+    v = v * span
+    bias = torch.zeros(shape)
+    if shape[2] > 1:
+        bias[..., 4, :] = -torch.inf
+        bias[:, -1, 6] = -torch.inf
+    else:
+        bias[..., :5] = -torch.inf
+        bias[-1, ..., 5] = -torch.inf
+    read = composed(q, k, v, beta, bias=bias, window=window)
+    for own, other in zip(read, definition(q, k, v, beta, bias=bias, window=window)[0]):
         torch.testing.assert_close(own.double(), other, rtol=1e-5, atol=2e-6)
         assert own[:, 4].eq(0).all()
-
-
-@pytest.mark.parametrize("numbers", [recompute._NUMBERS, 3 * 9 * 16])
-@pytest.mark.parametrize("shape", [(2, 4, 9, 9), (1, 4, 1, 9), (1, 1, 9, 1), (2, 1, 1, 1)])
-def test_recomputed_entries_have_the_gradients_of_the_definition(monkeypatch, shape, numbers):
-    """All heads at once or three rows at once, where heads have unequally many rows and channels."""
-    monkeypatch.setattr(recompute, "_NUMBERS", numbers)
-    q, k, v, beta = draw(9)
-    bias = torch.randn(shape)
-    doubtful = torch.rand(2, 9, 4, 8) < torch.tensor([0.0, 0.02, 0.3, 0.9])[:, None]
-    weight = torch.randn(2, 9, 4, 8)
-    leaves = [x.double().requires_grad_() for x in (q, k, v, beta, bias)]
-    pairs = Pairs.of(leaves[4], None, None, True, 16**-0.5)
-    found = recompute.recompute(torch.zeros(2, 9, 4, 8).double(), doubtful, *leaves[:4], pairs)
-    wanted = softmax_read(*leaves[:4], bias=leaves[4], backend="reference").free_energy
-    torch.testing.assert_close(found[doubtful], wanted[doubtful], rtol=1e-9, atol=1e-9)
-    both = [torch.autograd.grad((x * weight)[doubtful].sum(), leaves) for x in (found, wanted)]
-    for own, other in zip(*both):
-        torch.testing.assert_close(own, other, rtol=1e-8, atol=1e-8)
-    forward = (doubtful.any(), doubtful, *(x.detach() for x in leaves), None, None, None, True, 16**-0.5)
-    backward = (weight.double(), torch.tensor(True), *forward[1:])
-    for declared, given in ((recompute._recompute, forward), (recompute._recompute_backward, backward)):
-        torch.library.opcheck(declared, given, test_utils=("test_schema", "test_faketensor"))
-
-
-def test_attention_alone_has_no_free_energy_to_compute_again():
-    q, k, v, beta = draw(9)
-    nothing = torch.empty(2, 9, 4, 0, dtype=torch.bool)
-    found, _ = recompute._recompute(
-        nothing.any(), nothing, q, k, v[..., :0], beta[:, :0], *Pairs.of(None, None, None, True, 0.25)
-    )
-    assert found.shape == nothing.shape
 
 
 def test_values_within_a_span_need_no_flag(monkeypatch):

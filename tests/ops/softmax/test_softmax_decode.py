@@ -72,6 +72,15 @@ def test_a_step_equals_the_definition(time, spread, offset, span, masked, seed):
         assert ((read.free_energy - free).abs() * beta.amin()).max() <= eps
 
 
+@pytest.mark.parametrize("beta", [1e30, 1e38])
+def test_a_beta_beyond_all_values_reads_the_largest(beta):
+    q, k, v, _ = draw(7)
+    v, beta = v + 5, torch.full((2, 3), beta)
+    read = softmax_read(*(x.transpose(1, 2) for x in (q[:, :, None], k, v)), beta)
+    wanted = v.amax(2).repeat_interleave(2, 1)[:, None]
+    torch.testing.assert_close(read.free_energy, wanted)
+
+
 @pytest.mark.parametrize("span", [1e-3, 1.0, 400.0])
 @pytest.mark.parametrize("beta", [1e-4, 0.05, 2.0])
 def test_a_traced_step_keeps_its_digits_at_any_span_and_temperature(span, beta):
