@@ -81,6 +81,19 @@ def test_a_layer_exported_with_gradients_has_those_of_the_layer(prior):
         torch.testing.assert_close(a, b, **within, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@torch.no_grad()
+def test_documents_in_both_directions_are_exported():
+    """Without biases, some of the sequences of the conditioner's two scans are views and others are not."""
+    both_ways = {"causal": False, "conv_bidirectional": True, "bias": False}
+    layer = lively(FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=16, n_head=2, prior_type="linear", **both_ways)))
+    documents = lambda rows, time: torch.randint(0, 3, (rows, time)).sort(1).values  # noqa: E731
+    x, mask, ids = torch.randn(2, 5, 16), None, documents(2, 5)
+    program = export(layer, (x, mask, ids), dynamic_shapes=(ANY, None, ANY), strict=False).module()
+    for rows, time in ((1, 3), (3, 9)):
+        x, ids = torch.randn(rows, time, 16), documents(rows, time)
+        close(program(x, None, ids), layer(x, segment_ids=ids))
+
+
 class Logits(nn.Module):
     def __init__(self, model):
         super().__init__()

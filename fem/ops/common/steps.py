@@ -41,23 +41,24 @@ def along_time(step: Step, state: Sequence[Tensor], *inputs: Tensor | None) -> t
     """
     if portable():
         return _exported(step, state, *inputs)
-    rows = []
+    rows, given = [], [x is not None for x in inputs]
     for tokens in zip(*(x.unbind(1) for x in inputs if x is not None)):
-        state, row = step(state, *_with_none(tokens, inputs))
+        state, row = step(state, *_with_none(tokens, given))
         rows.append(row)
     return list(state), [torch.stack(parts, 1) for parts in zip(*rows)]
 
 
-def _with_none(tokens: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _with_none(tokens: Sequence[Tensor], given: Sequence[bool]) -> list[Tensor | None]:
     tokens = iter(tokens)
-    return [None if x is None else next(tokens) for x in inputs]
+    return [next(tokens) if is_given else None for is_given in given]
 
 
 def _exported(step: Step, state: Sequence[Tensor], *inputs: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
     from torch._higher_order_ops.scan import scan
 
     copies = lambda parts: [x.clone(memory_format=torch.contiguous_format) for x in parts]  # noqa: E731  (no views)
-    body = lambda state, tokens: tuple(map(copies, step(state, *_with_none(tokens, inputs))))  # noqa: E731
+    given = [x is not None for x in inputs]  # not the inputs themselves, of which the compiler would keep guards
+    body = lambda state, tokens: tuple(map(copies, step(state, *_with_none(tokens, given))))  # noqa: E731
     sequences = [x.movedim(1, 0) for x in inputs if x is not None]
     with without_gradient():
         last, rows = scan(body, copies(state), sequences, dim=0)
