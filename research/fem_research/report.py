@@ -21,7 +21,7 @@ PICTURE = re.compile(r"\]\(([^)/#:]+\.png)\)")
 
 
 ITEMS = (  # where the paper has it, what is measured, the experiment, and the command that does it
-    ("", "Where the free energy pays", "regimes", "fem regimes"),
+    ("", "Does the free energy help?", "regimes", "fem regimes"),
     ("", "Sets and series with natural labels", "natural", "fem natural"),
     ("Appendix P", "Every channel's maximum in one read", "argmax", "fem argmax --full"),
     ("Table 1", "MAD, six synthetic tasks", "mad", "fem mad --profile paper"),

@@ -69,6 +69,11 @@ def state(prior: str) -> float:
     return (long - short) / 1e5 if prior == "softmax" else long / 1e3
 
 
+def of_a_test_set(one: float, other: float, pictures: int) -> float:
+    """The difference of two accuracies in per cent, in standard errors of two sets of that many pictures."""
+    return (one - other) / math.sqrt(sum(x * (100 - x) for x in (one, other)) / pictures)
+
+
 def faq() -> list[str]:
     least, most = (
         pick(ratio("layer", time, "FEM-SM", "train_s", page) for time in (512, 2048))
@@ -127,7 +132,7 @@ def faq() -> list[str]:
         f"gate and conditioner without the free energy end at {at_best_rates('+C,G/r8')}. Full gates with narrow "
         f"values, as in the paper, were run there only at rate .002, at which attention ({at_16m['-C,G,T,L']:.3f}) is "
         f"not at its best: with the conditioner they end at {at_16m['full']:.3f}, without it at {at_16m['-C']:.3f}. "
-        "With values as wide as the model, for which the MLP pays, they end at "
+        "With values as wide as the model, and a narrower MLP in return, they end at "
         f"{loss('ablate_16m_wide', 'full/wide'):.3f} at .004, one seed.",
         f"takes {slower_step()} times attention's in a model of {millions('ablate_16m_time')} parameters",
         f"attention is ahead by {lead('ablate_16m_time', '-C,G,T,L', 'full/r8')} nats, at a rate that suits attention "
@@ -141,16 +146,17 @@ def faq() -> list[str]:
         f"nearly as much as the conditioner: {mad(BEHIND):.1f} %, and {mad(BEHIND, 'final'):.1f} against "
         f"{mad(C, 'final'):.1f} % at the end",
         f"of 16 sensors after 500 steps: slim FEM explains {percent('peak', SLIM_C)} of the variance, attention "
-        f"{100 * score('peak', 'softmax'):.0f} with 4 heads, {100 * at_its_best():.0f} with 64); in language "
-        f"models by its gate and its conditioner ([{at_best_rates('+C,G/r8')} against {at_best_rates('-C,G,T,L')} "
-        "nats]",
+        f"{100 * score('peak', 'softmax'):.0f} with 4 heads, {100 * at_its_best():.0f} with 64, with the conditioner "
+        f"{with_conditioner()[2:]}; after four times as many steps they are level)",
+        f"in text the gate and the conditioner ([{at_best_rates('+C,G/r8')} against {at_best_rates('-C,G,T,L')} nats]",
         f"{1.95} is the default",
         f"| {1.95}; [8 helped",
         f"| {cost(**SLIM_512)}, {steps['slim with C']} | [heads](results/regimes_heads.md), "
         f"[parts](results/regimes_parts.md): {share('peak', SLIM_C)} of the variance, without C "
         f"{share('peak', SLIM)}, attention {share('peak', 'softmax')} with 4 heads and {at_its_best():.2f} with "
         f"64, with the conditioner {with_conditioner()}; with "
-        f"[64 sensors](results/regimes_peak64.md) {wide('softmax+CLTG/r16')} and {wide('softmax+LTG/r16')} |",
+        f"[64 sensors](results/regimes_peak64.md) {wide('softmax+CLTG/r16')} and {wide('softmax+LTG/r16')}, where the "
+        "log-sum-exp alone is best |",
         f"| {1.95} | {cost(use_conv=False, **SLIM_512)}, {steps['slim']} |",
         f"computed extremes: {share('ett-extremes', SLIM, 'regimes_heads_ett')}, "
         f"attention {share('ett-extremes', 'softmax', 'regimes_heads_ett')} |",
@@ -158,7 +164,8 @@ def faq() -> list[str]:
         f"(results/regimes_parts.md): {share('peak', 'softmax+L')} of the variance; it is best with [64 sensors]"
         f"(results/regimes_peak64.md), {wide('softmax+L')} |",
         f"| {1.95}; [4 helped](results/regimes_starts.md) on one task of five, "
-        f"`beta_max_init={math.log(math.expm1(4)):.2f}`, and is not advised | {cost()}, {steps['FEM-SM']} | "
+        f"`beta_max_init={math.log(math.expm1(4)):.2f}`, one pass in 40 comparisons, and is not advised | "
+        f"{cost()}, {steps['FEM-SM']} | "
         f"{share('peak', FULL)} of the variance;",
         f"| {1.95} | {gla:.2f}, a state of fixed size; time not measured | [parts](results/regimes_parts.md): "
         f"{share('peak', 'gla+LTG/r4')} of the variance, GLA {share('peak', 'gla/norm')}; [GLA with more heads]"
@@ -178,12 +185,13 @@ def faq() -> list[str]:
         "| | 1.00, 1.00, 1.00 |",
         "to full ones up to [3.1M tokens](language.md)",
         f"by [{lead('ablate_10m', 'full', 'full/r8')} nats](results/ablate_10m.md)",
-        f"{recalls('softmax+C')} steps to 99.9 %, FEM without C {recalls(OWN)}, attention {recalls('softmax')}, one "
-        "seed |",
+        f"{recalls('softmax+C')} steps to 99.9 %, full gates without C {recalls(OWN)}, slim gates without C not in "
+        f"1,600, attention {recalls('softmax')}, one seed |",
         f"conditioner reaches {mad('softmax+C'):.1f} %, full FEM {mad(FULL):.1f} %, attention {mad('softmax'):.1f} %.",
         f"[{gained('gpt2', TRAINED):.3f} nats for a GPT-2]",
         f"[{gained('llama', TRAINED):.3f} for a Llama]",
-        f"has {top1('cifar', FULL):.1f} against {top1('cifar', 'softmax'):.1f} % of 1,000, one rate, [half of it]",
+        f"has {top1('cifar', FULL):.1f} against {top1('cifar', 'softmax'):.1f} % of 1,000, one rate, a difference of "
+        f"{of_a_test_set(top1('cifar', FULL), top1('cifar', 'softmax'), 1000):.1f} standard errors of the test set",
         f"for {min(gates):.0f} to {max(gates):.0f} % more parameters: after 300 further steps it is "
         f"{short(gained('gpt2', 'attention+G'), 3)} to {short(gained('llama', 'attention+G'), 3)} nats below attention",
         f"attention; slim gates lose {lost[0]}, only L {lost[1]} ",

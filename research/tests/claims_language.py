@@ -102,6 +102,7 @@ def language() -> list[str]:
         f"in a step of {step('ablate_16m_split_time', '-C/r8/s.5')} times attention's, end at "
         f"[{split:.3f} nats](results/ablate_16m.md) at .004: {short(at_4['-C,G,T,L'] - split, 3)} below "
         f"attention and {short(at_4['+G/r8'] - split, 3)} below the slim outer gate alone",
+        f"on another processor; on one they are {short(timed_split['-C,G,T,L'] - split, 3)} below attention.",
         f"At .002 the slim outer gate brings {lead('ablate_16m', '+G/r8')} of {lead('ablate_16m', 'full/r8')} nats, "
         f"free energy and temperature gate {lead('ablate_16m', '-C/r8', '+G/r8')}, the conditioner "
         f"{lead('ablate_16m', 'full/r8', '-C/r8')}.",

@@ -13,6 +13,7 @@ from claims import (
     WIDE_RUN,
     after,
     at_best_rates,
+    at_its_best,
     below,
     by_its_best_rate,
     cached,
@@ -40,8 +41,6 @@ from said_tasks import MANY, SETS, after_8000, heads_step, pooled
 
 from fem_research.common.paired import in_words
 
-UNGATED = "softmax+CLT"
-
 
 def recall(mixer: str) -> str:
     """Percent of MAD's three recall tasks at the end of training, the mean of three seeds."""
@@ -63,26 +62,29 @@ def readme() -> list[str]:
     many, slim_64 = "softmax/h256/norope", "softmax+CLTG/r16"
     plain, alone, whole = (mean(two_blocks_at_best(row)) for row in ("-C,G,T,L", NO_F_32, SLIM_32))
     timed, slower = losses("ablate_16m_split_time"), losses("ablate_16m_time")
+    ahead = {row: timed["-C,G,T,L"] - found for row, found in timed.items()}
     twice = [mean(twice_the_tokens(row)) for row in ("-C,G,T,L", BROAD)]
     conditioner = score("peak-64", "softmax+C/h256/norope", "regimes_peak64_parts")
     return [
         f"it explains {100 * score('peak-64', slim_64, WIDE_RUN):.0f} % of the variance. Attention with its best "
         f"number of heads explains {100 * score('peak-64', many, WIDE_RUN):.0f} %, and with the layer's sum over past "
         f"tokens, but without its maximum, {100 * conditioner:.0f} %; after four times as many training steps "
-        f"attention alone has {100 * after_8000():.1f} %.",
+        f"attention alone has {100 * after_8000():.1f} %. Where the extremes are all that is needed, `torch.cummax` "
+        f"between two linear maps has {100 * score('peak-64', 'cummax', 'regimes_peak64_cummax'):.0f} %.",
         f"as the whole layer does: at width 128 by {below('+C,G/r8')[:4]} nats per token, the whole layer by "
         f"{below('full/r8')[:4]}, at equal tokens; at width 512, with two blocks and fewer tokens, by "
         f"{short(plain - alone, 3)} and {short(plain - whole, 3)}, in nearly equal time.",
-        f"| variance explained: {conditioner:.2f} → {wide(slim_64)} of 64 sensors, {with_conditioner()} → "
-        f"{share('peak', SLIM_C)} of [16](results/regimes_heads.md) | The first figures are the best without the "
-        "log-sum-exp: attention with the conditioner, a head for every channel and no position code. Attention alone "
-        f"has {wide(many)} and, with values twice as wide, {with_double()}; with 4 heads, as slim FEM, "
-        f"{share('peak', 'softmax')} of 16. After four times as many steps it has {after_8000():.3f} "
-        f"and {share('peak', MANY, 'regimes_heads_steps', 3)}. The log-sum-exp alone has "
+        f"| variance explained by slim FEM: {conditioner:.2f} → {wide(slim_64)} of 64 sensors, {with_conditioner()} → "
+        f"{share('peak', SLIM_C)} of [16](results/regimes_heads.md) | The first figures are those of attention with "
+        f"the conditioner, a head for every channel and no position code. Attention alone has {wide(many)} of 64 "
+        f"sensors and {at_its_best():.2f} of 16, where it has {share('peak', 'softmax')} with 4 heads, as many as slim "
+        f"FEM, and {with_double()} with values twice as wide. After four times as many steps it has "
+        f"{after_8000():.3f} and {share('peak', MANY, 'regimes_heads_steps', 3)}. The log-sum-exp alone has "
         f"{wide('softmax+L')} and {share('peak', 'softmax+L')}, `torch.cummax` between two linear maps "
         f"{wide('cummax', 'regimes_peak64_cummax')} and {share('peak', 'cummax', 'regimes_heads')}. Steps are equal, "
-        f"not time: [a slim FEM step](results/heads_cpu.md) takes {heads_step('32', 'slim FEM, 4'):.2f} times that of "
-        f"attention with 4 heads at these 32 tokens, 64 heads {heads_step('32', 'attention, 64'):.2f} |",
+        f"not time: [a step of slim FEM](results/heads_cpu.md) takes {heads_step('32', 'slim FEM, 4'):.2f} times that "
+        "of attention with 4 heads at these 32 tokens, of attention alone with 64 heads "
+        f"{heads_step('32', 'attention, 64'):.2f}; heads with the conditioner were not timed |",
         f"latest {with_heads('snapshot', 'softmax')[:-2]} → {with_heads('snapshot', 'softmax/h16')}, "
         f"largest {with_heads('high-water', 'softmax')[:-2]} → {with_heads('high-water', 'softmax/h16')} | slim FEM "
         f"with 4 heads: {percent('snapshot', SLIM_C)}, {percent('high-water', SLIM_C)}. 16 heads take "
@@ -99,22 +101,22 @@ def readme() -> list[str]:
         "their bags) |",
         f"| loss: {at_best_rates('-C,G,T,L')} → {at_best_rates('+C,G/r8')} nats per token | source code, 16M tokens, "
         f"width 128; all of slim FEM {at_best_rates('full/r8')}. [Two blocks of width 512](results/ablate_512_two.md), "
-        f"a wider conditioner, 8M tokens, nearly equal training time: {twice[0]:.3f} → {twice[1]:.3f}. At width 128, "
-        "in equal time and on one seed, the gate and the conditioner are "
-        f"{timed['-C,G,T,L'] - timed['+C,G/r8']:.3f} ahead of attention, which gains {by_its_best_rate()} by its best "
-        "learning rate, and slim FEM, at a lower rate, is "
+        "a wider conditioner, 8M tokens, nearly equal training time, one rate: "
+        f"{twice[0]:.3f} → {twice[1]:.3f}. At width 128, in equal time and on one seed, the gate and the "
+        f"conditioner are {ahead['+C,G/r8']:.3f} ahead of attention, which gains {by_its_best_rate()} by its best "
+        f"learning rate; split values are level ({ahead['-C/r8/s.5']:.3f}), and slim FEM, at a lower rate, is "
         f"{slower['full/r8'] - slower['-C,G,T,L']:.3f} behind |",
         f"MAD, a synthetic suite: {recall('softmax')} → {recall('softmax+C')} %, with a convolution of four taps "
-        f"{recall(BEHIND)} % | all of FEM {recall(FULL)} %, without its outer gate {recall(UNGATED)} %; one learning "
-        "rate. Fuzzy recall, one of the three, falls on two seeds of three. At the [benchmark's own size]"
+        f"{recall(BEHIND)} % | after the last step, at one learning rate; all of FEM has {recall(FULL)} %. Fuzzy "
+        "recall, one of the three, falls on two seeds of three. At the [benchmark's own size]"
         "(results/mad_recall.md), one seed, attention recalls all too, after "
         f"{recalls('softmax')} steps, where the conditioner needs {recalls('softmax+C')} |",
         f"averages {share('statistics', 'softmax', digits=3)} → {share('statistics', SLIM_C, digits=3)} of the "
         f"variance; log {late('softmax')} → {late(SLIM_C)}; forecast MSE "
         f"{mse('forecast_etth1', 'ETTh1', 'softmax'):.3f} → {mse('forecast_etth1', 'ETTh1', FULL):.3f}; "
         f"trained GPT-2 {after('gpt2', 'attention'):.3f} → "
-        f"{after('gpt2', TRAINED):.3f} nats | in the log the free energy's share is within its errors, and a GRU "
-        "is best with "
+        f"{after('gpt2', TRAINED):.3f} nats | forecast and GPT-2 at one rate; in the log the free "
+        "energy's share is within its errors, and a GRU is best with "
         f"{late('gru')}. The trained GPT-2 has "
         f"{heavier('finetune_gpt2', TRAINED):.0f} % more parameters with FEM",
         f"takes [{slim[0]} times](results/layer_cpu.md) as long at 512 tokens and {slim[1]} times at 2,048, and its "

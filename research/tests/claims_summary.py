@@ -92,6 +92,9 @@ def natural(pool):
     return 100 * mean(mean(rows[f"pool:{pool}"]["right"]) for rows in results("natural")["natural"].values())
 
 
+SNAPSHOT_64 = "regimes_snapshot64_2000"
+
+
 def points(pool):
     return f"{100 * results('natural_points')['natural']['points'][f'pool:{pool}']['accuracy'][0]:.1f} %"
 
@@ -112,11 +115,13 @@ def summary() -> list[str]:
     ett, sensors = ("ett-extremes", "ett-events"), "regimes_heads_ett"
     gla, gla_slim, gla_full = "gla/norm", "gla+LTG/r4", "gla+LTG"
     sizes = {
-        model: mse("forecast_ett96", "ETTm1", model, "parameters") for model in ("patchtst", "femforecaster", "dlinear")
+        model: mse("forecast_ett96", "ETTm1", model, "parameters")
+        for model in ("patchtst", "itransformer", "femforecaster", "dlinear")
     }
     mses = {
         model: ", ".join(f"{mse('forecast_ett96', data, model):.3f}" for data in ("ETTm1", "ETTh2")) for model in sizes
     }
+    timed = losses("ablate_16m_split_time")
     gained_lt = paired_mad("softmax+CLT", "softmax+C")
     plain, alone, whole = (mean(two_blocks_at_best(row)) for row in ("-C,G,T,L", NO_F_32, SLIM_32))
     broad = mean(two_blocks(BROAD, 0.001))
@@ -151,6 +156,8 @@ def summary() -> list[str]:
         f"| {percent(ett[1], 'softmax', 'regimes_ett', 1)} | {percent(ett[1], SLIM, 'regimes_ett', 1)} | L alone "
         f'{percent(ett[1], "softmax+L", "regimes_ett", 1)}; always "no" '
         f"{100 * results('regimes_ett')['constants'][ett[1]]:.1f} % |",
+        f"one seed, one rate | {percent('snapshot-64', 'softmax/h64', SNAPSHOT_64)} with 64 heads | "
+        f"{percent('snapshot-64', 'softmax+LTG/r16', SNAPSHOT_64)} | loses, slim without C;",
         f"| {of_bags(DOUBLE)} with 64 heads and values twice as wide, {of_bags('softmax/h16')} with 16 heads | "
         f"{of_bags(SLIM)} with 4 heads | heads do it as well: attention with 4 has {of_bags('softmax')}. Slim without "
         f"C; with it {of_bags(SLIM_C)}, full {of_bags(FULL)}, L alone {of_bags('softmax+L')} |",
@@ -191,7 +198,9 @@ def summary() -> list[str]:
         f"[{millions('ablate_16m_3m')}, 16M tokens](ablate_16m.md), one seed, one rate | {of_nats('ablate_16m_3m')} "
         "| slim |",
         f"[{millions('ablate_16m_time')}, in equal time](ablate_16m.md) on a CPU, one seed, one rate | "
-        f"{of_nats('ablate_16m_time')} | slim gates lose: their step takes {slower_step()} times attention's |",
+        f"{of_nats('ablate_16m_time')} | slim gates lose: their step takes {slower_step()} times attention's; at "
+        f".004 the slim outer gate and the conditioner alone have {timed['+C,G/r8']:.3f}, split values "
+        f"{timed['-C/r8/s.5']:.3f}, attention {timed['-C,G,T,L']:.3f} |",
         f"[{millions(WIDE)}, in equal time](ablate_512_time.md), one block of width 512, 4M tokens, one seed, one "
         f"rate | {of_nats(WIDE, 'full/r32')} | not the free energy: the slim outer gate and the conditioner alone have "
         f"{loss(WIDE, '+C,G/r32'):.3f}; split values {loss(WIDE, '-C/r32/s.5'):.3f} |",
@@ -204,14 +213,15 @@ def summary() -> list[str]:
         f"| {mad('softmax'):.1f} % | {mad(FULL):.1f} % | the conditioner alone {mad('softmax+C'):.1f} %, a short "
         f"convolution {mad(BEHIND):.1f} %; L and T bring "
         f"it {gained_lt}, the outer gate",
-        f"steps to 99.9 %, one seed | {recalls('softmax')} | {recalls(FULL)} | the conditioner; without it "
-        f"{recalls(OWN)} |",
+        f"steps to 99.9 %, one seed | {recalls('softmax')} | {recalls(FULL)} | the conditioner; full gates "
+        f"without it {recalls(OWN)}, slim ones not in 1,600 |",
         f"| {top1('cifar', 'softmax'):.1f} % | {top1('cifar', FULL):.1f} % |",
         f"| {top1('digits', 'softmax'):.1f} % | {top1('digits', FULL):.1f} % |",
         f"| {mse('forecast_etth1', 'ETTh1', 'softmax'):.3f} | {mse('forecast_etth1', 'ETTh1', FULL):.3f} | a tie; "
         f"without any mixer {mse('forecast_etth1', 'ETTh1', 'none'):.3f} |",
-        f"| {mses['patchtst']} (PatchTST, {sizes['patchtst']:,} parameters) | {mses['femforecaster']} "
-        f"(`FEMForecaster`, {sizes['femforecaster']:,}) | not at equal parameters, not taken apart; DLinear "
+        f"| {mses['patchtst']} (PatchTST, {sizes['patchtst']:,} parameters); {mses['itransformer']} (iTransformer, "
+        f"{sizes['itransformer']:,}) | {mses['femforecaster']} (`FEMForecaster`, {sizes['femforecaster']:,}) | not at "
+        "equal parameters, not taken apart; level on ETTm1 with iTransformer and DLinear; DLinear "
         f"({sizes['dlinear']:,}) {mses['dlinear']} |",
         f"2 seeds, one rate | {late_plain} | {late_wider}, first seed | slim with a wider conditioner, {late_slim} "
         f"without; the slim outer gate and the wider conditioner alone have {late_broad}, split values with it "

@@ -181,7 +181,7 @@ def mad_laptop() -> list[float]:
         *(leads(page, ours, theirs)[0] for ours, theirs in zip(ALL_RECURRENT, RECURRENT)),
         *(*scores(page, C, L, LT, LTG, G), *scores(page, ATTENTION, C, task=FUZZY), *fall),
         *(*leads(page, L, ATTENTION, final), *leads(page, LTG, G, final)),
-        *(*leads(page, CLT, C), *leads(page, ALL, CG), *leads(page, ALL, CG, final)),
+        *(*leads(page, CLT, C), *leads(page, ALL, CG), *leads(page, ALL, CG, final), *leads(page, CLT, ALL, final)),
         *(*scores(page, CLT, ALL, when=final), *scores(slim, SLIM, SPLIT)),
         *(x for row in (SLIM, SPLIT) for x in leads(slim, row, ALL, beside=page)),
         *(*scores(conv, BEHIND), *(x for row in (ATTENTION, C) for x in leads(conv, BEHIND, row, beside=page))),

@@ -136,6 +136,8 @@ def ablate_16m() -> list[float]:
     alone, taps = f"{page}_conditioner_alone", f"{page}_conv"
     own_8, too_high = f"{own}_rate8", float(recipe(f"{page}_attention_rate16")["learning_rates"])
     stopped = results(f"{page}_attention_rate16")["curves"][ATTENTION][0][-1]
+    slim_apart = losses(at_4, SLIM)[0] - seeds(own_seeds, SLIM)[0]  # one training on the two processors
+    apart = slim_apart, losses(split_time, ATTENTION)[0] - losses(at_4, ATTENTION)[0]
     return [
         *(gap(best, SLIM), *losses(best, SLIM, ATTENTION), *millions(page)),
         *(rate(best), attention[0.004] - attention[0.008], rate(at_4), too_high, stopped["val_loss"]),
@@ -147,7 +149,7 @@ def ablate_16m() -> list[float]:
         *(*losses(own, NO_F), rate(own, NO_F), rate(own_8, NO_F), gap(own_8, NO_F, ATTENTION, best)),
         gap(own_8, NO_F, SLIM, best),
         *(rate(own_seeds, NO_F), *paired(on_three_seeds(ATTENTION), on_three_seeds(NO_F))),
-        rate(f"{page}_attention_seeds"),
+        *(rate(f"{page}_attention_seeds"), *apart),
         *(rate(page), gap(page, GATE_SLIM), gap(page, BARE_SLIM, GATE_SLIM), gap(page, SLIM, BARE_SLIM), second),
         *(rate(alone, ALONE), rate(f"{alone}_rate8", ALONE), -gap(f"{alone}_rate8", ALONE, ALONE, alone)),
         mean(on_three_seeds(ALONE)),
@@ -164,7 +166,7 @@ def ablate_16m() -> list[float]:
             gap(f"{page}_c32", NO_F_BROAD, NO_F, own),
         ),
         *(*losses(split, SPLIT), rate(split, SPLIT), gap(split, SPLIT, ATTENTION, at_4)),
-        *(gap(split, SPLIT, GATE_SLIM, at_4), losses(at_4, SLIM)[0] - seeds(own_seeds, SLIM)[0]),
+        *(gap(split, SPLIT, GATE_SLIM, at_4), *apart, gap(split, SPLIT, ATTENTION, split_time)),
         *(rate(f"{split}_rate8", SPLIT), *losses(f"{split}_rate8", SPLIT)),
         *(*losses(split_time, SPLIT, ATTENTION), gap(split_time, SPLIT)),
         gap(split, SPLIT, ATTENTION, split_time),

@@ -142,7 +142,7 @@ def regimes_heads() -> list[float]:
         *scores(DOUBLED, "peak", MANY, DOUBLE),
         *paired(seeds(page, "peak", SLIM_C), seeds(many, "peak", MANY_C)),
         *scores(page, "peak", ALONE),
-        *scores(long, "peak", MANY, SLIM_C, attention),
+        *(*scores(long, "peak", MANY, SLIM_C, attention), rate(long, "peak", MANY)),
         *(end for rows in (*of_kind, split) for end in span(scores(page, "peak", *rows))),
         100 * min(on_each(page, sixteen, FIELDS)),
         *(*scores(DOUBLED, "peak", SLIM), *over_double),
@@ -215,8 +215,8 @@ def regimes_peak64() -> list[float]:
         *scores(three, task, slim, slim_c, "softmax+L", best),
         *scores(f"{page}_parts", task, conditioner, "softmax+G/h256/norope/r16"),
         *paired(seeds(three, task, slim), seeds(f"{page}_parts", task, conditioner)),
-        *leads(three, (task,), slim, best),
-        *span(rates(f"{page}_parts")),
+        *(*leads(three, (task,), slim, best), *leads(three, (task,), "softmax+L", slim_c)),
+        *(*leads(three, (task,), "softmax+L", slim), *span(rates(f"{page}_parts"))),
         *(*scores(f"{page}_double", task, "softmax/double/h256/norope"), *scores(page, task, best)),
         *rates(f"{page}_double"),
         *(after_8000(), *scores(page, task, *by_heads)),
@@ -230,7 +230,8 @@ def regimes_peak64() -> list[float]:
         *(*percents(f"{fields}_2000", "snapshot-64", "softmax/h64", slim), *rates(f"{fields}_2000")),
         *scores("regimes_peak128", "peak-128", slim_c, slim, best, "softmax+L", "cummax"),
         *(*rates("regimes_peak128"), *scores("regimes_peak128_8000", "peak-128", slim, best)),
-        *(*rates(page), max(rates(three)), rate(three, task, slim)),
+        *(*rates(page), max(rates(three)), rate(three, task, slim), rate(f"{page}_parts", task, conditioner)),
+        rate(page, task, "softmax+CG/r16"),
     ]
 
 

@@ -311,12 +311,12 @@ def test_of_several_attentions_the_best_is_what_rows_are_compared_with():
 @pytest.mark.parametrize(
     "wanted, options",
     [
-        ("Where the free energy pays", {}),
-        ("Where the free energy pays: peak", {"tasks": "peak"}),
-        ("Where the free energy pays: peak; 2 blocks; 1 head", {"tasks": "peak", "blocks": 2, "heads": 1}),
-        ("Where the free energy pays: starts of beta and lambda", {"mixers": "softmax+LTG,softmax+LTG/b8"}),
-        ("Where the free energy pays: values as wide as the model", {"mixers": "softmax,softmax+LTG/wide"}),
-        ("Where the free energy pays: more heads; peak", {"tasks": "peak", "mixers": "softmax/h16,FEM"}),
+        ("Does the free energy help?", {}),
+        ("Does the free energy help? Peak", {"tasks": "peak"}),
+        ("Does the free energy help? Peak; 2 blocks; 1 head", {"tasks": "peak", "blocks": 2, "heads": 1}),
+        ("Does the free energy help? Starts of beta and lambda", {"mixers": "softmax+LTG,softmax+LTG/b8"}),
+        ("Does the free energy help? Values as wide as the model", {"mixers": "softmax,softmax+LTG/wide"}),
+        ("Does the free energy help? More heads; peak", {"tasks": "peak", "mixers": "softmax/h16,FEM"}),
         ("Pooling a set: bags", {"tasks": "bags", "mixers": "pool:fem"}),
     ],
 )

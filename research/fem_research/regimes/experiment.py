@@ -23,6 +23,7 @@ from fem_research.regimes.settings import RegimesRecipe
 from fem_research.regimes.training import build, constants, train
 
 Found = dict[str, dict[str, list[dict]]]
+QUESTION = "Does the free energy help?"
 STARTS = re.compile(r"/(b[\d.]+|l-?[\d.]+)")
 
 
@@ -126,14 +127,15 @@ def title(recipe: RegimesRecipe) -> str:
     if all(row in POOLS for row in recipe.rows):
         return f"Pooling a set: {', '.join(recipe.task_names)}"
     if all(STARTS.sub("", row) in recipe.rows for row in recipe.rows) and any(map(STARTS.search, recipe.rows)):
-        return "Where the free energy pays: starts of beta and lambda"
+        return f"{QUESTION} Starts of beta and lambda"
     usual = type(recipe)()
     about = ["more heads"] if any(re.search(r"/(h\d|norope)", row) for row in recipe.rows) else []
     about += ["values as wide as the model"] if any("/wide" in row for row in recipe.rows) else []
     about += [] if set(usual.task_names) <= set(recipe.task_names) else [", ".join(recipe.task_names)]
     about += [_counted(recipe.blocks, "block")] if recipe.blocks != usual.blocks else []
     about += [_counted(recipe.heads, "head")] if recipe.heads != usual.heads else []
-    return "Where the free energy pays" + (f": {'; '.join(about)}" if about else "")
+    about = "; ".join(about)
+    return f"{QUESTION} {about[:1].upper()}{about[1:]}".rstrip()
 
 
 def _counted(number: int, thing: str) -> str:
