@@ -158,8 +158,9 @@ def faq() -> list[str]:
         f"[64 sensors](results/regimes_peak64.md) {wide('softmax+CLTG/r16')} and {wide('softmax+LTG/r16')}, where the "
         "log-sum-exp alone is best |",
         f"| {1.95} | {cost(use_conv=False, **SLIM_512)}, {steps['slim']} |",
-        f"computed extremes: {share('ett-extremes', SLIM, 'regimes_heads_ett')}, "
-        f"attention {share('ett-extremes', 'softmax', 'regimes_heads_ett')} |",
+        f"computed extremes: {share('ett-extremes', SLIM, 'regimes_ett')}, with the conditioner "
+        f"{share('ett-extremes', SLIM_C, 'regimes_ett')}, attention "
+        f"{share('ett-extremes', 'softmax', 'regimes_ett')} |",
         f"| none | {cost(use_conv=False, use_temperature=False, use_outer_gate=False)} | [parts]"
         f"(results/regimes_parts.md): {share('peak', 'softmax+L')} of the variance; it is best with [64 sensors]"
         f"(results/regimes_peak64.md), {wide('softmax+L')} |",

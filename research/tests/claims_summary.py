@@ -112,7 +112,7 @@ def summary() -> list[str]:
     full = "FEM-SM"
     at_10m = losses("ablate_10m")
     extra = [heavier(f"finetune_{model}", TRAINED) for model in ("gpt2", "llama")]
-    ett, sensors = ("ett-extremes", "ett-events"), "regimes_heads_ett"
+    ett, sensors = ("ett-extremes", "ett-events"), "regimes_ett"
     gla, gla_slim, gla_full = "gla/norm", "gla+LTG/r4", "gla+LTG"
     sizes = {
         model: mse("forecast_ett96", "ETTm1", model, "parameters")
@@ -149,13 +149,15 @@ def summary() -> list[str]:
         f"| {the_three(gla)} | {the_three(gla_slim)} | slim without C; full without C {the_three(gla_full)}. [GLA "
         f"with more heads](regimes_heads.md): {gla_at_its_best('peak'):.2f}, "
         f"{100 * gla_at_its_best('snapshot'):.0f} %, {100 * gla_at_its_best('high-water'):.0f} % at its best |",
-        f"3 seeds | {share(ett[0], 'softmax', sensors)} | {share(ett[0], SLIM, sensors)} | slim without C; [at a lower "
-        f"rate](regimes_ett.md) attention {share(ett[0], 'softmax', 'regimes_ett')}, slim without C "
-        f"{share(ett[0], SLIM, 'regimes_ett')}, L alone {share(ett[0], 'softmax+L', 'regimes_ett')}, full "
-        f"{share(ett[0], OWN, 'regimes_ett')}, outer gate alone {share(ett[0], 'softmax+G', 'regimes_ett')} |",
-        f"| {percent(ett[1], 'softmax', 'regimes_ett', 1)} | {percent(ett[1], SLIM, 'regimes_ett', 1)} | L alone "
-        f'{percent(ett[1], "softmax+L", "regimes_ett", 1)}; always "no" '
-        f"{100 * results('regimes_ett')['constants'][ett[1]]:.1f} % |",
+        f"3 seeds | {share(ett[0], 'softmax', sensors)} | {share(ett[0], SLIM_C, sensors)} | slim "
+        f"{share(ett[0], SLIM_C, sensors)}, without C {share(ett[0], SLIM, sensors)}, L alone "
+        f"{share(ett[0], 'softmax+L', sensors)}, split values {share(ett[0], f'{SLIM}/s.5', sensors)}, full without C "
+        f"{share(ett[0], OWN, sensors)}; the conditioner alone {share(ett[0], 'softmax+C', sensors)}, the outer gate "
+        f"alone {share(ett[0], 'softmax+G/r4', sensors)} |",
+        f"| {percent(ett[1], 'softmax', sensors, 1)} | {percent(ett[1], SLIM_C, sensors, 1)} | slim "
+        f"{percent(ett[1], SLIM_C, sensors, 1)}, without C {percent(ett[1], SLIM, sensors, 1)}, L alone "
+        f'{percent(ett[1], "softmax+L", sensors, 1)}; always "no" '
+        f"{100 * results(sensors)['constants'][ett[1]]:.1f} % |",
         f"one seed, one rate | {percent('snapshot-64', 'softmax/h64', SNAPSHOT_64)} with 64 heads | "
         f"{percent('snapshot-64', 'softmax+LTG/r16', SNAPSHOT_64)} | loses, slim without C;",
         f"| {of_bags(DOUBLE)} with 64 heads and values twice as wide, {of_bags('softmax/h16')} with 16 heads | "

@@ -99,13 +99,14 @@ def regimes() -> list[float]:
 
 
 def regimes_ett() -> list[float]:
-    page = "regimes_ett"
+    page, asked, events = "regimes_ett", ("ett-extremes",), "ett-events"
     return [
-        *scores(page, "ett-extremes", SLIM, ATTENTION),
-        *scores("regimes_heads_ett", "ett-extremes", ATTENTION, SLIM),
-        *(*scores(page, "ett-extremes", FULL), *percents(page, "ett-events", ALONE, SLIM, ATTENTION)),
-        *(100 * x for x in leads(page, ("ett-events",), SLIM, ATTENTION)),
-        *(100 * results(page)["constants"]["ett-events"], *rates(page)),
+        *scores(page, *asked, SLIM_C, SLIM, f"{SLIM}/s.5", ALONE, ATTENTION, C, f"{GATE}/r4"),
+        *(*leads(page, asked, SLIM_C, ATTENTION), *leads(page, asked, SLIM_C, C), *scores(page, *asked, FULL)),
+        *percents(page, events, SLIM_C, SLIM, ALONE, ATTENTION),
+        *(100 * x for x in leads(page, (events,), SLIM_C, ATTENTION)),
+        *(100 * results(page)["constants"][events], *scores(page, *asked, f"{ALONE}/h8", "softmax/norope")),
+        *(*percents(page, events, "softmax/norope"), *span(rates(page))),
     ]
 
 
@@ -118,7 +119,7 @@ def tables_of_heads() -> list[float]:
 
 
 def regimes_heads() -> list[float]:
-    page, long, many, ett = (f"regimes_heads{more}" for more in ("", "_steps", "_64", "_ett"))
+    page, long, many = (f"regimes_heads{more}" for more in ("", "_steps", "_64"))
     rest = "regimes_heads_rest"
     without_code = [row for row in named(page, "/norope") if not row.startswith("softmax+C")]
     split = named(page, "/s.5")
@@ -157,8 +158,6 @@ def regimes_heads() -> list[float]:
         *scores(page, "peak", "gla/h16/norm", "gla+LTG/h8/r4"),
         *(*scores(page, "peak", "gla/h32/norm"), *percents(page, "high-water", "gla/h32/norm")),
         *percents(page, "snapshot", "gla/h32/norm"),
-        *scores(ett, "ett-extremes", ATTENTION, "softmax/h8", ALONE, SLIM),
-        *leads(ett, ("ett-extremes",), SLIM, ATTENTION),
         *scores(rest, "statistics", ATTENTION, "softmax/h16"),
         *(min(others), *percents(rest, "recall", "softmax/h32")),
         *(100 * score for score in on_each(page, ("softmax/h32",), ("high-water", "snapshot"))),
