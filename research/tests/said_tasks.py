@@ -128,6 +128,7 @@ def regimes_heads() -> list[float]:
         for kind in (ALONE, FULL_C, FULL)
     ]
     gate, conditioner, attention = "softmax+G/h32/norope/r4", "softmax+C/h32/norope", "softmax/h32/norope"
+    lost = "gla+LTG/h32/r4"
     gate_64, both_64 = "softmax+G/h64/norope/r4", "softmax+CG/h64/norope/r4"
     over_double = leads(DOUBLED, ("peak",), SLIM, DOUBLE)
     sixteen = [row for row in named(page, "softmax") if "/h16" in row and "norope" not in row]
@@ -138,7 +139,7 @@ def regimes_heads() -> list[float]:
         *percents(page, "snapshot", "softmax/h8", ATTENTION, SLIM_C),
         max(percents(page, "snapshot", *without_code)),
         *percents(page, "high-water", "softmax/h16", "softmax/h8/norope", ATTENTION, SLIM_C),
-        *scores(page, "peak", attention, gate, conditioner, SLIM_C),
+        *scores(page, "peak", attention, gate, conditioner, SLIM_C, f"{FULL_C}/h32/norope/r4"),
         *scores(many, "peak", MANY_C, both_64, gate_64),
         *scores(DOUBLED, "peak", MANY, DOUBLE),
         *paired(seeds(page, "peak", SLIM_C), seeds(many, "peak", MANY_C)),
@@ -158,6 +159,7 @@ def regimes_heads() -> list[float]:
         *scores(page, "peak", "gla/h16/norm", "gla+LTG/h8/r4"),
         *(*scores(page, "peak", "gla/h32/norm"), *percents(page, "high-water", "gla/h32/norm")),
         *percents(page, "snapshot", "gla/h32/norm"),
+        *(*scores(page, "peak", lost), *(x for task in FIELDS[::-1] for x in percents(page, task, lost))),
         *scores(rest, "statistics", ATTENTION, "softmax/h16"),
         *(min(others), *percents(rest, "recall", "softmax/h32")),
         *(100 * score for score in on_each(page, ("softmax/h32",), ("high-water", "snapshot"))),
