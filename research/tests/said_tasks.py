@@ -396,7 +396,14 @@ def natural_points() -> list[float]:
 
 
 def argmax() -> list[float]:
-    return [hits("argmax", "softmax"), 100 * results("argmax")["baselines"]["the best constant"]["hits"]]
+    page, readers = "argmax_heads", ("softmax", "fem")
+    (all_32,), slow = {round(hits(f"{page}32", reader), 1) for reader in readers}, f"{page}32_rate6"
+    assert {round(hits(f"{page}64", reader), 1) for reader in readers} == {all_32}
+    return [
+        *(hits("argmax", "softmax"), 100 * results("argmax")["baselines"]["the best constant"]["hits"]),
+        *(*(hits(f"{page}16", reader) for reader in readers), all_32, recipe(slow)["learning_rate"]),
+        *(hits(slow, reader) for reader in readers),
+    ]
 
 
 def argmax_paper() -> list[float]:

@@ -244,7 +244,7 @@ def run(recipe: ArgmaxRecipe, output: Path) -> dict:
             "error over the variance of the winners, 1 for the best constant. Index accuracy, the paper's: the share "
             "whose nearest value is the winner; too large an answer counts as right, so 100 everywhere has 100 %. "
             "Scored on examples that neither trained a reader nor decided when it stopped, mean over seeds. Both "
-            "readers have the same parameters.",
+            f"readers have {recipe.heads} heads, and as many parameters as widths that these divide allow.",
             markdown_table(table, {"hits": max, "error": min}),
             "![validation error and hits over steps](argmax.png)",
             ended(curves, recipe),

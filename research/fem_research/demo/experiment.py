@@ -202,9 +202,12 @@ def report(recipe: DemoRecipe, tables: dict[str, list[dict]], ended: str, captio
     losses = {row["mixer"]: f"{row['loss']:.3f}" for row in tables["lm"]}
     return f"""# What the Free Energy Mixer does
 
-In one read FEM finds {hits["FEM"]} of the channels' largest values, attention {hits["attention"]}. Language models of
-equal size end at {losses["FEM"]} nats per token with FEM and {losses["attention"]} with attention, on text that neither
-was trained on; how far such a difference can be trusted is a question for many seeds, which `fem ablate` asks.
+In one read of {ArgmaxRecipe().heads} heads FEM finds {hits["FEM"]} of the channels' largest values, attention
+{hits["attention"]}; with a head for every channel attention finds them too
+(`fem argmax --heads {ArgmaxRecipe().channels}`).
+Language models of equal size end at {losses["FEM"]} nats per token with FEM and {losses["attention"]} with attention,
+on text that neither was trained on; how far such a difference can be trusted is a question for many seeds, which
+`fem ablate` asks.
 
 ## Every channel's maximum in one read
 
