@@ -39,8 +39,8 @@ class FEMForecaster(BaseModel):
         y = W_o [z_1, ..., z_M] + b_o    behind `n_layers` blocks  z + mixer(norm(z)),  z + MLP(norm(z))
 
     Every column is scaled by mean and deviation of its history in the window, and the forecast is scaled back, so that
-    the loss is in the units of the data. Losses that are distributions have parameters without units: there
-    neuralforecast scales the windows, `scaler_type="standard"`.
+    the loss is in the units of the data. Losses that are distributions have parameters without units, and with
+    `exclude_insample_y` no history gives them: there neuralforecast scales the windows, `scaler_type="standard"`.
 
     h: rows to forecast; input_size: rows of history. hidden_size, n_heads, n_layers, patch_len, dropout: the model.
     hist_exog_list, futr_exog_list, stat_exog_list: columns x of the history, f of history and future, s of the series.
@@ -76,7 +76,8 @@ class FEMForecaster(BaseModel):
             if value < 1:
                 raise ValueError(f"{name} must be positive, got {value}.")
         loss = MAE() if loss is None else loss
-        scaler = "standard" if loss.is_distribution_output else "identity"
+        by_window = loss.is_distribution_output or training.get("exclude_insample_y", False)
+        scaler = "standard" if by_window else "identity"
         super().__init__(
             h=h,
             input_size=input_size,
@@ -137,12 +138,13 @@ class FEMForecaster(BaseModel):
     def _scale(
         self, rows: Float[Tensor, "b l c"], seen: Float[Tensor, "b l 1"]
     ) -> tuple[Float[Tensor, "b 1 c"], Float[Tensor, "b 1 c"]]:
-        """Mean and deviation of the observed rows of every column; 0 and 1 where the loss is a distribution.
+        """Mean and deviation of the observed rows of every column; 0 and 1 where the loss is a distribution or y is
+        excluded from what is read.
 
         A column that stood still has no deviation: what is known of its future is then relative to its value, or as it
         is where that was 0.
         """
-        if self.loss.is_distribution_output:
+        if self.loss.is_distribution_output or self.exclude_insample_y:
             zero = rows.new_zeros(len(rows), 1, rows.shape[2])
             return zero, zero + 1
         count = seen.sum(1, keepdim=True).clamp_min(1)

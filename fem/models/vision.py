@@ -77,6 +77,12 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
             self.intermediate_size = self._matching_mlp(built)
         super().__post_init__(**values)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig | tuple[PreTrainedConfig, dict]:
+        """The config of a dict; fields among kwargs, those of from_pretrained, are read as the constructor's are."""
+        given = {name: kwargs.pop(name) for name in FEMImageConfig.__annotations__ if name in kwargs}
+        return super().from_dict(config_dict | given, **kwargs)
+
     def mixer_config(self) -> FreeEnergyMixerConfig:
         """The configuration of every layer's mixer."""
         return self._build({"prior_type": self.prior_type, **self.mixer})

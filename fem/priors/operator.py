@@ -23,16 +23,16 @@ _ROUNDING = 1e-4  # allowed error of an operator (by FFT, for instance), relativ
 class OperatorPrior(Prior):
     """mean = op(v) / op(1),   F = m + (1 / beta) log(op(exp(beta (v - m))) / op(1)),   m = max_i v_i       (Prop. 2.9)
 
-    op maps (B, T, C) to (B, T, C), C = d: linear, causal and non-negative; it may hold parameters of its own. Used as
-    `FreeEnergyMixer(config, prior=OperatorPrior(op))`. Masked tokens are taken out before op sees the sequence and
-    every document runs on its own, so masks and segments are exact. It keeps no state.
+    op maps (B, T, C) to (B, T, C), C = d: linear, causal, non-negative and channel by channel; it may hold parameters of
+    its own. Used as `FreeEnergyMixer(config, prior=OperatorPrior(op))`. Masked tokens are taken out before op sees the
+    sequence and every document runs on its own, so masks and segments are exact. It keeps no state.
 
     The numerator has one shift for the whole row, so a value may exceed what a row sees by 60 / beta at most; beyond
     that (in eager mode) a ValueError says so. Raises ValueError where op changes the shape, where (in eager mode) its
     results for ones and for exp(beta (v - m)) <= 1 show a negative weight or NaN, or those of the first call that op is
-    not linear or not causal, on segment_ids under vmap, and on fields that an operator cannot follow: causal=False,
-    normalize=False, n_kv_head, window, free_share, value_logexp_cap; TypeError on an op that cannot be called, or that
-    changes the dtype. op runs in float32 at least, its parameters too.
+    not linear, not causal or mixes channels, on segment_ids under vmap, and on fields that an operator cannot follow:
+    causal=False, normalize=False, n_kv_head, window, free_share, value_logexp_cap; TypeError on an op that cannot be
+    called, or that changes the dtype. op runs in float32 at least, its parameters too.
     """
 
     name = "operator"
@@ -47,7 +47,7 @@ class OperatorPrior(Prior):
         if not callable(op) or isinstance(op, type):
             raise TypeError(f"op must be a function or module that maps (B, T, C) to (B, T, C), got {op!r}.")
         self.op = op
-        self._known = False  # whether op was seen to be linear and causal
+        self._known = False  # whether op was seen to be what it must be
 
     @staticmethod
     def widths(config):
@@ -134,9 +134,10 @@ class OperatorPrior(Prior):
 
     @torch.no_grad()
     def _check_op(self, like: Tensor) -> None:
-        """Raise unless op of some numbers shaped as `like` is the sum of what it makes of their past and future, and
-        the past's part knows nothing of the future."""
-        x = torch.rand(like.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(like)
+        """Raise unless op of some numbers shaped as `like` is the sum of what it makes of their past and future, the
+        past's part knows nothing of the future, and a factor of a channel is one of its result alone."""
+        generator = torch.Generator().manual_seed(0)
+        x, factor = (torch.rand(shape, generator=generator).to(like) for shape in (like.shape, like.shape[-1:]))
         past = torch.arange(x.shape[1], device=x.device)[:, None] <= x.shape[1] // 2
         total, before, after = (self._checked(part) for part in (x, x * past, x * ~past))
         off = lambda difference: bool((difference.abs() > 10 * _ROUNDING * total.abs().amax()).any())  # noqa: E731
@@ -144,6 +145,8 @@ class OperatorPrior(Prior):
             raise ValueError("op must be linear, got op(x + y) that is not op(x) + op(y).")
         if off(after * past):
             raise ValueError("op must be causal, got a result for a token that depends on later ones.")
+        if off(self._checked(x * factor) - total * factor):
+            raise ValueError("op must leave channels apart, got a result in one channel that depends on another.")
         self._known = True
 
     def _run(self, x: Tensor) -> Tensor:

@@ -107,6 +107,16 @@ def test_quantiles_and_distributions_have_their_columns():
     assert "FEMForecaster-lo-80" in fitted(loss=DistributionLoss("Normal", level=[80])).predict()
 
 
+def test_a_forecast_without_the_history_of_y_has_its_units():
+    rows = np.arange(120)
+    table = pd.DataFrame({"unique_id": "0", "ds": rows, "y": 100 + 10 * np.sin(rows / 5), "known": np.sin(rows / 5)})
+    given = {"futr_exog_list": ["known"], "exclude_insample_y": True, "max_steps": 60, "learning_rate": 3e-3}
+    forecaster = NeuralForecast(models=[FEMForecaster(**SMALL | given)], freq=1)
+    forecaster.fit(table[:-5])
+    found = forecaster.predict(futr_df=table[-5:].drop(columns="y"))["FEMForecaster"]
+    assert np.abs(found.to_numpy() - table["y"].to_numpy()[-5:]).max() < 5
+
+
 def test_quantile_loss_learns_an_interval():
     noise = np.random.default_rng(0).standard_normal((300, 1)).astype(np.float32)
     model = FEMForecaster(**SMALL | {"max_steps": 60}, loss=MQLoss(level=[80]), learning_rate=3e-3)

@@ -258,6 +258,18 @@ def test_a_config_that_no_model_can_have_is_refused(fields, error, sentence):
         FEMImageConfig(**TINY | fields)
 
 
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [({"mixer": {"causal": True}}, "leave causal False"), ({"pooling": "max"}, "pooling must be"),
+     ({"mixer": {"use_cnov": True}}, "did you mean"), ({"drop_path_rate": 2.0}, "drop_path_rate")],
+)  # fmt: skip
+def test_fields_beside_a_folder_are_read_as_the_constructors(fields, sentence, tmp_path):
+    FEMImageConfig(**TINY).save_pretrained(tmp_path)
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        FEMImageConfig.from_pretrained(tmp_path, **fields)
+    assert FEMImageConfig.from_pretrained(tmp_path, drop_path_rate=0.25).drop_path_rate == 0.25
+
+
 def test_images_of_another_size_and_labels_of_another_shape_are_refused(as_users_run):
     model = classifier()
     with pytest.raises(ValueError, match=r"pixel_values must have shape \(batch, 2, 9, 9\), got \(1, 2, 12, 12\)"):

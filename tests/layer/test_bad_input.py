@@ -462,6 +462,12 @@ TABLE = [
     (operator, {"op": lambda x: x.cumsum(1) + 1}, ValueError, "op must be linear"),
     (operator, {"op": lambda x: x.cumsum(1) ** 2}, ValueError, "op must be linear"),
     (operator, {"op": lambda x: x.flip(1).cumsum(1).flip(1)}, ValueError, "op must be causal"),
+    (
+        operator,
+        {"op": lambda x: x.cumsum(1) + 0.1 * x.cumsum(1).roll(1, 2)},
+        ValueError,
+        "op must leave channels apart",
+    ),
     (free, {"dim": None}, ValueError, "dim must be an axis of p and v"),
     (lambda: fem.parameter_groups(torch.nn.Module(), 0.1), {}, ValueError, "model must have parameters that train"),
 ]

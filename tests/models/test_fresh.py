@@ -36,6 +36,12 @@ def chunked() -> nn.Module:
     return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes))
 
 
+def hybrid() -> nn.Module:
+    """The cache of each layer holds the state of a Mamba, too."""
+    sizes = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+    return transformers.FalconH1ForCausalLM(transformers.FalconH1Config(**GROUPED | sizes, head_dim=8))
+
+
 def test_fresh_mixers_come_back_by_load_replaced(tmp_path):
     model = replace_attention(vision("ViT"), "linear", preserve=False, use_conv=False)
     model.save_pretrained(tmp_path)
@@ -140,7 +146,7 @@ def test_fresh_mixers_read_masks_of_any_low_number_and_refuse_what_they_cannot()
 
 
 @pytest.mark.parametrize(
-    "build", [lambda: nn.MultiheadAttention(32, 4), lambda: nn.Sequential(Attention()), mobile_bert, chunked]
+    "build", [lambda: nn.MultiheadAttention(32, 4), lambda: nn.Sequential(Attention()), mobile_bert, chunked, hybrid]
 )
 def test_what_calls_no_mixer_is_refused_by_name(build):
     with pytest.raises(ValueError, match=r"Attention is called in a way that no mixer knows; preserve=True keeps it"):

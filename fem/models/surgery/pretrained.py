@@ -107,10 +107,13 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
 
 
 def _takes_a_mixer(module: nn.Module, projections: set[str]) -> bool:
-    """Whether a mixer can be called in its place. Chunks of tokens are in its mask, but not in that of one token."""
+    """Whether a mixer can be called in its place. Chunks of tokens are in its mask, but not in that of one token; a
+    hybrid layer's cache holds the state of a Mamba beside it."""
     called = inspect.signature(module.forward).parameters
     chunked = getattr(module.config, "attention_chunk_size", None)
-    return projections in SWAPPED and "hidden_states" in called and called.keys() <= ARGUMENTS and not chunked
+    hybrid = "hybrid" in (getattr(module.config, "layer_types", None) or ())
+    known = "hidden_states" in called and called.keys() <= ARGUMENTS
+    return projections in SWAPPED and known and not (chunked or hybrid)
 
 
 def _window(module: nn.Module) -> int | None:
