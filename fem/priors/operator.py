@@ -23,9 +23,9 @@ _ROUNDING = 1e-4  # allowed error of an operator (by FFT, for instance), relativ
 class OperatorPrior(Prior):
     """mean = op(v) / op(1),   F = m + (1 / beta) log(op(exp(beta (v - m))) / op(1)),   m = max_i v_i       (Prop. 2.9)
 
-    op maps (B, T, C) to (B, T, C), C = d: linear, causal, non-negative and channel by channel; it may hold parameters of
-    its own. Used as `FreeEnergyMixer(config, prior=OperatorPrior(op))`. Masked tokens are taken out before op sees the
-    sequence and every document runs on its own, so masks and segments are exact. It keeps no state.
+    op maps (B, T, C) to (B, T, C), C = d: linear, causal, non-negative and channel by channel; it may have parameters.
+    Used as `FreeEnergyMixer(config, prior=OperatorPrior(op))`. Masked tokens are taken out before op sees the sequence
+    and every document runs on its own, so masks and segments are exact. It keeps no state.
 
     The numerator has one shift for the whole row, so a value may exceed what a row sees by 60 / beta at most; beyond
     that (in eager mode) a ValueError says so. Raises ValueError where op changes the shape, where (in eager mode) its
