@@ -203,6 +203,7 @@ def ablate_512_two() -> list[float]:
     late, late_broad, (late_slim,), late_split, (late_slim_broad,) = map(twice_the_tokens, TWICE)
     c_alone, gate = on_both_seeds(f"{page}_conditioner_rate1", ALONE), on_both_seeds(f"{page}_gate_rate1", "+G/r32")
     (taps,), second = losses(f"{page}_conv_rate1", CONV), at_low[ATTENTION][1]
+    (slow,), (slow_broad,) = losses(f"{page}_rate05", ATTENTION), losses(f"{page}_c128_rate05", BROAD)
     return [
         *(x for row in (NO_F_32, SLIM_32) for x in paired(two_blocks_at_best(ATTENTION), two_blocks_at_best(row))),
         *(mean(two_blocks_at_best(row)) for row in (NO_F_32, SLIM_32, ATTENTION)),
@@ -219,7 +220,17 @@ def ablate_512_two() -> list[float]:
         *(low, c_alone[0], plain - c_alone[0], plain - alone, taps, plain - taps, gate[0], plain - gate[0]),
         *(gate[1], second - gate[1], c_alone[1], second - c_alone[1], second - at_low[NO_F_32][1]),
         *(narrow, alone - narrow, double),
-        *(high, *leads, gap(page, SLIM_32), low, bare - plain, theirs[0] - alone, ours[0] - whole, 0.004, 0.0005, low),
+        *(
+            high,
+            *leads,
+            gap(page, SLIM_32),
+            low,
+            bare - plain,
+            theirs[0] - alone,
+            ours[0] - whole,
+            rate(f"{page}_rate05"),
+        ),
+        *(slow, slow - plain, low, slow_broad, slow_broad - broad, low, 0.004, low),
         *(high, *wide, *of_wide),
         *(gap(one, NO_F_32, SLIM_32), gap("ablate_16m_c32", NO_F_BROAD, NO_F, "ablate_16m_attribution")),
         *(costs[row] for row in (SLIM_32, NO_F_32, SLIM_BROAD, BROAD, DOUBLE, NARROW)),
@@ -229,7 +240,7 @@ def ablate_512_two() -> list[float]:
         *(*at_low[ATTENTION], bare),
         *(*at_low[NO_F_32], *theirs, *c_alone, *gate, taps, *at_low[BROAD], narrow, double, *wide),
         *(*at_low[SLIM_32], *ours, *at_low[SLIM_BROAD]),
-        *(low, low, high),
+        *(low, rate(f"{page}_rate05"), low, high),
     ]
 
 
