@@ -120,7 +120,8 @@ def tables_of_heads() -> list[float]:
 
 def regimes_heads() -> list[float]:
     page, long, many = (f"regimes_heads{more}" for more in ("", "_steps", "_64"))
-    rest = "regimes_heads_rest"
+    means, recalled = f"{page}_statistics", f"{page}_recall"
+    log_sum_exps = [row for row in results(means)["regimes"]["statistics"] if row.split("/")[0] == ALONE]
     without_code = [row for row in named(page, "/norope") if not row.startswith("softmax+C")]
     split = named(page, "/s.5")
     of_kind = [
@@ -132,8 +133,7 @@ def regimes_heads() -> list[float]:
     gate_64, both_64 = "softmax+G/h64/norope/r4", "softmax+CG/h64/norope/r4"
     over_double = leads(DOUBLED, ("peak",), SLIM, DOUBLE)
     sixteen = [row for row in named(page, "softmax") if "/h16" in row and "norope" not in row]
-    recall = results(rest)["regimes"]["recall"]
-    others = percents(rest, "recall", *(row for row in recall if row != "softmax/h32"))
+    others = [row for row in results(recalled)["regimes"]["recall"] if row != "softmax/h32"]
     return [
         *span(rates(page)),
         *percents(page, "snapshot", "softmax/h8", ATTENTION, SLIM_C),
@@ -160,8 +160,10 @@ def regimes_heads() -> list[float]:
         *(*scores(page, "peak", "gla/h32/norm"), *percents(page, "high-water", "gla/h32/norm")),
         *percents(page, "snapshot", "gla/h32/norm"),
         *(*scores(page, "peak", lost), *(x for task in FIELDS[::-1] for x in percents(page, task, lost))),
-        *scores(rest, "statistics", ATTENTION, "softmax/h16"),
-        *(min(others), *percents(rest, "recall", "softmax/h32")),
+        *(*span(rates(means)), *scores(means, "statistics", ATTENTION, "softmax/h16", SLIM_C, f"{C}/h8")),
+        *(*leads(means, ("statistics",), f"{C}/h8", ATTENTION), max(scores(means, "statistics", *log_sum_exps))),
+        *scores(means, "statistics", "softmax/h32", "gla/h32/norm"),
+        *(min(percents(recalled, "recall", *others)), *percents(recalled, "recall", "softmax/h32")),
         *(100 * score for score in on_each(page, ("softmax/h32",), ("high-water", "snapshot"))),
         *tables_of_heads(),
     ]
