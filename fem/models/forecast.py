@@ -76,8 +76,8 @@ class FEMForecaster(BaseModel):
             if value < 1:
                 raise ValueError(f"{name} must be positive, got {value}.")
         loss = MAE() if loss is None else loss
-        by_window = loss.is_distribution_output or training.get("exclude_insample_y", False)
-        scaler = "standard" if by_window else "identity"
+        without_units = loss.is_distribution_output or training.get("exclude_insample_y", False)
+        scaler = "standard" if without_units else "identity"
         super().__init__(
             h=h,
             input_size=input_size,
@@ -85,6 +85,7 @@ class FEMForecaster(BaseModel):
             random_seed=random_seed,
             **TRAINING | {"scaler_type": scaler} | training,
         )
+        self.without_units = without_units
         fields = {"n_embd": hidden_size, "n_head": n_heads, "prior_type": prior_type, **(mixer or {})}
         config = build_config(**fields)
         self.patch_len = patch_len
@@ -138,13 +139,12 @@ class FEMForecaster(BaseModel):
     def _scale(
         self, rows: Float[Tensor, "b l c"], seen: Float[Tensor, "b l 1"]
     ) -> tuple[Float[Tensor, "b 1 c"], Float[Tensor, "b 1 c"]]:
-        """Mean and deviation of the observed rows of every column; 0 and 1 where the loss is a distribution or y is
-        excluded from what is read.
+        """Mean and deviation of the observed rows of every column; 0 and 1 where neuralforecast has scaled them.
 
         A column that stood still has no deviation: what is known of its future is then relative to its value, or as it
         is where that was 0.
         """
-        if self.loss.is_distribution_output or self.exclude_insample_y:
+        if self.without_units:
             zero = rows.new_zeros(len(rows), 1, rows.shape[2])
             return zero, zero + 1
         count = seen.sum(1, keepdim=True).clamp_min(1)

@@ -48,7 +48,8 @@ from claims import (
 from said import results
 from said_costs import CLT, C, leads, started
 from said_language import NO_F_32, SLIM_32, heavier, two_costs
-from said_tasks import SETS, heads_step, pooled
+from said_natural import SETS, pooled
+from said_tasks import heads_step
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem_research.common.paired import in_words

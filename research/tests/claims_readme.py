@@ -37,7 +37,8 @@ from claims import (
 from said import results
 from said_costs import recalled
 from said_language import BROAD, NO_F_32, SLIM_32, heavier, twice_the_tokens, two_blocks_at_best
-from said_tasks import MANY, SETS, after_8000, heads_step, pooled
+from said_natural import SETS, pooled
+from said_tasks import MANY, after_8000, heads_step
 
 from fem_research.common.paired import in_words
 

@@ -53,7 +53,8 @@ from said_language import (
     two_blocks,
     two_blocks_at_best,
 )
-from said_tasks import DOUBLE, after_8000, heads_step, pooled
+from said_natural import pooled
+from said_tasks import DOUBLE, after_8000, heads_step
 
 from fem_research.common.paired import shown
 

@@ -193,7 +193,7 @@ def ablate_512_time() -> list[float]:
 
 def ablate_512_two() -> list[float]:
     page, one, asked = "ablate_512_two", "ablate_512_time", 0.012
-    low, high = rate(f"{page}_rate1"), rate(page)
+    least, low, high = rate(f"{page}_rate05"), rate(f"{page}_rate1"), rate(page)
     ours, theirs, wide = (two_blocks(row, high) for row in (SLIM_32, NO_F_32, DOUBLE))
     leads, of_wide = ([their - own for own, their in zip(found, theirs)] for found in (ours, wide))
     (bare,), at_low = two_blocks(ATTENTION, high), {row: two_blocks(row, low) for row in TWO_BLOCKS}
@@ -220,16 +220,7 @@ def ablate_512_two() -> list[float]:
         *(low, c_alone[0], plain - c_alone[0], plain - alone, taps, plain - taps, gate[0], plain - gate[0]),
         *(gate[1], second - gate[1], c_alone[1], second - c_alone[1], second - at_low[NO_F_32][1]),
         *(narrow, alone - narrow, double),
-        *(
-            high,
-            *leads,
-            gap(page, SLIM_32),
-            low,
-            bare - plain,
-            theirs[0] - alone,
-            ours[0] - whole,
-            rate(f"{page}_rate05"),
-        ),
+        *(high, *leads, gap(page, SLIM_32), low, bare - plain, theirs[0] - alone, ours[0] - whole, least),
         *(slow, slow - plain, low, slow_broad, slow_broad - broad, low, 0.004, low),
         *(high, *wide, *of_wide),
         *(gap(one, NO_F_32, SLIM_32), gap("ablate_16m_c32", NO_F_BROAD, NO_F, "ablate_16m_attribution")),
@@ -240,7 +231,7 @@ def ablate_512_two() -> list[float]:
         *(*at_low[ATTENTION], bare),
         *(*at_low[NO_F_32], *theirs, *c_alone, *gate, taps, *at_low[BROAD], narrow, double, *wide),
         *(*at_low[SLIM_32], *ours, *at_low[SLIM_BROAD]),
-        *(low, rate(f"{page}_rate05"), low, high),
+        *(low, least, low, high),
     ]
 
 

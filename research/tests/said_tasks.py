@@ -1,4 +1,4 @@
-"""What the pages on tasks say, in the text's order: the regimes, pools on natural labels, the argmax task."""
+"""What the pages on tasks say, in the text's order: the regimes and the argmax task."""
 
 import sys
 from statistics import mean
@@ -11,7 +11,6 @@ ATTENTION, GATE, ALONE, FULL, SLIM = "softmax", "softmax+G", "softmax+L", "softm
 C, CG, FULL_C, SLIM_C = "softmax+C", "softmax+CG", "softmax+CLTG", "softmax+CLTG/r4"
 MANY, DOUBLE, MANY_C = "softmax/h64/norope", "softmax/double/h64/norope", "softmax+C/h64/norope"
 PARTS, DOUBLED = "regimes_parts", "regimes_double_peak"
-SETS = ("natural", "natural_more", "natural_points")
 GLA, GLA_FULL, GLA_SLIM = "gla/norm", "gla+LTG", "gla+LTG/r4"
 EXTREMES, FIELDS = ("peak", "high-water"), ("snapshot", "high-water")
 LAYERS = ("attention, 64", "attention, 128", "slim FEM without C, 4", "slim FEM, 4")  # of the page on what heads cost
@@ -63,13 +62,6 @@ def rates(page: str) -> list[float]:
 
 def rate(page: str, task: str, mixer: str) -> float:
     return float(results(page)["regimes"][task][mixer]["learning_rate"])
-
-
-def pooled(pool: str, *pages: str, without: str = "") -> tuple[float, float]:
-    """Of a pool over attention pooling, averaged over the sets of the pages: the mean and its standard error."""
-    sets = [found for page in pages for found in results(page)["natural"].items()]
-    over = [rows[f"pool:{pool}"]["over"] for name, rows in sets if name != without]
-    return mean(lead["mean"] for lead in over), sum(lead["error"] ** 2 for lead in over) ** 0.5 / len(over)
 
 
 def heads_step(length: str, layer: str) -> float:
@@ -359,42 +351,6 @@ def regimes_starts() -> list[float]:
 
 def regimes_wide() -> list[float]:
     return share_and_percent("regimes_wide", f"{FULL}/wide", ATTENTION)
-
-
-def natural() -> list[float]:
-    sets, all_seven = results("natural")["natural"], ("natural", "natural_more")
-    fem, lse, largest = (pooled(pool, "natural") for pool in ("fem", "lse", "max"))
-    errors = [row["over"]["error"] for rows in sets.values() for row in rows.values() if row["over"]]
-    return [
-        *(*fem, *lse, *largest, lse[0] - fem[0]),
-        *(mean(sets["ucsb"][f"pool:{pool}"]["accuracy"]) for pool in ("lse", "attention")),
-        *span([error for error in errors if error]),  # none where both pools are right about every bag
-        *(*pooled("lse", *all_seven), *pooled("fem", *all_seven)),
-    ]
-
-
-def natural_more() -> list[float]:
-    return [
-        *(x for pool in ("fem", "lse", "max") for x in pooled(pool, "natural_more")),
-        *(x for pool in ("fem", "fem/r4", "lse", "max") for x in pooled(pool, "natural", "natural_more")),
-        *behind_on_points("fem"),
-        *span([row["over"]["error"] for row in results("natural_more")["natural"]["musk2"].values() if row["over"]]),
-    ]
-
-
-def behind_on_points(*pools: str) -> list[float]:
-    """How far pools are behind attention pooling on the points of digits, each with its standard error."""
-    return [abs(x) for pool in pools for x in pooled(pool, "natural_points")]
-
-
-def natural_points() -> list[float]:
-    return [
-        *behind_on_points("lse", "max", "fem/r4", "fem", "mean"),
-        *(x for pool in ("fem", "lse", "max") for x in pooled(pool, *SETS)),
-        *(x for pool in ("lse", "max") for x in pooled(pool, *SETS, without="ucsb")),
-        *results("natural_points_mixed")["natural"]["points"]["pool:attention"]["accuracy"],
-        max(float(rate) for rate in recipe("natural_points")["learning_rates"].split(",")),
-    ]
 
 
 def argmax() -> list[float]:

@@ -5,12 +5,15 @@ import re
 import pytest
 import said_costs
 import said_language
+import said_natural
 import said_tasks
 from said import MEASURED, PAGES
 
 from fem_research.report import OURS
 
-CLAIMS = vars(said_costs) | vars(said_language) | vars(said_tasks)  # a function of a page's name: its numbers
+CLAIMS = (
+    vars(said_costs) | vars(said_language) | vars(said_natural) | vars(said_tasks)
+)  # a function of a page's name: its numbers
 
 
 def measured(text: str) -> list[str]:

@@ -58,12 +58,21 @@ def merge(one: Terms, other: Terms, beta: Tensor | None) -> Terms:
     """
     gain = other.log_weight.clamp_min(LOG_ZERO) - one.log_weight.clamp_min(LOG_ZERO)
     weight = log_add(one.log_weight, other.log_weight)
-    heavier = gain > 0
-    base, rest = torch.where(heavier, other.mean, one.mean), torch.where(heavier, one.mean, other.mean)
-    mean = base + torch.sigmoid(torch.where(heavier, -gain, gain)) * (rest - base)
+    base, rest, logit = _heavier_first(gain, one.mean, other.mean)
+    mean = base + torch.sigmoid(logit) * (rest - base)
     if beta is None:
         return Terms(weight, mean, None)
     return Terms(weight, mean, merge_energies(gain, one.free_energy, other.free_energy, beta))
+
+
+def _heavier_first(gain: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The heavier of the two, the lighter one, and the logit of the lighter one's share, which is not rounded away.
+
+    gain: the logit of the other's share.
+    """
+    heavier = gain > 0
+    base, rest = torch.where(heavier, other, one), torch.where(heavier, one, other)
+    return base, rest, torch.where(heavier, -gain, gain)
 
 
 def log(x: Tensor) -> Tensor:
@@ -84,9 +93,8 @@ def merge_energies(gain: Tensor, one: Tensor, other: Tensor, beta: Tensor) -> Te
     F is computed as the heavier one's plus a difference, so that a light addition is not rounded away; by log1p and
     expm1 where both are near each other, so that a small beta does not magnify the rounding of a logarithm.
     """
-    heavier = gain > 0
-    base, rest = torch.where(heavier, other, one), torch.where(heavier, one, other)
-    logit, lift = torch.where(heavier, -gain, gain), beta * (rest - base)
+    base, rest, logit = _heavier_first(gain, one, other)
+    lift = beta * (rest - base)
     is_near = lift < _NEAR
     small = lift.clamp(max=_NEAR)
     grown = torch.where(small > -1, small.clamp(min=-1).expm1(), small.exp() - 1)  # expm1 loses its slope below -17

@@ -78,12 +78,9 @@ def _across(pairs: Pairs) -> Decay:
 def log_pair_scores(q: Tensor, k: Tensor, g: Decay | None, present: bool) -> Pairs:
     """log A, exact also where the scores themselves would underflow."""
     forbidden = ~torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril(0 if present else -1)
-    if g is not None and g.shape[-1] > 1:
-        scores = (log(q).unsqueeze(2) + segments(g) + log(k).unsqueeze(1)).logsumexp(-1)
-    else:
-        scores = (log(q).unsqueeze(2) + log(k).unsqueeze(1)).logsumexp(-1)
-        scores = scores if g is None else scores + segments(g.squeeze(-1))
-    return scores.masked_fill(forbidden, LOG_ZERO)
+    scores = log(q).unsqueeze(2) + log(k).unsqueeze(1)
+    scores = scores if g is None else scores + segments(g)
+    return scores.logsumexp(-1).masked_fill(forbidden, LOG_ZERO)
 
 
 def _groups(*tensors: Tensor):

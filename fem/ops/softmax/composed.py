@@ -67,8 +67,9 @@ def composed_read(
                 bias = bias.take_along_dim(order[:, None, None], 3)
             hidden = (torch.arange(k.shape[1], device=k.device) >= kept[:, None])[..., None, None]
             pairs = Pairs.of(bias, None, seen, pairs.causal, pairs.scale)
-        sees = None if pairs.seen is None else (pairs.first < pairs.end)[..., None, None]
-        if bias is not None:  # it may forbid all that the interval allows
+        if bias is None:
+            sees = None if pairs.seen is None else (pairs.first < pairs.end)[..., None, None]
+        else:  # it may forbid all that the interval allows
             sees = pairs.seen.any_of(~torch.isneginf(bias).expand(*bias.shape[:3], k.shape[1])).transpose(1, 2)
         attend = functools.partial(_attend, pairs=pairs)
     with without_autocast(q.device):

@@ -87,18 +87,16 @@ def softmax_step(q, keys, v, f, beta, mask, scale: float, shared: bool) -> Read 
     beta = beta[:, None].to(mean.dtype)
     seen = prior.amax(-1, keepdim=True) > 0
     # A row that sees no key has a mean of 0, which may be far below all values: their largest serves it as well.
-    blind = None if bool(seen.all()) else ~seen
-    means = of_f if blind is None else of_f.where(seen, f.amax(2, keepdim=True))
+    means = of_f if bool(seen.all()) else torch.where(seen, of_f, f.amax(2, keepdim=True))
     middle = means.amin(2, keepdim=True)
     small = bool((beta < SMALL_BETA).any())
     total = _energies(prior, f, middle, beta if small else beta * math.log2(math.e), small).div_(_LIFT)
-    gain = total.log1p_() if small else total.log_()  # -inf where beta `middle` overflows
-    gain = gain if blind is None else gain.masked_fill_(blind, 0.0)
-    if not (math.isfinite(gain.sum().item()) and math.isfinite(mean.sum().item())):
+    gain = (total.log1p_() if small else total.log_()).div_(beta)  # -inf where beta `middle` overflows
+    free_energy = torch.where(seen, middle + gain, 0.0)
+    if not (math.isfinite(free_energy.sum().item()) and math.isfinite(mean.sum().item())):
         return None
-    fallbacks.count(gain.numel(), 0)
-    free_energy = middle + gain.div_(beta)
-    return Read(per_head(mean), per_head(free_energy if blind is None else free_energy.masked_fill_(blind, 0.0)))
+    fallbacks.count(free_energy.numel(), 0)
+    return Read(per_head(mean), per_head(free_energy))
 
 
 def traced_step(q, keys, v, f, beta, mask, scale: float, shared: bool) -> Read:
