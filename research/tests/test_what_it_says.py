@@ -11,9 +11,8 @@ from said import MEASURED, PAGES
 
 from fem_research.report import OURS
 
-CLAIMS = (
-    vars(said_costs) | vars(said_language) | vars(said_natural) | vars(said_tasks)
-)  # a function of a page's name: its numbers
+# A function of a page's name: its numbers.
+CLAIMS = vars(said_costs) | vars(said_language) | vars(said_natural) | vars(said_tasks)
 
 
 def measured(text: str) -> list[str]:
