@@ -8,18 +8,9 @@ from __future__ import annotations
 import torch
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
+from fem.runs.tables import markdown_table
 
 TIME = {"softmax": "T²"}
-COLUMNS = (
-    "cost",
-    "stream",
-    "both directions",
-    "padding, documents",
-    "window",
-    "grouped heads",
-    "vLLM",
-    "batching",
-)
 
 
 def layer(prior: str, **fields) -> FreeEnergyMixer:
@@ -59,23 +50,25 @@ def served(prior: str) -> tuple[bool, bool]:
     return by_attention or obstacle_to_states(config) is None, by_attention
 
 
-def row(prior: str) -> list[str]:
+def row(prior: str) -> dict[str, str]:
     x = torch.randn(1, 5, 32)
-    found = (
-        works(lambda: streams(prior)),
-        works(lambda: layer(prior, causal=False)(x)),
-        works(lambda: packs(prior)),
-        works(lambda: layer(prior, window=3)(x)),
-        works(lambda: layer(prior, n_kv_head=2)(x)),
-        *served(prior),
-    )
-    return [f"`{prior}`", TIME.get(prior, "T"), *("yes" if can else "" for can in found)]
+    by_vllm, by_batching = served(prior)
+    can = {
+        "stream": works(lambda: streams(prior)),
+        "both directions": works(lambda: layer(prior, causal=False)(x)),
+        "padding, documents": works(lambda: packs(prior)),
+        "window": works(lambda: layer(prior, window=3)(x)),
+        "grouped heads": works(lambda: layer(prior, n_kv_head=2)(x)),
+        "vLLM": by_vllm,
+        "batching": by_batching,
+    }
+    answers = {what: "yes" if it_can else "" for what, it_can in can.items()}
+    return {"prior": f"`{prior}`", "cost": TIME.get(prior, "T"), **answers}
 
 
 def table() -> str:
-    lines = [("prior", *COLUMNS), ["---"] * (len(COLUMNS) + 1), *map(row, PRIORS)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table([row(prior) for prior in PRIORS])
 
 
 if __name__ == "__main__":
-    print(table())
+    print(table(), end="")
