@@ -23,6 +23,7 @@ TINY = [
     Case("read", SMALL, "float32", cases.READS),
     Case("read", SMALL, "bfloat16", cases.READS),
     Case("layer", SMALL, "float32", cases.LAYERS),
+    Case("single", SMALL, "float32", cases.SINGLE),
     Case("gpt2", SMALL, "float32", ("RWKV7", BASELINE, "FEM-SM"), layers=1),
     Case("table5", SMALL, "float32", (BASELINE, "FEM-SM -G,T,L,C", "DiffTrans"), layers=1),
     *(Case("decode", Size(1, time, 32, 2), "float32", cases.DECODES) for time in (8, 16)),

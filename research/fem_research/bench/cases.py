@@ -49,13 +49,14 @@ TABLE5 = {  # 8 layers of width 512, 4 heads, T 2048, batch 4; the paper prints 
 
 
 BASELINE = "attention"
-PARTS = ("read", "layer", "gpt2", "table5", "decode", "served", "context")
+PARTS = ("read", "layer", "single", "gpt2", "table5", "decode", "served", "context")
 BY_TOKEN = ("decode", "served")  # parts that time generation
 READS = (BASELINE, "FEM", "FEM, plain")
 LAYERS = (
     *(BASELINE, "FEM-SM without C", "FEM-SM", "slim", "slim with C", "split", "split with C"),
     *("FEM-SM without C, plain", "FEM-GLA without C", "FEM-GLA"),
 )
+SINGLE = (BASELINE, "L alone", "FEM-SM -G,T,L", "G alone, slim", "C and G, slim", "FEM-GLA without C, slim")
 DECODES = (BASELINE, "FEM-SM without C", "FEM-SM", "slim", "split", "FEM-GLA")
 SERVED = (BASELINE, "FEM-SM without C")
 CONTEXTS = (BASELINE, "FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT")
@@ -95,6 +96,7 @@ def _laptop() -> list[Case]:
     return [
         *(Case("read", Size(1, time, 512, 8), dtype, READS) for dtype in DTYPES for time in (512, 2048)),
         *(Case("layer", Size(2, time, 512, 8), dtype, LAYERS) for dtype in DTYPES[:1] for time in (512, 2048)),
+        *(Case("single", Size(2, time, 512, 8), "float32", SINGLE) for time in (512, 2048)),
         Case("gpt2", Size(1, 512, 768, 12), "float32", tuple(TABLE7), layers=1),
         Case("table5", Size(1, 1024, 512, 4), "float32", (BASELINE, *TABLE5), layers=2),
         *(Case("decode", Size(1, time, 1024, 16), "float32", DECODES) for time in (1024, 4096, 16384)),
@@ -109,6 +111,7 @@ def _paper() -> list[Case]:
         for time in (2048, 8192, 32768):
             cases += [Case("read", Size(1, time, 1024, heads), dtype, READS) for heads in (16, 8)]
         cases += [Case("layer", Size(8, time, 1024, 16), dtype, LAYERS) for time in (1024, 4096)]
+        cases += [Case("single", Size(8, time, 1024, 16), dtype, SINGLE) for time in (1024, 4096)]
         cases.append(Case("gpt2", Size(8, 1024, 768, 12), dtype, tuple(TABLE7), layers=12))
         cases.append(Case("table5", Size(4, 2048, 512, 4), dtype, (BASELINE, *TABLE5), layers=8))
     for time in (1024, 4096, 16384, 65536):

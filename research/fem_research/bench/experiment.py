@@ -23,6 +23,7 @@ PAPER_BASELINE = {"gpt2": BASELINE, "table5": "FEM-SM -G,T,L,C"}
 TITLES = {
     "read": "The read alone",
     "layer": "One layer",
+    "single": "One layer with single parts",
     "gpt2": "Blocks of GPT-2 (Table 7)",
     "table5": "Blocks of Table 5",
     "decode": "Streaming decode, one layer",
@@ -32,6 +33,7 @@ TITLES = {
 NOTES = {
     "read": "Attention reads values as wide as its keys; FEM reads [v | exp(beta v)] of values half as wide.",
     "layer": "Equal linear weights, 4 D^2; the conditioner C adds its own.",
+    "single": "Equal linear weights, 4 D^2; the conditioner C adds its own.",
     "gpt2": "Blocks without embeddings and head; baselines need a GPU and their library. In brackets the paper's own "
     "ratio to its flash attention: 12 blocks, T 1024, batch 8, FP32 on one L40S. Operations are those of matrix "
     "products as torch's profiler counts them: it sees those of the plain form, and not those inside flash attention.",
@@ -67,7 +69,7 @@ def _costs(part: str, case: Case, name: str, costs: dict[str, dict]) -> dict:
     cost, base = costs.get(name, {}), costs.get(PAPER_BASELINE.get(part, BASELINE), {})
     tokens = case.size.batch * case.size.time
     unit, scale = ("us/token", 1e6 / tokens) if part == "context" else ("ms", 1e3)
-    several_dtypes = {"dtype": case.dtype} if part in ("read", "layer") else {}
+    several_dtypes = {"dtype": case.dtype} if part in ("read", "layer", "single") else {}
     row = {"mixer": shown(name), "T": case.size.time, **several_dtypes}
     for label, field in (("forward", "forward_s"), ("train", "train_s")):
         row[f"{label} {unit}"] = None if field not in cost else scale * cost[field]
