@@ -15,7 +15,6 @@ from claims import (
     at_best_rates,
     at_its_best,
     below,
-    by_its_best_rate,
     cached,
     gla_at_its_best,
     late,
@@ -76,16 +75,15 @@ def readme() -> list[str]:
         f"{below('full/r8')[:4]}, at equal tokens; at width 512, with two blocks and fewer tokens, by "
         f"{short(plain - alone, 3)} and {short(plain - whole, 3)}, in nearly equal time.",
         f"| variance explained by slim FEM: {conditioner:.2f} → {wide(slim_64)} of 64 sensors, {with_conditioner()} → "
-        f"{share('peak', SLIM_C)} of [16](results/regimes_heads.md) | The first figures are those of attention with "
-        f"the conditioner, a head for every channel and no position code. Attention alone has {wide(many)} of 64 "
-        f"sensors and {at_its_best():.2f} of 16, where it has {share('peak', 'softmax')} with 4 heads, as many as slim "
-        f"FEM, and {with_double()} with values twice as wide. After four times as many steps it has "
-        f"{after_8000():.3f} and {share('peak', MANY, 'regimes_heads_steps', 3)}. The log-sum-exp alone has "
+        f"{share('peak', SLIM_C)} of [16](results/regimes_heads.md) | {conditioner:.2f} and {with_conditioner()} are "
+        f"attention with the conditioner and a head for every channel. Attention alone has {wide(many)} and "
+        f"{at_its_best():.2f}, with values twice as wide {with_double()} of 16 sensors, and after four times as many "
+        f"steps {after_8000():.3f} and {share('peak', MANY, 'regimes_heads_steps', 3)}. The log-sum-exp alone has "
         f"{wide('softmax+L')} and {share('peak', 'softmax+L')}, `torch.cummax` between two linear maps "
-        f"{wide('cummax', 'regimes_peak64_cummax')} and {share('peak', 'cummax', 'regimes_heads')}. Steps are equal, "
-        f"not time: [a step of slim FEM](results/heads_cpu.md) takes {heads_step('32', 'slim FEM, 4'):.2f} times that "
+        f"{wide('cummax', 'regimes_peak64_cummax')} and {share('peak', 'cummax', 'regimes_heads')}. [A step]"
+        f"(results/heads_cpu.md) of slim FEM takes {heads_step('32', 'slim FEM, 4'):.2f} times that "
         "of attention with 4 heads at these 32 tokens, of attention alone with 64 heads "
-        f"{heads_step('32', 'attention, 64'):.2f}; heads with the conditioner were not timed |",
+        f"{heads_step('32', 'attention, 64'):.2f} |",
         f"latest {with_heads('snapshot', 'softmax')[:-2]} → {with_heads('snapshot', 'softmax/h16')}, "
         f"largest {with_heads('high-water', 'softmax')[:-2]} → {with_heads('high-water', 'softmax/h16')} | slim FEM "
         f"with 4 heads: {percent('snapshot', SLIM_C)}, {percent('high-water', SLIM_C)}. 16 heads take "
@@ -103,9 +101,8 @@ def readme() -> list[str]:
         f"| loss: {at_best_rates('-C,G,T,L')} → {at_best_rates('+C,G/r8')} nats per token | source code, 16M tokens, "
         f"width 128; all of slim FEM {at_best_rates('full/r8')}. [Two blocks of width 512](results/ablate_512_two.md), "
         "a wider conditioner, 8M tokens, nearly equal training time, one rate: "
-        f"{twice[0]:.3f} → {twice[1]:.3f}. At width 128, in equal time and on one seed, the gate and the "
-        f"conditioner are {ahead['+C,G/r8']:.3f} ahead of attention, which gains {by_its_best_rate()} by its best "
-        f"learning rate; split values are level ({ahead['-C/r8/s.5']:.3f}), and slim FEM, at a lower rate, is "
+        f"{twice[0]:.3f} → {twice[1]:.3f}. At width 128 in equal time, one seed and one rate each, they are "
+        f"{ahead['+C,G/r8']:.3f} ahead, split values level ({ahead['-C/r8/s.5']:.3f}) and slim FEM "
         f"{slower['full/r8'] - slower['-C,G,T,L']:.3f} behind |",
         f"MAD, a synthetic suite: {recall('softmax')} → {recall('softmax+C')} %, with a convolution of four taps "
         f"{recall(BEHIND)} % | after the last step, at one learning rate; all of FEM has {recall(FULL)} %. Fuzzy "
