@@ -41,7 +41,7 @@ def draw(kind: str, seed: int):
             "rank": choose.choice([1, 2]), "decay": choose.choice([0.0, 1e-3, 0.1, 3.0, 30.0]),
             "weights": choose.uniform(0, 30 if keyed else 100), "keys": choose.choice([1, 3]),
         }  # fmt: skip
-        call = scan_call(kind, batch=1, heads=1, **settings)
+        call = scan_call(kind, batch=1, heads=1, dtype=torch.float64, **settings)
     else:
         settings |= {"heads": 2, "groups": choose.choice([1, 2]), "scores": size(-1, 3)}
         settings["causal"] = kind != "softmax both ways" and (kind == "softmax" or choose.random() < 0.7)

@@ -70,7 +70,7 @@ def test_the_mean_is_as_exact_without_a_free_energy_beside_it():
 @pytest.mark.parametrize("name", READS)
 def test_a_beta_beyond_all_values_reads_the_largest(name):
     """beta v would reach the number that stands for the logarithm of nothing."""
-    call = scan_call(name, 9, beta=1e30).map(lambda x: x.float())
+    call = scan_call(name, 9, beta=1e30)
     wanted = call.definition().free_energy
     assert relative(call.read().free_energy, wanted) < 1e-6
     assert relative(call.in_pieces(*[1] * 9).free_energy, wanted) < 1e-6

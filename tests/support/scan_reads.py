@@ -10,7 +10,8 @@ from torch.nn.functional import softplus
 
 from fem import functional
 
-READS = ("linear", "gla", "gla by channel", "aft", "decay", "aft with decay", "ssm")
+RECURRENT = ("aft", "decay", "aft with decay", "ssm")
+READS = ("linear", "gla", "gla by channel", *RECURRENT)
 SHARED = ("beta", "A", "D")
 
 
@@ -27,13 +28,18 @@ class ScanCall:
     def tensors(self) -> list[Tensor]:
         return [x for x in self.arguments.values() if x is not None]
 
+    @property
+    def along(self) -> dict[str, Tensor]:
+        """The arguments with a time dimension."""
+        return {n: x for n, x in self.arguments.items() if x is not None and n not in SHARED}
+
     def map(self, change) -> ScanCall:
         return replace(self, arguments={n: None if x is None else change(x) for n, x in self.arguments.items()})
 
     def set(self, **tensors: Tensor) -> ScanCall:
         return replace(self, arguments=self.arguments | tensors)
 
-    def at(self, piece: slice | Tensor) -> ScanCall:
+    def at(self, piece: slice | list[int] | Tensor) -> ScanCall:
         kept = {n: x if x is None or n in SHARED else x[:, piece] for n, x in self.arguments.items()}
         return replace(self, arguments=kept)
 
@@ -100,9 +106,24 @@ def between(decay: Tensor) -> Tensor:
 
 
 def scan_call(
-    name: str, time: int, batch=2, heads=2, width=3, keys=3, rank=2, beta=2.0, spread=1.0, weights=2.0, decay=0.1
+    name: str,
+    time: int,
+    batch=2,
+    heads=2,
+    width=3,
+    keys=3,
+    rank=2,
+    beta=2.0,
+    spread=1.0,
+    weights=2.0,
+    decay=0.1,
+    dtype=torch.float32,
 ):
-    """Values of that spread, log-weights (or logarithms of features) of that size, decays of that many nats a token."""
+    """Values of that spread, log-weights (or logarithms of features) of that size, decays of that many nats a token.
+
+    The numbers are drawn in float64, so that those of other dtypes are these, rounded.
+    """
+    to = lambda x: x.to(dtype)  # noqa: E731
     normal = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
     along = lambda *shape: normal(batch, time, *shape)  # noqa: E731
     v = spread * along(heads, width)
@@ -115,14 +136,16 @@ def scan_call(
             "B": positive(along(rank)), "C": positive(along(rank)), "D": positive(normal(heads, width)),
             "v": v, "beta": temperature,
         }  # fmt: skip
-        return ScanCall("ssm_read", arguments)
+        return ScanCall("ssm_read", arguments).map(to)
     if name in ("linear", "gla", "gla by channel"):
         features = lambda: (weights / 2 * along(heads, keys)).exp()  # noqa: E731
         fall = {"linear": None, "gla": (heads,), "gla by channel": (heads, keys)}[name]
         arguments = {"q": features(), "k": features(), "v": v, "beta": temperature}
-        return ScanCall("keyed_scan_read", arguments | {"log_decay": None if fall is None else falls(*fall)})
+        arguments["log_decay"] = None if fall is None else falls(*fall)
+        return ScanCall("keyed_scan_read", arguments).map(to)
     arguments = {"log_weight": None if name == "decay" else weights * along(heads, width), "v": v, "beta": temperature}
-    return ScanCall("channel_scan_read", arguments | {"log_decay": None if name == "aft" else falls(heads, width)})
+    arguments["log_decay"] = None if name == "aft" else falls(heads, width)
+    return ScanCall("channel_scan_read", arguments).map(to)
 
 
 def gradients_of(call: ScanCall, read, cotangents) -> dict[str, Tensor]:
@@ -131,7 +154,38 @@ def gradients_of(call: ScanCall, read, cotangents) -> dict[str, Tensor]:
     return dict(zip(names, torch.autograd.grad(loss, call.tensors(), materialize_grads=True)))
 
 
-def relative(got: Tensor, wanted: Tensor) -> float:
-    """The largest error in units of the largest entry."""
+def relative(got: Tensor, wanted: Tensor, least: float = 1e-30) -> float:
+    """The largest error in units of the largest entry, or of `least` where all entries are smaller."""
     wanted = wanted.double()
-    return ((got.double() - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)).item()
+    return ((got.double() - wanted).abs().max() / wanted.abs().max().clamp_min(least)).item()
+
+
+def by_reference(call: ScanCall, **options) -> functional.Read:
+    return call.read(backend="reference", **options)
+
+
+def compare(call: ScanCall, wanted_of=by_reference, limit: float = 1e-5, **options) -> None:
+    """Both reads and all gradients, against those of `wanted_of` in float64."""
+    mine, exact = call.leaves(), call.leaves(torch.float64)
+    got, wanted = mine.read(**options), wanted_of(exact, **options)
+    seen = options.get("key_mask", torch.ones(got.mean.shape[:2])).bool()
+    cotangents = [torch.randn_like(part) * seen[:, :, None, None] for part in wanted]
+    for name, one, other in zip(got._fields, got, wanted):
+        assert one.dtype == call.arguments["v"].dtype
+        assert relative(one[seen], other[seen], 0.1) < limit, name
+    expected = gradients_of(exact, wanted, cotangents)
+    for name, gradient in gradients_of(mine, got, cotangents).items():
+        least = 0.1 if name != "beta" else call.arguments["v"].abs().max()  # a difference of averages of v
+        assert relative(gradient, expected[name], least) < limit, name
+
+
+def state_equation(call: ScanCall) -> functional.Read:
+    """y(v) / y(1) and log(y(e^{beta v}) / y(1)) / beta of a state space model, step by step."""
+    delta, A, B, C, D, v, beta = call.tensors()
+    states, reads = torch.zeros(3, *v[:, 0].shape, A.shape[-1], dtype=v.dtype), []
+    for t in range(v.shape[1]):
+        x = torch.stack([torch.ones_like(v[:, t]), v[:, t], (beta * v[:, t]).exp()])
+        states = (delta[:, t, ..., None] * A).exp() * states + (x * delta[:, t])[..., None] * B[:, t, None, None]
+        one, mean, energy = (states * C[:, t, None, None]).sum(-1) + D * x
+        reads.append((mean / one, (energy / one).log() / beta))
+    return functional.Read(*(torch.stack(parts, 1) for parts in zip(*reads)))
