@@ -5,7 +5,6 @@ import json
 import math
 import re
 from dataclasses import replace
-from functools import partialmethod
 from itertools import combinations
 
 import pytest
@@ -15,9 +14,8 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
 from fem.models import FEMConfig
 from fem.models.presets import count_parameters
-from fem.runs.run import progress, read_json
+from fem.runs.run import progress
 from fem.train.model import build_model
-from fem.train.saving import SavingTrainer
 from fem_research.common.grid import Grid, keep
 from fem_research.common.mixers import NUMBERED, OPTION
 from fem_research.common.watch import Watch
@@ -200,26 +198,6 @@ def test_a_training_that_was_stopped_ends_as_one_that_was_not(text, tmp_path, mo
     whole, again = (json.loads(path.read_text()) for path in (whole, again))
     assert again["curve"] == whole["curve"]
     assert again["val_loss"] == whole["val_loss"]
-
-
-def test_a_training_that_was_stopped_before_its_record_was_written_has_its_loss(text, tmp_path, monkeypatch):
-    recipe = replace(TINY, text=text, rows="full", learning_rates="0.001", seeds=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            SavingTrainer, "_save_checkpoint", partialmethod(saved_then_stopped, SavingTrainer._save_checkpoint)
-        )
-        with pytest.raises(KeyboardInterrupt):
-            ablate.run(recipe, tmp_path / "stopped")
-    again, whole = (ablate.run(recipe, tmp_path / name)["ablate"]["full"] for name in ("stopped", "whole"))
-    assert again["loss"] == whole["loss"]
-    again, whole = (read_json(next((tmp_path / name / "runs").iterdir())) for name in ("stopped", "whole"))
-    assert again["curve"] == whole["curve"]  # the Trainer takes a step more than it was asked for
-
-
-def saved_then_stopped(trainer, save, *given):
-    save(trainer, *given)
-    if trainer.state.global_step == TINY.steps:
-        raise KeyboardInterrupt
 
 
 def test_a_training_whose_weights_are_not_finite_ends_and_loses(text, tmp_path):

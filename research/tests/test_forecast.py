@@ -1,7 +1,6 @@
 """Forecasting: the paper's backbone, its training, the command and its report."""
 
 import json
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -176,24 +175,6 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(monkeypatch, csv, tmp_path)
     torch.manual_seed(77)
     continued = run_job(recipe, tmp_path / "cut")
     assert {**continued, "seconds": 0} == {**whole, "seconds": 0}
-
-
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(monkeypatch, csv, tmp_path, capsys):
-    recipe = ForecastRecipe(data=str(csv), models="none", **TINY | {"epochs": 3})
-    whole = run_job(recipe, tmp_path / "whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    folder = tmp_path / "cut" / "checkpoint.pt"
-    shutil.rmtree(folder / "checkpoint-3")
-    shutil.copytree(folder / "checkpoint-2", folder / "checkpoint-3")
-    state = folder / "checkpoint-3" / "state.pt"
-    state.write_bytes(bytes(state.stat().st_size))
-    continued = run_job(recipe, tmp_path / "cut")
-    assert "checkpoint-3 is damaged: state.pt has other bytes than were saved; going on from" in capsys.readouterr().err
-    assert {**continued, "seconds": 0} == {**whole, "seconds": 0}
-    for checkpoint in folder.glob("checkpoint-*"):
-        (checkpoint / "state.pt").unlink()
-    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole; remove them to begin again"):
-        run_job(recipe, tmp_path / "cut")
 
 
 def test_a_damaged_record_is_run_again(csv, tmp_path, capsys):

@@ -27,7 +27,6 @@ from transformers import AutoModelForImageClassification, ViTConfig, ViTForImage
 
 from fem import PRIORS, cli
 from fem.models import FEMForImageClassification, FEMImageConfig
-from fem.train.checkpoints import checkpoints
 from fem_research.vision import experiment, images, training
 from fem_research.vision.experiment import VisionRecipe, run
 from fem_research.vision.settings import PROFILES
@@ -578,25 +577,6 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(pictures, tmp_path,
     assert ended[0] == whole[0]
     assert same(ended[2], whole[2])
     assert not same(trained(replace(JOB, seed=1), pictures, tmp_path / "other")[2], whole[2])
-
-
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(pictures, tmp_path, monkeypatch, capsys):
-    whole = trained(JOB, pictures, tmp_path / "whole")
-
-    def stop(self, args, state, control, **_):
-        if state.global_step == args.max_steps:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(training.ImageWatch, "on_step_end", stop)
-        with pytest.raises(KeyboardInterrupt):
-            trained(JOB, pictures, tmp_path / "stopped")
-    *_, newest = checkpoints(tmp_path / "stopped" / "run")
-    (newest / "optimizer.pt").write_bytes(b"")
-    resumed = trained(JOB, pictures, tmp_path / "stopped")
-    assert f"{newest.name} is damaged: optimizer.pt has 0 bytes" in capsys.readouterr().err
-    assert resumed[0] == whole[0]
-    assert same(resumed[2], whole[2])
 
 
 def test_every_mixer_sees_the_same_pictures_in_the_same_order_and_new_crops_in_every_epoch(

@@ -14,7 +14,7 @@ from small_models import VOCABULARY, lively, small_config, tokens
 from torch import nn
 
 from fem import PRIORS, replace_attention
-from fem.models import LORA, FEMForCausalLM, load_replaced
+from fem.models import LORA, FEMForCausalLM
 from fem.models.surgery.pretrained import free_energy_attention
 from fem.projection import Projection
 
@@ -276,13 +276,3 @@ def test_fresh_mixer_refuses_a_call_it_does_not_know():
     model = transformers.T5EncoderModel(transformers.T5Config(**sizes))
     with pytest.raises(ValueError, match="T5Attention is called in a way that no mixer knows; preserve=True"):
         replace_attention(model, "gla", preserve=False)
-
-
-def test_saved_replacement_of_another_family_comes_back(tmp_path):
-    config = transformers.OPTConfig(
-        vocab_size=VOCABULARY, hidden_size=32, word_embed_proj_dim=32, ffn_dim=48, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=32,
-    )  # fmt: skip
-    model = replace_attention(lively(transformers.OPTForCausalLM(config)), lambda_init=0.0).eval()
-    model.save_pretrained(tmp_path)
-    torch.testing.assert_close(load_replaced(tmp_path)(tokens(1, 7)).logits, model(tokens(1, 7)).logits)

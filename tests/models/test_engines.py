@@ -172,13 +172,6 @@ def test_what_no_engine_serves_says_why_and_stays_exact(fields, reason):
     assert model(tokens(1, 3)).logits.isfinite().all()
 
 
-def test_packed_documents_of_an_engine_equal_separate_runs():
-    model, ids = small_model(), tokens(2, 10)
-    segments = torch.tensor([[0] * 4 + [1] * 6, [5] * 7 + [2] * 3])
-    packed = served(model, "sdpa", ids, segment_ids=segments).logits
-    torch.testing.assert_close(packed, model(ids, segment_ids=segments).logits, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("engine", ["sdpa", "eager"])
 @pytest.mark.parametrize("said", ["positions", "segments"])
 @torch.no_grad()

@@ -101,20 +101,6 @@ def test_a_pair_in_pieces_is_the_whole_and_its_state_holds_no_more(kind, d_v, d_
 
 
 @pytest.mark.parametrize("kind", READS)
-def test_a_pair_of_the_same_values_is_the_read_of_them(kind):
-    before, after, v, _, _, _ = case(kind, 2, 2)
-    one, decay = of_channels(kind, before, after, slice(0, 2))
-    twice = lambda x, dim: None if x is None else torch.cat([x, x], dim)  # noqa: E731
-    if kind == "channel":
-        before, after = [twice(one[0], -1)], [twice(decay[0], -1)]
-    if kind == "ssm":
-        before = [twice(one[0], -1), twice(one[1], 1), one[2], one[3], twice(one[4], 1)]
-    beta = torch.rand(H, 2, dtype=torch.float64) + 0.5
-    for got, wanted in zip(READS[kind](*before, v, beta, *after, free_values=v), READS[kind](*one, v, beta, *decay)):
-        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("kind", READS)
 def test_free_values_of_another_shape_or_without_beta_are_refused(kind, as_users_run):
     before, after, v, f, beta, _ = case(kind, 3, 2)
     with pytest.raises(ValueError, match="free_values must have shape"):

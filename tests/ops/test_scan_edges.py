@@ -41,19 +41,6 @@ def test_second_derivatives_of_a_masked_state_space_are_those_of_the_kept_tokens
         torch.testing.assert_close(masked, alone)
 
 
-def test_a_linear_read_of_no_token_under_a_mask_is_empty_and_keeps_the_state():
-    q, k, v, beta = torch.rand(2, 4, 1, 3), torch.rand(2, 4, 1, 3), torch.randn(2, 4, 1, 2), torch.ones(1, 2)
-    none = torch.ones(2, 0, dtype=torch.bool)
-    read = keyed_scan_read(q[:, :0], k[:, :0], v[:, :0], beta, key_mask=none)
-    assert read.mean.shape == read.free_energy.shape == (2, 0, 1, 2)
-    _, state = keyed_scan_read(q, k, v, beta, return_state=True)
-    _, after = keyed_scan_read(
-        q[:, :0], k[:, :0], v[:, :0], beta, key_mask=none, initial_state=state, return_state=True
-    )
-    for name, x in state.memory.items():
-        torch.testing.assert_close(after.memory[name], x)
-
-
 @pytest.mark.parametrize("spread", [1.0, 330.0, 900.0])
 def test_a_value_of_no_weight_has_no_gradient(spread):
     """Its feature is exactly 0, and its value is far above those that are read."""

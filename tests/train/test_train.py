@@ -142,17 +142,6 @@ def test_a_validation_makes_few_logits_and_changes_no_training(data, tmp_path, m
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_the_newest_checkpoint_that_is_whole_is_taken(whole, data, tmp_path):
-    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
-    with open(tmp_path / "checkpoint-12" / "optimizer.pt", "r+b") as file:
-        file.truncate(100)
-    assert newest(tmp_path).name == "checkpoint-10"
-    (tmp_path / "checkpoint-10" / integrity.MANIFEST).unlink()
-    assert newest(tmp_path).name == "checkpoint-5"
-    training.run(tiny(data), tmp_path, resume=True)
-    assert_same_run(tmp_path, whole, 12)
-
-
 def test_a_full_disk_is_one_sentence_and_loses_no_checkpoint(data, tmp_path, monkeypatch):
     save, full = torch.save, OSError(errno.ENOSPC, "No space left on device")
 
