@@ -32,11 +32,13 @@ def test_a_scan_of_nothing_reads_nothing(name, causal, backend, what):
     check_gradients_of_zero(read, call.tensors())
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", READS)
-def test_no_token_leaves_a_state_as_it_is(name):
+def test_no_token_leaves_a_state_as_it_is(name, masked):
     whole = scan_call(name, 6)
     _, state = whole.at(slice(0, 4)).read(return_state=True)
-    nothing, same = whole.at(slice(4, 4)).read(initial_state=state, return_state=True)
+    none = {"key_mask": torch.ones(2, 0, dtype=torch.bool)} if masked else {}
+    nothing, same = whole.at(slice(4, 4)).read(initial_state=state, return_state=True, **none)
     assert nothing.mean.shape[1] == 0
     for part, x in state.memory.items():
         assert torch.equal(same.memory[part], x)
