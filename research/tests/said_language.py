@@ -77,9 +77,11 @@ def at_rates(page: str, row: str) -> dict[float, float]:
 
 
 def on_three_seeds(row: str) -> list[float]:
-    """Losses after 16M tokens: attention at .008, whose first seed stands with its rates, the others at .004."""
+    """Losses after 16M tokens: attention and split values at .008, the others at .004."""
     if row == ALONE:
         return seeds("ablate_16m_conditioner_alone", row) + seeds("ablate_16m_conditioner_alone_seeds", row)
+    if row == SPLIT:
+        return seeds("ablate_16m_split_rate8", row) + seeds("ablate_16m_split_rate8_seeds", row)
     if row != ATTENTION:
         return seeds("ablate_16m_attribution_seeds", row)
     return [at_rates("ablate_16m_rates", ATTENTION)[0.008], *seeds("ablate_16m_attention_seeds", ATTENTION)]
@@ -167,7 +169,10 @@ def ablate_16m() -> list[float]:
         ),
         *(*losses(split, SPLIT), rate(split, SPLIT), gap(split, SPLIT, ATTENTION, at_4)),
         *(gap(split, SPLIT, GATE_SLIM, at_4), *apart, gap(split, SPLIT, ATTENTION, split_time)),
-        *(rate(f"{split}_rate8", SPLIT), *losses(f"{split}_rate8", SPLIT)),
+        *(rate(f"{split}_rate8", SPLIT), mean(on_three_seeds(SPLIT)), *on_three_seeds(SPLIT)),
+        *paired(on_three_seeds(ATTENTION), on_three_seeds(SPLIT)),
+        *paired(on_three_seeds(SPLIT), on_three_seeds(NO_F)),
+        on_three_seeds(ATTENTION)[0] - on_three_seeds(SPLIT)[0],
         *(*losses(split_time, SPLIT, ATTENTION), gap(split_time, SPLIT)),
         gap(split, SPLIT, ATTENTION, split_time),
         *(rate(split_time, NO_F), *losses(split_time, NO_F), gap(split_time, NO_F)),
