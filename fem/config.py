@@ -271,9 +271,16 @@ class FreeEnergyMixerConfig:
         return self.value_width if self.free_share is None else round(self.free_share * self.value_width)
 
     @property
+    def free_alone(self) -> bool:
+        """Whether every channel reads F and none the mean: a free energy without a lambda to mix it."""
+        mixed = self.use_temperature or not known_priors()[self.prior_type].takes_pairs
+        return self.use_lse and self.free_share is None and not mixed
+
+    @property
     def read_width(self) -> int:
         """Width of what a head's attention sums: the values, and e where each channel reads both mean and F."""
-        return self.value_width * (2 if self.use_lse and self.free_share is None else 1)
+        both = self.use_lse and self.free_share is None and not self.free_alone
+        return self.value_width * (2 if both else 1)
 
     @property
     def learns_lambda(self) -> bool:

@@ -108,6 +108,15 @@ class FreeEnergyMixer(AsksNoDecay, nn.Module):
         self, x: Float[Tensor, "b t d"], features: Float[Tensor, "b t f"], beta: Tensor | None
     ) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b t h df"] | None]:
         """The values whose mean is read, and those whose free energy is read; None: the same ones."""
+        v, free = self._parts(x, features, beta)
+        if not (self.config.free_alone and self.prior.takes_pairs):
+            return v, free
+        return v[..., :0], v if free is None else free
+
+    def _parts(
+        self, x: Float[Tensor, "b t d"], features: Float[Tensor, "b t f"], beta: Tensor | None
+    ) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b t h df"] | None]:
+        """`values`, with the mean of channels that read F alone."""
         config, v = self.config, self.value(x)
         if self.value_scale is not None:
             v = torch.addcmul(v, v, self.value_scale(features[..., config.n_embd :]))  # v (1 + eta_v), Eq. 34b
@@ -131,7 +140,7 @@ class FreeEnergyMixer(AsksNoDecay, nn.Module):
         tokens = call.tokens
         features, _ = self.features(call.x, tokens, None)
         beta = self.temperature(call.x)
-        v, free_values = self.values(call.x, features, beta)
+        v, free_values = self._parts(call.x, features, beta)
         read, _ = self.prior.read(features, v, beta, tokens, None, free_values)
         lambda_, gate = self.gate(features)
         if free_values is not None:

@@ -83,7 +83,9 @@ class FreeEnergyCrossMixer(AsksNoDecay, nn.Module):
         inputs, options = self._read_of(x, memory, memory_mask)
         if not memory.shape[1]:
             return self.output(x.new_zeros(*x.shape[:2], self.config.fem_dim))
-        read = softmax_read(*inputs, **options)
+        q, k, v, beta = inputs
+        v, free_values = (v[..., :0], v) if self.config.free_alone else (v, None)
+        read = softmax_read(q, k, v, beta, free_values=free_values, **options)
         return self.output(self.dropout(self.gate.mixed(x, read).flatten(-2)))
 
     @torch.no_grad()

@@ -152,9 +152,9 @@ class Prior(nn.Module, ABC):
         return ScanCall(config.causal, tokens, memory or None, memory is not None, config.normalize, config.backend)
 
 
-def twice(x: Tensor | None, free_values: Tensor | None, dim: int, config: FreeEnergyMixerConfig) -> Tensor | None:
+def twice(x: Tensor | None, v: Tensor, free_values: Tensor | None, dim: int) -> Tensor | None:
     """x with an entry for each value channel, repeated where every channel is read both ways, as under a cap."""
-    both = x is not None and free_values is not None and config.free_share is None
+    both = x is not None and free_values is not None and v.shape[-1] + free_values.shape[-1] > x.shape[dim]
     return torch.cat([x, x], dim) if both else x
 
 

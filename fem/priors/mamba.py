@@ -73,7 +73,7 @@ class MambaPrior(Prior):
     def read(self, features, v, beta, tokens, memory, free_values=None):
         (delta, a, b, c, d), (log_delta, log_b, log_c) = self.ssm(features)
         per_channel = ((delta, -1), (a, 1), (d, 1), (log_delta, -1))
-        delta, a, d, log_delta = (twice(x, free_values, dim, self.config) for x, dim in per_channel)
+        delta, a, d, log_delta = (twice(x, v, free_values, dim) for x, dim in per_channel)
         op = partial(ssm_read, logs=(log_delta, log_b, log_c))
         return self.scan(op, delta, a, b, c, d, v, beta, tokens=tokens, memory=memory, free_values=free_values)
 

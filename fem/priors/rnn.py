@@ -22,7 +22,7 @@ class RNNSoftmaxPrior(Prior):
 
     def read(self, features, v, beta, tokens, memory, free_values=None):
         log_weight = self.log_weight(features).unflatten(-1, (-1, self.config.value_width))
-        log_weight = twice(log_weight, free_values, -1, self.config)
+        log_weight = twice(log_weight, v, free_values, -1)
         return self.scan(channel_scan_read, log_weight, v, beta, tokens=tokens, memory=memory, free_values=free_values)
 
 
@@ -39,5 +39,5 @@ class RNNDecayPrior(Prior):
 
     def read(self, features, v, beta, tokens, memory, free_values=None):
         decay = log_decay(self.decay(features)).unflatten(-1, (-1, self.config.value_width))
-        decay = twice(decay, free_values, -1, self.config)
+        decay = twice(decay, v, free_values, -1)
         return self.scan(channel_scan_read, None, v, beta, decay, tokens=tokens, memory=memory, free_values=free_values)

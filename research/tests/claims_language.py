@@ -86,8 +86,8 @@ def language() -> list[str]:
     return [
         f"slim FEM ends {below('full/r8')} nats below attention**, {at_best_rates('full/r8')} against "
         f"{at_best_rates('-C,G,T,L')}: {millions('ablate_16m_rates')} parameters, three seeds",
-        f"the gate and the conditioner alone end at {timed_split['+C,G/r8']:.3f}, ahead. All three are "
-        f"at .004, one seed; attention at .008, its best rate, has {at_rates('ablate_16m_rates', ATTENTION)[0.008]:.3f} on",
+        f"the gate and the conditioner alone end at {timed_split['+C,G/r8']:.3f}, ahead. All three are at .004, one "
+        f"seed; attention at .008, its best rate, has {at_rates('ablate_16m_rates', ATTENTION)[0.008]:.3f} on",
         f"they end at {timed_split['-C/r8/s.5']:.3f} and attention at {timed_split['-C,G,T,L']:.3f}: "
         f"{lead('ablate_16m_split_time', '-C/r8/s.5')} below",
         f"At rate .002, which suits attention least, it is [{slim_lead()} on three seeds](results/ablate_16m.md)",

@@ -1,0 +1,78 @@
+"""Layers whose channels read F alone, L without T: they read no mean, and no wider than attention."""
+
+import pytest
+import torch
+from layers import FAMILIES, WIDTH, make_layer, tokens
+
+from fem import PRIORS, FreeEnergyMixerConfig
+from fem.ops.common.read import Read
+from fem.pooling import FreeEnergyPooling
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def pair(family, **fields):
+    """The layer, and one of its weights whose channels are read in pairs of mean and F."""
+    alone = make_layer(**FAMILIES[family], use_temperature=False, **fields)
+    both = make_layer(**FAMILIES[family], use_temperature=False, **fields)
+    both.load_state_dict(alone.state_dict())
+    both.values = both._parts
+    return alone, both
+
+
+@every_family
+@pytest.mark.parametrize("cap", [None, 0.5])
+def test_f_alone_is_f_beside_the_mean(family, cap):
+    if cap and not PRIORS[FAMILIES[family]["prior_type"]].takes_pairs:
+        pytest.skip("a cap needs a prior that reads every channel on its own")
+    layers, x = pair(family, value_logexp_cap=cap), tokens()
+    mask = torch.rand(x.shape[:2]) > 0.3
+    found = []
+    for layer in layers:
+        y = layer(x, attention_mask=mask)
+        found.append([y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))])
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@every_family
+def test_f_alone_streams_as_it_reads(family):
+    layer, _ = pair(family)
+    x = tokens()
+    pieces, state = [], None
+    with torch.no_grad():
+        for piece in x.split([5, 1, x.shape[1] - 6], 1):
+            y, state = layer(piece, state=state, return_state=True)
+            pieces.append(y)
+        torch.testing.assert_close(torch.cat(pieces, 1), layer(x), rtol=1e-9, atol=1e-9)
+
+
+def test_the_cache_of_f_alone_is_attentions():
+    sizes = {"n_embd": WIDTH, "n_head": 4, "use_conv": False, "use_outer_gate": False, "use_temperature": False}
+    states = [make_layer(**sizes, use_lse=use_lse)(tokens(), return_state=True)[1] for use_lse in (True, False)]
+    shift_and_beta = 2 * 8 * WIDTH * tokens().shape[0]
+    assert states[0].nbytes - states[1].nbytes <= shift_and_beta
+
+
+def test_inspect_shows_the_mean_that_is_not_read():
+    layer, both = pair("softmax")
+    reading = layer.inspect(tokens())
+    torch.testing.assert_close(reading.mean, both.inspect(tokens()).mean)
+    assert reading.gap.shape == reading.mean.shape
+
+
+def test_pooling_by_f_alone_is_f_beside_the_mean():
+    pool = FreeEnergyPooling(16, 2, use_temperature=False)
+    x = torch.randn(3, 5, 16)
+    q, k, v, beta = pool.read._read_of(*pool._set(x, None))[0]
+    p = (torch.einsum("bthc,bihc->bthi", q, k) / q.shape[-1] ** 0.5).softmax(-1)
+    wanted = torch.einsum("bthi,bihd->bthd", p, (beta * v).exp()).log() / beta
+    mixed = pool.read.gate.mixed(pool.query.expand(3, -1, -1), Read(wanted, wanted))
+    torch.testing.assert_close(pool(x), pool.read.output(mixed.flatten(-2)))
+
+
+def test_matched_widths_do_not_change():
+    fields = {"n_embd": 64, "n_head": 4, "use_conv": False, "use_temperature": False}
+    alone, share = (FreeEnergyMixerConfig.matched(**fields, **more) for more in ({}, {"free_share": 1.0}))
+    assert (alone.fem_dim, alone.qk_dim) == (share.fem_dim, share.qk_dim)
+    assert alone.read_width == alone.value_width
