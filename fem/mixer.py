@@ -85,7 +85,7 @@ class FreeEnergyMixer(AsksNoDecay, nn.Module):
         f, hidden = self.features(call.x, call.tokens, call.hidden)  # [x, h]                     Eq. 33
         beta = self.temperature(call.x)
         v, free_values = self.values(call.x, f, beta)  # v (1 + eta)                              Eq. 34b
-        read, memory = self.prior.read(f, v, beta, call.tokens, call.memory, free_values)  #      Eq. 4
+        read, memory = self.prior(f, v, beta, call.tokens, call.memory, free_values)  #           Eq. 4
         o = self.gate.mixed(f, read)  # g ((1 - lambda) mean + lambda F)                          Eq. 7, 10, 11
         return call.close(self.output(self.dropout(o.flatten(-2))), memory, hidden)
 

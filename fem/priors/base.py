@@ -71,6 +71,10 @@ class Prior(nn.Module, ABC):
         beta has `beta_shape`, or is None where only the mean is read.
         """
 
+    def forward(self, *inputs):
+        """`read`, as a module's call: hooks that load parameters when it is called, such as accelerate's, know it."""
+        return self.read(*inputs)
+
     def steps(self, memory: dict[str, Tensor]) -> bool:
         """Whether `step` reads one more token after such a memory."""
         return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -15,6 +17,9 @@ from fem.train.suites import SUITES, paper_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+GROUP = re.compile(r"^task:\s*(\[|#|$)", re.MULTILINE)  # in a task file: a list of other tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +63,7 @@ def evaluate(
 ) -> dict[str, dict[str, float]]:
     """{task: {metric: score}}, of groups and of tasks; "METRIC_stderr" where the harness estimates an error.
 
-    Raises ValueError on unknown tasks.
+    Raises ValueError on unknown tasks, and on tasks that do not fit into the model's context.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from lm_eval import evaluator, simple_evaluate
@@ -66,12 +71,21 @@ def evaluate(
     from lm_eval.tasks import TaskManager
 
     evaluator.get_git_commit_hash = lambda: None  # outside of a repository git would print that this is fatal
-    manager = TaskManager(include_path=recipe.include_path, include_defaults=_needs_own_tasks(recipe))
+    longest = getattr(model.config, "max_position_embeddings", None)
+
+    class Manager(TaskManager):
+        """The harness's, which refuses tasks that the model has no room for before any is scored."""
+
+        def load(self, task_list):
+            loaded = super().load(task_list)
+            _check_room(loaded["tasks"], longest)
+            return loaded
+
+    manager = Manager(include_path=recipe.include_path, include_defaults=_needs_own_tasks(recipe))
     matched = {name: manager.match_tasks([name]) for name in recipe.task_names()}
     unknown = [name for name, found in matched.items() if not found]
     if unknown:
         raise ValueError(f"tasks must be known to lm-evaluation-harness or lie in --include-path, got {unknown[0]!r}.")
-    longest = getattr(model.config, "max_position_embeddings", None)
     harness = HFLM(
         pretrained=model,
         tokenizer=tokenizer,
@@ -80,24 +94,46 @@ def evaluate(
         batch_size=recipe.batch_size,
     )
     seeds = {f"{name}_random_seed": recipe.seed for name in ("numpy", "torch", "fewshot")}
-    results = simple_evaluate(
-        harness,
-        tasks=list(dict.fromkeys(chain.from_iterable(matched.values()))),
-        task_manager=manager,
-        limit=recipe.limit,
-        log_samples=False,
-        random_seed=recipe.seed,
-        **seeds,
-    )
+    try:
+        results = simple_evaluate(
+            harness,
+            tasks=list(dict.fromkeys(chain.from_iterable(matched.values()))),
+            task_manager=manager,
+            limit=recipe.limit,
+            log_samples=False,
+            random_seed=recipe.seed,
+            **seeds,
+        )
+    except AssertionError as error:  # the harness's, without words, of an answer longer than the context
+        said = f": {error}" if str(error) else "; an answer may be longer than the context"
+        raise ValueError(
+            f"tasks must fit into the model's context of {longest} tokens, which one does not{said}."
+        ) from error
     return {task: _scores(scores) for task, scores in (results["results"] | results.get("groups", {})).items()}
 
 
 def _needs_own_tasks(recipe: EvalRecipe) -> bool:
-    """Whether the harness's own tasks are needed: to load their list takes seconds."""
+    """Whether the harness's own tasks are needed, for a group of one's own too: to load their list takes seconds."""
     if recipe.suite is not None or recipe.include_path is None:
         return True
-    defined = {path.stem for path in Path(recipe.include_path).rglob("*.yaml")}
-    return not set(recipe.task_names()) <= defined
+    files = {path.stem: path for path in Path(recipe.include_path).rglob("*.yaml")}
+    groups = any(GROUP.search(path.read_text(encoding="utf-8")) for path in files.values())
+    return groups or not set(recipe.task_names()) <= set(files)
+
+
+def _check_room(tasks: dict, longest: int | None) -> None:
+    """Raise ValueError where a task wants texts that leave no room for a prompt in a context of `longest` tokens."""
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    writing = {name: task for name, task in tasks.items() if task.get_config("output_type") == "generate_until"}
+    asked = {name: normalize_gen_kwargs(task.get_config("generation_kwargs")) for name, task in writing.items()}
+    longer = [name for name, given in asked.items() if given["max_gen_toks"] >= (longest or math.inf)]
+    if longer:
+        found = ", ".join(f"{name} ({asked[name]['max_gen_toks']:,} tokens)" for name in longer)
+        raise ValueError(
+            f"tasks must leave room for a prompt in the model's context of {longest} tokens, got texts to write of "
+            f"{found}; name the others with --tasks."
+        )
 
 
 def _scores(scores: dict) -> dict[str, float]:
@@ -139,6 +175,8 @@ def run(recipe: EvalRecipe, output: Path) -> dict:
     """Score the model and write the results to `output`; returns what results.json holds."""
     from fem.train.checkpoints import load_language_model
 
+    if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ValueError(f"fem eval runs in one process, got WORLD_SIZE={processes}; start it without torchrun.")
     check_output(output, "eval", recipe)
     model, tokenizer = load_language_model(recipe.model)
     with open_run(output, "eval", recipe) as under_way:

@@ -168,7 +168,7 @@ def add_pages(runs: Sequence[Path] | None, output: Path) -> int:
     if indexed and not (output / INDEX).read_text(encoding="utf-8", errors="replace").startswith(ours):
         raise ValueError(f"output must be a folder of results, got {str(output)!r} with a {INDEX} of its own.")
     if not runs:
-        runs = [path.parent for path in sorted(Path("runs").glob(f"*/{PAGE}")) if (path.parent / RESULTS).exists()]
+        runs = [path.parent for path in sorted(Path("runs").glob(f"[!.]*/{PAGE}")) if (path.parent / RESULTS).exists()]
         if not runs and not indexed:
             raise ValueError("runs must be named, as no run in 'runs' has ended; give their folders.")
     names = [page_name(run) for run in runs]

@@ -164,6 +164,7 @@ def test_without_names_every_finished_run_is_taken(tmp_path, monkeypatch, output
     monkeypatch.chdir(tmp_path)
     made_up_run(tmp_path / "runs" / "one")
     (made_up_run(tmp_path / "runs" / "two") / "results.json").unlink()
+    made_up_run(tmp_path / "runs" / ".three-4")  # what a killed run leaves
     assert add_pages(None, output) == 1
     assert (output / "one.md").exists()
     assert not (output / "two.md").exists()

@@ -290,3 +290,12 @@ def test_the_value_cache_holds_values_and_their_exponentials_as_wide_as_the_keys
     layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=64, n_head=4))
     _, state = layer(torch.randn(1, 10, 64), return_state=True)
     assert state.memory["value"].numel() == state.memory["key"].numel()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prior_is_called_as_a_module(family):
+    """What loads parameters when their module is called, such as accelerate's offloading, sees the call."""
+    layer, called = make_layer(**FAMILIES[family]), []
+    layer.prior.register_forward_pre_hook(lambda module, inputs: called.append(module))
+    layer(tokens())
+    assert called == [layer.prior]

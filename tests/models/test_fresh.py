@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fem
-from fem import FreeEnergyMixer, replace_attention
+from fem import PRIORS, FreeEnergyMixer, replace_attention
 
 transformers = pytest.importorskip("transformers", reason="originals of transformers need the extra 'lm'")
 from originals import (  # noqa: E402
@@ -60,6 +60,18 @@ def test_fresh_mixers_generate_with_the_cache_of_the_original(original, prior, b
     torch.testing.assert_close(
         model.generate(tokens(), **options), model.generate(tokens(), use_cache=False, **options)
     )
+
+
+@pytest.mark.parametrize("fields", [{}, {"use_rope": False}], ids=str)
+@pytest.mark.parametrize("prior", PRIORS)
+def test_fresh_mixers_of_any_prior_replace_an_attention_with_another_base(prior, fields):
+    """Llama 3 turns by 5e5: only a mixer that turns reads it."""
+    model = decoder("llama")
+    model.config.rope_parameters["rope_theta"] = 5e5
+    replace_attention(model, prior, preserve=False, **fields)
+    mixers = [module for module in model.modules() if isinstance(module, FreeEnergyMixer)]
+    turned = "rope_theta" in PRIORS[prior].uses and not fields
+    assert {mixer.config.rope_theta for mixer in mixers} == {5e5 if turned else 1e4}
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -186,3 +198,11 @@ def test_static_cache_is_refused_by_fresh_mixers():
     model = replace_attention(decoder("llama"), "gla", preserve=False)
     with pytest.raises(ValueError, match="DynamicCache"):
         model.generate(tokens(), max_new_tokens=2, cache_implementation="static", disable_compile=True)
+
+
+def test_mixers_are_no_part_of_a_model_that_asks_its_cache_for_keys():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 59, "pad_token_id": 0}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "cross_attention_layers": [1]}
+    model = transformers.MllamaForCausalLM(transformers.MllamaTextConfig(**sizes, **heads))
+    with pytest.raises(ValueError, match="MllamaTextSelfAttention is called in a way that no mixer knows"):
+        replace_attention(model, "gla", preserve=False)

@@ -297,6 +297,39 @@ def test_written_answers_are_those_of_greedy_generation(folder, model, tasks, of
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, old, new, sentence",
+    [
+        (
+            "made_up_writing",
+            "max_gen_toks: 6",
+            "max_gen_toks: 48",
+            r"of 48 tokens, got .* writing \(48 tokens\)",
+        ),
+        ("made_up_choice", "{{choices}}", "{{choices + [200 * question]}}", "must fit into the model's context of 48"),
+    ],
+)
+def test_a_task_without_room_in_the_context_is_one_sentence(folder, tasks, offline, tmp_path, name, old, new, sentence):
+    (tmp_path / f"{name}.yaml").write_text((tasks / f"{name}.yaml").read_text().replace(old, new))
+    with pytest.raises(ValueError, match=sentence):
+        evaluate(folder, tmp_path, tmp_path / "run", name)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_group_of_ones_own_may_name_a_task_of_the_harness(tmp_path):
+    for name, text in (("alone", "task: alone\n"), ("group", "group: group\ntask:\n  - arc_easy\n")):
+        (tmp_path / f"{name}.yaml").write_text(text)
+        recipe = evaluation.EvalRecipe(model="m", tasks=name, include_path=str(tmp_path), allow_code=True)
+        assert evaluation._needs_own_tasks(recipe) == (name == "group")
+
+
+def test_several_processes_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="runs in one process, got WORLD_SIZE=2"):
+        evaluation.run(evaluation.EvalRecipe(model="m", tasks="piqa"), tmp_path / "run")
+
+
+@pytest.mark.slow
 def test_an_unknown_task_is_one_sentence_and_leaves_no_folder(folder, tasks, offline, tmp_path):
     with pytest.raises(ValueError, match=r"tasks must be known to lm-evaluation-harness .*got 'made_up_nothing'"):
         evaluate(folder, tasks, tmp_path / "run", "made_up_nothing,made_up_pages")

@@ -12,7 +12,7 @@ from fem.mixer import FreeEnergyMixer
 from fem.models.surgery import multihead, timm
 from fem.models.surgery.head import LAMBDA_INIT, FreeEnergyHead
 from fem.models.surgery.site import CrossAttention, Refused, Site
-from fem.prior_table import ROTARY
+from fem.prior_table import PRIORS, ROTARY
 
 DECIDED = (
     *("n_embd", "n_head", "n_kv_head", "fem_dim", "fem_ratio", "qk_dim", "p_t_to_fem_ratio", "causal", "window"),
@@ -84,6 +84,9 @@ def _mixer(site: Site, prior_type: str, config: dict) -> FreeEnergyMixer:
     if config.get("n_head", site.fields["n_head"]) != site.fields["n_head"]:
         of_softmax.pop("n_kv_head", None)  # it belongs to the original's heads
     fields = site.fields | of_softmax | config
+    turned = "rope_theta" in getattr(PRIORS.get(prior_type), "uses", ()) and fields.get("use_rope", True)
+    if "rope_theta" not in config and (not turned or fields.get("rope_frequencies") is not None):
+        fields.pop("rope_theta", None)  # the original's, which nothing would read
     return FreeEnergyMixer(FreeEnergyMixerConfig.matched(prior_type=prior_type, **fields)).to(site.weight)
 
 

@@ -108,12 +108,14 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
 
 def _takes_a_mixer(module: nn.Module, projections: set[str]) -> bool:
     """Whether a mixer can be called in its place. Chunks of tokens are in its mask, but not in that of one token; a
-    hybrid layer's cache holds the state of a Mamba beside it."""
+    hybrid layer's cache holds the state of a Mamba beside it; a model with layers of cross-attention (Mllama) asks its
+    cache for keys."""
     called = inspect.signature(module.forward).parameters
     chunked = getattr(module.config, "attention_chunk_size", None)
     hybrid = "hybrid" in (getattr(module.config, "layer_types", None) or ())
+    crossed = getattr(module.config, "cross_attention_layers", None)
     known = "hidden_states" in called and called.keys() <= ARGUMENTS
-    return projections in SWAPPED and known and not (chunked or hybrid)
+    return projections in SWAPPED and known and not (chunked or hybrid or crossed)
 
 
 def _window(module: nn.Module) -> int | None:
