@@ -1,4 +1,4 @@
-"""What attention pays for more heads of the same width, and slim FEM and split values for choosing by channel.
+"""What attention pays for more heads of the same width, and FEM for choosing by channel.
 
 python benchmarks/heads_cpu.py            # writes research/results/heads_cpu.{json,md}
 """
@@ -14,8 +14,10 @@ from fem_research.common.measure import alternate, in_fresh_process
 from fem_research.common.mixers import mixer_config
 
 WIDTH, LENGTHS = 256, (32, 512, 2048)
-SECONDS, CPU = 20.0, torch.device("cpu")
+SECONDS, CPU = 30.0, torch.device("cpu")
 LAYERS = {f"attention, {heads} heads": f"attention/h{heads}" for heads in (4, 8, 16, 32, 64, 128)} | {
+    "conditioner alone, 64 heads": "attention+C/h64",
+    "log-sum-exp alone, 4 heads": "attention+L",
     "split values, 4 heads": "attention+LTG/r16/s.5",
     "slim FEM without C, 4 heads": "attention+LTG/r16",
     "slim FEM, 4 heads": "FEM/r16",

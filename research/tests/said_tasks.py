@@ -125,7 +125,9 @@ def regimes_heads() -> list[float]:
     gate_64, both_64 = "softmax+G/h64/norope/r4", "softmax+CG/h64/norope/r4"
     over_double = leads(DOUBLED, ("peak",), SLIM, DOUBLE)
     sixteen = [row for row in named(page, "softmax") if "/h16" in row and "norope" not in row]
-    others = [row for row in results(recalled)["regimes"]["recall"] if row != "softmax/h32"]
+    soft = [row for row in results(recalled)["regimes"]["recall"] if row.startswith("softmax")]
+    narrow = [row for row in soft if "/h32" in row and "norope" not in row]
+    on_gla = [f"gla{row}" for row in ("/norm", "/h8/norm", "/h16/norm", "+LTG/r4", "+LTG/h8/r4", "+LTG/h16/r4")]
     return [
         *span(rates(page)),
         *percents(page, "snapshot", "softmax/h8", ATTENTION, SLIM_C),
@@ -155,7 +157,9 @@ def regimes_heads() -> list[float]:
         *(*span(rates(means)), *scores(means, "statistics", ATTENTION, "softmax/h16", SLIM_C, f"{C}/h8")),
         *(*leads(means, ("statistics",), f"{C}/h8", ATTENTION), max(scores(means, "statistics", *log_sum_exps))),
         *scores(means, "statistics", "softmax/h32", "gla/h32/norm"),
-        *(min(percents(recalled, "recall", *others)), *percents(recalled, "recall", "softmax/h32")),
+        min(percents(recalled, "recall", *(row for row in soft if row not in narrow))),
+        *span(percents(recalled, "recall", *narrow)),
+        *percents(recalled, "recall", *on_gla),
         *(100 * score for score in on_each(page, ("softmax/h32",), ("high-water", "snapshot"))),
         *tables_of_heads(),
     ]
