@@ -155,7 +155,7 @@ def weights(**fields) -> int:
 def cached(**fields) -> int:
     """Bytes of a token in a float32 cache of keys and of what is read."""
     config = matched(**fields)
-    return 4 * (config.qk_dim + (2 if config.use_lse else 1) * config.fem_dim)
+    return 4 * (config.qk_dim + config.kv_heads * config.read_width)
 
 
 ATTENTION = {"use_lse": False, "use_temperature": False, "use_outer_gate": False}

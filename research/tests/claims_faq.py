@@ -113,6 +113,10 @@ def faq() -> list[str]:
     def cost(**fields) -> str:
         return f"{weights(**fields) / bare:.2f}, {cached(**fields) / cache:.2f}"
 
+    def single(name: str) -> str:
+        steps = [ratio("single", time, name, "train_s", "layer_single") for time in (512, 2048)]
+        return f"[{span(steps)}](results/layer_single.md)"
+
     gla = weights(prior_type="gla", use_conv=False, **SLIM_512) / bare
     return [
         f"(MSE {mse('forecast_etth1', 'ETTh1', FULL):.4f} against {mse('forecast_etth1', 'ETTh1', 'softmax'):.4f}, two "
@@ -162,14 +166,15 @@ def faq() -> list[str]:
         f"computed extremes: {share('ett-extremes', SLIM, 'regimes_ett')}, with the conditioner "
         f"{share('ett-extremes', SLIM_C, 'regimes_ett')}, attention "
         f"{share('ett-extremes', 'softmax', 'regimes_ett')} |",
-        f"| none | {cost(use_conv=False, use_temperature=False, use_outer_gate=False)} | [parts]"
+        f"| none | {cost(use_conv=False, use_temperature=False, use_outer_gate=False)}, {single('L alone')} | [parts]"
         f"(results/regimes_parts.md): {share('peak', 'softmax+L')} of the variance; it is best with [64 sensors]"
         f"(results/regimes_peak64.md), {wide('softmax+L')} |",
         f"| {1.95}; [4 helped](results/regimes_starts.md) on one task of five, "
         f"`beta_max_init={math.log(math.expm1(4)):.2f}`, one pass in 40 comparisons, and is not advised | "
         f"{cost()}, {steps['FEM-SM']} | "
         f"{share('peak', FULL)} of the variance;",
-        f"| {1.95} | {gla:.2f}, a state of fixed size; time not measured | [parts](results/regimes_parts.md): "
+        f"| {1.95} | {gla:.2f}, a state of fixed size, {single('FEM-GLA without C, slim')} | [parts]"
+        "(results/regimes_parts.md): "
         f"{share('peak', 'gla+LTG/r4')} of the variance, GLA {share('peak', 'gla/norm')}; [GLA with more heads]"
         f"(results/regimes_heads.md) {gla_at_its_best('peak'):.2f} |",
         f"the layer then has {weights(conv_hidden=128, **GATE_AND_C) / bare:.2f} times attention's parameters",
@@ -182,7 +187,7 @@ def faq() -> list[str]:
         f"have {share('peak', f'{FULL}/thirds', 'regimes_thirds')}, one seed |",
         f"Up to 3.1M tokens full gates [led](language.md) at equal tokens; in equal time, [after 0.3M]"
         f"(results/ablate_time.md), they lost by {lead('ablate_time', '-C,G,T,L', 'full')} with the conditioner",
-        f"| {cost(**ATTENTION)}; time not measured | [MAD](results/mad_laptop.md)",
+        f"| {cost(**ATTENTION)}, {single('FEM-SM -G,T,L')} | [MAD](results/mad_laptop.md)",
         f"| | 1.00, 1.00, with 16 heads of width 256 [{span(sixteen)}](results/heads_cpu.md) |",
         "| | 1.00, 1.00, 1.00 |",
         "to full ones up to [3.1M tokens](language.md)",

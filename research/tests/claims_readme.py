@@ -54,6 +54,7 @@ def readme() -> list[str]:
         [f"{ratio('layer', time, name, what, 'layer_cpu'):.2f}" for time in (512, 2048)]
         for name, what in (("slim with C", "train_s"), ("slim with C", "train_extra_bytes"), ("split", "train_s"))
     )
+    lone = [f"{ratio('single', time, 'L alone', 'train_s', 'layer_single'):.2f}" for time in (512, 2048)]
     more = 100 * (weights(**SLIM_512) / weights(**PLAIN) - 1)
     pools = {
         name: percent("bags", f"pool:{name}", "regimes_pools", 1)
@@ -82,8 +83,10 @@ def readme() -> list[str]:
         f"{wide('softmax+L')} and {share('peak', 'softmax+L')}, `torch.cummax` between two linear maps "
         f"{wide('cummax', 'regimes_peak64_cummax')} and {share('peak', 'cummax', 'regimes_heads')}. [A step]"
         f"(results/heads_cpu.md) of slim FEM takes {heads_step('32', 'slim FEM, 4'):.2f} times that "
-        "of attention with 4 heads at these 32 tokens, of attention alone with 64 heads "
-        f"{heads_step('32', 'attention, 64'):.2f} |",
+        f"of attention with 4 heads at these 32 tokens, of the log-sum-exp alone "
+        f"{heads_step('32', 'log-sum-exp alone, 4'):.2f}, of attention with 64 heads "
+        f"{heads_step('32', 'attention, 64'):.2f}, with 64 and the conditioner "
+        f"{heads_step('32', 'conditioner alone, 64'):.2f} |",
         f"latest {with_heads('snapshot', 'softmax')[:-2]} → {with_heads('snapshot', 'softmax/h16')}, "
         f"largest {with_heads('high-water', 'softmax')[:-2]} → {with_heads('high-water', 'softmax/h16')} | slim FEM "
         f"with 4 heads: {percent('snapshot', SLIM_C)}, {percent('high-water', SLIM_C)}. 16 heads take "
@@ -121,7 +124,7 @@ def readme() -> list[str]:
         f"extra memory peaks at {memory[0]} and {memory[1]} times attention's; the cache holds {cached(**SLIM_512):,} "
         "bytes per token "
         f"instead of {cached(**PLAIN):,}, and there are {more:.0f} % more parameters.",
-        f"`FreeEnergyMixerConfig.split`, which has no conditioner, {split[0]} and {split[1]} times, with a cache no "
-        "larger",
+        f"`FreeEnergyMixerConfig.split`, which has no conditioner, {split[0]} and {split[1]} times, the log-sum-exp "
+        f"alone [{lone[0]} and {lone[1]} times](results/layer_single.md), both with a cache no larger",
         f"{types['right']} model types of transformers](results/clients.md) in all; {types['refused']} others",
     ]

@@ -59,10 +59,10 @@ from said_tasks import DOUBLE, after_8000, heads_step
 from fem_research.common.paired import shown
 
 
-def layer(mixer: str, *pages: str) -> str:
+def layer(mixer: str, *pages: str, part: str = "layer") -> str:
     """A train step and its memory, from the machine where it costs less to the other."""
     cells = ((512, "train_s"), (2048, "train_s"), (2048, "train_extra_bytes"))
-    return " | ".join(span([ratio("layer", time, mixer, what, page) for page in pages]) + "x" for time, what in cells)
+    return " | ".join(span([ratio(part, time, mixer, what, page) for page in pages]) + "x" for time, what in cells)
 
 
 def of_bags(mixer: str) -> str:
@@ -133,6 +133,10 @@ def summary() -> list[str]:
     )
     lost = results("ablate_time")["ablate"]["full"]["below attention, paired"]
     lengths = ("32", "512", "2048")
+    with_4 = {
+        name: listed(heads_step(tokens, f"{name}, 4") for tokens in lengths)
+        for name in ("log-sum-exp alone", "slim FEM without C", "slim FEM")
+    }
     return [
         f"3 seeds | {share('peak', 'softmax')} | {share('peak', SLIM_C)} | the free energy, given width: slim "
         f"{share('peak', SLIM_C)}, without C {share('peak', SLIM)}; full gates {share('peak', FULL)}, without C "
@@ -253,10 +257,22 @@ def summary() -> list[str]:
                 ("the same with the conditioner (Xeon alone)", "split with C"),
             )
         ),
+        *(
+            f"{shown} (Xeon alone) | {layer(name, 'layer_single', part='single')} |"
+            for shown, name in (
+                ("| [the log-sum-exp alone](layer_single.md), without gates", "L alone"),
+                ("| [the conditioner alone](layer_single.md)", "FEM-SM -G,T,L"),
+                ("| [the slim outer gate and the conditioner](layer_single.md)", "C and G, slim"),
+                (
+                    "| [slim gates of rank 32 on a GLA prior](layer_single.md), without the conditioner",
+                    "FEM-GLA without C, slim",
+                ),
+            )
+        ),
         f"{slower('cifar'):.1f} to {slower('digits'):.1f} times at 65 and 17 tokens of small width",
         *(listed(heads_step(tokens, f"attention, {heads}") for heads in (16, 64, 128)) for tokens in lengths),
-        f"slim FEM with 4 heads {listed(heads_step(tokens, 'slim FEM without C, 4') for tokens in lengths)} times "
-        f"without the conditioner, {listed(heads_step(tokens, 'slim FEM, 4') for tokens in lengths)} with it.",
+        f"with 4 heads the log-sum-exp alone {with_4['log-sum-exp alone']} times, slim FEM "
+        f"{with_4['slim FEM without C']} times without the conditioner, {with_4['slim FEM']} with it.",
         "1.8M, 4M and 16M tokens are program source",
         "equal time [after 0.3M tokens](ablate_time.md)",
         "[3.1M tokens](ablate_3m.md)",

@@ -123,6 +123,15 @@ def layer_epyc() -> list[float]:
     ]
 
 
+def layer_single() -> list[float]:
+    page, alone = "layer_single", "L alone"
+    others = ("FEM-SM -G,T,L", "G alone, slim", "C and G, slim", "FEM-GLA without C, slim")
+    return [
+        *(*by_length(page, TRAIN, alone, part="single"), *ratios(page, 2048, MEMORY, alone, part="single")),
+        *by_length(page, TRAIN, *others, part="single"),
+    ]
+
+
 def read_cpu() -> list[float]:
     lengths = [ratio for time in (2048, 512) for ratio in ratios("read_cpu", time, TRAIN, "FEM")]
     return [*lengths, *ratios("read_cpu", 2048, TRAIN, "FEM", dtype="bfloat16")]

@@ -13,7 +13,8 @@ MANY, DOUBLE, MANY_C = "softmax/h64/norope", "softmax/double/h64/norope", "softm
 PARTS, DOUBLED = "regimes_parts", "regimes_double_peak"
 GLA, GLA_FULL, GLA_SLIM = "gla/norm", "gla+LTG", "gla+LTG/r4"
 EXTREMES, FIELDS = ("peak", "high-water"), ("snapshot", "high-water")
-LAYERS = ("attention, 64", "attention, 128", "slim FEM without C, 4", "slim FEM, 4")  # of the page on what heads cost
+OF_FEM = ("log-sum-exp alone, 4", "slim FEM without C, 4", "slim FEM, 4")
+LAYERS = ("attention, 64", "attention, 128", *OF_FEM)  # of the page on what heads cost
 PAPER = (100, 2)  # Appendix P, T = 128, D = 512: per cent of winners that FEM and, at most, softmax find
 
 
