@@ -55,7 +55,8 @@ class FreeEnergyMixerConfig:
     under RoPE). `matched` solves them for the parameters of plain attention instead.
     prior_type: a key of `fem.PRIORS`. n_kv_head and window belong to the softmax prior, decay to gla,
     ssm_rank to mamba. normalize=False leaves the score of a scan prior unnormalised.
-    use_conv, use_lse, use_temperature, use_outer_gate: the paper's C, L, T, G. T needs L and switches it on.
+    use_conv, use_lse, use_temperature, use_outer_gate: the paper's C, L, T, G. T needs L and switches it on; L without
+    T reads F alone, at beta 1.
     gate_rank: lambda and g come from full maps D x d (None, the paper's), from two maps D x r and r x d (r), or are
     one number per head (0). A slim gate leaves `matched` more width for the values.
     beta_max_init: beta starts at softplus(beta_max_init); lambda_init: bias of the lambda projection at the start.
