@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fem.functional import channel_scan_read, decay_scan, keyed_scan_read, ssm_read
+from fem.ops.channel_scan import composed as of_scan
 from fem.ops.common import backend
 from fem.ops.decay_scan import composed as of_sums
 from fem.ops.linear_attention import composed as of_keys
@@ -102,6 +103,19 @@ def test_what_a_kernel_cannot_prove_is_computed_again(draw, decay, change):
         decays = inputs["A" if read is ssm_read else "log_decay"]
         decays += change["decay"]
     check(read, inputs, 1e-4)
+
+
+@pytest.mark.parametrize("width", [3, 16])
+@pytest.mark.parametrize("draw, decay", [case for case in CASES if case[0] is not ssm or case[1] == 1.0])
+def test_free_energies_alone_are_read_by_a_kernel(monkeypatch, draw, decay, width):
+    """Layers without a temperature gate read no mean; the kernel reads all the same, and its proof does not fail."""
+    torch.manual_seed(0)
+    monkeypatch.setitem(globals(), "V", width)
+    read, inputs = draw(33, torch.float32, decay)
+    inputs["free_values"], inputs["v"] = inputs["v"], inputs["v"][..., :0]
+    for module in (of_keys, of_ssm, of_scan):
+        monkeypatch.setattr(module, "_plain", None)
+    check(read, inputs, 2e-6)
 
 
 def test_weights_below_the_range_of_a_kernel_are_computed_again():

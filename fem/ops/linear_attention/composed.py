@@ -27,7 +27,8 @@ def _read(q, k, v, free, beta, g, opens) -> list[Tensor]:
     """q, k of masked tokens are 0; g (B, T, H, 1 or d_k); opens (B, T): the tokens that open a document."""
     width = v.shape[-1]
     values, e, *shift = pack(v, v if free is None else free, beta)
-    items = torch.cat([values, *([] if e is None else [e]), torch.ones_like(values[..., :1])], -1)
+    ones = values.new_ones(*v.shape[:3], 1)
+    items = torch.cat([values, *([] if e is None else [e]), ones], -1)
     dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
     items = F.pad(items, (0, -items.shape[-1] % 16)).to(dtype)
     decay = g.squeeze(-1) if g is not None and g.shape[-1] == 1 else g
