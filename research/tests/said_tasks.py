@@ -162,6 +162,8 @@ def regimes_heads() -> list[float]:
         *span(percents(recalled, "recall", *narrow)),
         *percents(recalled, "recall", *on_gla),
         *(100 * score for score in on_each(page, ("softmax/h32",), ("high-water", "snapshot"))),
+        *(heads_step("32", layer) for layer in ("log-sum-exp alone, 4", "slim FEM, 4")),
+        *(heads_step("32", layer) for layer in ("attention, 64", "conditioner alone, 64")),
         *tables_of_heads(),
     ]
 
