@@ -47,6 +47,7 @@ RATES_16M = (
     "16m_attribution_rate8",
     "16m_conditioner_alone",
     "16m_conditioner_alone_rate8",
+    "16m_conditioner_alone_rate2",
     "16m_wide",
 )
 
