@@ -158,8 +158,8 @@ def summary() -> list[str]:
         f"3 seeds | {share(ett[0], 'softmax', sensors)} | {share(ett[0], SLIM_C, sensors)} | slim "
         f"{share(ett[0], SLIM_C, sensors)}, without C {share(ett[0], SLIM, sensors)}, L alone "
         f"{share(ett[0], 'softmax+L', sensors)}, split values {share(ett[0], f'{SLIM}/s.5', sensors)}, full without C "
-        f"{share(ett[0], OWN, sensors)}; the conditioner alone {share(ett[0], 'softmax+C/h8', sensors)} with 8 heads, "
-        f"the outer gate alone {share(ett[0], 'softmax+G/r4', sensors)} |",
+        f"{share(ett[0], OWN, sensors)}; the conditioner alone {share(ett[0], 'softmax+C/h16', 'regimes_ett_rivals')} "
+        f"with 16 heads, the outer gate alone {share(ett[0], 'softmax+G/r4', sensors)} |",
         f"| {percent(ett[1], 'softmax', sensors, 1)} | {percent(ett[1], SLIM_C, sensors, 1)} | slim "
         f"{percent(ett[1], SLIM_C, sensors, 1)}, without C {percent(ett[1], SLIM, sensors, 1)}, L alone "
         f'{percent(ett[1], "softmax+L", sensors, 1)}; always "no" '

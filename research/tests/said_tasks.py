@@ -92,18 +92,18 @@ def regimes() -> list[float]:
 
 
 def regimes_ett() -> list[float]:
-    page, asked, events = "regimes_ett", ("ett-extremes",), "ett-events"
-    conditioner = f"{C}/h8"
+    page, asked, events, rivals = "regimes_ett", ("ett-extremes",), "ett-events", "regimes_ett_rivals"
+    many, both = "softmax+C/h16", "softmax+CG/r4"
 
     def shown(*mixers: str) -> list[float]:
         """Of extremes the explained variance, of events the per cent that are right."""
         return [x for m in mixers for x in (*scores(page, *asked, m), *percents(page, events, m))]
 
     return [
-        *scores(
-            page, *asked, SLIM_C, SLIM, f"{SLIM}/s.5", ALONE, ATTENTION, "softmax/h32", conditioner, C, f"{GATE}/r4"
-        ),
-        *(*leads(page, asked, SLIM_C, ATTENTION), *leads(page, asked, SLIM_C, conditioner)),
+        *scores(page, *asked, SLIM_C, SLIM, f"{SLIM}/s.5", ALONE, ATTENTION, "softmax/h32"),
+        *(*scores(rivals, *asked, many), *scores(page, *asked, C, f"{C}/h8", f"{GATE}/r4")),
+        *scores(rivals, *asked, both),
+        *(*leads(page, asked, SLIM_C, ATTENTION), *leads(page, asked, SLIM_C, many, rivals)),
         *scores(page, *asked, FULL),
         *percents(page, events, SLIM_C, SLIM, ALONE, ATTENTION),
         *(100 * x for x in leads(page, (events,), SLIM_C, ATTENTION)),
