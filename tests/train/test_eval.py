@@ -304,7 +304,7 @@ def test_written_answers_are_those_of_greedy_generation(folder, model, tasks, of
             "made_up_writing",
             "max_gen_toks: 6",
             "max_gen_toks: 48",
-            r"of 48 tokens, got .* writing \(48 tokens\)",
+            r"of 48 tokens, got .*_writing \(48 tokens\)",
         ),
         ("made_up_choice", "{{choices}}", "{{choices + [200 * question]}}", "must fit into the model's context of 48"),
     ],
