@@ -141,7 +141,7 @@ class FreeEnergyMixer(AsksNoDecay, nn.Module):
         features, _ = self.features(call.x, tokens, None)
         beta = self.temperature(call.x)
         v, free_values = self._parts(call.x, features, beta)
-        read, _ = self.prior.read(features, v, beta, tokens, None, free_values)
+        read, _ = self.prior(features, v, beta, tokens, None, free_values)
         lambda_, gate = self.gate(features)
         if free_values is not None:
             v = free_values if self.config.free_share is None else torch.cat([v, free_values], -1)

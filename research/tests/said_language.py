@@ -128,9 +128,9 @@ def ablate_10m() -> list[float]:
     ]
 
 
-def stopped_at_16(name: str, row: str) -> list[float]:
-    """A rate of .016 that was stopped, the loss there, what it was at .008 after as many steps, and that rate."""
-    high, page = f"ablate_16m_{name}_rate16", f"ablate_16m_{name}_rate8"
+def stopped_at_16(name: str, row: str, page: str) -> list[float]:
+    """A rate of .016 that was stopped, the loss then, what `page` has after as many steps, and the rate of that."""
+    high = f"ablate_16m_{name}_rate16"
     last = results(high)["curves"][row][0][-1]
     return [float(recipe(high)["learning_rates"]), last["val_loss"], after(page, row, last["step"])[0], rate(page, row)]
 
@@ -143,21 +143,19 @@ def ablate_16m() -> list[float]:
     attention, slim, step = at_rates(best, ATTENTION), at_rates(best, SLIM), of(timed, "ms a step", SLIM, ATTENTION)
     second = by_seed(f"{page}_conditioner", SLIM, BARE_SLIM)[1]
     alone, taps = f"{page}_conditioner_alone", f"{page}_conv"
-    own_8, too_high = f"{own}_rate8", float(recipe(f"{page}_attention_rate16")["learning_rates"])
-    stopped = results(f"{page}_attention_rate16")["curves"][ATTENTION][0][-1]
-    higher = {row: stopped_at_16(name, row) for name, row in (("attribution", NO_F), ("split", SPLIT))}
+    own_8 = f"{own}_rate8"
     slim_apart = losses(at_4, SLIM)[0] - seeds(own_seeds, SLIM)[0]  # one training on the two processors
     apart = slim_apart, losses(split_time, ATTENTION)[0] - losses(at_4, ATTENTION)[0]
     return [
         *(gap(best, SLIM), *losses(best, SLIM, ATTENTION), *millions(page)),
-        *(rate(best), attention[0.004] - attention[0.008], rate(at_4), too_high, stopped["val_loss"]),
-        *(after(best, ATTENTION, stopped["step"])[0], rate(best), rate(best, SLIM)),
+        *(rate(best), attention[0.004] - attention[0.008], rate(at_4)),
+        *(*stopped_at_16("attention", ATTENTION, best), rate(best, SLIM)),
         *(*paired(on_three_seeds(ATTENTION), on_three_seeds(SLIM)), mean(on_three_seeds(SLIM))),
         mean(on_three_seeds(ATTENTION)),
         *(rate(three), *by_seed(three, SLIM, ATTENTION)),
         *(attention[0.002] - min(attention.values()), slim[0.002] - min(slim.values())),
         *(*losses(own, NO_F), rate(own, NO_F), rate(own_8, NO_F), gap(own_8, NO_F, ATTENTION, best)),
-        *(gap(own_8, NO_F, SLIM, best), *higher[NO_F]),
+        *(gap(own_8, NO_F, SLIM, best), *stopped_at_16("attribution", NO_F, own_8)),
         *(rate(own_seeds, NO_F), *paired(on_three_seeds(ATTENTION), on_three_seeds(NO_F))),
         *(rate(f"{page}_attention_seeds"), *apart),
         *(rate(page), gap(page, GATE_SLIM), gap(page, BARE_SLIM, GATE_SLIM), gap(page, SLIM, BARE_SLIM), second),
@@ -181,7 +179,7 @@ def ablate_16m() -> list[float]:
         *(rate(f"{split}_rate8", SPLIT), mean(on_three_seeds(SPLIT)), *on_three_seeds(SPLIT)),
         *paired(on_three_seeds(ATTENTION), on_three_seeds(SPLIT)),
         *paired(on_three_seeds(SPLIT), on_three_seeds(NO_F)),
-        *(on_three_seeds(ATTENTION)[0] - on_three_seeds(SPLIT)[0], *higher[SPLIT]),
+        *(on_three_seeds(ATTENTION)[0] - on_three_seeds(SPLIT)[0], *stopped_at_16("split", SPLIT, f"{split}_rate8")),
         *(*losses(split_time, SPLIT, ATTENTION), gap(split_time, SPLIT)),
         gap(split, SPLIT, ATTENTION, split_time),
         *(rate(split_time, NO_F), *losses(split_time, NO_F), gap(split_time, NO_F)),

@@ -164,8 +164,12 @@ def by_reference(call: ScanCall, **options) -> functional.Read:
     return call.read(backend="reference", **options)
 
 
-def compare(call: ScanCall, wanted_of=by_reference, limit: float = 1e-5, **options) -> None:
-    """Both reads and all gradients, against those of `wanted_of` in float64."""
+def compare(call: ScanCall, wanted_of=by_reference, limit: float = 1e-5, beta_unit=None, **options) -> None:
+    """Both reads and all gradients, against those of `wanted_of` in float64.
+
+    beta_unit: of the error of beta's gradient where that is smaller; None: the largest value, as it is a difference of
+    averages of them.
+    """
     mine, exact = call.leaves(), call.leaves(torch.float64)
     got, wanted = mine.read(**options), wanted_of(exact, **options)
     seen = options.get("key_mask", torch.ones(got.mean.shape[:2])).bool()
@@ -174,9 +178,9 @@ def compare(call: ScanCall, wanted_of=by_reference, limit: float = 1e-5, **optio
         assert one.dtype == call.arguments["v"].dtype
         assert relative(one[seen], other[seen], 0.1) < limit, name
     expected = gradients_of(exact, wanted, cotangents)
+    units = {"beta": call.arguments["v"].abs().max() if beta_unit is None else beta_unit}
     for name, gradient in gradients_of(mine, got, cotangents).items():
-        least = 0.1 if name != "beta" else call.arguments["v"].abs().max()  # a difference of averages of v
-        assert relative(gradient, expected[name], least) < limit, name
+        assert relative(gradient, expected[name], units.get(name, 0.1)) < limit, name
 
 
 def state_equation(call: ScanCall) -> functional.Read:

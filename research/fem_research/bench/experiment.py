@@ -30,10 +30,11 @@ TITLES = {
     "served": "Decode in a compiled graph, one layer",
     "context": "One layer at growing contexts",
 }
+EQUAL = "Equal linear weights, 4 D^2; the conditioner C adds its own."
 NOTES = {
     "read": "Attention reads values as wide as its keys; FEM reads [v | exp(beta v)] of values half as wide.",
-    "layer": "Equal linear weights, 4 D^2; the conditioner C adds its own.",
-    "single": "Equal linear weights, 4 D^2; the conditioner C adds its own.",
+    "layer": EQUAL,
+    "single": EQUAL,
     "gpt2": "Blocks without embeddings and head; baselines need a GPU and their library. In brackets the paper's own "
     "ratio to its flash attention: 12 blocks, T 1024, batch 8, FP32 on one L40S. Operations are those of matrix "
     "products as torch's profiler counts them: it sees those of the plain form, and not those inside flash attention.",

@@ -1,5 +1,7 @@
 """`ssm_read` alone: selective state space models. What it shares with `channel_scan_read` is in test_recurrences.py."""
 
+from functools import partial
+
 import pytest
 import torch
 from scan_reads import SHARED, compare, gradients_of, relative, scan_call, state_equation
@@ -8,10 +10,12 @@ from fem.functional import channel_scan_read, ssm_read
 from fem.ops.ssm import numbers as ssm_direct
 from fem.ops.ssm import plain as ssm_scan
 
+check = partial(compare, wanted_of=state_equation, beta_unit=0.1)
+
 
 @pytest.mark.parametrize("time", [63, 64, 65, 191])
 def test_segments_of_any_number_give_the_state_equation(time):
-    compare(scan_call("ssm", time), state_equation)
+    check(scan_call("ssm", time))
 
 
 @pytest.mark.parametrize("name", ["delta", "B", "C", "D", "A"])
@@ -21,7 +25,7 @@ def test_zeros_have_the_exact_gradient(name):
     some = torch.rand_like(tensor) > 0.4
     if name not in SHARED:
         some[:, 0] = True  # a state that nothing entered yet has no scale to measure its gradient by
-    compare(inputs.set(**{name: tensor * some}), state_equation)
+    check(inputs.set(**{name: tensor * some}))
 
 
 @pytest.mark.parametrize("beta", [None, torch.ones(1, 1)])
