@@ -240,7 +240,10 @@ class FreeEnergyMixerConfig:
             "beta_max_init": (self.use_temperature, "use_temperature=True"),
             "lambda_init": (self.learns_lambda, "use_temperature=True without free_share"),
             "fem_ratio": (values.get("fem_dim") is None, "fem_dim=None, which it would set"),
-            "gate_rank": (self.use_temperature or self.use_outer_gate, "a gate: use_temperature or use_outer_gate"),
+            "gate_rank": (
+                self.learns_lambda or self.use_outer_gate,
+                "a gate: use_outer_gate, or use_temperature without free_share",
+            ),
             **dict.fromkeys(("conv_hidden", "conv_norm_first", "conv_bidirectional"), (self.use_conv, "use_conv=True")),
         }
         for name, (is_read, wanted) in needs.items():
@@ -348,7 +351,7 @@ class FreeEnergyMixerConfig:
         reads mean and F: at width 512 a cache of 1.4 times attention's. With the conditioner under softmax, without
         it under the scans. fields replace any of this.
         """
-        return cls.matched(n_embd, n_head, prior_type, **slim_fields(n_embd, prior_type) | fields)
+        return cls.matched(n_embd, n_head, prior_type, **slim_fields(n_embd, prior_type, fields))
 
     @classmethod
     def split(cls, n_embd: int, n_head: int, prior_type: str = "softmax", **fields) -> FreeEnergyMixerConfig:
@@ -357,7 +360,7 @@ class FreeEnergyMixerConfig:
         Half of each head's channels read F, the others the mean (free_share=.5), without lambda; an outer gate of rank
         D / 16 and no conditioner. fields replace any of this.
         """
-        return cls.matched(n_embd, n_head, prior_type, **split_fields(n_embd, prior_type) | fields)
+        return cls.matched(n_embd, n_head, prior_type, **split_fields(n_embd, prior_type, fields))
 
     def _nearest_width(self, **fields) -> FreeEnergyMixerConfig:
         """The configuration with these fields whose weights come nearest to 4 D^2, by bisection."""
@@ -387,17 +390,21 @@ def _readers() -> dict[str, list[str]]:
     return {name: [key for key, prior in priors.items() if name in prior.uses] for name in names}
 
 
-def slim_fields(n_embd: int, prior_type: str) -> dict:
-    """The fields that `slim` changes. The rank D / 16 won where slim gates did; from width 128 on it is a
-    multiple of 8."""
+def slim_fields(n_embd: int, prior_type: str, changes: dict) -> dict:
+    """The fields of `slim`, any of them replaced by `changes`; without a rank where these leave no gate.
+
+    The rank D / 16 won where slim gates did; from width 128 on it is a multiple of 8.
+    """
     width = positive_int("n_embd", n_embd)
     rank = _nearest_multiple(width / 16, 8) if width >= 128 else max(1, round(width / 16))
-    return {"gate_rank": rank, "use_conv": prior_type == "softmax"}
+    mixed = changes.get("use_temperature", True) and changes.get("free_share") is None
+    gate = {"gate_rank": rank} if mixed or changes.get("use_outer_gate", True) else {}
+    return gate | {"use_conv": prior_type == "softmax"} | changes
 
 
-def split_fields(n_embd: int, prior_type: str) -> dict:
-    """The fields that `FreeEnergyMixerConfig.split` changes."""
-    return slim_fields(n_embd, prior_type) | {"use_conv": False, "free_share": 0.5}
+def split_fields(n_embd: int, prior_type: str, changes: dict) -> dict:
+    """The fields of `split`, any of them replaced by `changes`."""
+    return slim_fields(n_embd, prior_type, {"use_conv": False, "free_share": 0.5} | changes)
 
 
 def _nearest_multiple(width: float | int, step: int) -> int:

@@ -28,8 +28,9 @@ TRANSFORMER = {
     "prior_type": "softmax",
     "mixer": {"use_conv": False, "use_lse": False, "use_temperature": False, "use_outer_gate": False},
 }
-STARTS = {"": lambda *_: {}, "-slim": slim_fields, "-split": split_fields}  # mixer fields of a width and a prior
-FAMILIES = {"transformer": ("softmax", lambda *_: TRANSFORMER["mixer"])} | {
+# mixer fields of a width, a prior and the changes that a caller wants
+STARTS = {"": lambda width, prior, changes: changes, "-slim": slim_fields, "-split": split_fields}
+FAMILIES = {"transformer": ("softmax", lambda width, prior, changes: TRANSFORMER["mixer"] | changes)} | {
     f"fem-{'sm' if name == 'softmax' else name}{start}": (name, fields_of)
     for start, fields_of in STARTS.items()
     for name, prior in PRIORS.items()
@@ -54,7 +55,7 @@ def preset(name: str, **changes) -> FEMConfig:
     prior, fields_of = FAMILIES[family]
     mixers = {"prior_type": prior} | {field: value for field, value in changes.items() if field in FIELDS_OF_MIXERS}
     if isinstance(changed := changes.get("mixer") or {}, dict):  # FEMConfig refuses what is none
-        mixers["mixer"] = fields_of(transformer.hidden_size, prior) | changed
+        mixers["mixer"] = fields_of(transformer.hidden_size, prior, changed)
     return with_parameters(FEMConfig(**sizes, **mixers), count_parameters(transformer))
 
 

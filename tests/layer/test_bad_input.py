@@ -216,6 +216,7 @@ TABLE = [
     (config, {"use_conv": False, "conv_hidden": 8}, ValueError, "conv_hidden needs use_conv=True"),
     (config, {"use_conv": False, "conv_norm_first": False}, ValueError, "conv_norm_first needs use_conv=True"),
     (config, {"use_temperature": False, "use_outer_gate": False, "gate_rank": 4}, ValueError, "gate_rank needs a gate"),
+    (config, {"free_share": 0.5, "use_outer_gate": False, "gate_rank": 4}, ValueError, "gate_rank needs a gate"),
     (matched, {"fem_dim": 32}, ValueError, "matched solves the widths; leave out fem_dim"),
     (matched, {"widow": 3}, TypeError, "did you mean 'window'"),
     # Building a layer.

@@ -87,3 +87,12 @@ def test_starting_points_have_the_weights_of_attention(build, prior):
     weights = sum(p.numel() for name, p in layer.named_parameters() if maps(name, p))
     report = layer.parameter_report()
     assert report["linear"] + report["conditioner"] == weights
+
+
+@pytest.mark.parametrize("build", [FreeEnergyMixerConfig.slim, FreeEnergyMixerConfig.split])
+def test_a_preset_without_gates_has_no_rank(build):
+    off = {"use_temperature": False, "use_outer_gate": False}
+    assert build(n_embd=64, n_head=4).gate_rank == 4
+    assert build(n_embd=64, n_head=4, **off).gate_rank is None
+    with pytest.raises(ValueError, match="gate_rank needs a gate"):
+        build(n_embd=64, n_head=4, gate_rank=4, **off)
