@@ -125,10 +125,16 @@ def with_conditioner() -> str:
     return share("peak", MANY_C, "regimes_heads_64")
 
 
-def gla_at_its_best(task: str) -> float:
+def gla_at_its_best(task: str, page: str = "regimes_heads") -> float:
     """Normalised GLA's score, over its numbers of heads."""
-    rows = results("regimes_heads")["regimes"][task]
+    rows = results(page)["regimes"][task]
     return max(mean(found["test"]) for row, found in rows.items() if row.endswith("/norm"))
+
+
+def gla_later() -> tuple[str, str]:
+    """What GLA, with its best number of heads, and slim FEM on it explain of peak after 2,000 steps."""
+    page = "regimes_heads_gla_steps"
+    return f"{gla_at_its_best('peak', page):.2f}", share("peak", "gla+LTG/r4", page, 3)
 
 
 def level_later() -> float:

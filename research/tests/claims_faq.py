@@ -21,6 +21,7 @@ from claims import (
     by_its_best_rate,
     cached,
     gla_at_its_best,
+    gla_later,
     lead,
     loss,
     losses,
@@ -176,7 +177,8 @@ def faq() -> list[str]:
         f"| {1.95} | {gla:.2f}, a state of fixed size, {single('FEM-GLA without C, slim')} | [parts]"
         "(results/regimes_parts.md): "
         f"{share('peak', 'gla+LTG/r4')} of the variance, GLA {share('peak', 'gla/norm')}; [GLA with more heads]"
-        f"(results/regimes_heads.md) {gla_at_its_best('peak'):.2f} |",
+        f"(results/regimes_heads.md) {gla_at_its_best('peak'):.2f}, after four times as many steps "
+        f"{', slim FEM on it '.join(gla_later())} |",
         f"the layer then has {weights(conv_hidden=128, **GATE_AND_C) / bare:.2f} times attention's parameters",
         f"| {cost(**GATE_AND_C)}, a step [{step('ablate_16m_split_time', '+C,G/r8')}](results/ablate_16m.md) in a "
         f"model of {millions('ablate_16m_split_time')} parameters, [{two[NO_F_32]:.2f}](results/ablate_512_two.md) "

@@ -17,6 +17,7 @@ from claims import (
     below,
     cached,
     gla_at_its_best,
+    gla_later,
     late,
     losses,
     mse,
@@ -92,9 +93,8 @@ def readme() -> list[str]:
         f"with 4 heads: {percent('snapshot', SLIM_C)}, {percent('high-water', SLIM_C)}. 16 heads take "
         f"[{heads_step('512', 'attention, 16'):.2f} times]",
         f"attention): {share('peak', 'gla/norm')} with 4 heads, {gla_at_its_best('peak'):.2f} with its best number "
-        f"→ {share('peak', 'gla+LTG/r4')} | more steps were not tried. `torch.cummax` between two linear maps, "
-        "also linear: "
-        f"{share('peak', 'cummax', 'regimes_heads')} |",
+        f"→ {share('peak', 'gla+LTG/r4')}; after four times as many steps {' → '.join(gla_later())} | `torch.cummax` "
+        f"between two linear maps, also linear: {share('peak', 'cummax', 'regimes_heads')} |",
         f"accuracy: {pools['attention'][:-2]} → {pools['max']}, {pools['lse']} on bags of digits | FEM pooling "
         f"{pools['fem/r4']}, with slim gates or full ones, at learning rate .003; at .006 full gates, its default, "
         "have "

@@ -17,6 +17,7 @@ from claims import (
     at_its_best,
     cached,
     gla_at_its_best,
+    gla_later,
     late,
     lead,
     level_later,
@@ -154,7 +155,8 @@ def summary() -> list[str]:
         f"[attention with 16](regimes_heads.md) {with_heads('high-water', 'softmax/h16')} |",
         f"| {the_three(gla)} | {the_three(gla_slim)} | slim without C; full without C {the_three(gla_full)}. [GLA "
         f"with more heads](regimes_heads.md): {gla_at_its_best('peak'):.2f}, "
-        f"{100 * gla_at_its_best('snapshot'):.0f} %, {100 * gla_at_its_best('high-water'):.0f} % at its best |",
+        f"{100 * gla_at_its_best('snapshot'):.0f} %, {100 * gla_at_its_best('high-water'):.0f} % at its best; "
+        f"on the first, after 2,000 steps, {' and '.join(gla_later())} |",
         f"3 seeds | {share(ett[0], 'softmax', sensors)} | {share(ett[0], SLIM_C, sensors)} | slim "
         f"{share(ett[0], SLIM_C, sensors)}, without C {share(ett[0], SLIM, sensors)}, L alone "
         f"{share(ett[0], 'softmax+L', sensors)}, split values {share(ett[0], f'{SLIM}/s.5', sensors)}, full without C "

@@ -161,7 +161,7 @@ def regimes_heads() -> list[float]:
         *scores(page, "peak", "gru"),
         *(*percents(page, "snapshot", "gla/h8/norm"), *percents(page, "high-water", "gla/h16/norm")),
         *percents(page, "high-water", "gla+LTG/h16/r4"),
-        *scores(page, "peak", "gla/h16/norm", "gla+LTG/h8/r4"),
+        *(x for run in (page, f"{page}_gla_steps") for x in scores(run, "peak", "gla/h16/norm", "gla+LTG/h8/r4")),
         *(*scores(page, "peak", "gla/h32/norm"), *percents(page, "high-water", "gla/h32/norm")),
         *percents(page, "snapshot", "gla/h32/norm"),
         *(*scores(page, "peak", lost), *(x for task in FIELDS[::-1] for x in percents(page, task, lost))),
