@@ -110,6 +110,7 @@ def faq() -> list[str]:
     cases = Counter(found["outcome"] for found in results("chaos")["cases"])
     assert set(cases) == {"same"}
     bare, cache = weights(**PLAIN), cached(**PLAIN)
+    sensors = [share("ett-extremes", row, "regimes_ett_steps") for row in (SLIM, SLIM_C, "softmax/h16")]
 
     def cost(**fields) -> str:
         return f"{weights(**fields) / bare:.2f}, {cached(**fields) / cache:.2f}"
@@ -166,7 +167,8 @@ def faq() -> list[str]:
         f"| {1.95} | {cost(use_conv=False, **SLIM_512)}, {steps['slim']} |",
         f"computed extremes: {share('ett-extremes', SLIM, 'regimes_ett')}, with the conditioner "
         f"{share('ett-extremes', SLIM_C, 'regimes_ett')}, attention "
-        f"{share('ett-extremes', 'softmax', 'regimes_ett')} |",
+        f"{share('ett-extremes', 'softmax', 'regimes_ett')}; after four times as many steps {sensors[0]}, {sensors[1]} "
+        f"and, with 16 heads, {sensors[2]} |",
         f"| none | {cost(use_conv=False, use_temperature=False, use_outer_gate=False)}, {single('L alone')} | [parts]"
         f"(results/regimes_parts.md): {share('peak', 'softmax+L')} of the variance; it is best with [64 sensors]"
         f"(results/regimes_peak64.md), {wide('softmax+L')} |",

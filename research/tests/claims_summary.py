@@ -55,7 +55,7 @@ from said_language import (
     two_blocks_at_best,
 )
 from said_natural import pooled
-from said_tasks import DOUBLE, after_8000, heads_step
+from said_tasks import after_8000, heads_step
 
 from fem_research.common.paired import shown
 
@@ -115,7 +115,7 @@ def summary() -> list[str]:
     full = "FEM-SM"
     at_10m = losses("ablate_10m")
     extra = [heavier(f"finetune_{model}", TRAINED) for model in ("gpt2", "llama")]
-    ett, sensors = ("ett-extremes", "ett-events"), "regimes_ett"
+    ett, sensors, longer = ("ett-extremes", "ett-events"), "regimes_ett", "regimes_ett_steps"
     gla, gla_slim, gla_full = "gla/norm", "gla+LTG/r4", "gla+LTG"
     sizes = {
         model: mse("forecast_ett96", "ETTm1", model, "parameters")
@@ -161,14 +161,17 @@ def summary() -> list[str]:
         f"{share(ett[0], SLIM_C, sensors)}, without C {share(ett[0], SLIM, sensors)}, L alone "
         f"{share(ett[0], 'softmax+L', sensors)}, split values {share(ett[0], f'{SLIM}/s.5', sensors)}, full without C "
         f"{share(ett[0], OWN, sensors)}; the conditioner alone {share(ett[0], 'softmax+C/h16', 'regimes_ett_rivals')} "
-        f"with 16 heads, the outer gate alone {share(ett[0], 'softmax+G/r4', sensors)} |",
+        f"with 16 heads, the outer gate alone {share(ett[0], 'softmax+G/h8/r4', sensors)} with 8. After 2,000 steps "
+        f"attention {share(ett[0], 'softmax/h16', longer)} with 16 heads, with the conditioner "
+        f"{share(ett[0], 'softmax+C/h16', longer)}, slim {share(ett[0], SLIM_C, longer)} |",
         f"| {percent(ett[1], 'softmax', sensors, 1)} | {percent(ett[1], SLIM_C, sensors, 1)} | slim "
         f"{percent(ett[1], SLIM_C, sensors, 1)}, without C {percent(ett[1], SLIM, sensors, 1)}, L alone "
         f'{percent(ett[1], "softmax+L", sensors, 1)}; always "no" '
         f"{100 * results(sensors)['constants'][ett[1]]:.1f} % |",
         f"one seed, one rate | {percent('snapshot-64', 'softmax/h64', SNAPSHOT_64)} with 64 heads | "
         f"{percent('snapshot-64', 'softmax+LTG/r16', SNAPSHOT_64)} | loses, slim without C;",
-        f"| {of_bags(DOUBLE)} with 64 heads and values twice as wide, {of_bags('softmax/h16')} with 16 heads | "
+        f"| {of_bags('softmax+C/h32/norope')} with the conditioner, 32 heads and no position code, "
+        f"{of_bags('softmax/h16')} with 16 heads alone | "
         f"{of_bags(SLIM)} with 4 heads | heads do it as well: attention with 4 has {of_bags('softmax')}. Slim without "
         f"C; with it {of_bags(SLIM_C)}, full {of_bags(FULL)}, L alone {of_bags('softmax+L')} |",
         f"3 seeds | {late('softmax')} | {late(SLIM_C)} | not the free energy: slim FEM without C {late(SLIM)}, L alone "

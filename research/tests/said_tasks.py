@@ -1,6 +1,7 @@
 """What the pages on tasks say, in the text's order: the regimes and the argmax task."""
 
 import sys
+from collections.abc import Sequence
 from statistics import mean
 
 from said import MEASURED, PAGES, recipe, results, span
@@ -92,24 +93,43 @@ def regimes() -> list[float]:
 
 
 def regimes_ett() -> list[float]:
-    page, asked, events, rivals = "regimes_ett", ("ett-extremes",), "ett-events", "regimes_ett_rivals"
-    many, both = "softmax+C/h16", "softmax+CG/r4"
+    page, asked, events, gate, many = "regimes_ett", ("ett-extremes",), "ett-events", "softmax+G/h8/r4", "softmax+C/h16"
+    rivals, once, higher, longer = (f"{page}_{run}" for run in ("rivals", "screen", "rate96", "steps"))
+    on_gla, without_code = named(once, "gla"), named(once, "/norope")
+    narrow = [row for row in named(once, "/h32") if row not in (*on_gla, *without_code)]
+    free = [row for row in named(once, "L") if row not in (*narrow, *on_gla, *without_code)]
+    tried = results(higher)["regimes"][events].values()
+    later = results(longer)["regimes"][asked[0]]
+    at_96 = results(f"{longer}_rate96")["regimes"][asked[0]]
+    lost = [later[m]["validation_by_rate"]["0.048"] - row["validation_by_rate"]["0.096"] for m, row in at_96.items()]
+    gains = [100 * (row["validation_by_rate"]["0.096"] - row["validation_by_rate"]["0.048"]) for row in tried]
 
     def shown(*mixers: str) -> list[float]:
         """Of extremes the explained variance, of events the per cent that are right."""
         return [x for m in mixers for x in (*scores(page, *asked, m), *percents(page, events, m))]
 
+    def over(rows: Sequence[str]) -> list[float]:
+        """The ends of the scores of rows with one run, of extremes and of events."""
+        return [*span(scores(once, *asked, *rows)), *span(percents(once, events, *rows))]
+
     return [
         *scores(page, *asked, SLIM_C, SLIM, f"{SLIM}/s.5", ALONE, ATTENTION, "softmax/h32"),
-        *(*scores(rivals, *asked, many), *scores(page, *asked, C, f"{C}/h8", f"{GATE}/r4")),
-        *scores(rivals, *asked, both),
-        *(*leads(page, asked, SLIM_C, ATTENTION), *leads(page, asked, SLIM_C, many, rivals)),
+        *scores(page, *asked, gate, f"{GATE}/r4", f"{GATE}/h16/r4", many, C, f"{C}/h8"),
+        *scores(rivals, *asked, "softmax+CG/r4", "softmax+CG/h8/r4"),
+        *(x for mixer in (ATTENTION, gate, many) for x in leads(page, asked, SLIM_C, mixer)),
         *scores(page, *asked, FULL),
+        *(*leads(longer, asked, SLIM_C, many), *scores(longer, *asked, ATTENTION, "softmax/h16", many, SLIM_C, SLIM)),
+        *(x for mixer in ("softmax/h16", many) for x in leads(longer, asked, SLIM_C, mixer)),
+        *(0.05, rate(longer, *asked, many), *span(rates(longer)), *rates(f"{longer}_rate96"), *span(lost)),
         *percents(page, events, SLIM_C, SLIM, ALONE, ATTENTION),
         *(100 * x for x in leads(page, (events,), SLIM_C, ATTENTION)),
-        *(100 * results(page)["constants"][events], *shown(GLA_SLIM, GLA, "cummax", "gru")),
-        *scores(page, *asked, f"{ALONE}/h8"),
-        *(*shown("softmax/norope", "softmax/h8/norope", "softmax/h16/norope"), *span(rates(page))),
+        *(*percents(page, events, gate), 100 * results(page)["constants"][events]),
+        *(*shown(GLA_SLIM, GLA, "cummax", "gru"), *scores(page, *asked, f"{ALONE}/h8")),
+        *shown("softmax/norope", "softmax/h8/norope", "softmax/h16/norope"),
+        *shown(f"{GATE}/norope/r4", f"{GATE}/h16/norope/r4"),
+        *(rate(once, events, narrow[0]), *over(without_code), *over(narrow)),
+        *(max(scores(once, *asked, *free)), max(percents(once, events, *free)), *over(on_gla)),
+        *(*span(rates(page)), max(rates(higher)), *span([gain for gain in gains if gain > 0])),
     ]
 
 
@@ -291,18 +311,25 @@ def regimes_thirds() -> list[float]:
 
 def regimes_bags() -> list[float]:
     page, task, heads, slim_16 = "regimes_bags", ("bags",), "softmax/h16", ("softmax+LTG/h16/r4", "softmax+CLTG/h16/r4")
+    best, once = "softmax+C/h32/norope", f"{page}_screen"
+    single = [row for row in results(once)["regimes"]["bags"] if row not in results(page)["regimes"]["bags"]]
     failed = sorted(seeds(page, "bags", SLIM_C))[:2]
     return [
         *(*percents(page, "bags", SLIM, ATTENTION), *leads(page, task, ATTENTION), *percents(page, "bags", heads)),
         *(*leads(page, task, heads), *percents(page, "bags", DOUBLE), *leads(page, task, DOUBLE)),
+        *(*percents(page, "bags", best), *leads(page, task, best)),
+        *percents(page, "bags", f"{FULL_C}/h32/norope/r4"),
         *(x for mixer in slim_16 for x in leads(page, task, mixer, heads)),
-        *percents(page, "bags", ALONE, FULL_C, f"{SLIM}/s1", f"{SLIM}/s.5", C, "softmax+G"),
+        *percents(page, "bags", ALONE, FULL_C, f"{SLIM}/s1", f"{SLIM}/s.5", C, GATE, f"{GATE}/h16/r4"),
         *leads(page, task, "softmax+LTG/b8/r4"),
         *(*percents(page, "bags", GLA, GLA_SLIM), *leads(page, task, GLA_SLIM, GLA)),
-        *(rate(page, "bags", SLIM_C), 100 * failed[1]),
+        *(*percents(page, "bags", "gla/h16/norm"), *leads(page, task, "gla/h16/norm", GLA_SLIM)),
+        *(*percents(page, "bags", "cummax", "gru"), rate(page, "bags", SLIM_C), 100 * failed[1]),
         *percents(page, "bags", "softmax/h32", "softmax/h32/norope"),
         *percents("regimes_pools", "bags", "pool:fem/r4", "pool:mean"),
         *(0.012, 0.024, 0.003, 0.006),  # rates of the pages that gave way, and those of this one
+        rate(page, "bags", "cummax"),
+        *(*rates(once), *span(percents(once, "bags", *single)), *percents(page, "bags", best)),
     ]
 
 
