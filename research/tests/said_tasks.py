@@ -318,7 +318,7 @@ def regimes_bags() -> list[float]:
         *(*percents(page, "bags", SLIM, ATTENTION), *leads(page, task, ATTENTION), *percents(page, "bags", heads)),
         *(*leads(page, task, heads), *percents(page, "bags", DOUBLE), *leads(page, task, DOUBLE)),
         *(*percents(page, "bags", best), *leads(page, task, best)),
-        *percents(page, "bags", f"{FULL_C}/h32/norope/r4"),
+        *percents(page, "bags", f"{FULL_C}/h32/norope/r4", f"{FULL_C}/h8/r4"),
         *(x for mixer in slim_16 for x in leads(page, task, mixer, heads)),
         *percents(page, "bags", ALONE, FULL_C, f"{SLIM}/s1", f"{SLIM}/s.5", C, GATE, f"{GATE}/h16/r4"),
         *leads(page, task, "softmax+LTG/b8/r4"),
@@ -329,7 +329,7 @@ def regimes_bags() -> list[float]:
         *percents("regimes_pools", "bags", "pool:fem/r4", "pool:mean"),
         *(0.012, 0.024, 0.003, 0.006),  # rates of the pages that gave way, and those of this one
         rate(page, "bags", "cummax"),
-        *(*rates(once), *span(percents(once, "bags", *single)), *percents(page, "bags", best)),
+        *(*rates(once), *span(percents(once, "bags", *single))),
     ]
 
 
