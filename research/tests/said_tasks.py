@@ -324,6 +324,7 @@ def regimes_bags() -> list[float]:
         *leads(page, task, "softmax+LTG/b8/r4"),
         *(*percents(page, "bags", GLA, GLA_SLIM), *leads(page, task, GLA_SLIM, GLA)),
         *(*percents(page, "bags", "gla/h16/norm"), *leads(page, task, "gla/h16/norm", GLA_SLIM)),
+        *percents(page, "bags", *(f"gla+LTG/h{number}/r4" for number in (8, 16, 32))),
         *(*percents(page, "bags", "cummax", "gru"), rate(page, "bags", SLIM_C), 100 * failed[1]),
         *percents(page, "bags", "softmax/h32", "softmax/h32/norope"),
         *percents("regimes_pools", "bags", "pool:fem/r4", "pool:mean"),
