@@ -95,9 +95,10 @@ def regimes() -> list[float]:
 def regimes_ett() -> list[float]:
     page, asked, events, gate, many = "regimes_ett", ("ett-extremes",), "ett-events", "softmax+G/h8/r4", "softmax+C/h16"
     rivals, once, higher, longer = (f"{page}_{run}" for run in ("rivals", "screen", "rate96", "steps"))
-    on_gla, without_code = named(once, "gla"), named(once, "/norope")
-    narrow = [row for row in named(once, "/h32") if row not in (*on_gla, *without_code)]
-    free = [row for row in named(once, "L") if row not in (*narrow, *on_gla, *without_code)]
+    slim_gla, without_code = named(once, "gla+LTG"), named(once, "/norope")
+    on_gla = [row for row in named(once, "gla") if row not in slim_gla]
+    narrow = [row for row in named(once, "softmax") if "/h32" in row and row not in without_code]
+    free = [row for row in named(once, "L") if row not in (*narrow, *slim_gla, *without_code)]
     tried = results(higher)["regimes"][events].values()
     later = results(longer)["regimes"][asked[0]]
     at_96 = results(f"{longer}_rate96")["regimes"][asked[0]]
@@ -128,7 +129,7 @@ def regimes_ett() -> list[float]:
         *shown("softmax/norope", "softmax/h8/norope", "softmax/h16/norope"),
         *shown(f"{GATE}/norope/r4", f"{GATE}/h16/norope/r4"),
         *(rate(once, events, narrow[0]), *over(without_code), *over(narrow)),
-        *(max(scores(once, *asked, *free)), max(percents(once, events, *free)), *over(on_gla)),
+        *(max(scores(once, *asked, *free)), max(percents(once, events, *free)), *over(on_gla), *over(slim_gla)),
         *(*span(rates(page)), max(rates(higher)), *span([gain for gain in gains if gain > 0])),
     ]
 
