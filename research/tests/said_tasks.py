@@ -66,6 +66,12 @@ def rate(page: str, task: str, mixer: str) -> float:
     return float(results(page)["regimes"][task][mixer]["learning_rate"])
 
 
+def doubled(page: str, beside: str, task: str) -> list[tuple[float, float]]:
+    """The validation of every row of `beside` at the rate .048, which `page` has, and at .096."""
+    at_48, at_96 = (results(run)["regimes"][task] for run in (page, beside))
+    return [(at_48[row]["validation_by_rate"]["0.048"], at_96[row]["validation_by_rate"]["0.096"]) for row in at_96]
+
+
 def heads_step(length: str, layer: str) -> float:
     """A train step over that of attention with 4 heads, in a layer of width 256."""
     steps = results("heads_cpu")["train_s"][length]
@@ -99,11 +105,8 @@ def regimes_ett() -> list[float]:
     on_gla = [row for row in named(once, "gla") if row not in slim_gla]
     narrow = [row for row in named(once, "softmax") if "/h32" in row and row not in without_code]
     free = [row for row in named(once, "L") if row not in (*narrow, *slim_gla, *without_code)]
-    tried = results(higher)["regimes"][events].values()
-    later = results(longer)["regimes"][asked[0]]
-    at_96 = results(f"{longer}_rate96")["regimes"][asked[0]]
-    lost = [later[m]["validation_by_rate"]["0.048"] - row["validation_by_rate"]["0.096"] for m, row in at_96.items()]
-    gains = [100 * (row["validation_by_rate"]["0.096"] - row["validation_by_rate"]["0.048"]) for row in tried]
+    gains = [100 * (at_96 - at_48) for at_48, at_96 in doubled(higher, higher, events)]
+    lost = [at_48 - at_96 for at_48, at_96 in doubled(longer, f"{longer}_rate96", *asked)]
 
     def shown(*mixers: str) -> list[float]:
         """Of extremes the explained variance, of events the per cent that are right."""
@@ -310,66 +313,12 @@ def regimes_thirds() -> list[float]:
     ]
 
 
-def regimes_bags() -> list[float]:
-    page, task, heads, slim_16 = "regimes_bags", ("bags",), "softmax/h16", ("softmax+LTG/h16/r4", "softmax+CLTG/h16/r4")
-    best, once = "softmax+C/h32/norope", f"{page}_screen"
-    single = [row for row in results(once)["regimes"]["bags"] if row not in results(page)["regimes"]["bags"]]
-    failed = sorted(seeds(page, "bags", SLIM_C))[:2]
-    return [
-        *(*percents(page, "bags", SLIM, ATTENTION), *leads(page, task, ATTENTION), *percents(page, "bags", heads)),
-        *(*leads(page, task, heads), *percents(page, "bags", DOUBLE), *leads(page, task, DOUBLE)),
-        *(*percents(page, "bags", best), *leads(page, task, best)),
-        *percents(page, "bags", f"{FULL_C}/h32/norope/r4", f"{FULL_C}/h8/r4"),
-        *(x for mixer in slim_16 for x in leads(page, task, mixer, heads)),
-        *percents(page, "bags", ALONE, FULL_C, f"{SLIM}/s1", f"{SLIM}/s.5", C, GATE, f"{GATE}/h16/r4"),
-        *leads(page, task, "softmax+LTG/b8/r4"),
-        *(*percents(page, "bags", GLA, GLA_SLIM), *leads(page, task, GLA_SLIM, GLA)),
-        *(*percents(page, "bags", "gla/h16/norm"), *leads(page, task, "gla/h16/norm", GLA_SLIM)),
-        *percents(page, "bags", *(f"gla+LTG/h{number}/r4" for number in (8, 16, 32))),
-        *(*percents(page, "bags", "cummax", "gru"), rate(page, "bags", SLIM_C), 100 * failed[1]),
-        *percents(page, "bags", "softmax/h32", "softmax/h32/norope"),
-        *percents("regimes_pools", "bags", "pool:fem/r4", "pool:mean"),
-        *(0.012, 0.024, 0.003, 0.006),  # rates of the pages that gave way, and those of this one
-        rate(page, "bags", "cummax"),
-        *(*rates(once), *span(percents(once, "bags", *single))),
-    ]
-
-
-def regimes_pools() -> list[float]:
-    page, safe = "regimes_pools", "regimes_pools_rate3"
-    slim, full, lse, largest, attention, average = (
-        f"pool:{pool}" for pool in ("fem/r4", "fem", "lse", "max", "attention", "mean")
-    )
-    return [
-        *percents(page, "bags", slim, lse, largest, attention),
-        *(x for pool in (slim, lse, largest) for x in leads(page, ("bags",), pool, attention)),
-        *percents(page, "bags", average),
-        *(rate(page, "bags", full), *percents(page, "bags", full), rate(safe, "bags", full)),
-        *percents(safe, "bags", full),
-        *(
-            *percents("regimes_pools_mixed", "bags", lse, largest, full, attention, average, slim),
-            rate("regimes_pools_mixed", "bags", slim),
-        ),
-    ]
-
-
 def regimes_recall_1() -> list[float]:
     return rates("regimes_recall_1")
 
 
 def regimes_recall_2() -> list[float]:
     return rates("regimes_recall_2")
-
-
-def regimes_speakers() -> list[float]:
-    page, pools = "regimes_speakers", ("fem/r4", "attention", "lse", "fem", "max", "mean")
-    return [
-        *(
-            *percents(page, "speakers", *(f"pool:{pool}" for pool in pools)),
-            100 * results(page)["constants"]["speakers"],
-        ),
-        *leads(page, ("speakers",), "pool:mean", "pool:attention"),
-    ]
 
 
 def regimes_split() -> list[float]:

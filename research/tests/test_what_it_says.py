@@ -6,13 +6,14 @@ import pytest
 import said_costs
 import said_language
 import said_natural
+import said_sets
 import said_tasks
 from said import MEASURED, PAGES
 
 from fem_research.report import OURS
 
 # A function of a page's name: its numbers.
-CLAIMS = vars(said_costs) | vars(said_language) | vars(said_natural) | vars(said_tasks)
+CLAIMS = vars(said_costs) | vars(said_language) | vars(said_natural) | vars(said_sets) | vars(said_tasks)
 
 
 def measured(text: str) -> list[str]:
