@@ -75,7 +75,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
             h, y = hidden[start : start + rows], targets[start : start + rows]
             logits = F.linear(h, weight)
             log_p = F.log_softmax(logits, -1, dtype=total.dtype)
-            total += F.nll_loss(log_p, y, ignore_index=IGNORED, reduction="sum")
+            # not in place: under torch.compile PyTorch 2.11 gives no gradient to an output that was written to
+            total = total + F.nll_loss(log_p, y, ignore_index=IGNORED, reduction="sum")
             if of_hidden or of_weight:
                 counted = (y != IGNORED)[:, None]
                 grad = log_p.exp_().scatter_add_(1, y.clamp_min(0)[:, None], -counted.to(log_p.dtype)).mul_(counted)

@@ -195,7 +195,7 @@ def test_every_part_has_a_section_a_table_and_its_picture(monkeypatch, tmp_path,
 @pytest.mark.parametrize(
     "wrong, sentence",
     [
-        ({"profile": "phone"}, "profile must be one of laptop, paper; got 'phone'"),
+        ({"profile": "phone"}, "profile must be one of laptop, gpu, paper; got 'phone'"),
         ({"parts": "read,write"}, "parts must be from .*; got 'write'"),
         ({"parts": ""}, "got none"),
         ({"seconds": 0.0}, "must be positive"),

@@ -9,6 +9,7 @@ import card
 import pytest
 import torch
 from measure import LAYERS, RECORD, ROWS, TIME, WIDTH, build, decode, train
+from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 from fem import PRIORS
@@ -66,6 +67,16 @@ def test_softmax_of_every_length_meets_no_recompile_limit(fields, marks, mode):
         train(call, x, warm=0, **given)
         with torch.no_grad():
             call(x, **given)
+
+
+@full
+@pytest.mark.parametrize("fields", [{}, {"free_share": 0.5}, {"prior_type": "gla"}])
+def test_no_cuda_graph_is_made_of_a_part_of_a_layer(fields):
+    """Inductor leaves out pieces of a concatenation that lie in another part (fem/ops/common/operator.py)."""
+    layer, x = build(256, 4, use_conv=True, **fields), tokens()
+    _, codes = run_and_get_code(lambda: torch.compile(layer, mode="reduce-overhead")(x).sum().backward())
+    assert len(codes) == 2
+    assert not [code for code in codes if "partition_1" in code]
 
 
 @full
@@ -137,7 +148,7 @@ def test_a_token_can_be_captured_in_a_graph(prior):
     assert not [event for event in events if "illegal" in event], events.summary()
 
 
-@pytest.mark.parametrize("step", ["softmax", "offsets", "scans", "situations"])
+@pytest.mark.parametrize("step", ["softmax", "offsets", "scans", "model", "situations"])
 def test_a_step_of_the_doctor_raises_nothing(step):
     """Values aside: a comparison that fails says "off by" or "differs", an exception its type."""
     rows = list(steps()[step].rows(torch.device("cuda", 0)))

@@ -5,7 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from layers import FAMILIES
+
+from fem.functional import decay_scan
+from fem.ops.common.steps import exporting
 
 SCRIPT = """
 import sys, torch
@@ -50,6 +54,18 @@ def run(backend, families):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("whole:") == len(families)
+
+
+def test_what_waits_leaves_no_cuda_graphs_of_parts(monkeypatch):
+    from torch._inductor import config
+
+    monkeypatch.setattr(config, "graph_partition", True)
+    torch.compile(decay_scan, backend="aot_eager")(-torch.rand(1, 3, 2), torch.randn(1, 3, 2))
+    assert not config.graph_partition
+
+
+def test_a_compiled_graph_is_not_an_exported_one():
+    assert torch.compile(lambda x: x + exporting(), backend="eager")(torch.zeros(1)) == 0
 
 
 @pytest.mark.slow

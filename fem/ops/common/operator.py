@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,7 @@ def operator(
     """Declares a function that changes no argument as `fem::name`, of a schema like "name(Tensor x) -> Tensor".
 
     flops: the formula by which FlopCounterMode counts a call. waits: it reads a value on the host, which a CUDA graph
-    must not do, so inductor leaves the call out of its graphs.
+    must not do, so inductor makes none of what is compiled together with it.
     """
     name, bracket, rest = schema.partition("(")
 
@@ -24,6 +25,24 @@ def operator(
         declared = torch.library.custom_op(f"fem::{name}", function, mutates_args=(), schema=bracket + rest, tags=tags)
         if flops is not None:
             register_flop_formula(getattr(torch.ops.fem, name))(flops)
+        if waits:
+            register = declared.register_fake
+            declared.register_fake = lambda shapes: register(_in_whole_graphs(shapes))
         return declared
 
     return declare
+
+
+def _in_whole_graphs(shapes: Callable) -> Callable:
+    """`shapes`, which runs while a graph is traced, before it is compiled: without CUDA graphs of its parts.
+
+    With them inductor (PyTorch 2.11 and 2.13) leaves out, without an error, those pieces of a concatenation that are
+    computed before the operator: of [x, h] with a conditioner, of [mean, F] with split values.
+    """
+
+    def traced(*inputs):
+        if "torch._inductor.config" in sys.modules:
+            torch._inductor.config.graph_partition = False
+        return shapes(*inputs)
+
+    return traced

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from fem.ops.common.steps import exporting
+
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """float64 if any of the tensors is, else float32."""
@@ -35,7 +37,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
     None in an exported graph, which would hold it as a graph of its own, and on the meta device, which has no autocast.
     """
-    if device.type == "meta" or torch.compiler.is_exporting() or not torch.is_autocast_enabled(device.type):
+    if device.type == "meta" or exporting() or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 

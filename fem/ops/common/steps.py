@@ -11,13 +11,18 @@ from torch import Tensor
 Step = Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]
 
 
+def exporting() -> bool:
+    """Whether `torch.export` is tracing. PyTorch's own `is_exporting` says so under torch.compile too in 2.11."""
+    return torch.compiler._is_exporting_flag
+
+
 def portable() -> bool:
     """Whether `torch.export` is tracing a graph that must not contain our custom operators.
 
     That is every graph for inference, under torch.no_grad(), and for ONNX. A graph exported with gradients keeps the
     operators, as they have gradients.
     """
-    return torch.compiler.is_exporting() and (not torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
+    return exporting() and (not torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
 
 
 def without_gradient() -> contextlib.AbstractContextManager:

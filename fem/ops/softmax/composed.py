@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fem.ops.common.packing import Packing
 from fem.ops.common.precision import upcast, without_autocast
 from fem.ops.common.read import LOG_ZERO, Read
-from fem.ops.common.steps import along_time, portable, without_gradient
+from fem.ops.common.steps import along_time, exporting, portable, without_gradient
 from fem.ops.softmax.recompute import recompute
 from fem.ops.softmax.support import Intervals, Pairs
 
@@ -31,6 +31,7 @@ _MOST = 256  # columns: flash attention takes no more
 _GAP = 192  # columns: with up to 224 flash attention has no gradients on sm_86 and sm_89
 # Bytes of shared memory: FlexAttention's own backward blocks take 112 KiB above 128 columns; sm_86, 89 and 120 have 99.
 _ROOM, _SMALL_BLOCKS = 112 << 10, {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")} | {"bwd_num_stages": 1}
+_BIASED = {"num_stages": 1}  # a bias loaded ahead, as keys are, takes 242 KiB in PyTorch 2.11, and an H100 has 227
 _RECOMPILES = 64  # one for each of gradients, few rows, one row, few tokens, one token, dtypes, widths
 _CUDNN, _FLASH, _EFFICIENT = (
     SDPBackend.CUDNN_ATTENTION,
@@ -50,9 +51,9 @@ def composed_read(
     16-bit inputs are read in bfloat16, as e would leave float16's range. Shapes as in `read.softmax_read`.
     A row that sees no key reads 0. NaN in a token that is not masked may reach rows that do not see it.
     """
-    exporting, bias, keep = torch.compiler.is_exporting(), pairs.bias, pairs.keep
+    exported, bias, keep = exporting(), pairs.bias, pairs.keep
     hidden = sees = None
-    if exporting:
+    if exported:
         dtype, mask = upcast(q).dtype, None
         if pairs.restricted():
             mask, sees = _mask_of(q, k, pairs)
@@ -74,7 +75,7 @@ def composed_read(
         attend = functools.partial(_attend, pairs=pairs)
     with without_autocast(q.device):
         q, k, v = (x.to(dtype) for x in (q, k, v))
-        together = exporting or v.shape[3] + f.shape[3] <= max(_WIDEST, q.shape[3])
+        together = exported or v.shape[3] + f.shape[3] <= max(_WIDEST, q.shape[3])
         parts, shift, small = fused(_prologue, q)(v, f, beta, hidden, together)
         out = [attend(q, k, part) for part in parts]
         mean, free_energy, doubtful = fused(_epilogue, q)(out, beta, shift, small, sees)
@@ -181,20 +182,21 @@ def _kernels(columns: int) -> contextlib.AbstractContextManager:
     return sdpa_kernel(order, set_priority=True)
 
 
-def _flex(q, *inputs, **options) -> Tensor:
+def _flex(q, k, values, score: Callable | None, *inputs, **options) -> Tensor:
     """FlexAttention; on a GPU compiled once for each kind of call, and an error where that fails, never the form of
     T x T scores. Its kernel for few queries knows neither gradients nor other lengths."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    kernel = {}
+    kernel = {} if score is None else _BIASED
     if q.is_cuda and q.shape[-1] > _WIDEST:
         room = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
-        kernel = _SMALL_BLOCKS if room < _ROOM else {}
+        kernel = kernel | _SMALL_BLOCKS if room < _ROOM else kernel
     if not q.is_cuda or torch.compiler.is_compiling():
-        return flex_attention(q, *inputs, **options, kernel_options=kernel)
+        return flex_attention(q, k, values, score, *inputs, **options, kernel_options=kernel)
     compiled = _compiled(flex_attention, dynamic=True, fullgraph=True)
+    kernel = kernel | {"FORCE_USE_FLEX_ATTENTION": True}
     with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
-        return compiled(q, *inputs, **options, kernel_options=kernel | {"FORCE_USE_FLEX_ATTENTION": True})
+        return compiled(q, k, values, score, *inputs, **options, kernel_options=kernel)
 
 
 def _biased(bias: Float[Tensor, "#b #h #tq #t"]):
@@ -222,7 +224,7 @@ def block_mask(seen: Intervals, keys: int):
     full = (top >= most[0]) & (bottom <= least[1])  # a ragged last block never is
     chosen = torch.stack([some & ~full, full])[:, :, None]
     listed = {}
-    for side, blocks in (("kv", chosen), ("q", chosen.mT)):
+    for side, blocks in (("kv", chosen), ("q", chosen.mT.contiguous())):  # the kernels take lists in one piece
         counts = blocks.sum(-1, dtype=torch.int32)
         order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
         listed |= {f"{side}_num_blocks": counts[0], f"full_{side}_num_blocks": counts[1]}

@@ -13,6 +13,7 @@ from fem.ops.common.backend import softmax_backend
 from fem.ops.common.packing import Packing
 from fem.ops.common.precision import compute_dtype, without_autocast
 from fem.ops.common.read import Read, connected_zeros
+from fem.ops.common.steps import exporting
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import differentiated, transformed
 from fem.ops.softmax.cached import unpacked
@@ -64,9 +65,9 @@ def softmax_read(
     if keep is not None:  # whatever stands in a masked token, NaN too, is multiplied by 0 later on
         k, *values = (x.masked_fill(~keep[..., None, None], 0.0) for x in (k, *values))
     v, f = values[0], values[-1]
-    composed = torch.compiler.is_exporting() or (backend == "sdpa" and q.is_cuda)
+    composed = exporting() or (backend == "sdpa" and q.is_cuda)
     by_pairs = window is not None or document is not None or (causal and 1 < queries < time)
-    on_gpu = composed and not torch.compiler.is_exporting()
+    on_gpu = composed and not exporting()
     by_pairs = by_pairs or (on_gpu and (keep is not None or bias is not None))
     causal = causal and queries > 1
     seen = intervals(queries, time, causal, window, tokens, q.device) if by_pairs else None
@@ -138,7 +139,7 @@ def _one_query(*tensors: Tensor | None) -> Callable[..., Read | None] | None:
 
     Under a compiler, which is at work for eager calls on a GPU too, it looks at no value.
     """
-    if torch.compiler.is_exporting() or transformed(*tensors) or differentiated(*tensors):
+    if exporting() or transformed(*tensors) or differentiated(*tensors):
         return None
     traced = tensors[0].is_cuda or torch.compiler.is_compiling()
     return fused(traced_step, tensors[0]) if traced else softmax_step

@@ -60,6 +60,10 @@ SINGLE = (BASELINE, "L alone", "FEM-SM -G,T,L", "G alone, slim", "C and G, slim"
 DECODES = (BASELINE, "FEM-SM without C", "FEM-SM", "slim", "split", "FEM-GLA")
 SERVED = (BASELINE, "FEM-SM without C")
 CONTEXTS = (BASELINE, "FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT")
+BY_COMPILER = tuple(
+    f"{name}, compiled" for name in (BASELINE, "FEM-SM without C", "slim", "slim with C", "split", "split with C")
+)
+ON_A_CARD = (BASELINE, "FEM-SM without C", "slim", "slim with C", "split")  # as they are, without a compiler
 BASELINES_AT_LENGTH = ("GLA (fla)", "Mamba (mamba-ssm)")
 
 
@@ -105,6 +109,18 @@ def _laptop() -> list[Case]:
     ]
 
 
+def _gpu() -> list[Case]:
+    """Softmax attention and FEM on it, in four minutes on an H100: scans tune their kernels for minutes."""
+    return [
+        Case("layer", Size(8, 2048, 1024, 16), "bfloat16", BY_COMPILER),
+        Case("gpt2", Size(8, 1024, 768, 12), "bfloat16", BY_COMPILER[:4], layers=12),
+        Case("layer", Size(2, 8192, 1024, 16), "bfloat16", BY_COMPILER[:5]),
+        Case("layer", Size(8, 2048, 1024, 16), "bfloat16", ON_A_CARD),
+        *(Case("read", Size(2, time, 1024, 16), "bfloat16", READS[:2]) for time in (2048, 8192, 32768)),
+        Case("decode", Size(1, 4096, 1024, 16), "bfloat16", (BASELINE, "FEM-SM without C", "slim")),
+    ]
+
+
 def _paper() -> list[Case]:
     cases = []
     for dtype in DTYPES:
@@ -122,14 +138,14 @@ def _paper() -> list[Case]:
     return cases
 
 
-PROFILES = {"laptop": _laptop(), "paper": _paper()}
+PROFILES = {"laptop": _laptop(), "gpu": _gpu(), "paper": _paper()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRecipe:
     """What is measured, and for how long."""
 
-    profile: str = option("laptop", f"Sizes: {' or '.join(PROFILES)} (for a GPU).")
+    profile: str = option("laptop", "Sizes: laptop, gpu (minutes on one) or paper (hours on one).")
     parts: str = option(",".join(PARTS), "Parts, with commas between them.")
     seconds: float = option(4.0, "Seconds to measure a case's train steps; a third of that more for forward passes.")
     threads: int = option(1, "CPU threads.")
@@ -140,6 +156,9 @@ class BenchRecipe:
         require_some_of("parts", self.part_names, PARTS)
         require_positive(self, "seconds", "threads")
         require_not_negative(self, "seed")
+        if not self.cases():
+            has = ", ".join({case.part: None for case in PROFILES[self.profile]})
+            raise ValueError(f"--parts: the profile {self.profile!r} has {has}, got {self.parts!r}.")
 
     @property
     def part_names(self) -> list[str]:

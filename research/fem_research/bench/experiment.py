@@ -11,15 +11,15 @@ import torch
 
 from fem.runs.run import command_line, open_run, progress, provenance
 from fem.runs.tables import markdown_table, show_table, write_page, write_table
-from fem_research.bench.cases import BY_TOKEN, TABLE5, TABLE7, BenchRecipe, Case
-from fem_research.bench.workloads import BASELINE, OWN_LAYER, colour_of, measure, measure_tokens, shown
+from fem_research.bench.cases import BASELINE, BY_TOKEN, TABLE5, TABLE7, BenchRecipe, Case
+from fem_research.bench.workloads import OWN_LAYER, baseline_of, colour_of, measure, measure_tokens, shown
 from fem_research.common.measure import cpu_threads
 from fem_research.common.plots import Panel, learning_curves
 
 Results = list[tuple[Case, dict[str, dict]]]
 
 PAPER = {"gpt2": TABLE7, "table5": TABLE5}
-PAPER_BASELINE = {"gpt2": BASELINE, "table5": "FEM-SM -G,T,L,C"}
+PAPER_BASELINE = {"table5": "FEM-SM -G,T,L,C"}
 TITLES = {
     "read": "The read alone",
     "layer": "One layer",
@@ -67,7 +67,7 @@ def rows(part: str, results: Results) -> list[dict]:
 
 
 def _costs(part: str, case: Case, name: str, costs: dict[str, dict]) -> dict:
-    cost, base = costs.get(name, {}), costs.get(PAPER_BASELINE.get(part, BASELINE), {})
+    cost, base = costs.get(name, {}), costs.get(PAPER_BASELINE.get(part, baseline_of(name)), {})
     tokens = case.size.batch * case.size.time
     unit, scale = ("us/token", 1e6 / tokens) if part == "context" else ("ms", 1e3)
     several_dtypes = {"dtype": case.dtype} if part in ("read", "layer", "single") else {}
@@ -92,7 +92,7 @@ def _ratio(cost: int | float | None, base: int | float | None, part: str, name: 
     paper = getattr(table.get(name), field, None)
     if paper is None:
         return ours or None
-    return f"{ours} ({paper / getattr(table[PAPER_BASELINE[part]], field):.2f})".strip()
+    return f"{ours} ({paper / getattr(table[PAPER_BASELINE.get(part, BASELINE)], field):.2f})".strip()
 
 
 def _decode(part: str, case: Case, name: str, costs: dict[str, dict]) -> dict:
@@ -136,7 +136,10 @@ def run(recipe: BenchRecipe, output: Path) -> dict:
                 results.append((case, costs(case, device, recipe.seconds)))
             bars.advance(bar)
             under_way.log(**asdict(case), results=results[-1][1])
-        parts = {part: [pair for pair in results if pair[0].part == part] for part in recipe.part_names}
+        parts = {
+            part: [pair for pair in results if pair[0].part == part]
+            for part in {case.part: None for case in recipe.cases()}
+        }
         write_report(under_way.folder, parts, provenance(command_line("bench", recipe, BenchRecipe())))
         records = [{**asdict(case), "device": device.type, "results": found} for case, found in results]
         found = under_way.finish({"bench": records})
@@ -153,7 +156,13 @@ def write_report(folder: Path, parts: dict[str, Results], how_made: str) -> None
         write_table(folder, part, table)
         show_table(title, table)
         blocks = f", {case.layers} block{'s' * (case.layers > 1)}" if case.layers else ""
-        shape = f"Batch {case.size.batch}, width {case.size.width}, {case.size.heads} heads{blocks}."
+        batches = {case.size.time: case.size.batch for case, _ in results}
+        batch = (
+            ", ".join(f"{b} at T {t:,}" for t, b in batches.items())
+            if len({*batches.values()}) > 1
+            else case.size.batch
+        )
+        shape = f"Batch {batch}, width {case.size.width}, {case.size.heads} heads{blocks}."
         sections += [f"## {title}", f"{shape} {NOTES[part]}", markdown_table(table)]
         if part in PANELS:
             sections.append(f"![{title.lower()}]({part}.png)")

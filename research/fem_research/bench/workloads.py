@@ -24,6 +24,7 @@ from fem_research.common.mixers import BASELINES, available, mixer_config
 from fem_research.common.names import colour, display
 
 PLAIN = ", plain"  # after a mixer's name: the plain backend
+COMPILED = ", compiled"  # after a mixer's name: by torch.compile, of blocks each by itself
 MIXERS = {
     "attention": "softmax",
     "FEM-SM": "softmax+CLTG",
@@ -53,7 +54,7 @@ OWN_LAYER = "attention, FEM's layer"
 
 def shown(name: str) -> str:
     """The name in tables and pictures: "FEM", "attention+LTG, plain"; "attention" is torch's own layer."""
-    mixer = name.removesuffix(PLAIN)
+    mixer = name.removesuffix(PLAIN).removesuffix(COMPILED)
     if mixer == "FEM-SM -G,T,L,C":
         return OWN_LAYER
     return (display(MIXERS[mixer]) if mixer in MIXERS else mixer) + name[len(mixer) :]
@@ -61,6 +62,11 @@ def shown(name: str) -> str:
 
 def colour_of(name: str) -> str:
     return colour(MIXERS.get(name, name))
+
+
+def baseline_of(name: str) -> str:
+    """The mixer that a mixer's costs are divided by: attention, compiled where the mixer is."""
+    return BASELINE + COMPILED if name.endswith(COMPILED) else BASELINE
 
 
 class Attention(nn.Module):
@@ -85,6 +91,7 @@ class Attention(nn.Module):
 
 def build_mixer(name: str, size: Size) -> nn.Module:
     """The mixer to measure. Raises ModuleNotFoundError where it is a baseline whose library is not installed."""
+    name = name.removesuffix(COMPILED)
     if name == BASELINE:
         return Attention(size.width, size.heads)
     if name in BASELINES:
@@ -139,6 +146,9 @@ def workload(case: Case, name: str, device: torch.device, time: int | None = Non
         return _of_read(name, size, device, dtype)
     build = build_blocks(name, size, case.layers) if case.layers else build_mixer(name, size)
     module = build.to(device, dtype)
+    if name.endswith(COMPILED):
+        for part in module if case.layers else (module,):
+            part.compile()
     x = torch.randn(size.batch, size.time, size.width, device=device, dtype=dtype, requires_grad=True)
     parameters = list(module.parameters())
     return _steps(lambda: module(x), [x, *parameters], sum(p.numel() for p in parameters))
@@ -177,11 +187,13 @@ def _steps(output: Callable[[], Tensor], leaves: list[nn.Parameter | Tensor], pa
 
 def measure(case: Case, device: torch.device, seconds: float) -> dict[str, Result]:
     """Costs of every mixer that runs here: seconds, operations, and bytes that a train step adds."""
+    torch._dynamo.reset()  # of graphs for other lengths, which the compiler would take for one of any length
+    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
     built = {name: prepared(case, name, device) for name in case.mixers if runs(case, name, device)}
     work = {name: steps for name, steps in built.items() if steps is not None}
     forward = alternate({name: steps.forward for name, steps in work.items()}, seconds / 3, device)
     train = alternate({name: steps.train for name, steps in work.items()}, seconds, device)
-    memory = _memory(case, list(work), device)
+    memory = _memory(case, work, device)
     return {
         name: {
             "parameters": steps.parameters,
@@ -212,10 +224,10 @@ def prepared(case: Case, name: str, device: torch.device) -> Workload | None:
     return None
 
 
-def _memory(case: Case, names: list[str], device: torch.device) -> dict[str, int | None]:
+def _memory(case: Case, work: dict[str, Workload], device: torch.device) -> dict[str, int | None]:
     if device.type == "cuda":
-        return {name: gpu_growth(workload(case, name, device).train) for name in names}
-    return in_fresh_process(cpu_growths, case, names, torch.get_num_threads())
+        return {name: gpu_growth(steps.train) for name, steps in work.items()}
+    return in_fresh_process(cpu_growths, case, list(work), torch.get_num_threads())
 
 
 def cpu_growths(case: Case, names: list[str], threads: int) -> dict[str, int | None]:

@@ -145,6 +145,9 @@ def test_blocks_hold_every_key_that_a_row_sees_and_whole_ones_no_other():
                 own = allowed[b, row * tile : (row + 1) * tile, block * tile : (block + 1) * tile]
                 assert (block in whole) == bool(own.all() and own.shape[1] == tile)
                 assert (block in some) or (block in whole) or not own.any()
+    for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):  # kernels go through them by adding 1
+        assert getattr(mask, name).is_contiguous()
+        assert getattr(mask, f"full_{name}").is_contiguous()
 
 
 @torch.no_grad()
@@ -237,14 +240,19 @@ def test_attention_is_asked_for_what_fused_kernels_have(monkeypatch, dtype, insi
 
 
 @pytest.mark.parametrize("columns, kib, block", [(128, 99, None), (192, 99, 32), (192, 163, None)])
-def test_flex_attention_is_compiled_for_any_length_in_blocks_that_fit_the_card(monkeypatch, columns, kib, block):
+@pytest.mark.parametrize("score, stages", [(None, None), (torch.add, 1)])
+def test_flex_attention_is_compiled_for_any_length_in_blocks_that_fit_the_card(
+    monkeypatch, columns, kib, block, score, stages
+):
     asked = []
     card = SimpleNamespace(shared_memory_per_block_optin=kib << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    attend = lambda q, kernel_options: asked.append(kernel_options.get("bwd_BLOCK_M1")) or torch.ones(1)  # noqa: E731
+    attend = lambda *inputs, kernel_options: asked.append(kernel_options) or torch.ones(1)  # noqa: E731
     monkeypatch.setattr(softmax_composed, "_compiled", lambda function, **how: asked.append(how) or attend)
-    softmax_composed._flex(SimpleNamespace(is_cuda=True, shape=(columns,), device="cuda:0"))
-    assert asked == [{"dynamic": True, "fullgraph": True}, block]
+    softmax_composed._flex(SimpleNamespace(is_cuda=True, shape=(columns,), device="cuda:0"), None, None, score)
+    how, kernel = asked
+    assert how == {"dynamic": True, "fullgraph": True}
+    assert (kernel.get("bwd_BLOCK_M1"), kernel.get("num_stages")) == (block, stages)
 
 
 def test_reads_go_on_unfused_where_the_compiler_fails(monkeypatch):
