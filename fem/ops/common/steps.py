@@ -12,8 +12,8 @@ Step = Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]
 
 
 def exporting() -> bool:
-    """Whether `torch.export` is tracing. PyTorch's own `is_exporting` says so under torch.compile too in 2.11."""
-    return torch.compiler._is_exporting_flag
+    """Whether `torch.export` is tracing. In PyTorch 2.11 `is_exporting` is true under torch.compile, too."""
+    return torch.compiler.is_exporting() and getattr(torch.compiler, "_is_exporting_flag", True)
 
 
 def portable() -> bool:
