@@ -8,7 +8,7 @@ import pytest
 import torch
 from layers import FAMILIES
 
-from fem.functional import decay_scan
+from fem.ops.common.operator import operator
 from fem.ops.common.steps import exporting
 
 SCRIPT = """
@@ -60,8 +60,11 @@ def test_what_waits_leaves_no_cuda_graphs_of_parts(monkeypatch):
     from torch._inductor import config
 
     monkeypatch.setattr(config, "graph_partition", True)
-    torch.compile(decay_scan, backend="aot_eager")(-torch.rand(1, 3, 2), torch.randn(1, 3, 2))
-    assert not config.graph_partition
+    for waits in (False, True):
+        copied = operator(f"copied_{waits}(Tensor x) -> Tensor", waits=waits)(lambda x: x.clone())
+        copied.register_fake(torch.empty_like)
+        torch.compile(lambda x, copied=copied: copied(x), backend="eager")(torch.ones(2))
+        assert config.graph_partition is not waits
 
 
 def test_a_compiled_graph_is_not_an_exported_one():
