@@ -101,10 +101,9 @@ def regimes() -> list[float]:
 def regimes_ett() -> list[float]:
     page, asked, events, gate, many = "regimes_ett", ("ett-extremes",), "ett-events", "softmax+G/h8/r4", "softmax+C/h16"
     rivals, once, higher, longer = (f"{page}_{run}" for run in ("rivals", "screen", "rate96", "steps"))
-    slim_gla, without_code = named(once, "gla+LTG"), named(once, "/norope")
-    on_gla = [row for row in named(once, "gla") if row not in slim_gla]
+    without_code, more, gla = named(once, "/norope"), ("/h8", "/h16"), "gla/h16/norm"
     narrow = [row for row in named(once, "softmax") if "/h32" in row and row not in without_code]
-    free = [row for row in named(once, "L") if row not in (*narrow, *slim_gla, *without_code)]
+    free = [row for row in named(page, "L") if row.startswith("softmax") and any(heads in row for heads in more)]
     gains = [100 * (at_96 - at_48) for at_48, at_96 in doubled(higher, higher, events)]
     lost = [at_48 - at_96 for at_48, at_96 in doubled(longer, f"{longer}_rate96", *asked)]
 
@@ -128,11 +127,14 @@ def regimes_ett() -> list[float]:
         *percents(page, events, SLIM_C, SLIM, ALONE, ATTENTION),
         *(100 * x for x in leads(page, (events,), SLIM_C, ATTENTION)),
         *(*percents(page, events, gate), 100 * results(page)["constants"][events]),
-        *(*shown(GLA_SLIM, GLA, "cummax", "gru"), *scores(page, *asked, f"{ALONE}/h8")),
+        *shown(GLA_SLIM, "gla+LTG/h8/r4", "gla+LTG/h16/r4", gla),
+        *leads(page, asked, GLA_SLIM, gla),
+        *(100 * x for x in leads(page, (events,), GLA_SLIM, gla)),
+        *(*shown("cummax", "gru"), *scores(page, *asked, f"{ALONE}/h8")),
         *shown("softmax/norope", "softmax/h8/norope", "softmax/h16/norope"),
         *shown(f"{GATE}/norope/r4", f"{GATE}/h16/norope/r4"),
-        *(rate(once, events, narrow[0]), *over(without_code), *over(narrow)),
-        *(max(scores(once, *asked, *free)), max(percents(once, events, *free)), *over(on_gla), *over(slim_gla)),
+        *(*span(scores(page, *asked, *free)), *span(percents(page, events, *free))),
+        *(rate(once, events, narrow[0]), *over(without_code), *over(narrow), *over(("gla+LTG/h32/r4",))[::2]),
         *(*span(rates(page)), max(rates(higher)), *span([gain for gain in gains if gain > 0])),
     ]
 
