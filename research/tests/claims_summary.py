@@ -167,7 +167,7 @@ def summary() -> list[str]:
         f"| {percent(ett[1], 'softmax', sensors, 1)} | {percent(ett[1], SLIM_C, sensors, 1)} | slim "
         f"{percent(ett[1], SLIM_C, sensors, 1)}, without C {percent(ett[1], SLIM, sensors, 1)}, L alone "
         f'{percent(ett[1], "softmax+L", sensors, 1)}; always "no" '
-        f"{100 * results(sensors)['constants'][ett[1]]:.1f} % |",
+        f"{100 * results(sensors)['constants'][ett[1]]:.1f} %; after 500 steps, more were not tried |",
         f"one seed, one rate | {percent('snapshot-64', 'softmax/h64', SNAPSHOT_64)} with 64 heads | "
         f"{percent('snapshot-64', 'softmax+LTG/r16', SNAPSHOT_64)} | loses, slim without C;",
         f"| {of_bags('softmax+C/h32/norope')} with the conditioner, 32 heads and no position code, "
