@@ -25,6 +25,13 @@ def outcome(what: str, run: Callable[[], str | None], **more: Any) -> Row:
     return {"check": what, **more, "result": result}
 
 
+def _apart(tensors: list[Tensor], wanted: list[Tensor], limit: float = 1e-3) -> str | None:
+    """None where every tensor equals the one that is wanted, to `limit` of its norm; else by how much one is off."""
+    errors = [(a - b).norm() / b.norm().clamp_min(1e-3) for a, b in zip(tensors, wanted)]
+    worst = torch.stack(errors).max().item()  # NaN, where one is, which Python's max may pass over
+    return None if worst <= limit else f"off by {worst:.2g} of the norm"
+
+
 def scans(device: torch.device) -> Iterator[Row]:
     """A layer of every prior that scans, outputs and gradients, against the same layer in float64 on the CPU.
 
@@ -48,8 +55,7 @@ def _against_float64(config, device, dtype: torch.dtype, limit: float) -> str | 
     wanted = _trained(exact, x.double(), list(exact.parameters()))
     layer = layer.to(device)
     outputs = [part.double().cpu() for part in _trained(layer, x.to(device), list(layer.parameters()))]
-    worst = max(((a - b).norm() / b.norm().clamp_min(1e-3)).item() for a, b in zip(outputs, wanted))
-    return None if worst <= limit else f"off by {worst:.2g} of the norm"
+    return _apart(outputs, wanted, limit)
 
 
 def softmax(device: torch.device) -> Iterator[Row]:
@@ -122,8 +128,7 @@ def _compiled_model(model, device: torch.device) -> str | None:
     for run in (model, torch.compile(model, backend="inductor" if device.type == "cuda" else "aot_eager")):
         loss = run(ids, labels=ids).loss
         sides.append([loss, *torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)])
-    worst = max(((a - b).norm() / b.norm().clamp_min(1e-3)).item() for b, a in zip(*sides))
-    return None if worst <= 1e-3 else f"off by {worst:.2g} of the norm"
+    return _apart(*reversed(sides))
 
 
 def situations(device: torch.device) -> Iterator[Row]:
@@ -150,8 +155,7 @@ def _same(config, device, change: Callable[[FreeEnergyMixer], Callable], elsewhe
         torch.manual_seed(0)
         layer, x = FreeEnergyMixer(config).to(home), torch.randn(2, 65, config.n_embd).to(home)
         sides.append([part.to(device) for part in _trained(changed(layer), x, list(layer.parameters()))])
-    worst = max(((a - b).norm() / b.norm().clamp_min(1e-3)).item() for b, a in zip(*sides))
-    return None if worst <= 1e-3 else f"off by {worst:.2g} of the norm"
+    return _apart(*reversed(sides))
 
 
 def _checkpointed(config, device) -> str | None:

@@ -44,12 +44,6 @@ def millions(page: str) -> str:
     return f"{results(page)['ablate']['-C,G,T,L']['parameters'] / 1e6:.2f}M"
 
 
-def on_h100() -> dict[str, float]:
-    """Every layer's train step over attention's on a card, without a compiler."""
-    steps = {row["mixer"]: row["train_s"] for row in results("h100")["times"] if row["part"] == "layer"}
-    return {mixer: step / steps["attention"] for mixer, step in steps.items() if mixer != "attention"}
-
-
 def ratio(part: str, time: int, mixer: str, what: str, page: str | None = None, beside: str = "attention") -> float:
     """Over attention's, at this length."""
     cases = results(page or f"{part}_cpu")["bench"]

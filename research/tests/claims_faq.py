@@ -28,7 +28,6 @@ from claims import (
     mad,
     millions,
     mse,
-    on_h100,
     percent,
     ratio,
     recalls,
@@ -48,7 +47,7 @@ from claims import (
     with_double,
 )
 from said import results
-from said_costs import CLT, C, leads, started
+from said_costs import CLT, C, leads, on_h100, started
 from said_language import NO_F_32, SLIM_32, heavier, two_costs
 from said_natural import SETS, pooled
 from said_tasks import heads_step

@@ -21,7 +21,6 @@ from claims import (
     late,
     losses,
     mse,
-    on_h100,
     percent,
     ratio,
     recalls,
@@ -36,7 +35,7 @@ from claims import (
     with_heads,
 )
 from said import results
-from said_costs import recalled
+from said_costs import on_h100, recalled
 from said_language import BROAD, NO_F_32, SLIM_32, heavier, twice_the_tokens, two_blocks_at_best
 from said_natural import SETS, pooled
 from said_tasks import MANY, after_8000, heads_step

@@ -244,20 +244,23 @@ def vision_digits() -> list[float]:
     return [*paired(top1("vision_digits", ALL), top1("vision_digits", ATTENTION))]
 
 
+def on_h100(what: str = TRAIN, part: str = "layer") -> dict[str, float]:
+    """Over attention's, of every other mixer, without a compiler."""
+    found = {row["mixer"]: row[what] for row in results("h100")["times"] if row["part"] == part}
+    return {mixer: cost / found[BASELINE] for mixer, cost in found.items() if mixer != BASELINE}
+
+
 def h100() -> list[float]:
     found = results("h100")
-    times = {(row["part"], row["mixer"]): row for row in found["times"]}
     layers = ("attention+LTG", "attention+LTG/r32", "attention+LTG/r32/s.5", "FEM/r32")
-    over = lambda part, mixer, what: times[part, mixer][what] / times[part, BASELINE][what]  # noqa: E731
     checks = {row["check"]: row["result"] for row in found["models"]}
     largest = lambda kind: max(result for check, result in checks.items() if check.endswith(kind))  # noqa: E731
     gradients = {check.split()[0]: of["worst gradient off by"] for check, of in checks.items() if "gradients" in check}
     (mask,) = {row["result"] for row in found["reads_before"] if row["check"] == "softmax mask"}
     before, after = found["training_before"][0], found["training_after"][0]
     return [
-        *(over("layer", mixer, TRAIN) for mixer in layers),
-        *(over("layer", mixer, MEMORY) for mixer in layers),
-        over("read", "FEM", TRAIN),
+        *(on_h100(what)[mixer] for what in (TRAIN, MEMORY) for mixer in layers),
+        on_h100(part="read")["FEM"],
         largest("padded, fp32") * 1e7,
         largest("autocast") * 100,
         max(gradients[prior] for prior in ("softmax", "mamba", "mamba_interactive")) * 1e6,

@@ -106,7 +106,7 @@ def regimes_ett() -> list[float]:
     free = [row for row in named(page, "L") if row.startswith("softmax") and any(heads in row for heads in more)]
     gains = [100 * (at_96 - at_48) for at_48, at_96 in doubled(higher, higher, events)]
     edge = f"{higher}_extremes"
-    at_edge = [at_96 - at_48 for at_48, at_96 in doubled(edge, edge, *asked)]
+    *_, second, first = sorted(at_96 - at_48 for at_48, at_96 in doubled(edge, edge, *asked))
     lost = [at_48 - at_96 for at_48, at_96 in doubled(longer, f"{longer}_rate96", *asked)]
 
     def shown(*mixers: str) -> list[float]:
@@ -138,8 +138,8 @@ def regimes_ett() -> list[float]:
         *(*span(scores(page, *asked, *free)), *span(percents(page, events, *free))),
         *(rate(once, events, narrow[0]), *over(without_code), *over(narrow), *over(("gla+LTG/h32/r4",))[::2]),
         *(*span(rates(page)), max(rates(higher)), *span([gain for gain in gains if gain > 0])),
-        *(max(rates(edge)), *sorted(at_edge, reverse=True)[:1], *scores(f"{higher}_gla", *asked, "gla+LTG/h8/r4")),
-        *(rate(page, *asked, "gla+LTG/h8/r4"), sorted(at_edge)[-2]),
+        *(max(rates(edge)), first, *scores(f"{higher}_gla", *asked, "gla+LTG/h8/r4")),
+        *(rate(page, *asked, "gla+LTG/h8/r4"), second),
     ]
 
 

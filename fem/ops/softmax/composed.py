@@ -182,7 +182,7 @@ def _kernels(columns: int) -> contextlib.AbstractContextManager:
     return sdpa_kernel(order, set_priority=True)
 
 
-def _flex(q, k, values, score: Callable | None, *inputs, **options) -> Tensor:
+def _flex(q, k, values, score: Callable | None, blocks, **options) -> Tensor:
     """FlexAttention; on a GPU compiled once for each kind of call, and an error where that fails, never the form of
     T x T scores. Its kernel for few queries knows neither gradients nor other lengths."""
     from torch.nn.attention.flex_attention import flex_attention
@@ -192,11 +192,11 @@ def _flex(q, k, values, score: Callable | None, *inputs, **options) -> Tensor:
         room = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
         kernel = kernel | _SMALL_BLOCKS if room < _ROOM else kernel
     if not q.is_cuda or torch.compiler.is_compiling():
-        return flex_attention(q, k, values, score, *inputs, **options, kernel_options=kernel)
+        return flex_attention(q, k, values, score, blocks, **options, kernel_options=kernel)
     compiled = _compiled(flex_attention, dynamic=True, fullgraph=True)
     kernel = kernel | {"FORCE_USE_FLEX_ATTENTION": True}
     with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
-        return compiled(q, k, values, score, *inputs, **options, kernel_options=kernel)
+        return compiled(q, k, values, score, blocks, **options, kernel_options=kernel)
 
 
 def _biased(bias: Float[Tensor, "#b #h #tq #t"]):

@@ -60,10 +60,8 @@ SINGLE = (BASELINE, "L alone", "FEM-SM -G,T,L", "G alone, slim", "C and G, slim"
 DECODES = (BASELINE, "FEM-SM without C", "FEM-SM", "slim", "split", "FEM-GLA")
 SERVED = (BASELINE, "FEM-SM without C")
 CONTEXTS = (BASELINE, "FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT")
-BY_COMPILER = tuple(
-    f"{name}, compiled" for name in (BASELINE, "FEM-SM without C", "slim", "slim with C", "split", "split with C")
-)
-ON_A_CARD = (BASELINE, "FEM-SM without C", "slim", "slim with C", "split")  # as they are, without a compiler
+EAGER = (BASELINE, "FEM-SM without C", "slim", "slim with C", "split")
+BY_COMPILER = tuple(f"{name}, compiled" for name in (*EAGER, "split with C"))
 BASELINES_AT_LENGTH = ("GLA (fla)", "Mamba (mamba-ssm)")
 
 
@@ -115,7 +113,7 @@ def _gpu() -> list[Case]:
         Case("layer", Size(8, 2048, 1024, 16), "bfloat16", BY_COMPILER),
         Case("gpt2", Size(8, 1024, 768, 12), "bfloat16", BY_COMPILER[:4], layers=12),
         Case("layer", Size(2, 8192, 1024, 16), "bfloat16", BY_COMPILER[:5]),
-        Case("layer", Size(8, 2048, 1024, 16), "bfloat16", ON_A_CARD),
+        Case("layer", Size(8, 2048, 1024, 16), "bfloat16", EAGER),
         *(Case("read", Size(2, time, 1024, 16), "bfloat16", READS[:2]) for time in (2048, 8192, 32768)),
         Case("decode", Size(1, 4096, 1024, 16), "bfloat16", (BASELINE, "FEM-SM without C", "slim")),
     ]

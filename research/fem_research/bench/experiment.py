@@ -18,6 +18,7 @@ from fem_research.common.plots import Panel, learning_curves
 
 Results = list[tuple[Case, dict[str, dict]]]
 
+GRAPHS = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}  # a mixer left uncompiled would not be told
 PAPER = {"gpt2": TABLE7, "table5": TABLE5}
 PAPER_BASELINE = {"table5": "FEM-SM -G,T,L,C"}
 TITLES = {
@@ -130,16 +131,18 @@ def run(recipe: BenchRecipe, output: Path) -> dict:
         results, bar = [], bars.add_task("bench", total=len(recipe.cases()))
         for case in recipe.cases():
             bars.update(bar, description=f"bench: {case.name}")
-            with torch.random.fork_rng():
+            limits = {
+                "recompile_limit": 64,
+                "fail_on_recompile_limit_hit": True,
+            }  # a graph of every mixer, none left out
+            with torch.random.fork_rng(), torch._dynamo.config.patch(limits):
                 torch.manual_seed(recipe.seed)
                 costs = measure_tokens if case.part in BY_TOKEN else measure
                 results.append((case, costs(case, device, recipe.seconds)))
             bars.advance(bar)
             under_way.log(**asdict(case), results=results[-1][1])
-        parts = {
-            part: [pair for pair in results if pair[0].part == part]
-            for part in {case.part: None for case in recipe.cases()}
-        }
+        of_part = {part: [pair for pair in results if pair[0].part == part] for part in recipe.part_names}
+        parts = {part: pairs for part, pairs in of_part.items() if pairs}
         write_report(under_way.folder, parts, provenance(command_line("bench", recipe, BenchRecipe())))
         records = [{**asdict(case), "device": device.type, "results": found} for case, found in results]
         found = under_way.finish({"bench": records})
@@ -157,11 +160,8 @@ def write_report(folder: Path, parts: dict[str, Results], how_made: str) -> None
         show_table(title, table)
         blocks = f", {case.layers} block{'s' * (case.layers > 1)}" if case.layers else ""
         batches = {case.size.time: case.size.batch for case, _ in results}
-        batch = (
-            ", ".join(f"{b} at T {t:,}" for t, b in batches.items())
-            if len({*batches.values()}) > 1
-            else case.size.batch
-        )
+        several = len({*batches.values()}) > 1
+        batch = ", ".join(f"{rows} at T {time:,}" for time, rows in batches.items()) if several else case.size.batch
         shape = f"Batch {batch}, width {case.size.width}, {case.size.heads} heads{blocks}."
         sections += [f"## {title}", f"{shape} {NOTES[part]}", markdown_table(table)]
         if part in PANELS:

@@ -188,7 +188,6 @@ def _steps(output: Callable[[], Tensor], leaves: list[nn.Parameter | Tensor], pa
 def measure(case: Case, device: torch.device, seconds: float) -> dict[str, Result]:
     """Costs of every mixer that runs here: seconds, operations, and bytes that a train step adds."""
     torch._dynamo.reset()  # of graphs for other lengths, which the compiler would take for one of any length
-    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
     built = {name: prepared(case, name, device) for name in case.mixers if runs(case, name, device)}
     work = {name: steps for name, steps in built.items() if steps is not None}
     forward = alternate({name: steps.forward for name, steps in work.items()}, seconds / 3, device)

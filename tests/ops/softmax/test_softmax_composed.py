@@ -249,7 +249,7 @@ def test_flex_attention_is_compiled_for_any_length_in_blocks_that_fit_the_card(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     attend = lambda *inputs, kernel_options: asked.append(kernel_options) or torch.ones(1)  # noqa: E731
     monkeypatch.setattr(softmax_composed, "_compiled", lambda function, **how: asked.append(how) or attend)
-    softmax_composed._flex(SimpleNamespace(is_cuda=True, shape=(columns,), device="cuda:0"), None, None, score)
+    softmax_composed._flex(SimpleNamespace(is_cuda=True, shape=(columns,), device="cuda:0"), None, None, score, None)
     how, kernel = asked
     assert how == {"dynamic": True, "fullgraph": True}
     assert (kernel.get("bwd_BLOCK_M1"), kernel.get("num_stages")) == (block, stages)
