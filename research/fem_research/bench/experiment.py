@@ -131,11 +131,7 @@ def run(recipe: BenchRecipe, output: Path) -> dict:
         results, bar = [], bars.add_task("bench", total=len(recipe.cases()))
         for case in recipe.cases():
             bars.update(bar, description=f"bench: {case.name}")
-            limits = {
-                "recompile_limit": 64,
-                "fail_on_recompile_limit_hit": True,
-            }  # a graph of every mixer, none left out
-            with torch.random.fork_rng(), torch._dynamo.config.patch(limits):
+            with torch.random.fork_rng(), torch._dynamo.config.patch(GRAPHS):
                 torch.manual_seed(recipe.seed)
                 costs = measure_tokens if case.part in BY_TOKEN else measure
                 results.append((case, costs(case, device, recipe.seconds)))
