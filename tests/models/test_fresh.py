@@ -74,6 +74,19 @@ def test_fresh_mixers_of_any_prior_replace_an_attention_with_another_base(prior,
     assert {mixer.config.rope_theta for mixer in mixers} == {5e5 if turned else 1e4}
 
 
+def test_a_fresh_decoder_is_causal_where_only_is_decoder_says_so_and_its_encoder_is_not():
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "num_experts": 2, "vocab_size": 64}
+    sizes |= {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("attention_heads", "ffn_dim")}
+    model = transformers.NllbMoeForConditionalGeneration(transformers.NllbMoeConfig(**sizes)).eval()
+    replace_attention(model, preserve=False)
+    ids = torch.arange(3, 9)[None]
+    later = ids.clone()
+    later[:, -1] += 9
+    logits = (model(input_ids=ids, decoder_input_ids=other).logits for other in (ids, later))
+    close(*(x[:, :-1] for x in logits), 1e-6)
+    assert [m.config.causal for m in model.modules() if isinstance(m, FreeEnergyMixer)] == [False] * 2 + [True] * 2
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("prior", ["softmax", "gla", "mamba"])
 def test_fresh_mixers_see_padding_and_documents_in_the_mask_of_the_original(prior, implementation):

@@ -94,7 +94,8 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
     groups = _first(module, ("num_key_value_groups",))
     kv_heads = heads // groups if groups else _first(module, KV_HEADS) or heads
     theta = _rope_theta(module)
-    fields = {"n_embd": _in(first), "n_head": heads, "causal": _is_causal(module), "dropout": _dropout(module)}
+    causal = _is_causal(module) or bool(getattr(module, "is_decoder", False))  # NLLB-MoE's decoder says the latter only
+    fields = {"n_embd": _in(first), "n_head": heads, "causal": causal, "dropout": _dropout(module)}
     return Site(
         module,
         first.weight,
