@@ -116,6 +116,7 @@ def summary() -> list[str]:
     at_10m = losses("ablate_10m")
     extra = [heavier(f"finetune_{model}", TRAINED) for model in ("gpt2", "llama")]
     ett, sensors, longer = ("ett-extremes", "ett-events"), "regimes_ett", "regimes_ett_steps"
+    events_later = f"{longer}_events"
     gla, gla_slim, gla_full = "gla/norm", "gla+LTG/r4", "gla+LTG"
     sizes = {
         model: mse("forecast_ett96", "ETTm1", model, "parameters")
@@ -167,7 +168,9 @@ def summary() -> list[str]:
         f"| {percent(ett[1], 'softmax', sensors, 1)} | {percent(ett[1], SLIM_C, sensors, 1)} | slim "
         f"{percent(ett[1], SLIM_C, sensors, 1)}, without C {percent(ett[1], SLIM, sensors, 1)}, L alone "
         f'{percent(ett[1], "softmax+L", sensors, 1)}; always "no" '
-        f"{100 * results(sensors)['constants'][ett[1]]:.1f} %; after 500 steps, more were not tried |",
+        f"{100 * results(sensors)['constants'][ett[1]]:.1f} %. After 2,000 steps attention "
+        f"{percent(ett[1], 'softmax/h16', events_later, 1)} with 16 heads, slim "
+        f"{percent(ett[1], SLIM_C, events_later, 1)} |",
         f"one seed, one rate | {percent('snapshot-64', 'softmax/h64', SNAPSHOT_64)} with 64 heads | "
         f"{percent('snapshot-64', 'softmax+LTG/r16', SNAPSHOT_64)} | loses, slim without C;",
         f"| {of_bags('softmax+C/h32/norope')} with the conditioner, 32 heads and no position code, "

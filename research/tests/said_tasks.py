@@ -108,6 +108,8 @@ def regimes_ett() -> list[float]:
     edge = f"{higher}_extremes"
     *_, second, first = sorted(at_96 - at_48 for at_48, at_96 in doubled(edge, edge, *asked))
     lost = [at_48 - at_96 for at_48, at_96 in doubled(longer, f"{longer}_rate96", *asked)]
+    later = f"{longer}_events"
+    moved = [100 * (at_96 - at_48) for at_48, at_96 in doubled(later, f"{later}_rate96", events)]
 
     def shown(*mixers: str) -> list[float]:
         """Of extremes the explained variance, of events the per cent that are right."""
@@ -129,6 +131,11 @@ def regimes_ett() -> list[float]:
         *percents(page, events, SLIM_C, SLIM, ALONE, ATTENTION),
         *(100 * x for x in leads(page, (events,), SLIM_C, ATTENTION)),
         *(*percents(page, events, gate), 100 * results(page)["constants"][events]),
+        *percents(later, events, SLIM_C, SLIM, ATTENTION, "softmax/h16", many, gate),
+        *(100 * x for mixer in ("softmax/h16", many, gate) for x in leads(later, (events,), SLIM_C, mixer)),
+        *(100 * x for x in leads(later, (events,), SLIM, gate)),
+        *(rate(later, events, SLIM), *span(rates(later)), *rates(f"{later}_rate96")),
+        *(*span([-gain for gain in moved if gain < 0]), max(moved)),
         *shown(GLA_SLIM, "gla+LTG/h8/r4", "gla+LTG/h16/r4", gla),
         *leads(page, asked, GLA_SLIM, gla),
         *(100 * x for x in leads(page, (events,), GLA_SLIM, gla)),
