@@ -158,8 +158,8 @@ def faq() -> list[str]:
         f"of 16 sensors after 500 steps: slim FEM explains {percent('peak', SLIM_C)} of the variance, attention "
         f"{100 * score('peak', 'softmax'):.0f} with 4 heads, {100 * at_its_best():.0f} with 64, with the conditioner "
         f"{with_conditioner()[2:]}; after four times as many steps they are level)",
-        f"after 2,000 steps slim FEM is right in {percent('ett-events', SLIM_C, events, 1)}, attention with 16 heads in "
-        f"{percent('ett-events', 'softmax/h16', events, 1)}",
+        f"after 2,000 steps slim FEM is right in {percent('ett-events', SLIM_C, events, 1)}, attention with 16 heads "
+        f"in {percent('ett-events', 'softmax/h16', events, 1)}",
         f"in text the gate and the conditioner ([{at_best_rates('+C,G/r8')} against {at_best_rates('-C,G,T,L')} nats]",
         f"{1.95} is the default",
         f"| {1.95}; [8 helped",
