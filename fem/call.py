@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -35,7 +36,7 @@ class Call(NamedTuple):
     tokens: Tokens
     memory: dict[str, Tensor] | None  # of the prior; {} at the start of a sequence, None where no state is kept
     hidden: Float[Tensor, "b c"] | None  # of the conditioner
-    position: CachePosition  # after the call
+    position: CachePosition | None  # after the call; None where no state is returned
     kind: str  # of the layer, as its states name it
     return_state: bool
 
@@ -43,7 +44,10 @@ class Call(NamedTuple):
     def open(cls, layer, x, attention_mask, segment_ids, state: MixerState | None, return_state: bool) -> Call:
         check_call(layer, x, state, return_state)
         before = None if state is None else state.cache_position
-        tokens, position = read_tokens(tuple(x.shape[:2]), x.device, attention_mask, segment_ids, before)
+        if attention_mask is None and segment_ids is None and before is None and not return_state:
+            tokens, position = Tokens(None, None, None, torch.arange(x.shape[1], device=x.device)), None
+        else:
+            tokens, position = read_tokens(tuple(x.shape[:2]), x.device, attention_mask, segment_ids, before)
         memory = {} if return_state and state is None else None if state is None else state.memory
         hidden = None if state is None else state.conditioner
         return cls(tokens.zero_masked(x), tokens, memory, hidden, position, layer.kind, return_state)

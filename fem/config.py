@@ -14,6 +14,7 @@ DECAYS = ("scalar", "head", "channel")
 
 WIDTHS = ("fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio")
 WHOLE = ("n_embd", "n_head", "ssm_rank")
+_FOR_EIGHTS, _WIDE_HEAD = 0.04, 48  # of the weights, which a width in multiples of 8 may cost, and from which width on
 WHOLE_OR_NONE = ("fem_dim", "qk_dim", "n_kv_head", "window", "conv_hidden")
 POSITIVE = ("fem_ratio", "p_t_to_fem_ratio", "eps", "rope_theta", "rope_factor", "value_logexp_cap")
 RANGES = dict.fromkeys(POSITIVE, (SMALLEST, math.inf)) | {  # inclusive
@@ -322,8 +323,9 @@ class FreeEnergyMixerConfig:
             D d (value + output + lambda + gate) + prior = 4 D^2        a gate of rank r counts r (D + d), not D d
 
         Keys have the paper's width (D, or 2 D / 3 where the decay is as wide as they are). Of all widths that the heads
-        divide, those that come nearest to the total are taken; `config.linear_weights` is the total reached. Raises
-        what the configuration raises, and ValueError where fields name a width.
+        divide, those that come nearest to the total are taken; of multiples of 8 a head, where one of 48 and more is within 4 %.
+        `config.linear_weights` is the total reached. Raises what the configuration raises, and ValueError where fields
+        name a width.
         """
         for name in WIDTHS:
             if name in fields:
@@ -363,7 +365,10 @@ class FreeEnergyMixerConfig:
         return cls.matched(n_embd, n_head, prior_type, **split_fields(n_embd, prior_type, fields))
 
     def _nearest_width(self, **fields) -> FreeEnergyMixerConfig:
-        """The configuration with these fields whose weights come nearest to 4 D^2, by bisection."""
+        """The configuration with these fields whose weights come nearest to 4 D^2, by bisection.
+
+        Its heads' values are multiples of 8 wide, as tensor cores want them, where they are wide and that costs 4 % of the weights or less.
+        """
         target = 4 * self.n_embd**2
         with_heads = lambda size: replace(self, fem_dim=size * self.n_head, **fields)  # noqa: E731
         least = 1 if self.free_share is None else int(0.5 / self.free_share) + 1  # free_share rounds to a channel there
@@ -371,8 +376,11 @@ class FreeEnergyMixerConfig:
         while low < high:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if with_heads(middle).linear_weights < target else (low, middle)
+        off = lambda config: abs(config.linear_weights - target)  # noqa: E731
         around = [with_heads(size) for size in (low - 1, low) if size >= least]
-        return sorted(around, key=lambda config: abs(config.linear_weights - target))[0]  # as above
+        eights = [with_heads(size) for size in (low // 8 * 8, low // 8 * 8 + 8) if size >= max(least, _WIDE_HEAD)]
+        liked = [config for config in eights if off(config) <= _FOR_EIGHTS * target]
+        return sorted(liked or around, key=off)[0]  # as above
 
 
 _DEFAULTS = {field.name: field.default for field in fields(FreeEnergyMixerConfig) if field.default is not MISSING}

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fem import one_token
+from fem import fused_layer, one_token
 from fem.call import Call, unknown_argument
 from fem.conditioner import TimeDecayConditioner
 from fem.config import FreeEnergyMixerConfig, build_config
@@ -83,10 +83,13 @@ class FreeEnergyMixer(AsksNoDecay, nn.Module):
             return one_token.step(self, x, state)
         call = Call.open(self, x, attention_mask, segment_ids, state, return_state)
         f, hidden = self.features(call.x, call.tokens, call.hidden)  # [x, h]                     Eq. 33
-        beta = self.temperature(call.x)
-        v, free_values = self.values(call.x, f, beta)  # v (1 + eta)                              Eq. 34b
-        read, memory = self.prior(f, v, beta, call.tokens, call.memory, free_values)  #           Eq. 4
-        o = self.gate.mixed(f, read)  # g ((1 - lambda) mean + lambda F)                          Eq. 7, 10, 11
+        if fused_layer.fits(self, call):
+            o, memory = fused_layer.mixed(self, call.x, f), None  # the next four lines in few launches
+        else:
+            beta = self.temperature(call.x)
+            v, free_values = self.values(call.x, f, beta)  # v (1 + eta)                          Eq. 34b
+            read, memory = self.prior(f, v, beta, call.tokens, call.memory, free_values)  #       Eq. 4
+            o = self.gate.mixed(f, read)  # g ((1 - lambda) mean + lambda F)                      Eq. 7, 10, 11
         return call.close(self.output(self.dropout(o.flatten(-2))), memory, hidden)
 
     def features(
@@ -113,14 +116,18 @@ class FreeEnergyMixer(AsksNoDecay, nn.Module):
             return v, free
         return v[..., :0], v if free is None else free
 
+    def modulated(self, x: Float[Tensor, "b t d"], features: Float[Tensor, "b t f"]) -> Float[Tensor, "b t h dv"]:
+        """v (1 + eta_v), all values of a head side by side.                                          (Eq. 34b)"""
+        v = self.value(x)
+        if self.value_scale is not None:
+            v = torch.addcmul(v, v, self.value_scale(features[..., self.config.n_embd :]))
+        return torch.unflatten(v, -1, (-1, self.config.value_width))
+
     def _parts(
         self, x: Float[Tensor, "b t d"], features: Float[Tensor, "b t f"], beta: Tensor | None
     ) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b t h df"] | None]:
         """`values`, with the mean of channels that read F alone."""
-        config, v = self.config, self.value(x)
-        if self.value_scale is not None:
-            v = torch.addcmul(v, v, self.value_scale(features[..., config.n_embd :]))  # v (1 + eta_v), Eq. 34b
-        v = torch.unflatten(v, -1, (-1, config.value_width))
+        config, v = self.config, self.modulated(x, features)
         free = v
         if config.free_share is not None:
             v, free = v.split([config.value_width - config.free_width, config.free_width], -1)

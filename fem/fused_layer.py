@@ -1,0 +1,133 @@
+"""A softmax layer by few launches on a GPU: its maps as one product, its read and gates by `fem.ops.softmax.fused`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fem.call import Call
+from fem.gates import SlimProjection
+from fem.ops.common.precision import without_autocast
+from fem.ops.common.steps import exporting
+from fem.ops.common.transforms import transformed
+from fem.priors import SoftmaxPrior
+from fem.projection import Projection
+
+DTYPE = torch.bfloat16  # e would leave float16's range, and fused attention has no float32
+_TRITON = find_spec("triton") is not None and torch.version.hip is None
+
+
+def fits(layer, call: Call) -> bool:
+    """Whether the layer reads this call so: a whole sequence in bfloat16 on CUDA without masks, documents, windows or a
+    state, by maps that no adapter, hook or sharding has taken over.
+    """
+    config, x, tokens = layer.config, call.x, call.tokens
+    if not (available(x) and type(layer.prior) is SoftmaxPrior and call.memory is None):
+        return False
+    if config.backend not in ("auto", "sdpa") or config.window is not None or config.value_logexp_cap is not None:
+        return False
+    if tokens.keep is not None or tokens.document is not None or x.shape[0] == 0 or x.shape[1] < 2:
+        return False
+    if layer.gate.per_head or _dtype(x) != DTYPE or exporting() or transformed(x):
+        return False
+    if not all(_plain(module) for module in _maps(layer)) or _hooked(layer.prior) or _hooked(layer.gate):
+        return False
+    sizes = (config.n_head, config.kv_heads, config.key_width, config.read_width, config.causal)
+    return _kernel(x.device.index or 0, *sizes) is not None
+
+
+def mixed(layer, x: Float[Tensor, "b t d"], features: Float[Tensor, "b t f"]) -> Float[Tensor, "b t h dv"]:
+    """o = g ((1 - lambda) mean + lambda F), as `TwoLevelGate.mixed` of the prior's read.              (Eq. 4, 10, 11)"""
+    from fem.ops.softmax.fused.mixed_read import Form, mixed_read
+
+    config, gate, prior, dtype = layer.config, layer.gate, layer.prior, _dtype(x)
+    maps, own = [prior.query, prior.key], {"values": None, "inner": None, "outer": None}
+    if layer.value_scale is None:
+        maps.append(layer.value)
+    else:
+        own["values"] = layer.modulated(x, features)
+    for name in ("inner", "outer"):
+        projection = getattr(gate, name)
+        if isinstance(projection, SlimProjection):
+            own[name] = projection(features).unflatten(-1, (config.n_head, -1))
+        elif projection is not None:
+            maps.append(projection)
+    weight = torch.cat([projection.weight for projection in maps]).to(dtype)
+    bias = torch.cat([projection.bias for projection in maps]).to(dtype) if config.bias else None
+
+    free = config.free_width if config.use_lse else 0
+    shared = bool(free) and config.free_share is None and not config.free_alone
+    mean = 0 if config.free_alone else config.value_width if shared else config.value_width - free
+    sizes = (config.n_head, config.kv_heads, config.key_width, mean, free, shared, config.causal, config.use_rope)
+    in_product = (layer.value_scale is None, _full(gate.inner), _full(gate.outer))
+    flash = _kernel(x.device.index or 0, *sizes[:3], config.read_width, config.causal) == "flash"
+    form = Form(*sizes, gate.outer is not None, *in_product, flash)
+    turns = _tables(layer.prior, x) if config.use_rope else (None, None)
+    beta = layer.temperature(x) if free else None
+    beta = None if beta is None else beta.float().contiguous()
+    with without_autocast(x.device):
+        tensors = [None if y is None else y.to(dtype).contiguous() for y in (features, weight, bias, *own.values())]
+        return mixed_read(form, config.key_width**-0.5, config.eps, *tensors, beta, *turns)
+
+
+def available(x: Tensor) -> bool:
+    return _TRITON and x.is_cuda
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """In which the layer's maps multiply."""
+    autocast = torch.is_autocast_enabled(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+
+
+def _full(projection: nn.Module | None) -> bool:
+    return isinstance(projection, Projection)
+
+
+def _maps(layer) -> list[nn.Module]:
+    """The maps whose weights are multiplied as one."""
+    gates = [projection for projection in (layer.gate.inner, layer.gate.outer) if _full(projection)]
+    return [layer.prior.query, layer.prior.key, *gates, *([layer.value] if layer.value_scale is None else [])]
+
+
+def _plain(projection: nn.Module) -> bool:
+    """Whether nobody has put an adapter, a hook or a sharded weight in the map's place."""
+    usual = type(projection) is Projection and type(projection.weight) in (nn.Parameter, Tensor)
+    return usual and not _hooked(projection)
+
+
+def _hooked(module: nn.Module) -> bool:
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks) or (not torch.compiler.is_compiling() and "forward" in vars(module))
+
+
+@torch.compiler.assume_constant_result
+def _kernel(device: int, heads: int, kv_heads: int, key_width: int, width: int, causal: bool) -> str | None:
+    from fem.ops.softmax.fused.attention import kernel_for
+
+    return kernel_for(torch.device("cuda", device), torch.bfloat16, heads, kv_heads, key_width, width, causal)
+
+
+def _tables(prior: SoftmaxPrior, x: Tensor) -> tuple[Float[Tensor, "t p"], Float[Tensor, "t p"]]:
+    """cos and sin of the angles of a sequence's positions, in float32; layers of equal frequencies share them."""
+    time, frequency = x.shape[1], prior._frequency(prior.config.key_width, x.device)
+    if torch.compiler.is_compiling():
+        return _turns(time, frequency, prior.config.rope_factor)
+    config = prior.config
+    key = (config.key_width, config.rope_theta, config.rope_frequencies, config.rope_factor, x.device)
+    known = _TABLES.get(key)
+    if known is None or known[0].shape[0] < time:
+        with torch.inference_mode(False), torch.no_grad():
+            known = _TABLES[key] = _turns(time, frequency, config.rope_factor)
+    return known
+
+
+_TABLES: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+
+def _turns(time: int, frequency: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    angle = torch.arange(time, device=frequency.device, dtype=torch.float64)[:, None] * frequency
+    return (factor * angle.cos()).float(), (factor * angle.sin()).float()

@@ -1,0 +1,95 @@
+"""torch's fused attention and its gradient, called apart: the backward here adds to theirs before it goes on.
+
+Private parts of PyTorch: `aten::_scaled_dot_product_{cudnn,flash}_attention` and their backward, of 2.11 to 2.13. They
+may go when a public attention of PyTorch returns its log sum of exponentials and takes a gradient of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
+
+aten = torch.ops.aten
+WIDEST = 128  # columns: cuDNN's backward may refuse more
+
+
+@functools.cache
+def kernel_for(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, key_width: int, width: int, causal: bool
+) -> str | None:
+    """Which of torch's kernels reads such a call of two tokens and more with gradients: "cudnn", "flash" or None.
+
+    cuDNN where it may, as it is faster and takes values wider than keys; flash attention where a user has activated
+    another version of it (`torch.nn.attention.activate_flash_attention_impl`). Widths are multiples of 8.
+    """
+    if key_width % 8 or width % 8:
+        return None
+    draw = lambda h, d: torch.empty(1, h, 128, d, device=device, dtype=dtype, requires_grad=True)  # noqa: E731
+    call = SDPAParams(draw(heads, key_width), draw(kv_heads, key_width), draw(kv_heads, width), None, 0.0, causal, heads != kv_heads)  # fmt: skip
+    flash = key_width == width and can_use_flash_attention(call)
+    chosen = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    if flash and chosen is not None:
+        return "flash"
+    if max(key_width, width) <= WIDEST and can_use_cudnn_attention(call):
+        return "cudnn"
+    return "flash" if flash else None
+
+
+def attend(
+    q: Tensor, k: Tensor, values: Tensor, scale: float, causal: bool, kernel: str
+) -> tuple[Float[Tensor, "b t h w"], Float[Tensor, "b h t"]]:
+    """p @ values and log sum_i e^{s_i} in float32, of (B, T, H, .) queries over (B, T, H_kv, .) keys and values."""
+    q, k, values = (x.transpose(1, 2) for x in (q, k, values))
+    if kernel == "flash":
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, values, 0.0, causal, False, scale=scale)
+    else:
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, values, None, True, 0.0, causal, False, scale=scale
+        )
+    return out.transpose(1, 2).contiguous(), lse.reshape(out.shape[:3]).contiguous()
+
+
+def attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    values: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+    kernel: str,
+) -> list[Tensor]:
+    """Gradients of q, k and the values, (B, T, H, .). The states of the random numbers are read by dropout alone."""
+    time = q.shape[1]
+    grad, q, k, values, out = (x.transpose(1, 2) for x in (grad, q, k, values, out))
+    if kernel == "flash":
+        state, unused = (lse.new_empty(n, dtype=torch.uint64) for n in (2, 0))
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, values, out, lse, None, None, time, time, 0.0, causal, state, unused, scale=scale
+        )
+    else:
+        seed, offset = (lse.new_empty(1, dtype=torch.long) for _ in "so")
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            grad,
+            q,
+            k,
+            values,
+            out,
+            lse.unsqueeze(-1),
+            seed,
+            offset,
+            None,
+            None,
+            None,
+            time,
+            time,
+            0.0,
+            causal,
+            scale=scale,
+        )
+    return [x.transpose(1, 2).contiguous() for x in grads]

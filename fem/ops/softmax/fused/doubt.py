@@ -1,0 +1,198 @@
+"""Triton kernels that compute doubtful free energies, those which R does not prove, from their definition.
+
+    F = c + log sum_i p_i exp(beta (f_i - c)) / beta        w_i = p_i exp(beta (f_i - F))        dF/df_i = w_i
+    dF/ds_i = (w_i - p_i) / beta                            dF/dbeta = sum_i w_i (f_i - F) / beta
+
+They go row by row, in float32, with p from the scores s and attention's own log sum of exponentials. They are launched
+in every call, and a program ends at once where none of its flags is up.
+"""
+
+import triton
+import triton.language as tl
+
+from fem.ops.softmax.fused.kernels import is_doubtful, level, load_scheme, logarithm, softplus
+
+
+@triton.jit
+def any_raised(flags, first, count, COUNT: tl.constexpr):
+    number = tl.arange(0, COUNT)
+    return tl.max(tl.load(flags + first + number, number < count, other=0)) != 0
+
+
+@triton.jit
+def load_row(
+    q, lse, out, narrow, there, batch, head, row, time, heads, q_row, KEY: tl.constexpr, MEAN: tl.constexpr,
+    FREE: tl.constexpr, wide, channel,
+):  # fmt: skip
+    """A row's query, its log sum of exponentials, its R, and which of its entries are doubtful."""
+    token = (batch * time + row).to(tl.int64)
+    query = tl.load(q + token * q_row + head * KEY + wide, wide < KEY, other=0.0).to(tl.float32)
+    at = (token * heads + head) * (MEAN + FREE) + MEAN + channel
+    total = tl.load(out + at, there, other=1.0).to(tl.float32)
+    return token, query, tl.load(lse + (batch * heads + head) * time + row), total, is_doubtful(total, narrow) & there
+
+
+@triton.jit
+def load_keys(
+    k, v, there, batch, key, time, kv_head, k_row, v_row, KEY: tl.constexpr, SOURCE: tl.constexpr,
+    FREE_AT: tl.constexpr, wide, channel,
+):  # fmt: skip
+    """A block of keys and their f, and which of their numbers exist."""
+    token, inside = (batch * time + key).to(tl.int64)[:, None], (key < time)[:, None]
+    keys_in, f_in = inside & (wide < KEY)[None], inside & there[None]
+    keys = tl.load(k + token * k_row + kv_head * KEY + wide[None], keys_in, other=0.0)
+    f = tl.load(v + token * v_row + kv_head * SOURCE + FREE_AT + channel[None], f_in, other=0.0)
+    return keys.to(tl.float32), f.to(tl.float32), token, keys_in, f_in
+
+
+@triton.jit
+def log_probability(query, keys, lse, row, key, time, scale, CAUSAL: tl.constexpr):
+    """log p of a row over a block of keys, (KEYS, 1); -inf where it does not see them."""
+    seen = (key < time) & (key <= row) if CAUSAL else key < time
+    return tl.where(seen, scale * tl.sum(keys * query[None], 1) - lse, float("-inf"))[:, None]
+
+
+@triton.jit
+def weights(log_p, f, free_energy, d_free, rate, doubtful):
+    """w of the doubtful entries, and what the gradient of their F adds to the scores'."""
+    w = tl.exp(tl.where(doubtful[None], log_p + rate[None] * (f - free_energy[None]), float("-inf")))
+    g = d_free / rate
+    return w, tl.sum(g[None] * w, 1) - tl.exp(tl.max(log_p, 1)) * tl.sum(g)
+
+
+@triton.jit
+def doubtful_rows_kernel(
+    q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, time, tiles, scale, eps,
+    q_row: tl.constexpr, k_row: tl.constexpr, v_row: tl.constexpr, inner_row: tl.constexpr, outer_row: tl.constexpr,
+    heads: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
+    SHARED: tl.constexpr, GATED: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.constexpr, FLAGS: tl.constexpr,
+):  # fmt: skip
+    """F of the doubtful entries of FLAGS tiles, kept in `exact` (B, T, H, FREE), and these entries of o anew."""
+    head, first, batch = tl.program_id(0), tl.program_id(1) * FLAGS, tl.program_id(2)
+    if any_raised(flags, (batch * heads + head) * tiles + first, tiles - first, FLAGS):
+        channel, column, wide = tl.arange(0, CHANNELS), tl.arange(0, COLUMNS), tl.arange(0, WIDE)
+        there, kv_head = channel < FREE, head // GROUP
+        SOURCE: tl.constexpr = FREE if SHARED else MEAN + FREE
+        FREE_AT: tl.constexpr = 0 if SHARED else MEAN
+        shift, narrow, rate = load_scheme(scheme, beta, batch, kv_head, heads // GROUP, FREE, channel, there)
+        for row in range(first * TILE, min((first + FLAGS) * TILE, time)):
+            token, query, lse_row, total, doubtful = load_row(
+                q, lse, out, narrow, there, batch, head, row, time, heads, q_row, KEY, MEAN, FREE, wide, channel
+            )
+            if tl.max(doubtful.to(tl.int32)) != 0:
+                top = tl.full((CHANNELS,), float("-inf"), tl.float32)
+                summed = tl.zeros((CHANNELS,), tl.float32)
+                for start in range(0, row + 1 if CAUSAL else time, KEYS):
+                    key = start + tl.arange(0, KEYS)
+                    keys, f, _, _, _ = load_keys(
+                        k, v, there, batch, key, time, kv_head, k_row, v_row, KEY, SOURCE, FREE_AT, wide, channel
+                    )
+                    log_p = log_probability(query, keys, lse_row, row, key, time, scale, CAUSAL)
+                    z = log_p + rate[None] * (f - shift[None])
+                    peak = tl.maximum(top, tl.max(z, 0))
+                    known = tl.where(peak > float("-inf"), peak, 0.0)
+                    summed = summed * tl.exp(top - known) + tl.sum(tl.exp(z - known[None]), 0)
+                    top = peak
+                free_energy = shift + (top + logarithm(tl.where(doubtful, summed, 1.0))) / rate
+                tl.store(exact + (token * heads + head) * FREE + channel, free_energy, doubtful)
+                u = free_energy
+                if SHARED:
+                    mean = tl.load(out + (token * heads + head) * (MEAN + FREE) + channel, there, other=0.0)
+                    logit = tl.load(inner + token * inner_row + head * SOURCE + channel, there, other=0.0)
+                    u = mean.to(tl.float32) + tl.sigmoid(logit.to(tl.float32)) * (free_energy - mean.to(tl.float32))
+                if GATED:
+                    logits = outer + token * outer_row + head * SOURCE
+                    s = softplus(tl.load(logits + column, column < SOURCE, other=0.0).to(tl.float32))
+                    r = tl.rsqrt(tl.sum(tl.where(column < SOURCE, s * s, 0.0)) / SOURCE + eps)
+                    u *= r * softplus(tl.load(logits + FREE_AT + channel, there, other=0.0).to(tl.float32))
+                tl.store(o + (token * heads + head) * SOURCE + FREE_AT + channel, u, doubtful)
+
+
+@triton.jit
+def doubtful_queries_backward_kernel(
+    q, k, v, lse, out, scheme, beta, exact, flags, d_free, d_q, d_beta, time, tiles, scale,
+    q_row: tl.constexpr, k_row: tl.constexpr, v_row: tl.constexpr, d_q_row: tl.constexpr,
+    heads: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
+    SHARED: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
+    CHANNELS: tl.constexpr, WIDE: tl.constexpr, FLAGS: tl.constexpr,
+):  # fmt: skip
+    """Adds to d_q, and to d_beta of the first of FLAGS tiles, what goes through the doubtful entries of these."""
+    head, first, batch = tl.program_id(0), tl.program_id(1) * FLAGS, tl.program_id(2)
+    if any_raised(flags, (batch * heads + head) * tiles + first, tiles - first, FLAGS):
+        channel, wide = tl.arange(0, CHANNELS), tl.arange(0, WIDE)
+        there, kv_head = channel < FREE, head // GROUP
+        SOURCE: tl.constexpr = FREE if SHARED else MEAN + FREE
+        FREE_AT: tl.constexpr = 0 if SHARED else MEAN
+        shift, narrow, rate = load_scheme(scheme, beta, batch, kv_head, heads // GROUP, FREE, channel, there)
+        of_beta = tl.zeros((CHANNELS,), tl.float32)
+        for row in range(first * TILE, min((first + FLAGS) * TILE, time)):
+            token, query, lse_row, total, doubtful = load_row(
+                q, lse, out, narrow, there, batch, head, row, time, heads, q_row, KEY, MEAN, FREE, wide, channel
+            )
+            if tl.max(doubtful.to(tl.int32)) != 0:
+                at = (token * heads + head) * FREE + channel
+                free_energy = tl.load(exact + at, doubtful, other=0.0).to(tl.float32)
+                d_row = tl.load(d_free + at, doubtful, other=0.0).to(tl.float32)
+                of_q, tilt = tl.zeros((WIDE,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
+                for start in range(0, row + 1 if CAUSAL else time, KEYS):
+                    key = start + tl.arange(0, KEYS)
+                    keys, f, _, _, _ = load_keys(
+                        k, v, there, batch, key, time, kv_head, k_row, v_row, KEY, SOURCE, FREE_AT, wide, channel
+                    )
+                    log_p = log_probability(query, keys, lse_row, row, key, time, scale, CAUSAL)
+                    w, d_s = weights(log_p, f, free_energy, d_row, rate, doubtful)
+                    of_q += tl.sum(d_s[:, None] * keys, 0)
+                    tilt += tl.sum(w * (f - free_energy[None]), 0)
+                to = d_q + token * d_q_row + head * KEY + wide
+                before = tl.load(to, wide < KEY, other=0.0).to(tl.float32)
+                tl.store(to, before + scale * of_q, wide < KEY)
+                of_beta += d_row / rate * tilt
+        FREE_ROW: tl.constexpr = heads * FREE
+        to = d_beta + (batch * tiles + first) * FREE_ROW + head * FREE + channel
+        tl.store(to, tl.load(to, there, other=0.0) + of_beta, there)
+
+
+@triton.jit
+def doubtful_keys_backward_kernel(
+    q, k, v, lse, out, scheme, beta, exact, flags, d_free, d_k, d_v, time, tiles, scale,
+    q_row: tl.constexpr, k_row: tl.constexpr, v_row: tl.constexpr, d_k_row: tl.constexpr, d_v_row: tl.constexpr,
+    heads: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
+    SHARED: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
+    CHANNELS: tl.constexpr, WIDE: tl.constexpr, FLAGS: tl.constexpr,
+):  # fmt: skip
+    """Adds the same to d_k and d_v: a program has every so many blocks of keys, and visits the rows that see them."""
+    kv_head, batch = tl.program_id(0), tl.program_id(2)
+    first = (batch * heads + kv_head * GROUP) * tiles  # the flags of a group of heads lie side by side
+    if any_raised(flags, first, GROUP * tiles, FLAGS):
+        channel, wide = tl.arange(0, CHANNELS), tl.arange(0, WIDE)
+        there = channel < FREE
+        SOURCE: tl.constexpr = FREE if SHARED else MEAN + FREE
+        FREE_AT: tl.constexpr = 0 if SHARED else MEAN
+        shift, narrow, rate = load_scheme(scheme, beta, batch, kv_head, heads // GROUP, FREE, channel, there)
+        for block in range(tl.program_id(1), tl.cdiv(time, KEYS), tl.num_programs(1)):
+            key = block * KEYS + tl.arange(0, KEYS)
+            keys, f, key_token, keys_in, f_in = load_keys(
+                k, v, there, batch, key, time, kv_head, k_row, v_row, KEY, SOURCE, FREE_AT, wide, channel
+            )
+            of_k, of_f = tl.zeros((KEYS, WIDE), tl.float32), tl.zeros((KEYS, CHANNELS), tl.float32)
+            for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+                for tile in range(block * KEYS // TILE if CAUSAL else 0, tiles):
+                    if tl.load(flags + (batch * heads + head) * tiles + tile) != 0:
+                        for row in range(tile * TILE, min(tile * TILE + TILE, time)):
+                            token, query, lse_row, total, doubtful = load_row(
+                                q, lse, out, narrow, there, batch, head, row, time, heads, q_row, KEY, MEAN, FREE,
+                                wide, channel,
+                            )  # fmt: skip
+                            if tl.max(doubtful.to(tl.int32)) != 0:
+                                at = (token * heads + head) * FREE + channel
+                                free_energy = tl.load(exact + at, doubtful, other=0.0).to(tl.float32)
+                                d_row = tl.load(d_free + at, doubtful, other=0.0).to(tl.float32)
+                                log_p = log_probability(query, keys, lse_row, row, key, time, scale, CAUSAL)
+                                w, d_s = weights(log_p, f, free_energy, d_row, rate, doubtful)
+                                of_k += d_s[:, None] * query[None]
+                                of_f += d_row[None] * w
+            to_k = d_k + key_token * d_k_row + kv_head * KEY + wide[None]
+            tl.store(to_k, tl.load(to_k, keys_in, other=0.0).to(tl.float32) + scale * of_k, keys_in)
+            to_v = d_v + key_token * d_v_row + kv_head * SOURCE + FREE_AT + channel[None]
+            tl.store(to_v, tl.load(to_v, f_in, other=0.0).to(tl.float32) + of_f, f_in)

@@ -1,0 +1,309 @@
+"""Triton kernels for what is elementwise in a softmax layer: rotation, [v | e], the free energy and both gates.
+
+    e = exp(beta (f - c))    [mean | R] = attention(q, k, [v | e])    F = c + log(R) / beta    o = g ((1 - lambda) mean + lambda F)
+
+Numbers are float32 in registers and 16 bits in memory. In a channel where beta f spans less than 1 nat, which is called
+narrow, e is exp(.) - 1 and F = c + log(1 + R) / beta. An R below e^-60 proves nothing, its entry is doubtful: the tile
+that holds it raises a flag in memory, for the kernels of `doubt`. The host never waits.
+
+A tile is a block of tokens of one head. A row of a tensor holds the heads of one token; rows of q, k, v and of the gates'
+logits may be parts of wider rows, whose lengths the arguments `*_row` are. The first MEAN columns of a head of [v | e]
+are v, the last FREE are e. SHARED: each channel reads both, so f is v; else v and f are columns of one tensor, [v | f].
+"""
+
+import os
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import libdevice
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+LEAST_PROVEN = tl.constexpr(8.75651076269652e-27)  # e^-60
+LOG_2 = tl.constexpr(0.6931471805599453)
+NO_FRACTION = tl.constexpr(8388608.0)  # 2^23: float32 has no fractions from here on
+
+
+@triton.jit
+def exp_minus_1(z):
+    """exp(z) - 1 for z in [-1, 0], by its series, to float32's rounding."""
+    total = 1.0 + z * (1 / 11)
+    for n in tl.static_range(9):
+        total = 1.0 + z * total / (10 - n)
+    return z * total
+
+
+@triton.jit
+def logarithm(x):
+    """log x by the card's own instruction, whose error is 2^-22 near 1; Triton's takes twenty times as many."""
+    if INTERPRETED:
+        return tl.log(x)
+    return libdevice.fast_logf(x)
+
+
+@triton.jit
+def log_1_plus(x, rounded):
+    """log(1 + x), given `rounded`, the logarithm of the rounded 1 + x: near 0 by its series."""
+    return tl.where(tl.abs(x) < 0.01, x * (1.0 - x * (0.5 - x * (1 / 3 - x * 0.25))), rounded)
+
+
+@triton.jit
+def softplus(a):
+    z = tl.exp(-tl.abs(a))
+    return tl.maximum(a, 0.0) + log_1_plus(z, logarithm(1.0 + z))
+
+
+@triton.jit
+def level(total, narrow, doubtful):
+    """beta (F - c) from R, and its derivative, 1 / R or 1 / (1 + R); 0 and 0 where R is doubtful."""
+    base = tl.where(narrow, 1.0 + total, tl.where(doubtful, 1.0, total))
+    log = logarithm(base)
+    return tl.where(narrow, log_1_plus(total, log), log), tl.where(doubtful, 0.0, 1.0 / base)
+
+
+@triton.jit
+def is_doubtful(total, narrow):
+    return (total < LEAST_PROVEN) & (narrow == 0)
+
+
+@triton.jit
+def load_scheme(scheme, beta, batch, head, heads, FREE: tl.constexpr, channel, there):
+    """The shift c of a head's channels, whether each is narrow, and its beta."""
+    at, channels = head * FREE + channel, heads * FREE
+    row = scheme + batch * 2 * channels + at
+    shift = tl.load(row, there, other=0.0)
+    return shift, tl.load(row + channels, there, other=1.0) > 0, tl.load(beta + at, there, other=1.0)
+
+
+@triton.jit
+def rotate_kernel(
+    q, k, q_out, k_out, cos, sin, rows, time,
+    q_row: tl.constexpr, k_row: tl.constexpr, q_out_row: tl.constexpr, k_out_row: tl.constexpr,
+    heads: tl.constexpr, WIDTH: tl.constexpr, SIGN: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """y_j = x_j cos - x_{j+d/2} sin, y_{j+d/2} = x_{j+d/2} cos + x_j sin, of queries and keys; SIGN -1 turns back.
+
+    Programs of the first `heads` heads turn q, the others k. q_out and k_out may be q and k.
+    """
+    head = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    plane = tl.arange(0, HALF)
+    there = (row < rows)[:, None] & (plane < WIDTH // 2)[None]
+    angle = (row % time)[:, None] * (WIDTH // 2) + plane[None]
+    c, s = tl.load(cos + angle, there, other=0.0), SIGN * tl.load(sin + angle, there, other=0.0)
+    row = row.to(tl.int64)[:, None]
+    if head < heads:
+        x, y = q + row * q_row + head * WIDTH + plane[None], q_out + row * q_out_row + head * WIDTH + plane[None]
+    else:
+        other = (head - heads) * WIDTH
+        x, y = k + row * k_row + other + plane[None], k_out + row * k_out_row + other + plane[None]
+    low = tl.load(x, there, other=0.0).to(tl.float32)
+    high = tl.load(x + WIDTH // 2, there, other=0.0).to(tl.float32)
+    tl.store(y, low * c - high * s, there)
+    tl.store(y + WIDTH // 2, high * c + low * s, there)
+
+
+@triton.jit
+def extremes_kernel(
+    v, extremes, time, part, v_row: tl.constexpr, FREE_AT: tl.constexpr, SOURCE: tl.constexpr, FREE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The least and the greatest f among `part` tokens of each sequence: extremes (B, parts, 2, H_kv FREE)."""
+    head, step, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    channel = tl.arange(0, COLUMNS)
+    there = channel < FREE
+    low = tl.full((ROWS, COLUMNS), float("inf"), tl.float32)
+    high = tl.full((ROWS, COLUMNS), float("-inf"), tl.float32)
+    for start in range(step * part, min(step * part + part, time), ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < time)[:, None] & there[None]
+        at = (batch * time + row).to(tl.int64)[:, None] * v_row + head * SOURCE + FREE_AT + channel[None]
+        f = tl.load(v + at, inside, other=0.0).to(tl.float32)
+        low = tl.minimum(low, tl.where(inside, f, float("inf")))
+        high = tl.maximum(high, tl.where(inside, f, float("-inf")))
+    channels = tl.num_programs(0) * FREE
+    at = extremes + (batch * tl.num_programs(1) + step) * 2 * channels + head * FREE + channel
+    tl.store(at, tl.min(low, 0), there)
+    tl.store(at + channels, tl.max(high, 0), there)
+
+
+@triton.jit
+def pack_kernel(
+    v, extremes, beta, both, scheme, time, parts, v_row: tl.constexpr, SOURCE: tl.constexpr, MEAN: tl.constexpr,
+    FREE: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """[v | e], and the scheme (B, 2, H_kv FREE): the shift c of each channel, the greatest f, and whether it is narrow.
+
+    c is lifted until beta c is a multiple of log 2: a later token then changes e by a power of 2, not how it is rounded.
+    """
+    head, tile, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(0)
+    channel, part = tl.arange(0, COLUMNS), tl.arange(0, PARTS)
+    there, channels = channel < FREE, heads * FREE
+    at = extremes + (batch * parts + part)[:, None] * 2 * channels + (head * FREE + channel)[None]
+    known = (part < parts)[:, None] & there[None]
+    low = tl.min(tl.load(at, known, other=float("inf")), 0)
+    high = tl.max(tl.load(at + channels, known, other=float("-inf")), 0)
+    rate = tl.load(beta + head * FREE + channel, there, other=1.0)
+    narrow = (high - low) * rate < 1.0
+    bits = rate / LOG_2
+    lifted = tl.where(tl.abs(high * bits) < NO_FRACTION, tl.ceil(high * bits) / bits, high)
+    shift = tl.where(narrow, high, lifted)
+    if tile == 0:
+        row = scheme + batch * 2 * channels + head * FREE + channel
+        tl.store(row, shift, there)
+        tl.store(row + channels, narrow.to(tl.float32), there)
+
+    row = tile * ROWS + tl.arange(0, ROWS)
+    token = (batch * time + row).to(tl.int64)[:, None]
+    inside = (row < time)[:, None] & there[None]
+    source = v + token * v_row + head * SOURCE + channel[None]
+    packed = both + token * heads * (MEAN + FREE) + head * (MEAN + FREE) + channel[None]
+    if SHARED:
+        x = tl.load(source, inside, other=0.0)
+        tl.store(packed, x, inside)
+    else:
+        of_mean = (row < time)[:, None] & (channel < MEAN)[None]
+        tl.store(packed, tl.load(source, of_mean, other=0.0), of_mean)
+        x = tl.load(source + MEAN, inside, other=0.0)
+    z = (x.to(tl.float32) - shift[None]) * rate[None]
+    e = tl.where(narrow[None], exp_minus_1(tl.where(narrow[None], z, 0.0)), tl.exp(z))
+    tl.store(packed + MEAN, e, inside)
+
+
+@triton.jit
+def pack_backward_kernel(
+    d_both, v, scheme, beta, d_v, d_beta, time, v_row: tl.constexpr, d_v_row: tl.constexpr, SOURCE: tl.constexpr,
+    MEAN: tl.constexpr, FREE: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """df = beta exp(z) de, which d_v gets beside the mean's gradient; d_beta: of this tile, sum_i exp(z) de (f - c)."""
+    head, tile, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(0)
+    channel, row = tl.arange(0, COLUMNS), tile * ROWS + tl.arange(0, ROWS)
+    there = channel < FREE
+    shift, narrow, rate = load_scheme(scheme, beta, batch, head, heads, FREE, channel, there)
+    token = (batch * time + row).to(tl.int64)[:, None]
+    inside = (row < time)[:, None] & there[None]
+    source = token * v_row + head * SOURCE + channel[None]
+    target = token * d_v_row + head * SOURCE + channel[None]
+    packed = d_both + token * heads * (MEAN + FREE) + head * (MEAN + FREE) + channel[None]
+    d_f = tl.load(packed + MEAN, inside, other=0.0).to(tl.float32)
+    if SHARED:
+        x = tl.load(v + source, inside, other=0.0).to(tl.float32) - shift[None]
+        d_f *= tl.exp(x * rate[None])
+        tl.store(d_v + target, tl.load(packed, inside, other=0.0).to(tl.float32) + rate[None] * d_f, inside)
+    else:
+        of_mean = (row < time)[:, None] & (channel < MEAN)[None]
+        tl.store(d_v + target, tl.load(packed, of_mean, other=0.0), of_mean)
+        x = tl.load(v + source + MEAN, inside, other=0.0).to(tl.float32) - shift[None]
+        d_f *= tl.exp(x * rate[None])
+        tl.store(d_v + target + MEAN, rate[None] * d_f, inside)
+    of_beta = tl.sum(tl.where(inside, d_f * x, 0.0), 0)
+    at = (batch * tl.num_programs(1) + tile) * heads * FREE + head * FREE + channel
+    tl.store(d_beta + at, of_beta, there)
+
+
+@triton.jit
+def mix_kernel(
+    out, inner, outer, scheme, beta, o, flags, time, eps, inner_row: tl.constexpr, outer_row: tl.constexpr,
+    GROUP: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """o = g u, u = (1 - lambda) mean + lambda F where SHARED, else [mean, F]; a flag is 1 where the tile holds doubt.
+
+    inner, outer: logits of lambda and g. lambda = sigmoid(inner), g = RMSNorm of softplus(outer) over a head, or 1.
+    """
+    head, tile, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads, width = tl.num_programs(0), FREE if SHARED else MEAN + FREE
+    column, row = tl.arange(0, COLUMNS), tile * ROWS + tl.arange(0, ROWS)
+    token = (batch * time + row).to(tl.int64)[:, None]
+    inside = (row < time)[:, None] & (column < width)[None]
+    summed = out + token * heads * (MEAN + FREE) + head * (MEAN + FREE) + column[None]
+    u = tl.load(summed, inside, other=0.0).to(tl.float32)
+    if FREE > 0:
+        channel = column if SHARED else column - MEAN
+        there = (channel >= 0) & (channel < FREE)
+        shift, narrow, rate = load_scheme(scheme, beta, batch, head // GROUP, heads // GROUP, FREE, channel, there)
+        of_free = (row < time)[:, None] & there[None]
+        total = tl.load(summed + MEAN, of_free, other=1.0).to(tl.float32) if SHARED else tl.where(of_free, u, 1.0)
+        doubtful = is_doubtful(total, narrow[None])
+        lift, _ = level(total, narrow[None], doubtful)
+        free_energy = shift[None] + lift / rate[None]
+        if SHARED:
+            logit = tl.load(inner + token * inner_row + head * width + column[None], inside, other=0.0)
+            u += tl.sigmoid(logit.to(tl.float32)) * (free_energy - u)
+        else:
+            u = tl.where(of_free, free_energy, u)
+        flag = flags + (batch * heads + head) * tl.num_programs(1) + tile
+        tl.store(flag, tl.max(doubtful.to(tl.int32)))
+    if GATED:
+        logit = tl.load(outer + token * outer_row + head * width + column[None], inside, other=0.0)
+        s = tl.where(inside, softplus(logit.to(tl.float32)), 0.0)
+        u *= tl.rsqrt(tl.sum(s * s, 1) / width + eps)[:, None] * s
+    tl.store(o + token * heads * width + head * width + column[None], u, inside)
+
+
+@triton.jit
+def mix_backward_kernel(
+    d_o, out, inner, outer, scheme, beta, exact, flags, d_out, d_inner, d_outer, d_free, d_beta, time, eps,
+    inner_row: tl.constexpr, outer_row: tl.constexpr, d_inner_row: tl.constexpr, d_outer_row: tl.constexpr,
+    GROUP: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """du = g do; ds = r (h - r^2 mean(h s) s), h = u do, r the norm's factor; dR = dF / (beta R).
+
+    d_beta: of this tile, -sum_t dF (F - c) / beta. Doubtful entries pass no dR: their dF goes to d_free.
+    """
+    head, tile, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads, width = tl.num_programs(0), FREE if SHARED else MEAN + FREE
+    column, row = tl.arange(0, COLUMNS), tile * ROWS + tl.arange(0, ROWS)
+    token = (batch * time + row).to(tl.int64)[:, None]
+    inside = (row < time)[:, None] & (column < width)[None]
+    summed = token * heads * (MEAN + FREE) + head * (MEAN + FREE) + column[None]
+    u = tl.load(out + summed, inside, other=0.0).to(tl.float32)
+    d_u = tl.load(d_o + token * heads * width + head * width + column[None], inside, other=0.0).to(tl.float32)
+    if FREE > 0:
+        channel = column if SHARED else column - MEAN
+        there = (channel >= 0) & (channel < FREE)
+        shift, narrow, rate = load_scheme(scheme, beta, batch, head // GROUP, heads // GROUP, FREE, channel, there)
+        of_free = (row < time)[:, None] & there[None]
+        total = tl.load(out + summed + MEAN, of_free, other=1.0).to(tl.float32) if SHARED else tl.where(of_free, u, 1.0)
+        doubtful = is_doubtful(total, narrow[None])
+        lift, slope = level(total, narrow[None], doubtful)
+        free_energy = shift[None] + lift / rate[None]
+        kept = token * heads * FREE + head * FREE + channel[None]
+        flagged = tl.load(flags + (batch * heads + head) * tl.num_programs(1) + tile) != 0
+        if flagged:
+            known = tl.load(exact + kept, of_free & doubtful, other=0.0).to(tl.float32)
+            free_energy = tl.where(doubtful, known, free_energy)
+        gap = free_energy - u
+        if SHARED:
+            logit = tl.load(inner + token * inner_row + head * width + column[None], inside, other=0.0)
+            lambda_ = tl.sigmoid(logit.to(tl.float32))
+            u += lambda_ * gap
+        else:
+            u = tl.where(of_free, free_energy, u)
+    if GATED:
+        logit = tl.load(outer + token * outer_row + head * width + column[None], inside, other=0.0).to(tl.float32)
+        s = tl.where(inside, softplus(logit), 0.0)
+        r = tl.rsqrt(tl.sum(s * s, 1) / width + eps)[:, None]
+        h = d_u * u
+        d_s = r * (h - r * r * (tl.sum(h * s, 1) / width)[:, None] * s)
+        tl.store(d_outer + token * d_outer_row + head * width + column[None], d_s * tl.sigmoid(logit), inside)
+        d_u *= r * s
+    if FREE > 0:
+        if SHARED:
+            d_logit = d_u * gap * lambda_ * (1 - lambda_)
+            tl.store(d_inner + token * d_inner_row + head * width + column[None], d_logit, inside)
+            d_f = d_u * lambda_
+            tl.store(d_out + summed, d_u - d_f, inside)
+            tl.store(d_out + summed + MEAN, d_f * slope / rate[None], inside)
+        else:
+            d_f = d_u
+            tl.store(d_out + summed, tl.where(of_free, d_f * slope / rate[None], d_u), inside)
+        if flagged:
+            tl.store(d_free + kept, d_f, of_free & doubtful)
+        of_beta = -tl.sum(tl.where(of_free & (doubtful == 0), d_f * lift, 0.0), 0) / (rate * rate)
+        at = (batch * tl.num_programs(1) + tile) * heads * FREE + head * FREE + channel
+        tl.store(d_beta + at, of_beta, there)
+    else:
+        tl.store(d_out + summed, d_u, inside)

@@ -1,0 +1,180 @@
+"""The fused softmax layer in Triton's interpreter against the plain form in float64: `test_fused.py` runs this file."""
+
+import os
+from dataclasses import replace
+
+import fused_on_cpu
+import pytest
+import torch
+
+from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+from fem.ops.softmax.fused import doubt, kernels
+
+assert os.environ["TRITON_INTERPRET"] == "1"
+torch.set_num_threads(1)
+
+PARTS_OFF = {"use_lse": False, "use_temperature": False, "use_outer_gate": False}
+LAYERS = {
+    "full": {},
+    "slim": {"gate_rank": 4},
+    "split": {"gate_rank": 4, "free_share": 0.5},
+    "an odd split under full gates": {"free_share": 0.25},
+    "grouped heads": {"n_kv_head": 1},
+    "conditioner": {"use_conv": True},
+    "slim, grouped, conditioner": {"use_conv": True, "gate_rank": 4, "n_kv_head": 1},
+    "split, conditioner": {"use_conv": True, "free_share": 0.5},
+    "attention": PARTS_OFF,
+    "attention and the outer gate": {"use_lse": False, "use_temperature": False},
+    "F alone": {"use_temperature": False, "use_outer_gate": False},
+    "F alone, conditioner": {"use_temperature": False, "use_conv": True},
+    "no outer gate": {"use_outer_gate": False},
+    "both directions": {"causal": False},
+    "no rotation": {"use_rope": False},
+    "no biases": {"bias": False},
+}
+VALUES = {"usual": (1.0, 0.0), "spikes of 300 nats": (1.0, 200.0), "nearly equal": (1e-3, 0.0), "offset": (1.0, 30.0)}
+
+
+def build(fields, width=12, heads=2, **sizes):
+    torch.manual_seed(0)
+    usual = {"n_embd": 20, "n_head": heads, "fem_dim": width * heads, "qk_dim": 8 * heads, "use_conv": False}
+    config = FreeEnergyMixerConfig(**usual | sizes | fields)
+    layer = FreeEnergyMixer(config)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return layer
+
+
+def exact(layer):
+    """The same layer by the plain form in float64."""
+    twin = FreeEnergyMixer(replace(layer.config, backend="plain")).double()
+    twin.load_state_dict(layer.state_dict())
+    return twin
+
+
+def trained(layer, x, gradient):
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    return [y, *torch.autograd.grad(y, [x, *layer.parameters()], gradient.to(y.dtype), materialize_grads=True)]
+
+
+def errors(layer, x):
+    """Of the output and of each gradient, relative to its norm; of what is but rounding, to the output's gradient."""
+    gradient = torch.randn(x.shape)
+    wanted = trained(exact(layer), x.double(), gradient)
+    names = ["output", "x", *(name for name, _ in layer.named_parameters())]
+    found = trained(layer, x, gradient)
+    least = 1e-3 * gradient.norm()
+    return {
+        n: ((a - b).norm() / b.norm().clamp_min(least)).item() for n, a, b in zip(names, found, wanted, strict=True)
+    }
+
+
+def spread(layer, scale, spike):
+    """Give the values this scale and, in every fifth channel, an offset or, where large, a few tokens this spike."""
+    with torch.no_grad():
+        layer.value.weight.mul_(scale)
+        layer.value.bias.mul_(scale)
+        if spike < 100:
+            layer.value.bias.add_(spike)
+        else:
+            layer.value.weight[::5].mul_(spike)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_outputs_and_gradients_are_those_of_the_definition(name, monkeypatch):
+    layer = build(LAYERS[name])
+    fused_on_cpu.install(monkeypatch)
+    found = errors(layer, torch.randn(2, 19, 20))
+    assert max(found.values()) < 2e-5, found
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("name", ["full", "split", "grouped heads"])
+def test_values_of_any_span_are_read_exactly(name, values, monkeypatch):
+    layer = build(LAYERS[name])
+    spread(layer, *VALUES[values])
+    fused_on_cpu.install(monkeypatch)
+    found = errors(layer, torch.randn(2, 19, 20))
+    assert max(found.values()) < (2e-3 if values in ("nearly equal", "offset") else 5e-5), found
+
+
+@pytest.mark.parametrize("time", [2, 67])
+def test_sequences_of_any_length_over_several_tiles(time, monkeypatch):
+    layer = build({}, width=40, heads=1)  # 16 tokens a tile
+    spread(layer, 1.0, 200.0)
+    fused_on_cpu.install(monkeypatch)
+    found = errors(layer, torch.randn(1, time, 20))
+    assert max(found.values()) < 5e-5, found
+
+
+@pytest.mark.parametrize("name", ["full", "slim", "split"])
+def test_the_future_changes_nothing(name, monkeypatch):
+    layer, x = build(LAYERS[name]), torch.randn(1, 19, 20)
+    fused_on_cpu.install(monkeypatch)
+    later = x.clone()
+    later[:, 13:] += 50.0
+    with torch.no_grad():
+        torch.testing.assert_close(layer(later)[:, :13], layer(x)[:, :13], rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_repeat_bit_for_bit(monkeypatch):
+    layer, x = build(LAYERS["grouped heads"]), torch.randn(2, 19, 20)
+    spread(layer, 1.0, 200.0)
+    fused_on_cpu.install(monkeypatch)
+    for one, other in zip(trained(layer, x, torch.ones_like(x)), trained(layer, x, torch.ones_like(x)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_bfloat16_errs_no_more_than_the_form_of_torch_operations(monkeypatch):
+    """Both read the same rounded layer; the fused form's errors are at most 1.3 of the other's."""
+    layer = build({}, width=16).bfloat16()
+    x = torch.randn(2, 70, 20).bfloat16()
+    other = errors(layer, x)
+    fused_on_cpu.install(monkeypatch, torch.bfloat16)
+    fused_on_cpu.round_to_nearest(monkeypatch)
+    found = errors(layer, x)
+    assert all(found[name] < max(1.3 * other[name], 2e-2) for name in found), (found, other)
+
+
+def test_one_graph_without_a_break(monkeypatch):
+    layer, x = build(LAYERS["split, conditioner"]), torch.randn(2, 19, 20)
+    fused_on_cpu.install(monkeypatch)
+    wanted = trained(layer, x, torch.ones_like(x))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for one, other in zip(trained(compiled, x, torch.ones_like(x)), wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_second_derivative_is_refused(monkeypatch):
+    layer, x = build({}), torch.randn(1, 5, 20, requires_grad=True)
+    fused_on_cpu.install(monkeypatch)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+class Nothing:
+    """In a kernel's place: it leaves what it should write as it is."""
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **sizes: None
+
+
+def silenced(monkeypatch, module, name):
+    """The largest error under spikes without one kernel; fresh memory holds garbage."""
+    layer = build(LAYERS["grouped heads"])
+    spread(layer, 1.0, 200.0)
+    fused_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(module, name, Nothing())
+    return max(errors(layer, torch.randn(2, 19, 20)).values())
+
+
+@pytest.mark.parametrize("name", [name for name in vars(doubt) if name.startswith("doubtful_")])
+def test_a_test_notices_where_a_kernel_of_doubt_does_nothing(name, monkeypatch):
+    assert not silenced(monkeypatch, doubt, name) < 5e-5
+
+
+@pytest.mark.parametrize("name", ["rotate_kernel", "pack_backward_kernel", "mix_backward_kernel"])
+def test_a_test_notices_where_another_kernel_does_nothing(name, monkeypatch):
+    assert not silenced(monkeypatch, kernels, name) < 5e-5

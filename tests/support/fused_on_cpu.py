@@ -1,0 +1,60 @@
+"""The fused softmax layer on a CPU: Triton's interpreter runs its kernels, formulas stand in for torch's attention.
+
+Set TRITON_INTERPRET=1 before Triton is imported.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+from fem import fused_layer
+from fem.ops.softmax.fused import attention
+
+
+def scores(q, k, scale, causal):
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    s = scale * torch.einsum("bthd,bihd->bhti", q.float(), k.float())
+    return s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -math.inf) if causal else s
+
+
+def attend(q, k, values, scale, causal, kernel):
+    s, wide = scores(q, k, scale, causal), values.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    out = torch.einsum("bhti,bihd->bthd", s.softmax(-1).to(q.dtype).float(), wide.float())
+    return out.to(q.dtype).contiguous(), s.logsumexp(-1).contiguous()
+
+
+def attend_backward(grad, q, k, values, out, lse, scale, causal, kernel):
+    group, heads = q.shape[2] // k.shape[2], k.shape[2]
+    wide_k, wide_v = (x.repeat_interleave(group, 2).float() for x in (k, values))
+    p, grad = (scores(q, k, scale, causal) - lse[..., None]).exp(), grad.float()
+    d_s = p * (torch.einsum("bthd,bihd->bhti", grad, wide_v) - (grad * out.float()).sum(-1).transpose(1, 2)[..., None])
+    d_q = scale * torch.einsum("bhti,bihd->bthd", d_s, wide_k)
+    of_groups = lambda x: x.unflatten(2, (heads, group)).sum(3)  # noqa: E731
+    d_k = of_groups(scale * torch.einsum("bhti,bthd->bihd", d_s, q.float()))
+    d_v = of_groups(torch.einsum("bhti,bthd->bihd", p, grad))
+    return [x.to(q.dtype).contiguous() for x in (d_q, d_k, d_v)]
+
+
+def install(monkeypatch, dtype=torch.float32):
+    """Take the fused form for layers of this dtype on a CPU."""
+    monkeypatch.setattr(attention, "attend", attend)
+    monkeypatch.setattr(attention, "attend_backward", attend_backward)
+    monkeypatch.setattr(fused_layer, "available", lambda x: True)
+    monkeypatch.setattr(fused_layer, "DTYPE", dtype)
+    monkeypatch.setattr(fused_layer, "_kernel", lambda *sizes: "cudnn")
+
+
+def round_to_nearest(monkeypatch):
+    """Triton's interpreter rounds towards zero where a card rounds to the nearest: make it round as a card does."""
+    from triton.runtime import interpreter
+
+    before = interpreter._convert_float
+
+    def convert(numbers, of, to, mode):
+        if of.primitive_bitwidth != 32 or str(to) != "bf16":
+            return before(numbers, of, to, mode)
+        x = torch.from_numpy(np.frombuffer(numbers.tobytes(), dtype=np.float32).copy()).bfloat16()
+        return x.view(torch.int16).numpy().view(np.uint16).reshape(numbers.shape)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
