@@ -1,0 +1,110 @@
+"""python -m fem_research.card_day SLICE: everything that waits for a card, in slices of under nine minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fem_research.card_day.recipe import ROWS, TrainingRecipe
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+Output = Annotated[Path, typer.Option(help="Folder of the results.")]
+
+
+@app.command()
+def pack(
+    source: Annotated[Path, typer.Argument(help="The package linux-source-6.1 as a .deb, or the tarball in it.")],
+    output: Annotated[Path, typer.Option(help="Folder of the pieces.")],
+    seed: int = 0,
+    megabytes: Annotated[float, typer.Option(help="Text, in 10^6 bytes.")] = 400.0,
+    piece_megabytes: Annotated[float, typer.Option(help="Text of a piece, in 10^6 bytes.")] = 200.0,
+    held_out_megabytes: float = 4.0,
+    tokenizer_megabytes: Annotated[float, typer.Option(help="Text that the tokenizer is trained on.")] = 50.0,
+    vocabulary: int = 16384,
+) -> None:
+    """Turn Linux's sources into pieces of text that travel, and a tokenizer; needs no card."""
+    from fem_research.card_day import linux_text
+
+    facts = linux_text.pack(
+        source,
+        output,
+        seed=seed,
+        megabytes=megabytes,
+        piece_megabytes=piece_megabytes,
+        held_out_megabytes=held_out_megabytes,
+        tokenizer_megabytes=tokenizer_megabytes,
+        vocabulary=vocabulary,
+    )
+    for name, piece in facts["pieces"].items():
+        print(f"{name}: {piece['files']} files, {piece['bytes']:,} bytes in {piece['packed']:,}, {piece['sha256']}")
+    print(f"tokenizer: {facts['vocabulary']} entries, {facts['tokenizer']}")
+
+
+@app.command()
+def text(
+    packed: Annotated[Path, typer.Option(help="Folder of the pieces.")],
+    output: Annotated[Path, typer.Option(help="Folder of the tokens.")],
+) -> None:
+    """Tokenise the pieces that are there; tokens that are there already are kept."""
+    from fem_research.card_day import linux_text
+
+    facts = linux_text.tokenise(packed, output)
+    for part in ("train", linux_text.HELD_OUT):
+        print(f"{part}: {facts[part]['tokens']:,} tokens of {facts[part]['bytes']:,} bytes, {facts[part]['sha256']}")
+
+
+@app.command()
+def train(
+    tokens: Annotated[Path, typer.Option(help="Folder of the tokens.")],
+    output: Output,
+    rows: Annotated[str, typer.Option(help="Mixers, with semicolons between them.")] = ";".join(ROWS.values()),
+    million_tokens: Annotated[float, typer.Option(help="Tokens of a training, in 10^6.")] = 100.0,
+    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    seed: int = 0,
+    minutes: Annotated[float, typer.Option(help="Time for all rows; a training is saved when it is over.")] = 8.5,
+    width: int = 768,
+    layers: int = 12,
+    heads: int = 12,
+    mlp_width: int = 2048,
+    context: int = 1024,
+    batch: int = 64,
+    micro: Annotated[int, typer.Option(help="Rows of a forward pass.")] = 16,
+    bf16: bool = True,
+    compile: bool = True,
+    warm: Annotated[bool, typer.Option("--warm", help="Train one step of each row, for the compiler's cache.")] = False,
+) -> None:
+    """Train the rows one after the other; the same command goes on with what was stopped."""
+    from fem_research.card_day import training
+
+    recipe = TrainingRecipe(
+        tokens=million_tokens * 1e6,
+        rate=rate,
+        seed=seed,
+        width=width,
+        layers=layers,
+        heads=heads,
+        mlp_width=mlp_width,
+        context=context,
+        batch=batch,
+        micro=micro,
+        bf16=bf16,
+        compile=compile,
+    )
+    mixers = [name.strip() for name in rows.split(";") if name.strip()]
+    if warm:
+        training.warm(recipe, mixers, tokens)
+    else:
+        training.run(recipe, mixers, tokens, output, minutes)
+
+
+def main() -> None:
+    try:
+        app()
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()
