@@ -8,6 +8,10 @@ from typing import Annotated
 import typer
 
 from fem_research.card_day.recipe import ROWS, TrainingRecipe
+from fem_research.common.mixers import numbers
+
+HERE = Path("runs/card_day")
+PACKED, TOKENS = HERE / "packed", HERE / "tokens"
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 Output = Annotated[Path, typer.Option(help="Folder of the results.")]
@@ -16,7 +20,7 @@ Output = Annotated[Path, typer.Option(help="Folder of the results.")]
 @app.command()
 def pack(
     source: Annotated[Path, typer.Argument(help="The package linux-source-6.1 as a .deb, or the tarball in it.")],
-    output: Annotated[Path, typer.Option(help="Folder of the pieces.")],
+    output: Annotated[Path, typer.Option(help="Folder of the pieces.")] = PACKED,
     seed: int = 0,
     megabytes: Annotated[float, typer.Option(help="Text, in 10^6 bytes.")] = 400.0,
     piece_megabytes: Annotated[float, typer.Option(help="Text of a piece, in 10^6 bytes.")] = 200.0,
@@ -44,8 +48,8 @@ def pack(
 
 @app.command()
 def text(
-    packed: Annotated[Path, typer.Option(help="Folder of the pieces.")],
-    output: Annotated[Path, typer.Option(help="Folder of the tokens.")],
+    packed: Annotated[Path, typer.Option(help="Folder of the pieces.")] = PACKED,
+    output: Annotated[Path, typer.Option(help="Folder of the tokens.")] = TOKENS,
 ) -> None:
     """Tokenise the pieces that are there; tokens that are there already are kept."""
     from fem_research.card_day import linux_text
@@ -57,12 +61,14 @@ def text(
 
 @app.command()
 def train(
-    tokens: Annotated[Path, typer.Option(help="Folder of the tokens.")],
-    output: Output,
+    tokens: Annotated[Path, typer.Option(help="Folder of the tokens.")] = TOKENS,
+    output: Output = HERE / "train",
     rows: Annotated[str, typer.Option(help="Mixers, with semicolons between them.")] = ";".join(ROWS.values()),
     million_tokens: Annotated[float, typer.Option(help="Tokens of a training, in 10^6.")] = 100.0,
-    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
-    seed: int = 0,
+    rates: Annotated[str, typer.Option(help="Peak learning rates, with commas between them.")] = "0.001",
+    seeds: Annotated[
+        str, typer.Option(help="Seeds, with commas between them; all rows of the first come first.")
+    ] = "0",
     minutes: Annotated[float, typer.Option(help="Time for all rows; a training is saved when it is over.")] = 8.5,
     width: int = 768,
     layers: int = 12,
@@ -70,33 +76,40 @@ def train(
     mlp_width: int = 2048,
     context: int = 1024,
     batch: int = 64,
-    micro: Annotated[int, typer.Option(help="Rows of a forward pass.")] = 16,
+    micro: Annotated[int, typer.Option(help="Rows of a forward pass.")] = 64,
     bf16: bool = True,
     compile: bool = True,
-    warm: Annotated[bool, typer.Option("--warm", help="Train one step of each row, for the compiler's cache.")] = False,
+    warm: Annotated[bool, typer.Option("--warm", help="One step of each row on random tokens: fills caches.")] = False,
+    vocabulary: Annotated[int, typer.Option(help="Of --warm, which reads no tokens.")] = 16384,
 ) -> None:
     """Train the rows one after the other; the same command goes on with what was stopped."""
     from fem_research.card_day import training
 
-    recipe = TrainingRecipe(
-        tokens=million_tokens * 1e6,
-        rate=rate,
-        seed=seed,
-        width=width,
-        layers=layers,
-        heads=heads,
-        mlp_width=mlp_width,
-        context=context,
-        batch=batch,
-        micro=micro,
-        bf16=bf16,
-        compile=compile,
-    )
     mixers = [name.strip() for name in rows.split(";") if name.strip()]
+    recipes = [
+        TrainingRecipe(
+            mixer=mixer,
+            tokens=million_tokens * 1e6,
+            rate=rate,
+            seed=int(seed),
+            width=width,
+            layers=layers,
+            heads=heads,
+            mlp_width=mlp_width,
+            context=context,
+            batch=batch,
+            micro=micro,
+            bf16=bf16,
+            compile=compile,
+        )
+        for seed in numbers("seeds", seeds)
+        for mixer in mixers
+        for rate in numbers("rates", rates)
+    ]
     if warm:
-        training.warm(recipe, mixers, tokens)
+        training.warm(recipes, vocabulary)
     else:
-        training.run(recipe, mixers, tokens, output, minutes)
+        training.run(recipes, tokens, output, minutes)
 
 
 def main() -> None:

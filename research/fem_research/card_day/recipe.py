@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from fem.runs.recipes import require_not_negative, require_positive
@@ -34,7 +35,7 @@ class TrainingRecipe:
     mlp_width: int = option(2048, "Width of attention's SwiGLU; mixers with more parameters get narrower ones.")
     context: int = option(1024, "Tokens of a row.")
     batch: int = option(64, "Rows of a step.")
-    micro: int = option(16, "Rows of a forward pass.")
+    micro: int = option(64, "Rows of a forward pass.")
     warmup: float = option(0.05, "Share of the steps in which the rate rises.")
     weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
     bf16: bool = option(True, "Matrix products in bfloat16; weights and moments stay float32.")
@@ -63,7 +64,7 @@ class TrainingRecipe:
     @property
     def key(self) -> str:
         """The name of its files."""
-        name = self.mixer.replace("/", "_")
+        name = re.sub(r"[^\w.]", "_", self.mixer)
         return f"{name}-w{self.width}-{self.tokens / 1e6:g}M-lr{self.rate:g}-seed{self.seed}"
 
 

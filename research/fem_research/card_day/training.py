@@ -33,7 +33,7 @@ from fem.train.model import build_model
 from fem.train.saving import NotFinite, SavingTrainer
 from fem.train.signals import SaveAndStop
 from fem.train.throughput import flops_per_token, peak_flops, peak_memory
-from fem_research.card_day.linux_text import read_tokens
+from fem_research.card_day.linux_text import HELD_OUT, TOKENS, read_tokens
 from fem_research.card_day.recipe import TrainingRecipe, label
 from fem_research.common.blocks import convolve
 from fem_research.common.mixers import fields_of
@@ -304,20 +304,19 @@ def measured(log: list[dict], recipe: TrainingRecipe, flops: int) -> dict:
     }
 
 
-def run(
-    recipe: TrainingRecipe, mixers: Sequence[str], tokens: Path, output: Path, minutes: float = float("inf")
-) -> list[dict]:
-    """The rows one after the other, until the time is over."""
+def run(recipes: Sequence[TrainingRecipe], tokens: Path, output: Path, minutes: float = float("inf")) -> list[dict]:
+    """The trainings one after the other, until the time is over."""
     deadline, found = time.monotonic() + 60 * minutes, []
-    for mixer in mixers:
+    for recipe in recipes:
         if time.monotonic() > deadline:
             break
-        note(f"{label(mixer)}: begins, {deadline - time.monotonic():.0f} s left.")
+        name = f"{label(recipe.mixer)}, rate {recipe.rate:g}, seed {recipe.seed}"
+        note(f"{name}: begins, {deadline - time.monotonic():.0f} s left.")
         try:
-            found.append(train(dataclasses.replace(recipe, mixer=mixer), tokens, output, deadline))
-            note(f"{label(mixer)}: {in_words(found[-1])}")
+            found.append(train(recipe, tokens, output, deadline))
+            note(f"{name}: {in_words(found[-1])}")
         except RuntimeError as error:  # of the compiler, or of a card with too little memory
-            note(f"{label(mixer)} failed, the next row begins: {type(error).__name__}: {error}")
+            note(f"{name} failed, the next one begins: {type(error).__name__}: {error}")
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
@@ -340,8 +339,14 @@ def in_words(found: dict) -> str:
     return ", ".join(parts + [text.format(found[name]) for name, text in shown.items() if found[name] is not None])
 
 
-def warm(recipe: TrainingRecipe, mixers: Sequence[str], tokens: Path) -> None:
-    """Train one step of every row, so that the compiler's cache holds its graphs; nothing is kept of them."""
+def warm(recipes: Sequence[TrainingRecipe], vocabulary: int) -> None:
+    """Train one step of each on random tokens, so that the compiler's cache holds its graphs; nothing is kept."""
+    ones = [dataclasses.replace(recipe, tokens=recipe.step_tokens, validations=0) for recipe in recipes]
     with tempfile.TemporaryDirectory() as folder:
-        one = dataclasses.replace(recipe, tokens=recipe.step_tokens, validations=0)
-        run(one, mixers, tokens, Path(folder))
+        facts = {"vocabulary": vocabulary}
+        for part in ("train", HELD_OUT):
+            tokens = np.random.default_rng(0).integers(vocabulary, size=ones[0].step_tokens, dtype=np.uint16)
+            tokens.tofile(Path(folder, f"{part}.bin"))
+            facts[part] = {"tokens": len(tokens)}
+        write_json(Path(folder, TOKENS), facts)
+        run(ones, Path(folder), Path(folder))
