@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fem.runs.recipes import listed
 from fem_research.card_day.recipe import ROWS, TrainingRecipe
 from fem_research.common.mixers import numbers
 
@@ -110,6 +111,36 @@ def train(
         training.warm(recipes, vocabulary)
     else:
         training.run(recipes, tokens, output, minutes)
+
+
+@app.command()
+def long(
+    output: Output = HERE / "long",
+    lengths: Annotated[str, typer.Option(help="Tokens, with commas between them.")] = "8192,32768,131072",
+    mixers: Annotated[str, typer.Option(help="Mixers, with semicolons between them; default: softmax and GLA.")] = "",
+    parts: Annotated[str, typer.Option(help="layer, model, or both with a comma.")] = "layer,model",
+    minutes: Annotated[float, typer.Option(help="Time for all cells.")] = 8.5,
+    seconds: Annotated[float, typer.Option(help="Seconds of repeated steps.")] = 2.0,
+    width: int = 1024,
+    heads: int = 16,
+    layers: int = 4,
+    compile: bool = True,
+) -> None:
+    """Prefill and train step at long contexts, beside attention's; the same command goes on."""
+    from fem.runs.tables import write_table
+    from fem_research.card_day import long as slice_
+
+    recipe = slice_.LongRecipe(
+        lengths=tuple(map(int, numbers("lengths", lengths))),
+        mixers=tuple(name.strip() for name in mixers.split(";") if name.strip()) or slice_.MIXERS,
+        parts=tuple(listed(parts)),
+        width=width,
+        heads=heads,
+        layers=layers,
+        seconds=seconds,
+        compile=compile,
+    )
+    write_table(output, "long", slice_.table(slice_.run(recipe, output, minutes)))
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ import dataclasses
 import gc
 import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,16 +22,16 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainingArguments
 from transformers.utils.logging import disable_progress_bar
 
-from fem.extras import installed
 from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.presets import preset
-from fem.runs.run import circumstances, note, read_json, write_json
+from fem.runs.run import note, read_json, write_json
 from fem.train.checkpoints import STAGING
 from fem.train.distributed import Ranks
 from fem.train.model import build_model
 from fem.train.saving import NotFinite, SavingTrainer
 from fem.train.signals import SaveAndStop
 from fem.train.throughput import flops_per_token, peak_flops, peak_memory
+from fem_research.card_day.facts import circumstances_of_card
 from fem_research.card_day.linux_text import HELD_OUT, TOKENS, read_tokens
 from fem_research.card_day.recipe import TrainingRecipe, label
 from fem_research.common.blocks import convolve
@@ -265,21 +264,6 @@ def facts_of(model: FEMForCausalLM, recipe: TrainingRecipe) -> dict:
         "flops_per_token": flops_per_token(model, recipe.context),
         "flops_formula": FLOPS,
     }
-
-
-def circumstances_of_card() -> dict:
-    """Versions, hardware, driver and date."""
-    facts = circumstances()
-    facts["versions"] |= {name: installed(name) for name in ("triton", "fla-core", "safetensors")}
-    return facts | {"driver": driver()}
-
-
-def driver() -> str | None:
-    try:
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return None
 
 
 def measured(log: list[dict], recipe: TrainingRecipe, flops: int) -> dict:
