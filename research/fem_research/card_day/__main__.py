@@ -1,0 +1,154 @@
+"""python -m fem_research.card_day SLICE: everything that waits for a card, in slices of under nine minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fem.runs.recipes import listed
+from fem_research.card_day.recipe import ROWS, TrainingRecipe
+from fem_research.common.mixers import numbers
+
+HERE = Path("runs/card_day")
+PACKED, TOKENS = HERE / "packed", HERE / "tokens"
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+Output = Annotated[Path, typer.Option(help="Folder of the results.")]
+
+
+@app.command()
+def pack(
+    source: Annotated[Path, typer.Argument(help="The package linux-source-6.1 as a .deb, or the tarball in it.")],
+    output: Annotated[Path, typer.Option(help="Folder of the pieces.")] = PACKED,
+    seed: int = 0,
+    megabytes: Annotated[float, typer.Option(help="Text, in 10^6 bytes.")] = 400.0,
+    piece_megabytes: Annotated[float, typer.Option(help="Text of a piece, in 10^6 bytes.")] = 200.0,
+    held_out_megabytes: float = 4.0,
+    tokenizer_megabytes: Annotated[float, typer.Option(help="Text that the tokenizer is trained on.")] = 50.0,
+    vocabulary: int = 16384,
+) -> None:
+    """Turn Linux's sources into pieces of text that travel, and a tokenizer; needs no card."""
+    from fem_research.card_day import linux_text
+
+    facts = linux_text.pack(
+        source,
+        output,
+        seed=seed,
+        megabytes=megabytes,
+        piece_megabytes=piece_megabytes,
+        held_out_megabytes=held_out_megabytes,
+        tokenizer_megabytes=tokenizer_megabytes,
+        vocabulary=vocabulary,
+    )
+    for name, piece in facts["pieces"].items():
+        print(f"{name}: {piece['files']} files, {piece['bytes']:,} bytes in {piece['packed']:,}, {piece['sha256']}")
+    print(f"tokenizer: {facts['vocabulary']} entries, {facts['tokenizer']}")
+
+
+@app.command()
+def text(
+    packed: Annotated[Path, typer.Option(help="Folder of the pieces.")] = PACKED,
+    output: Annotated[Path, typer.Option(help="Folder of the tokens.")] = TOKENS,
+) -> None:
+    """Tokenise the pieces that are there; tokens that are there already are kept."""
+    from fem_research.card_day import linux_text
+
+    facts = linux_text.tokenise(packed, output)
+    for part in ("train", linux_text.HELD_OUT):
+        print(f"{part}: {facts[part]['tokens']:,} tokens of {facts[part]['bytes']:,} bytes, {facts[part]['sha256']}")
+
+
+@app.command()
+def train(
+    tokens: Annotated[Path, typer.Option(help="Folder of the tokens.")] = TOKENS,
+    output: Output = HERE / "train",
+    rows: Annotated[str, typer.Option(help="Mixers, with semicolons between them.")] = ";".join(ROWS.values()),
+    million_tokens: Annotated[float, typer.Option(help="Tokens of a training, in 10^6.")] = 100.0,
+    rates: Annotated[str, typer.Option(help="Peak learning rates, with commas between them.")] = "0.001",
+    seeds: Annotated[
+        str, typer.Option(help="Seeds, with commas between them; all rows of the first come first.")
+    ] = "0",
+    minutes: Annotated[float, typer.Option(help="Time for all rows; a training is saved when it is over.")] = 8.5,
+    width: int = 768,
+    layers: int = 12,
+    heads: int = 12,
+    mlp_width: int = 2048,
+    context: int = 1024,
+    batch: int = 64,
+    micro: Annotated[int, typer.Option(help="Rows of a forward pass.")] = 64,
+    bf16: bool = True,
+    compile: bool = True,
+    warm: Annotated[bool, typer.Option("--warm", help="One step of each row on random tokens: fills caches.")] = False,
+    vocabulary: Annotated[int, typer.Option(help="Of --warm, which reads no tokens.")] = 16384,
+) -> None:
+    """Train the rows one after the other; the same command goes on with what was stopped."""
+    from fem_research.card_day import training
+
+    mixers = [name.strip() for name in rows.split(";") if name.strip()]
+    recipes = [
+        TrainingRecipe(
+            mixer=mixer,
+            tokens=million_tokens * 1e6,
+            rate=rate,
+            seed=int(seed),
+            width=width,
+            layers=layers,
+            heads=heads,
+            mlp_width=mlp_width,
+            context=context,
+            batch=batch,
+            micro=micro,
+            bf16=bf16,
+            compile=compile,
+        )
+        for seed in numbers("seeds", seeds)
+        for mixer in mixers
+        for rate in numbers("rates", rates)
+    ]
+    if warm:
+        training.warm(recipes, vocabulary)
+    else:
+        training.run(recipes, tokens, output, minutes)
+
+
+@app.command()
+def long(
+    output: Output = HERE / "long",
+    lengths: Annotated[str, typer.Option(help="Tokens, with commas between them.")] = "8192,32768,131072",
+    mixers: Annotated[str, typer.Option(help="Mixers, with semicolons between them; default: softmax and GLA.")] = "",
+    parts: Annotated[str, typer.Option(help="layer, model, or both with a comma.")] = "layer,model",
+    minutes: Annotated[float, typer.Option(help="Time for all cells.")] = 8.5,
+    seconds: Annotated[float, typer.Option(help="Seconds of repeated steps.")] = 2.0,
+    width: int = 1024,
+    heads: int = 16,
+    layers: int = 4,
+    compile: bool = True,
+) -> None:
+    """Prefill and train step at long contexts, beside attention's; the same command goes on."""
+    from fem.runs.tables import write_table
+    from fem_research.card_day import long as slice_
+
+    recipe = slice_.LongRecipe(
+        lengths=tuple(map(int, numbers("lengths", lengths))),
+        mixers=tuple(name.strip() for name in mixers.split(";") if name.strip()) or slice_.MIXERS,
+        parts=tuple(listed(parts)),
+        width=width,
+        heads=heads,
+        layers=layers,
+        seconds=seconds,
+        compile=compile,
+    )
+    write_table(output, "long", slice_.table(slice_.run(recipe, output, minutes)))
+
+
+def main() -> None:
+    try:
+        app()
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()
