@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.tokens import Tokens
-from fem.ops.conditioner.fused import fits, fused
-from fem.ops.conditioner.plain import plain
+from fem.ops.conditioner.read import conditioned
 from fem.projection import Projection
 
 
@@ -33,8 +32,4 @@ class TimeDecayConditioner(nn.Module):
         self, x: Float[Tensor, "b t d"], tokens: Tokens, hidden: Float[Tensor, "b c"] | None = None
     ) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "b c"]]:
         projected = self.project(self.norm_in(x))  # W_f x^, W_x x^, W_s x^
-        if not self.bidirectional and fits(self.backend, self.norm, projected, hidden):
-            return fused(projected, tokens, hidden, self.norm, x.dtype)
-        backend = "triton" if self.backend == "triton" else "auto"
-        h, hidden = plain(projected, tokens, hidden, self.norm, backend, self.bidirectional)
-        return h.to(x.dtype), hidden
+        return conditioned(projected, tokens, hidden, self.norm, x.dtype, self.backend, self.bidirectional)

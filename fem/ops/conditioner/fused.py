@@ -18,9 +18,9 @@ from fem.ops.conditioner.plain import plain
 
 WIDEST = 256  # channels, which a program holds at once
 NUMBERS = 2048  # of a tile in a program's registers: tokens times channels, at most
-PROGRAMS = 1024  # enough for a card: chunks grow where rows are longer
-CHUNKS = 32  # whose ends are loaded at a time
-WARPS = 4
+PROGRAMS = 1024  # enough for a card: chunks are of more tiles where rows are longer
+FEWEST, MOST = 64, 256  # chunks of a row, each of which adds up what all before it end with
+WARPS = 8
 _TRITON = find_spec("triton") is not None
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OURS = (Tensor, nn.Parameter)  # no subclass, such as a part of a tensor that devices share
@@ -66,17 +66,18 @@ class _Sizes:
         columns = triton.next_power_of_2(self.width)
         rows = tile_rows(self.width)
         every = -(-self.time // rows)
-        self.tiles = -(-every // min(max(PROGRAMS // self.batch, 64), 256))
+        self.tiles = -(-every // min(max(PROGRAMS // self.batch, FEWEST), MOST))
         self.chunks = -(-every // self.tiles)
         self.grid = (self.batch * self.chunks,)
         self.count = (self.time, self.chunks, self.tiles)
         rows = rows if self.time > 16 else min(rows, 16)
         self.shape = {"width": self.width, "TIME": rows, "COLUMNS": columns, "num_warps": WARPS}
+        self.ends = {"CHUNKS": min(64, NUMBERS // columns)}  # whose ends are loaded at a time
 
 
 def tile_rows(width: int) -> int:
     """Tokens of a tile."""
-    return min(64, max(16, NUMBERS >> (width - 1).bit_length()))
+    return min(64, max(8, NUMBERS >> (width - 1).bit_length()))
 
 
 def _on(device: torch.device) -> AbstractContextManager:
@@ -103,7 +104,7 @@ def _condition(projected, weight, bias, keep, start, hidden, eps, dtype):
             kernels._sum_chunks[sizes.grid](projected, keep, start, summaries, *sizes.count, **sizes.shape)
         kernels._condition[sizes.grid](
             projected, weight, bias, keep, start, hidden, summaries, out, last, starts, *sizes.count, eps,
-            root=sizes.width**0.5, CHUNKS=CHUNKS, **sizes.shape,
+            root=sizes.width**0.5, **sizes.ends, **sizes.shape,
         )  # fmt: skip
     return out, last, starts
 
@@ -139,7 +140,7 @@ def _condition_backward(grad, d_last, projected, weight, bias, keep, start, star
         )  # fmt: skip
         kernels._scan_backward[sizes.grid](
             projected, keep, start, starts, d_state, d_last, summaries, d_projected, d_hidden, *sizes.count,
-            CHUNKS=CHUNKS, **sizes.shape,
+            **sizes.ends, **sizes.shape,
         )  # fmt: skip
     return d_projected, parts.sum(0), d_hidden
 

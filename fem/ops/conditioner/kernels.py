@@ -158,8 +158,10 @@ def _condition(
     scale, shift = scale.to(tl.float32)[None], shift.to(tl.float32)[None]
     entering = _gathered(summaries, hidden, batch, chunk, chunks, column, width, 1, CHUNKS)
     every = tl.cdiv(time, TIME)
-    for tile in range(chunk * tiles, tl.minimum(chunk * tiles + tiles, every)):
-        tl.store(starts + (batch.to(tl.int64) * every + tile) * width + column, entering, channel)
+    for step in range(tiles):
+        tile = chunk * tiles + step
+        known = column < tl.where(tile < every, width, 0)
+        tl.store(starts + (batch.to(tl.int64) * every + tile) * width + column, entering, known)
         row = tile * TIME + index
         _, decay, state = _scanned(projected, keep, start, batch, row, time, row < time, column, width)
         state += decay * entering[None]
@@ -193,8 +195,10 @@ def _condition_backward(
     zeros = tl.zeros((COLUMNS,), tl.float32)
     d_scale, d_shift, log_total, given = zeros, zeros, zeros, zeros
     every = tl.cdiv(time, TIME)
-    for tile in range(chunk * tiles, tl.minimum(chunk * tiles + tiles, every)):
-        entering = tl.load(starts + (batch.to(tl.int64) * every + tile) * width + column, channel, other=0.0)
+    for step in range(tiles):
+        tile = chunk * tiles + step
+        known = column < tl.where(tile < every, width, 0)
+        entering = tl.load(starts + (batch.to(tl.int64) * every + tile) * width + column, known, other=0.0)
         row = tile * TIME + index
         log_decay, decay, state = _scanned(projected, keep, start, batch, row, time, row < time, column, width)
         there = (row < time)[:, None] & channel[None]
@@ -238,9 +242,8 @@ def _scan_backward(
     channel = column < width
     reached = _gathered(summaries, d_last, batch, chunk, chunks, column, width, -1, CHUNKS)
     every = tl.cdiv(time, TIME)
-    end = tl.minimum(chunk * tiles + tiles, every)
-    for back in range(chunk * tiles, end):
-        tile = end - 1 - (back - chunk * tiles)
+    for step in range(tiles):
+        tile = chunk * tiles + tiles - 1 - step
         row = tile * TIME + index
         there = (row < time)[:, None] & channel[None]
         at = (batch.to(tl.int64) * time + row)[:, None] * width
@@ -251,7 +254,8 @@ def _scan_backward(
         factor, d_u = tl.associative_scan((tl.exp(log_next), d_u), 0, _then, reverse=True)
         d_u += factor * reached[None]
 
-        entering = tl.load(starts + (batch.to(tl.int64) * every + tile) * width + column, channel, other=0.0)
+        known = column < tl.where(tile < every, width, 0)
+        entering = tl.load(starts + (batch.to(tl.int64) * every + tile) * width + column, known, other=0.0)
         ahead = (index > 0) & (row - 1 < time)
         _, decay, before = _scanned(projected, keep, start, batch, row - 1, time, ahead, column, width)
         before += decay * entering[None]

@@ -22,10 +22,7 @@ def plain(
     backend: str = "auto",
     bidirectional: bool = False,
 ) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "b c"]]:
-    """h_t = SiLU(l2norm(softplus(a_t)) sqrt(C)) * norm(h~_t),    h~_t = exp(-softplus(f_t)) h~_{t-1} + u_t, and h~_T
-
-    projected: [f, u, a]. norm: LayerNorm over the channels. Bidirectional: half of the channels run backwards in time.
-    """
+    """`conditioned` in the dtype of its inputs, by any norm; "triton": the decaying sum by a package's kernel."""
     decay, u, shortcut = projected.chunk(3, -1)
     state = _scan(-F.softplus(decay), upcast(u), tokens, hidden, backend, bidirectional)  # a stream carries float32 on
     unit = F.normalize(F.softplus(upcast(shortcut)), dim=-1)  # in float16 all of a shut one could be 0
