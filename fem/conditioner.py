@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
-from fem.ops.common.precision import upcast
 from fem.ops.common.tokens import Tokens
-from fem.ops.decay_scan.read import decay_scan
+from fem.ops.conditioner.read import conditioned
 from fem.projection import Projection
 
 
@@ -26,7 +23,7 @@ class TimeDecayConditioner(nn.Module):
         super().__init__()
         hidden = config.conv_hidden
         self.bidirectional = config.conv_bidirectional
-        self.backend = "triton" if config.backend == "triton" else "auto"
+        self.backend = config.backend
         self.norm_in = nn.LayerNorm(config.n_embd) if config.conv_norm_first else nn.Identity()
         self.project = Projection(config.n_embd, 3 * hidden, config.bias)
         self.norm = nn.LayerNorm(hidden)
@@ -34,29 +31,5 @@ class TimeDecayConditioner(nn.Module):
     def forward(
         self, x: Float[Tensor, "b t d"], tokens: Tokens, hidden: Float[Tensor, "b c"] | None = None
     ) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "b c"]]:
-        decay, u, shortcut = self.project(self.norm_in(x)).chunk(3, -1)
-        state = self._scan(-F.softplus(decay), upcast(u), tokens, hidden)  # a stream carries float32 on
-        unit = F.normalize(F.softplus(upcast(shortcut)), dim=-1)  # in float16 all of a shut one could be 0
-        shortcut = unit.to(shortcut.dtype) * shortcut.shape[-1] ** 0.5
-        h = F.silu(shortcut) * self.norm(state.to(shortcut.dtype))
-        if x.shape[1] == 0:  # no token: the hidden state is what it was, or the sum of nothing, 0
-            return h, state.sum(1) if hidden is None else hidden
-        return h.to(x.dtype), state[:, -1].clone()
-
-    def _scan(self, log_decay: Tensor, u: Tensor, tokens: Tokens, hidden: Tensor | None) -> Tensor:
-        if not self.bidirectional:
-            return _masked_scan(log_decay, u, tokens, hidden, self.backend)
-        half = u.shape[-1] // 2
-        forward = _masked_scan(log_decay[..., :half], u[..., :half], tokens, None, self.backend)
-        future = tokens.reversed()
-        backward = _masked_scan(log_decay[..., half:].flip(1), u[..., half:].flip(1), future, None, self.backend)
-        return torch.cat([forward, backward.flip(1)], -1)
-
-
-def _masked_scan(log_decay: Tensor, u: Tensor, tokens: Tokens, hidden: Tensor | None, backend: str) -> Tensor:
-    if tokens.keep is not None:
-        log_decay = log_decay.masked_fill(~tokens.keep[..., None], 0)
-        u = u.masked_fill(~tokens.keep[..., None], 0)
-    if tokens.start is not None:
-        log_decay = log_decay.masked_fill(tokens.start[..., None], float("-inf"))
-    return decay_scan(log_decay, u, hidden, backend)
+        projected = self.project(self.norm_in(x))  # W_f x^, W_x x^, W_s x^
+        return conditioned(projected, tokens, hidden, self.norm, x.dtype, self.backend, self.bidirectional)

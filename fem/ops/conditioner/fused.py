@@ -1,0 +1,186 @@
+"""The conditioner's kernels as one operator of torch, and when they are taken."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fem.ops.common.operator import operator
+from fem.ops.common.steps import exporting
+from fem.ops.common.tokens import Tokens
+from fem.ops.common.transforms import again_differentiable, transformed
+from fem.ops.conditioner.plain import plain
+
+WIDEST = 256  # channels, which a program holds at once
+NUMBERS = 2048  # of a tile in a program's registers: tokens times channels, at most
+PROGRAMS = 1024  # enough for a card: chunks are of more tiles where rows are longer
+FEWEST, MOST = 64, 256  # chunks of a row, each of which adds up what all before it end with
+WARPS = 8
+_TRITON = find_spec("triton") is not None
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_OURS = (Tensor, nn.Parameter)  # no subclass, such as a part of a tensor that devices share
+
+
+def fits(backend: str, norm: nn.Module, projected: Tensor, hidden: Tensor | None) -> bool:
+    """Whether the kernels run here: on CUDA, or in Triton's interpreter where backend is "triton".
+
+    What PyTorch transforms or exports, sharded tensors, and a norm that somebody watches or has replaced, are the plain
+    form's.
+    """
+    interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if not (_TRITON and (projected.device.type == "cuda" or interpreted)) or backend in ("plain", "reference"):
+        return False
+    if type(norm) is not nn.LayerNorm or norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm):
+        return False
+    tensors = [x for x in (projected, norm.weight, norm.bias, hidden) if x is not None]
+    return (
+        len(tensors) >= 3
+        and all(type(x) in _OURS and x.dtype in _DTYPES for x in tensors)
+        and projected.shape[-1] <= 3 * WIDEST
+        and projected.numel() > 0
+        and not (exporting() or transformed(*tensors))
+    )
+
+
+def fused(
+    projected: Tensor, tokens: Tokens, hidden: Tensor | None, norm: nn.LayerNorm, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`plain` by the kernels, h in dtype."""
+    h, last, _ = _condition(projected, norm.weight, norm.bias, tokens.keep, tokens.start, hidden, norm.eps, dtype)
+    return h, last
+
+
+class _Sizes:
+    """Tiles of a row of tokens, and chunks of tiles: one for every program."""
+
+    def __init__(self, projected: Tensor):
+        import triton
+
+        self.batch, self.time, three = projected.shape
+        self.width = three // 3
+        columns = triton.next_power_of_2(self.width)
+        rows = tile_rows(self.width)
+        every = -(-self.time // rows)
+        self.tiles = -(-every // min(max(PROGRAMS // self.batch, FEWEST), MOST))
+        self.chunks = -(-every // self.tiles)
+        self.grid = (self.batch * self.chunks,)
+        self.count = (self.time, self.chunks, self.tiles)
+        rows = rows if self.time > 16 else min(rows, 16)
+        self.shape = {"width": self.width, "TIME": rows, "COLUMNS": columns, "num_warps": WARPS}
+        self.ends = {"CHUNKS": min(64, NUMBERS // columns)}  # whose ends are loaded at a time
+
+
+def tile_rows(width: int) -> int:
+    """Tokens of a tile."""
+    return min(64, max(8, NUMBERS >> (width - 1).bit_length()))
+
+
+def _on(device: torch.device) -> AbstractContextManager:
+    """Triton launches on the current device."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+@operator(
+    "conditioner(Tensor projected, Tensor weight, Tensor bias, Tensor? keep, Tensor? start, Tensor? hidden, float eps, "
+    "ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    waits=False,
+)
+def _condition(projected, weight, bias, keep, start, hidden, eps, dtype):
+    from fem.ops.conditioner import kernels
+
+    projected, keep, start, hidden = _contiguous(projected, keep, start, hidden)
+    sizes = _Sizes(projected)
+    out, last, starts = _outputs(projected, weight, bias, keep, start, hidden, eps, dtype)
+    summaries = last.new_empty(sizes.batch, sizes.chunks, 2, sizes.width)
+    with _on(projected.device):
+        if sizes.chunks > 1:
+            kernels._sum_chunks[sizes.grid](projected, keep, start, summaries, *sizes.count, **sizes.shape)
+        kernels._condition[sizes.grid](
+            projected, weight, bias, keep, start, hidden, summaries, out, last, starts, *sizes.count, eps,
+            root=sizes.width**0.5, **sizes.ends, **sizes.shape,
+        )  # fmt: skip
+    return out, last, starts
+
+
+@_condition.register_fake
+def _outputs(projected, weight, bias, keep, start, hidden, eps, dtype):
+    batch, time, width = projected.shape[0], projected.shape[1], projected.shape[2] // 3
+    tiles = -(-time // tile_rows(width))
+    new = lambda *shape: projected.new_empty(shape, dtype=torch.float32)  # noqa: E731
+    return projected.new_empty((batch, time, width), dtype=dtype), new(batch, width), new(batch, tiles, width)
+
+
+@operator(
+    "conditioner_backward(Tensor grad, Tensor? d_last, Tensor projected, Tensor weight, Tensor bias, Tensor? keep, "
+    "Tensor? start, Tensor starts, float eps) -> (Tensor, Tensor, Tensor)",
+    waits=False,
+)
+def _condition_backward(grad, d_last, projected, weight, bias, keep, start, starts, eps):
+    from fem.ops.conditioner import kernels
+
+    projected, keep, start, d_last = _contiguous(projected, keep, start, d_last)
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    sizes = _Sizes(projected)
+    d_projected = torch.empty_like(projected)
+    d_state = starts.new_empty(grad.shape)
+    d_hidden = starts.new_empty(sizes.batch, sizes.width)
+    summaries, parts = starts.new_empty(2, *sizes.grid, 2, sizes.width)
+    strides = grad.stride()[:2]
+    with _on(projected.device):
+        kernels._condition_backward[sizes.grid](
+            grad, projected, weight, bias, keep, start, starts, d_state, d_projected, summaries, parts, *sizes.count,
+            *strides, eps, root=sizes.width**0.5, **sizes.shape,
+        )  # fmt: skip
+        kernels._scan_backward[sizes.grid](
+            projected, keep, start, starts, d_state, d_last, summaries, d_projected, d_hidden, *sizes.count,
+            **sizes.ends, **sizes.shape,
+        )  # fmt: skip
+    return d_projected, parts.sum(0), d_hidden
+
+
+@_condition_backward.register_fake
+def _(grad, d_last, projected, weight, bias, keep, start, starts, eps):
+    batch, width = grad.shape[0], grad.shape[2]
+    new = lambda *shape: starts.new_empty(shape)  # noqa: E731
+    return torch.empty_like(projected, memory_format=torch.contiguous_format), new(2, width), new(batch, width)
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.eps, ctx.dtype = inputs
+    ctx.save_for_backward(*tensors, output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad, d_last, _):
+    *tensors, starts = ctx.saved_tensors
+    projected, weight, bias, keep, start, hidden = tensors
+    if torch.is_grad_enabled():
+
+        def by_torch(projected, weight, bias, hidden):
+            norm = lambda x: F.layer_norm(x, weight.shape, weight, bias, ctx.eps)  # noqa: E731
+            h, last = plain(projected, Tokens(keep, start, None, None), hidden, norm)
+            return h.to(ctx.dtype), last
+
+        *of_norm, d_hidden = again_differentiable(by_torch, (projected, weight, bias, hidden), (grad, d_last))
+        return *of_norm, None, None, d_hidden, None, None
+    if grad is None:
+        grad = projected.new_zeros((*projected.shape[:2], len(weight)), dtype=ctx.dtype)
+    d_projected, of_norm, d_hidden = _condition_backward(
+        grad, d_last, projected, weight, bias, keep, start, starts, ctx.eps
+    )
+    d_weight, d_bias = of_norm.to(weight.dtype).unbind()
+    return d_projected, d_weight, d_bias, None, None, None if hidden is None else d_hidden.to(hidden.dtype), None, None
+
+
+_condition.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,270 @@
+"""The conditioner in Triton: two kernels forward and two backward, of which the first ones only sum up chunks.
+
+    h~_t = e^{-s_t} h~_{t-1} + u_t    s = softplus(f)    h_t = SiLU(l2norm(softplus(a_t)) sqrt(C)) * LayerNorm(h~_t)
+
+A program has one chunk of a row's tokens in all C channels, and goes through it by tiles of TIME tokens. What enters
+a chunk is a sum over all earlier ones, of their ends S_m and the logarithms L_k of their whole decays,
+
+    h~ = S_{n-1} + sum_{m < n} exp(sum_{m <= k < n} L_k) S_{m-1}        S_{-1} the state before the first token
+
+so nothing is divided by a decay, the rounding of factors near 1 does not pile up, and no program waits for another. The
+gradient of h~ runs the other way by the same formula. Of the gradients of LayerNorm's weight and bias every program
+writes its part. Numbers are float32 in registers.
+
+[f, u, a], `projected` (B, T, 3 C), is contiguous, as are keep and start (B, T), one byte each, or None.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LEAST_LENGTH = tl.constexpr(1e-12)  # of `torch.nn.functional.normalize`
+
+
+@triton.jit
+def _softplus(a):
+    """log(1 + e^a) to float32's rounding, at any size, as log(1 + z) = 2 artanh(z / (2 + z)), z = e^{-|a|}."""
+    z = tl.exp(-tl.abs(a))
+    w = z / (2.0 + z)
+    square = w * w
+    series = 1 / 13 + square * (1 / 15)
+    series = 1 / 9 + square * (1 / 11 + square * series)
+    series = 1 / 5 + square * (1 / 7 + square * series)
+    series = 1.0 + square * (1 / 3 + square * series)
+    return tl.maximum(a, 0.0) + 2.0 * w * series
+
+
+@triton.jit
+def _then(decay, u, next_decay, next_u):
+    return decay * next_decay, next_decay * u + next_u
+
+
+@triton.jit
+def _log_decays(projected, keep, start, batch, row, time, inside, column, width: tl.constexpr):
+    """Logarithms of the decays into tokens: -inf where a document starts, 0 for a masked token."""
+    at = batch.to(tl.int64) * time + row
+    there = inside[:, None] & (column < width)[None]
+    f = tl.load(projected + at[:, None] * (3 * width) + column[None], there, other=0.0).to(tl.float32)
+    kept = inside
+    if keep is not None:
+        kept &= tl.load(keep + at, inside, other=0) != 0
+    log_decay = tl.where(kept[:, None], -_softplus(f), 0.0)
+    if start is not None:
+        starts = tl.load(start + at, inside, other=0) != 0
+        log_decay = tl.where(starts[:, None], float("-inf"), log_decay)
+    return log_decay, f, kept
+
+
+@triton.jit
+def _scanned(projected, keep, start, batch, row, time, inside, column, width: tl.constexpr):
+    """Decays of tokens, as logarithms, and from the first of them: as factors, and what they add to the state."""
+    log_decay, _, kept = _log_decays(projected, keep, start, batch, row, time, inside, column, width)
+    at = batch.to(tl.int64) * time + row
+    there = kept[:, None] & (column < width)[None]
+    u = tl.load(projected + at[:, None] * (3 * width) + width + column[None], there, other=0.0).to(tl.float32)
+    decay, state = tl.associative_scan((tl.exp(log_decay), u), 0, _then)
+    return log_decay, decay, state
+
+
+@triton.jit
+def _row(x, index, of):
+    """Row `of` of x."""
+    return tl.sum(tl.where((index == of)[:, None], x, 0.0), 0)
+
+
+@triton.jit
+def _sum_chunks(
+    projected,
+    keep,
+    start,
+    summaries,
+    time,
+    chunks,
+    tiles,
+    width: tl.constexpr,
+    TIME: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """summaries (B, chunks, 2, C): the logarithm of a chunk's decay, and the state at its end without what entered."""
+    chunk, batch = tl.program_id(0) % chunks, tl.program_id(0) // chunks
+    index, column = tl.arange(0, TIME), tl.arange(0, COLUMNS)
+    log_total, end = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
+    for tile in range(tiles):
+        row = (chunk * tiles + tile) * TIME + index
+        log_decay, _, state = _scanned(projected, keep, start, batch, row, time, row < time, column, width)
+        total = tl.sum(log_decay, 0)
+        end = tl.exp(total) * end + _row(state, index, TIME - 1)
+        log_total += total
+    at = summaries + (batch.to(tl.int64) * chunks + chunk) * (2 * width) + column
+    tl.store(at, log_total, column < width)
+    tl.store(at + width, end, column < width)
+
+
+@triton.jit
+def _gathered(
+    summaries, outer, batch, chunk, chunks, column, width: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr
+):
+    """What reaches a chunk from the chunks before it (STEP 1) or behind it (-1), and from beyond them all, `outer`."""
+    there = column < width
+    row = summaries + batch.to(tl.int64) * chunks * (2 * width) + column
+    if STEP == 1:
+        count = chunk
+    else:
+        count = chunks - 1 - chunk
+    nearest = row + (chunk - STEP) * (2 * width)
+    reached = tl.load(nearest + width, column < tl.where(count > 0, width, 0), other=0.0)
+    log_total = tl.zeros_like(reached)
+    for first in range(0, count, CHUNKS):
+        away = first + tl.arange(0, CHUNKS)
+        at = nearest[None] + away[:, None] * (-STEP * 2 * width)
+        log_decay = tl.load(at, (away < count)[:, None] & there[None], other=0.0)
+        at += (1 - 2 * STEP) * width
+        beyond = tl.load(at, (away + 1 < count)[:, None] & there[None], other=0.0)
+        reached += tl.sum(tl.exp(tl.cumsum(log_decay, 0) + log_total[None]) * beyond, 0)
+        log_total += tl.sum(log_decay, 0)
+    if outer is not None:
+        far = tl.load(outer + batch.to(tl.int64) * width + column, there, other=0.0).to(tl.float32)
+        reached += tl.exp(log_total) * far
+    return reached
+
+
+@triton.jit
+def _normed(state, there, width: tl.constexpr, eps):
+    """LayerNorm without weight and bias, and one over the deviation."""
+    centred = tl.where(there, state - tl.sum(tl.where(there, state, 0.0), 1)[:, None] / width, 0.0)
+    rate = tl.rsqrt(tl.sum(centred * centred, 1) / width + eps)[:, None]
+    return centred * rate, rate
+
+
+@triton.jit
+def _unit(a, there, root: tl.constexpr):
+    """y = l2norm(softplus(a)) sqrt(C), and one over the length by which it is divided."""
+    s = tl.where(there, _softplus(a), 0.0)
+    rate = 1.0 / tl.maximum(tl.sqrt(tl.sum(s * s, 1)), LEAST_LENGTH)[:, None]
+    return s * (rate * root), rate
+
+
+@triton.jit
+def _condition(
+    projected, weight, bias, keep, start, hidden, summaries, out, last, starts, time, chunks, tiles, eps,
+    root: tl.constexpr, width: tl.constexpr, TIME: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """h (B, T, C), the last state (B, C), and the states that enter tiles, (B, all tiles, C)."""
+    chunk, batch = tl.program_id(0) % chunks, tl.program_id(0) // chunks
+    index, column = tl.arange(0, TIME), tl.arange(0, COLUMNS)
+    channel = column < width
+    scale, shift = tl.load(weight + column, channel, other=0.0), tl.load(bias + column, channel, other=0.0)
+    scale, shift = scale.to(tl.float32)[None], shift.to(tl.float32)[None]
+    entering = _gathered(summaries, hidden, batch, chunk, chunks, column, width, 1, CHUNKS)
+    every = tl.cdiv(time, TIME)
+    for step in range(tiles):
+        tile = chunk * tiles + step
+        known = column < tl.where(tile < every, width, 0)
+        tl.store(starts + (batch.to(tl.int64) * every + tile) * width + column, entering, known)
+        row = tile * TIME + index
+        _, decay, state = _scanned(projected, keep, start, batch, row, time, row < time, column, width)
+        state += decay * entering[None]
+        entering = _row(state, index, TIME - 1)
+        there = (row < time)[:, None] & channel[None]
+        at = (batch.to(tl.int64) * time + row)[:, None] * width
+        a = tl.load(projected + 3 * at + 2 * width + column[None], there, other=0.0).to(tl.float32)
+        y, _ = _unit(a, there, root)
+        normed, _ = _normed(state, there, width, eps)
+        tl.store(out + at + column[None], y * tl.sigmoid(y) * (normed * scale + shift), there)
+    if chunk == chunks - 1:
+        tl.store(last + batch.to(tl.int64) * width + column, entering, channel)
+
+
+@triton.jit
+def _condition_backward(
+    grad, projected, weight, bias, keep, start, starts, d_state, d_projected, summaries, parts,
+    time, chunks, tiles, of_row, of_token, eps,
+    root: tl.constexpr, width: tl.constexpr, TIME: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """d h~_t as far as it comes through h_t, float32 (B, T, C); da; what a chunk gives of it to the state that enters
+    it, with its decay, (B, chunks, 2, C); and its parts of the gradients of weight and bias, (B chunks, 2, C).
+
+    grad (B, T, C) has any strides but the last, which is 1.
+    """
+    chunk, batch = tl.program_id(0) % chunks, tl.program_id(0) // chunks
+    index, column = tl.arange(0, TIME), tl.arange(0, COLUMNS)
+    channel = column < width
+    scale, shift = tl.load(weight + column, channel, other=0.0), tl.load(bias + column, channel, other=0.0)
+    scale, shift = scale.to(tl.float32)[None], shift.to(tl.float32)[None]
+    zeros = tl.zeros((COLUMNS,), tl.float32)
+    d_scale, d_shift, log_total, given = zeros, zeros, zeros, zeros
+    every = tl.cdiv(time, TIME)
+    for step in range(tiles):
+        tile = chunk * tiles + step
+        known = column < tl.where(tile < every, width, 0)
+        entering = tl.load(starts + (batch.to(tl.int64) * every + tile) * width + column, known, other=0.0)
+        row = tile * TIME + index
+        log_decay, decay, state = _scanned(projected, keep, start, batch, row, time, row < time, column, width)
+        there = (row < time)[:, None] & channel[None]
+        normed, rate = _normed(state + decay * entering[None], there, width, eps)
+        at = (batch.to(tl.int64) * time + row)[:, None] * width
+        a = tl.load(projected + 3 * at + 2 * width + column[None], there, other=0.0).to(tl.float32)
+        y, length_rate = _unit(a, there, root)
+        gate = tl.sigmoid(y)
+        d_h = grad + batch.to(tl.int64) * of_row + row.to(tl.int64)[:, None] * of_token + column[None]
+        d_h = tl.load(d_h, there, other=0.0).to(tl.float32)
+
+        d_affine = d_h * y * gate
+        d_scale += tl.sum(d_affine * normed, 0)
+        d_shift += tl.sum(d_affine, 0)
+        d_normed = d_affine * scale
+        slope = tl.sum(d_normed * normed, 1)[:, None] / width
+        d_x = rate * (d_normed - tl.sum(d_normed, 1)[:, None] / width - normed * slope)
+        tl.store(d_state + at + column[None], d_x, there)
+        given += tl.exp(log_total) * tl.sum(tl.where(there, decay * d_x, 0.0), 0)
+        log_total += tl.sum(log_decay, 0)
+
+        d_y = d_h * (normed * scale + shift) * gate * (1.0 + y * (1.0 - gate))
+        along = tl.where(length_rate * LEAST_LENGTH < 1.0, tl.sum(d_y * y, 1)[:, None] / (root * root), 0.0)
+        d_a = (d_y - y * along) * (length_rate * root) * tl.sigmoid(a)
+        tl.store(d_projected + 3 * at + 2 * width + column[None], d_a, there)
+    at = tl.program_id(0).to(tl.int64) * (2 * width) + column
+    tl.store(summaries + at, log_total, channel)
+    tl.store(summaries + at + width, given, channel)
+    tl.store(parts + at, d_scale, channel)
+    tl.store(parts + at + width, d_shift, channel)
+
+
+@triton.jit
+def _scan_backward(
+    projected, keep, start, starts, d_state, d_last, summaries, d_projected, d_hidden, time, chunks, tiles,
+    width: tl.constexpr, TIME: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """du_t = dh~_t + e^{-s_{t+1}} du_{t+1},    df_t = -sigmoid(f_t) e^{-s_t} h~_{t-1} du_t, and d h~_0."""
+    chunk, batch = tl.program_id(0) % chunks, tl.program_id(0) // chunks
+    index, column = tl.arange(0, TIME), tl.arange(0, COLUMNS)
+    channel = column < width
+    reached = _gathered(summaries, d_last, batch, chunk, chunks, column, width, -1, CHUNKS)
+    every = tl.cdiv(time, TIME)
+    for step in range(tiles):
+        tile = chunk * tiles + tiles - 1 - step
+        row = tile * TIME + index
+        there = (row < time)[:, None] & channel[None]
+        at = (batch.to(tl.int64) * time + row)[:, None] * width
+
+        behind = (index < TIME - 1) & (row + 1 < time)
+        log_next, _, _ = _log_decays(projected, keep, start, batch, row + 1, time, behind, column, width)
+        d_u = tl.load(d_state + at + column[None], there, other=0.0)
+        factor, d_u = tl.associative_scan((tl.exp(log_next), d_u), 0, _then, reverse=True)
+        d_u += factor * reached[None]
+
+        known = column < tl.where(tile < every, width, 0)
+        entering = tl.load(starts + (batch.to(tl.int64) * every + tile) * width + column, known, other=0.0)
+        ahead = (index > 0) & (row - 1 < time)
+        _, decay, before = _scanned(projected, keep, start, batch, row - 1, time, ahead, column, width)
+        before += decay * entering[None]
+
+        log_decay, f, kept = _log_decays(projected, keep, start, batch, row, time, row < time, column, width)
+        through = tl.exp(log_decay) * d_u
+        reached = _row(through, index, 0)
+        kept = kept[:, None]
+        tl.store(d_projected + 3 * at + column[None], tl.where(kept, -tl.sigmoid(f) * before * through, 0.0), there)
+        tl.store(d_projected + 3 * at + width + column[None], tl.where(kept, d_u, 0.0), there)
+    if chunk == 0:
+        tl.store(d_hidden + batch.to(tl.int64) * width + column, reached, channel)

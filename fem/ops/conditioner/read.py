@@ -1,0 +1,32 @@
+"""From the conditioner's projections to its features."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fem.ops.common.tokens import Tokens
+from fem.ops.conditioner.fused import fits, fused
+from fem.ops.conditioner.plain import plain
+
+
+def conditioned(
+    projected: Float[Tensor, "b t three_c"],
+    tokens: Tokens,
+    hidden: Float[Tensor, "b c"] | None,
+    norm: nn.Module,
+    dtype: torch.dtype,
+    backend: str = "auto",
+    bidirectional: bool = False,
+) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "b c"]]:
+    """h_t = SiLU(l2norm(softplus(a_t)) sqrt(C)) * norm(h~_t),    h~_t = exp(-softplus(f_t)) h~_{t-1} + u_t;    and h~_T
+
+    projected: [f, u, a]. hidden: h~ before the first token; None: 0. norm: LayerNorm over the channels. dtype: of h.
+    Bidirectional: half of the channels run backwards in time.
+    """
+    if not bidirectional and fits(backend, norm, projected, hidden):
+        return fused(projected, tokens, hidden, norm, dtype)
+    backend = "triton" if backend == "triton" else "auto"
+    h, last = plain(projected, tokens, hidden, norm, backend, bidirectional)
+    return h.to(dtype), last

@@ -1,0 +1,142 @@
+"""The conditioner's kernels in Triton's interpreter, against the definition: one case for every promise."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fem.ops.common.tokens import Tokens
+from fem.ops.conditioner.fused import fits
+from fem.ops.conditioner.naive import naive_conditioner
+from fem.ops.conditioner.plain import plain
+
+PROGRAM = Path(__file__).parents[1] / "support" / "conditioner_errors.py"
+# batch, time, width, and what else is said of a case
+FAST = {
+    "a row": (1, 37, 8, {}),
+    "documents": (2, 37, 8, {"documents": True}),
+    "padding": (2, 37, 8, {"padding": True}),
+    "documents and padding in two chunks": (2, 71, 5, {"documents": True, "padding": True}),
+    "without a state before": (1, 37, 8, {"hidden": False}),
+    "one token": (2, 1, 16, {}),
+    "the gradient of h alone": (1, 37, 8, {"grads": ["h"]}),
+    "the gradient of the last state alone": (1, 37, 8, {"grads": ["last"]}),
+    "a gradient that lies in a wider one": (2, 37, 8, {"strided": True}),
+    "no memory": (1, 37, 8, {"f": 14.0}),
+    "a shut gate": (1, 37, 8, {"a": -20.0}),
+}
+SLOW = {
+    "a prime number of tokens in three chunks": (1, 131, 24, {"documents": True}),
+    "chunks of many tiles": (2, 67, 5, {"NUMBERS": 64, "MOST": 2, "padding": True}),
+    "more chunks than are added up at a time": (2, 97, 5, {"NUMBERS": 64, "documents": True}),
+    "a long memory": (1, 131, 5, {"f": -12.0}),
+    "a gate shut beyond the least length": (1, 37, 8, {"a": -30.0}),
+    "a wide gate": (1, 37, 8, {"a": 30.0}),
+    "large inputs": (1, 37, 8, {"u": 1000.0}),
+    "bfloat16": (2, 37, 24, {"dtype": "bfloat16", "documents": True}),
+    "float16": (2, 37, 24, {"dtype": "float16", "padding": True}),
+    "float32 out of bfloat16": (1, 37, 8, {"dtype": "bfloat16", "out": "float32"}),
+}
+interpreted = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+
+@functools.cache
+def program(argument: str) -> dict:
+    """What the program says, in a process of its own: Triton takes its interpreter at its import or never."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(PROGRAM.parent), *sys.path])}
+    command = [sys.executable, "-W", "ignore", str(PROGRAM), argument]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@interpreted
+@pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+def test_kernels_err_no_more_than_the_plain_form(case):
+    """In float32 by at most twice as much, or 8 roundings; in 16 bits, where the kernels round less, by no more."""
+    found = program(json.dumps(FAST if case in FAST else SLOW))[case]
+    assert len(found) == (7 if case == "without a state before" else 8)
+    factor = 1.02 if "float" in case else 2
+    worse = {name: errors for name, errors in found.items() if not errors[0] <= max(factor * errors[1], 1e-6)}
+    assert not worse, f"errors of the kernels and of the plain form: {worse}"
+
+
+@interpreted
+@pytest.mark.slow
+def test_a_layer_by_kernels_is_the_plain_one_twice_differentiable():
+    far = program("layers")
+    assert far["once"] < 3e-6
+    assert far["twice"] < 1e-5
+
+
+@interpreted
+@pytest.mark.slow
+def test_a_compiled_layer_calls_the_kernels_in_one_graph():
+    found = program("compiled")
+    assert (found["graphs"], found["calls"]) == (1, 1)
+    assert found["far"] < 3e-6
+
+
+def test_the_plain_form_is_the_definition():
+    projected, hidden = torch.randn(2, 23, 3 * 5, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
+    keep, start = torch.rand(2, 23) > 0.3, torch.rand(2, 23) > 0.8
+    norm = nn.LayerNorm(5).double()
+    nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+    found = plain(projected, Tokens(keep, start & keep, None, None), hidden, norm)
+    wanted = naive_conditioner(projected, norm.weight, norm.bias, keep, start & keep, hidden)
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+
+
+class Watched(nn.LayerNorm):
+    pass
+
+
+def hooked() -> nn.LayerNorm:
+    norm = nn.LayerNorm(8)
+    norm.register_forward_hook(lambda *_: None)
+    return norm
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "why, given",
+    [
+        ("the user asks for plain operations", {"backend": "plain"}),
+        ("a CPU without the interpreter's asking", {"backend": "auto"}),
+        ("float64", {"dtype": torch.float64}),
+        ("more channels than a program holds", {"width": 257}),
+        ("no token", {"time": 0}),
+        ("somebody watches the norm", {"norm": hooked()}),
+        ("another norm", {"norm": Watched(8)}),
+        ("a norm without weights", {"norm": nn.LayerNorm(8, elementwise_affine=False)}),
+    ],
+)
+def test_the_plain_form_takes(why, given, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    usual = {"backend": "triton", "width": 8, "time": 3, "dtype": torch.float32}
+
+    def taken(backend, width, time, dtype, norm=None):
+        return fits(backend, norm or nn.LayerNorm(width), torch.zeros(1, time, 3 * width, dtype=dtype), None)
+
+    assert taken(**usual)
+    assert not taken(**usual | given), why
+
+
+@interpreted
+def test_the_plain_form_takes_what_is_transformed(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = []
+
+    def call(projected):
+        found.append(fits("triton", nn.LayerNorm(8), projected, None))
+        return projected.sum()
+
+    torch.func.grad(call)(torch.zeros(1, 3, 24))
+    assert found == [False]
