@@ -33,7 +33,10 @@ def fits(layer, call: Call) -> bool:
         return False
     if layer.gate.per_head or _dtype(x) != DTYPE or exporting() or transformed(x):
         return False
-    if not all(_plain(module) for module in _maps(layer)) or _hooked(layer.prior) or _hooked(layer.gate):
+    slim = [gate for gate in (layer.gate.inner, layer.gate.outer) if isinstance(gate, SlimProjection)]
+    if not all(map(_plain, [*_first_maps(layer), *(gate.up for gate in slim)])):
+        return False
+    if any(map(_hooked, [layer.prior, layer.gate, *slim])):
         return False
     sizes = (config.n_head, config.kv_heads, config.key_width, config.read_width, config.causal)
     return _kernel(x.device.index or 0, *sizes) is not None
@@ -44,32 +47,25 @@ def mixed(layer, x: Float[Tensor, "b t d"], features: Float[Tensor, "b t f"]) ->
     from fem.ops.softmax.fused.mixed_read import Form, mixed_read
 
     config, gate, prior, dtype = layer.config, layer.gate, layer.prior, _dtype(x)
-    maps, own = [prior.query, prior.key], {"values": None, "inner": None, "outer": None}
-    if layer.value_scale is None:
-        maps.append(layer.value)
-    else:
-        own["values"] = layer.modulated(x, features)
-    for name in ("inner", "outer"):
-        projection = getattr(gate, name)
-        if isinstance(projection, SlimProjection):
-            own[name] = projection(features).unflatten(-1, (config.n_head, -1))
-        elif projection is not None:
-            maps.append(projection)
-    weight = torch.cat([projection.weight for projection in maps]).to(dtype)
-    bias = torch.cat([projection.bias for projection in maps]).to(dtype) if config.bias else None
+    values = None if layer.value_scale is None else layer.modulated(x, features)
+    first, second = _first_maps(layer), []
+    for projection in (gate.inner, gate.outer):
+        slim = isinstance(projection, SlimProjection)
+        second += [projection.up.weight, projection.up.bias] if slim else [None, None]
+    weight = torch.cat([projection.weight for projection in first])
+    bias = torch.cat([_bias(projection) for projection in first]) if config.bias else None
 
     free = config.free_width if config.use_lse else 0
     shared = bool(free) and config.free_share is None and not config.free_alone
     mean = 0 if config.free_alone else config.value_width if shared else config.value_width - free
     sizes = (config.n_head, config.kv_heads, config.key_width, mean, free, shared, config.causal, config.use_rope)
-    in_product = (layer.value_scale is None, _full(gate.inner), _full(gate.outer))
     flash = _kernel(x.device.index or 0, *sizes[:3], config.read_width, config.causal) == "flash"
-    form = Form(*sizes, gate.outer is not None, *in_product, flash)
+    form = Form(*sizes, gate.outer is not None, config.gate_rank or 0, values is None, flash)
     turns = _tables(layer.prior, x) if config.use_rope else (None, None)
     beta = layer.temperature(x) if free else None
     beta = None if beta is None else beta.float().contiguous()
     with without_autocast(x.device):
-        tensors = [None if y is None else y.to(dtype).contiguous() for y in (features, weight, bias, *own.values())]
+        tensors = [None if y is None else y.to(dtype).contiguous() for y in (features, weight, bias, values, *second)]
         return mixed_read(form, config.key_width**-0.5, config.eps, *tensors, beta, *turns)
 
 
@@ -83,14 +79,17 @@ def _dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
 
 
-def _full(projection: nn.Module | None) -> bool:
-    return isinstance(projection, Projection)
+def _first_maps(layer) -> list[Projection]:
+    """The maps that read the layer's features, in the order of the product's columns."""
+    gates = [projection for projection in (layer.gate.inner, layer.gate.outer) if projection is not None]
+    gates = [gate.down if isinstance(gate, SlimProjection) else gate for gate in gates]
+    return [layer.prior.query, layer.prior.key, *([layer.value] if layer.value_scale is None else []), *gates]
 
 
-def _maps(layer) -> list[nn.Module]:
-    """The maps whose weights are multiplied as one."""
-    gates = [projection for projection in (layer.gate.inner, layer.gate.outer) if _full(projection)]
-    return [layer.prior.query, layer.prior.key, *gates, *([layer.value] if layer.value_scale is None else [])]
+def _bias(projection: Projection) -> Tensor:
+    """The map's bias; of the first map of a slim gate, which has none, 0."""
+    bias = projection.bias
+    return projection.weight.new_zeros(projection.out_features) if bias is None else bias
 
 
 def _plain(projection: nn.Module) -> bool:

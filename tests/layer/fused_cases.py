@@ -12,6 +12,7 @@ from fem.ops.softmax.fused import doubt, kernels
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 torch.set_num_threads(1)
+torch.use_deterministic_algorithms(True)  # fresh memory is NaN: what nobody wrote shows
 
 PARTS_OFF = {"use_lse": False, "use_temperature": False, "use_outer_gate": False}
 LAYERS = {
@@ -65,7 +66,7 @@ def errors(layer, x):
     wanted = trained(exact(layer), x.double(), gradient)
     names = ["output", "x", *(name for name, _ in layer.named_parameters())]
     found = trained(layer, x, gradient)
-    least = 1e-3 * gradient.norm()
+    least = 1e-2 * gradient.norm()
     return {
         n: ((a - b).norm() / b.norm().clamp_min(least)).item() for n, a, b in zip(names, found, wanted, strict=True)
     }
@@ -116,7 +117,7 @@ def test_the_future_changes_nothing(name, monkeypatch):
     later = x.clone()
     later[:, 13:] += 50.0
     with torch.no_grad():
-        torch.testing.assert_close(layer(later)[:, :13], layer(x)[:, :13], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(layer(later)[:, :13], layer(x)[:, :13], rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_repeat_bit_for_bit(monkeypatch):
@@ -162,12 +163,12 @@ class Nothing:
 
 
 def silenced(monkeypatch, module, name):
-    """The largest error under spikes without one kernel; fresh memory holds garbage."""
+    """The largest error under spikes without one kernel."""
     layer = build(LAYERS["grouped heads"])
     spread(layer, 1.0, 200.0)
     fused_on_cpu.install(monkeypatch)
     monkeypatch.setattr(module, name, Nothing())
-    return max(errors(layer, torch.randn(2, 19, 20)).values())
+    return torch.tensor(list(errors(layer, torch.randn(2, 19, 20)).values())).max().item()
 
 
 @pytest.mark.parametrize("name", [name for name in vars(doubt) if name.startswith("doubtful_")])

@@ -65,10 +65,10 @@ def doubtful_rows_kernel(
     q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, time, tiles, scale, eps,
     q_row: tl.constexpr, k_row: tl.constexpr, v_row: tl.constexpr, inner_row: tl.constexpr, outer_row: tl.constexpr,
     heads: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
-    SHARED: tl.constexpr, GATED: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.constexpr, FLAGS: tl.constexpr,
+    SHARED: tl.constexpr, GATED: tl.constexpr, MIXED: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr,
+    KEYS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
-    """F of the doubtful entries of FLAGS tiles, kept in `exact` (B, T, H, FREE), and these entries of o anew."""
+    """F of the doubtful entries of FLAGS tiles: into `exact` (B, T, H, FREE), or where MIXED, as entries of o, into o."""
     head, first, batch = tl.program_id(0), tl.program_id(1) * FLAGS, tl.program_id(2)
     if any_raised(flags, (batch * heads + head) * tiles + first, tiles - first, FLAGS):
         channel, column, wide = tl.arange(0, CHANNELS), tl.arange(0, COLUMNS), tl.arange(0, WIDE)
@@ -95,18 +95,20 @@ def doubtful_rows_kernel(
                     summed = summed * tl.exp(top - known) + tl.sum(tl.exp(z - known[None]), 0)
                     top = peak
                 free_energy = shift + (top + logarithm(tl.where(doubtful, summed, 1.0))) / rate
-                tl.store(exact + (token * heads + head) * FREE + channel, free_energy, doubtful)
-                u = free_energy
-                if SHARED:
-                    mean = tl.load(out + (token * heads + head) * (MEAN + FREE) + channel, there, other=0.0)
-                    logit = tl.load(inner + token * inner_row + head * SOURCE + channel, there, other=0.0)
-                    u = mean.to(tl.float32) + tl.sigmoid(logit.to(tl.float32)) * (free_energy - mean.to(tl.float32))
-                if GATED:
-                    logits = outer + token * outer_row + head * SOURCE
-                    s = softplus(tl.load(logits + column, column < SOURCE, other=0.0).to(tl.float32))
-                    r = tl.rsqrt(tl.sum(tl.where(column < SOURCE, s * s, 0.0)) / SOURCE + eps)
-                    u *= r * softplus(tl.load(logits + FREE_AT + channel, there, other=0.0).to(tl.float32))
-                tl.store(o + (token * heads + head) * SOURCE + FREE_AT + channel, u, doubtful)
+                if MIXED:
+                    u = free_energy
+                    if SHARED:
+                        mean = tl.load(out + (token * heads + head) * (MEAN + FREE) + channel, there, other=0.0)
+                        logit = tl.load(inner + token * inner_row + head * SOURCE + channel, there, other=0.0)
+                        u = mean.to(tl.float32) + tl.sigmoid(logit.to(tl.float32)) * (free_energy - mean.to(tl.float32))
+                    if GATED:
+                        logits = outer + token * outer_row + head * SOURCE
+                        s = softplus(tl.load(logits + column, column < SOURCE, other=0.0).to(tl.float32))
+                        r = tl.rsqrt(tl.sum(tl.where(column < SOURCE, s * s, 0.0)) / SOURCE + eps)
+                        u *= r * softplus(tl.load(logits + FREE_AT + channel, there, other=0.0).to(tl.float32))
+                    tl.store(o + (token * heads + head) * SOURCE + FREE_AT + channel, u, doubtful)
+                else:
+                    tl.store(exact + (token * heads + head) * FREE + channel, free_energy, doubtful)
 
 
 @triton.jit

@@ -3,8 +3,8 @@
     [q | k | v | inner | outer] = W x + b        o = g ((1 - lambda) mean + lambda F)               (Eq. 4, 7, 10, 11)
 
 The product's result is one tensor, of which the kernels read and write columns: q and k are turned in place, and the
-gradients of all maps are written side by side, so that one product makes dW and one dx. Launches beside the products and
-torch's attention: 5 forward (rotation, extremes, pack, mix, doubt) and 7 backward.
+gradients of all maps are written side by side, so that one product makes dW and one dx. Beside products, sums over
+tokens and torch's attention there are 5 launches forward and 7 backward. Nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from fem.ops.common.operator import operator
 from fem.ops.softmax.fused import attention, doubt
 from fem.ops.softmax.fused import kernels as K
 
-NUMBERS = 1024  # of a tile, 8 for each of its 128 threads
+NUMBERS = 1024  # of a tile, 8 for each of 128 threads
+BACKWARD_WARPS = 8  # of the largest kernel: with 4 it holds 150 registers a thread, and too few tiles are under way
 PART = 256  # tokens whose extremes one program finds
 SPANS = 8  # programs that share the flags of a head
 KEYS = 64  # a block of keys of the kernels of doubt
@@ -32,8 +33,9 @@ KEYS = 64  # a block of keys of the kernels of doubt
 class Form(NamedTuple):
     """What the kernels of a layer are built for; all numbers, as an operator takes them.
 
-    mean, free: columns of a head of [mean | R]; shared: whether they are of the same channels.
-    has_values, has_inner, has_outer: whether v and the gates' logits are columns of the product, or tensors of their own.
+    mean, free: columns of a head of [mean | R]; shared: whether they are of the same channels. rank: of slim gates, whose
+    first maps are columns of the product and whose second ones are tensors; 0: whole gates are columns.
+    has_values: whether v is columns of the product, or a tensor of its own.
     """
 
     heads: int
@@ -45,9 +47,8 @@ class Form(NamedTuple):
     causal: bool
     rotary: bool
     gated: bool
+    rank: int
     has_values: bool
-    has_inner: bool
-    has_outer: bool
     flash: bool
 
     @property
@@ -56,17 +57,39 @@ class Form(NamedTuple):
         return self.free if self.shared else self.mean + self.free
 
     @property
+    def mixes(self) -> bool:
+        """Whether anything is done to what attention returns."""
+        return self.free > 0 or self.gated
+
+    @property
     def kernel(self) -> str:
         return "flash" if self.flash else "cudnn"
 
     def parts(self, joint: Float[Tensor, "b t c"]) -> list[Tensor | None]:
-        """q, k, v and the logits of lambda and g, (B, T, H, d) each, from the product's columns; None: not there."""
-        there = (True, True, self.has_values, self.has_inner, self.has_outer)
-        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads, self.heads)
-        widths = (self.key_width, self.key_width, self.width, self.width, self.width)
-        columns = iter(joint.split_with_sizes([h * w for h, w, is_there in zip(heads, widths, there) if is_there], -1))
-        shape = joint.shape[:2]
-        return [next(columns).view(*shape, h, w) if is_there else None for h, w, is_there in zip(heads, widths, there)]
+        """q, k, v and the logits of lambda and g, (B, T, H, d) each, of slim gates what their first maps give,
+        (B, T, 1, r): columns of the product; None: not there."""
+        gate = (1, self.rank) if self.rank else (self.heads, self.width)
+        shapes = (
+            (self.heads, self.key_width),
+            (self.kv_heads, self.key_width),
+            (self.kv_heads, self.width),
+            gate,
+            gate,
+        )
+        there = (True, True, self.has_values, self.shared, self.gated)
+        columns = iter(joint.split_with_sizes([h * w for (h, w), is_there in zip(shapes, there) if is_there], -1))
+        rows = joint.shape[:2]
+        return [next(columns).view(*rows, *shape) if is_there else None for shape, is_there in zip(shapes, there)]
+
+    def logits(self, gates: Sequence[Tensor | None], ups: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The logits of lambda and g, (B, T, H, d), from the last two parts and the second maps of slim gates."""
+        if not self.rank:
+            return list(gates)
+        maps = zip(gates, ups[::2], ups[1::2])
+        shape = (self.heads, self.width)
+        return [
+            None if z is None else _linear(z.flatten(0, 2), up, bias).view(*z.shape[:2], *shape) for z, up, bias in maps
+        ]
 
 
 def mixed_read(
@@ -77,100 +100,123 @@ def mixed_read(
     weight: Float[Tensor, "c f"],
     bias: Float[Tensor, " c"] | None,
     values: Float[Tensor, "b t hkv d"] | None,
-    inner: Float[Tensor, "b t h d"] | None,
-    outer: Float[Tensor, "b t h d"] | None,
+    inner_up: Float[Tensor, "w r"] | None,
+    inner_bias: Float[Tensor, " w"] | None,
+    outer_up: Float[Tensor, "w r"] | None,
+    outer_bias: Float[Tensor, " w"] | None,
     beta: Float[Tensor, "hkv df"] | None,
     cos: Float[Tensor, "t p"] | None,
     sin: Float[Tensor, "t p"] | None,
 ) -> Float[Tensor, "b t h d"]:
     """o of a whole sequence of 16-bit numbers, differentiable once. beta, cos and sin are float32.
 
-    values, inner, outer: v and the gates' logits where they are no columns of the product; None: they are, or are not
-    read. Raises RuntimeError where its gradient is to be differentiated.
+    values: v where it is no columns of the product. inner_up to outer_bias: the second maps of slim gates.
+    Raises RuntimeError where its gradient is to be differentiated.
     """
-    tensors = (x, weight, bias, values, inner, outer, beta, cos, sin)
+    tensors = (x, weight, bias, values, inner_up, inner_bias, outer_up, outer_bias, beta, cos, sin)
     if torch.compiler.is_compiling():
         return _operator(*tensors, list(map(int, form)), scale, eps)[0]
     return _MixedRead.apply(*tensors, form, scale, eps)
 
 
+_TENSORS = 11
+
+
 class _MixedRead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
-        *tensors, form, scale, eps = inputs
         kept = _forward(*inputs)
-        ctx.save_for_backward(*tensors, *kept)
-        ctx.options = form, scale, eps
+        ctx.save_for_backward(*inputs[:_TENSORS], *kept)
+        ctx.options = inputs[_TENSORS:]
         return kept[0]
 
     @staticmethod
     def backward(ctx, grad):
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "the fused softmax layer is differentiable once, got create_graph=True; a layer whose configuration has "
-                'backend="plain" is differentiable any number of times.'
+                "the fused softmax layer is differentiable once, got create_graph=True; a layer whose configuration "
+                'has backend="plain" is differentiable any number of times.'
             )
         return *_backward(grad, ctx.saved_tensors, *ctx.options), *[None] * 5
 
 
-def _forward(
-    x, weight, bias, values, inner, outer, beta, cos, sin, form: Form, scale: float, eps: float
-) -> list[Tensor]:
-    """o, and what the backward needs: the product, and where a free energy is read [v | e], [mean | R], their scheme,
-    the free energies that were doubtful and the flags; the logarithms of attention's sums last.
+def _forward(*inputs) -> list[Tensor]:
+    """o, and what the backward needs: the product, where a free energy is read [v | e], then [mean | R] where o is
+    another tensor, the scheme and the flags of a free energy, and the logarithms of attention's sums.
     """
+    x, weight, bias, values, *ups, beta, cos, sin, form, scale, eps = inputs
     joint = F.linear(x, weight, bias)
-    q, k, v, inner, outer = map(_first, form.parts(joint), (None, None, values, inner, outer))
-    batch, time = q.shape[:2]
-    sizes = _sizes(form, batch, time)
+    q, k, v, *gates = form.parts(joint)
+    v = values if v is None else v
+    (batch, time), sizes = q.shape[:2], _sizes(form, *q.shape[:2])
     if form.rotary:
         _rotate(q, k, q, k, cos, sin, 1)
-    if not form.free:
-        out, lse = attention.attend(q, k, v, scale, form.causal, form.kernel)
-        o = out
-        if form.gated:
-            o = torch.empty_like(out)
-            K.mix_kernel[sizes.reads](out, out, outer, out, out, o, out, time, eps, 0, _row(outer), **sizes.mix)
-        return [o, joint, lse] if o is out else [o, joint, out, lse]
-
-    both, scheme = _pack(v, beta, form, sizes)
+    both, scheme = _pack(v, beta, form, sizes) if form.free else (v, None)
     out, lse = attention.attend(q, k, both, scale, form.causal, form.kernel)
-    o = out.new_empty(*q.shape[:3], form.width)
-    exact = out.new_empty(*q.shape[:3], form.free)
-    flags = torch.empty(batch, form.heads, sizes.tiles, dtype=torch.int32, device=o.device)
+    if not form.mixes:
+        return [out, joint, lse]
+    inner, outer = form.logits(gates, ups)
     inner, outer = (out if gate is None else gate for gate in (inner, outer))  # which no kernel reads
-    gates = {"inner_row": _row(inner), "outer_row": _row(outer)}
-    K.mix_kernel[sizes.reads](out, inner, outer, scheme, beta, o, flags, time, eps, **gates, **sizes.mix)
-    doubt.doubtful_rows_kernel[sizes.spans](
-        q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, time, sizes.tiles, scale, eps,
-        _row(q), _row(k), _row(v), **gates, **sizes.doubt, GATED=form.gated, COLUMNS=sizes.mix["COLUMNS"],
-        FLAGS=sizes.flags,
+    o = out.new_empty(*q.shape[:3], form.width)
+    flags = torch.empty(batch, form.heads, sizes.tiles, dtype=torch.int32, device=o.device)
+    K.mix_kernel[sizes.reads](
+        out, inner, outer, scheme, beta, o, flags, time, eps, _row(inner), _row(outer), **sizes.mix
     )  # fmt: skip
-    return [o, joint, both, out, scheme, exact, flags, lse]
+    if not form.free:
+        return [o, joint, out, lse]
+    _settle(q, k, v, lse, out, scheme, beta, o, flags, inner, outer, o, scale, eps, form, sizes)
+    return [o, joint, both, out, scheme, flags, lse]
 
 
-def _backward(grad: Tensor, kept: Sequence[Tensor | None], form: Form, scale: float, eps: float):
-    """Gradients of x, weight, bias, values, inner, outer and beta."""
-    x, weight, bias, values, inner, outer, beta, cos, sin, o, joint, *rest = kept
-    lse, grad, d_joint = rest.pop(), grad.contiguous(), torch.empty_like(joint)
-    own = [None if y is None else torch.empty_like(y) for y in (values, inner, outer)]  # gradients
-    q, k, v, inner, outer = map(_first, form.parts(joint), (None, None, values, inner, outer))
-    to_q, to_k, d_v, d_inner, d_outer = map(_first, form.parts(d_joint), (None, None, *own))
+def _settle(q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, scale, eps, form: Form, sizes: _Sizes):
+    """Compute the doubtful free energies: write them to `exact`, or where that is o, mixed and gated, to o."""
+    doubt.doubtful_rows_kernel[sizes.spans](
+        q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, q.shape[1], sizes.tiles, scale, eps,
+        _row(q), _row(k), _row(v), _row(inner), _row(outer), **sizes.doubt, GATED=form.gated, MIXED=exact is o,
+        COLUMNS=sizes.mix["COLUMNS"], FLAGS=sizes.flags,
+    )  # fmt: skip
+
+
+def _backward(grad: Tensor, kept: Sequence[Tensor | None], form: Form, scale: float, eps: float) -> list[Tensor | None]:
+    """Gradients of the first nine inputs: x, weight, bias, values, the second maps of slim gates, and beta."""
+    x, weight, bias, values, *ups, beta, cos, sin = kept[:_TENSORS]
+    o, joint, *rest, lse = kept[_TENSORS:]
+    grad, d_joint = grad.contiguous(), torch.empty_like(joint)
+    d_values = None if values is None else torch.empty_like(values)
+    q, k, v, *gates = form.parts(joint)
+    to_q, to_k, d_v, *d_gates = form.parts(d_joint)
+    v, d_v = (v, d_v) if values is None else (values, d_values)
     batch, time = q.shape[:2]
-    sizes, d_beta = _sizes(form, batch, time), None
-    if form.free:
-        both, out, scheme, exact, flags = rest
-        inner, outer, d_inner, d_outer = (out if gate is None else gate for gate in (inner, outer, d_inner, d_outer))
-        rows = {"inner_row": _row(inner), "outer_row": _row(outer)}
-        rows |= {"d_inner_row": _row(d_inner), "d_outer_row": _row(d_outer)}
-        d_out, d_free = torch.empty_like(out), torch.empty_like(exact)
-        tilted = beta.new_empty(batch * sizes.tiles * (form.heads + form.kv_heads), form.free)  # of each tile, for beta
-        of_reads, of_values = tilted.split_with_sizes([batch * sizes.tiles * h for h in (form.heads, form.kv_heads)])
+    sizes = _sizes(form, batch, time)
+    d_beta, d_ups = None, [None] * 4
+
+    if not form.mixes:
+        d_q, d_k, d_both = attention.attend_backward(grad, q, k, v, o, lse, scale, form.causal, form.kernel)
+    else:
+        both, out, scheme, flags = rest if form.free else (v, *rest, None, None)
+        inner, outer = form.logits(gates, ups)
+        slim = [torch.empty_like(gate) if form.rank and gate is not None else None for gate in (inner, outer)]
+        to_inner, to_outer = (d if own is None else own for d, own in zip(d_gates, slim))
+        inner, outer, to_inner, to_outer = (out if y is None else y for y in (inner, outer, to_inner, to_outer))
+        exact = d_free = of_reads = None
+        if form.free:
+            exact = torch.empty(*q.shape[:3], form.free, dtype=torch.float32, device=q.device)
+            _settle(q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, scale, eps, form, sizes)
+            d_free = torch.empty_like(exact)
+            tilted = beta.new_empty(batch * sizes.tiles * (form.heads + form.kv_heads), form.free)  # of tiles, for beta
+            of_reads, of_values = tilted.split_with_sizes(
+                [batch * sizes.tiles * h for h in (form.heads, form.kv_heads)]
+            )
+        d_out = torch.empty_like(out)
         K.mix_backward_kernel[sizes.reads](
-            grad, out, inner, outer, scheme, beta, exact, flags, d_out, d_inner, d_outer, d_free, of_reads,
-            time, eps, **rows, **sizes.mix,
+            grad, out, inner, outer, scheme, beta, exact, flags, d_out, to_inner, to_outer, d_free, of_reads, time, eps,
+            *map(_row, (inner, outer, to_inner, to_outer)), **sizes.mix, num_warps=BACKWARD_WARPS,
         )  # fmt: skip
         d_q, d_k, d_both = attention.attend_backward(d_out, q, k, both, out, lse, scale, form.causal, form.kernel)
+        if form.rank:
+            d_ups = _through_second_maps(gates, ups, slim, d_gates)
+
+    if form.free:
         K.pack_backward_kernel[sizes.values](
             d_both, v, scheme, beta, d_v, of_values, time, _row(v), _row(d_v), form.width, **sizes.pack
         )
@@ -183,34 +229,42 @@ def _backward(grad: Tensor, kept: Sequence[Tensor | None], form: Form, scale: fl
             *known, d_k, d_v, time, sizes.tiles, scale, _row(q), _row(k), _row(v), _row(d_k), _row(d_v),
             **sizes.doubt, FLAGS=triton.next_power_of_2(sizes.tiles * form.heads // form.kv_heads),
         )  # fmt: skip
-        if form.heads == form.kv_heads:
-            d_beta = tilted.view(-1, form.kv_heads, form.free).sum(0)
-        else:
-            of_reads = of_reads.view(-1, form.kv_heads, form.heads // form.kv_heads, form.free).sum((0, 2))
-            d_beta = of_reads + of_values.view(-1, form.kv_heads, form.free).sum(0)
+        d_beta = _sum_of_tiles(tilted, of_reads, of_values, form)
     else:
-        out = rest[0] if form.gated else o
-        d_out = grad
-        if form.gated:
-            d_out = torch.empty_like(out)
-            K.mix_backward_kernel[sizes.reads](
-                grad, out, out, outer, out, out, out, out, d_out, out, d_outer, out, out, time, eps,
-                0, _row(outer), 0, _row(d_outer), **sizes.mix,
-            )  # fmt: skip
-        d_q, d_k, of_v = attention.attend_backward(d_out, q, k, v, out, lse, scale, form.causal, form.kernel)
-        d_v.copy_(of_v)
+        d_v.copy_(d_both)
     if form.rotary:
         _rotate(d_q, d_k, to_q, to_k, cos, sin, -1)
     else:
         to_q.copy_(d_q)
         to_k.copy_(d_k)
-    flat, x = d_joint.flatten(0, 1), x.flatten(0, 1)
+    flat = d_joint.flatten(0, 1)
     d_x = (flat @ weight).view(*d_joint.shape[:2], -1)
-    return d_x, flat.T @ x, None if bias is None else flat.sum(0), *own, d_beta
+    return [d_x, flat.T @ x.flatten(0, 1), None if bias is None else flat.sum(0), d_values, *d_ups, d_beta]
 
 
-def _first(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a
+def _through_second_maps(gates, ups, d_logits, d_gates) -> list[Tensor | None]:
+    """Write the gradients of what the first maps of slim gates gave; return those of the second maps and biases."""
+    found = []
+    for z, d_z, d, up, bias in zip(gates, d_gates, d_logits, ups[::2], ups[1::2]):
+        if z is None:
+            found += [None, None]
+            continue
+        d = d.flatten(2).flatten(0, 1)
+        torch.mm(d, up, out=d_z.flatten(0, 2))
+        found += [d.T @ z.flatten(0, 2), None if bias is None else d.sum(0)]
+    return found
+
+
+def _sum_of_tiles(tilted: Tensor, of_reads: Tensor, of_values: Tensor, form: Form) -> Float[Tensor, "hkv df"]:
+    """beta's gradient from what the tiles of queries and of values add to it."""
+    if form.heads == form.kv_heads:
+        return tilted.view(-1, form.kv_heads, form.free).sum(0)
+    of_reads = of_reads.view(-1, form.kv_heads, form.heads // form.kv_heads, form.free).sum((0, 2))
+    return of_reads + of_values.view(-1, form.kv_heads, form.free).sum(0)
+
+
+def _linear(z: Float[Tensor, "n r"], weight: Float[Tensor, "w r"], bias: Float[Tensor, " w"] | None) -> Tensor:
+    return z @ weight.T if bias is None else torch.addmm(bias, z, weight.T)
 
 
 class _Sizes(NamedTuple):
@@ -292,19 +346,22 @@ def _pack(v: Tensor, beta: Tensor, form: Form, sizes: _Sizes) -> tuple[Tensor, T
 # --- for torch.compile: the same as two operators, which it does not look into ---------------------------------------
 
 _INPUTS = (
-    "Tensor x, Tensor weight, Tensor? bias, Tensor? values, Tensor? inner, Tensor? outer, Tensor? beta, Tensor? cos, "
-    "Tensor? sin"
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? values, Tensor? inner_up, Tensor? inner_bias, Tensor? outer_up, "
+    "Tensor? outer_bias, Tensor? beta, Tensor? cos, Tensor? sin"
 )
+_OPTIONS = "int[] form, float scale, float eps"
 
 
-@operator(f"mixed_read({_INPUTS}, int[] form, float scale, float eps) -> Tensor[]", waits=False)
-def _operator(x, weight, bias, values, inner, outer, beta, cos, sin, form, scale, eps):
-    return _forward(x, weight, bias, values, inner, outer, beta, cos, sin, Form(*form), scale, eps)
+@operator(f"mixed_read({_INPUTS}, {_OPTIONS}) -> Tensor[]", waits=False)
+def _operator(*inputs):
+    *tensors, form, scale, eps = inputs
+    return _forward(*tensors, Form(*form), scale, eps)
 
 
 @_operator.register_fake
-def _(x, weight, bias, values, inner, outer, beta, cos, sin, form, scale, eps):
+def _(*inputs):
     """The shapes of what `_forward` returns."""
+    x, weight, *_, form, _, _ = inputs
     form, (batch, time) = Form(*form), x.shape[:2]
     head = lambda width, heads=form.heads: x.new_empty(batch, time, heads, width)  # noqa: E731
     o, joint = head(form.width), x.new_empty(batch, time, weight.shape[0])
@@ -314,35 +371,29 @@ def _(x, weight, bias, values, inner, outer, beta, cos, sin, form, scale, eps):
     summed = form.mean + form.free
     scheme = lse.new_empty(batch, 2, form.kv_heads * form.free)
     flags = lse.new_empty(batch, form.heads, -(-time // _rows(form)), dtype=torch.int32)
-    return [o, joint, head(summed, form.kv_heads), head(summed), scheme, head(form.free), flags, lse]
+    return [o, joint, head(summed, form.kv_heads), head(summed), scheme, flags, lse]
 
 
-@operator(
-    f"mixed_read_backward(Tensor grad, {_INPUTS}, Tensor[] kept, int[] form, float scale, float eps) -> Tensor[]",
-    waits=False,
-)
-def _operator_backward(grad, x, weight, bias, values, inner, outer, beta, cos, sin, kept, form, scale, eps):
-    tensors = (x, weight, bias, values, inner, outer, beta, cos, sin, *kept)
-    return [d for d in _backward(grad, tensors, Form(*form), scale, eps) if d is not None]
+@operator(f"mixed_read_backward(Tensor grad, {_INPUTS}, Tensor[] kept, {_OPTIONS}) -> Tensor[]", waits=False)
+def _operator_backward(grad, *inputs):
+    *tensors, kept, form, scale, eps = inputs
+    return [d for d in _backward(grad, (*tensors, *kept), Form(*form), scale, eps) if d is not None]
 
 
 @_operator_backward.register_fake
-def _(grad, x, weight, bias, values, inner, outer, beta, cos, sin, kept, form, scale, eps):
-    asked = (x, weight, bias, values, inner, outer, beta)
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in asked if x is not None]
+def _(grad, *inputs):
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[: _TENSORS - 2] if x is not None]
 
 
 def _save(ctx, inputs, output):
-    *tensors, form, scale, eps = inputs
-    ctx.options, ctx.count = (form, scale, eps), len(output)
-    ctx.save_for_backward(*tensors, *output)
+    ctx.options = inputs[_TENSORS:]
+    ctx.save_for_backward(*inputs[:_TENSORS], *output)
 
 
 def _differentiate(ctx, grads):
-    tensors = ctx.saved_tensors
-    inputs, kept = tensors[: -ctx.count], tensors[-ctx.count :]
+    inputs, kept = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
     gradients = iter(_operator_backward(grads[0], *inputs, list(kept), *ctx.options))
-    return *(None if x is None or index > 6 else next(gradients) for index, x in enumerate(inputs)), None, None, None
+    return *(None if x is None else next(gradients) for x in inputs[: _TENSORS - 2]), *[None] * 5
 
 
 _operator.register_autograd(_differentiate, setup_context=_save)
