@@ -90,7 +90,7 @@ def train(
     recipes = [
         TrainingRecipe(
             mixer=mixer,
-            tokens=million_tokens * 1e6,
+            tokens=round(million_tokens * 1e6),
             rate=rate,
             seed=int(seed),
             width=width,

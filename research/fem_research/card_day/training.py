@@ -129,7 +129,7 @@ class CardTrainer(SavingTrainer):
     def evaluate(self, *_, **__) -> dict[str, float]:
         """The held-out loss of some rows, and at the end that of all; nats per token."""
         quick = np.linspace(0, len(self.held_out) - 1, min(self.recipe.quick_rows, len(self.held_out))).astype(int)
-        found = {"eval_loss": self.mean_loss(quick)}
+        found = {"eval_loss": self.mean_loss(quick.tolist())}
         if self.state.global_step == self.state.max_steps:
             found["eval_loss_of_all"] = self.mean_loss(range(len(self.held_out)))
         self.log(found)
