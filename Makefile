@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs notebooks types lint chaos suite clients bench card clean
+.PHONY: help install demo test test-slow test-all test-docs mutants fuzz docs notebooks types lint chaos suite clients bench card card-day clean
 
 help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
@@ -20,6 +20,7 @@ help:
 	@echo "make lint      style and import direction      make bench   what FEM costs on this machine"
 	@echo "make chaos     kills, stops and damages 140 small trainings; what became of them, into research/results"
 	@echo "make card      the library on PyTorch's CUDA build and a card that is not there, into .card (2 GB)"
+	@echo "make card-day  SLICE=text, train, long or table7: what waits for a GPU, in slices of nine minutes (docs/card_day.md)"
 	@echo "make install   only install, into $(VENV)"
 
 $(STAMP): pyproject.toml research/pyproject.toml constraints.txt
@@ -124,6 +125,12 @@ card: install
 		echo "sm_$$sm"; \
 		PYTHONPATH=$(CURDIR) FAKE_SM=$$sm .card/run -m pytest -q -o addopts= --show-capture=no -p no:cacheprovider tests/card/cases.py || exit 1; \
 	done
+
+# What waits for a real card, a slice a call. ARGS are the slice's own options; SLICE=train ARGS=--help lists them.
+CARD_PYTHON ?= $(BIN)/python
+card-day:
+	@test -n "$(SLICE)" || { echo "error: say which slice, such as make card-day SLICE=text (docs/card_day.md)"; exit 1; }
+	PYTHONPATH=$(CURDIR):$(CURDIR)/research:$$PYTHONPATH $(CARD_PYTHON) -m fem_research.card_day $(SLICE) $(ARGS)
 
 bench: install
 	OMP_NUM_THREADS=1 $(BIN)/fem bench

@@ -26,7 +26,7 @@ class TrainingRecipe:
     """One training of a language model. The defaults are GPT-2 small's sizes: 98M parameters."""
 
     mixer: str = option("softmax", "Mixer, by the names of `fem_research.common.mixers`.")
-    tokens: float = option(100e6, "Tokens to train on; a step is never cut.")
+    tokens: int = option(100_000_000, "Tokens to train on; a step is never cut.")
     rate: float = option(1e-3, "Peak learning rate of AdamW.")
     seed: int = option(0, "Seed of the weights and of the order of the rows.")
     width: int = option(768, "Width of the model.")
@@ -51,7 +51,7 @@ class TrainingRecipe:
         if self.batch % self.micro:
             raise ValueError(f"batch must be a multiple of micro = {self.micro}, got {self.batch}.")
         if self.steps < 1:
-            raise ValueError(f"tokens must be at least a step's {self.step_tokens:,}, got {self.tokens:,.0f}.")
+            raise ValueError(f"tokens must be at least a step's {self.step_tokens:,}, got {self.tokens:,}.")
 
     @property
     def step_tokens(self) -> int:
@@ -59,7 +59,7 @@ class TrainingRecipe:
 
     @property
     def steps(self) -> int:
-        return int(self.tokens // self.step_tokens)
+        return self.tokens // self.step_tokens
 
     @property
     def key(self) -> str:

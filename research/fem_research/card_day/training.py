@@ -31,6 +31,7 @@ from fem.train.model import build_model
 from fem.train.saving import NotFinite, SavingTrainer
 from fem.train.signals import SaveAndStop
 from fem.train.throughput import flops_per_token, peak_flops, peak_memory
+from fem_research.card_day.cells import GRAPHS
 from fem_research.card_day.facts import circumstances_of_card
 from fem_research.card_day.linux_text import HELD_OUT, TOKENS, read_tokens
 from fem_research.card_day.recipe import TrainingRecipe, label
@@ -39,7 +40,6 @@ from fem_research.common.mixers import fields_of
 
 LOG_STEPS = 10
 SAVE_SECONDS = 120.0
-GRAPHS = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}  # a block left uncompiled would not be told
 FLOPS = (
     "6 N + 6 sum over softmax layers of (T / 2) (width of q + heads x width of a head's read), a token: N parameters, "
     "tied ones once; scans, gates and the conditioner's recurrence are left out (fem.train.throughput)"
@@ -129,7 +129,7 @@ class CardTrainer(SavingTrainer):
     def evaluate(self, *_, **__) -> dict[str, float]:
         """The held-out loss of some rows, and at the end that of all; nats per token."""
         quick = np.linspace(0, len(self.held_out) - 1, min(self.recipe.quick_rows, len(self.held_out))).astype(int)
-        found = {"eval_loss": self.mean_loss(quick)}
+        found = {"eval_loss": self.mean_loss(quick.tolist())}
         if self.state.global_step == self.state.max_steps:
             found["eval_loss_of_all"] = self.mean_loss(range(len(self.held_out)))
         self.log(found)

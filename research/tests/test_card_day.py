@@ -1,0 +1,241 @@
+"""The slices that wait for a card, in miniature: the text's bytes, trainings that stop and go on, cells."""
+
+import io
+import json
+import lzma
+import tarfile
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
+
+from typer.testing import CliRunner
+
+from fem.models.presets import count_parameters
+from fem_research.card_day import linux_text, long, table7, training
+from fem_research.card_day.__main__ import app
+from fem_research.card_day.recipe import ROWS, TrainingRecipe, label
+from fem_research.common.mixers import canonical
+
+WORDS = ["int", "return", "static", "void", "struct", "device", "if", "(ret)", "goto", "err;", "}", "{\n\t", "0;\n"]
+
+
+def tarball(path, folders=24, files=6):
+    """A small tree of sources: files of random words, one twice, one binary, one too long."""
+    draw = np.random.default_rng(0)
+    contents = {
+        f"linux/drivers/d{folder}/f{number}.c": " ".join(draw.choice(WORDS, 300)).encode()
+        for folder in range(folders)
+        for number in range(files)
+    }
+    contents["linux/drivers/d0/again.h"] = contents["linux/drivers/d0/f0.c"]
+    contents["linux/drivers/d0/binary.h"] = b"\xff\xfe\x00"
+    contents["linux/drivers/d0/long.h"] = b"x " * linux_text.LONGEST
+    contents["linux/drivers/d0/Makefile"] = b"obj-y += f0.o"
+    with tarfile.open(path, "w:xz") as tree:
+        for name, content in contents.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tree.addfile(member, io.BytesIO(content))
+    return path
+
+
+SMALL_TEXT = {"megabytes": 1.0, "piece_megabytes": 0.1, "held_out_megabytes": 0.02, "tokenizer_megabytes": 0.1}
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packed")
+    linux_text.pack(tarball(folder / "linux.tar.xz"), folder / "out", vocabulary=300, **SMALL_TEXT)
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def tokens(packed, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokens")
+    linux_text.tokenise(packed, folder)
+    return folder
+
+
+def test_two_packings_and_tokenisings_are_the_same_bytes(packed, tokens, tmp_path):
+    linux_text.pack(tarball(tmp_path / "linux.tar.xz"), tmp_path / "out", vocabulary=300, **SMALL_TEXT)
+    linux_text.tokenise(tmp_path / "out", tmp_path / "tokens")
+    for one, other in ((packed, tmp_path / "out"), (tokens, tmp_path / "tokens")):
+        names = sorted(path.name for path in one.iterdir())
+        assert names == sorted(path.name for path in other.iterdir())
+        assert all((one / name).read_bytes() == (other / name).read_bytes() for name in names if name != "text.json")
+
+
+def test_each_text_is_there_once_and_directories_are_held_out_whole(packed):
+    facts = json.loads((packed / linux_text.TEXT).read_text())
+    assert facts["left_out"] == {"long": 1, "binary": 1, "duplicate": 1}
+    pieces = {
+        name: lzma.decompress((packed / f"{name}.xz").read_bytes()).decode().split("\0") for name in facts["pieces"]
+    }
+    texts = [text for piece in pieces.values() for text in piece]
+    assert len(texts) == len(set(texts)) == 24 * 6
+    assert len(pieces[linux_text.HELD_OUT]) == 6 * len(facts["held_out_directories"])
+    assert all(len(piece) for piece in pieces.values())
+    assert len(pieces) > 2
+
+
+def test_tokens_decode_to_the_texts_of_the_pieces_that_travelled(packed, tmp_path):
+    from tokenizers import Tokenizer
+
+    for name in ("held_out.xz", "piece-1.xz", linux_text.TEXT, linux_text.TOKENIZER):
+        (tmp_path / name).write_bytes((packed / name).read_bytes())
+    facts = linux_text.tokenise(tmp_path, tmp_path / "tokens")
+    assert facts["pieces"] == ["held_out", "piece-1"]
+    train, _, _ = linux_text.read_tokens(tmp_path / "tokens")
+    tokenizer = Tokenizer.from_file(str(packed / linux_text.TOKENIZER))
+    end = tokenizer.token_to_id(linux_text.END)
+    ends = np.flatnonzero(train == end)
+    texts = [tokenizer.decode(part[part != end].tolist()) for part in np.split(np.asarray(train), ends + 1)[:-1]]
+    assert texts == lzma.decompress((packed / "piece-1.xz").read_bytes()).decode().split("\0")
+
+
+def test_a_damaged_piece_is_told(packed, tmp_path):
+    for path in packed.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "piece-0.xz").write_bytes((packed / "piece-1.xz").read_bytes())
+    with pytest.raises(ValueError, match="another text than was packed"):
+        linux_text.tokenise(tmp_path, tmp_path / "tokens")
+    (tmp_path / "piece-0.xz").write_bytes((packed / "piece-0.xz").read_bytes()[:-20])
+    with pytest.raises(ValueError, match="damaged or cut off"):
+        linux_text.tokenise(tmp_path, tmp_path / "tokens")
+
+
+def test_every_row_has_the_parameters_of_attention():
+    sizes = [count_parameters(training.model_config(TrainingRecipe(mixer=mixer), 16384)) for mixer in ROWS.values()]
+    assert all(abs(size / sizes[0] - 1) < 0.005 for size in sizes)
+    assert [label(canonical(mixer)) for mixer in ROWS.values()] == list(ROWS)
+
+
+def test_a_wrong_recipe_is_refused():
+    with pytest.raises(ValueError, match="batch must be a multiple of micro"):
+        TrainingRecipe(batch=6, micro=4)
+    with pytest.raises(ValueError, match="tokens must be at least a step's"):
+        TrainingRecipe(tokens=100)
+
+
+TINY = TrainingRecipe(
+    mixer="softmax+CLTG/r4",
+    tokens=12 * 4 * 32,
+    width=32,
+    layers=1,
+    heads=2,
+    mlp_width=88,
+    context=32,
+    batch=4,
+    micro=2,
+    validations=3,
+    quick_rows=4,
+    compile=False,
+)
+TIMES = {"seconds", "step_seconds", "first_step_seconds", "compile_seconds", "tokens_per_second", "mfu", "date"}
+
+
+def without_times(found):
+    kept = {name: value for name, value in found.items() if name not in TIMES and name != "peak_memory_bytes"}
+    return kept | {"losses": [{**line, "step_seconds": None} for line in found["losses"] if line["step"] % 10 == 0]}
+
+
+@pytest.mark.slow
+def test_a_stopped_training_ends_as_one_that_was_not(tokens, tmp_path, monkeypatch):
+    whole = training.train(TINY, tokens, tmp_path / "whole")
+    assert whole["finished"]
+    assert whole["steps"] == 12
+    assert whole["held_out_loss"] > 0
+    assert [line["step"] for line in whole["held_out"]] == [4, 8, 12]
+    assert training.train(TINY, tokens, tmp_path / "whole") == whole  # not again
+
+    stopped = training.train(TINY, tokens, tmp_path / "parts", deadline=0.0)
+    assert not stopped["finished"]
+    assert stopped["steps"] == 1
+    assert training.train(TINY, tokens, tmp_path / "parts", deadline=0.0)["steps"] == 2
+    monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)  # a save a step
+    ended = training.train(TINY, tokens, tmp_path / "parts")
+    assert ended["finished"]
+    assert ended["held_out_loss"] == whole["held_out_loss"]
+    assert [line for line in ended["held_out"] if line["step"] % 4 == 0] == whole["held_out"]
+    assert without_times(ended)["recipe"] == without_times(whole)["recipe"]
+    assert not (tmp_path / "parts" / "checkpoints" / TINY.key).exists()
+    with pytest.raises(ValueError, match="another recipe or text"):
+        training.train(replace(TINY, layers=2), tokens, tmp_path / "parts")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ROWS.values())
+def test_every_row_trains_in_miniature_and_says_what_a_card_would(mixer, tokens, tmp_path):
+    recipe = replace(TINY, mixer=mixer.replace("r48", "r4"), tokens=8 * 4 * 32, validations=2)
+    (found,) = training.run([recipe], tokens, tmp_path)
+    assert found["finished"]
+    assert found["held_out"][-1]["loss"] < found["losses"][0]["loss"]
+    kept = json.loads((tmp_path / f"{recipe.key}.json").read_text())
+    assert kept == json.loads(json.dumps(found))
+    said = {"hardware", "driver", "versions", "date", "flops_formula", "mfu", "peak_memory_bytes", "step_seconds"}
+    assert said <= kept.keys()
+
+
+@pytest.mark.slow
+def test_a_row_that_fails_is_told_and_the_next_begins(tokens, tmp_path, monkeypatch, capsys):
+    build = training.build_model
+
+    def failing(config, seed):
+        if not config.mixer["use_lse"]:
+            raise RuntimeError("CUDA out of memory")
+        return build(config, seed)
+
+    monkeypatch.setattr(training, "build_model", failing)
+    short = replace(TINY, tokens=2 * 128, validations=1)
+    found = training.run([replace(short, mixer="softmax"), short], tokens, tmp_path)
+    assert [one["recipe"]["mixer"] for one in found] == [short.mixer]
+    assert "attention, rate 0.001, seed 0 failed, the next one begins: RuntimeError: CUDA" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_long_contexts_and_table7_go_on_where_they_stopped(tmp_path):
+    recipe = long.LongRecipe(
+        lengths=(32, 64),
+        mixers=("attention", "softmax+CLTG/r4", "gla"),
+        width=32,
+        heads=2,
+        layers=1,
+        compile=False,
+        seconds=0.0,
+    )
+    first = long.run(recipe, tmp_path, minutes=0.0)
+    assert first["cells"] == []
+    assert not (tmp_path / "long.json").exists()
+    found = long.run(recipe, tmp_path)
+    assert found["finished"]
+    assert len(found["cells"]) == 12
+    assert long.run(recipe, tmp_path) == found
+    assert {row["train ms ratio"] for row in long.table(found) if row["mixer"] == "attention"} == {"1.00"}
+    with pytest.raises(ValueError, match="another recipe"):
+        long.run(replace(recipe, layers=2), tmp_path)
+
+    recipe = table7.Table7Recipe(
+        mixers=("attention", "FEM-SM", "RWKV7"),
+        modes=("eager",),
+        batch=1,
+        time=32,
+        width=32,
+        heads=2,
+        layers=1,
+        seconds=0.0,
+    )
+    found = table7.run(recipe, tmp_path)
+    rows = table7.table(found)
+    assert [(row["mixer"], row["dtype"]) for row in rows][:2] == [("attention", "bfloat16"), ("FEM", "bfloat16")]
+    assert rows[1]["paper's train ratio"] == "1.26"
+    assert len(rows) == 4
+    assert all(one["train_flop"] > 0 for one in found["cells"])
+
+
+def test_the_slice_that_is_not_there_says_so():
+    result = CliRunner().invoke(app, ["mad"])
+    assert isinstance(result.exception, ValueError)
+    assert "not there yet" in str(result.exception)
