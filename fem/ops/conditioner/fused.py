@@ -55,7 +55,7 @@ def fused(
     return h, last
 
 
-class _Sizes:
+class Sizes:
     """Tiles of a row of tokens, and chunks of tiles: one for every program."""
 
     def __init__(self, projected: Tensor):
@@ -96,7 +96,7 @@ def _condition(projected, weight, bias, keep, start, hidden, eps, dtype):
     from fem.ops.conditioner import kernels
 
     projected, keep, start, hidden = _contiguous(projected, keep, start, hidden)
-    sizes = _Sizes(projected)
+    sizes = Sizes(projected)
     out, last, starts = _outputs(projected, weight, bias, keep, start, hidden, eps, dtype)
     summaries = last.new_empty(sizes.batch, sizes.chunks, 2, sizes.width)
     with _on(projected.device):
@@ -127,7 +127,7 @@ def _condition_backward(grad, d_last, projected, weight, bias, keep, start, star
 
     projected, keep, start, d_last = _contiguous(projected, keep, start, d_last)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    sizes = _Sizes(projected)
+    sizes = Sizes(projected)
     d_projected = torch.empty_like(projected)
     d_state = starts.new_empty(grad.shape)
     d_hidden = starts.new_empty(sizes.batch, sizes.width)
