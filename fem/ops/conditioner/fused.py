@@ -59,11 +59,9 @@ class Sizes:
     """Tiles of a row of tokens, and chunks of tiles: one for every program."""
 
     def __init__(self, projected: Tensor):
-        import triton
-
         self.batch, self.time, three = projected.shape
         self.width = three // 3
-        columns = triton.next_power_of_2(self.width)
+        columns = 1 << (self.width - 1).bit_length()
         rows = tile_rows(self.width)
         every = -(-self.time // rows)
         self.tiles = -(-every // min(max(PROGRAMS // self.batch, FEWEST), MOST))
@@ -168,8 +166,8 @@ def _differentiate(ctx, grad, d_last, _):
     if torch.is_grad_enabled():
 
         def by_torch(projected, weight, bias, hidden):
-            norm = lambda x: F.layer_norm(x, weight.shape, weight, bias, ctx.eps)  # noqa: E731
-            h, last = plain(projected, Tokens(keep, start, None, None), hidden, norm)
+            norm = lambda x: F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), ctx.eps)  # noqa: E731
+            h, last = plain(projected, Tokens(keep, start, None, None), hidden, norm, "plain")
             return h.to(ctx.dtype), last
 
         *of_norm, d_hidden = again_differentiable(by_torch, (projected, weight, bias, hidden), (grad, d_last))
