@@ -17,7 +17,7 @@ from fem.ops.conditioner.fused import fits
 from fem.ops.conditioner.naive import naive_conditioner
 from fem.ops.conditioner.plain import plain
 
-PROGRAM = Path(__file__).parents[1] / "support" / "conditioner_errors.py"
+SUPPORT = Path(__file__).parents[1] / "support"
 # batch, time, width, and what else is said of a case
 FAST = {
     "a row": (1, 37, 8, {}),
@@ -48,10 +48,10 @@ interpreted = pytest.mark.skipif(find_spec("triton") is None, reason="needs Trit
 
 
 @functools.cache
-def program(argument: str) -> dict:
-    """What the program says, in a process of its own: Triton takes its interpreter at its import or never."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(PROGRAM.parent), *sys.path])}
-    command = [sys.executable, "-W", "ignore", str(PROGRAM), argument]
+def program(argument: str, name: str = "conditioner_errors.py") -> dict:
+    """What a program says, in a process of its own: Triton takes its interpreter at its import or never."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
+    command = [sys.executable, "-W", "ignore", str(SUPPORT / name), argument]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
@@ -82,6 +82,14 @@ def test_a_compiled_layer_calls_the_kernels_in_one_graph():
     found = program("compiled")
     assert (found["graphs"], found["calls"]) == (1, 1)
     assert found["far"] < 3e-6
+
+
+@interpreted
+@pytest.mark.slow
+def test_registers_of_an_h100_hold_a_tile():
+    """Compiled for sm_90 without a card: no kernel spills more than two numbers of a thread."""
+    for width, found in program("16,64,256", "conditioner_registers.py").items():
+        assert all(kernel["spilled"] <= 8 for kernel in found.values()), (width, found)
 
 
 def test_the_plain_form_is_the_definition():

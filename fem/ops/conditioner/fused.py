@@ -55,15 +55,13 @@ def fused(
     return h, last
 
 
-class _Sizes:
+class Sizes:
     """Tiles of a row of tokens, and chunks of tiles: one for every program."""
 
     def __init__(self, projected: Tensor):
-        import triton
-
         self.batch, self.time, three = projected.shape
         self.width = three // 3
-        columns = triton.next_power_of_2(self.width)
+        columns = 1 << (self.width - 1).bit_length()
         rows = tile_rows(self.width)
         every = -(-self.time // rows)
         self.tiles = -(-every // min(max(PROGRAMS // self.batch, FEWEST), MOST))
@@ -96,7 +94,7 @@ def _condition(projected, weight, bias, keep, start, hidden, eps, dtype):
     from fem.ops.conditioner import kernels
 
     projected, keep, start, hidden = _contiguous(projected, keep, start, hidden)
-    sizes = _Sizes(projected)
+    sizes = Sizes(projected)
     out, last, starts = _outputs(projected, weight, bias, keep, start, hidden, eps, dtype)
     summaries = last.new_empty(sizes.batch, sizes.chunks, 2, sizes.width)
     with _on(projected.device):
@@ -127,7 +125,7 @@ def _condition_backward(grad, d_last, projected, weight, bias, keep, start, star
 
     projected, keep, start, d_last = _contiguous(projected, keep, start, d_last)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    sizes = _Sizes(projected)
+    sizes = Sizes(projected)
     d_projected = torch.empty_like(projected)
     d_state = starts.new_empty(grad.shape)
     d_hidden = starts.new_empty(sizes.batch, sizes.width)
@@ -168,8 +166,8 @@ def _differentiate(ctx, grad, d_last, _):
     if torch.is_grad_enabled():
 
         def by_torch(projected, weight, bias, hidden):
-            norm = lambda x: F.layer_norm(x, weight.shape, weight, bias, ctx.eps)  # noqa: E731
-            h, last = plain(projected, Tokens(keep, start, None, None), hidden, norm)
+            norm = lambda x: F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), ctx.eps)  # noqa: E731
+            h, last = plain(projected, Tokens(keep, start, None, None), hidden, norm, "plain")
             return h.to(ctx.dtype), last
 
         *of_norm, d_hidden = again_differentiable(by_torch, (projected, weight, bias, hidden), (grad, d_last))

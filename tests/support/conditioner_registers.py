@@ -1,0 +1,24 @@
+"""Registers that the conditioner's kernels take on an H100 in bfloat16, and bytes that they spill, as JSON by width."""
+
+import json
+import sys
+
+import torch
+from ahead_of_time import compiled
+
+from fem.ops.conditioner import fused, kernels
+
+SIXTEEN = ("projected", "weight", "bias", "out", "grad", "d_projected")
+WIDE = ("hidden", "summaries", "last", "starts", "d_state", "d_last", "d_hidden", "parts")
+TYPES = dict.fromkeys(SIXTEEN, "*bf16") | dict.fromkeys(WIDE, "*fp32") | {"keep": "*i1", "start": "*i1", "eps": "fp32"}
+NAMES = ("_sum_chunks", "_condition", "_condition_backward", "_scan_backward")
+
+
+def kernels_of(width: int) -> dict[str, dict[str, int]]:
+    sizes = fused.Sizes(torch.empty(2, 2048, 3 * width, device="meta"))
+    constants = {"root": width**0.5, **sizes.shape, **sizes.ends}
+    return {name: compiled(getattr(kernels, name), TYPES, constants, fused.WARPS) for name in NAMES}
+
+
+if __name__ == "__main__":
+    print(json.dumps({width: kernels_of(int(width)) for width in sys.argv[1].split(",")}))
