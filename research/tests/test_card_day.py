@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 from typer.testing import CliRunner
 
 from fem.models.presets import count_parameters
-from fem_research.card_day import linux_text, long, table7, training
+from fem_research.card_day import kernels, linux_text, long, table, table7, training
 from fem_research.card_day.__main__ import app
 from fem_research.card_day.recipe import ROWS, TrainingRecipe, label
 from fem_research.common.mixers import canonical
@@ -173,10 +173,31 @@ def test_every_row_trains_in_miniature_and_says_what_a_card_would(mixer, tokens,
     (found,) = training.run([recipe], tokens, tmp_path)
     assert found["finished"]
     assert found["held_out"][-1]["loss"] < found["losses"][0]["loss"]
+    (row,) = table.write(tmp_path)
+    assert row["loss"] == found["held_out_loss"]
     kept = json.loads((tmp_path / f"{recipe.key}.json").read_text())
     assert kept == json.loads(json.dumps(found))
     said = {"hardware", "driver", "versions", "date", "flops_formula", "mfu", "peak_memory_bytes", "step_seconds"}
     assert said <= kept.keys()
+
+
+def test_equal_time_is_read_between_held_out_losses():
+    points = [{"step": step, "loss": loss} for step, loss in ((10, 5.0), (20, 4.0))]
+    row = {"held_out": points, "step_seconds": 0.2, "finished": True}
+    base = {"steps": 20, "step_seconds": 0.15}
+    assert table.at_equal_time(row, base) == 4.5
+    assert table.at_equal_time(row | {"step_seconds": 0.1}, base) == 4.0
+    assert table.at_equal_time(row | {"step_seconds": 0.1, "finished": False}, base) is None
+
+
+def test_kernels_have_their_groups():
+    names = {
+        "attention": "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>",
+        "products": "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT",
+        "Triton": "triton_poi_fused_mul_silu_8",
+        "others": "void at::native::vectorized_elementwise_kernel<4, ...>",
+    }
+    assert {group: kernels.group_of(name) for group, name in names.items()} == {group: group for group in names}
 
 
 @pytest.mark.slow

@@ -114,6 +114,16 @@ def train(
 
 
 @app.command()
+def table(output: Output = HERE / "train") -> None:
+    """Write the table of the trainings: losses at equal tokens and at equal time, speed, memory."""
+    from fem.runs.tables import show_table
+    from fem_research.card_day import table as slice_
+
+    shown = ("mixer", "loss", "the same at equal time", "ms a step", "MFU")
+    show_table("Trainings", [{name: row[name] for name in shown} for row in slice_.write(output)])
+
+
+@app.command()
 def long(
     output: Output = HERE / "long",
     lengths: Annotated[str, typer.Option(help="Tokens, with commas between them.")] = "8192,32768,131072",
