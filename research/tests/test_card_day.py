@@ -3,6 +3,8 @@
 import io
 import json
 import lzma
+import shutil
+import subprocess
 import tarfile
 from dataclasses import replace
 
@@ -66,6 +68,32 @@ def test_two_packings_and_tokenisings_are_the_same_bytes(packed, tokens, tmp_pat
         names = sorted(path.name for path in one.iterdir())
         assert names == sorted(path.name for path in other.iterdir())
         assert all((one / name).read_bytes() == (other / name).read_bytes() for name in names if name != "text.json")
+
+
+@pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="reads a Debian package")
+def test_a_package_holds_the_files_of_its_tarball(tmp_path):
+    control, source = tmp_path / "root" / "DEBIAN", tmp_path / "root" / "usr" / "src"
+    control.mkdir(parents=True)
+    source.mkdir(parents=True)
+    (control / "control").write_text(
+        "Package: linux-source-6.1\nVersion: 1\nArchitecture: all\nMaintainer: a <a@b.c>\nDescription: a test\n"
+    )
+    inner = tarball(source / "linux-source-6.1.tar.xz")
+    package = tmp_path / "package.deb"
+    subprocess.run(["dpkg-deb", "--build", tmp_path / "root", package], check=True, capture_output=True)
+    assert linux_text.read_sources(package) == linux_text.read_sources(inner)
+    inner.unlink()
+    subprocess.run(["dpkg-deb", "--build", tmp_path / "root", package], check=True, capture_output=True)
+    with pytest.raises(ValueError, match="source must hold"):
+        linux_text.read_sources(package)
+
+
+@pytest.mark.slow
+def test_warming_up_trains_a_step_and_keeps_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    training.warm([TINY, replace(TINY, mixer="softmax")], vocabulary=300)
+    assert capsys.readouterr().err.count("step 1 of 1") == 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_each_text_is_there_once_and_directories_are_held_out_whole(packed):
