@@ -3,7 +3,9 @@
 import io
 import json
 import lzma
+import os
 import shutil
+import signal
 import subprocess
 import tarfile
 from dataclasses import replace
@@ -16,6 +18,7 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 from typer.testing import CliRunner
 
 from fem.models.presets import count_parameters
+from fem.train.distributed import Paused
 from fem_research.card_day import kernels, linux_text, long, table, table7, training
 from fem_research.card_day.__main__ import app
 from fem_research.card_day.recipe import ROWS, TrainingRecipe, label
@@ -242,6 +245,31 @@ def test_a_row_that_fails_is_told_and_the_next_begins(tokens, tmp_path, monkeypa
     found = training.run([replace(short, mixer="softmax"), short], tokens, tmp_path)
     assert [one["recipe"]["mixer"] for one in found] == [short.mixer]
     assert "attention, rate 0.001, seed 0 failed, the next one begins: RuntimeError: CUDA" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_training_that_diverges_ends_and_says_so(tokens, tmp_path):
+    found = training.train(replace(TINY, rate=1e9, warmup=0.0, tokens=40 * 128), tokens, tmp_path)
+    assert found["finished"]
+    assert "not finite" in found["diverged"] or "the loss is nan" in found["diverged"]
+    assert "NaN" not in (tmp_path / f"{replace(TINY, rate=1e9, warmup=0.0, tokens=40 * 128).key}.json").read_text()
+
+
+@pytest.mark.slow
+def test_a_signal_saves_and_the_same_command_goes_on(tokens, tmp_path, monkeypatch):
+    report = training.CardTrainer.evaluate
+
+    def asked_to_end(trainer, *arguments, **options):
+        if trainer.state.global_step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return report(trainer, *arguments, **options)
+
+    monkeypatch.setattr(training.CardTrainer, "evaluate", asked_to_end)
+    with pytest.raises(Paused, match="stopped by SIGTERM; step 5 of 12 is saved"):
+        training.train(TINY, tokens, tmp_path)
+    kept = json.loads((tmp_path / f"{TINY.key}.json").read_text())
+    assert (kept["finished"], kept["steps"]) == (False, 5)
+    assert training.train(TINY, tokens, tmp_path)["finished"]
 
 
 @pytest.mark.slow

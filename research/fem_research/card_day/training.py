@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import shutil
 import statistics
 import tempfile
@@ -26,7 +27,7 @@ from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.presets import preset
 from fem.runs.run import note, read_json, write_json
 from fem.train.checkpoints import STAGING
-from fem.train.distributed import Ranks
+from fem.train.distributed import Paused, Ranks
 from fem.train.model import build_model
 from fem.train.saving import NotFinite, SavingTrainer
 from fem.train.signals import SaveAndStop
@@ -107,6 +108,11 @@ class Clock(TrainerCallback):
         control.should_training_stop = control.should_training_stop or self.out_of_time
 
     def on_log(self, args, state, control, logs, **_):
+        """Raises NotFinite where a loss is none."""
+        for loss in ("loss", "eval_loss"):
+            if not math.isfinite(logs.get(loss, 0.0)):
+                del state.log_history[-1]
+                raise NotFinite(f"the loss is {logs[loss]} at step {state.global_step}")
         if "loss" in logs and self.marks:
             if self.cuda:
                 torch.cuda.synchronize()
@@ -211,7 +217,7 @@ def train(recipe: TrainingRecipe, tokens: Path, output: Path, deadline: float = 
     """Train one row, or go on with it; returns what its JSON holds. A finished row is not trained again.
 
     deadline: of `time.monotonic`; the training is saved and ends there. Raises ValueError where `output` holds a row of
-    this name with another recipe or another text.
+    this name with another recipe or another text, `Paused` where a signal stopped it.
     """
     file, folder = output / f"{recipe.key}.json", output / "checkpoints" / recipe.key
     train_tokens, held_out, text = read_tokens(tokens)
@@ -265,7 +271,7 @@ def train(recipe: TrainingRecipe, tokens: Path, output: Path, deadline: float = 
             fixed["kernels"] = shares(lambda: trainer.one_pass(trainer.train_dataset))
             found = write(finished=True)
     if stop.stopped_by:
-        raise KeyboardInterrupt(f"stopped by {stop.reason}")
+        raise Paused(f"stopped by {stop.reason}; step {found['steps']} of {recipe.steps} is saved", stop.code)
     return found
 
 
