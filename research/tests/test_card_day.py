@@ -3,6 +3,10 @@
 import io
 import json
 import lzma
+import os
+import shutil
+import signal
+import subprocess
 import tarfile
 from dataclasses import replace
 
@@ -14,7 +18,8 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 from typer.testing import CliRunner
 
 from fem.models.presets import count_parameters
-from fem_research.card_day import linux_text, long, table7, training
+from fem.train.distributed import Paused
+from fem_research.card_day import kernels, linux_text, long, table, table7, training
 from fem_research.card_day.__main__ import app
 from fem_research.card_day.recipe import ROWS, TrainingRecipe, label
 from fem_research.common.mixers import canonical
@@ -66,6 +71,32 @@ def test_two_packings_and_tokenisings_are_the_same_bytes(packed, tokens, tmp_pat
         names = sorted(path.name for path in one.iterdir())
         assert names == sorted(path.name for path in other.iterdir())
         assert all((one / name).read_bytes() == (other / name).read_bytes() for name in names if name != "text.json")
+
+
+@pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="reads a Debian package")
+def test_a_package_holds_the_files_of_its_tarball(tmp_path):
+    control, source = tmp_path / "root" / "DEBIAN", tmp_path / "root" / "usr" / "src"
+    control.mkdir(parents=True)
+    source.mkdir(parents=True)
+    (control / "control").write_text(
+        "Package: linux-source-6.1\nVersion: 1\nArchitecture: all\nMaintainer: a <a@b.c>\nDescription: a test\n"
+    )
+    inner = tarball(source / "linux-source-6.1.tar.xz")
+    package = tmp_path / "package.deb"
+    subprocess.run(["dpkg-deb", "--build", tmp_path / "root", package], check=True, capture_output=True)
+    assert linux_text.read_sources(package) == linux_text.read_sources(inner)
+    inner.unlink()
+    subprocess.run(["dpkg-deb", "--build", tmp_path / "root", package], check=True, capture_output=True)
+    with pytest.raises(ValueError, match="source must hold"):
+        linux_text.read_sources(package)
+
+
+@pytest.mark.slow
+def test_warming_up_trains_a_step_and_keeps_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    training.warm([TINY, replace(TINY, mixer="softmax")], vocabulary=300)
+    assert capsys.readouterr().err.count("step 1 of 1") == 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_each_text_is_there_once_and_directories_are_held_out_whole(packed):
@@ -173,10 +204,31 @@ def test_every_row_trains_in_miniature_and_says_what_a_card_would(mixer, tokens,
     (found,) = training.run([recipe], tokens, tmp_path)
     assert found["finished"]
     assert found["held_out"][-1]["loss"] < found["losses"][0]["loss"]
+    (row,) = table.write(tmp_path)
+    assert row["loss"] == found["held_out_loss"]
     kept = json.loads((tmp_path / f"{recipe.key}.json").read_text())
     assert kept == json.loads(json.dumps(found))
     said = {"hardware", "driver", "versions", "date", "flops_formula", "mfu", "peak_memory_bytes", "step_seconds"}
     assert said <= kept.keys()
+
+
+def test_equal_time_is_read_between_held_out_losses():
+    points = [{"step": step, "loss": loss} for step, loss in ((10, 5.0), (20, 4.0))]
+    row = {"held_out": points, "step_seconds": 0.2, "finished": True}
+    base = {"steps": 20, "step_seconds": 0.15}
+    assert table.at_equal_time(row, base) == 4.5
+    assert table.at_equal_time(row | {"step_seconds": 0.1}, base) == 4.0
+    assert table.at_equal_time(row | {"step_seconds": 0.1, "finished": False}, base) is None
+
+
+def test_kernels_have_their_groups():
+    names = {
+        "attention": "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>",
+        "products": "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT",
+        "Triton": "triton_poi_fused_mul_silu_8",
+        "others": "void at::native::vectorized_elementwise_kernel<4, ...>",
+    }
+    assert {group: kernels.group_of(name) for group, name in names.items()} == {group: group for group in names}
 
 
 @pytest.mark.slow
@@ -193,6 +245,31 @@ def test_a_row_that_fails_is_told_and_the_next_begins(tokens, tmp_path, monkeypa
     found = training.run([replace(short, mixer="softmax"), short], tokens, tmp_path)
     assert [one["recipe"]["mixer"] for one in found] == [short.mixer]
     assert "attention, rate 0.001, seed 0 failed, the next one begins: RuntimeError: CUDA" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_training_that_diverges_ends_and_says_so(tokens, tmp_path):
+    found = training.train(replace(TINY, rate=1e9, warmup=0.0, tokens=40 * 128), tokens, tmp_path)
+    assert found["finished"]
+    assert "not finite" in found["diverged"] or "the loss is nan" in found["diverged"]
+    assert "NaN" not in (tmp_path / f"{replace(TINY, rate=1e9, warmup=0.0, tokens=40 * 128).key}.json").read_text()
+
+
+@pytest.mark.slow
+def test_a_signal_saves_and_the_same_command_goes_on(tokens, tmp_path, monkeypatch):
+    report = training.CardTrainer.evaluate
+
+    def asked_to_end(trainer, *arguments, **options):
+        if trainer.state.global_step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return report(trainer, *arguments, **options)
+
+    monkeypatch.setattr(training.CardTrainer, "evaluate", asked_to_end)
+    with pytest.raises(Paused, match="stopped by SIGTERM; step 5 of 12 is saved"):
+        training.train(TINY, tokens, tmp_path)
+    kept = json.loads((tmp_path / f"{TINY.key}.json").read_text())
+    assert (kept["finished"], kept["steps"]) == (False, 5)
+    assert training.train(TINY, tokens, tmp_path)["finished"]
 
 
 @pytest.mark.slow

@@ -84,6 +84,8 @@ def train(
     vocabulary: Annotated[int, typer.Option(help="Of --warm, which reads no tokens.")] = 16384,
 ) -> None:
     """Train the rows one after the other; the same command goes on with what was stopped."""
+    from fem.runs.run import note
+    from fem.train.distributed import Paused
     from fem_research.card_day import training
 
     mixers = [name.strip() for name in rows.split(";") if name.strip()]
@@ -107,10 +109,24 @@ def train(
         for mixer in mixers
         for rate in numbers("rates", rates)
     ]
-    if warm:
-        training.warm(recipes, vocabulary)
-    else:
-        training.run(recipes, tokens, output, minutes)
+    try:
+        if warm:
+            training.warm(recipes, vocabulary)
+        else:
+            training.run(recipes, tokens, output, minutes)
+    except Paused as stopped:
+        note(f"{stopped}; the same command goes on.")
+        raise SystemExit(stopped.code) from None
+
+
+@app.command()
+def table(output: Output = HERE / "train") -> None:
+    """Write the table of the trainings: losses at equal tokens and at equal time, speed, memory."""
+    from fem.runs.tables import show_table
+    from fem_research.card_day import table as slice_
+
+    shown = ("mixer", "loss", "the same at equal time", "ms a step", "MFU")
+    show_table("Trainings", [{name: row[name] for name in shown} for row in slice_.write(output)])
 
 
 @app.command()

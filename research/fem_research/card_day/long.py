@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fem.models import FEMForCausalLM
@@ -53,9 +54,11 @@ def steps_of(part: str, mixer: str, length: int, recipe: LongRecipe, device: tor
     gradient = torch.randn_like(x)
 
     def prefill() -> object:
-        if plain:
-            return layer(x), layer.project(x, torch.arange(length, device=device))[1:]
-        return layer(x, return_state=True)
+        if not plain:
+            return layer(x, return_state=True)
+        q, k, v = layer.project(x, torch.arange(length, device=device))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return layer.output(o.transpose(1, 2).flatten(2)), (k, v)
 
     def train() -> None:
         x.grad = None

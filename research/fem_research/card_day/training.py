@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import shutil
 import statistics
 import tempfile
@@ -26,13 +27,14 @@ from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.presets import preset
 from fem.runs.run import note, read_json, write_json
 from fem.train.checkpoints import STAGING
-from fem.train.distributed import Ranks
+from fem.train.distributed import Paused, Ranks
 from fem.train.model import build_model
 from fem.train.saving import NotFinite, SavingTrainer
 from fem.train.signals import SaveAndStop
 from fem.train.throughput import flops_per_token, peak_flops, peak_memory
 from fem_research.card_day.cells import GRAPHS
 from fem_research.card_day.facts import circumstances_of_card
+from fem_research.card_day.kernels import shares
 from fem_research.card_day.linux_text import HELD_OUT, TOKENS, read_tokens
 from fem_research.card_day.recipe import TrainingRecipe, label
 from fem_research.common.blocks import convolve
@@ -106,6 +108,11 @@ class Clock(TrainerCallback):
         control.should_training_stop = control.should_training_stop or self.out_of_time
 
     def on_log(self, args, state, control, logs, **_):
+        """Raises NotFinite where a loss is none."""
+        for loss in ("loss", "eval_loss"):
+            if not math.isfinite(logs.get(loss, 0.0)):
+                del state.log_history[-1]
+                raise NotFinite(f"the loss is {logs[loss]} at step {state.global_step}")
         if "loss" in logs and self.marks:
             if self.cuda:
                 torch.cuda.synchronize()
@@ -135,6 +142,15 @@ class CardTrainer(SavingTrainer):
         self.log(found)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
         return found
+
+    def one_pass(self, rows: Rows) -> None:
+        """Forward and backward over the first rows of a forward pass, as in training."""
+        ids = torch.stack([rows[index]["input_ids"] for index in range(self.recipe.micro)]).to(self.args.device)
+        model = self.accelerator.unwrap_model(self.model).train()
+        with torch.autocast(self.args.device.type, torch.bfloat16, self.args.bf16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        model.zero_grad()
 
     @torch.no_grad()
     def mean_loss(self, rows: Sequence[int]) -> float:
@@ -201,7 +217,7 @@ def train(recipe: TrainingRecipe, tokens: Path, output: Path, deadline: float = 
     """Train one row, or go on with it; returns what its JSON holds. A finished row is not trained again.
 
     deadline: of `time.monotonic`; the training is saved and ends there. Raises ValueError where `output` holds a row of
-    this name with another recipe or another text.
+    this name with another recipe or another text, `Paused` where a signal stopped it.
     """
     file, folder = output / f"{recipe.key}.json", output / "checkpoints" / recipe.key
     train_tokens, held_out, text = read_tokens(tokens)
@@ -251,8 +267,11 @@ def train(recipe: TrainingRecipe, tokens: Path, output: Path, deadline: float = 
     found = write(finished=trainer.state.global_step == recipe.steps or "diverged" in fixed)
     if found["finished"]:
         shutil.rmtree(folder, ignore_errors=True)
+        if fixed["hardware"]["gpus"]:  # last, as a profiler may fail, and what was measured is written
+            fixed["kernels"] = shares(lambda: trainer.one_pass(trainer.train_dataset))
+            found = write(finished=True)
     if stop.stopped_by:
-        raise KeyboardInterrupt(f"stopped by {stop.reason}")
+        raise Paused(f"stopped by {stop.reason}; step {found['steps']} of {recipe.steps} is saved", stop.code)
     return found
 
 
