@@ -126,6 +126,7 @@ Result = dict[str, int | float | None]
 
 
 class Workload(NamedTuple):
+    output: Callable[[], Tensor]
     forward: Step
     train: Step
     parameters: int | None
@@ -149,6 +150,11 @@ def workload(case: Case, name: str, device: torch.device, time: int | None = Non
     if name.endswith(COMPILED):
         for part in module if case.layers else (module,):
             part.compile()
+    return steps_of(module, size, device, dtype)
+
+
+def steps_of(module: nn.Module, size: Size, device: torch.device, dtype: torch.dtype) -> Workload:
+    """The steps of a module that reads (B, T, D), on a random input."""
     x = torch.randn(size.batch, size.time, size.width, device=device, dtype=dtype, requires_grad=True)
     parameters = list(module.parameters())
     return _steps(lambda: module(x), [x, *parameters], sum(p.numel() for p in parameters))
@@ -182,7 +188,7 @@ def _steps(output: Callable[[], Tensor], leaves: list[nn.Parameter | Tensor], pa
         gradient = torch.randn_like(y) if gradient is None else gradient
         y.backward(gradient)
 
-    return Workload(forward, train, parameters)
+    return Workload(output, forward, train, parameters)
 
 
 def measure(case: Case, device: torch.device, seconds: float) -> dict[str, Result]:

@@ -130,6 +130,35 @@ def table(output: Output = HERE / "train") -> None:
 
 
 @app.command()
+def layers(
+    output: Output = HERE / "layers",
+    mixers: Annotated[str, typer.Option(help="Mixers, with semicolons between them; default: softmax's.")] = "",
+    modes: Annotated[str, typer.Option(help="Modes, with semicolons between them; default: all.")] = "",
+    lengths: Annotated[str, typer.Option(help="Tokens, with commas between them.")] = "2048,512,16384",
+    tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 16384,
+    minutes: Annotated[float, typer.Option(help="Time for all cells.")] = 8.5,
+    seconds: Annotated[float, typer.Option(help="Seconds of repeated steps.")] = 0.5,
+    width: int = 1024,
+    heads: int = 16,
+) -> None:
+    """One layer's steps: eager, compiled, replayed from a CUDA graph, and without the fused kernels."""
+    from fem.runs.tables import write_table
+    from fem_research.card_day import layers as slice_
+
+    chosen = lambda text, all: tuple(name.strip() for name in text.split(";") if name.strip()) or all  # noqa: E731
+    recipe = slice_.LayersRecipe(
+        mixers=chosen(mixers, slice_.MIXERS),
+        modes=chosen(modes, slice_.MODES),
+        lengths=tuple(map(int, numbers("lengths", lengths))),
+        tokens=tokens,
+        width=width,
+        heads=heads,
+        seconds=seconds,
+    )
+    write_table(output, "layers", slice_.table(slice_.run(recipe, output, minutes)))
+
+
+@app.command()
 def long(
     output: Output = HERE / "long",
     lengths: Annotated[str, typer.Option(help="Tokens, with commas between them.")] = "8192,32768,131072",
