@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from fem.ops.common import flops
 from fem.ops.common.operator import operator
 from fem.ops.common.precision import SMALLEST_BETA, compute_dtype, without_autocast
 from fem.ops.common.read import LOG_ZERO, Read
@@ -143,7 +142,7 @@ class _Read(torch.autograd.Function):
 _INPUTS = f"Tensor q, Tensor k, Tensor v, Tensor? f, Tensor beta, {PAIRS}, bool flash"
 
 
-@operator(f"softmax_read({_INPUTS}) -> (Tensor out, Tensor free_energy, Tensor lse, Tensor doubtful)", flops.softmax)
+@operator(f"softmax_read({_INPUTS}) -> (Tensor out, Tensor free_energy, Tensor lse, Tensor doubtful)")
 def _forward(q, k, v, f, beta, *pairs):
     """[mean | R | zeros], F, lse, and which F are not proven.
 
@@ -179,7 +178,6 @@ def _empty(q, k, v, f, beta, bias, keep, first, end, causal, scale, flash):
 @operator(
     f"softmax_read_backward(Tensor grad_mean, Tensor grad_free, {_INPUTS}, Tensor out, Tensor lse, bool of_bias) "
     "-> (Tensor dq, Tensor dk, Tensor dvalues, Tensor dbeta, Tensor dbias)",
-    flops.softmax_backward,
 )
 def _backward(grad_mean, grad_free, q, k, v, f, beta, bias, keep, first, end, causal, scale, flash, out, lse, of_bias):
     restriction = keep, first, end, causal, scale, flash
