@@ -62,7 +62,7 @@ def softmax_read(
     nats per unit of f; None gives the mean only. The mean is (B, T_q, H, d_v) and the free energy (B, T_q, H, d_f), in
     the dtype of q, k, v together; sums run in float32 at least.
     causal: the T_q queries are the last T_q tokens, and see no later one. scale: positive, 1/sqrt(d_k) by default.
-    window: a query sees t - window < i <= t, or |t - i| < window without causal, in kept tokens of its document.
+    window: a query sees t - window < i <= t, or |t - i| < window without causal; masked tokens count.
     bias: float, broadcastable to (B, H, T_q, T), differentiable; -inf forbids the pair.
     key_mask (B, T): bool or 0/1 integers, 1 = keep; a masked token counts as deleted. segment_ids (B, T): integers,
     any change between kept tokens starts a document that sees only itself.

@@ -36,13 +36,13 @@ def append(
     v: Float[Tensor, "b t h dv"],
     beta: Float[Tensor, "h df"] | None,
     tokens: Tokens,
-    with_position: bool,
+    windowed: bool,
     free_values: Float[Tensor, "b t h df"] | None = None,
 ) -> Memory:
-    """The memory with the tokens behind it, and, only once a call brought them, their mask, document and position."""
+    """The memory with the tokens behind it, and, only once a call brought them, their mask and document."""
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     f = None if free_values is None else free_values.transpose(1, 2)
-    marks = _marks(memory, k, tokens, with_position)
+    marks = _marks(memory, k, tokens)
     if tokens.keep is not None:
         hidden = ~tokens.keep[:, None, :, None]
         k, v, f = (None if x is None else x.masked_fill(hidden, 0.0) for x in (k, v, f))
@@ -57,7 +57,7 @@ def append(
         v = torch.cat([v, f], -1)
     if not memory:
         return {"key": k.contiguous(), "value": v.contiguous()} | marks | start
-    plain = not (with_position or torch.is_grad_enabled() or torch.compiler.is_compiling())
+    plain = not (windowed or torch.is_grad_enabled() or torch.compiler.is_compiling())
     if not plain or transformed(k, v, memory["key"], memory["value"]):
         return _joined(memory, k, v) | marks | start
     return _extended(memory["key"], memory["value"], k, v) | marks | start
@@ -181,7 +181,7 @@ def _packed(v: Tensor, f: Tensor | None, start: Memory) -> Float[Tensor, "b h t 
     return torch.cat([v, packed[..., v.shape[-1] :]], -1) if v.requires_grad or transformed(v) else packed
 
 
-def _marks(memory: Memory, k: Float[Tensor, "b h t d"], tokens: Tokens, with_position: bool) -> Memory:
+def _marks(memory: Memory, k: Float[Tensor, "b h t d"], tokens: Tokens) -> Memory:
     rows, new = k.shape[0], k.shape[2]
     incoming = {}
     if "keep" in memory or tokens.keep is not None:
@@ -189,8 +189,6 @@ def _marks(memory: Memory, k: Float[Tensor, "b h t d"], tokens: Tokens, with_pos
     if "document" in memory or tokens.start is not None:
         none = tokens.document is None
         incoming["document"] = k.new_zeros(rows, new, dtype=torch.long) if none else tokens.document
-    if with_position:
-        incoming["position"] = tokens.position.expand(rows, -1)
     if not memory or not incoming:
         return incoming
     old = memory["key"].shape[2]
@@ -201,14 +199,8 @@ def _marks(memory: Memory, k: Float[Tensor, "b h t d"], tokens: Tokens, with_pos
 
 
 def within_window(memory: Memory, window: int) -> Memory:
-    """The last `window - 1` kept tokens of every row, in order: all that a next token can see."""
+    """The last `window - 1` tokens: all that a next token can see."""
     old = memory["key"].shape[2]
     room = min(window - 1, old)
-    axis = lambda name: 2 if name in KEPT else 1  # noqa: E731
-    start = {name: memory[name] for name in PACKED if name in memory}
-    by_token = {name: tensor for name, tensor in memory.items() if name not in PACKED}
-    if "keep" not in memory:
-        return {name: tensor.narrow(axis(name), old - room, room) for name, tensor in by_token.items()} | start
-    last = memory["keep"].long().argsort(dim=1, stable=True)[:, old - room :]
-    index = lambda name: last[:, None, :, None] if name in KEPT else last  # noqa: E731
-    return {name: tensor.take_along_dim(index(name), axis(name)) for name, tensor in by_token.items()} | start
+    last = lambda name, x: x if name in PACKED else x.narrow(2 if name in KEPT else 1, old - room, room)  # noqa: E731
+    return {name: last(name, x) for name, x in memory.items()}

@@ -201,7 +201,8 @@ def grouped_inputs(time):
 def test_masking_equals_deleting(options, backend):
     q, k, v, beta = grouped_inputs(19)
     mask = torch.rand(2, 19) > 0.4
-    mask[:, 3] = True
+    if "window" in options:  # which counts tokens as they stand
+        mask = (torch.arange(19) >= torch.tensor([[3], [0]])) & (torch.arange(19) < torch.tensor([[19], [14]]))
     garbage = ~mask[:, :, None, None]
     q, k, v = (torch.where(garbage, 1e4 * torch.randn_like(x), x).requires_grad_() for x in (q, k, v))
     masked = softmax_read(q, k, v, beta, key_mask=mask, backend=backend, **options)
