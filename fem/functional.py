@@ -66,9 +66,9 @@ def softmax_read(
     bias: float, broadcastable to (B, H, T_q, T), differentiable; -inf forbids the pair.
     key_mask (B, T): bool or 0/1 integers, 1 = keep; a masked token counts as deleted. segment_ids (B, T): integers,
     any change between kept tokens starts a document that sees only itself.
-    A query that sees no key, of none too, reads 0, without gradient. Exact for any finite input: entries that one
-    attention call cannot prove are computed again. A graph of `torch.export` clips beta (f - max f) at -58 nats
-    instead. Raises ValueError on shapes and values, TypeError on dtypes.
+    A query that sees no key, of none too, reads 0, without gradient. Exact where float32 holds scores and sums: entries
+    that one attention call cannot prove are computed again. A graph of `torch.export` clips beta (f - max f) at
+    -58 nats instead. Raises ValueError on shapes and values, TypeError on dtypes.
     """
     check_flags(causal=causal)
     _check_projections(q, k, v, free_values)
