@@ -21,7 +21,7 @@ from fem.arguments import (
     check_floating,
     check_values,
 )
-from fem.checks import finite_number, positive_int
+from fem.checks import SMALLEST, finite_number, positive_int
 from fem.ops.channel_scan import read as channel_scan
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import Read
@@ -61,13 +61,14 @@ def softmax_read(
     f = free_values (B, T, H_kv, d_f), or v itself where it is None; either width may be 0. beta (H_kv, d_f) > 0, in
     nats per unit of f; None gives the mean only. The mean is (B, T_q, H, d_v) and the free energy (B, T_q, H, d_f), in
     the dtype of q, k, v together; sums run in float32 at least.
-    causal: the T_q queries are the last T_q tokens, and see no later one. scale: 1/sqrt(d_k) by default.
-    window: a query sees t - window < i <= t, or |t - i| < window without causal, in kept tokens of its document.
+    causal: the T_q queries are the last T_q tokens, and see no later one. scale: positive, 1/sqrt(d_k) by default.
+    window: a query sees t - window < i <= t, or |t - i| < window without causal; masked tokens count.
     bias: float, broadcastable to (B, H, T_q, T), differentiable; -inf forbids the pair.
     key_mask (B, T): bool or 0/1 integers, 1 = keep; a masked token counts as deleted. segment_ids (B, T): integers,
     any change between kept tokens starts a document that sees only itself.
-    A query that sees no key, of none too, reads 0, without gradient. Exact for any finite input: entries that one
-    attention call cannot prove are computed again. Raises ValueError on shapes and values, TypeError on dtypes.
+    A query that sees no key, of none too, reads 0, without gradient. Exact where float32 holds scores and sums: entries
+    that one attention call cannot prove are computed again. A graph of `torch.export` clips beta (f - max f) at
+    -58 nats instead. Raises ValueError on shapes and values, TypeError on dtypes.
     """
     check_flags(causal=causal)
     _check_projections(q, k, v, free_values)
@@ -75,7 +76,7 @@ def softmax_read(
     time = k.shape[1]
     _check_free_energy(v, beta, free_values)
     if scale is not None:
-        scale = finite_number("scale", scale, -math.inf, math.inf)
+        scale = finite_number("scale", scale, SMALLEST, math.inf)
     if window is not None:
         window = positive_int("window", window, (None,))
     if (causal or window is not None or segment_ids is not None) and queries > time:

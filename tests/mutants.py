@@ -27,8 +27,8 @@ class Mutant:
 SOFTMAX, LINEAR, RECURRENT = "tests/ops/softmax", "tests/ops/linear_attention", "tests/ops/recurrent"
 PRECISION, RANGE = "fem/ops/common/precision.py", "tests/ops/test_scan_range.py"
 MUTANTS = (  # name, file, what stands there, what it becomes, and the tests that have to notice
-    # The eleven thresholds and guards on which exactness rests: the first four survived every fast test of the day they
-    # were tried; the other seven are our choice of what else has a boundary that a test should hold.
+    # The ten thresholds and guards on which exactness rests: the first four survived every fast test of the day they
+    # were tried; the other six are our choice of what else has a boundary that a test should hold.
     Mutant("the certificate of the softmax read is e^-84", PRECISION,
            "math.exp(-60.0)", "math.exp(-84.0)", f"{SOFTMAX}/test_softmax_thresholds.py"),
     Mutant("the certificate of linear attention is e^-84", PRECISION,
@@ -38,9 +38,6 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
            "        pass", f"{SOFTMAX}/test_softmax_thresholds.py"),
     Mutant("the form for narrow spans ends at 0.3", "fem/ops/common/packing.py",
            "SMALL_SPAN = 1.0", "SMALL_SPAN = 0.3", f"{SOFTMAX}/test_softmax_thresholds.py"),
-    Mutant("a gradient under scores of thousands uses a rounded sum", "fem/ops/softmax/op.py",
-           "_LARGE_SCORES = 200.0",
-           "_LARGE_SCORES = 2e5", f"{SOFTMAX}/test_softmax_blocks.py", f"{SOFTMAX}/test_softmax_read.py"),
     Mutant("a packed cache proves what underflow may have taken", "fem/ops/softmax/cached.py",
            "PROVEN = 30.0", "PROVEN = 80.0", f"{SOFTMAX}/test_cached.py", f"{SOFTMAX}/test_softmax_decode.py"),
     Mutant("the weights of a token step are not lifted above underflow", "fem/ops/softmax/decode.py",
@@ -64,8 +61,8 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
            "start = ones & known & (ids != previous)",
            "start = ones & known & (ids > previous)", "tests/ops/test_tokens.py"),
     Mutant("RoPE turns one half the wrong way", "fem/ops/common/rope.py",
-           "torch.addcmul(low * cos, high, sin, value=-1)",
-           "torch.addcmul(low * cos, high, sin, value=1)", "tests/ops/test_rope.py"),
+           "torch.addcmul(low * cos, high, -sin)",
+           "torch.addcmul(low * cos, high, sin)", "tests/ops/test_rope.py"),
     Mutant("the outer gate divides by the mean, not by the root of the mean square", "fem/gates.py",
            "return s * torch.rsqrt(s.square().mean(-1, keepdim=True) + eps)",
            "return s / (s.mean(-1, keepdim=True) + eps)", "tests/layer/test_gates.py"),

@@ -223,8 +223,7 @@ def _read_gathered(
     parts = [k, v] if free_values is None else [k, v, free_values]
     gathered = ring.gather(torch.cat(parts, -1), grad_placements=[Partial()])
     keep = torch.ones_like(tokens.document) if tokens.keep is None else tokens.keep
-    marks = torch.stack([keep, tokens.document, tokens.position.expand_as(keep)], -1)
-    keep, document, position = ring.gather(marks).unbind(-1)
+    keep, document = ring.gather(torch.stack([keep, tokens.document], -1)).unbind(-1)
     k, v, *free = gathered.split([part.shape[-1] for part in parts], -1)
     options = {"window": prior.config.window, "backend": prior.config.backend}
-    return softmax_read(q, k, v, beta, *free, tokens=Tokens(keep.bool(), None, document, position), **options), {}
+    return softmax_read(q, k, v, beta, *free, tokens=Tokens(keep.bool(), None, document, None), **options), {}

@@ -10,7 +10,6 @@ of its own, [v | f], where e could not give it back: under gradients, and beyond
 from __future__ import annotations
 
 import weakref
-from math import isfinite
 
 import torch
 from jaxtyping import Float
@@ -37,13 +36,13 @@ def append(
     v: Float[Tensor, "b t h dv"],
     beta: Float[Tensor, "h df"] | None,
     tokens: Tokens,
-    with_position: bool,
+    windowed: bool,
     free_values: Float[Tensor, "b t h df"] | None = None,
 ) -> Memory:
-    """The memory with the tokens behind it, and, only once a call brought them, their mask, document and position."""
+    """The memory with the tokens behind it, and, only once a call brought them, their mask and document."""
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     f = None if free_values is None else free_values.transpose(1, 2)
-    marks = _marks(memory, k, tokens, with_position)
+    marks = _marks(memory, k, tokens)
     if tokens.keep is not None:
         hidden = ~tokens.keep[:, None, :, None]
         k, v, f = (None if x is None else x.masked_fill(hidden, 0.0) for x in (k, v, f))
@@ -53,12 +52,12 @@ def append(
     if start and f is not None and not _recoverable(f, start):
         memory, start = in_values(memory), {}
     if start:
-        v = _packed(v, f, start, k)
+        v = _packed(v, f, start)
     elif f is not None:
         v = torch.cat([v, f], -1)
     if not memory:
         return {"key": k.contiguous(), "value": v.contiguous()} | marks | start
-    plain = not (with_position or torch.is_grad_enabled() or torch.compiler.is_compiling())
+    plain = not (windowed or torch.is_grad_enabled() or torch.compiler.is_compiling())
     if not plain or transformed(k, v, memory["key"], memory["value"]):
         return _joined(memory, k, v) | marks | start
     return _extended(memory["key"], memory["value"], k, v) | marks | start
@@ -81,8 +80,7 @@ def append_one(
     if f is not None and not _within_reach(z):
         return None
     e = z.exp()
-    plain = e.sum().item() <= LARGEST and isfinite(k.sum().item())
-    packed = torch.cat([v, e.to(v.dtype)], -1) if plain else _packed(v, f, start, k)
+    packed = torch.cat([v, e.to(v.dtype)], -1) if e.sum().item() <= LARGEST else _packed(v, f, start)
     return start | _extended(memory["key"], memory["value"], k, packed)
 
 
@@ -95,7 +93,7 @@ def _recoverable(f: Tensor, start: Memory) -> bool:
 
 
 def _within_reach(z: Tensor) -> bool:
-    """Whether no e exceeds e^30, what `proven` asks for, and all are normal numbers of float32. NaN is not."""
+    """Whether no e exceeds e^30, what `proven` asks for, and all are normal numbers of float32."""
     if not z.numel():
         return True
     low, high = z.aminmax()
@@ -171,21 +169,19 @@ def _start(v: Float[Tensor, "b h t d"], beta: Float[Tensor, "h d"], keep: Tensor
     """The shift of a stream, the mean of its first values, and its beta."""
     v = upcast(v)
     count = v.shape[2] if keep is None else keep[:, : v.shape[2]].sum(1).clamp_min(1)[:, None, None, None]
-    shift = (v.sum(2, keepdim=True) / count).nan_to_num(0.0, 0.0, 0.0)
+    shift = v.sum(2, keepdim=True) / count
     beta = beta.detach().to(v.dtype)[:, None].expand_as(shift).clone(memory_format=torch.contiguous_format)
     scheme = fixed_packing(beta, shift)
     return {"shift": scheme.shift, "beta": beta} | ({} if scheme.small is None else {"small": scheme.small})
 
 
-def _packed(v: Tensor, f: Tensor | None, start: Memory, k: Tensor) -> Float[Tensor, "b h t w"]:
-    """[v | e]. e has no derivative: reads with derivatives start from values. NaN where the key is not finite."""
+def _packed(v: Tensor, f: Tensor | None, start: Memory) -> Float[Tensor, "b h t w"]:
+    """[v | e]. e has no derivative: reads with derivatives start from values."""
     packed = pack_to_be_proven(v.detach(), (v if f is None else f).detach(), packing_of(start))
-    if not (may_look(k) and isfinite(k.detach().sum().item())):
-        packed.masked_fill_(~k.isfinite().all(-1, keepdim=True), torch.nan)
     return torch.cat([v, packed[..., v.shape[-1] :]], -1) if v.requires_grad or transformed(v) else packed
 
 
-def _marks(memory: Memory, k: Float[Tensor, "b h t d"], tokens: Tokens, with_position: bool) -> Memory:
+def _marks(memory: Memory, k: Float[Tensor, "b h t d"], tokens: Tokens) -> Memory:
     rows, new = k.shape[0], k.shape[2]
     incoming = {}
     if "keep" in memory or tokens.keep is not None:
@@ -193,8 +189,6 @@ def _marks(memory: Memory, k: Float[Tensor, "b h t d"], tokens: Tokens, with_pos
     if "document" in memory or tokens.start is not None:
         none = tokens.document is None
         incoming["document"] = k.new_zeros(rows, new, dtype=torch.long) if none else tokens.document
-    if with_position:
-        incoming["position"] = tokens.position.expand(rows, -1)
     if not memory or not incoming:
         return incoming
     old = memory["key"].shape[2]
@@ -205,14 +199,8 @@ def _marks(memory: Memory, k: Float[Tensor, "b h t d"], tokens: Tokens, with_pos
 
 
 def within_window(memory: Memory, window: int) -> Memory:
-    """The last `window - 1` kept tokens of every row, in order: all that a next token can see."""
+    """The last `window - 1` tokens: all that a next token can see."""
     old = memory["key"].shape[2]
     room = min(window - 1, old)
-    axis = lambda name: 2 if name in KEPT else 1  # noqa: E731
-    start = {name: memory[name] for name in PACKED if name in memory}
-    by_token = {name: tensor for name, tensor in memory.items() if name not in PACKED}
-    if "keep" not in memory:
-        return {name: tensor.narrow(axis(name), old - room, room) for name, tensor in by_token.items()} | start
-    last = memory["keep"].long().argsort(dim=1, stable=True)[:, old - room :]
-    index = lambda name: last[:, None, :, None] if name in KEPT else last  # noqa: E731
-    return {name: tensor.take_along_dim(index(name), axis(name)) for name, tensor in by_token.items()} | start
+    last = lambda name, x: x if name in PACKED else x.narrow(2 if name in KEPT else 1, old - room, room)  # noqa: E731
+    return {name: last(name, x) for name, x in memory.items()}

@@ -60,7 +60,7 @@ class SoftmaxPrior(Prior):
             span = math.inf if config.value_logexp_cap is None else 2 * config.value_logexp_cap
             return softmax_read(q, k, v, beta, free_values, span=span, **options), None
         memory = append(memory, k, v, beta, tokens, config.window is not None, free_values)
-        tokens = Tokens(memory.get("keep"), None, memory.get("document"), memory.get("position"))
+        tokens = Tokens(memory.get("keep"), None, memory.get("document"), None)
         options = {"window": config.window, "tokens": tokens, "backend": config.backend}
         packing, split = packing_of(memory), free_values is not None
         read = cached_read(q, memory["key"], memory["value"], beta, packing, **options, split=split)

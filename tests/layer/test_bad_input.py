@@ -312,6 +312,8 @@ TABLE = [
     (read, {"v": normal(1, 5, 2, 0), "beta": None}, ValueError, "at least one head and one channel"),
     (read, {"scale": NAN}, ValueError, "scale must be a finite number, got nan"),
     (read, {"scale": INF}, ValueError, "scale must be a finite number, got inf"),
+    (read, {"scale": 0.0}, ValueError, r"scale must be positive, got 0\.0"),
+    (read, {"scale": -1}, ValueError, "scale must be positive, got -1"),
     (read, {"scale": torch.tensor(0.5)}, ValueError, "scale must be a finite number"),
     (read, {"window": 0}, ValueError, "window must be a positive integer or None"),
     (read, {"window": 2.5}, ValueError, "window must be a positive integer or None, got 2.5"),

@@ -96,8 +96,8 @@ def excess(call, dtype, documents, marks, seed: int) -> dict[str, float]:
     """Errors of reads and gradients over what is allowed: twice the plain form's, or 16 eps (1 + max|v|).
 
     In chunks twice that: states are rounded where they are handed on, and so are the gradients that come back by them.
-    Scores of softmax beyond 16 cost what rounding them in float32 does. In float64, which no wider type helps,
-    1e-11 (1 + max|v|), and F and gradients that over beta where beta < 1.
+    Scores of softmax beyond 16 cost what rounding them in float32 does, and its dbeta may err by 16 times as much. In
+    float64, which no wider type helps, 1e-11 (1 + max|v|), and F and gradients that over beta where beta < 1.
     """
     exact, mine, plain = call.leaves(torch.float64), call.leaves(), call.leaves()
     wanted, other = by_definition(exact, documents), by_definition(plain, documents)
@@ -136,6 +136,7 @@ def excess(call, dtype, documents, marks, seed: int) -> dict[str, float]:
     found = {}
     sizes = {n: max(1.0, exact.arguments[n].abs().max().item()) for n in "qk"} if softmax else {}
     units = {"q": sizes.get("k", 1.0), "k": sizes.get("q", 1.0)}  # of which gradients of scores are sums
+    units |= {"beta": 16.0} if softmax else {}  # a difference of nearly equal sums
     for how, read in reads.items():
         for part, got, want, theirs in zip(("mean", "F"), read, wanted, other):
             found[f"{part}, {how}"] = over(how, got[:, rows], want, theirs, of_mean if part == "mean" else floor)

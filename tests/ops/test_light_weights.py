@@ -27,14 +27,13 @@ def test_a_light_key_of_an_earlier_chunk_has_its_gradient():
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("light", [0.0, 1e-9])
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("beta", [None, BETA, 30 * BETA])
-def test_a_light_side_of_a_read_in_both_directions_has_its_gradient(light, place, beta):
+def test_a_light_side_of_a_read_in_both_directions_has_its_gradient(place, beta):
     """The light token is before the heavy one or after it; the value of either is the larger one."""
     for value in (1.0, -1.0):
         k, v = ONE.clone(), column(0.0, value)
-        k[0, place] = light
+        k[0, place] = 1e-9
         k.requires_grad_()
         read = keyed_scan_read(ONE, k, v, beta, causal=False)
         found = (read.mean if beta is None else read.free_energy)[0, 0]

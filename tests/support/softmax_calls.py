@@ -21,6 +21,7 @@ class SoftmaxCall:
     arguments: dict[str, Tensor | None]
     causal: bool = True
     window: int | None = None
+    place: Tensor | None = None  # of the tokens in the row from which `at` took them
 
     def tensors(self) -> list[Tensor]:
         return [x for x in self.arguments.values() if x is not None]
@@ -37,7 +38,8 @@ class SoftmaxCall:
     def at(self, tokens: Tensor) -> SoftmaxCall:
         q, k, v, _, bias, f = self.arguments.values()
         bias = None if bias is None else bias[:, tokens][:, :, tokens]
-        return self.set(q=q[:, tokens], k=k[:, tokens], v=v[:, tokens], bias=bias, f=_at(f, tokens))
+        chosen = self.set(q=q[:, tokens], k=k[:, tokens], v=v[:, tokens], bias=bias, f=_at(f, tokens))
+        return replace(chosen, place=tokens)
 
     def rows(self, rows: slice, keys: slice, marks: dict[str, Tensor]):
         """The read of some queries over some keys."""
@@ -72,7 +74,7 @@ class SoftmaxCall:
             tokens, cache_position = read_tokens((1, size), v.device, *marks, cache_position, "key_mask")
             memory = append(memory, k[:, piece], v[:, piece], beta, tokens, self.window is not None, _at(f, piece))
             keys, values = (memory[name] for name in KEPT)
-            seen = type(tokens)(memory.get("keep"), None, memory.get("document"), memory.get("position"))
+            seen = type(tokens)(memory.get("keep"), None, memory.get("document"), None)
             how = {"window": self.window, "tokens": seen, "split": f is not None}
             reads.append(cached_read(q[:, piece], keys, values, beta, packing_of(memory), **how))
             memory = memory if self.window is None else within_window(memory, self.window)
@@ -93,10 +95,10 @@ class SoftmaxCall:
         scores = (q.unsqueeze(2) * k.unsqueeze(1)).sum(-1) * q.shape[-1] ** -0.5
         if bias is not None:
             scores = scores + bias.permute(1, 2, 0)
-        place = torch.arange(time)
+        place = torch.arange(time) if self.place is None else self.place
         away = place[:, None] - place
-        seen = away < (self.window or time)
-        seen &= (away >= 0) if self.causal else (away > -(self.window or time))
+        seen = (away >= 0) if self.causal else torch.ones_like(away, dtype=torch.bool)
+        seen &= torch.ones_like(seen) if self.window is None else away.abs() < self.window
         seen = seen[None, :, :, None] & (scores.detach() > -torch.inf)
         empty = ~seen.any(2, keepdim=True)
         log_p = torch.where(seen, scores, -torch.inf).masked_fill(empty, 0.0).log_softmax(2).unsqueeze(-1)

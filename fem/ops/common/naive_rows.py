@@ -56,20 +56,18 @@ def read_rows(
 
 
 def supports(keep: list[bool], ids: list[int] | None, causal: bool, window: int | None) -> Callable[[int, int], bool]:
-    """Whether token t sees token i. A masked token stands where the kept one before it does."""
-    document, position, last = [], [], None
-    number, at = 0, -1
+    """Whether token t sees token i. A masked token belongs to the document of the kept one before it."""
+    document, last, number = [], None, 0
     for i, kept in enumerate(keep):
         if kept:
             if ids is not None and last is not None and ids[i] != last:
-                number, at = number + 1, -1
-            last, at = None if ids is None else ids[i], at + 1
+                number += 1
+            last = None if ids is None else ids[i]
         document.append(number)
-        position.append(max(at, 0))
 
     def sees(t: int, i: int) -> bool:
         together = ids is None or document[i] == document[t]
-        near = window is None or abs(position[t] - position[i]) < window
+        near = window is None or abs(t - i) < window
         return keep[i] and (i <= t or not causal) and together and near
 
     return sees

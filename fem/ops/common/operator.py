@@ -6,16 +6,13 @@ import sys
 from collections.abc import Callable
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 
-def operator(
-    schema: str, flops: Callable | None = None, waits: bool = True
-) -> Callable[[Callable], torch.library.CustomOpDef]:
+def operator(schema: str, waits: bool = True) -> Callable[[Callable], torch.library.CustomOpDef]:
     """Declares a function that changes no argument as `fem::name`, of a schema like "name(Tensor x) -> Tensor".
 
-    flops: the formula by which FlopCounterMode counts a call. waits: it reads a value on the host, which a CUDA graph
-    must not do, so inductor makes none of what is compiled together with it.
+    waits: it reads a value on the host, which a CUDA graph must not do, so inductor makes none of what is compiled
+    together with it.
     """
     name, bracket, rest = schema.partition("(")
 
@@ -23,8 +20,6 @@ def operator(
 
     def declare(function: Callable) -> torch.library.CustomOpDef:
         declared = torch.library.custom_op(f"fem::{name}", function, mutates_args=(), schema=bracket + rest, tags=tags)
-        if flops is not None:
-            register_flop_formula(getattr(torch.ops.fem, name))(flops)
         if waits:
             register = declared.register_fake
             declared.register_fake = lambda shapes: register(_in_whole_graphs(shapes))

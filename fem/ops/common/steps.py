@@ -25,11 +25,6 @@ def portable() -> bool:
     return exporting() and (not torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
 
 
-def without_gradient() -> contextlib.AbstractContextManager:
-    """For a part of a `portable` graph that would be slow to differentiate."""
-    return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
-
-
 def running_maximum(x: Tensor) -> Tensor:
     """max_{i <= t} x_ti along the last axis. A `portable` graph compares all pairs, as ONNX has no such operator."""
     if not portable():
@@ -65,6 +60,6 @@ def _exported(step: Step, state: Sequence[Tensor], *inputs: Tensor | None) -> tu
     given = [x is not None for x in inputs]  # not the inputs themselves, of which the compiler would keep guards
     body = lambda state, tokens: tuple(map(copies, step(state, *_with_none(tokens, given))))  # noqa: E731
     sequences = [x.movedim(1, 0) for x in inputs if x is not None]
-    with without_gradient():
+    with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():  # slow to differentiate
         last, rows = scan(body, copies(state), sequences, dim=0)
     return list(last), [x.movedim(0, 1) for x in rows]

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fem.ops.common import flops
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.operator import operator
 from fem.ops.common.precision import double, needs_float64, products_overflow, without_autocast
@@ -106,7 +105,7 @@ def rows_of(beta: Tensor | None, batch: int) -> Tensor | None:
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? free, Tensor? beta, Tensor? g"
 
 
-@operator(f"linear_attention({_INPUTS}, Tensor[] start, bool present) -> Tensor[]", flops.linear_attention)
+@operator(f"linear_attention({_INPUTS}, Tensor[] start, bool present) -> Tensor[]")
 def scan(q, k, v, free, beta, g, start, present):
     """The terms of the reads, the final state, and for the backward pass the states where slabs begin and the two
     fallbacks; terms and states are 3 each, without a beta 2."""
@@ -162,10 +161,7 @@ def _(q, k, v, free, beta, g, start, present):
     return [*_empty_reads(q, v, free, beta), *last, *entering, *fallbacks]
 
 
-@operator(
-    f"linear_attention_backward(Tensor[] grads, {_INPUTS}, Tensor[] saved, bool present) -> Tensor[]",
-    flops.linear_attention_backward,
-)
+@operator(f"linear_attention_backward(Tensor[] grads, {_INPUTS}, Tensor[] saved, bool present) -> Tensor[]")
 def scan_backward(grads, q, k, v, free, beta, g, saved, present):
     """Gradients of q, k, v, the initial state, free, beta and g, as far as there are any."""
     in_float64 = needs_float64(v if free is None else free, beta) or products_overflow(q, k)

@@ -11,12 +11,12 @@ from torch import Tensor
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.composed import fused
 from fem.ops.common.naive_rows import by_definition
-from fem.ops.common.precision import compute_dtype, double, upcast, without_autocast
-from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, connected_zeros
+from fem.ops.common.precision import compute_dtype, upcast, without_autocast
+from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros
 from fem.ops.common.scan import ScanCall
 from fem.ops.common.steps import portable
 from fem.ops.common.tokens import Tokens
-from fem.ops.common.transforms import differentiated, may_look, transformed
+from fem.ops.common.transforms import differentiated, transformed
 from fem.ops.linear_attention.chunk import State
 from fem.ops.linear_attention.composed import composed, forget
 from fem.ops.linear_attention.decode import by_steps, step
@@ -48,32 +48,7 @@ def linear_attention_read(
         terms = Terms(*composed(q, k, v, free, None if beta is None else beta.float(), g, opens))
         return call.result(terms, None, beta, v.dtype)
     inputs = q, k, v, free_values, log_decay
-    if may_look(q) and differentiated(q, k) and (_any_zero(q) or _any_zero(k)):
-        return call.result(*_with_gradients_at_zero(call, inputs, beta), beta, v.dtype)
     return call.result(*call.both_ways(_one_way, inputs, beta), beta, v.dtype)
-
-
-def _any_zero(features: Tensor) -> bool:
-    """Whether a feature is 0. Their minimum, found five times as fast, mostly says no."""
-    return features.numel() > 0 and not bool(features.detach().amin() > 0) and not bool(features.all())
-
-
-def _with_gradients_at_zero(call: ScanCall, inputs: tuple[Tensor | None, ...], beta: Tensor | None) -> tuple:
-    """Terms and state, with the gradients of features that are 0 from a read in float64 in which they are 1e-140.
-
-    A direction or a key channel without weight has no logarithm through which a gradient could pass. 1e-140 has a
-    square in float64, and is nothing beside a weight that no decay has taken below e^-300. All else has the gradients
-    of the read itself.
-    """
-    q, k, *others = inputs
-    terms, state = call.both_ways(_one_way, (*(torch.where(x == 0, 0, x) for x in (q, k)), *others), beta)
-    q, k = (torch.where(x == 0, x + 1e-140, x.detach()) for x in double(q, k))
-    *others, beta = (None if x is None else x.detach() for x in double(*others, beta))
-    start = call.initial_state and {name: x.detach().double() for name, x in call.initial_state.items()}
-    near, after = call._replace(initial_state=start).both_ways(_one_way, (q, k, *others), beta)
-    alive = terms.log_weight > NO_WEIGHT
-    of = lambda x, y: None if x is None else x + torch.where(alive, y - y.detach(), 0).to(x.dtype)  # noqa: E731
-    return Terms(*map(of, terms, near)), {n: x + (after[n] - after[n].detach()).to(x.dtype) for n, x in state.items()}
 
 
 def _one_way(q, k, v, free, log_decay, beta, tokens, state, present: bool) -> tuple[Terms, dict[str, Tensor]]:

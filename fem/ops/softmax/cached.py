@@ -57,7 +57,7 @@ def unpack(out: Float[Tensor, "*n w"], packing: Packing) -> Read:
     """Mean and free energy from [mean | R], in float32 at least; a row that sees no key, whose R is 0, reads 0."""
     out = upcast(out)
     mean, total = out.tensor_split((out.shape[-1] - packing.beta.shape[-1],), -1)
-    sees = total != 0  # NaN does
+    sees = total != 0
     sees = sees if packing.small is None else sees | packing.small
     free_energy = packing.shift + packing.logarithm(total.where(sees, 1.0)) / packing.beta
     return Read(mean, torch.where(sees, free_energy, 0.0))

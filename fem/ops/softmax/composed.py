@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fem.ops.common.packing import Packing
 from fem.ops.common.precision import upcast, without_autocast
 from fem.ops.common.read import LOG_ZERO, Read
-from fem.ops.common.steps import along_time, exporting, portable, without_gradient
+from fem.ops.common.steps import exporting
 from fem.ops.softmax.recompute import recompute
 from fem.ops.softmax.support import Intervals, Pairs
 
@@ -46,7 +46,8 @@ def composed_read(
     """The mean of v and the free energy of f under a softmax prior, as a chain of torch's own operations.
 
     [mean | R] = attention(q, k, [v | e]), where R proves an entry (`packing`); others are computed again from the
-    definition in float64. span: what beta (max f - min f) is at most, in nats; up to 58 it proves all entries.
+    definition in float64. span: what beta (max f - min f) is at most, in nats; up to 58 it proves all entries. A graph
+    of `torch.export` computes nothing again: an f more than 58 nats below the largest of its row counts as 58 below.
     FlexAttention reads `pairs.seen` by blocks; without it, scaled dot product attention knows causality. On a GPU,
     16-bit inputs are read in bfloat16, as e would leave float16's range. Shapes as in `read.softmax_read`.
     A row that sees no key reads 0. NaN in a token that is not masked may reach rows that do not see it.
@@ -79,11 +80,8 @@ def composed_read(
         parts, shift, small = fused(_prologue, q)(v, f, beta, hidden, together)
         out = [attend(q, k, part) for part in parts]
         mean, free_energy, doubtful = fused(_epilogue, q)(out, beta, shift, small, sees)
-        if not f.shape[3] or span <= _PROVEN_SPAN:
+        if exported or not f.shape[3] or span <= _PROVEN_SPAN:
             return Read(mean, free_energy)
-        if portable():
-            mask = mask if mask is not None else _mask_of(q, k, pairs)[0]
-            return Read(mean, _definition_where(doubtful, free_energy, q, k, f, beta, mask, pairs.scale))
         return Read(mean, recompute(free_energy, doubtful, q, k, f, beta, pairs))
 
 
@@ -92,6 +90,8 @@ def _prologue(v, f, beta, hidden: Tensor | None, together: bool) -> tuple[list[T
     f = upcast(f)
     packing = Packing.of(f, upcast(beta)[None, None], hidden)
     z = packing.exponents(f)
+    if exporting():
+        z = z.clamp_min(-_PROVEN_SPAN)
     if hidden is not None:
         v, z = v.masked_fill(hidden, 0.0), z.masked_fill(hidden, 0.0)
     parts = [v, packing.energies(z).to(v.dtype)]
@@ -235,7 +235,7 @@ def block_mask(seen: Intervals, keys: int):
     return BlockMask(seq_lengths=(rows, keys), **listed, BLOCK_SIZE=(_TILE, _TILE), mask_mod=sees)
 
 
-# --- in a graph of `torch.export`: a mask of all pairs, and the definition -------------------------------------------
+# --- in a graph of `torch.export`: a mask of all pairs ---------------------------------------------------------------
 
 
 def _mask_of(q: Tensor, k: Tensor, pairs: Pairs) -> tuple[Float[Tensor, "#b #h #tq t"], Bool[Tensor, "#b #tq #h 1"]]:
@@ -244,28 +244,3 @@ def _mask_of(q: Tensor, k: Tensor, pairs: Pairs) -> tuple[Float[Tensor, "#b #h #
     zero = torch.zeros((), dtype=upcast(q).dtype, device=q.device)
     mask = torch.where(allowed, zero if pairs.bias is None else upcast(pairs.bias), LOG_ZERO)
     return mask, allowed.any(-1, keepdim=True).transpose(1, 2)
-
-
-def _definition_where(doubtful, free_energy, q, k, f, beta, mask, scale: float) -> Float[Tensor, "b tq h df"]:
-    """The free energies; where any is doubtful, all of these from the definition, under `torch.cond`."""
-    heads = q.shape[2]
-    per_head = lambda x, dim: upcast(x).repeat_interleave(heads // x.shape[dim], dim)  # noqa: E731
-    beta = per_head(beta, 0)
-    k, level = per_head(k, 2), beta * per_head(f, 2)
-    mask = mask.expand(q.shape[0], heads, q.shape[1], k.shape[1])  # of whole shapes: none is broadcast
-    lift, doubtful, q, k, level = (x.transpose(1, 2) for x in (free_energy * beta, doubtful, q, k, level))
-    dense = lambda x: x.clone(memory_format=torch.contiguous_format)  # noqa: E731  (of one query strides differ)
-    recomputed = lambda *inputs: dense(torch.where(doubtful, _definition(*inputs, scale), lift))  # noqa: E731
-    proven = lambda *inputs: dense(lift)  # noqa: E731
-    with without_gradient():
-        return torch.cond(doubtful.any(), recomputed, proven, (q, k, level, mask)).transpose(1, 2) / beta
-
-
-def _definition(q, k, level, mask, scale: float) -> Float[Tensor, "b h tq df"]:
-    """beta F = log sum_i e^{s_i + beta f_i} - log sum_i e^{s_i}, one key after another, in float64."""
-    scores = scale * q.double() @ k.double().mT + mask.double()
-    start = scores.new_full((*scores.shape[:3], level.shape[3]), LOG_ZERO)
-    add = lambda total, s, y: ([torch.logaddexp(total[0], s + y)], [])  # noqa: E731
-    each = scores.permute(0, 3, 1, 2)[..., None], level.double().transpose(1, 2)[:, :, :, None]
-    (total,), _ = along_time(add, [start], *each)
-    return (total - scores.logsumexp(-1, keepdim=True)).to(q.dtype)

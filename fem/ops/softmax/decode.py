@@ -40,7 +40,7 @@ def packed_step(q, keys, values, packing: Packing, mask: Tensor | None, scale: f
         if not torch.linalg.vector_norm(logarithm, math.inf).item() <= PROVEN:  # no e exceeds e^30, so no total does
             return None
         free_energy = torch.addcdiv(packing.shift, logarithm, packing.beta)
-    elif math.isfinite(q.sum().item()) and bool(proven(total, packing.small).all()):
+    elif bool(proven(total, packing.small).all()):
         free_energy = unpack(out, packing).free_energy
     else:
         return None

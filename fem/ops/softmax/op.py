@@ -7,16 +7,14 @@ reach any row of its own sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isfinite
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from fem.ops.common import flops
 from fem.ops.common.operator import operator
-from fem.ops.common.precision import SMALLEST_BETA, compute_dtype, without_autocast
+from fem.ops.common.precision import compute_dtype, without_autocast
 from fem.ops.common.read import LOG_ZERO, Read
 from fem.ops.common.transforms import again_differentiable, transformed
 from fem.ops.softmax.plain import Gradients, PairRead
@@ -25,9 +23,6 @@ from fem.ops.softmax.scores import Scores
 from fem.ops.softmax.support import PAIRS, Intervals, Pairs
 
 ROWS = 256  # queries of a block: few enough that a window of as many keys is most of what they see
-_HUGE_SCORES = 1e9
-_LARGE_SCORES = 200.0  # nats: exp(s - lse) from a rounded lse is then off by more than 2e-5
-_FEW_SCORES = 700  # of a head: little to compute, and of one or two likely keys a gradient is all rounding error
 
 
 def pair_read(q: Tensor, k: Tensor, v: Tensor, f: Tensor, beta: Tensor, pairs: Pairs, flash: bool) -> Read:
@@ -51,23 +46,17 @@ class _Block(NamedTuple):
 
 
 class _Call:
-    """The tensors of a read, with as many key heads as query heads, and its blocks.
+    """The tensors of a read, with as many key heads as query heads, and its blocks."""
 
-    double: in float64. written_out: from materialised scores, by blocks; see `_forward`.
-    """
-
-    def __init__(self, q, k, v, f, beta, *pairs, double=False, written_out=False):
-        *pairs, flash = pairs
-        self.heads, dtype = q.shape[2], torch.float64 if double else compute_dtype(q)
+    def __init__(self, q, k, v, f, beta, *pairs):
+        *pairs, self.flash = pairs
+        self.heads, dtype = q.shape[2], compute_dtype(q)
         self.q, self.k, self.v = q.to(dtype), *(self._per_head(x, 2).to(dtype) for x in (k, v))
         self.f = self.v if f is None else self._per_head(f, 2).to(dtype)
         self.beta = self._per_head(beta, 0).to(dtype)[None, None]
         bias, self.keep, first, end, self.causal, self.scale = pairs
         self.bias = None if bias is None else bias.to(dtype)
-        self.flash, self.seen = flash and not written_out, None if first is None else Intervals(first, end)
-        if written_out and self.seen is None:
-            row = torch.arange(q.shape[1], device=q.device)[None]
-            self.seen = Intervals(torch.zeros_like(row), row + 1 if self.causal else torch.full_like(row, k.shape[1]))
+        self.seen = None if first is None else Intervals(first, end)
 
     def _per_head(self, x: Tensor, dim: int) -> Tensor:
         groups = self.heads // x.shape[dim]
@@ -143,28 +132,12 @@ class _Read(torch.autograd.Function):
 _INPUTS = f"Tensor q, Tensor k, Tensor v, Tensor? f, Tensor beta, {PAIRS}, bool flash"
 
 
-@operator(f"softmax_read({_INPUTS}) -> (Tensor out, Tensor free_energy, Tensor lse, Tensor doubtful)", flops.softmax)
+@operator(f"softmax_read({_INPUTS}) -> (Tensor out, Tensor free_energy, Tensor lse, Tensor doubtful)")
 def _forward(q, k, v, f, beta, *pairs):
-    """[mean | R | zeros], F, lse, and which F are not proven.
-
-    Where a sum has left the dtype's range, or a score is so large that its rounding is all that counts, and the inputs
-    are finite, everything is read again in float64; lse is then inf, so that the backward does so too.
-    """
+    """[mean | R | zeros], F, lse, and which F are not proven."""
     with without_autocast(q.device):
-        out, _, lse, _ = results = _read(_Call(q, k, v, f, beta, *pairs))
-        inputs = [x for x in (q, k, v, f) if x is not None]
-        sound = isfinite(torch.linalg.vector_norm(out).item()) and lse.abs().amax().item() < _HUGE_SCORES
-        if not sound and all(bool(x.isfinite().all()) for x in inputs):
-            exact = _read(_Call(q, k, v, f, beta, *pairs, double=True, written_out=True))
-            for result, part in zip(results, exact):
-                result.copy_(part)
-            lse.fill_(torch.inf)
-        return results
-
-
-def _read(call: _Call) -> tuple[Tensor, ...]:
-    parts = [block.read.forward() for block in call.blocks()]
-    return parts[0] if len(parts) == 1 else tuple(torch.cat(x, 1) for x in zip(*parts))
+        parts = [block.read.forward() for block in _Call(q, k, v, f, beta, *pairs).blocks()]
+        return parts[0] if len(parts) == 1 else tuple(torch.cat(x, 1) for x in zip(*parts))
 
 
 @_forward.register_fake
@@ -179,20 +152,14 @@ def _empty(q, k, v, f, beta, bias, keep, first, end, causal, scale, flash):
 @operator(
     f"softmax_read_backward(Tensor grad_mean, Tensor grad_free, {_INPUTS}, Tensor out, Tensor lse, bool of_bias) "
     "-> (Tensor dq, Tensor dk, Tensor dvalues, Tensor dbeta, Tensor dbias)",
-    flops.softmax_backward,
 )
 def _backward(grad_mean, grad_free, q, k, v, f, beta, bias, keep, first, end, causal, scale, flash, out, lse, of_bias):
-    restriction = keep, first, end, causal, scale, flash
     with without_autocast(q.device):
-        largest, few = lse.abs().amax().item(), q.shape[1] * k.shape[1] <= _FEW_SCORES
-        # where float32 has too few digits for these gradients
-        double = few or largest > _LARGE_SCORES or (beta.numel() > 0 and beta.amin().item() < SMALLEST_BETA)
-        call = _Call(q, k, v, f, beta, bias, *restriction, double=double, written_out=largest == torch.inf)
+        call = _Call(q, k, v, f, beta, bias, keep, first, end, causal, scale, flash)
         total, dbias = None, torch.zeros_like(call.bias) if of_bias else None
         for block in call.blocks():
-            here = lambda x: x[:, block.rows].to(call.q.dtype)  # noqa: B023, E731
-            of_out, _, of_lse, _ = block.read.forward() if double else (here(out), None, here(lse), None)
-            part = block.read.backward(here(grad_mean), here(grad_free), of_out, of_lse, of_bias)
+            here = [x[:, block.rows] for x in (grad_mean, grad_free, out, lse)]
+            part = block.read.backward(*here, of_bias)
             if of_bias:
                 of_block = call.bias_of(block.rows, block.keys, dbias)
                 of_block += part.scores.sum_to_size(of_block.shape)

@@ -65,10 +65,10 @@ class PairRead:
         for any m; the mean of the free energies as m keeps most digits. dF is 0 where F is not proven.
         """
         beta, total = self.packing.beta, self._energy(out).contiguous()
-        g = grad_free / beta
+        g, below = grad_free / beta, self.packing.logarithm(total).div_(beta)
         if self.empty is not None:
-            g.masked_fill_(self.empty, 0.0)
-        below = self.packing.logarithm(total).div_(beta)
+            for x in g, below:
+                x.masked_fill_(self.empty, 0.0)
         middle = below.mean(1, keepdim=True)
         of_rows = self._per_channel(below.sub_(middle).mul_(g))
         grad = self._both(grad_mean, g.div_(self.packing.slope(total)))

@@ -47,9 +47,6 @@ def softmax_read(
     dtype = torch.promote_types(q.dtype, torch.promote_types(k.dtype, v.dtype))
     backend = softmax_backend(backend, q.device, dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if scale <= 0:  # attention kernels take the maximum of q k before they scale
-        everywhere = torch.ones_like(q, dtype=torch.bool)  # filled there, as 0 times a gradient of inf were NaN
-        q, scale = (-q, -scale) if scale else (q.masked_fill(everywhere, 0.0), 1.0)
     keep, document = (None, None) if tokens is None else (tokens.keep, tokens.document)
     queries, time = q.shape[1], k.shape[1]
     f, temperatures = _second(v, free_values, beta, v.shape[2])

@@ -9,11 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fem.ops.common.steps import portable, running_maximum
+from fem.ops.common.steps import portable
 from fem.ops.common.tokens import Tokens
 
 PAIRS = "Tensor? bias, Tensor? keep, Tensor? first, Tensor? end, bool causal, float scale"  # of an operator's schema
-_DOCUMENT = 1 << 40  # more than any position
 
 
 class Intervals(NamedTuple):
@@ -81,34 +80,25 @@ class Pairs(NamedTuple):
         return reduce(torch.logical_and, rules)
 
 
-def _count_before(coordinate: Int[Tensor, "#b t"], bound: Int[Tensor, "#b tq"]) -> Int[Tensor, "b tq"]:
-    """How many coordinates, which never fall along a row, lie below each bound."""
+def _count_before(document: Int[Tensor, "b t"], bound: Int[Tensor, "b tq"]) -> Int[Tensor, "b tq"]:
+    """How many tokens belong to a document before each bound; numbers of documents never fall along a row."""
     if portable():  # ONNX has no search
-        return (coordinate[:, None] < bound[..., None]).sum(-1)
-    return torch.searchsorted(coordinate, bound)
+        return (document[:, None] < bound[..., None]).sum(-1)
+    return torch.searchsorted(document, bound)
 
 
 def intervals(
     queries: int, keys: int, causal: bool, window: int | None, tokens: Tokens | None, device: torch.device
 ) -> Intervals:
     """The intervals of the last `queries` of `keys` tokens; without causal, window and documents all see all."""
-    index = torch.arange(keys, device=device)[None]
-    window = None if window is None else min(window, _DOCUMENT // 2)
-    document, position, keep = (None, None, None) if tokens is None else (tokens.document, tokens.position, tokens.keep)
-    first = torch.zeros(1, queries, dtype=torch.long, device=device)
-    end = index[:, keys - queries :] + 1 if causal else torch.full_like(first, keys)
-    if document is not None or window is not None:
-        position = index if position is None else position.view(-1, keys)
-        coordinate = (0 if document is None else document * _DOCUMENT) + position
-        here = coordinate[:, keys - queries :].contiguous()
-        opening = torch.zeros_like(here) if document is None else here // _DOCUMENT * _DOCUMENT
-        if keep is not None:
-            coordinate = torch.where(keep, coordinate, -1)
-            here, opening = (x.expand(coordinate.shape[0], -1).contiguous() for x in (here, opening))
-        coordinate = running_maximum(coordinate)  # a masked key stands where the kept one before it does
-        first = _count_before(coordinate, opening if window is None else torch.maximum(here - window + 1, opening))
-        if not causal:
-            last = opening + _DOCUMENT - 1 if window is None else here + window - 1
-            end = _count_before(coordinate, last + 1)
-        end = end.expand_as(first)
-    return Intervals(first.int(), end.int().contiguous())
+    here = torch.arange(queries, device=device)[None] + (keys - queries)
+    first, end = torch.zeros_like(here), here + 1 if causal else torch.full_like(here, keys)
+    if window is not None:
+        window = min(window, 1 << 40)  # of which a tensor can hold the distances
+        first, end = (here - window + 1).clamp_min(0), end if causal else (here + window).clamp_max(keys)
+    if tokens is not None and tokens.document is not None:
+        document = tokens.document.contiguous()
+        own = document[:, keys - queries :].contiguous()
+        first = torch.maximum(first, _count_before(document, own))
+        end = end if causal else torch.minimum(end, _count_before(document, own + 1))
+    return Intervals(first.int(), end.expand_as(first).int().contiguous())

@@ -169,29 +169,6 @@ def test_rows_that_see_nothing_read_zero_without_gradient(causal):
     assert (grads[0][1] == 0).all()
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("causal", [True, False])
-def test_features_of_zero_have_their_gradients(causal, again):
-    """A channel that is 0 over a whole chunk, directions and rows that see nothing."""
-    tensors = draw(None, time=70, batch=1, heads=1)
-    q, k, v, beta = (x.double().requires_grad_() for x in tensors.values() if x is not None)
-    with torch.no_grad():
-        for x in (q, k):
-            x[torch.rand_like(x) < 0.4] = 0
-        k[:, :66, :, 1] = q[:, 2:4, :, 0] = q[:, 7] = 0
-    s = torch.einsum("bthc,bihc->bhti", q, k)
-    s = s.tril() if causal else s
-    seen = s[0, 0].sum(-1) > 0
-    p = s[:, :, seen] / s[:, :, seen].sum(-1, keepdim=True)
-    wanted = (p @ (beta * v).exp().transpose(1, 2)).log().div(beta).transpose(1, 2)
-    got = keyed_scan_read(q, k, v, beta, causal=causal).free_energy
-    assert not seen.all()
-    assert (got[:, ~seen] == 0).all()
-    mine = torch.autograd.grad(got.square().sum(), (q, k, v, beta), create_graph=again)
-    for x, y in zip(mine, torch.autograd.grad(wanted.square().sum(), (q, k, v, beta))):
-        close(x, y, 1e-11, 0)
-
-
 COMPILED = """
 import sys, torch
 from fem.functional import keyed_scan_read

