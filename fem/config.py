@@ -14,8 +14,9 @@ DECAYS = ("scalar", "head", "channel")
 
 WIDTHS = ("fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio")
 WHOLE = ("n_embd", "n_head", "ssm_rank")
-_FOR_EIGHTS, _WIDE_HEAD = 0.04, 48  # of the weights, which a width in multiples of 8 may cost, and from which width on
 WHOLE_OR_NONE = ("fem_dim", "qk_dim", "n_kv_head", "window", "conv_hidden")
+# Heads from this width on get values in multiples of 8, where that moves the weights by this share at most.
+_WIDE_HEAD, _FOR_EIGHTS = 48, 0.04
 POSITIVE = ("fem_ratio", "p_t_to_fem_ratio", "eps", "rope_theta", "rope_factor", "value_logexp_cap")
 RANGES = dict.fromkeys(POSITIVE, (SMALLEST, math.inf)) | {  # inclusive
     "free_share": (SMALLEST, 1.0),
@@ -323,9 +324,9 @@ class FreeEnergyMixerConfig:
             D d (value + output + lambda + gate) + prior = 4 D^2        a gate of rank r counts r (D + d), not D d
 
         Keys have the paper's width (D, or 2 D / 3 where the decay is as wide as they are). Of all widths that the heads
-        divide, those that come nearest to the total are taken; of multiples of 8 a head, where one of 48 and more is within 4 %.
-        `config.linear_weights` is the total reached. Raises what the configuration raises, and ValueError where fields
-        name a width.
+        divide, those that come nearest to the total are taken; multiples of 8 a head, where one of 48 or more comes
+        within 4 % of it. `config.linear_weights` is the total reached. Raises what the configuration raises, and
+        ValueError where fields name a width.
         """
         for name in WIDTHS:
             if name in fields:
@@ -367,7 +368,7 @@ class FreeEnergyMixerConfig:
     def _nearest_width(self, **fields) -> FreeEnergyMixerConfig:
         """The configuration with these fields whose weights come nearest to 4 D^2, by bisection.
 
-        Its heads' values are multiples of 8 wide, as tensor cores want them, where they are wide and that costs 4 % of the weights or less.
+        Wide heads get values in multiples of 8, as tensor cores want them, where that costs 4 % of the weights or less.
         """
         target = 4 * self.n_embd**2
         with_heads = lambda size: replace(self, fem_dim=size * self.n_head, **fields)  # noqa: E731

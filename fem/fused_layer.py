@@ -43,10 +43,10 @@ def fits(layer, call: Call) -> bool:
 
 
 def mixed(layer, x: Float[Tensor, "b t d"], features: Float[Tensor, "b t f"]) -> Float[Tensor, "b t h dv"]:
-    """o = g ((1 - lambda) mean + lambda F), as `TwoLevelGate.mixed` of the prior's read.              (Eq. 4, 10, 11)"""
+    """o = g ((1 - lambda) mean + lambda F), as `TwoLevelGate.mixed` of the prior's read.             (Eq. 4, 10, 11)"""
     from fem.ops.softmax.fused.mixed_read import Form, mixed_read
 
-    config, gate, prior, dtype = layer.config, layer.gate, layer.prior, _dtype(x)
+    config, gate, dtype = layer.config, layer.gate, _dtype(x)
     values = None if layer.value_scale is None else layer.modulated(x, features)
     first, second = _first_maps(layer), []
     for projection in (gate.inner, gate.outer):

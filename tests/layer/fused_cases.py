@@ -128,10 +128,13 @@ def test_gradients_repeat_bit_for_bit(monkeypatch):
         assert torch.equal(one, other)
 
 
-def test_bfloat16_errs_no_more_than_the_form_of_torch_operations(monkeypatch):
+@pytest.mark.parametrize("spike", [0.0, 200.0])
+def test_bfloat16_errs_no_more_than_the_form_of_torch_operations(spike, monkeypatch):
     """Both read the same rounded layer; the fused form's errors are at most 1.3 of the other's."""
-    layer = build({}, width=16).bfloat16()
-    x = torch.randn(2, 70, 20).bfloat16()
+    layer = build({}, width=16)
+    if spike:
+        spread(layer, 1.0, spike)
+    layer, x = layer.bfloat16(), torch.randn(2, 40, 20).bfloat16()
     other = errors(layer, x)
     fused_on_cpu.install(monkeypatch, torch.bfloat16)
     fused_on_cpu.round_to_nearest(monkeypatch)

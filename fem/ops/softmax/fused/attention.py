@@ -28,8 +28,9 @@ def kernel_for(
     """
     if key_width % 8 or width % 8:
         return None
-    draw = lambda h, d: torch.empty(1, h, 128, d, device=device, dtype=dtype, requires_grad=True)  # noqa: E731
-    call = SDPAParams(draw(heads, key_width), draw(kv_heads, key_width), draw(kv_heads, width), None, 0.0, causal, heads != kv_heads)  # fmt: skip
+    sizes = ((heads, key_width), (kv_heads, key_width), (kv_heads, width))
+    q, k, values = (torch.empty(1, h, 128, d, device=device, dtype=dtype, requires_grad=True) for h, d in sizes)
+    call = SDPAParams(q, k, values, None, 0.0, causal, heads != kv_heads)
     flash = key_width == width and can_use_flash_attention(call)
     chosen = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
     if flash and chosen is not None:

@@ -10,7 +10,7 @@ in every call, and a program ends at once where none of its flags is up.
 import triton
 import triton.language as tl
 
-from fem.ops.softmax.fused.kernels import is_doubtful, level, load_scheme, logarithm, softplus
+from fem.ops.softmax.fused.kernels import is_doubtful, load_scheme, logarithm, softplus
 
 
 @triton.jit
@@ -24,12 +24,12 @@ def load_row(
     q, lse, out, narrow, there, batch, head, row, time, heads, q_row, KEY: tl.constexpr, MEAN: tl.constexpr,
     FREE: tl.constexpr, wide, channel,
 ):  # fmt: skip
-    """A row's query, its log sum of exponentials, its R, and which of its entries are doubtful."""
+    """A row's token and query, its log sum of exponentials, and which of its entries are doubtful."""
     token = (batch * time + row).to(tl.int64)
     query = tl.load(q + token * q_row + head * KEY + wide, wide < KEY, other=0.0).to(tl.float32)
     at = (token * heads + head) * (MEAN + FREE) + MEAN + channel
     total = tl.load(out + at, there, other=1.0).to(tl.float32)
-    return token, query, tl.load(lse + (batch * heads + head) * time + row), total, is_doubtful(total, narrow) & there
+    return token, query, tl.load(lse + (batch * heads + head) * time + row), is_doubtful(total, narrow) & there
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def doubtful_rows_kernel(
     SHARED: tl.constexpr, GATED: tl.constexpr, MIXED: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr,
     KEYS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
-    """F of the doubtful entries of FLAGS tiles: into `exact` (B, T, H, FREE), or where MIXED, as entries of o, into o."""
+    """The doubtful F of FLAGS tiles: into `exact` (B, T, H, FREE), or where MIXED, mixed and gated, into o."""
     head, first, batch = tl.program_id(0), tl.program_id(1) * FLAGS, tl.program_id(2)
     if any_raised(flags, (batch * heads + head) * tiles + first, tiles - first, FLAGS):
         channel, column, wide = tl.arange(0, CHANNELS), tl.arange(0, COLUMNS), tl.arange(0, WIDE)
@@ -77,7 +77,7 @@ def doubtful_rows_kernel(
         FREE_AT: tl.constexpr = 0 if SHARED else MEAN
         shift, narrow, rate = load_scheme(scheme, beta, batch, kv_head, heads // GROUP, FREE, channel, there)
         for row in range(first * TILE, min((first + FLAGS) * TILE, time)):
-            token, query, lse_row, total, doubtful = load_row(
+            token, query, lse_row, doubtful = load_row(
                 q, lse, out, narrow, there, batch, head, row, time, heads, q_row, KEY, MEAN, FREE, wide, channel
             )
             if tl.max(doubtful.to(tl.int32)) != 0:
@@ -126,10 +126,10 @@ def doubtful_queries_backward_kernel(
         there, kv_head = channel < FREE, head // GROUP
         SOURCE: tl.constexpr = FREE if SHARED else MEAN + FREE
         FREE_AT: tl.constexpr = 0 if SHARED else MEAN
-        shift, narrow, rate = load_scheme(scheme, beta, batch, kv_head, heads // GROUP, FREE, channel, there)
+        _, narrow, rate = load_scheme(scheme, beta, batch, kv_head, heads // GROUP, FREE, channel, there)
         of_beta = tl.zeros((CHANNELS,), tl.float32)
         for row in range(first * TILE, min((first + FLAGS) * TILE, time)):
-            token, query, lse_row, total, doubtful = load_row(
+            token, query, lse_row, doubtful = load_row(
                 q, lse, out, narrow, there, batch, head, row, time, heads, q_row, KEY, MEAN, FREE, wide, channel
             )
             if tl.max(doubtful.to(tl.int32)) != 0:
@@ -171,7 +171,7 @@ def doubtful_keys_backward_kernel(
         there = channel < FREE
         SOURCE: tl.constexpr = FREE if SHARED else MEAN + FREE
         FREE_AT: tl.constexpr = 0 if SHARED else MEAN
-        shift, narrow, rate = load_scheme(scheme, beta, batch, kv_head, heads // GROUP, FREE, channel, there)
+        _, narrow, rate = load_scheme(scheme, beta, batch, kv_head, heads // GROUP, FREE, channel, there)
         for block in range(tl.program_id(1), tl.cdiv(time, KEYS), tl.num_programs(1)):
             key = block * KEYS + tl.arange(0, KEYS)
             keys, f, key_token, keys_in, f_in = load_keys(
@@ -182,7 +182,7 @@ def doubtful_keys_backward_kernel(
                 for tile in range(block * KEYS // TILE if CAUSAL else 0, tiles):
                     if tl.load(flags + (batch * heads + head) * tiles + tile) != 0:
                         for row in range(tile * TILE, min(tile * TILE + TILE, time)):
-                            token, query, lse_row, total, doubtful = load_row(
+                            token, query, lse_row, doubtful = load_row(
                                 q, lse, out, narrow, there, batch, head, row, time, heads, q_row, KEY, MEAN, FREE,
                                 wide, channel,
                             )  # fmt: skip

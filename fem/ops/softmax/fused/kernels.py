@@ -1,14 +1,15 @@
 """Triton kernels for what is elementwise in a softmax layer: rotation, [v | e], the free energy and both gates.
 
-    e = exp(beta (f - c))    [mean | R] = attention(q, k, [v | e])    F = c + log(R) / beta    o = g ((1 - lambda) mean + lambda F)
+    e = exp(beta (f - c))        [mean | R] = attention(q, k, [v | e])
+    F = c + log(R) / beta        o = g ((1 - lambda) mean + lambda F)
 
 Numbers are float32 in registers and 16 bits in memory. In a channel where beta f spans less than 1 nat, which is called
 narrow, e is exp(.) - 1 and F = c + log(1 + R) / beta. An R below e^-60 proves nothing, its entry is doubtful: the tile
 that holds it raises a flag in memory, for the kernels of `doubt`. The host never waits.
 
-A tile is a block of tokens of one head. A row of a tensor holds the heads of one token; rows of q, k, v and of the gates'
-logits may be parts of wider rows, whose lengths the arguments `*_row` are. The first MEAN columns of a head of [v | e]
-are v, the last FREE are e. SHARED: each channel reads both, so f is v; else v and f are columns of one tensor, [v | f].
+A tile is a block of tokens of one head. Tensors are (B, T, H, d); `*_row` is the distance from one token to the next:
+q, k, v and the gates' logits may be columns of one wide tensor. The first MEAN columns of a head of [v | e] are v, the
+last FREE are e. SHARED: each channel reads both, so f is v; else v and f are columns of one tensor, [v | f].
 """
 
 import os
@@ -131,9 +132,9 @@ def pack_kernel(
     v, extremes, beta, both, scheme, time, parts, v_row: tl.constexpr, SOURCE: tl.constexpr, MEAN: tl.constexpr,
     FREE: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """[v | e], and the scheme (B, 2, H_kv FREE): the shift c of each channel, the greatest f, and whether it is narrow.
+    """[v | e], and the scheme (B, 2, H_kv FREE): each channel's shift c, its greatest f, and whether it is narrow.
 
-    c is lifted until beta c is a multiple of log 2: a later token then changes e by a power of 2, not how it is rounded.
+    c is lifted until beta c is a multiple of log 2: a later token then changes e by a power of 2, not its rounding.
     """
     head, tile, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(0)
@@ -180,7 +181,7 @@ def pack_backward_kernel(
     heads = tl.num_programs(0)
     channel, row = tl.arange(0, COLUMNS), tile * ROWS + tl.arange(0, ROWS)
     there = channel < FREE
-    shift, narrow, rate = load_scheme(scheme, beta, batch, head, heads, FREE, channel, there)
+    shift, _, rate = load_scheme(scheme, beta, batch, head, heads, FREE, channel, there)
     token = (batch * time + row).to(tl.int64)[:, None]
     inside = (row < time)[:, None] & there[None]
     source = token * v_row + head * SOURCE + channel[None]

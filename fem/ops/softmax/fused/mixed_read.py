@@ -33,8 +33,8 @@ KEYS = 64  # a block of keys of the kernels of doubt
 class Form(NamedTuple):
     """What the kernels of a layer are built for; all numbers, as an operator takes them.
 
-    mean, free: columns of a head of [mean | R]; shared: whether they are of the same channels. rank: of slim gates, whose
-    first maps are columns of the product and whose second ones are tensors; 0: whole gates are columns.
+    mean, free: columns of a head of [mean | R]. shared: whether these are the same channels. rank: of slim gates, whose
+    first maps are columns of the product and whose second maps are tensors; 0: full gates, columns of the product.
     has_values: whether v is columns of the product, or a tensor of its own.
     """
 
