@@ -202,7 +202,7 @@ def _backward(grad: Tensor, kept: Sequence[Tensor | None], form: Form, scale: fl
         if form.free:
             exact = torch.empty(*q.shape[:3], form.free, dtype=torch.float32, device=q.device)
             _settle(q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, scale, eps, form, sizes)
-            d_free = torch.empty_like(exact)
+            d_free = torch.empty_like(exact, dtype=grad.dtype)
             tilted = beta.new_empty(batch * sizes.tiles * (form.heads + form.kv_heads), form.free)  # of tiles, for beta
             of_reads, of_values = tilted.split_with_sizes(
                 [batch * sizes.tiles * h for h in (form.heads, form.kv_heads)]
@@ -230,6 +230,7 @@ def _backward(grad: Tensor, kept: Sequence[Tensor | None], form: Form, scale: fl
             **sizes.doubt, FLAGS=triton.next_power_of_2(sizes.tiles * form.heads // form.kv_heads),
         )  # fmt: skip
         d_beta = _sum_of_tiles(tilted, of_reads, of_values, form)
+        del known, exact, d_free, d_out
     else:
         d_v.copy_(d_both)
     if form.rotary:
@@ -237,6 +238,7 @@ def _backward(grad: Tensor, kept: Sequence[Tensor | None], form: Form, scale: fl
     else:
         to_q.copy_(d_q)
         to_k.copy_(d_k)
+    del d_q, d_k, d_both, grad  # before dx is allocated
     flat = d_joint.flatten(0, 1)
     d_x = (flat @ weight).view(*d_joint.shape[:2], -1)
     return [d_x, flat.T @ x.flatten(0, 1), None if bias is None else flat.sum(0), d_values, *d_ups, d_beta]
