@@ -47,7 +47,7 @@ from claims import (
     with_double,
 )
 from said import results
-from said_costs import CLT, C, leads, on_h100, started
+from said_costs import CLT, C, fused_on_h100, leads, started
 from said_language import NO_F_32, SLIM_32, heavier, two_costs
 from said_natural import SETS, pooled
 from said_tasks import heads_step
@@ -120,7 +120,7 @@ def faq() -> list[str]:
         steps = [ratio("single", time, name, "train_s", "layer_single") for time in (512, 2048)]
         return f"[{span(steps)}](results/layer_single.md)"
 
-    card = on_h100().values()
+    card = [fused_on_h100()[mixer] for mixer in ("softmax+LTG", "softmax+CLTG/r64")]
     gla = weights(prior_type="gla", use_conv=False, **SLIM_512) / bare
     return [
         f"(MSE {mse('forecast_etth1', 'ETTh1', FULL):.4f} against {mse('forecast_etth1', 'ETTh1', 'softmax'):.4f}, two "
@@ -132,7 +132,7 @@ def faq() -> list[str]:
         f"a streamed token, on two days, [{tokens}](results/decode_cpu.md) and "
         f"[{again} times](results/decode_split.md) with full gates, and {slim_tokens} times with slim ones",
         f"[{wider} times](results/layer_cpu.md) the full gates' train step",
-        f"takes [{min(card):.1f} to {max(card):.1f} times attention's](results/h100.md) on an H100",
+        f"takes [{card[0]:.2f} to {card[1]:.2f} times attention's](results/h100_layers.md) on an H100",
         f"at 17 tokens of width 48 it takes {slower('digits'):.1f} times as long",
         f"language model runs at {100 * speed:.0f} % of",
         f"brought {small['-C,G,T,L'] - small['+G']:.3f} of the {small['-C,G,T,L'] - small['-C']:.3f} nats",

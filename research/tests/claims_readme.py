@@ -35,7 +35,7 @@ from claims import (
     with_heads,
 )
 from said import results
-from said_costs import on_h100, recalled
+from said_costs import fused_on_h100, recalled
 from said_language import BROAD, NO_F_32, SLIM_32, heavier, twice_the_tokens, two_blocks_at_best
 from said_natural import SETS, pooled
 from said_tasks import MANY, after_8000, heads_step
@@ -55,7 +55,7 @@ def readme() -> list[str]:
         [f"{ratio('layer', time, name, what, 'layer_cpu'):.2f}" for time in (512, 2048)]
         for name, what in (("slim with C", "train_s"), ("slim with C", "train_extra_bytes"), ("split", "train_s"))
     )
-    card = on_h100()
+    card = fused_on_h100()
     lone = [f"{ratio('single', time, 'L alone', 'train_s', 'layer_single'):.2f}" for time in (512, 2048)]
     more = 100 * (weights(**SLIM_512) / weights(**PLAIN) - 1)
     pools = {
@@ -127,7 +127,7 @@ def readme() -> list[str]:
         f"instead of {cached(**PLAIN):,}, and there are {more:.0f} % more parameters.",
         f"`FreeEnergyMixerConfig.split`, which has no conditioner, {split[0]} and {split[1]} times, the log-sum-exp "
         f"alone [{lone[0]} and {lone[1]} times](results/layer_single.md), both with a cache no larger",
-        f"slim gates cost [{card['attention+LTG/r32']:.2f} times](results/h100.md) attention's step and split values "
-        f"{card['attention+LTG/r32/s.5']:.2f} times",
+        f"takes [{card['softmax+LTG']:.2f} times](results/h100_layers.md) attention's step under full gates, "
+        f"{card['softmax+LTG/r64/s.5']:.2f} times with split values, and {card['softmax+CLTG/r64']:.2f} times with",
         f"{types['right']} model types of transformers](results/clients.md) in all; {types['refused']} others",
     ]

@@ -244,6 +244,16 @@ def vision_digits() -> list[float]:
     return [*paired(top1("vision_digits", ALL), top1("vision_digits", ATTENTION))]
 
 
+def fused_on_h100() -> dict[str, float]:
+    """Train steps of layers read by the fused kernels, replayed from a CUDA graph, over attention's so read."""
+    cells = results("h100_layers")["cells"]
+    first = {}
+    for cell in cells:
+        if cell["mode"] == "captured" and cell["time"] == 2048:
+            first.setdefault(cell["mixer"], cell["train"]["seconds"])
+    return {mixer: seconds / first["softmax"] for mixer, seconds in first.items() if mixer != "softmax"}
+
+
 def on_h100(what: str = TRAIN, part: str = "layer") -> dict[str, float]:
     """Over attention's, of every other mixer, without a compiler."""
     found = {row["mixer"]: row[what] for row in results("h100")["times"] if row["part"] == part}
