@@ -40,6 +40,7 @@ def steps() -> dict[str, Step]:
         "software": Step("Versions", software),
         "scans": Step("Layers of every prior that scans, against float64", checks.scans),
         "softmax": Step("Softmax reads against the plain form in float64", checks.softmax),
+        "layers": Step("Softmax layers in bfloat16 against float64", checks.layers),
         "model": Step("A language model, compiled", checks.compiled_model),
         "situations": Step("A layer checkpointed, compiled, captured", checks.situations),
         "offsets": Step("Tensors of more than 2^31 numbers", checks.large_offsets),

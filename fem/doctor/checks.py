@@ -113,6 +113,71 @@ def _softmax(device, dtype, time: int, width: int, what: str) -> str | None:
     return None
 
 
+FUSED = {
+    "full gates": {},
+    "slim gates": {"gate_rank": 16},
+    "split values": {"gate_rank": 16, "free_share": 0.5},
+    "grouped heads": {"n_kv_head": 2},
+    "conditioner": {"use_conv": True},
+    "attention": {"use_lse": False, "use_temperature": False, "use_outer_gate": False},
+    "both directions": {"causal": False},
+    "spikes": {},
+    "spikes, split values": {"free_share": 0.5},
+}
+
+
+def layers(device: torch.device) -> Iterator[Row]:
+    """Softmax layers in bfloat16, which fused kernels read on a GPU, against themselves in float64 on the CPU."""
+    for name, fields in FUSED.items():
+        config = FreeEnergyMixerConfig(
+            **{"n_embd": 256, "n_head": 4, "fem_dim": 128, "qk_dim": 256, "use_conv": False} | fields
+        )
+        for what, run in (("outputs and gradients", _fused), ("captured train step", _captured_training)):
+            if device.type == "cuda" or run is _fused:
+                yield outcome(what, partial(run, config, device, "spikes" in name), layer=name)
+
+
+def _layer_in_bfloat16(config, device, spikes: bool) -> tuple[FreeEnergyMixer, Tensor]:
+    torch.manual_seed(0)
+    layer = FreeEnergyMixer(config)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+        if spikes:
+            layer.value.weight[::5].mul_(100)
+    return layer.to(device, torch.bfloat16), torch.randn(2, 333, config.n_embd).to(device, torch.bfloat16)
+
+
+def _fused(config, device, spikes: bool) -> str | None:
+    layer, x = _layer_in_bfloat16(config, device, spikes)
+    exact = FreeEnergyMixer(replace(config, backend="plain")).double()
+    exact.load_state_dict(layer.state_dict())
+    wanted = _trained(exact, x.double().cpu(), list(exact.parameters()))
+    outputs = [part.double().cpu() for part in _trained(layer, x, list(layer.parameters()))]
+    least = 1e-2 * max(part.norm() for part in wanted)  # a gradient of 0, as of a bias of keys, is rounding
+    errors = [(a - b).norm() / b.norm().clamp_min(least) for a, b in zip(outputs, wanted)]
+    worst = torch.stack(errors).max().item()
+    return None if worst <= 5e-2 else f"off by {worst:.2g} of the norm"
+
+
+def _captured_training(config, device, spikes: bool) -> str | None:
+    """A train step, captured in a CUDA graph and replayed."""
+    layer, x = _layer_in_bfloat16(config, device, spikes)
+    run = lambda: _trained(layer, x, list(layer.parameters()))  # noqa: E731
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            wanted = run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    return _apart(got, wanted, 1e-2)
+
+
 def compiled_model(device: torch.device) -> Iterator[Row]:
     """A language model under torch.compile: its loss and every gradient, against the same model without it."""
     from fem.models import FEMConfig, FEMForCausalLM

@@ -177,60 +177,51 @@ def _settle(q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, scal
     )  # fmt: skip
 
 
+class _Doubt(NamedTuple):
+    """What the gradient of a free energy needs of its entries that R does not prove, and what tiles give beta."""
+
+    exact: Float[Tensor, "b t h df"]  # float32: bfloat16 would lose what beta's gradient is made of
+    d_free: Float[Tensor, "b t h df"]
+    tilted: Float[Tensor, "n df"]
+    of_reads: Float[Tensor, "nq df"]  # parts of tilted
+    of_values: Float[Tensor, "nv df"]
+
+    @classmethod
+    def of(cls, q: Tensor, beta: Tensor, form: Form, tiles: int) -> _Doubt:
+        exact = torch.empty(*q.shape[:3], form.free, dtype=torch.float32, device=q.device)
+        counts = [q.shape[0] * tiles * heads for heads in (form.heads, form.kv_heads)]
+        tilted = beta.new_empty(sum(counts), form.free)
+        return cls(exact, torch.empty_like(exact, dtype=q.dtype), tilted, *tilted.split_with_sizes(counts))
+
+    def d_beta(self, form: Form) -> Float[Tensor, "hkv df"]:
+        """beta's gradient: the sum over all tiles, of queries and of values."""
+        if form.heads == form.kv_heads:
+            return self.tilted.view(-1, form.kv_heads, form.free).sum(0)
+        of_reads = self.of_reads.view(-1, form.kv_heads, form.heads // form.kv_heads, form.free).sum((0, 2))
+        return of_reads + self.of_values.view(-1, form.kv_heads, form.free).sum(0)
+
+
 def _backward(grad: Tensor, kept: Sequence[Tensor | None], form: Form, scale: float, eps: float) -> list[Tensor | None]:
     """Gradients of the first nine inputs: x, weight, bias, values, the second maps of slim gates, and beta."""
     x, weight, bias, values, *ups, beta, cos, sin = kept[:_TENSORS]
     o, joint, *rest, lse = kept[_TENSORS:]
-    grad, d_joint = grad.contiguous(), torch.empty_like(joint)
-    d_values = None if values is None else torch.empty_like(values)
+    d_joint, d_values = torch.empty_like(joint), None if values is None else torch.empty_like(values)
     q, k, v, *gates = form.parts(joint)
     to_q, to_k, d_v, *d_gates = form.parts(d_joint)
     v, d_v = (v, d_v) if values is None else (values, d_values)
-    batch, time = q.shape[:2]
-    sizes = _sizes(form, batch, time)
-    d_beta, d_ups = None, [None] * 4
+    both, out, scheme, flags = rest if form.free else (v, *(rest or [o]), None, None)
+    sizes = _sizes(form, *q.shape[:2])
+    known = (q, k, v, lse, out, scheme, beta)
+    doubtful = _Doubt.of(q, beta, form, sizes.tiles) if form.free else None
 
-    if not form.mixes:
-        d_q, d_k, d_both = attention.attend_backward(grad, q, k, v, o, lse, scale, form.causal, form.kernel)
-    else:
-        both, out, scheme, flags = rest if form.free else (v, *rest, None, None)
-        inner, outer = form.logits(gates, ups)
-        slim = [torch.empty_like(gate) if form.rank and gate is not None else None for gate in (inner, outer)]
-        to_inner, to_outer = (d if own is None else own for d, own in zip(d_gates, slim))
-        inner, outer, to_inner, to_outer = (out if y is None else y for y in (inner, outer, to_inner, to_outer))
-        exact = d_free = of_reads = None
-        if form.free:
-            exact = torch.empty(*q.shape[:3], form.free, dtype=torch.float32, device=q.device)
-            _settle(q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, scale, eps, form, sizes)
-            d_free = torch.empty_like(exact, dtype=grad.dtype)
-            tilted = beta.new_empty(batch * sizes.tiles * (form.heads + form.kv_heads), form.free)  # of tiles, for beta
-            of_reads, of_values = tilted.split_with_sizes(
-                [batch * sizes.tiles * h for h in (form.heads, form.kv_heads)]
-            )
-        d_out = torch.empty_like(out)
-        K.mix_backward_kernel[sizes.reads](
-            grad, out, inner, outer, scheme, beta, exact, flags, d_out, to_inner, to_outer, d_free, of_reads, time, eps,
-            *map(_row, (inner, outer, to_inner, to_outer)), **sizes.mix, num_warps=BACKWARD_WARPS,
-        )  # fmt: skip
-        d_q, d_k, d_both = attention.attend_backward(d_out, q, k, both, out, lse, scale, form.causal, form.kernel)
-        if form.rank:
-            d_ups = _through_second_maps(gates, ups, slim, d_gates)
-
+    d_out, d_ups = grad.contiguous(), [None] * 4
+    if form.mixes:
+        d_out, d_ups = _through_gates(d_out, known, flags, doubtful, o, gates, ups, d_gates, form, scale, eps, sizes)
+    d_q, d_k, d_both = attention.attend_backward(d_out, q, k, both, out, lse, scale, form.causal, form.kernel)
+    d_beta = None
     if form.free:
-        K.pack_backward_kernel[sizes.values](
-            d_both, v, scheme, beta, d_v, of_values, time, _row(v), _row(d_v), form.width, **sizes.pack
-        )
-        known = (q, k, v, lse, out, scheme, beta, exact, flags, d_free)
-        doubt.doubtful_queries_backward_kernel[sizes.spans](
-            *known, d_q, of_reads, time, sizes.tiles, scale, _row(q), _row(k), _row(v), _row(d_q), **sizes.doubt,
-            FLAGS=sizes.flags,
-        )  # fmt: skip
-        doubt.doubtful_keys_backward_kernel[(form.kv_heads, SPANS, batch)](
-            *known, d_k, d_v, time, sizes.tiles, scale, _row(q), _row(k), _row(v), _row(d_k), _row(d_v),
-            **sizes.doubt, FLAGS=triton.next_power_of_2(sizes.tiles * form.heads // form.kv_heads),
-        )  # fmt: skip
-        d_beta = _sum_of_tiles(tilted, of_reads, of_values, form)
-        del known, exact, d_free, d_out
+        _through_values(d_both, d_q, d_k, d_v, known, flags, doubtful, form, scale, sizes)
+        d_beta = doubtful.d_beta(form)
     else:
         d_v.copy_(d_both)
     if form.rotary:
@@ -238,10 +229,48 @@ def _backward(grad: Tensor, kept: Sequence[Tensor | None], form: Form, scale: fl
     else:
         to_q.copy_(d_q)
         to_k.copy_(d_k)
-    del d_q, d_k, d_both, grad  # before dx is allocated
+
+    del d_q, d_k, d_both, d_out, doubtful  # before dx is allocated
     flat = d_joint.flatten(0, 1)
     d_x = (flat @ weight).view(*d_joint.shape[:2], -1)
     return [d_x, flat.T @ x.flatten(0, 1), None if bias is None else flat.sum(0), d_values, *d_ups, d_beta]
+
+
+def _through_gates(grad, known, flags, doubtful: _Doubt | None, o, gates, ups, d_gates, form: Form, scale, eps, sizes):
+    """The gradient of [mean | R], and those of the second maps of slim gates; writes those of the gates' columns."""
+    q, k, v, lse, out, scheme, beta = known
+    inner, outer = form.logits(gates, ups)
+    slim = [torch.empty_like(gate) if form.rank and gate is not None else None for gate in (inner, outer)]
+    to_inner, to_outer = (d if own is None else own for d, own in zip(d_gates, slim))
+    inner, outer, to_inner, to_outer = (out if y is None else y for y in (inner, outer, to_inner, to_outer))
+    exact = d_free = of_reads = None
+    if doubtful is not None:
+        exact, d_free, _, of_reads, _ = doubtful
+        _settle(q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, scale, eps, form, sizes)
+    d_out = torch.empty_like(out)
+    K.mix_backward_kernel[sizes.reads](
+        grad, out, inner, outer, scheme, beta, exact, flags, d_out, to_inner, to_outer, d_free, of_reads, q.shape[1],
+        eps, *map(_row, (inner, outer, to_inner, to_outer)), **sizes.mix, num_warps=BACKWARD_WARPS,
+    )  # fmt: skip
+    return d_out, _through_second_maps(gates, ups, slim, d_gates) if form.rank else [None] * 4
+
+
+def _through_values(d_both, d_q, d_k, d_v, known, flags, doubtful: _Doubt, form: Form, scale: float, sizes: _Sizes):
+    """Write d_v from the gradient of [v | e]; add to d_q, d_k and d_v what goes through doubtful entries."""
+    q, k, v, _, _, scheme, beta = known
+    batch, time = q.shape[:2]
+    exact, d_free, _, of_reads, of_values = doubtful
+    K.pack_backward_kernel[sizes.values](
+        d_both, v, scheme, beta, d_v, of_values, time, _row(v), _row(d_v), form.width, **sizes.pack
+    )
+    inputs, rows = (*known, exact, flags, d_free), (_row(q), _row(k), _row(v))
+    doubt.doubtful_queries_backward_kernel[sizes.spans](
+        *inputs, d_q, of_reads, time, sizes.tiles, scale, *rows, _row(d_q), **sizes.doubt, FLAGS=sizes.flags
+    )
+    doubt.doubtful_keys_backward_kernel[(form.kv_heads, SPANS, batch)](
+        *inputs, d_k, d_v, time, sizes.tiles, scale, *rows, _row(d_k), _row(d_v), **sizes.doubt,
+        FLAGS=triton.next_power_of_2(sizes.tiles * form.heads // form.kv_heads),
+    )  # fmt: skip
 
 
 def _through_second_maps(gates, ups, d_logits, d_gates) -> list[Tensor | None]:
@@ -255,14 +284,6 @@ def _through_second_maps(gates, ups, d_logits, d_gates) -> list[Tensor | None]:
         torch.mm(d, up, out=d_z.flatten(0, 2))
         found += [d.T @ z.flatten(0, 2), None if bias is None else d.sum(0)]
     return found
-
-
-def _sum_of_tiles(tilted: Tensor, of_reads: Tensor, of_values: Tensor, form: Form) -> Float[Tensor, "hkv df"]:
-    """beta's gradient from what the tiles of queries and of values add to it."""
-    if form.heads == form.kv_heads:
-        return tilted.view(-1, form.kv_heads, form.free).sum(0)
-    of_reads = of_reads.view(-1, form.kv_heads, form.heads // form.kv_heads, form.free).sum((0, 2))
-    return of_reads + of_values.view(-1, form.kv_heads, form.free).sum(0)
 
 
 def _linear(z: Float[Tensor, "n r"], weight: Float[Tensor, "w r"], bias: Float[Tensor, " w"] | None) -> Tensor:
