@@ -21,15 +21,17 @@ _TRITON = find_spec("triton") is not None and torch.version.hip is None
 
 
 def fits(layer, call: Call) -> bool:
-    """Whether the layer reads this call so: a whole sequence in bfloat16 on CUDA without masks, documents, windows or a
-    state, by maps that no adapter, hook or sharding has taken over.
+    """Whether the layer reads this call so: a whole sequence in bfloat16 on CUDA without documents, windows or a state,
+    padded only where it is causal, by maps that no adapter, hook or sharding has taken over.
     """
     config, x, tokens = layer.config, call.x, call.tokens
     if not (available(x) and type(layer.prior) is SoftmaxPrior and call.memory is None):
         return False
     if config.backend not in ("auto", "sdpa") or config.window is not None or config.value_logexp_cap is not None:
         return False
-    if tokens.keep is not None or tokens.document is not None or x.shape[0] == 0 or x.shape[1] < 2:
+    if tokens.document is not None or x.shape[0] == 0 or x.shape[1] < 2:
+        return False
+    if tokens.keep is not None and not config.causal:  # a key behind all kept ones is hidden by causality alone
         return False
     if layer.gate.per_head or _dtype(x) != DTYPE or exporting() or transformed(x):
         return False
@@ -42,12 +44,39 @@ def fits(layer, call: Call) -> bool:
     return _kernel(x.device.index or 0, *sizes) is not None
 
 
-def mixed(layer, x: Float[Tensor, "b t d"], features: Float[Tensor, "b t f"]) -> Float[Tensor, "b t h dv"]:
-    """o = g ((1 - lambda) mean + lambda F), as `TwoLevelGate.mixed` of the prior's read.             (Eq. 4, 10, 11)"""
+def mixed(layer, call: Call, features: Float[Tensor, "b t f"]) -> Float[Tensor, "b t h dv"]:
+    """o = g ((1 - lambda) mean + lambda F), as `TwoLevelGate.mixed` of the prior's read.             (Eq. 4, 10, 11)
+
+    Of padded rows the kept tokens are read first, as a row that ends there: no kept token sees one behind it.
+    """
+    values = None if layer.value_scale is None else layer.modulated(call.x, features)
+    keep = call.tokens.keep
+    if keep is None:
+        return _mixed(layer, call.x, features, values)
+    order = keep.long().argsort(dim=1, descending=True, stable=True)
+    back = order.argsort(1)
+    features, values = (None if y is None else _Reordered.apply(y, order, back) for y in (features, values))
+    return _Reordered.apply(_mixed(layer, call.x, features, values), back, order)
+
+
+class _Reordered(torch.autograd.Function):
+    """The tokens of each row in another order, y_t = x_{order_t}; its gradient is the way back, without a sum."""
+
+    @staticmethod
+    def forward(ctx, x, order, back):
+        ctx.save_for_backward(back, order)
+        return x.take_along_dim(order.view(*order.shape, *[1] * (x.ndim - 2)), 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Reordered.apply(grad, *ctx.saved_tensors), None, None
+
+
+def _mixed(layer, x: Tensor, features: Tensor, values: Tensor | None) -> Float[Tensor, "b t h dv"]:
+    """`mixed` of rows without padding. x says dtype, device and length alone."""
     from fem.ops.softmax.fused.mixed_read import Form, mixed_read
 
     config, gate, dtype = layer.config, layer.gate, _dtype(x)
-    values = None if layer.value_scale is None else layer.modulated(x, features)
     first, second = _first_maps(layer), []
     for projection in (gate.inner, gate.outer):
         slim = isinstance(projection, SlimProjection)

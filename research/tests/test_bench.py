@@ -164,7 +164,7 @@ def test_a_mixer_that_runs_out_of_memory_or_whose_library_fails_is_left_out(monk
     real = workloads.workload
 
     def some_fail(case, named, device):
-        return workloads.Workload(fail, fail, 0) if named == name else real(case, named, device)
+        return workloads.Workload(fail, fail, fail, 0) if named == name else real(case, named, device)
 
     monkeypatch.setattr(workloads, "workload", some_fail)
     monkeypatch.setattr(workloads, "runs", lambda case, name, device: True)

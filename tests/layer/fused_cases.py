@@ -54,9 +54,9 @@ def exact(layer):
     return twin
 
 
-def trained(layer, x, gradient):
+def trained(layer, x, gradient, **marks):
     x = x.detach().requires_grad_()
-    y = layer(x)
+    y = layer(x, **marks)
     return [y, *torch.autograd.grad(y, [x, *layer.parameters()], gradient.to(y.dtype), materialize_grads=True)]
 
 
@@ -99,6 +99,21 @@ def test_values_of_any_span_are_read_exactly(name, values, monkeypatch):
     fused_on_cpu.install(monkeypatch)
     found = errors(layer, torch.randn(2, 19, 20))
     assert max(found.values()) < (2e-3 if values in ("nearly equal", "offset") else 5e-5), found
+
+
+@pytest.mark.parametrize("name", ["full", "slim, grouped, conditioner"])
+def test_masking_a_token_equals_deleting_it(name, monkeypatch):
+    """Rows padded on the left, on the right, and with a hole; NaN stands in masked tokens."""
+    layer, x = build(LAYERS[name]), torch.randn(3, 19, 20)
+    keep = torch.ones(3, 19, dtype=torch.bool)
+    keep[0, :5] = keep[1, 12:] = keep[2, 7:9] = False
+    gradient = torch.randn(3, 19, 20) * keep[..., None]
+    wanted = trained(exact(layer), x.double(), gradient, attention_mask=keep)
+    fused_on_cpu.install(monkeypatch)
+    found = trained(layer, x.masked_fill(~keep[..., None], torch.nan), gradient, attention_mask=keep)
+    wanted[0], found[0] = (y.masked_fill(~keep[..., None], 0) for y in (wanted[0], found[0]))
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).norm() < 2e-5 * other.norm().clamp_min(1e-2 * gradient.norm())
 
 
 @pytest.mark.parametrize("time", [2, 67])

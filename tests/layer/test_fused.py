@@ -81,14 +81,20 @@ def test_layers_of_other_forms_do_not_fit(there, fields):
 @pytest.mark.parametrize(
     "marks",
     [
-        {"attention_mask": torch.ones(2, 5, dtype=torch.bool)},
         {"segment_ids": torch.zeros(2, 5, dtype=torch.long)},
         {"return_state": True},
     ],
 )
-def test_masks_documents_and_states_do_not_fit(there, marks):
+def test_documents_and_states_do_not_fit(there, marks):
     layer = build()
     assert not fused_layer.fits(layer, call(layer, torch.randn(2, 5, 16).bfloat16(), **marks))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding_fits_where_causality_hides_it(there, causal):
+    layer = build(causal=causal)
+    marks = {"attention_mask": torch.ones(2, 5, dtype=torch.bool)}
+    assert fused_layer.fits(layer, call(layer, torch.randn(2, 5, 16).bfloat16(), **marks)) is causal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -126,7 +126,7 @@ def doubtful_queries_backward_kernel(
         there, kv_head = channel < FREE, head // GROUP
         SOURCE: tl.constexpr = FREE if SHARED else MEAN + FREE
         FREE_AT: tl.constexpr = 0 if SHARED else MEAN
-        _, narrow, rate = load_scheme(scheme, beta, batch, kv_head, heads // GROUP, FREE, channel, there)
+        _shift, narrow, rate = load_scheme(scheme, beta, batch, kv_head, heads // GROUP, FREE, channel, there)
         of_beta = tl.zeros((CHANNELS,), tl.float32)
         for row in range(first * TILE, min((first + FLAGS) * TILE, time)):
             token, query, lse_row, doubtful = load_row(
@@ -171,7 +171,7 @@ def doubtful_keys_backward_kernel(
         there = channel < FREE
         SOURCE: tl.constexpr = FREE if SHARED else MEAN + FREE
         FREE_AT: tl.constexpr = 0 if SHARED else MEAN
-        _, narrow, rate = load_scheme(scheme, beta, batch, kv_head, heads // GROUP, FREE, channel, there)
+        _shift, narrow, rate = load_scheme(scheme, beta, batch, kv_head, heads // GROUP, FREE, channel, there)
         for block in range(tl.program_id(1), tl.cdiv(time, KEYS), tl.num_programs(1)):
             key = block * KEYS + tl.arange(0, KEYS)
             keys, f, key_token, keys_in, f_in = load_keys(

@@ -181,7 +181,7 @@ def pack_backward_kernel(
     heads = tl.num_programs(0)
     channel, row = tl.arange(0, COLUMNS), tile * ROWS + tl.arange(0, ROWS)
     there = channel < FREE
-    shift, _, rate = load_scheme(scheme, beta, batch, head, heads, FREE, channel, there)
+    shift, _narrow, rate = load_scheme(scheme, beta, batch, head, heads, FREE, channel, there)
     token = (batch * time + row).to(tl.int64)[:, None]
     inside = (row < time)[:, None] & there[None]
     source = token * v_row + head * SOURCE + channel[None]
