@@ -9,11 +9,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem.call import Call
+from fem.config import FreeEnergyMixerConfig
 from fem.gates import SlimProjection
-from fem.ops.common.precision import without_autocast
 from fem.ops.common.steps import exporting
 from fem.ops.common.transforms import transformed
 from fem.priors import SoftmaxPrior
+from fem.priors.kv_cache import append
 from fem.projection import Projection
 
 DTYPE = torch.bfloat16  # e would leave float16's range, and fused attention has no float32
@@ -21,11 +22,14 @@ _TRITON = find_spec("triton") is not None and torch.version.hip is None
 
 
 def fits(layer, call: Call) -> bool:
-    """Whether the layer reads this call so: a whole sequence in bfloat16 on CUDA without documents, windows or a state,
-    padded only where it is causal, by maps that no adapter, hook or sharding has taken over.
+    """Whether the layer reads this call so: a whole sequence in bfloat16 on CUDA without documents, windows or a state
+    before it, by maps that no adapter, hook or sharding has taken over. Padded where it is causal and returns no state;
+    a state is returned where no gradient is wanted.
     """
     config, x, tokens = layer.config, call.x, call.tokens
-    if not (available(x) and type(layer.prior) is SoftmaxPrior and call.memory is None):
+    if not (available(x) and type(layer.prior) is SoftmaxPrior) or call.memory:
+        return False
+    if call.memory is not None and (torch.is_grad_enabled() or tokens.keep is not None):
         return False
     if config.backend not in ("auto", "sdpa") or config.window is not None or config.value_logexp_cap is not None:
         return False
@@ -44,19 +48,35 @@ def fits(layer, call: Call) -> bool:
     return _kernel(x.device.index or 0, *sizes) is not None
 
 
-def mixed(layer, call: Call, features: Float[Tensor, "b t f"]) -> Float[Tensor, "b t h dv"]:
-    """o = g ((1 - lambda) mean + lambda F), as `TwoLevelGate.mixed` of the prior's read.             (Eq. 4, 10, 11)
+def mixed(
+    layer, call: Call, features: Float[Tensor, "b t f"]
+) -> tuple[Float[Tensor, "b t h dv"], dict[str, Tensor] | None]:
+    """o = g ((1 - lambda) mean + lambda F), as `TwoLevelGate.mixed` of the prior's read, and the prior's memory after
+    it, None where the call returns no state.                                                         (Eq. 4, 10, 11)
 
     Of padded rows the kept tokens are read first, as a row that ends there: no kept token sees one behind it.
     """
+    from fem.ops.softmax.fused.mixed_read import mixed_read, prefill  # by Triton, which the library does not require
+
     values = None if layer.value_scale is None else layer.modulated(call.x, features)
     keep = call.tokens.keep
+    if call.memory is not None:
+        o, k, v = prefill(*_arguments(layer, call.x, features, values))
+        v, free_values = _pair(layer.config, v)
+        return o, append({}, k, v, layer.temperature(call.x), call.tokens, False, free_values)
     if keep is None:
-        return _mixed(layer, call.x, features, values)
+        return mixed_read(*_arguments(layer, call.x, features, values)), None
     order = keep.long().argsort(dim=1, descending=True, stable=True)
     back = order.argsort(1)
     features, values = (None if y is None else _Reordered.apply(y, order, back) for y in (features, values))
-    return _Reordered.apply(_mixed(layer, call.x, features, values), back, order)
+    return _Reordered.apply(mixed_read(*_arguments(layer, call.x, features, values)), back, order), None
+
+
+def _pair(config: FreeEnergyMixerConfig, v: Float[Tensor, "b t h dv"]) -> tuple[Tensor, Tensor | None]:
+    """The values whose mean is read, and those whose free energy is read; None: the same ones."""
+    if config.free_share is not None:
+        return v.split([config.value_width - config.free_width, config.free_width], -1)
+    return (v[..., :0], v) if config.free_alone else (v, None)
 
 
 class _Reordered(torch.autograd.Function):
@@ -72,9 +92,9 @@ class _Reordered(torch.autograd.Function):
         return _Reordered.apply(grad, *ctx.saved_tensors), None, None
 
 
-def _mixed(layer, x: Tensor, features: Tensor, values: Tensor | None) -> Float[Tensor, "b t h dv"]:
-    """`mixed` of rows without padding. x says dtype, device and length alone."""
-    from fem.ops.softmax.fused.mixed_read import Form, mixed_read
+def _arguments(layer, x: Tensor, features: Tensor, values: Tensor | None) -> tuple:
+    """What `mixed_read` is called with. x says dtype, device and length alone."""
+    from fem.ops.softmax.fused.mixed_read import Form
 
     config, gate, dtype = layer.config, layer.gate, _dtype(x)
     first, second = _first_maps(layer), []
@@ -93,9 +113,8 @@ def _mixed(layer, x: Tensor, features: Tensor, values: Tensor | None) -> Float[T
     turns = _tables(layer.prior, x) if config.use_rope else (None, None)
     beta = layer.temperature(x) if free else None
     beta = None if beta is None else beta.float().contiguous()
-    with without_autocast(x.device):
-        tensors = [None if y is None else y.to(dtype).contiguous() for y in (features, weight, bias, values, *second)]
-        return mixed_read(form, config.key_width**-0.5, config.eps, *tensors, beta, *turns)
+    tensors = [None if y is None else y.to(dtype).contiguous() for y in (features, weight, bias, values, *second)]
+    return form, config.key_width**-0.5, config.eps, *tensors, beta, *turns
 
 
 def available(x: Tensor) -> bool:

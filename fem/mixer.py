@@ -84,7 +84,7 @@ class FreeEnergyMixer(AsksNoDecay, nn.Module):
         call = Call.open(self, x, attention_mask, segment_ids, state, return_state)
         f, hidden = self.features(call.x, call.tokens, call.hidden)  # [x, h]                     Eq. 33
         if fused_layer.fits(self, call):
-            o, memory = fused_layer.mixed(self, call, f), None  # the next four lines in few launches
+            o, memory = fused_layer.mixed(self, call, f)  # the next four lines in few launches
         else:
             beta = self.temperature(call.x)
             v, free_values = self.values(call.x, f, beta)  # v (1 + eta)                          Eq. 34b

@@ -116,6 +116,19 @@ def test_masking_a_token_equals_deleting_it(name, monkeypatch):
         assert (one - other).norm() < 2e-5 * other.norm().clamp_min(1e-2 * gradient.norm())
 
 
+@pytest.mark.parametrize("name", ["full", "split, conditioner", "F alone", "grouped heads", "attention"])
+def test_tokens_go_on_from_a_fused_prefill(name, monkeypatch):
+    layer, x = build(LAYERS[name]), torch.randn(2, 19, 20)
+    with torch.no_grad():
+        wanted = exact(layer)(x.double())
+        fused_on_cpu.install(monkeypatch)
+        y, state = layer(x[:, :12], return_state=True)
+        z, state = layer(x[:, 12:18], state=state, return_state=True)
+        last, _ = layer(x[:, 18:], state=state, return_state=True)
+    found = torch.cat([y, z, last], 1)
+    assert (found - wanted).norm() < 1e-5 * wanted.norm()
+
+
 @pytest.mark.parametrize("time", [2, 67])
 def test_sequences_of_any_length_over_several_tiles(time, monkeypatch):
     layer = build({}, width=40, heads=1)  # 16 tokens a tile

@@ -82,12 +82,18 @@ def test_layers_of_other_forms_do_not_fit(there, fields):
     "marks",
     [
         {"segment_ids": torch.zeros(2, 5, dtype=torch.long)},
-        {"return_state": True},
     ],
 )
-def test_documents_and_states_do_not_fit(there, marks):
+def test_documents_do_not_fit(there, marks):
     layer = build()
     assert not fused_layer.fits(layer, call(layer, torch.randn(2, 5, 16).bfloat16(), **marks))
+
+
+def test_a_state_is_returned_where_no_gradient_is_wanted(there):
+    layer, x = build(), torch.randn(2, 5, 16).bfloat16()
+    assert not fused_layer.fits(layer, call(layer, x, return_state=True))
+    with torch.no_grad():
+        assert fused_layer.fits(layer, call(layer, x, return_state=True))
 
 
 @pytest.mark.parametrize("causal", [True, False])

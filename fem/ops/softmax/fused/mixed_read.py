@@ -119,6 +119,16 @@ def mixed_read(
     return _MixedRead.apply(*tensors, form, scale, eps)
 
 
+def prefill(form: Form, scale: float, eps: float, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """`mixed_read` without a gradient, and the turned keys and the values that a cache keeps, (B, T, H_kv, .)."""
+    if torch.compiler.is_compiling():
+        o, joint, *_ = _operator(*tensors, list(map(int, form)), scale, eps)
+    else:
+        o, joint, *_ = _forward(*tensors, form, scale, eps)
+    _, k, v, *_ = form.parts(joint)
+    return o, k, tensors[3] if v is None else v
+
+
 _TENSORS = 11
 
 
