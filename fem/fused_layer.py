@@ -17,6 +17,7 @@ from fem.priors import SoftmaxPrior
 from fem.priors.kv_cache import append
 from fem.projection import Projection
 
+_MOST_ROWS, _MOST_TOKENS = 65535, 2**18  # the axes of a CUDA grid hold 65,535 programs, of at least 4 tokens each
 DTYPE = torch.bfloat16  # e would leave float16's range, and fused attention has no float32
 _TRITON = find_spec("triton") is not None and torch.version.hip is None
 
@@ -33,7 +34,7 @@ def fits(layer, call: Call) -> bool:
         return False
     if config.backend not in ("auto", "sdpa") or config.window is not None or config.value_logexp_cap is not None:
         return False
-    if tokens.document is not None or x.shape[0] == 0 or x.shape[1] < 2:
+    if tokens.document is not None or not (0 < x.shape[0] <= _MOST_ROWS and 2 <= x.shape[1] <= _MOST_TOKENS):
         return False
     if tokens.keep is not None and not config.causal:  # a key behind all kept ones is hidden by causality alone
         return False

@@ -351,8 +351,8 @@ def _rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin
     batch, time, heads, width = q.shape
     half = triton.next_power_of_2(width // 2)
     rows = max(1, NUMBERS // half)
-    K.rotate_kernel[(heads + k.shape[2], triton.cdiv(batch * time, rows))](
-        q, k, q_out, k_out, cos, sin, batch * time, time, *map(_row, (q, k, q_out, k_out)), heads,
+    K.rotate_kernel[((heads + k.shape[2]) * triton.cdiv(batch * time, rows),)](
+        q, k, q_out, k_out, cos, sin, batch * time, time, *map(_row, (q, k, q_out, k_out)), heads, k.shape[2],
         WIDTH=width, SIGN=sign, ROWS=rows, HALF=half,
     )  # fmt: skip
 
