@@ -24,7 +24,7 @@ B, H, K, V, F = 2, 2, 3, 4, 3
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(backend, "_FOUND", {"fla": True, "mamba_ssm": True})
+    monkeypatch.setattr(backend, "_FOUND", {"fla": True, "mamba_ssm": True, "triton": True})
     monkeypatch.setattr(of_keys, "kernel", fla_reference.gla)
     monkeypatch.setattr(of_sums, "kernel", fla_reference.hgrn)
     monkeypatch.setattr(of_ssm, "kernel", fla_reference.selective_scan)
@@ -155,7 +155,7 @@ from fem.ops.decay_scan import composed as of_sums
 from fem.ops.linear_attention import composed as of_keys
 from fem.ops.ssm import composed as of_ssm
 torch.set_num_threads(1)
-backend._FOUND = {"fla": True, "mamba_ssm": True}
+backend._FOUND = {"fla": True, "mamba_ssm": True, "triton": True}
 of_keys.kernel, of_sums.kernel, of_ssm.kernel = fla_reference.gla, fla_reference.hgrn, fla_reference.selective_scan
 for prior in ("linear", "gla", "rnn_softmax", "rnn_decay", "mamba", "mamba_interactive"):
     fields = {"n_embd": 16, "n_head": 2, "prior_type": prior}

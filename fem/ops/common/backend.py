@@ -10,9 +10,9 @@ import torch
 
 from fem.prior_table import BACKENDS
 
-_PACKAGES = {"fla": "fla-core", "mamba_ssm": "mamba-ssm"}  # by module
-_INSTALL = {"fla": "pip install fla-core einops", "mamba_ssm": "pip install mamba-ssm"}
-_FOUND = {module: find_spec(module) is not None for module in _INSTALL}
+_PACKAGES = {"fla": "fla-core", "triton": "triton"}  # by module
+_INSTALL = {"fla": "pip install fla-core einops", "triton": "pip install triton"}
+_FOUND = {module: find_spec(module) is not None for module in (*_INSTALL, "mamba_ssm")}
 _MISSED: set[str] = set()  # which the user was told of
 
 
@@ -39,10 +39,10 @@ def softmax_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
 
 
 def scan_backend(backend: str, device: torch.device, dtype: torch.dtype, module: str = "fla") -> str:
-    """The backend of a scan on `device`: "plain", "triton" (the kernels of a package) or "reference".
+    """The backend of a scan on `device`: "plain", "triton" (the kernels of a package or our own) or "reference".
 
-    module: "fla", flash-linear-attention, or "mamba_ssm". "auto" takes its kernels on CUDA in all but float64, where
-    it is installed, and the plain form elsewhere.
+    module: "fla", flash-linear-attention, or "triton", by which a scan has a kernel of our own. "auto" takes kernels on
+    CUDA in all but float64, where that is installed, and the plain form elsewhere.
     Raises ValueError on an unknown name, or one that scans do not have or that cannot run here.
     """
     _check(backend)
@@ -57,6 +57,11 @@ def scan_backend(backend: str, device: torch.device, dtype: torch.dtype, module:
     if backend == "auto":
         return "triton" if device.type == "cuda" and has_kernels and _installed(module, warned=True) else "plain"
     return backend
+
+
+def has_mamba() -> bool:
+    """Whether mamba-ssm is installed, whose selective scan is taken before our own."""
+    return _FOUND["mamba_ssm"]
 
 
 def _installed(module: str, warned: bool = False) -> bool:

@@ -1,10 +1,11 @@
-"""The read of a state space model by the kernel of mamba-ssm: stateless reads of rows of one document."""
+"""The read of a state space model by a kernel: mamba-ssm's, or our own where it is missing and for documents."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from fem.ops.common.backend import has_mamba
 from fem.ops.common.composed import LEAST, opaque, pack, proven, unpack
 from fem.ops.common.read import Terms
 from fem.ops.common.scaled_sums import start_of
@@ -24,19 +25,31 @@ def kernel(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tens
 
 def _read(*tensors: Tensor | None) -> list[Tensor]:
     inputs = Inputs(*tensors)
-    delta, a, b, c, skip, v, beta = inputs[:7]
+    delta, _a, b, c, _skip, v, beta = inputs[:7]
     values, e, *shift = pack(v, v, beta)
     items = [*(x for x in (values, e) if x is not None), torch.ones_like(values)]
-    parts = len(items)
-    time_last = lambda x: x.transpose(1, 2).contiguous()  # noqa: E731
-    u, steps, b_of, c_of = map(time_last, (torch.cat(items, -1), delta.repeat(1, 1, parts), b, c))
-    sums = kernel(u, steps, a.T.repeat(parts, 1), b_of, c_of, skip.repeat(parts))
-    *of_items, weight = time_last(sums).chunk(parts, -1)
+    sums = (_by_mamba if inputs.opens is None and has_mamba() else _by_ours)(torch.cat(items, -1), len(items), inputs)
+    *of_items, weight = sums.chunk(len(items), -1)
     # What is flushed to 0 is a factor below e^-87 of the others: inputs delta b, decays, c.
     most = c.sum(-1, keepdim=True) * (1 + delta.amax()) * (1 + b.amax())
     least = (LEAST * most.clamp_min(1.0)).detach()
     terms, rows, entries = unpack(weight, of_items[0], None if e is None else of_items[1], *shift, least)
     return proven(terms, rows, entries, torch.ones_like(rows), lambda: _plain(inputs))
+
+
+def _by_mamba(items: Tensor, streams: int, inputs: Inputs) -> Tensor:
+    delta, a, b, c, skip = inputs[:5]
+    time_last = lambda x: x.transpose(1, 2).contiguous()  # noqa: E731
+    u, steps, b_of, c_of = map(time_last, (items, delta.repeat(1, 1, streams), b, c))
+    return time_last(kernel(u, steps, a.T.repeat(streams, 1), b_of, c_of, skip.repeat(streams)))
+
+
+def _by_ours(items: Tensor, streams: int, inputs: Inputs) -> Tensor:
+    from fem.ops.ssm.sequential import sequential_scan  # by Triton, which the library does not require
+
+    delta, a, b, c, skip = inputs[:5]
+    sums = sequential_scan(delta, a, b, c, delta.repeat(1, 1, streams) * items, inputs.opens)
+    return sums + skip.repeat(streams) * items
 
 
 def _plain(inputs: Inputs) -> Terms:

@@ -63,10 +63,8 @@ def ssm_read(
 
 def ssm_terms(delta, A, B, C, D, v, beta, logs, call: ScanCall) -> tuple[Terms, dict[str, Tensor] | None]:
     """`ssm_read` as normalised terms with the logarithm of their total weight, and the state, if wanted."""
-    backend = scan_backend(call.backend, v.device, compute_dtype(v, delta, A, B, C, D), "mamba_ssm")
-    documents = call.tokens is not None and call.tokens.start is not None
-    takes = not documents and A.shape[-1] <= MOST_STATES
-    if backend == "triton" and takes and fused(call, delta, A, B, C, D, v, beta, *(logs or ())):
+    backend = scan_backend(call.backend, v.device, compute_dtype(v, delta, A, B, C, D), "triton")
+    if backend == "triton" and A.shape[-1] <= MOST_STATES and fused(call, delta, A, B, C, D, v, beta, *(logs or ())):
         inputs = _inputs(A, D, delta, B, C, v, *(logs or (None, None, None)), beta, call.tokens)
         return _masked(Terms(*composed(*inputs)), v.shape, call.tokens), None
     inputs = (delta, B, C, v, *(logs or (None, None, None)))

@@ -79,7 +79,8 @@ def load_scheme(scheme, beta, batch, head, heads, FREE: tl.constexpr, channel, t
 def rotate_kernel(
     q, k, q_out, k_out, cos, sin, rows, time,
     q_row: tl.constexpr, k_row: tl.constexpr, q_out_row: tl.constexpr, k_out_row: tl.constexpr,
-    heads: tl.constexpr, kv_heads: tl.constexpr, WIDTH: tl.constexpr, SIGN: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
+    heads: tl.constexpr, kv_heads: tl.constexpr, WIDTH: tl.constexpr, SIGN: tl.constexpr, ROWS: tl.constexpr,
+    HALF: tl.constexpr,
 ):  # fmt: skip
     """y_j = x_j cos - x_{j+d/2} sin, y_{j+d/2} = x_{j+d/2} cos + x_j sin, of queries and keys; SIGN -1 turns back.
 

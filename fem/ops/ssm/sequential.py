@@ -1,0 +1,149 @@
+"""The scan of a selective state space model by Triton, one token after another: for a GPU without mamba-ssm.
+
+    h_tn = e^{delta_t a_n} h_{t-1,n} + b_tn u_t        y_t = sum_n c_tn h_tn
+
+A program holds the N states of BLOCK columns of a row in registers. The items u have several streams of W columns, such
+as [v | e | 1], which share delta and a: column j has those of channel j mod W. The backward keeps the states before
+every 64th token, and computes the others again. Where a document opens, the states before it are forgotten.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+CHUNK = 64  # tokens between states that are kept
+BLOCK = 32  # columns of a program
+
+
+@triton.jit
+def decay_of(delta, a, opens, token, W, channel, live, HAS_OPENS: tl.constexpr):
+    """delta_t of the columns, and e^{delta_t a}, (N, BLOCK); 0 where a document opens."""
+    step = tl.load(delta + token * W + channel, live, other=0.0)
+    decay = tl.exp(step[None, :] * a)
+    if HAS_OPENS:
+        decay = tl.where(tl.load(opens + token) != 0, 0.0, decay)
+    return step, decay
+
+
+@triton.jit
+def scan_kernel(
+    delta, a, b, c, u, opens, y, kept, T, W, D,
+    N: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, HAS_OPENS: tl.constexpr,
+):  # fmt: skip
+    """y, and the states before every CHUNK-th token: kept (B, chunks, N, D)."""
+    row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    state, channel, live = tl.arange(0, STATES), column % W, column < D
+    exists, both = state < N, (state < N)[:, None] & live[None, :]
+    rate = tl.load(a + state[:, None] * W + channel[None, :], both, other=0.0)
+    h = tl.zeros((STATES, BLOCK), tl.float32)
+    chunks = (T + CHUNK - 1) // CHUNK
+    for t in range(T):
+        token = row * T + t
+        if t % CHUNK == 0:
+            tl.store(kept + ((row * chunks + t // CHUNK) * N + state[:, None]) * D + column[None, :], h, both)
+        _, decay = decay_of(delta, rate, opens, token, W, channel, live, HAS_OPENS)
+        item = tl.load(u + token * D + column, live, other=0.0)
+        into = tl.load(b + token * N + state, exists, other=0.0)
+        out = tl.load(c + token * N + state, exists, other=0.0)
+        h = decay * h + into[:, None] * item[None, :]
+        tl.store(y + token * D + column, tl.sum(out[:, None] * h, 0), live)
+
+
+@triton.jit
+def scan_backward_kernel(
+    delta, a, b, c, u, opens, kept, d_y, scratch, d_delta, d_a, d_b, d_c, d_u, T, W, D, TOKENS,
+    N: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, HAS_OPENS: tl.constexpr,
+):  # fmt: skip
+    """Gradients, with g_t = c_t dy_t + e^{delta_{t+1} a} g_{t+1}: du = sum_n b g, db = g u, dc = h dy,
+    d(delta a) = g e^{delta a} h_{t-1}. d_b and d_c have a part for each block of columns, d_delta and d_a one a column.
+    """
+    row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    state, channel, live = tl.arange(0, STATES), column % W, column < D
+    exists, both = state < N, (state < N)[:, None] & live[None, :]
+    rate = tl.load(a + state[:, None] * W + channel[None, :], both, other=0.0)
+    cell = state[:, None] * D + column[None, :]
+    g, of_a = tl.zeros((STATES, BLOCK), tl.float32), tl.zeros((STATES, BLOCK), tl.float32)
+    chunks = (T + CHUNK - 1) // CHUNK
+    part = tl.program_id(0).to(tl.int64) * TOKENS
+    for k in range(chunks):
+        chunk = chunks - 1 - k
+        h = tl.load(kept + (row * chunks + chunk) * N * D + cell, both, other=0.0)
+        for i in range(CHUNK):  # the states before each token of the chunk
+            t = chunk * CHUNK + i
+            if t < T:
+                token = row * T + t
+                tl.store(scratch + (row * CHUNK + i) * N * D + cell, h, both)
+                _, decay = decay_of(delta, rate, opens, token, W, channel, live, HAS_OPENS)
+                item = tl.load(u + token * D + column, live, other=0.0)
+                into = tl.load(b + token * N + state, exists, other=0.0)
+                h = decay * h + into[:, None] * item[None, :]
+        tl.debug_barrier()
+        for j in range(CHUNK):
+            i = CHUNK - 1 - j
+            t = chunk * CHUNK + i
+            if t < T:
+                token = row * T + t
+                before = tl.load(scratch + (row * CHUNK + i) * N * D + cell, both, other=0.0)
+                step, decay = decay_of(delta, rate, opens, token, W, channel, live, HAS_OPENS)
+                item = tl.load(u + token * D + column, live, other=0.0)
+                dy = tl.load(d_y + token * D + column, live, other=0.0)
+                into = tl.load(b + token * N + state, exists, other=0.0)
+                out = tl.load(c + token * N + state, exists, other=0.0)
+                h = decay * before + into[:, None] * item[None, :]
+                g += out[:, None] * dy[None, :]
+                tl.store(d_c + (part + token) * N + state, tl.sum(h * dy[None, :], 1), exists)
+                tl.store(d_b + (part + token) * N + state, tl.sum(g * item[None, :], 1), exists)
+                tl.store(d_u + token * D + column, tl.sum(g * into[:, None], 0), live)
+                g = g * decay
+                through = g * before
+                tl.store(d_delta + token * D + column, tl.sum(through * rate, 0), live)
+                of_a += through * step[None, :]
+        tl.debug_barrier()  # the next chunk writes to the same scratch
+    tl.store(d_a + row * N * D + cell, of_a, both)
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, delta, a, b, c, u, opens):
+        delta, a, b, c, u = (x.float().contiguous() for x in (delta, a, b, c, u))
+        (batch, time, columns), (states, width) = u.shape, a.shape
+        y, kept = torch.empty_like(u), u.new_empty(batch, triton.cdiv(time, CHUNK), states, columns)
+        marks = u if opens is None else opens.to(torch.int8).contiguous()
+        ctx.sizes = {"N": states, "STATES": triton.next_power_of_2(states), "BLOCK": BLOCK, "CHUNK": CHUNK}
+        ctx.sizes["HAS_OPENS"] = opens is not None
+        ctx.grid = (triton.cdiv(columns, BLOCK), batch)
+        scan_kernel[ctx.grid](delta, a, b, c, u, marks, y, kept, time, width, columns, **ctx.sizes)
+        ctx.save_for_backward(delta, a, b, c, u, marks, kept)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        delta, a, b, c, u, marks, kept = ctx.saved_tensors
+        (batch, time, columns), (states, width) = u.shape, a.shape
+        d_delta, d_u = torch.empty_like(u), torch.empty_like(u)
+        d_a = u.new_empty(batch, states, columns)
+        d_b, d_c = (u.new_empty(ctx.grid[0], *b.shape) for _ in "bc")
+        scratch = u.new_empty(batch, CHUNK, states, columns)
+        scan_backward_kernel[ctx.grid](
+            delta, a, b, c, u, marks, kept, grad.contiguous(), scratch, d_delta, d_a, d_b, d_c, d_u, time, width,
+            columns, batch * time, **ctx.sizes,
+        )  # fmt: skip
+        streams = (columns // width, width)
+        of_streams = lambda d, dim: d.unflatten(-1, streams).sum(dim)  # noqa: E731
+        return of_streams(d_delta, -2), of_streams(d_a, (0, -2)), d_b.sum(0), d_c.sum(0), d_u, None
+
+
+def sequential_scan(
+    delta: Float[Tensor, "b t w"],
+    a: Float[Tensor, "n w"],
+    b: Float[Tensor, "b t n"],
+    c: Float[Tensor, "b t n"],
+    u: Float[Tensor, "b t d"],
+    opens: Bool[Tensor, "b t"] | None,
+) -> Float[Tensor, "b t d"]:
+    """y in float32, of items whose d columns are streams of w, differentiable once. opens: where a document begins."""
+    return _Scan.apply(delta, a, b, c, u, opens)
