@@ -11,6 +11,7 @@ from fem.prior_table import BACKENDS, known_priors
 
 AUTHORS_BACKENDS = {"auto": "auto", "naive": "plain", "flash": "sdpa", **{name: name for name in BACKENDS}}
 DECAYS = ("scalar", "head", "channel")
+MLPS = ("narrowed", "kept")  # beside a mixer with more parameters than attention: to make up for them, or as it is
 
 WIDTHS = ("fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio")
 WHOLE = ("n_embd", "n_head", "ssm_rank")
