@@ -11,6 +11,7 @@ from fem.prior_table import BACKENDS, known_priors
 
 AUTHORS_BACKENDS = {"auto": "auto", "naive": "plain", "flash": "sdpa", **{name: name for name in BACKENDS}}
 DECAYS = ("scalar", "head", "channel")
+MLPS = ("narrowed", "kept")  # beside a mixer with more parameters than attention: to make up for them, or as it is
 
 WIDTHS = ("fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio")
 WHOLE = ("n_embd", "n_head", "ssm_rank")
@@ -58,7 +59,7 @@ class FreeEnergyMixerConfig:
     prior_type: a key of `fem.PRIORS`. n_kv_head and window belong to the softmax prior, decay to gla,
     ssm_rank to mamba. normalize=False leaves the score of a scan prior unnormalised.
     use_conv, use_lse, use_temperature, use_outer_gate: the paper's C, L, T, G. T needs L and switches it on; L without
-    T reads F alone, at beta 1.
+    T reads F alone, at beta 1, or with keep_lambda=True mixes mean and F there by lambda, as the authors' file does.
     gate_rank: lambda and g come from full maps D x d (None, the paper's), from two maps D x r and r x d (r), or are
     one number per head (0). A slim gate leaves `matched` more width for the values.
     beta_max_init: beta starts at softplus(beta_max_init); lambda_init: bias of the lambda projection at the start.
@@ -99,6 +100,7 @@ class FreeEnergyMixerConfig:
     use_temperature: bool = True
     use_lse: bool = True
     use_outer_gate: bool = True
+    keep_lambda: bool = False
     gate_rank: int | None = None
     beta_max_init: float = 1.8
     lambda_init: float = 0.0
@@ -205,6 +207,11 @@ class FreeEnergyMixerConfig:
             if not self.use_rope or len(self.rope_frequencies) != planes:
                 wanted = f"one number for each of the {planes:g} planes of a head" if self.use_rope else "use_rope=True"
                 raise ValueError(f"rope_frequencies needs {wanted}, got {len(self.rope_frequencies)} numbers.")
+        if self.keep_lambda and (self.use_temperature or not self.use_lse or self.free_share is not None):
+            raise ValueError(
+                "keep_lambda is for use_lse=True, use_temperature=False and no free_share, got keep_lambda=True with "
+                f"use_lse={self.use_lse}, use_temperature={self.use_temperature} and free_share={self.free_share}."
+            )
         for name in ("free_share", "value_logexp_cap"):
             value = getattr(self, name)
             if value is not None and not self.use_lse:
@@ -240,7 +247,7 @@ class FreeEnergyMixerConfig:
             "rope_factor": (self.use_rope, "use_rope=True"),
             "p_t_to_fem_ratio": (values.get("qk_dim") is None, "qk_dim=None, which it would set"),
             "beta_max_init": (self.use_temperature, "use_temperature=True"),
-            "lambda_init": (self.learns_lambda, "use_temperature=True without free_share"),
+            "lambda_init": (self.learns_lambda, "use_temperature=True, or keep_lambda=True, without free_share"),
             "fem_ratio": (values.get("fem_dim") is None, "fem_dim=None, which it would set"),
             "gate_rank": (
                 self.learns_lambda or self.use_outer_gate,
@@ -279,7 +286,7 @@ class FreeEnergyMixerConfig:
     @property
     def free_alone(self) -> bool:
         """Whether every channel reads F and none the mean: a free energy without a lambda to mix it."""
-        mixed = self.use_temperature or not known_priors()[self.prior_type].takes_pairs
+        mixed = self.use_temperature or self.keep_lambda or not known_priors()[self.prior_type].takes_pairs
         return self.use_lse and self.free_share is None and not mixed
 
     @property
@@ -291,7 +298,7 @@ class FreeEnergyMixerConfig:
     @property
     def learns_lambda(self) -> bool:
         """Whether lambda mixes mean and free energy."""
-        return self.use_temperature and self.free_share is None
+        return (self.use_temperature or self.keep_lambda) and self.free_share is None
 
     @property
     def context_width(self) -> int:
@@ -328,11 +335,7 @@ class FreeEnergyMixerConfig:
         within 4 % of it. `config.linear_weights` is the total reached. Raises what the configuration raises, and
         ValueError where fields name a width.
         """
-        for name in WIDTHS:
-            if name in fields:
-                raise ValueError(
-                    f"matched solves the widths; leave out {name}, or build FreeEnergyMixerConfig directly."
-                )
+        _refuse_widths("matched", fields)
         start = cls(n_embd=n_embd, n_head=n_head, prior_type=prior_type, **fields)
         key_maps, step = known_priors()[prior_type].widths(start).key_maps, start._key_step
         nominal = _nearest_multiple(2 * n_embd / max(key_maps, 2), step)
@@ -365,6 +368,17 @@ class FreeEnergyMixerConfig:
         """
         return cls.matched(n_embd, n_head, prior_type, **split_fields(n_embd, prior_type, fields))
 
+    @classmethod
+    def paper(cls, n_embd: int, n_head: int, prior_type: str = "softmax", **fields) -> FreeEnergyMixerConfig:
+        """The authors' widths, for comparisons with the paper's tables; for most priors they are those of `matched`.
+
+        rnn_softmax (AFT) and rnn_decay: values as wide as the layer, d = D. mamba and mamba_interactive: d = 2 D / n,
+        n the full maps among value, output, lambda and gate, so D / 2 with all parts and D without any. Raises what
+        `matched` raises.
+        """
+        _refuse_widths("paper", fields)
+        return build_config(n_embd=n_embd, n_head=n_head, prior_type=prior_type, **paper_fields(prior_type, fields))
+
     def _nearest_width(self, **fields) -> FreeEnergyMixerConfig:
         """The configuration with these fields whose weights come nearest to 4 D^2, by bisection.
 
@@ -392,6 +406,12 @@ def build_config(**fields) -> FreeEnergyMixerConfig:
     return FreeEnergyMixerConfig(**fields) if set(WIDTHS) & fields.keys() else FreeEnergyMixerConfig.matched(**fields)
 
 
+def _refuse_widths(start: str, fields: dict) -> None:
+    for name in WIDTHS:
+        if name in fields:
+            raise ValueError(f"{start} solves the widths; leave out {name}, or build FreeEnergyMixerConfig directly.")
+
+
 def _readers() -> dict[str, list[str]]:
     """For each field that only some priors read, the names of these priors."""
     priors = known_priors()
@@ -414,6 +434,18 @@ def slim_fields(n_embd: int, prior_type: str, changes: dict) -> dict:
 def split_fields(n_embd: int, prior_type: str, changes: dict) -> dict:
     """The fields of `split`, any of them replaced by `changes`."""
     return slim_fields(n_embd, prior_type, {"use_conv": False, "free_share": 0.5} | changes)
+
+
+def paper_fields(prior_type: str, changes: dict) -> dict:
+    """`changes`, and the width of `paper` where it is another than that of `matched`."""
+    if prior_type in ("rnn_softmax", "rnn_decay"):
+        return {"fem_ratio": 1.0} | changes
+    if prior_type not in ("mamba", "mamba_interactive"):
+        return dict(changes)
+    mixed = changes.get("use_temperature", True) or changes.get("keep_lambda", False)
+    gates = (mixed and changes.get("free_share") is None) + changes.get("use_outer_gate", True)
+    full = gates if changes.get("gate_rank") is None else 0
+    return {"fem_ratio": 2 / (2 + full)} | changes
 
 
 def _nearest_multiple(width: float | int, step: int) -> int:

@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from fem.config import slim_fields, split_fields
+from fem.config import MLPS, paper_fields, slim_fields, split_fields
 from fem.models.configuration import FEMConfig
 from fem.models.modeling import FEMBlock
 from fem.priors import PRIORS
@@ -29,7 +29,9 @@ TRANSFORMER = {
     "mixer": {"use_conv": False, "use_lse": False, "use_temperature": False, "use_outer_gate": False},
 }
 # mixer fields of a width, a prior and the changes that a caller wants
-STARTS = {"": lambda width, prior, changes: changes, "-slim": slim_fields, "-split": split_fields}
+STARTS = {"": lambda width, prior, changes: changes, "-slim": slim_fields, "-split": split_fields} | {
+    "-paper": lambda width, prior, changes: paper_fields(prior, changes)
+}
 FAMILIES = {"transformer": ("softmax", lambda width, prior, changes: TRANSFORMER["mixer"] | changes)} | {
     f"fem-{'sm' if name == 'softmax' else name}{start}": (name, fields_of)
     for start, fields_of in STARTS.items()
@@ -40,13 +42,15 @@ PRESETS = tuple(f"{family}-{size}" for size in SIZES for family in FAMILIES)
 FIELDS_OF_MIXERS = ("prior_type", "layer_priors", "mixer")
 
 
-def preset(name: str, **changes) -> FEMConfig:
+def preset(name: str, *, mlp: str = "narrowed", **changes) -> FEMConfig:
     """The configuration called `name`, one of `PRESETS`, with the fields in `changes` replaced.
 
     Its SwiGLU is narrowed until the model has the parameters of the Transformer of the same size and changes, within
-    0.5 %, conditioner included. mixer={...} changes single mixer fields, as ablations do. Raises ValueError on
-    another name, and whatever `FEMConfig` raises.
+    0.5 %, conditioner included; with mlp="kept" it is as wide as the Transformer's, as in the paper. mixer={...}
+    changes single mixer fields, as ablations do. Raises ValueError on another name, and whatever `FEMConfig` raises.
     """
+    if mlp not in MLPS:
+        raise ValueError(f"mlp must be one of {', '.join(MLPS)}; got {mlp!r}.")
     if name not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}.")
     family, size = name.rsplit("-", 1)
@@ -56,7 +60,8 @@ def preset(name: str, **changes) -> FEMConfig:
     mixers = {"prior_type": prior} | {field: value for field, value in changes.items() if field in FIELDS_OF_MIXERS}
     if isinstance(changed := changes.get("mixer") or {}, dict):  # FEMConfig refuses what is none
         mixers["mixer"] = fields_of(transformer.hidden_size, prior, changed)
-    return with_parameters(FEMConfig(**sizes, **mixers), count_parameters(transformer))
+    config = FEMConfig(**sizes, **mixers)
+    return config if mlp == "kept" else with_parameters(config, count_parameters(transformer))
 
 
 def count_parameters(config: FEMConfig) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from fem.config import MLPS
 from fem.runs.recipes import require_not_negative, require_one_of, require_positive
 from fem.runs.run import option
 
@@ -22,6 +23,7 @@ class TrainRecipe:
     model: str = option(
         "{}", 'Other model fields than the preset\'s, as JSON: {"mixer": {"use_conv": false}}.', called="model_fields"
     )
+    mlp: str = option("narrowed", "SwiGLU: narrowed to a Transformer's parameters, or kept, as in the paper.")
     data: str = option("", "Text, .jsonl, .parquet, a folder of them, or a dataset of the hub.")
     subset: str | None = option(None, "Configuration of the hub dataset.")
     field: str = option("text", "Field of a record that has its text.")
@@ -67,6 +69,7 @@ class TrainRecipe:
         if self.vocabulary < SMALLEST_VOCABULARY:
             raise ValueError(f"vocabulary must be at least {SMALLEST_VOCABULARY}, got {self.vocabulary}.")
         require_one_of("dtype", self.dtype, DTYPES)
+        require_one_of("mlp", self.mlp, MLPS)
         self.model_fields()
 
     @property
@@ -119,12 +122,16 @@ FREE = {
 }
 
 
+LATER = {"mlp": "narrowed"}  # fields that earlier runs lack, and what they did
+
+
 def differences(stored: dict, recipe: TrainRecipe) -> list[str]:
     """The changed fields that a run under way does not allow, as "learning_rate (0.001 there, 0.002 here)".
 
     max_steps may be raised.
     """
     wanted = asdict(recipe)
+    stored = LATER | stored
     changed = [name for name in wanted if name not in FREE and stored.get(name) != wanted[name]]
     if "max_steps" in changed and stored.get("max_steps", 0) < recipe.max_steps:
         changed.remove("max_steps")

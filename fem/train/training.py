@@ -228,7 +228,7 @@ def model_config(recipe: TrainRecipe, vocabulary: int) -> FEMConfig:
     if unknown := [name for name in given if name not in known]:
         raise ValueError(f"model_fields must be fields of FEMConfig, got {unknown[0]!r}{nearest(unknown[0], known)}")
     fields = {"vocab_size": vocabulary, "max_position_embeddings": recipe.context} | given
-    config = preset(recipe.preset, **fields)
+    config = preset(recipe.preset, mlp=recipe.mlp, **fields)
     if config.vocab_size < vocabulary:
         raise ValueError(f"vocab_size must cover the tokenizer's {vocabulary} entries, got {config.vocab_size}.")
     if config.max_position_embeddings is not None and config.max_position_embeddings < recipe.context:

@@ -17,10 +17,10 @@ from fem.models.presets import count_parameters
 from fem.runs.run import progress
 from fem.train.model import build_model
 from fem_research.common.grid import Grid, keep
-from fem_research.common.mixers import NUMBERED, OPTION
+from fem_research.common.mixers import NUMBERED, OPTION, canonical
 from fem_research.common.watch import Watch
 from fem_research.lm import ablate
-from fem_research.lm.settings import NAMED_OPTIONS, OPTIONS, ROWS, remark, row_fields
+from fem_research.lm.settings import NAMED_OPTIONS, OPTIONS, ROWS, mixer_name, remark, row_fields
 from fem_research.lm.small import LanguageRecipe, model_config
 
 TINY = ablate.AblateRecipe(
@@ -73,6 +73,29 @@ def test_rows_have_equal_parameters(prior):
         assert isinstance(config, FEMConfig)
         assert config.prior_type == prior
         assert count_parameters(config) == pytest.approx(wanted, rel=0.01)
+
+
+def test_a_mixer_that_is_not_normalised_is_trained_so():
+    """`fem ablate --prior mamba --mixers FEM-Mamba-norm` trained the normalised one."""
+    names = "FEM-Mamba-norm,FEM-Mamba,mamba,mamba/norm,mamba+CL/lambda"
+    recipe = replace(TINY, prior="mamba", rows=names)
+    rows = recipe.row_names()
+    assert rows == ["full-norm", "full", "-C,G,T,L", "-C,G,T,L/norm", "-G,T/lambda"]
+    configs = [model_config(TINY.language(0.001, 0), row_fields(row, "mamba"), 270).mixer_configs()[0] for row in rows]
+    assert [config.normalize for config in configs] == [False, True, False, True, True]
+    assert [config.learns_lambda for config in configs] == [True, True, False, False, True]
+    assert [mixer_name(row, "mamba") for row in rows] == [canonical(name) for name in names.split(",")]
+    assert remark("full-norm/r8") == "the Free Energy Mixer, unnormalised, gates of rank 8"
+    assert replace(recipe, rows=" ".join(rows)).row_names() == rows
+    with pytest.raises(ValueError, match="softmax prior is normalised by definition"):
+        replace(TINY, rows="full-norm")
+
+
+def test_a_kept_swiglu_is_as_wide_as_attention_s():
+    recipe = replace(TINY.language(0.001, 0), mlp="kept")
+    assert model_config(recipe, row_fields("full", "softmax"), 270).intermediate_size == TINY.mlp_width
+    with pytest.raises(ValueError, match="mlp must be one of narrowed, kept; got 'wide'"):
+        replace(TINY, mlp="wide")
 
 
 def test_rows_start_from_the_same_embeddings():

@@ -104,6 +104,11 @@ def test_every_mixer_stands_in_a_backbone_of_equal_parameters(mixer):
     assert count[0] == pytest.approx(count[1], rel=2e-3)
 
 
+def test_a_kept_mlp_is_four_times_the_width_beside_a_mixer_of_the_authors_width():
+    kept = build_backbone("mamba+CLTG/paper", 7, 64, 8, **HOST | {"width": 64}, mlp="kept").blocks
+    assert (kept[0].layer.config.fem_dim, kept[1].layer[0].out_features) == (32, 4 * 64)
+
+
 def test_slim_gates_start_as_in_every_other_experiment():
     gate = build_backbone("softmax+LTG/r4", 7, 64, 8, **HOST | {"width": 64}).blocks[0].layer.gate.inner
     assert gate.up.weight.std().item() == pytest.approx(4**-0.5, rel=0.3)  # it was .02, and lambda did not move
@@ -314,7 +319,7 @@ def test_table_4_has_the_paper_s_figures_and_ours_where_all_horizons_were_run():
     row = next(row for row in experiment.table4(experiment.summary(runs)) if row["dataset"] == "ETTh1")
     assert row["FEM"] == "0.434 (0.419)"
     assert row["DLinear"] == "(0.413)"
-    assert experiment.table4([])[0]["FEM-AFT"] == "(0.223)"
+    assert experiment.table4([])[0]["FEM-AFT/paper"] == "(0.223)"
 
 
 # neuralforecast

@@ -137,6 +137,15 @@ def test_all_mixers_have_the_parameters_of_softmax_attention(profile):
         assert size == pytest.approx(sizes["softmax"], rel=2e-3), mixer
 
 
+def test_a_kept_swiglu_is_352_wide_in_every_model():
+    recipe = MADRecipe(profile="paper", mixers="FEM,attention", mlp="kept", seeds=1, tasks="memorization")
+    job = recipe.jobs()[0]
+    with torch.device("meta"):
+        model = build_backbone("memorization", 16, job.mixer, job.training, "normal")
+    assert [block.layer.up_proj.out_features for block in model.blocks[1::2]] == [352, 352]
+    assert job.key != replace(recipe, mlp="narrowed").jobs()[0].key
+
+
 @pytest.mark.parametrize("mixer", ["softmax", "softmax+CLTG", "gla+CLTG", "mamba+CLTG"])
 def test_one_rule_starts_every_linear_map(mixer):
     sizes = replace(TINY, width=64, mlp_width=64)

@@ -14,7 +14,7 @@ from matplotlib.colors import to_rgb
 
 from fem.priors import PRIORS
 from fem_research.common.blocks import PUBLISHED
-from fem_research.common.mixers import canonical
+from fem_research.common.mixers import canonical, mixer_config
 from fem_research.common.names import FULL_COLOURS, GREYS, OTHER_GREY, PART_COLOURS, colour, display
 from fem_research.forecast.experiment import OWN_COLOURS
 
@@ -23,11 +23,15 @@ ALL = sorted(
     {
         canonical(prior + (f"+{parts}" if parts else "") + norm + options)
         for prior, parts, norm, options in product(
-            PRIORS, PARTS, ("", "-norm", "/norm"), ("", "/r4", "/b8/l6", "/wide", "/double", "/thirds")
+            PRIORS,
+            PARTS,
+            ("", "-norm", "/norm"),
+            ("", "/r4", "/b8/l6", "/wide", "/double", "/thirds", "/paper", "/lambda"),
         )
         if not (prior == "softmax" and norm == "-norm")
         and not ("r" in options and not {"T", "G"} & set(parts))
         and not ("b8" in options and "T" not in parts)
+        and not ("lambda" in options and ("T" in parts or "L" not in parts))
     }
 )
 
@@ -41,6 +45,27 @@ def test_what_is_shown_can_be_typed():
 def test_no_two_mixers_share_a_name():
     shown = [display(name) for name in [*ALL, *PUBLISHED]]
     assert len(set(shown)) == len(shown)
+
+
+@pytest.mark.parametrize(
+    "name, canonical_name, config",
+    [
+        ("FEM-Mamba/paper", "mamba+CLTG/paper", {"prior_type": "mamba", "fem_dim": 64}),
+        ("mamba/paper", "mamba-norm/paper", {"prior_type": "mamba", "fem_dim": 128, "normalize": False}),
+        ("AFT/paper", "rnn_softmax/paper", {"prior_type": "rnn_softmax", "fem_dim": 128}),
+        ("FEM-GLA/paper", "gla+CLTG", {"prior_type": "gla", "fem_dim": 64}),
+        ("attention+CL/lambda", "softmax+CL/lambda", {"keep_lambda": True, "use_temperature": False, "qk_dim": 128}),
+    ],
+)
+def test_the_rows_of_the_paper_have_names(name, canonical_name, config):
+    assert canonical(name) == canonical_name
+    assert {field: getattr(mixer_config(name, 128, 16), field) for field in config} == config
+
+
+@pytest.mark.parametrize("name", ["softmax/lambda", "softmax+LT/lambda", "softmax+L/lambda/s.5"])
+def test_lambda_is_kept_only_where_l_stands_without_t(name):
+    with pytest.raises(ValueError, match=r"^/lambda keeps lambda where L stands without T and without /s, got"):
+        canonical(name)
 
 
 @pytest.mark.parametrize("prior", PRIORS)

@@ -517,6 +517,15 @@ def test_presets_have_the_starting_points_of_the_layer_under_their_names(start, 
     assert layer.gate_rank == 64
 
 
+@pytest.mark.parametrize("prior", ["mamba", "rnn_softmax", "gla"])
+def test_presets_have_the_authors_widths_and_the_papers_swiglu_under_their_names(prior):
+    config = preset(f"fem-{prior}-paper-340m", mlp="kept")
+    assert config.mixer_configs() == [FreeEnergyMixerConfig.paper(1024, 16, prior)] * 24
+    assert config.intermediate_size == 2816
+    with pytest.raises(ValueError, match="mlp must be one of narrowed, kept; got 'wide'"):
+        preset("fem-sm-tiny", mlp="wide")
+
+
 def test_counted_parameters_are_those_of_the_model():
     config = preset("fem-sm-tiny", vocab_size=211, num_hidden_layers=2)
     assert count_parameters(config) == sum(p.numel() for p in FEMForCausalLM(config).parameters())

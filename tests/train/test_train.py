@@ -377,6 +377,14 @@ def test_the_paper_recipes_are_the_papers():
             assert packing.Share(recipe.batch_size, 2, 0, processes).accumulation == 64 // processes
 
 
+def test_a_kept_swiglu_is_the_transformers_and_earlier_runs_go_on(data):
+    recipe = replace(tiny(data), mlp="kept")
+    assert training.model_config(recipe, 300).intermediate_size == 88
+    earlier = {name: value for name, value in asdict(recipe).items() if name != "mlp"}
+    assert differences(earlier, replace(recipe, mlp="narrowed")) == []
+    assert differences(earlier, recipe) == ["mlp (narrowed there, kept here)"]
+
+
 def test_logged_beta_and_lambda_are_those_of_the_layers(whole, data):
     model, _ = load_language_model(whole)
     row = packing.TokenFile.open(whole / "tokens").row(3, 24)

@@ -44,10 +44,10 @@ MIXERS = {
     "FEM-GLA": "gla+CLTG",
     "FEM-GLA without C": "gla+LTG",
     "FEM-GLA without C, slim": "gla+LTG/r32",
-    "Mamba": "mamba",
-    "FEM-Mamba": "mamba+CLTG",
-    "FEM-Mamba without C": "mamba+LTG",
-    "FEM-AFT": "rnn_softmax+CLTG",
+    "Mamba": "mamba/paper",
+    "FEM-Mamba": "mamba+CLTG/paper",
+    "FEM-Mamba without C": "mamba+LTG/paper",
+    "FEM-AFT": "rnn_softmax+CLTG/paper",
 }
 OWN_LAYER = "attention, FEM's layer"
 

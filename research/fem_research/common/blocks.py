@@ -102,13 +102,16 @@ def build_mixer(name: str, width: int, heads: int) -> nn.Module:
     return nn.Sequential(ShortConvolution(width), mixer) if "conv" in name.split("/") else mixer
 
 
-def mixer_blocks(mixer: str, width: int, heads: int, blocks: int, mlp_width: int) -> nn.Sequential:
-    """`blocks` of [mixer, SwiGLU], with the parameters of softmax attention beside SwiGLUs of `mlp_width`."""
+def mixer_blocks(
+    mixer: str, width: int, heads: int, blocks: int, mlp_width: int, mlp: str = "narrowed"
+) -> nn.Sequential:
+    """`blocks` of [mixer, SwiGLU], with the parameters of softmax attention beside SwiGLUs of `mlp_width`; with
+    mlp="kept" all SwiGLUs are so wide."""
     with torch.device("meta"):
         extra = count_parameters(build_mixer(mixer, width, heads)) - count_parameters(
             build_mixer("softmax", width, heads)
         )
-    inner = narrowed(mlp_width, extra, 3 * width, mixer)
+    inner = mlp_width if mlp == "kept" else narrowed(mlp_width, extra, 3 * width, mixer)
     layers = (layer for _ in range(blocks) for layer in (build_mixer(mixer, width, heads), SwiGLU(width, inner)))
     return nn.Sequential(*(Residual(width, layer) for layer in layers))
 

@@ -29,9 +29,19 @@ class Job(Protocol):
     def key(self) -> str: ...
 
 
+LATER = {"mlp": "narrowed"}  # fields that earlier records lack, and what their trainings did
+
+
+def decided(decides: Any) -> Any:
+    """The values without those that earlier records lack, where they are what these did."""
+    if not isinstance(decides, dict):
+        return decides
+    return {name: decided(value) for name, value in decides.items() if name not in LATER or value != LATER[name]}
+
+
 def digest_of(decides: Any, data: bytes = b"") -> str:
     """Twelve hexadecimal digits for a file's name, which other values or other data would change."""
-    digest = hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=6)
+    digest = hashlib.blake2b(json.dumps(decided(decides), sort_keys=True).encode(), digest_size=6)
     digest.update(data)
     return digest.hexdigest()
 
@@ -48,7 +58,7 @@ def record_of(job: Job, folder: Path) -> dict | None:
         return None
     found = read_json(path)
     if isinstance(found, dict):
-        return found if "job" not in found or found["job"] == asdict(job) else None
+        return found if "job" not in found or decided(found["job"]) == decided(asdict(job)) else None
     note(f"{path.name} is damaged; its training runs again.")
     return None
 

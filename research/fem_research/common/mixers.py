@@ -9,7 +9,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from fem.config import FreeEnergyMixerConfig
+from fem.config import FreeEnergyMixerConfig, build_config, paper_fields
 from fem.runs.recipes import listed
 
 INITIALISATIONS = ("normal", "torch")  # of the linear maps, see `blocks.initialise`
@@ -24,7 +24,9 @@ NUMBERED = {  # the field that an option with a number sets, by its letter
     "b": ("beta_max_init", lambda text: math.log(math.expm1(float(text)))),
     "l": ("lambda_init", float),
 }
-OPTION = re.compile(r"r\d+|s0?\.\d+|s1|b\d+(\.\d+)?|l-?\d+(\.\d+)?|[hc][1-9]\d*|wide|double|thirds|norm|norope|conv")
+OPTION = re.compile(
+    r"r\d+|s0?\.\d+|s1|b\d+(\.\d+)?|l-?\d+(\.\d+)?|[hc][1-9]\d*|wide|double|thirds|paper|lambda|norm|norope|conv"
+)
 WIDTHS = {"wide": (1.0, 2.0), "double": (2.0, 1.0), "thirds": (2 / 3, 2.0)}  # fem_ratio and p_t_to_fem_ratio
 PUBLISHED_UNNORMALISED = ("gla", "mamba")
 LARGEST_BETA = 700.0  # that softplus can be inverted at
@@ -99,6 +101,7 @@ def canonical(name: str) -> str:
     were published (Table 1 normalises them from +L on). "/r4": gates of rank 4. "/s.5": split values, half of a head's
     channels read F and the others the mean. "/wide", "/double": values 1 and 2 times as wide as the layer; "/thirds":
     2/3, keys too. "/b8", "/l6": starts of beta and of lambda's bias. "/h16": 16 heads. "/norope": no position code.
+    "/paper": the authors' widths, where `matched` has others. "/lambda": L without T keeps lambda, at beta 1.
     "/c32": a conditioner of 32 channels. "/conv": a short convolution, `blocks.ShortConvolution`, before the mixer.
     """
     whole, *options = name.split("/")
@@ -112,17 +115,22 @@ def canonical(name: str) -> str:
         or ("T" in parts and "L" not in parts)
         or (plus and not tail)
         or any(not OPTION.fullmatch(option) for option in options)
-        or len({option in WIDTHS or option.rstrip("-.0123456789") for option in options}) < len(options)
+        or len({option in (*WIDTHS, "paper") or option.rstrip("-.0123456789") for option in options}) < len(options)
     ):
         raise ValueError(
             f"mixer must be a prior ({', '.join(priors())}), alone or with '+' and some of the letters "
             f"{''.join(PARTS)} (T needs L), or a name such as attention, FEM, FEM-GLA, AFT, then options such as /r4, "
-            f"/s.5, /wide, /double, /thirds, /b8, /l6, /h16, /c32, /norope, /conv, /norm; got {name!r}."
+            f"/s.5, /wide, /double, /thirds, /paper, /lambda, /b8, /l6, /h16, /c32, /norope, /conv, /norm; got "
+            f"{name!r}."
         )
     if prior == "softmax" and plain != whole:
         raise ValueError(f"the softmax prior is normalised by definition; leave out {UNNORMALISED!r}, got {name!r}.")
-    for option, needed in (("r", "TG"), ("s", "L"), ("b", "T"), ("l", "T"), ("c", "C")):
-        if any(o.rstrip("-.0123456789") == option for o in options) and not set(needed) & set(parts):
+    if "lambda" in options and ("L" not in parts or "T" in parts or any(option[0] == "s" for option in options)):
+        raise ValueError(f"/lambda keeps lambda where L stands without T and without /s, got {name!r}.")
+    gated = {*parts, *(["lambda"] if "lambda" in options else [])}
+    needs = {"r": ("T", "G", "lambda"), "s": ("L",), "b": ("T",), "l": ("T", "lambda"), "c": ("C",)}
+    for option, needed in needs.items():
+        if any(o.rstrip("-.0123456789") == option for o in options) and not gated & {*needed}:
             raise ValueError(f"/{option} sets a part that {whole!r} lacks ({' or '.join(needed)}), got {name!r}.")
     if plain != whole and "norm" in options:
         raise ValueError(f"{UNNORMALISED!r} and '/norm' contradict each other; leave one out, got {name!r}.")
@@ -131,6 +139,7 @@ def canonical(name: str) -> str:
     published_raw = prior in PUBLISHED_UNNORMALISED and "L" not in parts
     raw = plain != whole or (published_raw and "norm" not in options)
     options = [option for option in options if option != "norm" or (published_raw and not raw)]
+    options = [option for option in options if option != "paper" or paper_fields(prior, {})]
     shown = "".join(letter for letter in PARTS if letter in parts)
     return "/".join([prior + (f"+{shown}" if shown else "") + (UNNORMALISED if raw else ""), *sorted(options)])
 
@@ -148,19 +157,17 @@ def fields_of(name: str) -> dict:
     fields: dict = {"prior_type": prior} | {field: letter in parts for letter, field in PARTS.items()}
     if raw:
         fields["normalize"] = False
-    named = {"norm": {}, "conv": {}, "norope": {"use_rope": False}}
+    named = {"norm": {}, "conv": {}, "paper": {}, "norope": {"use_rope": False}, "lambda": {"keep_lambda": True}}
     named |= {name: {"fem_ratio": width, "p_t_to_fem_ratio": keys} for name, (width, keys) in WIDTHS.items()}
     for option in options:
         field, read = NUMBERED.get(option[0], ("", str))
         fields |= named[option] if option in named else {field: read(option[1:])}
-    return fields
+    return paper_fields(prior, fields) if "paper" in options else fields
 
 
 def mixer_config(name: str, width: int, heads: int, **fields) -> FreeEnergyMixerConfig:
     """The mixer with this name, its linear weights 4 D^2 in number; with "/wide" and the like, as its widths need."""
-    fields = {"n_head": heads} | fields | fields_of(canonical(name))
-    build = FreeEnergyMixerConfig if "fem_ratio" in fields else FreeEnergyMixerConfig.matched
-    return build(n_embd=width, **fields)
+    return build_config(n_embd=width, **{"n_head": heads} | fields | fields_of(canonical(name)))
 
 
 def numbers(name: str, text: str) -> tuple[float, ...]:

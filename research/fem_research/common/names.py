@@ -44,6 +44,13 @@ def display(name: str) -> str:
     return "/".join([shown + (UNNORMALISED if raw and not as_published else ""), *options])
 
 
+def sizes(mlp: str, part: str) -> str:
+    """What models with other mixers have in common, for a page: "narrowed" parameters, or the "kept" part."""
+    if mlp == "kept":
+        return f"the same {part}, as in the paper, and as many parameters as their mixers bring"
+    return f"the same number of parameters (a mixer that has more gets narrower {part})"
+
+
 def as_shown(mixers: str) -> str:
     """Mixers with commas, by the names of tables and pictures, but for pools, whose names cannot be typed."""
     return ",".join(name if name.startswith("pool:") else display(name) for name in mixers.split(","))

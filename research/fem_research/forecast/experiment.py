@@ -19,7 +19,7 @@ from fem_research.common.paired import by_seed, spread
 from fem_research.common.plots import dots
 from fem_research.forecast.settings import PROFILES, ForecastRecipe, Job
 
-TABLE_4_MODELS = ("FEM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "GLA", "iTransformer", "PatchTST", "DLinear")
+TABLE_4_MODELS = ("FEM", "FEM-GLA", "FEM-Mamba/paper", "FEM-AFT/paper", "GLA", "iTransformer", "PatchTST", "DLinear")
 TABLE_4 = {
     "Weather": (0.222, 0.223, 0.218, 0.223, 0.221, 0.232, 0.221, 0.233),
     "Solar": (0.189, 0.188, 0.193, 0.186, 0.204, 0.198, 0.219, 0.202),
@@ -139,9 +139,9 @@ def write_report(folder: Path, records: Sequence[dict], command: str) -> None:
         "Forecasting: FEM in the paper's backbone",
         "MSE and MAE on scaled data over all test windows, steps and channels; nothing is dropped. Scaling, splits and "
         "windows are the same for all. All mixers are compared in one backbone with equal parameters: one that has "
-        'more gets narrower MLPs. "no mixer" is that backbone with the mixers\' parameters in its MLPs, so that no '
-        "token sees another. DLinear, PatchTST, iTransformer and FEMForecaster are trained by neuralforecast. CPU s: "
-        "of training one seed, its validation included; sd: over seeds.",
+        'more gets narrower MLPs, unless --mlp is kept. "no mixer" is that backbone with the parameters in its '
+        "MLPs, so that no token sees another. DLinear, PatchTST, iTransformer and FEMForecaster are trained by "
+        "neuralforecast. CPU s: of training one seed, its validation included; sd: over seeds.",
         markdown_table(table(records), {"MSE": min, "MAE": min}),
         "![test error of every model, a dot per seed](errors.png)",
         "![one test window and its forecasts](forecasts.png)",

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from fem.runs.recipes import listed, require_not_negative, require_positive
+from fem.config import MLPS
+from fem.runs.recipes import listed, require_not_negative, require_one_of, require_positive
 from fem.runs.run import option
 from fem_research.common.grid import digest_of
 from fem_research.common.mixers import canonical
@@ -46,6 +47,7 @@ class ForecastRecipe:
     width: int | None = option(None, "Width of the backbone; default: 32 floor(sqrt(channels)).")
     layers: int = option(3, "Blocks of the backbone.")
     heads: int = option(8, "Heads of every mixer.")
+    mlp: str = option("narrowed", "MLP: narrowed to equal parameters, or kept, as in the paper.")
     dropout: float = option(0.1, "Dropout of tokens and of each block's output.")
     beta_max_init: float = option(1.8, "Where FEM's inverse temperature starts, before the softplus.")
     epochs: int = option(3, "Most epochs of training the backbone, each over all windows.")
@@ -65,6 +67,7 @@ class ForecastRecipe:
         sizes = ("lookback", "width", "batch", "peer_lookback", "peer_steps", "peer_stride")
         require_positive(self, *counts, "learning_rate", *sizes)
         require_not_negative(self, "seed", "weight_decay")
+        require_one_of("mlp", self.mlp, MLPS)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}.")
         if not all(text.isdecimal() and int(text) > 0 for text in listed(self.horizon)) or not listed(self.horizon):
@@ -153,7 +156,7 @@ PROFILES: dict[str, dict] = {  # the fields that differ from the recipe's defaul
     "laptop": {},
     "paper": {
         "horizon": "96,192,336,720",
-        "models": "fem-sm,fem-gla,fem-mamba,fem-aft,gla,itransformer,patchtst,dlinear,softmax,none",
+        "models": "fem-sm,fem-gla,fem-mamba/paper,fem-aft/paper,gla,itransformer,patchtst,dlinear,softmax,none",
         "seeds": 1,
         "epochs": 100,
         "peer_steps": 5000,

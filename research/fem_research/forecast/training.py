@@ -19,7 +19,7 @@ from fem.mixer import FreeEnergyMixer
 from fem.optim import parameter_groups
 from fem_research.common import loops
 from fem_research.common.blocks import EPS, Residual, count_parameters, initialise, narrowed
-from fem_research.common.mixers import fields_of
+from fem_research.common.mixers import fields_of, mixer_config
 from fem_research.forecast.series import Windows
 from fem_research.forecast.settings import NONE, Job
 
@@ -104,22 +104,23 @@ def build_backbone(
     heads: int,
     dropout: float,
     beta_max_init: float = 1.8,
+    mlp: str = "narrowed",
 ) -> ForecastBackbone:
-    """The forecaster around a mixer, with the parameters of the one around softmax attention: its MLPs are narrower.
+    """The forecaster around a mixer, with the parameters of the one around softmax attention: its MLPs are narrower,
+    unless mlp is "kept".
 
     Weights start N(0, 0.02), those that write into the residual stream N(0, 0.02 / sqrt(2 layers)), biases and the
     conditioner's columns at 0.
     """
 
     def config(name: str) -> FreeEnergyMixerConfig:
-        own = fields_of(name)
-        start = {"beta_max_init": beta_max_init} if own["use_temperature"] else {}
-        return FreeEnergyMixerConfig.matched(n_embd=width, n_head=heads, **start | own)
+        start = {"beta_max_init": beta_max_init} if fields_of(name)["use_temperature"] else {}
+        return mixer_config(name, width, heads, **start)
 
     with torch.device("meta"):
         own = 0 if mixer == NONE else count_parameters(FreeEnergyMixer(config(mixer)))
         extra = own - count_parameters(FreeEnergyMixer(config("softmax")))
-    inner = narrowed(4 * width, extra, 2 * width + 1, mixer)
+    inner = 4 * width if mlp == "kept" else narrowed(4 * width, extra, 2 * width + 1, mixer)
     parts: list[nn.Module] = []
     for _ in range(layers):
         if mixer != NONE:
@@ -166,6 +167,7 @@ def train(job: Job, folder: Path, bars: Progress) -> dict:
             heads=recipe.heads,
             dropout=recipe.dropout,
             beta_max_init=recipe.beta_max_init,
+            mlp=recipe.mlp,
         ).to(device)
     batches = -(-len(split["train"]) // job.batch)
     groups = parameter_groups(backbone, recipe.weight_decay)

@@ -44,7 +44,7 @@ def step_seconds(recipe: AblateRecipe, output: Path) -> dict[str, float]:
     go on with the same steps.
     """
     language = recipe.language(recipe.rates()[0], recipe.seed)
-    sizes = ("layers", "width", "heads", "mlp_width", "vocabulary", "context", "batch")
+    sizes = ("layers", "width", "heads", "mlp_width", "mlp", "vocabulary", "context", "batch")
     model = {name: getattr(recipe, name) for name in sizes} | {"prior": recipe.prior, "threads": recipe.threads}
     if (output / COSTS).exists():
         kept = read_json(output / COSTS) or {"model": None}
@@ -210,8 +210,9 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
         f"{tokens / 1e6:.1f}M tokens{', equal time' if recipe.equal_time else ''}",
         f"{recipe.layers} blocks of width {recipe.width} with {recipe.heads} heads; {recipe.steps} steps of "
         f"{recipe.batch} x {recipe.context} tokens of {source_name(recipe.text)}, "
-        f"byte-pair vocabulary of {recipe.vocabulary}. {KEY} All rows have the same parameters "
-        "within 1 %, the same initialisation, and per seed the same rows of text in the same order; each has the best "
+        f"byte-pair vocabulary of {recipe.vocabulary}. {KEY} All rows have "
+        f"{'the same parameters within 1 %' if recipe.mlp == 'narrowed' else 'the same SwiGLU'}, the same "
+        "initialisation, and per seed the same rows of text in the same order; each has the best "
         "of the learning rates on the first seed. /r8: gates of rank 8, whose width goes to the values. Loss: "
         "validation, nats per token after the last step, mean over seeds; sd: over seeds; row: the paper's name, by "
         "the parts that are missing (-) or alone (+); below ..., paired: the difference from that row on the same "

@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from fem.config import MLPS
 from fem.runs.recipes import listed, require_not_negative, require_one_of, require_positive
 from fem.runs.run import option
-from fem_research.common.mixers import canonical, fields_of, numbers, priors, taken_apart
+from fem_research.common.mixers import UNNORMALISED, canonical, fields_of, numbers, priors, taken_apart
 
 if TYPE_CHECKING:
     from fem_research.lm.small import LanguageRecipe
@@ -37,6 +38,7 @@ OPTIONS = {"r": "gates of rank {}", "b": "beta from {}", "l": "lambda's bias at 
 OPTIONS |= {"c": "{} channels in the conditioner"}
 NAMED_OPTIONS = {"norm": "normalised", "norope": "no position code", "conv": "behind a short convolution"}
 NAMED_OPTIONS |= {"wide": "values as wide as the model", "double": "values twice as wide", "thirds": "2/3 as wide"}
+NAMED_OPTIONS |= {"paper": "the authors' width", "lambda": "lambda kept, as in the authors' file"}
 
 
 def row_fields(row: str, prior: str) -> dict:
@@ -45,29 +47,36 @@ def row_fields(row: str, prior: str) -> dict:
 
 
 def mixer_name(row: str, prior: str) -> str:
-    """The mixer of a row, such as "softmax+LTG"; "-C/r8": with gates of rank 8, and other options of `canonical`."""
-    name, slash, options = row.partition("/")
+    """The mixer of a row, such as "softmax+LTG"; "-C/r8": with gates of rank 8, and other options of `canonical`;
+    "full-norm": with an unnormalised score."""
+    whole, slash, options = row.partition("/")
+    name = whole.removesuffix(UNNORMALISED)
     if name not in ROWS:
         raise ValueError(f"mixers must be rows from {'; '.join(ROWS)}, with options such as /r8, got {row!r}.")
     parts = ROWS[name].parts
-    return canonical((f"{prior}+{parts}" if parts else prior) + slash + options)
+    return canonical((f"{prior}+{parts}" if parts else prior) + whole[len(name) :] + slash + options)
 
 
 def row_of(mixer: str, prior: str) -> str:
     """The row of a mixer, such as "-C/r8" of "attention+LTG/r8"."""
-    own, parts, _, options = taken_apart(canonical(mixer))
+    own, parts, raw, options = taken_apart(canonical(mixer))
     row = next((row for row, found in ROWS.items() if found.parts == parts), None)
     if own != prior or row is None:
         known = ", ".join(prior + (f"+{row.parts}" if row.parts else "") for row in ROWS.values())
         raise ValueError(f"mixers must be from {known}, with options such as /r8, got {mixer!r}; see --prior.")
-    return "/".join([row, *options])
+    named = "/".join([row, *options])
+    return (
+        named if not raw or mixer_name(named, prior) == canonical(mixer) else "/".join([row + UNNORMALISED, *options])
+    )
 
 
 def remark(row: str) -> str:
     """What the row is, in words."""
-    name, *options = row.split("/")
+    whole, *options = row.split("/")
+    name = whole.removesuffix(UNNORMALISED)
+    raw = ["unnormalised"] if whole != name else []
     said = [NAMED_OPTIONS.get(option) or OPTIONS[option[0]].format(option[1:]) for option in options]
-    return ", ".join([ROWS[name].remark, *said])
+    return ", ".join([ROWS[name].remark, *raw, *said])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +97,7 @@ class AblateRecipe:
     width: int = option(128, "Width of a model.")
     heads: int = option(4, "Heads of every mixer.")
     mlp_width: int = option(352, "Width of the prior's SwiGLU; mixers with more parameters get narrower ones.")
+    mlp: str = option("narrowed", "SwiGLU: narrowed to equal parameters, or kept, as in the paper.")
     vocabulary: int = option(2048, "Entries of the byte-pair tokenizer.")
     context: int = option(128, "Tokens per sequence.")
     batch: int = option(4, "Sequences per step.", called="batch_size")
@@ -101,13 +111,14 @@ class AblateRecipe:
         require_positive(self, "batch", "steps", "validations", "threads")
         require_not_negative(self, "seed")
         require_one_of("prior", self.prior, priors())
+        require_one_of("mlp", self.mlp, MLPS)
         if not self.row_names() or not self.rates():
             raise ValueError("mixers and learning_rates must name at least one each.")
         for row in self.row_names():
             row_fields(row, self.prior)
 
     def row_names(self) -> list[str]:
-        if any(word.partition("/")[0] in ROWS for word in self.rows.split()):
+        if any(word.partition("/")[0].removesuffix(UNNORMALISED) in ROWS for word in self.rows.split()):
             return list(dict.fromkeys(self.rows.split()))
         return list(dict.fromkeys(row_of(name, self.prior) for name in listed(self.rows)))
 

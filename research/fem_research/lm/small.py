@@ -15,8 +15,10 @@ from rich.progress import Progress
 from transformers import TrainingArguments
 from transformers.utils.logging import disable_progress_bar
 
+from fem.config import MLPS
 from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.presets import preset
+from fem.runs.recipes import require_one_of
 from fem.runs.run import option
 from fem.train.checkpoints import STAGING
 from fem.train.saving import NotFinite, SavingTrainer
@@ -35,6 +37,7 @@ class LanguageRecipe:
     width: int = option(128, "Width of the model.")
     heads: int = option(4, "Heads of every mixer.")
     mlp_width: int = option(352, "Width of softmax attention's SwiGLU; mixers with more parameters get narrower ones.")
+    mlp: str = option("narrowed", "SwiGLU: narrowed to equal parameters, or kept, as in the paper.")
     vocabulary: int = option(2048, "Entries of the byte-pair tokenizer.")
     context: int = option(128, "Tokens per sequence.")
     batch: int = option(16, "Sequences per step.")
@@ -46,15 +49,20 @@ class LanguageRecipe:
     validation_blocks: int = option(256, "Most held-out blocks of tokens, evenly spaced, that a validation reads.")
     seed: int = option(0, "Seed of the weights and of the order of the data.")
 
+    def __post_init__(self):
+        require_one_of("mlp", self.mlp, MLPS)
+
 
 def model_config(recipe: LanguageRecipe, mixer: dict, vocabulary: int) -> FEMConfig:
-    """A model with as many parameters as softmax attention's: a mixer that has more gets narrower SwiGLUs.
+    """A model with as many parameters as softmax attention's: a mixer that has more gets narrower SwiGLUs,
+    unless they are kept.
 
     mixer: fields of `FreeEnergyMixerConfig`, its prior_type among them where it is not softmax.
     """
     fields = dict(mixer)
     return preset(
         "fem-sm-tiny",
+        mlp=recipe.mlp,
         vocab_size=vocabulary,
         hidden_size=recipe.width,
         num_hidden_layers=recipe.layers,

@@ -17,7 +17,7 @@ from fem.runs.run import RUNS, check_output, command_line, progress, provenance
 from fem.runs.tables import markdown_table, write_page
 from fem_research.common.grid import Grid, publish
 from fem_research.common.mixers import known
-from fem_research.common.names import KEY, colour, display
+from fem_research.common.names import KEY, colour, display, sizes
 from fem_research.common.paired import shown, spread
 from fem_research.common.plots import dots
 from fem_research.common.sweep import sweep
@@ -53,11 +53,11 @@ PAPER: tuple[tuple[str, tuple[float, ...]], ...] = (  # Table 1; two of its rows
     ("gla+CL", (51.2, 12.4, 92.2, 85.1, 92.4, 89.2, 70.4)),
     ("gla+CLT", (51.9, 13.2, 97.1, 86.1, 93.5, 91.4, 72.2)),
     ("gla+CLTG", (53.0, 19.1, 99.9, 86.3, 99.9, 99.0, 74.9)),
-    ("mamba", (52.7, 6.7, 90.4, 89.5, 90.1, 86.3, 69.3)),
-    ("mamba+CLTG-norm", (50.5, 12.8, 93.4, 88.9, 86.3, 92.2, 70.7)),
-    ("mamba+CLTG", (51.1, 16.8, 90.7, 89.7, 92.7, 97.0, 73.0)),
-    ("aft", (50.5, 9.15, 63.0, 31.1, 69.2, 90.1, 52.2)),
-    ("aft+CLTG", (55.5, 9.78, 90.3, 80.1, 90.2, 93.4, 69.9)),
+    ("mamba/paper", (52.7, 6.7, 90.4, 89.5, 90.1, 86.3, 69.3)),
+    ("mamba+CLTG-norm/paper", (50.5, 12.8, 93.4, 88.9, 86.3, 92.2, 70.7)),
+    ("mamba+CLTG/paper", (51.1, 16.8, 90.7, 89.7, 92.7, 97.0, 73.0)),
+    ("aft/paper", (50.5, 9.15, 63.0, 31.1, 69.2, 90.1, 52.2)),
+    ("aft+CLTG/paper", (55.5, 9.78, 90.3, 80.1, 90.2, 93.4, 69.9)),
 )
 NOT_OURS = ("Hyena", "DiffTrans")
 TABLE1 = tuple((name if name in NOT_OURS else known(name), figures) for name, figures in PAPER)
@@ -149,7 +149,9 @@ def table1(scores: Scores) -> list[dict]:
 
 def prior_alone(mixer: str) -> str:
     """The mixer's prior without any part of FEM; a published mixer itself."""
-    return mixer if mixer.startswith("fla:") else known(re.split(r"[+/]|-norm", mixer)[0])
+    if mixer.startswith("fla:"):
+        return mixer
+    return known(re.split(r"[+/]|-norm", mixer)[0] + ("/paper" if "paper" in mixer.split("/") else ""))
 
 
 def _row(label: str, figures: Sequence[float | None], tasks: dict[str, list[float]], prior: list[float] | None) -> dict:
@@ -302,8 +304,8 @@ def write_report(folder: Path, records: Sequence[dict], profile: Profile, comman
         f"MAD: {profile.title}",
         "Percent of the scored tokens of new sequences, mean over seeds; sd: of the average, over seeds; over its "
         "prior: the average's difference from the same prior without any part of FEM, seed by seed, ± its standard "
-        "error. In every task all models have the same number of parameters (a mixer that has more gets a narrower "
-        f"SwiGLU), and all linear maps start by the same rule. {KEY} The paper names the parts that are missing: its "
+        f"error. In every task all models have {sizes(profile.training.mlp, 'SwiGLUs')}, "
+        f"and all linear maps start by the same rule. {KEY} The paper names the parts that are missing: its "
         "FEM-SM(-G,T) is attention+CL here.",
         profile.about,
         *(scores + steps if profile.training.enough is None else steps + scores),

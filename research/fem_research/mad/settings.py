@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 
+from fem.config import MLPS
 from fem.runs.recipes import listed, require_not_negative, require_one_of, require_positive, require_some_of
 from fem.runs.run import option
 from fem_research.common.grid import digest_of
@@ -36,6 +37,7 @@ class Training:
     width: int = 128
     blocks: int = 2
     mlp_width: int = 352
+    mlp: str = "narrowed"
     enough: float | None = None
 
 
@@ -164,6 +166,7 @@ class MADRecipe:
     )
     learning_rates: str | None = option(None, "Learning rates to take the best of, instead of the profile's.")
     weight_decays: str | None = option(None, "Weight decays to take the best of, instead of the profile's.")
+    mlp: str = option("narrowed", "SwiGLU: narrowed to equal parameters, or kept, as in the paper.")
     seeds: int = option(3, "How many seeds; each draws its own data and weights.")
     seed: int = option(0, "First seed.")
 
@@ -171,6 +174,7 @@ class MADRecipe:
         require_one_of("profile", self.profile, PROFILES)
         require_some_of("tasks", self.task_names, self.known_tasks)
         require_some_of("initialisations", listed(self.initialisations), INITIALISATIONS)
+        require_one_of("mlp", self.mlp, MLPS)
         require_positive(self, "seeds")
         require_not_negative(self, "seed")
         self.jobs()
@@ -185,9 +189,11 @@ class MADRecipe:
 
     @property
     def fixed(self) -> Profile:
-        """The profile, with the learning rates and weight decays that were given."""
+        """The profile, with the learning rates, weight decays and MLP that were given."""
         chosen = {name: getattr(self, name) for name in ("learning_rates", "weight_decays") if getattr(self, name)}
-        return replace(PROFILES[self.profile], **{name: numbers(name, text) for name, text in chosen.items()})
+        profile = PROFILES[self.profile]
+        training = replace(profile.training, mlp=self.mlp)
+        return replace(profile, training=training, **{name: numbers(name, text) for name, text in chosen.items()})
 
     def jobs(self) -> list[Job]:
         """All runs, seed by seed, so that a stopped sweep has compared all mixers on its first seeds."""

@@ -65,7 +65,7 @@ def sinusoids(length: int, like: Float[Tensor, "*_ d"]) -> Float[Tensor, "t d"]:
 def build_backbone(task: str, vocab_size: int, mixer: str, training: Training, initialisation: str) -> nn.Module:
     """The task's model around a mixer: as many parameters as around softmax attention (`mixer_blocks`), and all linear
     maps started by one rule (`initialise`)."""
-    blocks = mixer_blocks(mixer, training.width, training.heads, training.blocks, training.mlp_width)
+    blocks = mixer_blocks(mixer, training.width, training.heads, training.blocks, training.mlp_width, training.mlp)
     backbone = AutoEncoderBackbone if task == "compression" else LanguageBackbone
     model = backbone(vocab_size, training.width, blocks)
     initialise(model, initialisation)

@@ -14,7 +14,7 @@ from fem.train.distributed import end_process_group
 from fem_research.common import pictures
 from fem_research.common.grid import Grid, one_by_one, publish
 from fem_research.common.measure import cpu_threads
-from fem_research.common.names import display
+from fem_research.common.names import display, sizes
 from fem_research.common.paired import by_seed, shown, spread
 from fem_research.vision.images import Pictures, check, load_pictures
 from fem_research.vision.settings import PROFILES, VisionRecipe
@@ -83,8 +83,8 @@ def write_report(folder: Path, records: Sequence[dict], recipe: VisionRecipe, pr
         f"Images: FEM in the place of DeiT's attention, {data}",
         f"{data}: {len(pictures.train):,} training and {len(pictures.test):,} held-out pictures of "
         f"{len(pictures.classes)} classes, {size} x {size} pixels in patches of {patch} x {patch}; learnt positions, "
-        f"{'class token' if recipe.pooling == 'cls' else 'mean over patches'}. All models have the same number of "
-        "parameters (a mixer that has more gets narrower MLPs); they see the same pictures in the same order, and one "
+        f"{'class token' if recipe.pooling == 'cls' else 'mean over patches'}. All models have "
+        f"{sizes(recipe.mlp, 'MLPs')}; they see the same pictures in the same order, and one "
         "learning rate. Accuracy is that after the last step, mean over seeds; sd: over seeds; paired: the difference "
         "seed by seed, ± its standard error; images/s: of training steps by the wall clock, so other programs on the "
         "machine slow them.",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from fem.config import MLPS
 from fem.runs.recipes import listed, require_not_negative, require_one_of, require_positive
 from fem.runs.run import option
 from fem_research.common.grid import digest_of
@@ -33,6 +34,7 @@ class VisionRecipe:
     width: int = option(48, "Width of the model.")
     layers: int = option(4, "Blocks of the model.")
     heads: int = option(4, "Heads of every mixer.")
+    mlp: str = option("narrowed", "MLP: narrowed to DeiT's parameters, or kept, as in the paper.")
     pooling: str = option("cls", "cls: classify by a class token, as DeiT; mean: by the mean over patches.")
     drop_path: float = option(0.0, "Probability with which the last block skips a branch in training.")
     epochs: int = option(24, "Times that every picture is seen.")
@@ -63,6 +65,7 @@ class VisionRecipe:
         if self.channels not in (1, 3):
             raise ValueError(f"channels must be 1 (grey) or 3 (RGB), got {self.channels}.")
         require_one_of("dtype", self.dtype, DTYPES)
+        require_one_of("mlp", self.mlp, MLPS)
         if not self.mixer_names:
             raise ValueError("mixers must name at least one mixer, got an empty list.")
 

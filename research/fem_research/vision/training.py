@@ -22,7 +22,7 @@ from fem_research.vision.settings import VisionRecipe
 
 
 def model_config(job: VisionRecipe, classes: list[str]) -> FEMImageConfig:
-    """The job's model, with as many parameters as DeiT: a mixer that has more gets narrower MLPs."""
+    """The job's model, with as many parameters as DeiT: a mixer that has more gets narrower MLPs, or they are kept."""
     mixer = fields_of(job.mixers)
     return FEMImageConfig(
         image_size=job.image_size,
@@ -31,6 +31,7 @@ def model_config(job: VisionRecipe, classes: list[str]) -> FEMImageConfig:
         hidden_size=job.width,
         num_hidden_layers=job.layers,
         num_attention_heads=job.heads,
+        intermediate_size=4 * job.width if job.mlp == "kept" else None,
         prior_type=mixer.pop("prior_type"),
         mixer=mixer,
         pooling=job.pooling,
