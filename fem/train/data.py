@@ -127,6 +127,7 @@ def load_data(recipe: TrainRecipe, output: Path, share: Share) -> Data:
             f"data are too short: {len(file.tokens)} tokens make {rows} rows of {recipe.context}; give more text, or a "
             "smaller context."
         )
-    validation = [file.row(index, recipe.context) for index in range(train, rows)]
-    probe = file.row(train - 1, recipe.context)
-    return Data(ShuffledRows(file, recipe.context, train, share, recipe.seed), validation, probe)
+    visible = recipe.documents == "visible"
+    validation = [file.row(index, recipe.context, visible) for index in range(train, rows)]
+    probe = file.row(train - 1, recipe.context, visible)
+    return Data(ShuffledRows(file, recipe.context, train, share, recipe.seed, visible), validation, probe)

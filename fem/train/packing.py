@@ -1,8 +1,9 @@
 """Rows of equal length, packed with documents, from a file of tokens in a seeded order.
 
 A row is {"input_ids", "labels", "segment_ids"}, each (context,). A document that does not fit continues in the next
-row; segment ids count the documents of the row; the first token of each is not a target (-100). They can start at
-any step without reading what came before it.
+row; segment ids count the documents of the row; the first token of each is not a target (-100). Where documents are
+visible there are no segment ids, and every token but the row's first is a target. Rows can start at any step without
+reading what came before it.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ SOURCE = "source.json"
 SECONDS_A_NOTE = 10.0
 
 
-def packed(ids: np.ndarray, opens: np.ndarray) -> Row:
-    """The row of these tokens; `opens` marks those that begin a document, to which the row's first is added."""
-    opens = opens.copy()
+def packed(ids: np.ndarray, opens: np.ndarray, visible: bool = False) -> Row:
+    """The row of these tokens; `opens` marks those that begin a document, to which the row's first is added.
+
+    visible: a token sees the row's documents before its own.
+    """
+    opens = np.zeros_like(opens) if visible else opens.copy()
     opens[0] = True
     ids = ids.astype(np.int64)
     labels = np.where(opens, IGNORED, ids)
-    return {
-        "input_ids": torch.from_numpy(ids),
-        "labels": torch.from_numpy(labels),
-        "segment_ids": torch.from_numpy(np.cumsum(opens)),
-    }
+    row = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+    return row if visible else row | {"segment_ids": torch.from_numpy(np.cumsum(opens))}
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,12 @@ class TokenFile:
     def open(cls, folder: Path) -> TokenFile:
         return cls(np.memmap(folder / "tokens.bin", np.uint32, "r"), np.load(folder / "ends.npy"))
 
-    def row(self, index: int, context: int) -> Row:
+    def row(self, index: int, context: int, visible: bool = False) -> Row:
         begin, end = index * context, (index + 1) * context
         first, last = np.searchsorted(self.ends, (begin + 1, end))
         opens = np.zeros(context, bool)
         opens[self.ends[first:last] - begin] = True
-        return packed(self.tokens[begin:end], opens)
+        return packed(self.tokens[begin:end], opens, visible)
 
     def rows(self, context: int) -> int:
         return len(self.tokens) // context
@@ -155,14 +156,15 @@ class ShuffledRows(IterableDataset):
     """The first `rows` rows of a file from `step` on, in another order every epoch; batches are equal for any number of
     processes."""
 
-    def __init__(self, file: TokenFile, context: int, rows: int, share: Share, seed: int):
+    def __init__(self, file: TokenFile, context: int, rows: int, share: Share, seed: int, visible: bool = False):
         self.file, self.context, self.rows, self.share, self.seed = file, context, rows, share, seed
+        self.visible = visible
         self.step = 0
 
     def __iter__(self) -> Iterator[Row]:
         for number in self.share.numbers(self.step):
             epoch, index = divmod(number, self.rows)
-            yield self.file.row(int(_order(self.rows, self.seed, epoch)[index]), self.context)
+            yield self.file.row(int(_order(self.rows, self.seed, epoch)[index]), self.context, self.visible)
 
 
 @lru_cache(maxsize=2)

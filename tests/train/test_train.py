@@ -373,6 +373,7 @@ def test_the_paper_recipes_are_the_papers():
         assert recipe.warmup_steps * a_step == pytest.approx(1e9, rel=1e-3)
         assert (recipe.preset, recipe.learning_rate, recipe.weight_decay, recipe.clip) == (model, 4e-4, 0.1, 1.0)
         assert (recipe.context, recipe.dtype, recipe.seed) == (4096, "bfloat16", 42)
+        assert recipe.documents == "visible"
         for processes in (1, 8, 64):
             assert packing.Share(recipe.batch_size, 2, 0, processes).accumulation == 64 // processes
 
@@ -518,3 +519,24 @@ def test_a_run_of_another_recipe_names_what_differs(data):
     stored = asdict(tiny(data))
     assert differences(stored, tiny(data, keep=1, log_steps=1)) == []
     assert differences(stored, replace(tiny(data), seed=7)) == ["seed (42 there, 7 here)"]
+
+
+def test_visible_documents_are_read_as_one_text(data, tmp_path):
+    training.run(tiny(data, documents="visible", max_steps=2), tmp_path / "run")
+    file = packing.TokenFile.open(tmp_path / "run" / "tokens")
+    row = lm_data.load_data(tiny(data, documents="visible"), tmp_path / "run", packing.Share(1, 1)).probe
+    assert row.keys() == {"input_ids", "labels"}
+    assert row["labels"].tolist() == [-100, *row["input_ids"].tolist()[1:]]
+    model, _ = load_language_model(tmp_path / "run")
+    apart = next(one for one in map(lambda i: file.row(i, 24), range(file.rows(24))) if one["segment_ids"][-1] > 1)
+    ids, segments = apart["input_ids"][None], apart["segment_ids"][None]
+    with torch.no_grad():
+        seen, hidden = model(ids).logits, model(ids, segment_ids=segments).logits
+    assert not torch.allclose(seen[0, -1], hidden[0, -1])
+
+
+def test_a_run_begun_before_a_field_was_there_goes_on_with_its_default(data):
+    stored = asdict(tiny(data))
+    del stored["documents"]
+    assert differences(stored, tiny(data)) == []
+    assert differences(stored, tiny(data, documents="visible")) == ["documents (hidden there, visible here)"]
