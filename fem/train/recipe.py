@@ -80,6 +80,11 @@ class TrainRecipe:
         """The steps in which the learning rate rises."""
         return min(WARMUP, self.max_steps // 2) if self.warmup_steps is None else self.warmup_steps
 
+    @property
+    def tokens(self) -> int:
+        """The tokens that all steps and the validation read once."""
+        return (self.max_steps * self.batch_size + self.validation_rows) * self.context
+
     def model_fields(self) -> dict:
         """The fields of `FEMConfig` that differ from the preset's."""
         try:

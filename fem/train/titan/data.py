@@ -13,7 +13,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from fem.models.loss import next_tokens
 from fem.ops.common.tokens import read_tokens
 from fem.runs.recipes import require_one_of
-from fem.train.packing import Share, ShuffledRows, TokenFile
+from fem.train.packing import Share, ShuffledRows, Tokens
 from fem.train.recipe import DOCUMENTS
 
 
@@ -42,14 +42,14 @@ class TokenRows(BaseDataLoader):
     ):
         if config.dataset_path is None:
             raise ValueError("dataloader.dataset_path must be the folder OUTPUT/tokens of a `fem train`, got None.")
-        file = TokenFile.open(Path(config.dataset_path))
-        held = file.rows(seq_len)
+        tokens = Tokens.open(Path(config.dataset_path))
+        held = tokens.rows(seq_len)
         rows = held if config.rows is None else config.rows
         if not 0 < rows <= held:
             raise ValueError(f"dataloader.rows must be 1 to {held}, the rows of {seq_len} tokens there, got {rows}.")
         require_one_of("dataloader.documents", config.documents, DOCUMENTS)
         share = Share(local_batch_size * dp_world_size, local_batch_size, dp_rank, dp_world_size)
-        self.rows = ShuffledRows(file, seq_len, rows, share, config.seed, config.documents == "visible")
+        self.rows = ShuffledRows(tokens, seq_len, [range(rows)], share, config.seed, config.documents == "visible")
         self.size = local_batch_size
         self.batches = 0  # of this process, each a part of one batch over all processes
 
