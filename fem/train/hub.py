@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -55,8 +56,8 @@ def newest_revision(name: str) -> str | None:
     return HfApi().dataset_info(name, timeout=SECONDS).sha
 
 
-def begin(recipe: TrainRecipe, folder: Path, source: Any) -> bool:
-    """Whether tokens are missing in `folder`, which `write_shards` is to add to `staging(folder)`.
+def begin(recipe: TrainRecipe, folder: Path, source: Any) -> None:
+    """Where tokens are missing in `folder`, make `staging(folder)`, to which `write_shards` is to add them.
 
     Raises ValueError where the folder was written from another source, where there is no such dataset or where the hub
     cannot be reached.
@@ -65,7 +66,7 @@ def begin(recipe: TrainRecipe, folder: Path, source: Any) -> bool:
     if sound(folder, source):
         stream = read_json(folder / STREAM)
         if stream is None or stream["limits"][-1] >= recipe.tokens or _tokens(folder, stream["files"])[1]:
-            return False
+            return
         shutil.rmtree(staged, ignore_errors=True)
         os.replace(folder, staged)
     elif read_json(staged / SOURCE) != source:
@@ -81,7 +82,6 @@ def begin(recipe: TrainRecipe, folder: Path, source: Any) -> bool:
         staged.mkdir(parents=True)
         write_json(staged / STREAM, {"revision": revision, "files": stream.num_shards, "limits": []})
         write_json(staged / SOURCE, source)
-    return True
 
 
 def staging(folder: Path) -> Path:
@@ -107,7 +107,8 @@ def write_shards(recipe: TrainRecipe, folder: Path, tokenizer: PreTrainedTokeniz
         if _tokens(staged, index)[0] >= recipe.tokens:
             return
         if not _counts(staged, index)["finished"]:
-            stream = stream or open_stream(recipe, known["revision"])
+            with reading(recipe, staged, known["files"]):
+                stream = stream or open_stream(recipe, known["revision"])
             shard = stream.shard(known["files"], index)
             _write_shard(recipe, staged, shard, index, tokenizer, said, known["files"])
 
@@ -169,15 +170,21 @@ def _write_shard(
         save()
 
 
-def _records(recipe: TrainRecipe, shard: IterableDataset, staged: Path, files: int) -> Iterator[dict]:
-    """The records of a stream; `datasets` asks again for minutes where a connection breaks."""
+@contextmanager
+def reading(recipe: TrainRecipe, staged: Path, files: int) -> Iterator[None]:
+    """In this block, a hub that no longer answers raises `Paused`; `datasets` has asked it for minutes by then."""
     try:
-        yield from shard
+        yield
     except (ValueError, TypeError) as error:
         raise ValueError(f"data must be whole files, got {recipe.data!r} with another: {first_line(error)}") from error
     except Exception as error:
         kept = f"{_tokens(staged, files)[0]:,} tokens are saved"
         raise Paused(f"{recipe.data!r} can no longer be read ({first_line(error)}); {kept}") from error
+
+
+def _records(recipe: TrainRecipe, shard: IterableDataset, staged: Path, files: int) -> Iterator[dict]:
+    with reading(recipe, staged, files):
+        yield from shard
 
 
 def _counts(folder: Path, index: int) -> dict:

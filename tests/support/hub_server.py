@@ -29,6 +29,7 @@ class Hub:
     """The hub, while the block runs.
 
     cuts: how often a file's bytes are broken off in the middle before they come whole. asked: how often each file was.
+    gone: no question is answered.
     """
 
     def __init__(self, files: list[list[str]]):
@@ -36,6 +37,7 @@ class Hub:
         self.files["README.md"] = README.encode()
         self.cuts: Counter[str] = Counter()
         self.asked: Counter[str] = Counter()
+        self.gone = False
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Answer, self))
 
     def __enter__(self) -> Hub:
@@ -85,6 +87,9 @@ class _Answer(BaseHTTPRequestHandler):
         pass
 
     def answer(self) -> None:
+        if self.hub.gone:
+            self.close_connection = True
+            return None
         path = unquote(self.path.partition("?")[0])
         if path == "/":
             return self.json({})

@@ -139,6 +139,10 @@ def test_a_hub_that_is_gone_is_said_and_the_same_command_goes_on(server, tokeniz
     assert ended.code == 75
     assert "'made/up' can no longer be read" in ended.said
     assert "tokens are saved; to go on: fem train" in ended.said
+    server.gone = True
+    ended = trained(server, wanted, tmp_path / "run", resume=True)
+    assert ended.code == 75, ended.said
+    server.gone = False
     server.cuts.clear()
     assert trained(server, wanted, tmp_path / "run", resume=True).code == 0
     assert_tokens(tmp_path / "run", wanted, expected)
