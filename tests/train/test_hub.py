@@ -64,20 +64,18 @@ def prepared(address, cache, fault=None):
         fault()
 
 
-def killed_in_batch(number, rank="0"):
-    """kill -9 when tokens of the batch are written and not yet counted."""
+def killed_in_save(number, rank="0"):
+    """kill -9 when tokens are on the disk and not yet counted."""
     if os.environ.get("RANK", "0") != rank:
         return
-    whole, batches = hub.tokens_of, iter(range(1, 1_000))
+    write, saves = hub.write_json, iter(range(1, 1_000))
 
-    def cut_off(documents, tokenizer):
-        last = next(batches) == number
-        for pair in whole(documents, tokenizer):
-            yield pair
-            if last:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def cut_off(path, content):
+        if content.keys() == hub.NOTHING.keys() and next(saves) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(path, content)
 
-    hub.tokens_of = cut_off
+    hub.write_json = cut_off
 
 
 def trained(server, recipe, output, processes=None, fault=None, resume=False):
@@ -99,6 +97,8 @@ def assert_tokens(output, recipe, expected, beyond=1_500):
     assert found.limits == [recipe.tokens]
     assert recipe.tokens <= len(tokens) < recipe.tokens + beyond
     assert np.array_equal(tokens, expected[: len(tokens)])
+    for file in found.files:
+        assert np.array_equal(file.ends, np.flatnonzero(file.tokens == expected[-1]) + 1)
     assert not hub.staging(output / "tokens").exists()
 
 
@@ -112,13 +112,13 @@ def test_no_more_is_read_than_the_recipe_needs(server, tokenizer, expected, tmp_
     assert server.asked[hub_server.file_name(3)] == 0
 
 
-@pytest.mark.parametrize("batch", [1, 3, 9])
-def test_a_reading_that_was_killed_goes_on_to_the_same_tokens(server, tokenizer, expected, tmp_path, batch):
+@pytest.mark.parametrize("save", [1, 3, 9])
+def test_a_reading_that_was_killed_goes_on_to_the_same_tokens(server, tokenizer, expected, tmp_path, save):
     wanted = recipe(tokenizer, max_steps=12)
-    ended = trained(server, wanted, tmp_path / "run", fault=partial(killed_in_batch, batch))
+    ended = trained(server, wanted, tmp_path / "run", fault=partial(killed_in_save, save))
     assert ended.code == -signal.SIGKILL
     saved = sum(hub._counts(hub.staging(tmp_path / "run" / "tokens"), index)["tokens"] for index in range(FILES))
-    assert (saved > 0) == (batch > 1)
+    assert (saved > 0) == (save > 1)
     ended = trained(server, wanted, tmp_path / "run")
     assert ended.code == 0, ended.said
     assert_tokens(tmp_path / "run", wanted, expected)
@@ -152,7 +152,7 @@ def test_a_hub_that_is_gone_is_said_and_the_same_command_goes_on(server, tokeniz
 def test_two_processes_read_the_same_tokens(server, tokenizer, expected, tmp_path, killed):
     wanted = recipe(tokenizer, micro_batch=8)
     if killed:
-        ended = trained(server, wanted, tmp_path / "run", 2, partial(killed_in_batch, 4, "1"))
+        ended = trained(server, wanted, tmp_path / "run", 2, partial(killed_in_save, 4, "1"))
         assert ended.code == 1
     ended = trained(server, wanted, tmp_path / "run", 2)
     assert ended.code == 0, ended.said
