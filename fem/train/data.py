@@ -13,9 +13,10 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fem.runs.run import first_line, note
-from fem.train.documents import TEXT, content, hub_documents, kind, local_documents, local_files, way_to_the_hub
+from fem.train.documents import TEXT, content, kind, local_documents, local_files
+from fem.train.hub import way_to_the_hub
 from fem.train.integrity import MANIFEST, damage, publish
-from fem.train.packing import Row, Share, ShuffledRows, TokenFile
+from fem.train.packing import Row, Share, ShuffledRows, Tokens
 from fem.train.pieces import without_endless_words
 from fem.train.recipe import TrainRecipe
 from fem.train.tokenizer import train_tokenizer
@@ -72,11 +73,8 @@ def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast
 
 
 def documents_of(recipe: TrainRecipe) -> Iterator[str]:
-    """The recipe's documents, long ones in pieces."""
-    files = local_files(recipe.data)
-    if files is None:
-        return hub_documents(recipe.data, recipe.subset, recipe.field)
-    return local_documents(files, recipe.field)
+    """The documents of the recipe's local files, long ones in pieces."""
+    return local_documents(local_files(recipe.data), recipe.field)
 
 
 def check_data(recipe: TrainRecipe) -> None:
@@ -117,16 +115,19 @@ class Data:
 
 
 def load_data(recipe: TrainRecipe, output: Path, share: Share) -> Data:
-    """The rows of `output`/tokens. Raises ValueError where there are too few."""
-    file = TokenFile.open(output / TOKENS)
-    rows = file.rows(recipe.context)
+    """The rows of `output`/tokens; held out are the last ones of the first request. Raises ValueError where there are
+    too few."""
+    tokens = Tokens.open(output / TOKENS)
+    rows, *further = (limit // recipe.context for limit in tokens.limits)
     held_out = min(recipe.validation_rows, max(1, rows // 10))
     train = rows - held_out
     if train < 1:
         raise ValueError(
-            f"data are too short: {len(file.tokens)} tokens make {rows} rows of {recipe.context}; give more text, or a "
+            f"data are too short: {tokens.limits[0]} tokens make {rows} rows of {recipe.context}; give more text, or a "
             "smaller context."
         )
-    validation = [file.row(index, recipe.context) for index in range(train, rows)]
-    probe = file.row(train - 1, recipe.context)
-    return Data(ShuffledRows(file, recipe.context, train, share, recipe.seed), validation, probe)
+    stretches = [range(train), *map(range, [rows, *further], further)]
+    visible = recipe.documents == "visible"
+    validation = [tokens.row(index, recipe.context, visible) for index in range(train, rows)]
+    probe = tokens.row(train - 1, recipe.context, visible)
+    return Data(ShuffledRows(tokens, recipe.context, stretches, share, recipe.seed, visible), validation, probe)

@@ -77,6 +77,25 @@ class Ranks:
             raise SystemExit(2)
         return result
 
+    def each(self, work: Callable[[], None]) -> None:
+        """Call `work` on every rank, however long it takes. Where it raises on any, rank 0 raises the first error, and
+        the others exit with its status and print nothing."""
+        if self.world == 1:
+            work()
+            return
+        told: list = [None] * self.world
+        failed: Exception | None = None
+        try:
+            work()
+        except Exception as error:
+            failed = error if isinstance(error, (Paused, ValueError, OSError)) else ValueError(repr(error))
+        dist.all_gather_object(told, failed, group=self.patient)
+        errors = [error for error in told if error is not None]
+        if errors and self.rank == 0:
+            raise failed or errors[0]
+        if errors:
+            raise SystemExit(getattr(errors[0], "code", 2))
+
     def largest(self, value: int) -> int:
         """The largest value that any rank gives."""
         if self.world == 1:

@@ -1,4 +1,4 @@
-"""Documents to train on: local text, JSON lines and Parquet, or a dataset of the hub."""
+"""Documents to train on, from local files: text, JSON lines and Parquet."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from datasets import load_dataset
-
-from fem.runs.run import first_line
 from fem.train.integrity import digest
 from fem.train.pieces import file_pieces, pieces
 
-SECONDS = 6.0  # for the hub to connect, and to answer
 TEXT, JSON_LINES, PARQUET = (".txt", ".md"), (".jsonl",), (".parquet",)
 
 
@@ -91,35 +87,6 @@ def text_of(record: Any, field: str, where: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"{where} must be text, got half of a surrogate pair at character {error.start}.") from error
     return text
-
-
-def hub_documents(name: str, subset: str | None, field: str) -> Iterator[str]:
-    """The texts of a hub dataset's training split, read as they come.
-
-    Raises ValueError where there is no such dataset, or where the hub cannot be reached.
-    """
-    try:
-        way_to_the_hub()
-        stream = load_dataset(name, subset, split="train", streaming=True)
-    except Exception as error:
-        told = f"data must be a file, a folder or a dataset of the hub, got {name!r}: {first_line(error)}"
-        raise ValueError(told) from error
-    for record in stream:
-        yield from pieces(text_of(record, field, "every record"))
-
-
-def way_to_the_hub() -> None:
-    """Raises OSError if the hub cannot be reached, or if HF_HUB_OFFLINE forbids it. The hub is asked once: its client
-    asks again and again, for minutes."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
-
-    if constants.HF_HUB_OFFLINE:
-        raise OSError("HF_HUB_OFFLINE is set, so the hub is not asked")
-    try:
-        get_session().head(constants.ENDPOINT, timeout=SECONDS)
-    except Exception as error:
-        raise OSError(f"no way to {constants.ENDPOINT} within {SECONDS:g} seconds ({first_line(error)})") from error
 
 
 def _json_lines(path: Path) -> Iterator[Any]:

@@ -139,8 +139,8 @@ def gate_statistics(model: FEMForCausalLM, row: Row) -> dict[str, float]:
     training = model.training
     try:
         model.eval()
-        ids, segments = (row[name][None].to(model.device) for name in ("input_ids", "segment_ids"))
-        model(input_ids=ids, segment_ids=segments, logits_to_keep=1)
+        shown = {name: x[None].to(model.device) for name, x in row.items() if name != "labels"}
+        model(**shown, logits_to_keep=1)
     finally:
         model.train(training)
         for hook in hooks:

@@ -10,6 +10,7 @@ from fem.runs.recipes import require_not_negative, require_one_of, require_posit
 from fem.runs.run import option
 
 DTYPES = ("float32", "bfloat16")
+DOCUMENTS = ("hidden", "visible")
 SMALLEST_VOCABULARY = 257  # one entry per byte, and the end of a document
 WARMUP = 50  # steps; a twentieth of the laptop recipe
 PAPER_ROWS = 128  # of 4096 tokens: 0.5M tokens a step
@@ -32,6 +33,10 @@ class TrainRecipe:
     )
     vocabulary: int = option(4096, "Entries of a tokenizer that is trained here.")
     context: int = option(512, "Tokens per row.")
+    documents: str = option(
+        "hidden",
+        "Documents of a row before a token's own: hidden from it, or visible, as the paper packs them.",
+    )
     batch_size: int = option(16, "Rows per step, over all processes.")
     micro_batch: int | None = option(None, "Rows per forward pass of a process; default: all its rows of a step.")
     max_steps: int = option(1000, "Optimiser steps; more extend a finished run.", called="steps")
@@ -70,12 +75,18 @@ class TrainRecipe:
             raise ValueError(f"vocabulary must be at least {SMALLEST_VOCABULARY}, got {self.vocabulary}.")
         require_one_of("dtype", self.dtype, DTYPES)
         require_one_of("mlp", self.mlp, MLPS)
+        require_one_of("documents", self.documents, DOCUMENTS)
         self.model_fields()
 
     @property
     def warmup(self) -> int:
         """The steps in which the learning rate rises."""
         return min(WARMUP, self.max_steps // 2) if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that all steps and the validation read once."""
+        return (self.max_steps * self.batch_size + self.validation_rows) * self.context
 
     def model_fields(self) -> dict:
         """The fields of `FEMConfig` that differ from the preset's."""
@@ -97,6 +108,7 @@ def paper(size: str, tokens: float) -> TrainRecipe:
         subset="sample-100BT",
         tokenizer="meta-llama/Llama-2-7b-hf",
         context=4096,
+        documents="visible",
         batch_size=PAPER_ROWS,
         max_steps=round(tokens / step),
         warmup_steps=round(1e9 / step),
@@ -122,17 +134,13 @@ FREE = {
 }
 
 
-LATER = {"mlp": "narrowed"}  # fields that earlier runs lack, and what they did
-
-
 def differences(stored: dict, recipe: TrainRecipe) -> list[str]:
     """The changed fields that a run under way does not allow, as "learning_rate (0.001 there, 0.002 here)".
 
-    max_steps may be raised.
+    max_steps may be raised. A field that the run's version did not have yet had today's default.
     """
-    wanted = asdict(recipe)
-    stored = LATER | stored
-    changed = [name for name in wanted if name not in FREE and stored.get(name) != wanted[name]]
-    if "max_steps" in changed and stored.get("max_steps", 0) < recipe.max_steps:
+    wanted, stored = asdict(recipe), asdict(TrainRecipe()) | stored
+    changed = [name for name in wanted if name not in FREE and stored[name] != wanted[name]]
+    if "max_steps" in changed and stored["max_steps"] < recipe.max_steps:
         changed.remove("max_steps")
-    return [f"{name} ({stored.get(name)} there, {wanted[name]} here)" for name in changed]
+    return [f"{name} ({stored[name]} there, {wanted[name]} here)" for name in changed]

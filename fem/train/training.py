@@ -19,10 +19,11 @@ from fem.models import FEMConfig, preset
 from fem.models.presets import PRESETS
 from fem.runs.recipes import nearest
 from fem.runs.run import RESULTS, Run, check_output, note, progress, read_json, write_json
+from fem.train import hub
 from fem.train.checkpoints import STAGING, load_language_model
 from fem.train.data import TOKENS, check_data, documents_of, identity, load_data, load_tokenizer, say_unread
 from fem.train.distributed import Paused, Ranks, end_process_group, end_with_parent, in_touch
-from fem.train.documents import check_outside
+from fem.train.documents import check_outside, local_files
 from fem.train.integrity import LOCK, one_writer
 from fem.train.metrics import MetricsCallback, summary
 from fem.train.model import build_model
@@ -61,6 +62,8 @@ def run(recipe: TrainRecipe, output: Path, resume: bool = False, *, allow_change
         args = training_arguments(recipe, output)
         ranks = Ranks(recipe.comm_timeout)
         start, finished = ranks.first(lambda: prepare(recipe, output, resume, allow_changed_data, held))
+        if finished is None and local_files(recipe.data) is None:
+            stream_tokens(recipe, output, ranks)
         outcome = fit(recipe, output, args, start, ranks) if finished is None else finished
     end_process_group()
     if isinstance(outcome, Paused):
@@ -158,9 +161,23 @@ def take_data(recipe: TrainRecipe, output: Path, start: Start, allow_changed: bo
     if known is not None and read_json(output / TOKENS / SOURCE) != source:  # a resumption may have taken others
         shutil.rmtree(output / TOKENS, ignore_errors=True)
     start.config["data"] = source
+    model_config(recipe, entries(tokenizer))
+    if local_files(recipe.data) is None:
+        hub.begin(recipe, output / TOKENS, source)
+        return
     write_tokens(documents_of(recipe), tokenizer, output / TOKENS, source)
     load_data(recipe, output, Share(1, 1))  # raises where there are too few
-    model_config(recipe, entries(tokenizer))
+
+
+def stream_tokens(recipe: TrainRecipe, output: Path, ranks: Ranks) -> None:
+    """Write what is missing of the tokens of a dataset of the hub, each process those of its files."""
+    folder = output / TOKENS
+    if not ranks.first(hub.staging(folder).exists):
+        return
+    tokenizer = load_tokenizer(recipe, output)
+    ranks.each(lambda: hub.write_shards(recipe, folder, tokenizer, ranks.rank, ranks.world))
+    ranks.first(lambda: hub.finish(recipe, folder))
+    load_data(recipe, output, Share(1, 1))  # raises where there are too few
 
 
 def finished_results(recipe: TrainRecipe, output: Path, start: Start) -> dict:

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
 from trainings import tiny
 
-from fem.train import data, documents, packing, pieces, training
+from fem.train import data, documents, hub, packing, pieces, training
 from fem.train.tokenizer import END, train_tokenizer
 
 WORDS = ["sun", "moon,", "it's", "42", "äöü", "x", "日本語", "(a)", "e\u0301", "--"]
@@ -55,8 +55,8 @@ def test_a_file_in_pieces_has_one_end(tokenizer, tmp_path, monkeypatch):
     whole = packing.write_tokens(documents.local_documents(files, "text"), tokenizer, tmp_path / "whole", [])
     monkeypatch.setattr(pieces, "PIECE", 100)
     parted = packing.write_tokens(documents.local_documents(files, "text"), tokenizer, tmp_path / "parted", [])
-    assert whole.tokens.tolist() == parted.tokens.tolist()
-    assert parted.ends.tolist() == [len(parted.tokens)]
+    assert whole.files[0].tokens.tolist() == parted.files[0].tokens.tolist()
+    assert parted.files[0].ends.tolist() == parted.limits
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
@@ -165,7 +165,7 @@ def test_a_hub_that_does_not_answer_is_refused_in_one_sentence(monkeypatch, tmp_
 
     monkeypatch.setattr("huggingface_hub.utils.get_session", Silent)
     with pytest.raises(ValueError, match=r"got 'some/where': no way to .* within 6 seconds .TimeoutError"):
-        next(documents.hub_documents("some/where", None, "text"))
+        hub.begin(tiny("some/where"), tmp_path / "tokens", [])
     with pytest.raises(ValueError, match=r"tokenizer 'some/where' cannot be read: no way to "):
         training.run(tiny("some/data", tokenizer="some/where"), tmp_path / "run")
 

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from torch.utils.data import DataLoader
@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from fem.models import FEMForCausalLM, preset
-from fem.train import checkpoints, documents, integrity, metrics, packing, trainer, training
+from fem.train import checkpoints, documents, hub, integrity, metrics, packing, trainer, training
 from fem.train import data as lm_data
 from fem.train.checkpoints import load_language_model, newest
 from fem.train.recipe import RECIPES, differences
@@ -180,9 +180,9 @@ def test_of_little_data_a_tenth_is_held_out(data, tokenizer, tmp_path):
     recipe, share = tiny(data, validation_rows=1000), packing.Share(4, 4)
     packing.write_tokens(documents.local_documents([data], "text"), tokenizer, tmp_path / "tokens", "source")
     found = lm_data.load_data(recipe, tmp_path, share)
-    rows = packing.TokenFile.open(tmp_path / "tokens").rows(24)
+    rows = packing.Tokens.open(tmp_path / "tokens").rows(24)
     assert len(found.validation) == rows // 10
-    assert found.train.rows == rows - rows // 10
+    assert found.train.stretches == (range(rows - rows // 10),)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_tokens_of_other_data_are_not_taken_for_these(data, tokenizer, tmp_path)
 
 
 def batches(file, share, steps, step=0, rows=11):
-    source = packing.ShuffledRows(file, 8, rows, share, seed=3)
+    source = packing.ShuffledRows(file, 8, [range(rows)], share, seed=3)
     source.step = step
     loader = DataLoader(source, batch_size=share.micro)
     return [batch["input_ids"] for batch in islice(loader, steps * share.accumulation)]
@@ -318,36 +318,19 @@ def test_every_row_is_read_once_an_epoch(tokenizer, data, tmp_path):
     assert not torch.equal(rows[:11], rows[11:])
 
 
-def stream(data):
-    return load_dataset("json", data_files=str(data), split="train", streaming=True)
-
-
-@pytest.fixture
-def hub(data, monkeypatch):
-    """Every dataset of the hub is the one in `data`."""
-    monkeypatch.setattr(documents, "load_dataset", lambda name, subset, **how: stream(data))
-    monkeypatch.setattr(documents, "way_to_the_hub", lambda: None)
-
-
-def test_a_dataset_of_the_hub_becomes_the_tokens_that_local_files_do(hub, data, tokenizer, whole, tmp_path):
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    recipe = replace(tiny(data, max_steps=2), data="a/b", tokenizer=str(tmp_path / "tokenizer"))
-    training.run(recipe, tmp_path / "run")
-    assert np.array_equal(*(packing.TokenFile.open(run / "tokens").tokens for run in (tmp_path / "run", whole)))
-
-
 @pytest.mark.parametrize(
     "error, told",
     [(ConnectionError("Couldn't reach the Hub\nand more"), "Couldn't reach the Hub"), (TimeoutError(), "TimeoutError")],
 )
-def test_a_dataset_that_does_not_exist_is_one_sentence(monkeypatch, error, told):
+def test_a_dataset_that_does_not_exist_is_one_sentence(monkeypatch, tmp_path, error, told):
     def offline(*args, **given):
         raise error
 
-    monkeypatch.setattr(documents, "load_dataset", offline)
-    monkeypatch.setattr(documents, "way_to_the_hub", lambda: None)
+    monkeypatch.setattr(hub, "load_dataset", offline)
+    monkeypatch.setattr(hub, "newest_revision", lambda name: "a" * 40)
     with pytest.raises(ValueError, match=r"dataset of the hub, got 'no/where': " + told + "$"):
-        next(documents.hub_documents("no/where", None, "text"))
+        hub.begin(tiny("no/where"), tmp_path / "tokens", [])
+    assert not list(tmp_path.iterdir())
 
 
 def test_checkpoints_none_of_which_is_whole_are_left_alone(whole, data, tmp_path):
@@ -373,6 +356,7 @@ def test_the_paper_recipes_are_the_papers():
         assert recipe.warmup_steps * a_step == pytest.approx(1e9, rel=1e-3)
         assert (recipe.preset, recipe.learning_rate, recipe.weight_decay, recipe.clip) == (model, 4e-4, 0.1, 1.0)
         assert (recipe.context, recipe.dtype, recipe.seed) == (4096, "bfloat16", 42)
+        assert recipe.documents == "visible"
         for processes in (1, 8, 64):
             assert packing.Share(recipe.batch_size, 2, 0, processes).accumulation == 64 // processes
 
@@ -387,7 +371,7 @@ def test_a_kept_swiglu_is_the_transformers_and_earlier_runs_go_on(data):
 
 def test_logged_beta_and_lambda_are_those_of_the_layers(whole, data):
     model, _ = load_language_model(whole)
-    row = packing.TokenFile.open(whole / "tokens").row(3, 24)
+    row = packing.Tokens.open(whole / "tokens").row(3, 24)
     layers = [block.mixer for block in model.model.layers]
     found = metrics.read_statistics(model, row)
     betas = torch.cat([layer.inspect(torch.zeros(1, 2, 32)).beta.flatten() for layer in layers])
@@ -526,3 +510,24 @@ def test_a_run_of_another_recipe_names_what_differs(data):
     stored = asdict(tiny(data))
     assert differences(stored, tiny(data, keep=1, log_steps=1)) == []
     assert differences(stored, replace(tiny(data), seed=7)) == ["seed (42 there, 7 here)"]
+
+
+def test_visible_documents_are_read_as_one_text(data, tmp_path):
+    training.run(tiny(data, documents="visible", max_steps=2), tmp_path / "run")
+    file = packing.Tokens.open(tmp_path / "run" / "tokens")
+    row = lm_data.load_data(tiny(data, documents="visible"), tmp_path / "run", packing.Share(1, 1)).probe
+    assert row.keys() == {"input_ids", "labels"}
+    assert row["labels"].tolist() == [-100, *row["input_ids"].tolist()[1:]]
+    model, _ = load_language_model(tmp_path / "run")
+    apart = next(row for row in (file.row(i, 24) for i in range(file.rows(24))) if row["segment_ids"][-1] > 1)
+    ids, segments = apart["input_ids"][None], apart["segment_ids"][None]
+    with torch.no_grad():
+        seen, hidden = model(ids).logits, model(ids, segment_ids=segments).logits
+    assert not torch.allclose(seen[0, -1], hidden[0, -1])
+
+
+def test_a_run_begun_before_a_field_was_there_goes_on_with_its_default(data):
+    stored = asdict(tiny(data))
+    del stored["documents"]
+    assert differences(stored, tiny(data)) == []
+    assert differences(stored, tiny(data, documents="visible")) == ["documents (hidden there, visible here)"]

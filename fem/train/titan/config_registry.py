@@ -77,7 +77,7 @@ def trainer(size: str, prior: str, start: str, end: str) -> Trainer.Config:
         ),
         loss=ChunkedLossWrapper.Config(loss_fn=loss),
         tokenizer=NoTokenizer.Config(),
-        dataloader=TokenRows.Config(seed=recipe.seed),
+        dataloader=TokenRows.Config(seed=recipe.seed, documents=recipe.documents),
         optimizer=OptimizersContainer.Config(param_groups=groups(model, recipe)),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=recipe.warmup_steps, decay_type="cosine"),
         training=TrainingConfig(

@@ -12,7 +12,9 @@ from torchtitan.components.dataloader import BaseDataLoader
 
 from fem.models.loss import next_tokens
 from fem.ops.common.tokens import read_tokens
-from fem.train.packing import Share, ShuffledRows, TokenFile
+from fem.runs.recipes import require_one_of
+from fem.train.packing import Share, ShuffledRows, Tokens
+from fem.train.recipe import DOCUMENTS
 
 
 class TokenRows(BaseDataLoader):
@@ -25,6 +27,7 @@ class TokenRows(BaseDataLoader):
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         rows: int | None = None  # from the first; None: all, held-out ones too
+        documents: str = "hidden"  # or "visible", as of `fem train --documents`
         seed: int = 42
 
     def __init__(
@@ -39,13 +42,14 @@ class TokenRows(BaseDataLoader):
     ):
         if config.dataset_path is None:
             raise ValueError("dataloader.dataset_path must be the folder OUTPUT/tokens of a `fem train`, got None.")
-        file = TokenFile.open(Path(config.dataset_path))
-        held = file.rows(seq_len)
+        tokens = Tokens.open(Path(config.dataset_path))
+        held = tokens.rows(seq_len)
         rows = held if config.rows is None else config.rows
         if not 0 < rows <= held:
             raise ValueError(f"dataloader.rows must be 1 to {held}, the rows of {seq_len} tokens there, got {rows}.")
+        require_one_of("dataloader.documents", config.documents, DOCUMENTS)
         share = Share(local_batch_size * dp_world_size, local_batch_size, dp_rank, dp_world_size)
-        self.rows = ShuffledRows(file, seq_len, rows, share, config.seed)
+        self.rows = ShuffledRows(tokens, seq_len, [range(rows)], share, config.seed, config.documents == "visible")
         self.size = local_batch_size
         self.batches = 0  # of this process, each a part of one batch over all processes
 
@@ -56,9 +60,9 @@ class TokenRows(BaseDataLoader):
             batch = [next(rows) for _ in range(self.size)]
             joined = {name: torch.stack([row[name] for row in batch]) for name in batch[0]}
             self.batches += 1
-            documents = joined["segment_ids"]
-            tokens, _ = read_tokens(tuple(documents.shape), documents.device, None, documents)  # from 0 in each
-            yield {"input": joined["input_ids"], "positions": tokens.position}, next_tokens(joined["labels"])
+            ids, documents = joined["input_ids"], joined.get("segment_ids")
+            tokens, _ = read_tokens(tuple(ids.shape), ids.device, None, documents)  # from 0 in each document
+            yield {"input": ids, "positions": tokens.position.expand(ids.shape)}, next_tokens(joined["labels"])
 
     def state_dict(self) -> dict:
         return {"rows": self.batches * self.size * self.rows.share.world}
