@@ -28,7 +28,7 @@ export TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER=0 TORCHINDUCTOR_USE_STATIC_TRITON_
 export TORCHINDUCTOR_COMPILE_THREADS=1 OMP_NUM_THREADS=1 TORCH_CUDNN_SDPA_DEPRIORITIZED=1
 export DISABLE_PTXAS_OPT=1 TRITON_DISABLE_LINE_INFO=1
 export TORCHINDUCTOR_CACHE_DIR={place}/cache/inductor-${{FAKE_SM:-90}} TRITON_CACHE_DIR={place}/cache/triton
-export LD_LIBRARY_PATH={place}/lib PYTHONPATH={here}:{place}/site:$PYTHONPATH
+export LD_LIBRARY_PATH={place}/lib PYTHONPATH={here}:{support}:{place}/site:$PYTHONPATH
 exec {python} "$@"
 """
 
@@ -90,7 +90,7 @@ def build(place: Path) -> None:
         linked.append(f"-Wl,-soname,{library},--version-script={path.with_suffix('.map')}")
         subprocess.check_call([*COMPILER, "-o", path, *sources, *linked])
     run = place / "run"
-    run.write_text(RUN.format(place=place, here=HERE, python=sys.executable))
+    run.write_text(RUN.format(place=place, here=HERE, support=HERE.parent / "support", python=sys.executable))
     run.chmod(0o755)
 
 

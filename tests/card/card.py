@@ -11,13 +11,20 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn.attention
+import triton
+from ahead_of_time import usage
 from torch import Tensor
 
+from fem.ops.conditioner import kernels as of_conditioner
 from fem.ops.softmax import composed
+from fem.ops.softmax.fused import attention, doubt
+from fem.ops.softmax.fused import kernels as of_softmax
 
 SM = int(os.environ.get("FAKE_SM", "90"))
+KERNELS = (of_softmax, doubt, of_conditioner)
 SHARED = {80: 163, 89: 99, 90: 227, 120: 99}  # KiB of shared memory that a program may ask for
 
+_loaded: list[tuple[str, bytes]] = []  # Triton's kernels, compiled
 _runtime = ctypes.CDLL("libcudart.so.13")
 _runtime.card_get.restype = ctypes.c_char_p
 
@@ -75,6 +82,29 @@ def kept(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
     return y, torch.cuda.memory_allocated() - before - y.untyped_storage().nbytes()
 
 
+def registers(call: Callable[[], object]) -> dict[str, tuple[int, int]]:
+    """Registers of a thread and bytes that it spills, of the library's Triton kernels that a call launches.
+
+    ptxas optimises them here, as it does for a card. Of a kernel in several forms: the most.
+    """
+    kernels = {
+        name: one for module in KERNELS for name, one in vars(module).items() if isinstance(one, triton.JITFunction)
+    }
+    for kernel in kernels.values():
+        kernel.device_caches.clear()
+    _loaded.clear()
+    setting = os.environ.pop("DISABLE_PTXAS_OPT", None)
+    try:
+        call()
+    finally:
+        os.environ |= {} if setting is None else {"DISABLE_PTXAS_OPT": setting}
+    found: dict[str, tuple[int, int]] = {}
+    for name, binary in _loaded:
+        if name in kernels:
+            found[name] = tuple(map(max, zip(usage(binary).values(), found.get(name, (0, 0)))))
+    return found
+
+
 def pose() -> None:
     """Make Triton believe in the card: it compiles by ptxas for it, with its limits, and launches nothing."""
     import triton.backends
@@ -83,6 +113,7 @@ def pose() -> None:
 
     class Utilities:
         def load_binary(self, name, kernel, shared, device):
+            _loaded.append((name, kernel))
             return 1, 1, 64, 0, 1024  # module, function, registers, spills, threads
 
         def get_device_properties(self, device):
@@ -132,7 +163,25 @@ def pose() -> None:
         return times
 
     tuner.prune_configs, tuner._bench = prune, measure
-    choose = torch.nn.attention.sdpa_kernel
-    without = lambda order, **how: choose([one for one in order if one.name != "CUDNN_ATTENTION"], **how)  # noqa: E731
-    composed.sdpa_kernel = without  # its stub cannot be called
+    pose_as_cudnn()
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+
+def pose_as_cudnn() -> None:
+    """Put flash attention in the place of cuDNN's, whose stub cannot be called: the calls of composed reads choose it
+    themselves; the fused layer's, whose values may be wider than the keys, read empty values of the keys' width.
+    """
+    choose, attend, attend_backward = torch.nn.attention.sdpa_kernel, attention.attend, attention.attend_backward
+    without = lambda order, **how: choose([one for one in order if one.name != "CUDNN_ATTENTION"], **how)  # noqa: E731
+    as_wide = lambda x, y: x if x.shape[-1] == y.shape[-1] else x.new_empty(*x.shape[:-1], y.shape[-1])  # noqa: E731
+
+    def forward(q, k, values, scale, causal, kernel):
+        out, lse = attend(q, k, as_wide(values, k), scale, causal, "flash")
+        return as_wide(out, values), lse
+
+    def backward(grad, q, k, values, out, lse, scale, causal, kernel):
+        narrow = (as_wide(x, k) for x in (values, out))
+        d_q, d_k, d_values = attend_backward(as_wide(grad, k), q, k, *narrow, lse, scale, causal, "flash")
+        return [d_q, d_k, as_wide(d_values, values)]
+
+    composed.sdpa_kernel, attention.attend, attention.attend_backward = without, forward, backward

@@ -8,7 +8,7 @@ import re
 import card
 import pytest
 import torch
-from measure import LAYERS, RECORD, ROWS, TIME, WIDTH, build, decode, train
+from measure import BFLOAT16, FUSED, LAYERS, MODES, RECORD, REGISTERS, build, decode, prepared, registers, train
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
@@ -36,18 +36,64 @@ def tokens(rows: int = 2, time: int = 256, width: int = 256) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name, mode", [
-    (name, mode) for name, mode in RECORDED if FULL or (mode == "eager" and "mamba" not in name) or name == "softmax"
+    (name, mode) for name, mode in RECORDED if FULL or ("eager" in mode and "mamba" not in name) or name == "softmax"
 ])  # fmt: skip
 def test_a_train_step_takes_no_more_than_is_recorded(name, mode):
-    layer = build(**LAYERS[name])
-    x = torch.randn(ROWS, TIME, WIDTH, device="cuda", requires_grad=True)
-    row, _ = train(through(mode, layer), x)
+    layer, call, x = prepared(name, mode)
+    row, _ = train(call, x)
     wanted = RECORDED[name, mode]
-    row |= decode(layer, mode)
+    row |= {} if mode == BFLOAT16 else decode(layer, mode)
     # The allocator rounds by what ran before; on another card flash attention may split its keys: a kernel more.
     more = {"kept MiB": 2} if FULL else {"kept MiB": 2, "forward": 1, "token": 1}
     above = {what: (got, wanted[what]) for what, got in row.items() if got > wanted[what] + more.get(what, 0)}
     assert not above, f"{name}, {mode}: more than research/results/card.json holds (got, recorded): {above}"
+
+
+def step(call, x: torch.Tensor) -> None:
+    """A train step in bfloat16 autocast that allocates its gradients."""
+    x.grad = None
+    for parameter in call.parameters():
+        parameter.grad = None
+    with torch.autocast("cuda", torch.bfloat16):
+        y = call(x)
+    y.backward(torch.ones_like(y))
+
+
+@pytest.mark.parametrize("name, mode", [(name, mode) for name in FUSED for mode in MODES if FULL or mode == "eager"])
+def test_a_train_step_of_a_fused_layer_can_be_captured(name, mode):
+    """It is one graph of torch.compile, and nothing waits in it."""
+    layer, x = build(256, 4, **LAYERS[name]), tokens()
+    call = torch.compile(layer, fullgraph=True) if mode == "compiled" else layer
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(3):
+            step(call, x)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), card.record() as events:
+        step(call, x)
+    assert not events.waits, events.summary()
+    assert events.count("triton rotate_kernel") == 2, "the layer was not read by the fused kernels"
+
+
+@full
+@pytest.mark.parametrize("name", FUSED)
+def test_a_train_step_of_a_fused_layer_replays_two_graphs(name):
+    """With mode="reduce-overhead": one forward, one backward, and no kernel of the layer beside them."""
+    layer, x = build(256, 4, **LAYERS[name]), tokens()
+    call = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+    for _ in range(3):
+        step(call, x)
+    with card.record() as events:
+        step(call, x)
+    assert events.count("graph launched") == 2, events.summary()
+    assert not [event for event in events if event.startswith(("triton", "matmul"))], events.summary()
+
+
+@pytest.mark.parametrize("values", REGISTERS)
+def test_no_kernel_that_always_runs_spills(values):
+    """Those of doubtful entries end at once where there are none; they may spill six numbers."""
+    found = registers(values)
+    assert len(found) >= 9
+    above = {name: bytes for name, (_, bytes) in found.items() if bytes > (24 if name.startswith("doubtful") else 0)}
+    assert not above, above
 
 
 @pytest.mark.parametrize("fields, marks, mode", [
@@ -113,7 +159,7 @@ def test_matrix_products_have_widths_that_tensor_cores_like(width, heads, fields
 @pytest.mark.parametrize("prior, form, cache", [
     *[(prior, "exact", "dynamic") for prior in PRIORS],
     ("softmax", "sdpa", "dynamic"),
-    pytest.param("softmax", "sdpa", "static", marks=pytest.mark.xfail(reason="a plain Llama fails so too")),
+    ("softmax", "sdpa", "static"),
 ])  # fmt: skip
 def test_a_model_generates(prior, form, cache):
     mixer = {"use_conv": False} if form == "sdpa" else {}
@@ -154,5 +200,4 @@ def test_a_step_of_the_doctor_raises_nothing(step):
     rows = list(steps()[step].rows(torch.device("cuda", 0)))
     assert rows
     raised = [row for row in rows if re.match(r"\w+(Error|Exception|Failed|Exceeded)\b", row["result"])]
-    raised = [row for row in raised if "in the cudagraph pool" not in row["result"]]  # as of a plain Llama
     assert not raised, raised[:3]

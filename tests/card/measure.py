@@ -1,7 +1,8 @@
-"""Launches, waits and bytes of layers on the card that is not there: `.card/run tests/card/measure.py after`.
+"""Launches, waits, bytes and registers on the card that is not there: `.card/run tests/card/measure.py after`.
 
-Names of layers behind "after" measure these again alone. Writes research/results/card.json and the table of
-docs/card.md: "before" is what e785e87 took, "after" what cases.py holds the library to.
+The first argument is a part of research/results/card.json, which is measured anew, and the tables of docs/card.md with
+it: "after", what cases.py holds the library to; "before", the same without the fused layer's and the conditioner's
+kernels; or "registers" of these. Names of layers behind it: only theirs.
 """
 
 from __future__ import annotations
@@ -9,26 +10,38 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import card
 import torch
 
-from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
+from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer
+from fem.ops.conditioner import read
 
 ROOT = Path(__file__).parents[2]
-RECORD, PAGE, TABLE = ROOT / "research" / "results" / "card.json", ROOT / "docs" / "card.md", "## The table"
+RECORD, PAGE, TABLE = ROOT / "research" / "results" / "card.json", ROOT / "docs" / "card.md", "## The table\n"
 WIDTH, HEADS, ROWS, TIME = 1024, 16, 8, 2048
 ATTENTION = {"use_lse": False, "use_temperature": False, "use_outer_gate": False}
 LAYERS = {
     "attention": ATTENTION,
     "softmax": {},
     "softmax, slim": {"gate_rank": 8},
+    "softmax, slim, conditioner": {"gate_rank": 8, "use_conv": True},
+    "softmax, split": {"gate_rank": 8, "free_share": 0.5},
     "softmax, capped": {"value_logexp_cap": 29.0},
     **{prior: {"prior_type": prior} for prior in PRIORS if prior != "softmax"},
 }
+FUSED = [name for name in LAYERS if name.startswith(("attention", "softmax")) and "capped" not in name]
 MODES = ("eager", "compiled")
+BFLOAT16 = "eager, bfloat16"  # parameters, without autocast, as the layers that an H100 timed
+REGISTERS = {  # a head's values, of keys of 64
+    "32": {},
+    "56": {"gate_rank": 64},
+    "64": {"gate_rank": 8, "use_conv": True},
+    "32 + 32": {"gate_rank": 8, "free_share": 0.5},
+}
 
 
 def build(width: int = WIDTH, heads: int = HEADS, **fields) -> FreeEnergyMixer:
@@ -36,11 +49,19 @@ def build(width: int = WIDTH, heads: int = HEADS, **fields) -> FreeEnergyMixer:
     return FreeEnergyMixer(config).cuda()
 
 
+def prepared(name: str, mode: str) -> tuple[FreeEnergyMixer, Callable, torch.Tensor]:
+    """A layer of the table, how it is called, and its input."""
+    layer, x = build(**LAYERS[name]), tokens()
+    if mode == BFLOAT16:
+        layer, x = layer.bfloat16(), x.detach().bfloat16().requires_grad_()
+    return layer, torch.compile(layer) if mode == "compiled" else layer, x
+
+
 def train(call, x: torch.Tensor, warm: int = 2, **marks) -> tuple[dict, list[str]]:
-    """What one train step in bfloat16 autocast takes, after `warm` others, and its awkward products."""
+    """What one train step in bfloat16 takes, after `warm` others, and its awkward products."""
 
     def forward() -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16, enabled=x.dtype != torch.bfloat16):
             return call(x, **marks)
 
     for _ in range(warm):
@@ -72,43 +93,85 @@ def decode(layer: FreeEnergyMixer, mode: str, tokens: int = 512) -> dict:
 
 
 def rows(names: list[str]) -> Iterator[dict]:
-    for name in names or LAYERS:
-        for mode in MODES:
-            fields = LAYERS[name]
+    for name in names:
+        for mode in (*MODES, BFLOAT16) if name in FUSED else MODES:
             torch._dynamo.reset()
             gc.collect()
-            layer = build(**fields)
-            x = torch.randn(ROWS, TIME, WIDTH, device="cuda", requires_grad=True)
+            layer, call, x = prepared(name, mode)
             row = {"layer": name, "mode": mode}
             try:
-                row |= train(torch.compile(layer) if mode == "compiled" else layer, x)[0]
-                row |= decode(layer, mode)
+                row |= train(call, x)[0]
+                row |= {} if mode == BFLOAT16 else decode(layer, mode)
             except Exception as error:  # a row of the table says what failed
                 row["error"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:80]}"
             print(row, flush=True)
             yield row
 
 
+def tokens() -> torch.Tensor:
+    return torch.randn(ROWS, TIME, WIDTH, device="cuda", requires_grad=True)
+
+
+def registers(values: str) -> dict[str, tuple[int, int]]:
+    """Registers and spilt bytes of every kernel that a layer with such values launches."""
+    layer = build(**REGISTERS[values])
+    sizes = [layer.config.free_width] if layer.config.free_share is None else [layer.config.free_width] * 2
+    assert values == " + ".join(map(str, sizes)), sizes
+    return card.registers(lambda: train(layer, tokens(), warm=0))
+
+
 def table(record: dict) -> str:
     columns = ("forward", "backward", "waits", "kept MiB", "token", "token's waits")
     lines = [f"| layer | mode | {' | '.join(columns)} |", f"|{'---|' * (len(columns) + 2)}"]
-    found = [{(row["layer"], row["mode"]): row for row in record.get(when, [])} for when in ("before", "after")]
-    for key in dict.fromkeys(key for one in found for key in one):
-        pairs = [[one.get(key, {}).get(column, "") for one in found] for column in columns]
-        cells = [f"{a} → {b}" if a != "" and b != "" else f"{a}{b}" for a, b in pairs]
+    before = {(row["layer"], row["mode"]): row for row in record["before"]}
+    for row in record["after"]:
+        key = row["layer"], row["mode"]
+        pairs = [(before.get(key, {}).get(column), row.get(column, "")) for column in columns]
+        cells = [f"{new}" if old is None else f"{old} → {new}" for old, new in pairs]
         lines.append(f"| {' | '.join([*key, *cells])} |")
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
-    card.pose()
-    when, measured = sys.argv[1], list(rows(sys.argv[2:]))
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    again = {row["layer"] for row in measured}
-    measured = [row for row in record.get(when, []) if row["layer"] not in again] + measured
-    record |= {"setting": f"sm_{card.SM}, {ROWS} x {TIME} tokens, width {WIDTH}, {HEADS} heads", when: measured}
+def registers_table(record: dict[str, dict]) -> str:
+    lines = [f"| kernel | {' | '.join(record)} |", f"|{'---|' * (len(record) + 1)}"]
+    for name in dict.fromkeys(name for found in record.values() for name in found):
+        cells = [found.get(name) for found in record.values()]
+        cells = ["" if cell is None else f"{cell[0]}" + f" ({cell[1]})" * (cell[1] > 0) for cell in cells]
+        lines.append(f"| {' | '.join([f'`{name}`', *cells])} |")
+    return "\n".join(lines)
+
+
+def write(record: dict) -> None:
+    """The record, and its tables into the page, in the place of what stands below the first one's heading."""
+    record |= {"setting": f"sm_{card.SM}, {ROWS} x {TIME} tokens, width {WIDTH}, {HEADS} heads"}
     record["torch"] = torch.__version__
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    text = f"{TABLE}\n\nOne layer, e785e87 → later (one number: not measured again): {record['setting']}, bfloat16\n"
-    text += f"autocast, PyTorch {record['torch']}. `token`: one more token behind 512.\n\n{table(record)}\n"
-    PAGE.write_text(PAGE.read_text().split(TABLE)[0] + text)
+    tables = f"""{TABLE}
+One layer's train step: {record["setting"]}, PyTorch {record["torch"]}.
+Parameters are float32 under autocast to bfloat16, or bfloat16. `token`: one more token behind 512.
+Two numbers: without the kernels of the fused layer and of the conditioner → with them.
+
+{table(record)}
+
+## Registers
+
+Registers of a thread on sm_90, by the width of a head's values; keys have 64. In brackets: bytes that it spills.
+
+{registers_table(record["registers"])}
+"""
+    PAGE.write_text(PAGE.read_text().split(TABLE)[0] + tables)
+
+
+if __name__ == "__main__":
+    card.pose()
+    part, *names = sys.argv[1:]
+    record = json.loads(RECORD.read_text())
+    if part == "registers":
+        record[part] = record.get(part, {}) | {values: registers(values) for values in names or REGISTERS}
+    else:
+        if part == "before":
+            fused_layer.available = read.fits = lambda *_: False
+        measured = list(rows(names or (FUSED if part == "before" else list(LAYERS))))
+        by_key = {(row["layer"], row["mode"]): row for row in [*record[part], *measured]}
+        record[part] = [by_key[key] for key in product(LAYERS, (*MODES, BFLOAT16)) if key in by_key]
+    write(record)

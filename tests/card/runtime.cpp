@@ -152,15 +152,19 @@ API cudaStreamCreate(cudaStream_t* s) { return fresh(s); }
 API cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) { return fresh(s); }
 API cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int) { return fresh(s); }
 API cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return cudaSuccess; }
-static cudaStreamCaptureStatus status() {
-    return capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+static cudaStream_t captured;  // the others run on: PyTorch allocates a graph's seeds there
+static cudaStreamCaptureStatus status(cudaStream_t stream) {
+    return capturing && stream == captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
 }
-API cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* s) { *s = status(); return cudaSuccess; }
-API cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { capturing = true, capture++; return cudaSuccess; }
+API cudaStreamIsCapturing(cudaStream_t t, cudaStreamCaptureStatus* s) { *s = status(t); return cudaSuccess; }
+API cudaStreamBeginCapture(cudaStream_t t, cudaStreamCaptureMode) {
+    capturing = true, captured = t, capture++;
+    return cudaSuccess;
+}
 API cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) { capturing = false; return fresh(graph); }
-API cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* s, unsigned long long* id, cudaGraph_t* graph,
+API cudaStreamGetCaptureInfo(cudaStream_t t, cudaStreamCaptureStatus* s, unsigned long long* id, cudaGraph_t* graph,
                              const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
-    if (s) *s = status();
+    if (s) *s = status(t);
     if (id) *id = capture;
     if (graph) *graph = (cudaGraph_t)&capture;
     return cudaSuccess;

@@ -25,7 +25,12 @@ def compiled(kernel, types: dict[str, str], constants: dict, warps: int, capabil
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
     )
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps}).asm["cubin"]
+    found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    return usage(found.asm["cubin"])
+
+
+def usage(binary: bytes) -> dict[str, int]:
+    """Registers of a thread of a compiled kernel, and bytes that it spills."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
