@@ -23,7 +23,7 @@ PICTURE = re.compile(r"\]\(([^)/#:]+\.png)\)")
 ITEMS = (  # where the paper has it, what is measured, the experiment, and the command that does it
     ("", "Does the free energy help?", "regimes", "fem regimes"),
     ("", "Sets and series with natural labels", "natural", "fem natural"),
-    ("Appendix P", "Every channel's maximum in one read", "argmax", "fem argmax --full"),
+    ("Appendix P", "Every channel's maximum in one read", "argmax", "fem argmax --paper"),
     ("Table 1", "MAD, six synthetic tasks", "mad", "fem mad --profile paper"),
     ("", "What each part adds to a language model", "ablate", "fem ablate"),
     ("", "FEM in a model that was trained without it", "finetune", "fem finetune"),
