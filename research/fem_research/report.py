@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import tempfile
@@ -13,7 +14,7 @@ from pathlib import Path
 from fem.runs.run import PAGE, RESULTS, check_output, first_line, note, without_folders, write_json
 from fem.runs.tables import markdown_table
 from fem.train.checkpoints import checkpoints
-from fem.train.suites import PAPER, paper_row, paper_rows
+from fem.train.suites import PAPER, paper_rows, ranking
 
 INDEX = "README.md"
 OURS = re.compile(r"^## What it says\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
@@ -23,7 +24,7 @@ PICTURE = re.compile(r"\]\(([^)/#:]+\.png)\)")
 ITEMS = (  # where the paper has it, what is measured, the experiment, and the command that does it
     ("", "Does the free energy help?", "regimes", "fem regimes"),
     ("", "Sets and series with natural labels", "natural", "fem natural"),
-    ("Appendix P", "Every channel's maximum in one read", "argmax", "fem argmax --full"),
+    ("Appendix P", "Every channel's maximum in one read", "argmax", "fem argmax --paper"),
     ("Table 1", "MAD, six synthetic tasks", "mad", "fem mad --profile paper"),
     ("", "What each part adds to a language model", "ablate", "fem ablate"),
     ("", "FEM in a model that was trained without it", "finetune", "fem finetune"),
@@ -193,18 +194,29 @@ def link(page: Path) -> str:
 
 
 def table2(results: dict[str, dict]) -> list[dict]:
-    """The paper's rows, each with ours below it where `fem eval --suite paper --beside ROW` has run."""
+    """The paper's rows, each with ours below it, which is blank until `fem eval --suite paper --beside ROW` has run."""
     rows = []
     for name, paper in paper_rows().items():
-        rows.append({"model": f"{name}, paper"} | {column: f"{score:.3f}" for column, score in paper.items()})
+        rows.append(_row_of_table2(name, "paper", paper))
+        nothing = dict.fromkeys(paper)
+        ours = []
         for data in results.values():
             recipe = data["config"].get("recipe", {})
-            if recipe.get("suite") == "paper" and paper_row(recipe["beside"]) == paper:
+            if recipe.get("suite") == "paper" and recipe["beside"] == name:
                 scores = data["results"].get("eval", {})
-                measured = {score.column: scores.get(score.task, {}).get(score.metric) for score in PAPER}
-                ours = {column: None if value is None else f"{value:.3f}" for column, value in measured.items()}
-                rows.append({"model": f"{name}, ours"} | ours)
+                ours.append({score.column: scores.get(score.task, {}).get(score.metric) for score in PAPER})
+        rows += [_row_of_table2(name, "ours", measured) for measured in ours or [nothing]]
     return rows
+
+
+def _row_of_table2(name: str, whose: str, scores: dict[str, float | None]) -> dict:
+    """A row with its average rank and the number of its firsts, where it has all scores."""
+    row = {"model": f"{name}, {whose}"}
+    row |= {column: None if score is None else f"{score:.3f}" for column, score in scores.items()}
+    if None in scores.values():
+        return row | {"average rank": None, "firsts": None}
+    rank, firsts = ranking(name, scores)
+    return row | {"average rank": f"{math.floor(100 * rank + 0.5) / 100:.2f}", "firsts": firsts}
 
 
 INDEX_PAGE = """# Results
@@ -220,7 +232,8 @@ as such and never stand in the place of ours.
 
 ## Table 2: language models
 
-Accuracy (exact match for MATH). Ours stand below the paper's once `fem eval --suite paper --beside "340M FEM"` has run.
+Accuracy (exact match for MATH), the average rank and the number of firsts among the paper's rows of one size. Ours are
+blank until `fem eval --suite paper --beside "340M FEM"` has run.
 
 {table2}
 ## Table 4: forecasting

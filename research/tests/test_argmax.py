@@ -11,6 +11,7 @@ import torch
 
 from fem_research.argmax import experiment as argmax
 from fem_research.argmax.experiment import ArgmaxRecipe, Reader, draw
+from fem_research.argmax.settings import PAPER
 
 TINY = ArgmaxRecipe(
     tokens=7,
@@ -108,6 +109,32 @@ def test_both_readers_have_the_same_parameters(channels, heads):
         sum(p.numel() for p in Reader(channels, heads, free_energy).parameters()) for free_energy in (True, False)
     )
     assert softmax == pytest.approx(fem, rel=0.03)
+
+
+def test_the_paper_flag_is_appendix_p():
+    recipe = ArgmaxRecipe(**PAPER)
+    assert (recipe.form, recipe.tokens, recipe.channels, recipe.heads) == ("paper", 128, 512, 4)
+    assert (recipe.train_examples, recipe.validation_examples) == (200_000, 2_000)
+    assert (recipe.batch, recipe.learning_rate, recipe.steps, recipe.seed) == (64, 1e-2, 2_000, 42)
+    assert recipe.enough > 1
+    fem, softmax = (Reader(6, 2, free_energy, recipe.same) for free_energy in (True, False))
+    assert fem.query.weight.shape == softmax.query.weight.shape == (6, 6)
+
+
+def test_appendix_p_of_toy_size_draws_figure_3(tmp_path, monkeypatch):
+    small = {"tokens": 8, "channels": 8, "train_examples": 640, "validation_examples": 64, "test_examples": 64}
+    recipe = ArgmaxRecipe(**PAPER | small | {"steps": 200, "heads": 2})
+    drawn = []
+    monkeypatch.setattr(argmax.pictures, "curves", lambda *given: drawn.append(given))
+    results = argmax.run(recipe, tmp_path / "run")
+    assert [len(results["curves"][name][0]) for name in ("fem", "softmax")] == [3, 3]
+    ((_, _, curves, panels),) = drawn
+    assert [(x, y) for _, _, x, y in panels] == [("step", "mse"), ("step", "index_accuracy")]
+    assert all(y in curves["fem"][0][0] for *_, y in panels)
+    assert results["argmax"]["fem"]["mse"] < results["argmax"]["softmax"]["mse"]
+    page = (tmp_path / "run" / "report.md").read_text()
+    assert "Every reader takes all steps." in page
+    assert "--form paper --same prior" in page
 
 
 def test_the_same_seed_repeats_a_run_exactly():

@@ -110,7 +110,9 @@ def test_scores_stand_under_the_paper_s_row_and_only_there():
     rows = {row["model"]: row for row in table2(found)}
     assert rows["340M FEM, ours"]["PIQA"] == "0.500"
     assert rows["340M FEM, ours"]["COPA"] is None
-    assert "340M GLA, ours" not in rows
+    assert rows["340M FEM, ours"]["average rank"] is None
+    assert set(rows["340M GLA, ours"].values()) == {"340M GLA, ours", None}
+    assert (rows["340M FEM, paper"]["average rank"], rows["340M FEM, paper"]["firsts"]) == ("1.81", 8)
     assert rows["340M FEM, paper"]["PIQA"] == "0.676"
 
 

@@ -28,6 +28,7 @@ from fem.runs import tables
 from fem.runs.run import open_run, option
 from fem.train.recipe import TrainRecipe
 from fem_research.argmax import experiment as argmax
+from fem_research.argmax import settings as argmax_settings
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def test_version_and_a_misspelt_command(monkeypatch, capsys):
 
 def test_every_field_of_a_recipe_is_an_option_with_its_default():
     shown = CliRunner().invoke(cli.app, ["argmax", "--help"], env={"COLUMNS": "200"}).output
-    for line in ("--learning-rate", "--validation-examples", "[default: 64]", "[default: 0.02]", "--full", "--output"):
+    for line in ("--learning-rate", "--validation-examples", "[default: 64]", "[default: 0.02]", "--paper", "--output"):
         assert line in shown
 
 
@@ -83,8 +84,8 @@ def test_every_field_of_a_recipe_is_an_option_with_its_default():
     [
         ([], argmax.ArgmaxRecipe()),
         (["--steps", "7"], argmax.ArgmaxRecipe(steps=7)),
-        (["--full"], argmax.ArgmaxRecipe(tokens=128, channels=512, steps=2000)),
-        (["--full", "--seed", "0", "--steps", "7"], argmax.ArgmaxRecipe(tokens=128, channels=512, steps=7)),
+        (["--paper"], argmax.ArgmaxRecipe(**argmax_settings.PAPER)),
+        (["--paper", "--steps", "7"], argmax.ArgmaxRecipe(**argmax_settings.PAPER | {"steps": 7})),
     ],
 )
 def test_options_change_the_chosen_recipe_and_nothing_else(monkeypatch, tmp_path, arguments, wanted):

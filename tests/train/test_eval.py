@@ -191,7 +191,7 @@ def test_the_suite_has_the_papers_columns_beside_the_papers_row():
     assert table["MMLU-P"]["score"] is None
     assert table["own"]["score"] == 0.5
     assert len(recipe.task_names()) == 16  # IFEval gives two columns
-    assert len(suites.paper_rows()) == 11
+    assert len(suites.paper_rows()) == 19
     assert suites.paper_row("1.3B FEM-GLA")["SciQ"] == 0.782
 
 
@@ -334,3 +334,23 @@ def test_an_unknown_task_is_one_sentence_and_leaves_no_folder(folder, tasks, off
     with pytest.raises(ValueError, match=r"tasks must be known to lm-evaluation-harness .*got 'made_up_nothing'"):
         evaluate(folder, tasks, tmp_path / "run", "made_up_nothing,made_up_pages")
     assert list(tmp_path.iterdir()) in ([], [tmp_path / "cache"])
+
+
+PRINTED = """
+4.44 1  3.38 2  7.63 0  5.75 0  6.63 2  4.56 1  2.06 9  5.63 0  3.88 1
+4.38 1  4.25 1  5.44 3  6.50 1  6.63 0  4.81 1  3.31 2  1.81 8  9.38 0  6.56 2
+"""
+
+
+def test_average_ranks_and_firsts_of_table_2_are_those_printed():
+    """Which also checks the 304 scores that they are made of."""
+    numbers = PRINTED.split()
+    wanted = list(zip(map(float, numbers[::2]), map(int, numbers[1::2])))
+    assert len(wanted) == len(suites.paper_rows()) == 19
+    for name, (rank, firsts) in zip(suites.paper_rows(), wanted):
+        assert suites.ranking(name) == (pytest.approx(rank, abs=0.006), firsts), name
+
+
+def test_scores_of_ours_are_ranked_in_the_place_of_the_paper_s():
+    best = dict.fromkeys(suites.paper_row("340M GLA"), 1.0)
+    assert suites.ranking("340M GLA", best) == (1.0, 16)

@@ -132,6 +132,21 @@ def test_a_broken_connection_is_made_again(server, tokenizer, expected, tmp_path
     assert_tokens(tmp_path / "run", wanted, expected)
 
 
+@pytest.mark.slow
+def test_a_hub_that_another_process_lost_is_said_by_the_first(server, tokenizer, tmp_path):
+    server.cuts[hub_server.file_name(1)] = 1_000
+    ended = trained(server, recipe(tokenizer, micro_batch=8), tmp_path / "run", 2)
+    assert ended.code == 1  # torchrun's
+    assert ended.said.count("'made/up' can no longer be read") == 1
+
+
+def test_a_field_that_the_dataset_lacks_is_said_before_anything_is_written(server, tokenizer, tmp_path):
+    ended = trained(server, recipe(tokenizer, field="body"), tmp_path / "run")
+    assert ended.code == 2
+    assert "must have text in 'body', got the fields text, id; name the field with --field." in ended.said
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_hub_that_is_gone_is_said_and_the_same_command_goes_on(server, tokenizer, expected, tmp_path):
     server.cuts[hub_server.file_name(1)] = 1_000
     wanted = recipe(tokenizer)

@@ -77,16 +77,17 @@ class Reader(nn.Module):
 
         y_j = (1 - lambda_j) mean_j + lambda_j F_j        under p = softmax(q_T . k_i / sqrt(d_k)), q, k learnt from V
 
-    Without free energy the read is only the mean: softmax attention, whose queries and keys are wider, so that both
-    readers have as many parameters.
+    Without free energy the read is only the mean: softmax attention. Its queries and keys are wider, so that both
+    readers have as many parameters, or, with same="prior", as wide as FEM's.
     """
 
-    def __init__(self, channels: int, heads: int, free_energy: bool):
+    def __init__(self, channels: int, heads: int, free_energy: bool, same: str = "parameters"):
         super().__init__()
         parts = {"use_temperature": free_energy, "use_lse": free_energy, "use_outer_gate": False, "use_conv": False}
         config = FreeEnergyMixerConfig(n_embd=channels, n_head=heads, fem_dim=channels, **parts)
         self.heads = heads
-        width = channels if free_energy else heads * round((3 * channels + 4) * channels / (2 * channels + 2) / heads)
+        wider = heads * round((3 * channels + 4) * channels / (2 * channels + 2) / heads)
+        width = channels if free_energy or same == "prior" else wider
         self.query = Projection(channels, width)
         self.key = Projection(channels, width)
         self.beta = Temperature(config, (heads, config.value_width)) if free_energy else None
@@ -103,7 +104,7 @@ def train(recipe: ArgmaxRecipe, free_energy: bool, device: torch.device) -> Iter
     """Train one reader; yields step and `METRICS` of every validation, and at last those of the test."""
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
-        reader = Reader(recipe.channels, recipe.heads, free_energy).to(device)
+        reader = Reader(recipe.channels, recipe.heads, free_energy, recipe.same).to(device)
     optimiser = torch.optim.AdamW(reader.parameters(), lr=recipe.learning_rate)
     batches = recipe.train_examples // recipe.batch
     for step in range(recipe.steps + 1):
@@ -196,21 +197,27 @@ def rows(curves: Curves, recipe: ArgmaxRecipe, untrained: Mapping[str, Score]) -
     lines = []
     for name, score in scores(curves).items():
         with torch.device("meta"):
-            parameters = count_parameters(Reader(recipe.channels, recipe.heads, name == "fem"))
+            parameters = count_parameters(Reader(recipe.channels, recipe.heads, name == "fem", recipe.same))
         means = {metric: mean(score[metric]) for metric in METRICS}
         lines.append(row(display(name), means, by_seed(score["hits"], ".1%"), parameters, by_seed(score["steps"], ",")))
     return lines + [row(name, score, "", None, "") for name, score in untrained.items()]
 
 
 def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
-    """argmax.png, from what results.json holds: error and hits over steps, as Figure 3."""
-    curves, error = results["curves"], ("validation error (1: a constant)", "step", "step", "error")
+    """argmax.png, from what results.json holds: error and hits over steps, or Figure 3 of the paper's form: the MSE and
+    the index accuracy."""
+    curves = results["curves"]
+    ours = [("validation error (1: a constant)", "step", "step", "error"), ("hits", "step", "step", "hits")]
+    figure3 = [("validation MSE", "step", "step", "mse"), ("index accuracy", "step", "step", "index_accuracy")]
     title = "Every channel's maximum in one read: T = {tokens}, D = {channels}, {heads} heads".format(**recipe)
-    pictures.curves(folder / "argmax.png", title, curves, [error, ("hits", "step", "step", "hits")])
+    panels = figure3 if recipe["form"] == "paper" else ours
+    pictures.curves(folder / "argmax.png", title, curves, panels)
 
 
 def ended(curves: Curves, recipe: ArgmaxRecipe) -> str:
     """The sentences that say where the lines of the picture end, and why."""
+    if recipe.enough > 1:
+        return "Every reader takes all steps."
     ends = {name: [seed[-1]["step"] for seed in seeds] for name, seeds in curves.items()}
     early = {name: [f"{step:,}" for step in steps if step < recipe.steps] for name, steps in ends.items()}
     said = [f"{display(name)} after {', '.join(steps)}" for name, steps in early.items() if steps]
@@ -224,6 +231,11 @@ ABOUT = {
     "paper": "As in Appendix P all winners are 1 +- .05 and all others 0 +- .05, so **the constant 1 finds every "
     "winner**: this form tells whether a reader can say 1, not whether it can choose. Paper (T = 128, D = 512): FEM "
     "about 100 %, softmax 1-2 %.",
+}
+
+COMMON = {
+    "parameters": "as many parameters as widths that these divide allow",
+    "prior": "queries and keys as wide as the values; FEM's temperatures come on top",
 }
 
 
@@ -244,9 +256,9 @@ def run(recipe: ArgmaxRecipe, output: Path) -> dict:
             "error over the variance of the winners, 1 for the best constant. Index accuracy, the paper's: the share "
             "whose nearest value is the winner; too large an answer counts as right, so 100 everywhere has 100 %. "
             "Scored on examples that neither trained a reader nor decided when it stopped, mean over seeds. Both "
-            f"readers have {recipe.heads} heads, and as many parameters as widths that these divide allow.",
+            f"readers have {recipe.heads} heads, and {COMMON[recipe.same]}.",
             markdown_table(table, {"hits": max, "error": min}),
-            "![validation error and hits over steps](argmax.png)",
+            "![how both readers do over the steps of their training](argmax.png)",
             ended(curves, recipe),
             provenance(command_line("argmax", recipe, ArgmaxRecipe)),
         )

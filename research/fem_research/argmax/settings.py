@@ -10,13 +10,23 @@ from fem.runs.recipes import require_not_negative, require_one_of, require_posit
 from fem.runs.run import option
 
 FORMS = ("spread", "paper")
+SAME = ("parameters", "prior")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArgmaxRecipe:
     """The task's size and how the readers are trained. The defaults take some minutes on one core."""
 
-    form: str = option("spread", "spread: every channel has a level and a width of its own; paper: Appendix P.")
+    form: str = option(
+        "spread",
+        "spread, ours: every channel has a level and a width of its own, so that no constant wins; paper: the data of "
+        "Appendix P, where the constant 1 wins.",
+    )
+    same: str = option(
+        "parameters",
+        "What both readers have in common: as many parameters, attention's queries and keys being wider, or the prior, "
+        "queries and keys as wide as the values, as in Appendix P.",
+    )
     tokens: int = option(64, "Tokens T of an example.")
     channels: int = option(64, "Channels D of an example.")
     heads: int = option(4, "Heads of both readers.")
@@ -33,9 +43,10 @@ class ArgmaxRecipe:
     threads: int = option(1, "CPU threads; more of them are faster on an idle machine, and slower on a busy one.")
 
     def __post_init__(self):
-        require_positive(self, *(name for name in asdict(self) if name not in ("enough", "seed", "form")))
+        require_positive(self, *(name for name in asdict(self) if name not in ("enough", "seed", "form", "same")))
         require_not_negative(self, "seed")
         require_one_of("form", self.form, FORMS)
+        require_one_of("same", self.same, SAME)
         if self.tokens < 2:
             raise ValueError(f"tokens must be at least 2, of which one has the maximum, got {self.tokens}.")
         finite_number("enough", self.enough, 0.0, math.inf)
@@ -45,4 +56,19 @@ class ArgmaxRecipe:
             raise ValueError(f"train_examples must fill one batch of {self.batch}, got {self.train_examples}.")
 
 
-FULL = {"tokens": 128, "channels": 512, "steps": 2_000}
+PAPER = {
+    "form": "paper",
+    "same": "prior",
+    "tokens": 128,
+    "channels": 512,
+    "heads": 4,
+    "train_examples": 200_000,
+    "validation_examples": 2_000,
+    "batch": 64,
+    "learning_rate": 1e-2,
+    "steps": 2_000,
+    "enough": 2.0,  # never: all steps
+    "eval_every": 100,
+    "seeds": 1,
+    "seed": 42,
+}

@@ -39,7 +39,7 @@ EXPERIMENTS = {
     "demo": Experiment("demo.settings.DemoRecipe", "demo.experiment"),
     "finetune": Experiment("lm.settings.FinetuneRecipe", "lm.finetune", suffix="-{architecture}"),
     "ablate": Experiment("lm.settings.AblateRecipe", "lm.ablate", suffix="-{prior}"),
-    "argmax": Experiment("argmax.settings.ArgmaxRecipe", "argmax.experiment", ("full",)),
+    "argmax": Experiment("argmax.settings.ArgmaxRecipe", "argmax.experiment", ("paper",)),
     "regimes": Experiment("regimes.settings.RegimesRecipe", "regimes.experiment", ("workers",)),
     "natural": Experiment("natural.settings.NaturalRecipe", "natural.experiment", ("workers",)),
     "mad": Experiment("mad.settings.MADRecipe", "mad.experiment", ("workers",), "-{profile}"),
@@ -63,8 +63,8 @@ def command(name: str) -> Callable:
     settings = import_module(module)
     profiles = getattr(settings, "PROFILES", {})
 
-    def start(changes: dict, output: Path | None, full: bool | None = None, **options) -> None:
-        fixed = settings.FULL if full else {}
+    def start(changes: dict, output: Path | None, paper: bool | None = None, **options) -> None:
+        fixed = settings.PAPER if paper else {}
         if "profile" in further:
             options["profile"] = options["profile"] or next(iter(profiles))
             require_one_of("profile", options["profile"], profiles)
@@ -78,7 +78,7 @@ def command(name: str) -> Callable:
         "output": (Path | None, typer.Option(help=f"Folder of the run; default: runs/{name}{suffix}.")),
         "workers": (int | None, typer.Option(help="Runs at a time; default: one per core, or four per GPU.")),
         "profile": (str | None, typer.Option(help=f"Defaults of all other options: {', '.join(profiles)}.")),
-        "full": (bool, typer.Option("--full", help="The paper's size: T=128, D=512, 2000 steps.")),
+        "paper": (bool, typer.Option("--paper", help="Appendix P as the paper has it: its form, size and training.")),
     }
     keyword = lambda key, kind: Parameter(key, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind])  # noqa: E731
     parameters = [keyword(key, options[key]) for key in ("output", *further)]
