@@ -95,7 +95,7 @@ class _Reordered(torch.autograd.Function):
 
 def _arguments(layer, x: Tensor, features: Tensor, values: Tensor | None) -> tuple:
     """What `mixed_read` is called with. x says dtype, device and length alone."""
-    from fem.ops.softmax.fused.mixed_read import Form
+    from fem.ops.softmax.fused.form import Form
 
     config, gate, dtype = layer.config, layer.gate, _dtype(x)
     first, second = _first_maps(layer), []

@@ -9,7 +9,6 @@ tokens and torch's attention there are 5 launches forward and 7 backward. Nothin
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,74 +21,10 @@ from torch import Tensor
 from fem.ops.common.operator import operator
 from fem.ops.softmax.fused import attention, doubt
 from fem.ops.softmax.fused import kernels as K
+from fem.ops.softmax.fused.form import NUMBERS, SPANS, Form, Sizes, rows_of_tile, sizes_of
 
-NUMBERS = 1024  # of a tile, 8 for each of 128 threads
 BACKWARD_WARPS = 8  # of the largest kernel: with 4 it holds 150 registers a thread, and too few tiles are under way
 PART = 256  # tokens whose extremes one program finds
-SPANS = 8  # programs that share the flags of a head
-KEYS = 64  # a block of keys of the kernels of doubt
-
-
-class Form(NamedTuple):
-    """What the kernels of a layer are built for; all numbers, as an operator takes them.
-
-    mean, free: columns of a head of [mean | R]. shared: whether these are the same channels. rank: of slim gates, whose
-    first maps are columns of the product and whose second maps are tensors; 0: full gates, columns of the product.
-    has_values: whether v is columns of the product, or a tensor of its own.
-    """
-
-    heads: int
-    kv_heads: int
-    key_width: int
-    mean: int
-    free: int
-    shared: bool
-    causal: bool
-    rotary: bool
-    gated: bool
-    rank: int
-    has_values: bool
-    flash: bool
-
-    @property
-    def width(self) -> int:
-        """Columns of a head of o, and of v."""
-        return self.free if self.shared else self.mean + self.free
-
-    @property
-    def mixes(self) -> bool:
-        """Whether anything is done to what attention returns."""
-        return self.free > 0 or self.gated
-
-    @property
-    def kernel(self) -> str:
-        return "flash" if self.flash else "cudnn"
-
-    def parts(self, joint: Float[Tensor, "b t c"]) -> list[Tensor | None]:
-        """q, k, v and the logits of lambda and g, (B, T, H, d) each, of slim gates what their first maps give,
-        (B, T, 1, r): columns of the product; None: not there."""
-        gate = (1, self.rank) if self.rank else (self.heads, self.width)
-        shapes = (
-            (self.heads, self.key_width),
-            (self.kv_heads, self.key_width),
-            (self.kv_heads, self.width),
-            gate,
-            gate,
-        )
-        there = (True, True, self.has_values, self.shared, self.gated)
-        columns = iter(joint.split_with_sizes([h * w for (h, w), is_there in zip(shapes, there) if is_there], -1))
-        rows = joint.shape[:2]
-        return [next(columns).view(*rows, *shape) if is_there else None for shape, is_there in zip(shapes, there)]
-
-    def logits(self, gates: Sequence[Tensor | None], ups: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The logits of lambda and g, (B, T, H, d), from the last two parts and the second maps of slim gates."""
-        if not self.rank:
-            return list(gates)
-        maps = zip(gates, ups[::2], ups[1::2])
-        shape = (self.heads, self.width)
-        return [
-            None if z is None else _linear(z.flatten(0, 2), up, bias).view(*z.shape[:2], *shape) for z, up, bias in maps
-        ]
 
 
 def mixed_read(
@@ -158,7 +93,7 @@ def _forward(*inputs) -> list[Tensor]:
     joint = F.linear(x, weight, bias)
     q, k, v, *gates = form.parts(joint)
     v = values if v is None else v
-    (batch, time), sizes = q.shape[:2], _sizes(form, *q.shape[:2])
+    (batch, time), sizes = q.shape[:2], sizes_of(form, *q.shape[:2])
     if form.rotary:
         _rotate(q, k, q, k, cos, sin, 1)
     both, scheme = _pack(v, beta, form, sizes) if form.free else (v, None)
@@ -178,7 +113,7 @@ def _forward(*inputs) -> list[Tensor]:
     return [o, joint, both, out, scheme, flags, lse]
 
 
-def _settle(q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, scale, eps, form: Form, sizes: _Sizes):
+def _settle(q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, scale, eps, form: Form, sizes: Sizes):
     """Compute the doubtful free energies: write them to `exact`, or where that is o, mixed and gated, to o."""
     doubt.doubtful_rows_kernel[sizes.spans](
         q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, q.shape[1], sizes.tiles, scale, eps,
@@ -220,7 +155,7 @@ def _backward(grad: Tensor, kept: Sequence[Tensor | None], form: Form, scale: fl
     to_q, to_k, d_v, *d_gates = form.parts(d_joint)
     v, d_v = (v, d_v) if values is None else (values, d_values)
     both, out, scheme, flags = rest if form.free else (v, *(rest or [o]), None, None)
-    sizes = _sizes(form, *q.shape[:2])
+    sizes = sizes_of(form, *q.shape[:2])
     known = (q, k, v, lse, out, scheme, beta)
     doubtful = _Doubt.of(q, beta, form, sizes.tiles) if form.free else None
 
@@ -265,7 +200,7 @@ def _through_gates(grad, known, flags, doubtful: _Doubt | None, o, gates, ups, d
     return d_out, _through_second_maps(gates, ups, slim, d_gates) if form.rank else [None] * 4
 
 
-def _through_values(d_both, d_q, d_k, d_v, known, flags, doubtful: _Doubt, form: Form, scale: float, sizes: _Sizes):
+def _through_values(d_both, d_q, d_k, d_v, known, flags, doubtful: _Doubt, form: Form, scale: float, sizes: Sizes):
     """Write d_v from the gradient of [v | e]; add to d_q, d_k and d_v what goes through doubtful entries."""
     q, k, v, _, _, scheme, beta = known
     batch, time = q.shape[:2]
@@ -296,52 +231,6 @@ def _through_second_maps(gates, ups, d_logits, d_gates) -> list[Tensor | None]:
     return found
 
 
-def _linear(z: Float[Tensor, "n r"], weight: Float[Tensor, "w r"], bias: Float[Tensor, " w"] | None) -> Tensor:
-    return z @ weight.T if bias is None else torch.addmm(bias, z, weight.T)
-
-
-class _Sizes(NamedTuple):
-    """Grids and sizes of the kernels of one call."""
-
-    tiles: int
-    flags: int  # of a program that shares the flags of a head
-    reads: tuple[int, int, int]  # grids: of the tiles of queries, of values,
-    values: tuple[int, int, int]
-    spans: tuple[int, int, int]  # of the programs that share flags
-    mix: dict[str, int]
-    pack: dict[str, int]
-    doubt: dict[str, int]
-
-
-@functools.lru_cache(1024)
-def _sizes(form: Form, batch: int, time: int) -> _Sizes:
-    power = triton.next_power_of_2
-    columns = power(form.width)
-    rows = _rows(form)
-    tiles = triton.cdiv(time, rows)
-    flags = power(triton.cdiv(tiles, SPANS))
-    halves = {"MEAN": form.mean, "FREE": form.free, "SHARED": form.shared}
-    tile = {"ROWS": rows, "COLUMNS": columns}
-    group = {"GROUP": form.heads // form.kv_heads}
-    doubtful = {"heads": form.heads, **group, "KEY": form.key_width, **halves, "CAUSAL": form.causal, "TILE": rows}
-    doubtful |= {"KEYS": KEYS, "CHANNELS": power(max(form.free, 1)), "WIDE": power(form.key_width)}
-    return _Sizes(
-        tiles,
-        flags,
-        reads=(form.heads, tiles, batch),
-        values=(form.kv_heads, tiles, batch),
-        spans=(form.heads, triton.cdiv(tiles, flags), batch),
-        mix={**group, **halves, "GATED": form.gated, **tile},
-        pack={**halves, **tile},
-        doubt=doubtful,
-    )
-
-
-def _rows(form: Form) -> int:
-    """Tokens of a tile."""
-    return max(1, NUMBERS // triton.next_power_of_2(form.width))
-
-
 def _row(x: Tensor) -> int:
     """Numbers from one token of (B, T, H, d) to the next, of rows that lie one after another."""
     return x.stride(1)
@@ -357,7 +246,7 @@ def _rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin
     )  # fmt: skip
 
 
-def _pack(v: Tensor, beta: Tensor, form: Form, sizes: _Sizes) -> tuple[Tensor, Tensor]:
+def _pack(v: Tensor, beta: Tensor, form: Form, sizes: Sizes) -> tuple[Tensor, Tensor]:
     """[v | e] and its scheme."""
     (batch, time), free_at = v.shape[:2], 0 if form.shared else form.mean
     parts = triton.cdiv(time, PART)
@@ -403,7 +292,7 @@ def _(*inputs):
         return [o, joint, *([head(form.width)] if form.gated else []), lse]
     summed = form.mean + form.free
     scheme = lse.new_empty(batch, 2, form.kv_heads * form.free)
-    flags = lse.new_empty(batch, form.heads, -(-time // _rows(form)), dtype=torch.int32)
+    flags = lse.new_empty(batch, form.heads, -(-time // rows_of_tile(form)), dtype=torch.int32)
     return [o, joint, head(summed, form.kv_heads), head(summed), scheme, flags, lse]
 
 
