@@ -67,7 +67,9 @@ PUBLISHED = {f"fla:{baseline.layer}": name for name, baseline in BASELINES.items
 
 def available(name: str, device) -> bool:
     """Whether a baseline can run here: its library is installed and the device is a GPU."""
-    return device.type == "cuda" and find_spec(BASELINES[name].module.partition(".")[0]) is not None
+    module = BASELINES[name].module
+    parts = (module.partition(".")[0], module)  # fla-core has the package fla, and no fla.layers
+    return device.type == "cuda" and all(find_spec(part) is not None for part in parts)
 
 
 def priors() -> Collection[str]:
