@@ -32,6 +32,7 @@ PUBLISHED_UNNORMALISED = ("gla", "mamba")
 LARGEST_BETA = 700.0  # that softplus can be inverted at
 POOLS = ("pool:mean", "pool:max", "pool:lse", "pool:attention", "pool:gated", "pool:fem", "pool:fem/r4")
 KNOWN_ANSWERS = ("cummax", "gru")  # layers that take a prior's place: a running maximum of values, and a GRU
+OTHERS = ("DiffTrans", "Hyena")  # other papers' mixers, in no library: `diff_attention`, `hyena`
 UNTYPED = (*POOLS, *KNOWN_ANSWERS)  # rows that are no prior with parts
 
 
@@ -89,6 +90,8 @@ def aliases() -> dict[str, str]:
 
 def known(name: str) -> str:
     """`canonical`, or the name of a published mixer as it is. Raises ValueError on an unknown name."""
+    if name in OTHERS:
+        return name
     if not name.startswith("fla:"):
         return canonical(name)
     if name not in PUBLISHED:

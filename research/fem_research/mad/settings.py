@@ -158,7 +158,7 @@ class MADRecipe:
     profile: str = option("laptop", f"Which settings, sizes and training: {' or '.join(PROFILES)}.")
     mixers: str = option(
         "attention,FEM",
-        "With commas, such as attention, attention+CL, FEM-Mamba; on a GPU also fla:DeltaNet and the like.",
+        "With commas, such as attention+CL, FEM-Mamba, DiffTrans, Hyena; on a GPU also fla:DeltaNet and the like.",
         shown=as_shown,
     )
     tasks: str = option("all", f"all, or some of {', '.join(TASKS)}.")
