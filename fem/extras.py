@@ -6,7 +6,8 @@ import re
 from importlib.metadata import PackageNotFoundError, requires, version
 
 DISTRIBUTION = "free-energy-mixer"
-PACKAGE_OF = {"PIL": "pillow", "sklearn": "scikit_learn"}  # modules that are not named after their package
+# modules that are not named after their package
+PACKAGE_OF = {"PIL": "pillow", "sklearn": "scikit_learn", "fla": "flash_linear_attention"}
 
 
 def installed(package: str) -> str | None:

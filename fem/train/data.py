@@ -90,6 +90,9 @@ def check_data(recipe: TrainRecipe) -> None:
 
 def say_unread(recipe: TrainRecipe) -> None:
     """Say which options of the recipe, and which files in the folder of its data, a training does not read."""
+    if recipe.architecture is not None:
+        unread = "" if recipe.mlp == "narrowed" else f", and mlp = {recipe.mlp!r} is not read"
+        note(f"in {recipe.architecture!r} a token sees the documents before its own in the row{unread}.")
     files = local_files(recipe.data)
     if files is not None and recipe.subset is not None:
         note(f"subset is a hub dataset's, and the data are local files, so {recipe.subset!r} is not read.")

@@ -9,10 +9,9 @@ from importlib.util import find_spec
 
 import torch
 from rich.progress import Progress
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
 from fem.gates import Temperature, TwoLevelGate
-from fem.models import FEMForCausalLM
 from fem.ops.common.fallback_count import fallbacks
 from fem.runs.run import Run
 from fem.train.packing import Row
@@ -31,7 +30,7 @@ class MetricsCallback(TrainerCallback):
     free energies that were recomputed, tokens per second, seconds left, and on a known GPU the share of its peak (MFU).
     """
 
-    def __init__(self, recipe: TrainRecipe, run: Run, model: FEMForCausalLM, probe: Row, bars: Progress | None):
+    def __init__(self, recipe: TrainRecipe, run: Run, model: PreTrainedModel, probe: Row, bars: Progress | None):
         self.recipe, self.run, self.probe, self.bars = recipe, run, probe, bars
         self.flops = flops_per_token(model, recipe.context)
 
@@ -116,7 +115,7 @@ def summary(metrics: list[dict]) -> dict:
 
 
 @torch.no_grad()
-def read_statistics(model: FEMForCausalLM, row: Row) -> dict[str, float]:
+def read_statistics(model: PreTrainedModel, row: Row) -> dict[str, float]:
     """beta over all channels, lambda over all channels and the row's tokens, and the share of recomputed reads."""
     statistics: dict[str, float] = {}
     betas = [module() for module in model.modules() if isinstance(module, Temperature)]
@@ -130,12 +129,14 @@ def read_statistics(model: FEMForCausalLM, row: Row) -> dict[str, float]:
     return statistics
 
 
-def gate_statistics(model: FEMForCausalLM, row: Row) -> dict[str, float]:
+def gate_statistics(model: PreTrainedModel, row: Row) -> dict[str, float]:
     lambdas: list[float] = []
     inner = [gate.inner for gate in model.modules() if isinstance(gate, TwoLevelGate) and gate.inner is not None]
     hooks = [
         part.register_forward_hook(lambda _, x, y: lambdas.append(y.float().sigmoid().mean().item())) for part in inner
     ]
+    if not inner:
+        return {}
     training = model.training
     try:
         model.eval()

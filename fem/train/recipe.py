@@ -21,6 +21,11 @@ class TrainRecipe:
     """Model, data and training. A batch is counted over all processes, so that a recipe fits any number of GPUs."""
 
     preset: str = option("fem-sm-tiny", "Model, such as fem-sm-340m, fem-gla-small, transformer-tiny.")
+    architecture: str | None = option(
+        None,
+        "Another library's model on the same rows: a type that transformers or fla knows, or a config.json.",
+        called="model",
+    )
     model: str = option(
         "{}", 'Other model fields than the preset\'s, as JSON: {"mixer": {"use_conv": false}}.', called="model_fields"
     )

@@ -6,8 +6,9 @@ import resource
 import sys
 
 import torch
+from transformers import PreTrainedModel
 
-from fem.models import FEMConfig, FEMForCausalLM
+from fem.models import FEMConfig
 from fem.models.engines.support import attends
 
 # Peak of dense bfloat16 matrix products in operations a second, by a part of the GPU's name (vendors' data sheets).
@@ -23,11 +24,14 @@ PEAKS = {
 }
 
 
-def flops_per_token(model: FEMForCausalLM, context: int) -> int:
-    """`training_flops` of a model, whose embeddings multiply a token only where they are tied to the head."""
+def flops_per_token(model: PreTrainedModel, context: int) -> int:
+    """`training_flops` of a model, whose embeddings multiply a token only where they are tied to the head.
+
+    Of another library's model the weights alone are counted.
+    """
     config = model.config
     weights = model.num_parameters() - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
-    return training_flops(weights, config, context)
+    return training_flops(weights, config, context) if isinstance(config, FEMConfig) else 6 * weights
 
 
 def training_flops(weights: int, config: FEMConfig, context: int) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from torch import Generator, full_like, nn, tensor
+from torch import Generator, Tensor, full_like, nn, tensor
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from fem.models.loss import IGNORED
+from fem.models import FEMForCausalLM
+from fem.models.loss import IGNORED, cross_entropy_of_logits, next_tokens
 from fem.train.packing import ShuffledRows
 from fem.train.saving import NotFinite, SavingTrainer, kept
 from fem.train.start import copy_run
@@ -26,6 +27,11 @@ class Milestones(TrainerCallback):
         control.should_log = control.should_log or control.should_save or control.should_evaluate
 
 
+def next_token_loss(outputs, labels: Tensor, num_items_in_batch=None) -> Tensor:
+    """The loss of another library's model: FEM's own, of the model's logits."""
+    return cross_entropy_of_logits(outputs.logits, next_tokens(labels), num_items_in_batch)
+
+
 class TextTrainer(SavingTrainer):
     """Reads rows from where the checkpoint left off, and stops at a gradient that is not finite.
 
@@ -35,7 +41,12 @@ class TextTrainer(SavingTrainer):
 
     def __init__(self, *, rows: ShuffledRows, extended: bool, **options):
         self.rows = rows
+        self.hides_documents = isinstance(options["model"], FEMForCausalLM)
+        if not self.hides_documents:  # libraries differ in what they do with accumulated steps
+            options["compute_loss_func"] = next_token_loss
         super().__init__(**options)
+        if not self.hides_documents:
+            self.model_accepts_loss_kwargs = False
         self.extended = extended
         if self.eval_dataset:  # in whole batches, of which accelerate would else repeat rows
             blank = {name: full_like(x, IGNORED) if name == "labels" else x for name, x in self.eval_dataset[0].items()}
@@ -57,9 +68,14 @@ class TextTrainer(SavingTrainer):
         return DataLoader(rows, size, generator=Generator(), pin_memory=self.args.dataloader_pin_memory)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """transformers' loss. In validation that of the last token's logits alone, and by the mean number of tokens."""
+        """transformers' loss. In validation that of the last token's logits alone, and by the mean number of tokens.
+
+        A model of another library gets the same rows, in which it sees the documents before.
+        """
+        if not self.hides_documents:
+            inputs = {name: x for name, x in inputs.items() if name != "segment_ids"}
         if not model.training:
-            inputs = inputs | {"logits_to_keep": 1}
+            inputs = inputs | ({"logits_to_keep": 1} if self.hides_documents else {})
             num_items_in_batch = len(inputs["input_ids"]) * self.predicted * self.accelerator.num_processes
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 

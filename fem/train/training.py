@@ -13,13 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from transformers import TrainingArguments
+from transformers import PreTrainedConfig, TrainingArguments
 
 from fem.models import FEMConfig, preset
 from fem.models.presets import PRESETS
 from fem.runs.recipes import nearest
 from fem.runs.run import RESULTS, Run, check_output, note, progress, read_json, write_json
 from fem.train import hub
+from fem.train.architecture import other_config
 from fem.train.checkpoints import STAGING, load_language_model
 from fem.train.data import TOKENS, check_data, documents_of, identity, load_data, load_tokenizer, say_unread
 from fem.train.distributed import Paused, Ranks, end_process_group, end_with_parent, in_touch
@@ -237,8 +238,10 @@ def trained_for(checkpoint: Path) -> int:
     return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]
 
 
-def model_config(recipe: TrainRecipe, vocabulary: int) -> FEMConfig:
-    """The preset with the recipe's changes, for rows of the recipe's context."""
+def model_config(recipe: TrainRecipe, vocabulary: int) -> PreTrainedConfig:
+    """The preset with the recipe's changes, or another library's model, for rows of the recipe's context."""
+    if recipe.architecture is not None:
+        return other_config(recipe, vocabulary)
     known, given = {*inspect.signature(FEMConfig).parameters, "rope_parameters"}, recipe.model_fields()
     if "dtype" in given:
         raise ValueError(f"model_fields must leave the dtype to --dtype, got {given['dtype']!r}.")

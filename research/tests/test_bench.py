@@ -39,10 +39,18 @@ def quickly(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
 
+def test_fla_core_is_not_taken_for_flash_linear_attention(monkeypatch):
+    """It has the package fla and no fla.layers."""
+    monkeypatch.setattr(mixers, "find_spec", lambda name: None if name == "fla.layers" else object())
+    assert not mixers.available("DeltaNet", torch.device("cuda"))
+    assert mixers.available("Mamba (mamba-ssm)", torch.device("cuda"))
+    assert not mixers.available("Mamba (mamba-ssm)", CPU)
+
+
 def test_every_mixer_of_every_profile_is_known():
     for case in (case for profile in PROFILES.values() for case in profile if case.part != "read"):
         for name in case.mixers:
-            assert name == "DiffTrans" or name in BASELINES or workloads.build_mixer(name, SMALL)
+            assert name in BASELINES or workloads.build_mixer(name, SMALL)
 
 
 @pytest.mark.parametrize("name", ["attention", "FEM-SM without C", "FEM-GLA without C", "attention, plain", "GLA"])

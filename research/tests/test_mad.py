@@ -25,7 +25,6 @@ from fem_research.common.names import display
 from fem_research.common.sweep import _run, sweep
 from fem_research.mad import training
 from fem_research.mad.experiment import (
-    NOT_OURS,
     TABLE1,
     MADRecipe,
     average,
@@ -51,8 +50,7 @@ TINY = Training(
 MEMORIZE = Setting("memorization", {"vocab_size": 11, "seq_len": 8}, 16, 6)
 COMPRESS = Setting("compression", {"vocab_size": 6, "seq_len": 5}, 20, 6)
 MIXERS = sorted(
-    {name for name, _ in TABLE1 if name not in (*PUBLISHED, *NOT_OURS)}
-    | {canonical(f"{prior}+CLTG") for prior in PRIORS}
+    {name for name, _ in TABLE1 if name not in PUBLISHED} | {canonical(f"{prior}+CLTG") for prior in PRIORS}
 )
 
 

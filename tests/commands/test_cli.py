@@ -237,6 +237,12 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch, c
     assert said.count("\n") == 1
 
 
+def test_the_extra_of_other_libraries_brings_flash_linear_attention(monkeypatch):
+    monkeypatch.setattr(extras, "extras", lambda: {"gpu": ["fla-core"], "baselines": ["flash-linear-attention"]})
+    said = extras.missing_package(ModuleNotFoundError("No module named 'fla.layers'", name="fla.layers"))
+    assert said.startswith("this needs fla, which is not installed: pip install '.[baselines]'")
+
+
 def test_a_missing_module_of_our_own_is_no_missing_package():
     error = ModuleNotFoundError("No module named 'fem.nothing'", name="fem.nothing")
     with pytest.raises(ModuleNotFoundError, match="No module named"):

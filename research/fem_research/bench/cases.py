@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from fem.runs.recipes import listed, require_not_negative, require_one_of, require_positive, require_some_of
 from fem.runs.run import option
+from fem_research.common.mixers import OTHERS
 
 
 class Cost(NamedTuple):
@@ -124,7 +125,7 @@ def _paper() -> list[Case]:
     for dtype in DTYPES:
         for time in (2048, 8192, 32768):
             cases += [Case("read", Size(1, time, 1024, heads), dtype, READS) for heads in (16, 8)]
-        cases += [Case("layer", Size(8, time, 1024, 16), dtype, LAYERS) for time in (1024, 4096)]
+        cases += [Case("layer", Size(8, time, 1024, 16), dtype, LAYERS + OTHERS) for time in (1024, 4096)]
         cases += [Case("single", Size(8, time, 1024, 16), dtype, SINGLE) for time in (1024, 4096)]
         cases.append(Case("gpt2", Size(8, 1024, 768, 12), dtype, tuple(TABLE7), layers=12))
         cases.append(Case("table5", Size(4, 2048, 512, 4), dtype, (BASELINE, *TABLE5), layers=8))

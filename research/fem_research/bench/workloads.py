@@ -19,8 +19,9 @@ from fem.models.engines import attention as engine
 from fem.ops.common.rope import frequencies, rotate_all
 from fem_research.bench.cases import BASELINE, Case, Size
 from fem_research.common import blocks
+from fem_research.common.diff_attention import number_layers
 from fem_research.common.measure import Step, alternate, cpu_growth, gpu_growth, in_fresh_process, operations
-from fem_research.common.mixers import BASELINES, available, mixer_config
+from fem_research.common.mixers import BASELINES, OTHERS, available, mixer_config
 from fem_research.common.names import colour, display
 
 PLAIN = ", plain"  # after a mixer's name: the plain backend
@@ -96,6 +97,8 @@ def build_mixer(name: str, size: Size) -> nn.Module:
         return Attention(size.width, size.heads)
     if name in BASELINES:
         return blocks.build(name, size.width, size.heads)
+    if name in OTHERS:
+        return blocks.build_mixer(name, size.width, size.heads)
     mixer = name.removesuffix(PLAIN)
     return FreeEnergyMixer(
         mixer_config(MIXERS[mixer], size.width, size.heads, backend="plain" if mixer != name else "auto")
@@ -118,7 +121,7 @@ class Block(nn.Module):
 
 def build_blocks(name: str, size: Size, layers: int) -> nn.Sequential:
     """Blocks without embeddings and head: Table 7 counts 2 x 85M operations per token, only GPT-2's blocks."""
-    return nn.Sequential(*(Block(size.width, build_mixer(name, size)) for _ in range(layers)))
+    return number_layers(nn.Sequential(*(Block(size.width, build_mixer(name, size)) for _ in range(layers))))
 
 
 SHORT = 16
@@ -134,9 +137,7 @@ class Workload(NamedTuple):
 
 def runs(case: Case, name: str, device: torch.device) -> bool:
     """Whether the mixer can be measured here."""
-    if name in BASELINES:
-        return available(name, device)
-    return name != "DiffTrans"  # in the paper's table, but in no library
+    return name not in BASELINES or available(name, device)
 
 
 def workload(case: Case, name: str, device: torch.device, time: int | None = None) -> Workload:

@@ -13,7 +13,9 @@ from fem.gates import Temperature
 from fem.mixer import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.mlp import SwiGLU
 from fem.pooling import FreeEnergyPooling
-from fem_research.common.mixers import BASELINES, KNOWN_ANSWERS, PUBLISHED, mixer_config
+from fem_research.common.diff_attention import DifferentialAttention, number_layers
+from fem_research.common.hyena import Hyena, ImplicitFilter
+from fem_research.common.mixers import BASELINES, KNOWN_ANSWERS, OTHERS, PUBLISHED, mixer_config
 
 
 class Published(nn.Module):
@@ -93,7 +95,10 @@ def convolve(model: Any, name: str) -> Any:
 
 
 def build_mixer(name: str, width: int, heads: int) -> nn.Module:
-    """The mixer with this name: FEM with some of its parts, a known answer, or "fla:DeltaNet" and the like."""
+    """The mixer with this name: FEM with some of its parts, a known answer, another paper's, or "fla:DeltaNet" and
+    the like."""
+    if name in OTHERS:
+        return DifferentialAttention(width, heads) if name == "DiffTrans" else Hyena(width)
     if name in KNOWN_ANSWERS:
         return {"cummax": RunningMaximum, "gru": Recurrent}[name](width)
     if name in PUBLISHED:
@@ -113,7 +118,7 @@ def mixer_blocks(
         )
     inner = mlp_width if mlp == "kept" else narrowed(mlp_width, extra, 3 * width, mixer)
     layers = (layer for _ in range(blocks) for layer in (build_mixer(mixer, width, heads), SwiGLU(width, inner)))
-    return nn.Sequential(*(Residual(width, layer) for layer in layers))
+    return number_layers(nn.Sequential(*(Residual(width, layer) for layer in layers)))
 
 
 def narrowed(mlp_width: int, extra: int, per_unit: int, mixer: str) -> int:
@@ -136,10 +141,14 @@ def initialise(model: nn.Module, initialisation: str) -> None:
     """Start every linear map by one rule: "normal", N(0, 0.02), or "torch", uniform within 1 / sqrt(inputs).
 
     Biases start at 0 or where the mixer wants them, embeddings N(0, 0.02), the conditioner's columns stay at 0; what a
-    published mixer has besides linear maps, its biases included, starts as its library has it.
+    published mixer has besides linear maps, its biases included, starts as its library has it, and so do the maps that
+    make Hyena's filters.
     """
     published = {part for layer in model.modules() if isinstance(layer, Published) for part in layer.modules()}
+    filters = {part for layer in model.modules() if isinstance(layer, ImplicitFilter) for part in layer.modules()}
     for module in model.modules():
+        if module in filters:
+            continue
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear):

@@ -32,6 +32,7 @@ PUBLISHED_UNNORMALISED = ("gla", "mamba")
 LARGEST_BETA = 700.0  # that softplus can be inverted at
 POOLS = ("pool:mean", "pool:max", "pool:lse", "pool:attention", "pool:gated", "pool:fem", "pool:fem/r4")
 KNOWN_ANSWERS = ("cummax", "gru")  # layers that take a prior's place: a running maximum of values, and a GRU
+OTHERS = ("DiffTrans", "Hyena")  # other papers' mixers, in no library: `diff_attention`, `hyena`
 UNTYPED = (*POOLS, *KNOWN_ANSWERS)  # rows that are no prior with parts
 
 
@@ -67,7 +68,9 @@ PUBLISHED = {f"fla:{baseline.layer}": name for name, baseline in BASELINES.items
 
 def available(name: str, device) -> bool:
     """Whether a baseline can run here: its library is installed and the device is a GPU."""
-    return device.type == "cuda" and find_spec(BASELINES[name].module.partition(".")[0]) is not None
+    module = BASELINES[name].module
+    parts = (module.partition(".")[0], module)  # fla-core has the package fla, and no fla.layers
+    return device.type == "cuda" and all(find_spec(part) is not None for part in parts)
 
 
 def priors() -> Collection[str]:
@@ -87,6 +90,8 @@ def aliases() -> dict[str, str]:
 
 def known(name: str) -> str:
     """`canonical`, or the name of a published mixer as it is. Raises ValueError on an unknown name."""
+    if name in OTHERS:
+        return name
     if not name.startswith("fla:"):
         return canonical(name)
     if name not in PUBLISHED:

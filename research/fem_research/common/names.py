@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fem_research.common.mixers import PARTS, PUBLISHED_UNNORMALISED, SHOWN, UNNORMALISED, known, taken_apart
+from fem_research.common.mixers import OTHERS, PARTS, PUBLISHED_UNNORMALISED, SHOWN, UNNORMALISED, known, taken_apart
 
 FULL = "".join(PARTS)
 KEY = (
@@ -31,6 +31,8 @@ def display(name: str) -> str:
     try:
         name = known(name)
     except ValueError:
+        return name
+    if name in OTHERS:
         return name
     if name.startswith("fla:"):
         return f"{name.removeprefix('fla:')} (fla)"

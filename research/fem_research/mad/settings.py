@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 
 from fem.config import MLPS
+from fem.extras import how_to_install
 from fem.runs.recipes import listed, require_not_negative, require_one_of, require_positive, require_some_of
 from fem.runs.run import option
 from fem_research.common.grid import digest_of
@@ -157,7 +158,7 @@ class MADRecipe:
     profile: str = option("laptop", f"Which settings, sizes and training: {' or '.join(PROFILES)}.")
     mixers: str = option(
         "attention,FEM",
-        "With commas, such as attention, attention+CL, FEM-Mamba; on a GPU also fla:DeltaNet and the like.",
+        "With commas, such as attention+CL, FEM-Mamba, DiffTrans, Hyena; on a GPU also fla:DeltaNet and the like.",
         shown=as_shown,
     )
     tasks: str = option("all", f"all, or some of {', '.join(TASKS)}.")
@@ -206,7 +207,8 @@ class MADRecipe:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if absent := [name for name in mixers if name in PUBLISHED and not available(PUBLISHED[name], device)]:
             raise ValueError(
-                f"mixers of flash-linear-attention need it installed and a GPU; here {', '.join(absent)} cannot run."
+                f"mixers of flash-linear-attention need it installed ({how_to_install('baselines')}) and a GPU; here "
+                f"{', '.join(absent)} cannot run."
             )
         varied = {
             "seed": range(self.seed, self.seed + self.seeds),

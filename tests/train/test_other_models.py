@@ -1,0 +1,117 @@
+"""`fem train --model`: models of other libraries, on the same rows and by the same recipe."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
+
+from trainings import losses, tiny
+from transformers import GPT2Config
+
+from fem.train import training
+from fem.train.checkpoints import load_language_model, newest
+from fem.train.model import build_model
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2}
+LLAMA = SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48}
+MAMBA2 = SIZES | {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+MODELS = {"llama": LLAMA, "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2}, "mamba2": MAMBA2}
+
+
+def other(data, model, **changes):
+    return tiny(data, architecture=model, model=json.dumps(MODELS[model]), **changes)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_of_transformers_trains_on_the_rows_of_fem(data, tmp_path, model):
+    recipe = other(data, model, max_steps=2, warmup_steps=1, eval_steps=2, log_steps=1)
+    results = training.run(recipe, tmp_path)["train"]
+    assert results["step"] == 2
+    assert results["val_loss"] == pytest.approx(5.7, abs=0.3)  # log 300
+    trained, _ = load_language_model(newest(tmp_path))
+    assert trained.config.model_type == model
+    assert results["parameters"] == trained.num_parameters()
+    assert "lambda_mean" not in results
+    rows = training.load_data(recipe, tmp_path, training.Share(4, 4)).validation
+    assert set(rows[0]) == {"input_ids", "labels", "segment_ids"}
+    ids, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
+    with torch.no_grad():
+        logits = trained(input_ids=ids).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+    assert results["val_loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_accumulated_steps_and_a_resumed_run_are_the_whole_one(data, tmp_path):
+    whole = other(data, "llama", max_steps=6, save_steps=3)
+    training.run(whole, tmp_path / "whole")
+    training.run(replace(whole, micro_batch=1), tmp_path / "parts")
+    for one, parts in zip(losses(tmp_path / "whole"), losses(tmp_path / "parts")):
+        assert parts == pytest.approx(one, rel=1e-4)
+    training.run(replace(whole, max_steps=3, warmup_steps=2), tmp_path / "stopped")
+    with pytest.raises(ValueError, match="another recipe: architecture \\(llama there, gpt2 here\\), model"):
+        training.run(other(data, "gpt2", max_steps=6, save_steps=3), tmp_path / "stopped", resume=True)
+    results = training.run(whole, tmp_path / "stopped", resume=True)
+    assert results["train"]["step"] == 6
+
+
+def test_a_config_json_keeps_its_own_sizes(data, tmp_path):
+    path = tmp_path / "config.json"
+    GPT2Config(n_embd=48, n_layer=1, n_head=3, vocab_size=7, n_positions=64).to_json_file(path)
+    for named in (path, tmp_path):
+        recipe = tiny(data, architecture=str(named), model='{"n_inner": 16}')
+        config = training.model_config(recipe, 300)
+        assert isinstance(config, GPT2Config)
+        sizes = (config.n_embd, config.n_layer, config.n_inner, config.vocab_size, config.n_positions)
+        assert sizes == (48, 1, 16, 300, recipe.context)
+
+
+def test_a_model_type_takes_width_and_layers_of_the_preset(data):
+    recipe = tiny(data, architecture="llama", preset="fem-sm-small", model="{}")
+    config = training.model_config(recipe, 300)
+    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (384, 8, 300)
+
+
+def test_a_new_model_of_another_library_depends_on_the_seed_alone(data):
+    config = training.model_config(other(data, "llama"), 300)
+    first, again, second = (build_model(config, seed).lm_head.weight for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "architecture, fields, sentence",
+    [
+        (
+            "lama",
+            {},
+            "^model must be a config.json, a folder with one, or a model type that .* got 'lama'; did you mean",
+        ),
+        ("vit", {}, "^model must be a causal language model, got 'vit', which has none in its library"),
+        (
+            "llama",
+            {"hiden_size": 3},
+            "^model_fields must be fields of LlamaConfig, got 'hiden_size'; did you mean hidden",
+        ),
+        ("llama", {"dtype": "float16"}, "^model_fields must leave the dtype to --dtype, got 'float16'"),
+        ("llama", {"vocab_size": 9}, "^vocab_size must cover the tokenizer's 300 entries, got 9"),
+        ("llama", {"max_position_embeddings": 8}, "^context must be at most max_position_embeddings = 8, got 24"),
+        (
+            "gpt2",
+            {"n_embd": 30, "n_head": 4},
+            "^the model 'gpt2' cannot be built, its library needs other --model-fields",
+        ),
+    ],
+)
+def test_what_no_library_can_build_is_refused_in_a_sentence(data, tmp_path, architecture, fields, sentence):
+    recipe = tiny(data, architecture=architecture, model=json.dumps(fields))
+    with pytest.raises(ValueError, match=sentence):
+        training.model_config(recipe, 300)
+
+
+def test_a_file_without_a_model_type_is_refused(data, tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"^model must be a config.json with a model_type, got "):
+        training.model_config(tiny(data, architecture=str(tmp_path)), 300)
