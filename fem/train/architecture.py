@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from fem.extras import how_to_install
 from fem.models.presets import SIZES
 from fem.runs.recipes import nearest
-from fem.runs.run import first_line, read_json
+from fem.runs.run import read_json
 
 if TYPE_CHECKING:
     from fem.train.recipe import TrainRecipe
@@ -43,16 +44,18 @@ def other_config(recipe: TrainRecipe, vocabulary: int) -> PreTrainedConfig:
     stored = read_json(path) if path.is_file() else {"model_type": name}
     model_type = stored.get("model_type") if isinstance(stored, dict) else None
     if not isinstance(model_type, str):
-        raise ValueError(f"model must be a config.json with a model_type, got {str(path)!r} without one.")
+        raise ValueError(f"architecture must be a config.json with a model_type, got {str(path)!r} without one.")
     if not know(model_type):
         raise ValueError(
-            f"model must be a config.json, a folder with one, or a model type that transformers or "
-            f"flash-linear-attention ('free-energy-mixer[baselines]') knows, got {model_type!r}"
+            f"architecture must be a config.json, a folder with one, or a model type that transformers or "
+            f"flash-linear-attention ({how_to_install('baselines')}) knows, got {model_type!r}"
             f"{nearest(model_type, CONFIG_MAPPING)}"
         )
     config_class = CONFIG_MAPPING[model_type]
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"model must be a causal language model, got {model_type!r}, which has none in its library.")
+        raise ValueError(
+            f"architecture must be a causal language model, got {model_type!r}, which has none in its library."
+        )
     has = _fields(config_class)
     given = recipe.model_fields()
     for field in given:
@@ -94,4 +97,5 @@ def _built(what: str, build):
     try:
         return build()
     except Exception as error:
-        raise ValueError(f"{what} cannot be built, {HINT}: {type(error).__name__}: {first_line(error)}") from error
+        said = " ".join(str(error).split())
+        raise ValueError(f"{what} cannot be built, {HINT}: {type(error).__name__}: {said}") from error

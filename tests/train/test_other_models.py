@@ -87,9 +87,9 @@ def test_a_new_model_of_another_library_depends_on_the_seed_alone(data):
         (
             "lama",
             {},
-            "^model must be a config.json, a folder with one, or a model type that .* got 'lama'; did you mean",
+            "^architecture must be a config.json, a folder with one, or a model type that .* got 'lama'; did you mean",
         ),
-        ("vit", {}, "^model must be a causal language model, got 'vit', which has none in its library"),
+        ("vit", {}, "^architecture must be a causal language model, got 'vit', which has none in its library"),
         (
             "llama",
             {"hiden_size": 3},
@@ -101,7 +101,7 @@ def test_a_new_model_of_another_library_depends_on_the_seed_alone(data):
         (
             "gpt2",
             {"n_embd": 30, "n_head": 4},
-            "^the model 'gpt2' cannot be built, its library needs other --model-fields",
+            "^the model 'gpt2' cannot be built, its library needs other --model-fields: ValueError: .*divisible",
         ),
     ],
 )
@@ -113,5 +113,5 @@ def test_what_no_library_can_build_is_refused_in_a_sentence(data, tmp_path, arch
 
 def test_a_file_without_a_model_type_is_refused(data, tmp_path):
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"^model must be a config.json with a model_type, got "):
+    with pytest.raises(ValueError, match=r"^architecture must be a config.json with a model_type, got "):
         training.model_config(tiny(data, architecture=str(tmp_path)), 300)
