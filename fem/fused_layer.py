@@ -154,9 +154,10 @@ def _hooked(module: nn.Module) -> bool:
 
 @torch.compiler.assume_constant_result
 def _kernel(device: int, heads: int, kv_heads: int, key_width: int, width: int, causal: bool) -> str | None:
-    from fem.ops.softmax.fused.attention import kernel_for
+    from fem.ops.softmax.fused.attention import kernel_for, wishes
 
-    return kernel_for(torch.device("cuda", device), torch.bfloat16, heads, kv_heads, key_width, width, causal)
+    sizes = (heads, kv_heads, key_width, width, causal)
+    return kernel_for(torch.device("cuda", device), torch.bfloat16, *sizes, wishes())
 
 
 def _tables(prior: SoftmaxPrior, x: Tensor) -> tuple[Float[Tensor, "t p"], Float[Tensor, "t p"]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.nn.attention
 from jaxtyping import Float
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
@@ -17,14 +18,29 @@ aten = torch.ops.aten
 WIDEST = 128  # columns: cuDNN's backward may refuse more
 
 
+def wishes() -> tuple:
+    """What a user has switched that decides between the kernels."""
+    activated = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    switches = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
+    return *switches, torch.are_deterministic_algorithms_enabled(), activated
+
+
 @functools.cache
 def kernel_for(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, key_width: int, width: int, causal: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    key_width: int,
+    width: int,
+    causal: bool,
+    wished: tuple,
 ) -> str | None:
     """Which of torch's kernels reads such a call of two tokens and more with gradients: "cudnn", "flash" or None.
 
     cuDNN where it may, as it is faster and takes values wider than keys; flash attention where a user has activated
-    another version of it (`torch.nn.attention.activate_flash_attention_impl`). Widths are multiples of 8.
+    another version of it (`torch.nn.attention.activate_flash_attention_impl`). Widths are multiples of 8. wished:
+    `wishes()`, on which the answer depends.
     """
     if key_width % 8 or width % 8:
         return None
@@ -32,8 +48,7 @@ def kernel_for(
     q, k, values = (torch.empty(1, h, 128, d, device=device, dtype=dtype, requires_grad=True) for h, d in sizes)
     call = SDPAParams(q, k, values, None, 0.0, causal, heads != kv_heads)
     flash = key_width == width and can_use_flash_attention(call)
-    chosen = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
-    if flash and chosen is not None:
+    if flash and wished[-1] is not None:
         return "flash"
     if max(key_width, width) <= WIDEST and can_use_cudnn_attention(call):
         return "cudnn"
