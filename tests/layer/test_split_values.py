@@ -80,8 +80,8 @@ def test_a_share_of_no_channel_or_without_a_free_energy_is_refused():
 def test_starting_points_have_the_weights_of_attention(build, prior):
     config = build(n_embd=512, n_head=8, prior_type=prior)
     assert config.gate_rank == 32
-    assert config.value_width % 8 == 0
-    assert abs(config.linear_weights / (4 * 512**2) - 1) <= 0.04
+    eights = config.value_width >= 48 and config.value_width % 8 == 0  # which may cost 4 % of the weights
+    assert abs(config.linear_weights / (4 * 512**2) - 1) <= (0.04 if eights else 0.005)
     layer = FreeEnergyMixer(build(n_embd=64, n_head=4, prior_type=prior, bias=False))
     generators = ("beta.theta", "ssm.a", "ssm.d")  # no linear maps, outside the paper's count
     maps = lambda name, p: not name.endswith(generators) and (p.ndim > 1 or not name.startswith("prior."))  # noqa: E731
