@@ -128,14 +128,14 @@ def _dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
 
 
-def _first_maps(layer) -> list[Projection]:
+def _first_maps(layer) -> list[nn.Module]:
     """The maps that read the layer's features, in the order of the product's columns."""
     gates = [projection for projection in (layer.gate.inner, layer.gate.outer) if projection is not None]
     gates = [gate.down if isinstance(gate, SlimProjection) else gate for gate in gates]
     return [layer.prior.query, layer.prior.key, *([layer.value] if layer.value_scale is None else []), *gates]
 
 
-def _bias(projection: Projection) -> Tensor:
+def _bias(projection: nn.Linear) -> Tensor:
     """The map's bias; of the first map of a slim gate, which has none, 0."""
     bias = projection.bias
     return projection.weight.new_zeros(projection.out_features) if bias is None else bias
