@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem.call import Call
-from fem.config import FreeEnergyMixerConfig
 from fem.gates import SlimProjection
+from fem.ops.common.backend import found
+from fem.ops.common.launch import watched
 from fem.ops.common.steps import exporting
 from fem.ops.common.transforms import transformed
 from fem.priors import SoftmaxPrior
@@ -19,7 +18,6 @@ from fem.projection import Projection
 
 _MOST_ROWS, _MOST_TOKENS = 65535, 2**18  # the axes of a CUDA grid hold 65,535 programs, of at least 4 tokens each
 DTYPE = torch.bfloat16  # e would leave float16's range, and fused attention has no float32
-_TRITON = find_spec("triton") is not None and torch.version.hip is None
 
 
 def fits(layer, call: Call) -> bool:
@@ -43,7 +41,7 @@ def fits(layer, call: Call) -> bool:
     slim = [gate for gate in (layer.gate.inner, layer.gate.outer) if isinstance(gate, SlimProjection)]
     if not all(map(_plain, [*_first_maps(layer), *(gate.up for gate in slim)])):
         return False
-    if any(map(_hooked, [layer.prior, layer.gate, *slim])):
+    if any(map(watched, [layer.prior, layer.gate, *slim])):
         return False
     sizes = (config.n_head, config.kv_heads, config.key_width, config.read_width, config.causal)
     return _kernel(x.device.index or 0, *sizes) is not None
@@ -63,21 +61,15 @@ def mixed(
     keep = call.tokens.keep
     if call.memory is not None:
         o, k, v = prefill(*_arguments(layer, call.x, features, values))
-        v, free_values = _pair(layer.config, v)
-        return o, append({}, k, v, layer.temperature(call.x), call.tokens, False, free_values)
+        beta = layer.temperature(call.x)
+        v, free_values = layer.pair(v, beta)
+        return o, append({}, k, v, beta, call.tokens, False, free_values)
     if keep is None:
         return mixed_read(*_arguments(layer, call.x, features, values)), None
     order = keep.long().argsort(dim=1, descending=True, stable=True)
     back = order.argsort(1)
     features, values = (None if y is None else _Reordered.apply(y, order, back) for y in (features, values))
     return _Reordered.apply(mixed_read(*_arguments(layer, call.x, features, values)), back, order), None
-
-
-def _pair(config: FreeEnergyMixerConfig, v: Float[Tensor, "b t h dv"]) -> tuple[Tensor, Tensor | None]:
-    """The values whose mean is read, and those whose free energy is read; None: the same ones."""
-    if config.free_share is not None:
-        return v.split([config.value_width - config.free_width, config.free_width], -1)
-    return (v[..., :0], v) if config.free_alone else (v, None)
 
 
 class _Reordered(torch.autograd.Function):
@@ -119,7 +111,7 @@ def _arguments(layer, x: Tensor, features: Tensor, values: Tensor | None) -> tup
 
 
 def available(x: Tensor) -> bool:
-    return _TRITON and x.is_cuda
+    return x.is_cuda and found("triton") and torch.version.hip is None
 
 
 def _dtype(x: Tensor) -> torch.dtype:
@@ -144,12 +136,7 @@ def _bias(projection: nn.Linear) -> Tensor:
 def _plain(projection: nn.Module) -> bool:
     """Whether nobody has put an adapter, a hook or a sharded weight in the map's place."""
     usual = type(projection) is Projection and type(projection.weight) in (nn.Parameter, Tensor)
-    return usual and not _hooked(projection)
-
-
-def _hooked(module: nn.Module) -> bool:
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks) or (not torch.compiler.is_compiling() and "forward" in vars(module))
+    return usual and not watched(projection)
 
 
 @torch.compiler.assume_constant_result

@@ -110,8 +110,14 @@ class FreeEnergyMixer(AsksNoDecay, nn.Module):
     def values(
         self, x: Float[Tensor, "b t d"], features: Float[Tensor, "b t f"], beta: Tensor | None
     ) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b t h df"] | None]:
+        """v (1 + eta_v), as a `pair`.                                                                  (Eq. 34b)"""
+        return self.pair(self.modulated(x, features), beta)
+
+    def pair(
+        self, v: Float[Tensor, "b t h dv"], beta: Tensor | None
+    ) -> tuple[Float[Tensor, "b t h dm"], Float[Tensor, "b t h df"] | None]:
         """The values whose mean is read, and those whose free energy is read; None: the same ones."""
-        v, free = self._parts(x, features, beta)
+        v, free = self._parts(v, beta)
         if not (self.config.free_alone and self.prior.takes_pairs):
             return v, free
         return v[..., :0], v if free is None else free
@@ -124,11 +130,10 @@ class FreeEnergyMixer(AsksNoDecay, nn.Module):
         return torch.unflatten(v, -1, (-1, self.config.value_width))
 
     def _parts(
-        self, x: Float[Tensor, "b t d"], features: Float[Tensor, "b t f"], beta: Tensor | None
-    ) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b t h df"] | None]:
-        """`values`, with the mean of channels that read F alone."""
-        config, v = self.config, self.modulated(x, features)
-        free = v
+        self, v: Float[Tensor, "b t h dv"], beta: Tensor | None
+    ) -> tuple[Float[Tensor, "b t h dm"], Float[Tensor, "b t h df"] | None]:
+        """`pair`, with the mean of channels that read F alone."""
+        config, free = self.config, v
         if config.free_share is not None:
             v, free = v.split([config.value_width - config.free_width, config.free_width], -1)
         cap = config.value_logexp_cap
@@ -147,7 +152,7 @@ class FreeEnergyMixer(AsksNoDecay, nn.Module):
         tokens = call.tokens
         features, _ = self.features(call.x, tokens, None)
         beta = self.temperature(call.x)
-        v, free_values = self._parts(call.x, features, beta)
+        v, free_values = self._parts(self.modulated(call.x, features), beta)
         read, _ = self.prior(features, v, beta, tokens, None, free_values)
         lambda_, gate = self.gate(features)
         if free_values is not None:

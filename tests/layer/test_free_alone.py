@@ -17,7 +17,7 @@ def pair(family, **fields):
     alone = make_layer(**FAMILIES[family], use_temperature=False, **fields)
     both = make_layer(**FAMILIES[family], use_temperature=False, **fields)
     both.load_state_dict(alone.state_dict())
-    both.values = both._parts
+    both.pair = both._parts
     return alone, both
 
 

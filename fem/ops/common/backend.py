@@ -59,16 +59,16 @@ def scan_backend(backend: str, device: torch.device, dtype: torch.dtype, module:
     return backend
 
 
-def has_mamba() -> bool:
-    """Whether mamba-ssm is installed, whose selective scan is taken before our own."""
-    return _FOUND["mamba_ssm"]
+def found(module: str) -> bool:
+    """Whether "fla", "triton" or "mamba_ssm" is installed."""
+    return _FOUND[module]
 
 
 def _installed(module: str, warned: bool = False) -> bool:
-    if warned and not _FOUND[module] and module not in _MISSED:
+    if warned and not found(module) and module not in _MISSED:
         _MISSED.add(module)
         warnings.warn(f"scans run without fused kernels on this GPU, much slower: {_INSTALL[module]}.", stacklevel=4)
-    return _FOUND[module]
+    return found(module)
 
 
 def _check(backend: str) -> None:

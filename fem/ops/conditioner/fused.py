@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fem.ops.common.backend import found
+from fem.ops.common.launch import on, watched
 from fem.ops.common.operator import operator
 from fem.ops.common.steps import exporting
 from fem.ops.common.tokens import Tokens
@@ -21,7 +21,6 @@ NUMBERS = 2048  # of a tile in a program's registers: tokens times channels, at 
 PROGRAMS = 1024  # enough for a card: chunks are of more tiles where rows are longer
 FEWEST, MOST = 64, 256  # chunks of a row, each of which adds up what all before it end with
 WARPS = 4  # measured on an H100: 58 us a train step of the four, 87 with 8, 68 with 2
-_TRITON = find_spec("triton") is not None
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OURS = (Tensor, nn.Parameter)  # no subclass, such as a part of a tensor that devices share
 
@@ -33,9 +32,9 @@ def fits(backend: str, norm: nn.Module, projected: Tensor, hidden: Tensor | None
     form's.
     """
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-    if not (_TRITON and (projected.device.type == "cuda" or interpreted)) or backend in ("plain", "reference"):
+    if not (found("triton") and (projected.device.type == "cuda" or interpreted)) or backend in ("plain", "reference"):
         return False
-    if type(norm) is not nn.LayerNorm or norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm):
+    if type(norm) is not nn.LayerNorm or watched(norm):
         return False
     tensors = [x for x in (projected, norm.weight, norm.bias, hidden) if x is not None]
     return (
@@ -78,13 +77,6 @@ def tile_rows(width: int) -> int:
     return min(64, max(8, NUMBERS >> (width - 1).bit_length()))
 
 
-def _on(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
-
-
 @operator(
     "conditioner(Tensor projected, Tensor weight, Tensor bias, Tensor? keep, Tensor? start, Tensor? hidden, float eps, "
     "ScalarType dtype) -> (Tensor, Tensor, Tensor)",
@@ -97,7 +89,7 @@ def _condition(projected, weight, bias, keep, start, hidden, eps, dtype):
     sizes = Sizes(projected)
     out, last, starts = _outputs(projected, weight, bias, keep, start, hidden, eps, dtype)
     summaries = last.new_empty(sizes.batch, sizes.chunks, 2, sizes.width)
-    with _on(projected.device):
+    with on(projected.device):
         if sizes.chunks > 1:
             kernels._sum_chunks[sizes.grid](projected, keep, start, summaries, *sizes.count, **sizes.shape)
         kernels._condition[sizes.grid](
@@ -131,7 +123,7 @@ def _condition_backward(grad, d_last, projected, weight, bias, keep, start, star
     d_hidden = starts.new_empty(sizes.batch, sizes.width)
     summaries, parts = starts.new_empty(2, *sizes.grid, 2, sizes.width)
     strides = grad.stride()[:2]
-    with _on(projected.device):
+    with on(projected.device):
         kernels._condition_backward[sizes.grid](
             grad, projected, weight, bias, keep, start, starts, d_state, d_projected, summaries, parts, *sizes.count,
             *strides, eps, root=sizes.width**0.5, **sizes.shape,

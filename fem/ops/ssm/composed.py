@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fem.ops.common.backend import has_mamba
+from fem.ops.common.backend import found
 from fem.ops.common.composed import LEAST, opaque, pack, proven, unpack
 from fem.ops.common.read import Terms
 from fem.ops.common.scaled_sums import start_of
@@ -28,7 +28,9 @@ def _read(*tensors: Tensor | None) -> list[Tensor]:
     delta, _a, b, c, _skip, v, beta = inputs[:7]
     values, e, *shift = pack(v, v, beta)
     items = [*(x for x in (values, e) if x is not None), torch.ones_like(values)]
-    sums = (_by_mamba if inputs.opens is None and has_mamba() else _by_ours)(torch.cat(items, -1), len(items), inputs)
+    sums = (_by_mamba if inputs.opens is None and found("mamba_ssm") else _by_ours)(
+        torch.cat(items, -1), len(items), inputs
+    )
     *of_items, weight = sums.chunk(len(items), -1)
     # What is flushed to 0 is a factor below e^-87 of the others: inputs delta b, decays, c.
     most = c.sum(-1, keepdim=True) * (1 + delta.amax()) * (1 + b.amax())

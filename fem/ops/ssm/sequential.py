@@ -15,6 +15,8 @@ import triton.language as tl
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fem.ops.common.launch import on
+
 CHUNK = 64  # tokens between states that are kept
 BLOCK = 32  # columns of a program
 
@@ -116,7 +118,8 @@ class _Scan(torch.autograd.Function):
         ctx.sizes = {"N": states, "STATES": triton.next_power_of_2(states), "BLOCK": BLOCK, "CHUNK": CHUNK}
         ctx.sizes["HAS_OPENS"] = opens is not None
         ctx.grid = (triton.cdiv(columns, BLOCK), batch)
-        scan_kernel[ctx.grid](delta, a, b, c, u, marks, y, kept, time, width, columns, **ctx.sizes)
+        with on(u.device):
+            scan_kernel[ctx.grid](delta, a, b, c, u, marks, y, kept, time, width, columns, **ctx.sizes)
         ctx.save_for_backward(delta, a, b, c, u, marks, kept)
         return y
 
@@ -128,10 +131,11 @@ class _Scan(torch.autograd.Function):
         d_a = u.new_empty(batch, states, columns)
         d_b, d_c = (u.new_empty(ctx.grid[0], *b.shape) for _ in "bc")
         scratch = u.new_empty(batch, CHUNK, states, columns)
-        scan_backward_kernel[ctx.grid](
-            delta, a, b, c, u, marks, kept, grad.contiguous(), scratch, d_delta, d_a, d_b, d_c, d_u, time, width,
-            columns, batch * time, **ctx.sizes,
-        )  # fmt: skip
+        with on(u.device):
+            scan_backward_kernel[ctx.grid](
+                delta, a, b, c, u, marks, kept, grad.contiguous(), scratch, d_delta, d_a, d_b, d_c, d_u, time, width,
+                columns, batch * time, **ctx.sizes,
+            )  # fmt: skip
         streams = (columns // width, width)
         of_streams = lambda d, dim: d.unflatten(-1, streams).sum(dim)  # noqa: E731
         return of_streams(d_delta, -2), of_streams(d_a, (0, -2)), d_b.sum(0), d_c.sum(0), d_u, None

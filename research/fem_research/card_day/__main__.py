@@ -18,6 +18,11 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 Output = Annotated[Path, typer.Option(help="Folder of the results.")]
 
 
+def by_semicolons(text: str) -> tuple[str, ...]:
+    """The names in an option, as names of mixers may hold commas."""
+    return tuple(name for part in text.split(";") if (name := part.strip()))
+
+
 @app.command()
 def pack(
     source: Annotated[Path, typer.Argument(help="The package linux-source-6.1 as a .deb, or the tarball in it.")],
@@ -88,7 +93,7 @@ def train(
     from fem.train.distributed import Paused
     from fem_research.card_day import training
 
-    mixers = [name.strip() for name in rows.split(";") if name.strip()]
+    mixers = by_semicolons(rows)
     recipes = [
         TrainingRecipe(
             mixer=mixer,
@@ -145,10 +150,9 @@ def layers(
     from fem.runs.tables import write_table
     from fem_research.card_day import layers as slice_
 
-    chosen = lambda text, all: tuple(name.strip() for name in text.split(";") if name.strip()) or all  # noqa: E731
     recipe = slice_.LayersRecipe(
-        mixers=chosen(mixers, slice_.MIXERS),
-        modes=chosen(modes, slice_.MODES),
+        mixers=by_semicolons(mixers) or slice_.MIXERS,
+        modes=by_semicolons(modes) or slice_.MODES,
         lengths=tuple(map(int, numbers("lengths", lengths))),
         tokens=tokens,
         width=width,
@@ -177,7 +181,7 @@ def long(
 
     recipe = slice_.LongRecipe(
         lengths=tuple(map(int, numbers("lengths", lengths))),
-        mixers=tuple(name.strip() for name in mixers.split(";") if name.strip()) or slice_.MIXERS,
+        mixers=by_semicolons(mixers) or slice_.MIXERS,
         parts=tuple(listed(parts)),
         width=width,
         heads=heads,
@@ -209,7 +213,7 @@ def table7(
     from fem_research.card_day import table7 as slice_
 
     sizes = {"batch": batch, "time": time, "width": width, "heads": heads, "layers": layers, "seconds": seconds}
-    names = tuple(name.strip() for name in mixers.split(";") if name.strip()) or slice_.MIXERS
+    names = by_semicolons(mixers) or slice_.MIXERS
     recipe = slice_.Table7Recipe(mixers=names, dtypes=tuple(listed(dtypes)), modes=tuple(listed(modes)), **sizes)
     write_table(output, "table7", slice_.table(slice_.run(recipe, output, minutes)))
 

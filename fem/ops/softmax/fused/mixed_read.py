@@ -9,7 +9,8 @@ tokens and torch's attention there are 5 launches forward and 7 backward. Nothin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
+from fem.ops.common.launch import on
 from fem.ops.common.operator import operator
 from fem.ops.softmax.fused import attention, doubt
 from fem.ops.softmax.fused import kernels as K
@@ -85,6 +87,18 @@ class _MixedRead(torch.autograd.Function):
         return *_backward(grad, ctx.saved_tensors, *ctx.options), *[None] * 5
 
 
+def _on_its_device(function: Callable) -> Callable:
+    """The function, which launches kernels, on the device of its first argument."""
+
+    @functools.wraps(function)
+    def run(x: Tensor, *others):
+        with on(x.device):
+            return function(x, *others)
+
+    return run
+
+
+@_on_its_device
 def _forward(*inputs) -> list[Tensor]:
     """o, and what the backward needs: the product, where a free energy is read [v | e], then [mean | R] where o is
     another tensor, the scheme and the flags of a free energy, and the logarithms of attention's sums.
@@ -146,6 +160,7 @@ class _Doubt(NamedTuple):
         return of_reads + self.of_values.view(-1, form.kv_heads, form.free).sum(0)
 
 
+@_on_its_device
 def _backward(grad: Tensor, kept: Sequence[Tensor | None], form: Form, scale: float, eps: float) -> list[Tensor | None]:
     """Gradients of the first nine inputs: x, weight, bias, values, the second maps of slim gates, and beta."""
     x, weight, bias, values, *ups, beta, cos, sin = kept[:_TENSORS]
