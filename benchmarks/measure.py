@@ -8,8 +8,8 @@ import time
 
 import torch
 
-from fem.runs.run import processor
-from fem.runs.tables import markdown_table
+from fem.record import processor
+from fem_research.runs.tables import markdown_table
 
 
 def environment() -> dict[str, str]:

@@ -5,7 +5,6 @@ from importlib import import_module
 
 HELP = {
     "train": "Train a language model, on one process or under torchrun.",
-    "eval": "Score a language model with lm-evaluation-harness.",
     "generate": "Continue a prompt, printing the text as it comes.",
     "inspect": "A page that shows what each channel of each head reads from a text.",
     "doctor": "What runs on this machine, and what is missing.",

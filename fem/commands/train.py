@@ -11,9 +11,8 @@ from typing import Annotated
 
 import typer
 
-from fem.runs.options import recipe_options
-from fem.runs.recipes import require_one_of
-from fem.train.recipe import RECIPES, TrainRecipe
+from fem.commands.options import recipe_options
+from fem.train.recipe import RECIPES, TrainRecipe, require_one_of
 
 
 @recipe_options(TrainRecipe)
@@ -75,7 +74,7 @@ def ending(trained: dict, output: Path) -> str:
     return (
         f"finished: {', '.join(losses)} nats per token. The model is in {newest(output)}: from_pretrained and vllm "
         f"serve open that folder.\n"
-        f'next: fem generate --model {folder} --prompt "..."; fem eval --model {folder} --tasks arc_easy; '
+        f'next: fem generate --model {folder} --prompt "..."; '
         f'fem inspect --model {folder} --text "..."'
     )
 

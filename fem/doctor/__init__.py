@@ -9,8 +9,8 @@ import torch
 
 from fem.extras import extras, installed
 from fem.ops.common.backend import softmax_backend
-from fem.runs.run import processor, versions
-from fem.runs.tables import show_table
+from fem.record import processor, versions
+from fem.tables import show_table
 
 WHY = {
     "sdpa": "torch's fused attention reads [v | exp(beta v)] in one call",

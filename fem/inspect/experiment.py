@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,8 @@ import torch
 
 from fem.inspect.layers import LayerTables, by_division, layer_tables, readers, readings
 from fem.inspect.settings import MOST_TOKENS, InspectRecipe
-from fem.runs.run import check_output, open_run
-from fem.runs.tables import show_table, write_table
+from fem.record import CONFIG, RESULTS, check_output, circumstances, write_json
+from fem.tables import show_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -87,28 +88,34 @@ def read_layers(model: PreTrainedModel, ids: Sequence[int], recipe: InspectRecip
 
 def run(folder: str, recipe: InspectRecipe, output: Path) -> dict:
     """Tables, picture and page of what the model in `folder` reads, written to `output`; returns results.json."""
-    from fem.inspect.page import write_page
+    from fem.inspect.page import page
     from fem.plots import channel_readings
     from fem.train.checkpoints import load_language_model
 
     recipe = replace(recipe, model=str(folder))
-    check_output(output, "inspect", recipe)
+    check_output(output, "inspect")
     model, tokenizer = load_language_model(folder)
     ids, tokens = encode(tokenizer, recipe.text)
     layers = read_layers(model, ids, recipe)
-    with open_run(output, "inspect", recipe) as under_way:
-        index, head = by_division(layers)[0]
-        most = layers[index]
-        rows = head_rows(layers)
-        write_table(under_way.folder, "heads", rows)
-        name = f"layer {most.layer}, head {head + 1}: the head whose channels differ most"
-        channel_readings(
-            under_way.folder / "inspect.png",
-            "What each channel reads at the last token",
-            [visible(token) for token in tokens],
-            [(name, most.prior[head, :, -1].mean(0), most.read[head, :, -1])],
-        )
-        write_page(under_way.folder / "inspect.html", str(folder), tokens, layers, (index, head))
-        results = under_way.finish({"model": folder, "tokens": tokens, "heads": rows})
+    index, head = by_division(layers)[0]
+    explored = page(str(folder), tokens, layers, (index, head))
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(output / CONFIG, {"experiment": "inspect", "recipe": asdict(recipe)} | circumstances())
+    most = layers[index]
+    rows = head_rows(layers)
+    with open(output / "heads.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    name = f"layer {most.layer}, head {head + 1}: the head whose channels differ most"
+    channel_readings(
+        output / "inspect.png",
+        "What each channel reads at the last token",
+        [visible(token) for token in tokens],
+        [(name, most.prior[head, :, -1].mean(0), most.read[head, :, -1])],
+    )
+    (output / "inspect.html").write_text(explored, encoding="utf-8")
+    results = {"model": str(folder), "tokens": tokens, "heads": rows}
+    write_json(output / RESULTS, results)
     show_table(f"What {len(tokens)} tokens read: means over channels and tokens; p: prior, q: posterior", short(rows))
     return results

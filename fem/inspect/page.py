@@ -6,7 +6,6 @@ import base64
 import json
 from collections.abc import Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,10 +16,8 @@ if TYPE_CHECKING:
 LARGEST = 24_000_000  # characters that a browser on a phone still opens at once
 
 
-def write_page(
-    path: Path, model: str, tokens: Sequence[str], layers: Sequence[LayerTables], first: tuple[int, int]
-) -> None:
-    """Write the page, opened at the head `first` = (place of its layer, place in the layer).
+def page(model: str, tokens: Sequence[str], layers: Sequence[LayerTables], first: tuple[int, int]) -> str:
+    """The page, opened at the head `first` = (place of its layer, place in the layer).
 
     Raises ValueError where the page would be too large for a browser.
     """
@@ -35,7 +32,7 @@ def write_page(
         size = f"{len(text) / 1e6:.0f} MB of {len(tokens)} tokens, {len(layers)} layers"
         raise ValueError(f"page must stay under {LARGEST / 1e6:.0f} MB, got {size}; name fewer --layers.")
     template = files("fem.inspect").joinpath("page.html").read_text(encoding="utf-8")
-    path.write_text(template.replace("INSPECTION", text), encoding="utf-8")
+    return template.replace("INSPECTION", text)
 
 
 def page_data(tables: LayerTables) -> dict:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from fem.gates import Temperature, TwoLevelGate
 from fem.ops.common.fallback_count import fallbacks
-from fem.runs.run import Run
+from fem.train.frame import Run
 from fem.train.packing import Row
 from fem.train.recipe import TrainRecipe
 from fem.train.saving import NotFinite, kept

@@ -17,19 +17,19 @@ from transformers import PreTrainedConfig, TrainingArguments
 
 from fem.models import FEMConfig, preset
 from fem.models.presets import PRESETS
-from fem.runs.recipes import nearest
-from fem.runs.run import RESULTS, Run, check_output, note, progress, read_json, write_json
+from fem.record import RESULTS, check_output, note, read_json, write_json
 from fem.train import hub
 from fem.train.architecture import other_config
 from fem.train.checkpoints import STAGING, load_language_model
 from fem.train.data import TOKENS, check_data, documents_of, identity, load_data, load_tokenizer, say_unread
 from fem.train.distributed import Paused, Ranks, end_process_group, end_with_parent, in_touch
 from fem.train.documents import check_outside, local_files
+from fem.train.frame import Run, progress
 from fem.train.integrity import LOCK, one_writer
 from fem.train.metrics import MetricsCallback, summary
 from fem.train.model import build_model
 from fem.train.packing import SOURCE, Share, write_tokens
-from fem.train.recipe import TrainRecipe
+from fem.train.recipe import TrainRecipe, nearest
 from fem.train.saving import kept
 from fem.train.signals import SaveAndStop
 from fem.train.start import Start, add_event, drop_later, find_start, read_metrics, write_config

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from fem.runs.run import PAGE, RESULTS, check_output, first_line, note, without_folders, write_json
-from fem.runs.tables import markdown_table
+from fem.record import PAGE, RESULTS, first_line, note, write_json
 from fem.train.checkpoints import checkpoints
-from fem.train.suites import PAPER, paper_rows, ranking
+from fem_research.lm.suites import PAPER, paper_rows, ranking
+from fem_research.runs.run import check_output, without_folders
+from fem_research.runs.tables import markdown_table
 
 INDEX = "README.md"
 OURS = re.compile(r"^## What it says\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)

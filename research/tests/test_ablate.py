@@ -14,7 +14,6 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
 from fem.models import FEMConfig
 from fem.models.presets import count_parameters
-from fem.runs.run import progress
 from fem.train.model import build_model
 from fem_research.common.grid import Grid, keep
 from fem_research.common.mixers import NUMBERED, OPTION, canonical
@@ -22,6 +21,7 @@ from fem_research.common.watch import Watch
 from fem_research.lm import ablate
 from fem_research.lm.settings import NAMED_OPTIONS, OPTIONS, ROWS, mixer_name, remark, row_fields
 from fem_research.lm.small import LanguageRecipe, model_config
+from fem_research.runs.run import progress
 
 TINY = ablate.AblateRecipe(
     rows="full -C,G,T +G",

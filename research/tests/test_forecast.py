@@ -14,12 +14,12 @@ from torch import nn
 from waves import command, ett, waves
 
 from fem import models
-from fem.runs.run import progress
 from fem_research.forecast import experiment, training
 from fem_research.forecast.experiment import run
 from fem_research.forecast.series import Windows
 from fem_research.forecast.settings import PROFILES, ForecastRecipe, width_for
 from fem_research.forecast.training import ForecastBackbone, build_backbone
+from fem_research.runs.run import progress
 
 HOST = {"width": 16, "layers": 2, "heads": 2, "dropout": 0.0}
 TINY = {"lookback": 24, "horizon": "5", "width": 16, "layers": 1, "heads": 2, "epochs": 2, "seeds": 1}

@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 import torch
 
-from fem.runs.run import progress
 from fem_research.forecast.series import Series
 from fem_research.forecast.settings import BASELINES, ForecastRecipe, Job
+from fem_research.runs.run import progress
 
 pytest.importorskip("neuralforecast", reason="needs neuralforecast: pip install 'free-energy-mixer[forecast]'")
 

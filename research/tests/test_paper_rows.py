@@ -13,7 +13,6 @@ from fem.models import FEMForImageClassification
 from fem.train.architecture import know
 from fem.train.model import build_model
 from fem.train.recipe import TrainRecipe
-from fem.train.suites import paper_rows
 from fem.train.training import model_config
 from fem_research.bench import cases, workloads
 from fem_research.bench.cases import Case, Size
@@ -23,6 +22,7 @@ from fem_research.forecast.settings import BASELINES as FORECASTERS
 from fem_research.forecast.settings import PROFILES as FORECASTS
 from fem_research.forecast.settings import ForecastRecipe
 from fem_research.forecast.training import build_backbone as build_forecaster
+from fem_research.lm.suites import paper_rows
 from fem_research.mad.experiment import TABLE1
 from fem_research.mad.settings import Job, MADRecipe, Setting, Training
 from fem_research.mad.training import train

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("typer", reason="needs free-energy-mixer[cli]")
 
-from fem.runs.tables import markdown_table, write_page
 from fem_research.report import add_page, add_pages, index, redraw, table2
+from fem_research.runs.tables import markdown_table, write_page
 
 
 def made_up_run(folder, experiment="ablate", results=None, recipe=None, body="A table.\n\n![a plot](loss.png)"):

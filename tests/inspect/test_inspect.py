@@ -29,7 +29,7 @@ from fem.inspect.layers import (
     readings,
 )
 from fem.models import FEMConfig, FEMForCausalLM, replace_attention
-from fem.runs.tables import show_table
+from fem.tables import show_table
 from fem.train.tokenizer import train_tokenizer
 
 TEXT = "the sun sees the moon.\n\tthe moon | sees </script><b> the INSPECTION"
@@ -199,9 +199,7 @@ def page_of(output) -> dict:
 
 def test_the_command_writes_page_picture_and_tables(written, tokenizer):
     names = {path.name for path in written.iterdir()}
-    assert names == {"config.json", "results.json", "inspect.html", "inspect.png", *(
-        f"heads.{ending}" for ending in ("csv", "md")
-    )}  # fmt: skip
+    assert names == {"config.json", "results.json", "inspect.html", "inspect.png", "heads.csv"}
     assert (written / "inspect.png").read_bytes().startswith(b"\x89PNG")
     results = json.loads((written / "results.json").read_text())
     assert "".join(results["tokens"]) == TEXT
@@ -233,7 +231,8 @@ def test_a_page_holds_the_weights_to_four_thousandths(family):
 
 def test_no_token_breaks_out_of_the_data(tmp_path):
     names = ["</script>", "<!--", "INSPECTION", "\u2028", '"']
-    inspection_page.write_page(tmp_path / "inspect.html", "</script>", names, [tables(make_layer())], (0, 0))
+    page = inspection_page.page("</script>", names, [tables(make_layer())], (0, 0))
+    (tmp_path / "inspect.html").write_text(page, encoding="utf-8")
     page = (tmp_path / "inspect.html").read_text(encoding="utf-8")
     template = files("fem.inspect").joinpath("page.html").read_text(encoding="utf-8")
     assert page.count("</script") == template.count("</script") == 2

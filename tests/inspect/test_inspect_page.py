@@ -9,8 +9,8 @@ from browser import chromium, errors, look, require
 from layers import ABLATIONS, TIME, make_layer
 from layers import tokens as make_tokens
 
+from fem.inspect import page as inspection
 from fem.inspect.experiment import layer_tables, visible
-from fem.inspect.page import write_page
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def made(name="softmax"):
 
 class Page:
     def __init__(self, browser, path, layers, width=1280, dark=False, first=(0, HEAD)):
-        write_page(path, "made-up", NAMES, layers, first)
+        path.write_text(inspection.page("made-up", NAMES, layers, first), encoding="utf-8")
         self.browser, self.layers = browser, layers
         browser.get("about:blank")
         look(browser, path.as_uri(), width, dark=dark)

@@ -43,7 +43,7 @@ class Ended:
 
 def arguments(recipe, output: Path, resume: bool) -> list[str]:
     """The arguments of the command line."""
-    from fem.runs.run import called
+    from fem.commands.options import called
 
     words = ["train", "--output", str(output), *(["--resume", "auto"] if resume else [])]
     for part in fields(recipe):

@@ -22,8 +22,7 @@ from trainings import assert_same_run, losses, tiny, weights
 
 from fem import cli
 from fem.commands import train
-from fem.runs import run
-from fem.train import distributed, metrics, start, trainer, training
+from fem.train import distributed, frame, metrics, start, trainer, training
 from fem.train.checkpoints import checkpoints, load_language_model, newest
 from fem.train.distributed import Paused
 from fem.train.signals import SaveAndStop
@@ -313,7 +312,7 @@ def test_a_disk_that_is_full_between_saves_is_told_with_what_is_left(data, tmp_p
         if step > 5:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(run.Run, "log", full)
+    monkeypatch.setattr(frame.Run, "log", full)
     told = (
         r"run' could not be written to: No space left on device; checkpoint-5 is whole, --resume auto goes on from it"
     )

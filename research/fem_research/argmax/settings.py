@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict, dataclass
 
 from fem.checks import finite_number
-from fem.runs.recipes import require_not_negative, require_one_of, require_positive
-from fem.runs.run import option
+from fem_research.runs.recipes import require_not_negative, require_one_of, require_positive
+from fem_research.runs.run import option
 
 FORMS = ("spread", "paper")
 SAME = ("parameters", "prior")

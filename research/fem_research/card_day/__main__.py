@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from fem.runs.recipes import listed
 from fem_research.card_day.recipe import ROWS, TrainingRecipe
 from fem_research.common.mixers import numbers
+from fem_research.runs.recipes import listed
 
 HERE = Path("runs/card_day")
 PACKED, TOKENS = HERE / "packed", HERE / "tokens"
@@ -89,7 +89,7 @@ def train(
     vocabulary: Annotated[int, typer.Option(help="Of --warm, which reads no tokens.")] = 16384,
 ) -> None:
     """Train the rows one after the other; the same command goes on with what was stopped."""
-    from fem.runs.run import note
+    from fem.record import note
     from fem.train.distributed import Paused
     from fem_research.card_day import training
 
@@ -127,7 +127,7 @@ def train(
 @app.command()
 def table(output: Output = HERE / "train") -> None:
     """Write the table of the trainings: losses at equal tokens and at equal time, speed, memory."""
-    from fem.runs.tables import show_table
+    from fem.tables import show_table
     from fem_research.card_day import table as slice_
 
     shown = ("mixer", "loss", "the same at equal time", "ms a step", "MFU")
@@ -147,8 +147,8 @@ def layers(
     heads: int = 16,
 ) -> None:
     """One layer's steps: eager, compiled, replayed from a CUDA graph, and without the fused kernels."""
-    from fem.runs.tables import write_table
     from fem_research.card_day import layers as slice_
+    from fem_research.runs.tables import write_table
 
     recipe = slice_.LayersRecipe(
         mixers=by_semicolons(mixers) or slice_.MIXERS,
@@ -176,8 +176,8 @@ def long(
     compile: bool = True,
 ) -> None:
     """Prefill and train step at long contexts, beside attention's; the same command goes on."""
-    from fem.runs.tables import write_table
     from fem_research.card_day import long as slice_
+    from fem_research.runs.tables import write_table
 
     recipe = slice_.LongRecipe(
         lengths=tuple(map(int, numbers("lengths", lengths))),
@@ -209,8 +209,8 @@ def table7(
     layers: int = 12,
 ) -> None:
     """The paper's Table 7 on this card; the same command goes on."""
-    from fem.runs.tables import write_table
     from fem_research.card_day import table7 as slice_
+    from fem_research.runs.tables import write_table
 
     sizes = {"batch": batch, "time": time, "width": width, "heads": heads, "layers": layers, "seconds": seconds}
     names = by_semicolons(mixers) or slice_.MIXERS

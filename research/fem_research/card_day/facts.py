@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 
 from fem.extras import installed
-from fem.runs.run import circumstances
+from fem.record import circumstances
 
 
 def circumstances_of_card() -> dict:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fem.runs.run import read_json
-from fem.runs.tables import write_table
+from fem.record import read_json
+from fem_research.runs.tables import write_table
 
 BASELINE = "softmax"
 

@@ -11,6 +11,7 @@ from typing import Annotated, NamedTuple
 HELP = {
     "demo": "What FEM does, in minutes: two language models on real text, and a look inside.",
     "finetune": "Train a small GPT-2 or Llama further, as it is and turned into FEM.",
+    "eval": "Score a language model with lm-evaluation-harness. (Table 2)",
     "ablate": "What each part of FEM adds to a language model, with controls.",
     "argmax": "Can one read fetch every channel's maximum? (Appendix P)",
     "regimes": "Tasks that separate reading one mixture from reading per channel.",
@@ -55,8 +56,8 @@ def command(name: str) -> Callable:
         return import_module(f"{__name__}.{name}").command
     import typer
 
-    from fem.runs.options import recipe_options
-    from fem.runs.recipes import require_one_of
+    from fem.commands.options import recipe_options
+    from fem_research.runs.recipes import require_one_of
 
     recipe, run, further, suffix = EXPERIMENTS[name]
     module, _, recipe = f"fem_research.{recipe}".rpartition(".")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fem.runs.options import recipe_options
+from fem.commands.options import recipe_options
 from fem_research.plan.settings import Job
 
 

@@ -14,9 +14,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from rich.progress import Progress
 
-from fem.runs.run import circumstances, note, open_run, read_json, write_json
-from fem.runs.tables import Rows, show_table, write_table
+from fem.record import circumstances, note, read_json, write_json
+from fem.tables import Rows, show_table
 from fem.train.integrity import one_writer
+from fem_research.runs.run import open_run
+from fem_research.runs.tables import write_table
 
 
 @runtime_checkable

@@ -17,12 +17,11 @@ from transformers import PreTrainedTokenizerFast
 
 from fem.inspect.experiment import encode
 from fem.inspect.layers import division, layer_tables, readings
-from fem.inspect.page import write_page
+from fem.inspect.page import page
 from fem.inspect.settings import MOST_TOKENS
 from fem.models import FEMForCausalLM
 from fem.plots import channel_readings
-from fem.runs.run import Run, command_line, open_run, progress, provenance
-from fem.runs.tables import markdown_table, show_table, write_table
+from fem.tables import show_table
 from fem.train.generate import continue_prompt
 from fem.train.model import build_model
 from fem_research.argmax import experiment as argmax
@@ -34,6 +33,8 @@ from fem_research.common.paired import spread
 from fem_research.demo.settings import DemoRecipe
 from fem_research.lm.small import MIXERS, model_config, train
 from fem_research.lm.text import Corpus, build_corpus
+from fem_research.runs.run import Run, command_line, open_run, progress, provenance
+from fem_research.runs.tables import markdown_table, write_table
 
 WORDS = (12, 24)  # fewest and most words of the sentence that the model reads for the picture
 PROMPT_WORDS, SAMPLE_TOKENS = 6, 60
@@ -162,7 +163,8 @@ def look_inside(model: FEMForCausalLM, tokenizer: PreTrainedTokenizerFast, sente
 
     places = [(layer, head) for layer, tables in enumerate(layers) for head in range(tables.heads)]
     ranked = sorted(places, key=lambda place: division(channels(place)), reverse=True)
-    write_page(folder / "inspect.html", "the demo's FEM model", tokens, layers, ranked[0])
+    explored = page("the demo's FEM model", tokens, layers, ranked[0])
+    (folder / "inspect.html").write_text(explored, encoding="utf-8")
     shown = [
         {
             "title": f"the {what} of {len(ranked)} heads: layer {layer + 1}, head {head + 1}",

@@ -8,10 +8,10 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from fem.config import MLPS
-from fem.runs.recipes import listed, require_not_negative, require_one_of, require_positive
-from fem.runs.run import option
 from fem_research.common.grid import digest_of
 from fem_research.common.mixers import canonical
+from fem_research.runs.recipes import listed, require_not_negative, require_one_of, require_positive
+from fem_research.runs.run import option
 
 if TYPE_CHECKING:
     import torch

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fem.runs.recipes import require_one_of, require_positive
-from fem.runs.run import option
 from fem.train.recipe import PAPER_ROWS
+from fem_research.runs.recipes import require_one_of, require_positive
+from fem_research.runs.run import option
 
 SIZES = ("tiny", "340m", "1.3b")
 FORMS = {

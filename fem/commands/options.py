@@ -11,9 +11,12 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from rich.markup import escape
 
-from fem.runs.run import called
-
 Command = Callable[..., Any]
+
+
+def called(field: Field) -> str:
+    """The name of a recipe's field on the command line, without dashes in front."""
+    return (field.metadata.get("called") or field.name).replace("_", "-")
 
 
 def recipe_options(recipe: type) -> Callable[[Command], Command]:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import Field, asdict, field, fields, is_dataclass
-from datetime import datetime, timezone
+from dataclasses import asdict, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +28,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fem.extras import installed
+from fem import record
+from fem.commands.options import called
+from fem.record import CONFIG, PAGE, RESULTS, circumstances, hardware, now, versions, write_json
 
-PACKAGES = (
-    "free-energy-mixer",
-    "torch",
-    "numpy",
-    "transformers",
-    "tokenizers",
-    "datasets",
-    "accelerate",
-    "neuralforecast",
-)
-RESULTS, PAGE, CONFIG = "results.json", "report.md", "config.json"
 RUNS = "runs"  # in the folder of a comparison: the records of its trainings
 
 
@@ -54,11 +42,6 @@ def option(default: Any, help: str, called: str | None = None, shown: Callable[[
     differs from the value itself.
     """
     return field(default=default, metadata={"help": help, "called": called, "shown": shown})
-
-
-def called(part: Field) -> str:
-    """The name of a recipe's field on the command line, without dashes in front."""
-    return (part.metadata.get("called") or part.name).replace("_", "-")
 
 
 class Run:
@@ -83,31 +66,16 @@ class Run:
 
 
 def check_output(output: Path, experiment: str | None = None, recipe: Any = None) -> None:
-    """Raises ValueError where `output` is a file, or a folder that is neither empty nor one of the experiment's runs.
+    """`fem.record.check_output`, and with a recipe ValueError where the run is of another one.
 
-    Hidden files do not count. With a recipe also where the run is of another one. A folder of trainings (`RUNS`) may be
-    without a config.json yet, and be widened by another recipe of its experiment, which keeps them.
+    A folder of trainings (`RUNS`) may be without a config.json yet, and be widened by another recipe of its experiment,
+    which keeps them.
     """
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output must be a folder, got the file {str(output)!r}; choose another name.")
-    if experiment is None:
-        return
-    config = read_json(output / CONFIG)
-    if config is None:
-        strangers = {path.name for path in output.glob("[!.]*")}
-        if RUNS in strangers:
-            strangers &= {CONFIG, RESULTS, PAGE}
-        if strangers:
-            raise ValueError(
-                f"output must be empty or the folder of the same run, got {str(output)!r} with {min(strangers)!r} and "
-                f"no {CONFIG} that can be read; choose another."
-            )
-        return
-    other = config.get("experiment") if isinstance(config, dict) else None
-    if other != experiment:
-        what = f"a run of fem {other}" if other else "a config.json that belongs to no run, such as a model's"
-        raise ValueError(f"output must not hold another experiment, got {str(output)!r} with {what}; choose another.")
-    if recipe is None or (output / RUNS).is_dir() or not isinstance(stored := config.get("recipe"), dict):
+    trainings = (output / RUNS).is_dir()
+    if not trainings or any((output / name).exists() for name in (CONFIG, RESULTS, PAGE)):
+        record.check_output(output, experiment)
+    config = record.read_json(output / CONFIG)
+    if recipe is None or trainings or config is None or not isinstance(stored := config.get("recipe"), dict):
         return
     wanted = json.loads(json.dumps(asdict(recipe), default=str))
     changed = [f"{name} ({stored[name]!r} there, {x!r} here)" for name, x in wanted.items() if stored.get(name, x) != x]
@@ -181,90 +149,6 @@ def provenance(command: str) -> str:
     machine = ", ".join([facts["processor"], f"threads: {facts['threads']}", *facts["gpus"]])
     software = ", ".join(f"{name} {version}" for name, version in versions().items())
     return f"## How this was made\n\n`{command}` on {now()}, {machine}; {software}.\n"
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file, or None where there is no such file or it cannot be read."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
-def write_json(path: Path, data: dict) -> None:
-    """Write data as JSON: readers see the old file or the new one."""
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name to write a file under, which is renamed when the block ends: readers see the old file or the
-    new one, even after a power cut. The name is hidden, as what a kill leaves of it is no file of a user."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        yield temporary
-        sync(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows opens no folders
-    handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def note(sentence: str) -> None:
-    """Print a note on standard error; of torchrun's processes, only the first does."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"note: {sentence}", file=sys.stderr)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what an error says; the name of its kind where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that results depend on."""
-    packages = {package: installed(package) for package in PACKAGES}
-    return {"python": platform.python_version()} | {name: known for name, known in packages.items() if known}
-
-
-def hardware() -> dict[str, Any]:
-    """Processor, threads and accelerators that a run used."""
-    import torch
-
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"processor": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpus": gpus}
-
-
-def circumstances() -> dict[str, Any]:
-    """Versions, hardware and date, as every record of a run keeps them."""
-    return {"versions": versions(), "hardware": hardware(), "date": now()}
-
-
-def processor() -> str:
-    """The name of this machine's processor."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 class Lines(Progress):

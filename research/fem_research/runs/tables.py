@@ -1,30 +1,15 @@
-"""Tables of results: on the terminal, as Markdown and as CSV. A row is a dict; None: not measured."""
+"""Tables of results as Markdown and as CSV, and pages. A row is a dict; None: not measured."""
 
 from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from fem.tables import Rows, cell, filled, numeric
 
-Rows = Sequence[Mapping[str, Any]]
 Best = Mapping[str, Callable[[list[float]], float]]
-
-
-def cell(value: Any) -> str:
-    """A value as a table shows it: blank for None, four digits of a float, commas between thousands."""
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return str(value)
 
 
 def markdown_table(rows: Rows, best: Best | None = None) -> str:
@@ -32,8 +17,8 @@ def markdown_table(rows: Rows, best: Best | None = None) -> str:
 
     best: max or min by column; the cells that begin with the largest or smallest number are bold.
     """
-    columns = _filled(rows)
-    align = ["---:" if any(_is_number(row[column]) for row in rows) else "---" for column in columns]
+    columns = filled(rows)
+    align = ["---:" if numeric(rows, column) else "---" for column in columns]
     cells = [{column: _plain(cell(row[column])) for column in columns} for row in rows]
     for column, which in (best or {}).items():
         numbers = [_leading(row.get(column, "")) for row in cells]
@@ -43,11 +28,6 @@ def markdown_table(rows: Rows, best: Best | None = None) -> str:
                 row[column] = f"**{row[column]}**"
     lines = [columns, align, *(row.values() for row in cells)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def _filled(rows: Rows) -> list[str]:
-    """The columns of the first row that are not blank in every row."""
-    return [column for column in (rows[0] if rows else ()) if any(cell(row[column]) for row in rows)]
 
 
 def _leading(text: str) -> float | None:
@@ -75,19 +55,3 @@ def write_page(folder: Path, title: str, *parts: str) -> None:
     title = re.sub(r"([\\`*\[\]<>#])", r"\\\1", " ".join(title.split()))
     text = "\n\n".join(part.strip() for part in (f"# {title}", *parts))
     (folder / "report.md").write_text(f"{text}\n", encoding="utf-8")
-
-
-def show_table(title: str, rows: Rows) -> None:
-    """Print the rows to the terminal, without columns that are blank in every row; what is too wide is folded."""
-    table = Table(title=title, title_justify="left")
-    columns = _filled(rows)
-    for index, column in enumerate(columns):
-        justify = "right" if any(_is_number(row[column]) for row in rows) else "left"
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=index == 0)
-    for row in rows:
-        table.add_row(*(escape(cell(row[column])) for column in columns))
-    Console().print(table)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

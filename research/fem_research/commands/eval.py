@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fem.runs.options import recipe_options
-from fem.train.eval import EvalRecipe, run
+from fem.commands.options import recipe_options
+from fem_research.lm.eval import EvalRecipe, run
 
 
 @recipe_options(EvalRecipe)

@@ -1,23 +1,20 @@
-"""`fem generate` and `fem eval`: streaming, and lm-evaluation-harness's scores against our own computations."""
+"""`fem eval`: lm-evaluation-harness's scores against our own computations."""
 
-import copy
 import json
 import math
-import sys
 
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
-from fem import cli
 from fem.models import FEMConfig
-from fem.train import eval as evaluation
-from fem.train import suites
 from fem.train.checkpoints import load_language_model
 from fem.train.generate import continue_prompt
 from fem.train.model import build_model
 from fem.train.tokenizer import train_tokenizer
+from fem_research.lm import eval as evaluation
+from fem_research.lm import suites
 
 CONTEXT = 48
 QUESTIONS = [
@@ -83,86 +80,6 @@ def argmax_continuation(model, ids, count):
         with torch.no_grad():
             ids = [*ids, model(torch.tensor([ids])).logits[0, -1].argmax().item()]
     return ids
-
-
-class Pieces:
-    """A streamer that keeps what it is given."""
-
-    def __init__(self):
-        self.tokens = []
-
-    def put(self, value):
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        self.ended = True
-
-
-def test_without_temperature_the_likeliest_tokens_come_one_by_one(model):
-    network, tokenizer = model
-    ids, pieces = tokenizer("the sun")["input_ids"], Pieces()
-    text = continue_prompt(network, tokenizer, "the sun", max_new_tokens=7, temperature=0, streamer=pieces)
-    wanted = argmax_continuation(network, ids, 7)
-    assert tokenizer.eos_token_id not in wanted
-    assert pieces.tokens == wanted
-    assert text == tokenizer.decode(wanted[len(ids) :])
-
-
-def test_a_seed_is_a_text_and_leaves_the_random_state_alone(model):
-    before = torch.random.get_rng_state()
-    texts = [continue_prompt(*model, "the", max_new_tokens=12, temperature=2.0, seed=seed) for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
-    assert torch.equal(before, torch.random.get_rng_state())
-
-
-def test_an_empty_prompt_begins_a_document(model):
-    network, tokenizer = model
-    text = continue_prompt(network, tokenizer, "", max_new_tokens=3, temperature=0)
-    assert text == tokenizer.decode(argmax_continuation(network, [tokenizer.eos_token_id], 3)[1:])
-
-
-def test_nothing_begins_a_document_where_the_tokenizer_knows_no_such_token(model):
-    network, tokenizer = model
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.eos_token = tokenizer.bos_token = None
-    with pytest.raises(ValueError, match="prompt must hold a token"):
-        continue_prompt(network, tokenizer, "", max_new_tokens=3)
-
-
-def test_a_prompt_of_its_own_fills_the_context(model):
-    network, tokenizer = model
-    pieces = Pieces()
-    continue_prompt(network, tokenizer, "the sun", temperature=3.0, streamer=pieces)
-    assert len(pieces.tokens) == CONTEXT or pieces.tokens[-1] == tokenizer.eos_token_id
-
-
-@pytest.mark.parametrize(
-    "given, sentence",
-    [
-        ({"prompt": "the " * 80}, "prompt must be shorter than the context of 48 tokens, got"),
-        ({"prompt": "the", "max_new_tokens": 48}, "at most the 47 that a context of 48 leaves"),
-        ({"prompt": "the", "max_new_tokens": 0}, "max_new_tokens must be a positive integer, got 0"),
-        ({"prompt": "the", "max_new_tokens": 1.5}, "max_new_tokens must be a positive integer, got 1.5"),
-        ({"prompt": b"the"}, "prompt must be text, got a bytes"),
-        ({"prompt": "the", "temperature": -1.0}, "temperature must be 0 or more"),
-        ({"prompt": "the", "temperature": math.nan}, "temperature must be a finite number, got nan"),
-        ({"prompt": "the \udcff"}, "prompt must be UTF-8"),
-        ({"prompt": "the", "top_k": 0}, "top_k must be a positive integer"),
-        ({"prompt": "the", "temperature": 1e-40}, "temperature must be 0 or 1e-06 or more, got 1e-40"),
-    ],
-)
-def test_what_cannot_be_generated_is_one_sentence(as_users_run, model, given, sentence):
-    with pytest.raises((ValueError, TypeError), match=sentence):
-        continue_prompt(*model, **given)
-
-
-def test_the_command_prints_prompt_and_continuation(folder, model, monkeypatch, capsys):
-    options = ["--model", str(folder), "--prompt", "the sun", "--max-new-tokens", "5", "--temperature", "0"]
-    monkeypatch.setattr(sys, "argv", ["fem", "generate", *options])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert not end.value.code
-    assert capsys.readouterr().out.startswith("the sun")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,124 @@
+"""`fem generate`: a prompt continued token by token."""
+
+import copy
+import math
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
+
+from fem import cli
+from fem.models import FEMConfig
+from fem.train.checkpoints import load_language_model
+from fem.train.generate import continue_prompt
+from fem.train.model import build_model
+from fem.train.tokenizer import train_tokenizer
+
+CONTEXT = 48
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model of random weights, large enough that no two tokens are equally likely, beside its tokenizer."""
+    torch.set_num_threads(1)
+    tokenizer = train_tokenizer(["the sun sees the moon.", "the bird sees the leaf and nobody sees it"] * 3, 300)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = FEMConfig(vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, **sizes, initializer_range=0.5)
+    path = tmp_path_factory.mktemp("model")
+    build_model(config, 0).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_language_model(folder)
+
+
+def argmax_continuation(model, ids, count):
+    for _ in range(count):
+        with torch.no_grad():
+            ids = [*ids, model(torch.tensor([ids])).logits[0, -1].argmax().item()]
+    return ids
+
+
+class Pieces:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+def test_without_temperature_the_likeliest_tokens_come_one_by_one(model):
+    network, tokenizer = model
+    ids, pieces = tokenizer("the sun")["input_ids"], Pieces()
+    text = continue_prompt(network, tokenizer, "the sun", max_new_tokens=7, temperature=0, streamer=pieces)
+    wanted = argmax_continuation(network, ids, 7)
+    assert tokenizer.eos_token_id not in wanted
+    assert pieces.tokens == wanted
+    assert text == tokenizer.decode(wanted[len(ids) :])
+
+
+def test_a_seed_is_a_text_and_leaves_the_random_state_alone(model):
+    before = torch.random.get_rng_state()
+    texts = [continue_prompt(*model, "the", max_new_tokens=12, temperature=2.0, seed=seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_an_empty_prompt_begins_a_document(model):
+    network, tokenizer = model
+    text = continue_prompt(network, tokenizer, "", max_new_tokens=3, temperature=0)
+    assert text == tokenizer.decode(argmax_continuation(network, [tokenizer.eos_token_id], 3)[1:])
+
+
+def test_nothing_begins_a_document_where_the_tokenizer_knows_no_such_token(model):
+    network, tokenizer = model
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.eos_token = tokenizer.bos_token = None
+    with pytest.raises(ValueError, match="prompt must hold a token"):
+        continue_prompt(network, tokenizer, "", max_new_tokens=3)
+
+
+def test_a_prompt_of_its_own_fills_the_context(model):
+    network, tokenizer = model
+    pieces = Pieces()
+    continue_prompt(network, tokenizer, "the sun", temperature=3.0, streamer=pieces)
+    assert len(pieces.tokens) == CONTEXT or pieces.tokens[-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        ({"prompt": "the " * 80}, "prompt must be shorter than the context of 48 tokens, got"),
+        ({"prompt": "the", "max_new_tokens": 48}, "at most the 47 that a context of 48 leaves"),
+        ({"prompt": "the", "max_new_tokens": 0}, "max_new_tokens must be a positive integer, got 0"),
+        ({"prompt": "the", "max_new_tokens": 1.5}, "max_new_tokens must be a positive integer, got 1.5"),
+        ({"prompt": b"the"}, "prompt must be text, got a bytes"),
+        ({"prompt": "the", "temperature": -1.0}, "temperature must be 0 or more"),
+        ({"prompt": "the", "temperature": math.nan}, "temperature must be a finite number, got nan"),
+        ({"prompt": "the \udcff"}, "prompt must be UTF-8"),
+        ({"prompt": "the", "top_k": 0}, "top_k must be a positive integer"),
+        ({"prompt": "the", "temperature": 1e-40}, "temperature must be 0 or 1e-06 or more, got 1e-40"),
+    ],
+)
+def test_what_cannot_be_generated_is_one_sentence(as_users_run, model, given, sentence):
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        continue_prompt(*model, **given)
+
+
+def test_the_command_prints_prompt_and_continuation(folder, model, monkeypatch, capsys):
+    options = ["--model", str(folder), "--prompt", "the sun", "--max-new-tokens", "5", "--temperature", "0"]
+    monkeypatch.setattr(sys, "argv", ["fem", "generate", *options])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code
+    assert capsys.readouterr().out.startswith("the sun")
