@@ -1,0 +1,77 @@
+"""Every number with an address is the one that stands there: 0.96<!-- regimes.csv: task=peak-64, seed=0: score mean -->."""
+
+import json
+import math
+import re
+from pathlib import Path
+from statistics import mean, median, stdev
+
+import pandas as pd
+import pytest
+
+RESULTS = Path(__file__).parents[1] / "results"
+README, *_ = PAGES = [
+    RESULTS.parents[1] / "README.md",
+    *RESULTS.parents[1].glob("docs/**/*.md"),
+    *RESULTS.rglob("*.md"),
+]
+MEASURED = re.compile(r"(?<![\w.,])[-+±]?\d*(?:,\d{3})*\.?\d+(?!\.?\d)(?: ?%|M\b)?")
+ADDRESS = re.compile(r"\**(?:\]\([^)]*\))?\**<!-- (\w+\.(?:csv|json)): (.+?) -->")
+CODE = re.compile(r"```.*?```|`[^`]*`|\$\$.*?\$\$|(?:Python|torch|Apache|version)[ -]\d[\d.]*", re.DOTALL)
+OF = {"mean": mean, "median": median, "sd": stdev, "min": min, "max": max, "n": len, "sum": sum}
+OF |= {"error": lambda x: stdev(x) / len(x) ** 0.5, "joint": lambda x: math.hypot(*x) / len(x)}  # of a mean; of errors
+
+
+def numbers(file: str, selection: dict[str, str], field: str) -> pd.Series:
+    table = pd.read_csv(RESULTS / file, dtype=str, keep_default_na=False)
+    for column, values in selection.items():
+        table = table[table[column].isin(values.split("|"))]
+    table = table[table[field] != ""]
+    assert len(table), f"{file} has no {field} where {selection}"
+    return pd.to_numeric(table.set_index("seed")[field] if "seed" in table else table[field])
+
+
+def at(file: str, path: str) -> float:
+    value = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    for key in path.split("/"):
+        value = value[int(key) if isinstance(value, list) else key]
+    return value
+
+
+def value_of(file: str, address: str) -> float:
+    what, change, other = re.fullmatch(r"(.+?)(?: (over|minus) (.+))?", address).groups()
+    if file.endswith(".json"):
+        return at(file, what) / (at(file, other) if other else 1)
+    chosen, field, how = re.fullmatch(r"(.+): (\w+) ?(\w*)", what).groups()
+    selection = dict(part.split("=", 1) for part in chosen.split(", "))
+    ours = numbers(file, selection, field)
+    assert how or change or ours.nunique() == 1, f"{address}: say which of {', '.join(OF)} of {len(ours)} numbers"
+    if change:
+        theirs = numbers(file, selection | dict(part.split("=", 1) for part in other.split(", ")), field)
+        if change == "over":
+            return OF[how or "mean"](list(ours)) / OF[how or "mean"](list(theirs))
+        ours = (ours - theirs).dropna()  # seed by seed
+    return OF[how or "mean"](list(ours))
+
+
+def written(value: float, like: str) -> str:
+    """The value as `like` is written: with its digits, sign and commas, per cent or millions, and a zero in front."""
+    bare = like.strip("+-±%M ")
+    text = f"{abs(value) * (100 if '%' in like else 1e-6 if 'M' in like else 1):{',' * (',' in bare)}.{len(bare.partition('.')[2])}f}"
+    sign = ("+" if value >= 0 else "-") if like[0] in "+-" else like[0] * (like[0] == "±")
+    return sign + (text.lstrip("0") if bare[0] == "." else text) + like[len(like.rstrip("%M ")) :]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_number_with_an_address_is_what_stands_there(page):
+    lines = CODE.sub(" ", page.read_text(encoding="utf-8")).splitlines()
+    for line in [line for line in lines if ADDRESS.search(line)]:
+        before = {
+            number.end(): number[0]
+            for number in MEASURED.finditer(re.sub(r"<!--.*?-->", lambda x: "#" * len(x[0]), line))
+        }
+        for address in ADDRESS.finditer(line):
+            like = before.pop(address.start(), "none")
+            assert like == written(value_of(*address.groups()), like), address[0]
+        left = [number for number in before.values() if re.search(r"\.\d|%", number)]
+        assert not left or not (page == README or line.startswith("|")), f"{left} have no address in {line!r}"
