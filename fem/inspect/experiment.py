@@ -110,5 +110,6 @@ def run(folder: str, recipe: InspectRecipe, output: Path) -> dict:
         )
         write_page(under_way.folder / "inspect.html", str(folder), tokens, layers, (index, head))
         results = under_way.finish({"model": folder, "tokens": tokens, "heads": rows})
-    show_table(f"What {len(tokens)} tokens read: means over channels and tokens; p: prior, q: posterior", short(rows))
+    title = f"What {len(tokens)} tokens read: means over channels and tokens; p: prior, q: posterior"
+    show_table(title, short(rows), "heads.csv")
     return results

@@ -1,4 +1,4 @@
-"""Every number with an address is the one that stands there: 0.96<!-- regimes.csv: task=peak-64, seed=0: score mean -->."""
+"""Every number with an address is what stands there: 0.96<!-- regimes.csv: task=peak-64, seed=0: score mean -->."""
 
 import json
 import math
@@ -57,7 +57,8 @@ def value_of(file: str, address: str) -> float:
 def written(value: float, like: str) -> str:
     """The value as `like` is written: with its digits, sign and commas, per cent or millions, and a zero in front."""
     bare = like.strip("+-±%M ")
-    text = f"{abs(value) * (100 if '%' in like else 1e-6 if 'M' in like else 1):{',' * (',' in bare)}.{len(bare.partition('.')[2])}f}"
+    scaled = abs(value) * (100 if "%" in like else 1e-6 if "M" in like else 1)
+    text = f"{scaled:{',' * (',' in bare)}.{len(bare.partition('.')[2])}f}"
     sign = ("+" if value >= 0 else "-") if like[0] in "+-" else like[0] * (like[0] == "±")
     return sign + (text.lstrip("0") if bare[0] == "." else text) + like[len(like.rstrip("%M ")) :]
 
@@ -66,10 +67,8 @@ def written(value: float, like: str) -> str:
 def test_every_number_with_an_address_is_what_stands_there(page):
     lines = CODE.sub(" ", page.read_text(encoding="utf-8")).splitlines()
     for line in [line for line in lines if ADDRESS.search(line)]:
-        before = {
-            number.end(): number[0]
-            for number in MEASURED.finditer(re.sub(r"<!--.*?-->", lambda x: "#" * len(x[0]), line))
-        }
+        outside = re.sub(r"<!--.*?-->", lambda comment: "#" * len(comment[0]), line)
+        before = {number.end(): number[0] for number in MEASURED.finditer(outside)}
         for address in ADDRESS.finditer(line):
             like = before.pop(address.start(), "none")
             assert like == written(value_of(*address.groups()), like), address[0]
