@@ -9,34 +9,43 @@ error of the mean), sd, min, max or n over the rows that have them.
 
 from __future__ import annotations
 
+import csv
 import re
+from collections.abc import Callable
 from pathlib import Path
-
-import pandas as pd
+from statistics import mean, stdev
 
 from fem.runs.tables import markdown_table
 
 TABLE = re.compile(r"(<!-- table: (\S+\.csv): (.*?): (.*?): (.*?) -->\n).*?(?=<!-- end -->)", re.DOTALL)
-OF = {"mean": "mean", "error": "sem", "sd": "std", "min": "min", "max": "max", "n": "count"}
+OF: dict[str, Callable[[list[float]], float | None]] = {
+    "mean": lambda numbers: mean(numbers) if numbers else None,
+    "error": lambda numbers: stdev(numbers) / len(numbers) ** 0.5 if len(numbers) > 1 else None,
+    "sd": lambda numbers: stdev(numbers) if len(numbers) > 1 else None,
+    "min": lambda numbers: min(numbers, default=None),
+    "max": lambda numbers: max(numbers, default=None),
+    "n": len,
+}
 
 
 def rows(folder: Path, file: str, selection: str, by: str, fields: str) -> list[dict]:
     """The rows of one table. Raises ValueError where the record has no such rows."""
-    table = pd.read_csv(folder / file, dtype=str, keep_default_na=False)
+    with open(folder / file, newline="", encoding="utf-8") as opened:
+        table = list(csv.DictReader(opened))
     for column, values in (part.split("=", 1) for part in selection.split(", ")):
-        table = table[table[column].isin(values.split("|"))]
-    wanted = [field.split(" ") for field in fields.split(", ")]
-    table = table[table[wanted[0][0]] != ""]
-    if table.empty:
+        table = [row for row in table if row[column] in values.split("|")]
+    columns, wanted = by.split(", "), [field.split(" ") for field in fields.split(", ")]
+    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in table:
+        if row[wanted[0][0]]:
+            groups.setdefault(tuple(row[column] for column in columns), []).append(row)
+    if not groups:
         raise ValueError(f"{file} has no {wanted[0][0]} where {selection}.")
-    lines = []
-    for values, of in table.groupby(by.split(", "), sort=False):
-        line = dict(zip(by.split(", "), values, strict=True))
-        for field, how in wanted:
-            number = pd.to_numeric(of[field]).agg(OF[how])
-            line[f"{field}, {how}"] = None if pd.isna(number) else int(number) if how == "n" else float(number)
-        lines.append(line)
-    return lines
+    return [
+        dict(zip(columns, values, strict=True))
+        | {f"{field}, {how}": OF[how]([float(row[field]) for row in of if row[field]]) for field, how in wanted}
+        for values, of in groups.items()
+    ]
 
 
 def filled(text: str, folder: Path) -> str:

@@ -17,7 +17,7 @@ from fem_research.common.names import display
 from fem_research.lm.settings import mixer_name
 
 Row = dict[str, Any]
-FILES = {"ablate": "language", "finetune": "language", "natural": "pooling", "bench": "cost"}
+FILES = {"ablate": "language", "finetune": "language", "natural": "pooling"}
 
 
 def rows_of(config: Mapping, results: Mapping) -> list[Row]:
@@ -74,7 +74,7 @@ def ablate(recipe: Mapping, results: Mapping) -> Iterator[Row]:
     for name, found in results.get("ablate", {}).items():
         best, tokens = float(found["learning rate"]), recipe["batch"] * recipe["context"]
         steps = found.get("steps", recipe["steps"])
-        row = {"task": recipe["text"]} | mixer(mixer_name(name, recipe["prior"]), recipe)
+        row = {"task": recipe["text"] or "python sources"} | mixer(mixer_name(name, recipe["prior"]), recipe)
         row |= {"steps": steps, "tokens": steps * tokens, "parameters": found["parameters"]}
         row |= {"layers": recipe["layers"], "context": recipe["context"], "ms": found.get("ms a step")}
         for seed, curve in enumerate(results["curves"][name]):
@@ -135,21 +135,28 @@ def argmax(recipe: Mapping, results: Mapping) -> Iterator[Row]:
 EXPERIMENTS = {of.__name__: of for of in (regimes, natural, ablate, finetune, mad, vision, forecast, argmax)}
 
 
-def append(folder: Path, run: str, command: str, config: Mapping, results: Mapping) -> Path | None:
-    """Put the rows of a run in the place of its earlier ones, in one step; None where it has no trainings."""
+def append(folder: Path, run: str, command: str, config: Mapping, results: Mapping) -> list[Path]:
+    """Put the rows of a run in the place of its earlier ones; returns the files, none where it has no trainings.
+
+    Pools stand in pooling.csv, whichever command trained them. Every file is replaced in one step.
+    """
     experiment = config["experiment"]
-    if experiment not in EXPERIMENTS or not (found := rows_of(config, results)):
-        return None
-    path = folder / f"{FILES.get(experiment, experiment)}.csv"
-    kept: list[Row] = []
-    if path.exists():
-        with open(path, newline="", encoding="utf-8") as file:
-            kept = [row for row in csv.DictReader(file) if row["run"] != run]
-    rows = [*kept, *({"run": run} | row | {"command": command} for row in found)]
-    staged = path.with_suffix(".part")
-    with open(staged, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(staged, path)
-    return path
+    by_file: dict[Path, list[Row]] = {}
+    for row in rows_of(config, results) if experiment in EXPERIMENTS else ():
+        name = "pooling" if row["mixer"].startswith("pool:") else FILES.get(experiment, experiment)
+        by_file.setdefault(folder / f"{name}.csv", []).append({"run": run} | row | {"command": command})
+    for path, found in by_file.items():
+        kept: list[Row] = []
+        if path.exists():
+            with open(path, newline="", encoding="utf-8") as file:
+                kept = [row for row in csv.DictReader(file) if row["run"] != run]
+        rows = [*kept, *found]
+        staged = path.with_suffix(".part")
+        with open(staged, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(
+                file, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n"
+            )
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(staged, path)
+    return list(by_file)

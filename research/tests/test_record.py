@@ -50,7 +50,7 @@ def test_every_training_of_a_kept_page_has_a_row(experiment):
 def test_a_run_that_is_added_again_replaces_its_own_rows(tmp_path):
     for name in ("regimes_peak64_seeds", "regimes_peak64", "regimes_peak64_seeds"):
         data = kept(RESULTS / f"{name}.json")
-        path = append(tmp_path, name, f"fem regimes {name}", data["config"], data["results"])
+        [path] = append(tmp_path, name, f"fem regimes {name}", data["config"], data["results"])
     rows = read(path)
     expected = sum(
         len(rows_of(**kept(RESULTS / f"{name}.json"))) for name in ("regimes_peak64_seeds", "regimes_peak64")
@@ -61,8 +61,15 @@ def test_a_run_that_is_added_again_replaces_its_own_rows(tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_pools_stand_together_whichever_command_trained_them(tmp_path):
+    data = kept(RESULTS / "regimes_pools.json")
+    [path] = append(tmp_path, "pools", "fem regimes", data["config"], data["results"])
+    assert path.name == "pooling.csv"
+    assert scores(read(path)) <= scores(read(RESULTS / "pooling.csv"))
+
+
 def test_an_experiment_without_trainings_adds_nothing(tmp_path):
-    assert append(tmp_path, "demo", "fem demo", {"experiment": "demo"}, {}) is None
+    assert append(tmp_path, "demo", "fem demo", {"experiment": "demo"}, {}) == []
     assert not list(tmp_path.iterdir())
 
 
