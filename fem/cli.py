@@ -43,7 +43,11 @@ class Commands(TyperGroup):
         return list(commands())
 
     def get_command(self, context, name: str) -> TyperCommand | None:
-        return TyperCommand(name, help=commands()[name].HELP[name]) if name in commands() else None
+        if name not in commands():
+            return None
+        package = commands()[name]
+        panel = "Use a model" if package.__name__ == "fem.commands" else "Run experiments"
+        return TyperCommand(name, help=package.HELP[name], rich_help_panel=panel)
 
     def resolve_command(self, context, args: list[str]):
         name, *rest = args

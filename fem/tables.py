@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 Rows = Sequence[Mapping[str, Any]]
+TERMINAL, MOST_COLUMNS, LONGEST_NUMBER = 80, 5, 28
 
 
 def cell(value: Any) -> str:
@@ -33,18 +35,33 @@ def numeric(rows: Rows, column: str) -> bool:
     return any(isinstance(row[column], int | float) and not isinstance(row[column], bool) for row in rows)
 
 
-def table(rows: Rows, **options) -> Table:
-    """The rows for rich to print, without columns that are blank in every row; what is too wide is folded."""
-    made = Table(title_justify="left", **options)
+def show_table(title: str, rows: Rows, page: str = "the run's report.md") -> None:
+    """Print the rows to the terminal: the first columns that fit into 80 characters, at most five; a cell with a
+    number is never folded. A line below names the columns that are left out, and the `page` that has them.
+    """
     columns = filled(rows)
-    for index, column in enumerate(columns):
+    texts = {column: [cell(row[column]) for row in rows] for column in columns}
+    widths = {column: _narrowest(column, texts[column]) for column in columns}
+    shown = columns[:MOST_COLUMNS]
+    while len(shown) > 1 and sum(widths[column] + 3 for column in shown) + 1 > TERMINAL:
+        shown.pop()
+    room = TERMINAL - 1 - sum(widths[column] + 3 for column in shown)
+    table = Table(title=title, title_justify="left")
+    for column in shown:
+        wanted = max(map(len, [column, *texts[column]])) - widths[column]
+        given = max(0, min(room, wanted))
+        room -= given
         justify = "right" if numeric(rows, column) else "left"
-        made.add_column(column, justify=justify, overflow="fold", no_wrap=index == 0)
+        table.add_column(column, justify=justify, overflow="fold", width=widths[column] + given)
     for row in rows:
-        made.add_row(*(escape(cell(row[column])) for column in columns))
-    return made
+        table.add_row(*(escape(cell(row[column])) for column in shown))
+    Console().print(table)
+    if left := columns[len(shown) :]:
+        Console().print(escape(f"Also in {page}: {', '.join(left)}."), highlight=False)
 
 
-def show_table(title: str, rows: Rows) -> None:
-    """Print the rows to the terminal."""
-    Console().print(table(rows, title=title))
+def _narrowest(column: str, cells: Sequence[str]) -> int:
+    """The width below which a word would break, or a short cell with a number in it."""
+    whole = [text for text in cells if len(text) <= LONGEST_NUMBER and re.search(r"\d", text)]
+    words = [word[:LONGEST_NUMBER] for text in (column, *cells) for word in text.split()]
+    return max(map(len, [*whole, *words]), default=0)

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import torch
 from rich.box import MARKDOWN
 from rich.console import Console
+from rich.table import Table
 
 from fem.extras import installed
 from fem.record import CONFIG, check_output, hardware, now, versions, write_json
-from fem.tables import table
+from fem.tables import cell
 
 LIMIT = 1200  # seconds that a step may take: first calls compile, and flash-linear-attention's kernels tune themselves
 
@@ -114,8 +115,11 @@ def page(results: dict, chosen: dict[str, Step]) -> str:
 
 
 def _markdown(rows: list[dict]) -> str:
+    made = Table(*rows[0], box=MARKDOWN)
+    for row in rows:
+        made.add_row(*map(cell, row.values()))
     text = StringIO()
-    Console(file=text, width=10_000).print(table(rows, box=MARKDOWN))
+    Console(file=text, width=10_000, markup=False).print(made)
     return text.getvalue()
 
 

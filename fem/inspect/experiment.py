@@ -117,5 +117,6 @@ def run(folder: str, recipe: InspectRecipe, output: Path) -> dict:
     (output / "inspect.html").write_text(explored, encoding="utf-8")
     results = {"model": str(folder), "tokens": tokens, "heads": rows}
     write_json(output / RESULTS, results)
-    show_table(f"What {len(tokens)} tokens read: means over channels and tokens; p: prior, q: posterior", short(rows))
+    title = f"What {len(tokens)} tokens read: means over channels and tokens; p: prior, q: posterior"
+    show_table(title, short(rows), "heads.csv")
     return results

@@ -14,11 +14,14 @@ from pathlib import Path
 from fem.record import PAGE, RESULTS, first_line, note, write_json
 from fem.train.checkpoints import checkpoints
 from fem_research.lm.suites import PAPER, paper_rows, ranking
+from fem_research.page_tables import fill
+from fem_research.record import append
 from fem_research.runs.run import check_output, without_folders
 from fem_research.runs.tables import markdown_table
 
 INDEX = "README.md"
 OURS = re.compile(r"^## What it says\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(r"^`(fem [^`]*)` on ", re.MULTILINE)
 PICTURE = re.compile(r"\]\(([^)/#:]+\.png)\)")
 
 
@@ -59,7 +62,10 @@ def page_name(run: Path) -> str:
 
 
 def add_page(run: Path, output: Path) -> None:
-    """Copy the run's page, pictures and numbers, named after its folder; "What it says" of an earlier page is kept."""
+    """Copy the run's page, pictures and numbers, named after its folder, and add its trainings to the record.
+
+    "What it says" of an earlier page is kept.
+    """
     for name in (PAGE, RESULTS, "config.json"):
         if not (run / name).is_file() and checkpoints(run):
             raise ValueError(
@@ -96,6 +102,8 @@ def add_page(run: Path, output: Path) -> None:
     if isinstance(recipe := config.get("recipe"), dict):
         config["recipe"] = {name: without_folders(x) if isinstance(x, str) else x for name, x in recipe.items()}
     write_json(output / f"{name}.json", {"config": config, "results": results})
+    command = COMMAND.search(text)
+    append(output, name, command[1] if command else "", config, results)
     page.write_text(text, encoding="utf-8")
 
 
@@ -184,6 +192,7 @@ def add_pages(runs: Sequence[Path] | None, output: Path) -> int:
         except Broken as broken:
             note(f"{broken}; the run is left out.")
     output.mkdir(parents=True, exist_ok=True)
+    fill(output)
     (output / INDEX).write_text(index(output), encoding="utf-8")
     return added
 

@@ -9,12 +9,14 @@ pytest.importorskip("typer", reason="needs free-energy-mixer[cli]")
 from fem_research.report import add_page, add_pages, index, redraw, table2
 from fem_research.runs.tables import markdown_table, write_page
 
+MADE = {"hardware": {"processor": "a CPU", "threads": 1, "gpus": []}, "versions": {"python": "3"}, "date": "2026"}
+
 
 def made_up_run(folder, experiment="ablate", results=None, recipe=None, body="A table.\n\n![a plot](loss.png)"):
     folder.mkdir(parents=True)
     (folder / "report.md").write_text(f"# A run\n\n{body}\n\n## How this was made\n\nBy hand.\n")
     (folder / "loss.png").write_bytes(b"picture")
-    (folder / "config.json").write_text(json.dumps({"experiment": experiment, "recipe": recipe or {}}))
+    (folder / "config.json").write_text(json.dumps({"experiment": experiment, "recipe": recipe or {}} | MADE))
     (folder / "results.json").write_text(json.dumps(results or {}))
     return folder
 
@@ -83,14 +85,15 @@ def test_the_index_links_what_was_run_and_says_what_runs_the_rest(tmp_path, outp
 
 
 def test_forecasts_of_several_runs_join_in_table_4(tmp_path, output):
+    recipe = {"heads": 8, "learning_rate": 0.001}
     for horizon, mse in ((96, 0.3), (192, 0.4), (336, 0.5), (720, 0.6)):
         row = {"data": "ETTh2", "horizon": horizon, "model": "dlinear", "mse": mse, "mses": [mse], "mae": 0.3}
         row |= {"seeds": [0], "lookback": 512, "parameters": 9, "cpu_seconds": 1.0}
         assert "0.450 (0.426)" not in index(output)
-        add_page(made_up_run(tmp_path / f"etth2-{horizon}", "forecast", {"forecast": [row]}), output)
+        add_page(made_up_run(tmp_path / f"etth2-{horizon}", "forecast", {"forecast": [row]}, recipe), output)
     assert "0.450 (0.426)" in index(output)
     row |= {"horizon": 96, "mse": 9.0}
-    add_page(made_up_run(tmp_path / "other", "forecast", {"forecast": [row]}, {"epochs": 1}), output)
+    add_page(made_up_run(tmp_path / "other", "forecast", {"forecast": [row]}, recipe | {"epochs": 1}), output)
     assert "0.450 (0.426)" in index(output)
 
 

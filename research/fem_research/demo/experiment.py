@@ -39,9 +39,9 @@ from fem_research.runs.tables import markdown_table, write_table
 WORDS = (12, 24)  # fewest and most words of the sentence that the model reads for the picture
 PROMPT_WORDS, SAMPLE_TOKENS = 6, 60
 NEXT = """
-  fem generate --model {0} --prompt "The class"             what the model writes
-  fem inspect --model {0} --text "A list is a sequence."    which token each channel reads, in a text of yours
-  fem train --data FILE --output runs/mine                      a model of your own text"""
+Shown: FEM and attention of equal size find maxima and learn a text.
+Look:  {0}/reading.png, which word each channel reads; {0}/report.md.
+Next:  fem inspect --model {0}/model --text "A list is a sequence.\""""
 PLAIN = re.compile(r"[A-Z][A-Za-z ,;'-]+[.!?]")
 
 
@@ -211,6 +211,12 @@ Language models of equal size end at {losses["FEM"]} nats per token with FEM and
 on text that neither was trained on; how far such a difference can be trusted is a question for many seeds, which
 `fem ablate` asks.
 
+## Which word each channel reads
+
+![weights of the words in each channel of two heads](reading.png)
+
+{caption}
+
 ## Every channel's maximum in one read
 
 Each channel's largest value sits at a token of its own. Softmax attention reads one average for all channels of a head;
@@ -230,12 +236,6 @@ Same data in the same order, same seeds, parameters within 1 %.
 
 {markdown_table(tables["lm"], {"loss": min})}
 ![validation loss over steps](lm.png)
-
-## Which word each channel reads
-
-![weights of the words in each channel of two heads](reading.png)
-
-{caption}
 
 ## A sample
 

@@ -1,0 +1,162 @@
+"""The record of all runs: CSV files with one row a training, to which a run's rows are added.
+
+A row has the run's name, the task, the mixer as it is typed with its fields of `FreeEnergyMixerConfig`, seed, rate,
+steps, score, parameters, and where, when and by which command it was made. What the run did not measure is blank.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fem_research.common.mixers import canonical, fields_of
+from fem_research.common.names import display
+from fem_research.lm.settings import mixer_name
+
+Row = dict[str, Any]
+FILES = {"ablate": "language", "finetune": "language", "natural": "pooling"}
+
+
+def rows_of(config: Mapping, results: Mapping) -> list[Row]:
+    """A row for every training of a run, from what its config.json and results.json hold."""
+    rows = list(EXPERIMENTS[config["experiment"]](config["recipe"], results))
+    return [row | _made(config) for row in rows]
+
+
+def _made(config: Mapping) -> Row:
+    """Where, when and with which versions a run was made."""
+    hardware = config["hardware"]
+    return {
+        "machine": ", ".join([hardware["processor"], f"threads: {hardware['threads']}", *hardware["gpus"]]),
+        "versions": ", ".join(f"{name} {version}" for name, version in config["versions"].items()),
+        "date": config["date"],
+    }
+
+
+def mixer(name: str, recipe: Mapping) -> Row:
+    """The columns that say which mixer it is. Baselines from elsewhere have a name and no fields."""
+    row = {"mixer": name if name.startswith("pool:") else display(name)}
+    row |= {"n_embd": recipe.get("width"), "n_head": recipe.get("heads")}
+    try:
+        fields = fields_of(canonical(name))
+    except ValueError:
+        return row
+    return row | {field: int(value) if isinstance(value, bool) else value for field, value in fields.items()}
+
+
+def regimes(recipe: Mapping, results: Mapping) -> Iterator[Row]:
+    for task, mixers in results.get("regimes", {}).items():
+        for name, found in mixers.items():
+            first, best = recipe["seed"], found["learning_rate"]
+            row = {"task": task} | mixer(name, recipe) | {"steps": recipe["steps"], "parameters": found["parameters"]}
+            row |= {"floor": results["constants"][task], "blocks": recipe["blocks"], "mlp_width": recipe["mlp_width"]}
+            for seed, score in enumerate(found["test"]):
+                own = {"seed": first + seed, "rate": best, "score": score} | found["beta"][seed]
+                yield row | own | {"ms": round(1e3 * found["seconds"][seed] / recipe["steps"], 6)}
+            for rate, score in found["validation_by_rate"].items():
+                yield row | {"seed": first, "rate": float(rate), "validation": score}
+
+
+def natural(recipe: Mapping, results: Mapping) -> Iterator[Row]:
+    for task, pools in results.get("natural", {}).items():
+        for name, found in pools.items():
+            for seed, score in enumerate(found["accuracy"]):
+                lead = found["over"] or {} if seed == 0 else {}
+                own = {"seed": recipe["seed"] + seed, "score": score, "steps": recipe["steps"]}
+                own |= {"lead": lead.get("mean"), "lead_error": lead.get("error"), "parameters": found["parameters"]}
+                yield {"task": task} | mixer(name, recipe) | own
+
+
+def ablate(recipe: Mapping, results: Mapping) -> Iterator[Row]:
+    for name, found in results.get("ablate", {}).items():
+        best, tokens = float(found["learning rate"]), recipe["batch"] * recipe["context"]
+        steps = found.get("steps", recipe["steps"])
+        row = {"task": recipe["text"] or "python sources"} | mixer(mixer_name(name, recipe["prior"]), recipe)
+        row |= {"steps": steps, "tokens": steps * tokens, "parameters": found["parameters"]}
+        row |= {"layers": recipe["layers"], "context": recipe["context"], "ms": found.get("ms a step")}
+        for seed, curve in enumerate(results["curves"][name]):
+            yield row | {"seed": recipe["seed"] + seed, "rate": best, "score": curve[-1]["val_loss"]}
+        for rate, loss in results["learning_rates"][name].items():
+            if rate not in ("mixer", "row"):
+                yield row | {"seed": recipe["seed"], "rate": float(rate), "validation": loss}
+
+
+def finetune(recipe: Mapping, results: Mapping) -> Iterator[Row]:
+    for name, found in results.get("finetune", {}).items():
+        row = {"task": f"{recipe['text']}, further with a trained {recipe['architecture']}"} | mixer(name, recipe)
+        row |= {"rate": recipe["further_learning_rate"], "steps": recipe["further_steps"], "before": found["before"]}
+        for seed, loss in enumerate(found["after"]):
+            yield row | {"seed": recipe["seed"] + seed, "score": loss, "parameters": found["parameters"]}
+
+
+def mad(recipe: Mapping, results: Mapping) -> Iterator[Row]:
+    for start, mixers in results.get("mad", {}).items():
+        for name, found in mixers.items():
+            for task in found["mad"].keys() - {"average"}:
+                for seed in range(len(found["mad"][task]["seeds"])):
+                    of = {
+                        score: found[score][task]["seeds"][seed] for score in ("mad", "final", "mean") if score in found
+                    }
+                    row = {"task": task} | mixer(name, {}) | {"initialisation": start, "profile": recipe["profile"]}
+                    row |= {"seed": recipe["seed"] + seed, "score": of.pop("mad"), **of}
+                    yield row | {"parameters": found["parameters"]}
+
+
+def vision(recipe: Mapping, results: Mapping) -> Iterator[Row]:
+    for name, found in results.get("vision", {}).items():
+        for seed, score in enumerate(found["accuracies"]):
+            row = {"task": recipe["data"]} | mixer(name, recipe) | {"epochs": recipe["epochs"]}
+            row |= {"seed": recipe["seed"] + seed, "rate": recipe["learning_rate"], "score": score}
+            yield row | {"parameters": found["parameters"], "images_per_second": found["images_per_second"]}
+
+
+def forecast(recipe: Mapping, results: Mapping) -> Iterator[Row]:
+    for found in results.get("forecast", ()):
+        for seed, mse in zip(found["seeds"], found["mses"], strict=True):
+            row = {"task": found["data"], "horizon": found["horizon"]} | mixer(
+                found["model"], {"heads": recipe["heads"]}
+            )
+            row |= {"seed": seed, "rate": recipe["learning_rate"], "score": mse, "lookback": found["lookback"]}
+            yield row | {"parameters": found["parameters"], "mae": found["mae"], "cpu_seconds": found["cpu_seconds"]}
+
+
+def argmax(recipe: Mapping, results: Mapping) -> Iterator[Row]:
+    for name, found in results.get("argmax", {}).items():
+        task = {"task": recipe["form"], "tokens": recipe["tokens"], "channels": recipe["channels"]}
+        for seed, hits in enumerate(found["hits"]):
+            row = task | {"mixer": display(name), "n_head": recipe["heads"], "seed": recipe["seed"] + seed}
+            row |= {score: found[score][seed] for score in ("index_accuracy", "mse", "error", "steps")}
+            yield row | {"rate": recipe["learning_rate"], "score": hits}
+
+
+EXPERIMENTS = {of.__name__: of for of in (regimes, natural, ablate, finetune, mad, vision, forecast, argmax)}
+
+
+def append(folder: Path, run: str, command: str, config: Mapping, results: Mapping) -> list[Path]:
+    """Put the rows of a run in the place of its earlier ones; returns the files, none where it has no trainings.
+
+    Pools stand in pooling.csv, whichever command trained them. Every file is replaced in one step.
+    """
+    experiment = config["experiment"]
+    by_file: dict[Path, list[Row]] = {}
+    for row in rows_of(config, results) if experiment in EXPERIMENTS else ():
+        name = "pooling" if row["mixer"].startswith("pool:") else FILES.get(experiment, experiment)
+        by_file.setdefault(folder / f"{name}.csv", []).append({"run": run} | row | {"command": command})
+    for path, found in by_file.items():
+        kept: list[Row] = []
+        if path.exists():
+            with open(path, newline="", encoding="utf-8") as file:
+                kept = [row for row in csv.DictReader(file) if row["run"] != run]
+        rows = [*kept, *found]
+        staged = path.with_suffix(".part")
+        with open(staged, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(
+                file, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n"
+            )
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(staged, path)
+    return list(by_file)
