@@ -37,7 +37,7 @@ def on_config(config: MkDocsConfig) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page, file in FROM_THE_ROOT.items():
         files.append(File.generated(config, page, content=(DOCS.parent / file).read_text()))
-    for path in sorted(path for path in RESEARCH.glob("results/*") if path.suffix in (".md", ".png")):
+    for path in sorted(path for path in RESEARCH.glob("results/**/*") if path.suffix in (".md", ".png")):
         name = path.relative_to(RESEARCH).as_posix()
         files.append(File(name, str(RESEARCH), config.site_dir, config.use_directory_urls))
     for notebook in sorted(DOCS.glob("notebooks/*.ipynb")):
