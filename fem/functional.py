@@ -29,7 +29,7 @@ from fem.ops.common.scan import ScanCall
 from fem.ops.common.tokens import read_tokens
 from fem.ops.common.transforms import may_look
 from fem.ops.decay_scan import read as decay
-from fem.ops.linear_attention import linear_attention_read as linear_attention
+from fem.ops.linear_attention import read as linear_attention
 from fem.ops.softmax import read as softmax
 from fem.ops.ssm import read as ssm
 from fem.state import CachePosition

@@ -44,7 +44,7 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
            "_LIFT = 2.0**40", "_LIFT = 1.0", f"{SOFTMAX}/test_softmax_decode.py"),
     Mutant("weights of linear attention up to e^90 are not scaled", "fem/ops/common/sums.py",
            "LIGHT = 30.0", "LIGHT = 90.0", LINEAR, RANGE),
-    Mutant("products of features may leave float32", "fem/ops/linear_attention/linear_attention_read.py",
+    Mutant("products of features may leave float32", "fem/ops/linear_attention/read.py",
            "LARGE_FEATURE = 2.0**23", "LARGE_FEATURE = 2.0**120", RANGE),
     Mutant("scans read log-weights of hundreds in float32", PRECISION,
            "2.0, 64.0, 16.0", "2.0, 64.0, 1e9", RANGE, RECURRENT),

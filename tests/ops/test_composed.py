@@ -15,7 +15,7 @@ from fem.functional import channel_scan_read, decay_scan, keyed_scan_read, ssm_r
 from fem.ops.channel_scan import composed as of_scan
 from fem.ops.common import backend
 from fem.ops.decay_scan import composed as of_sums
-from fem.ops.linear_attention import linear_attention_read as of_keys
+from fem.ops.linear_attention import read as of_keys
 from fem.ops.ssm import composed as of_ssm
 
 B, H, K, V, F = 2, 2, 3, 4, 3
@@ -118,7 +118,8 @@ def test_free_energies_alone_are_read_by_a_kernel(monkeypatch, draw, decay, widt
     by_kernels = of_keys._by_kernels
 
     def proven(*inputs):
-        assert (found := by_kernels(*inputs)) is not None
+        found = by_kernels(*inputs)
+        assert found is not None
         return found
 
     monkeypatch.setattr(of_keys, "_by_kernels", proven)
@@ -159,7 +160,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.ops.common import backend
 from fem.ops.decay_scan import composed as of_sums
-from fem.ops.linear_attention import linear_attention_read as of_keys
+from fem.ops.linear_attention import read as of_keys
 from fem.ops.ssm import composed as of_ssm
 torch.set_num_threads(1)
 backend._FOUND = {"fla": True, "mamba_ssm": True, "triton": True}

@@ -22,12 +22,12 @@ _AUTOGRAD += [torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.A
 
 
 class SlabScan:
-    """A scan of inputs along time, (B, T, ..), by values v and f last of them, and of others, the temperature beta last.
+    """A scan of inputs along time, (B, T, ..), of which v and f come last, and of shared ones, of which beta does.
 
     slab(memory, kernels, *inputs): what a slab reads, the memory after it, and how many of its entries were computed
     again; kernels: by those of others. steps(memory, *inputs): the first two, by operations that PyTorch can
-    differentiate any number of times. size(*inputs): tokens of a slab. rough(*inputs): whether the inputs ask for
-    float64, besides the values.
+    differentiate any number of times. size(*inputs): tokens of a slab. rough(*inputs): whether other inputs than the
+    values ask for float64.
     """
 
     def __init__(

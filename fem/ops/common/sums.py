@@ -3,11 +3,11 @@
     sums = kernel([v | e | 1])        e = exp(beta (f - c))        w = sums_1
     log-weight = p + log w        mean = sums_v / w        F = c + log(sums_e / w) / beta
 
-A memory is itself a read: what each of its n cells has kept, of that weight, mean and free energy. It enters a kernel as
-the sums that it stands for, relative to the shifts p of log-weights and c of values, and leaves it in the same way, so
-that what was summed before is never out of range of what comes. e is at most 1 and what underflows is below e^-87 of it:
-a sum above e^-60 has lost less than its rounding, and what is below is in doubt. No gradient goes through a shift, on
-which a read does not depend. Sums are (.., n, d_v + d_f + 1), p (.., n or 1, 1) and c (.., 1, d_f).
+A memory is itself a read: what each of its n cells has kept, of that weight, mean and free energy. It enters a kernel
+as the sums that it stands for, relative to the shifts p of log-weights and c of values, and leaves it in the same way,
+so that what was summed before is never out of range of what comes. e is at most 1 and what underflows is below e^-87 of
+it: a sum above e^-60 has lost less than its rounding, and what is below is in doubt. No gradient goes through a shift,
+on which a read does not depend. Sums are (.., n, d_v + d_f + 1), p (.., n or 1, 1) and c (.., 1, d_f).
 """
 
 from __future__ import annotations
