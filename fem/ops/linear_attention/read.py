@@ -206,7 +206,9 @@ def _by_kernels(memory: Terms, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms
     sums, last = by_fla(q, light, items, g, entering(memory, shift, rate), opens)
     read, doubt = leaving(sums, of_tokens, beta, q.detach().sum(-1, keepdim=True))
     after, lost = leaving(last, shift, rate)
-    if doubt is not None or lost is not None:
+    alive = (q > 0).any(-1, keepdim=True)  # a masked token reads nothing, and is in doubt for no reason
+    held = (k > 0).any(1).unsqueeze(-1) | (memory.log_weight > NO_WEIGHT)
+    if any(x is not None and bool((x & there).any()) for x, there in ((doubt, alive), (lost, held))):
         return None
     return read, after, 0
 
