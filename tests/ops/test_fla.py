@@ -18,7 +18,8 @@ autotuner.Autotuner._bench = lambda self, *arguments, config=None, **options: [0
 class Index(int):
     def to(self, *_): return self
 plain = lambda x: int(x.handle.data.item()) if hasattr(x, "handle") else int(x)
-for name in ("common.chunk_h", "common.chunk_o", "gla.chunk", "hgrn.chunk", "hgrn.fused_recurrent", "utils.cumsum"):
+NAMES = "common.chunk_h common.chunk_o common.fused_recurrent gla.chunk hgrn.chunk hgrn.fused_recurrent utils.cumsum"
+for name in NAMES.split():
     module = importlib.import_module(f"fla.ops.{name}")
     module.range = lambda *a: (Index(i) for i in builtins.range(*map(plain, a)))
 from fem.functional import channel_scan_read, decay_scan, keyed_scan_read
@@ -41,7 +42,13 @@ def results(dtype, backend):
         shape = {"linear": None, "head": (1, time, 2), "key": (1, time, 2, 16)}[sys.argv[1]]
         g = None if shape is None else leaf(-torch.rand(shape) / 8)
         leaves = [x for x in (q, k, v, beta, g) if x is not None]
-        found = keyed_scan_read(q, k, v, beta, g, backend=backend, **ids)
+        found, state, first, cut = [], None, 0, lambda x: None if x is None else x[:, first : first + size]
+        for size in [time] if backend == "plain" else [40, 26, 1, 1, 1, 1]:  # two chunks, then tokens
+            pieces = {n: cut(x) for n, x in ids.items()} | {"initial_state": state, "return_state": True}
+            read, state = keyed_scan_read(cut(q), cut(k), cut(v), beta, cut(g), backend=backend, **pieces)
+            found.append(read)
+            first += size
+        found = [torch.cat(parts, 1) for parts in zip(*found)]
     return [*found, *torch.autograd.grad(sum(x.square().sum() for x in found), leaves)]
 for found, wanted in zip(results(torch.float32, "triton"), results(torch.float64, "plain"), strict=True):
     error = ((found.double() - wanted).norm() / wanted.norm()).item()

@@ -3,21 +3,17 @@
 import torch
 
 
-def gla(q, k, items, g, borders):
-    """sum_{i <= t} (q_t . e^{sum_{i<r<=t} g_r} k_i) items_i, documents apart."""
-    dtype = items.dtype
-    q, k, items = q.float(), k.float(), items.float()
-    time = q.shape[1]
-    number = torch.zeros(time, dtype=torch.long)
-    if borders is not None:
-        number[borders[:-1]] = 1
-        number = number.cumsum(0)
-    seen = (number[:, None] == number) & (torch.arange(time)[:, None] >= torch.arange(time))
-    decay = torch.zeros(1, time, 1, 1) if g is None else g if g.ndim == 4 else g.unsqueeze(-1)
-    since = decay.double().cumsum(1)
-    left = (since[:, :, None] - since[:, None]).masked_fill(~seen[None, :, :, None, None], -torch.inf).exp().float()
-    scores = (q[:, :, None] * k[:, None] * left).sum(-1)
-    return torch.einsum("btsh,bshd->bthd", scores, items).to(dtype)
+def gla(q, k, items, g, state, opens):
+    """S_t = e^{g_t} S_{t-1} + k_t^T items_t, out_t = q_t S_t, and the last S; documents apart."""
+    dtype = torch.bfloat16 if items.dtype == torch.bfloat16 else torch.float32
+    q, k, items = (x.to(dtype).float() for x in (q, k, items))
+    rows = []
+    for t in range(q.shape[1]):
+        state = state if g is None else state * g[:, t].exp().unsqueeze(-1)
+        state = state if opens is None else torch.where(opens[:, t, None, None, None], 0, state)
+        state = state + k[:, t].unsqueeze(-1) * items[:, t].unsqueeze(-2)
+        rows.append((q[:, t].unsqueeze(-2) @ state).squeeze(-2))
+    return torch.stack(rows, 1), state
 
 
 def hgrn(u, log_decay):

@@ -9,8 +9,7 @@ lost less than their rounding (`LEAST_PROVEN`); what is below is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,12 +19,11 @@ from fem.ops.common.packing import SMALL_SPAN, Packing
 from fem.ops.common.precision import LEAST_PROVEN
 from fem.ops.common.read import LOG_ZERO, Terms
 from fem.ops.common.scan import ScanCall
+from fem.ops.common.slabs import recorded
 from fem.ops.common.steps import portable
 from fem.ops.common.transforms import transformed
 
 LEAST = LEAST_PROVEN[torch.float32]
-_AUTOGRAD = [torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA]
-_AUTOGRAD += [torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView]
 
 
 def fused(call: ScanCall, *tensors: Tensor | None) -> bool:
@@ -87,20 +85,6 @@ def proven(
         doubts = (rows, rows, entries)
         terms = Terms(*(None if x is None else torch.where(d, y, x) for d, x, y in zip(doubts, terms, exact)))
     return [x for x in terms if x is not None]
-
-
-@contextmanager
-def recorded() -> Iterator[None]:
-    """Inside a custom op, where autograd is left out: record gradients all the same."""
-    before = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in _AUTOGRAD]
-    for key in _AUTOGRAD:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        for key, excluded in zip(_AUTOGRAD, before):
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
 
 
 def opaque(name: str, inputs: str, function: Callable[..., Sequence[Tensor]], empty: Callable) -> Callable:

@@ -29,7 +29,6 @@ LEAST_PROVEN = {torch.float32: math.exp(-60.0), torch.float64: math.exp(-600.0)}
 # Beyond one of these, `needs_float64`: beta, beta (max v - min v), beta |v| and a finite log-weight's size.
 # Below a span of 2 the gradient of an SSM's A erred by 6.5 times what the fuzz allows (80 calls), above it by 1.7.
 SMALLEST_BETA, SMALLEST_SPAN, LARGEST_EXPONENT, LARGEST_LOG_WEIGHT = 0.1, 2.0, 64.0, 16.0
-LARGEST_PRODUCT = 1e30  # of two features: leaves room for the sums over channels and tokens, and for values up to 640
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
@@ -44,13 +43,6 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
 def double(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else x.double() for x in tensors]
-
-
-def products_overflow(q: Tensor, k: Tensor) -> bool:
-    """Whether sums of q_c k_c could leave float32. Reads a value back from the device."""
-    if q.dtype != torch.float32 or q.device.type == "mps" or q.numel() == 0:
-        return False
-    return bool(q.amax().double() * k.amax().double() > LARGEST_PRODUCT)
 
 
 def needs_float64(v: Tensor, beta: Tensor | None, *log_weights: Tensor) -> bool:
@@ -68,6 +60,15 @@ def needs_float64(v: Tensor, beta: Tensor | None, *log_weights: Tensor) -> bool:
     if bool(narrow | (torch.maximum(-low, high) * most > LARGEST_EXPONENT)):
         return True
     return any(bool(_largest_finite(x) > LARGEST_LOG_WEIGHT) for x in log_weights)
+
+
+def nearly_equal(v: Tensor, beta: Tensor) -> bool:
+    """Whether values differ by less, in nats, than what float32 keeps of F. Reads a value back from the device."""
+    if v.numel() == 0:
+        return False
+    low, high = v.aminmax()
+    least = beta.amin()
+    return bool((least < SMALLEST_BETA) | ((high - low) * least < SMALLEST_SPAN))
 
 
 def _largest(x: Tensor) -> Tensor:

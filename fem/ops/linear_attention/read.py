@@ -5,23 +5,26 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import scan_backend
-from fem.ops.common.composed import fused
 from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import compute_dtype, upcast, without_autocast
-from fem.ops.common.read import LOG_ZERO, Read, Terms, connected_zeros
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, connected_zeros, log
 from fem.ops.common.scan import ScanCall
+from fem.ops.common.slabs import SlabScan
 from fem.ops.common.steps import portable
+from fem.ops.common.sums import Shift, entering, leaving, shift_for
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import differentiated, transformed
-from fem.ops.linear_attention.chunk import State
-from fem.ops.linear_attention.composed import composed, forget
-from fem.ops.linear_attention.decode import by_steps, step
+from fem.ops.linear_attention.chunked import CHUNK, by_fla, chunked
 from fem.ops.linear_attention.naive import naive_linear_attention_read
-from fem.ops.linear_attention.plain import scan
+from fem.ops.linear_attention.token_by_token import by_steps
+
+TOKENS_AT_A_TIME = 2**12  # of a slab, over rows and heads: intermediate results fit the CPU's cache
+LARGE_FEATURE = 2.0**23  # and the inverse of a small one: from here on products of features are summed in float64
 
 
 def linear_attention_read(
@@ -43,54 +46,186 @@ def linear_attention_read(
     if backend == "reference" and 0 not in v.shape[:2]:
         loops = partial(naive_linear_attention_read, q, k, v, beta, log_decay)
         return by_definition(loops, v.dtype, call, free_values=free_values)
-    if backend == "triton" and fused(call, q, k, v, beta, log_decay, free_values):
-        q, k, v, free, g, opens = _prepared(q, k, v, free_values, log_decay, call.tokens)
-        terms = Terms(*composed(q, k, v, free, None if beta is None else beta.float(), g, opens))
-        return call.result(terms, None, beta, v.dtype)
-    inputs = q, k, v, free_values, log_decay
-    return call.result(*call.both_ways(_one_way, inputs, beta), beta, v.dtype)
+    f, rate = (
+        (v[..., :0], v.new_ones(v.shape[2], 0)) if beta is None else (v if free_values is None else free_values, beta)
+    )
+    one_way = partial(_one_way, kernels=backend == "triton")
+    terms, state = call.both_ways(one_way, (q, k, v, f, log_decay), rate)
+    if beta is None:
+        terms, state = terms._replace(free_energy=None), {n: x for n, x in state.items() if n != "free_energy"}
+    return call.result(terms, state, beta, v.dtype)
 
 
-def _one_way(q, k, v, free, log_decay, beta, tokens, state, present: bool) -> tuple[Terms, dict[str, Tensor]]:
+def _one_way(
+    q, k, v, f, log_decay, beta, tokens, state, present: bool, kernels: bool
+) -> tuple[Terms, dict[str, Tensor]]:
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
-    q, k, v, free, g, opens = _prepared(q, k, v, free, log_decay, tokens)
-    sums = compute_dtype(q, k, v, log_decay)
-    q, k, v, free, beta, g = (None if x is None else x.to(sums) for x in (q, k, v, free, beta, g))
-    g = forget(q, g, opens)
-    start = State.empty(k, v, free, beta) if state is None else State(**state)
+    dtype = compute_dtype(q, k, v, log_decay)
+    opens = None if tokens is None else tokens.start
+    q, k, v, f, g = _kept(q, k, v, f, log_decay, tokens)
+    q, k, v, f, beta, g = (None if x is None else x.to(dtype) for x in (q, k, v, f, beta, g))
+    if not present:
+        k, v, f = _delayed(k, v, f, g, opens)
+    memory = _memory(state, k, v, f)
+    inputs = (q, k, g, opens, v, f, beta)
     if 0 in v.shape[:2]:
-        zeros = connected_zeros(v, (*q.shape[:3], 1), q, k, v, free, beta, g, *start)
-        energies = [] if beta is None else [zeros.expand(*v.shape[:3], len(beta[0]))]
-        terms, last = Terms(zeros, zeros.expand_as(v), *energies), start
-    elif portable() or transformed(q, k, v, free, beta, g, *start):
+        zeros = lambda width: connected_zeros(v, (*v.shape[:3], width), *inputs[:3], *inputs[4:], *memory)  # noqa: E731
+        terms, after = Terms(zeros(1), zeros(v.shape[3]), zeros(f.shape[3])), memory
+    elif (
+        portable()
+        or transformed(*inputs, *memory)
+        or (v.shape[1] == 1 and not kernels and not differentiated(*inputs, *memory))
+    ):
         with without_autocast(v.device):
-            terms, last = by_steps(q, k, v, free, beta, g, start, present)
-    elif q.shape[1] == 1 and present and not differentiated(q, k, v, free, beta, g, *start):
-        with without_autocast(v.device):
-            terms, last = step(q, k, v, free, beta, g, start)
+            terms, after = _by_steps(memory, *inputs)
     else:
-        parts = [x for x in start if x is not None]
-        results = scan(q, k, v, free, beta, g, parts, present)
-        terms, last = Terms(*results[: len(parts)]), State(*results[len(parts) : 2 * len(parts)])
-    return terms, {name: x for name, x in last._asdict().items() if x is not None}
+        terms, after = SCAN(memory, kernels, *inputs)
+    return terms, after._replace(log_weight=after.log_weight.squeeze(-1))._asdict()
 
 
-def _prepared(q, k, v, free, log_decay, tokens: Tokens | None) -> tuple[Tensor | None, ...]:
-    """Inputs in which masked tokens read, add and decay nothing, the decay (B, T, H, 1 or d_k), and which tokens open a
-    document."""
+def _memory(state: dict[str, Tensor] | None, k: Tensor, v: Tensor, f: Tensor) -> Terms:
+    """What each key channel has kept, (B, H, d_k, ..), before the first token of inputs (B, T, H, d)."""
+    if state is not None:
+        return Terms(state["log_weight"].unsqueeze(-1), state["mean"], state.get("free_energy", state["mean"][..., :0]))
+    cells = (k.shape[0], *k.shape[2:])
+    return Terms(k.new_full((*cells, 1), LOG_ZERO), *(x.new_zeros(*cells, x.shape[-1]) for x in (v, f)))
+
+
+def _kept(q, k, v, f, log_decay, tokens: Tokens | None) -> tuple[Tensor | None, ...]:
+    """Inputs in which masked tokens read, add and decay nothing, and the decay (B, T, H, 1 or d_k)."""
     g = None if log_decay is None else upcast(log_decay)
     g = None if g is None else g.masked_fill(g < LOG_ZERO, LOG_ZERO)  # clamp would keep g itself for the gradient
     g = g.unsqueeze(-1) if g is not None and g.ndim == 3 else g
-    if tokens is None or 0 in v.shape[:2]:
-        return q, k, v, free, g, None
-    if tokens.keep is not None:
-        keep = tokens.keep[:, :, None, None]
-        v, free = _filled(v, keep), None if free is None else _filled(free, keep)
-        q, k, g = (None if x is None else torch.where(keep, x, 0) for x in (q, k, g))
-    return q, k, v, free, g, tokens.start
+    if tokens is None or tokens.keep is None or 0 in v.shape[:2]:
+        return q, k, v, f, g
+    keep = tokens.keep[:, :, None, None]
+    q, k, g = (None if x is None else torch.where(keep, x, 0) for x in (q, k, g))
+    return q, k, _filled(v, keep), _filled(f, keep), g
 
 
 def _filled(v: Tensor, keep: Tensor) -> Tensor:
-    """Values in which masked tokens have the least of the others, so that they raise no chunk's peak."""
+    """Values in which masked tokens have the least of the others, so that they raise no chunk's shift."""
     lowest = torch.where(keep, v.detach(), torch.inf).amin(1, keepdim=True)
     return torch.where(keep, v, torch.where(lowest < torch.inf, lowest, 0))
+
+
+def _delayed(k, v, f, g, opens) -> tuple[Tensor, ...]:
+    """Keys and values that each come one token later, and so are never read by their own."""
+    later = lambda x: torch.cat([x[:, :1], x[:, :-1]], 1)  # noqa: E731
+    k, v, f = F.pad(k[:, :-1], (0, 0, 0, 0, 1, 0)), later(v), later(f)
+    k = k if g is None else k * g.exp()
+    return k if opens is None else torch.where(opens[:, :, None, None], 0, k), v, f
+
+
+def forget(q: Tensor, g: Tensor | None, opens: Tensor | None) -> Tensor | None:
+    """Decays by which the memory is forgotten where a document opens."""
+    if opens is None:
+        return g
+    g = torch.zeros_like(q[..., :1]) if g is None else g
+    return torch.where(opens[:, :, None, None], LOG_ZERO, g)
+
+
+def _slab(memory: Terms, kernels: bool, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms, int]:
+    """What a slab reads, the memory after it, and how many free energies were computed again."""
+    found = _by_kernels(memory, q, k, g, opens, v, f, beta) if kernels else None
+    return found if found is not None else _in_chunks(memory, q, k, forget(q, g, opens), v, f, beta)
+
+
+def _in_chunks(memory: Terms, q, k, g, v, f, beta) -> tuple[Terms, Terms, int]:
+    """A slab by matrix products, chunk by chunk, and step by step what is in doubt."""
+    rate, time = beta.unsqueeze(1), v.shape[1]
+    tokens = [None if x is None else _chunks(x) for x in (q, k, g, v, f)]
+    of_heads = [None if x is None else x.permute(0, 3, 1, 2, 4) for x in tokens]  # (B, H, N, C, d)
+    shift, rise = _shifts(memory, of_heads[1], of_heads[4], rate)
+    q_, k_, g_, v_, f_ = of_heads
+    items = _items(v_, f_, shift.value, rate.unsqueeze(1))
+    light = k_ * (-shift.weight).exp()
+    first, last = (Shift(shift.weight[:, :, 0], shift.value[:, :, n]) for n in (0, -1))
+    sums, before, sums_after = chunked(q_, light, items, g_, entering(memory, first, rate), rise)
+    read, doubt = leaving(sums, shift, rate.unsqueeze(1), q_.detach().sum(-1, keepdim=True))
+    after, lost = leaving(sums_after, last, rate)
+    read = [x.permute(0, 2, 3, 1, 4) for x in read]  # (B, N, C, H, d)
+    again = 0
+    if doubt is not None or lost is not None:
+        held, keys = (memory.log_weight > NO_WEIGHT).mT, (k_ > 0).any(3)
+        at_end = held | (keys.cumsum(2) > 0)  # whether a key channel holds anything after each chunk, (B, H, N, d_k)
+        at_start = held | (keys.cumsum(2) > keys.long())
+        all_by_steps = lambda: (*by_steps(memory, q, k, g, v, f, beta), f.numel())  # noqa: E731
+        if lost is not None and bool((lost.squeeze(-1) & at_end[:, :, -1]).any()):
+            return all_by_steps()
+    if doubt is not None:
+        alive = (q_ > 0).any(-1) & at_end.any(-1, keepdim=True)
+        chunks = (doubt.squeeze(-1) & alive).any(3).any(1).nonzero(as_tuple=True)
+        starts, lost = leaving(before, shift, rate.unsqueeze(1))
+        if lost is not None and bool((lost.squeeze(-1) & at_start).transpose(1, 2)[chunks].any()):
+            return all_by_steps()
+        if len(chunks[0]):
+            start = Terms(*(x.transpose(1, 2)[chunks] for x in starts))
+            exact, _ = by_steps(start, *(None if x is None else x[chunks] for x in tokens), beta)
+            read = [x.index_put(chunks, y) for x, y in zip(read, exact)]
+            again = exact.free_energy.numel()
+    return Terms(*(x.flatten(1, 2)[:, :time] for x in read)), after, again
+
+
+def _chunks(x: Tensor) -> Tensor:
+    """(B, N, C, H, d) of (B, T, H, d)."""
+    size = min(CHUNK, x.shape[1])
+    return F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size))
+
+
+def _items(v: Tensor, f: Tensor, highest: Tensor, rate: Tensor) -> Tensor:
+    """[v | e | 1]"""
+    return torch.cat([v, (rate * (f - highest)).exp(), v.new_ones(*v.shape[:-1], 1)], -1)
+
+
+def _shifts(memory: Terms, k: Tensor, f: Tensor, rate: Tensor) -> tuple[Shift, Tensor | None]:
+    """The shift of each chunk, (B, H, N, 1, ..), and by how much sums fall from the one before.
+
+    It rises with the highest value so far: a spike to come takes no digits from the chunks before it.
+    """
+    highest = f.detach().amax(3, keepdim=True).cummax(2).values
+    heaviest = log(k.detach().amax((2, 3, 4)))[..., None, None]
+    weight, lowest = shift_for(memory, highest[:, :, 0], heaviest, rate)
+    value = torch.maximum(highest, lowest.unsqueeze(2))
+    if value.shape[2] == 1:
+        return Shift(weight.unsqueeze(2), value), None
+    before = torch.cat([value[:, :, :1], value[:, :, :-1]], 2)
+    fall = (rate.unsqueeze(1) * (before - value)).exp()
+    ones = fall.new_ones(*fall.shape[:-1], memory.mean.shape[-1])
+    return Shift(weight.unsqueeze(2), value), torch.cat([ones, fall, fall.new_ones(*fall.shape[:-1], 1)], -1)
+
+
+def _by_kernels(memory: Terms, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms, int] | None:
+    """A whole call by the kernels of flash-linear-attention; None where it is in doubt. Waits for the device."""
+    rate = beta.unsqueeze(1)
+    highest = f.detach().amax(1, keepdim=True).transpose(1, 2)
+    shift = shift_for(memory, highest, log(k.detach().amax((1, 3)))[..., None, None], rate)
+    of_tokens = Shift(*(x.transpose(1, 2) for x in shift))  # (B, 1, H, ..)
+    items = _items(v, f, of_tokens.value, beta)
+    light = k * (-of_tokens.weight).exp()
+    sums, last = by_fla(q, light, items, g, entering(memory, shift, rate), opens)
+    read, doubt = leaving(sums, of_tokens, beta, q.detach().sum(-1, keepdim=True))
+    after, lost = leaving(last, shift, rate)
+    alive = (q > 0).any(-1, keepdim=True)  # a masked token reads nothing, and is in doubt for no reason
+    held = (k > 0).any(1).unsqueeze(-1) | (memory.log_weight > NO_WEIGHT)
+    if any(x is not None and bool((x & there).any()) for x, there in ((doubt, alive), (lost, held))):
+        return None
+    return read, after, 0
+
+
+def _size(q, k, g, opens, v, f, beta) -> int:
+    """Tokens of a slab; under a compiler a symbol."""
+    return CHUNK * torch.sym_max(1, TOKENS_AT_A_TIME // (torch.sym_max(1, v.shape[0] * v.shape[2]) * CHUNK))
+
+
+def _rough(q, k, g, opens, v, f, beta) -> bool:
+    """Whether features are so large or small that their products are summed in float64."""
+    most = torch.stack([q.amax(), k.amax()])
+    return bool((most > LARGE_FEATURE).any() | ((most < 1 / LARGE_FEATURE) & (most > 0)).any())
+
+
+def _by_steps(memory: Terms, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms]:
+    return by_steps(memory, q, k, forget(q, g, opens), v, f, beta)
+
+
+SCAN = SlabScan("linear_attention", ("q", "k", "g", "opens", "v", "f"), ("beta",), _slab, _by_steps, _size, _rough)

@@ -58,7 +58,10 @@ def test_decays_of_nothing_and_of_a_thousand_a_step(kind, causal):
             rate = torch.full_like(inputs.arguments["A"], level)
             compare(inputs.set(A=rate, delta=torch.ones_like(inputs.arguments["delta"])), causal=causal)
         else:
-            compare(inputs.set(log_decay=torch.full_like(inputs.arguments["log_decay"], level)), causal=causal)
+            decay = torch.full_like(inputs.arguments["log_decay"], level)
+            compare(
+                inputs.set(log_decay=decay), limit=3e-5, causal=causal
+            )  # where gradients cancel: 16 eps (1 + max|v|)
 
 
 @every_kind

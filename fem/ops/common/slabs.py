@@ -1,0 +1,160 @@
+"""A scan as one operator with its gradient: slab of time by slab of time, each computed again for its gradient.
+
+Training keeps the memory at the slabs' borders only. torch.compile does not look into the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fem.ops.common.fallback_count import fallbacks
+from fem.ops.common.operator import operator
+from fem.ops.common.precision import double, nearly_equal, needs_float64, without_autocast
+from fem.ops.common.read import Terms
+from fem.ops.common.transforms import again_differentiable
+
+_AUTOGRAD = [torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA]
+_AUTOGRAD += [torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView]
+
+
+class SlabScan:
+    """A scan of inputs along time, (B, T, ..), of which v and f come last, and of shared ones, of which beta does.
+
+    slab(memory, kernels, *inputs): what a slab reads, the memory after it, and how many of its entries were computed
+    again; kernels: by those of others. steps(memory, *inputs): the first two, by operations that PyTorch can
+    differentiate any number of times. size(*inputs): tokens of a slab. rough(*inputs): whether other inputs than the
+    values ask for float64.
+    """
+
+    def __init__(
+        self, name: str, along: Sequence[str], shared: Sequence[str], slab: Callable, steps: Callable, size, rough
+    ):
+        self.time, self.slab, self.steps, self.size, self.rough = len(along), slab, steps, size, rough
+        self.count = len(along) + len(shared)
+        inputs = ", ".join(f"Tensor? {x}" for x in (*along, *shared))
+        memory = ", ".join(f"Tensor {x}" for x in Terms._fields)
+        self.forward = operator(f"{name}({inputs}, {memory}, bool kernels) -> Tensor[]")(self._forward)
+        backward = f"{name}_backward(Tensor[] grads, bool[] wanted, {inputs}, {memory}, bool kernels) -> Tensor[]"
+        self.backward = operator(backward)(self._backward)
+        self.forward.register_fake(self._empty)
+        self.backward.register_fake(self._empty_gradients)
+        self.forward.register_autograd(self._differentiate, setup_context=self._save)
+
+    def __call__(self, memory: Terms, kernels: bool, *inputs: Tensor | None) -> tuple[Terms, Terms]:
+        """What every token reads, and the memory after the last."""
+        out = self.forward(*inputs, *memory, kernels)
+        return Terms(*out[:3]), Terms(*out[3:6])
+
+    def _slabs(self, inputs: Sequence[Tensor | None], kernels: bool) -> list[slice]:
+        time = inputs[self.time - 1].shape[1]
+        size = time if kernels else self.size(*inputs)
+        return [slice(start, start + size) for start in range(0, time, size)]
+
+    def _cut(self, inputs: Sequence[Tensor | None], piece: slice) -> list[Tensor | None]:
+        return [x if x is None or n >= self.time else x[:, piece] for n, x in enumerate(inputs)]
+
+    def _in_float64(self, inputs: Sequence[Tensor | None], kernels: bool) -> bool:
+        """Whether float32 would cost digits: kernels, which have no other, leave these calls to the slabs."""
+        f, beta = inputs[self.time - 1], inputs[-1]
+        if f.dtype != torch.float32 or f.device.type == "mps":
+            return False
+        return nearly_equal(f, beta) if kernels else needs_float64(f, beta) or self.rough(*inputs)
+
+    def _forward(self, *arguments):
+        inputs, memory, kernels = arguments[: self.count], Terms(*arguments[self.count : -1]), arguments[-1]
+        dtype, again, reads, borders = memory.mean.dtype, 0, [], [memory]
+        with torch.no_grad(), without_autocast(memory.mean.device):
+            wide, pieces = self._in_float64(inputs, kernels), self._slabs(inputs, kernels)
+            if wide:
+                inputs, memory = _doubled(inputs), Terms(*double(*memory))
+            for piece in pieces:
+                read, memory, more = self.slab(memory, kernels and not wide, *self._cut(inputs, piece))
+                again += more
+                reads.append(read)
+                borders.append(memory)
+        out = [torch.cat(parts, 1).to(dtype) for parts in zip(*reads)]
+        fallbacks.count(out[2].numel(), again)
+        borders = [torch.stack([x.to(dtype) for x in parts]) for parts in zip(*borders)]
+        return [*out, *(x[-1].clone() for x in borders), *borders]
+
+    def _empty(self, *arguments):
+        inputs, memory, kernels = arguments[: self.count], Terms(*arguments[self.count : -1]), arguments[-1]
+        v, f = inputs[self.time - 2 : self.time]
+        size = self.size(*inputs)
+        count = 2 if kernels else (v.shape[1] + size - 1) // size + 1
+        log_weight = v.new_empty(*v.shape[:-1], memory.log_weight.shape[-1])
+        reads = [log_weight, v.new_empty(v.shape), f.new_empty(f.shape)]
+        return [*reads, *(x.new_empty(x.shape) for x in memory), *(x.new_empty(count, *x.shape) for x in memory)]
+
+    def _backward(self, grads, wanted, *arguments):
+        inputs, borders, kernels = arguments[: self.count], Terms(*arguments[self.count : -1]), arguments[-1]
+        dtype, d_reads, d_memory = borders.mean.dtype, grads[:3], grads[3:]
+        if wide := self._in_float64(inputs, kernels):
+            inputs, borders = _doubled(inputs), Terms(*double(*borders))
+            d_reads, d_memory = double(*d_reads), double(*d_memory)
+        asked = [n for n, (x, w) in enumerate(zip(inputs, wanted)) if x is not None and w]
+        found = {n: inputs[n].new_zeros(inputs[n].shape) for n in asked}
+        for number, piece in reversed(list(enumerate(self._slabs(inputs, kernels)))):
+            with recorded(), without_autocast(borders.mean.device):
+                given = [None if x is None else x.detach() for x in self._cut(inputs, piece)]
+                before = [x[number].detach().requires_grad_() for x in borders]
+                leaves = [*before, *(given[n].requires_grad_() for n in asked)]
+                read, memory, _ = self.slab(Terms(*before), kernels and not wide, *given)
+                pairs = [*zip(read, (d[:, piece] for d in d_reads)), *zip(memory, d_memory)]
+                outputs, cotangents = zip(*(pair for pair in pairs if pair[0].requires_grad))
+                gradients = torch.autograd.grad(outputs, leaves, cotangents, materialize_grads=True)
+            d_memory = gradients[:3]
+            for n, part in zip(asked, gradients[3:]):
+                total = found[n][:, piece] if n < self.time else found[n]
+                total += part
+        return [x.to(dtype).clone() for x in (*d_memory, *found.values())]
+
+    def _empty_gradients(self, grads, wanted, *arguments):
+        asked = [x for x, w in zip(arguments[: self.count], wanted) if x is not None and w]
+        return [*(x.new_empty(x.shape) for x in grads[3:]), *(x.new_empty(x.shape) for x in asked)]
+
+    def _save(self, ctx, inputs, output):
+        *tensors, ctx.kernels = inputs
+        ctx.save_for_backward(*tensors, *output[6:])
+        ctx.shapes = [x.shape for x in output[:6]]
+        ctx.set_materialize_grads(False)
+
+    def _differentiate(self, ctx, grads):
+        saved = ctx.saved_tensors  # read once: checkpointing hands it out but once
+        inputs, memory, borders = saved[: self.count], saved[self.count : -3], saved[-3:]
+        if torch.is_grad_enabled():
+            return *again_differentiable(self._again, [*inputs, *memory], grads[:6]), None
+        grads = [memory[1].new_zeros(shape) if d is None else d for d, shape in zip(grads, ctx.shapes)]
+        wanted = list(ctx.needs_input_grad[: self.count])
+        found = self.backward(grads, wanted, *inputs, *borders, ctx.kernels)
+        of_inputs = iter(found[3:])
+        d_inputs = [next(of_inputs) if x is not None and w else None for x, w in zip(inputs, wanted)]
+        return *d_inputs, *found[:3], None
+
+    def _again(self, *tensors):
+        """The results by steps in float64, whose second derivatives need digits that float32 has not."""
+        tensors = _doubled(tensors)
+        read, memory = self.steps(Terms(*tensors[self.count :]), *tensors[: self.count])
+        return [*read, *memory]
+
+
+def _doubled(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [x.double() if x is not None and x.is_floating_point() else x for x in tensors]
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Inside a custom op, where autograd is left out: record gradients all the same."""
+    before = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in _AUTOGRAD]
+    for key in _AUTOGRAD:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for key, excluded in zip(_AUTOGRAD, before):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)

@@ -1,0 +1,105 @@
+"""Linear attention over any items, in chunks, with a state: by torch, and by the kernels of flash-linear-attention.
+
+    S_t = e^{g_t} S_{t-1} + k_t^T items_t        out_t = q_t S_t
+
+No decay is ever divided by.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+CHUNK = 64
+
+Features = Float[Tensor, "b h n c dk"]
+Items = Float[Tensor, "b h n c d"]
+States = Float[Tensor, "b h dk d"]
+
+
+def chunked(
+    q: Features, k: Features, items: Items, g: Tensor | None, state: States, rise: Float[Tensor, "b h n 1 d"] | None
+) -> tuple[Items, Float[Tensor, "b h n dk d"], States]:
+    """The rows, the state before each of n chunks, and the state after the last.
+
+    g (B, H, N, C, 1 or d_k). rise: by how much the items of a chunk are smaller than those of the chunk before.
+    """
+    if g is None:
+        kept, seen, through, scores = k, q, None, (q @ k.mT).tril()
+    else:
+        since = g.cumsum(-2)
+        until = F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
+        kept, seen, through = k * until.exp(), q * since.exp(), since[..., -1:, :].mT.exp()
+        scores = by_halves(q, k, g) if g.shape[-1] > 1 else (q @ k.mT) * between(g.squeeze(-1)).exp().tril()
+    added, before = kept.mT @ items, []
+    for n in range(q.shape[2]):
+        state = state if rise is None else state * rise[:, :, n]
+        before.append(state)
+        state = (state if through is None else state * through[:, :, n]) + added[:, :, n]
+    before = torch.stack(before, 2)
+    return seen @ before + scores @ items, before, state
+
+
+def between(g: Float[Tensor, "*n c"]) -> Float[Tensor, "*n c c"]:
+    """sum_{i<r<=t} g_r at (t, i), 0 for i >= t: summed, not subtracted."""
+    later = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).tril(-1)
+    return torch.where(later, g.unsqueeze(-1), 0).cumsum(-2)
+
+
+def by_halves(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """sum_c q_tc exp(sum_{i<r<=t} g_rc) k_ic for i <= t.
+
+    Between two halves, as what is left of k at their border, times what of that is left at q; inside each, again.
+    """
+    time = q.shape[-2]
+    if time == 1:
+        return (q * k).sum(-1, keepdim=True)
+    if time % 2:
+        q, k, g = (F.pad(x, (0, 0, 0, 1)) for x in (q, k, g))
+        return by_halves(q, k, g)[..., :time, :time]
+    q, k, g = (x.unflatten(-2, (2, time // 2)) for x in (q, k, g))
+    (first, second), since = by_halves(q, k, g).unbind(-3), g[..., 1, :, :].cumsum(-2)
+    until = F.pad(g[..., 0, 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
+    across = (q[..., 1, :, :] * since.exp()) @ (k[..., 0, :, :] * until.exp()).mT
+    return torch.cat([torch.cat([first, torch.zeros_like(first)], -1), torch.cat([across, second], -1)], -2)
+
+
+def by_fla(
+    q: Float[Tensor, "b t h dk"],
+    k: Float[Tensor, "b t h dk"],
+    items: Float[Tensor, "b t h d"],
+    g: Tensor | None,
+    state: States,
+    opens: Bool[Tensor, "b t"] | None,
+) -> tuple[Float[Tensor, "b t h d"], States]:
+    """The rows, and the state after the last token. g (B, T, H, 1 or d_k); opens: where a document begins."""
+    width, dtype = items.shape[-1], torch.bfloat16 if items.dtype == torch.bfloat16 else torch.float32
+    items, state = (F.pad(x, (0, -width % 16)) for x in (items, state.float()))
+    g = g.squeeze(-1) if g is not None and g.shape[-1] == 1 else g
+    inputs, borders = [q.to(dtype), k.to(dtype), items, g], None
+    if opens is not None:  # rows one after another, each document a sequence; the first of a row continues its state
+        rows, time = opens.shape
+        opens = opens.flatten()
+        starts = (opens | (torch.arange(len(opens), device=opens.device) % time == 0)).nonzero().squeeze(1)
+        borders = F.pad(starts, (0, 1), value=len(opens))
+        ends = borders[1:] % time == 0
+        inputs = [None if x is None else x.flatten(0, 1).unsqueeze(0) for x in inputs]
+        state = torch.where(opens[starts, None, None, None], 0, state[starts // time])
+    run = kernel_of(g, inputs[0].shape[1])
+    out, last = run(*inputs, scale=1.0, initial_state=state, output_final_state=True, cu_seqlens=borders)
+    if opens is not None:
+        out, last = out.view(rows, time, *out.shape[2:]), last[ends]
+    return out.float()[..., :width], last[..., :width]
+
+
+def kernel_of(g: Tensor | None, time: int):
+    """fla's kernel for such a decay (B, T, H), (B, T, H, d_k) or None, of a single token or of many."""
+    if g is not None and g.ndim == 4:
+        from fla.ops.gla import chunk_gla, fused_recurrent_gla
+
+        return fused_recurrent_gla if time == 1 else chunk_gla
+    from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+
+    return fused_recurrent_simple_gla if time == 1 else chunk_simple_gla
