@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from fem.record import processor
+from fem.provenance import processor
 from fem_research.runs.tables import markdown_table
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fem.extras import extras, installed
 from fem.ops.common.backend import softmax_backend
-from fem.record import processor, versions
+from fem.provenance import processor, versions
 from fem.tables import show_table
 
 WHY = {

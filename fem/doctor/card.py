@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fem.extras import installed
-from fem.record import CONFIG, check_output, hardware, now, versions, write_json
+from fem.provenance import CONFIG, check_output, hardware, now, versions, write_json
 from fem.tables import cell
 
 LIMIT = 1200  # seconds that a step may take: first calls compile, and flash-linear-attention's kernels tune themselves

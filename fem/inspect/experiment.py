@@ -13,7 +13,7 @@ import torch
 
 from fem.inspect.layers import LayerTables, by_division, layer_tables, readers, readings
 from fem.inspect.settings import MOST_TOKENS, InspectRecipe
-from fem.record import CONFIG, RESULTS, check_output, circumstances, write_json
+from fem.provenance import CONFIG, RESULTS, check_output, circumstances, write_json
 from fem.tables import show_table
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fem.record import first_line, note, read_json
+from fem.provenance import first_line, note, read_json
 from fem.train.integrity import MANIFEST, damage
 
 if TYPE_CHECKING:

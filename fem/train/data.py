@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fem.record import first_line, note
+from fem.provenance import first_line, note
 from fem.train.documents import TEXT, content, kind, local_documents, local_files
 from fem.train.hub import way_to_the_hub
 from fem.train.integrity import MANIFEST, damage, publish

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from fem.record import first_line
+from fem.provenance import first_line
 
 Found = TypeVar("Found")
 PATIENCE = timedelta(days=7)

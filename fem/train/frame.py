@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fem.record import RESULTS, versions, write_json
+from fem.provenance import RESULTS, versions, write_json
 
 
 class Run:

@@ -22,7 +22,7 @@ import numpy as np
 from datasets import IterableDataset, load_dataset
 from transformers import PreTrainedTokenizerFast
 
-from fem.record import first_line, note, read_json, sync, write_json
+from fem.provenance import first_line, note, read_json, sync, write_json
 from fem.train.distributed import Paused
 from fem.train.documents import text_of
 from fem.train.integrity import publish

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from fem.record import sync, write_json
+from fem.provenance import sync, write_json
 
 MANIFEST = "complete.json"
 LOCK = ".lock"

@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerFast
 
 from fem.models.loss import IGNORED
-from fem.record import note, read_json
+from fem.provenance import note, read_json
 from fem.train.integrity import MANIFEST, damage, publish
 from fem.train.pieces import Part
 

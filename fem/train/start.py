@@ -7,7 +7,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fem.record import CONFIG, RESULTS, check_output, circumstances, note, now, read_json, write_json
+from fem.provenance import CONFIG, RESULTS, check_output, circumstances, note, now, read_json, write_json
 from fem.train.checkpoints import STAGING, checkpoints, set_aside_after, step_of, to_go_on_from
 from fem.train.recipe import TrainRecipe, differences
 

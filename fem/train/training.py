@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, TrainingArguments
 
 from fem.models import FEMConfig, preset
 from fem.models.presets import PRESETS
-from fem.record import RESULTS, check_output, note, read_json, write_json
+from fem.provenance import RESULTS, check_output, note, read_json, write_json
 from fem.train import hub
 from fem.train.architecture import other_config
 from fem.train.checkpoints import STAGING, load_language_model

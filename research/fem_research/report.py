@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from fem.record import PAGE, RESULTS, first_line, note, write_json
+from fem.provenance import PAGE, RESULTS, first_line, note, write_json
 from fem.train.checkpoints import checkpoints
 from fem_research.lm.suites import PAPER, paper_rows, ranking
 from fem_research.page_tables import fill

@@ -13,7 +13,7 @@ from command_line import fem
 from torch.distributed import TCPStore
 from typer.testing import CliRunner
 
-from fem import __version__, cli, extras, record
+from fem import __version__, cli, extras, provenance
 from fem.commands import train as train_command
 from fem.doctor import card
 from fem.plots import channel_readings
@@ -242,12 +242,12 @@ def test_no_command_writes_to_a_folder_of_a_users_files(monkeypatch, tmp_path, c
 
 def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "results.json"
-    record.write_json(path, {"a": 1})
+    provenance.write_json(path, {"a": 1})
     with pytest.raises(TypeError):
-        record.write_json(path, {("no", "key"): 1})
-    monkeypatch.setattr(record.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        provenance.write_json(path, {("no", "key"): 1})
+    monkeypatch.setattr(provenance.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        record.write_json(path, {"a": 2})
+        provenance.write_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}
 
 

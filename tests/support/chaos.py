@@ -281,7 +281,7 @@ def once(chaos: Chaos, case: Case, number: int) -> dict:
 
 
 def page(found: list[dict], output: Path, seed: int) -> None:
-    from fem.record import hardware, now, versions, write_json
+    from fem.provenance import hardware, now, versions, write_json
     from fem_research.runs.run import provenance
     from fem_research.runs.tables import markdown_table
 

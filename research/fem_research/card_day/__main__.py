@@ -89,7 +89,7 @@ def train(
     vocabulary: Annotated[int, typer.Option(help="Of --warm, which reads no tokens.")] = 16384,
 ) -> None:
     """Train the rows one after the other; the same command goes on with what was stopped."""
-    from fem.record import note
+    from fem.provenance import note
     from fem.train.distributed import Paused
     from fem_research.card_day import training
 

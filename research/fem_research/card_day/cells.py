@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from fem.record import note, read_json, write_json
+from fem.provenance import note, read_json, write_json
 from fem_research.card_day.facts import circumstances_of_card
 from fem_research.common.measure import Step, cpu_growth, cpu_seconds, gpu_seconds
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 
 from fem.extras import installed
-from fem.record import circumstances
+from fem.provenance import circumstances
 
 
 def circumstances_of_card() -> dict:

@@ -21,7 +21,7 @@ from typing import IO
 import numpy as np
 from tokenizers import Tokenizer
 
-from fem.record import note, read_json, replacing, write_json
+from fem.provenance import note, read_json, replacing, write_json
 from fem.train.tokenizer import END, train_tokenizer
 
 PACKAGE = "linux-source-6.1"

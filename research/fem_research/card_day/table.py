@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fem.record import read_json
+from fem.provenance import read_json
 from fem_research.runs.tables import write_table
 
 BASELINE = "softmax"

@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.presets import preset
-from fem.record import note, read_json, write_json
+from fem.provenance import note, read_json, write_json
 from fem.train.checkpoints import STAGING
 from fem.train.distributed import Paused, Ranks
 from fem.train.model import build_model

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from rich.progress import Progress
 
-from fem.record import circumstances, note, read_json, write_json
+from fem.provenance import circumstances, note, read_json, write_json
 from fem.tables import Rows, show_table
 from fem.train.integrity import one_writer
 from fem_research.runs.run import open_run

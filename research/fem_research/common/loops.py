@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from fem.record import first_line
+from fem.provenance import first_line
 from fem.train.checkpoints import KEPT, STAGING, checkpoints, set_aside_after, to_go_on_from
 from fem.train.integrity import publish
 

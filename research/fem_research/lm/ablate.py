@@ -13,7 +13,7 @@ from statistics import mean
 import torch
 from rich.progress import Progress
 
-from fem.record import note, read_json, write_json
+from fem.provenance import note, read_json, write_json
 from fem.train.model import build_model
 from fem_research.common import pictures
 from fem_research.common.blocks import convolve

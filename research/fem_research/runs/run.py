@@ -28,9 +28,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fem import record
+from fem import provenance as record
 from fem.commands.options import called
-from fem.record import CONFIG, PAGE, RESULTS, circumstances, hardware, now, versions, write_json
+from fem.provenance import CONFIG, PAGE, RESULTS, circumstances, hardware, now, versions, write_json
 
 RUNS = "runs"  # in the folder of a comparison: the records of its trainings
 
@@ -66,7 +66,7 @@ class Run:
 
 
 def check_output(output: Path, experiment: str | None = None, recipe: Any = None) -> None:
-    """`fem.record.check_output`, and with a recipe ValueError where the run is of another one.
+    """`fem.provenance.check_output`, and with a recipe ValueError where the run is of another one.
 
     A folder of trainings (`RUNS`) may be without a config.json yet, and be widened by another recipe of its experiment,
     which keeps them.
