@@ -57,3 +57,18 @@ def assert_same_run(one, other, step):
     a, b = weights(one, step), weights(other, step)
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def save_random_model(path, texts, context):
+    """A model of random weights, large enough that no two tokens are equally likely, beside its tokenizer."""
+    from fem.models import FEMConfig
+    from fem.train.model import build_model
+    from fem.train.tokenizer import train_tokenizer
+
+    torch.set_num_threads(1)
+    tokenizer = train_tokenizer(texts, 300)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = FEMConfig(vocab_size=len(tokenizer), max_position_embeddings=context, **sizes, initializer_range=0.5)
+    build_model(config, 0).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path

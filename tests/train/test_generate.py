@@ -9,27 +9,19 @@ import torch
 
 pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
+from trainings import save_random_model
+
 from fem import cli
-from fem.models import FEMConfig
 from fem.train.checkpoints import load_language_model
 from fem.train.generate import continue_prompt
-from fem.train.model import build_model
-from fem.train.tokenizer import train_tokenizer
 
 CONTEXT = 48
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model of random weights, large enough that no two tokens are equally likely, beside its tokenizer."""
-    torch.set_num_threads(1)
-    tokenizer = train_tokenizer(["the sun sees the moon.", "the bird sees the leaf and nobody sees it"] * 3, 300)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = FEMConfig(vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, **sizes, initializer_range=0.5)
-    path = tmp_path_factory.mktemp("model")
-    build_model(config, 0).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    texts = ["the sun sees the moon.", "the bird sees the leaf and nobody sees it"] * 3
+    return save_random_model(tmp_path_factory.mktemp("model"), texts, CONTEXT)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import json
 import os
 import shlex
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, field, fields, is_dataclass
@@ -18,19 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TaskID
 
 from fem import provenance as record
 from fem.commands.options import called
 from fem.provenance import CONFIG, PAGE, RESULTS, circumstances, hardware, now, versions, write_json
+from fem.train import frame
+from fem.train.frame import Run
 
 RUNS = "runs"  # in the folder of a comparison: the records of its trainings
 
@@ -42,27 +35,6 @@ def option(default: Any, help: str, called: str | None = None, shown: Callable[[
     differs from the value itself.
     """
     return field(default=default, metadata={"help": help, "called": called, "shown": shown})
-
-
-class Run:
-    """A run under way: it writes its files to `folder`, from which `open_run` moves them when the run has succeeded."""
-
-    def __init__(self, folder: Path, seed: int):
-        self.folder = folder
-        self.seed = seed
-        self.started = time.monotonic()
-
-    def log(self, **metrics) -> None:
-        """Append one measurement to metrics.jsonl."""
-        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
-
-    def finish(self, results: dict) -> dict:
-        """Write the results to results.json, with versions, seed and the seconds since the last start; returns them."""
-        seconds = round(time.monotonic() - self.started, 1)
-        results = results | {"versions": versions(), "seed": self.seed, "seconds": seconds}
-        write_json(self.folder / RESULTS, results)
-        return results
 
 
 def check_output(output: Path, experiment: str | None = None, recipe: Any = None) -> None:
@@ -168,13 +140,4 @@ def progress() -> Progress:
     console = Console(stderr=True)
     if not console.is_terminal:
         return Lines(console=console, disable=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("taken,"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-        console=console,
-    )
+    return frame.progress()
