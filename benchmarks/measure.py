@@ -9,7 +9,7 @@ import time
 import torch
 
 from fem.provenance import processor
-from fem_research.runs.tables import markdown_table
+from fem.tables import markdown_table
 
 
 def environment() -> dict[str, str]:

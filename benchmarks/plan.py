@@ -16,9 +16,9 @@ from measure import save
 
 from fem import parameter_groups
 from fem.models import FEMForCausalLM
+from fem.tables import markdown_table
 from fem_research.plan.cost import REACHED, Job, advice, cache_bytes, fits, longest, memory, messages, prediction, wires
 from fem_research.plan.model import FORMS, block_of, config_of, kept, saved, weights
-from fem_research.runs.tables import markdown_table
 
 SIZES, GPUS, CONTEXTS, CACHES = ("340m", "1.3b"), (8, 64, 512), (4096, 131072), (4096, 32768, 131072)
 SOFTMAX = ("full", "slim", "split")

@@ -337,8 +337,8 @@ def main() -> None:
 
     cpu.find_cpu()
     from fem.models import FEMConfig, FEMForCausalLM
+    from fem.tables import markdown_table
     from fem.train.titan import config_registry
-    from fem_research.runs.tables import markdown_table
 
     begin, results, references = time.monotonic(), [], {}
     with tempfile.TemporaryDirectory() as folder:

@@ -119,6 +119,20 @@ def circumstances() -> dict[str, Any]:
     return {"versions": versions(), "hardware": hardware(), "date": now()}
 
 
+def in_words(found: dict[str, Any]) -> tuple[str, str]:
+    """The machine, and the versions, of `circumstances` as a page and a table show them."""
+    hardware = found["hardware"]
+    machine = ", ".join([hardware["processor"], f"threads: {hardware['threads']}", *hardware["gpus"]])
+    return machine, ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+
+
+def provenance(command: str) -> str:
+    """The last section of a page of results: the command, the date, the machine and the versions."""
+    found = circumstances()
+    machine, software = in_words(found)
+    return f"## How this was made\n\n`{command}` on {found['date']}, {machine}; {software}.\n"
+
+
 def processor() -> str:
     """The name of this machine's processor."""
     try:

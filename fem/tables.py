@@ -1,9 +1,11 @@
-"""Tables on the terminal. A row is a dict; None: not measured."""
+"""Tables as Markdown, as CSV and on the terminal. A row is a dict; None: not measured."""
 
 from __future__ import annotations
 
+import csv
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 Rows = Sequence[Mapping[str, Any]]
+Best = Mapping[str, Callable[[list[float]], float]]
 TERMINAL, MOST_COLUMNS, LONGEST_NUMBER = 80, 5, 28
 
 
@@ -33,6 +36,43 @@ def filled(rows: Rows) -> list[str]:
 def numeric(rows: Rows, column: str) -> bool:
     """Whether any cell of the column is a number: it is then aligned to the right."""
     return any(isinstance(row[column], int | float) and not isinstance(row[column], bool) for row in rows)
+
+
+def markdown_table(rows: Rows, best: Best | None = None) -> str:
+    """The rows as a Markdown table, numbers aligned to the right, without columns that are blank in every row.
+
+    best: max or min by column; the cells that begin with the largest or smallest number are bold.
+    """
+    columns = filled(rows)
+    align = ["---:" if numeric(rows, column) else "---" for column in columns]
+    cells = [{column: _plain(cell(row[column])) for column in columns} for row in rows]
+    for column, which in (best or {}).items():
+        numbers = [_leading(row.get(column, "")) for row in cells]
+        known = [number for number in numbers if number is not None]
+        for row, number in zip(cells, numbers):
+            if len(known) > 1 and number == which(known):
+                row[column] = f"**{row[column]}**"
+    lines = [columns, align, *(row.values() for row in cells)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _leading(text: str) -> float | None:
+    """The number that a cell begins with."""
+    match = re.match(r"-?[\d,]+\.?\d*(e[+-]\d+)?", text)
+    return float(match[0].replace(",", "")) if match else None
+
+
+def _plain(text: str) -> str:
+    """The text of a cell, without signs that would end the cell or its line, or begin a tag."""
+    return " ".join(text.replace("<", "&lt;").replace("|", "&#124;").split())
+
+
+def write_csv(path: Path, rows: Rows) -> None:
+    """The rows with every digit."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0] if rows else ()))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def show_table(title: str, rows: Rows, page: str = "the run's report.md") -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import mean
 
 from fem.plots import GREY, picture
+from fem.tables import markdown_table
 from fem_research.common.names import colour
 from fem_research.common.paired import shown
-from fem_research.runs.tables import markdown_table
 
 RESULTS = Path(__file__).parents[2] / "research" / "results"
 TASKS = ("peak", "high-water", "snapshot")

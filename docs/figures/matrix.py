@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
-from fem_research.runs.tables import markdown_table
+from fem.tables import markdown_table
 
 TIME = {"softmax": "T²"}
 

@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from fem.commands.options import recipe_options
-from fem.train.recipe import RECIPES, TrainRecipe, require_one_of
+from fem.recipes import require_one_of
+from fem.train.recipe import RECIPES, TrainRecipe
 
 
 @recipe_options(TrainRecipe)

@@ -7,18 +7,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
 
 from fem.extras import installed
-from fem.provenance import CONFIG, check_output, hardware, now, versions, write_json
-from fem.tables import cell
+from fem.provenance import CONFIG, check_output, hardware, now, provenance, versions, write_json
+from fem.recipes import listed, require_some_of
+from fem.tables import markdown_table
 
 LIMIT = 1200  # seconds that a step may take: first calls compile, and flash-linear-attention's kernels tune themselves
 
@@ -53,9 +50,8 @@ def steps() -> dict[str, Step]:
 def examine(output: Path, only: str | None = None) -> dict:
     """Run the steps and write results.json and report.md to `output`; returns what results.json holds."""
     known = steps()
-    names = list(known) if only is None else [name.strip() for name in only.split(",")]
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"--only must be from {', '.join(known)}; got {', '.join(map(repr, unknown))}.")
+    names = list(known) if only is None else listed(only)
+    require_some_of("--only", names, known)
     chosen = {name: known[name] for name in names}
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     check_output(output, "doctor")
@@ -105,22 +101,10 @@ def page(results: dict, chosen: dict[str, Step]) -> str:
         parts.append(f"## {chosen[name].title}\n\nEnded: {step['ended']}, after {step['seconds']} s.\n")
         columns = list(dict.fromkeys(column for row in step["rows"] for column in row))
         if columns:
-            parts.append(_markdown([{column: row.get(column) for column in columns} for row in step["rows"]]))
+            parts.append(markdown_table([{column: row.get(column) for column in columns} for row in step["rows"]]))
         elif results["device"] == "cpu":
             parts.append("It needs a GPU: nothing was run.\n")
-    made = (
-        f"{results['date']}, {results['hardware']['processor']}, {', '.join(results['hardware']['gpus']) or 'no GPU'}"
-    )
-    return "\n".join([*parts, f"Made by `fem doctor --gpu` on {made}.\n"])
-
-
-def _markdown(rows: list[dict]) -> str:
-    made = Table(*rows[0], box=MARKDOWN)
-    for row in rows:
-        made.add_row(*map(cell, row.values()))
-    text = StringIO()
-    Console(file=text, width=10_000, markup=False).print(made)
-    return text.getvalue()
+    return "\n".join([*parts, provenance("fem doctor --gpu")])
 
 
 if __name__ == "__main__":

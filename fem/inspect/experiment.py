@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from fem.inspect.layers import LayerTables, by_division, layer_tables, readers, readings
 from fem.inspect.settings import MOST_TOKENS, InspectRecipe
 from fem.provenance import CONFIG, RESULTS, check_output, circumstances, write_json
-from fem.tables import show_table
+from fem.tables import show_table, write_csv
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -103,10 +102,7 @@ def run(folder: str, recipe: InspectRecipe, output: Path) -> dict:
     write_json(output / CONFIG, {"experiment": "inspect", "recipe": asdict(recipe)} | circumstances())
     most = layers[index]
     rows = head_rows(layers)
-    with open(output / "heads.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(output / "heads.csv", rows)
     name = f"layer {most.layer}, head {head + 1}: the head whose channels differ most"
     channel_readings(
         output / "inspect.png",

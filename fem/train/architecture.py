@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from fem.extras import how_to_install
 from fem.models.presets import SIZES
 from fem.provenance import read_json
-from fem.train.recipe import nearest
+from fem.recipes import nearest
 
 if TYPE_CHECKING:
     from fem.train.recipe import TrainRecipe

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
-from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
-from typing import Any
 
 from fem.config import MLPS
+from fem.recipes import option, require_not_negative, require_one_of, require_positive
 
 DTYPES = ("float32", "bfloat16")
 DOCUMENTS = ("hidden", "visible")
 SMALLEST_VOCABULARY = 257  # one entry per byte, and the end of a document
 WARMUP = 50  # steps; a twentieth of the laptop recipe
 PAPER_ROWS = 128  # of 4096 tokens: 0.5M tokens a step
-
-
-def option(default: Any, help: str, called: str | None = None) -> Any:
-    """A field of a recipe: its default, the line that explains it, and its name on the command line if another."""
-    return dataclasses.field(default=default, metadata={"help": help, "called": called})
-
-
-def require_one_of(name: str, value: str, known: Collection[str]) -> None:
-    """Raises ValueError where the field's value is none of those known."""
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}.")
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence that refuses a name: "; did you mean fem-sm-tiny?", or "." where none is near."""
-    near = get_close_matches(name, known, 1)
-    return f"; did you mean {near[0]}?" if near else "."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +64,9 @@ class TrainRecipe:
 
     def __post_init__(self):
         counts = ("context", "batch_size", "max_steps", "log_steps", "save_steps", "eval_steps", "keep", "micro_batch")
-        for name in (*counts, "learning_rate", "clip", "comm_timeout"):
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be positive, got {value}.")
-        for name in ("validation_rows", "weight_decay", "seed", "warmup_steps"):
-            value = getattr(self, name)
-            if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must not be negative, got {value}.")
+        require_positive(self, *counts, "learning_rate", "clip", "comm_timeout")
+        require_not_negative(self, "validation_rows", "weight_decay", "seed")
+        require_not_negative(self, *(["warmup_steps"] if self.warmup_steps is not None else []))
         if self.seed >= 2**32:
             raise ValueError(f"seed must be below 2^32, got {self.seed}.")
         if self.context < 2:

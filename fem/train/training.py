@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, TrainingArguments
 from fem.models import FEMConfig, preset
 from fem.models.presets import PRESETS
 from fem.provenance import RESULTS, check_output, note, read_json, write_json
+from fem.recipes import nearest
 from fem.train import hub
 from fem.train.architecture import other_config
 from fem.train.checkpoints import STAGING, load_language_model
@@ -29,7 +30,7 @@ from fem.train.integrity import LOCK, one_writer
 from fem.train.metrics import MetricsCallback, summary
 from fem.train.model import build_model
 from fem.train.packing import SOURCE, Share, write_tokens
-from fem.train.recipe import TrainRecipe, nearest
+from fem.train.recipe import TrainRecipe
 from fem.train.saving import kept
 from fem.train.signals import SaveAndStop
 from fem.train.start import Start, add_event, drop_later, find_start, read_metrics, write_config

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import mean, stdev
 
-from fem_research.runs.tables import markdown_table
+from fem.tables import markdown_table
 
 TABLE = re.compile(r"(<!-- table: (\S+\.csv): (.*?): (.*?): (.*?) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 OF: dict[str, Callable[[list[float]], float | None]] = {
@@ -28,12 +28,20 @@ OF: dict[str, Callable[[list[float]], float | None]] = {
 }
 
 
+def parsed(selection: str) -> dict[str, list[str]]:
+    """The values of each column that "task=peak-64, seed=0|1" allows."""
+    return {column: values.split("|") for column, values in (part.split("=", 1) for part in selection.split(", "))}
+
+
+def selected(file: Path, allowed: Mapping[str, list[str]]) -> list[dict[str, str]]:
+    """The rows of a CSV file that have one of the allowed values in every column."""
+    with open(file, newline="", encoding="utf-8") as opened:
+        return [row for row in csv.DictReader(opened) if all(row[c] in values for c, values in allowed.items())]
+
+
 def rows(folder: Path, file: str, selection: str, by: str, fields: str) -> list[dict]:
     """The rows of one table. Raises ValueError where the record has no such rows."""
-    with open(folder / file, newline="", encoding="utf-8") as opened:
-        table = list(csv.DictReader(opened))
-    for column, values in (part.split("=", 1) for part in selection.split(", ")):
-        table = [row for row in table if row[column] in values.split("|")]
+    table = selected(folder / file, parsed(selection))
     columns, wanted = by.split(", "), [field.split(" ") for field in fields.split(", ")]
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in table:

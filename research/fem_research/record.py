@@ -7,11 +7,11 @@ steps, score, parameters, and where, when and by which command it was made. What
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fem.provenance import in_words, replacing
 from fem_research.common.mixers import canonical, fields_of
 from fem_research.common.names import display
 from fem_research.lm.settings import mixer_name
@@ -28,12 +28,8 @@ def rows_of(config: Mapping, results: Mapping) -> list[Row]:
 
 def _made(config: Mapping) -> Row:
     """Where, when and with which versions a run was made."""
-    hardware = config["hardware"]
-    return {
-        "machine": ", ".join([hardware["processor"], f"threads: {hardware['threads']}", *hardware["gpus"]]),
-        "versions": ", ".join(f"{name} {version}" for name, version in config["versions"].items()),
-        "date": config["date"],
-    }
+    machine, versions = in_words(config)
+    return {"machine": machine, "versions": versions, "date": config["date"]}
 
 
 def mixer(name: str, recipe: Mapping) -> Row:
@@ -151,12 +147,10 @@ def append(folder: Path, run: str, command: str, config: Mapping, results: Mappi
             with open(path, newline="", encoding="utf-8") as file:
                 kept = [row for row in csv.DictReader(file) if row["run"] != run]
         rows = [*kept, *found]
-        staged = path.with_suffix(".part")
-        with open(staged, "w", newline="", encoding="utf-8") as file:
+        with replacing(path) as staged, open(staged, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(
                 file, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n"
             )
             writer.writeheader()
             writer.writerows(rows)
-        os.replace(staged, path)
     return list(by_file)

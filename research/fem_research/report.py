@@ -12,12 +12,12 @@ from importlib import import_module
 from pathlib import Path
 
 from fem.provenance import PAGE, RESULTS, first_line, note, write_json
+from fem.tables import markdown_table
 from fem.train.checkpoints import checkpoints
 from fem_research.lm.suites import PAPER, paper_rows, ranking
 from fem_research.page_tables import fill
 from fem_research.record import append
 from fem_research.runs.run import check_output, without_folders
-from fem_research.runs.tables import markdown_table
 
 INDEX = "README.md"
 OURS = re.compile(r"^## What it says\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)

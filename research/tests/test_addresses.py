@@ -11,6 +11,8 @@ from statistics import mean, median, stdev
 import pandas as pd
 import pytest
 
+from fem_research.page_tables import parsed, selected
+
 RESULTS = Path(__file__).parents[1] / "results"
 README, *_ = PAGES = [
     RESULTS.parents[1] / "README.md",
@@ -24,11 +26,8 @@ OF = {"mean": mean, "median": median, "sd": stdev, "min": min, "max": max, "n": 
 OF |= {"error": lambda x: stdev(x) / len(x) ** 0.5, "joint": lambda x: math.hypot(*x) / len(x)}  # of a mean; of errors
 
 
-def numbers(file: str, selection: dict[str, str], field: str) -> pd.Series:
-    table = pd.read_csv(RESULTS / file, dtype=str, keep_default_na=False)
-    for column, values in selection.items():
-        table = table[table[column].isin(values.split("|"))]
-    table = table[table[field] != ""]
+def numbers(file: str, selection: dict[str, list[str]], field: str) -> pd.Series:
+    table = pd.DataFrame([row for row in selected(RESULTS / file, selection) if row[field]])
     assert len(table), f"{file} has no {field} where {selection}"
     return pd.to_numeric(table.set_index("seed")[field] if "seed" in table else table[field])
 
@@ -41,11 +40,11 @@ def value_of(file: str, address: str) -> float:
         ours, *theirs = (reduce(getitem, path, found) for path in keys)
         return ours / theirs[0] if theirs else ours
     chosen, field, how = re.fullmatch(r"(.+): (\w+) ?(\w*)", what).groups()
-    selection = dict(part.split("=", 1) for part in chosen.split(", "))
+    selection = parsed(chosen)
     ours = numbers(file, selection, field)
     assert how or change or ours.nunique() == 1, f"{address}: say which of {', '.join(OF)} of {len(ours)} numbers"
     if change:
-        theirs = numbers(file, selection | dict(part.split("=", 1) for part in other.split(", ")), field)
+        theirs = numbers(file, selection | parsed(other), field)
         if change == "over":
             return OF[how or "mean"](list(ours)) / OF[how or "mean"](list(theirs))
         ours = (ours - theirs).dropna()  # seed by seed

@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("typer", reason="needs free-energy-mixer[cli]")
 
+from fem.tables import markdown_table
 from fem_research.report import add_page, add_pages, index, redraw, table2
-from fem_research.runs.tables import markdown_table, write_page
+from fem_research.runs.tables import write_page
 
 MADE = {"hardware": {"processor": "a CPU", "threads": 1, "gpus": []}, "versions": {"python": "3"}, "date": "2026"}
 

@@ -12,10 +12,11 @@ from functools import partial
 
 import pytest
 
+from fem.recipes import option
 from fem.tables import show_table
 from fem_research.runs import run as recipe
 from fem_research.runs import tables
-from fem_research.runs.run import open_run, option
+from fem_research.runs.run import open_run
 
 
 @dataclass(frozen=True)

@@ -281,9 +281,8 @@ def once(chaos: Chaos, case: Case, number: int) -> dict:
 
 
 def page(found: list[dict], output: Path, seed: int) -> None:
-    from fem.provenance import hardware, now, versions, write_json
-    from fem_research.runs.run import provenance
-    from fem_research.runs.tables import markdown_table
+    from fem.provenance import hardware, now, provenance, versions, write_json
+    from fem.tables import markdown_table
 
     data = {"seed": seed, "cases": found, "versions": versions(), "hardware": hardware(), "date": now()}
     write_json(output / "chaos.json", data)

@@ -56,8 +56,7 @@ def needs_float64(v: Tensor, beta: Tensor | None, *log_weights: Tensor) -> bool:
         return False
     low, high = v.aminmax()
     least, most = beta.aminmax()
-    narrow = (least < SMALLEST_BETA) | ((high - low) * least < SMALLEST_SPAN)
-    if bool(narrow | (torch.maximum(-low, high) * most > LARGEST_EXPONENT)):
+    if bool(_narrow(low, high, least) | (torch.maximum(-low, high) * most > LARGEST_EXPONENT)):
         return True
     return any(bool(_largest_finite(x) > LARGEST_LOG_WEIGHT) for x in log_weights)
 
@@ -67,8 +66,11 @@ def nearly_equal(v: Tensor, beta: Tensor) -> bool:
     if v.numel() == 0:
         return False
     low, high = v.aminmax()
-    least = beta.amin()
-    return bool((least < SMALLEST_BETA) | ((high - low) * least < SMALLEST_SPAN))
+    return bool(_narrow(low, high, beta.amin()))
+
+
+def _narrow(low: Tensor, high: Tensor, least: Tensor) -> Tensor:
+    return (least < SMALLEST_BETA) | ((high - low) * least < SMALLEST_SPAN)
 
 
 def _largest(x: Tensor) -> Tensor:

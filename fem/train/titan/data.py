@@ -12,8 +12,9 @@ from torchtitan.components.dataloader import BaseDataLoader
 
 from fem.models.loss import next_tokens
 from fem.ops.common.tokens import read_tokens
+from fem.recipes import require_one_of
 from fem.train.packing import Share, ShuffledRows, Tokens
-from fem.train.recipe import DOCUMENTS, require_one_of
+from fem.train.recipe import DOCUMENTS
 
 
 class TokenRows(BaseDataLoader):

@@ -20,7 +20,8 @@ from fem.config import FreeEnergyMixerConfig
 from fem.functional import softmax_read
 from fem.gates import Temperature, TwoLevelGate
 from fem.projection import Projection
-from fem.tables import show_table
+from fem.provenance import provenance
+from fem.tables import markdown_table, show_table
 from fem.theory import index_accuracy
 from fem_research.argmax.settings import ArgmaxRecipe
 from fem_research.common import pictures
@@ -29,8 +30,8 @@ from fem_research.common.loops import descend
 from fem_research.common.measure import cpu_threads
 from fem_research.common.names import display
 from fem_research.common.paired import by_seed
-from fem_research.runs.run import Run, command_line, open_run, progress, provenance
-from fem_research.runs.tables import markdown_table, write_page, write_table
+from fem_research.runs.run import Run, command_line, open_run, progress
+from fem_research.runs.tables import write_page, write_table
 
 MARGIN, NOISE = 1.0, 0.05
 WIDTHS = (0.25, 2.0)

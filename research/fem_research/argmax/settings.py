@@ -6,8 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from fem.checks import finite_number
-from fem_research.runs.recipes import require_not_negative, require_one_of, require_positive
-from fem_research.runs.run import option
+from fem.recipes import option, require_not_negative, require_one_of, require_positive
 
 FORMS = ("spread", "paper")
 SAME = ("parameters", "prior")

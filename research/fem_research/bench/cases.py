@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fem.recipes import listed, option, require_not_negative, require_one_of, require_positive, require_some_of
 from fem_research.common.mixers import OTHERS
-from fem_research.runs.recipes import listed, require_not_negative, require_one_of, require_positive, require_some_of
-from fem_research.runs.run import option
 
 
 class Cost(NamedTuple):

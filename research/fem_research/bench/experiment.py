@@ -9,13 +9,14 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from fem.tables import show_table
+from fem.provenance import provenance
+from fem.tables import markdown_table, show_table
 from fem_research.bench.cases import BASELINE, BY_TOKEN, TABLE5, TABLE7, BenchRecipe, Case
 from fem_research.bench.workloads import OWN_LAYER, baseline_of, colour_of, measure, measure_tokens, shown
 from fem_research.common.measure import cpu_threads
 from fem_research.common.plots import Panel, learning_curves
-from fem_research.runs.run import command_line, open_run, progress, provenance
-from fem_research.runs.tables import markdown_table, write_page, write_table
+from fem_research.runs.run import command_line, open_run, progress
+from fem_research.runs.tables import write_page, write_table
 
 Results = list[tuple[Case, dict[str, dict]]]
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from fem.recipes import listed
 from fem_research.card_day.recipe import ROWS, TrainingRecipe
 from fem_research.common.mixers import numbers
-from fem_research.runs.recipes import listed
 
 HERE = Path("runs/card_day")
 PACKED, TOKENS = HERE / "packed", HERE / "tokens"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from fem.recipes import option, require_not_negative, require_positive
 from fem_research.common.mixers import canonical
-from fem_research.runs.recipes import require_not_negative, require_positive
-from fem_research.runs.run import option
 
 ROWS = {  # what a page calls a row, and its mixer; gates of rank 768 / 16
     "attention": "softmax",

@@ -57,7 +57,7 @@ def command(name: str) -> Callable:
     import typer
 
     from fem.commands.options import recipe_options
-    from fem_research.runs.recipes import require_one_of
+    from fem.recipes import require_one_of
 
     recipe, run, further, suffix = EXPERIMENTS[name]
     module, _, recipe = f"fem_research.{recipe}".rpartition(".")

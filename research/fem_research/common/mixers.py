@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from fem.config import FreeEnergyMixerConfig, build_config, paper_fields
-from fem_research.runs.recipes import listed
+from fem.recipes import listed
 
 INITIALISATIONS = ("normal", "torch")  # of the linear maps, see `blocks.initialise`
 PARTS = {"C": "use_conv", "L": "use_lse", "T": "use_temperature", "G": "use_outer_gate"}

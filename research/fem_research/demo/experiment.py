@@ -21,7 +21,8 @@ from fem.inspect.page import page
 from fem.inspect.settings import MOST_TOKENS
 from fem.models import FEMForCausalLM
 from fem.plots import channel_readings
-from fem.tables import show_table
+from fem.provenance import provenance
+from fem.tables import markdown_table, show_table
 from fem.train.generate import continue_prompt
 from fem.train.model import build_model
 from fem_research.argmax import experiment as argmax
@@ -33,8 +34,8 @@ from fem_research.common.paired import spread
 from fem_research.demo.settings import DemoRecipe
 from fem_research.lm.small import MIXERS, model_config, train
 from fem_research.lm.text import Corpus, build_corpus
-from fem_research.runs.run import Run, command_line, open_run, progress, provenance
-from fem_research.runs.tables import markdown_table, write_table
+from fem_research.runs.run import Run, command_line, open_run, progress
+from fem_research.runs.tables import write_table
 
 WORDS = (12, 24)  # fewest and most words of the sentence that the model reads for the picture
 PROMPT_WORDS, SAMPLE_TOKENS = 6, 60

@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fem_research.runs.recipes import require_not_negative, require_positive
-from fem_research.runs.run import option
+from fem.recipes import option, require_not_negative, require_positive
 
 if TYPE_CHECKING:
     from fem_research.lm.small import LanguageRecipe

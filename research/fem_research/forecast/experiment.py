@@ -10,14 +10,16 @@ from statistics import mean
 import pandas as pd
 
 from fem.plots import picture
+from fem.provenance import provenance
+from fem.tables import markdown_table
 from fem_research.common.grid import Grid, one_by_one, publish
 from fem_research.common.measure import cpu_threads
 from fem_research.common.names import colour, display
 from fem_research.common.paired import by_seed, spread
 from fem_research.common.plots import dots
 from fem_research.forecast.settings import PROFILES, ForecastRecipe, Job
-from fem_research.runs.run import RUNS, check_output, command_line, progress, provenance
-from fem_research.runs.tables import markdown_table, write_page
+from fem_research.runs.run import RUNS, check_output, command_line, progress
+from fem_research.runs.tables import write_page
 
 TABLE_4_MODELS = ("FEM", "FEM-GLA", "FEM-Mamba/paper", "FEM-AFT/paper", "GLA", "iTransformer", "PatchTST", "DLinear")
 TABLE_4 = {

@@ -8,10 +8,9 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from fem.config import MLPS
+from fem.recipes import listed, option, require_not_negative, require_one_of, require_positive
 from fem_research.common.grid import digest_of
 from fem_research.common.mixers import canonical
-from fem_research.runs.recipes import listed, require_not_negative, require_one_of, require_positive
-from fem_research.runs.run import option
 
 if TYPE_CHECKING:
     import torch

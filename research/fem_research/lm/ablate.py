@@ -13,7 +13,8 @@ from statistics import mean
 import torch
 from rich.progress import Progress
 
-from fem.provenance import note, read_json, write_json
+from fem.provenance import note, provenance, read_json, write_json
+from fem.tables import markdown_table
 from fem.train.model import build_model
 from fem_research.common import pictures
 from fem_research.common.blocks import convolve
@@ -25,8 +26,8 @@ from fem_research.common.paired import by_seed, shown, spread
 from fem_research.lm.settings import AblateRecipe, mixer_name, remark, row_fields
 from fem_research.lm.small import LanguageRecipe, model_config, train
 from fem_research.lm.text import Corpus, build_corpus, source_name
-from fem_research.runs.run import RUNS, check_output, command_line, progress, provenance
-from fem_research.runs.tables import markdown_table, write_page
+from fem_research.runs.run import RUNS, check_output, command_line, progress
+from fem_research.runs.tables import write_page
 
 SECONDS = 60.0  # for all rows
 COSTS = "costs.json"

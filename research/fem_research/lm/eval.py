@@ -10,11 +10,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fem.tables import show_table
+from fem.provenance import provenance
+from fem.recipes import listed, option, require_one_of, require_positive
+from fem.tables import markdown_table, show_table
 from fem_research.lm.suites import SUITES, paper_row
-from fem_research.runs.recipes import listed, require_one_of, require_positive
-from fem_research.runs.run import check_output, command_line, open_run, option, provenance
-from fem_research.runs.tables import markdown_table, write_page, write_table
+from fem_research.runs.run import check_output, command_line, open_run
+from fem_research.runs.tables import write_page, write_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

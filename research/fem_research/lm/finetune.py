@@ -14,14 +14,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from fem.models import replace_attention
 from fem.models.surgery.head import FreeEnergyHead
-from fem.tables import show_table
+from fem.provenance import provenance
+from fem.tables import markdown_table, show_table
 from fem_research.common.blocks import count_parameters
 from fem_research.common.loops import descend
 from fem_research.common.paired import by_seed, shown
 from fem_research.lm.settings import ARCHITECTURES, ATTENTION, FIELDS, FinetuneRecipe
 from fem_research.lm.text import Corpus, build_corpus, source_name
-from fem_research.runs.run import check_output, command_line, open_run, progress, provenance
-from fem_research.runs.tables import markdown_table, write_page, write_table
+from fem_research.runs.run import check_output, command_line, open_run, progress
+from fem_research.runs.tables import write_page, write_table
 
 
 def build_model(recipe: FinetuneRecipe, vocabulary: int) -> nn.Module:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fem.config import MLPS
+from fem.recipes import listed, option, require_not_negative, require_one_of, require_positive
 from fem_research.common.mixers import UNNORMALISED, canonical, fields_of, numbers, priors, taken_apart
-from fem_research.runs.recipes import listed, require_not_negative, require_one_of, require_positive
-from fem_research.runs.run import option
 
 if TYPE_CHECKING:
     from fem_research.lm.small import LanguageRecipe

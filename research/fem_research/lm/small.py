@@ -18,12 +18,11 @@ from transformers.utils.logging import disable_progress_bar
 from fem.config import MLPS
 from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.presets import preset
+from fem.recipes import option, require_one_of
 from fem.train.checkpoints import STAGING
 from fem.train.saving import NotFinite, SavingTrainer
 from fem_research.common.watch import Watch, validations
 from fem_research.lm.text import Corpus
-from fem_research.runs.recipes import require_one_of
-from fem_research.runs.run import option
 
 SOFTMAX_ATTENTION = {"use_conv": False, "use_temperature": False, "use_lse": False, "use_outer_gate": False}
 MIXERS = {"fem": {}, "softmax": SOFTMAX_ATTENTION}

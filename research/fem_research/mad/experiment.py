@@ -13,6 +13,8 @@ from statistics import mean
 import pandas as pd
 
 from fem.plots import picture
+from fem.provenance import provenance
+from fem.tables import markdown_table
 from fem_research.common.grid import Grid, publish
 from fem_research.common.mixers import OTHERS, known
 from fem_research.common.names import KEY, colour, display, sizes
@@ -21,8 +23,8 @@ from fem_research.common.plots import dots
 from fem_research.common.sweep import sweep
 from fem_research.mad.settings import PROFILES, MADRecipe, Profile
 from fem_research.mad.training import Point, train
-from fem_research.runs.run import RUNS, check_output, command_line, progress, provenance
-from fem_research.runs.tables import markdown_table, write_page
+from fem_research.runs.run import RUNS, check_output, command_line, progress
+from fem_research.runs.tables import write_page
 
 COLUMNS = {
     "compression": "Compress",

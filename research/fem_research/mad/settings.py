@@ -7,12 +7,11 @@ from itertools import product
 
 from fem.config import MLPS
 from fem.extras import how_to_install
+from fem.recipes import listed, option, require_not_negative, require_one_of, require_positive, require_some_of
 from fem_research.common.grid import digest_of
 from fem_research.common.mixers import INITIALISATIONS, PUBLISHED, available, known, numbers
 from fem_research.common.names import as_shown
 from fem_research.mad.tasks import TASKS, build
-from fem_research.runs.recipes import listed, require_not_negative, require_one_of, require_positive, require_some_of
-from fem_research.runs.run import option
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from statistics import mean
 
 import pandas as pd
 
+from fem.provenance import provenance
+from fem.tables import markdown_table
 from fem_research.common import pictures
 from fem_research.common.grid import Grid, publish
 from fem_research.common.names import display
@@ -18,8 +20,8 @@ from fem_research.common.paired import by_seed, in_words, paired
 from fem_research.common.sweep import sweep
 from fem_research.natural.settings import SETS, NaturalRecipe
 from fem_research.natural.training import bags, digest, train
-from fem_research.runs.run import RUNS, check_output, command_line, progress, provenance
-from fem_research.runs.tables import markdown_table, write_page
+from fem_research.runs.run import RUNS, check_output, command_line, progress
+from fem_research.runs.tables import write_page
 
 REFERENCE = "pool:attention"
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fem.recipes import listed, option, require_not_negative, require_one_of, require_positive, require_some_of
 from fem_research.common.grid import digest_of
 from fem_research.common.mixers import INITIALISATIONS, POOLS, numbers
-from fem_research.runs.recipes import listed, require_not_negative, require_one_of, require_positive, require_some_of
-from fem_research.runs.run import option
 
 SETS = {  # the package that ships the set, and what is asked
     "musk1": ("mil", "does a molecule, a set of its shapes, smell of musk"),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fem.recipes import option, require_one_of, require_positive
 from fem.train.recipe import PAPER_ROWS
-from fem_research.runs.recipes import require_one_of, require_positive
-from fem_research.runs.run import option
 
 SIZES = ("tiny", "340m", "1.3b")
 FORMS = {

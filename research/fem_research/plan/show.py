@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from fem.tables import markdown_table
 from fem_research.plan import cost
 from fem_research.plan.cost import Job
 from fem_research.plan.model import weights
-from fem_research.runs.tables import markdown_table
 
 COUNTED = ("weights", "optimiser", "gradients")  # of the bytes that a GPU holds
 CACHES = (4096, 32768, 131072)

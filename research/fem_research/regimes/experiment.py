@@ -11,6 +11,8 @@ from statistics import mean
 
 import torch
 
+from fem.provenance import provenance
+from fem.tables import markdown_table
 from fem_research.common import pictures
 from fem_research.common.grid import Grid, Tuned, publish
 from fem_research.common.mixers import POOLS, UNTYPED, mixer_config, taken_apart
@@ -19,8 +21,8 @@ from fem_research.common.paired import by_seed, in_words, paired, shown, spread
 from fem_research.common.sweep import sweep
 from fem_research.regimes.settings import RegimesRecipe
 from fem_research.regimes.training import build, constants, train
-from fem_research.runs.run import RUNS, check_output, command_line, progress, provenance
-from fem_research.runs.tables import markdown_table, write_page
+from fem_research.runs.run import RUNS, check_output, command_line, progress
+from fem_research.runs.tables import write_page
 
 Found = dict[str, dict[str, list[dict]]]
 QUESTION = "Does the free energy help?"

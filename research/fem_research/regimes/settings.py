@@ -6,10 +6,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fem.recipes import listed, option, require_not_negative, require_one_of, require_positive, require_some_of
 from fem_research.common.mixers import INITIALISATIONS, KNOWN_ANSWERS, POOLS, UNTYPED, canonical, numbers
 from fem_research.common.names import as_shown
-from fem_research.runs.recipes import listed, require_not_negative, require_one_of, require_positive, require_some_of
-from fem_research.runs.run import option
 
 if TYPE_CHECKING:
     from fem_research.regimes.tasks import Task

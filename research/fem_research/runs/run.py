@@ -10,31 +10,22 @@ import json
 import os
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, field, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from fem import provenance as record
+from fem import provenance
 from fem.commands.options import called
-from fem.provenance import CONFIG, PAGE, RESULTS, circumstances, hardware, now, versions, write_json
+from fem.provenance import CONFIG, PAGE, RESULTS, circumstances, write_json
 from fem.train import frame
 from fem.train.frame import Run
 
 RUNS = "runs"  # in the folder of a comparison: the records of its trainings
-
-
-def option(default: Any, help: str, called: str | None = None, shown: Callable[[str], str] | None = None) -> Any:
-    """A field of a recipe: its default, and the line that explains it in the command's help.
-
-    called: its name on the command line, where that is not the field's. shown: how a page writes the value, where that
-    differs from the value itself.
-    """
-    return field(default=default, metadata={"help": help, "called": called, "shown": shown})
 
 
 def check_output(output: Path, experiment: str | None = None, recipe: Any = None) -> None:
@@ -45,8 +36,8 @@ def check_output(output: Path, experiment: str | None = None, recipe: Any = None
     """
     trainings = (output / RUNS).is_dir()
     if not trainings or any((output / name).exists() for name in (CONFIG, RESULTS, PAGE)):
-        record.check_output(output, experiment)
-    config = record.read_json(output / CONFIG)
+        provenance.check_output(output, experiment)
+    config = provenance.read_json(output / CONFIG)
     if recipe is None or trainings or config is None or not isinstance(stored := config.get("recipe"), dict):
         return
     wanted = json.loads(json.dumps(asdict(recipe), default=str))
@@ -113,14 +104,6 @@ def without_folders(text: str) -> str:
 def _file_name(text: str) -> str:
     path = Path(text)
     return path.name if path.is_absolute() or (os.sep in text and path.exists()) else text
-
-
-def provenance(command: str) -> str:
-    """The last section of a page of results: the command, the date, the machine and the versions."""
-    facts = hardware()
-    machine = ", ".join([facts["processor"], f"threads: {facts['threads']}", *facts["gpus"]])
-    software = ", ".join(f"{name} {version}" for name, version in versions().items())
-    return f"## How this was made\n\n`{command}` on {now()}, {machine}; {software}.\n"
 
 
 class Lines(Progress):

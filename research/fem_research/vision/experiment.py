@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pandas as pd
 
+from fem.provenance import provenance
+from fem.tables import markdown_table
 from fem.train.distributed import end_process_group
 from fem_research.common import pictures
 from fem_research.common.grid import Grid, one_by_one, publish
 from fem_research.common.measure import cpu_threads
 from fem_research.common.names import display, sizes
 from fem_research.common.paired import by_seed, shown, spread
-from fem_research.runs.run import RUNS, check_output, command_line, progress, provenance
-from fem_research.runs.tables import markdown_table, write_page
+from fem_research.runs.run import RUNS, check_output, command_line, progress
+from fem_research.runs.tables import write_page
 from fem_research.vision.images import Pictures, check, load_pictures
 from fem_research.vision.settings import PROFILES, VisionRecipe
 from fem_research.vision.training import model_config, train

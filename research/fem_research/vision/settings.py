@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fem.config import MLPS
+from fem.recipes import listed, option, require_not_negative, require_one_of, require_positive
 from fem_research.common.grid import digest_of
 from fem_research.common.mixers import canonical
 from fem_research.common.names import as_shown
-from fem_research.runs.recipes import listed, require_not_negative, require_one_of, require_positive
-from fem_research.runs.run import option
 
 DTYPES = ("float32", "bfloat16")
 

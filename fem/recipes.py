@@ -1,11 +1,21 @@
-"""Checks that recipes share: lists with commas, limits, and names to choose from."""
+"""Fields of recipes, and the checks that they share: lists with commas, limits, and names to choose from."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import field
 from difflib import get_close_matches
 from typing import Any
+
+
+def option(default: Any, help: str, called: str | None = None, shown: Callable[[str], str] | None = None) -> Any:
+    """A field of a recipe: its default, and the line that explains it in the command's help.
+
+    called: its name on the command line, where that is not the field's. shown: how a page writes the value, where that
+    differs from the value itself.
+    """
+    return field(default=default, metadata={"help": help, "called": called, "shown": shown})
 
 
 def listed(text: str) -> list[str]:
