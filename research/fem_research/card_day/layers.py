@@ -49,7 +49,7 @@ def build(name: str, recipe: LayersRecipe) -> nn.Module:
 def captured(step: Step) -> Step:
     """The step in a CUDA graph, which a call replays.
 
-    Raises RuntimeError for a step that waits for the device, before the capture: one that fails breaks what comes after.
+    Raises RuntimeError for a step that waits for the device, before it is captured: a failed capture breaks later ones.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
