@@ -233,7 +233,7 @@ def check_mixer_fields(config: PreTrainedConfig) -> None:
 
 
 def refuse_unknown(config: PreTrainedConfig, values: dict) -> None:
-    """Raise TypeError on a field that no class of the configuration has. transformers would keep it, and nobody would read it.
+    """Raise TypeError on a field that no class of the configuration has: transformers would keep it unread.
 
     What was read from a file, with model_type beside it, may hold what other programs wrote there.
     """

@@ -30,7 +30,7 @@ def replace_attention(
     (FreeEnergyMixerConfig.matched), causal where the original is, rotated at its rope_theta without its scaling. Give
     causal=True where only the calls are causal (CLIP's text); a call that says otherwise than the mixer is refused.
 
-    Replaced: what reads through transformers' attention functions (research/results/clients.md lists the model types),
+    Replaced: what reads through transformers' attention functions (research/results lists the model types),
     timm's ViT, and nn.MultiheadAttention as self-attention, by itself or in nn.TransformerEncoder/DecoderLayer.
     Cross-attention beside self-attention stays as it is. layers: indices of the self-attentions to replace, in the
     order of model.modules(); None: all. config: fields of FreeEnergyMixerConfig, where the original does not decide.
