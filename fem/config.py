@@ -215,7 +215,7 @@ class FreeEnergyMixerConfig:
                 raise ValueError(f"rope_frequencies needs {wanted}, got {len(self.rope_frequencies)} numbers.")
         if self.keep_lambda and (self.use_temperature or not self.use_lse or self.free_share is not None):
             raise ValueError(
-                "keep_lambda is for use_lse=True, use_temperature=False and no free_share, got keep_lambda=True with "
+                "keep_lambda=True needs use_lse=True, use_temperature=False and no free_share, got "
                 f"use_lse={self.use_lse}, use_temperature={self.use_temperature} and free_share={self.free_share}."
             )
         for name in ("free_share", "value_logexp_cap"):
