@@ -48,16 +48,14 @@ def test_every_training_of_a_kept_page_has_a_row(experiment):
 
 
 def test_a_run_that_is_added_again_replaces_its_own_rows(tmp_path):
-    for name in ("regimes_peak64_seeds", "regimes_peak64", "regimes_peak64_seeds"):
+    for name in ("regimes_wide", "regimes_peak64", "regimes_wide"):
         data = kept(RESULTS / f"{name}.json")
         [path] = append(tmp_path, name, f"fem regimes {name}", data["config"], data["results"])
     rows = read(path)
-    expected = sum(
-        len(rows_of(**kept(RESULTS / f"{name}.json"))) for name in ("regimes_peak64_seeds", "regimes_peak64")
-    )
+    expected = sum(len(rows_of(**kept(RESULTS / f"{name}.json"))) for name in ("regimes_wide", "regimes_peak64"))
     assert path.name == "regimes.csv"
     assert len(rows) == expected
-    assert {row["command"] for row in rows} == {"fem regimes regimes_peak64_seeds", "fem regimes regimes_peak64"}
+    assert {row["command"] for row in rows} == {"fem regimes regimes_wide", "fem regimes regimes_peak64"}
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -76,7 +74,7 @@ def test_an_experiment_without_trainings_adds_nothing(tmp_path):
 def test_fem_report_adds_a_run_to_the_record(tmp_path):
     run, output = tmp_path / "peak", tmp_path / "results"
     run.mkdir()
-    data = json.loads((RESULTS / "regimes_peak64_seeds.json").read_text())
+    data = json.loads((RESULTS / "regimes_wide.json").read_text())
     for name in ("config", "results"):
         (run / f"{name}.json").write_text(json.dumps(data[name]))
     (run / "report.md").write_text(PAGE)
