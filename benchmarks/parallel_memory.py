@@ -1,6 +1,6 @@
 """Memory per process when heads (tensor parallel) or rows (context parallel) are split over 1, 2 and 4 processes.
 
-OMP_NUM_THREADS=1 python benchmarks/parallel_memory.py       # writes research/results/parallel_cpu.{json,md}
+OMP_NUM_THREADS=1 python benchmarks/parallel_memory.py       # writes research/results/checks/parallel_cpu.{json,md}
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def main() -> None:
         "process's resident memory rises in the second step, gradients, gloo's buffers and what the allocator keeps "
         "included; 60 MiB of it are gradients, where all weights are. Made by `python benchmarks/parallel_memory.py`."
     )
-    save("research/results/parallel_cpu", "Memory of split models", results, rows, note)
+    save("research/results/checks/parallel_cpu", "Memory of split models", results, rows, note)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the paper's language models would cost on 8, 64 and 512 GPUs: writes research/results/plan.{md,json}.
+"""What the paper's language models would cost on 8, 64 and 512 GPUs: writes research/results/checks/plan.{md,json}.
 
 make card && PYTHONPATH=.:research .card/run benchmarks/plan.py       # about a minute of one core
 """
@@ -22,7 +22,7 @@ from fem_research.plan.model import FORMS, block_of, config_of, kept, saved, wei
 
 SIZES, GPUS, CONTEXTS, CACHES = ("340m", "1.3b"), (8, 64, 512), (4096, 131072), (4096, 32768, 131072)
 SOFTMAX = ("full", "slim", "split")
-COUNTED = json.loads(Path("research/results/titan_cpu.json").read_text())["results"]["collectives"]
+COUNTED = json.loads(Path("research/results/checks/titan_cpu.json").read_text())["results"]["collectives"]
 LENGTH = 2048  # tokens of the row on which activations are checked
 
 NOTE = """Everything here is counted or predicted on a CPU; **no GPU has run any of it**, and times are predictions.
@@ -185,7 +185,7 @@ def main() -> None:
     rows = checks()
     tables = {name: markdown_table(table) for name, table in found.items()}
     note = NOTE.format(**tables, reached=REACHED, length=LENGTH)
-    save("research/results/plan", "What a training would cost", found | {"checks": rows}, rows, note)
+    save("research/results/checks/plan", "What a training would cost", found | {"checks": rows}, rows, note)
 
 
 if __name__ == "__main__":

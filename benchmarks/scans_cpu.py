@@ -1,7 +1,7 @@
 """The linear-time priors on one CPU thread: how a train step grows with T, against the formulas they replace.
 
-python benchmarks/scans_cpu.py            # writes research/results/scans_cpu.{json,md}
-python benchmarks/scans_cpu.py split      # split values against the prior alone: research/results/scans_split.{json,md}
+python benchmarks/scans_cpu.py            # writes runs/scans_cpu.{json,md}
+python benchmarks/scans_cpu.py split      # split values against the prior alone: runs/scans_split.{json,md}
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def split_against_alone() -> None:
         f"they were published. Equal linear weights, batch 1, width {WIDTH}, {HEADS} heads, fp32; process CPU time of "
         "one thread, medians of steps in turn, on a machine that ran other programs."
     )
-    save("research/results/scans_split", "Split values under linear-time priors, on a CPU", results, rows, note)
+    save("runs/scans_split", "Split values under linear-time priors, on a CPU", results, rows, note)
 
 
 def main() -> None:
@@ -199,7 +199,7 @@ def main() -> None:
         "free energy (inexact: it underflows and leaks the future), the exact read takes "
         f"{ratio('rnn_softmax')} of the time for `rnn_softmax` and {ratio('rnn_decay')} for `rnn_decay`."
     )
-    save("research/results/scans_cpu", "Linear-time priors on a CPU", results, rows, note)
+    save("runs/scans_cpu", "Linear-time priors on a CPU", results, rows, note)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Do servers generate the same greedy tokens as `generate` from the same checkpoints, on a CPU?
 
-make test-vllm          # builds an environment of its own and writes research/results/serving_vllm.{json,md}
+make test-vllm          # builds an environment of its own and writes research/results/checks/serving_vllm.{json,md}
 .venv-vllm/bin/python benchmarks/serving_vllm.py --blank        # only the rows that the page leaves blank
 """
 
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-PAGE = "research/results/serving_vllm"
+PAGE = "research/results/checks/serving_vllm"
 VOCABULARY, NEW, SEED = 512, 16, 0
 LENGTHS = (1, 2, 5, 17, 63, 64, 65, 130, 257, 500)
 SHARED = 96  # tokens that the prompts of prefix caching begin with

@@ -1,6 +1,6 @@
 """Does torchtitan train FEM as plain PyTorch does, on a CPU: losses, weights, tokens, and after kill -9?
 
-make test-titan          # builds an environment of its own and writes research/results/titan_cpu.{json,md}
+make test-titan          # builds an environment of its own and writes research/results/checks/titan_cpu.{json,md}
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-PAGE = "research/results/titan_cpu"
+PAGE = "research/results/checks/titan_cpu"
 STEPS, CONTEXT, BATCH, MICRO, SEED, NEW = 20, 128, 4, 2, 0, 16
 SPREAD = 0.2  # of the starting weights: at the models' own .02 all 16 greedy tokens after 20 steps are the same one
 PROMPT = list(range(7, 19))

@@ -1,31 +1,57 @@
-"""Tables of pages, drawn from the record between two comments: the first says of which rows, the second ends it.
+"""Tables and pictures of pages, drawn from the record; a comment says of which rows.
 
-    <!-- table: regimes.csv: task=peak-64, steps=2000: mixer, rate: score mean, score error, score n -->
+    <!-- table: regimes.csv: task=peak-64, steps=2000: mixer, rate: score ±, score n -->
     <!-- end -->
 
-A row of the table has equal values in the columns named third; its numbers are those fields' mean, error (standard
-error of the mean), sd, min, max or n over the rows that have them.
+A row of the table has equal values in the columns named third. Its numbers are those fields' mean, error (standard
+error of the mean), ± (both), sd, median, min, max, sum or n over the rows of the record that have them; `over` is the
+ratio of means, and `lead` the mean difference seed by seed, ±, to the rows of attention. "mixer / task" in the third
+place asks for a column per task. A picture has a dot per row of the record, or a line where rows are steps, and a panel
+per task:
+
+    <!-- picture: mad.csv: run=mad_laptop: mixer / task: mean: mad.png -->
 """
 
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 
 from fem.tables import markdown_table
 
 TABLE = re.compile(r"(<!-- table: (\S+\.csv): (.*?): (.*?): (.*?) -->\n).*?(?=<!-- end -->)", re.DOTALL)
-OF: dict[str, Callable[[list[float]], float | None]] = {
+PICTURE = re.compile(r"<!-- picture: (\S+\.csv): (.*?): (.*?) / (.*?): (\w+): (\S+\.png) -->")
+
+
+def _error(numbers: list[float]) -> float | None:
+    return stdev(numbers) / len(numbers) ** 0.5 if len(numbers) > 1 else None
+
+
+def _with_error(numbers: list[float]) -> str | None:
+    if not numbers:
+        return None
+    return f"{mean(numbers):#.4g}" if (error := _error(numbers)) is None else f"{mean(numbers):#.4g} ± {error:.2g}"
+
+
+OF: dict[str, Callable[[list[float]], float | str | None]] = {
     "mean": lambda numbers: mean(numbers) if numbers else None,
-    "error": lambda numbers: stdev(numbers) / len(numbers) ** 0.5 if len(numbers) > 1 else None,
+    "median": lambda numbers: median(numbers) if numbers else None,
+    "error": _error,
+    "±": _with_error,
     "sd": lambda numbers: stdev(numbers) if len(numbers) > 1 else None,
+    "joint": lambda errors: math.hypot(*errors) / len(errors) if errors else None,  # of the mean of several errors
     "min": lambda numbers: min(numbers, default=None),
     "max": lambda numbers: max(numbers, default=None),
+    "sum": sum,
     "n": len,
 }
+
+Rows = list[dict[str, str]]
+BASE = "attention"
 
 
 def parsed(selection: str) -> dict[str, list[str]]:
@@ -33,27 +59,67 @@ def parsed(selection: str) -> dict[str, list[str]]:
     return {column: values.split("|") for column, values in (part.split("=", 1) for part in selection.split(", "))}
 
 
-def selected(file: Path, allowed: Mapping[str, list[str]]) -> list[dict[str, str]]:
+def selected(file: Path, allowed: Mapping[str, list[str]]) -> Rows:
     """The rows of a CSV file that have one of the allowed values in every column."""
     with open(file, newline="", encoding="utf-8") as opened:
         return [row for row in csv.DictReader(opened) if all(row[c] in values for c, values in allowed.items())]
 
 
+def _with_numbers(folder: Path, file: str, selection: str, field: str) -> Rows:
+    found = [row for row in selected(folder / file, parsed(selection)) if row[field]]
+    if not found:
+        raise ValueError(f"{file} has no {field} where {selection}.")
+    return found
+
+
+def _groups(rows: Rows, columns: list[str]) -> dict[tuple[str, ...], Rows]:
+    groups: dict[tuple[str, ...], Rows] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return groups
+
+
 def rows(folder: Path, file: str, selection: str, by: str, fields: str) -> list[dict]:
     """The rows of one table. Raises ValueError where the record has no such rows."""
-    table = selected(folder / file, parsed(selection))
+    by, _, across = by.partition(" / ")
     columns, wanted = by.split(", "), [field.split(" ") for field in fields.split(", ")]
-    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
-    for row in table:
-        if row[wanted[0][0]]:
-            groups.setdefault(tuple(row[column] for column in columns), []).append(row)
-    if not groups:
-        raise ValueError(f"{file} has no {wanted[0][0]} where {selection}.")
-    return [
-        dict(zip(columns, values, strict=True))
-        | {f"{field}, {how}": OF[how]([float(row[field]) for row in of if row[field]]) for field, how in wanted}
-        for values, of in groups.items()
-    ]
+    table = _with_numbers(folder, file, selection, wanted[0][0])
+    parts = {name: of for (name,), of in _groups(table, [across]).items()} if across else {"": table}
+    settings = [column for column in columns if column not in ("mixer", "rate")]
+    lines = []
+    for values, of in _groups(table, columns).items():
+        line = dict(zip(columns, values, strict=True))
+        for name, part in parts.items():
+            ours = [row for row in of if row in part]
+            theirs = [row for row in part if row["mixer"] == BASE and all(row[c] == line[c] for c in settings)]
+            for field, how in wanted:
+                line[name or _heading(field, how)] = _number(ours, theirs, field, how)
+        lines.append(line)
+    first = {row["mixer"]: place for place, row in reversed([*enumerate(table)])}
+    return sorted(lines, key=lambda line: [_place(first.get(line[column], line[column])) for column in columns])
+
+
+def _place(value: str | int) -> tuple[float, str]:
+    """Where a line stands: numbers by size, mixers in the order of the record, other words by the alphabet."""
+    try:
+        return float(value), ""
+    except ValueError:
+        return math.inf, str(value)
+
+
+def _number(ours: Rows, theirs: Rows, field: str, how: str) -> float | str | None:
+    a, b = ([float(row[field]) for row in rows if row[field]] for rows in (ours, theirs))
+    if how == "over":
+        return f"{mean(a) / mean(b):.2f}" if a and b else None
+    if how == "lead":
+        base = {row["seed"]: float(row[field]) for row in theirs if row[field]}
+        pairs = [float(row[field]) - base[row["seed"]] for row in ours if row[field] and row["seed"] in base]
+        return f"{mean(pairs):+.3f}" + ("" if len(pairs) < 2 else f" ± {_error(pairs):.3f}") if any(pairs) else None
+    return OF[how](a)
+
+
+def _heading(field: str, how: str) -> str:
+    return {"mean": field, "±": field, "n": "trainings", "over": f"{field}, ratio"}.get(how, f"{field}, {how}")
 
 
 def filled(text: str, folder: Path) -> str:
@@ -61,9 +127,44 @@ def filled(text: str, folder: Path) -> str:
     return TABLE.sub(lambda found: f"{found[1]}{markdown_table(rows(folder, *found.groups()[1:]))}", text)
 
 
+def draw(folder: Path, file: str, selection: str, by: str, panel: str, field: str, name: str) -> None:
+    """The picture of a page: every value of the column `by` has a dot for each of its rows, or a line over steps."""
+    from fem_research.common.names import colour  # with matplotlib, which a table does without
+    from fem_research.common.plots import Panel, dots, learning_curves
+
+    found = _with_numbers(folder, file, selection, field)
+    panels = {
+        title: {label: of for (label,), of in _groups(part, [by]).items()}
+        for (title,), part in _groups(found, [panel]).items()
+    }
+    colours = {row[by]: colour(row[by]) for row in found}
+    if "step" in found[0]:
+        lines = [
+            Panel(title, "step", {label: [_line(of_run, field) for of_run in _runs(of)] for label, of in part.items()})
+            for title, part in panels.items()
+        ]
+        learning_curves(folder / name, f"{field} while training", lines, colours)
+    else:
+        scores = {
+            title: {label: [float(row[field]) for row in of] for label, of in part.items()}
+            for title, part in panels.items()
+        }
+        dots(folder / name, f"{field} of every training", scores, colours)
+
+
+def _runs(rows: Rows) -> list[Rows]:
+    return list(_groups(rows, ["run", "seed"]).values())
+
+
+def _line(rows: Rows, field: str) -> tuple[list[int], list[float]]:
+    return [int(row["step"]) for row in rows], [float(row[field]) for row in rows]
+
+
 def fill(folder: Path) -> None:
-    """Draw the tables of every page in the folder again."""
+    """Draw the tables and the pictures of every page in the folder again."""
     for page in folder.glob("*.md"):
         text = page.read_text(encoding="utf-8")
         if TABLE.search(text):
             page.write_text(filled(text, folder), encoding="utf-8")
+        for found in PICTURE.finditer(text):
+            draw(folder, *found.groups())

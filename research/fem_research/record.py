@@ -17,7 +17,9 @@ from fem_research.common.names import display
 from fem_research.lm.settings import mixer_name
 
 Row = dict[str, Any]
-FILES = {"ablate": "language", "finetune": "language", "natural": "pooling"}
+FILES = {"ablate": "language", "finetune": "language", "natural": "pooling", "bench": "cost"}
+TIMES = ("forward", "train", "token")
+SIZES = ("train_extra_bytes", "state_bytes", "forward_flop", "train_flop", "parameters")
 
 
 def rows_of(config: Mapping, results: Mapping) -> list[Row]:
@@ -82,7 +84,7 @@ def ablate(recipe: Mapping, results: Mapping) -> Iterator[Row]:
 
 def finetune(recipe: Mapping, results: Mapping) -> Iterator[Row]:
     for name, found in results.get("finetune", {}).items():
-        row = {"task": f"{recipe['text']}, further with a trained {recipe['architecture']}"} | mixer(name, recipe)
+        row = {"task": f"{recipe['text']} after a trained {recipe['architecture']}"} | mixer(name, recipe)
         row |= {"rate": recipe["further_learning_rate"], "steps": recipe["further_steps"], "before": found["before"]}
         for seed, loss in enumerate(found["after"]):
             yield row | {"seed": recipe["seed"] + seed, "score": loss, "parameters": found["parameters"]}
@@ -128,7 +130,25 @@ def argmax(recipe: Mapping, results: Mapping) -> Iterator[Row]:
             yield row | {"rate": recipe["learning_rate"], "score": hits}
 
 
-EXPERIMENTS = {of.__name__: of for of in (regimes, natural, ablate, finetune, mad, vision, forecast, argmax)}
+def bench(recipe: Mapping, results: Mapping) -> Iterator[Row]:
+    from fem_research.bench.cases import BASELINE
+    from fem_research.bench.workloads import shown
+
+    for case in results.get("bench", ()):
+        size = case["size"]
+        row = {"task": case["part"], "device": case["device"], "dtype": case["dtype"], "layers": case["layers"]}
+        row |= {"tokens": size["time"], "batch": size["batch"]}
+        for name, cost in case["results"].items():
+            own = {f"{field}_ms": 1e3 * cost[f"{field}_s"] for field in TIMES if cost.get(f"{field}_s") is not None}
+            own |= {field: cost[field] for field in SIZES if cost.get(field) is not None}
+            label, _, form = shown(name).partition(", ")
+            own["mode"] = "torch's layer" if name == BASELINE else form
+            if case["part"] == "read" and name != BASELINE:  # no gates stand around it
+                label = "attention+L"
+            yield row | mixer(label, {"width": size["width"], "heads": size["heads"]}) | own
+
+
+EXPERIMENTS = {of.__name__: of for of in (regimes, natural, ablate, finetune, mad, vision, forecast, argmax, bench)}
 
 
 def append(folder: Path, run: str, command: str, config: Mapping, results: Mapping) -> list[Path]:
@@ -145,7 +165,13 @@ def append(folder: Path, run: str, command: str, config: Mapping, results: Mappi
         kept: list[Row] = []
         if path.exists():
             with open(path, newline="", encoding="utf-8") as file:
-                kept = [row for row in csv.DictReader(file) if row["run"] != run]
+                kept = list(csv.DictReader(file))
+        for row in kept:
+            if row["run"] == run and row["command"].split()[:2] != command.split()[:2]:
+                raise ValueError(
+                    f"runs must have names of their own, got {run!r}, which {path.name} has of {row['command']!r}."
+                )
+        kept = [row for row in kept if row["run"] != run]
         rows = [*kept, *found]
         with replacing(path) as staged, open(staged, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(

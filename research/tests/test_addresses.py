@@ -1,17 +1,15 @@
 """Every number with an address is what stands there: 0.96<!-- regimes.csv: task=peak-64, seed=0: score mean -->."""
 
 import json
-import math
 import re
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from statistics import mean, median, stdev
 
 import pandas as pd
 import pytest
 
-from fem_research.page_tables import parsed, selected
+from fem_research.page_tables import OF, parsed, selected
 
 RESULTS = Path(__file__).parents[1] / "results"
 README, *_ = PAGES = [
@@ -20,10 +18,8 @@ README, *_ = PAGES = [
     *RESULTS.rglob("*.md"),
 ]
 MEASURED = re.compile(r"(?<![\w.,])[-+±]?\d*(?:,\d{3})*\.?\d+(?!\.?\d)(?: ?%|M\b)?")
-ADDRESS = re.compile(r"\**(?:\]\([^)]*\))?\**<!-- (\w+\.(?:csv|json)): (.+?) -->")
+ADDRESS = re.compile(r"\**(?:\]\([^)]*\))?\**<!-- ([\w/]+\.(?:csv|json)): (.+?) -->")
 CODE = re.compile(r"```.*?```|`[^`]*`|\$\$.*?\$\$|(?:Python|torch|Apache|version)[ -]\d[\d.]*", re.DOTALL)
-OF = {"mean": mean, "median": median, "sd": stdev, "min": min, "max": max, "n": len, "sum": sum}
-OF |= {"error": lambda x: stdev(x) / len(x) ** 0.5, "joint": lambda x: math.hypot(*x) / len(x)}  # of a mean; of errors
 
 
 def numbers(file: str, selection: dict[str, list[str]], field: str) -> pd.Series:

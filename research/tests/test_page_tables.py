@@ -8,9 +8,7 @@ from fem_research.page_tables import TABLE, fill, filled
 
 RESULTS = Path(__file__).parents[1] / "results"
 RECORD = "run,mixer,seed,score\na,FEM,0,0.5\na,FEM,1,0.7\na,attention,0,0.25\nb,FEM,0,\n"
-PAGE = (
-    "Before.\n\n<!-- table: x.csv: run=a|b: mixer: score mean, score error, score n -->\nold\n<!-- end -->\n\nAfter.\n"
-)
+PAGE = "Before.\n\n<!-- table: x.csv: run=a|b: mixer: score ±, score lead, score n -->\nold\n<!-- end -->\n\nAfter.\n"
 
 
 @pytest.mark.parametrize("page", [p.name for p in sorted(RESULTS.glob("*.md")) if TABLE.search(p.read_text())])
@@ -25,7 +23,7 @@ def test_rows_with_equal_values_are_one_line(tmp_path):
     fill(tmp_path)
     text = (tmp_path / "page.md").read_text()
     assert "old" not in text
-    assert "| FEM | 0.6000 | 0.1000 | 2 |" in text
+    assert "| FEM | 0.6000 ± 0.1 | +0.250 | 2 |" in text
     assert "| attention | 0.2500 |  | 1 |" in text
     assert text.startswith("Before.")
     assert text.endswith("<!-- end -->\n\nAfter.\n")
@@ -37,3 +35,20 @@ def test_a_selection_of_nothing_is_an_error(tmp_path):
     (tmp_path / "x.csv").write_text(RECORD)
     with pytest.raises(ValueError, match=r"x\.csv has no score where run=c"):
         filled(PAGE.replace("a|b", "c"), tmp_path)
+
+
+def test_a_table_may_have_a_column_per_task_and_ratios_to_attention(tmp_path):
+    record = "task,mixer,ms\nshort,attention,2\nshort,FEM,3\nlong,FEM,30\nlong,attention,40\n"
+    (tmp_path / "x.csv").write_text(record)
+    across, ratios = (
+        f"<!-- table: x.csv: mixer=FEM|attention: {how} -->\n<!-- end -->"
+        for how in ("mixer / task: ms mean", "task, mixer: ms over")
+    )
+    assert "| mixer | short | long |\n| --- | ---: | ---: |\n| attention | 2.000 | 40.00 |" in filled(across, tmp_path)
+    lines = filled(ratios, tmp_path).splitlines()
+    assert lines[3:7] == [
+        "| long | attention | 1.00 |",
+        "| long | FEM | 0.75 |",
+        "| short | attention | 1.00 |",
+        "| short | FEM | 1.50 |",
+    ]

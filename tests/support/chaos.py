@@ -251,7 +251,7 @@ def table(found: list[dict]) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=ROOT / "research" / "results")
+    parser.add_argument("--output", type=Path, default=ROOT / "research" / "results" / "checks")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "chaos")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()

@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("priors", nargs="*", default=PRIORS, help=f"of {', '.join(PRIORS)}; all of these by default")
     parser.add_argument("--bring", action="store_true", help="download the suite, if it is not here, and run nothing")
     parser.add_argument("--only", help="tests whose name holds this, as pytest's -k; nothing is then written")
-    parser.add_argument("--output", type=Path, default=ROOT / "research" / "results")
+    parser.add_argument("--output", type=Path, default=ROOT / "research" / "results" / "checks")
     options = parser.parse_args()
     if options.bring:
         source()

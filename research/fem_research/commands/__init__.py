@@ -21,7 +21,7 @@ HELP = {
     "vision": "Classify images at equal parameters. (Table 3)",
     "bench": "Time and memory beside attention of equal weights. (Tables 5 and 7)",
     "plan": "What a training costs before it runs: memory, messages, predicted time.",
-    "report": "Turn finished runs into pages beside the paper's tables.",
+    "report": "Add finished runs to the record, and draw its pages again.",
 }
 # The same command resumes a stopped run.
 RESUMABLE = ("ablate", "mad", "regimes", "natural", "forecast", "vision")

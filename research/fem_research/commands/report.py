@@ -1,4 +1,4 @@
-"""`fem report`: finished runs become pages in research/results."""
+"""`fem report`: finished runs join the record in research/results."""
 
 from __future__ import annotations
 
@@ -7,20 +7,14 @@ from typing import Annotated
 
 import typer
 
-from fem_research.report import add_pages, redraw
+from fem_research.report import add_runs
 
 
 def command(
     runs: Annotated[
         list[Path] | None, typer.Argument(help="Folders of runs; default: all in runs/ that have ended.")
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder of the pages.")] = Path("research/results"),
-    redraw_only: Annotated[
-        bool, typer.Option("--redraw", help="Draw the pictures of all pages again, from their numbers; run nothing.")
-    ] = False,
+    output: Annotated[Path, typer.Option(help="Folder of the record and its pages.")] = Path("research/results"),
 ):
-    """Join finished runs into pages beside the paper's tables, blank where nothing was run."""
-    if redraw_only:
-        typer.echo("\n".join(redraw(output)))
-    else:
-        typer.echo(f"{add_pages(runs, output)} runs; written to {output}/README.md")
+    """Add finished runs to the record, one row a training, and draw the tables and pictures of its pages again."""
+    typer.echo(f"{add_runs(runs, output)} runs added to the record in {output}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -79,16 +78,3 @@ def paper_row(name: str) -> dict[str, float]:
     if name not in rows:
         raise ValueError(f"beside must be a row of Table 2, {', '.join(rows)}; got {name!r}.")
     return rows[name]
-
-
-def ranking(name: str, scores: Mapping[str, float] | None = None) -> tuple[float, int]:
-    """A row's average rank over the columns, and in how many it is the first, among the paper's rows of its size. Equal
-    scores share the better rank, as in the paper.
-
-    scores: those to rank in the row's place.
-    """
-    rows = paper_rows()
-    scores = scores or rows[name]
-    others = [row for other, row in rows.items() if other != name and other.split()[0] == name.split()[0]]
-    ranks = [1 + sum(row[column] > score for row in others) for column, score in scores.items()]
-    return sum(ranks) / len(ranks), ranks.count(1)

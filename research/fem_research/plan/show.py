@@ -42,4 +42,4 @@ def table(job: Job) -> list[dict[str, str]]:
 def show(job: Job) -> None:
     print(markdown_table(table(job)))
     print(cost.advice(job))
-    print("Times are predictions from data sheets (research/results/plan.md says how); nothing of it ran on a GPU.")
+    print("Times are predictions from data sheets (research/results/checks/plan.md); nothing of it ran on a GPU.")
