@@ -138,7 +138,7 @@ def channel_scan_read(
     per_channel = {"log_weight": log_weight, "log_decay": log_decay}
     _check_scan(v, beta, causal, initial_state, return_state, per_channel, free_values)
     dtype = compute_dtype(log_weight, v, log_decay)
-    _check_memory(initial_state, _sums((v.shape[0],), v, free_values, beta), dtype)
+    _check_memory(initial_state, _cells((v.shape[0],), v, free_values, beta), dtype)
     check_values("log_decay", log_decay, DECAY, key_mask)
     check_values("log_weight", log_weight, LOG_WEIGHT, key_mask)
     op = partial(channel_scan.channel_scan_read, log_weight, v, beta, log_decay, free_values)
@@ -324,6 +324,15 @@ def _sums(start: tuple[int, ...], v: Tensor, free_values: Tensor | None, beta: T
         return dict.fromkeys(names, (*start, *v.shape[2:]))
     mean = {f"mean.{name}": (*start, *v.shape[2:]) for name in SUMS if v.shape[3]}
     return mean | {f"free.{name}": (*start, *free_values.shape[2:]) for name in names if free_values.shape[3]}
+
+
+def _cells(start: tuple[int, ...], v: Tensor, free_values: Tensor | None, beta: Tensor | None) -> dict[str, tuple]:
+    """The tensors of a state of what each channel has read, and their shapes, which begin with `start`."""
+    of = lambda x, *names: dict.fromkeys(("log_weight", *names), (*start, *x.shape[2:]))  # noqa: E731
+    if free_values is None:
+        return of(v, "mean") if beta is None else of(v, "mean", "free_energy")
+    pair = {"mean.": (v, "mean"), "free.": (free_values, "free_energy")}
+    return {part + n: shape for part, (x, name) in pair.items() if x.shape[3] for n, shape in of(x, name).items()}
 
 
 def _check_memory(state: ScanState | None, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:

@@ -16,8 +16,8 @@ def gla(q, k, items, g, state, opens):
     return torch.stack(rows, 1), state
 
 
-def hgrn(u, log_decay):
-    rows, h = [], torch.zeros_like(u[:, 0])
+def hgrn(log_decay, u, h):
+    rows = []
     for t in range(u.shape[1]):
         h = log_decay[:, t].exp() * h + u[:, t]
         rows.append(h)

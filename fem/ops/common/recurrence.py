@@ -1,9 +1,10 @@
-"""First-order recurrences along time, in work linear in T. No autograd here.
+"""First-order recurrences along time, in work linear in T.
 
 Time is cut into blocks that advance in lockstep: one pass finds what each block adds and its whole decay, the same
 scan over the blocks finds the state that enters each, and a second pass runs the recurrence from there. Nothing is ever
 divided by a decay, so a decay of any size is exact; the decay of a block is a sum of logarithms, so the rounding of
 factors near 1 does not pile up. Tensors are (..., T, C); the decays may lack leading dimensions.
+`recurrence` has a gradient, and runs by a kernel of flash-linear-attention where one is asked for.
 """
 
 from __future__ import annotations
@@ -12,6 +13,43 @@ import torch
 from torch import Tensor
 
 BLOCK = 16
+
+
+def recurrence(log_decay: Tensor | None, u: Tensor, state: Tensor, kernels: bool) -> Tensor:
+    """h_t = exp(log_decay_t) h_{t-1} + u_t of streams u (S, B, T, C) from `state` (S, B, C), differentiable once."""
+    if log_decay is None:
+        return u.cumsum(-2) + state.unsqueeze(-2)
+    if not kernels:
+        return _Recurrence.apply(log_decay, u, state)
+    u, state = u.movedim(0, -2), state.movedim(0, -2)
+    streams = u.shape[-2:]
+    h = by_hgrn(log_decay.repeat(1, 1, streams[0]), u.flatten(-2), state.flatten(-2))
+    return h.unflatten(-1, streams).movedim(-2, 0)
+
+
+def by_hgrn(log_decay: Tensor, u: Tensor, state: Tensor) -> Tensor:
+    """The same of (B, T, C) from (B, C), by flash-linear-attention."""
+    from fla.ops.hgrn import fused_recurrent_hgrn
+
+    log_decay, u, state = (x.float().contiguous() for x in (log_decay, u, state))
+    return fused_recurrent_hgrn(u, log_decay, state)[0]
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, log_decay, u, state):
+        h = running_sums(log_decay, u, state)
+        ctx.save_for_backward(log_decay, state, h)
+        return h
+
+    @staticmethod
+    def backward(ctx, grad):
+        log_decay, state, h = ctx.saved_tensors
+        reach, keep, d_decay = adjoint_sums(log_decay, grad), log_decay.exp(), None
+        if ctx.needs_input_grad[0]:
+            before = torch.cat([state.unsqueeze(-2), h[..., :-1, :]], -2)
+            d_decay = before.mul_(reach).sum_to_size(keep.shape).mul_(keep)
+        return d_decay, reach, keep[..., 0, :] * reach[..., 0, :]
 
 
 def running_sums(log_decay: Tensor, u: Tensor, state: Tensor, backwards: bool = False) -> Tensor:
