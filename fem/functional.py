@@ -94,9 +94,6 @@ def softmax_read(
     )
 
 
-SUMS = ("weighted", "peak", "total")  # what the states of the channel scan and of the SSM hold
-
-
 @dataclass(frozen=True)
 class ScanState:
     """The state of a scan between two calls: its sums, and each row's position and document. Opaque."""
@@ -138,7 +135,7 @@ def channel_scan_read(
     per_channel = {"log_weight": log_weight, "log_decay": log_decay}
     _check_scan(v, beta, causal, initial_state, return_state, per_channel, free_values)
     dtype = compute_dtype(log_weight, v, log_decay)
-    _check_memory(initial_state, _sums((v.shape[0],), v, free_values, beta), dtype)
+    _check_memory(initial_state, _cells((v.shape[0],), v, free_values, beta), dtype)
     check_values("log_decay", log_decay, DECAY, key_mask)
     check_values("log_weight", log_weight, LOG_WEIGHT, key_mask)
     op = partial(channel_scan.channel_scan_read, log_weight, v, beta, log_decay, free_values)
@@ -234,7 +231,7 @@ def ssm_read(
     for name, tensor, shape in zip("ABCD", (A, B, C, D), shapes):
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} beside this delta and A, got {tuple(tensor.shape)}.")
-    _check_memory(initial_state, _sums((batch, rank), v, free_values, beta), compute_dtype(delta, A, B, C, D, v))
+    _check_memory(initial_state, _cells((batch, rank), v, free_values, beta), compute_dtype(delta, A, B, C, D, v))
     check_values("A", A, FINITE_DECAY, None)
     check_values("D", D, WEIGHT, None)
     for name, tensor in (("delta", delta), ("B", B), ("C", C)):
@@ -317,13 +314,13 @@ def _check_scan(
         )
 
 
-def _sums(start: tuple[int, ...], v: Tensor, free_values: Tensor | None, beta: Tensor | None) -> dict[str, tuple]:
-    """The tensors of a state of scaled sums and their shapes, which begin with `start`."""
-    names = SUMS if beta is None else (*SUMS, "free_energy")
+def _cells(start: tuple[int, ...], v: Tensor, free_values: Tensor | None, beta: Tensor | None) -> dict[str, tuple]:
+    """The tensors of a state of what each channel has read, and their shapes, which begin with `start`."""
+    of = lambda x, *names: dict.fromkeys(("log_weight", *names), (*start, *x.shape[2:]))  # noqa: E731
     if free_values is None:
-        return dict.fromkeys(names, (*start, *v.shape[2:]))
-    mean = {f"mean.{name}": (*start, *v.shape[2:]) for name in SUMS if v.shape[3]}
-    return mean | {f"free.{name}": (*start, *free_values.shape[2:]) for name in names if free_values.shape[3]}
+        return of(v, "mean") if beta is None else of(v, "mean", "free_energy")
+    pair = {"mean.": (v, "mean"), "free.": (free_values, "free_energy")}
+    return {part + n: shape for part, (x, name) in pair.items() if x.shape[3] for n, shape in of(x, name).items()}
 
 
 def _check_memory(state: ScanState | None, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:

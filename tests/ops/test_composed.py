@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from fem.functional import channel_scan_read, decay_scan, keyed_scan_read, ssm_read
-from fem.ops.channel_scan import composed as of_scan
-from fem.ops.common import backend
-from fem.ops.decay_scan import composed as of_sums
+from fem.ops.channel_scan import read as of_channels
+from fem.ops.common import backend, recurrence
+from fem.ops.decay_scan import read as of_sums
 from fem.ops.linear_attention import read as of_keys
-from fem.ops.ssm import composed as of_ssm
+from fem.ops.ssm import read as of_ssm
 
 B, H, K, V, F = 2, 2, 3, 4, 3
 
@@ -26,7 +26,8 @@ def kernels(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(backend, "_FOUND", {"fla": True, "mamba_ssm": True, "triton": True})
     monkeypatch.setattr(of_keys, "by_fla", fla_reference.gla)
-    monkeypatch.setattr(of_sums, "kernel", fla_reference.hgrn)
+    for module in (recurrence, of_sums):
+        monkeypatch.setattr(module, "by_hgrn", fla_reference.hgrn)
     monkeypatch.setattr(of_ssm, "kernel", fla_reference.selective_scan)
 
 
@@ -113,8 +114,8 @@ def test_free_energies_alone_are_read_by_a_kernel(monkeypatch, draw, decay, widt
     monkeypatch.setitem(globals(), "V", width)
     read, inputs = draw(33, torch.float32, decay)
     inputs["free_values"], inputs["v"] = inputs["v"], inputs["v"][..., :0]
-    for module in (of_ssm, of_scan):
-        monkeypatch.setattr(module, "_plain", None)
+    for module in (of_channels, of_ssm):
+        monkeypatch.setattr(module, "by_prefixes", None)
     by_kernels = of_keys._by_kernels
 
     def proven(*inputs):
@@ -159,13 +160,12 @@ WHOLE = """
 import fla_reference, os, torch
 os.environ["TRITON_INTERPRET"] = "1"
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
-from fem.ops.common import backend
-from fem.ops.decay_scan import composed as of_sums
+from fem.ops.common import backend, recurrence
 from fem.ops.linear_attention import read as of_keys
-from fem.ops.ssm import composed as of_ssm
+from fem.ops.ssm import read as of_ssm
 torch.set_num_threads(1)
 backend._FOUND = {"fla": True, "mamba_ssm": True, "triton": True}
-of_keys.by_fla, of_sums.kernel, of_ssm.kernel = fla_reference.gla, fla_reference.hgrn, fla_reference.selective_scan
+of_keys.by_fla, recurrence.by_hgrn, of_ssm.kernel = fla_reference.gla, fla_reference.hgrn, fla_reference.selective_scan
 for prior in ("linear", "gla", "rnn_softmax", "rnn_decay", "mamba", "mamba_interactive"):
     fields = {"n_embd": 16, "n_head": 2, "prior_type": prior}
     layer, plain = (FreeEnergyMixer(FreeEnergyMixerConfig(**fields, backend=name)) for name in ("triton", "plain"))

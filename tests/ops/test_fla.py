@@ -28,14 +28,24 @@ torch.manual_seed(0)
 torch.set_num_threads(1)
 time, documents = 70, sys.argv[2] == "documents"
 ids = {"segment_ids": torch.arange(time)[None] // 30} if documents else {}
+def in_pieces(call, backend):
+    reads, state, first, cut = [], None, 0, lambda x: None if x is None else x[:, first : first + size]
+    for size in [time] if backend == "plain" else [40, 26, 1, 1, 1, 1]:  # two chunks, then tokens
+        marks = {n: cut(x) for n, x in ids.items()}
+        read, state = call(cut, backend=backend, initial_state=state, return_state=True, **marks)
+        reads.append(read)
+        first += size
+    return [torch.cat(parts, 1) for parts in zip(*reads)]
 def results(dtype, backend):
     torch.manual_seed(0)
     leaf = lambda x: x.to(dtype).requires_grad_()
     q, k, v = leaf(torch.rand(1, time, 2, 16)), leaf(torch.rand(1, time, 2, 16)), leaf(torch.randn(1, time, 2, 8))
     beta, g = leaf(torch.rand(2, 8) + 0.5), leaf(-torch.rand(1, time, 2, 8) / 8)
-    if sys.argv[1] == "channel":
-        leaves = [v, beta, g]
-        found = channel_scan_read(None, v, beta, g, backend=backend, **ids)
+    if sys.argv[1] in ("aft", "channel"):
+        x = leaf(torch.randn(1, time, 2, 8)) if sys.argv[1] == "aft" else None
+        a = None if sys.argv[1] == "aft" else g
+        leaves = [t for t in (v, beta, x, a) if t is not None]
+        found = in_pieces(lambda cut, **go_on: channel_scan_read(cut(x), cut(v), beta, cut(a), **go_on), backend)
     elif sys.argv[1] == "sum":
         leaves, ends = [v, g], torch.arange(time).eq(30)[:, None] & documents  # where the sum is forgotten
         found = [decay_scan(g.flatten(2).masked_fill(ends, -torch.inf), v.flatten(2), backend=backend)]
@@ -44,13 +54,7 @@ def results(dtype, backend):
         chunked.refuses_decay_of_heads = lambda device: sys.argv[1] == "head in channels"
         g = None if shape is None else leaf(-torch.rand(shape) / 8)
         leaves = [x for x in (q, k, v, beta, g) if x is not None]
-        found, state, first, cut = [], None, 0, lambda x: None if x is None else x[:, first : first + size]
-        for size in [time] if backend == "plain" else [40, 26, 1, 1, 1, 1]:  # two chunks, then tokens
-            pieces = {n: cut(x) for n, x in ids.items()} | {"initial_state": state, "return_state": True}
-            read, state = keyed_scan_read(cut(q), cut(k), cut(v), beta, cut(g), backend=backend, **pieces)
-            found.append(read)
-            first += size
-        found = [torch.cat(parts, 1) for parts in zip(*found)]
+        found = in_pieces(lambda cut, **go_on: keyed_scan_read(cut(q), cut(k), cut(v), beta, cut(g), **go_on), backend)
     return [*found, *torch.autograd.grad(sum(x.square().sum() for x in found), leaves)]
 for found, wanted in zip(results(torch.float32, "triton"), results(torch.float64, "plain"), strict=True):
     error = ((found.double() - wanted).norm() / wanted.norm()).item()
@@ -62,7 +66,7 @@ print("equal")
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("fla") is None or find_spec("triton") is None, reason="needs fla-core and Triton")
 @pytest.mark.parametrize("documents", ["one", "documents"])
-@pytest.mark.parametrize("scan", ["linear", "head", "head in channels", "key", "channel", "sum"])
+@pytest.mark.parametrize("scan", ["linear", "head", "head in channels", "key", "aft", "channel", "sum"])
 def test_the_kernels_read_what_the_definition_says(scan, documents):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, scan, documents]

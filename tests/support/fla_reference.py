@@ -16,17 +16,17 @@ def gla(q, k, items, g, state, opens):
     return torch.stack(rows, 1), state
 
 
-def hgrn(u, log_decay):
-    rows, h = [], torch.zeros_like(u[:, 0])
+def hgrn(log_decay, u, h):
+    rows = []
     for t in range(u.shape[1]):
         h = log_decay[:, t].exp() * h + u[:, t]
         rows.append(h)
     return torch.stack(rows, 1)
 
 
-def selective_scan(u, delta, a, b, c, skip):
+def selective_scan(u, delta, a, b, c):
     rows, h = [], torch.zeros(*u.shape[:2], a.shape[1])
     for t in range(u.shape[2]):
         h = (delta[:, :, t, None] * a).exp() * h + (delta[:, :, t] * u[:, :, t])[..., None] * b[:, None, :, t]
-        rows.append((h * c[:, None, :, t]).sum(-1) + skip * u[:, :, t])
+        rows.append((h * c[:, None, :, t]).sum(-1))
     return torch.stack(rows, 2)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.channel_scan.composed import composed
 from fem.ops.channel_scan.naive import naive_channel_scan_read
-from fem.ops.channel_scan.plain import channel_scan
+from fem.ops.channel_scan.prefixes import by_prefixes, by_steps, step
 from fem.ops.common.backend import scan_backend
-from fem.ops.common.composed import fused
 from fem.ops.common.naive_rows import by_definition
-from fem.ops.common.precision import compute_dtype
-from fem.ops.common.read import NO_WEIGHT, Read, Terms, nothing_read
-from fem.ops.common.scaled_sums import Sums, last_step, start_of, state_of
-from fem.ops.common.scan import ScanCall, read_pair, split_channels
+from fem.ops.common.precision import LARGEST_LOG_WEIGHT, compute_dtype, largest_finite, without_autocast
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, connected_zeros
+from fem.ops.common.recurrence import recurrence
+from fem.ops.common.scan import ScanCall, read_free, read_pair, split_channels
+from fem.ops.common.slabs import SlabScan
+from fem.ops.common.steps import portable
+from fem.ops.common.sums import Sums, entering, leaving, shift_for
+from fem.ops.common.tokens import Tokens
+from fem.ops.common.transforms import differentiated, transformed
+
+ENTRIES = 2**16  # of a slab's values: intermediate results fit the CPU's cache
 
 Heads = Float[Tensor, "b t h d"]
 
@@ -34,60 +38,123 @@ def channel_scan_read(
 ) -> Read | tuple[Read, dict[str, Tensor]]:
     """`fem.functional.channel_scan_read` of checked arguments.
 
-    The state is (B, H, d_v) of `peak`, `total` and `weighted`, the scaled sums of `fem.ops.common.scaled_sums`, and
-    with a beta `free_energy`, float32 at least. Gradients pass through it, but not through the peak.
+    state: the last token's log_weight, mean and free_energy, (B, H, d) each, in fp32 (float64 for float64).
     """
-    if free_values is not None:
-        widths = v.shape[-1], free_values.shape[-1]
-        x, a = (split_channels(x, widths) for x in (log_weight, log_decay))
-        reads = [
-            partial(channel_scan_read, x[0], v, None, a[0]),
-            partial(channel_scan_read, x[1], free_values, beta, a[1]),
-        ]
-        return read_pair(reads, v, free_values, call)
-    backend = scan_backend(call.backend, v.device, compute_dtype(v, log_weight, log_decay))
+    if free_values is None:
+        return _read(log_weight, log_decay, v, *read_free(v, None, beta), call=call)
+    x, a = (split_channels(part, (v.shape[-1], free_values.shape[-1])) for part in (log_weight, log_decay))
+    means = partial(_read, x[0], a[0], v, *read_free(v, None, None))
+    return read_pair([means, partial(_read, x[1], a[1], free_values[..., :0], free_values, beta)], v, free_values, call)
+
+
+def _read(x, a, v, f, beta, *, call: ScanCall) -> Read | tuple[Read, dict[str, Tensor]]:
+    """Of the d channels that v has, or f, or both."""
+    backend = scan_backend(call.backend, v.device, compute_dtype(x, a, v, f))
+    values = f if v.shape[-1] == 0 else v
+    temperature = beta if beta.numel() else None
     if backend == "reference" and 0 not in v.shape[:2]:
-        loops = partial(naive_channel_scan_read, log_weight, v, beta, log_decay)
-        return by_definition(loops, v.dtype, call)
-    if backend == "triton" and fused(call, log_weight, v, beta, log_decay):
-        inputs = _seen(log_weight, v, log_decay, call.tokens)
-        x, values, a = (None if part is None else part.flatten(2) for part in inputs)
-        sums = composed(x, values, None if beta is None else beta.float().flatten(), a)
-        return call.result(Terms(*(part.view(v.shape) for part in sums)), None, beta, v.dtype)
-    terms, state = call.both_ways(_one_way, (log_weight, v, log_decay), beta)
-    return call.result(terms, state, beta, v.dtype)
+        return by_definition(partial(naive_channel_scan_read, x, values, temperature, a), values.dtype, call)
+    terms, state = call.both_ways(partial(_one_way, kernels=backend == "triton"), (x, a, v, f), beta)
+    return call.result(terms, {name: part for name, part in state.items() if part.shape[-1]}, temperature, values.dtype)
 
 
-def _one_way(log_weight, v, log_decay, beta, tokens, state, present: bool):
+def _one_way(
+    x, a, v, f, beta, tokens: Tokens | None, state, present: bool, kernels: bool
+) -> tuple[Terms, dict[str, Tensor]]:
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
-    shape, dtype = v.shape, compute_dtype(log_weight, v, log_decay)
-    x, v, a = (None if part is None else part.flatten(2) for part in _seen(log_weight, v, log_decay, tokens))
-    beta = None if beta is None else beta.to(dtype).flatten()
-    like = v.new_empty(shape[0], v.shape[2], dtype=dtype)
-    start = start_of(state, None if beta is None else beta.view(shape[2:]), like)
-    if 0 in shape[:2]:
-        state = state_of(Sums(*start[:2]), *start[2:])
-        state = {name: part.unflatten(-1, shape[2:]) for name, part in state.items()}
-        return nothing_read(v.to(dtype), shape, beta, x, v, a, *start), state
-    terms, last = channel_scan(*(None if part is None else part.to(dtype) for part in (a, x, v)), beta, start)
-    free_energy = None if beta is None else terms.free_energy[:, -1].clone()
-    if not present:
-        first = (start[0] + start[1][0].log(), start[1][1] / start[1][0], *start[2:])
-        log_weight, *read = (None if part is None else last_step(part, f) for part, f in zip(terms, (*first, None)))
-        log_weight = log_weight if a is None else log_weight + a
-        seen = log_weight > NO_WEIGHT  # else the tokens before belong to another document
-        terms = Terms(log_weight, *(None if part is None else torch.where(seen, part, 0) for part in read))
-    state = {name: part.unflatten(-1, shape[2:]) for name, part in state_of(last, free_energy).items()}
-    return Terms(*(None if part is None else part.view(shape) for part in terms)), state
+    heads, dtype = v.shape[2], compute_dtype(x, a, v, f)
+    x, a, v, f = (None if part is None else part.flatten(2).to(dtype) for part in (x, a, v, f))
+    beta = beta.to(dtype).flatten()
+    inputs = (*_weighed(x, a, v, f, tokens, present), beta)
+    memory = _memory(state, *inputs)
+    if 0 in v.shape[:2]:
+        zeros = partial(connected_zeros, v)
+        shapes = (inputs[0].shape, v.shape, f.shape)
+        terms, after = Terms(*(zeros(shape, *inputs, *memory) for shape in shapes)), memory
+    elif portable():
+        terms, after = by_steps(memory, *inputs)
+    elif v.shape[1] == 1 and not kernels and not differentiated(*inputs, *memory):
+        with without_autocast(v.device):
+            terms = after = step(memory, *inputs)
+    elif transformed(*inputs, *memory):
+        with without_autocast(v.device):
+            terms, after = by_prefixes(memory, *inputs)
+    else:
+        terms, after = SCAN(memory, kernels, *inputs)
+    by_heads = lambda part: part.unflatten(-1, (heads, -1))  # noqa: E731
+    after = after._replace(**{name: part.squeeze(1) for name, part in after._asdict().items()})
+    return Terms(*map(by_heads, terms)), {name: by_heads(part) for name, part in after._asdict().items()}
 
 
-def _seen(log_weight, v, log_decay, tokens) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Log-weights, values and decays in which masked tokens weigh nothing and documents begin with nothing."""
-    x, a = log_weight, log_decay
+def _memory(state: dict[str, Tensor] | None, x: Tensor, a: Tensor | None, v: Tensor, f: Tensor, beta) -> Terms:
+    """What each channel has kept, (B, 1, C), before the first token."""
+    cells = [part.new_zeros(len(v), 1, part.shape[-1]) for part in (x, v, f)]
+    if state is None:
+        return Terms(cells[0] + LOG_ZERO, *cells[1:])
+    kept = [state.get(name) for name in Terms._fields]
+    return Terms(*(cell if part is None else part.flatten(1).unsqueeze(1) for cell, part in zip(cells, kept)))
+
+
+def _weighed(x, a, v, f, tokens: Tokens | None, present: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Log-weights and decays in which masked tokens weigh and decay nothing, and documents forget what was before."""
+    x = (v if v.shape[-1] else f).new_zeros(()).expand(*v.shape[:2], max(v.shape[2], f.shape[2])) if x is None else x
     if tokens is not None and tokens.keep is not None:
-        keep = tokens.keep[:, :, None, None]
-        x = torch.where(keep, torch.zeros_like(v) if x is None else x, -math.inf)
-        v, a = torch.where(keep, v, 0), None if a is None else torch.where(keep, a, 0)
+        keep = tokens.keep[..., None]
+        x, v, f = torch.where(keep, x, LOG_ZERO), torch.where(keep, v, 0), torch.where(keep, f, 0)
+        a = None if a is None else torch.where(keep, a, 0)
     if tokens is not None and tokens.start is not None:
-        a = torch.where(tokens.start[:, :, None, None], -math.inf, torch.zeros_like(v) if a is None else a)
-    return x, v, a
+        a = torch.where(tokens.start[..., None], LOG_ZERO, torch.zeros_like(x) if a is None else a)
+    if not present:  # each token comes one later, and so is never read by its own
+        later = lambda part: torch.cat([part[:, :1], part[:, :-1]], 1)  # noqa: E731
+        x, v, f = torch.cat([torch.full_like(x[:, :1], LOG_ZERO), x[:, :-1]], 1), later(v), later(f)
+        x = x if a is None else (x + a).clamp_min(LOG_ZERO)
+    return x, a, v, f
+
+
+def _slab(memory: Terms, kernels: bool, x, a, v, f, beta) -> tuple[Terms, Terms, int]:
+    """What a slab reads, the memory after it, and how many free energies were computed again."""
+    read = _by_sums(memory, kernels, x, a, v, f, beta)
+    if read is not None:
+        return read, Terms(*(part[:, -1:] for part in read)), 0
+    size, time = _size(x, a, v, f, beta), x.shape[1]
+    if time <= size:
+        return *by_prefixes(memory, x, a, v, f, beta), f.numel()
+    reads, again = [], 0
+    for start in range(0, time, size):
+        inputs = (part if part is None else part[:, start : start + size] for part in (x, a, v, f))
+        read, memory, more = _slab(memory, False, *inputs, beta)
+        reads.append(read)
+        again += more
+    return Terms(*(torch.cat(parts, 1) for parts in zip(*reads))), memory, again
+
+
+def _by_sums(memory: Terms, kernels: bool, x, a, v, f, beta) -> Terms | None:
+    """What every token reads, by sums of [v | e | 1]; None where it is in doubt. Waits for the device."""
+    there = x.detach() > NO_WEIGHT
+    highest = torch.where(beside(there, f), f.detach(), -torch.inf).amax(1, keepdim=True)
+    shift = shift_for(memory, highest, x.detach().amax(1, keepdim=True), beta, light=0)
+    relative = x - shift.weight
+    weight, energy = relative.exp(), (beside(relative, f) + beta * (f - shift.value)).exp()
+    items, start = Sums(beside(weight, v) * v, energy, weight), entering(memory, shift, beta)
+    u, first = (torch.stack([part for part in parts if part.shape[-1]], 2) for parts in (items, start))
+    decay = None if a is None else a.unsqueeze(2)
+    rows = iter(recurrence(decay, u, first.squeeze(1), kernels).unbind(2))
+    read, doubt = leaving(Sums(*(next(rows) if part.shape[-1] else part for part in items)), shift, beta)
+    if doubt is not None:
+        held = (memory.log_weight > NO_WEIGHT) | (there.cumsum(1) > 0)
+        if bool((doubt & held).any()):
+            return None
+    return read
+
+
+def _size(x, a, v, f, beta) -> int:
+    """Tokens of a slab; under a compiler a symbol."""
+    return torch.sym_max(16, ENTRIES // torch.sym_max(1, x.shape[0] * x.shape[2]))
+
+
+def _rough(x, a, v, f, beta) -> bool:
+    """Whether beta f is added to log-weights so large that the sum loses digits."""
+    return bool(f.shape[-1]) and bool(largest_finite(torch.where(x > NO_WEIGHT, x, 0)) > LARGEST_LOG_WEIGHT)
+
+
+SCAN = SlabScan("channel_scan", ("x", "a", "v", "f"), ("beta",), _slab, by_prefixes, _size, _rough)

@@ -58,7 +58,7 @@ def needs_float64(v: Tensor, beta: Tensor | None, *log_weights: Tensor) -> bool:
     least, most = beta.aminmax()
     if bool(_narrow(low, high, least) | (torch.maximum(-low, high) * most > LARGEST_EXPONENT)):
         return True
-    return any(bool(_largest_finite(x) > LARGEST_LOG_WEIGHT) for x in log_weights)
+    return any(bool(largest_finite(x) > LARGEST_LOG_WEIGHT) for x in log_weights)
 
 
 def nearly_equal(v: Tensor, beta: Tensor) -> bool:
@@ -78,6 +78,7 @@ def _largest(x: Tensor) -> Tensor:
     return torch.maximum(-low, high)
 
 
-def _largest_finite(x: Tensor) -> Tensor:
+def largest_finite(x: Tensor) -> Tensor:
+    """The largest size of a finite entry."""
     largest = _largest(x)
     return largest if bool(largest < torch.inf) else _largest(torch.where(x.abs() < torch.inf, x, 0))

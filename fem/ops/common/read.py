@@ -44,10 +44,9 @@ def connected_zeros(like: Tensor, shape: tuple[int, ...], *inputs: Tensor | None
     return like.new_zeros(shape) + sum(x.flatten()[:0].sum().to(like.dtype) for x in inputs if x is not None)
 
 
-def nothing_read(like: Tensor, shape: tuple[int, ...], beta: Tensor | None, *inputs: Tensor | None) -> Terms:
-    """The terms of a call without a row or without a token."""
-    zeros = connected_zeros(like, shape, beta, *inputs)
-    return Terms(zeros, zeros, None if beta is None else zeros)
+def beside(x: Tensor, y: Tensor) -> Tensor:
+    """What belongs to each channel of y, of which there may be none: x has one entry for each, or one for all."""
+    return x[..., : y.shape[-1]]
 
 
 def merge(one: Terms, other: Terms, beta: Tensor | None) -> Terms:
@@ -58,10 +57,11 @@ def merge(one: Terms, other: Terms, beta: Tensor | None) -> Terms:
     """
     gain = other.log_weight.clamp_min(LOG_ZERO) - one.log_weight.clamp_min(LOG_ZERO)
     weight = log_add(one.log_weight, other.log_weight)
-    base, rest, logit = _heavier_first(gain, one.mean, other.mean)
+    base, rest, logit = _heavier_first(beside(gain, one.mean), one.mean, other.mean)
     mean = base + torch.sigmoid(logit) * (rest - base)
     if beta is None:
         return Terms(weight, mean, None)
+    gain = beside(gain, one.free_energy)
     return Terms(weight, mean, merge_energies(gain, one.free_energy, other.free_energy, beta))
 
 
@@ -128,9 +128,9 @@ def read_of(terms: Terms, beta: Tensor | None, normalize: bool, dtype: torch.dty
     """Mean and free energy of terms; without normalize the sums instead: sum s v and (1/beta) log sum s e^{beta v}."""
     log_weight, mean, free_energy = terms
     if not normalize:
-        mean = mean * log_weight.exp()
+        mean = mean * beside(log_weight, mean).exp()
         if beta is not None:
-            free_energy = free_energy + log_weight.where(log_weight > NO_WEIGHT, 0) / beta
+            free_energy = free_energy + beside(log_weight.where(log_weight > NO_WEIGHT, 0), beta) / beta
     return Read(mean.to(dtype), None if beta is None else free_energy.to(dtype))
 
 

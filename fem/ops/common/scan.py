@@ -47,9 +47,19 @@ class ScanCall(NamedTuple):
     def result(
         self, terms: Terms, state: State | None, beta: Tensor | None, dtype: torch.dtype
     ) -> Read | tuple[Read, State]:
-        """What the scan returns: a read, and with `return_state` the state."""
+        """What the scan returns: a read, and with `return_state` the state; no free energy without a beta."""
+        if beta is None:
+            terms = terms._replace(free_energy=None)
+            state = state and {name: x for name, x in state.items() if name != "free_energy"}
         read = read_of(terms, beta, self.normalize, dtype)
         return (read, state) if self.return_state else read
+
+
+def read_free(v: Tensor, free_values: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The values whose free energy is read, and their temperatures: of no channel without a beta."""
+    if beta is None:
+        return v[..., :0], v.new_ones(v.shape[2], 0)
+    return v if free_values is None else free_values, beta
 
 
 def split_channels(x: Tensor | None, widths: tuple[int, int], dim: int = -1) -> tuple[Tensor | None, ...]:

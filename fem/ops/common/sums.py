@@ -7,7 +7,8 @@ A memory is itself a read: what each of its n cells has kept, of that weight, me
 as the sums that it stands for, relative to the shifts p of log-weights and c of values, and leaves it in the same way,
 so that what was summed before is never out of range of what comes. e is at most 1 and what underflows is below e^-87 of
 it: a sum above e^-60 has lost less than its rounding, and what is below is in doubt. No gradient goes through a shift,
-on which a read does not depend. Sums are (.., n, d_v + d_f + 1), p (.., n or 1, 1) and c (.., 1, d_f).
+on which a read does not depend. Sums are (.., n, d_v), (.., n, d_f) and (.., n, w), p (.., n or 1, w) and c
+(.., 1, d_f), where w is 1 or, where every channel has weights of its own, the number of channels.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.precision import LEAST_PROVEN
-from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, beside
 
 LIGHT = 30.0  # log-weights up to here need no shift
 
@@ -31,42 +32,58 @@ class Shift(NamedTuple):
     value: Float[Tensor, "*1 df"]
 
 
-def shift_for(memory: Terms, highest: Tensor, heaviest: Tensor, beta: Tensor) -> Shift:
+class Sums(NamedTuple):
+    """sum_i w_i v_i, sum_i w_i e_i and sum_i w_i."""
+
+    of_v: Tensor
+    of_e: Tensor
+    weight: Tensor
+
+    @classmethod
+    def split(cls, sums: Tensor, beta: Tensor) -> Sums:
+        """Of sums of [v | e | 1], one weight for all channels."""
+        return cls(*sums.split_with_sizes([sums.shape[-1] - beta.shape[-1] - 1, beta.shape[-1], 1], -1))
+
+
+def shift_for(memory: Terms, highest: Tensor, heaviest: Tensor, beta: Tensor, light: float = LIGHT) -> Shift:
     """A shift by which the sums of the memory, and of tokens that are no higher and no heavier, are about 1 at most."""
     with torch.no_grad():
         top = torch.maximum(memory.log_weight.amax(-2, keepdim=True), heaviest)
-        weight = torch.where(top.abs() > LIGHT, top, 0)
+        weight = torch.where(top.abs() > light, top, 0)
         weight = torch.where(top > NO_WEIGHT, weight, 0)
-        lead = memory.free_energy + (memory.log_weight - weight).clamp_max(0) / beta
-        lead = torch.where(memory.log_weight > NO_WEIGHT, lead, -torch.inf)
+        before = beside(memory.log_weight, beta)
+        lead = memory.free_energy + (before - beside(weight, beta)).clamp_max(0) / beta
+        lead = torch.where(before > NO_WEIGHT, lead, -torch.inf)
         value = torch.maximum(lead.amax(-2, keepdim=True), highest)
         return Shift(weight, torch.where(value > -torch.inf, value, 0))
 
 
-def entering(memory: Terms, shift: Shift, beta: Tensor) -> Tensor:
+def entering(memory: Terms, shift: Shift, beta: Tensor) -> Sums:
     """The sums that a memory stands for."""
     relative = memory.log_weight - shift.weight
-    weight, energy = relative.exp(), (relative + beta * (memory.free_energy - shift.value)).exp()
-    return torch.cat([weight * memory.mean, energy, weight], -1)
+    weight = relative.exp()
+    energy = (beside(relative, beta) + beta * (memory.free_energy - shift.value)).exp()
+    return Sums(beside(weight, memory.mean) * memory.mean, energy, weight)
 
 
 def leaving(
-    sums: Tensor, shift: Shift, beta: Tensor, floor: Tensor | float = 1.0
-) -> tuple[Terms, Bool[Tensor, "*n 1"] | None]:
-    """The read that sums stand for, and which rows are in doubt; None: none is. Those read 0.
+    sums: Sums, shift: Shift, beta: Tensor, floor: Tensor | float = 1.0
+) -> tuple[Terms, Bool[Tensor, "*n w"] | None]:
+    """The read that sums stand for, and which of its weights are in doubt; None: none is. Those read 0.
 
     floor: about how much a row of items of weight 1 would weigh. Waits for the device.
     """
-    of_v, of_e, weight = sums.split_with_sizes([sums.shape[-1] - beta.shape[-1] - 1, beta.shape[-1], 1], -1)
-    least = LEAST_PROVEN[sums.dtype]
-    doubt = _unproven(of_e, weight, floor, least)
+    of_v, of_e, weight = sums
+    doubt = _unproven(of_e, weight, floor, LEAST_PROVEN[weight.dtype])
     if doubt is not None:
-        weight, of_v = torch.where(doubt, 1, weight), torch.where(doubt, 0, of_v)
-        of_e = torch.where(doubt, 1, of_e)
-    log_weight, free_energy = weight.log() + shift.weight, shift.value + (of_e / weight).log() / beta
+        weight, of_v = torch.where(doubt, 1, weight), torch.where(beside(doubt, of_v), 0, of_v)
+        of_e = torch.where(beside(doubt, of_e), 1, of_e)
+    log_weight = weight.log() + shift.weight
+    free_energy = shift.value + (of_e / beside(weight, of_e)).log() / beta
     if doubt is not None:
-        log_weight, free_energy = torch.where(doubt, LOG_ZERO, log_weight), torch.where(doubt, 0, free_energy)
-    return Terms(log_weight, of_v / weight, free_energy), doubt
+        log_weight = torch.where(doubt, LOG_ZERO, log_weight)
+        free_energy = torch.where(beside(doubt, free_energy), 0, free_energy)
+    return Terms(log_weight, of_v / beside(weight, of_v), free_energy), doubt
 
 
 @torch.no_grad()
@@ -80,5 +97,6 @@ def _unproven(of_e: Tensor, weight: Tensor, floor: Tensor | float, least: float)
         return None
     doubt = ~((weight > 0) & (weight >= least * floor) & (weight < torch.inf))
     if of_e.numel():
-        doubt |= ~(of_e.amin(-1, keepdim=True) >= least * torch.maximum(weight, torch.as_tensor(floor)))
+        lowest = of_e.amin(-1, keepdim=True) if weight.shape[-1] == 1 else of_e
+        doubt |= ~(lowest >= least * torch.maximum(weight, torch.as_tensor(floor)))
     return doubt if bool(doubt.any()) else None

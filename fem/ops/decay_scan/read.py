@@ -10,11 +10,9 @@ from fem.ops.common.backend import scan_backend
 from fem.ops.common.operator import operator
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import connected_zeros
-from fem.ops.common.recurrence import running_sums
-from fem.ops.common.scaled_sums import last_step
+from fem.ops.common.recurrence import by_hgrn, running_sums
 from fem.ops.common.steps import along_time, portable
 from fem.ops.common.transforms import transformed
-from fem.ops.decay_scan.composed import composed
 from fem.ops.decay_scan.naive import naive_decay_scan
 
 
@@ -34,14 +32,10 @@ def decay_scan(
     flat = [log_decay.flatten(2), u.flatten(2), initial_state.flatten(1)]
     if backend == "reference":
         h = naive_decay_scan(*flat)
-    elif backend == "triton" and u.shape[1] > 1:
-        log_decay, u_flat, before = flat
-        first = torch.addcmul(u_flat[:, 0].to(dtype), log_decay[:, 0].to(dtype).exp(), before.to(dtype))
-        (h,) = composed(log_decay, torch.cat([first.unsqueeze(1), u_flat[:, 1:].to(dtype)], 1))
     else:
         flat = [tensor.to(dtype) for tensor in flat]
         steps = portable() or transformed(*flat)
-        h = _step_by_step(*flat) if steps else _decay_scan(*flat, False)
+        h = _step_by_step(*flat) if steps else _decay_scan(*flat, False, backend == "triton")
     return h.view(u.shape).to(u.dtype)
 
 
@@ -55,33 +49,34 @@ def _step_by_step(log_decay: Tensor, u: Tensor, state: Tensor) -> Tensor:
     return along_time(step, [state], log_decay.exp(), u)[1][0]
 
 
-@operator("decay_scan(Tensor log_decay, Tensor u, Tensor initial, bool backwards) -> Tensor")
-def _decay_scan(log_decay, u, initial, backwards):
-    return running_sums(log_decay, u, initial, backwards)
+@operator("decay_scan(Tensor log_decay, Tensor u, Tensor initial, bool backwards, bool kernels) -> Tensor")
+def _decay_scan(log_decay, u, initial, backwards, kernels):
+    if not kernels:
+        return running_sums(log_decay, u, initial, backwards)
+    turned = lambda x: x.flip(1) if backwards else x  # noqa: E731
+    return turned(by_hgrn(turned(log_decay), turned(u), initial))
 
 
 @_decay_scan.register_fake
-def _(log_decay, u, initial, backwards):
+def _(log_decay, u, initial, backwards, kernels):
     return torch.empty_like(u, memory_format=torch.contiguous_format)
 
 
 def _save_decay_scan(ctx, inputs, output):
-    log_decay, _, initial, ctx.backwards = inputs
+    log_decay, _, initial, ctx.backwards, ctx.kernels = inputs
     ctx.save_for_backward(log_decay, initial, output)
 
 
 def _differentiate_decay_scan(ctx, grad):
     log_decay, initial, h = ctx.saved_tensors
-    none = torch.zeros_like(log_decay[:, :1])
+    none, first = torch.zeros_like(log_decay[:, :1]), initial.unsqueeze(1)
     if ctx.backwards:
-        after, first = torch.cat([none, log_decay[:, :-1]], 1), -1
-        before = torch.cat([h[:, 1:], initial.unsqueeze(1)], 1)
+        after, before, at = torch.cat([none, log_decay[:, :-1]], 1), torch.cat([h[:, 1:], first], 1), -1
     else:
-        after, first = torch.cat([log_decay[:, 1:], none], 1), 0
-        before = last_step(h, initial)
-    du = _decay_scan(after, grad, torch.zeros_like(initial), not ctx.backwards)
+        after, before, at = torch.cat([log_decay[:, 1:], none], 1), torch.cat([first, h[:, :-1]], 1), 0
+    du = _decay_scan(after, grad, torch.zeros_like(initial), not ctx.backwards, ctx.kernels)
     through = log_decay.exp() * du
-    return through * before, du, through[:, first], None
+    return through * before, du, through[:, at], None, None
 
 
 _decay_scan.register_autograd(_differentiate_decay_scan, setup_context=_save_decay_scan)

@@ -13,11 +13,11 @@ from fem.ops.common.backend import scan_backend
 from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import compute_dtype, upcast, without_autocast
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, connected_zeros, log
-from fem.ops.common.scan import ScanCall
+from fem.ops.common.scan import ScanCall, read_free
 from fem.ops.common.slabs import SlabScan
 from fem.ops.common.steps import portable
-from fem.ops.common.sums import Shift, entering, leaving, shift_for
-from fem.ops.common.tokens import Tokens
+from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for
+from fem.ops.common.tokens import Tokens, filled
 from fem.ops.common.transforms import differentiated, transformed
 from fem.ops.linear_attention.chunked import CHUNK, by_fla, chunked
 from fem.ops.linear_attention.naive import naive_linear_attention_read
@@ -46,13 +46,9 @@ def linear_attention_read(
     if backend == "reference" and 0 not in v.shape[:2]:
         loops = partial(naive_linear_attention_read, q, k, v, beta, log_decay)
         return by_definition(loops, v.dtype, call, free_values=free_values)
-    f, rate = (
-        (v[..., :0], v.new_ones(v.shape[2], 0)) if beta is None else (v if free_values is None else free_values, beta)
-    )
+    f, rate = read_free(v, free_values, beta)
     one_way = partial(_one_way, kernels=backend == "triton")
     terms, state = call.both_ways(one_way, (q, k, v, f, log_decay), rate)
-    if beta is None:
-        terms, state = terms._replace(free_energy=None), {n: x for n, x in state.items() if n != "free_energy"}
     return call.result(terms, state, beta, v.dtype)
 
 
@@ -100,13 +96,7 @@ def _kept(q, k, v, f, log_decay, tokens: Tokens | None) -> tuple[Tensor | None, 
         return q, k, v, f, g
     keep = tokens.keep[:, :, None, None]
     q, k, g = (None if x is None else torch.where(keep, x, 0) for x in (q, k, g))
-    return q, k, _filled(v, keep), _filled(f, keep), g
-
-
-def _filled(v: Tensor, keep: Tensor) -> Tensor:
-    """Values in which masked tokens have the least of the others, so that they raise no chunk's shift."""
-    lowest = torch.where(keep, v.detach(), torch.inf).amin(1, keepdim=True)
-    return torch.where(keep, v, torch.where(lowest < torch.inf, lowest, 0))
+    return q, k, filled(v, keep), filled(f, keep), g
 
 
 def _delayed(k, v, f, g, opens) -> tuple[Tensor, ...]:
@@ -141,9 +131,9 @@ def _in_chunks(memory: Terms, q, k, g, v, f, beta) -> tuple[Terms, Terms, int]:
     items = _items(v_, f_, shift.value, rate.unsqueeze(1))
     light = k_ * (-shift.weight).exp()
     first, last = (Shift(shift.weight[:, :, 0], shift.value[:, :, n]) for n in (0, -1))
-    sums, before, sums_after = chunked(q_, light, items, g_, entering(memory, first, rate), rise)
-    read, doubt = leaving(sums, shift, rate.unsqueeze(1), q_.detach().sum(-1, keepdim=True))
-    after, lost = leaving(sums_after, last, rate)
+    sums, before, sums_after = chunked(q_, light, items, g_, torch.cat(entering(memory, first, rate), -1), rise)
+    read, doubt = leaving(Sums.split(sums, beta), shift, rate.unsqueeze(1), q_.detach().sum(-1, keepdim=True))
+    after, lost = leaving(Sums.split(sums_after, beta), last, rate)
     read = [x.permute(0, 2, 3, 1, 4) for x in read]  # (B, N, C, H, d)
     again = 0
     if doubt is not None or lost is not None:
@@ -156,7 +146,7 @@ def _in_chunks(memory: Terms, q, k, g, v, f, beta) -> tuple[Terms, Terms, int]:
     if doubt is not None:
         alive = (q_ > 0).any(-1) & at_end.any(-1, keepdim=True)
         chunks = (doubt.squeeze(-1) & alive).any(3).any(1).nonzero(as_tuple=True)
-        starts, lost = leaving(before, shift, rate.unsqueeze(1))
+        starts, lost = leaving(Sums.split(before, beta), shift, rate.unsqueeze(1))
         if lost is not None and bool((lost.squeeze(-1) & at_start).transpose(1, 2)[chunks].any()):
             return all_by_steps()
         if len(chunks[0]):
@@ -203,9 +193,9 @@ def _by_kernels(memory: Terms, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms
     of_tokens = Shift(*(x.transpose(1, 2) for x in shift))  # (B, 1, H, ..)
     items = _items(v, f, of_tokens.value, beta)
     light = k * (-of_tokens.weight).exp()
-    sums, last = by_fla(q, light, items, g, entering(memory, shift, rate), opens)
-    read, doubt = leaving(sums, of_tokens, beta, q.detach().sum(-1, keepdim=True))
-    after, lost = leaving(last, shift, rate)
+    sums, last = by_fla(q, light, items, g, torch.cat(entering(memory, shift, rate), -1), opens)
+    read, doubt = leaving(Sums.split(sums, beta), of_tokens, beta, q.detach().sum(-1, keepdim=True))
+    after, lost = leaving(Sums.split(last, beta), shift, rate)
     alive = (q > 0).any(-1, keepdim=True)  # a masked token reads nothing, and is in doubt for no reason
     held = (k > 0).any(1).unsqueeze(-1) | (memory.log_weight > NO_WEIGHT)
     if any(x is not None and bool((x & there).any()) for x, there in ((doubt, alive), (lost, held))):
