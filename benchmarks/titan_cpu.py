@@ -104,7 +104,7 @@ def fem_train(start: Path, texts: Path, moved: float) -> tuple[list[float], torc
     moved: by how much each starting weight is changed at random, relative to it.
     """
     from fem.models import FEMForCausalLM
-    from fem.train import training
+    from fem.train import train
     from fem.train.recipe import TrainRecipe
 
     def build(config, seed: int) -> torch.nn.Module:
@@ -119,9 +119,9 @@ def fem_train(start: Path, texts: Path, moved: float) -> tuple[list[float], torc
 
     out = Path(f"{start}-{moved}")
     sizes = {"data": str(texts), "vocabulary": 1024, "context": CONTEXT, "batch_size": BATCH, "max_steps": STEPS}
-    arguments = training.training_arguments
-    with mock.patch.multiple(training, build_model=build, training_arguments=constant):
-        training.run(TrainRecipe(**sizes, warmup_steps=0, validation_rows=0, log_steps=1), out)
+    arguments = train.training_arguments
+    with mock.patch.multiple(train, build_model=build, training_arguments=constant):
+        train.run(TrainRecipe(**sizes, warmup_steps=0, validation_rows=0, log_steps=1), out)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     model = FEMForCausalLM.from_pretrained(out / f"checkpoint-{STEPS}").eval()
     return [line["train_loss"] for line in lines if "train_loss" in line], model

@@ -118,9 +118,10 @@ def main() -> None:
 def _say(sentence: str) -> int:
     """Print an error, which all of torchrun's processes meet, once."""
     if _under_torchrun():
-        from fem.train.distributed import first_to_say
+        from torch.distributed import TCPStore
 
-        if not first_to_say():
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        if store.add(f"fem/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/error", 1) > 1:
             return 2
     print(f"error: {sentence}", file=sys.stderr)
     return 2

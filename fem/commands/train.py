@@ -24,14 +24,8 @@ def command(
         "runs/train"
     ),
     resume: Annotated[
-        str | None, typer.Option(help='"auto": go on from the newest complete checkpoint in output, if there is one.')
+        str | None, typer.Option(help='"auto": go on from the newest checkpoint in output, if there is one.')
     ] = None,
-    allow_changed_data: Annotated[
-        bool,
-        typer.Option(
-            "--allow-changed-data", help="Resume with other data or another tokenizer; config.json records it."
-        ),
-    ] = False,
 ):
     """Train a language model, on one process or under torchrun; --resume auto continues a stopped run.
 
@@ -43,20 +37,16 @@ def command(
     chosen = replace(RECIPES[recipe], **changes)
     from transformers.utils.logging import disable_progress_bar
 
-    from fem.train.distributed import GO_ON, Lost, Paused, first_to_say
-    from fem.train.training import run
+    from fem.train.signals import Paused
+    from fem.train.train import run
 
     disable_progress_bar()
     try:
-        results = run(chosen, output, resume == "auto", allow_changed_data=allow_changed_data)
+        results = run(chosen, output, resume == "auto")
         _say(ending(results["train"], output))
     except Paused as stopped:
         _say(f"{stopped}; to go on: {again()}")
         raise typer.Exit(stopped.code) from None
-    except Lost as lost:
-        if first_to_say():
-            print(f"error: {lost}; to go on: {again()}", file=sys.stderr, flush=True)
-        os._exit(GO_ON)  # a normal exit would wait for gloo's threads, which wait for the lost process
     except KeyboardInterrupt:
         _say(f"stopped at once; to go on from the last checkpoint: {again()}")
         raise typer.Exit(130) from None

@@ -1,4 +1,4 @@
-"""Checkpoints in an output folder, which of them are complete, and language models loaded from them."""
+"""Checkpoints in an output folder, which has one writer, and language models loaded from them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fem.provenance import first_line, note, read_json
-from fem.train.integrity import MANIFEST, damage
+from filelock import FileLock, Timeout
+
+from fem.provenance import first_line, read_json
 
 if TYPE_CHECKING:
     from torch import nn
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+LOCK = ".lock"
 STAGING = ".saving"  # in the output folder: where a checkpoint is written before it is renamed
 KEPT = 2  # checkpoints of a training that goes on by itself
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """The folders `output`/checkpoint-N in the order of N, complete or not."""
+    """The folders `output`/checkpoint-N in the order of N."""
     folders = [p for p in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
     return sorted(folders, key=step_of)
 
@@ -34,33 +36,35 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest(output: Path) -> Path | None:
-    """The newest complete checkpoint in `output`: every file is as it was saved."""
-    return next((checkpoint for checkpoint in reversed(checkpoints(output)) if damage(checkpoint) is None), None)
+    """The newest checkpoint in `output`, which is whole: it was renamed once all of it was written."""
+    return next(reversed(checkpoints(output)), None)
 
 
-def to_go_on_from(output: Path) -> Path | None:
-    """`newest`; None where there are no checkpoints. Raises ValueError where there are some and none is whole."""
-    last = newest(output)
-    if last is None and checkpoints(output):
-        raise ValueError(f"no checkpoint in {str(output)!r} is whole; remove them to begin again.")
-    return last
+def publish(staging: Path, target: Path) -> None:
+    """Rename `staging`, whose files are written, to `target`: a kill leaves either no `target` or a whole one."""
+    if target.exists():
+        shutil.rmtree(target)
+    os.replace(staging, target)
 
 
-def set_aside_after(checkpoint: Path) -> None:
-    """Rename the later checkpoints, which are damaged, so that no training takes them for ones that can be used; a
-    note names each."""
-    for later in checkpoints(checkpoint.parent):
-        if step_of(later) > step_of(checkpoint):
-            note(f"{later.name} is damaged: {damage(later)}; going on from {checkpoint.name}.")
-            aside = later.with_name(f"damaged-{later.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.replace(later, aside)
+@contextmanager
+def one_writer(folder: Path) -> Iterator[None]:
+    """Hold the lock on `folder`, which the system releases when its process ends, however it ends.
+
+    Raises ValueError where another process holds it.
+    """
+    try:
+        with FileLock(folder / LOCK, timeout=0):
+            yield
+    except Timeout:
+        told = f"another training writes to {str(folder)!r}; wait for it, or choose another output."
+        raise ValueError(told) from None
 
 
 def model_folder(folder: str | Path) -> Path:
-    """The folder with the weights: `folder` itself, its newest complete checkpoint, or its subfolder `model`.
+    """The folder with the weights: `folder` itself, its newest checkpoint, or its subfolder `model`.
 
-    Raises ValueError where none of them holds a model in safetensors, and where these are not what their digests say.
+    Raises ValueError where none of them holds a model in safetensors.
     """
     folder = Path(folder)
     if folder.is_file() or not folder.exists():
@@ -69,24 +73,17 @@ def model_folder(folder: str | Path) -> Path:
         raise ValueError(
             f"model must be a folder with config.json and safetensors, got {what} {str(folder)!r}.{pickle}"
         )
-    checkpoint = None if _holds_a_model(folder) else newest(folder)
-    places = (folder, folder / "model")  # `fem demo` saves it in the second
-    chosen = checkpoint or next(filter(_holds_a_model, places), None)
+    places = (folder, newest(folder) or folder, folder / "model")  # `fem demo` saves it in the third
+    chosen = next(filter(_holds_a_model, places), None)
     if chosen is None and any((folder / name).exists() for name in WEIGHTS) and (folder / "config.json").exists():
         raise ValueError(f"config.json in {str(folder)!r} names no model_type, it may be corrupt or cut off.")
     if chosen is None:
-        cut_off = ", but only checkpoints that were cut off" if checkpoints(folder) else ""
-        raise ValueError(f"model must hold config.json and safetensors, got {str(folder)!r} without them{cut_off}.")
+        raise ValueError(f"model must hold config.json and safetensors, got {str(folder)!r} without them.")
     if not any((chosen / name).exists() for name in WEIGHTS):
         pickles = [path.name for path in chosen.glob("*model*") if path.suffix in PICKLES]
         unsafe = f" but with {pickles[0]}, which may run code when it is read; convert it" if pickles else ""
         raise ValueError(f"model must hold its weights as safetensors, got {str(chosen)!r} without them{unsafe}.")
     _check_index(chosen)
-    if checkpoint is None and (chosen / MANIFEST).exists() and (fault := damage(chosen, "*.safetensors")):
-        raise ValueError(
-            f"the model in {str(chosen)!r} may be corrupt or cut off: {fault}; if you changed it, "
-            f"delete {MANIFEST} there."
-        )
     return chosen
 
 
@@ -137,7 +134,7 @@ def load_language_model(folder: str | Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import fem.models  # noqa: F401  (the Auto classes)
-    from fem.train.architecture import know
+    from fem.train.model import know
     from fem.train.tokenizer import entries
 
     path = model_folder(folder)

@@ -1,54 +1,189 @@
-"""A recipe's data: its tokenizer, its rows of tokens, and the digests that identify both."""
+"""A recipe's data: documents read by `datasets`, written once as token ids, and rows of these ids.
+
+A row is {"input_ids", "labels", "segment_ids"}, each (context,). Documents stand one behind the other, each with an
+end token; one that does not fit continues in the next row. Segment ids count the documents of a row; the first token of
+each is no target (-100). Where documents are visible there are no segment ids, and every token but the row's first is a
+target.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice
+import time
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import groupby, islice
 from pathlib import Path
 
+import numpy as np
+import torch
+from datasets import IterableDataset, load_dataset
+from torch import Tensor
+from torch.utils.data import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fem.provenance import first_line, note
-from fem.train.documents import TEXT, content, kind, local_documents, local_files
-from fem.train.hub import way_to_the_hub
-from fem.train.integrity import MANIFEST, damage, publish
-from fem.train.packing import Row, Share, ShuffledRows, Tokens
-from fem.train.pieces import without_endless_words
+from fem.models.loss import IGNORED
+from fem.provenance import first_line, note, read_json, write_json
+from fem.train.checkpoints import publish
 from fem.train.recipe import TrainRecipe
+from fem.train.signals import Paused
 from fem.train.tokenizer import train_tokenizer
 
+Row = dict[str, Tensor]
+TOKENS, TOKENIZER = "tokens", "tokenizer"  # in the output folder
+FORMATS = {".txt": "text", ".md": "text", ".jsonl": "json", ".parquet": "parquet"}  # by what `datasets` reads each
 TOKENIZER_DOCUMENTS = 20_000
-TOKENIZER, TOKENS = "tokenizer", "tokens"
+SECONDS = 6.0  # for the hub to connect, and to answer
+SECONDS_A_NOTE = 10.0
+AT_ONCE = 2_000_000  # characters, whose encodings take some 250 MB
+PIECE = 1 << 16  # characters
+GAP = re.compile(r"(?<=\S)\s(?=\S)")
+SOURCE, DONE = "source.json", "done.json"
+NOTHING = {"tokens": 0, "documents": 0, "part": 0, "state": None}
 
 
-def identity(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerFast) -> dict:
-    """The facts that decide the tokens: digests of tokenizer and files, or a hub dataset's name and subset."""
+def local_files(data: str) -> list[Path] | None:
+    """The files that `data` names, sorted by name where it is a folder; None where there is no such path.
+
+    Raises ValueError on a folder without text, JSON lines or Parquet, and on a file of another kind.
+    """
+    path = Path(data)
+    if not path.exists():
+        return None
+    inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+    files = [p for p in inside if p.suffix.lower() in FORMATS]
+    if not files:
+        raise ValueError(f"data must be {', '.join(FORMATS)} or a folder of such files, got {data!r}.")
+    if strange := [p for p in files if not p.is_file()]:
+        raise ValueError(f"data must be regular files, got {str(strange[0])!r}, a pipe, device or folder.")
+    return files
+
+
+def check_data(recipe: TrainRecipe, output: Path) -> None:
+    """Raises ValueError where the recipe names neither local files nor a dataset of the hub with a tokenizer."""
+    if not recipe.data:
+        raise ValueError("data must be given: --data with a file, a folder or the name of a dataset on the hub.")
+    if local_files(recipe.data) is None and recipe.tokenizer is None:
+        raise ValueError(
+            f"data must be a file or a folder that exists, or a dataset of the hub together with --tokenizer, got "
+            f"{recipe.data!r} and no tokenizer."
+        )
+    if Path(recipe.data).is_dir() and output.resolve().is_relative_to(Path(recipe.data).resolve()):
+        raise ValueError(f"output must lie outside the folder of the data, got {str(output)!r} in {recipe.data!r}.")
+
+
+def say_unread(recipe: TrainRecipe) -> None:
+    """Say which options of the recipe, and which files in the folder of its data, a training does not read."""
     files = local_files(recipe.data)
+    if recipe.architecture is not None:
+        unread = "" if recipe.mlp == "narrowed" else f", and mlp = {recipe.mlp!r} is not read"
+        note(f"in {recipe.architecture!r} a token sees the documents before its own in the row{unread}.")
+    if files is not None and recipe.subset is not None:
+        note(f"subset is a hub dataset's, and the data are local files, so {recipe.subset!r} is not read.")
+    if recipe.tokenizer is not None and recipe.vocabulary != TrainRecipe.vocabulary:
+        note(f"the tokenizer given has its own entries, so vocabulary = {recipe.vocabulary} is not read.")
+    if files is not None and Path(recipe.data).is_dir():
+        others = sorted({p.name for p in Path(recipe.data).rglob("*") if p.is_file() and p not in files})
+        if others:
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            note(f"files of other kinds in {recipe.data!r} are not read: {', '.join(others[:3])}{more}.")
+
+
+def documents(recipe: TrainRecipe) -> list[tuple[IterableDataset, str]]:
+    """The recipe's documents, read as they come, and the field of their text: a text file is one, and so is a record.
+
+    Raises ValueError where there are none, or where they cannot be read.
+    """
+    files, parts = local_files(recipe.data), []
+    try:
+        if files is None:
+            way_to_the_hub()
+            parts.append((load_dataset(recipe.data, recipe.subset, split="train", streaming=True), recipe.field))
+        for kind, some in groupby(files or (), key=lambda path: FORMATS[path.suffix.lower()]):
+            how = {"sample_by": "document", "encoding": "utf-8-sig"} if kind == "text" else {}
+            part = load_dataset(kind, data_files=[str(path) for path in some], split="train", streaming=True, **how)
+            parts.append((part, "text" if kind == "text" else recipe.field))
+        firsts = [(next(iter(part), None), field) for part, field in parts]
+    except Exception as error:  # what `datasets` raises differs by file, connection and version
+        told = f"data must be a file, a folder or a dataset of the hub, got {recipe.data!r}: {first_line(error)}"
+        raise ValueError(told) from error
+    for first, field in firsts:
+        if first is None:
+            raise ValueError(f"data must not be empty, got {recipe.data!r} with a file without a record.")
+        if field not in first:
+            told = f"every record must have text in {field!r}, got the fields {', '.join(first)}"
+            raise ValueError(f"{told}; name the field with --field.")
+    return [(part.select_columns(field), field) for part, field in parts]
+
+
+def way_to_the_hub() -> None:
+    """Raises OSError if the hub cannot be reached, or if HF_HUB_OFFLINE forbids it. The hub is asked once: its client
+    asks again and again, for minutes."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        raise OSError("HF_HUB_OFFLINE is set, so the hub is not asked")
+    try:
+        get_session().head(constants.ENDPOINT, timeout=SECONDS)
+    except Exception as error:
+        raise OSError(f"no way to {constants.ENDPOINT} within {SECONDS:g} seconds ({first_line(error)})") from error
+
+
+def texts_of(recipe: TrainRecipe, part: IterableDataset, field: str) -> Iterator[str]:
+    """The texts of a part. Raises ValueError on a record that has none, and on a file that cannot be read; `Paused`
+    where the hub no longer answers."""
+    try:
+        for record in part:
+            if not isinstance(text := record[field], str):
+                told = "null" if text is None else f"a {type(text).__name__}"
+                raise ValueError(f"every record must have text in {field!r}, got {told}; name the field with --field.")
+            if "\0" in text:
+                raise ValueError("text must be plain text, got zero bytes, as binary files have.")
+            yield text
+    except (GeneratorExit, ValueError):
+        raise
+    except Exception as error:
+        if local_files(recipe.data) is None:
+            told = f"{recipe.data!r} can no longer be read ({first_line(error)}); its tokens so far are saved"
+            raise Paused(told) from error
+        raise ValueError(f"data cannot be read, got {recipe.data!r}: {first_line(error)}") from error
+
+
+def digest(path: Path) -> str:
+    """BLAKE2b of a file's bytes, 128 bits in hexadecimal."""
+    hasher = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            hasher.update(part)
+    return hasher.hexdigest()
+
+
+def identity(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerFast) -> dict[str, str | None]:
+    """What decides the tokens: digests of the tokenizer and of the files, or a hub dataset's name and subset."""
+    files = local_files(recipe.data)
+    content = "\n".join(f"{FORMATS[path.suffix.lower()]} {digest(path)}" for path in files or ())
     spelt = f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}"
-    facts = {
-        "data": recipe.data if files is None else content(files),
+    return {
+        "data": recipe.data if files is None else hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
+        "subset": recipe.subset if files is None else None,
         "field": recipe.field,
         "tokenizer": hashlib.blake2b(spelt.encode(), digest_size=16).hexdigest(),
     }
-    return facts if files is not None else facts | {"subset": recipe.subset}
 
 
 def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast:
     """The recipe's tokenizer, or one trained on the beginning of the local data and kept in `output`/tokenizer."""
     folder = output / TOKENIZER
-    if recipe.tokenizer is None and folder.exists() and (folder / MANIFEST).exists() and (problem := damage(folder)):
-        note(f"the tokenizer in {str(folder)!r} is damaged ({problem}); training it again on the data.")
-        shutil.rmtree(folder)
     if recipe.tokenizer is None and not folder.exists():
-        check_data(recipe)
-        documents = islice(documents_of(recipe), TOKENIZER_DOCUMENTS)
+        texts = (text for part in documents(recipe) for text in texts_of(recipe, *part))
+        trained = train_tokenizer(
+            (piece for text in islice(texts, TOKENIZER_DOCUMENTS) for piece in pieces(text)), recipe.vocabulary
+        )
         staging = folder.with_name(".tokenizer")
-        shutil.rmtree(staging, ignore_errors=True)
-        trained = train_tokenizer(without_endless_words(documents), recipe.vocabulary)
         try:
             trained.save_pretrained(staging)
         except Exception as error:
@@ -72,65 +207,146 @@ def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast
     return tokenizer
 
 
-def documents_of(recipe: TrainRecipe) -> Iterator[str]:
-    """The documents of the recipe's local files, long ones in pieces."""
-    return local_documents(local_files(recipe.data), recipe.field)
+def write_tokens(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the ids of all local documents to `folder`, or of as many of the hub's as the recipe reads, each with an
+    end token. A call that was cut off is continued by the next; a note says every ten seconds how far it is.
+
+    tokens.bin: ids, uint32; ends.bin: where documents end, int64. Raises ValueError where no document has a token.
+    """
+    source = identity(recipe, tokenizer)
+    if folder.exists() and read_json(folder / SOURCE) == source:
+        return
+    staging = folder.with_name(f".{folder.name}")
+    if read_json(staging / SOURCE) != source:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        write_json(staging / SOURCE, source)
+    done = read_json(staging / DONE) or dict(NOTHING)
+    limit = None if local_files(recipe.data) is not None else recipe.tokens
+    due = time.monotonic() + SECONDS_A_NOTE
+    with open(staging / "tokens.bin", "ab") as tokens, open(staging / "ends.bin", "ab") as ends:
+        tokens.truncate(4 * done["tokens"])
+        ends.truncate(8 * done["documents"])
+        parts = documents(recipe)
+        for number, (part, field) in enumerate(parts[done["part"] :], done["part"]):
+            if done["state"] is not None:
+                part.load_state_dict(done["state"])
+            for batch in batches(texts_of(recipe, part, field)):
+                for ids in encoded(batch, tokenizer):
+                    tokens.write(ids.tobytes())
+                    done["tokens"] += len(ids)
+                    ends.write(np.int64(done["tokens"]).tobytes())
+                    done["documents"] += 1
+                if limit is not None and done["tokens"] >= limit:
+                    break
+                if time.monotonic() > due:
+                    tokens.flush()
+                    ends.flush()
+                    write_json(staging / DONE, done | {"part": number, "state": part.state_dict()})
+                    of = "" if limit is None else f" of {limit:,}"
+                    note(f"tokenising: {done['tokens']:,} tokens{of} so far.")
+                    due = time.monotonic() + SECONDS_A_NOTE
+            done["state"] = None
+    if done["tokens"] == done["documents"]:
+        raise ValueError(f"data must not be empty, got {recipe.data!r}, documents without a token.")
+    publish(staging, folder)
 
 
-def check_data(recipe: TrainRecipe) -> None:
-    """Raises ValueError where the recipe names neither local files nor a dataset of the hub with a tokenizer."""
-    if not recipe.data:
-        raise ValueError("data must be given: --data with a file, a folder or the name of a dataset on the hub.")
-    if local_files(recipe.data) is None and recipe.tokenizer is None:
+def batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Lists of some texts, taken only when they are asked for."""
+    batch, size = [], 0
+    for text in texts:
+        batch.append(text)
+        size += len(text) + 1
+        if size >= AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def encoded(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[np.ndarray]:
+    """Each text's tokens and an end token. Special tokens that a text spells out are text, and the truncation and
+    padding that a tokenizer was saved with are left out."""
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = True
+    backend.no_truncation()
+    backend.no_padding()
+    cut = [list(pieces(text)) for text in texts]
+    found = iter(backend.encode_batch_fast([piece for parts in cut for piece in parts], add_special_tokens=False))
+    for parts in cut:
+        ids = [token for encoding in islice(found, len(parts)) for token in encoding.ids]
+        yield np.array([*ids, tokenizer.eos_token_id], np.uint32)
+
+
+def pieces(text: str) -> Iterator[str]:
+    """The text in pieces of at most 65,536 characters, which bounds the memory of encodings. A piece ends before a
+    space between visible characters, where byte-pair tokenizers separate words anyway; where there is none, anywhere."""
+    start = 0
+    while len(text) - start > PIECE:
+        gaps = [gap.start() for gap in GAP.finditer(text, start + PIECE // 2, start + PIECE)]
+        end = gaps[-1] if gaps else start + PIECE
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+class Rows(Dataset):
+    """Rows of `context` tokens of a folder that `write_tokens` wrote, one behind the other."""
+
+    def __init__(self, folder: Path, context: int, visible: bool = False):
+        if not (folder / "ends.bin").exists():
+            raise ValueError(f"{str(folder)!r} holds no tokens that this version of fem train wrote.")
+        self.tokens = np.memmap(folder / "tokens.bin", np.uint32, "r")
+        self.ends = np.memmap(folder / "ends.bin", np.int64, "r")
+        self.context, self.visible = context, visible
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.context
+
+    def __getitem__(self, index: int) -> Row:
+        begin, end = index * self.context, (index + 1) * self.context
+        ids = torch.from_numpy(self.tokens[begin:end].astype(np.int64))
+        opens = torch.zeros(self.context, dtype=torch.bool)
+        if not self.visible:
+            first, last = np.searchsorted(self.ends, (begin, end))
+            opens[torch.from_numpy(self.ends[first:last] - begin)] = True
+        opens[0] = True
+        row = {"input_ids": ids, "labels": ids.where(~opens, IGNORED)}
+        return row if self.visible else row | {"segment_ids": opens.cumsum(0)}
+
+
+class Shuffled(Dataset):
+    """`length` rows: the first `count` in a seeded order, another each epoch. No row is read to skip one."""
+
+    def __init__(self, rows: Rows, count: int, length: int, seed: int):
+        self.rows, self.count, self.length, self.seed = rows, count, length, seed
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Row:
+        epoch, place = divmod(index, self.count)
+        return self.rows[int(_order(self.count, self.seed, epoch)[place])]
+
+
+@lru_cache(maxsize=2)
+def _order(count: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch, 0)).permutation(count)
+
+
+def load_rows(recipe: TrainRecipe, output: Path) -> tuple[Shuffled, list[Row], Row]:
+    """The rows of all steps, those to validate on (the last ones), and one row on which the gates are measured.
+
+    Raises ValueError where there are too few.
+    """
+    rows = Rows(output / TOKENS, recipe.context, recipe.documents == "visible")
+    held_out = min(recipe.validation_rows, max(1, len(rows) // 10))
+    count = len(rows) - held_out
+    if count < 1:
         raise ValueError(
-            f"data must be a file or a folder that exists, or a dataset of the hub together with --tokenizer, got "
-            f"{recipe.data!r} and no tokenizer."
+            f"data are too short: {len(rows.tokens)} tokens make {len(rows)} rows of {recipe.context}; give more text, "
+            "or a smaller context."
         )
-
-
-def say_unread(recipe: TrainRecipe) -> None:
-    """Say which options of the recipe, and which files in the folder of its data, a training does not read."""
-    if recipe.architecture is not None:
-        unread = "" if recipe.mlp == "narrowed" else f", and mlp = {recipe.mlp!r} is not read"
-        note(f"in {recipe.architecture!r} a token sees the documents before its own in the row{unread}.")
-    files = local_files(recipe.data)
-    if files is not None and recipe.subset is not None:
-        note(f"subset is a hub dataset's, and the data are local files, so {recipe.subset!r} is not read.")
-    if recipe.tokenizer is not None and recipe.vocabulary != TrainRecipe.vocabulary:
-        note(f"the tokenizer given has its own entries, so vocabulary = {recipe.vocabulary} is not read.")
-    if files is not None and recipe.field != TrainRecipe.field and all(kind(path) in TEXT for path in files):
-        note(f"text files have no fields, so field = {recipe.field!r} is not read.")
-    if files is not None and Path(recipe.data).is_dir():
-        others = sorted({p for p in Path(recipe.data).rglob("*") if p.is_file()} - set(files))
-        if others:
-            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            shown = ", ".join(path.name for path in others[:3]) + more
-            note(f"files of other kinds in {recipe.data!r} are not read: {shown}.")
-
-
-@dataclass(frozen=True)
-class Data:
-    """Rows to train on, rows to validate on, and one row on which the gates are measured."""
-
-    train: ShuffledRows
-    validation: list[Row]
-    probe: Row
-
-
-def load_data(recipe: TrainRecipe, output: Path, share: Share) -> Data:
-    """The rows of `output`/tokens; held out are the last ones of the first request. Raises ValueError where there are
-    too few."""
-    tokens = Tokens.open(output / TOKENS)
-    rows, *further = (limit // recipe.context for limit in tokens.limits)
-    held_out = min(recipe.validation_rows, max(1, rows // 10))
-    train = rows - held_out
-    if train < 1:
-        raise ValueError(
-            f"data are too short: {tokens.limits[0]} tokens make {rows} rows of {recipe.context}; give more text, or a "
-            "smaller context."
-        )
-    stretches = [range(train), *map(range, [rows, *further], further)]
-    visible = recipe.documents == "visible"
-    validation = [tokens.row(index, recipe.context, visible) for index in range(train, rows)]
-    probe = tokens.row(train - 1, recipe.context, visible)
-    return Data(ShuffledRows(tokens, recipe.context, stretches, share, recipe.seed, visible), validation, probe)
+    train = Shuffled(rows, count, recipe.max_steps * recipe.batch_size, recipe.seed)
+    return train, [rows[index] for index in range(count, len(rows))], rows[count - 1]

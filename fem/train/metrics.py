@@ -1,49 +1,47 @@
-"""What a training logs: losses, learning rate, beta, lambda, recomputed reads, speed and memory."""
+"""What a training logs beside the Trainer's losses: beta, lambda, recomputed reads, speed and memory."""
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 import time
 from datetime import timedelta
-from importlib.util import find_spec
+from pathlib import Path
 
 import torch
-from rich.progress import Progress
 from transformers import PreTrainedModel, TrainerCallback
 
 from fem.gates import Temperature, TwoLevelGate
 from fem.ops.common.fallback_count import fallbacks
-from fem.train.frame import Run
-from fem.train.packing import Row
+from fem.train.data import Row
 from fem.train.recipe import TrainRecipe
 from fem.train.saving import NotFinite, kept
 from fem.train.throughput import flops_per_token, peak_flops, peak_memory
-from fem.train.trainer import ADVICE
 
-LOGGED = {"loss": "train_loss", "eval_loss": "val_loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate"}
+ADVICE = "a smaller learning rate, more warm-up steps or float32 may help"
+OURS = {"loss": "train_loss", "eval_loss": "val_loss"}  # by the Trainer's names
+LOGGED = ("grad_norm", "learning_rate", "tokens_per_second", "seconds_left", "peak_memory_bytes", "mfu")
+LOGGED += ("beta_min", "beta_mean", "beta_max", "lambda_mean", "recomputed_share")
 
 
-class MetricsCallback(TrainerCallback):
-    """Writes metrics.jsonl, TensorBoard's files where it is installed, and a bar and a line of text, on process 0 only.
-
-    A line has the step, the losses, beta (smallest, mean, largest), the mean of lambda on the row `probe`, the share of
+class Metrics(TrainerCallback):
+    """Adds to the Trainer's log beta (smallest, mean, largest), the mean of lambda on the row `probe`, the share of
     free energies that were recomputed, tokens per second, seconds left, and on a known GPU the share of its peak (MFU).
+
+    Writes the log to metrics.jsonl and prints it, on process 0. Logs with every checkpoint, and validates at the end.
     """
 
-    def __init__(self, recipe: TrainRecipe, run: Run, model: PreTrainedModel, probe: Row, bars: Progress | None):
-        self.recipe, self.run, self.probe, self.bars = recipe, run, probe, bars
+    def __init__(self, recipe: TrainRecipe, output: Path, model: PreTrainedModel, probe: Row):
+        self.recipe, self.output, self.probe = recipe, output, probe
         self.flops = flops_per_token(model, recipe.context)
 
     def on_train_begin(self, args, state, control, **_):
         fallbacks.reset()
         self.start_clock()
-        self.processes, self.writer = args.world_size, None
-        if self.bars is not None:
-            self.bar = self.bars.add_task("training", total=state.max_steps, completed=state.global_step)
-            if find_spec("tensorboard"):
-                from torch.utils.tensorboard import SummaryWriter
-
-                self.writer = SummaryWriter(self.run.folder / "tensorboard", purge_step=state.global_step + 1)
+        if state.is_world_process_zero:  # a checkpoint's log, without the lines of the steps behind it
+            text = "".join(json.dumps(line) + "\n" for line in map(told, state.log_history) if len(line) > 1)
+            (self.output / "metrics.jsonl").write_text(text, encoding="utf-8")
 
     def start_clock(self) -> None:
         """Start to time steps, their data included. The loss is read before and after, which waits for the GPU."""
@@ -56,30 +54,29 @@ class MetricsCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **_):
         self.steps += 1
-        if self.bars is not None:
-            self.bars.update(self.bar, completed=state.global_step)
+        if state.global_step == state.max_steps and args.eval_strategy != "no":
+            control.should_evaluate = True
+        control.should_log = control.should_log or control.should_save or control.should_evaluate
 
     def on_log(self, args, state, control, logs, model, **_):
-        line = {ours: float(logs[theirs]) for theirs, ours in LOGGED.items() if theirs in logs}
-        for name in ("train_loss", "val_loss"):
-            if name in line and not math.isfinite(line[name]):
-                what = f"the {'validation loss' if name == 'val_loss' else 'loss'} is {line[name]}"
-                raise NotFinite(f"{what} at step {state.global_step}; {ADVICE}; {kept(self.run.folder)}")
-        line = {name: value for name, value in line.items() if math.isfinite(value)}
-        if "train_loss" in line:
-            line |= self.speed(state.max_steps - state.global_step) | read_statistics(model, self.probe)
+        for name in OURS:
+            if not math.isfinite(logs.get(name, 0.0)):
+                what = f"the {'validation loss' if name == 'eval_loss' else 'loss'} is {logs[name]}"
+                raise NotFinite(f"{what} at step {state.global_step}; {ADVICE}; {kept(self.output)}")
+        if not state.is_world_process_zero:
+            return
+        if "loss" in logs:
+            logs |= self.speed(args.world_size, state.max_steps - state.global_step)
+            logs |= read_statistics(model, self.probe)
+            state.log_history[-1] |= logs
             self.start_clock()
-        if line and self.bars is not None:
-            self.run.log(step=state.global_step, **line)
-            self.bars.console.print(in_words(state.global_step, state.max_steps, line), soft_wrap=True)
-            for name, value in line.items() if self.writer is not None else ():
-                self.writer.add_scalar(name, value, state.global_step)
+        line = told(state.log_history[-1])
+        if len(line) > 1:
+            with open(self.output / "metrics.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            print(in_words(line, state.max_steps), file=sys.stderr)
 
-    def on_train_end(self, args, state, control, **_):
-        if self.writer is not None:
-            self.writer.close()
-
-    def speed(self, steps_left: int) -> dict[str, float]:
+    def speed(self, processes: int, steps_left: int) -> dict[str, float]:
         if not self.steps:
             return {}
         a_step = (time.perf_counter() - self.began) / self.steps
@@ -90,13 +87,19 @@ class MetricsCallback(TrainerCallback):
             "peak_memory_bytes": peak_memory(),
         }
         if peak := peak_flops():
-            speed["mfu"] = tokens * self.flops / (peak * self.processes)
+            speed["mfu"] = tokens * self.flops / (peak * processes)
         return speed
 
 
-def in_words(step: int, steps: int, line: dict) -> str:
+def told(entry: dict) -> dict:
+    """A line of metrics.jsonl, from an entry of the Trainer's log."""
+    line = {"step": entry["step"]} | {ours: entry[theirs] for theirs, ours in OURS.items() if theirs in entry}
+    return line | {name: entry[name] for name in LOGGED if name in entry}
+
+
+def in_words(line: dict, steps: int) -> str:
     """A line of a log: "step 10/1000, loss 5.104, grad norm 1.2, 8,432 tokens/s, 0:12:09 left"."""
-    parts = [f"step {step}/{steps}"]
+    parts = [f"step {line['step']}/{steps}"]
     for name, shown in (("train_loss", "loss"), ("val_loss", "validation loss"), ("grad_norm", "grad norm")):
         if name in line:
             parts.append(f"{shown} {line[name]:.4g}")
@@ -106,10 +109,10 @@ def in_words(step: int, steps: int, line: dict) -> str:
     return ", ".join(parts)
 
 
-def summary(metrics: list[dict]) -> dict:
+def summary(log: list[dict]) -> dict:
     """The last value of everything that was measured, with the steps of the last validation and of the end."""
     last: dict = {}
-    for line in metrics:
+    for line in map(told, log):
         last |= line | ({"validated_at": line["step"]} if "val_loss" in line else {})
     return {name: value for name, value in last.items() if name != "seconds_left"}
 

@@ -59,12 +59,11 @@ class TrainRecipe:
     log_steps: int = option(10, "Steps between lines of metrics.jsonl.")
     save_steps: int = option(200, "Steps between checkpoints; there is one at the end.")
     keep: int = option(2, "Checkpoints to keep, the newest.")
-    comm_timeout: int = option(300, "Seconds that processes wait for one another in a step before they give up.")
     seed: int = option(42, "Seed of the weights and of the order of the rows.")
 
     def __post_init__(self):
         counts = ("context", "batch_size", "max_steps", "log_steps", "save_steps", "eval_steps", "keep", "micro_batch")
-        require_positive(self, *counts, "learning_rate", "clip", "comm_timeout")
+        require_positive(self, *counts, "learning_rate", "clip")
         require_not_negative(self, "validation_rows", "weight_decay", "seed")
         require_not_negative(self, *(["warmup_steps"] if self.warmup_steps is not None else []))
         if self.seed >= 2**32:
@@ -133,7 +132,6 @@ FREE = {
     "keep",
     "compile",
     "checkpointing",
-    "comm_timeout",
     "data",  # compared by its content
 }
 

@@ -1,8 +1,10 @@
-"""A Trainer whose checkpoints are complete as soon as they are there, and hold finite weights only."""
+"""A Trainer whose checkpoints are whole as soon as they are there, and hold finite weights only."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -11,9 +13,8 @@ from transformers import PrinterCallback, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from fem.optim import decayed_names
-from fem.train.checkpoints import KEPT, checkpoints, newest, not_finite, set_aside_after, step_of, to_go_on_from
-from fem.train.distributed import lost_touch
-from fem.train.integrity import publish
+from fem.provenance import first_line
+from fem.train.checkpoints import KEPT, checkpoints, newest, not_finite, publish
 
 
 class NotFinite(ValueError):
@@ -23,7 +24,7 @@ class NotFinite(ValueError):
 class SavingTrainer(Trainer):
     """Writes checkpoints to a staging folder, then renames them into `output`, where the newest `keep` stay.
 
-    `TrainingArguments.output_dir` must be `output`/.saving. A subclass adds files of its own in `add_files`.
+    `TrainingArguments.output_dir` must be `output`/.saving.
     """
 
     def __init__(self, *, output: Path, keep: int = KEPT, **options):
@@ -35,21 +36,33 @@ class SavingTrainer(Trainer):
         """Weights only: not beta, norms and biases."""
         return decayed_names(model)
 
-    def add_files(self, checkpoint: Path) -> None:
-        """Add files to the checkpoint before it is renamed; called on every process."""
-
     def go_on(self) -> list[dict]:
-        """Train, from the newest whole checkpoint if there is one; later ones are set aside. Returns the Trainer's log,
-        with that of the steps before the checkpoint."""
-        checkpoint = to_go_on_from(self.output)
-        if checkpoint is not None and self.is_world_process_zero():
-            set_aside_after(checkpoint)
-        if checkpoint is None or step_of(checkpoint) < self.args.max_steps:
-            self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        """Train, from the newest checkpoint if there is one. Returns the Trainer's log, that of the steps before the
+        checkpoint too. Raises ValueError where the checkpoint cannot be read."""
+        checkpoint = newest(self.output)
+        if checkpoint is None:
+            self.train()
+            return self.state.log_history
+        with readable(checkpoint):
+            state = TrainerState.load_from_json(checkpoint / TRAINER_STATE_NAME)
+        if state.global_step < self.args.max_steps:
+            self.train(resume_from_checkpoint=str(checkpoint))
         else:  # the Trainer would take one more step
             self._load_from_checkpoint(str(checkpoint))
-            self.state = TrainerState.load_from_json(checkpoint / TRAINER_STATE_NAME)
+            self.state = state
         return self.state.log_history
+
+    def _load_from_checkpoint(self, checkpoint: str, model: nn.Module | None = None) -> None:
+        with readable(Path(checkpoint)):
+            super()._load_from_checkpoint(checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with readable(Path(checkpoint or "")):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with readable(Path(checkpoint or "")):
+            super()._load_rng_state(checkpoint)
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
         name = f"checkpoint-{self.state.global_step}"
@@ -58,7 +71,6 @@ class SavingTrainer(Trainer):
             raise NotFinite(f"{weight} is not finite at step {self.state.global_step}; {kept(self.output)}")
         try:
             super()._save_checkpoint(model, trial)
-            self.add_files(staging / name)
             self.accelerator.wait_for_everyone()
             if self.args.process_index == 0:
                 publish(staging / name, self.output / name)
@@ -66,14 +78,24 @@ class SavingTrainer(Trainer):
                     shutil.rmtree(old)
             self.accelerator.wait_for_everyone()
         except (OSError, RuntimeError, SafetensorError) as error:
-            if lost_touch(error):
-                raise
             shutil.rmtree(staging, ignore_errors=True)
             reason = str(error).strip().splitlines()[-1]
             if isinstance(error, RuntimeError):  # torch's writer names its position in the file, not the cause
                 reason = f"a file could not be written whole, as on a full disk ({reason})"
             told = f"{name} could not be saved in {str(self.output)!r}: {reason}; {kept(self.output)}."
             raise OSError(told) from error
+
+
+@contextmanager
+def readable(checkpoint: Path) -> Iterator[None]:
+    """Raises ValueError, in one sentence, where a file of the checkpoint cannot be read, whatever a library raises."""
+    try:
+        yield
+    except Exception as error:
+        told = (
+            f"{str(checkpoint)!r} is damaged ({first_line(error)}); remove it to go on from the checkpoint before it."
+        )
+        raise ValueError(told) from error
 
 
 def kept(output: Path) -> str:

@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 from typer.testing import CliRunner
 
 from fem.models.presets import count_parameters
-from fem.train.distributed import Paused
+from fem.train.signals import Paused
 from fem_research.card_day import kernels, linux_text, long, table, table7, training
 from fem_research.card_day.__main__ import app
 from fem_research.card_day.recipe import ROWS, TrainingRecipe, label

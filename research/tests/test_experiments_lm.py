@@ -22,6 +22,7 @@ from fem.inspect.layers import by_division, layer_tables, readings
 from fem.train.model import build_model
 from fem.train.saving import SavingTrainer
 from fem.train.tokenizer import END, train_tokenizer
+from fem_research.common.trainer import training_arguments
 from fem_research.demo import experiment as demo
 from fem_research.lm import finetune
 from fem_research.lm import small as lm
@@ -146,7 +147,7 @@ def test_models_of_one_seed_start_from_the_same_embeddings(corpus):
 
 def test_weight_decay_spares_beta_norms_and_biases(corpus, tmp_path):
     model = build_model(lm.model_config(TINY, {}, 300), 0)
-    args = lm.training_arguments(TINY, tmp_path, saved=False)
+    args = training_arguments(TINY, TINY.learning_rate, tmp_path)
     trainer = SavingTrainer(output=tmp_path, keep=1, model=model, args=args, eval_dataset=corpus.validation)
     decayed = set(trainer.get_decay_parameter_names(model))
     spared = {name for name, _ in model.named_parameters()} - decayed

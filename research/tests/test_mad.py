@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -328,27 +329,23 @@ def test_a_stopped_training_ends_as_one_that_was_not(tmp_path, monkeypatch, savi
     assert len(tests) == left
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_gone_on_from(tmp_path, monkeypatch, capsys, saving_always):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_gone_on_from(tmp_path, monkeypatch, saving_always):
     long = job(setting=replace(MEMORIZE, steps=9))
     whole = train(long, torch.device("cpu"), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-6", "checkpoint-9"]
     tests = []
     monkeypatch.setattr(training, "evaluate", lambda *given: tests.append(given) or evaluate(*given))
     (tmp_path / "checkpoint-9" / "state.pt").write_bytes(b"PK cut of")
+    with pytest.raises(ValueError, match="checkpoint-9' is damaged, or another version's; remove it to go on"):
+        train(long, torch.device("cpu"), tmp_path)
+    shutil.rmtree(tmp_path / "checkpoint-9")
     assert train(long, torch.device("cpu"), tmp_path) == whole | {"seconds": ANY}
     assert len(tests) == 1
-    told = capsys.readouterr().err
-    assert "checkpoint-9 is damaged: state.pt has 9 bytes instead of" in told
-    assert told.count("note:") == 1
-    for name in ("checkpoint-6", "checkpoint-9"):
-        (tmp_path / name / "state.pt").write_bytes(b"PK cut of")
-    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole; remove them to begin again"):
-        train(long, torch.device("cpu"), tmp_path)
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_by_the_name_of_its_folder(tmp_path, saving_always):
     train(job(), torch.device("cpu"), tmp_path)
-    with pytest.raises(ValueError, match=f"{str(tmp_path)!r} is damaged, or another version's; remove it to train"):
+    with pytest.raises(ValueError, match=f"{tmp_path!s}/checkpoint-.* is damaged, or another version's"):
         train(job(mixer="softmax+G"), torch.device("cpu"), tmp_path)
 
 

@@ -10,10 +10,8 @@ import torch.nn.functional as F
 pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
 from fem.models import FEMForImageClassification
-from fem.train.architecture import know
-from fem.train.model import build_model
+from fem.train.model import build_model, know, model_config
 from fem.train.recipe import TrainRecipe
-from fem.train.training import model_config
 from fem_research.bench import cases, workloads
 from fem_research.bench.cases import Case, Size
 from fem_research.common.mixers import BASELINES, PUBLISHED, available

@@ -79,10 +79,10 @@ def test_torchrun_knows_what_the_pages_type_and_fem_train_takes_the_rest(monkeyp
     from torch.distributed.run import get_args_parser
 
     from fem.cli import load
-    from fem.train import training
+    from fem.train import train
 
     ran = []
-    monkeypatch.setattr(training, "run", lambda recipe, *_, **__: ran.append(recipe) or {"train": {}})
+    monkeypatch.setattr(train, "run", lambda recipe, *_, **__: ran.append(recipe) or {"train": {}})
     told = [get_args_parser().parse_args(line.split()[1:]) for line in lines("torchrun")]
     ours = [call for call in told if call.training_script not in ("fem.train.titan.cpu", "torchtitan.train")]
     assert ours

@@ -23,7 +23,7 @@ SERVER.set_forkserver_preload(
         "transformers.trainer",
         "fem.cli",
         "fem.commands.train",
-        "fem.train.training",
+        "fem.train.train",
     ]
 )
 

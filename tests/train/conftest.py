@@ -2,7 +2,7 @@ import pytest
 import torch
 from trainings import tiny, write_corpus
 
-from fem.train import training
+from fem.train import train
 
 
 @pytest.fixture(scope="module")
@@ -15,5 +15,5 @@ def whole(data, tmp_path_factory):
     """A run that was never stopped."""
     torch.set_num_threads(1)
     output = tmp_path_factory.mktemp("whole") / "run"
-    training.run(tiny(data), output)
+    train.run(tiny(data), output)
     return output

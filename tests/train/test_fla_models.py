@@ -58,9 +58,9 @@ def masked(method, at):
     return call
 builder.create_masked_load = masked(builder.create_masked_load, 1)
 builder.create_masked_store = masked(builder.create_masked_store, 2)
-from fem.train import training
+from fem.train import train
 from fem.train.recipe import TrainRecipe
-results = training.run(TrainRecipe(**json.loads(sys.argv[1])), Path(sys.argv[2]))["train"]
+results = train.run(TrainRecipe(**json.loads(sys.argv[1])), Path(sys.argv[2]))["train"]
 print("RESULT", json.dumps(results))
 """
 

@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 from trainings import losses, tiny
 from transformers import GPT2Config
 
-from fem.train import training
+from fem.train import train
 from fem.train.checkpoints import load_language_model, newest
 from fem.train.model import build_model
 
@@ -28,14 +28,14 @@ def other(data, model, **changes):
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_of_transformers_trains_on_the_rows_of_fem(data, tmp_path, model):
     recipe = other(data, model, max_steps=2, warmup_steps=1, eval_steps=2, log_steps=1)
-    results = training.run(recipe, tmp_path)["train"]
+    results = train.run(recipe, tmp_path)["train"]
     assert results["step"] == 2
     assert results["val_loss"] == pytest.approx(5.7, abs=0.3)  # log 300
     trained, _ = load_language_model(newest(tmp_path))
     assert trained.config.model_type == model
     assert results["parameters"] == trained.num_parameters()
     assert "lambda_mean" not in results
-    rows = training.load_data(recipe, tmp_path, training.Share(4, 4)).validation
+    rows = train.load_rows(recipe, tmp_path)[1]
     assert set(rows[0]) == {"input_ids", "labels", "segment_ids"}
     ids, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
     with torch.no_grad():
@@ -46,14 +46,14 @@ def test_a_model_of_transformers_trains_on_the_rows_of_fem(data, tmp_path, model
 
 def test_accumulated_steps_and_a_resumed_run_are_the_whole_one(data, tmp_path):
     whole = other(data, "llama", max_steps=6, save_steps=3)
-    training.run(whole, tmp_path / "whole")
-    training.run(replace(whole, micro_batch=1), tmp_path / "parts")
+    train.run(whole, tmp_path / "whole")
+    train.run(replace(whole, micro_batch=1), tmp_path / "parts")
     for one, parts in zip(losses(tmp_path / "whole"), losses(tmp_path / "parts")):
         assert parts == pytest.approx(one, rel=1e-4)
-    training.run(replace(whole, max_steps=3, warmup_steps=2), tmp_path / "stopped")
+    train.run(replace(whole, max_steps=3, warmup_steps=2), tmp_path / "stopped")
     with pytest.raises(ValueError, match="another recipe: architecture \\(llama there, gpt2 here\\), model"):
-        training.run(other(data, "gpt2", max_steps=6, save_steps=3), tmp_path / "stopped", resume=True)
-    results = training.run(whole, tmp_path / "stopped", resume=True)
+        train.run(other(data, "gpt2", max_steps=6, save_steps=3), tmp_path / "stopped", resume=True)
+    results = train.run(whole, tmp_path / "stopped", resume=True)
     assert results["train"]["step"] == 6
 
 
@@ -62,7 +62,7 @@ def test_a_config_json_keeps_its_own_sizes(data, tmp_path):
     GPT2Config(n_embd=48, n_layer=1, n_head=3, vocab_size=7, n_positions=64).to_json_file(path)
     for named in (path, tmp_path):
         recipe = tiny(data, architecture=str(named), model='{"n_inner": 16}')
-        config = training.model_config(recipe, 300)
+        config = train.model_config(recipe, 300)
         assert isinstance(config, GPT2Config)
         sizes = (config.n_embd, config.n_layer, config.n_inner, config.vocab_size, config.n_positions)
         assert sizes == (48, 1, 16, 300, recipe.context)
@@ -70,12 +70,12 @@ def test_a_config_json_keeps_its_own_sizes(data, tmp_path):
 
 def test_a_model_type_takes_width_and_layers_of_the_preset(data):
     recipe = tiny(data, architecture="llama", preset="fem-sm-small", model="{}")
-    config = training.model_config(recipe, 300)
+    config = train.model_config(recipe, 300)
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (384, 8, 300)
 
 
 def test_a_new_model_of_another_library_depends_on_the_seed_alone(data):
-    config = training.model_config(other(data, "llama"), 300)
+    config = train.model_config(other(data, "llama"), 300)
     first, again, second = (build_model(config, seed).lm_head.weight for seed in (3, 3, 4))
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
@@ -108,10 +108,10 @@ def test_a_new_model_of_another_library_depends_on_the_seed_alone(data):
 def test_what_no_library_can_build_is_refused_in_a_sentence(data, tmp_path, architecture, fields, sentence):
     recipe = tiny(data, architecture=architecture, model=json.dumps(fields))
     with pytest.raises(ValueError, match=sentence):
-        training.model_config(recipe, 300)
+        train.model_config(recipe, 300)
 
 
 def test_a_file_without_a_model_type_is_refused(data, tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"^architecture must be a config.json with a model_type, got "):
-        training.model_config(tiny(data, architecture=str(tmp_path)), 300)
+        train.model_config(tiny(data, architecture=str(tmp_path)), 300)

@@ -1,12 +1,10 @@
-"""`fem train`: recipes, data, packing, checkpoints, resuming, and error messages."""
+"""`fem train`: what a run writes, its data and rows, its recipe, and what it refuses in a sentence."""
 
-import errno
 import functools
 import json
 import math
 import shutil
 from dataclasses import asdict, replace
-from itertools import islice
 
 import numpy as np
 import pytest
@@ -17,8 +15,7 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from torch.utils.data import DataLoader
-from trainings import assert_same_run, losses, tiny, weights
+from trainings import WORDS, losses, tiny, weights
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,16 +26,23 @@ from transformers import (
 )
 
 from fem.models import FEMForCausalLM, preset
-from fem.train import checkpoints, documents, hub, integrity, metrics, packing, trainer, training
 from fem.train import data as lm_data
-from fem.train.checkpoints import load_language_model, newest
+from fem.train import metrics, train
+from fem.train.checkpoints import checkpoints, load_language_model, newest
 from fem.train.recipe import RECIPES, differences
-from fem.train.tokenizer import entries, train_tokenizer
+from fem.train.tokenizer import END, entries, train_tokenizer
+
+
+def texts_of(recipe):
+    return [text for part in lm_data.documents(recipe) for text in lm_data.texts_of(recipe, *part)]
 
 
 @pytest.fixture(scope="module")
 def tokenizer(data):
-    return train_tokenizer(list(documents.local_documents([data], "text")), 300)
+    return train_tokenizer(texts_of(tiny(data)), 300)
+
+
+# What a run writes
 
 
 def test_a_run_writes_what_it_promises(whole, data):
@@ -48,11 +52,12 @@ def test_a_run_writes_what_it_promises(whole, data):
     assert found["val_loss"] < math.log(300)
     assert {"tokens_per_second", "peak_memory_bytes", "beta_mean", "lambda_mean", "recomputed_share"} <= found.keys()
     assert {"versions", "seed", "seconds"} <= results.keys()
-    assert json.loads((whole / "config.json").read_text())["recipe"] == asdict(tiny(data))
+    config = json.loads((whole / "config.json").read_text())
+    assert (config["recipe"], config["format"]) == (asdict(tiny(data)), 2)
     assert [line["step"] for line in losses(whole) if "train_loss" in line] == [3, 5, 6, 9, 10, 12]
-    assert [path.name for path in checkpoints.checkpoints(whole)] == ["checkpoint-5", "checkpoint-10", "checkpoint-12"]
-    assert not any(map(integrity.damage, checkpoints.checkpoints(whole)))
-    assert not (whole / training.STAGING / "checkpoint-12").exists()
+    assert [line["step"] for line in losses(whole) if "val_loss" in line] == [6, 12]
+    assert [path.name for path in checkpoints(whole)] == ["checkpoint-5", "checkpoint-10", "checkpoint-12"]
+    assert not (whole / train.STAGING).exists()
 
 
 def test_the_model_of_a_run_loads_with_its_tokenizer(whole):
@@ -69,51 +74,14 @@ def test_the_folder_of_a_run_says_which_folder_in_it_to_open(whole):
             opener.from_pretrained(whole)
 
 
-@pytest.mark.parametrize("name", ["", "checkpoint-12"])
-def test_weights_are_read_once_to_check_them(whole, monkeypatch, name):
-    read, digest = [], integrity.digest
-    monkeypatch.setattr(integrity, "digest", lambda path: (read.append(path.name), digest(path))[1])
-    load_language_model(whole / name)
-    assert read.count("model.safetensors") == 1
-
-
-class Stopped(Exception):
-    pass
-
-
-@pytest.mark.parametrize("place", ["in a save", pytest.param("in a step", marks=pytest.mark.slow)])
-def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path, monkeypatch, place):
-    def stop(self, *args, **given):
-        state = args[1] if place == "in a step" else self.state
-        if state.global_step == (7 if place == "in a step" else 10):
-            raise Stopped
-
-    owner, name = (
-        (metrics.MetricsCallback, "on_step_begin") if place == "in a step" else (trainer.TextTrainer, "_save_scaler")
-    )
-    original = getattr(owner, name)
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, lambda self, *a, **k: (stop(self, *a, **k), original(self, *a, **k))[1])
-        with pytest.raises(Stopped):
-            training.run(tiny(data), tmp_path)
-    assert newest(tmp_path).name == "checkpoint-5"
-    training.run(tiny(data), tmp_path, resume=True)
-    assert_same_run(tmp_path, whole, 12)
-
-
-def test_dropout_and_accumulation_resume_bit_for_bit(data, tmp_path):
-    model = json.loads(tiny(data).model) | {"mixer": {"dropout": 0.2}}
-    recipe = tiny(data, model=json.dumps(model), micro_batch=2, max_steps=4, save_steps=2)
-    training.run(recipe, tmp_path / "one")
-    shutil.copytree(tmp_path / "one", tmp_path / "other")
-    shutil.rmtree(tmp_path / "other" / "checkpoint-4")
-    training.run(recipe, tmp_path / "other", resume=True)
-    assert_same_run(tmp_path / "one", tmp_path / "other", 4)
+def test_lines_say_step_loss_speed_and_time_left():
+    line = {"step": 3, "train_loss": 5.5, "grad_norm": 1.25, "tokens_per_second": 8432.4, "seconds_left": 61.2}
+    assert metrics.in_words(line, 6) == "step 3/6, loss 5.5, grad norm 1.25, 8,432 tokens/s, 0:01:01 left"
 
 
 def test_accumulated_steps_equal_whole_ones(whole, data, tmp_path):
     """Validation losses too: rows hold different numbers of tokens that are predicted."""
-    training.run(tiny(data, micro_batch=1), tmp_path)
+    train.run(tiny(data, micro_batch=1), tmp_path)
     for a, b in zip(losses(whole), losses(tmp_path), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
 
@@ -129,38 +97,23 @@ def test_a_validation_makes_few_logits_and_changes_no_training(data, tmp_path, m
             shapes.add(tuple(output.logits.shape[1:]))
         return output
 
-    training.run(tiny(data, max_steps=2), tmp_path / "tokenizer")
+    train.run(tiny(data, max_steps=2), tmp_path / "tokenizer")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "tokenizer" / "tokenizer", pad_token=None)
     tokenizer.save_pretrained(tmp_path / "unpadded")
     monkeypatch.setattr(FEMForCausalLM, "forward", watch)
     model = json.dumps(json.loads(tiny(data).model) | {"mixer": {"dropout": 0.2}})
     recipe = tiny(data, model=model, max_steps=4, tokenizer=str(tmp_path / "unpadded"))
     for steps in (1, 3):
-        training.run(replace(recipe, eval_steps=steps), tmp_path / str(steps))
+        train.run(replace(recipe, eval_steps=steps), tmp_path / str(steps))
     assert shapes == {(1, len(tokenizer))}
     one, other = (weights(tmp_path / steps, 4) for steps in "13")
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_full_disk_is_one_sentence_and_loses_no_checkpoint(data, tmp_path, monkeypatch):
-    save, full = torch.save, OSError(errno.ENOSPC, "No space left on device")
-
-    def fails_late(state, path, *args, **given):
-        if "checkpoint-10" in str(path) and "optimizer" in str(path):
-            raise full
-        return save(state, path, *args, **given)
-
-    monkeypatch.setattr(torch, "save", fails_late)
-    with pytest.raises(OSError, match=r"checkpoint-10 could not be saved .*No space left.*checkpoint-5 is whole"):
-        training.run(tiny(data), tmp_path)
-    assert newest(tmp_path).name == "checkpoint-5"
-    assert not (tmp_path / training.STAGING).exists()
-
-
 def test_a_run_ends_with_a_validation_and_keeps_its_newest_checkpoints(data, tmp_path):
-    training.run(tiny(data, max_steps=4, eval_steps=3, save_steps=1, keep=2), tmp_path)
+    train.run(tiny(data, max_steps=4, eval_steps=3, save_steps=1, keep=2), tmp_path)
     assert [line["step"] for line in losses(tmp_path) if "val_loss" in line] == [3, 4]
-    assert [path.name for path in checkpoints.checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
 
 
 def test_a_saved_tokenizer_adds_no_token_that_the_training_did_not_show(data, tokenizer, tmp_path):
@@ -169,209 +122,16 @@ def test_a_saved_tokenizer_adds_no_token_that_the_training_did_not_show(data, to
     given = PreTrainedTokenizerFast.from_pretrained(folder, bos_token="the")
     given.backend_tokenizer.post_processor = TemplateProcessing("the $A", special_tokens=[("the", given.bos_token_id)])
     given.save_pretrained(folder)
-    training.run(tiny(data, max_steps=3, tokenizer=str(folder)), tmp_path / "run")
+    train.run(tiny(data, max_steps=3, tokenizer=str(folder)), tmp_path / "run")
     _, saved = load_language_model(tmp_path / "run")
     ids = PreTrainedTokenizerFast.from_pretrained(folder)("sun")["input_ids"]
     assert ids == [given.bos_token_id, *saved("sun")["input_ids"]]
     assert saved.bos_token == "the"
 
 
-def test_of_little_data_a_tenth_is_held_out(data, tokenizer, tmp_path):
-    recipe, share = tiny(data, validation_rows=1000), packing.Share(4, 4)
-    packing.write_tokens(documents.local_documents([data], "text"), tokenizer, tmp_path / "tokens", "source")
-    found = lm_data.load_data(recipe, tmp_path, share)
-    rows = packing.Tokens.open(tmp_path / "tokens").rows(24)
-    assert len(found.validation) == rows // 10
-    assert found.train.stretches == (range(rows - rows // 10),)
-
-
-@pytest.mark.parametrize(
-    "changes, resume, sentence",
-    [
-        ({}, False, "output holds checkpoint-12 already; add --resume auto"),
-        ({"learning_rate": 0.5}, True, r"another recipe: learning_rate \(0.001 there, 0.5 here\)"),
-    ],
-)
-def test_a_run_is_not_overwritten(whole, data, changes, resume, sentence):
-    before = sorted(path.name for path in whole.iterdir())
-    with pytest.raises(ValueError, match=sentence):
-        training.run(tiny(data, **changes), whole, resume)
-    assert sorted(path.name for path in whole.iterdir()) == before
-
-
-@pytest.mark.parametrize(
-    "changes, sentence",
-    [
-        ({"data": ""}, "data must be given"),
-        ({"data": "no/such/file.txt"}, "data must be a file or a folder that exists, .*got 'no/such/file.txt'"),
-        ({"batch_size": 6, "micro_batch": 4}, "batch_size must be a multiple of micro_batch"),
-        ({"context": 50000}, "data are too short"),
-        ({"model": '{"max_position_embeddings": 8}'}, "context must be at most max_position_embeddings = 8"),
-        ({"model": '{"vocab_size": 8}'}, "vocab_size must cover"),
-        ({"tokenizer": "no/such/tokenizer"}, "tokenizer 'no/such/tokenizer' cannot be read"),
-        ({"field": "content"}, "must have text in 'content', got the fields text"),
-        ({"preset": "nothing"}, "preset must be one of"),
-    ],
-)
-def test_mistakes_are_one_sentence(data, tmp_path, as_users_run, changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        training.run(tiny(data, **changes), tmp_path / "run")
-    assert not checkpoints.checkpoints(tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    "field, value", [("dtype", "float8"), ("max_steps", 0), ("seed", 2**32), ("model", "[1]"), ("model", "{")]
-)
-def test_a_recipe_refuses_values_that_no_run_can_have(data, field, value):
-    with pytest.raises(ValueError, match=field):
-        tiny(data, **{field: value})
-
-
-def test_a_refusal_says_why_where_another_run_has_come_into_the_folder(data, tmp_path, monkeypatch):
-    def refuse(*_):
-        (tmp_path / "new" / "other").mkdir()
-        raise ValueError("too short")
-
-    monkeypatch.setattr(training, "take_data", refuse)
-    with pytest.raises(ValueError, match="too short"):
-        training.run(tiny(data), tmp_path / "new" / "run")
-
-
-def test_an_output_in_the_folder_of_the_data_is_refused(data, tmp_path):
-    shutil.copy(data, tmp_path)
-    with pytest.raises(ValueError, match="output must lie outside the folder of the data"):
-        training.run(tiny(tmp_path), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_gives_the_documents_of_its_files_in_order(tmp_path):
-    Dataset.from_dict({"text": ["three", "four"]}).to_parquet(tmp_path / "c.parquet")
-    (tmp_path / "a.txt").write_text("one")
-    (tmp_path / "b.jsonl").write_text('{"text": "two", "id": 1}\n\n')
-    (tmp_path / "notes.csv").write_text("no document")
-    files = documents.local_files(str(tmp_path))
-    assert list(documents.local_documents(files, "text")) == ["one", "two", "three", "four"]
-
-
-def expected_rows(texts, tokenizer, context):
-    """Rows by the definition, token by token."""
-    ids, opens = [], []
-    for text in texts:
-        document = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-        ids += document
-        opens += [True] + [False] * (len(document) - 1)
-    rows = []
-    for start in range(0, len(ids) - context + 1, context):
-        segment, row = 0, []
-        for place in range(context):
-            begins = opens[start + place] or place == 0
-            segment += begins
-            row.append((ids[start + place], -100 if begins else ids[start + place], segment))
-        rows.append(row)
-    return rows
-
-
-def triples(row):
-    return list(zip(*(row[name].tolist() for name in ("input_ids", "labels", "segment_ids"))))
-
-
-@pytest.mark.parametrize("context", [1, 7, 24])
-def test_rows_are_the_documents_one_behind_the_other(data, tokenizer, tmp_path, context):
-    texts = list(documents.local_documents([data], "text"))
-    file = packing.write_tokens(iter(texts), tokenizer, tmp_path / "tokens", ["a"])
-    wanted = expected_rows(texts, tokenizer, context)
-    assert file.rows(context) == len(wanted)
-    assert [triples(file.row(index, context)) for index in range(len(wanted))] == wanted
-
-
-def test_tokens_of_other_data_are_not_taken_for_these(data, tokenizer, tmp_path):
-    for source in (["a"], ["a"]):
-        packing.write_tokens(iter(["text"]), tokenizer, tmp_path / "tokens", source)
-    with pytest.raises(ValueError, match="data have changed"):
-        packing.write_tokens(iter(["text"]), tokenizer, tmp_path / "tokens", ["b"])
-
-
-def batches(file, share, steps, step=0, rows=11):
-    source = packing.ShuffledRows(file, 8, [range(rows)], share, seed=3)
-    source.step = step
-    loader = DataLoader(source, batch_size=share.micro)
-    return [batch["input_ids"] for batch in islice(loader, steps * share.accumulation)]
-
-
-def test_processes_and_accumulation_share_the_same_batches(tokenizer, data, tmp_path):
-    file = packing.write_tokens(documents.local_documents([data], "text"), tokenizer, tmp_path / "tokens", [])
-    whole = torch.stack(batches(file, packing.Share(4, 4), 6))
-    parts = [batches(file, packing.Share(4, 1, rank, 2), 6) for rank in range(2)]
-    for step in range(6):
-        together = [row for micro in range(2) for part in parts for row in part[2 * step + micro]]
-        assert torch.equal(torch.stack(together), whole[step])
-    later = torch.stack(batches(file, packing.Share(4, 4), 2, step=4))
-    assert torch.equal(later, whole[4:])
-
-
-def test_every_row_is_read_once_an_epoch(tokenizer, data, tmp_path):
-    file = packing.write_tokens(documents.local_documents([data], "text"), tokenizer, tmp_path / "tokens", [])
-    rows = torch.cat(batches(file, packing.Share(11, 11), 2))
-    all_rows = torch.stack([file.row(index, 8)["input_ids"] for index in range(11)])
-    for epoch in rows.split(11):
-        assert sorted(map(tuple, epoch.tolist())) == sorted(map(tuple, all_rows.tolist()))
-    assert not torch.equal(rows[:11], rows[11:])
-
-
-@pytest.mark.parametrize(
-    "error, told",
-    [(ConnectionError("Couldn't reach the Hub\nand more"), "Couldn't reach the Hub"), (TimeoutError(), "TimeoutError")],
-)
-def test_a_dataset_that_does_not_exist_is_one_sentence(monkeypatch, tmp_path, error, told):
-    def offline(*args, **given):
-        raise error
-
-    monkeypatch.setattr(hub, "load_dataset", offline)
-    monkeypatch.setattr(hub, "newest_revision", lambda name: "a" * 40)
-    with pytest.raises(ValueError, match=r"dataset of the hub, got 'no/where': " + told + "$"):
-        hub.begin(tiny("no/where"), tmp_path / "tokens", [])
-    assert not list(tmp_path.iterdir())
-
-
-def test_checkpoints_none_of_which_is_whole_are_left_alone(whole, data, tmp_path):
-    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
-    for checkpoint in checkpoints.checkpoints(tmp_path):
-        (checkpoint / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole; remove them to begin again"):
-        training.run(tiny(data), tmp_path, resume=True)
-    assert len(checkpoints.checkpoints(tmp_path)) == 3
-
-
-def test_a_loss_of_nan_stops_the_run(data, tmp_path):
-    with pytest.raises(ValueError, match=r"the loss is (nan|inf) at step"):
-        training.run(tiny(data, learning_rate=1e12, clip=1e12, warmup_steps=0, log_steps=1), tmp_path)
-
-
-def test_the_paper_recipes_are_the_papers():
-    for name, tokens, model in (("paper-340m", 15e9, "fem-sm-340m"), ("paper-1.3b", 100e9, "fem-sm-1.3b")):
-        recipe = RECIPES[name]
-        a_step = recipe.batch_size * recipe.context
-        assert a_step == pytest.approx(0.5e6, rel=0.05)
-        assert recipe.max_steps * a_step == pytest.approx(tokens, rel=1e-3)
-        assert recipe.warmup_steps * a_step == pytest.approx(1e9, rel=1e-3)
-        assert (recipe.preset, recipe.learning_rate, recipe.weight_decay, recipe.clip) == (model, 4e-4, 0.1, 1.0)
-        assert (recipe.context, recipe.dtype, recipe.seed) == (4096, "bfloat16", 42)
-        assert recipe.documents == "visible"
-        for processes in (1, 8, 64):
-            assert packing.Share(recipe.batch_size, 2, 0, processes).accumulation == 64 // processes
-
-
-def test_a_kept_swiglu_is_the_transformers_and_earlier_runs_go_on(data):
-    recipe = replace(tiny(data), mlp="kept")
-    assert training.model_config(recipe, 300).intermediate_size == 88
-    earlier = {name: value for name, value in asdict(recipe).items() if name != "mlp"}
-    assert differences(earlier, replace(recipe, mlp="narrowed")) == []
-    assert differences(earlier, recipe) == ["mlp (narrowed there, kept here)"]
-
-
 def test_logged_beta_and_lambda_are_those_of_the_layers(whole, data):
     model, _ = load_language_model(whole)
-    row = packing.Tokens.open(whole / "tokens").row(3, 24)
+    row = lm_data.Rows(whole / "tokens", 24)[3]
     layers = [block.mixer for block in model.model.layers]
     found = metrics.read_statistics(model, row)
     betas = torch.cat([layer.inspect(torch.zeros(1, 2, 32)).beta.flatten() for layer in layers])
@@ -401,6 +161,119 @@ def test_flops_of_a_transformer_are_counted_by_hand():
     assert flops_per_token(windowed, 64) == pytest.approx(6 * products + scores * seen / 32, rel=0.02)
 
 
+# Its data
+
+
+def test_a_folder_gives_the_documents_of_its_files_in_order(tmp_path, capsys):
+    Dataset.from_dict({"text": ["three", "four"]}).to_parquet(tmp_path / "c.parquet")
+    (tmp_path / "a.txt").write_text("\ufeffone\n\ntwo", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"text": "two", "id": 1}\n')
+    (tmp_path / "notes.csv").write_text("no document")
+    assert texts_of(tiny(tmp_path)) == ["one\n\ntwo", "two", "three", "four"]
+    lm_data.say_unread(tiny(tmp_path))
+    assert "are not read: notes.csv" in capsys.readouterr().err
+
+
+def expected_rows(texts, tokenizer, context):
+    """Rows by the definition, token by token."""
+    ids, opens = [], []
+    for text in texts:
+        document = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        ids += document
+        opens += [True] + [False] * (len(document) - 1)
+    rows = []
+    for start in range(0, len(ids) - context + 1, context):
+        segment, row = 0, []
+        for place in range(context):
+            begins = opens[start + place] or place == 0
+            segment += begins
+            row.append((ids[start + place], -100 if begins else ids[start + place], segment))
+        rows.append(row)
+    return rows
+
+
+def triples(row):
+    return list(zip(*(row[name].tolist() for name in ("input_ids", "labels", "segment_ids"))))
+
+
+@pytest.mark.parametrize("context", [1, 7, 24])
+def test_rows_are_the_documents_one_behind_the_other(data, tokenizer, tmp_path, context):
+    lm_data.write_tokens(tiny(data), tokenizer, tmp_path / "tokens")
+    rows = lm_data.Rows(tmp_path / "tokens", context)
+    assert [triples(rows[index]) for index in range(len(rows))] == expected_rows(
+        texts_of(tiny(data)), tokenizer, context
+    )
+
+
+def test_a_long_text_has_the_tokens_of_the_whole(monkeypatch):
+    text = " ".join(WORDS * 40) + "\n\n  x" + "日本 " * 50
+    tokenizer = train_tokenizer([text], 300)
+    monkeypatch.setattr(lm_data, "PIECE", 64)
+    assert max(map(len, lm_data.pieces(text))) <= 64
+    assert "".join(lm_data.pieces(text)) == text
+    (found,) = lm_data.encoded([text], tokenizer)
+    assert found.tolist() == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    assert list(map(len, lm_data.pieces("x" * 150))) == [64, 64, 22]
+
+
+def test_special_tokens_that_a_text_spells_out_are_text(tokenizer):
+    (found,) = lm_data.encoded([f"a{END}b"], tokenizer)
+    assert found.tolist().count(tokenizer.eos_token_id) == 1
+    assert tokenizer.decode(found[:-1]) == f"a{END}b"
+
+
+def test_every_row_is_read_once_an_epoch_in_an_order_of_the_seed(whole):
+    rows = lm_data.Rows(whole / "tokens", 24)
+    read = lm_data.Shuffled(rows, 11, 22, seed=3)
+    found = [tuple(read[index]["input_ids"].tolist()) for index in range(len(read))]
+    assert sorted(found[:11]) == sorted(found[11:]) == sorted(tuple(rows[i]["input_ids"].tolist()) for i in range(11))
+    assert found[:11] != found[11:]
+    assert found != [tuple(lm_data.Shuffled(rows, 11, 22, seed=4)[index]["input_ids"].tolist()) for index in range(22)]
+
+
+def test_of_little_data_a_tenth_is_held_out(whole, data):
+    read, held_out, _ = lm_data.load_rows(tiny(data, validation_rows=1000), whole)
+    rows = len(lm_data.Rows(whole / "tokens", 24))
+    assert (len(held_out), read.count) == (rows // 10, rows - rows // 10)
+
+
+def test_visible_documents_are_read_as_one_text(data, tmp_path):
+    train.run(tiny(data, documents="visible", max_steps=2), tmp_path / "run")
+    row = lm_data.load_rows(tiny(data, documents="visible"), tmp_path / "run")[2]
+    assert row.keys() == {"input_ids", "labels"}
+    assert row["labels"].tolist() == [-100, *row["input_ids"].tolist()[1:]]
+    model, _ = load_language_model(tmp_path / "run")
+    rows = lm_data.Rows(tmp_path / "run" / "tokens", 24)
+    apart = next(row for row in map(rows.__getitem__, range(len(rows))) if row["segment_ids"][-1] > 1)
+    ids, segments = apart["input_ids"][None], apart["segment_ids"][None]
+    with torch.no_grad():
+        seen, hidden = model(ids).logits, model(ids, segment_ids=segments).logits
+    assert not torch.allclose(seen[0, -1], hidden[0, -1])
+
+
+UNFIT = {
+    "empty.txt": b"",
+    "white.jsonl": b'{"text": ""}\n',
+    "binary.txt": b"a\0b",
+    "latin.txt": "ä".encode("latin-1"),
+    "cut.jsonl": b'{"text": "one"}\n{"text": "tw',
+    "null.jsonl": b'{"text": "one"}\n{"text": null}\n',
+    "nested.jsonl": b'{"text": {"a": 1}}\n',
+    "other.jsonl": b'{"body": "one"}\n',
+    "cut.parquet": b"PAR1 and no more",
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_files_that_hold_no_text_are_refused_in_a_sentence_and_leave_nothing(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(UNFIT[name])
+    with pytest.raises(ValueError, match=r"^(data|text|every record) ") as told:
+        train.run(tiny(path), tmp_path / "run")
+    assert "\n" not in str(told.value)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_tokenizer_without_an_end_is_refused(tmp_path, data, tokenizer):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(ValueError, match="must have an end-of-text token"):
@@ -414,6 +287,118 @@ def test_entries_of_a_tokenizer_with_holes_reach_its_largest_id(tokenizer, monke
     assert entries(tokenizer) == len(tokenizer)
     monkeypatch.setattr(type(tokenizer), "get_vocab", lambda self: {"a": 0, "b": 500})
     assert entries(tokenizer) == 501
+
+
+# Its recipe
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"data": ""}, "data must be given"),
+        ({"data": "no/such/file.txt"}, "data must be a file or a folder that exists, .*got 'no/such/file.txt'"),
+        ({"batch_size": 6, "micro_batch": 4}, "batch_size must be a multiple of micro_batch"),
+        ({"context": 50000}, "data are too short"),
+        ({"model": '{"max_position_embeddings": 8}'}, "context must be at most max_position_embeddings = 8"),
+        ({"model": '{"vocab_size": 8}'}, "vocab_size must cover"),
+        ({"model": '{"hiden_size": 32}'}, "model_fields must be .*got 'hiden_size'; did you mean hidden_size"),
+        ({"model": '{"dtype": "bfloat16"}'}, "model_fields must leave the dtype to --dtype, got 'bfloat16'"),
+        ({"model": '{"temperature": 0.5}'}, "model_fields must be .*got 'temperature'"),  # transformers would drop it
+        ({"tokenizer": "no/such/tokenizer"}, "tokenizer 'no/such/tokenizer' cannot be read"),
+        ({"field": "content"}, "must have text in 'content', got the fields text"),
+        ({"preset": "fem-sm-tny"}, r"preset must be one of .*got 'fem-sm-tny'; did you mean fem-sm-tiny\?"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_leave_nothing_behind(data, tmp_path, as_users_run, changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        train.run(tiny(data, **changes), tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        *(("dtype", "float8"), ("max_steps", 0), ("seed", 2**32), ("model", "[1]"), ("model", "{"), ("clip", -1.0)),
+        *(("clip", 0.0), ("warmup_steps", 13), ("warmup_steps", -1), ("learning_rate", 0.0), ("beta2", 1.0)),
+        *(("weight_decay", -0.1), ("seed", -1), ("vocabulary", 10), ("context", 1)),
+    ],
+)
+def test_a_recipe_refuses_values_that_no_run_can_have(data, field, value):
+    with pytest.raises(ValueError, match=f"{field}.* must"):
+        tiny(data, **{field: value})
+
+
+def test_the_paper_recipes_are_the_papers():
+    for name, tokens, model in (("paper-340m", 15e9, "fem-sm-340m"), ("paper-1.3b", 100e9, "fem-sm-1.3b")):
+        recipe = RECIPES[name]
+        a_step = recipe.batch_size * recipe.context
+        assert a_step == pytest.approx(0.5e6, rel=0.05)
+        assert recipe.max_steps * a_step == pytest.approx(tokens, rel=1e-3)
+        assert recipe.tokens == pytest.approx(tokens, rel=1e-3)
+        assert recipe.warmup_steps * a_step == pytest.approx(1e9, rel=1e-3)
+        assert (recipe.preset, recipe.learning_rate, recipe.weight_decay, recipe.clip) == (model, 4e-4, 0.1, 1.0)
+        assert (recipe.context, recipe.dtype, recipe.seed) == (4096, "bfloat16", 42)
+        assert recipe.documents == "visible"
+
+
+def test_a_recipe_s_changes_are_named_and_a_field_that_is_new_has_its_default(data):
+    stored = asdict(tiny(data))
+    assert differences(stored, tiny(data, keep=1, log_steps=1)) == []
+    assert differences(stored, replace(tiny(data), seed=7)) == ["seed (42 there, 7 here)"]
+    earlier = {name: value for name, value in stored.items() if name != "mlp"}
+    assert differences(earlier, replace(tiny(data), mlp="kept")) == ["mlp (narrowed there, kept here)"]
+    assert train.model_config(replace(tiny(data), mlp="kept"), 300).intermediate_size == 88
+
+
+def test_scaled_rotary_angles_are_a_model_field(data):
+    scaled = '{"rope_parameters": {"rope_type": "linear", "factor": 2.0}}'
+    assert train.model_config(tiny(data, model=scaled), 499).rope_parameters["factor"] == 2.0
+
+
+def test_a_precision_from_the_environment_is_refused(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION=bf16 would change the arithmetic"):
+        train.run(tiny(data), tmp_path / "run")
+
+
+# What is not finite
+
+
+def test_a_loss_of_nan_stops_the_run(data, tmp_path):
+    with pytest.raises(ValueError, match=r"the loss is (nan|inf) at step"):
+        train.run(tiny(data, learning_rate=1e12, clip=1e12, warmup_steps=0, log_steps=1), tmp_path)
+
+
+def test_a_gradient_of_nan_stops_the_run_and_names_the_step(data, tmp_path, monkeypatch):
+    original = train.TextTrainer.training_step
+
+    def poisoned(self, model, *args):
+        loss = original(self, model, *args)
+        if self.state.global_step + 1 == 10:
+            next(model.parameters()).grad.view(-1)[0] = math.nan
+        return loss
+
+    monkeypatch.setattr(train.TextTrainer, "training_step", poisoned)
+    with pytest.raises(ValueError, match=r"the gradient is nan at step 10; .*checkpoint-5 is whole"):
+        train.run(tiny(data), tmp_path / "run")
+    assert newest(tmp_path / "run").name == "checkpoint-5"
+
+
+def test_weights_that_are_not_finite_never_become_a_checkpoint(data, tmp_path, monkeypatch):
+    original = metrics.Metrics.on_step_end
+
+    def spoil(self, args, state, control, model=None, **given):
+        original(self, args, state, control, **given)
+        if state.global_step == 10:
+            next(model.parameters()).data.view(-1)[0] = math.inf
+
+    monkeypatch.setattr(metrics.Metrics, "on_step_end", spoil)
+    with pytest.raises(ValueError, match="at step 10"):
+        train.run(tiny(data, eval_steps=50), tmp_path / "run")
+    assert newest(tmp_path / "run").name == "checkpoint-5"
+
+
+# Models that are read
 
 
 KINDS = ("missing", "pickle", "folder of pickles", "nothing", "cut off", "corrupt", "other")
@@ -478,21 +463,14 @@ def test_a_tokenizer_of_no_file_is_none(tmp_path):
 
 
 def altered(folder, change):
-    """The model in `folder`, its weights saved anew as another program would, without a list of digests."""
+    """The model in `folder`, its weights saved anew as another program would."""
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    (folder / "complete.json").unlink()
 
 
-def test_weights_that_are_not_those_that_were_saved_are_never_read_in_silence(whole, tmp_path):
-    changed, short, spoilt, sparse = (shutil.copytree(newest(whole), tmp_path / name) for name in "abcd")
-    weights = changed / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
-    with pytest.raises(ValueError, match=r"model.safetensors has other bytes than were saved; .* delete complete.json"):
-        load_language_model(changed)
-    (changed / "complete.json").unlink()
-    load_language_model(changed)
+def test_weights_that_do_not_fit_are_never_read_in_silence(whole, tmp_path):
+    short, spoilt, sparse = (shutil.copytree(newest(whole), tmp_path / name) for name in "abc")
     altered(short, lambda weights: weights.pop("model.layers.0.mixer.output.weight"))
     with pytest.raises(ValueError, match=r"must be all .*; 'model.layers.0.mixer.output.weight' is missing"):
         load_language_model(short)
@@ -506,28 +484,36 @@ def test_weights_that_are_not_those_that_were_saved_are_never_read_in_silence(wh
         load_language_model(sparse)
 
 
-def test_a_run_of_another_recipe_names_what_differs(data):
-    stored = asdict(tiny(data))
-    assert differences(stored, tiny(data, keep=1, log_steps=1)) == []
-    assert differences(stored, replace(tiny(data), seed=7)) == ["seed (42 there, 7 here)"]
+def strange_model(whole, tmp_path, what):
+    folder = shutil.copytree(newest(whole), tmp_path / "model")
+    names = {"model": "config.json", "tokenizer": "tokenizer_config.json"}
+    told = json.loads((folder / names[what]).read_text())
+    told["auto_map"] = {
+        "AutoConfig": "evil.Config",
+        "AutoModelForCausalLM": "evil.Model",
+        "AutoTokenizer": ["evil.T", None],
+    }
+    told |= {"model_type": "evil"} if what == "model" else {"tokenizer_class": "Evil"}
+    (folder / names[what]).write_text(json.dumps(told))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    return folder
 
 
-def test_visible_documents_are_read_as_one_text(data, tmp_path):
-    training.run(tiny(data, documents="visible", max_steps=2), tmp_path / "run")
-    file = packing.Tokens.open(tmp_path / "run" / "tokens")
-    row = lm_data.load_data(tiny(data, documents="visible"), tmp_path / "run", packing.Share(1, 1)).probe
-    assert row.keys() == {"input_ids", "labels"}
-    assert row["labels"].tolist() == [-100, *row["input_ids"].tolist()[1:]]
-    model, _ = load_language_model(tmp_path / "run")
-    apart = next(row for row in (file.row(i, 24) for i in range(file.rows(24))) if row["segment_ids"][-1] > 1)
-    ids, segments = apart["input_ids"][None], apart["segment_ids"][None]
-    with torch.no_grad():
-        seen, hidden = model(ids).logits, model(ids, segment_ids=segments).logits
-    assert not torch.allclose(seen[0, -1], hidden[0, -1])
+@pytest.mark.parametrize("what", ["model", "tokenizer"])
+def test_code_in_a_model_s_folder_is_never_run(whole, data, tmp_path, monkeypatch, what):
+    folder = strange_model(whole, tmp_path, what)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ValueError, match=r"(model|tokenizer) .*brings code of its own: fem runs none"):
+        load_language_model(folder)
+    if what == "tokenizer":
+        with pytest.raises(ValueError, match="brings code of its own: fem runs none"):
+            train.run(tiny(data, tokenizer=str(folder)), tmp_path / "run")
+    assert not (tmp_path / "ran").exists()
 
 
-def test_a_run_begun_before_a_field_was_there_goes_on_with_its_default(data):
-    stored = asdict(tiny(data))
-    del stored["documents"]
-    assert differences(stored, tiny(data)) == []
-    assert differences(stored, tiny(data, documents="visible")) == ["documents (hidden there, visible here)"]
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "../model.safetensors", "/model.safetensors", 3])
+def test_an_index_that_names_other_files_is_refused(whole, tmp_path, name):
+    folder = shutil.copytree(newest(whole), tmp_path / "model")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ValueError, match=r"must (name only safetensors in its own folder|list the parts)"):
+        load_language_model(folder)

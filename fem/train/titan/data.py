@@ -13,7 +13,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from fem.models.loss import next_tokens
 from fem.ops.common.tokens import read_tokens
 from fem.recipes import require_one_of
-from fem.train.packing import Share, ShuffledRows, Tokens
+from fem.train.data import Rows, Shuffled
 from fem.train.recipe import DOCUMENTS
 
 
@@ -42,22 +42,21 @@ class TokenRows(BaseDataLoader):
     ):
         if config.dataset_path is None:
             raise ValueError("dataloader.dataset_path must be the folder OUTPUT/tokens of a `fem train`, got None.")
-        tokens = Tokens.open(Path(config.dataset_path))
-        held = tokens.rows(seq_len)
-        rows = held if config.rows is None else config.rows
-        if not 0 < rows <= held:
-            raise ValueError(f"dataloader.rows must be 1 to {held}, the rows of {seq_len} tokens there, got {rows}.")
+        rows = Rows(Path(config.dataset_path), seq_len, config.documents == "visible")
+        count = len(rows) if config.rows is None else config.rows
+        if not 0 < count <= len(rows):
+            raise ValueError(
+                f"dataloader.rows must be 1 to {len(rows)}, the rows of {seq_len} tokens there, got {config.rows}."
+            )
         require_one_of("dataloader.documents", config.documents, DOCUMENTS)
-        share = Share(local_batch_size * dp_world_size, local_batch_size, dp_rank, dp_world_size)
-        self.rows = ShuffledRows(tokens, seq_len, [range(rows)], share, config.seed, config.documents == "visible")
-        self.size = local_batch_size
+        self.rows = Shuffled(rows, count, count, config.seed)
+        self.size, self.world, self.rank = local_batch_size, dp_world_size, dp_rank
         self.batches = 0  # of this process, each a part of one batch over all processes
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        self.rows.step = self.batches
-        rows = iter(self.rows)
         while True:
-            batch = [next(rows) for _ in range(self.size)]
+            first = (self.batches * self.world + self.rank) * self.size
+            batch = [self.rows[index] for index in range(first, first + self.size)]
             joined = {name: torch.stack([row[name] for row in batch]) for name in batch[0]}
             self.batches += 1
             ids, documents = joined["input_ids"], joined.get("segment_ids")
@@ -65,14 +64,14 @@ class TokenRows(BaseDataLoader):
             yield {"input": ids, "positions": tokens.position.expand(ids.shape)}, next_tokens(joined["labels"])
 
     def state_dict(self) -> dict:
-        return {"rows": self.batches * self.size * self.rows.share.world}
+        return {"rows": self.batches * self.size * self.world}
 
     def load_state_dict(self, state: dict) -> None:
         if not state:
             return
-        self.batches, rest = divmod(state["rows"], self.size * self.rows.share.world)
+        self.batches, rest = divmod(state["rows"], self.size * self.world)
         if rest:
             raise ValueError(
                 f"the checkpoint lies behind {state['rows']} rows, which must be a multiple of the batch over all "
-                f"processes, got {self.size} x {self.rows.share.world}."
+                f"processes, got {self.size} x {self.world}."
             )

@@ -91,7 +91,7 @@ def train(
 ) -> None:
     """Train the rows one after the other; the same command goes on with what was stopped."""
     from fem.provenance import note
-    from fem.train.distributed import Paused
+    from fem.train.signals import Paused
     from fem_research.card_day import training
 
     mixers = by_semicolons(rows)

@@ -26,8 +26,6 @@ from transformers.utils.logging import disable_progress_bar
 from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.presets import preset
 from fem.provenance import note, read_json, write_json
-from fem.train.checkpoints import STAGING
-from fem.train.distributed import Paused, Ranks
 from fem.train.model import build_model
 from fem.train.saving import NotFinite, SavingTrainer
 from fem.train.signals import SaveAndStop
@@ -39,6 +37,7 @@ from fem_research.card_day.linux_text import HELD_OUT, TOKENS, read_tokens
 from fem_research.card_day.recipe import TrainingRecipe, label
 from fem_research.common.blocks import convolve
 from fem_research.common.mixers import fields_of
+from fem_research.common.trainer import training_arguments
 
 LOG_STEPS = 10
 SAVE_SECONDS = 120.0
@@ -182,34 +181,20 @@ def model_config(recipe: TrainingRecipe, vocabulary: int) -> FEMConfig:
 
 
 def arguments(recipe: TrainingRecipe, output: Path) -> TrainingArguments:
-    cuda = torch.cuda.is_available()
-    return TrainingArguments(
-        output_dir=str(output),
-        max_steps=recipe.steps,
+    return training_arguments(
+        recipe,
+        recipe.rate,
+        output,
         per_device_train_batch_size=recipe.micro,
         gradient_accumulation_steps=recipe.batch // recipe.micro,
-        learning_rate=recipe.rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=round(recipe.warmup * recipe.steps),
-        weight_decay=recipe.weight_decay,
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        max_grad_norm=1.0,
         bf16=recipe.bf16,
-        seed=recipe.seed,
-        data_seed=recipe.seed,
         eval_strategy="no",  # `Clock` asks for validations and saves
         save_strategy="no",
         logging_steps=LOG_STEPS,
         logging_first_step=True,
         logging_nan_inf_filter=False,
-        dataloader_pin_memory=cuda,
         dataloader_drop_last=True,
-        use_cpu=not cuda,
-        use_cache=True,
-        report_to="none",
-        disable_tqdm=True,
-        log_level="error",
+        use_cpu=not torch.cuda.is_available(),
     )
 
 
@@ -237,13 +222,13 @@ def train(recipe: TrainingRecipe, tokens: Path, output: Path, deadline: float = 
     fixed |= facts_of(model, recipe) | circumstances_of_card()
     earlier = 0.0 if known is None else known["seconds"]
     clock = Clock(recipe, deadline, lambda: write())
-    stop = SaveAndStop(Ranks(300))
+    stop = SaveAndStop()
     trainer = CardTrainer(
         recipe=recipe,
         held_out=Rows(held_out, recipe.context),
         output=folder,
         model=model,
-        args=arguments(recipe, folder / STAGING),
+        args=arguments(recipe, folder),
         train_dataset=Rows(train_tokens, recipe.context),
         callbacks=[clock, stop],
     )
@@ -271,7 +256,7 @@ def train(recipe: TrainingRecipe, tokens: Path, output: Path, deadline: float = 
             fixed["kernels"] = shares(lambda: trainer.one_pass(trainer.train_dataset))
             found = write(finished=True)
     if stop.stopped_by:
-        raise Paused(f"stopped by {stop.reason}; step {found['steps']} of {recipe.steps} is saved", stop.code)
+        raise stop.paused(found["steps"], recipe.steps)
     return found
 
 

@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from fem.provenance import circumstances, note, read_json, write_json
 from fem.tables import Rows, show_table
-from fem.train.integrity import one_writer
+from fem.train.checkpoints import one_writer
 from fem_research.runs.run import open_run
 from fem_research.runs.tables import write_table
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fem.provenance import first_line
-from fem.train.checkpoints import KEPT, STAGING, checkpoints, set_aside_after, to_go_on_from
-from fem.train.integrity import publish
+from fem.train import checkpoints
+from fem.train.checkpoints import KEPT, STAGING, publish
 
 STATE = "state.pt"
 
@@ -44,21 +44,20 @@ def save(folder: Path, number: int, parts: Mapping[str, Any], measured: Mapping[
         shutil.rmtree(staging, ignore_errors=True)
         reason = error if isinstance(error, OSError) else f"is the disk full? ({first_line(error)})"
         raise OSError(f"checkpoint-{number} could not be saved in {str(folder)!r}: {reason}") from error
-    for old in checkpoints(folder)[:-KEPT]:
+    for old in checkpoints.checkpoints(folder)[:-KEPT]:
         shutil.rmtree(old)
 
 
 def restore(folder: Path, parts: Mapping[str, Any], device: torch.device) -> dict[str, Any] | None:
-    """Load the newest complete checkpoint into the parts; returns what was measured, None where there is none."""
-    newest = to_go_on_from(folder)
+    """Load the newest checkpoint into the parts; returns what was measured, None where there is none."""
+    newest = checkpoints.newest(folder)
     if newest is None:
         return None
-    set_aside_after(newest)
     try:
         saved = torch.load(newest / STATE, device, weights_only=True)
         for name, part in parts.items():
             part.load_state_dict(saved.pop(name))
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        told = f"{str(folder)!r} is damaged, or another version's; remove it to train it again."
+        told = f"{str(newest)!r} is damaged, or another version's; remove it to go on from the one before."
         raise ValueError(told) from error
     return saved

@@ -9,18 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from datasets import Dataset
 from rich.progress import Progress
-from transformers import TrainingArguments
 from transformers.utils.logging import disable_progress_bar
 
 from fem.config import MLPS
 from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.presets import preset
 from fem.recipes import option, require_one_of
-from fem.train.checkpoints import STAGING
 from fem.train.saving import NotFinite, SavingTrainer
+from fem_research.common.trainer import training_arguments
 from fem_research.common.watch import Watch, validations
 from fem_research.lm.text import Corpus
 
@@ -88,12 +86,25 @@ def train(
     weights are no longer finite ends there, with an infinite val_loss.
     """
     disable_progress_bar()
+    every = max(1, recipe.steps // recipe.validations)
     with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as output:
         trainer = SavingTrainer(
             output=Path(output),
             callbacks=[Watch(bars, title)],
             model=model,
-            args=training_arguments(recipe, Path(output, STAGING), saved=folder is not None),
+            args=training_arguments(
+                recipe,
+                recipe.learning_rate,
+                Path(output),
+                per_device_train_batch_size=recipe.batch,
+                per_device_eval_batch_size=recipe.batch,
+                eval_strategy="steps",
+                eval_steps=every,
+                logging_steps=every,
+                save_strategy="no" if folder is None else "steps",
+                save_steps=every,
+                prediction_loss_only=True,
+            ),
             train_dataset=corpus.train,
             eval_dataset=_evenly_spaced(corpus.validation, recipe.validation_blocks),
         )
@@ -110,36 +121,6 @@ def train(
         "tokens_per_second": last["step"] * recipe.batch * recipe.context / last["seconds"],
         "curve": curve,
     }
-
-
-def training_arguments(recipe: LanguageRecipe, output: Path, saved: bool) -> TrainingArguments:
-    every = max(1, recipe.steps // recipe.validations)
-    return TrainingArguments(
-        output_dir=str(output),
-        max_steps=recipe.steps,
-        per_device_train_batch_size=recipe.batch,
-        per_device_eval_batch_size=recipe.batch,
-        learning_rate=recipe.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=round(recipe.warmup * recipe.steps),
-        weight_decay=recipe.weight_decay,
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        max_grad_norm=1.0,
-        seed=recipe.seed,
-        data_seed=recipe.seed,
-        eval_strategy="steps",
-        eval_steps=every,
-        logging_steps=every,
-        save_strategy="steps" if saved else "no",
-        save_steps=every,
-        prediction_loss_only=True,
-        dataloader_pin_memory=torch.cuda.is_available(),
-        use_cache=True,
-        report_to="none",
-        disable_tqdm=True,
-        log_level="error",
-    )
 
 
 def _evenly_spaced(blocks: Dataset, most: int) -> Dataset:

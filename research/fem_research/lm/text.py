@@ -12,7 +12,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from fem.train.pieces import file_pieces, pieces
+from fem.train.data import pieces
 from fem.train.tokenizer import END, train_tokenizer
 
 HELD_OUT = 0.05
@@ -73,7 +73,15 @@ def read_text(path: Path) -> str:
     """The text of a file. Raises ValueError on a file that is missing, empty or binary."""
     if not path.is_file():
         raise ValueError(f"text must be a file that exists, got {str(path)!r}.")
-    return "".join(file_pieces(path))
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"text must be UTF-8, got {str(path)!r} with other bytes.") from error
+    if "\0" in text:
+        raise ValueError(f"text must be plain text, got {str(path)!r} with zero bytes: it looks binary.")
+    if not text.strip():
+        raise ValueError(f"text must not be empty, got {str(path)!r}, which holds nothing but white space.")
+    return text
 
 
 def _split(documents: list[str]) -> tuple[list[str], list[str]]:

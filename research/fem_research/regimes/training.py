@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
 from fem.gates import Temperature
-from fem.train.integrity import digest
+from fem.train.data import digest
 from fem_research.common.blocks import EPS, BagModel, count_parameters, initialise, mixer_blocks
 from fem_research.common.grid import digest_of
 from fem_research.common.loops import descend

@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
@@ -17,15 +18,42 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from fem import provenance
 from fem.commands.options import called
-from fem.provenance import CONFIG, PAGE, RESULTS, circumstances, write_json
-from fem.train import frame
-from fem.train.frame import Run
+from fem.provenance import CONFIG, PAGE, RESULTS, circumstances, versions, write_json
 
 RUNS = "runs"  # in the folder of a comparison: the records of its trainings
+
+
+class Run:
+    """A run under way, which writes its files to `folder`."""
+
+    def __init__(self, folder: Path, seed: int):
+        self.folder = folder
+        self.seed = seed
+        self.started = time.monotonic()
+
+    def log(self, **metrics) -> None:
+        """Append one measurement to metrics.jsonl."""
+        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics) + "\n")
+
+    def finish(self, results: dict) -> dict:
+        """Write the results to results.json, with versions, seed and the seconds since the last start; returns them."""
+        seconds = round(time.monotonic() - self.started, 1)
+        results = results | {"versions": versions(), "seed": self.seed, "seconds": seconds}
+        write_json(self.folder / RESULTS, results)
+        return results
 
 
 def check_output(output: Path, experiment: str | None = None, recipe: Any = None) -> None:
@@ -123,4 +151,13 @@ def progress() -> Progress:
     console = Console(stderr=True)
     if not console.is_terminal:
         return Lines(console=console, disable=True)
-    return frame.progress()
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("taken,"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        console=console,
+    )

@@ -10,7 +10,7 @@ import pandas as pd
 
 from fem.provenance import provenance
 from fem.tables import markdown_table
-from fem.train.distributed import end_process_group
+from fem.train.signals import end_process_group
 from fem_research.common import pictures
 from fem_research.common.grid import Grid, one_by_one, publish
 from fem_research.common.measure import cpu_threads

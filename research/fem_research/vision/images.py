@@ -18,7 +18,7 @@ from PIL import Image as Pillow
 from torch import Tensor
 from torch.utils import data
 
-from fem.train.hub import way_to_the_hub
+from fem.train.data import way_to_the_hub
 from fem_research.vision.settings import VisionRecipe
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm")
