@@ -5,20 +5,17 @@ Training keeps the memory at the slabs' borders only. torch.compile does not loo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from fem.ops.common.fallback_count import fallbacks
+from fem.ops.common.opaque import recorded
 from fem.ops.common.operator import operator
 from fem.ops.common.precision import double, nearly_equal, needs_float64, without_autocast
 from fem.ops.common.read import Terms
 from fem.ops.common.transforms import again_differentiable
-
-_AUTOGRAD = [torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA]
-_AUTOGRAD += [torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView]
 
 
 class SlabScan:
@@ -147,17 +144,3 @@ class SlabScan:
 
 def _doubled(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [x.double() if x is not None and x.is_floating_point() else x for x in tensors]
-
-
-@contextmanager
-def recorded() -> Iterator[None]:
-    """Inside a custom op, where autograd is left out: record gradients all the same."""
-    before = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in _AUTOGRAD]
-    for key in _AUTOGRAD:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        for key, excluded in zip(_AUTOGRAD, before):
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
