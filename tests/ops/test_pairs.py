@@ -105,5 +105,5 @@ def test_free_values_of_another_shape_or_without_beta_are_refused(kind, as_users
     before, after, v, f, beta, _ = case(kind, 3, 2)
     with pytest.raises(ValueError, match="free_values must have shape"):
         READS[kind](*before, v, beta, *after, free_values=f[:, :4])
-    with pytest.raises(ValueError, match="pass beta"):
+    with pytest.raises(ValueError, match="beta must have shape"):
         READS[kind](*before, v, None, *after, free_values=f)
