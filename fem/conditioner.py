@@ -7,13 +7,16 @@ from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.tokens import Tokens
+from fem.ops.conditioner.plain import Form
 from fem.ops.conditioner.read import conditioned
 from fem.projection import Projection
 
 
 class TimeDecayConditioner(nn.Module):
     """h~_t = exp(-s_t) h~_{t-1} + u_t,    s = softplus(W_f x^), u = W_x x^, x^ = LayerNorm(x)                 (Eq. 33)
-    h_t  = SiLU(l2norm(softplus(W_s x^)) sqrt(H_c)) * LayerNorm(h~_t)                              (Appendix I.1)
+    h_t  = SiLU(sqrt(H_c) z_t) * LayerNorm(h~_t),    z = l2norm(softplus(W_s x^))                   (Appendix I.1)
+
+    Appendix I.1 has SiLU(z_t), conv_form="paper", and the authors' file sqrt(H_c) z_t, conv_form="authors".
 
     x (B, T, D) -> h (B, T, H_c), and h~_T for the next call. Masked tokens add and decay nothing; h~ restarts where a
     document does. Bidirectional: half of the channels run backwards in time.
@@ -22,6 +25,7 @@ class TimeDecayConditioner(nn.Module):
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__()
         hidden = config.conv_hidden
+        self.form = Form.named(config.conv_form, hidden)
         self.bidirectional = config.conv_bidirectional
         self.backend = config.backend
         self.norm_in = nn.LayerNorm(config.n_embd) if config.conv_norm_first else nn.Identity()
@@ -32,4 +36,4 @@ class TimeDecayConditioner(nn.Module):
         self, x: Float[Tensor, "b t d"], tokens: Tokens, hidden: Float[Tensor, "b c"] | None = None
     ) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "b c"]]:
         projected = self.project(self.norm_in(x))  # W_f x^, W_x x^, W_s x^
-        return conditioned(projected, tokens, hidden, self.norm, x.dtype, self.backend, self.bidirectional)
+        return conditioned(projected, tokens, hidden, self.norm, x.dtype, self.form, self.backend, self.bidirectional)

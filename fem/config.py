@@ -11,6 +11,8 @@ from fem.prior_table import BACKENDS, known_priors
 
 AUTHORS_BACKENDS = {"auto": "auto", "naive": "plain", "flash": "sdpa", **{name: name for name in BACKENDS}}
 DECAYS = ("scalar", "head", "channel")
+CONDITIONERS = ("scaled", "paper", "authors")
+CONDITIONER_FIELDS = ("conv_hidden", "conv_form", "conv_norm_first", "conv_bidirectional")
 MLPS = ("narrowed", "kept")  # beside a mixer with more parameters than attention: to make up for them, or as it is
 
 WIDTHS = ("fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio")
@@ -71,6 +73,8 @@ class FreeEnergyMixerConfig:
     lambda. It is rounded to whole channels; a share that rounds to none is refused.
     value_logexp_cap: clip |beta v| in the log-sum-exp branch (None: exact, no clip).
     conv_hidden: width H_c of the conditioner (None: d / 16, at least 8, and from 16 on a multiple of 8).
+    conv_form: what multiplies the conditioner's normalised state, by z of unit length: SiLU(sqrt(H_c) z) ("scaled"),
+    SiLU(z) as in the paper ("paper"), or sqrt(H_c) z as in the authors' file ("authors").
     backend: which implementation reads ("auto", "plain", "sdpa", "triton", "reference").
     softmax_backend and mamba_normalize are the authors' names of backend and normalize.
     After construction widths, backend and normalize hold what they resolved to, which `dataclasses.replace` keeps: with
@@ -112,6 +116,7 @@ class FreeEnergyMixerConfig:
     rope_factor: float = 1.0
     use_conv: bool = True
     conv_hidden: int | None = None
+    conv_form: str = "scaled"
     conv_norm_first: bool = True
     conv_bidirectional: bool = False
     backend: str | None = None
@@ -146,8 +151,9 @@ class FreeEnergyMixerConfig:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout!r}.")
         if self.n_embd % self.n_head and None in (self.fem_dim, self.qk_dim):
             raise ValueError(f"n_head must divide n_embd = {self.n_embd}, got n_head = {self.n_head}.")
-        backends = dict.fromkeys(("backend", "softmax_backend"), AUTHORS_BACKENDS)
-        for name, known in {"prior_type": known_priors(), "decay": DECAYS, **backends}.items():
+        choices = {"prior_type": known_priors(), "decay": DECAYS, "conv_form": CONDITIONERS}
+        choices |= dict.fromkeys(("backend", "softmax_backend"), AUTHORS_BACKENDS)
+        for name, known in choices.items():
             value = getattr(self, name)
             if not (value is None and name == "backend") and not (isinstance(value, str) and value in known):
                 raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}.")
@@ -209,7 +215,7 @@ class FreeEnergyMixerConfig:
                 raise ValueError(f"rope_frequencies needs {wanted}, got {len(self.rope_frequencies)} numbers.")
         if self.keep_lambda and (self.use_temperature or not self.use_lse or self.free_share is not None):
             raise ValueError(
-                "keep_lambda is for use_lse=True, use_temperature=False and no free_share, got keep_lambda=True with "
+                "keep_lambda=True needs use_lse=True, use_temperature=False and no free_share, got "
                 f"use_lse={self.use_lse}, use_temperature={self.use_temperature} and free_share={self.free_share}."
             )
         for name in ("free_share", "value_logexp_cap"):
@@ -253,7 +259,7 @@ class FreeEnergyMixerConfig:
                 self.learns_lambda or self.use_outer_gate,
                 "a gate: use_outer_gate, or use_temperature without free_share",
             ),
-            **dict.fromkeys(("conv_hidden", "conv_norm_first", "conv_bidirectional"), (self.use_conv, "use_conv=True")),
+            **dict.fromkeys(CONDITIONER_FIELDS, (self.use_conv, "use_conv=True")),
         }
         for name, (is_read, wanted) in needs.items():
             if not is_read and name in values and values[name] != _DEFAULTS[name]:

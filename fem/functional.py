@@ -66,7 +66,7 @@ def softmax_read(
     bias: float, broadcastable to (B, H, T_q, T), differentiable; -inf forbids the pair.
     key_mask (B, T): bool or 0/1 integers, 1 = keep; a masked token counts as deleted. segment_ids (B, T): integers,
     any change between kept tokens starts a document that sees only itself.
-    A query that sees no key, of none too, reads 0, without gradient. Exact where float32 holds scores and sums: entries
+    A query that sees no key reads 0, without gradient. Exact where float32 holds scores and sums: entries
     that one attention call cannot prove are computed again. A graph of `torch.export` clips beta (f - max f) at
     -58 nats instead. Raises ValueError on shapes and values, TypeError on dtypes.
     """
@@ -366,7 +366,7 @@ def _check_free_energy(v: Tensor, beta: Tensor | None, free_values: Tensor | Non
                 f"got {tuple(free_values.shape)}."
             )
         if beta is None:
-            raise ValueError("free_values are read at temperatures: pass beta of shape (heads, d_f), got None.")
+            raise ValueError("beta must have shape (heads, d_f) where free_values are given, got None.")
     if beta is not None:
         check_beta(beta, v if free_values is None else free_values)
 

@@ -1,7 +1,7 @@
 """One more token of a plain stream on a CPU, in fewer operations than `FreeEnergyMixer.forward` takes.
 
 A generated token costs mostly calls into torch: without this path a softmax layer takes 1.14 instead of 1.01 times
-attention's time at 1,000 tokens, and 1.09 at 4,000 (docs/log.md). Only `forward` knows it.
+attention's time at 1,000 tokens, and 1.09 at 4,000. Only `forward` knows it.
 """
 
 from __future__ import annotations

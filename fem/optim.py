@@ -26,7 +26,7 @@ def _behind(module: nn.Module, name: str) -> Iterable[nn.Parameter]:
 
 
 class AsksNoDecay:
-    """A module that names the others."""
+    """A module that names its parameters which weight decay should leave alone."""
 
     def no_weight_decay(self) -> set[str]:
         """Names of all parameters that weight decay should leave alone, as timm asks for them."""
@@ -38,8 +38,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
         torch.optim.AdamW(fem.parameter_groups(model, weight_decay=0.1), lr=3e-4)
 
-    `decayed_names` says which are which; frozen parameters are in neither. Raises TypeError on what is no module or no
-    number, ValueError on a weight_decay that is negative or not finite.
+    `decayed_names` says which are which; frozen parameters are in neither. Raises TypeError unless model is a module
+    and weight_decay a number, ValueError where that is negative or not finite.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}.")

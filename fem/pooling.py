@@ -176,6 +176,4 @@ class FreeEnergyPooling(AsksNoDecay, nn.Module):
 
 def _refuse(unknown: dict, mask: str) -> None:
     for name in unknown:
-        raise TypeError(
-            f"the call has no argument {name!r}; what to read is named by {mask} (batch, tokens), 1 = keep."
-        )
+        raise TypeError(f"the call has no argument {name!r}; {mask} (batch, tokens) says what to read, with 1 = keep.")

@@ -182,7 +182,7 @@ class MixerState:
 
 
 def as_device(name: str, value: torch.device | str | int) -> torch.device:
-    """The device. Raises ValueError on what is none."""
+    """The value as a torch.device. Raises ValueError where it names none."""
     try:
         return torch.device(value)
     except (RuntimeError, TypeError):

@@ -1,4 +1,4 @@
-"""Which prior can do what, found by trying: the table of the FAQ.
+"""Which prior can do what, found by trying: the table of docs/limits.md.
 
 python docs/figures/matrix.py
 """

@@ -90,7 +90,7 @@ def layer_tables(layer: int, prior_type: str, reading: Reading) -> LayerTables:
         raise ValueError(f"model must compute finite numbers, but layer {layer} reads NaN or infinity.")
     scores = _numpy(reading.prior)
     if scores.shape[-1] != scores.shape[-2]:
-        raise ValueError(f"model must read tokens alone, but layer {layer} reads an attention sink beside them.")
+        raise ValueError(f"model must read only tokens, but layer {layer} also reads an attention sink.")
     scores = scores[:, None] if scores.ndim == 3 else scores
     total = scores.sum(-1)
     prior = scores / np.where(total > 0, total, 1)[..., None]

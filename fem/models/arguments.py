@@ -61,7 +61,7 @@ def _from_floats(mask: Tensor) -> Bool[Tensor, "b t"]:
         return keep
     raise TypeError(
         f"attention_mask must be bool, or 0 and 1 with 1 = keep, got {mask.dtype} with other numbers or rows of zeros; "
-        "one that is added to the scores has no place here."
+        "a mask that is added to scores cannot be read."
     )
 
 

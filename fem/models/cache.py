@@ -42,7 +42,7 @@ class MixerMemory(CacheLayerMixin):
         self.record_past = True
 
     def pieces(self, tokens: int) -> list[slice]:
-        """The parts in which the mixer reads a call's tokens: all at once, or the last `RECORDED` one by one."""
+        """The pieces in which a mixer reads a call's tokens: all at once, or the last `RECORDED` one by one."""
         if not self.record_past or not tokens:
             return [slice(None)]
         first = max(0, tokens - RECORDED)

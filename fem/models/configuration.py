@@ -84,7 +84,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         values.pop("auto_map", None)  # the class knows it
         if "recipe" in values:
             raise ValueError(
-                "this folder is a training's, of fem train: open one of its checkpoints, checkpoint-N in it."
+                "this folder was written by fem train and is no model: open one of the folders checkpoint-N in it."
             )
         rope = {name: values.pop(name, None) for name in NAMES}
         for name in values:
@@ -233,7 +233,7 @@ def check_mixer_fields(config: PreTrainedConfig) -> None:
 
 
 def refuse_unknown(config: PreTrainedConfig, values: dict) -> None:
-    """Raise TypeError on a field that no class of the configuration has, which transformers would keep for nobody.
+    """Raise TypeError on a field that no class of the configuration has: transformers would keep it unread.
 
     What was read from a file, with model_type beside it, may hold what other programs wrote there.
     """

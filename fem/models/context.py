@@ -26,7 +26,7 @@ from fem.state import CachePosition, MixerState
 
 
 def own_part(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """This process's part of what every process has whole: token ids (B, T), targets, masks, segment ids.
+    """This process's part of a tensor that every process has whole: token ids (B, T), targets, masks, segment ids.
 
     Raises ValueError where the parts would not be of one length.
     """
@@ -37,7 +37,7 @@ def own_part(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
 
 @contextmanager
 def context_parallel(model: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
-    """Within it, a call takes this process's part of every row, and returns that part of the result for whole rows.
+    """Within this context a call takes the process's part of every row, and returns its part of the result.
 
     model: a `FreeEnergyMixer`, `FEMModel` or `FEMForCausalLM` in its exact form, of the same weights everywhere.
     mesh: of one dimension; the parts lie in its order and have one length (`own_part`). Softmax layers gather keys and
@@ -92,10 +92,12 @@ def _check_call(model: nn.Module, args: tuple, kwargs: dict) -> None:
             'call model.set_attn_implementation("exact") first.'
         )
     if kwargs.get("labels") is not None:
-        raise ValueError("labels lack the next part's first token; give shift_labels, own_part(next_tokens, mesh).")
+        raise ValueError(
+            "labels cannot be shifted within a part of a row; pass shift_labels=own_part(next_tokens(ids), mesh)."
+        )
     for name in ("position_ids", "cu_seq_lens_q"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"{name} count the tokens of whole rows; give segment_ids where rows hold documents.")
+            raise ValueError(f"{name} cannot be given where rows are split; mark documents by segment_ids.")
 
 
 class _Ring:

@@ -117,7 +117,7 @@ class FEMPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Copy nothing beside the weights: the config's folder says how they are opened."""
+        """Copies no code beside the weights: the config says how a folder is opened."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -138,7 +138,7 @@ class FEMModel(FEMPreTrainedModel):
     masking a token equals deleting it, on either side. segment_ids (B, T): packed documents equal separate runs;
     position_ids that restart say the same (`read_documents`), and positions are otherwise counted from the mask, so any
     position_ids will do. past_key_values: a `FEMCache`, to which the call adds its
-    tokens. What transformers passes and a mixer has no use for is ignored (`SET_ASIDE` of fem.models.arguments).
+    tokens. Arguments of transformers that mean nothing to a mixer are ignored (`SET_ASIDE` of fem.models.arguments).
 
     Raises ValueError on wrong shapes and rows longer than config.max_position_embeddings, TypeError on another cache
     and on unknown arguments.
@@ -170,7 +170,9 @@ class FEMModel(FEMPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"give input_ids or inputs_embeds, got {'neither' if input_ids is None else 'both'}.")
         if output_attentions:
-            raise ValueError("output_attentions=True finds no maps to return; layers[i].mixer.inspect(x) makes them.")
+            raise ValueError(
+                "output_attentions must be False, as no maps are kept, got True; layers[i].mixer.inspect(x) makes them."
+            )
         if input_ids is not None and (input_ids.dim() != 2 or input_ids.is_floating_point()):
             raise ValueError(
                 f"input_ids must be integers of shape (batch, tokens), got {tuple(input_ids.shape)} {input_ids.dtype}."

@@ -104,8 +104,8 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
         width = 4 * self.hidden_size - step * round(excess / (step * (2 * self.hidden_size + 1)))
         if width < 1:
             raise ValueError(
-                f"mixer has {excess} parameters more than attention, more than the MLP has; narrow the mixer, or give "
-                "intermediate_size."
+                f"mixer has {excess} parameters more than attention, which the MLP cannot make up for; narrow it, or "
+                "give intermediate_size."
             )
         return width
 

@@ -157,7 +157,7 @@ class Prior(nn.Module, ABC):
 
 
 def twice(x: Tensor | None, v: Tensor, free_values: Tensor | None, dim: int) -> Tensor | None:
-    """x with an entry for each value channel, repeated where every channel is read both ways, as under a cap."""
+    """x with an entry for each value channel, twice where mean and free energy read every channel, as under a cap."""
     both = x is not None and free_values is not None and v.shape[-1] + free_values.shape[-1] > x.shape[dim]
     return torch.cat([x, x], dim) if both else x
 

@@ -100,7 +100,7 @@ class OperatorPrior(Prior):
         return Read(mean.to(dtype), torch.where(empty, 0, torch.maximum(free_energy, mean)).to(dtype)), None
 
     def selection(self, features, v, tokens):
-        """The weights of an operator are as exact as the operator: what is off by rounding is made weights again."""
+        """An operator's weights as a table; rounding errors are removed, so that they are weights again."""
         weights, values = super().selection(features, v, tokens)
         weights = weights.clamp(min=0)
         total = weights.sum(-1, keepdim=True)

@@ -312,7 +312,9 @@ def test_long_contexts_and_table7_go_on_where_they_stopped(tmp_path):
     assert all(one["train_flop"] > 0 for one in found["cells"])
 
 
-def test_the_slice_that_is_not_there_says_so():
-    result = CliRunner().invoke(app, ["mad"])
-    assert isinstance(result.exception, ValueError)
-    assert "not there yet" in str(result.exception)
+@pytest.mark.slow
+def test_the_slice_of_mad_is_a_sweep_of_its_rows(tmp_path):
+    rows = ["--mixers", "attention,FEM", "--tasks", "memorization", "--profile", "laptop", "--workers", "1"]
+    result = CliRunner().invoke(app, ["mad", "--output", str(tmp_path), *rows])
+    assert result.exception is None
+    assert (tmp_path / "results.json").exists()

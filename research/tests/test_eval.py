@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -232,10 +235,22 @@ def test_a_group_of_ones_own_may_name_a_task_of_the_harness(tmp_path):
         assert evaluation._needs_own_tasks(recipe) == (name == "group")
 
 
-def test_several_processes_are_refused(monkeypatch, tmp_path):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="runs in one process, got WORLD_SIZE=2"):
-        evaluation.run(evaluation.EvalRecipe(model="m", tasks="piqa"), tmp_path / "run")
+@pytest.mark.slow
+def test_two_processes_score_what_one_does(folder, tasks, offline, monkeypatch, tmp_path):
+    names = "made_up_choice,made_up_pages,made_up_writing"
+    wanted = evaluate(folder, tasks, tmp_path / "one", names)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    words = f"eval --model {folder} --tasks {names} --include-path {tasks} --allow-code --batch-size 2"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fem.cli"]
+    done = subprocess.run(
+        [*torchrun, *words.split(), "--output", str(tmp_path / "two")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "two" / "results.json").read_text())["eval"]
+    assert found.keys() == wanted.keys()
+    for task, scores in wanted.items():
+        assert found[task] == pytest.approx(scores, rel=1e-5, nan_ok=True), task
 
 
 @pytest.mark.slow

@@ -49,8 +49,16 @@ def test_a_compressed_file_is_the_file(csv):
 
 def test_solar_may_be_numbers_alone(tmp_path):
     table = waves(59, 137).drop(columns="date")
-    table.to_csv(tmp_path / "solar_AL.csv", index=False, header=False)
-    assert np.allclose(load_series(tmp_path / "solar_AL.csv").values, table.to_numpy())
+    table.to_csv(tmp_path / "solar_AL.txt", index=False, header=False)
+    series = load_series(tmp_path / "solar_AL.txt")
+    assert np.allclose(series.values, table.to_numpy())
+    assert series.name == "solar"  # the row of Table 4
+
+
+def test_columns_may_be_called_by_numbers(tmp_path):
+    table = waves(59, 3).set_axis(["date", "0", "1", "OT"], axis=1)
+    table.to_csv(tmp_path / "electricity.csv", index=False)
+    assert load_series(tmp_path / "electricity.csv").channels == ("0", "1", "OT")
 
 
 def test_the_gaps_of_the_usual_weather_file_are_taken_as_even(tmp_path):

@@ -25,6 +25,7 @@ from fem_research.common.names import display
 from fem_research.common.sweep import _run, sweep
 from fem_research.mad import training
 from fem_research.mad.experiment import (
+    COLUMNS,
     TABLE1,
     MADRecipe,
     average,
@@ -42,7 +43,16 @@ from fem_research.mad.experiment import (
     write_report,
 )
 from fem_research.mad.settings import PROFILES, Profile, Setting, Training
-from fem_research.mad.training import Data, Job, accuracies, build_backbone, evaluate, sinusoids, train
+from fem_research.mad.training import (
+    Data,
+    Job,
+    accuracies,
+    accuracy_of_batch,
+    build_backbone,
+    evaluate,
+    sinusoids,
+    train,
+)
 
 TINY = Training(
     heads=2, batch=8, warmup=0.1, bfloat16=False, checkpoints=3, test_examples=12, width=16, blocks=2, mlp_width=32
@@ -229,21 +239,43 @@ def test_accuracies_count_targets_and_classes_of_targets():
     assert found == {"micro": pytest.approx(3 / 6), "macro": pytest.approx((1 + 0.5 + 0) / 3)}
 
 
+def test_mads_own_accuracy_counts_classes_that_are_only_predicted():
+    predictions, targets = torch.tensor([1, 1, 2, 5, 0, 3]), torch.tensor([1, 1, 2, 2, 4, 4])
+    assert accuracy_of_batch(predictions, targets) == pytest.approx((1 + 0.5 + 0 + 0 + 0 + 0) / 6)  # of 1 2 4 and 0 3 5
+
+
+def test_a_sweep_says_its_cost_before_it_starts():
+    recipe = MADRecipe(profile="paper-one", mixers="FEM,attention", seeds=2, tasks="memorization,compression")
+    assert recipe.cost() == "24 trainings, at most 244,800 steps and 1.0e+09 tokens"
+    settings = [setting.task for setting in PROFILES["paper-one"].settings]
+    assert sorted(settings) == sorted(COLUMNS)
+
+
 @pytest.mark.parametrize("batch", [5, 12])
 def test_test_results_are_those_of_one_loop_over_scored_tokens(batch):
     data = Data.of(MEMORIZE, TINY, 3, torch.device("cpu"))
     model = build_backbone("memorization", 11, "softmax", TINY, "torch").double()
-    losses, hits, classes = [], [], {}
+    losses, hits, classes, by_row = [], [], {}, []
     with torch.no_grad():
         for row, wanted in zip(data.test_inputs, data.test_targets):
+            by_row.append([])
             for logits, target in zip(model(row[None])[0], wanted.tolist()):
                 if target >= 0:
                     losses.append(math.log(logits.exp().sum()) - logits[target].item())
                     hits.append(logits.argmax().item() == target)
                     classes.setdefault(target, []).append(hits[-1])
+                    by_row[-1].append((logits.argmax().item(), target))
+    own = []
+    for first in range(0, len(by_row), batch):
+        pairs = [pair for row in by_row[first : first + batch] for pair in row]
+        shares = [
+            [hit == c for hit, target in pairs if target == c] or [0] for c in {c for pair in pairs for c in pair}
+        ]
+        own.append(np.mean([np.mean(share) for share in shares]))
     found = evaluate(model, data, replace(TINY, batch=batch))
     macro = np.mean([np.mean(own) for own in classes.values()])
-    assert found == pytest.approx({"test_loss": np.mean(losses), "micro": np.mean(hits), "macro": macro}, abs=1e-5)
+    wanted = {"test_loss": np.mean(losses), "micro": np.mean(hits), "macro": macro, "own": np.mean(own)}
+    assert found == pytest.approx(wanted, abs=1e-5)
 
 
 LONG = job(setting=replace(MEMORIZE, steps=90), mixer="softmax+CLTG")

@@ -1,4 +1,4 @@
-"""The FAQ's table of priors says what the priors do when they are tried."""
+"""The table of priors in limits says what the priors do when they are tried."""
 
 import sys
 from pathlib import Path
@@ -14,4 +14,4 @@ import matrix  # noqa: E402
 
 
 def test_the_table_is_what_was_found_by_trying():
-    assert matrix.table() in (ROOT / "docs" / "faq.md").read_text()
+    assert matrix.table() in (ROOT / "docs" / "limits.md").read_text()

@@ -85,11 +85,12 @@ def test_torchrun_knows_what_the_pages_type_and_fem_train_takes_the_rest(monkeyp
     monkeypatch.setattr(training, "run", lambda recipe, *_, **__: ran.append(recipe) or {"train": {}})
     told = [get_args_parser().parse_args(line.split()[1:]) for line in lines("torchrun")]
     ours = [call for call in told if call.training_script not in ("fem.train.titan.cpu", "torchtitan.train")]
-    assert len(told) - len(ours) == 2  # torchtitan's own command, here and on many GPUs: `make test-titan` runs it
+    assert ours
+    assert len(told) > len(ours)  # `make test-titan` runs torchtitan's own command
     for call in ours:
         assert (call.module, call.training_script, call.training_script_args[0]) == (True, "fem.cli", "train")
         load("train").main(call.training_script_args[1:], standalone_mode=False)
-    assert len(ran) == len(ours) == 1
+    assert len(ran) == len(ours)
 
 
 def test_the_arguments_of_fem_in_the_pages_are_of_their_kind():

@@ -92,6 +92,7 @@ def test_the_start_page_is_the_readme(site):
     text = (site / "index.html").read_text()
     for heading in [title, *(line for line in rest if line.startswith("## "))]:
         assert heading.lstrip("# ") in text
+    assert "&lt;!--" not in text, "a bar in an address ends a table's cell"
 
 
 @pytest.mark.slow
@@ -113,7 +114,7 @@ def test_the_reference_shows_every_public_name_with_its_docstring(site):
 LOOKED_AT = (
     "index.html",
     "equations.html",
-    "results/mad_laptop.html",
+    "results/index.html",
     "configuration.html",
     "api/layer.html",
     "faq.html",

@@ -1,10 +1,8 @@
 """The README's Python runs as it stands, and what it links to is there."""
 
 import re
-import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
@@ -24,15 +22,6 @@ def test_every_link_leads_somewhere():
         text = page.read_text()
         for target in re.findall(r"\]\(([^)#:]+)\)", text) + re.findall(r'(?:src|srcset)="([^":]+)"', text):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
-
-
-def test_the_dark_picture_is_the_light_one_turned():
-    image = pytest.importorskip("PIL.Image", reason="the picture is read by Pillow")
-    sys.path.insert(0, str(ROOT / "docs" / "figures"))
-    from dark import RESULTS, dark
-
-    light, turned = (image.open(RESULTS / f"demo_reading{name}.png") for name in ("", "_dark"))
-    assert dark(light).tobytes() == turned.tobytes()
 
 
 def test_every_test_that_the_equations_name_exists():

@@ -163,7 +163,7 @@ def test_a_layer_that_reads_nan_is_refused():
 def test_a_layer_that_reads_a_sink_is_refused():
     reading = make_layer().inspect(make_tokens(batch=1, time=2))
     behind = type(reading)(**{**vars(reading), "prior": torch.nn.functional.pad(reading.prior, (1, 0))})
-    with pytest.raises(ValueError, match="layer 3 reads an attention sink"):
+    with pytest.raises(ValueError, match="layer 3 also reads an attention sink"):
         layer_tables(3, "softmax", behind)
 
 

@@ -437,8 +437,8 @@ TABLE = [
     (call, {"attn_bias": X}, TypeError, "no argument 'attn_bias'; use fem.functional.softmax_read"),
     (call, {"memory": X}, TypeError, "no argument 'memory'; use FreeEnergyCrossMixer"),
     (call, {"x": X[0]}, ValueError, r"x must have shape .*got \(6, 64\); of one row, pass x\[None\]"),
-    (crossed, {"attention_mask": ONES}, TypeError, "no argument 'attention_mask'; .* memory_mask .*1 = keep"),
-    (pooled, {"key_padding_mask": ONES}, TypeError, "no argument 'key_padding_mask'; .* attention_mask .*1 = keep"),
+    (crossed, {"attention_mask": ONES}, TypeError, "no argument 'attention_mask'; memory_mask .*1 = keep"),
+    (pooled, {"key_padding_mask": ONES}, TypeError, "no argument 'key_padding_mask'; attention_mask .*1 = keep"),
     (pooled, {"x": torch.zeros(2, 64, 4, 4)}, ValueError, r"x must have shape .*of an image, pass x\.flatten\(2\)\.mT"),
     # States, reads and operators.
     (lambda: state_of().to("gpu"), {}, ValueError, "target must be a device of torch, .* got 'gpu'"),

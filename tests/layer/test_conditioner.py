@@ -19,8 +19,8 @@ def make(dtype=torch.float64, **fields):
     return conditioner
 
 
-def by_loop(conditioner, x):
-    """Appendix I.1, one token at a time, in float64."""
+def by_loop(conditioner, x, form="scaled"):
+    """Appendix I.1 in one of its forms, one token at a time, in float64."""
     weight, bias = conditioner.project.weight.double(), conditioner.project.bias.double()
     hidden = torch.zeros(x.shape[0], weight.shape[0] // 3, dtype=torch.float64)
     rows = []
@@ -30,17 +30,18 @@ def by_loop(conditioner, x):
         s, u, a = (normed @ weight.T + bias).chunk(3, -1)
         hidden = torch.exp(-torch.log1p(s.exp())) * hidden + u
         a = torch.log1p(a.exp())
-        a = a / a.square().sum(-1, keepdim=True).sqrt() * math.sqrt(a.shape[-1])
+        a = a / a.square().sum(-1, keepdim=True).sqrt()
+        a = a if form == "paper" else math.sqrt(a.shape[-1]) * a
         norm = (hidden - hidden.mean(-1, keepdim=True)) / (hidden.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
-        rows.append(a * torch.sigmoid(a) * norm)
+        rows.append((a if form == "authors" else a * torch.sigmoid(a)) * norm)
     return torch.stack(rows, 1)
 
 
-@pytest.mark.parametrize("length", [1, 7, 300])
-def test_it_is_the_recurrence(length):
-    conditioner, x = make(), torch.randn(2, length, WIDTH, dtype=torch.float64)
+@pytest.mark.parametrize("length, form", [(1, "scaled"), (7, "paper"), (7, "authors"), (300, "scaled")])
+def test_it_is_the_recurrence(length, form):
+    conditioner, x = make(conv_form=form), torch.randn(2, length, WIDTH, dtype=torch.float64)
     tokens, _ = read_tokens((2, length), x.device)
-    torch.testing.assert_close(conditioner(x, tokens)[0], by_loop(conditioner, x), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(conditioner(x, tokens)[0], by_loop(conditioner, x, form), rtol=1e-9, atol=1e-9)
 
 
 def test_it_is_exact_over_8192_tokens():

@@ -276,7 +276,9 @@ def test_lambda_that_is_kept_without_t_mixes_at_beta_1(prior):
     "fields", [{}, {"use_temperature": False, "use_lse": False}, {"use_temperature": False, "free_share": 0.5}]
 )
 def test_lambda_is_kept_only_where_something_would_drop_it(fields):
-    with pytest.raises(ValueError, match=r"^keep_lambda is for use_lse=True, use_temperature=False and no free_share"):
+    with pytest.raises(
+        ValueError, match=r"^keep_lambda=True needs use_lse=True, use_temperature=False and no free_share"
+    ):
         FreeEnergyMixerConfig(n_embd=64, n_head=4, keep_lambda=True, **fields)
 
 

@@ -180,7 +180,9 @@ def test_a_model_within_a_module_is_saved_with_its_free_energy(tmp_path):
     awake(whole.model).save_pretrained(tmp_path)
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(opened(tokens(1, 7)).logits, whole.model(tokens(1, 7)).logits)
-    with pytest.raises(ValueError, match=r"layers must count within a model .* replace its LlamaForCausalLM alone"):
+    with pytest.raises(
+        ValueError, match=r"layers must be indices within the part .* call replace_attention on its LlamaForCausalLM"
+    ):
         replace_attention(Reward(), layers=[0])
 
 

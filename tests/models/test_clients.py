@@ -274,5 +274,7 @@ def test_replacing_a_name_is_a_type_error(as_users_run):
 def test_fresh_mixer_refuses_a_call_it_does_not_know():
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": VOCABULARY}
     model = transformers.T5EncoderModel(transformers.T5Config(**sizes))
-    with pytest.raises(ValueError, match="T5Attention is called in a way that no mixer knows; preserve=True"):
+    with pytest.raises(
+        ValueError, match="T5Attention is called in a way that a fresh mixer cannot take; pass preserve=True"
+    ):
         replace_attention(model, "gla", preserve=False)

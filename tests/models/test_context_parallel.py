@@ -40,8 +40,8 @@ def test_one_part_is_the_whole_row_and_afterwards_the_model_is_as_before(prior, 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"labels": tokens(1, 4)}, "give shift_labels"),
-        ({"position_ids": torch.arange(4)[None]}, "give segment_ids"),
+        ({"labels": tokens(1, 4)}, "pass shift_labels"),
+        ({"position_ids": torch.arange(4)[None]}, "mark documents by segment_ids"),
         ({"use_cache": True}, "use_cache=False"),
     ],
 )

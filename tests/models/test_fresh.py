@@ -164,9 +164,9 @@ def test_fresh_mixers_read_masks_of_any_low_number_and_refuse_what_they_cannot()
     prefix, hole = (torch.ones(11, 11, dtype=torch.bool).tril() for _ in range(2))
     prefix[:4, :4], hole[7, 5] = True, False
     for mask in (prefix, hole):
-        with pytest.raises(ValueError, match=r"attention_mask must .*the tokens before it .*got other pairs"):
+        with pytest.raises(ValueError, match=r"must only hide .*later tokens, got one that hides or shows"):
             model(tokens(1), attention_mask=mask[None, None])
-    with pytest.raises(ValueError, match="got numbers that are added to scores"):
+    with pytest.raises(ValueError, match="got one that adds numbers to scores"):
         model(tokens(1), attention_mask=torch.where(hole, -0.5, -1e9)[None, None])
 
 
@@ -174,7 +174,9 @@ def test_fresh_mixers_read_masks_of_any_low_number_and_refuse_what_they_cannot()
     "build", [lambda: nn.MultiheadAttention(32, 4), lambda: nn.Sequential(Attention()), mobile_bert, chunked, hybrid]
 )
 def test_what_calls_no_mixer_is_refused_by_name(build):
-    with pytest.raises(ValueError, match=r"Attention is called in a way that no mixer knows; preserve=True keeps it"):
+    with pytest.raises(
+        ValueError, match=r"Attention is called in a way that a fresh mixer cannot take; pass preserve=True"
+    ):
         replace_attention(build(), "linear", preserve=False)
 
 
@@ -194,7 +196,7 @@ def test_a_fresh_mixer_has_no_window_where_the_original_reads_none():
 
 
 @pytest.mark.parametrize("fields, words", [
-    ({"causal": False}, "causal is the original's, True, got False"), ({"n_embd": 64}, "n_embd is the original's, 32"),
+    ({"causal": False}, "causal is set by the original to True"), ({"n_embd": 64}, "n_embd is set by the original"),
 ])  # fmt: skip
 def test_a_fresh_mixer_keeps_what_the_model_around_it_needs(fields, words):
     with pytest.raises(ValueError, match=words):
@@ -217,5 +219,5 @@ def test_mixers_are_no_part_of_a_model_that_asks_its_cache_for_keys():
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 59, "pad_token_id": 0}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "cross_attention_layers": [1]}
     model = transformers.MllamaForCausalLM(transformers.MllamaTextConfig(**sizes, **heads))
-    with pytest.raises(ValueError, match="MllamaTextSelfAttention is called in a way that no mixer knows"):
+    with pytest.raises(ValueError, match="MllamaTextSelfAttention is called in a way that a fresh mixer cannot take"):
         replace_attention(model, "gla", preserve=False)

@@ -369,10 +369,10 @@ def test_mask_of_a_flash_kernel_is_refused():
 
 
 @pytest.mark.parametrize("preserve, kernel, what, words", [
-    *((keep, "flash_attention_2", "documents", "must hold the documents that position_ids") for keep in (True, False)),
-    *((keep, "flash_attention_2", "lengths", "must hold the documents that position_ids") for keep in (True, False)),
+    *((keep, "flash_attention_2", "documents", "must show the documents of position_ids") for keep in (True, False)),
+    *((keep, "flash_attention_2", "lengths", "must show the documents of position_ids") for keep in (True, False)),
     *((keep, "flex_attention", "window", "must have 4 dimensions, got BlockMask") for keep in (True, False)),
-    (True, "flash_attention_2", "window", "must hold the window of 5 of 11 keys"),  # a fresh mixer has it itself
+    (True, "flash_attention_2", "window", "must show the window of 5 tokens, got None"),  # a fresh mixer has it itself
 ])  # fmt: skip
 def test_what_a_kernel_reads_beside_its_mask_is_refused(preserve, kernel, what, words):
     """As on a card, where flash attention makes no mask."""

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from fem.config import CONDITIONERS
 from fem.ops.common.tokens import Tokens
 from fem.ops.conditioner.fused import fits
 from fem.ops.conditioner.naive import naive_conditioner
-from fem.ops.conditioner.plain import plain
+from fem.ops.conditioner.plain import Form, plain
 
 SUPPORT = Path(__file__).parents[1] / "support"
 # batch, time, width, and what else is said of a case
@@ -31,6 +32,8 @@ FAST = {
     "a gradient that lies in a wider one": (2, 37, 8, {"strided": True}),
     "no memory": (1, 37, 8, {"f": 14.0}),
     "a shut gate": (1, 37, 8, {"a": -20.0}),
+    "the paper's form": (1, 37, 8, {"form": "paper"}),
+    "the authors' form": (1, 37, 8, {"form": "authors"}),
 }
 SLOW = {
     "a prime number of tokens in three chunks": (1, 131, 24, {"documents": True}),
@@ -92,13 +95,14 @@ def test_registers_of_an_h100_hold_a_tile():
         assert all(kernel["spilled"] <= 8 for kernel in found.values()), (width, found)
 
 
-def test_the_plain_form_is_the_definition():
+@pytest.mark.parametrize("form", CONDITIONERS)
+def test_the_plain_form_is_the_definition(form):
     projected, hidden = torch.randn(2, 23, 3 * 5, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
     keep, start = torch.rand(2, 23) > 0.3, torch.rand(2, 23) > 0.8
     norm = nn.LayerNorm(5).double()
     nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
-    found = plain(projected, Tokens(keep, start & keep, None, None), hidden, norm)
-    wanted = naive_conditioner(projected, norm.weight, norm.bias, keep, start & keep, hidden)
+    found = plain(projected, Tokens(keep, start & keep, None, None), hidden, norm, Form.named(form, 5))
+    wanted = naive_conditioner(projected, norm.weight, norm.bias, keep, start & keep, hidden, form=form)
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
 
 

@@ -401,7 +401,7 @@ def test_budgets_that_lift_a_token_of_prior_weight_1e_300():
     assert theory.temperature_for_budget(p, v, 690.78) == math.inf
 
 
-# Lemma 2.2, Lemma 2.4, Theorem E.7, Appendix M: capacity
+# Lemma 2.2, Corollary 2.3, Lemmas 2.4 and 2.5, Theorem E.7, Appendix M: capacity
 
 
 def test_every_pattern_of_winners_is_reached_at_a_finite_temperature_and_a_head_reaches_t():
@@ -423,6 +423,21 @@ def test_a_convex_read_misses_maxima_that_sit_on_different_tokens(row):
     v = torch.eye(len(p), dtype=F64)[:2]  # two channels, won by the first and the second token
     assert (p * v).sum(-1).sum() <= 1 + 1e-12  # a hull point has mean_1 + mean_2 <= 1, the maxima add up to 2
     torch.testing.assert_close(theory.free_energy(p, v, 1e9), torch.ones(2, dtype=F64))
+
+
+def test_a_convex_read_reaches_a_selector_that_lies_inside_the_hull():
+    v = torch.tensor([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.0, 2.0], [2.0, 1.0]], dtype=F64)
+    selector = torch.stack([v[3, 0], v[4, 1]])  # the first channel from the fourth token, the second from the fifth
+    torch.testing.assert_close(torch.tensor([0.5, 0.25, 0.25, 0.0, 0.0], dtype=F64) @ v, selector)
+
+
+@holds_for(rows(least=2, zeros=False))
+def test_a_convex_read_between_two_maps_of_coordinates_is_the_free_energy(row):
+    p, _ = row
+    v, beta = torch.eye(len(p), dtype=F64)[:2], 300.0
+    read = ((p * (beta * (v - 1)).exp()).sum(-1).log() / beta) + 1
+    torch.testing.assert_close(read, theory.free_energy(p, v, beta))
+    assert (read - 1 >= p[:2].log() / beta - 1e-12).all()  # both maxima, which sit on different tokens
 
 
 def test_weights_of_a_head_have_rank_one_and_those_of_fem_full_rank():

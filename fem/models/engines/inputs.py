@@ -66,9 +66,8 @@ def documents_of(
     whole = attention_mask is None or (seen and bool((attention_mask == 1).all()))
     if cached or not whole or ("flash" in name and len(x) > 1):
         raise ValueError(
-            f"attn_implementation={name!r} reads packed documents (segment_ids, or position_ids that restart) without "
-            "a cache and without an attention_mask that hides tokens, flash attention only in one row; leave out "
-            "attn_implementation for the rest."
+            f"attn_implementation={name!r} reads packed documents (segment_ids, or position_ids that restart) only "
+            "without a cache and without hidden tokens, flash attention only in one row; leave it out."
         )
     return documents
 

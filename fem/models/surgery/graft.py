@@ -56,7 +56,7 @@ def _head(site: Site, prior_type: str, config: dict) -> FreeEnergyHead:
     for name in DECIDED:
         if name in config:
             raise ValueError(
-                f"{name} is the original's with preserve=True, got {config[name]!r}; leave it out or preserve=False."
+                f"{name} is set by the original, got {config[name]!r}; leave it out, or pass preserve=False."
             )
     for name in ("use_conv", "free_share", "value_logexp_cap"):
         if config.get(name):
@@ -75,11 +75,13 @@ def _head(site: Site, prior_type: str, config: dict) -> FreeEnergyHead:
 def _mixer(site: Site, prior_type: str, config: dict) -> FreeEnergyMixer:
     if site.swap is None:
         raise ValueError(
-            f"{type(site.module).__name__} is called in a way that no mixer knows; preserve=True keeps it."
+            f"{type(site.module).__name__} is called in a way that a fresh mixer cannot take; pass preserve=True."
         )
     for name, others in {"n_embd": (), "causal": (True,)}.items():  # a call or its mask may be causal
         if config.get(name, site.fields[name]) not in (site.fields[name], *others):
-            raise ValueError(f"{name} is the original's, {site.fields[name]!r}, got {config[name]!r}; leave it out.")
+            raise ValueError(
+                f"{name} is set by the original to {site.fields[name]!r}, got {config[name]!r}; leave it out."
+            )
     of_softmax = dict(site.softmax_fields or {}) if prior_type == "softmax" else {}
     if config.get("n_head", site.fields["n_head"]) != site.fields["n_head"]:
         of_softmax.pop("n_kv_head", None)  # it belongs to the original's heads

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fem.ops.common.tokens import last_kept_before
 
-BY_MASKS = "call model.set_attn_implementation('sdpa'), whose masks a free energy can be read under"
-OTHERWISE = "pass causal=True to replace_attention where a model that is not causal is called so, or preserve=True"
+BY_MASKS = "call model.set_attn_implementation('sdpa'), which passes such a mask"
+OTHERWISE = "pass causal=True to replace_attention if the model is called as a causal one, or preserve=True"
 LEAST = -1e3  # added to a score, it leaves no weight
 
 
@@ -25,15 +25,17 @@ def check_mask(attention_mask, keys: int, further: dict) -> None:
         return
     window, position = further.get("sliding_window"), further.get("position_ids")
     if window is not None and window < keys:
-        raise ValueError(f"attention_mask must hold the window of {window} of {keys} keys, got none; {BY_MASKS}.")
+        raise ValueError(
+            f"attention_mask must show the window of {window} tokens, got None for {keys} keys; {BY_MASKS}."
+        )
     packed = further.get("cu_seq_lens_q") is not None
     looks = isinstance(position, Tensor) and not position.is_meta and not torch.compiler.is_compiling()
     if not packed and looks and position.dim() == 2:
         packed = bool((position.diff(dim=-1) <= 0).any())
     if packed:
         raise ValueError(
-            f"attention_mask must hold the documents that position_ids or cu_seq_lens_q tell of, got none; {BY_MASKS}, "
-            "and pass use_cache=False."
+            f"attention_mask must show the documents of position_ids or cu_seq_lens_q, got None; {BY_MASKS}, and pass "
+            "use_cache=False."
         )
 
 
@@ -56,10 +58,10 @@ def tokens_of(mask: Tensor, time: int, causal: bool) -> tuple[Bool[Tensor, "b t"
         hidden = wanted & ~pairs & (torch.arange(time, device=mask.device) > first)
         biased = mask.dtype != torch.bool and bool(((mask > LEAST) & (mask != 0)).any())
         if biased or bool((keep[..., None] & (hidden | (pairs & ~wanted))).any()):
-            sight = "the tokens before it" if causal else "all tokens"
-            got = "numbers that are added to scores" if biased else "other pairs"
+            later = ", and hide later tokens" if causal else ""
+            got = "adds numbers to scores" if biased else "hides or shows other tokens"
             raise ValueError(
-                f"attention_mask must let a token of this mixer see {sight} in its document, from some on, got {got}; "
-                f"{OTHERWISE}."
+                f"attention_mask must only hide padding, other documents and tokens before a window{later}, got one "
+                f"that {got}; {OTHERWISE}."
             )
     return keep, document

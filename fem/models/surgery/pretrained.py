@@ -77,11 +77,13 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
     parameters = [name for name, _ in module.named_parameters(recurse=False) if name not in OWN]
     if projections is None or len(parts & OUTPUTS) > 1 or parts - projections - OUTPUTS - BESIDE or parameters:
         raise Refused(
-            f"its parts ({', '.join(sorted([*parts, *parameters]))}) are none that are known to make a plain softmax"
+            f"it has parts that are not known to leave a plain softmax ({', '.join(sorted([*parts, *parameters]))})"
         )
     maps = [getattr(module, name) for name in sorted(projections | parts & OUTPUTS)]
     if any(getattr(part, "weight", None) is None or part.weight.dim() != 2 for part in maps):
-        raise Refused(f"its projections ({', '.join(sorted({type(part).__name__ for part in maps}))}) are no matrices")
+        raise Refused(
+            f"its projections ({', '.join(sorted({type(part).__name__ for part in maps}))}) are not linear maps"
+        )
     names = inspect.unwrap(type(module).forward).__code__.co_names
     if not {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"} <= set(names):
         raise Refused("it does not call transformers' attention functions; use a model class that does")

@@ -30,7 +30,7 @@ def replace_attention(
     (FreeEnergyMixerConfig.matched), causal where the original is, rotated at its rope_theta without its scaling. Give
     causal=True where only the calls are causal (CLIP's text); a call that says otherwise than the mixer is refused.
 
-    Replaced: what reads through transformers' attention functions (research/results/clients.md lists the model types),
+    Replaced: what reads through transformers' attention functions (research/results lists the model types),
     timm's ViT, and nn.MultiheadAttention as self-attention, by itself or in nn.TransformerEncoder/DecoderLayer.
     Cross-attention beside self-attention stays as it is. layers: indices of the self-attentions to replace, in the
     order of model.modules(); None: all. config: fields of FreeEnergyMixerConfig, where the original does not decide.
@@ -48,7 +48,7 @@ def replace_attention(
         raise TypeError(f"model must be a torch module, got {model!r}; load it first, by from_pretrained for instance.")
     if hasattr(model, "peft_config"):
         raise ValueError(
-            "model must be replaced before it gets adapters, which would save none of the free energy: "
+            "model must be replaced before it gets adapters, as these save none of the free energy: call "
             "replace_attention first, then get_peft_model with modules_to_save=['beta', 'inner'] in its config."
         )
     check_flags(preserve=preserve)
@@ -58,8 +58,8 @@ def replace_attention(
     saved = _saved_by_themselves(model)
     if layers is not None and saved and saved[0] is not model:
         raise ValueError(
-            f"layers must count within a model that is saved by itself, got {layers} of all of model; replace its "
-            f"{type(saved[0]).__name__} alone."
+            f"layers must be indices within the part that is saved, got {layers} of the whole model; call "
+            f"replace_attention on its {type(saved[0]).__name__}."
         )
     config = {name: value.item() if getattr(value, "shape", None) == () else value for name, value in config.items()}
     model = apply(model, prior_type, preserve, layers, config)

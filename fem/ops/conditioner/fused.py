@@ -14,7 +14,7 @@ from fem.ops.common.operator import operator
 from fem.ops.common.steps import exporting
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import again_differentiable, transformed
-from fem.ops.conditioner.plain import plain
+from fem.ops.conditioner.plain import Form, plain
 
 WIDEST = 256  # channels, which a program holds at once
 NUMBERS = 2048  # of a tile in a program's registers: tokens times channels, at most
@@ -47,10 +47,11 @@ def fits(backend: str, norm: nn.Module, projected: Tensor, hidden: Tensor | None
 
 
 def fused(
-    projected: Tensor, tokens: Tokens, hidden: Tensor | None, norm: nn.LayerNorm, dtype: torch.dtype
+    projected: Tensor, tokens: Tokens, hidden: Tensor | None, norm: nn.LayerNorm, dtype: torch.dtype, form: Form
 ) -> tuple[Tensor, Tensor]:
     """`plain` by the kernels, h in dtype."""
-    h, last, _ = _condition(projected, norm.weight, norm.bias, tokens.keep, tokens.start, hidden, norm.eps, dtype)
+    of_norm = norm.weight, norm.bias
+    h, last, _ = _condition(projected, *of_norm, tokens.keep, tokens.start, hidden, norm.eps, dtype, *form)
     return h, last
 
 
@@ -79,28 +80,28 @@ def tile_rows(width: int) -> int:
 
 @operator(
     "conditioner(Tensor projected, Tensor weight, Tensor bias, Tensor? keep, Tensor? start, Tensor? hidden, float eps, "
-    "ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    "ScalarType dtype, float length, bool bends) -> (Tensor, Tensor, Tensor)",
     waits=False,
 )
-def _condition(projected, weight, bias, keep, start, hidden, eps, dtype):
+def _condition(projected, weight, bias, keep, start, hidden, eps, dtype, length, bends):
     from fem.ops.conditioner import kernels
 
     projected, keep, start, hidden = _contiguous(projected, keep, start, hidden)
     sizes = Sizes(projected)
-    out, last, starts = _outputs(projected, weight, bias, keep, start, hidden, eps, dtype)
+    out, last, starts = _outputs(projected, weight, bias, keep, start, hidden, eps, dtype, length, bends)
     summaries = last.new_empty(sizes.batch, sizes.chunks, 2, sizes.width)
     with on(projected.device):
         if sizes.chunks > 1:
             kernels._sum_chunks[sizes.grid](projected, keep, start, summaries, *sizes.count, **sizes.shape)
         kernels._condition[sizes.grid](
             projected, weight, bias, keep, start, hidden, summaries, out, last, starts, *sizes.count, eps,
-            root=sizes.width**0.5, **sizes.ends, **sizes.shape,
+            length=length, bends=bends, **sizes.ends, **sizes.shape,
         )  # fmt: skip
     return out, last, starts
 
 
 @_condition.register_fake
-def _outputs(projected, weight, bias, keep, start, hidden, eps, dtype):
+def _outputs(projected, weight, bias, keep, start, hidden, eps, dtype, length, bends):
     batch, time, width = projected.shape[0], projected.shape[1], projected.shape[2] // 3
     tiles = -(-time // tile_rows(width))
     new = lambda *shape: projected.new_empty(shape, dtype=torch.float32)  # noqa: E731
@@ -109,10 +110,10 @@ def _outputs(projected, weight, bias, keep, start, hidden, eps, dtype):
 
 @operator(
     "conditioner_backward(Tensor grad, Tensor? d_last, Tensor projected, Tensor weight, Tensor bias, Tensor? keep, "
-    "Tensor? start, Tensor starts, float eps) -> (Tensor, Tensor, Tensor)",
+    "Tensor? start, Tensor starts, float eps, float length, bool bends) -> (Tensor, Tensor, Tensor)",
     waits=False,
 )
-def _condition_backward(grad, d_last, projected, weight, bias, keep, start, starts, eps):
+def _condition_backward(grad, d_last, projected, weight, bias, keep, start, starts, eps, length, bends):
     from fem.ops.conditioner import kernels
 
     projected, keep, start, d_last = _contiguous(projected, keep, start, d_last)
@@ -126,7 +127,7 @@ def _condition_backward(grad, d_last, projected, weight, bias, keep, start, star
     with on(projected.device):
         kernels._condition_backward[sizes.grid](
             grad, projected, weight, bias, keep, start, starts, d_state, d_projected, summaries, parts, *sizes.count,
-            *strides, eps, root=sizes.width**0.5, **sizes.shape,
+            *strides, eps, length=length, bends=bends, **sizes.shape,
         )  # fmt: skip
         kernels._scan_backward[sizes.grid](
             projected, keep, start, starts, d_state, d_last, summaries, d_projected, d_hidden, *sizes.count,
@@ -136,7 +137,7 @@ def _condition_backward(grad, d_last, projected, weight, bias, keep, start, star
 
 
 @_condition_backward.register_fake
-def _(grad, d_last, projected, weight, bias, keep, start, starts, eps):
+def _(grad, d_last, projected, weight, bias, keep, start, starts, eps, length, bends):
     batch, width = grad.shape[0], grad.shape[2]
     new = lambda *shape: starts.new_empty(shape)  # noqa: E731
     return torch.empty_like(projected, memory_format=torch.contiguous_format), new(2, width), new(batch, width)
@@ -147,8 +148,8 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.eps, ctx.dtype = inputs
-    ctx.save_for_backward(*tensors, output[2])
+    ctx.eps, ctx.dtype, *ctx.form = inputs[6:]
+    ctx.save_for_backward(*inputs[:6], output[2])
     ctx.set_materialize_grads(False)
 
 
@@ -159,18 +160,19 @@ def _differentiate(ctx, grad, d_last, _):
 
         def by_torch(projected, weight, bias, hidden):
             norm = lambda x: F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), ctx.eps)  # noqa: E731
-            h, last = plain(projected, Tokens(keep, start, None, None), hidden, norm, "plain")
+            h, last = plain(projected, Tokens(keep, start, None, None), hidden, norm, Form(*ctx.form), "plain")
             return h.to(ctx.dtype), last
 
         *of_norm, d_hidden = again_differentiable(by_torch, (projected, weight, bias, hidden), (grad, d_last))
-        return *of_norm, None, None, d_hidden, None, None
+        return *of_norm, None, None, d_hidden, None, None, None, None
     if grad is None:
         grad = projected.new_zeros((*projected.shape[:2], len(weight)), dtype=ctx.dtype)
     d_projected, of_norm, d_hidden = _condition_backward(
-        grad, d_last, projected, weight, bias, keep, start, starts, ctx.eps
+        grad, d_last, projected, weight, bias, keep, start, starts, ctx.eps, *ctx.form
     )
     d_weight, d_bias = of_norm.to(weight.dtype).unbind()
-    return d_projected, d_weight, d_bias, None, None, None if hidden is None else d_hidden.to(hidden.dtype), None, None
+    d_hidden = None if hidden is None else d_hidden.to(hidden.dtype)
+    return d_projected, d_weight, d_bias, None, None, d_hidden, None, None, None, None
 
 
 _condition.register_autograd(_differentiate, setup_context=_save)

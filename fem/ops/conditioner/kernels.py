@@ -1,6 +1,6 @@
 """The conditioner in Triton: two kernels forward and two backward, of which the first ones only sum up chunks.
 
-    h~_t = e^{-s_t} h~_{t-1} + u_t    s = softplus(f)    h_t = SiLU(l2norm(softplus(a_t)) sqrt(C)) * LayerNorm(h~_t)
+    h~_t = e^{-s_t} h~_{t-1} + u_t    s = softplus(f)    h_t = SiLU(length l2norm(softplus(a_t))) * LayerNorm(h~_t)
 
 A program has one chunk of a row's tokens in all C channels, and goes through it by tiles of TIME tokens. What enters
 a chunk is a sum over all earlier ones, of their ends S_m and the logarithms L_k of their whole decays,
@@ -9,7 +9,7 @@ a chunk is a sum over all earlier ones, of their ends S_m and the logarithms L_k
 
 so nothing is divided by a decay, the rounding of factors near 1 does not pile up, and no program waits for another. The
 gradient of h~ runs the other way by the same formula. Of the gradients of LayerNorm's weight and bias every program
-writes its part. Numbers are float32 in registers.
+writes its part. Numbers are float32 in registers. Without `bends` there is no SiLU.
 
 [f, u, a], `projected` (B, T, 3 C), is contiguous, as are keep and start (B, T), one byte each, or None.
 """
@@ -138,17 +138,18 @@ def _normed(state, there, width: tl.constexpr, eps):
 
 
 @triton.jit
-def _unit(a, there, root: tl.constexpr):
-    """y = l2norm(softplus(a)) sqrt(C), and one over the length by which it is divided."""
+def _unit(a, there, length: tl.constexpr):
+    """y = length l2norm(softplus(a)), and one over what it is divided by."""
     s = tl.where(there, _softplus(a), 0.0)
     rate = 1.0 / tl.maximum(tl.sqrt(tl.sum(s * s, 1)), LEAST_LENGTH)[:, None]
-    return s * (rate * root), rate
+    return s * (rate * length), rate
 
 
 @triton.jit
 def _condition(
     projected, weight, bias, keep, start, hidden, summaries, out, last, starts, time, chunks, tiles, eps,
-    root: tl.constexpr, width: tl.constexpr, TIME: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
+    length: tl.constexpr, bends: tl.constexpr, width: tl.constexpr, TIME: tl.constexpr, COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """h (B, T, C), the last state (B, C), and the states that enter tiles, (B, all tiles, C)."""
     chunk, batch = tl.program_id(0) % chunks, tl.program_id(0) // chunks
@@ -169,9 +170,11 @@ def _condition(
         there = (row < time)[:, None] & channel[None]
         at = (batch.to(tl.int64) * time + row)[:, None] * width
         a = tl.load(projected + 3 * at + 2 * width + column[None], there, other=0.0).to(tl.float32)
-        y, _ = _unit(a, there, root)
+        y, _ = _unit(a, there, length)
         normed, _ = _normed(state, there, width, eps)
-        tl.store(out + at + column[None], y * tl.sigmoid(y) * (normed * scale + shift), there)
+        if bends:
+            y *= tl.sigmoid(y)
+        tl.store(out + at + column[None], y * (normed * scale + shift), there)
     if chunk == chunks - 1:
         tl.store(last + batch.to(tl.int64) * width + column, entering, channel)
 
@@ -180,7 +183,7 @@ def _condition(
 def _condition_backward(
     grad, projected, weight, bias, keep, start, starts, d_state, d_projected, summaries, parts,
     time, chunks, tiles, of_row, of_token, eps,
-    root: tl.constexpr, width: tl.constexpr, TIME: tl.constexpr, COLUMNS: tl.constexpr,
+    length: tl.constexpr, bends: tl.constexpr, width: tl.constexpr, TIME: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """d h~_t as far as it comes through h_t, float32 (B, T, C); da; what a chunk gives of it to the state that enters
     it, with its decay, (B, chunks, 2, C); and its parts of the gradients of weight and bias, (B chunks, 2, C).
@@ -205,12 +208,15 @@ def _condition_backward(
         normed, rate = _normed(state + decay * entering[None], there, width, eps)
         at = (batch.to(tl.int64) * time + row)[:, None] * width
         a = tl.load(projected + 3 * at + 2 * width + column[None], there, other=0.0).to(tl.float32)
-        y, length_rate = _unit(a, there, root)
-        gate = tl.sigmoid(y)
+        y, rate_of_a = _unit(a, there, length)
+        gate, slope_of_gate = y, tl.full(y.shape, 1.0, tl.float32)
+        if bends:
+            gate = y * tl.sigmoid(y)
+            slope_of_gate = tl.sigmoid(y) * (1.0 + y * (1.0 - tl.sigmoid(y)))
         d_h = grad + batch.to(tl.int64) * of_row + row.to(tl.int64)[:, None] * of_token + column[None]
         d_h = tl.load(d_h, there, other=0.0).to(tl.float32)
 
-        d_affine = d_h * y * gate
+        d_affine = d_h * gate
         d_scale += tl.sum(d_affine * normed, 0)
         d_shift += tl.sum(d_affine, 0)
         d_normed = d_affine * scale
@@ -220,9 +226,9 @@ def _condition_backward(
         given += tl.exp(log_total) * tl.sum(tl.where(there, decay * d_x, 0.0), 0)
         log_total += tl.sum(log_decay, 0)
 
-        d_y = d_h * (normed * scale + shift) * gate * (1.0 + y * (1.0 - gate))
-        along = tl.where(length_rate * LEAST_LENGTH < 1.0, tl.sum(d_y * y, 1)[:, None] / (root * root), 0.0)
-        d_a = (d_y - y * along) * (length_rate * root) * tl.sigmoid(a)
+        d_y = d_h * (normed * scale + shift) * slope_of_gate
+        along = tl.where(rate_of_a * LEAST_LENGTH < 1.0, tl.sum(d_y * y, 1)[:, None] / (length * length), 0.0)
+        d_a = (d_y - y * along) * (rate_of_a * length) * tl.sigmoid(a)
         tl.store(d_projected + 3 * at + 2 * width + column[None], d_a, there)
     at = tl.program_id(0).to(tl.int64) * (2 * width) + column
     tl.store(summaries + at, log_total, channel)

@@ -15,9 +15,12 @@ def naive_conditioner(
     start: Bool[Tensor, "b t"] | None = None,
     hidden: Float[Tensor, "b c"] | None = None,
     eps: float = 1e-5,
+    form: str = "scaled",
 ) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "b c"]]:
-    """h_t = SiLU(y) (weight (h~_t - mean) / sqrt(variance + eps) + bias),    y = l2norm(log(1 + e^a)) sqrt(C)
+    """h_t = SiLU(y) (weight (h~_t - mean) / sqrt(variance + eps) + bias),    y = sqrt(C) l2norm(log(1 + e^a))
     h~_t = h~_{t-1} / (1 + e^f) + u_t, u_t alone where a document starts, h~_{t-1} for a masked token; and h~_T
+
+    form: "paper", y without sqrt(C), or "authors", y in place of SiLU(y).
     """
     f, u, a = projected.double().chunk(3, -1)
     state = torch.zeros_like(u[:, 0]) if hidden is None else hidden.double()
@@ -28,8 +31,9 @@ def naive_conditioner(
             after = torch.where(start[:, t, None], u[:, t], after)
         state = after if keep is None else torch.where(keep[:, t, None], after, state)
         s = a[:, t].exp().log1p()
-        y = s / (s * s).sum(-1, keepdim=True).sqrt().clamp_min(1e-12) * s.shape[-1] ** 0.5
+        y = s / (s * s).sum(-1, keepdim=True).sqrt().clamp_min(1e-12) * (1 if form == "paper" else s.shape[-1] ** 0.5)
         centred = state - state.mean(-1, keepdim=True)
         normed = centred / ((centred * centred).mean(-1, keepdim=True) + eps).sqrt()
-        rows.append(y / (1 + (-y).exp()) * (weight.double() * normed + bias.double()))
+        gate = y if form == "authors" else y / (1 + (-y).exp())
+        rows.append(gate * (weight.double() * normed + bias.double()))
     return torch.stack(rows, 1), state

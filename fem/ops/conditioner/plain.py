@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +15,24 @@ from fem.ops.common.tokens import Tokens
 from fem.ops.decay_scan.read import decay_scan
 
 
+class Form(NamedTuple):
+    """What multiplies the normalised state: y = length z, or SiLU(y) where it bends; z is of unit length."""
+
+    length: float
+    bends: bool
+
+    @classmethod
+    def named(cls, name: str, width: int) -> Form:
+        """The form that a configuration's `conv_form` names, for `width` channels."""
+        return cls(1.0 if name == "paper" else width**0.5, name != "authors")
+
+
 def plain(
     projected: Float[Tensor, "b t three_c"],
     tokens: Tokens,
     hidden: Float[Tensor, "b c"] | None,
     norm: Callable[[Tensor], Tensor],
+    form: Form,
     backend: str = "auto",
     bidirectional: bool = False,
 ) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "b c"]]:
@@ -26,8 +40,8 @@ def plain(
     decay, u, shortcut = projected.chunk(3, -1)
     state = _scan(-F.softplus(decay), upcast(u), tokens, hidden, backend, bidirectional)  # a stream carries float32 on
     unit = F.normalize(F.softplus(upcast(shortcut)), dim=-1)  # in float16 all of a shut one could be 0
-    shortcut = unit.to(shortcut.dtype) * shortcut.shape[-1] ** 0.5
-    h = F.silu(shortcut) * norm(state.to(shortcut.dtype))
+    shortcut = unit.to(shortcut.dtype) * form.length
+    h = (F.silu(shortcut) if form.bends else shortcut) * norm(state.to(shortcut.dtype))
     if u.shape[1] == 0:  # no token: the hidden state is what it was, or the sum of nothing, 0
         return h, state.sum(1) if hidden is None else hidden
     return h, state[:, -1].clone()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fem.ops.common.tokens import Tokens
 from fem.ops.conditioner.fused import fits, fused
-from fem.ops.conditioner.plain import plain
+from fem.ops.conditioner.plain import Form, plain
 
 
 def conditioned(
@@ -17,16 +17,18 @@ def conditioned(
     hidden: Float[Tensor, "b c"] | None,
     norm: nn.Module,
     dtype: torch.dtype,
+    form: Form,
     backend: str = "auto",
     bidirectional: bool = False,
 ) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "b c"]]:
-    """h_t = SiLU(l2norm(softplus(a_t)) sqrt(C)) * norm(h~_t),    h~_t = exp(-softplus(f_t)) h~_{t-1} + u_t;    and h~_T
+    """h_t = SiLU(length l2norm(softplus(a_t))) * norm(h~_t),    h~_t = exp(-softplus(f_t)) h~_{t-1} + u_t;    and h~_T
 
     projected: [f, u, a]. hidden: h~ before the first token; None: 0. norm: LayerNorm over the channels. dtype: of h.
+    form: the length, and whether there is a SiLU.
     Bidirectional: half of the channels run backwards in time.
     """
     if not bidirectional and fits(backend, norm, projected, hidden):
-        return fused(projected, tokens, hidden, norm, dtype)
+        return fused(projected, tokens, hidden, norm, dtype, form)
     backend = "triton" if backend == "triton" else "auto"
-    h, last = plain(projected, tokens, hidden, norm, backend, bidirectional)
+    h, last = plain(projected, tokens, hidden, norm, form, backend, bidirectional)
     return h.to(dtype), last

@@ -7,10 +7,13 @@ No decay is ever divided by.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 CHUNK = 64
 
@@ -77,7 +80,8 @@ def by_fla(
     """The rows, and the state after the last token. g (B, T, H, 1 or d_k); opens: where a document begins."""
     width, dtype = items.shape[-1], torch.bfloat16 if items.dtype == torch.bfloat16 else torch.float32
     items, state = (F.pad(x, (0, -width % 16)) for x in (items, state.float()))
-    g = g.squeeze(-1) if g is not None and g.shape[-1] == 1 else g
+    if g is not None and g.shape[-1] == 1:
+        g = g.expand(*k.shape) if refuses_decay_of_heads(g.device) else g.squeeze(-1)
     inputs, borders = [q.to(dtype), k.to(dtype), items, g], None
     if opens is not None:  # rows one after another, each document a sequence; the first of a row continues its state
         rows, time = opens.shape
@@ -92,6 +96,19 @@ def by_fla(
     if opens is not None:
         out, last = out.view(rows, time, *out.shape[2:]), last[ends]
     return out.float()[..., :width], last[..., :width]
+
+
+@cache
+def refuses_decay_of_heads(device: torch.device) -> bool:
+    """Whether fla refuses the gradient of one decay per head: Triton 3.4.0 to 3.7.0 computes it wrong on an H100.
+
+    A decay per key channel has other kernels, which read the same with that of the head in every channel.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    import triton
+
+    return "3.4.0" <= TorchVersion(triton.__version__) < "3.7.1"
 
 
 def kernel_of(g: Tensor | None, time: int):

@@ -13,6 +13,7 @@ from fem_research.common.mixers import numbers
 
 HERE = Path("runs/card_day")
 PACKED, TOKENS = HERE / "packed", HERE / "tokens"
+MAD_ROWS = "attention,attention+C,attention+CL,attention+CLT,FEM,GLA,FEM-GLA"
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 Output = Annotated[Path, typer.Option(help="Folder of the results.")]
@@ -219,9 +220,18 @@ def table7(
 
 
 @app.command()
-def mad() -> None:
-    """MAD at its own size; not there yet."""
-    raise ValueError("the slice mad is not there yet: it waits for the profile paper-one of fem mad.")
+def mad(
+    output: Output = HERE / "mad",
+    mixers: Annotated[str, typer.Option(help="Mixers, with commas between them.")] = MAD_ROWS,
+    tasks: Annotated[str, typer.Option(help="all, or some of MAD's tasks.")] = "all",
+    profile: Annotated[str, typer.Option(help="Profile of `fem mad`.")] = "paper-one",
+    workers: Annotated[int, typer.Option(help="Trainings side by side on the card.")] = 8,
+) -> None:
+    """MAD, one setting a task at its own size; the same command goes on."""
+    from fem_research.mad.experiment import run
+    from fem_research.mad.settings import MADRecipe
+
+    run(MADRecipe(profile=profile, mixers=mixers, tasks=tasks, seeds=1), output, workers)
 
 
 def main() -> None:

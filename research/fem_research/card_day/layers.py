@@ -47,12 +47,20 @@ def build(name: str, recipe: LayersRecipe) -> nn.Module:
 
 
 def captured(step: Step) -> Step:
-    """The step in a CUDA graph, which a call replays."""
+    """The step in a CUDA graph, which a call replays.
+
+    Raises RuntimeError for a step that waits for the device, before it is captured: a failed capture breaks later ones.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -25,8 +25,9 @@ NUMBERED = {  # the field that an option with a number sets, by its letter
     "l": ("lambda_init", float),
 }
 OPTION = re.compile(
-    r"r\d+|s0?\.\d+|s1|b\d+(\.\d+)?|l-?\d+(\.\d+)?|[hc][1-9]\d*|wide|double|thirds|paper|lambda|norm|norope|conv"
+    r"r\d+|s0?\.\d+|s1|b\d+(\.\d+)?|l-?\d+(\.\d+)?|[hc][1-9]\d*|wide|double|thirds|paper|lambda|norm|norope|conv|cpaper|cauthors"
 )
+FORMS = ("cpaper", "cauthors")  # of the conditioner
 WIDTHS = {"wide": (1.0, 2.0), "double": (2.0, 1.0), "thirds": (2 / 3, 2.0)}  # fem_ratio and p_t_to_fem_ratio
 PUBLISHED_UNNORMALISED = ("gla", "mamba")
 LARGEST_BETA = 700.0  # that softplus can be inverted at
@@ -107,7 +108,8 @@ def canonical(name: str) -> str:
     channels read F and the others the mean. "/wide", "/double": values 1 and 2 times as wide as the layer; "/thirds":
     2/3, keys too. "/b8", "/l6": starts of beta and of lambda's bias. "/h16": 16 heads. "/norope": no position code.
     "/paper": the authors' widths, where `matched` has others. "/lambda": L without T keeps lambda, at beta 1.
-    "/c32": a conditioner of 32 channels. "/conv": a short convolution, `blocks.ShortConvolution`, before the mixer.
+    "/c32": a conditioner of 32 channels; "/cpaper", "/cauthors": its form in the paper and in the authors' file.
+    "/conv": a short convolution, `blocks.ShortConvolution`, before the mixer.
     """
     whole, *options = name.split("/")
     plain = whole.removesuffix(UNNORMALISED)
@@ -125,8 +127,8 @@ def canonical(name: str) -> str:
         raise ValueError(
             f"mixer must be a prior ({', '.join(priors())}), alone or with '+' and some of the letters "
             f"{''.join(PARTS)} (T needs L), or a name such as attention, FEM, FEM-GLA, AFT, then options such as /r4, "
-            f"/s.5, /wide, /double, /thirds, /paper, /lambda, /b8, /l6, /h16, /c32, /norope, /conv, /norm; got "
-            f"{name!r}."
+            f"/s.5, /wide, /double, /thirds, /paper, /lambda, /b8, /l6, /h16, /c32, /cpaper, "
+            f"/cauthors, /norope, /conv, /norm; got {name!r}."
         )
     if prior == "softmax" and plain != whole:
         raise ValueError(f"the softmax prior is normalised by definition; leave out {UNNORMALISED!r}, got {name!r}.")
@@ -134,6 +136,7 @@ def canonical(name: str) -> str:
         raise ValueError(f"/lambda keeps lambda where L stands without T and without /s, got {name!r}.")
     gated = {*parts, *(["lambda"] if "lambda" in options else [])}
     needs = {"r": ("T", "G", "lambda"), "s": ("L",), "b": ("T",), "l": ("T", "lambda"), "c": ("C",)}
+    needs |= dict.fromkeys(FORMS, ("C",))
     for option, needed in needs.items():
         if any(o.rstrip("-.0123456789") == option for o in options) and not gated & {*needed}:
             raise ValueError(f"/{option} sets a part that {whole!r} lacks ({' or '.join(needed)}), got {name!r}.")
@@ -163,6 +166,7 @@ def fields_of(name: str) -> dict:
     if raw:
         fields["normalize"] = False
     named = {"norm": {}, "conv": {}, "paper": {}, "norope": {"use_rope": False}, "lambda": {"keep_lambda": True}}
+    named |= {name: {"conv_form": name.removeprefix("c")} for name in FORMS}
     named |= {name: {"fem_ratio": width, "p_t_to_fem_ratio": keys} for name, (width, keys) in WIDTHS.items()}
     for option in options:
         field, read = NUMBERED.get(option[0], ("", str))

@@ -73,7 +73,7 @@ UNEVEN = ("weather",)  # the published file lacks 8 of its 52,704 rows; everybod
 
 
 def load_series(path: str | Path) -> Series:
-    """The series in a CSV file, .csv or .csv.gz: a column `date`, then a column per channel. Solar has no dates.
+    """The series in a CSV file, such as .csv or .csv.gz: a column `date`, then one per channel. Solar has no dates.
 
     ETT, Weather and Solar are recognised by the file's name. ETT is split into 12, 4 and 4 months, and rows after these
     are unused; all else is split .7 / .1 / .2.
@@ -97,11 +97,13 @@ def load_series(path: str | Path) -> Series:
     if table.shape[1] != CHANNELS.get(kind, table.shape[1] or 1):
         raise ValueError(f"{name} must have {CHANNELS.get(kind, 'at least 1')} channels, got {table.shape[1]}.")
     values = _numbers(path.name, table)
+    name = kind if kind in CHANNELS else name  # published as solar_AL.txt, say
     return Series(name, tuple(table.columns), values, _splits(name, kind, len(values)))
 
 
 def _has_header(path: Path) -> bool:
-    return not pd.to_numeric(pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0], errors="coerce").notna().any()
+    """Whether the first line has a word; columns may be called 0, 1, 2."""
+    return not pd.to_numeric(pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0], errors="coerce").notna().all()
 
 
 def _check_dates(file: str, column: pd.Series) -> None:

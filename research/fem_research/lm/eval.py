@@ -18,6 +18,7 @@ from fem_research.runs.run import check_output, command_line, open_run
 from fem_research.runs.tables import write_page, write_table
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -61,10 +62,11 @@ class EvalRecipe:
 
 
 def evaluate(
-    recipe: EvalRecipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, dict[str, float]]:
+    recipe: EvalRecipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
+) -> dict[str, dict[str, float]] | None:
     """{task: {metric: score}}, of groups and of tasks; "METRIC_stderr" where the harness estimates an error.
 
+    Each of several processes scores a part of every task's examples; the first has the scores of all, others None.
     Raises ValueError on unknown tasks, and on tasks that do not fit into the model's context.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -83,18 +85,25 @@ def evaluate(
             _check_room(loaded["tasks"], longest)
             return loaded
 
+    class Harness(HFLM):
+        """The harness's model, in one of the accelerator's processes."""
+
+        rank = property(lambda self: accelerator.process_index)
+        world_size = property(lambda self: accelerator.num_processes)
+
     manager = Manager(include_path=recipe.include_path, include_defaults=_needs_own_tasks(recipe))
     matched = {name: manager.match_tasks([name]) for name in recipe.task_names()}
     unknown = [name for name, found in matched.items() if not found]
     if unknown:
         raise ValueError(f"tasks must be known to lm-evaluation-harness or lie in --include-path, got {unknown[0]!r}.")
-    harness = HFLM(
-        pretrained=model,
+    harness = Harness(
+        pretrained=model.to(accelerator.device),
         tokenizer=tokenizer,
-        device=str(model.device),
+        device=str(accelerator.device),
         max_length=longest,
         batch_size=recipe.batch_size,
     )
+    harness.accelerator = accelerator  # which gathers the scores
     seeds = {f"{name}_random_seed": recipe.seed for name in ("numpy", "torch", "fewshot")}
     try:
         results = simple_evaluate(
@@ -111,6 +120,8 @@ def evaluate(
         raise ValueError(
             f"tasks must fit into the model's context of {longest} tokens, which one does not{said}."
         ) from error
+    if results is None:
+        return None
     return {task: _scores(scores) for task, scores in (results["results"] | results.get("groups", {})).items()}
 
 
@@ -174,15 +185,22 @@ def rows(recipe: EvalRecipe, scores: dict[str, dict[str, float]]) -> list[dict]:
 
 
 def run(recipe: EvalRecipe, output: Path) -> dict:
-    """Score the model and write the results to `output`; returns what results.json holds."""
+    """Score the model, under torchrun on all of its processes, and write the results to `output`.
+
+    Returns what results.json holds, in the first process; nothing in the others.
+    """
+    from accelerate import Accelerator
+
     from fem.train.checkpoints import load_language_model
 
-    if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise ValueError(f"fem eval runs in one process, got WORLD_SIZE={processes}; start it without torchrun.")
     check_output(output, "eval", recipe)
     model, tokenizer = load_language_model(recipe.model)
+    accelerator = Accelerator()
+    scores = evaluate(recipe, model, tokenizer, accelerator)
+    accelerator.end_training()  # lets the processes go
+    if scores is None:
+        return {}
     with open_run(output, "eval", recipe) as under_way:
-        scores = evaluate(recipe, model, tokenizer)
         table = rows(recipe, scores)
         for task, by_metric in scores.items():
             under_way.log(task=task, **by_metric)

@@ -147,18 +147,27 @@ def evaluate(model: nn.Module, data: Data, training: Training) -> Point:
         scored = targets != IGNORED
         losses = F.cross_entropy(logits[scored], targets[scored], reduction="none")
         batches.append((losses, logits[scored].argmax(-1), targets[scored]))
+    own = [accuracy_of_batch(predictions, targets) for _, predictions, targets in batches]
     losses, predictions, targets = (torch.cat(parts) for parts in zip(*batches))
-    return {"test_loss": losses.mean().item(), **accuracies(predictions, targets)}
+    return {"test_loss": losses.mean().item(), **accuracies(predictions, targets), "own": sum(own) / len(own)}
 
 
 def accuracies(predictions: Int[Tensor, " n"], targets: Int[Tensor, " n"]) -> dict[str, float]:
     """micro: the share of targets that are predicted. macro: that share within each class, averaged over the classes
     that are targets.
-
-    MAD averages over a batch's classes, predicted ones included, and then over batches: a few stray predictions of
-    classes that are never targets halve its number.
     """
     hit = (predictions == targets).double()
     total = torch.bincount(targets)
     hits = torch.bincount(targets, weights=hit, minlength=len(total))
     return {"micro": hit.mean().item(), "macro": (hits[total > 0] / total[total > 0]).mean().item()}
+
+
+def accuracy_of_batch(predictions: Int[Tensor, " n"], targets: Int[Tensor, " n"]) -> float:
+    """MAD's own accuracy: the share of each class's targets that are predicted, 0 for a class that is only predicted,
+    averaged over the classes of a batch. A few stray predictions of classes that are never targets halve it.
+    """
+    classes = int(torch.maximum(predictions.max(), targets.max())) + 1
+    total, predicted = (torch.bincount(x, minlength=classes) for x in (targets, predictions))
+    hits = torch.bincount(targets[predictions == targets], minlength=classes)
+    there = (total > 0) | (predicted > 0)
+    return (hits[there] / total[there].clamp(min=1)).mean().item()
