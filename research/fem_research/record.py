@@ -131,20 +131,15 @@ def argmax(recipe: Mapping, results: Mapping) -> Iterator[Row]:
 
 
 def bench(recipe: Mapping, results: Mapping) -> Iterator[Row]:
-    from fem_research.bench.cases import BASELINE
-    from fem_research.bench.workloads import shown
-
     for case in results.get("bench", ()):
         size = case["size"]
         row = {"task": case["part"], "device": case["device"], "dtype": case["dtype"], "layers": case["layers"]}
         row |= {"tokens": size["time"], "batch": size["batch"]}
         for name, cost in case["results"].items():
+            label, _, form = name.partition(", ")
             own = {f"{field}_ms": 1e3 * cost[f"{field}_s"] for field in TIMES if cost.get(f"{field}_s") is not None}
             own |= {field: cost[field] for field in SIZES if cost.get(field) is not None}
-            label, _, form = shown(name).partition(", ")
-            own["mode"] = "torch's layer" if name == BASELINE else form
-            if case["part"] == "read" and name != BASELINE:  # no gates stand around it
-                label = "attention+L"
+            own["mode"] = "torch's layer" if name == "attention" else form
             yield row | mixer(label, {"width": size["width"], "heads": size["heads"]}) | own
 
 

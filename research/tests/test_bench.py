@@ -24,8 +24,8 @@ TINY = [
     Case("read", SMALL, "bfloat16", cases.READS),
     Case("layer", SMALL, "float32", cases.LAYERS),
     Case("single", SMALL, "float32", cases.SINGLE),
-    Case("gpt2", SMALL, "float32", ("RWKV7", BASELINE, "FEM-SM"), layers=1),
-    Case("table5", SMALL, "float32", (BASELINE, "FEM-SM -G,T,L,C", "DiffTrans"), layers=1),
+    Case("gpt2", SMALL, "float32", ("RWKV7", BASELINE, "FEM"), layers=1),
+    Case("table5", SMALL, "float32", (BASELINE, "attention, FEM's layer", "DiffTrans"), layers=1),
     *(Case("decode", Size(1, time, 32, 2), "float32", cases.DECODES) for time in (8, 16)),
     Case("served", Size(1, 8, 32, 2), "float32", cases.SERVED),
     *(Case("context", Size(1, time, 32, 2), "float32", cases.CONTEXTS) for time in (16, 32)),
@@ -53,7 +53,7 @@ def test_every_mixer_of_every_profile_is_known():
             assert name in BASELINES or workloads.build_mixer(name, SMALL)
 
 
-@pytest.mark.parametrize("name", ["attention", "FEM-SM without C", "FEM-GLA without C", "attention, plain", "GLA"])
+@pytest.mark.parametrize("name", ["attention", "attention+LTG", "GLA+LTG", "attention, plain", "GLA"])
 def test_mixers_have_equal_linear_weights(name):
     mixer = workloads.build_mixer(name, Size(1, 4, 256, 4))
     weights = sum(module.weight.numel() for module in mixer.modules() if isinstance(module, nn.Linear))
@@ -64,10 +64,10 @@ def test_mixers_have_equal_linear_weights(name):
     "name, stream",
     [
         ("attention", workloads.stream),
-        ("FEM-SM", workloads.stream),
+        ("FEM", workloads.stream),
         ("FEM-GLA", workloads.stream),
         ("attention", workloads.served),
-        ("FEM-SM without C", workloads.served),
+        ("attention+LTG", workloads.served),
     ],
 )
 @torch.no_grad()
@@ -102,9 +102,9 @@ def test_a_served_token_is_one_graph_and_what_the_layer_computes():
 
 
 def test_attention_and_fem_keep_2_d_numbers_per_token(quickly):
-    streams = {name: workloads.stream(workloads.build_mixer(name, SMALL), *drawn()) for name in ("attention", "FEM-SM")}
+    streams = {name: workloads.stream(workloads.build_mixer(name, SMALL), *drawn()) for name in ("attention", "FEM")}
     assert streams["attention"][1] == 4 * 2 * 32 * 9
-    assert 4 * 2 * 32 * 9 <= streams["FEM-SM"][1] <= 4 * 2 * 32 * 9 + 300  # and a shift, a beta and a place
+    assert 4 * 2 * 32 * 9 <= streams["FEM"][1] <= 4 * 2 * 32 * 9 + 300  # and a shift, a beta and a place
     for name in cases.SERVED:
         assert workloads.served(workloads.build_mixer(name, SMALL), *drawn())[1] == 4 * 2 * 32 * 9
 
@@ -136,15 +136,15 @@ def test_memory_is_the_peak_beyond_what_was_held():
 
 @pytest.mark.slow
 def test_memory_of_a_case_is_measured_in_a_process_of_its_own():
-    case = Case("layer", Size(1, 512, 64, 2), "float32", ("attention", "FEM-SM without C, plain"))
+    case = Case("layer", Size(1, 512, 64, 2), "float32", ("attention", "attention+LTG, plain"))
     found = measure.in_fresh_process(workloads.cpu_growths, case, list(case.mixers), 1)
-    assert found["FEM-SM without C, plain"] > 2 * found["attention"] > 0
+    assert found["attention+LTG, plain"] > 2 * found["attention"] > 0
 
 
 def test_the_papers_ratios_stand_beside_ours():
     case = Case("gpt2", SMALL, "float32", tuple(cases.TABLE7), layers=1)
     costs = {"parameters": 1, "forward_s": 2.0, "train_s": 3.0, "train_extra_bytes": 4, "forward_flop": 5}
-    found = {"attention": costs, "FEM-SM": costs | {"forward_s": 2.2}}
+    found = {"attention": costs, "FEM": costs | {"forward_s": 2.2}}
     rows = {row["mixer"]: row for row in experiment.rows("gpt2", [(case, found)])}
     assert rows["FEM"]["forward ratio"] == "1.10 (1.13)"
     assert rows["FEM"]["train ratio"] == "1.00 (1.26)"
@@ -163,7 +163,7 @@ def test_a_baseline_needs_a_gpu_and_its_library(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, error", [("FEM-SM", torch.cuda.OutOfMemoryError("full")), ("HGRN2", TypeError("another version"))]
+    "name, error", [("FEM", torch.cuda.OutOfMemoryError("full")), ("HGRN2", TypeError("another version"))]
 )
 def test_a_mixer_that_runs_out_of_memory_or_whose_library_fails_is_left_out(monkeypatch, quickly, name, error):
     def fail():

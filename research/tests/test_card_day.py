@@ -295,7 +295,7 @@ def test_long_contexts_and_table7_go_on_where_they_stopped(tmp_path):
         long.run(replace(recipe, layers=2), tmp_path)
 
     recipe = table7.Table7Recipe(
-        mixers=("attention", "FEM-SM", "RWKV7"),
+        mixers=("attention", "FEM", "RWKV7"),
         modes=("eager",),
         batch=1,
         time=32,

@@ -29,7 +29,7 @@ def test_an_experiment_without_trainings_adds_nothing(tmp_path):
 
 
 def test_times_stand_in_the_record_in_milliseconds_under_the_names_that_are_typed(tmp_path):
-    costs = {"attention": {"forward_s": 0.5, "train_s": 1.0, "parameters": 9}, "slim with C": {"train_s": 2.0}}
+    costs = {"attention": {"forward_s": 0.5, "train_s": 1.0, "parameters": 9}, "FEM/r32": {"train_s": 2.0}}
     case = {"part": "layer", "size": {"batch": 2, "time": 512, "width": 512, "heads": 8}, "dtype": "float32"}
     results = {"bench": [case | {"layers": 0, "device": "cpu", "results": costs}]}
     config = {"experiment": "bench", "recipe": {}, "hardware": {"processor": "a CPU", "threads": 1, "gpus": []}}

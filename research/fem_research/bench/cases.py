@@ -15,6 +15,9 @@ class Cost(NamedTuple):
     train_gb: float | None = None
 
 
+BASELINE = "attention"  # torch's own layer
+OWN_LAYER = "attention, FEM's layer"  # without any of its parts
+
 TABLE7 = {  # 12 layers of width 768, 12 heads, T 1024, batch 8, FP32
     "RWKV7": Cost(0.0832, 0.2367, 11.48),
     "LinAttn": Cost(0.0652, 0.1368, 6.16),
@@ -23,14 +26,14 @@ TABLE7 = {  # 12 layers of width 768, 12 heads, T 1024, batch 8, FP32
     "GatedSlotAttention": Cost(0.0765, 0.1901, 8.08),
     "attention, plain": Cost(0.1306, 0.3334, 10.34),
     "attention": Cost(0.0649, 0.1471, 4.99),
-    "FEM-SM without C": Cost(0.0693, 0.1615, 5.92),
-    "FEM-SM": Cost(0.0732, 0.1853, 7.77),
+    "attention+LTG": Cost(0.0693, 0.1615, 5.92),
+    "FEM": Cost(0.0732, 0.1853, 7.77),
     "GLA": Cost(0.0824, 0.2213, 10.17),
-    "FEM-GLA without C": Cost(0.0875, 0.2344, 11.08),
+    "GLA+LTG": Cost(0.0875, 0.2344, 11.08),
     "FEM-GLA": Cost(0.0934, 0.2566, 12.93),
-    "Mamba": Cost(0.0606, 0.1249, 4.70),
-    "FEM-Mamba without C": Cost(0.0586, 0.1438, 6.87),
-    "FEM-Mamba": Cost(0.0647, 0.1831, 8.07),
+    "Mamba/paper": Cost(0.0606, 0.1249, 4.70),
+    "Mamba+LTG/paper": Cost(0.0586, 0.1438, 6.87),
+    "FEM-Mamba/paper": Cost(0.0647, 0.1831, 8.07),
 }
 
 TABLE5 = {  # 8 layers of width 512, 4 heads, T 2048, batch 4; the paper prints the parts that a row leaves out
@@ -40,28 +43,27 @@ TABLE5 = {  # 8 layers of width 512, 4 heads, T 2048, batch 4; the paper prints 
     "RWKV6": Cost(0.014, 0.037),
     "RWKV7": Cost(0.017, 0.050),
     "DiffTrans": Cost(0.018, 0.041),
-    "FEM-SM -G,T,L,C": Cost(0.012, 0.027),
-    "FEM-SM -G,T,L": Cost(0.015, 0.033),
-    "FEM-SM -G,T": Cost(0.016, 0.035),
-    "FEM-SM -G": Cost(0.017, 0.040),
-    "FEM-SM": Cost(0.017, 0.041),
+    OWN_LAYER: Cost(0.012, 0.027),
+    "attention+C": Cost(0.015, 0.033),
+    "attention+CL": Cost(0.016, 0.035),
+    "attention+CLT": Cost(0.017, 0.040),
+    "FEM": Cost(0.017, 0.041),
 }
 
 
-BASELINE = "attention"
 PARTS = ("read", "layer", "single", "gpt2", "table5", "decode", "served", "context")
 BY_TOKEN = ("decode", "served")  # parts that time generation
-READS = (BASELINE, "FEM", "FEM, plain")
+READS = (BASELINE, "attention+L", "attention+L, plain")
 LAYERS = (
-    *(BASELINE, "FEM-SM without C", "FEM-SM", "slim", "slim with C", "split", "split with C"),
-    *("FEM-SM without C, plain", "FEM-GLA without C", "FEM-GLA"),
+    *(BASELINE, "attention+LTG", "FEM", "attention+LTG/r32", "FEM/r32", "attention+LTG/r32/s.5", "FEM/r32/s.5"),
+    *("attention+LTG, plain", "GLA+LTG", "FEM-GLA"),
 )
-SINGLE = (BASELINE, "L alone", "FEM-SM -G,T,L", "G alone, slim", "C and G, slim", "FEM-GLA without C, slim")
-DECODES = (BASELINE, "FEM-SM without C", "FEM-SM", "slim", "split", "FEM-GLA")
-SERVED = (BASELINE, "FEM-SM without C")
-CONTEXTS = (BASELINE, "FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT")
-EAGER = (BASELINE, "FEM-SM without C", "slim", "slim with C", "split")
-BY_COMPILER = tuple(f"{name}, compiled" for name in (*EAGER, "split with C"))
+SINGLE = (BASELINE, "attention+L", "attention+C", "attention+G/r32", "attention+CG/r32", "GLA+LTG/r32")
+DECODES = (BASELINE, "attention+LTG", "FEM", "attention+LTG/r32", "attention+LTG/r32/s.5", "FEM-GLA")
+SERVED = (BASELINE, "attention+LTG")
+CONTEXTS = (BASELINE, "FEM", "FEM-GLA", "FEM-Mamba/paper", "FEM-AFT/paper")
+EAGER = (BASELINE, "attention+LTG", "attention+LTG/r32", "FEM/r32", "attention+LTG/r32/s.5")
+BY_COMPILER = tuple(f"{name}, compiled" for name in (*EAGER, "FEM/r32/s.5"))
 BASELINES_AT_LENGTH = ("GLA (fla)", "Mamba (mamba-ssm)")
 
 
@@ -115,7 +117,7 @@ def _gpu() -> list[Case]:
         Case("layer", Size(2, 8192, 1024, 16), "bfloat16", BY_COMPILER[:5]),
         Case("layer", Size(8, 2048, 1024, 16), "bfloat16", EAGER),
         *(Case("read", Size(2, time, 1024, 16), "bfloat16", READS[:2]) for time in (2048, 8192, 32768)),
-        Case("decode", Size(1, 4096, 1024, 16), "bfloat16", (BASELINE, "FEM-SM without C", "slim")),
+        Case("decode", Size(1, 4096, 1024, 16), "bfloat16", (BASELINE, "attention+LTG", "attention+LTG/r32")),
     ]
 
 

@@ -11,8 +11,8 @@ import torch
 
 from fem.provenance import provenance
 from fem.tables import markdown_table, show_table
-from fem_research.bench.cases import BASELINE, BY_TOKEN, TABLE5, TABLE7, BenchRecipe, Case
-from fem_research.bench.workloads import OWN_LAYER, baseline_of, colour_of, measure, measure_tokens, shown
+from fem_research.bench.cases import BASELINE, BY_TOKEN, OWN_LAYER, TABLE5, TABLE7, BenchRecipe, Case
+from fem_research.bench.workloads import baseline_of, colour_of, measure, measure_tokens
 from fem_research.common.measure import cpu_threads
 from fem_research.common.plots import Panel, learning_curves
 from fem_research.runs.run import command_line, open_run, progress
@@ -22,7 +22,7 @@ Results = list[tuple[Case, dict[str, dict]]]
 
 GRAPHS = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}  # a mixer left uncompiled would not be told
 PAPER = {"gpt2": TABLE7, "table5": TABLE5}
-PAPER_BASELINE = {"table5": "FEM-SM -G,T,L,C"}
+PAPER_BASELINE = {"table5": OWN_LAYER}
 TITLES = {
     "read": "The read alone",
     "layer": "One layer",
@@ -74,7 +74,7 @@ def _costs(part: str, case: Case, name: str, costs: dict[str, dict]) -> dict:
     tokens = case.size.batch * case.size.time
     unit, scale = ("us/token", 1e6 / tokens) if part == "context" else ("ms", 1e3)
     several_dtypes = {"dtype": case.dtype} if part in ("read", "layer", "single") else {}
-    row = {"mixer": shown(name), "T": case.size.time, **several_dtypes}
+    row = {"mixer": name, "T": case.size.time, **several_dtypes}
     for label, field in (("forward", "forward_s"), ("train", "train_s")):
         row[f"{label} {unit}"] = None if field not in cost else scale * cost[field]
         row[f"{label} ratio"] = _ratio(cost.get(field), base.get(field), part, name, label)
@@ -100,7 +100,7 @@ def _ratio(cost: int | float | None, base: int | float | None, part: str, name: 
 
 def _decode(part: str, case: Case, name: str, costs: dict[str, dict]) -> dict:
     cost, base = costs[name], costs[BASELINE]
-    row = {"mixer": shown(name), "context": case.size.time, "dtype": case.dtype, "ms/token": 1e3 * cost["token_s"]}
+    row = {"mixer": name, "context": case.size.time, "dtype": case.dtype, "ms/token": 1e3 * cost["token_s"]}
     row |= {"time ratio": f"{cost['token_s'] / base['token_s']:.2f}", "state bytes": cost["state_bytes"]}
     return row | {"state ratio": f"{cost['state_bytes'] / base['state_bytes']:.2g}"}
 
@@ -121,9 +121,9 @@ def curves(path: Path, part: str, records: Sequence[Mapping]) -> None:
     for label, field, scale, per_token in PANELS[part]:
         y = scale * costs[field] / (costs.time * costs.batch if per_token else 1)
         points = pd.DataFrame({"mixer": costs.mixer, "x": costs.time, "y": y})[costs[field].notna()]
-        series = {shown(name): [(of.x.tolist(), of.y.tolist())] for name, of in points.groupby("mixer", sort=False)}
+        series = {name: [(of.x.tolist(), of.y.tolist())] for name, of in points.groupby("mixer", sort=False)}
         panels.append(Panel(label, "context (tokens)", series, logarithmic=True))
-    learning_curves(path, TITLES[part], panels, {shown(name): colour_of(name) for name in costs.mixer.unique()})
+    learning_curves(path, TITLES[part], panels, {name: colour_of(name) for name in costs.mixer.unique()})
 
 
 def run(recipe: BenchRecipe, output: Path) -> dict:

@@ -22,47 +22,19 @@ from fem_research.common import blocks
 from fem_research.common.diff_attention import number_layers
 from fem_research.common.measure import Step, alternate, cpu_growth, gpu_growth, in_fresh_process, operations
 from fem_research.common.mixers import BASELINES, OTHERS, available, mixer_config
-from fem_research.common.names import colour, display
+from fem_research.common.names import colour
 
 PLAIN = ", plain"  # after a mixer's name: the plain backend
 COMPILED = ", compiled"  # after a mixer's name: by torch.compile, of blocks each by itself
-MIXERS = {
-    "attention": "softmax",
-    "FEM-SM": "softmax+CLTG",
-    "FEM-SM without C": "softmax+LTG",
-    "slim": "softmax+LTG/r32",
-    "slim with C": "softmax+CLTG/r32",
-    "split": "softmax+LTG/r32/s.5",
-    "split with C": "softmax+CLTG/r32/s.5",
-    "FEM-SM -G": "softmax+CLT",
-    "FEM-SM -G,T": "softmax+CL",
-    "FEM-SM -G,T,L": "softmax+C",
-    "FEM-SM -G,T,L,C": "softmax",
-    "L alone": "softmax+L",
-    "G alone, slim": "softmax+G/r32",
-    "C and G, slim": "softmax+CG/r32",
-    "GLA": "gla",
-    "FEM-GLA": "gla+CLTG",
-    "FEM-GLA without C": "gla+LTG",
-    "FEM-GLA without C, slim": "gla+LTG/r32",
-    "Mamba": "mamba/paper",
-    "FEM-Mamba": "mamba+CLTG/paper",
-    "FEM-Mamba without C": "mamba+LTG/paper",
-    "FEM-AFT": "rnn_softmax+CLTG/paper",
-}
-OWN_LAYER = "attention, FEM's layer"
 
 
-def shown(name: str) -> str:
-    """The name in tables and pictures: "FEM", "attention+LTG, plain"; "attention" is torch's own layer."""
-    mixer = name.removesuffix(PLAIN).removesuffix(COMPILED)
-    if mixer == "FEM-SM -G,T,L,C":
-        return OWN_LAYER
-    return (display(MIXERS[mixer]) if mixer in MIXERS else mixer) + name[len(mixer) :]
+def mixer_of(name: str) -> str:
+    """The mixer as it is typed: "attention+LTG" of "attention+LTG, plain"."""
+    return name.partition(", ")[0]
 
 
 def colour_of(name: str) -> str:
-    return colour(MIXERS.get(name, name))
+    return colour(mixer_of(name))
 
 
 def baseline_of(name: str) -> str:
@@ -99,10 +71,8 @@ def build_mixer(name: str, size: Size) -> nn.Module:
         return blocks.build(name, size.width, size.heads)
     if name in OTHERS:
         return blocks.build_mixer(name, size.width, size.heads)
-    mixer = name.removesuffix(PLAIN)
-    return FreeEnergyMixer(
-        mixer_config(MIXERS[mixer], size.width, size.heads, backend="plain" if mixer != name else "auto")
-    )
+    backend = "plain" if name.endswith(PLAIN) else "auto"
+    return FreeEnergyMixer(mixer_config(mixer_of(name), size.width, size.heads, backend=backend))
 
 
 class Block(nn.Module):

@@ -14,13 +14,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fem_research.bench.cases import TABLE7, Case, Size
-from fem_research.bench.workloads import COMPILED, shown, workload
+from fem_research.bench.workloads import COMPILED, workload
 from fem_research.card_day import cells
 from fem_research.common.mixers import BASELINES, available
 
 BASELINE = "attention"
-OURS = ("attention", "FEM-SM without C", "FEM-SM", "slim", "slim with C", "split")
-MIXERS = tuple(dict.fromkeys([*OURS, "GLA", "FEM-GLA without C", "FEM-GLA", *TABLE7]))
+OURS = ("attention", "attention+LTG", "FEM", "attention+LTG/r32", "FEM/r32", "attention+LTG/r32/s.5")
+MIXERS = tuple(dict.fromkeys([*OURS, "GLA", "GLA+LTG", "FEM-GLA", *TABLE7]))
 NAMES = ("mixer", "dtype", "mode")
 
 
@@ -77,7 +77,7 @@ def table(found: Mapping) -> list[dict]:
     by_key = {tuple(one[name] for name in NAMES): one for one in found["cells"]}
     rows = []
     for (mixer, dtype, mode), one in by_key.items():
-        row = {"mixer": shown(mixer), "dtype": dtype, "mode": mode}
+        row = {"mixer": mixer, "dtype": dtype, "mode": mode}
         row |= cells.beside(one, by_key.get((BASELINE, dtype, mode), {}), ("forward", "train"))
         seconds = one.get("train", {}).get("seconds")
         row["tokens/s"] = round(one["tokens"] / seconds) if seconds else None
