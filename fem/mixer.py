@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fem import fused_layer, one_token
+from fem import fused_layer
 from fem.call import Call, unknown_argument
 from fem.conditioner import TimeDecayConditioner
 from fem.config import FreeEnergyMixerConfig, build_config
@@ -79,8 +79,6 @@ class FreeEnergyMixer(AsksNoDecay, nn.Module):
     ) -> Float[Tensor, "b t d"] | tuple[Float[Tensor, "b t d"], MixerState]:
         if unknown:
             raise unknown_argument(*unknown)
-        if return_state is True and one_token.fits(self, x, attention_mask, segment_ids, state):
-            return one_token.step(self, x, state)
         call = Call.open(self, x, attention_mask, segment_ids, state, return_state)
         f, hidden = self.features(call.x, call.tokens, call.hidden)  # [x, h]                     Eq. 33
         if fused_layer.fits(self, call):

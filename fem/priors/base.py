@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.read import Read
-from fem.ops.common.rope import Turn, frequencies, rotate_all, turns
+from fem.ops.common.rope import frequencies, rotate_all
 from fem.ops.common.scan import ScanCall
 from fem.ops.common.tokens import Tokens
 from fem.prior_table import PRIORS, Widths
@@ -40,7 +40,6 @@ class Prior(nn.Module, ABC):
             raise ValueError(f"config must have prior_type={self.name!r} for this prior, got {config.prior_type!r}.")
         self.config = config
         self._frequencies: dict[torch.device, Tensor] = {}  # rotary ones, by `_frequency`; saved nowhere
-        self._turns: tuple[range, torch.dtype, list[Turn]] = (range(0), torch.float32, [])  # by `turn`; saved nowhere
 
     def check(self, config: FreeEnergyMixerConfig) -> None:
         """Raise ValueError on a layer's configuration that the prior cannot follow."""
@@ -75,23 +74,6 @@ class Prior(nn.Module, ABC):
         """`read`, as a module's call: hooks that load parameters when it is called, such as accelerate's, know it."""
         return self.read(*inputs)
 
-    def steps(self, memory: dict[str, Tensor]) -> bool:
-        """Whether `step` reads one more token after such a memory."""
-        return False
-
-    def step(
-        self,
-        features: Float[Tensor, "b f"],
-        v: Float[Tensor, "b h d"],
-        position: Int[Tensor, " b"],
-        memory: dict[str, Tensor],
-        free_values: Float[Tensor, "b h df"] | None = None,
-    ) -> tuple[Read, dict[str, Tensor]]:
-        """`read` of one more token of a stream without masks and documents, in fewer operations, on a CPU and without
-        gradients. beta is what the memory keeps.
-        """
-        raise NotImplementedError
-
     @staticmethod
     def beta_shape(config: FreeEnergyMixerConfig) -> tuple[int, ...]:
         """The shape of beta: a temperature for each channel of each value head that reads a free energy."""
@@ -117,17 +99,6 @@ class Prior(nn.Module, ABC):
             return tensors
         width, device = tensors[0].shape[-1], tensors[0].device
         return tuple(rotate_all(tensors, position, self._frequency(width, device), config.rope_factor))
-
-    def turn(self, position: int, width: int, dtype: torch.dtype) -> Turn:
-        """The rotation of one token of a stream on a CPU, computed for 64 positions at a time and looked up."""
-        positions, of, cached = self._turns
-        if position not in positions or of != dtype:
-            positions = range(position // 64 * 64, position // 64 * 64 + 64)
-            frequency = self._frequency(width, torch.device("cpu"))
-            with torch.inference_mode(False):  # a layer may be copied after inference
-                cached = turns(positions, frequency, self.config.rope_factor, dtype)
-            self._turns = (positions, dtype, cached)
-        return cached[position - positions.start]
 
     def _frequency(self, width: int, device: torch.device) -> Float64[Tensor, " planes"]:
         """Radians per position of every rotary plane, kept on each device: a list copied there by every call would make

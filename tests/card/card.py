@@ -16,7 +16,7 @@ from ahead_of_time import usage
 from torch import Tensor
 
 from fem.ops.conditioner import kernels as of_conditioner
-from fem.ops.softmax import composed
+from fem.ops.softmax import card as of_attention
 from fem.ops.softmax.fused import attention, doubt
 from fem.ops.softmax.fused import kernels as of_softmax
 
@@ -184,4 +184,4 @@ def pose_as_cudnn() -> None:
         d_q, d_k, d_values = attend_backward(as_wide(grad, k), q, k, *narrow, lse, scale, causal, "flash")
         return [d_q, d_k, as_wide(d_values, values)]
 
-    composed.sdpa_kernel, attention.attend, attention.attend_backward = without, forward, backward
+    of_attention.sdpa_kernel, attention.attend, attention.attend_backward = without, forward, backward

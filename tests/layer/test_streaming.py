@@ -1,15 +1,14 @@
-"""Twenty thousand tokens through every prior with a state of fixed size; one token by its short path."""
+"""Twenty thousand tokens through every prior with a state of fixed size."""
 
 import pytest
 import torch
 from layers import FAMILIES, WIDTH, make_layer
 from own_priors import BoundedValues, DoubleTurn
 
-from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, one_token
+from fem import PRIORS, FreeEnergyMixer
 
 SCANS = [name for name in FAMILIES if not name.startswith("softmax")]
 CHUNK, CHUNKS = 500, 40
-STEP = one_token.step
 
 
 def stream(layer, dtype):
@@ -48,34 +47,6 @@ def test_an_own_softmax_prior_streams_as_it_reads(monkeypatch, prior):
 
 def test_every_prior_but_softmax_streams_here():
     assert {FAMILIES[name]["prior_type"] for name in SCANS} == set(PRIORS) - {"softmax"}
-
-
-@pytest.mark.parametrize("fields", [
-    {}, {"n_kv_head": 1}, {"use_rope": False}, {"gate_rank": 4}, {"gate_rank": 0}, {"use_outer_gate": False},
-    {"use_temperature": False}, {"use_conv": True},
-], ids=str)  # fmt: skip
-@torch.inference_mode()
-def test_one_token_of_a_plain_stream_reads_the_same_by_its_short_path(monkeypatch, fields):
-    """Past the 64 positions whose rotations are looked up at a time, with a value far from the others."""
-    layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=32, n_head=4, **{"use_conv": False} | fields)).eval()
-    x = torch.randn(2, 72, 32)
-    x[:, 62] *= 300
-    steps = 3 if layer.config.free_alone else 12  # F alone keeps no v beside e, so such a value ends its path
-    results = []
-    for short in (True, False):
-        taken = []
-        with monkeypatch.context() as patch:
-            patch.setattr(one_token, "step", lambda *inputs, taken=taken: taken.append(1) or STEP(*inputs))
-            if not short:
-                patch.setattr(one_token, "fits", lambda *inputs: False)
-            y, state = layer(x[:, :60], return_state=True)
-            reads = [y]
-            for t in range(60, 72):
-                y, state = layer(x[:, t : t + 1], state=state, return_state=True)
-                reads.append(y)
-        assert len(taken) == (steps if short else 0)
-        results.append(torch.cat(reads, 1))
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("fields", [{}, {"free_share": 0.5, "gate_rank": 4}, {"value_logexp_cap": 4.0}], ids=str)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fem import functional
 from fem.ops.common.tokens import read_tokens
-from fem.ops.softmax.read import cached_read
+from fem.ops.softmax.cached import cached_read
 from fem.priors.kv_cache import KEPT, append, packing_of, within_window
 
 

@@ -31,21 +31,14 @@ class Packing(NamedTuple):
     small: Bool[Tensor, "..."] | None
 
     @classmethod
-    def of(
-        cls, f: Float[Tensor, "b t *d"], beta: Float[Tensor, "..."], hidden: Bool[Tensor, "#b t #h #d"] | None
-    ) -> Packing:
-        """For tokens along dimension 1, but for hidden ones: c is the largest f.
+    def of(cls, f: Float[Tensor, "b t *d"], beta: Float[Tensor, "..."]) -> Packing:
+        """For tokens along dimension 1: c is the largest f.
 
         Where e is rounded to few digits, a later token must not change how: c is lifted so that beta c is a multiple of
         log 2, and e changes by a power of 2.
         """
         level, rate = f.detach(), beta.detach()
-        if hidden is None:
-            low, high = level.amin(1, keepdim=True), level.amax(1, keepdim=True)
-        else:
-            low = level.masked_fill(hidden, torch.inf).amin(1, keepdim=True)
-            high = level.masked_fill(hidden, -torch.inf).amax(1, keepdim=True)
-            low, high = (torch.where(high >= low, x, 0.0) for x in (low, high))  # nothing was seen
+        low, high = level.amin(1, keepdim=True), level.amax(1, keepdim=True)
         small = (high - low) * rate < SMALL_SPAN
         bits = rate / _LOG_2
         lifted = torch.where((high * bits).abs() < _LARGEST_LEVEL, (high * bits).ceil() / bits, high)

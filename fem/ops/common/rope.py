@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Float64, Int
 from torch import Tensor
 
 from fem.ops.common.operator import operator
@@ -68,24 +67,6 @@ def _table(position, frequency, factor, dtype):
 def _(position, frequency, factor, dtype):
     shape = (*position.shape, 1, frequency.shape[0])
     return tuple(position.new_empty(shape, dtype=dtype) for _ in "cs")
-
-
-class Turn(NamedTuple):
-    """The rotation of one position: y = x cos + swapped(x) sin, with the sign of its term in each channel's sin."""
-
-    cos: Float[Tensor, "1 d"]
-    sin: Float[Tensor, "1 d"]
-
-    def __call__(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin)
-
-
-def turns(positions: range, frequency: Float64[Tensor, " planes"], factor: float, dtype: torch.dtype) -> list[Turn]:
-    """What `rotate_all` does at each of the positions, to the same digits."""
-    position = torch.arange(positions.start, positions.stop, device=frequency.device)
-    cos, sin = _cos_and_sin(position, frequency, factor, dtype)
-    cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-    return [Turn(*row) for row in zip(cos.unbind(), sin.unbind())]
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,104 +1,118 @@
-"""Which keys each query sees and how it scores them; causality, windows and documents are passed on as one interval."""
+"""Who sees whom in a softmax read: one object from the door to the kernel."""
 
 from __future__ import annotations
 
-from functools import reduce
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fem.ops.common.precision import compute_dtype
 from fem.ops.common.steps import portable
 from fem.ops.common.tokens import Tokens
 
-PAIRS = "Tensor? bias, Tensor? keep, Tensor? first, Tensor? end, bool causal, float scale"  # of an operator's schema
+_FAR = 1 << 40  # more than any position; a tensor can hold distances to it
 
 
-class Intervals(NamedTuple):
-    """Query t sees the keys first_t <= i < end_t. Neither end falls as t grows.
+class Support(NamedTuple):
+    """Query t sees the keys first_t <= i < end_t that exist, with the scores s_ti = scale q_t . k_i + bias_ti.
 
-    Masked keys inside an interval are not seen; `of_kept` reorders the keys so that none is inside.
+    keep: which keys exist; None: all. first, end: neither falls as t grows; None: a query sees all keys, or i <= t if
+    causal, which then has as many queries as keys. A bias of -inf forbids a pair.
     """
 
-    first: Int[Tensor, "#b tq"]
-    end: Int[Tensor, "#b tq"]
-
-    def allowed(self, keys: int) -> Bool[Tensor, "#b tq t"]:
-        """The same, pair by pair."""
-        index = torch.arange(keys, device=self.first.device)
-        return (self.first[..., None] <= index) & (index < self.end[..., None])
-
-    def any_of(self, chosen: Bool[Tensor, "#b #h #tq t"]) -> Bool[Tensor, "#b #h tq 1"]:
-        """Whether any key inside an interval is chosen, from their counts: no T x T mask."""
-        before = torch.nn.functional.pad(chosen.cumsum(-1, dtype=torch.int32), (1, 0))
-        first, end = (before.take_along_dim(x[:, None, :, None].long(), -1) for x in self)
-        return first < end
-
-    def of_kept(self, keep: Bool[Tensor, "b t"]) -> tuple[Intervals, Int[Tensor, " b"], Int[Tensor, "b t"]]:
-        """The same among keys in another order, kept ones first; how many these are, and that order."""
-        before = torch.nn.functional.pad(keep.cumsum(1), (1, 0))  # kept keys before each
-        first, end = (before.gather(1, x.expand(keep.shape[0], -1).long()).int() for x in self)
-        order = keep.long().argsort(dim=1, descending=True, stable=True)
-        return Intervals(first, end), before[:, -1].int(), order
-
-
-class Pairs(NamedTuple):
-    """s_ti = scale q_t . k_i + bias_ti for the keys i that exist and that query t sees; its fields enter every op.
-
-    keep: which keys exist; None: all. first, end: `Intervals`; None: a query sees all keys, or i <= t if causal.
-    """
-
-    bias: Float[Tensor, "#b #h #tq #t"] | None
-    keep: Bool[Tensor, "b t"] | None
-    first: Int[Tensor, "#b tq"] | None
-    end: Int[Tensor, "#b tq"] | None
     causal: bool
     scale: float
-
-    @classmethod
-    def of(cls, bias, keep, seen: Intervals | None, causal: bool, scale: float) -> Pairs:
-        return cls(bias, keep, *(seen or (None, None)), causal, scale)
+    keep: Bool[Tensor, "b t"] | None = None
+    first: Int[Tensor, "#b tq"] | None = None
+    end: Int[Tensor, "#b tq"] | None = None
+    bias: Float[Tensor, "#b #h #tq #t"] | None = None
 
     @property
-    def seen(self) -> Intervals | None:
-        return None if self.first is None else Intervals(self.first, self.end)
-
     def restricted(self) -> bool:
-        """Whether anything but causality tells pairs apart."""
-        return any(x is not None for x in self[:3])
+        """Whether anything but causality tells pairs apart: a query may then see no key."""
+        return any(x is not None for x in (self.keep, self.first, self.bias))
 
-    def allowed(self, queries: int, keys: int, device: torch.device) -> Bool[Tensor, "#b #h #tq t"]:
-        """Which keys each query sees, pair by pair."""
-        rules = [] if self.keep is None else [self.keep.view(self.keep.shape[0], 1, 1, -1)]
+    def bounds(
+        self, queries: int, keys: int, device: torch.device
+    ) -> tuple[Int[Tensor, "#b tq"], Int[Tensor, "#b tq"]]:
+        """first and end, written out."""
         if self.first is not None:
-            rules.append(self.seen.allowed(keys)[:, None])
-        elif self.causal or not rules:
-            everything = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
-            rules.append(everything.tril() if self.causal else everything)
-        rules += [] if self.bias is None else [~torch.isneginf(self.bias.detach())]
-        return reduce(torch.logical_and, rules)
+            return self.first, self.end
+        row = torch.arange(queries, device=device)[None]
+        return torch.zeros_like(row), row + 1 if self.causal else torch.full_like(row, keys)
+
+    def bands(self, queries: int, keys: int, rows: int) -> Iterator[tuple[slice, slice, Support]]:
+        """Some queries at a time, the keys that any of them sees, and who sees whom among these; where nothing but
+        causality bounds the keys, everything at once."""
+        if self.first is None:
+            yield slice(0, queries), slice(0, keys), self
+            return
+        low, high = self.first.amin(0).tolist(), self.end.amax(0).tolist()
+        for start in range(0, queries, rows):
+            here = slice(start, min(start + rows, queries))
+            begin = min(low[start], keys - 1)  # queries that see no key, and begin behind the last, get a hidden one
+            seen = slice(begin, max(high[here.stop - 1], begin + 1))
+            keep = None if self.keep is None else self.keep[:, seen]
+            bounds = (x[:, here] - begin for x in (self.first, self.end))
+            yield here, seen, Support(self.causal, self.scale, keep, *bounds, self.bias_at(self.bias, here, seen))
+
+    @staticmethod
+    def bias_at(bias: Float[Tensor, "#b #h #tq #t"] | None, rows: slice, keys: slice) -> Tensor | None:
+        """The part of a bias, or of something of its shape, that belongs to some queries and keys."""
+        if bias is None:
+            return None
+        return bias[:, :, rows if bias.shape[2] > 1 else slice(None), keys if bias.shape[3] > 1 else slice(None)]
+
+    def visible(self, queries: int, keys: int, device: torch.device) -> Bool[Tensor, "#b #h tq t"]:
+        """Which keys each query sees, pair by pair."""
+        first, end = (x[:, None, :, None] for x in self.bounds(queries, keys, device))
+        index = torch.arange(keys, device=device)
+        seen = (first <= index) & (index < end)
+        seen = seen if self.keep is None else seen & self.keep[:, None, None]
+        return seen if self.bias is None else seen & ~torch.isneginf(self.bias.detach())
+
+    def mask(self, queries: int, keys: int, device: torch.device, hidden: float) -> Float[Tensor, "#b #h tq t"]:
+        """What is added to the scores, pair by pair: the bias, and `hidden` where a key is not seen."""
+        bias = torch.zeros((), device=device) if self.bias is None else self.bias.to(compute_dtype(self.bias))
+        return torch.where(self.visible(queries, keys, device), bias, hidden)
 
 
-def _count_before(document: Int[Tensor, "b t"], bound: Int[Tensor, "b tq"]) -> Int[Tensor, "b tq"]:
-    """How many tokens belong to a document before each bound; numbers of documents never fall along a row."""
+def support(
+    queries: int,
+    keys: int,
+    device: torch.device,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    bias: Float[Tensor, "..."] | None = None,
+    tokens: Tokens | None = None,
+) -> Support:
+    """What the last `queries` of `keys` tokens see. A window counts tokens as they stand; a document sees itself."""
+    keep, document = (None, None) if tokens is None else (tokens.keep, tokens.document)
+    if bias is not None:
+        bias = bias[(None,) * (4 - bias.dim())]
+        seen = ~torch.isneginf(bias.detach()).all(2).all(1)  # a key that a bias hides from all does not exist
+        keep = seen.expand(-1, keys) if keep is None else keep & seen
+    if window is None and document is None and not (causal and 1 < queries < keys):
+        return Support(causal and queries > 1, scale, keep, bias=bias)
+    row = torch.arange(queries, device=device)[None] + (keys - queries)
+    first, end = torch.zeros_like(row), row + 1 if causal else torch.full_like(row, keys)
+    if window is not None:
+        window = min(window, _FAR)
+        first, end = (row - window + 1).clamp_min(0), end if causal else (row + window).clamp_max(keys)
+    if document is not None:
+        document = document.contiguous()
+        own = document[:, keys - queries :].contiguous()
+        first = torch.maximum(first, _before(document, own))
+        end = end if causal else torch.minimum(end, _before(document, own + 1))
+    return Support(causal, scale, keep, first.int(), end.expand_as(first).int().contiguous(), bias)
+
+
+def _before(document: Int[Tensor, "b t"], bound: Int[Tensor, "b tq"]) -> Int[Tensor, "b tq"]:
+    """How many tokens belong to documents before each bound; numbers of documents never fall along a row."""
     if portable():  # ONNX has no search
         return (document[:, None] < bound[..., None]).sum(-1)
     return torch.searchsorted(document, bound)
-
-
-def intervals(
-    queries: int, keys: int, causal: bool, window: int | None, tokens: Tokens | None, device: torch.device
-) -> Intervals:
-    """The intervals of the last `queries` of `keys` tokens; without causal, window and documents all see all."""
-    here = torch.arange(queries, device=device)[None] + (keys - queries)
-    first, end = torch.zeros_like(here), here + 1 if causal else torch.full_like(here, keys)
-    if window is not None:
-        window = min(window, 1 << 40)  # of which a tensor can hold the distances
-        first, end = (here - window + 1).clamp_min(0), end if causal else (here + window).clamp_max(keys)
-    if tokens is not None and tokens.document is not None:
-        document = tokens.document.contiguous()
-        own = document[:, keys - queries :].contiguous()
-        first = torch.maximum(first, _count_before(document, own))
-        end = end if causal else torch.minimum(end, _count_before(document, own + 1))
-    return Intervals(first.int(), end.expand_as(first).int().contiguous())

@@ -5,8 +5,8 @@ import torch
 from softmax_calls import softmax_call
 
 from fem.functional import softmax_read
-from fem.ops.softmax.composed import composed_read
-from fem.ops.softmax.support import Pairs
+from fem.ops.softmax.kernel_read import kernel_read
+from fem.ops.softmax.support import Support
 
 
 @pytest.mark.parametrize(("mean", "free"), [(4, 4), (2, 6), (0, 5), (5, 0)])
@@ -39,8 +39,8 @@ def test_values_that_hardly_differ_from_100_have_the_gradient_of_beta():
     exact = [x.double().requires_grad_() for x in (q, k, v, beta)]
     wanted = softmax_read(*exact, backend="reference").free_energy
     (slope,) = torch.autograd.grad((wanted * weight).sum(), exact[3])
-    whole = Pairs.of(None, None, None, True, 8**-0.5)
-    for read in (softmax_read, lambda q, k, v, b: composed_read(q, k, v, v, b, whole)):
+    whole = Support(True, 8**-0.5)
+    for read in (softmax_read, lambda q, k, v, b: kernel_read(q, k, v, v, b, whole)):
         leaf = beta.clone().requires_grad_()
         free_energy = read(q, k, v, leaf).free_energy
         (got,) = torch.autograd.grad((free_energy * weight).sum(), leaf)

@@ -2,10 +2,15 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive_softmax import naive_softmax_read
 
 from fem.functional import softmax_read
-from fem.ops.softmax import op, recompute
-from fem.ops.softmax.naive import naive_softmax_read
+from fem.ops.common.naive_rows import supports
+from fem.ops.common.tokens import read_tokens
+from fem.ops.softmax import attend, exact, free_energy
+from fem.ops.softmax.support import support
 
 TIME = 37
 RULES = {
@@ -34,7 +39,8 @@ def draw(queries=TIME, time=TIME, dtype=torch.float32):
 @pytest.mark.parametrize("rule", [name for name in RULES if name not in ("causal", "full", "mask")])
 @backends
 def test_blocks_of_any_size_read_and_differentiate_as_the_definition(monkeypatch, rule, backend):
-    monkeypatch.setattr(op, "ROWS", 5)
+    monkeypatch.setattr(attend, "ROWS", 5)
+    monkeypatch.setattr(free_energy, "BAND", 7)
     found = []
     arguments, rules = draw(), dict(RULES[rule])
     rows = torch.ones(2, TIME, dtype=torch.bool) if "key_mask" not in rules else rules["key_mask"]
@@ -51,31 +57,61 @@ def test_blocks_of_any_size_read_and_differentiate_as_the_definition(monkeypatch
 
 
 @pytest.mark.parametrize("rule", ["window", "documents"])
-def test_a_mask_of_pairs_is_never_made_for_all_of_them(monkeypatch, rule):
-    monkeypatch.setattr(op, "ROWS", 64)
+def test_scores_are_never_held_for_all_pairs(monkeypatch, rule):
     largest = []
-    attend = op.Scores.attend
-    monkeypatch.setattr(op.Scores, "attend", lambda self, v: largest.append(self.mask.numel()) or attend(self, v))
+    restrict = attend._Heads.restrict
+    monkeypatch.setattr(
+        attend._Heads, "restrict", lambda self, s, *how: largest.append(s[0].numel()) or restrict(self, s, *how)
+    )
     for time in (512, 2048):
-        q, k, v, beta = draw(time, time)
-        largest.clear()
-        softmax_read(
-            q,
-            k,
-            v,
-            beta,
-            **({"window": 50} if rule == "window" else {"segment_ids": torch.arange(time).expand(2, -1) // 50}),
-        )
-        assert max(largest) <= 2 * 64 * (64 + 2 * 50)
+        rules = {"window": 50} if rule == "window" else {"segment_ids": torch.arange(time).expand(2, -1) // 50}
+        softmax_read(*draw(time, time), **rules)
+        assert max(largest) <= attend.ROWS * (attend.ROWS + 2 * 50)
+
+
+@pytest.mark.parametrize("scores", [1, 5 * TIME * 3, 5 * TIME * 9, 1 << 17])  # 1, 3, 8 and all heads at a time
+@pytest.mark.parametrize("rule", [*RULES, "rows without keys", "forbidden"])
+def test_heads_and_blocks_of_any_size_take_values_wider_than_the_keys(monkeypatch, rule, scores):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(attend, "ROWS", 5)
+    monkeypatch.setattr(attend, "SCORES", scores)
+    more = {
+        "rows without keys": {"key_mask": torch.arange(TIME).expand(2, -1) % 8 > torch.tensor([[6], [4]])},
+        "forbidden": {"bias": torch.zeros(4, TIME, TIME).masked_fill(torch.rand(4, TIME, TIME) > 0.3, -torch.inf)},
+    }
+    rules, (q, k, _, _) = (RULES | more)[rule], draw(dtype=torch.float64)
+    arguments = q, k, torch.randn(2, TIME, 2, 9).double(), torch.rand(2, 9).double() + 1.5
+    rows = rules.get("key_mask", torch.ones(2, TIME, dtype=torch.bool))
+    for both in (True, False):
+        found = []
+        for read in (softmax_read, naive_softmax_read):
+            leaves = [x.clone().requires_grad_() for x in arguments[: 4 if both else 3]]
+            parts = [x[rows] for x in (read(*leaves, **rules) if both else read(*leaves, None, **rules)[:1])]
+            found.append([*parts, *torch.autograd.grad(sum(x.sin().sum() for x in parts), leaves)])
+        for got, want in zip(*found):
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_scores_beyond_those_of_a_block_are_never_held(monkeypatch):
+    """Extra memory grows with T, not with its square."""
+    largest = []
+    restrict = attend._Heads.restrict
+    monkeypatch.setattr(
+        attend._Heads, "restrict", lambda self, s, *how: largest.append(s.numel()) or restrict(self, s, *how)
+    )
+    q, k, v, beta = (torch.randn(2, 512, 4, width) for width in (4, 4, 5, 1))
+    softmax_read(q, k, v.requires_grad_(), beta[0, 0].expand(4, 5).abs() + 1).free_energy.sum().backward()
+    assert len(largest) > 8
+    assert max(largest) <= attend.SCORES * torch.get_num_threads()
 
 
 def test_a_spike_outside_the_window_of_a_block_is_not_its_business(monkeypatch):
-    monkeypatch.setattr(op, "ROWS", 8)
+    monkeypatch.setattr(free_energy, "BAND", 8)
     q, k, v, beta = draw(64, 64)
     v[:, 0] += 500
-    recompute.fallbacks.reset()
+    exact.fallbacks.reset()
     softmax_read(q, k, v, beta, window=4)
-    assert recompute.fallbacks.recomputed <= 8 * 2 * 4 * 4
+    assert exact.fallbacks.recomputed <= 8 * 2 * 4 * 4
 
 
 @pytest.mark.parametrize("time", [16, TIME])
@@ -158,10 +194,38 @@ def test_the_ops_are_what_they_say_they_are():
     end = torch.arange(1, 10, dtype=torch.int32)[None]
     checks = ("test_schema", "test_faketensor")
     for f, of_f in ((None, beta), (torch.randn(2, 9, 2, 3), torch.ones(2, 3)), (v[..., :0], torch.ones(2, 0))):
-        for by_blocks in (False, True):
-            seen = (first, end) if by_blocks else (None, None)
-            how = (q, k, v, f, of_f, None, keep, *seen, not by_blocks, 0.3, True)
-            torch.library.opcheck(op._forward, how, test_utils=checks)
-            out, free_energy, lse, _ = op._forward(*how)
-            grads = torch.randn(2, 9, 4, 4), torch.randn_like(free_energy)
-            torch.library.opcheck(op._backward, (*grads, *how, out, lse, False), test_utils=checks)
+        for seen in ((None, None), (first, end)):
+            how = (q, k, v, f, of_f, seen[0] is None, 0.3, keep, *seen, None, True)
+            torch.library.opcheck(free_energy._forward, how, test_utils=checks)
+            out, energies, lse, _ = free_energy._forward(*how)
+            grads = torch.randn(2, 9, 4, 4), torch.randn_like(energies)
+            torch.library.opcheck(free_energy._backward, (*grads, *how, out, lse, False), test_utils=checks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_who_sees_whom_is_what_a_loop_over_the_rules_says(data):
+    batch, keys = 2, data.draw(st.integers(1, 12))
+    queries, causal = data.draw(st.integers(1, keys)), data.draw(st.booleans())
+    window = data.draw(st.none() | st.integers(1, 6))
+    draw = lambda most: torch.tensor(data.draw(st.lists(st.integers(0, most), min_size=2 * keys, max_size=2 * keys)))  # noqa: E731
+    mask = draw(1).view(batch, keys) if data.draw(st.booleans()) else None
+    ids = draw(2).view(batch, keys) if data.draw(st.booleans()) else None
+    tokens, _ = read_tokens((batch, keys), torch.device("cpu"), mask, ids)
+    rules = support(queries, keys, torch.device("cpu"), causal, 1.0, window, None, tokens)
+    seen = rules.visible(queries, keys, torch.device("cpu"))[:, 0].expand(batch, queries, -1)
+    for row in range(batch):
+        keep = [True] * keys if mask is None else mask[row].bool().tolist()
+        sees = supports(keep, None if ids is None else ids[row].tolist(), causal, window)
+        want = torch.tensor([[sees(t, i) for i in range(keys)] for t in range(keys - queries, keys)])
+        rows = torch.tensor(keep)[keys - queries :]  # a masked query may see anything
+        assert torch.equal(seen[row][rows], want[rows])
+    for bound in rules.bounds(queries, keys, torch.device("cpu")):
+        assert (bound.diff(dim=1) >= 0).all()
+    bands = list(rules.bands(queries, keys, 3))
+    assert [t for rows, _, _ in bands for t in range(queries)[rows]] == list(range(queries))
+    for rows, columns, inside in bands:
+        size = rows.stop - rows.start, columns.stop - columns.start
+        part = inside.visible(*size, torch.device("cpu"))[:, 0].expand(batch, -1, -1)
+        assert torch.equal(part, seen[:, rows, columns])
+        assert seen[:, rows].sum() == part.sum()

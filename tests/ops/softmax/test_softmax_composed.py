@@ -14,10 +14,10 @@ from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.functional import softmax_read
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.tokens import read_tokens
-from fem.ops.softmax import composed as softmax_composed
-from fem.ops.softmax import recompute
+from fem.ops.softmax import card, exact, kernel_read
 from fem.ops.softmax.read import softmax_read as read_op
-from fem.ops.softmax.support import Pairs, intervals
+from fem.ops.softmax.read import without_masked
+from fem.ops.softmax.support import Support, support
 from fem.priors import softmax as prior
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -38,10 +38,12 @@ def composed(q, k, v, beta, *, causal=True, window=None, key_mask=None, segment_
     tokens = None
     if key_mask is not None or segment_ids is not None:
         tokens, _ = read_tokens(tuple(k.shape[:2]), k.device, key_mask, segment_ids)
-    seen = intervals(q.shape[1], k.shape[1], causal, window, tokens, q.device) if by_blocks else None
-    keep = None if tokens is None else tokens.keep
-    pairs = Pairs.of(bias, keep, seen, causal, q.shape[-1] ** -0.5)
-    return softmax_composed.composed_read(q, k, v, v, beta, pairs)
+    rules = support(q.shape[1], k.shape[1], q.device, causal, q.shape[-1] ** -0.5, window, bias, tokens)
+    if by_blocks and rules.first is None:
+        first, end = rules.bounds(q.shape[1], k.shape[1], q.device)
+        rules = rules._replace(first=first, end=end)
+    k, v = (x if rules.keep is None else without_masked(x, rules.keep) for x in (k, v))
+    return kernel_read.kernel_read(q, k, v, v, beta, rules)
 
 
 def spiked(v, beta, case):
@@ -134,9 +136,9 @@ def test_a_row_without_keys_reads_0_and_hidden_values_do_not_matter():
 @torch.no_grad()
 def test_blocks_hold_every_key_that_a_row_sees_and_whole_ones_no_other():
     tokens, _ = read_tokens((2, 700), torch.device("cpu"), None, torch.arange(700).expand(2, -1) // 300)
-    seen = intervals(700, 700, True, 200, tokens, torch.device("cpu"))
-    mask, allowed = softmax_composed.block_mask(seen, 700), seen.allowed(700)
-    tile = softmax_composed._TILE
+    rules = support(700, 700, torch.device("cpu"), True, 1.0, 200, None, tokens)
+    mask, allowed = card.block_mask(rules, 700, 700, "cpu"), rules.visible(700, 700, "cpu")[:, 0]
+    tile = card._TILE
     for b in range(2):
         for row in range(-(-700 // tile)):
             count, full = mask.kv_num_blocks[b, 0, row], mask.full_kv_num_blocks[b, 0, row]
@@ -201,7 +203,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("spike", [0.0, 300.0])
 def test_no_tensor_is_quadratic_in_the_tokens_forward_or_backward(monkeypatch, spike):
-    monkeypatch.setattr(recompute, "_NUMBERS", 1 << 13)
+    monkeypatch.setattr(exact, "_NUMBERS", 1 << 13)
     leaves = draw(512, heads=2, key_heads=1, batch=1)
     leaves[2][:, 200, :, 0] += spike
     fallbacks.reset()
@@ -245,11 +247,12 @@ def test_flex_attention_is_compiled_for_any_length_in_blocks_that_fit_the_card(
     monkeypatch, columns, kib, block, score, stages
 ):
     asked = []
-    card = SimpleNamespace(shared_memory_per_block_optin=kib << 10)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    attend = lambda *inputs, kernel_options: asked.append(kernel_options) or torch.ones(1)  # noqa: E731
-    monkeypatch.setattr(softmax_composed, "_compiled", lambda function, **how: asked.append(how) or attend)
-    softmax_composed._flex(SimpleNamespace(is_cuda=True, shape=(columns,), device="cuda:0"), None, None, score, None)
+    properties = SimpleNamespace(shared_memory_per_block_optin=kib << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    aux = SimpleNamespace(lse=None)
+    attend = lambda *inputs, kernel_options, **how: asked.append(kernel_options) or (None, aux)  # noqa: E731
+    monkeypatch.setattr(card, "_compiled", lambda function, **how: asked.append(how) or attend)
+    card._flex(SimpleNamespace(is_cuda=True, shape=(columns,), device="cuda:0"), None, None, score, None)
     how, kernel = asked
     assert how == {"dynamic": True, "fullgraph": True}
     assert (kernel.get("bwd_BLOCK_M1"), kernel.get("num_stages")) == (block, stages)
@@ -259,14 +262,14 @@ def test_reads_go_on_unfused_where_the_compiler_fails(monkeypatch):
     def broken(*arguments):
         raise KeyError("no such target")
 
-    monkeypatch.setattr(softmax_composed, "_compiled", lambda function: broken)
-    monkeypatch.setattr(softmax_composed, "_UNFUSED", set())
+    monkeypatch.setattr(card, "_compiled", lambda function: broken)
+    monkeypatch.setattr(card, "_UNFUSED", set())
     v, beta = torch.randn(1, 5, 1, 3), torch.ones(1, 3)
-    inputs = v, v, beta, None, False
+    inputs = v, v, beta, False
     with pytest.warns(UserWarning, match="no such target"):
-        found = softmax_composed._try_fused(softmax_composed._prologue, *inputs)
-    assert {softmax_composed._prologue} == softmax_composed._UNFUSED
-    ((values, e), shift, _), (wanted, *_) = found, softmax_composed._prologue(*inputs)
+        found = card._try_fused(kernel_read._prologue, *inputs)
+    assert {kernel_read._prologue} == card._UNFUSED
+    ((values, e), (shift, _)), (wanted, *_) = found, kernel_read._prologue(*inputs)
     assert torch.equal(values, wanted[0])
     assert torch.equal(e, wanted[1])
     assert shift.shape == (1, 1, 1, 3)
@@ -289,7 +292,7 @@ def test_a_bias_is_found_in_64_bits():
     """One of (1, 16, 16k, 16k) has 2^32 entries; FlexAttention gives places in 32 bits."""
     bias, place = torch.randn(1, 2, 3, 4), [torch.tensor([at], dtype=torch.int32) for at in (5, 1, 2, 3)]
     with Indices() as seen:
-        score = softmax_composed._biased(bias)(torch.ones(1), *place)
+        score = card._biased(bias)(torch.ones(1), *place)
     assert score.item() == 1 + bias[0, 1, 2, 3].item()
     assert seen.dtypes == {torch.int64}
 
@@ -317,15 +320,15 @@ def test_a_bias_may_leave_a_row_nothing(shape, window, span):
 
 def test_values_within_a_span_need_no_flag(monkeypatch):
     """The span is the largest that counts as proven, and nothing that would read a value on the host is called."""
-    monkeypatch.setattr(softmax_composed, "recompute", None)
+    monkeypatch.setattr(kernel_read, "exact_where", None)
     q, k, v, beta = draw(24)
     v = v.clamp(-1, 1) * (29 / beta)
     v[:, :2, :, 0] = torch.tensor([-29.0, 29.0])[:, None] / beta[:, 0]
     q[:, -1], k[:, 0], k[:, 1:] = 10.0, 10.0, -10.0  # the last row sees the least value alone
     leaves = [x.requires_grad_() for x in (q, k, v, beta)]
-    pairs = Pairs.of(None, None, None, True, 0.25)
+    pairs = Support(True, 0.25)
     mine = *leaves[:3], leaves[2], leaves[3]
-    read = softmax_composed.composed_read(*mine, pairs, span=58.0)
+    read = kernel_read.kernel_read(*mine, pairs, span=58.0)
     wanted, exact = definition(*leaves)
     assert wanted.free_energy[:, -1, 0, 0].mul(beta[0, 0]).max() < -28
     for got, other in zip(read, wanted):
@@ -338,7 +341,7 @@ def test_values_within_a_span_need_no_flag(monkeypatch):
     for got, other in zip(ours, theirs):
         torch.testing.assert_close(got.double(), other, rtol=1e-3, atol=1e-3 * other.abs().max().item())
     with pytest.raises(TypeError):
-        softmax_composed.composed_read(*mine, pairs, span=58.1)
+        kernel_read.kernel_read(*mine, pairs, span=58.1)
 
 
 @pytest.mark.parametrize(("cap", "span"), [(None, torch.inf), (29.0, 58.0)])
@@ -354,11 +357,11 @@ def test_a_layer_with_a_cap_says_what_its_values_span(monkeypatch, cap, span):
 
 SCRIPT = """
 import torch
-from fem.ops.softmax.composed import composed_read
-from fem.ops.softmax.support import Pairs
+from fem.ops.softmax.kernel_read import kernel_read
+from fem.ops.softmax.support import Support
 torch.manual_seed(0)
 torch.set_num_threads(1)
-read = lambda q, k, v, beta: composed_read(q, k, v, v, beta, Pairs.of(None, None, None, True, 0.3))
+read = lambda q, k, v, beta: kernel_read(q, k, v, v, beta, Support(True, 0.3))
 compiled = torch.compile(read, backend="aot_eager", fullgraph=True)
 for spike in (0.0, 300.0):
     q, k, v = torch.randn(2, 24, 4, 8), torch.randn(2, 24, 2, 8), torch.randn(2, 24, 2, 4)
@@ -378,8 +381,8 @@ print("whole")
 GRAPHS = """
 import torch
 from torch._dynamo.backends.common import aot_autograd
-from fem.ops.softmax.composed import composed_read
-from fem.ops.softmax.support import Pairs
+from fem.ops.softmax.kernel_read import kernel_read
+from fem.ops.softmax.support import Support
 torch.set_num_threads(1)
 most = []
 def collect(graph, inputs):
@@ -390,7 +393,7 @@ def collect(graph, inputs):
                 most.append(x.numel())
     return graph
 backend = aot_autograd(fw_compiler=collect, bw_compiler=collect)
-read = lambda q, k, v, beta: composed_read(q, k, v, v, beta, Pairs.of(None, None, None, True, 0.3))
+read = lambda q, k, v, beta: kernel_read(q, k, v, v, beta, Support(True, 0.3))
 read = torch.compile(read, backend=backend, fullgraph=True)
 leaves = [torch.randn(1, 512, 1, d).requires_grad_() for d in (16, 16, 8)] + [torch.ones(1, 8).requires_grad_()]
 mean, free_energy = read(*leaves)

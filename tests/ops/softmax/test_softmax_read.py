@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive_softmax import naive_softmax_read
 from softmax_calls import softmax_call
 
 from fem.functional import softmax_read
 from fem.ops.common.fallback_count import FallbackCount
-from fem.ops.softmax import recompute as softmax
-from fem.ops.softmax.naive import naive_softmax_read
+from fem.ops.softmax import exact as softmax
 
 BATCH, HEADS, KEY, VALUE = 1, 2, 16, 8  # [v | e] is as wide as the keys
 WIDER = 13

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from naive_softmax import naive_softmax_read
 from thresholds import flushed, one_spike_behind_two_tokens
 
 from fem.functional import softmax_read
-from fem.ops.softmax.naive import naive_softmax_read
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -1,0 +1,158 @@
+"""Attention on a card by torch's fused kernels, never by the form of T x T scores, and functions compiled there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fem.ops.softmax.support import Support
+
+_TILE = 128
+WIDEST = 128  # columns of one attention call: two calls of half the width cost half of one padded to 256
+_MOST = 256  # columns: flash attention takes no more
+_GAP = 192  # columns: with up to 224 flash attention has no gradients on sm_86 and sm_89
+# Bytes of shared memory: FlexAttention's own backward blocks take 112 KiB above 128 columns; sm_86, 89 and 120 have 99.
+_ROOM, _SMALL_BLOCKS = 112 << 10, {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")} | {"bwd_num_stages": 1}
+_BIASED = {"num_stages": 1}  # a bias loaded ahead, as keys are, takes 242 KiB in PyTorch 2.11, and an H100 has 227
+_RECOMPILES = 64  # one for each of gradients, few rows, one row, few tokens, one token, dtypes, widths
+_CUDNN, _FLASH, _EFFICIENT = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+)
+
+
+def attend_on_card(
+    q: Float[Tensor, "b tq h d"], k: Float[Tensor, "b t hkv d"], values: Float[Tensor, "b t hkv w"], support: Support
+) -> tuple[Float[Tensor, "b tq h w"], Float[Tensor, "b h tq"] | None]:
+    """p @ values, and lse, -inf in rows without keys; None: there are none.
+
+    By scaled dot product attention where causality is all, by FlexAttention elsewhere. Widths are equal multiples of
+    16, which every fused kernel takes, and key heads are repeated in float32 and above 256 columns, where the fused
+    kernel knows no groups.
+    """
+    width, heads = values.shape[-1], q.shape[2]
+    if not width:
+        return values.new_zeros(*q.shape[:3], 0), None
+    columns = -(-max(q.shape[-1], width) // 16) * 16
+    columns = _MOST if _GAP < columns < _MOST else columns
+    if (q.dtype == torch.float32 or columns > _MOST) and k.shape[2] < heads:
+        k, values = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k, values))
+    wide_as = lambda x: F.pad(x, (0, columns - x.shape[-1])) if x.shape[-1] < columns else x  # noqa: E731
+    q, k, values = (wide_as(x).transpose(1, 2) for x in (q, k, values))
+    options = {"scale": support.scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if support.restricted:
+        score = None if support.bias is None else _biased(support.bias)
+        blocks = block_mask(support, q.shape[2], k.shape[2], q.device)
+        out, lse = _flex(q, k, values, score, blocks, **options)
+    else:
+        with _kernels(columns) if q.is_cuda else contextlib.nullcontext():
+            out, lse = F.scaled_dot_product_attention(q, k, values, is_causal=support.causal, **options), None
+    return out.transpose(1, 2)[..., :width], lse
+
+
+def _kernels(columns: int) -> contextlib.AbstractContextManager:
+    """cuDNN's backward may refuse more than 128 columns, so there it comes last."""
+    order = [_CUDNN, _FLASH, _EFFICIENT] if columns <= 128 else [_FLASH, _EFFICIENT, _CUDNN]
+    return sdpa_kernel(order, set_priority=True)
+
+
+def _flex(q, k, values, score: Callable | None, blocks, **options) -> tuple[Tensor, Tensor]:
+    """FlexAttention; on a GPU compiled once for each kind of call, and an error where that fails, never the form of
+    T x T scores. Its kernel for few queries knows neither gradients nor other lengths."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    kernel = {} if score is None else _BIASED
+    options["return_aux"] = AuxRequest(lse=True)
+    if q.is_cuda and q.shape[-1] > WIDEST:
+        room = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+        kernel = kernel | _SMALL_BLOCKS if room < _ROOM else kernel
+    if not q.is_cuda or torch.compiler.is_compiling():
+        out, aux = flex_attention(q, k, values, score, blocks, **options, kernel_options=kernel)
+        return out, aux.lse
+    compiled = _compiled(flex_attention, dynamic=True, fullgraph=True)
+    kernel = kernel | {"FORCE_USE_FLEX_ATTENTION": True}
+    with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
+        out, aux = compiled(q, k, values, score, blocks, **options, kernel_options=kernel)
+    return out, aux.lse
+
+
+def _biased(bias: Float[Tensor, "#b #h #tq #t"]):
+    """The score_mod that adds a bias, which is broadcast where it has but one entry.
+
+    In 64 bits: FlexAttention's kernel counts in 32, whatever the size of what a score_mod captures.
+    """
+    varies = [int(size > 1) for size in bias.shape]
+    return lambda score, *indices: score + bias[tuple(index.long() * one for index, one in zip(indices, varies))]
+
+
+def block_mask(support: Support, queries: int, keys: int, device: torch.device):
+    """The blocks of keys that each block of queries sees in part and in whole, from its bounds: no T x T mask."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    stored = lambda x: x.as_strided(x.shape, x.stride())  # noqa: E731  (inductor stores what a mask captures only so)
+    first, end = (stored(x.int().contiguous()) for x in support.bounds(queries, keys, device))
+    keep = None if support.keep is None else stored(support.keep.contiguous())
+    # Neither bound falls with the queries: the opening query of a block has its least, the closing one its greatest.
+    opens = torch.arange(0, queries, _TILE, device=device)
+    closes = (opens + _TILE - 1).clamp_max(queries - 1)
+    least, most = ([x[:, at, None] for x in (first, end)] for at in (opens, closes))
+    top = torch.arange(0, keys, _TILE, device=device)
+    bottom = top + _TILE
+    some = (top < most[1]) & (bottom > least[0])
+    full = (top >= most[0]) & (bottom <= least[1])  # a ragged last block never is
+    if keep is not None:
+        kept = F.pad(keep.int(), (0, -keys % _TILE)).unflatten(1, (-1, _TILE)).sum(2)[:, None]
+        some, full = some & (kept > 0), full & (kept == _TILE)
+    chosen = torch.stack(torch.broadcast_tensors(some & ~full, full))[:, :, None]
+    listed = {}
+    for side, blocks in (("kv", chosen), ("q", chosen.mT.contiguous())):  # the kernels take lists in one piece
+        counts = blocks.sum(-1, dtype=torch.int32)
+        order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+        listed |= {f"{side}_num_blocks": counts[0], f"full_{side}_num_blocks": counts[1]}
+        listed |= {f"{side}_indices": order[0], f"full_{side}_indices": order[1]}
+    many, of_rows = int(len(first) > 1), int(keep is not None and len(keep) > 1)
+
+    def sees(b, h, row, key):
+        inside = (first[b * many, row] <= key) & (key < end[b * many, row])
+        return inside if keep is None else inside & keep[b * of_rows, key]
+
+    return BlockMask(seq_lengths=(queries, keys), **listed, BLOCK_SIZE=(_TILE, _TILE), mask_mod=sees)
+
+
+def fused(function: Callable, x: Tensor) -> Callable:
+    """The function compiled, for eager calls on a GPU, where x is; as it is elsewhere and where the compiler fails."""
+    if not x.is_cuda or torch.compiler.is_compiling() or function in _UNFUSED:
+        return function
+    return functools.partial(_try_fused, function)
+
+
+_UNFUSED: set[Callable] = set()
+
+
+def _try_fused(function: Callable, *arguments):
+    for x in torch.utils._pytree.tree_leaves(arguments):  # any number of rows and tokens; loops are fused over the rest
+        for dim in range(2 if isinstance(x, Tensor) and x.ndim == 4 else 0):
+            torch._dynamo.maybe_mark_dynamic(x, dim)
+    try:
+        with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
+            return _compiled(function)(*arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of whatever kind: without a compiler the functions run as they are
+        _UNFUSED.add(function)
+        warnings.warn(f"torch.compile fails here, so reads take more launches: {error}", stacklevel=2)
+        return function(*arguments)
+
+
+@functools.cache
+def _compiled(function: Callable, **options: bool) -> Callable:
+    return torch.compile(function, **options)

@@ -1,0 +1,158 @@
+"""The softmax read by its definition in float64: what attention does not prove, the reference, torch.func's form and
+that of second derivatives.
+
+    p_ti = softmax_i(scale q_t . k_i + bias_ti)
+    mean_tj = sum_i p_ti v_ij        F_tj = (1 / beta_j) log sum_i p_ti exp(beta_j f_ij)                 (Eq. 4)
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fem.ops.common.composed import opaque
+from fem.ops.common.fallback_count import fallbacks
+from fem.ops.common.read import Read
+from fem.ops.softmax.support import Support
+
+_NUMBERS = 1 << 22  # in float64 at once, 32 MiB
+_LEAST = 1e-130  # of a sum that has lost no digit; a second derivative divides by its square
+
+
+def definition(q, k, v, f, beta: Float[Tensor, "hkv df"], support: Support) -> Read:
+    """The read as the equations stand, in plain steps that PyTorch can transform in any way, some rows at a time.
+
+    Time and memory grow with T_q T d_f.
+    """
+    (_, queries, heads, _), keys = q.shape, k.shape[1]
+    q, k, v, f, beta = (
+        x.double().repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in (q, k, v, f, beta[None, None])
+    )
+    visible = support.visible(queries, keys, q.device).expand(-1, -1, queries, -1)
+    bias = None if support.bias is None else support.bias.double().expand(-1, -1, queries, keys)
+    hidden = ~visible.any(2)[..., None]  # from all, whose values are multiplied by nothing but 0
+    v, f = v.masked_fill(hidden, 0.0), f.masked_fill(hidden, 0.0)
+    means, energies = [], []
+    for start in range(0, queries, room := max(1, _NUMBERS // (len(q) * heads * keys * max(1, f.shape[3])))):
+        rows = slice(start, start + room)
+        s = support.scale * q[:, :, rows] @ k.mT
+        log_p, empty = _log_prior(s, visible[:, :, rows], None if bias is None else bias[:, :, rows])
+        means.append((log_p.exp() @ v).masked_fill(empty, 0.0))
+        energies.append(((log_p[..., None] + (beta * f)[:, :, None]).logsumexp(3) / beta).masked_fill(empty, 0.0))
+    return Read(*(torch.cat(parts, 2).transpose(1, 2) for parts in (means, energies)))
+
+
+def exact_where(doubt: Bool[Tensor, "b tq h df"], free_energy: Tensor, q, k, f, beta, support: Support) -> Tensor:
+    """The free energies (B, T_q, H, d_f), doubtful ones computed again."""
+    first, end = support.bounds(q.shape[1], k.shape[1], q.device)
+    inputs = doubt, free_energy, q * support.scale, k, f, beta, support.keep, first, end, support.bias
+    if torch.compiler.is_compiling() or doubt.is_meta or type(doubt) is not Tensor:
+        return _in_graphs(*inputs)[0]
+    if not bool(doubt.any()):
+        fallbacks.count(doubt.numel(), 0)
+        return free_energy
+    fallbacks.count(doubt.numel(), int(doubt.sum()))
+    return _again(*inputs)[0]
+
+
+def _again(doubt, free_energy, q, k, f, beta, keep, first, end, bias) -> list[Tensor]:
+    """The free energies, doubtful ones from some rows of one head at a time, of queries that were scaled."""
+    groups = q.shape[2] // k.shape[2]
+    batch, head = doubt.any(3).any(1).nonzero(as_tuple=True)
+    if not len(batch):
+        return [torch.where(doubt, 0.0, free_energy)]  # an operator returns new tensors, and so does its gradient
+    heads = [x[batch, :, h].unbind() for x, h in ((q, head), (k, head // groups), (f, head // groups), (doubt, head))]
+    tables = None if bias is None else bias.flatten(0, 1).unbind()
+    energies, places = [], []
+    for b, h, q_h, k_h, f_h, wanted in zip(batch.tolist(), head.tolist(), *heads):
+        rates = beta[h // groups].double()
+        low, high = (x[min(b, len(x) - 1)] for x in (first, end))
+        for rows in wanted.any(1).nonzero()[:, 0].split(max(1, _NUMBERS // (2 * k.shape[1]))):
+            start = int(low[rows[0]])
+            keys = slice(start, max(int(high[rows[-1]]), start + 1))
+            part = None
+            if tables is not None:
+                table = tables[min(b, bias.shape[0] - 1) * bias.shape[1] + min(h, bias.shape[1] - 1)]
+                part = table[rows if len(table) > 1 else slice(None), keys if table.shape[1] > 1 else slice(None)]
+            seen = low[rows] - start, high[rows] - start, None if keep is None else keep[b, keys]
+            inputs = q_h[rows], k_h[keys], f_h[keys], rates, part, *seen, wanted[rows]
+            energies.append(_recomputed_for_gradients(_exactly, *inputs).to(free_energy.dtype))
+            places.append(torch.stack([torch.full_like(rows, b), rows, torch.full_like(rows, h)]))
+    again = torch.zeros_like(free_energy).index_put(tuple(torch.cat(places, 1)), torch.cat(energies))
+    return [torch.where(doubt, again, free_energy)]
+
+
+def _recomputed_for_gradients(function, *inputs) -> Tensor:
+    """The function, of whose steps a gradient keeps none: scores of all rows in doubt together may be too many."""
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def _log_prior(s, visible, bias) -> tuple[Tensor, Bool[Tensor, "... 1"]]:
+    """log p of scores, and which rows see no key: theirs are finite and mean nothing."""
+    s = s if bias is None else s + bias.where(visible, 0.0)
+    empty = ~visible.any(-1, keepdim=True)
+    return s.masked_fill(~visible, -torch.inf).masked_fill(empty, 0.0).log_softmax(-1), empty
+
+
+def _computed_again_for_gradients(function, *inputs) -> Tensor:
+    """The function, of whose steps a gradient keeps none: scores of all rows in doubt together may be too many."""
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def _exactly(q, k, f, beta, bias, visible, wanted) -> Float[Tensor, "r c"]:
+    """F of some rows of one head."""
+    log_p, _ = _log_prior(q.double() @ k.double().mT, visible, None if bias is None else bias.double())
+    return _energies(log_p, f.double(), beta, wanted)
+
+
+def _exactly(q, k, f, beta, bias, first, end, keep, wanted) -> Float[Tensor, "r c"]:
+    """F of some rows of one head."""
+    index = torch.arange(len(k), device=k.device)
+    visible = (first[:, None] <= index) & (index < end[:, None])
+    visible = visible if keep is None else visible & keep
+    if bias is not None:
+        bias = bias.double()
+        visible = visible & ~torch.isneginf(bias.detach())
+    log_p, _ = _log_prior(q.double() @ k.double().mT, visible, bias)
+    return _energies(log_p, f.double(), beta, wanted)
+
+
+def _energies(
+    log_p: Float[Tensor, "r t"], f: Float[Tensor, "t c"], beta: Float[Tensor, " c"], wanted: Bool[Tensor, "r c"]
+) -> Float[Tensor, "r c"]:
+    """F by a product where float64 has the digits, entry by entry elsewhere; what is not wanted is finite."""
+    shift = f.detach().amax(0)
+    total = log_p.exp() @ ((f - shift) * beta).exp()
+    sure = total.detach() >= _LEAST
+    free_energy = shift + total.where(sure, 1.0).log() / beta
+    row, channel = (wanted & ~sure).nonzero(as_tuple=True)
+    if not len(row):
+        return free_energy
+    parts = zip(*(x.split(max(1, _NUMBERS // len(f))) for x in (row, channel)))
+    entries = [_recomputed_for_gradients(_entries, log_p, f, beta, *part) for part in parts]
+    return free_energy.index_put((row, channel), torch.cat(entries))
+
+
+def _entries(log_p, f, beta, row, channel) -> Float[Tensor, " n"]:
+    return (log_p[row] + (beta * f).mT[channel]).logsumexp(1) / beta[channel]
+
+
+def _counted(doubt, *inputs) -> list[Tensor]:
+    if not torch.is_grad_enabled():  # its backward runs it again
+        fallbacks.count(doubt.numel(), int(doubt.sum()))
+    return _again(doubt, *inputs)
+
+
+_in_graphs = opaque(
+    "softmax_exact",
+    "Tensor doubt, Tensor free_energy, Tensor q, Tensor k, Tensor f, Tensor beta, Tensor? keep, Tensor first, "
+    "Tensor end, Tensor? bias",
+    _counted,
+    lambda doubt, free_energy, *others: [free_energy.new_empty(free_energy.shape)],
+)
