@@ -9,8 +9,6 @@ of its own, [v | f], where e could not give it back: under gradients, and beyond
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -102,38 +100,23 @@ def _marks(memory: Memory, k: Float[Tensor, "b h t d"], tokens: Tokens) -> Memor
     return marks
 
 
-class _Room(NamedTuple):
-    """A buffer that begins with a cache, and the places in it that a continuation may take, each but once."""
-
-    buffer: Float[Tensor, "b h n d"]
-    free: set[int]
-
-    def claim(self, time: int, end: int) -> bool:
-        """Whether the caller may write the places from `time` to `end`: they exist, and nobody else has taken them."""
-        of_inference = self.buffer.is_inference() and not torch.is_inference_mode_enabled()
-        if end > self.buffer.shape[2] or of_inference:
-            return False
-        try:
-            self.free.remove(time)  # only one thread succeeds
-        except KeyError:
-            return False
-        return True
-
-
-_rooms = WeakIdKeyDictionary()  # by the cache that a room begins with, until that is gone
+_rooms = WeakIdKeyDictionary()  # by a cache, until it is gone: the buffer that it begins, and True for who first asks
 
 
 def _behind(cache: Float[Tensor, "b h t d"], new: Float[Tensor, "b h n d"], in_place: bool) -> Float[Tensor, "b h _ d"]:
-    """New tokens behind a cache, which is not changed: where it has room, or in a buffer with an eighth more room."""
+    """New tokens behind a cache, which is not changed: where its buffer has room, or in one with an eighth more room.
+
+    The place behind a cache is given to one continuation, and in one thread, as `next` is one step; others copy.
+    """
     if not in_place or cache.dtype != new.dtype:
         return torch.cat([cache, new], 2)
     time, end = cache.shape[2], cache.shape[2] + new.shape[2]
-    room = _rooms.get(cache)
-    if room is None or not room.claim(time, end):
-        room = _Room(cache.new_empty(*cache.shape[:2], end + end // 8, cache.shape[3]), set())
-        room.buffer[:, :, :time] = cache
-    room.buffer.narrow(2, time, new.shape[2]).copy_(new)
-    longer = room.buffer.narrow(2, 0, end)
-    room.free.add(end)
-    _rooms[longer] = room
+    buffer, first = _rooms.get(cache, (cache, iter(())))
+    writable = torch.is_inference_mode_enabled() or not buffer.is_inference()
+    if not (writable and end <= buffer.shape[2] and next(first, False)):
+        buffer = cache.new_empty(*cache.shape[:2], end + end // 8, cache.shape[3])
+        buffer[:, :, :time] = cache
+    buffer.narrow(2, time, new.shape[2]).copy_(new)
+    longer = buffer.narrow(2, 0, end)
+    _rooms[longer] = buffer, iter((True,))
     return longer

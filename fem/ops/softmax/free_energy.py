@@ -98,16 +98,11 @@ def _backward(grad_mean, grad_free, q, k, v, f, beta, *rest):
     *support, by_flash, out, lse, of_bias = rest
     support, dtype = Support(*support), out.dtype
     with without_autocast(q.device):
-        if (
-            dtype == torch.float32
-            and q.device.type != "mps"
-            and bool(lse.nan_to_num(neginf=0).abs().amax() > _LARGE_SCORE)
-        ):
+        if dtype == torch.float32 and q.device.type != "mps" and _large(lse):
             dtype = torch.float64
             out, _, lse, _ = _forward_in(dtype, q, k, v, f, beta, support, by_flash)
-        *gradients, dbias = _backward_in(
-            dtype, grad_mean, grad_free, q, k, v, f, beta, support, by_flash, out, lse, of_bias
-        )
+        tensors = grad_mean, grad_free, q, k, v, f, beta
+        *gradients, dbias = _backward_in(dtype, *tensors, support, by_flash, out, lse, of_bias)
     dbias = out.new_empty(0) if dbias is None else dbias.to(support.bias.dtype)
     return *(x.to(like.dtype).contiguous() for x, like in zip(gradients, (q, k, v, beta))), dbias
 
@@ -166,28 +161,23 @@ def _band_forward(q, k, v, f, beta, support: Support, by_flash: bool) -> tuple[T
 def _backward_in(dtype, grad_mean, grad_free, q, k, v, f, beta, support: Support, by_flash, out, lse, of_bias):
     """Gradients of q, k, [v | f], beta and the bias."""
     q, k, v, f, beta = _cast(dtype, q, k, v, f, beta)
-    grad_mean, grad_free = grad_mean.to(dtype), grad_free.to(dtype)
-    whole = None
+    of_queries = grad_mean.to(dtype), grad_free.to(dtype), q, out, lse
+    if support.first is None:
+        return _band_backward(*of_queries, k, v, f, beta, support, by_flash, of_bias)
+    dq, dk, dbeta = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(beta[0, 0])
+    dvalues, dbias = k.new_zeros(*k.shape[:3], out.shape[3]), torch.zeros_like(support.bias) if of_bias else None
     for rows, keys, inside in support.bands(q.shape[1], k.shape[1], BAND):
-        of_rows, of_keys = [x[:, rows] for x in (grad_mean, grad_free, q, out, lse)], [x[:, keys] for x in (k, v, f)]
-        band = _band_backward(*of_rows, *of_keys, beta, inside, by_flash, of_bias)
-        if support.first is None:
-            return band
-        if whole is None:
-            values = k.new_zeros(*k.shape[:3], out.shape[3])
-            dbias = torch.zeros_like(support.bias) if of_bias else None
-            whole = torch.empty_like(q), torch.zeros_like(k), values, torch.zeros_like(band[3]), dbias
-        parts = [whole[0][:, rows], whole[1][:, keys], whole[2][:, keys], whole[3]]
-        parts += [Support.bias_at(whole[4], rows, keys)] if of_bias else []
-        parts[0].zero_()
+        tensors = *(x[:, rows] for x in of_queries), *(x[:, keys] for x in (k, v, f))
+        band = _band_backward(*tensors, beta, inside, by_flash, of_bias)
+        parts = dq[:, rows], dk[:, keys], dvalues[:, keys], dbeta, Support.bias_at(dbias, rows, keys)
         for total, part in zip(parts, band):
-            total += part
-    return whole
+            if total is not None:
+                total += part
+    return dq, dk, dvalues, dbeta, dbias
 
 
 def _band_backward(grad_mean, grad_free, q, out, lse, k, v, f, beta, support: Support, by_flash, of_bias):
-    """Gradients of a band. [v | e] is made again: memory is fullest while attention's own
-    gradients are.
+    """Gradients of a band. [v | e] is made again: memory is fullest while attention's own gradients are.
 
         dR = dF / (beta R)        de = p^T dR        df = beta e de        dv = p^T dmean
         dbeta = sum_i e de (f - m) - sum_t dF (F - m) / beta
@@ -217,6 +207,11 @@ def _band_backward(grad_mean, grad_free, q, out, lse, k, v, f, beta, support: Su
 def _cast(dtype, q, k, v, f, beta) -> tuple[Tensor, ...]:
     v = v.to(dtype)
     return q.to(dtype), k.to(dtype), v, v if f is None else f.to(dtype), beta.to(dtype)[None, None]
+
+
+def _large(lse: Float[Tensor, "b tq h"]) -> bool:
+    """Whether scores are so large that float32 costs their gradients digits."""
+    return bool(lse.masked_fill(lse.isneginf(), 0.0).abs().amax() > _LARGE_SCORE)
 
 
 def _sees(lse: Float[Tensor, "b tq h"], support: Support) -> Bool[Tensor, "b tq h 1"] | None:
