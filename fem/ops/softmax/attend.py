@@ -49,9 +49,9 @@ def attend(
 
 
 def attend_backward(
-    grad: Float[Tensor, "b tq h w"], q, k, values, out, lse, support: Support, by_flash: bool, of_bias: bool
+    grad: Float[Tensor, "b tq h w"], q, k, values, out, lse, support: Support, by_flash: bool, with_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, values and, if wanted, of the bias; `attend` returned out and lse."""
+    """Gradients of q, k, values and, with_bias, of the bias; `attend` returned out and lse."""
     shared = k.shape[2], q.shape[2] // k.shape[2]
     k, values = (_per_query_head(x, q.shape[2]) for x in (k, values))
     lse = lse.masked_fill(lse.isneginf(), 0.0)
@@ -62,7 +62,7 @@ def attend_backward(
         dq, dk, dvalues, dbias = *(x.transpose(1, 2) for x in gradients), None
     else:
         parts = grad, q, k, values, out, lse, support
-        dq, dk, dvalues, dbias = _backward_by_blocks(*parts, exact=of_bias or not by_flash, of_bias=of_bias)
+        dq, dk, dvalues, dbias = _backward_by_blocks(*parts, exact=with_bias or not by_flash, with_bias=with_bias)
     if shared[1] > 1:
         dk, dvalues = (x.unflatten(2, shared).sum(3) for x in (dk, dvalues))
     return dq, dk, dvalues, dbias
@@ -144,7 +144,7 @@ def _parts(q: Tensor, k: Tensor, support: Support) -> Iterator[_Heads]:
     rows, scores = (ROWS, SCORES * torch.get_num_threads()) if q.is_cpu else (_WIDE_ROWS, _MORE_SCORES)
     bounds = zip(*support.bounds(queries, keys, q.device))
     blocks = [list(_blocks(first, end, keys, rows, q.dtype)) for first, end in bounds]
-    widest = max(block.keys.stop - block.keys.start for of_row in blocks for block in of_row)
+    widest = max(block.keys.stop - block.keys.start for row in blocks for block in row)
     room = max(1, scores // (rows * widest))
     together = max(1, room // heads) if len(blocks) == 1 else 1
     for b in range(0, batch, together):
@@ -182,7 +182,7 @@ def _forward_by_blocks(q, k, values, support: Support) -> tuple[Tensor, Tensor]:
 
 
 def _backward_by_blocks(
-    grad, q, k, values, out, lse, support: Support, *, exact: bool, of_bias: bool
+    grad, q, k, values, out, lse, support: Support, *, exact: bool, with_bias: bool
 ) -> tuple[Tensor | None, ...]:
     """ds = p (dp - sum_i p_i dp_i), dp = dout values^T, where the sum is dout out.
 
@@ -190,7 +190,7 @@ def _backward_by_blocks(
     weight, at the price of a pass over the scores.
     """
     dq, dk, dvalues = (torch.empty_like(x) for x in (q, k, values))
-    dbias = torch.zeros_like(support.bias) if of_bias else None
+    dbias = torch.zeros_like(support.bias) if with_bias else None
     for part in _parts(q, k, support):
         q_here, k_here, values_here = part.take(q).mul(support.scale), part.take(k), part.take(values)
         grad_here, lse_here = part.take(grad), part.take(lse[..., None])
@@ -209,7 +209,7 @@ def _backward_by_blocks(
             part.put(dq[:, rows], (ds @ k_here[:, keys]).mul_(support.scale))
             dk_here[:, keys].baddbmm_(ds.mT, q_here[:, rows])
             dvalues_here[:, keys].baddbmm_(p.mT, grad_here[:, rows])
-            if of_bias:
+            if with_bias:
                 here = part.bias(dbias, block)
                 here += ds.unflatten(0, (-1, part.heads.stop - part.heads.start)).sum_to_size(here.shape)
         part.put(dk, dk_here)

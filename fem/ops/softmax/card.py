@@ -123,11 +123,11 @@ def block_mask(support: Support, queries: int, keys: int, device: torch.device):
         order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
         listed |= {f"{side}_num_blocks": counts[0], f"full_{side}_num_blocks": counts[1]}
         listed |= {f"{side}_indices": order[0], f"full_{side}_indices": order[1]}
-    many, of_rows = int(len(first) > 1), int(keep is not None and len(keep) > 1)
+    many, per_row = int(len(first) > 1), int(keep is not None and len(keep) > 1)
 
     def sees(b, h, row, key):
         inside = (first[b * many, row] <= key) & (key < end[b * many, row])
-        return inside if keep is None else inside & keep[b * of_rows, key]
+        return inside if keep is None else inside & keep[b * per_row, key]
 
     return BlockMask(seq_lengths=(queries, keys), **listed, BLOCK_SIZE=(_TILE, _TILE), mask_mod=sees)
 

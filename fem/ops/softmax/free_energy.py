@@ -55,16 +55,16 @@ class _Read(torch.autograd.Function):
             *gradients, dbias = again_differentiable(read, inputs, (grad_mean, grad_free))
             return *gradients, *[None] * 5, dbias, None
         *tensors, bias = inputs
-        start, channels, of_bias = tensors[2].shape[3], tensors[4].shape[1], ctx.needs_input_grad[10]
+        start, channels, with_bias = tensors[2].shape[3], tensors[4].shape[1], ctx.needs_input_grad[10]
         grads = [
             out.new_zeros(*out.shape[:3], width) if grad is None else grad
             for grad, width in ((grad_mean, start), (grad_free, channels))
         ]
         rules = causal, scale, keep, first, end, bias, by_flash
-        dq, dk, dvalues, dbeta, dbias = _backward(*grads, *tensors, *rules, out, lse, of_bias)
+        dq, dk, dvalues, dbeta, dbias = _backward(*grads, *tensors, *rules, out, lse, with_bias)
         dv, df = dvalues[..., :start], dvalues[..., start : start + channels]
         dv, df = (dv + df, None) if tensors[3] is None else (dv, df)
-        return dq, dk, dv, df, dbeta, *[None] * 5, dbias if of_bias else None, None
+        return dq, dk, dv, df, dbeta, *[None] * 5, dbias if with_bias else None, None
 
 
 _INPUTS = (
@@ -91,26 +91,26 @@ def _(q, k, v, f, beta, *rules):
 
 
 @operator(
-    f"softmax_read_backward(Tensor grad_mean, Tensor grad_free, {_INPUTS}, Tensor out, Tensor lse, bool of_bias) "
+    f"softmax_read_backward(Tensor grad_mean, Tensor grad_free, {_INPUTS}, Tensor out, Tensor lse, bool with_bias) "
     "-> (Tensor dq, Tensor dk, Tensor dvalues, Tensor dbeta, Tensor dbias)"
 )
 def _backward(grad_mean, grad_free, q, k, v, f, beta, *rest):
-    *support, by_flash, out, lse, of_bias = rest
+    *support, by_flash, out, lse, with_bias = rest
     support, dtype = Support(*support), out.dtype
     with without_autocast(q.device):
         if dtype == torch.float32 and q.device.type != "mps" and _large(lse):
             dtype = torch.float64
             out, _, lse, _ = _forward_in(dtype, q, k, v, f, beta, support, by_flash)
         tensors = grad_mean, grad_free, q, k, v, f, beta
-        *gradients, dbias = _backward_in(dtype, *tensors, support, by_flash, out, lse, of_bias)
+        *gradients, dbias = _backward_in(dtype, *tensors, support, by_flash, out, lse, with_bias)
     dbias = out.new_empty(0) if dbias is None else dbias.to(support.bias.dtype)
     return *(x.to(like.dtype).contiguous() for x, like in zip(gradients, (q, k, v, beta))), dbias
 
 
 @_backward.register_fake
-def _(grad_mean, grad_free, q, k, v, f, beta, causal, scale, keep, first, end, bias, by_flash, out, lse, of_bias):
+def _(grad_mean, grad_free, q, k, v, f, beta, causal, scale, keep, first, end, bias, by_flash, out, lse, with_bias):
     dvalues = v.new_empty(*v.shape[:3], out.shape[3])
-    dbias = bias.new_empty(bias.shape) if of_bias else out.new_empty(0)
+    dbias = bias.new_empty(bias.shape) if with_bias else out.new_empty(0)
     return q.new_empty(q.shape), k.new_empty(k.shape), dvalues, beta.new_empty(beta.shape), dbias
 
 
@@ -158,17 +158,17 @@ def _band_forward(q, k, v, f, beta, support: Support, by_flash: bool) -> tuple[T
     return out, free_energy, lse, doubt
 
 
-def _backward_in(dtype, grad_mean, grad_free, q, k, v, f, beta, support: Support, by_flash, out, lse, of_bias):
+def _backward_in(dtype, grad_mean, grad_free, q, k, v, f, beta, support: Support, by_flash, out, lse, with_bias):
     """Gradients of q, k, [v | f], beta and the bias."""
     q, k, v, f, beta = _cast(dtype, q, k, v, f, beta)
-    of_queries = grad_mean.to(dtype), grad_free.to(dtype), q, out, lse
+    queries = grad_mean.to(dtype), grad_free.to(dtype), q, out, lse
     if support.first is None:
-        return _band_backward(*of_queries, k, v, f, beta, support, by_flash, of_bias)
+        return _band_backward(*queries, k, v, f, beta, support, by_flash, with_bias)
     dq, dk, dbeta = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(beta[0, 0])
-    dvalues, dbias = k.new_zeros(*k.shape[:3], out.shape[3]), torch.zeros_like(support.bias) if of_bias else None
+    dvalues, dbias = k.new_zeros(*k.shape[:3], out.shape[3]), torch.zeros_like(support.bias) if with_bias else None
     for rows, keys, inside in support.bands(q.shape[1], k.shape[1], BAND):
-        tensors = *(x[:, rows] for x in of_queries), *(x[:, keys] for x in (k, v, f))
-        band = _band_backward(*tensors, beta, inside, by_flash, of_bias)
+        tensors = *(x[:, rows] for x in queries), *(x[:, keys] for x in (k, v, f))
+        band = _band_backward(*tensors, beta, inside, by_flash, with_bias)
         parts = dq[:, rows], dk[:, keys], dvalues[:, keys], dbeta, Support.bias_at(dbias, rows, keys)
         for total, part in zip(parts, band):
             if total is not None:
@@ -176,7 +176,7 @@ def _backward_in(dtype, grad_mean, grad_free, q, k, v, f, beta, support: Support
     return dq, dk, dvalues, dbeta, dbias
 
 
-def _band_backward(grad_mean, grad_free, q, out, lse, k, v, f, beta, support: Support, by_flash, of_bias):
+def _band_backward(grad_mean, grad_free, q, out, lse, k, v, f, beta, support: Support, by_flash, with_bias):
     """Gradients of a band. [v | e] is made again: memory is fullest while attention's own gradients are.
 
         dR = dF / (beta R)        de = p^T dR        df = beta e de        dv = p^T dmean
@@ -196,7 +196,7 @@ def _band_backward(grad_mean, grad_free, q, out, lse, k, v, f, beta, support: Su
     dbeta = -below.mul_(g).sum((0, 1)).unflatten(0, shared).sum(1)
     grad = _joined(grad_mean, g.div_(by_head.slope(total)), out.shape[3])
     del g, below, total
-    dq, dk, dvalues, dbias = attend_backward(grad, q, k, values, out, lse, support, by_flash, of_bias)
+    dq, dk, dvalues, dbias = attend_backward(grad, q, k, values, out, lse, support, by_flash, with_bias)
     del grad
     dz = dvalues[..., at].mul_(packing.slope(values[..., at]))
     dbeta += (f - packing.shift).sub_(middle).mul_(dz).sum((0, 1))
