@@ -19,7 +19,7 @@ help:
 	@echo "make docs      the site, into site/  make test-docs  runs every tutorial, page and notebook, and builds the site"
 	@echo "make types     mypy on a user's file"
 	@echo "make lint      style and import direction      make bench   what FEM costs on this machine"
-	@echo "make chaos     kills, stops and damages 140 small trainings; what became of them, into research/results/checks"
+	@echo "make chaos     kills and stops 53 small trainings; what became of them, into research/results/checks"
 	@echo "make card      the library on PyTorch's CUDA build and a card that is not there, into .card (2 GB)"
 	@echo "make card-day  SLICE=text, train, long, table7, layers or mad: what waits for a GPU, in slices of nine minutes (docs/card_day.md)"
 	@echo "make install   only install, into $(VENV)"

@@ -280,8 +280,11 @@ def encoded(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[np
 
 
 def pieces(text: str) -> Iterator[str]:
-    """The text in pieces of at most 65,536 characters, which bounds the memory of encodings. A piece ends before a
-    space between visible characters, where byte-pair tokenizers separate words anyway; where there is none, anywhere."""
+    """The text in pieces of at most 65,536 characters, which bounds the memory of encodings.
+
+    A piece ends before a space between visible characters, where byte-pair tokenizers separate words anyway; where
+    there is none, anywhere.
+    """
     start = 0
     while len(text) - start > PIECE:
         gaps = [gap.start() for gap in GAP.finditer(text, start + PIECE // 2, start + PIECE)]

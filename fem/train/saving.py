@@ -92,9 +92,7 @@ def readable(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = (
-            f"{str(checkpoint)!r} is damaged ({first_line(error)}); remove it to go on from the checkpoint before it."
-        )
+        told = f"{str(checkpoint)!r} is damaged ({first_line(error)}); remove it to go on from the one before it."
         raise ValueError(told) from error
 
 

@@ -108,10 +108,11 @@ def begun(recipe: TrainRecipe, output: Path, resume: bool) -> dict | None:
 def prepare(recipe: TrainRecipe, output: Path, resume: bool, held: ExitStack) -> None:
     """On the first process: hold the lock, write config.json, tokenizer and tokens, and drop what is later than the
     checkpoint to go on from. A folder created here is removed again where the data cannot be used."""
+    made = not output.exists()
     output.mkdir(parents=True, exist_ok=True)
     held.enter_context(one_writer(output))
     config = begun(recipe, output, resume)
-    new = {path.name for path in output.iterdir()} <= {LOCK}
+    new = made and {path.name for path in output.iterdir()} <= {LOCK}
     if config is not None and finished(recipe, output):
         note(f"the run in {str(output)!r} is finished, all of {recipe.max_steps} steps; --steps extends it.")
         return

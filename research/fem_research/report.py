@@ -10,8 +10,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from fem.provenance import CONFIG, PAGE, RESULTS, first_line, note
-from fem.train.checkpoints import checkpoints
-from fem.train.integrity import LOCK
+from fem.train.checkpoints import LOCK, checkpoints
 from fem_research.page_tables import fill
 from fem_research.record import append
 from fem_research.runs.run import check_output, without_folders

@@ -152,7 +152,8 @@ PAGE = """# Killed and stopped trainings
 {same} of {count} ended with the weights of the run that nothing happened to.
 
 {count} trainings of a tiny model (12 steps, a checkpoint every 5) that were killed or asked to stop at random moments,
-or ran out of disk; then `--resume auto`. "Same weights": those of the undisturbed run at the end, bit for bit. "Silent": a full disk without a sentence. "Lost": other weights, or a run that cannot go on. "Full disk" is a limit
+or ran out of disk; then `--resume auto`. "Same weights": at the end, those of the undisturbed run, bit for bit.
+"Silent": a full disk without a sentence. "Lost": other weights, or a run that cannot go on. "Full disk" is a limit
 on the size of files.
 
 {table}

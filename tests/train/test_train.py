@@ -268,10 +268,13 @@ UNFIT = {
 def test_files_that_hold_no_text_are_refused_in_a_sentence_and_leave_nothing(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(UNFIT[name])
-    with pytest.raises(ValueError, match=r"^(data|text|every record) ") as told:
-        train.run(tiny(path), tmp_path / "run")
-    assert "\n" not in str(told.value)
+    (tmp_path / "mine").mkdir()
+    for output in ("run", "mine"):
+        with pytest.raises(ValueError, match=r"^(data|text|every record) ") as told:
+            train.run(tiny(path), tmp_path / output)
+        assert "\n" not in str(told.value)
     assert not (tmp_path / "run").exists()
+    assert (tmp_path / "mine").exists()
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path, data, tokenizer):

@@ -70,11 +70,10 @@ def evaluate(
     Raises ValueError on unknown tasks, and on tasks that do not fit into the model's context.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from lm_eval import evaluator, simple_evaluate
+    from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    evaluator.get_git_commit_hash = lambda: None  # outside of a repository git would print that this is fatal
     longest = getattr(model.config, "max_position_embeddings", None)
 
     class Manager(TaskManager):
