@@ -14,7 +14,6 @@ from typing import Any
 from fem.provenance import in_words, replacing
 from fem_research.common.mixers import canonical, fields_of
 from fem_research.common.names import display
-from fem_research.lm.settings import mixer_name
 
 Row = dict[str, Any]
 FILES = {"ablate": "language", "finetune": "language", "natural": "pooling", "bench": "cost"}
@@ -72,13 +71,13 @@ def ablate(recipe: Mapping, results: Mapping) -> Iterator[Row]:
     for name, found in results.get("ablate", {}).items():
         best, tokens = float(found["learning rate"]), recipe["batch"] * recipe["context"]
         steps = found.get("steps", recipe["steps"])
-        row = {"task": recipe["text"] or "python sources"} | mixer(mixer_name(name, recipe["prior"]), recipe)
+        row = {"task": recipe["text"] or "python sources"} | mixer(name, recipe)
         row |= {"steps": steps, "tokens": steps * tokens, "parameters": found["parameters"]}
         row |= {"layers": recipe["layers"], "context": recipe["context"], "ms": found.get("ms a step")}
         for seed, curve in enumerate(results["curves"][name]):
             yield row | {"seed": recipe["seed"] + seed, "rate": best, "score": curve[-1]["val_loss"]}
         for rate, loss in results["learning_rates"][name].items():
-            if rate not in ("mixer", "row"):
+            if rate != "mixer":
                 yield row | {"seed": recipe["seed"], "rate": float(rate), "validation": loss}
 
 

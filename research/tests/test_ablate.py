@@ -133,10 +133,10 @@ def test_every_row_takes_its_own_best_rate_on_the_first_seed_alone(tmp_path):
     ablation = ablate.Ablation("softmax", *tuned, {})
     assert [ablation.best(row) for row in ("full", "+G")] == [0.01, 0.001]
     assert {(row, rate) for row, rate, seed in asked if seed == 1} == {("full", 0.01), ("+G", 0.001)}
-    table = {row["row"]: row for row in ablation.table()}
-    assert table["full"]["loss"] == pytest.approx((2.0 + 7.0) / 2)
-    assert table["full"]["sd"] == pytest.approx(5 / math.sqrt(2))
-    assert [list(row) for row in ablation.tuning_table()] == [["mixer", "row", "0.001", "0.01"]] * 2
+    table = {row["mixer"]: row for row in ablation.table()}
+    assert table["FEM"]["loss"] == pytest.approx((2.0 + 7.0) / 2)
+    assert table["FEM"]["sd"] == pytest.approx(5 / math.sqrt(2))
+    assert [list(row) for row in ablation.tuning_table()] == [["mixer", "0.001", "0.01"]] * 2
     assert [row["mixer"] for row in ablation.table()] == ["FEM", "attention+G"]
 
 
@@ -144,8 +144,8 @@ def test_an_ablation_writes_what_it_promises_and_goes_on(text, tmp_path, monkeyp
     recipe = replace(TINY, text=text, rows="full/l-2 -C,G,T +G/conv")
     found = ablate.run(recipe, tmp_path / "run")
     results = found["ablate"]
-    assert list(results) == ["full/l-2", "-C,G,T", "+G/conv"]
-    assert [[point["tokens"] for point in curve] for curve in found["curves"]["+G/conv"]] == [[32, 64, 96]] * 2
+    assert list(results) == ["FEM/l-2", "attention+L", "attention+G/conv"]
+    assert [[point["tokens"] for point in curve] for curve in found["curves"]["attention+G/conv"]] == [[32, 64, 96]] * 2
     runs = sorted((tmp_path / "run" / "runs").iterdir())
     assert len(runs) == 9
     mixers = [json.loads(path.read_text())["job"]["mixer"] for path in runs]
@@ -153,7 +153,7 @@ def test_an_ablation_writes_what_it_promises_and_goes_on(text, tmp_path, monkeyp
     with open(tmp_path / "run" / "table.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [float(row["loss"]) for row in rows] == [row["loss"] for row in results.values()]
-    for picture in ("loss.png", "curves.png"):
+    for picture in ("scores.png", "curves.png"):
         assert (tmp_path / "run" / picture).read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["tokens"] for line in lines if (line["row"], line["seed"]) == ("full/l-2", 0)] == [32, 64, 96]
@@ -175,10 +175,10 @@ def test_in_equal_time_slower_rows_take_fewer_steps(text, tmp_path, monkeypatch)
     monkeypatch.setattr(ablate, "alternate", lambda steps, *how: {row: clock[row] for row in steps})
     table = ablate.run(recipe, tmp_path)["ablate"]
     taken = {row: (found["steps"], found["ms a step"]) for row, found in table.items()}
-    assert taken == {"full": (5, 300), "-C,G,T,L": (7, 200)}  # 7 steps of .2 s take as long as 4.7 of .3 s
+    assert taken == {"FEM": (5, 300), "attention": (7, 200)}  # 7 steps of .2 s take as long as 4.7 of .3 s
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for row, (steps, _) in taken.items():
-        assert max(line["step"] for line in lines if line["row"] == row) == steps
+    for row, mixer in (("full", "FEM"), ("-C,G,T,L", "attention")):
+        assert max(line["step"] for line in lines if line["row"] == row) == taken[mixer][0]
     page = (tmp_path / "report.md").read_text()
     assert ", equal time\n" in page
     assert "--equal-time" in page
@@ -225,8 +225,8 @@ def test_a_training_that_was_stopped_ends_as_one_that_was_not(text, tmp_path, mo
 
 def test_a_training_whose_weights_are_not_finite_ends_and_loses(text, tmp_path):
     results = ablate.run(replace(TINY, text=text, rows="full", learning_rates="0.001,1e30", seeds=1), tmp_path)
-    assert results["learning_rates"]["full"]["1e+30"] == math.inf
-    assert math.isfinite(results["ablate"]["full"]["loss"])
+    assert results["learning_rates"]["FEM"]["1e+30"] == math.inf
+    assert math.isfinite(results["ablate"]["FEM"]["loss"])
 
 
 def test_rows_are_called_by_the_paper_s_names_or_by_the_mixers():

@@ -21,8 +21,9 @@ from fem.models.presets import count_parameters
 from fem.train.signals import Paused
 from fem_research.card_day import kernels, linux_text, long, table, table7, training
 from fem_research.card_day.__main__ import app
-from fem_research.card_day.recipe import ROWS, TrainingRecipe, label
+from fem_research.card_day.recipe import ROWS, TrainingRecipe
 from fem_research.common.mixers import canonical
+from fem_research.common.names import display
 
 WORDS = ["int", "return", "static", "void", "struct", "device", "if", "(ret)", "goto", "err;", "}", "{\n\t", "0;\n"]
 
@@ -139,9 +140,9 @@ def test_a_damaged_piece_is_told(packed, tmp_path):
 
 
 def test_every_row_has_the_parameters_of_attention():
-    sizes = [count_parameters(training.model_config(TrainingRecipe(mixer=mixer), 16384)) for mixer in ROWS.values()]
+    sizes = [count_parameters(training.model_config(TrainingRecipe(mixer=mixer), 16384)) for mixer in ROWS]
     assert all(abs(size / sizes[0] - 1) < 0.005 for size in sizes)
-    assert [label(canonical(mixer)) for mixer in ROWS.values()] == list(ROWS)
+    assert [display(canonical(mixer)) for mixer in ROWS] == list(ROWS)
 
 
 def test_a_wrong_recipe_is_refused():
@@ -198,7 +199,7 @@ def test_a_stopped_training_ends_as_one_that_was_not(tokens, tmp_path, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixer", ROWS.values())
+@pytest.mark.parametrize("mixer", ROWS)
 def test_every_row_trains_in_miniature_and_says_what_a_card_would(mixer, tokens, tmp_path):
     recipe = replace(TINY, mixer=mixer.replace("r48", "r4"), tokens=8 * 4 * 32, validations=2)
     (found,) = training.run([recipe], tokens, tmp_path)

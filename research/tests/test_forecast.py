@@ -262,7 +262,7 @@ def test_the_command_leaves_a_whole_run_folder_and_trains_nothing_twice(monkeypa
     assert command(monkeypatch, *given) == 0
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names >= {"config.json", "metrics.jsonl", "results.json", "table.csv", "table4.md", "report.md"}
-    assert names >= {"forecasts.png", "errors.png"}
+    assert names >= {"forecasts.png", "scores.png"}
     rows = json.loads((tmp_path / "out/results.json").read_text())["forecast"]
     assert [row["model"] for row in rows] == ["softmax+CLTG", "none"]
     page = (tmp_path / "out/report.md").read_text()

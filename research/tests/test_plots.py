@@ -11,7 +11,6 @@ def test_curves_and_dots_are_written(tmp_path):
     series = {"FEM": [([0, 1], [1.0, 0.5]), ([0, 1], [1.1, 0.6])], "other": [([0, 1], [1.0, 0.9])]}
     learning_curves(tmp_path / "curves.png", "title", [Panel("loss", "step", series)] * 2, {"FEM": "#1f5fbf"})
     scores = {"one": {"FEM": [0.5, 0.6], "other": [0.4]}, "two": {"other": [1]}}
-    for floors in ({"one": 0.3}, {"three": 0.3}):
-        dots(tmp_path / "dots.png", "title", scores, {"FEM": "#1f5fbf"}, floors, "guessing")
+    dots(tmp_path / "dots.png", "title", scores, {"FEM": "#1f5fbf"})
     for name in ("curves.png", "dots.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

@@ -70,7 +70,7 @@ def text(
 def train(
     tokens: Annotated[Path, typer.Option(help="Folder of the tokens.")] = TOKENS,
     output: Output = HERE / "train",
-    rows: Annotated[str, typer.Option(help="Mixers, with semicolons between them.")] = ";".join(ROWS.values()),
+    rows: Annotated[str, typer.Option(help="Mixers, with semicolons between them.")] = ";".join(ROWS),
     million_tokens: Annotated[float, typer.Option(help="Tokens of a training, in 10^6.")] = 100.0,
     rates: Annotated[str, typer.Option(help="Peak learning rates, with commas between them.")] = "0.001",
     seeds: Annotated[

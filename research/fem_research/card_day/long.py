@@ -21,6 +21,7 @@ from fem_research.card_day import cells
 from fem_research.common.blocks import build_mixer
 from fem_research.common.measure import Step
 from fem_research.common.mixers import fields_of
+from fem_research.common.names import display
 
 ATTENTION = "attention"  # as a layer torch's own; as a model, FEM's with all its parts off
 MIXERS = (ATTENTION, "softmax+CLTG/r64", "softmax+CLTG", "softmax+LTG/r64/s.5", "gla", "gla+LTG/r64")
@@ -130,7 +131,7 @@ def table(found: dict) -> list[dict]:
     """A row a cell: milliseconds, MiB, and their ratios to attention's."""
     by_key = {(one["part"], one["mixer"], one["tokens"]): one for one in found["cells"]}
     return [
-        {"part": part, "mixer": mixer, "tokens": tokens}
+        {"part": part, "mixer": display(mixer), "tokens": tokens}
         | cells.beside(one, by_key.get((part, ATTENTION, tokens), {}), ("prefill", "train"))
         for (part, mixer, tokens), one in by_key.items()
     ]

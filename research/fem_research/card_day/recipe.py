@@ -8,16 +8,8 @@ from dataclasses import dataclass
 from fem.recipes import option, require_not_negative, require_positive
 from fem_research.common.mixers import canonical
 
-ROWS = {  # what a page calls a row, and its mixer; gates of rank 768 / 16
-    "attention": "softmax",
-    "attention, slim gate and conditioner": "softmax+CG/r48",
-    "slim FEM": "softmax+CLTG/r48",
-    "FEM as in the paper": "softmax+CLTG",
-    "attention behind a short convolution": "softmax/conv",
-    "split values": "softmax+LTG/r48/s.5",
-    "GLA": "gla",
-    "FEM-GLA": "gla+CLTG",
-}
+# gates of rank 768 / 16
+ROWS = ("attention", "attention+CG/r48", "FEM/r48", "FEM", "attention/conv", "attention+LTG/r48/s.5", "GLA", "FEM-GLA")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +57,3 @@ class TrainingRecipe:
         """The name of its files."""
         name = re.sub(r"[^\w.]", "_", self.mixer)
         return f"{name}-w{self.width}-{self.tokens / 1e6:g}M-lr{self.rate:g}-seed{self.seed}"
-
-
-def label(mixer: str) -> str:
-    """What a page calls the mixer."""
-    return next((label for label, name in ROWS.items() if canonical(name) == mixer), mixer)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from fem.provenance import read_json
+from fem_research.common.names import display
 from fem_research.runs.tables import write_table
 
 BASELINE = "softmax"
@@ -29,8 +30,7 @@ def table(found: Sequence[dict]) -> list[dict]:
         base = next((other for other in found if _is_base(other, record)), None)
         rows.append(
             {
-                "row": record["row"],
-                "mixer": recipe["mixer"],
+                "mixer": display(recipe["mixer"]),
                 "tokens": record["steps"] * recipe["batch"] * recipe["context"],
                 "finished": "yes" if record["finished"] else "no",
                 "rate": f"{recipe['rate']:g}",

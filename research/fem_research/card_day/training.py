@@ -34,9 +34,10 @@ from fem_research.card_day.cells import GRAPHS
 from fem_research.card_day.facts import circumstances_of_card
 from fem_research.card_day.kernels import shares
 from fem_research.card_day.linux_text import HELD_OUT, TOKENS, read_tokens
-from fem_research.card_day.recipe import TrainingRecipe, label
+from fem_research.card_day.recipe import TrainingRecipe
 from fem_research.common.blocks import convolve
 from fem_research.common.mixers import fields_of
+from fem_research.common.names import display
 from fem_research.common.trainer import training_arguments
 
 LOG_STEPS = 10
@@ -262,7 +263,6 @@ def train(recipe: TrainingRecipe, tokens: Path, output: Path, deadline: float = 
 
 def facts_of(model: FEMForCausalLM, recipe: TrainingRecipe) -> dict:
     return {
-        "row": label(recipe.mixer),
         "model": {"intermediate_size": model.config.intermediate_size, "mixer": model.config.mixer},
         "parameters": model.num_parameters(),
         "flops_per_token": flops_per_token(model, recipe.context),
@@ -298,7 +298,7 @@ def run(recipes: Sequence[TrainingRecipe], tokens: Path, output: Path, minutes: 
     for recipe in recipes:
         if time.monotonic() > deadline:
             break
-        name = f"{label(recipe.mixer)}, rate {recipe.rate:g}, seed {recipe.seed}"
+        name = f"{display(recipe.mixer)}, rate {recipe.rate:g}, seed {recipe.seed}"
         note(f"{name}: begins, {deadline - time.monotonic():.0f} s left.")
         try:
             found.append(train(recipe, tokens, output, deadline))

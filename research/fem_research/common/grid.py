@@ -17,6 +17,8 @@ from rich.progress import Progress
 from fem.provenance import circumstances, note, read_json, write_json
 from fem.tables import Rows, show_table
 from fem.train.checkpoints import one_writer
+from fem_research.common import pictures
+from fem_research.record import EXPERIMENTS
 from fem_research.runs.run import open_run
 from fem_research.runs.tables import write_table
 
@@ -150,13 +152,14 @@ def publish(
     tables: Mapping[str, Rows],
     page: Callable[[Path], object],
     results: dict,
-    redraw: Callable[[Mapping, Mapping, Path], None],
     shown: tuple[str, Rows],
+    draw: Callable[[Mapping, Path], None] | None = None,
 ) -> dict:
     """Write a comparison to `output`: metrics.jsonl, tables, page, results.json and pictures; returns the results.
 
     names: the fields of a record or its job that metrics.jsonl has beside every point of its curve. page(folder) writes
-    report.md. shown: the title and the rows of the table for the terminal.
+    report.md, which shows scores.png, a dot for every training. shown: the title and the rows of the table for the
+    terminal. draw(results, folder): other pictures of the page.
     """
     with open_run(output, experiment, recipe) as under_way:
         for record in records:
@@ -169,6 +172,9 @@ def publish(
             write_table(under_way.folder, name, rows)
         page(under_way.folder)
         results = under_way.finish(results)
-        redraw(results, asdict(recipe), under_way.folder)
+        if rows := list(EXPERIMENTS[experiment](asdict(recipe), results)):
+            pictures.scores(under_way.folder / "scores.png", rows)
+        if draw is not None:
+            draw(results, under_way.folder)
     show_table(*shown)
     return results

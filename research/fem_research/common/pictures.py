@@ -11,16 +11,18 @@ from fem_research.common.plots import Panel, dots, learning_curves
 Curves = Mapping[str, Sequence[Sequence[Mapping]]]  # by mixer, then by seed: points
 
 
-def scores(
-    path: Path,
-    title: str,
-    panels: Mapping[str, Mapping[str, Sequence[float]]],
-    floors: Mapping[str, float] | None = None,
-    floor: str = "",
-) -> None:
-    """A dot for every number, {panel: {mixer: a number per seed}}, and `floors` as `plots.dots` draws them."""
-    named = {panel: {display(mixer): numbers for mixer, numbers in rows.items()} for panel, rows in panels.items()}
-    dots(path, title, named, _colours(mixer for rows in panels.values() for mixer in rows), floors, floor)
+def scores(path: Path, rows: Sequence[Mapping]) -> None:
+    """A dot for the score of every training, from rows of the record: a panel per task, a line per mixer."""
+    starts = {row.get("initialisation") for row in rows}
+    panels: dict[str, dict[str, list[float]]] = {}
+    colours = {}
+    for row in rows:
+        if row.get("score") is not None:
+            label = row["mixer"] if len(starts) == 1 else f"{row['mixer']}, {row['initialisation']}"
+            panel = ", ".join(str(row[name]) for name in ("task", "horizon") if name in row)
+            panels.setdefault(panel, {}).setdefault(label, []).append(row["score"])
+            colours[label] = colour(row["mixer"])
+    dots(path, "Score of every training", panels, colours)
 
 
 def curves(path: Path, title: str, found: Curves, panels: Sequence[tuple[str, str, str, str]], **look: bool) -> None:

@@ -54,13 +54,8 @@ def dots(
     title: str,
     panels: Mapping[str, Mapping[str, Numbers]],
     colours: Colours,
-    floors: Mapping[str, float] | None = None,
-    floor: str = "",
 ) -> None:
-    """Scores, {panel: {name: a number per seed}}: one row per name, a dot for each number and a bar at their mean.
-
-    floors: by panel, a score to compare with, drawn as a dashed line; floor: what it is, for the key.
-    """
+    """Scores, {panel: {name: a number per seed}}: one row per name, a dot for each number and a bar at their mean."""
     names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
     label = max(map(len, names)) * 0.085
     width = max(1.9 * len(panels) + label + 0.4, 0.075 * len(title) + 0.3)
@@ -74,12 +69,7 @@ def dots(
                     look = {"color": colours.get(name, GREY)}
                     axes.plot(values, [height] * len(values), "o", markersize=4.5, alpha=0.55, **look)
                     axes.vlines(np.mean(values), height - 0.36, height + 0.36, linewidth=2.4, **look)
-            if panel in (floors or ()):
-                line = axes.axvline(floors[panel], color=GREY, linewidth=1, linestyle=(0, (4, 3)))
-                line.set_label(floor)
             axes.set_title(panel)
             axes.xaxis.set_major_locator(MaxNLocator(4))
             axes.set_yticks(range(len(names)), names)
             axes.set_ylim(len(names) - 0.5, -0.5)
-        if floor and floors.keys() & panels.keys():
-            figure.legend(handles=[line], loc="outside lower right")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -16,7 +16,6 @@ from fem_research.common.grid import Grid, one_by_one, publish
 from fem_research.common.measure import cpu_threads
 from fem_research.common.names import colour, display
 from fem_research.common.paired import by_seed, spread
-from fem_research.common.plots import dots
 from fem_research.forecast.settings import PROFILES, ForecastRecipe, Job
 from fem_research.runs.run import RUNS, check_output, command_line, progress
 from fem_research.runs.tables import write_page
@@ -100,15 +99,6 @@ def table4(summaries: Sequence[dict]) -> list[dict]:
     return rows
 
 
-def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
-    """errors.png, from what results.json holds: the test error of every model, a dot per seed."""
-    panels: dict[str, dict] = {}
-    for row in results["forecast"]:
-        panels.setdefault(f"{row['data']}, {row['horizon']}", {})[name_of(row["model"])] = row["mses"]
-    colours = {name_of(row["model"]): colour_of(row["model"]) for row in results["forecast"]}
-    dots(folder / "errors.png", "Test MSE by data and horizon: a dot per seed", panels, colours)
-
-
 def forecasts(path: Path, records: Sequence[dict]) -> None:
     """The last channel of the middle test window, and its forecasts by the first seeds."""
     first: dict[tuple, dict] = {}
@@ -145,7 +135,7 @@ def write_report(folder: Path, records: Sequence[dict], command: str) -> None:
         "MLPs, so that no token sees another. DLinear, PatchTST, iTransformer and FEMForecaster are trained by "
         "neuralforecast. CPU s: of training one seed, its validation included; sd: over seeds.",
         markdown_table(table(records), {"MSE": min, "MAE": min}),
-        "![test error of every model, a dot per seed](errors.png)",
+        "![test error of every model, a dot per seed](scores.png)",
         "![one test window and its forecasts](forecasts.png)",
         "## Table 4",
         TABLE_4_NOTE,
@@ -179,6 +169,5 @@ def run(recipe: ForecastRecipe, output: Path, profile: str = "laptop") -> dict:
             folder, records, command_line("forecast", recipe, ForecastRecipe(**PROFILES[profile]), profile)
         ),
         results={"forecast": summary(records)},
-        redraw=redraw,
         shown=("Forecasts of equal size: errors on scaled test data", short_table(records)),
     )

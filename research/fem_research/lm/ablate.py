@@ -32,7 +32,7 @@ from fem_research.runs.tables import write_page
 SECONDS = 60.0  # for all rows
 COSTS = "costs.json"
 PLAIN, GATED = "-C,G,T,L", "+G"
-ON_THE_PAGE_ALONE = ("row", "what", "sd", "by seed", "parameters", "tokens/s")  # a terminal has no room for them
+ON_THE_PAGE_ALONE = ("what", "sd", "by seed", "parameters", "tokens/s")  # a terminal has no room for them
 EQUAL_TIME = (
     " All rows train for equal time: one whose step takes longer than the fastest row's takes fewer steps, and its "
     "learning rate falls to 0 within these. ms a step: median process time of forward, backward and AdamW, in turn."
@@ -115,7 +115,6 @@ class Ablation:
             rows.append(
                 {
                     "mixer": self.name(row),
-                    "row": row,
                     "what": remark(row),
                     "loss": mean(losses),
                     "sd": spread(losses),
@@ -142,8 +141,7 @@ class Ablation:
     def tuning_table(self) -> list[dict]:
         """A line per row of the ablation, a column per learning rate."""
         return [
-            {"mixer": self.name(row), "row": row}
-            | {f"{rate:g}": record["val_loss"] for rate, record in records.items()}
+            {"mixer": self.name(row)} | {f"{rate:g}": record["val_loss"] for rate, record in records.items()}
             for row, records in self.tuning.items()
         ]
 
@@ -179,12 +177,14 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
         tables={"table": table, "learning_rates": ablation.tuning_table()},
         page=lambda folder: page(folder, ablation, recipe),
         results={
-            "ablate": {row["row"]: row for row in table},
-            "learning_rates": {row["row"]: row for row in ablation.tuning_table()},
-            "curves": {row: [record["curve"] for record in records] for row, records in ablation.chosen.items()},
+            "ablate": {row["mixer"]: row for row in table},
+            "learning_rates": {row["mixer"]: row for row in ablation.tuning_table()},
+            "curves": {
+                ablation.name(row): [record["curve"] for record in records] for row, records in ablation.chosen.items()
+            },
             "prior": recipe.prior,
         },
-        redraw=redraw,
+        draw=curves,
         shown=(
             f"Validation loss, {recipe.prior} prior, equal parameters",
             [{name: value for name, value in row.items() if name not in ON_THE_PAGE_ALONE} for row in table],
@@ -216,14 +216,14 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
         f"{'the same parameters within 1 %' if recipe.mlp == 'narrowed' else 'the same SwiGLU'}, the same "
         "initialisation, and per seed the same rows of text in the same order; each has the best "
         "of the learning rates on the first seed. /r8: gates of rank 8, whose width goes to the values. Loss: "
-        "validation, nats per token after the last step, mean over seeds; sd: over seeds; row: the paper's name, by "
-        "the parts that are missing (-) or alone (+); below ..., paired: the difference from that row on the same "
+        "validation, nats per token after the last step, mean over seeds; sd: over seeds; below ..., paired: the "
+        "difference from that row on the same "
         "seeds, ± its standard error. "
         f"{tokens:,} tokens a training{' of the fastest row' if recipe.equal_time else ''}, about "
         f"{6.0 * parameters * tokens:.2g} floating-point operations (6 a parameter and token)."
         + (EQUAL_TIME if recipe.equal_time else ""),
         markdown_table(ablation.table(), {"loss": min}),
-        "![last validation loss of every row, a dot per seed](loss.png)",
+        "![last validation loss of every row, a dot per seed](scores.png)",
         "![validation loss over steps, a line per seed](curves.png)",
         "## Learning rates",
         f"Seed {recipe.seed}, validation loss after the last step.",
@@ -232,19 +232,7 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
     )
 
 
-def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
-    """From what results.json holds: loss.png, the last loss of every row, a dot per seed; curves.png, the way there."""
-
-    def named(of_rows: Mapping) -> dict:
-        return {mixer_name(row, results["prior"]): value for row, value in of_rows.items()}
-
-    losses = {
-        name: [float(number) for number in of_rows["by seed"].split(",")]
-        for name, of_rows in named(results["ablate"]).items()
-    }
-    ordered = dict(sorted(losses.items(), key=lambda pair: mean(pair[1])))
-    title = "Validation loss in nats per token, lowest first: a dot per seed"
-    pictures.scores(folder / "loss.png", title, {"equal parameters": ordered})
-    if "curves" in results:  # the first results did not keep them
-        title, panel = "Validation loss over steps: a line per seed", ("nats per token", "step", "step", "val_loss")
-        pictures.curves(folder / "curves.png", title, named(results["curves"]), [panel], logarithmic=True)
+def curves(results: Mapping, folder: Path) -> None:
+    """curves.png: the validation loss of every row over the steps, a line per seed."""
+    title, panel = "Validation loss over steps: a line per seed", ("nats per token", "step", "step", "val_loss")
+    pictures.curves(folder / "curves.png", title, results["curves"], [panel], logarithmic=True)

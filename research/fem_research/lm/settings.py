@@ -37,6 +37,7 @@ OPTIONS = {"r": "gates of rank {}", "b": "beta from {}", "l": "lambda's bias at 
 OPTIONS |= {"c": "{} channels in the conditioner"}
 NAMED_OPTIONS = {"norm": "normalised", "norope": "no position code", "conv": "behind a short convolution"}
 NAMED_OPTIONS |= {"wide": "values as wide as the model", "double": "values twice as wide", "thirds": "2/3 as wide"}
+NAMED_OPTIONS |= {"cpaper": "the paper's conditioner", "cauthors": "the authors' conditioner"}
 NAMED_OPTIONS |= {"paper": "the authors' width", "lambda": "lambda kept, as in the authors' file"}
 
 
@@ -85,8 +86,8 @@ class AblateRecipe:
     text: Path | None = option(None, "UTF-8 text file; default: Python's sources and help topics.", called="text_file")
     prior: str = option("softmax", "Prior of all mixers.")
     rows: str = option(
-        " ".join(ROWS),
-        "Mixers of this prior with commas, such as attention,attention+LT,FEM; or the paper's rows with spaces.",
+        "all",
+        "Mixers of this prior with commas, such as attention,attention+LT,FEM; all: every combination of parts.",
         called="mixers",
     )
     learning_rates: str = option("0.001,0.002,0.004", "Each mixer takes the best of these on the first seed.")
@@ -117,6 +118,9 @@ class AblateRecipe:
             row_fields(row, self.prior)
 
     def row_names(self) -> list[str]:
+        """The rows by what they leave out, as records of trainings are named; a reader sees the mixers."""
+        if self.rows == "all":
+            return list(ROWS)
         if any(word.partition("/")[0].removesuffix(UNNORMALISED) in ROWS for word in self.rows.split()):
             return list(dict.fromkeys(self.rows.split()))
         return list(dict.fromkeys(row_of(name, self.prior) for name in listed(self.rows)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from fem_research.common.grid import Grid, publish
 from fem_research.common.mixers import OTHERS, known
 from fem_research.common.names import KEY, colour, display, sizes
 from fem_research.common.paired import shown, spread
-from fem_research.common.plots import dots
 from fem_research.common.sweep import sweep
 from fem_research.mad.settings import PROFILES, MADRecipe, Profile
 from fem_research.mad.training import Point, train
@@ -243,20 +242,6 @@ def _by_task(records: Sequence[dict], score: str) -> dict[str, dict]:
     return {task: {"mean": mean(seeds), "seeds": seeds} for task, seeds in tasks.items()}
 
 
-def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
-    """scores.png, from what results.json holds: a dot for each seed of each mixer in each task."""
-    by_start, score = results["mad"], PROFILES[recipe["profile"]].score
-    rows = {(mixer, start): of[score] for start, mixers in by_start.items() for mixer, of in mixers.items()}
-    names = {row: _label(*row, len(by_start) > 1) for row in rows}
-    panels = {
-        title: {names[row]: tasks[task]["seeds"] for row, tasks in rows.items() if task in tasks}
-        for task, title in COLUMNS.items()
-        if any(task in tasks for tasks in rows.values())
-    }
-    colours = {name: colour(mixer) for (mixer, _), name in names.items()}
-    dots(folder / "scores.png", f"{SCORES[score].capitalize()}: a dot per seed", panels, colours)
-
-
 def curves(path: Path, records: Sequence[dict]) -> None:
     """Test accuracy over steps in each task's first setting, mean over seeds; a run that ended early keeps its last."""
     rows = by_row(records)
@@ -352,7 +337,6 @@ def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
         tables={"table": table},
         page=lambda folder: write_report(folder, records, profile, command_line("mad", recipe, MADRecipe())),
         results={"mad": summary(records)},
-        redraw=redraw,
         shown=(
             f"MAD, {recipe.profile} profile: {SCORES[profile.score]}, percent",
             readable([row for row in table if row["seeds"]], False),

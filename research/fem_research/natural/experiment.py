@@ -13,7 +13,6 @@ import pandas as pd
 
 from fem.provenance import provenance
 from fem.tables import markdown_table
-from fem_research.common import pictures
 from fem_research.common.grid import Grid, publish
 from fem_research.common.names import display
 from fem_research.common.paired import by_seed, in_words, paired
@@ -55,7 +54,6 @@ def run(recipe: NaturalRecipe, output: Path, workers: int | None = None) -> dict
         tables={"table": overview},
         page=lambda folder: write_report(folder, scores, floors, label, files, overview, recipe),
         results={"natural": scores, "constants": floors, "files": files},
-        redraw=redraw,
         shown=("Accuracy by set, mean over repeats", overview),
     )
 
@@ -98,13 +96,6 @@ def table(rows: Mapping[str, dict]) -> list[dict]:
         for row, score in rows.items()
     ]
     return sorted(lines, key=lambda line: -line["accuracy"])
-
-
-def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
-    """scores.png: a dot per repeat of every pool on every set."""
-    panels = {name: {row: of["accuracy"] for row, of in rows.items()} for name, rows in results["natural"].items()}
-    title = "Accuracy on bags that were not trained on: a dot per repeat"
-    pictures.scores(folder / "scores.png", title, panels, results["constants"], "the most frequent label")
 
 
 def write_report(folder: Path, scores, floors, label, files, overview, recipe: NaturalRecipe) -> None:

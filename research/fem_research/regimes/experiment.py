@@ -13,7 +13,6 @@ import torch
 
 from fem.provenance import provenance
 from fem.tables import markdown_table
-from fem_research.common import pictures
 from fem_research.common.grid import Grid, Tuned, publish
 from fem_research.common.mixers import POOLS, UNTYPED, mixer_config, taken_apart
 from fem_research.common.names import KEY, display
@@ -118,13 +117,6 @@ def summary(tasks: Mapping[str, Tuned]) -> dict:
     return scores
 
 
-def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
-    """scores.png, from what results.json holds: a dot per seed of every row in every task."""
-    panels = {task: {row: of["test"] for row, of in rows.items()} for task, rows in results["regimes"].items()}
-    title, floor = "Score on new examples: a dot per seed", "an answer that never looks"
-    pictures.scores(folder / "scores.png", title, panels, results.get("constants"), floor)
-
-
 def title(recipe: RegimesRecipe) -> str:
     if all(row in POOLS for row in recipe.rows):
         return f"Pooling a set: {', '.join(recipe.task_names)}"
@@ -200,7 +192,6 @@ def run(recipe: RegimesRecipe, output: Path, workers: int | None = None) -> dict
             folder, found, floors, recipe, command_line("regimes", recipe, RegimesRecipe())
         ),
         results={"regimes": summary(tasks), "constants": floors},
-        redraw=redraw,
         shown=("Scores by task, mean over seeds", overview(found)),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -11,7 +11,6 @@ import pandas as pd
 from fem.provenance import provenance
 from fem.tables import markdown_table
 from fem.train.signals import end_process_group
-from fem_research.common import pictures
 from fem_research.common.grid import Grid, one_by_one, publish
 from fem_research.common.measure import cpu_threads
 from fem_research.common.names import display, sizes
@@ -71,13 +70,6 @@ def table3(records: Sequence[dict], profile: str) -> list[dict]:
     return rows
 
 
-def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
-    """vision.png, from what results.json holds: held-out accuracy after the last step, a dot per seed."""
-    accuracies = {mixer: [100 * share for share in found["accuracies"]] for mixer, found in results["vision"].items()}
-    title = "Held-out accuracy in percent: a dot per seed"
-    pictures.scores(folder / "vision.png", title, {Path(recipe["data"]).name: accuracies})
-
-
 def write_report(folder: Path, records: Sequence[dict], recipe: VisionRecipe, profile: str, pictures: Pictures) -> None:
     data, size, patch = Path(recipe.data).name, recipe.image_size, recipe.patch_size
     write_page(
@@ -91,7 +83,7 @@ def write_report(folder: Path, records: Sequence[dict], recipe: VisionRecipe, pr
         "seed by seed, ± its standard error; images/s: of training steps by the wall clock, so other programs on the "
         "machine slow them.",
         markdown_table(table(records), {"top-1, %": max, "loss, nats": min}),
-        "![held-out accuracy, a dot per seed](vision.png)",
+        "![held-out accuracy, a dot per seed](scores.png)",
         "## Table 3: ImageNet-1K",
         "Top-1 accuracy and millions of parameters; blank: not run. The recipe is DeiT's without RandAugment, random "
         "erasing and repeated augmentation.",
@@ -130,7 +122,6 @@ def run(recipe: VisionRecipe, output: Path, profile: str = "digits") -> dict:
         tables={"table": rows},
         page=lambda folder: write_report(folder, records, recipe, profile, pictures),
         results={"vision": summary(records)},
-        redraw=redraw,
         shown=(f"Image classifiers of equal size: {Path(recipe.data).name}", rows),
     )
 
