@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
+from pathlib import Path
 
 import torch
 
@@ -25,6 +26,7 @@ def environment() -> dict[str, str]:
 def save(path: str, title: str, results: object, rows: list[dict[str, str]], note: str) -> None:
     """Write `path`.json with everything measured, and `path`.md with `rows` as a table."""
     facts = environment()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.json", "w") as file:
         json.dump({"environment": facts, "results": results}, file, indent=1)
     stamp = ", ".join(f"{name} {value}" for name, value in facts.items())

@@ -3,12 +3,14 @@
 import csv
 import json
 import multiprocessing
+import time
 
 import pytest
 
 pytest.importorskip("typer", reason="needs free-energy-mixer[cli]")
 
 from fem.tables import markdown_table
+from fem_research import record
 from fem_research.report import add_run, add_runs
 from fem_research.runs.tables import write_page
 
@@ -66,15 +68,14 @@ def test_a_run_that_is_added_again_replaces_its_own_rows_alone(tmp_path, output)
     )
 
 
-def added(run, output):
-    for _ in range(5):
-        add_runs([run], output)
-
-
-def test_processes_that_add_at_once_lose_no_rows(tmp_path, output):
+def test_processes_that_add_at_once_lose_no_rows(tmp_path, output, monkeypatch):
+    replacing = record.replacing
+    monkeypatch.setattr(
+        record, "replacing", lambda path: (time.sleep(0.3), replacing(path))[1]
+    )  # others read meanwhile
     runs = [made_up_run(tmp_path / f"run{number}") for number in range(4)]
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=added, args=(run, output)) for run in runs]
+    processes = [context.Process(target=add_runs, args=([run], output)) for run in runs]
     for process in processes:
         process.start()
     for process in processes:
