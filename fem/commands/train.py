@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ def command(
     from fem.train.train import run
 
     disable_progress_bar()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # before training: an exception in a destructor would be lost
     try:
         results = run(chosen, output, resume == "auto")
         _say(ending(results["train"], output))

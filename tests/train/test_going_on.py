@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pkgutil import resolve_name
 
@@ -116,6 +117,24 @@ def test_a_signal_saves_at_the_end_of_the_step(data, whole, tmp_path, monkeypatc
     train.run(tiny(data), tmp_path / "run", resume=True)
     a, b = weights(tmp_path / "run", 12), weights(whole, 12)
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@SLOW
+def test_a_sigterm_before_training_ends_the_process_whatever_it_does(data, tmp_path):
+    """In a destructor Python drops exceptions, and so an exit."""
+    ended = Training(tiny(data), tmp_path / "run", before=ask_in_a_destructor).end(300)
+    assert ended.code == -signal.SIGTERM, ended.said
+    assert not checkpoints(tmp_path / "run")
+
+
+def ask_in_a_destructor():
+    class Dying:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+
+    build = train.build_model
+    train.build_model = lambda *given: (Dying(), build(*given))[1]
 
 
 def test_ctrl_c_says_what_to_type(data, tmp_path, monkeypatch, capsys):
