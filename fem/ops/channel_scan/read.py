@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.channel_scan.naive import naive_channel_scan_read
-from fem.ops.channel_scan.prefixes import by_prefixes, by_steps
+from fem.ops.channel_scan.prefixes import by_prefixes, by_steps, step
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import LARGEST_LOG_WEIGHT, compute_dtype, largest_finite, without_autocast
@@ -71,9 +71,11 @@ def _one_way(
         zeros = partial(connected_zeros, v)
         shapes = (inputs[0].shape, v.shape, f.shape)
         terms, after = Terms(*(zeros(shape, *inputs, *memory) for shape in shapes)), memory
-    elif portable() or (v.shape[1] == 1 and not kernels and not differentiated(*inputs, *memory)):
+    elif portable():
+        terms, after = by_steps(memory, *inputs)
+    elif v.shape[1] == 1 and not kernels and not differentiated(*inputs, *memory):
         with without_autocast(v.device):
-            terms, after = by_steps(memory, *inputs)
+            terms = after = step(memory, *inputs)
     elif transformed(*inputs, *memory):
         with without_autocast(v.device):
             terms, after = by_prefixes(memory, *inputs)
@@ -96,7 +98,6 @@ def _memory(state: dict[str, Tensor] | None, x: Tensor, a: Tensor | None, v: Ten
 def _weighed(x, a, v, f, tokens: Tokens | None, present: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Log-weights and decays in which masked tokens weigh and decay nothing, and documents forget what was before."""
     x = (v if v.shape[-1] else f).new_zeros(()).expand(*v.shape[:2], max(v.shape[2], f.shape[2])) if x is None else x
-    x, a = (part if part is None else part.masked_fill(part < LOG_ZERO, LOG_ZERO) for part in (x, a))
     if tokens is not None and tokens.keep is not None:
         keep = tokens.keep[..., None]
         x, v, f = torch.where(keep, x, LOG_ZERO), torch.where(keep, v, 0), torch.where(keep, f, 0)

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 BLOCK = 16
+WIDE, MOST_BLOCKS = 2**11, 16  # so many columns fill a loop over few tokens as they are
 
 
 def recurrence(log_decay: Tensor | None, u: Tensor, state: Tensor, kernels: bool) -> Tensor:
     """h_t = exp(log_decay_t) h_{t-1} + u_t of streams u (S, B, T, C) from `state` (S, B, C), differentiable once."""
-    if log_decay is None:
-        return u.cumsum(-2) + state.unsqueeze(-2)
     if not kernels:
         return _Recurrence.apply(log_decay, u, state)
+    if log_decay is None:
+        return u.cumsum(-2) + state.unsqueeze(-2)
     u, state = u.movedim(0, -2), state.movedim(0, -2)
     streams = u.shape[-2:]
     h = by_hgrn(log_decay.repeat(1, 1, streams[0]), u.flatten(-2), state.flatten(-2))
@@ -45,7 +46,10 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         log_decay, state, h = ctx.saved_tensors
-        reach, keep, d_decay = adjoint_sums(log_decay, grad), log_decay.exp(), None
+        reach = adjoint_sums(log_decay, grad)
+        if log_decay is None:
+            return None, reach, reach[..., 0, :]
+        keep, d_decay = log_decay.exp(), None
         if ctx.needs_input_grad[0]:
             before = torch.cat([state.unsqueeze(-2), h[..., :-1, :]], -2)
             d_decay = before.mul_(reach).sum_to_size(keep.shape).mul_(keep)
@@ -61,7 +65,8 @@ def adjoint_sums(log_decay: Tensor, grad: Tensor) -> Tensor:
     """Gradient of the u of `running_sums`, given that of its h: r_t = grad_t + exp(log_decay_{t+1}) r_{t+1}."""
     reach = _new(grad)
     last = reach[..., -1, :].copy_(grad[..., -1, :])
-    _scan(_SUM, log_decay[..., 1:, :], grad[..., :-1, :], reach[..., :-1, :], last, backwards=True)
+    later = None if log_decay is None else log_decay[..., 1:, :]
+    _scan(_SUM, later, grad[..., :-1, :], reach[..., :-1, :], last, backwards=True)
     return reach
 
 
@@ -71,38 +76,42 @@ def running_peaks(log_decay: Tensor, x: Tensor, state: Tensor) -> Tensor:
 
 
 # The factor of a decay, and a step: h = e^{log_decay} h + u, and h = max(log_decay + h, u).
-_SUM = (torch.exp, lambda factor, h, u, out: torch.addcmul(u, factor, h, out=out))
+_SUM = (torch.exp, lambda factor, h, u, out: _add(factor, h, u, out))
 _MAX = (lambda decay: decay, lambda decay, h, u, out: torch.maximum(torch.add(decay, h, out=out), u, out=out))
 
 
-def _scan(ring, log_decay: Tensor, u: Tensor, out: Tensor, state: Tensor, backwards: bool) -> Tensor:
+def _add(factor: Tensor | None, h: Tensor, u: Tensor, out: Tensor) -> Tensor:
+    return torch.add(u, h, out=out) if factor is None else torch.addcmul(u, factor, h, out=out)
+
+
+def _scan(ring, log_decay: Tensor | None, u: Tensor, out: Tensor, state: Tensor, backwards: bool) -> Tensor:
     factor_of, step = ring
-    factor = factor_of(log_decay)
+    factor = None if log_decay is None else factor_of(log_decay)
     blocks, rest = divmod(u.shape[-2], BLOCK)
-    if blocks < 2:
+    if blocks < 2 or (blocks <= MOST_BLOCKS and state.numel() >= WIDE):
         return _run(step, factor, u, out, state, backwards)
     edge = rest if backwards else blocks * BLOCK  # the rest that fills no block comes last in the scan's order
     body, beyond = (slice(edge, None), slice(edge)) if backwards else (slice(edge), slice(edge, None))
-    blocked = lambda tensor: tensor[..., body, :].unflatten(-2, (blocks, BLOCK))  # noqa: E731
+    blocked = lambda tensor: None if tensor is None else tensor[..., body, :].unflatten(-2, (blocks, BLOCK))  # noqa: E731
     inside = [blocked(tensor) for tensor in (factor, u, out)]
     added = _fold(step, *inside[:2], backwards)
-    ends = _scan(ring, blocked(log_decay).sum(-2), added, _new(added), state, backwards)
+    ends = _scan(ring, None if log_decay is None else blocked(log_decay).sum(-2), added, _new(added), state, backwards)
     state = state.unsqueeze(-2)
     entering = (ends[..., 1:, :], state) if backwards else (state, ends[..., :-1, :])
     _run(step, *inside, torch.cat(entering, -2), backwards)
     last = ends[..., 0 if backwards else -1, :]
-    _run(step, *(tensor[..., beyond, :] for tensor in (factor, u, out)), last, backwards)
+    _run(step, *(x if x is None else x[..., beyond, :] for x in (factor, u, out)), last, backwards)
     return out
 
 
-def _run(step, factor: Tensor, u: Tensor, out: Tensor, state: Tensor, backwards: bool) -> Tensor:
+def _run(step, factor: Tensor | None, u: Tensor, out: Tensor, state: Tensor, backwards: bool) -> Tensor:
     for factor_t, u_t, out_t in _in_order(backwards, factor, u, out):
         step(factor_t, state, u_t, out_t)
         state = out_t
     return out
 
 
-def _fold(step, factor: Tensor, u: Tensor, backwards: bool) -> Tensor:
+def _fold(step, factor: Tensor | None, u: Tensor, backwards: bool) -> Tensor:
     """What each block adds to what enters it."""
     steps = _in_order(backwards, factor, u)
     added = next(steps)[1].clone()
@@ -111,9 +120,10 @@ def _fold(step, factor: Tensor, u: Tensor, backwards: bool) -> Tensor:
     return added
 
 
-def _in_order(backwards: bool, *tensors: Tensor):
-    steps = zip(*(tensor.unbind(-2) for tensor in tensors))
-    return reversed(list(steps)) if backwards else steps
+def _in_order(backwards: bool, factor: Tensor | None, *tensors: Tensor):
+    of_time = [tensor.unbind(-2) for tensor in tensors]
+    steps = list(zip([None] * len(of_time[0]) if factor is None else factor.unbind(-2), *of_time))
+    return iter(steps[::-1] if backwards else steps)
 
 
 def _new(like: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class SlabScan:
         inputs = ", ".join(f"Tensor? {x}" for x in (*along, *shared))
         memory = ", ".join(f"Tensor {x}" for x in Terms._fields)
         self.forward = operator(f"{name}({inputs}, {memory}, bool kernels) -> Tensor[]")(self._forward)
-        backward = f"{name}_backward(Tensor[] grads, bool[] wanted, {inputs}, {memory}, bool kernels) -> Tensor[]"
+        backward = f"{name}_backward(Tensor?[] grads, bool[] wanted, {inputs}, {memory}, bool kernels) -> Tensor[]"
         self.backward = operator(backward)(self._backward)
         self.forward.register_fake(self._empty)
         self.backward.register_fake(self._empty_gradients)
@@ -97,30 +97,34 @@ class SlabScan:
             inputs, borders = _doubled(inputs), Terms(*double(*borders))
             d_reads, d_memory = double(*d_reads), double(*d_memory)
         asked = [n for n, (x, w) in enumerate(zip(inputs, wanted)) if x is not None and w]
-        found = {n: inputs[n].new_zeros(inputs[n].shape) for n in asked}
+        found = {n: torch.zeros_like(inputs[n], memory_format=torch.contiguous_format) for n in asked if n >= self.time}
+        found |= {n: torch.empty_like(inputs[n], memory_format=torch.contiguous_format) for n in asked if n < self.time}
         for number, piece in reversed(list(enumerate(self._slabs(inputs, kernels)))):
             with recorded(), without_autocast(borders.mean.device):
                 given = [None if x is None else x.detach() for x in self._cut(inputs, piece)]
                 before = [x[number].detach().requires_grad_() for x in borders]
                 leaves = [*before, *(given[n].requires_grad_() for n in asked)]
                 read, memory, _ = self.slab(Terms(*before), kernels and not wide, *given)
-                pairs = [*zip(read, (d[:, piece] for d in d_reads)), *zip(memory, d_memory)]
-                outputs, cotangents = zip(*(pair for pair in pairs if pair[0].requires_grad))
+                pairs = [*zip(read, (None if d is None else d[:, piece] for d in d_reads)), *zip(memory, d_memory)]
+                pairs = [pair for pair in pairs if pair[1] is not None and pair[0].requires_grad]
+                outputs, cotangents = zip(*pairs)
                 gradients = torch.autograd.grad(outputs, leaves, cotangents, materialize_grads=True)
             d_memory = gradients[:3]
             for n, part in zip(asked, gradients[3:]):
-                total = found[n][:, piece] if n < self.time else found[n]
-                total += part
-        return [x.to(dtype).clone() for x in (*d_memory, *found.values())]
+                if n < self.time:
+                    found[n][:, piece] = part
+                else:
+                    found[n] += part
+        return [*(x.to(dtype).clone() for x in d_memory), *(found[n].to(dtype) for n in asked)]
 
     def _empty_gradients(self, grads, wanted, *arguments):
         asked = [x for x, w in zip(arguments[: self.count], wanted) if x is not None and w]
-        return [*(x.new_empty(x.shape) for x in grads[3:]), *(x.new_empty(x.shape) for x in asked)]
+        borders = arguments[self.count : -1]
+        return [*(x.new_empty(x.shape[1:]) for x in borders), *(x.new_empty(x.shape) for x in asked)]
 
     def _save(self, ctx, inputs, output):
         *tensors, ctx.kernels = inputs
         ctx.save_for_backward(*tensors, *output[6:])
-        ctx.shapes = [x.shape for x in output[:6]]
         ctx.set_materialize_grads(False)
 
     def _differentiate(self, ctx, grads):
@@ -128,9 +132,8 @@ class SlabScan:
         inputs, memory, borders = saved[: self.count], saved[self.count : -3], saved[-3:]
         if torch.is_grad_enabled():
             return *again_differentiable(self._again, [*inputs, *memory], grads[:6]), None
-        grads = [memory[1].new_zeros(shape) if d is None else d for d, shape in zip(grads, ctx.shapes)]
         wanted = list(ctx.needs_input_grad[: self.count])
-        found = self.backward(grads, wanted, *inputs, *borders, ctx.kernels)
+        found = self.backward(list(grads[:6]), wanted, *inputs, *borders, ctx.kernels)
         of_inputs = iter(found[3:])
         d_inputs = [next(of_inputs) if x is not None and w else None for x, w in zip(inputs, wanted)]
         return *d_inputs, *found[:3], None
